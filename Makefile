@@ -1,0 +1,54 @@
+# Two commands matter: `make demo` and `make test`. Each sets up everything it needs.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+C_SRC  := $(wildcard src/symcomm/_core/*.c src/symcomm/_core/*.h)
+STAMP  := $(VENV)/.installed
+BUILT  := $(VENV)/.built
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast lint format bench soak sanitize clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+setup: $(BUILT) ## make .venv with everything the other targets use
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "== setting up $(VENV) (first time only, about a minute)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "setuptools>=68" wheel
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,torch,plot]'
+	@touch $@
+
+$(BUILT): $(STAMP) setup.py $(C_SRC)
+	@echo "== building the C core"
+	@SYMCOMM_WERROR=1 $(BIN)/python setup.py -q build_ext --inplace
+	@touch $@
+
+demo: $(BUILT) ## several ranks at work on this machine, explained as they go
+	@$(BIN)/symcomm demo
+
+test: $(BUILT) lint ## lint, types and all tests (about ten minutes on 2 cores)
+	$(BIN)/python -m pytest -q
+
+lint: $(BUILT) ## ruff (lint and format) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(BUILT) ## let ruff rewrite the sources
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(BUILT) ## measure this machine; see BENCHMARKS.md
+	$(BIN)/symcomm bench all
+
+soak: $(BUILT) ## a thousand random faults
+	$(BIN)/python -m tests.soak
+
+sanitize: $(BUILT) ## the C core under ASan, UBSan and TSan
+	$(BIN)/python tests/sanitize.py
+
+clean: ## remove everything that was built
+	rm -rf $(VENV) build dist src/*.egg-info src/symcomm/_core/*.so .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,36 @@
+"""Builds the one C extension. Everything else about the package is in pyproject.toml.
+
+``SYMCOMM_WERROR=1`` turns warnings into errors; ``SYMCOMM_SANITIZE=address,undefined`` (or ``thread``)
+builds the extension with those sanitizers.
+"""
+
+import os
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+CORE = Path("src/symcomm/_core")
+
+compile_args = ["-std=gnu11", "-O3", "-g1", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+link_args = ["-pthread"]
+if os.environ.get("SYMCOMM_WERROR") == "1":
+    compile_args.append("-Werror")
+if sanitize := os.environ.get("SYMCOMM_SANITIZE"):
+    flags = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-O1"]
+    compile_args += [*flags, "-DSYMCOMM_SANITIZED=1"]
+    link_args += flags
+
+setup(
+    ext_modules=[
+        Extension(
+            "symcomm._core._native",
+            sources=sorted(str(p) for p in CORE.glob("*.c")),
+            depends=sorted(str(p) for p in CORE.glob("*.h")),
+            define_macros=[("Py_LIMITED_API", "0x030A0000"), ("_GNU_SOURCE", "1")],
+            extra_compile_args=compile_args,
+            extra_link_args=link_args,
+            py_limited_api=True,
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

@@ -1,0 +1,24 @@
+/* The Python module `symcomm._core._native`: a list of parts, each in a file of its own. */
+#include "common.h"
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "symcomm._core._native", "Symcomm's C core.", -1, NULL, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void) {
+    PyObject *module = PyModule_Create(&definition);
+    if (module == NULL) return NULL;
+    int (*const parts[])(PyObject *) = {
+        symcomm_add_reduce,
+        symcomm_add_group,
+        symcomm_add_p2p,
+        symcomm_add_store_server,
+    };
+    for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
+        if (parts[i](module) < 0) {
+            Py_DECREF(module);
+            return NULL;
+        }
+    }
+    return module;
+}

@@ -1,0 +1,168 @@
+"""Every exception Symcomm raises, and the one place that words them.
+
+The tree says whose fault it is::
+
+    SymcommError (RuntimeError)
+      CallerError                 fix the call
+        BadArgumentError            an argument is wrong (also a ValueError)
+        CollectiveMismatchError     ranks made different calls
+        GroupUnusableError          the group was destroyed, aborted, or failed before
+        RendezvousError             the environment does not say who we are
+      PeerError                   someone else went away
+        RankFailedError             a rank died or left
+        StoreConnectionError        the store cannot be reached (also a ConnectionError)
+        StoreAuthError              the store and we do not hold the same job token
+      DeadlineError               the clock ran out (also a TimeoutError)
+      ResourceError               this machine has too little of something
+      InternalError               a bug of ours: please report it
+
+All of them are RuntimeErrors, since that is what ``torch.distributed`` raises and what scripts catch.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "BadArgumentError",
+    "CallerError",
+    "CollectiveMismatchError",
+    "DeadlineError",
+    "GroupUnusableError",
+    "InternalError",
+    "PeerError",
+    "RankFailedError",
+    "RendezvousError",
+    "ResourceError",
+    "StoreAuthError",
+    "StoreConnectionError",
+    "SymcommError",
+]
+
+
+class SymcommError(RuntimeError):
+    """Base of all our exceptions."""
+
+
+class CallerError(SymcommError):
+    """The call itself has to change."""
+
+
+class BadArgumentError(CallerError, ValueError):
+    """An argument is wrong: which, what it was, what is allowed, what to do."""
+
+
+class CollectiveMismatchError(CallerError):
+    """The ranks of a group did not make the same call."""
+
+
+class GroupUnusableError(CallerError):
+    """The group was destroyed or aborted, or an earlier operation on it failed."""
+
+
+class RendezvousError(CallerError):
+    """Rank, world size or meeting place could not be found."""
+
+
+class PeerError(SymcommError):
+    """A process that we depend on went away."""
+
+
+class RankFailedError(PeerError):
+    """One or more ranks died or left. ``ranks`` lists them (ranks of the group)."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()):
+        super().__init__(message)
+        self.ranks = list(ranks)
+
+    def __reduce__(self):
+        return type(self), (str(self), self.ranks)
+
+
+class StoreConnectionError(PeerError, ConnectionError):
+    """The store's server cannot be reached, or went away."""
+
+
+class StoreAuthError(PeerError, ConnectionError):
+    """The other side of a store connection did not prove that it knows the job token."""
+
+
+class DeadlineError(SymcommError, TimeoutError):
+    """A deadline passed. ``missing`` lists the ranks that did not come, where that is known."""
+
+    def __init__(self, message: str, missing: Sequence[int] = ()):
+        super().__init__(message)
+        self.missing = list(missing)
+
+    def __reduce__(self):
+        return type(self), (str(self), self.missing)
+
+
+class ResourceError(SymcommError):
+    """This machine does not have enough memory, descriptors or permissions."""
+
+
+class InternalError(SymcommError):
+    """A state that should be impossible. Please report it."""
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+def words_for_ranks(ranks: Iterable[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``"0-2, 5"``; runs of three or more are folded."""
+    parts: list[str] = []
+    run: list[int] = []
+
+    def close() -> None:
+        if len(run) >= 3:
+            parts.append(f"{run[0]}-{run[-1]}")
+        else:
+            parts.extend(map(str, run))
+        run.clear()
+
+    for rank in sorted(set(ranks)):
+        if run and rank != run[-1] + 1:
+            close()
+        run.append(rank)
+    close()
+    return ", ".join(parts) or "none"
+
+
+def words_for_seconds(seconds: float) -> str:
+    """A duration as a person would write it: ``0.03 s``, ``12 s``, ``30 min``."""
+    if seconds >= 120:
+        return f"{seconds / 60:g} min" if seconds % 60 == 0 else f"{seconds / 60:.1f} min"
+    if seconds >= 10:
+        return f"{seconds:.0f} s" if float(seconds).is_integer() else f"{seconds:.1f} s"
+    return f"{seconds:.2g} s"
+
+
+def words_for_exit(returncode: int) -> str:
+    """How a process ended, from a ``subprocess`` style return code."""
+    if returncode >= 0:
+        return f"exited with code {returncode}"
+    try:
+        return f"died with {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"died with signal {-returncode}"
+
+
+def bad_argument(call: str, argument: str, got: object, allowed: str, fix: str = "") -> BadArgumentError:
+    """One sentence: the call, the argument, what it was, what is allowed, what to do."""
+    text = f"{call}: {argument} must be {allowed}, got {got!r}"
+    return BadArgumentError(f"{text}; {fix}." if fix else f"{text}.")
+
+
+def deadline(
+    what: str, seconds: float, *, missing: Sequence[int] = (), arrived: Sequence[int] = (), fix: str = ""
+) -> DeadlineError:
+    """``what`` did not finish in ``seconds``; who was missing and who was there, where known."""
+    text = f"{what} timed out after {words_for_seconds(seconds)}"
+    if missing:
+        noun = "rank" if len(set(missing)) == 1 else "ranks"
+        text += f": {noun} {words_for_ranks(missing)} did not come"
+        if arrived:
+            text += f" (there: {words_for_ranks(arrived)})"
+    return DeadlineError(f"{text}. {fix}" if fix else f"{text}.", missing)

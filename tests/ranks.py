@@ -1,0 +1,97 @@
+"""Run a function on several processes, with a hard deadline and a report of what each one did.
+
+``run_ranks(fn, n)`` calls ``fn(rank, n, *args)`` in n fresh interpreters' worth of forked-from-nothing processes
+(the ``spawn`` start method) and returns their results in rank order. It fails the test when one raises, dies or
+does not end in time, and says what every rank did. ``outcomes=True`` returns an Outcome per rank instead.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Any
+
+
+@dataclass
+class Outcome:
+    """How one rank ended: a value, an exception, a signal, or still running at the deadline."""
+
+    rank: int
+    kind: str  # "returned" | "raised" | "died" | "stuck"
+    value: Any = None
+    error: BaseException | None = None
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.kind}: {self.text or self.value!r}"
+
+
+def _child(fn: Callable, rank: int, world: int, args: tuple, conn: Any) -> None:
+    try:
+        result = ("returned", fn(rank, world, *args), None, "")
+    except BaseException as error:
+        result = ("raised", None, error, traceback.format_exc())
+    try:
+        payload = pickle.dumps(result)
+    except Exception:
+        payload = pickle.dumps((result[0], repr(result[1]), None, result[3]))
+    conn.send_bytes(payload)
+    conn.close()
+
+
+def run_ranks(
+    fn: Callable,
+    world: int,
+    *args: Any,
+    deadline: float = 60.0,
+    outcomes: bool = False,
+    start: str = "spawn",
+    during: Callable[[list[mp.process.BaseProcess]], None] | None = None,
+) -> list[Any]:
+    """See the module's text. ``during(processes)`` runs in the test while the ranks run (to kill some, say)."""
+    ctx: Any = mp.get_context(start)
+    pipes = [ctx.Pipe(duplex=False) for _ in range(world)]
+    procs = [
+        ctx.Process(target=_child, args=(fn, r, world, args, pipes[r][1]), daemon=True) for r in range(world)
+    ]
+    for proc in procs:
+        proc.start()
+    for _, send in pipes:
+        send.close()
+    end = time.monotonic() + deadline
+    if during is not None:
+        during(procs)
+    results: list[Outcome | None] = [None] * world
+    pending = {pipes[r][0]: r for r in range(world)}
+    while pending and (left := end - time.monotonic()) > 0:
+        for conn in wait(list(pending), timeout=left):
+            rank = pending.pop(conn)  # type: ignore[call-overload]
+            try:
+                kind, value, error, text = pickle.loads(conn.recv_bytes())  # type: ignore[union-attr]
+                results[rank] = Outcome(rank, kind, value, error, text)
+            except EOFError:
+                procs[rank].join(5)
+                code = procs[rank].exitcode
+                how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+                results[rank] = Outcome(rank, "died", value=code, text=how)
+    for rank, proc in enumerate(procs):
+        if results[rank] is None:
+            results[rank] = Outcome(rank, "stuck", text=f"still running after {deadline} s")
+        proc.join(0.2 if results[rank].kind == "stuck" else 5)  # type: ignore[union-attr]
+        if proc.is_alive():
+            os.kill(proc.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            proc.join()
+    done = [r for r in results if r is not None]
+    if outcomes:
+        return done
+    bad = [r for r in done if r.kind != "returned"]
+    if bad:
+        raise AssertionError("not every rank returned:\n" + "\n".join(str(r) for r in done))
+    return [r.value for r in done]

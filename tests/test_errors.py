@@ -1,0 +1,55 @@
+"""The exception tree and its words."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from symcomm import errors
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [([], "none"), ([3], "3"), ([1, 0], "0, 1"), ([0, 1, 2], "0-2"), ([7, 0, 1, 2, 4, 6], "0-2, 4, 6, 7")],
+)
+def test_words_for_ranks(ranks, words):
+    assert errors.words_for_ranks(ranks) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.03, "0.03 s"), (5, "5 s"), (12, "12 s"), (12.34, "12.3 s"), (1800, "30 min")]
+)
+def test_words_for_seconds(seconds, words):
+    assert errors.words_for_seconds(seconds) == words
+
+
+def test_words_for_exit():
+    assert errors.words_for_exit(3) == "exited with code 3"
+    assert errors.words_for_exit(-9) == "died with SIGKILL"
+
+
+def test_all_errors_are_runtime_errors_and_named():
+    for name in errors.__all__:
+        assert issubclass(getattr(errors, name), RuntimeError)
+
+
+def test_bad_argument_is_one_sentence():
+    error = errors.bad_argument("all_reduce", "root", 7, "0 to 3", "pass a rank of this group")
+    assert str(error) == "all_reduce: root must be 0 to 3, got 7; pass a rank of this group."
+    assert isinstance(error, ValueError)
+
+
+def test_deadline_names_who_is_missing():
+    error = errors.deadline("barrier 'x'", 1.5, missing=[2, 3, 4], arrived=[0, 1])
+    assert str(error) == "barrier 'x' timed out after 1.5 s: ranks 2-4 did not come (there: 0, 1)."
+    assert error.missing == [2, 3, 4] and isinstance(error, TimeoutError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [errors.RankFailedError("gone", [2]), errors.DeadlineError("late", [1]), errors.SymcommError("x")],
+)
+def test_errors_survive_pickling(error):
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is type(error) and str(back) == str(error) and back.__dict__ == error.__dict__

@@ -1,0 +1,88 @@
+"""Imports point down only, and `import symcomm` stays light."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src" / "symcomm"
+
+# Higher number may import lower or equal ones, never the other way round.
+LAYERS = {
+    "errors": 0,
+    "types": 0,
+    "_core": 0,
+    "store": 1,
+    "memory": 2,
+    "collectives": 3,
+    "group": 4,
+    "cli": 9,
+}
+# Packages below the line never import torch when they are loaded, only inside a function that was handed a tensor.
+TORCH_FREE_AT_IMPORT = {"errors", "types", "_core", "store", "memory", "collectives", "group", "cli"}
+
+
+def layer_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports_of(path: Path) -> list[tuple[str, bool]]:
+    """(module, is it at the top level) for every import in a file."""
+    tree = ast.parse(path.read_text())
+    top = set(map(id, tree.body))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = (
+                [f"{node.module}.{a.name}" for a in node.names] if node.module == "symcomm" else [node.module]
+            )
+            found += [(name, id(node) in top) for name in names]
+    return found
+
+
+FILES = sorted(p for p in SRC.rglob("*.py") if p != SRC / "__init__.py")
+
+
+def own_layer(path: Path) -> str:
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_imports_point_down(path: Path):
+    layer = own_layer(path)
+    assert layer in LAYERS, f"{path.name} is in no known layer: add {layer!r} to LAYERS"
+    for module, top in imports_of(path):
+        if module.split(".")[0] == "torch":
+            assert not (top and layer in TORCH_FREE_AT_IMPORT), f"{path} imports torch at its top level"
+        if module.startswith("symcomm.") and layer_of(module) in LAYERS:
+            assert LAYERS[layer_of(module)] <= LAYERS[layer], (
+                f"{path} ({layer}) imports {module}, which is above it"
+            )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_files_fit_on_a_desk(path: Path):
+    assert len(path.read_text().splitlines()) <= 600
+
+
+def test_import_is_light():
+    code = "import sys, json; import symcomm; print(json.dumps(sorted(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    loaded = set(json.loads(out.stdout))
+    assert not loaded & {"torch", "numpy", "typer", "rich", "asyncio", "symcomm._core"}
+
+
+def test_every_public_name_loads():
+    import symcomm
+
+    for name in symcomm.__all__:
+        assert getattr(symcomm, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = symcomm.nonsense
