@@ -58,9 +58,7 @@ def run_ranks(
     """See the module's text. ``during(processes)`` runs in the test while the ranks run (to kill some, say)."""
     ctx: Any = mp.get_context(start)
     pipes = [ctx.Pipe(duplex=False) for _ in range(world)]
-    procs = [
-        ctx.Process(target=_child, args=(fn, r, world, args, pipes[r][1]), daemon=True) for r in range(world)
-    ]
+    procs = [ctx.Process(target=_child, args=(fn, r, world, args, pipes[r][1]), daemon=True) for r in range(world)]
     for proc in procs:
         proc.start()
     for _, send in pipes:

@@ -40,9 +40,7 @@ def imports_of(path: Path) -> list[tuple[str, bool]]:
         if isinstance(node, ast.Import):
             found += [(alias.name, id(node) in top) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = (
-                [f"{node.module}.{a.name}" for a in node.names] if node.module == "symcomm" else [node.module]
-            )
+            names = [f"{node.module}.{a.name}" for a in node.names] if node.module == "symcomm" else [node.module]
             found += [(name, id(node) in top) for name in names]
     return found
 
@@ -62,9 +60,7 @@ def test_imports_point_down(path: Path):
         if module.split(".")[0] == "torch":
             assert not (top and layer in TORCH_FREE_AT_IMPORT), f"{path} imports torch at its top level"
         if module.startswith("symcomm.") and layer_of(module) in LAYERS:
-            assert LAYERS[layer_of(module)] <= LAYERS[layer], (
-                f"{path} ({layer}) imports {module}, which is above it"
-            )
+            assert LAYERS[layer_of(module)] <= LAYERS[layer], f"{path} ({layer}) imports {module}, which is above it"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))

@@ -6,8 +6,9 @@ The numbers are shared with the C core (``_core/types.h``); a test compares the 
 from __future__ import annotations
 
 import enum
+from typing import Any
 
-__all__ = ["DType", "RedOpType", "ReduceOp"]
+__all__ = ["DType", "RedOpType", "ReduceOp", "make_premul_sum"]
 
 
 class DType(enum.IntEnum):
@@ -43,9 +44,7 @@ class DType(enum.IntEnum):
         return self.name.lower()
 
 
-ITEMSIZE: dict[int, int] = dict(
-    zip(DType, (1, 1, 2, 2, 4, 4, 8, 8, 1, 2, 2, 4, 8, 8, 16, 1, 1, 1, 1), strict=True)
-)
+ITEMSIZE: dict[int, int] = dict(zip(DType, (1, 1, 2, 2, 4, 4, 8, 8, 1, 2, 2, 4, 8, 8, 16, 1, 1, 1, 1), strict=True))
 
 
 class RedOpType(enum.IntEnum):
@@ -60,3 +59,52 @@ class RedOpType(enum.IntEnum):
     BOR = 6
     BXOR = 7
     PREMUL_SUM = 8
+
+
+class _ReduceOpMeta(type):
+    """Makes ``isinstance(ReduceOp.SUM, ReduceOp)`` true, as in PyTorch, where SUM is a plain enum value."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, RedOpType) or super().__instancecheck__(instance)
+
+
+class ReduceOp(metaclass=_ReduceOpMeta):
+    """A reduce operation, with the factor that PREMUL_SUM carries (a number or a tensor)."""
+
+    RedOpType = RedOpType
+    SUM = RedOpType.SUM
+    AVG = RedOpType.AVG
+    PRODUCT = RedOpType.PRODUCT
+    MIN = RedOpType.MIN
+    MAX = RedOpType.MAX
+    BAND = RedOpType.BAND
+    BOR = RedOpType.BOR
+    BXOR = RedOpType.BXOR
+    PREMUL_SUM = RedOpType.PREMUL_SUM
+
+    __slots__ = ("factor", "op")
+
+    def __init__(self, op: RedOpType | ReduceOp, factor: Any = None):
+        self.op = op.op if type(op) is ReduceOp else RedOpType(op)
+        self.factor = op.factor if type(op) is ReduceOp and factor is None else factor
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RedOpType):
+            return self.op == other
+        if type(other) is ReduceOp:
+            return self.op == other.op and (self.factor is other.factor or bool(self.factor == other.factor))
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.op)
+
+    def __reduce__(self):
+        return ReduceOp, (self.op, self.factor)
+
+    def __repr__(self) -> str:
+        return f"ReduceOp.{self.op.name}" + (f"(factor={self.factor!r})" if self.factor is not None else "")
+
+
+def make_premul_sum(factor: Any) -> ReduceOp:
+    """SUM of the inputs, each multiplied by ``factor`` (a number, or a tensor that broadcasts) first."""
+    return ReduceOp(RedOpType.PREMUL_SUM, factor)
