@@ -27,6 +27,7 @@ static inline int64_t symcomm_now_ns(void) {
 
 /* Each part adds its functions and types to the module; returns 0, or -1 with an exception set. */
 int symcomm_add_reduce(PyObject *module);
+int symcomm_add_shm(PyObject *module);
 int symcomm_add_group(PyObject *module);
 int symcomm_add_p2p(PyObject *module);
 int symcomm_add_store_server(PyObject *module);

@@ -1,6 +1,329 @@
+/* Python's view of groups, plans and requests. They are capsules; the classes are in symcomm/group. */
+#include <stdlib.h>
+
+#include "async.h"
 #include "common.h"
+#include "exec.h"
+#include "sync.h"
+
+static const char GROUP[] = "symcomm.group", PLAN[] = "symcomm.plan", REQUEST[] = "symcomm.request";
+#define MAX_BUFFERS 1024
+
+/* --- the interpreter lock and Ctrl-C ------------------------------------------------------------------------ */
+
+static _Thread_local PyThreadState *released; /* while a call of this thread runs without the lock */
+
+static int ask_python(void) {
+    PyEval_RestoreThread(released);
+    int raised = PyErr_CheckSignals();
+    released = PyEval_SaveThread();
+    return raised;
+}
+
+#define WITHOUT_LOCK(statement)                      \
+    do {                                             \
+        symcomm_interrupted = ask_python;            \
+        released = PyEval_SaveThread();              \
+        statement;                                   \
+        PyEval_RestoreThread(released);              \
+        symcomm_interrupted = NULL;                  \
+    } while (0)
+
+/* --- arguments ------------------------------------------------------------------------------------------------ */
+
+static int to_address(PyObject *object, char **address) {
+    *address = PyLong_AsVoidPtr(object);
+    return *address == NULL && PyErr_Occurred() ? -1 : 0;
+}
+
+/* An int or a tuple of ints. Returns how many, or -1. */
+static int to_addresses(PyObject *object, char **addresses) {
+    if (PyLong_Check(object)) return to_address(object, addresses) < 0 ? -1 : 1;
+    Py_ssize_t n = PyTuple_Size(object);
+    if (n < 0) return -1;
+    if (n > MAX_BUFFERS) {
+        PyErr_Format(PyExc_ValueError, "at most %d buffers", MAX_BUFFERS);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (to_address(PyTuple_GetItem(object, i), &addresses[i]) < 0) return -1;
+    return (int)n;
+}
+
+static int want(Py_ssize_t got, Py_ssize_t expected, const char *name) {
+    if (got == expected) return 0;
+    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, expected, got);
+    return -1;
+}
+
+/* --- plans ---------------------------------------------------------------------------------------------------- */
+
+static void drop_plan(PyObject *capsule) { plan_free(PyCapsule_GetPointer(capsule, PLAN)); }
+
+static PyObject *make_plan(PyObject *self, PyObject *arg) {
+    (void)self;
+    char *bytes;
+    Py_ssize_t size;
+    const char *why;
+    if (PyBytes_AsStringAndSize(arg, &bytes, &size) < 0) return NULL;
+    struct plan *plan = plan_load(bytes, (size_t)size, &why);
+    if (plan == NULL) return PyErr_Format(PyExc_ValueError, "not a plan: %s", why);
+    return PyCapsule_New(plan, PLAN, drop_plan);
+}
+
+/* --- groups --------------------------------------------------------------------------------------------------- */
+
+static void free_group(struct group *g) {
+    free(g->control);
+    free(g->stage);
+    free(g->arena);
+    free((void *)g->life);
+    pthread_mutex_destroy(&g->lock);
+    free(g);
+}
+
+static void drop_group(PyObject *capsule) {
+    struct group *g = PyCapsule_GetPointer(capsule, GROUP);
+    Py_BEGIN_ALLOW_THREADS;
+    async_stop(g);
+    Py_END_ALLOW_THREADS;
+    free_group(g);
+}
+
+static int fill(PyObject *tuple, int world, void **into) {
+    if (PyTuple_Size(tuple) != world) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "one address per rank");
+        return -1;
+    }
+    return to_addresses(tuple, (char **)into) == world ? 0 : -1;
+}
+
+static PyObject *make_group(PyObject *self, PyObject *args) {
+    (void)self;
+    int rank, world, spin;
+    PyObject *control, *stage, *arena, *life;
+    long long stage_bytes, arena_bytes, yield_ns;
+    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!iL", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage, &stage_bytes,
+                          &PyTuple_Type, &arena, &arena_bytes, &PyTuple_Type, &life, &spin, &yield_ns))
+        return NULL;
+    if (world < 1 || world > MAX_BUFFERS || rank < 0 || rank >= world)
+        return PyErr_Format(PyExc_ValueError, "rank %d of %d: a group has 1 to %d ranks", rank, world, MAX_BUFFERS);
+    struct group *g = calloc(1, sizeof *g);
+    if (g == NULL) return PyErr_NoMemory();
+    pthread_mutex_init(&g->lock, NULL);
+    size_t n = (size_t)world;
+    g->rank = rank, g->world = world, g->spin = spin, g->yield_ns = yield_ns;
+    g->stage_bytes = stage_bytes, g->arena_bytes = arena_bytes;
+    g->control = calloc(n, sizeof *g->control), g->stage = calloc(n, sizeof *g->stage);
+    g->arena = calloc(n, sizeof *g->arena), g->life = calloc(n, sizeof *g->life);
+    if (!g->control || !g->stage || !g->arena || !g->life) {
+        free_group(g);
+        return PyErr_NoMemory();
+    }
+    if (fill(control, world, (void **)g->control) < 0 || fill(stage, world, (void **)g->stage) < 0 ||
+        fill(arena, world, (void **)g->arena) < 0 || fill(life, world, (void **)g->life) < 0) {
+        free_group(g);
+        return NULL;
+    }
+    atomic_store(&g->control[rank]->state, CONTROL_IN_USE);
+    return PyCapsule_New(g, GROUP, drop_group);
+}
+
+static struct group *to_group(PyObject *capsule) { return PyCapsule_GetPointer(capsule, GROUP); }
+
+static PyObject *group_abort(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct group *g = to_group(arg);
+    return g ? PyLong_FromLong(sync_fail(g, STATUS_ABORTED, g->rank)) : NULL;
+}
+
+static PyObject *group_leave(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct group *g = to_group(arg);
+    if (g == NULL) return NULL;
+    atomic_store(&g->control[g->rank]->state, CONTROL_LEFT);
+    Py_BEGIN_ALLOW_THREADS;
+    async_stop(g);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyObject *rank_report(struct group *g, int r) {
+    struct control *c = g->control[r];
+    uint64_t even = atomic_load(&c->arrival[0].seq), odd = atomic_load(&c->arrival[1].seq);
+    struct arrival *last = &c->arrival[even > odd ? 0 : 1];
+    return Py_BuildValue("{s:i,s:K,s:K,s:K,s:K,s:i}", "rank", r, "seq", (unsigned long long)(even > odd ? even : odd), "signature",
+                         (unsigned long long)atomic_load(&last->signature), "count", (unsigned long long)atomic_load(&last->count),
+                         "progress", (unsigned long long)atomic_load(&c->progress), "gone", sync_gone(g, r));
+}
+
+static PyObject *group_report(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct group *g = to_group(arg);
+    if (g == NULL) return NULL;
+    PyObject *ranks = PyList_New(0);
+    for (int r = 0; ranks && r < g->world; r++) {
+        PyObject *one = rank_report(g, r);
+        if (one == NULL || PyList_Append(ranks, one) < 0) Py_CLEAR(ranks);
+        Py_XDECREF(one);
+    }
+    if (ranks == NULL) return NULL;
+    struct control *me = g->control[g->rank];
+    uint64_t cause = atomic_load(&me->abort);
+    return Py_BuildValue("{s:i,s:i,s:i,s:K,s:K,s:L,s:N}", "status", (int)(cause & 0xff), "culprit", (int)(cause >> 8 & 0xffff), "origin",
+                         (int)(cause >> 24 & 0xffff), "abort_seq", (unsigned long long)atomic_load(&me->abort_seq), "seq",
+                         (unsigned long long)g->seq, "slept", (long long)g->slept, "ranks", ranks);
+}
+
+static PyObject *group_publish(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    const char *text;
+    Py_ssize_t n;
+    if (!PyArg_ParseTuple(args, "Oy#", &capsule, &text, &n)) return NULL;
+    struct group *g = to_group(capsule);
+    if (g == NULL) return NULL;
+    if (n > RECORD_BYTES) n = RECORD_BYTES;
+    struct control *me = g->control[g->rank];
+    atomic_store(&me->record_length, 0);
+    memcpy(me->record, text, (size_t)n);
+    atomic_store_explicit(&me->record_length, (uint32_t)n + 1, memory_order_release);
+    Py_RETURN_NONE;
+}
+
+static PyObject *group_records(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct group *g = to_group(arg);
+    PyObject *records = g ? PyList_New(0) : NULL;
+    for (int r = 0; records && r < g->world; r++) {
+        uint32_t n = atomic_load_explicit(&g->control[r]->record_length, memory_order_acquire);
+        if (n > RECORD_BYTES + 1) n = 0;
+        PyObject *one = n ? PyBytes_FromStringAndSize(g->control[r]->record, (Py_ssize_t)n - 1) : Py_NewRef(Py_None);
+        if (one == NULL || PyList_Append(records, one) < 0) Py_CLEAR(records);
+        Py_XDECREF(one);
+    }
+    return records;
+}
+
+/* --- operations ----------------------------------------------------------------------------------------------- */
+
+/* Leaves a blocking call behind asynchronous ones in the queue, so that operations keep their order. */
+static int run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
+    struct request *r = calloc(1, sizeof *r);
+    if (r == NULL) return STATUS_PLAN;
+    *r = (struct request){.group = g, .plan = p, .timeout = timeout, .references = 1};
+    char **in = malloc(sizeof(char *) * (size_t)(b->n_in + 1)), **out = malloc(sizeof(char *) * (size_t)(b->n_out + 1));
+    if (in && out) {
+        memcpy(in, b->in, sizeof(char *) * (size_t)b->n_in);
+        memcpy(out, b->out, sizeof(char *) * (size_t)b->n_out);
+    }
+    r->buffers = (struct buffers){in, out, b->n_in, b->n_out};
+    int status = STATUS_PLAN;
+    if (in && out && async_submit(g, r) == 0) {
+        bool done = async_wait(r, 0);
+        if (!done) {
+            sync_fail(g, STATUS_ABORTED, g->rank); /* Ctrl-C; the buffers are the caller's, so wait for the worker */
+            symcomm_interrupted = NULL;
+            async_wait(r, 0);
+        }
+        status = done ? r->status : STATUS_INTERRUPTED;
+    }
+    async_release(r);
+    return status;
+}
+
+/* run(group, plan, inputs, outputs, timeout_ns) -> status */
+static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    (void)self;
+    char *in[MAX_BUFFERS], *out[MAX_BUFFERS];
+    if (want(n_args, 5, "run") < 0) return NULL;
+    struct group *g = to_group(args[0]);
+    struct plan *p = g ? PyCapsule_GetPointer(args[1], PLAN) : NULL;
+    if (p == NULL) return NULL;
+    struct buffers b = {in, out, to_addresses(args[2], in), to_addresses(args[3], out)};
+    int64_t timeout = PyLong_AsLongLong(args[4]);
+    if (b.n_in < 0 || b.n_out < 0 || (timeout == -1 && PyErr_Occurred())) return NULL;
+    int status;
+    WITHOUT_LOCK(status = async_idle(g) ? exec_run(g, p, &b, timeout) : run_queued(g, p, &b, timeout));
+    if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
+    return PyLong_FromLong(status);
+}
+
+static void call_back(struct request *r) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *callback = r->context;
+    PyObject *result = PyObject_CallFunction(callback, "i", r->status);
+    if (result == NULL) PyErr_WriteUnraisable(callback);
+    Py_XDECREF(result);
+    Py_DECREF(callback);
+    PyGILState_Release(state);
+}
+
+static void drop_request(PyObject *capsule) { async_release(PyCapsule_GetPointer(capsule, REQUEST)); }
+
+/* submit(group, plan, inputs, outputs, timeout_ns, callback or None) -> request */
+static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    (void)self;
+    char *in[MAX_BUFFERS], *out[MAX_BUFFERS];
+    if (want(n_args, 6, "submit") < 0) return NULL;
+    struct group *g = to_group(args[0]);
+    struct plan *p = g ? PyCapsule_GetPointer(args[1], PLAN) : NULL;
+    if (p == NULL) return NULL;
+    int n_in = to_addresses(args[2], in), n_out = n_in < 0 ? -1 : to_addresses(args[3], out);
+    int64_t timeout = PyLong_AsLongLong(args[4]);
+    if (n_in < 0 || n_out < 0 || (timeout == -1 && PyErr_Occurred())) return NULL;
+    struct request *r = calloc(1, sizeof *r);
+    char **ins = malloc(sizeof(char *) * (size_t)(n_in + 1)), **outs = malloc(sizeof(char *) * (size_t)(n_out + 1));
+    if (!r || !ins || !outs) {
+        free(r), free(ins), free(outs);
+        return PyErr_NoMemory();
+    }
+    memcpy(ins, in, sizeof(char *) * (size_t)n_in);
+    memcpy(outs, out, sizeof(char *) * (size_t)n_out);
+    *r = (struct request){.group = g, .plan = p, .buffers = {ins, outs, n_in, n_out}, .timeout = timeout, .references = 1};
+    if (args[5] != Py_None) r->context = Py_NewRef(args[5]), r->finished = call_back;
+    PyObject *capsule = PyCapsule_New(r, REQUEST, drop_request);
+    if (capsule && async_submit(g, r) < 0) {
+        Py_DECREF(capsule);
+        return PyErr_Format(PyExc_OSError, "no thread could be started for asynchronous operations");
+    }
+    return capsule;
+}
+
+/* request_wait(request, timeout_ns) -> status, or None when it is not done by then; a negative timeout only looks. */
+static PyObject *request_wait(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    long long timeout;
+    if (!PyArg_ParseTuple(args, "OL", &capsule, &timeout)) return NULL;
+    struct request *r = PyCapsule_GetPointer(capsule, REQUEST);
+    if (r == NULL) return NULL;
+    bool done = atomic_load_explicit(&r->done, memory_order_acquire);
+    if (!done && timeout >= 0) {
+        WITHOUT_LOCK(done = async_wait(r, timeout));
+        if (PyErr_Occurred()) return NULL;
+    }
+    return done ? PyLong_FromLong(r->status) : Py_NewRef(Py_None);
+}
+
+static PyMethodDef methods[] = {
+    {"make_plan", make_plan, METH_O, "make_plan(encoded) -> plan"},
+    {"make_group", make_group, METH_VARARGS,
+     "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, spin, yield_ns) -> group"},
+    {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},
+    {"group_leave", group_leave, METH_O, "group_leave(group): this rank takes no further part."},
+    {"group_report", group_report, METH_O, "group_report(group) -> what this rank can see of all ranks"},
+    {"group_publish", group_publish, METH_VARARGS, "group_publish(group, text): show the others what this rank was doing."},
+    {"group_records", group_records, METH_O, "group_records(group) -> what each rank has published, or None"},
+    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, "run(group, plan, inputs, outputs, timeout_ns) -> status"},
+    {"submit", (PyCFunction)(void (*)(void))submit, METH_FASTCALL,
+     "submit(group, plan, inputs, outputs, timeout_ns, callback) -> request"},
+    {"request_wait", request_wait, METH_VARARGS, "request_wait(request, timeout_ns) -> status or None"},
+    {NULL, NULL, 0, NULL},
+};
 
 int symcomm_add_group(PyObject *module) {
-    (void)module;
-    return 0;
+    PyModule_AddIntConstant(module, "CONTROL_BYTES", (long)sizeof(struct control));
+    PyModule_AddIntConstant(module, "RECORD_BYTES", RECORD_BYTES);
+    return PyModule_AddFunctions(module, methods);
 }

@@ -10,6 +10,7 @@ PyMODINIT_FUNC PyInit__native(void) {
     if (module == NULL) return NULL;
     int (*const parts[])(PyObject *) = {
         symcomm_add_reduce,
+        symcomm_add_shm,
         symcomm_add_group,
         symcomm_add_p2p,
         symcomm_add_store_server,

@@ -1,0 +1,107 @@
+#include "async.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdlib.h>
+
+#include "common.h"
+
+struct worker {
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    struct request *first, *last;
+    _Atomic int pending; /* queued or running */
+    bool stopping;
+};
+
+static struct request *take(struct worker *w) {
+    pthread_mutex_lock(&w->lock);
+    while (w->first == NULL && !w->stopping) pthread_cond_wait(&w->changed, &w->lock);
+    struct request *r = w->first;
+    if (r != NULL && (w->first = r->next) == NULL) w->last = NULL;
+    pthread_mutex_unlock(&w->lock);
+    return r;
+}
+
+static void *work(void *argument) {
+    struct group *g = argument;
+    struct worker *w = g->worker;
+    struct request *r;
+    while ((r = take(w)) != NULL) {
+        r->status = exec_run(g, r->plan, &r->buffers, r->timeout);
+        atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
+        atomic_store_explicit(&r->done, 1, memory_order_release);
+        symcomm_futex_wake(&r->done, INT32_MAX);
+        if (r->finished) r->finished(r);
+        async_release(r);
+    }
+    return NULL;
+}
+
+static struct worker *start(struct group *g) {
+    struct worker *w = calloc(1, sizeof *w);
+    if (w == NULL) return NULL;
+    pthread_mutex_init(&w->lock, NULL);
+    pthread_cond_init(&w->changed, NULL);
+    g->worker = w;
+    sigset_t all, before; /* signals are for Python's threads */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int failed = pthread_create(&w->thread, NULL, work, g);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (!failed) return w;
+    g->worker = NULL;
+    free(w);
+    return NULL;
+}
+
+int async_submit(struct group *g, struct request *r) {
+    struct worker *w = g->worker ? g->worker : start(g);
+    if (w == NULL) return -1;
+    atomic_fetch_add_explicit(&r->references, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&w->pending, 1, memory_order_relaxed);
+    pthread_mutex_lock(&w->lock);
+    if (w->last) w->last->next = r;
+    else w->first = r;
+    w->last = r;
+    pthread_cond_signal(&w->changed);
+    pthread_mutex_unlock(&w->lock);
+    return 0;
+}
+
+bool async_idle(struct group *g) {
+    return g->worker == NULL || atomic_load_explicit(&g->worker->pending, memory_order_acquire) == 0;
+}
+
+bool async_wait(struct request *r, int64_t timeout) {
+    int64_t deadline = timeout ? symcomm_now_ns() + timeout : 0;
+    while (!atomic_load_explicit(&r->done, memory_order_acquire)) {
+        int64_t left = deadline ? deadline - symcomm_now_ns() : 100000000;
+        if (left <= 0) return false;
+        long slept = symcomm_futex_wait(&r->done, 0, left < 100000000 ? left : 100000000);
+        if (slept < 0 && errno == EINTR && symcomm_interrupted && symcomm_interrupted()) return false;
+    }
+    return true;
+}
+
+void async_release(struct request *r) {
+    if (atomic_fetch_sub_explicit(&r->references, 1, memory_order_acq_rel) > 1) return;
+    free((void *)r->buffers.in);
+    free((void *)r->buffers.out);
+    free(r);
+}
+
+void async_stop(struct group *g) {
+    struct worker *w = g->worker;
+    if (w == NULL) return;
+    pthread_mutex_lock(&w->lock);
+    w->stopping = true;
+    pthread_cond_signal(&w->changed);
+    pthread_mutex_unlock(&w->lock);
+    pthread_join(w->thread, NULL);
+    pthread_mutex_destroy(&w->lock);
+    pthread_cond_destroy(&w->changed);
+    free(w);
+    g->worker = NULL;
+}

@@ -1,0 +1,30 @@
+/* Operations that run while the caller goes on: one thread per group takes them in the order they were submitted. */
+#ifndef SYMCOMM_ASYNC_H
+#define SYMCOMM_ASYNC_H
+
+#include "exec.h"
+
+struct request {
+    struct group *group;
+    const struct plan *plan;
+    struct buffers buffers;
+    int64_t timeout;
+    int status;                /* valid once done */
+    _Atomic uint32_t done;     /* futex */
+    _Atomic int references;    /* the worker's and the owner's */
+    void (*finished)(struct request *); /* called by the worker after done, or NULL */
+    void *context;
+    struct request *next;
+};
+
+/* Takes the caller's reference for the worker as well. 0, or -1 when no thread could be started. */
+int async_submit(struct group *g, struct request *r);
+/* True when nothing is queued or running, so that a blocking call may run in the caller's thread. */
+bool async_idle(struct group *g);
+/* True when r is done; waits until then or for timeout ns (0: for ever). */
+bool async_wait(struct request *r, int64_t timeout);
+void async_release(struct request *r);
+/* Ends the thread after what is queued; the group must have failed or be idle. */
+void async_stop(struct group *g);
+
+#endif

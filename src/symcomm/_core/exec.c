@@ -1,0 +1,200 @@
+/* The plan executor: one call runs one rank's whole part in a collective. */
+#include "exec.h"
+
+#include "common.h"
+#include "reduce.h"
+#include "types.h"
+
+#define BLOCK_BYTES 16384 /* what one source or destination moves before the next is touched: fits L1 with room */
+#define MAX_PLACES 1024
+
+struct run {
+    struct group *g;
+    const struct plan *p;
+    const struct buffers *b;
+    int64_t deadline;
+    int half;
+};
+
+static const int itemsize[DT_COUNT] = {1, 1, 2, 2, 4, 4, 8, 8, 1, 2, 2, 4, 8, 8, 16, 1, 1, 1, 1};
+
+static char *peer_tensor(struct run *x, int rank, bool output) {
+    struct arrival *a = &x->g->control[rank]->arrival[x->half];
+    int64_t offset = atomic_load_explicit(output ? &a->out_offset : &a->in_offset, memory_order_relaxed);
+    return x->g->arena[rank] + offset;
+}
+
+static char *resolve(struct run *x, const struct plan_place *at, int64_t turn) {
+    int64_t position = at->offset + at->stride * (at->mod ? (turn + at->phase) % at->mod : turn);
+    switch (at->space) {
+    case SPACE_IN: return x->b->in[at->index] + position;
+    case SPACE_OUT: return x->b->out[at->index] + position;
+    case SPACE_STAGE: return x->g->stage[at->index] + x->half * x->g->stage_bytes + position;
+    case SPACE_PEER_IN: return peer_tensor(x, (int)at->index, false) + position;
+    default: return peer_tensor(x, (int)at->index, true) + position;
+    }
+}
+
+static void copy_step(struct run *x, const struct plan_step *s, int64_t turn, int64_t nbytes) {
+    const char *src = resolve(x, &x->p->places[s->src], turn);
+    if (s->n_dst == 1) {
+        char *dst = resolve(x, &x->p->places[s->dst], turn);
+        if (dst != src) memcpy(dst, src, (size_t)nbytes);
+        return;
+    }
+    for (int64_t done = 0; done < nbytes; done += BLOCK_BYTES) {
+        size_t n = (size_t)(nbytes - done < BLOCK_BYTES ? nbytes - done : BLOCK_BYTES);
+        for (int64_t d = 0; d < s->n_dst; d++) {
+            char *dst = resolve(x, &x->p->places[s->dst + d], turn);
+            if (dst != src) memcpy(dst + done, src + done, n);
+        }
+    }
+}
+
+static void reduce_step(struct run *x, const struct plan_step *s, int64_t turn, int64_t nbytes) {
+    const void *src[MAX_PLACES];
+    char *dst[MAX_PLACES];
+    int dtype = (int)x->p->dtype, item = itemsize[dtype];
+    for (int64_t i = 0; i < s->n_src; i++) src[i] = resolve(x, &x->p->places[s->src + i], turn);
+    for (int64_t i = 0; i < s->n_dst; i++) dst[i] = resolve(x, &x->p->places[s->dst + i], turn);
+    int64_t block = s->n_dst == 1 ? nbytes : BLOCK_BYTES;
+    for (int64_t done = 0; done < nbytes; done += block) {
+        int64_t n = nbytes - done < block ? nbytes - done : block;
+        symcomm_reduce(dtype, (int)x->p->redop, dst[0] + done, src, (int)s->n_src, (size_t)(n / item), 1.0);
+        for (int64_t d = 1; d < s->n_dst; d++) memcpy(dst[d] + done, dst[0] + done, (size_t)n);
+        for (int64_t i = 0; i < s->n_src; i++) src[i] = (const char *)src[i] + n;
+    }
+}
+
+static int wait_progress(struct run *x, int64_t who, int64_t value) {
+    struct condition c = {
+        .kind = who < 0 ? WAIT_PROGRESS_ALL : WAIT_PROGRESS_ONE,
+        .who = who < 0 ? 0 : (int)who,
+        .target = x->g->seq << PLAN_SIGNAL_BITS | (uint64_t)value,
+    };
+    return sync_wait(x->g, &c, x->deadline);
+}
+
+static int run_step(struct run *x, const struct plan_step *s, int64_t turn, bool last) {
+    int64_t nbytes = last ? s->last : s->nbytes;
+    int64_t value = s->value + s->value_stride * turn;
+    switch (s->op) {
+    case OP_COPY: copy_step(x, s, turn, nbytes); return STATUS_OK;
+    case OP_REDUCE: reduce_step(x, s, turn, nbytes); return STATUS_OK;
+    case OP_SIGNAL: sync_signal(x->g, x->g->seq << PLAN_SIGNAL_BITS | (uint64_t)value); return STATUS_OK;
+    default: return wait_progress(x, s->who, value);
+    }
+}
+
+static int run_part(struct run *x, int part) {
+    const struct plan_step *steps = x->p->steps[part];
+    for (int64_t i = 0; i < x->p->n_steps[part]; i++) {
+        const struct plan_step *s = &steps[i];
+        int64_t turns = s->op == OP_LOOP ? s->turns : 1, body = s->op == OP_LOOP ? s->body : 1;
+        const struct plan_step *first = s->op == OP_LOOP ? s + 1 : s;
+        for (int64_t turn = 0; turn < turns; turn++)
+            for (int64_t k = 0; k < body; k++) {
+                int status = run_step(x, first + k, turn, turn == turns - 1);
+                if (status) return status;
+            }
+        if (s->op == OP_LOOP) i += body;
+    }
+    return STATUS_OK;
+}
+
+static int64_t offset_in_arena(struct group *g, const char *buffer) {
+    uintptr_t start = (uintptr_t)g->arena[g->rank], at = (uintptr_t)buffer;
+    return at >= start && at - start < (uintptr_t)g->arena_bytes ? (int64_t)(at - start) : -1;
+}
+
+static bool satisfies(int64_t needs, int64_t in_offset, int64_t out_offset) {
+    return !((needs & NEED_INPUT) && in_offset < 0) && !((needs & NEED_OUTPUT) && out_offset < 0);
+}
+
+static uint64_t signature_of(const struct plan *p) {
+    return (uint64_t)p->collective | (uint64_t)p->dtype << 8 | (uint64_t)p->redop << 16 | (uint64_t)p->root << 24;
+}
+
+static void arrive(struct run *x, int64_t in_offset, int64_t out_offset) {
+    struct arrival *a = &x->g->control[x->g->rank]->arrival[x->half];
+    atomic_store_explicit(&a->signature, signature_of(x->p), memory_order_relaxed);
+    atomic_store_explicit(&a->count, (uint64_t)x->p->count, memory_order_relaxed);
+    atomic_store_explicit(&a->in_offset, in_offset, memory_order_relaxed);
+    atomic_store_explicit(&a->out_offset, out_offset, memory_order_relaxed);
+    atomic_store_explicit(&a->seq, x->g->seq, memory_order_release);
+    sync_wake_peers(x->g);
+}
+
+/* The first rank that has arrived at this operation with another signature, or -1. */
+static int find_mismatch(struct run *x) {
+    for (int r = 0; r < x->g->world; r++) {
+        struct arrival *a = &x->g->control[r]->arrival[x->half];
+        if (atomic_load_explicit(&a->seq, memory_order_acquire) != x->g->seq) continue;
+        if (atomic_load_explicit(&a->signature, memory_order_relaxed) != signature_of(x->p) ||
+            atomic_load_explicit(&a->count, memory_order_relaxed) != (uint64_t)x->p->count)
+            return r;
+    }
+    return -1;
+}
+
+/* Waits for all arrivals; a mismatch is worth more than whatever else went wrong while waiting. */
+static int meet(struct run *x) {
+    struct condition c = {.kind = WAIT_ARRIVED_ALL, .target = x->g->seq};
+    int status = sync_wait(x->g, &c, x->deadline);
+    int other = find_mismatch(x);
+    if (other >= 0) return sync_fail(x->g, STATUS_MISMATCH, other);
+    return status;
+}
+
+/* direct: 1 when every rank's tensors lie where the direct plan needs them. skipped: 1 when some rank left its head out. */
+static void survey(struct run *x, int *direct, int *skipped) {
+    *direct = x->p->has_direct, *skipped = 0;
+    for (int r = 0; x->p->has_direct && r < x->g->world; r++) {
+        struct arrival *a = &x->g->control[r]->arrival[x->half];
+        int64_t needs = x->p->needs[r];
+        bool there = satisfies(needs, atomic_load_explicit(&a->in_offset, memory_order_relaxed),
+                               atomic_load_explicit(&a->out_offset, memory_order_relaxed));
+        if (!there) *direct = 0;
+        if (there && needs) *skipped = 1;
+    }
+}
+
+static int run_body(struct run *x, bool skipped_head) {
+    int direct, someone_skipped, status;
+    survey(x, &direct, &someone_skipped);
+    if (direct) return run_part(x, PLAN_DIRECT);
+    if (someone_skipped) {
+        if (skipped_head && (status = run_part(x, PLAN_HEAD))) return status;
+        sync_signal(x->g, x->g->seq << PLAN_SIGNAL_BITS | PLAN_MIXED_SIGNAL);
+        if ((status = wait_progress(x, -1, PLAN_MIXED_SIGNAL))) return status;
+    }
+    return run_part(x, PLAN_STAGED);
+}
+
+static bool fits(const struct group *g, const struct plan *p, const struct buffers *b) {
+    return p->world == g->world && p->rank == g->rank && p->stage_bytes <= g->stage_bytes && p->n_in <= b->n_in &&
+           p->n_out <= b->n_out;
+}
+
+static int run_locked(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
+    int status = sync_aborted(g);
+    if (status) return status;
+    if (!fits(g, p, b)) return STATUS_PLAN;
+    g->seq++;
+    struct run x = {.g = g, .p = p, .b = b, .half = (int)(g->seq & 1)};
+    x.deadline = timeout ? symcomm_now_ns() + timeout : 0;
+    int64_t in_offset = b->n_in ? offset_in_arena(g, b->in[0]) : -1;
+    int64_t out_offset = b->n_out ? offset_in_arena(g, b->out[0]) : -1;
+    bool skip_head = p->has_direct && p->needs[g->rank] && satisfies(p->needs[g->rank], in_offset, out_offset);
+    if (!skip_head && (status = run_part(&x, PLAN_HEAD))) return status;
+    arrive(&x, in_offset, out_offset);
+    if ((status = meet(&x))) return status;
+    return run_body(&x, skip_head);
+}
+
+int exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
+    pthread_mutex_lock(&g->lock);
+    int status = run_locked(g, p, b, timeout);
+    pthread_mutex_unlock(&g->lock);
+    return status;
+}

@@ -1,0 +1,18 @@
+/* Runs plans. */
+#ifndef SYMCOMM_EXEC_H
+#define SYMCOMM_EXEC_H
+
+#include "plan.h"
+#include "sync.h"
+
+/* The caller's buffers; n_in/n_out entries as the plan asks. */
+struct buffers {
+    char *const *in;
+    char *const *out;
+    int n_in, n_out;
+};
+
+/* The next operation of the group, from head to end. Takes the group's lock. timeout in ns, 0: none. */
+int exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout);
+
+#endif

@@ -1,0 +1,126 @@
+/* Loads a plan: one pass that refuses anything the executor could not run safely. */
+#include "plan.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "types.h"
+
+#define HEADER_WORDS 12
+#define STEP_WORDS (int64_t)(sizeof(struct plan_step) / sizeof(int64_t))
+#define PLACE_WORDS (int64_t)(sizeof(struct plan_place) / sizeof(int64_t))
+#define MAX_WORLD 4096
+
+static int64_t farthest(const struct plan_place *at, int64_t turns, int64_t nbytes) {
+    int64_t most = at->mod ? at->mod - 1 : turns - 1;
+    return at->offset + (at->stride > 0 ? at->stride * most : 0) + nbytes;
+}
+
+static const char *check_place(struct plan *p, const struct plan_place *at, int64_t turns, int64_t nbytes) {
+    if (at->space < 0 || at->space >= SPACE_COUNT) return "unknown space";
+    if (at->index < 0 || at->index >= p->world) return "place outside the world";
+    if (at->offset < 0 || at->stride < 0 || at->mod < 0 || at->phase < 0) return "negative offset";
+    if (at->space == SPACE_IN && at->index >= p->n_in) p->n_in = at->index + 1;
+    if (at->space == SPACE_OUT && at->index >= p->n_out) p->n_out = at->index + 1;
+    if (at->space == SPACE_STAGE) {
+        int64_t end = farthest(at, turns, nbytes);
+        if (end > p->stage_bytes) p->stage_bytes = end;
+    }
+    return NULL;
+}
+
+static const char *check_move(struct plan *p, const struct plan_step *s, int64_t turns, int64_t n_places) {
+    if (s->nbytes < 0 || s->last < 0 || s->last > s->nbytes) return "bad length";
+    if (s->n_dst < 1 || s->n_src < 1 || s->n_dst > MAX_WORLD || s->n_src > MAX_WORLD) return "bad place count";
+    if (s->op == OP_COPY && s->n_src != 1) return "copy from several places";
+    if (s->dst < 0 || s->src < 0 || s->dst > n_places - s->n_dst || s->src > n_places - s->n_src) return "place out of range";
+    const char *why = NULL;
+    for (int64_t i = 0; i < s->n_dst && !why; i++) why = check_place(p, &p->places[s->dst + i], turns, s->nbytes);
+    for (int64_t i = 0; i < s->n_src && !why; i++) why = check_place(p, &p->places[s->src + i], turns, s->nbytes);
+    return why;
+}
+
+static const char *check_part(struct plan *p, int part, int64_t n_places) {
+    const struct plan_step *steps = p->steps[part];
+    int64_t left = 0, turns = 1; /* steps left in the loop we are in */
+    for (int64_t i = 0; i < p->n_steps[part]; i++) {
+        const struct plan_step *s = &steps[i];
+        if (left == 0) turns = 1;
+        const char *why = NULL;
+        switch (s->op) {
+        case OP_COPY:
+        case OP_REDUCE:
+            why = check_move(p, s, turns, n_places);
+            break;
+        case OP_SIGNAL:
+        case OP_WAIT:
+            if (s->value < 0 || s->value_stride < 0 || s->value + s->value_stride * turns >= (1 << PLAN_SIGNAL_BITS))
+                why = "signal out of range";
+            if (s->op == OP_WAIT && (s->who < -1 || s->who >= p->world)) why = "wait for nobody";
+            break;
+        case OP_LOOP:
+            if (left > 0) why = "nested loop";
+            else if (s->turns < 0 || s->turns >= (1 << PLAN_SIGNAL_BITS) || s->body < 0 || s->body > p->n_steps[part] - i - 1)
+                why = "bad loop";
+            left = s->body + 1;
+            turns = s->turns;
+            break;
+        default:
+            why = "unknown step";
+        }
+        if (why) return why;
+        if (left > 0) left--;
+    }
+    return NULL;
+}
+
+static const char *check(struct plan *p, int64_t n_words) {
+    const int64_t *w = p->words;
+    p->world = w[0], p->rank = w[1], p->collective = w[2], p->dtype = w[3];
+    p->redop = w[4], p->root = w[5], p->count = w[6], p->has_direct = w[7] != 0;
+    int64_t n_places = w[11], total = 0;
+    if (p->world < 1 || p->world > MAX_WORLD || p->rank < 0 || p->rank >= p->world) return "bad world";
+    if (p->dtype < 0 || p->dtype >= DT_COUNT || p->redop < 0 || p->redop >= RED_COUNT) return "bad type";
+    if (n_places < 0 || n_places > n_words) return "bad place count";
+    for (int part = 0; part < PLAN_PARTS; part++) {
+        p->n_steps[part] = w[8 + part];
+        if (p->n_steps[part] < 0 || p->n_steps[part] > n_words) return "bad step count";
+        total += p->n_steps[part];
+    }
+    if (n_words != HEADER_WORDS + p->world + total * STEP_WORDS + n_places * PLACE_WORDS) return "bad length";
+    p->needs = w + HEADER_WORDS;
+    const int64_t *next = p->needs + p->world;
+    p->places = (const struct plan_place *)(next + total * STEP_WORDS);
+    for (int part = 0; part < PLAN_PARTS; part++) {
+        p->steps[part] = (const struct plan_step *)next;
+        next += p->n_steps[part] * STEP_WORDS;
+    }
+    for (int part = 0; part < PLAN_PARTS; part++) {
+        const char *why = check_part(p, part, n_places);
+        if (why) return why;
+    }
+    return NULL;
+}
+
+struct plan *plan_load(const void *bytes, size_t size, const char **why) {
+    *why = "too short";
+    if (size < HEADER_WORDS * sizeof(int64_t) || size % sizeof(int64_t)) return NULL;
+    struct plan *p = calloc(1, sizeof *p);
+    int64_t *words = malloc(size);
+    *why = "out of memory";
+    if (p && words) {
+        memcpy(words, bytes, size);
+        p->words = words;
+        *why = check(p, (int64_t)(size / sizeof(int64_t)));
+        if (*why == NULL) return p;
+    }
+    free(words);
+    free(p);
+    return NULL;
+}
+
+void plan_free(struct plan *plan) {
+    if (plan == NULL) return;
+    free(plan->words);
+    free(plan);
+}

@@ -1,0 +1,159 @@
+/* Memory that ranks share, and the word by which the kernel itself tells the others that a rank died. */
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "common.h"
+#include "sync.h"
+
+/* At a fixed place of every arena. A robust list entry: when the thread that registered it ends for whatever reason,
+ * SIGKILL included, the kernel sets FUTEX_OWNER_DIED in `word`. Peers learn of a death by reading memory. */
+struct life {
+    struct robust_list entry;
+    _Atomic uint32_t word;
+};
+
+struct watch {
+    struct robust_list_head head;
+    struct life *life;
+    _Atomic uint32_t stop;
+    _Atomic uint32_t started;
+    pthread_t thread;
+};
+
+static void *hold_life(void *argument) {
+    struct watch *w = argument;
+    w->head.list.next = &w->life->entry;
+    w->head.futex_offset = (long)offsetof(struct life, word);
+    w->head.list_op_pending = NULL;
+    w->life->entry.next = &w->head.list;
+    atomic_store(&w->life->word, (uint32_t)syscall(SYS_gettid));
+    long failed = syscall(SYS_set_robust_list, &w->head, sizeof w->head);
+    atomic_store(&w->started, failed ? 2 : 1);
+    symcomm_futex_wake(&w->started, 1);
+    while (!atomic_load(&w->stop)) symcomm_futex_wait(&w->stop, 0, 3600LL * 1000000000);
+    w->head.list.next = &w->head.list; /* ends in peace */
+    atomic_store(&w->life->word, 0);
+    return NULL;
+}
+
+static PyObject *life_start(PyObject *self, PyObject *arg) {
+    (void)self;
+    void *address = PyLong_AsVoidPtr(arg);
+    if (address == NULL && PyErr_Occurred()) return NULL;
+    struct watch *w = calloc(1, sizeof *w);
+    if (w == NULL) return PyErr_NoMemory();
+    w->life = address;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(&w->thread, NULL, hold_life, w);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error) {
+        free(w);
+        errno = error;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    while (!atomic_load(&w->started)) symcomm_futex_wait(&w->started, 0, 10000000);
+    return PyLong_FromVoidPtr(w);
+}
+
+static PyObject *life_stop(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct watch *w = PyLong_AsVoidPtr(arg);
+    if (w == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    atomic_store(&w->stop, 1);
+    symcomm_futex_wake(&w->stop, 1);
+    Py_BEGIN_ALLOW_THREADS;
+    pthread_join(w->thread, NULL);
+    Py_END_ALLOW_THREADS;
+    free(w);
+    Py_RETURN_NONE;
+}
+
+static PyObject *map_shared(PyObject *self, PyObject *args) {
+    (void)self;
+    int fd;
+    long long bytes;
+    if (!PyArg_ParseTuple(args, "iL", &fd, &bytes)) return NULL;
+    void *at = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (at == MAP_FAILED) return PyErr_SetFromErrno(PyExc_OSError);
+    madvise(at, (size_t)bytes, MADV_DONTDUMP);
+    return PyLong_FromVoidPtr(at);
+}
+
+static PyObject *unmap(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long address;
+    long long bytes;
+    if (!PyArg_ParseTuple(args, "KL", &address, &bytes)) return NULL;
+    if (munmap((void *)(uintptr_t)address, (size_t)bytes)) return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+
+static PyObject *advise_huge(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long address;
+    long long bytes;
+    if (!PyArg_ParseTuple(args, "KL", &address, &bytes)) return NULL;
+    return PyBool_FromLong(madvise((void *)(uintptr_t)address, (size_t)bytes, MADV_HUGEPAGE) == 0);
+}
+
+/* Make sure that pages exist (create != 0), so that running out of memory is an error here and not a signal later;
+ * or give them back to the kernel. */
+static PyObject *set_pages(PyObject *self, PyObject *args) {
+    (void)self;
+    int fd, create, failed;
+    long long offset, bytes;
+    if (!PyArg_ParseTuple(args, "iLLp", &fd, &offset, &bytes, &create)) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    do failed = fallocate(fd, create ? 0 : FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
+    while (failed && errno == EINTR);
+    Py_END_ALLOW_THREADS;
+    if (failed) return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+
+static PyObject *peek(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long address;
+    Py_ssize_t bytes;
+    if (!PyArg_ParseTuple(args, "Kn", &address, &bytes)) return NULL;
+    return PyBytes_FromStringAndSize((const char *)(uintptr_t)address, bytes);
+}
+
+static PyObject *poke(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long address;
+    const char *data;
+    Py_ssize_t bytes;
+    if (!PyArg_ParseTuple(args, "Ky#", &address, &data, &bytes)) return NULL;
+    memcpy((void *)(uintptr_t)address, data, (size_t)bytes);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"life_start", life_start, METH_O, "life_start(address): mark this process alive there until it ends or life_stop()."},
+    {"life_stop", life_stop, METH_O, "life_stop(handle): the word becomes 0 instead of 'owner died'."},
+    {"map_shared", map_shared, METH_VARARGS, "map_shared(fd, bytes) -> address"},
+    {"unmap", unmap, METH_VARARGS, "unmap(address, bytes)"},
+    {"advise_huge", advise_huge, METH_VARARGS, "advise_huge(address, bytes) -> whether the kernel took the advice"},
+    {"set_pages", set_pages, METH_VARARGS, "set_pages(fd, offset, bytes, create)"},
+    {"peek", peek, METH_VARARGS, "peek(address, bytes) -> bytes"},
+    {"poke", poke, METH_VARARGS, "poke(address, bytes)"},
+    {NULL, NULL, 0, NULL},
+};
+
+int symcomm_add_shm(PyObject *module) {
+    PyModule_AddIntConstant(module, "LIFE_WORD", (long)offsetof(struct life, word));
+    PyModule_AddIntConstant(module, "LIFE_OWNER_DIED", LIFE_OWNER_DIED);
+    return PyModule_AddFunctions(module, methods);
+}

@@ -1,0 +1,157 @@
+/* Waits: look for a while, offer the core, then sleep in the kernel until a peer rings.
+ *
+ * A sleeper publishes what it waits for. A rank that signals looks at the sleepers and wakes only those whose
+ * condition now holds, so that 32 ranks on 2 cores are woken once each and not at every arrival.
+ * No wake-up can be lost: sleeper (publish, fence, look again) against signaller (signal, fence, look for sleepers). */
+#include "sync.h"
+
+#include <errno.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <stddef.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "common.h"
+
+#define SLICE_NS 10000000 /* how often a sleeper looks for dead peers: a tenth of the 100 ms we promise */
+
+long symcomm_futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t ns) {
+    struct timespec t = {ns / 1000000000, ns % 1000000000};
+    return syscall(SYS_futex, word, FUTEX_WAIT, seen, &t, NULL, 0);
+}
+
+void symcomm_futex_wake(_Atomic uint32_t *word, int n) { syscall(SYS_futex, word, FUTEX_WAKE, n, NULL, NULL, 0); }
+
+static bool rank_satisfies(struct group *g, int rank, const struct condition *c) {
+    struct control *peer = g->control[rank];
+    if (c->kind == WAIT_ARRIVED_ALL)
+        return atomic_load_explicit(&peer->arrival[c->target & 1].seq, memory_order_acquire) == c->target;
+    return atomic_load_explicit(&peer->progress, memory_order_acquire) >= c->target;
+}
+
+/* Whether c holds for the rank `sleeper`. */
+static bool holds(struct group *g, int sleeper, struct condition *c) {
+    if (c->kind == WAIT_PROGRESS_ONE) return rank_satisfies(g, c->who, c);
+    while (c->next < g->world && (c->next == sleeper || rank_satisfies(g, c->next, c))) c->next++;
+    return c->next == g->world;
+}
+
+static void ring(struct control *peer) {
+    atomic_fetch_add_explicit(&peer->doorbell, 1, memory_order_release);
+    symcomm_futex_wake(&peer->doorbell, 1);
+}
+
+void sync_wake_peers(struct group *g) {
+    atomic_thread_fence(memory_order_seq_cst);
+    for (int r = 0; r < g->world; r++) {
+        struct control *peer = g->control[r];
+        if (r == g->rank || !atomic_load_explicit(&peer->sleeping, memory_order_acquire)) continue;
+        struct condition c = {
+            .kind = (enum wait_kind)atomic_load_explicit(&peer->wait_kind, memory_order_relaxed),
+            .who = atomic_load_explicit(&peer->wait_who, memory_order_relaxed),
+            .target = atomic_load_explicit(&peer->wait_target, memory_order_relaxed),
+        };
+        if (c.who < 0 || c.who >= g->world || !holds(g, r, &c)) continue;
+        if (atomic_exchange_explicit(&peer->sleeping, 0, memory_order_acq_rel)) ring(peer);
+    }
+}
+
+void sync_signal(struct group *g, uint64_t progress) {
+    atomic_store_explicit(&g->control[g->rank]->progress, progress, memory_order_release);
+    sync_wake_peers(g);
+}
+
+int sync_aborted(struct group *g) {
+    return (int)(atomic_load_explicit(&g->control[g->rank]->abort, memory_order_acquire) & 0xff);
+}
+
+int sync_fail(struct group *g, int status, int culprit) {
+    uint64_t cause = (uint64_t)status | (uint64_t)(culprit & 0xffff) << 8 | (uint64_t)(g->rank & 0xffff) << 24;
+    for (int i = 0; i < g->world; i++) {
+        struct control *peer = g->control[(g->rank + i) % g->world]; /* mine first: it decides what I report */
+        uint64_t none = 0;
+        if (atomic_compare_exchange_strong(&peer->abort, &none, cause)) atomic_store(&peer->abort_seq, g->seq);
+        atomic_store(&peer->sleeping, 0);
+        ring(peer);
+    }
+    return sync_aborted(g);
+}
+
+int sync_gone(struct group *g, int rank) {
+    if (atomic_load_explicit(g->life[rank], memory_order_acquire) & LIFE_OWNER_DIED) return STATUS_DEAD;
+    if (atomic_load_explicit(&g->control[rank]->state, memory_order_acquire) == CONTROL_LEFT) return STATUS_LEFT;
+    return STATUS_OK;
+}
+
+/* The first rank that is missing and gone, or -1. Looks at the condition again after it saw the rank gone:
+ * it may have done its part before it left. */
+static int find_gone(struct group *g, const struct condition *c, int *status) {
+    int first = c->kind == WAIT_PROGRESS_ONE ? c->who : c->next;
+    int end = c->kind == WAIT_PROGRESS_ONE ? c->who + 1 : g->world;
+    for (int r = first; r < end; r++) {
+        if (r == g->rank || rank_satisfies(g, r, c)) continue;
+        *status = sync_gone(g, r);
+        if (*status != STATUS_OK && !rank_satisfies(g, r, c)) return r;
+    }
+    return -1;
+}
+
+static void publish_condition(struct control *me, const struct condition *c) {
+    atomic_store_explicit(&me->wait_kind, (uint32_t)c->kind, memory_order_relaxed);
+    atomic_store_explicit(&me->wait_who, c->who, memory_order_relaxed);
+    atomic_store_explicit(&me->wait_target, c->target, memory_order_relaxed);
+    atomic_store_explicit(&me->sleeping, 1, memory_order_release);
+    atomic_thread_fence(memory_order_seq_cst);
+}
+
+_Thread_local int (*symcomm_interrupted)(void);
+
+/* After a sleep: nonzero when the caller must stop because a signal handler raised. */
+static int check_interrupt(struct group *g, bool signalled) {
+    if (symcomm_interrupted == NULL || (!signalled && g->slept % 16 != 0) || !symcomm_interrupted()) return STATUS_OK;
+    sync_fail(g, STATUS_ABORTED, g->rank);
+    return STATUS_INTERRUPTED;
+}
+
+static int sleep_until(struct group *g, struct condition *c, int64_t deadline) {
+    struct control *me = g->control[g->rank];
+    int status = STATUS_OK;
+    for (;;) {
+        uint32_t seen = atomic_load_explicit(&me->doorbell, memory_order_acquire);
+        publish_condition(me, c);
+        if (holds(g, g->rank, c)) break;
+        if ((status = sync_aborted(g))) break;
+        int culprit = find_gone(g, c, &status);
+        if (culprit >= 0) {
+            status = sync_fail(g, status, culprit);
+            break;
+        }
+        int64_t left = deadline ? deadline - symcomm_now_ns() : SLICE_NS;
+        if (left <= 0) {
+            status = sync_fail(g, STATUS_TIMEOUT, c->kind == WAIT_PROGRESS_ONE ? c->who : c->next);
+            break;
+        }
+        g->slept++;
+        bool signalled = symcomm_futex_wait(&me->doorbell, seen, left < SLICE_NS ? left : SLICE_NS) < 0 && errno == EINTR;
+        if ((status = check_interrupt(g, signalled))) break;
+    }
+    atomic_store_explicit(&me->sleeping, 0, memory_order_relaxed);
+    return status;
+}
+
+int sync_wait(struct group *g, struct condition *c, int64_t deadline) {
+    for (int i = 0; i < g->spin; i++) {
+        if (holds(g, g->rank, c)) return STATUS_OK;
+        symcomm_relax();
+    }
+    int status;
+    int64_t until = symcomm_now_ns() + g->yield_ns;
+    do {
+        if (holds(g, g->rank, c)) return STATUS_OK;
+        if ((status = sync_aborted(g))) return status;
+        sched_yield();
+    } while (symcomm_now_ns() < until);
+    return sleep_until(g, c, deadline);
+}

@@ -1,0 +1,108 @@
+/* How ranks of a group tell each other how far they are, and wait for each other.
+ *
+ * Every rank has one control block per group, in its own arena, which all peers have mapped. Only the owner
+ * writes it, except for the doorbell, the `sleeping` word and the abort words, which are for others to write. */
+#ifndef SYMCOMM_SYNC_H
+#define SYMCOMM_SYNC_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#define RECORD_BYTES 2048
+
+struct arrival { /* one cache line: the flag and all that others must know */
+    _Atomic uint64_t seq;
+    _Atomic uint64_t signature; /* collective, dtype, operation, root */
+    _Atomic uint64_t count;
+    _Atomic int64_t in_offset;  /* of my tensors in my arena; -1: not symmetric */
+    _Atomic int64_t out_offset;
+    uint64_t pad[3];
+};
+
+struct control {
+    struct arrival arrival[2]; /* by seq % 2: a fast rank may arrive again before a slow one has looked */
+    _Alignas(64) _Atomic uint64_t progress; /* seq << PLAN_SIGNAL_BITS | signal */
+    _Alignas(64) _Atomic uint32_t doorbell; /* futex */
+    _Atomic uint32_t sleeping;              /* 1: the owner sleeps until the condition below holds */
+    _Atomic uint32_t wait_kind;
+    _Atomic int32_t wait_who;
+    _Atomic uint64_t wait_target;
+    _Alignas(64) _Atomic uint64_t abort; /* 0, or packed cause: see fail() */
+    _Atomic uint64_t abort_seq;
+    _Alignas(64) _Atomic uint32_t state; /* enum control_state */
+    _Atomic uint32_t record_length;      /* + 1, 0: no record yet */
+    char record[RECORD_BYTES];           /* what this rank was doing, in words, once something went wrong */
+};
+
+enum control_state { CONTROL_EMPTY, CONTROL_IN_USE, CONTROL_LEFT };
+
+/* The word in an arena's header that the kernel marks when the owning process dies (see life.c). */
+#define LIFE_OWNER_DIED 0x40000000u
+
+enum status {
+    STATUS_OK = 0,
+    STATUS_MISMATCH = 1, /* culprit made another call than origin */
+    STATUS_DEAD = 2,     /* culprit died */
+    STATUS_LEFT = 3,     /* culprit destroyed the group */
+    STATUS_TIMEOUT = 4,  /* origin's deadline passed while it waited for culprit */
+    STATUS_ABORTED = 5,  /* origin called abort() */
+    STATUS_PLAN = 6,     /* the plan does not fit the group: a bug */
+    STATUS_INTERRUPTED = 7, /* a Python signal handler raised (Ctrl-C) */
+};
+
+struct group {
+    int rank, world;
+    uint64_t seq; /* of the last operation */
+    struct control **control;      /* per rank */
+    char **stage;                  /* per rank, two halves of stage_bytes */
+    int64_t stage_bytes;
+    char **arena;                  /* per rank: where this process has mapped it */
+    int64_t arena_bytes;           /* size of my own */
+    _Atomic uint32_t **life;       /* per rank */
+    int spin;                      /* looks before giving the core away */
+    int64_t yield_ns;              /* then this long offering it to others before sleeping */
+    int64_t slept;                 /* statistics */
+    pthread_mutex_t lock;          /* one operation at a time */
+    struct worker *worker;         /* runs asynchronous operations, see async.c; NULL until first used */
+};
+
+enum wait_kind { WAIT_ARRIVED_ALL, WAIT_PROGRESS_ALL, WAIT_PROGRESS_ONE };
+
+struct condition {
+    enum wait_kind kind;
+    int who;
+    uint64_t target;
+    int next; /* all ranks below are known to satisfy it */
+};
+
+/* Wait until it holds, the deadline (ns, CLOCK_MONOTONIC; 0: none) passes, a missing rank dies, or someone aborts. */
+int sync_wait(struct group *g, struct condition *c, int64_t deadline);
+
+/* Publish my progress and wake whoever slept for it. */
+void sync_signal(struct group *g, uint64_t progress);
+void sync_wake_peers(struct group *g);
+
+/* Make every rank's pending and later waits fail with this cause; the first cause wins. Returns the winning status. */
+int sync_fail(struct group *g, int status, int culprit);
+int sync_aborted(struct group *g);
+
+/* Asked while a call of the main thread sleeps: nonzero when a signal handler raised. NULL elsewhere. */
+extern _Thread_local int (*symcomm_interrupted)(void);
+
+/* STATUS_OK, STATUS_DEAD or STATUS_LEFT */
+int sync_gone(struct group *g, int rank);
+
+long symcomm_futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t ns);
+void symcomm_futex_wake(_Atomic uint32_t *word, int n);
+
+static inline void symcomm_relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+#endif

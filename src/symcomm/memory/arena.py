@@ -1,0 +1,183 @@
+"""An arena: one rank's shared memory.
+
+It is one memfd, far larger than it will ever be filled (pages exist only where something was allocated), so every peer
+maps it once and a tensor's place is just (rank, offset) for ever. Nothing has a name in any file system: when the last
+process that maps it is gone, so is the memory.
+
+Header of an arena, in its first page::
+
+    0    magic
+    8    nonce (16 bytes): peers read it to prove that they see the same memory
+    24   process id
+    64   life: the word the kernel marks when the owner dies (see _core/shm.c)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import struct
+import threading
+import weakref
+from dataclasses import dataclass
+
+from symcomm._core import native
+from symcomm.errors import ResourceError
+from symcomm.memory.heap import PAGE, Heap
+from symcomm.memory.limits import check_room, physical_bytes, words_for_bytes
+
+__all__ = ["Arena", "Peer", "current_arena", "peer_by_nonce", "use_arena"]
+
+MAGIC = 0x53594D434F4D4D31
+LIFE = 64
+MAX_ADDRESSES = 1 << 46  # of the 47 bits of addresses a process has; shared by all ranks it may map
+RANKS_PLANNED_FOR = 64
+HUGE = 2 << 20
+KEEP_BYTES = 256 << 20  # freed pages kept for the next allocation before they go back to the kernel
+
+
+@dataclass
+class Peer:
+    """An arena as this process sees it, its own or another rank's."""
+
+    nonce: bytes
+    pid: int
+    base: int
+    nbytes: int
+
+    @property
+    def life(self) -> int:
+        """Address of the word that tells whether the owner lives."""
+        return self.base + LIFE + native.LIFE_WORD
+
+    @classmethod
+    def map(cls, fd: int, nbytes: int) -> Peer:
+        try:
+            base = native.map_shared(fd, nbytes)
+        except OSError as error:
+            raise ResourceError(
+                f"symmetric memory: mapping {words_for_bytes(nbytes)} of addresses failed ({error.strerror}); "
+                "raise the limit on address space (ulimit -v unlimited)."
+            ) from error
+        magic, nonce, pid = struct.unpack("<Q16sQ", native.peek(base, 32))
+        if magic != MAGIC:
+            native.unmap(base, nbytes)
+            raise ResourceError("symmetric memory: what a peer passed is not an arena; are all ranks on one version?")
+        return cls(nonce, pid, base, nbytes)
+
+
+_peers: dict[bytes, Peer] = {}  # all arenas mapped by this process
+_peers_lock = threading.Lock()
+
+
+def peer_by_nonce(nonce: bytes) -> Peer | None:
+    return _peers.get(nonce)
+
+
+def add_peer(peer: Peer) -> Peer:
+    with _peers_lock:
+        known = _peers.setdefault(peer.nonce, peer)
+    if known is not peer:
+        native.unmap(peer.base, peer.nbytes)
+    return known
+
+
+class Arena:
+    """This rank's own memory. ``directory`` makes it a named file there (unlinked once all peers have mapped it)."""
+
+    def __init__(self, directory: str | None = None):
+        self.nonce = secrets.token_bytes(16)
+        self.directory = directory
+        self.path: str | None = None
+        self.nbytes = min(physical_bytes(), MAX_ADDRESSES // RANKS_PLANNED_FOR) & -HUGE
+        if directory is None:
+            self.fd = os.memfd_create("symcomm", os.MFD_CLOEXEC)
+        else:
+            self.path = os.path.join(directory, f"symcomm-{self.nonce.hex()}")
+            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self.fd, self.nbytes)
+        native.set_pages(self.fd, 0, PAGE, True)
+        base = native.map_shared(self.fd, self.nbytes)
+        native.poke(base, struct.pack("<Q16sQ", MAGIC, self.nonce, os.getpid()))
+        self.peer = add_peer(Peer(self.nonce, os.getpid(), base, self.nbytes))
+        self.base = base
+        self._heap = Heap(PAGE, self.nbytes)
+        self._lock = threading.Lock()
+        self._idle = 0  # freed bytes whose pages were kept
+        self._pid = os.getpid()
+        self._life = native.life_start(base + LIFE)
+        self.huge_pages = native.advise_huge(base, self.nbytes)
+
+    def allocate(self, nbytes: int, align: int = 64) -> int:
+        """Offset of ``nbytes`` fresh bytes whose pages exist; raises ResourceError when there is no room."""
+        check_room(nbytes, self.directory)
+        with self._lock:
+            offset = self._heap.allocate(nbytes, max(PAGE, align))
+        if offset is None:
+            raise ResourceError(
+                f"symmetric memory: {words_for_bytes(nbytes)} asked, but {words_for_bytes(self._heap.used_bytes)} of "
+                f"this rank's {words_for_bytes(self.nbytes)} are in use; free some tensors."
+            )
+        try:
+            native.set_pages(self.fd, offset, max(nbytes, 1), True)
+        except OSError as error:
+            with self._lock:
+                self._heap.free(offset)
+            raise ResourceError(
+                f"symmetric memory: the kernel refused {words_for_bytes(nbytes)} ({error.strerror}); "
+                "free memory or allocate less."
+            ) from error
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Give a range back; its pages return to the kernel once more than KEEP_BYTES lie idle."""
+        if os.getpid() != self._pid:
+            return  # a forked child drops its copy of the object, not the memory
+        with self._lock:
+            start, length = self._heap.free(offset)
+            self._idle += length
+            give_back = self._idle > KEEP_BYTES
+        if give_back:
+            native.set_pages(self.fd, start, length, False)
+            with self._lock:
+                self._idle -= length
+
+    def buffer(self, nbytes: int) -> ctypes.Array:
+        """``nbytes`` of the arena as a writable Python buffer; freed when nothing refers to it any more."""
+        offset = self.allocate(nbytes)
+        view = (ctypes.c_char * nbytes).from_address(self.base + offset)
+        weakref.finalize(view, self.free, offset).atexit = False
+        return view
+
+    @property
+    def used_bytes(self) -> int:
+        return self._heap.used_bytes
+
+    def unlink(self) -> None:
+        """Remove the name of a named arena; the memory lives on while anyone maps it."""
+        if self.path is not None:
+            os.unlink(self.path)
+            self.path = None
+
+
+_process_arena: Arena | None = None
+_thread = threading.local()
+_arena_lock = threading.Lock()
+
+
+def current_arena(directory: str | None = None) -> Arena:
+    """The arena of the rank that runs here: the thread's where threads are ranks, else the process's."""
+    global _process_arena
+    mine = getattr(_thread, "arena", None)
+    if mine is not None:
+        return mine
+    with _arena_lock:
+        if _process_arena is None or _process_arena._pid != os.getpid():
+            _process_arena = Arena(directory)
+        return _process_arena
+
+
+def use_arena(arena: Arena | None) -> None:
+    """Make ``arena`` the current one of this thread (threads as ranks)."""
+    _thread.arena = arena

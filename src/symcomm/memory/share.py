@@ -1,0 +1,221 @@
+"""How ranks come to map each other's arenas.
+
+The first rank listens on a Unix socket without a name in the file system; the others send it the descriptor of their
+arena and get everybody's in return. Both ends check the other's user id. Where descriptors cannot be passed (ranks in
+separate network namespaces, or SYMCOMM_SHARE=named) arenas are files in SYMCOMM_SHM_DIR (/dev/shm), opened by name and
+unlinked as soon as all have mapped them. Either way every rank then reads each peer's nonce from the mapped memory:
+that, and nothing else, is what counts as being on the same host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from symcomm import errors
+from symcomm.memory.arena import Arena, Peer, add_peer, current_arena, peer_by_nonce
+
+__all__ = ["Exchange", "connect", "named_directory"]
+
+Exchange = Callable[[bytes], list[bytes]]  # everybody's bytes, in rank order
+FDS_PER_MESSAGE = 200  # the kernel takes 253
+
+
+def named_directory() -> str | None:
+    """Where arenas are files, or None when they are passed as descriptors (the rule)."""
+    if os.environ.get("SYMCOMM_SHARE", "fd") == "named":
+        return os.environ.get("SYMCOMM_SHM_DIR", "/dev/shm")
+    return None
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def connect(
+    rank: int, world: int, exchange: Exchange, extra: dict[str, Any], timeout: float
+) -> tuple[list[Peer], list[dict]]:
+    """Map every rank's arena. Returns the peers and each rank's ``extra``. Collective over ``exchange``."""
+    arena = current_arena(named_directory())
+    listener = _listen() if rank == 0 and world > 1 and arena.path is None else None
+    try:
+        card = {
+            "nonce": arena.nonce.hex(), "nbytes": arena.nbytes, "boot": _read("/proc/sys/kernel/random/boot_id"),
+            "host": socket.gethostname(), "uid": os.getuid(), "net": _link("/proc/self/ns/net"), "path": arena.path,
+            "socket": listener.getsockname().hex() if listener else None, "extra": extra,
+        }  # fmt: skip
+        cards = [json.loads(item) for item in exchange(json.dumps(card).encode())]
+        _check_one_host(cards)
+        unknown = [r for r, c in enumerate(cards) if peer_by_nonce(bytes.fromhex(c["nonce"])) is None]
+        lacking = exchange(b"x" if unknown else b"")
+        if any(lacking):
+            if any(c["path"] for c in cards):
+                _open_named(cards, unknown)
+                exchange(b"mapped")
+                arena.unlink()
+            else:
+                _pass_descriptors(rank, arena, listener, cards, timeout)
+    finally:
+        if listener is not None:
+            listener.close()
+    return _prove(cards), [c["extra"] for c in cards]
+
+
+def _check_one_host(cards: Sequence[dict]) -> None:
+    first = cards[0]
+    for r, card in enumerate(cards):
+        if card["boot"] != first["boot"]:
+            raise errors.ResourceError(
+                f"ranks 0 ({first['host']}) and {r} ({card['host']}) are on different hosts, and symmetric memory reaches "
+                "no farther than one; use a backend that crosses hosts (gloo, nccl) for this group."
+            )
+        if card["uid"] != first["uid"]:
+            raise errors.ResourceError(
+                f"rank 0 runs as user id {first['uid']} and rank {r} as {card['uid']}; start all ranks as one user."
+            )
+        if card["net"] != first["net"] and not (card["path"] and first["path"]):
+            raise errors.ResourceError(
+                f"ranks 0 and {r} are in different network namespaces, so descriptors cannot be passed; "
+                "set SYMCOMM_SHARE=named on all ranks and let the containers share /dev/shm (--ipc=host)."
+            )
+
+
+def _prove(cards: Sequence[dict]) -> list[Peer]:
+    peers = []
+    for r, card in enumerate(cards):
+        peer = peer_by_nonce(bytes.fromhex(card["nonce"]))
+        if peer is None:
+            raise errors.InternalError(f"rank {r}'s memory was mapped but holds another nonce than it published.")
+        peers.append(peer)
+    return peers
+
+
+# --- by descriptor ---------------------------------------------------------------------------------
+
+
+def _listen() -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(b"\0symcomm-" + secrets.token_hex(16).encode())
+    listener.listen(1024)
+    return listener
+
+
+def _check_user(sock: socket.socket) -> None:
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid != os.getuid():
+        raise errors.ResourceError(
+            f"process {pid} of user id {uid} tried to join ranks of user id {os.getuid()}; refused."
+        )
+
+
+def _pass_descriptors(
+    rank: int, arena: Arena, listener: socket.socket | None, cards: Sequence[dict], timeout: float
+) -> None:
+    deadline = time.monotonic() + timeout
+    try:
+        if rank == 0:
+            assert listener is not None
+            _serve_all(arena, listener, cards, deadline)
+        else:
+            _join(rank, arena, cards, deadline)
+    except (OSError, EOFError) as error:
+        missing = getattr(error, "missing", [0] if rank else [])
+        raise errors.deadline("exchange of arenas", timeout, missing=missing) from error
+
+
+class _Missing(OSError):
+    def __init__(self, missing: list[int]):
+        super().__init__("not all ranks came")
+        self.missing = missing
+
+
+def _serve_all(arena: Arena, listener: socket.socket, cards: Sequence[dict], deadline: float) -> None:
+    clients: dict[int, socket.socket] = {}
+    descriptors = {0: os.dup(arena.fd)}
+    try:
+        while len(clients) < len(cards) - 1:
+            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                sock, _ = listener.accept()
+                sock.settimeout(max(0.001, deadline - time.monotonic()))
+                _check_user(sock)
+                data, fds, _, _ = socket.recv_fds(sock, 8, 1)
+            except TimeoutError:
+                raise _Missing([r for r in range(1, len(cards)) if r not in clients]) from None
+            if len(data) != 8 or len(fds) != 1:
+                sock.close()
+                continue
+            peer = struct.unpack("<Q", data)[0]
+            clients[peer], descriptors[peer] = sock, fds[0]
+        for sock in clients.values():
+            for start in range(0, len(cards), FDS_PER_MESSAGE):
+                some = range(start, min(start + FDS_PER_MESSAGE, len(cards)))
+                socket.send_fds(sock, [struct.pack("<Q", start)], [descriptors[r] for r in some])
+        _map_unknown(cards, descriptors)
+    finally:
+        for fd in descriptors.values():
+            os.close(fd)
+        for sock in clients.values():
+            sock.close()
+
+
+def _join(rank: int, arena: Arena, cards: Sequence[dict], deadline: float) -> None:
+    descriptors: dict[int, int] = {}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        sock.connect(bytes.fromhex(cards[0]["socket"]))
+        _check_user(sock)
+        socket.send_fds(sock, [struct.pack("<Q", rank)], [arena.fd])
+        try:
+            while len(descriptors) < len(cards):
+                data, fds, _, _ = socket.recv_fds(sock, 8, FDS_PER_MESSAGE)
+                if len(data) != 8:
+                    raise EOFError("rank 0 closed the connection")
+                start = struct.unpack("<Q", data)[0]
+                descriptors.update({start + i: fd for i, fd in enumerate(fds)})
+            _map_unknown(cards, descriptors)
+        finally:
+            for fd in descriptors.values():
+                os.close(fd)
+
+
+def _map_unknown(cards: Sequence[dict], descriptors: dict[int, int]) -> None:
+    for r, card in enumerate(cards):
+        if peer_by_nonce(bytes.fromhex(card["nonce"])) is None:
+            add_peer(Peer.map(descriptors[r], card["nbytes"]))
+
+
+# --- by name ---------------------------------------------------------------------------------------
+
+
+def _open_named(cards: Sequence[dict], unknown: Sequence[int]) -> None:
+    for r in unknown:
+        path = cards[r]["path"]
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise errors.ResourceError(
+                f"rank {r}'s memory {path} cannot be opened ({error.strerror}); "
+                "let the containers share /dev/shm (--ipc=host) or run the ranks in one container."
+            ) from error
+        try:
+            add_peer(Peer.map(fd, cards[r]["nbytes"]))
+        finally:
+            os.close(fd)
