@@ -112,7 +112,7 @@ def direct_two_shot(plan: Plan, nbytes: int, root: int | None = None) -> list[St
     start, length = shard(nbytes, plan.world, plan.rank)
     steps: list[Step] = []
     if length:
-        outs = ring(plan.world, plan.rank) if root is None else [root]
+        outs = [plan.rank, *ring(plan.world, plan.rank)[:-1]] if root is None else [root]
         ins = tuple(At(PEER_IN, rank, start) for rank in range(plan.world))
         steps.append(Reduce(tuple(At(PEER_OUT, rank, start) for rank in outs), ins, length))
     return steps + finish()
