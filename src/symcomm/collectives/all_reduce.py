@@ -1,42 +1,118 @@
 """all_reduce: every rank ends with the combination, in rank order, of every rank's tensor.
 
-one-shot   every rank reads every peer's staged tensor and combines all of it; one synchronisation
-two-shot   rank k combines the k-th shard and all collect the shards; each byte is combined once
+one-shot   every rank reads every peer's staged tensor and combines all of it; each turn moves one chunk
+two-shot   rank k combines the k-th shard of a chunk and all collect the shards; each byte is combined once
 direct     two-shot straight on symmetric tensors: rank k writes its shard into every peer's output
+
+A rank's own contribution is read from its input, never staged for itself. Input and output may be the same tensor:
+a part of the output is written only after the chunk it lies in was staged. ``reduce`` is the same with one collector.
 """
 
 from __future__ import annotations
 
-from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Collective, Copy, Loop, Need, Plan, Reduce, Signal, Space, Wait
+from typing import TYPE_CHECKING
+
+from symcomm.collectives.chunks import (
+    LINE,
+    SLOTS,
+    Simple,
+    Sizes,
+    chunk_size,
+    copy,
+    finish,
+    fixed,
+    later,
+    pipeline,
+    ring,
+    shard,
+    stream,
+    stream_chunk,
+)  # fmt: skip
+from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Plan, Reduce, Signal, Space, Step, Wait
+
+if TYPE_CHECKING:
+    from symcomm.collectives.select import Limits
 
 IN, OUT, STAGE, PEER_IN, PEER_OUT = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN, Space.PEER_OUT
+TWO_SHOT_SLOTS = 2
 
 
-def shard(total: int, world: int, rank: int, item: int) -> tuple[int, int]:
-    """(offset, length) in bytes of rank's share of ``total`` bytes, in whole elements, cache-line aligned starts."""
-    line = max(64, item)
-    per = -(-total // (world * line)) * line
-    start = min(rank * per, total)
-    return start, min(per, total - start)
+def one_shot(plan: Plan, nbytes: int, limits: Limits, root: int | None = None) -> None:
+    """Whoever wants the result (everybody, or the root) reads every peer's chunk and combines all of it."""
+    me, world = plan.rank, plan.world
+    chunk = stream_chunk(nbytes, limits)
+    mine = At(IN, 0, 0, chunk)
 
+    def staged(rank: int) -> At:
+        return At(STAGE, rank, 0, chunk, SLOTS)
 
-def one_shot(plan: Plan, nbytes: int) -> Plan:
-    """The whole tensor fits into the staging half: copy in, arrive, combine."""
-    mine = At(STAGE, plan.rank)
-    if nbytes:
-        plan.head = [Copy((mine,), At(IN), nbytes)]
-        plan.staged = [Reduce((At(OUT),), tuple(At(STAGE, r) for r in range(plan.world)), nbytes)]
+    def put(now: Sizes) -> list[Simple]:
+        return copy(staged(me), mine, now[0]) if me != root else []
+
+    def get(now: Sizes) -> list[Simple]:
+        sources = tuple(mine if rank == me else staged(rank) for rank in range(world))
+        return [Reduce((At(OUT, 0, 0, chunk),), sources, now[0])] if root in (None, me) else []
+
+    stream(plan, [nbytes], chunk, put, get, [ALL if root is None or root == me else root])
     plan.name = "one-shot"
-    return plan
 
 
-def direct_two_shot(plan: Plan, nbytes: int, item: int) -> list:
+def two_shot(plan: Plan, nbytes: int, limits: Limits, root: int | None = None) -> None:
+    """Rank k combines shard k of every chunk; then everybody, or the root, collects the shards.
+
+    Turn i: combine my shard of chunk i, stage chunk i+1, signal i, wait for all to signal i, collect chunk i.
+    Before chunk i+1 is staged all have signalled i-1, hence combined chunk i-1: two slots for what is staged.
+    Before shard i is written all have signalled i-1, hence collected chunk i-2: two slots for what is combined.
+    """
+    me, world = plan.rank, plan.world
+    unit = LINE * world
+    room = limits.stage_bytes * world // (world + 1) // TWO_SHOT_SLOTS  # a slot is a chunk and one shard of a chunk
+    chunk = chunk_size(nbytes, room, limits.chunk_bytes, unit)
+    collecting = root in (None, me)
+
+    def staged(rank: int, start: int) -> At:
+        return At(STAGE, rank, start, chunk, TWO_SHOT_SLOTS)
+
+    def combined(rank: int) -> At:
+        return At(STAGE, rank, TWO_SHOT_SLOTS * chunk, chunk // world, TWO_SHOT_SLOTS)
+
+    def put(now: Sizes) -> list[Simple]:
+        start, length = shard(now[0], world, me)
+        end = start + length
+        before = copy(staged(me, 0), At(IN, 0, 0, chunk), start)
+        return before + copy(staged(me, end), At(IN, 0, end, chunk), now[0] - end)
+
+    def combine(now: Sizes) -> list[Simple]:
+        start, length = shard(now[0], world, me)
+        sources = tuple(At(IN, 0, start, chunk) if r == me else staged(r, start) for r in range(world))
+        outs = (At(OUT, 0, start, chunk),) if collecting else ()
+        shown = (combined(me),) if root != me else ()
+        return [Reduce(outs + shown, sources, length)] if length else []
+
+    def collect(now: Sizes) -> list[Simple]:
+        steps: list[Simple] = []
+        for rank in ring(world, me)[:-1]:
+            start, length = shard(now[0], world, rank)
+            steps += copy(At(OUT, 0, start, chunk), combined(rank), length)
+        return steps
+
+    def turn(now: Sizes, following: Sizes | None) -> list[Simple]:
+        steps = combine(now) + (later(put(following), 1) if following else []) + [Signal(FIRST_SIGNAL, 1)]
+        if following or collecting:
+            steps.append(Wait(ALL, FIRST_SIGNAL, 1))
+        return steps + (collect(now) if collecting else [])
+
+    plan.head = list(fixed(put([min(nbytes, chunk)]), 0))
+    plan.staged = pipeline([nbytes], chunk, turn)
+    plan.name = "two-shot"
+
+
+def direct_two_shot(plan: Plan, nbytes: int, root: int | None = None) -> list[Step]:
     """Rank k combines shard k of all inputs into all outputs. Only rank k touches shard k, so in place is safe."""
-    start, length = shard(nbytes, plan.world, plan.rank, item)
-    steps: list = []
+    start, length = shard(nbytes, plan.world, plan.rank)
+    steps: list[Step] = []
     if length:
-        others = [r for r in range(plan.world) if r != plan.rank]
-        outs = tuple(At(PEER_OUT, r, start) for r in (plan.rank, *others))
-        ins = tuple(At(PEER_IN, r, start) for r in range(plan.world))
-        steps.append(Reduce(outs, ins, length))
-    return [*steps, Signal(FIRST_SIGNAL), Wait(ALL, FIRST_SIGNAL)]
+        outs = [plan.rank, *ring(plan.world, plan.rank)[:-1]] if root is None else [root]
+        ins = tuple(At(PEER_IN, rank, start) for rank in range(plan.world))
+        steps.append(Reduce(tuple(At(PEER_OUT, rank, start) for rank in outs), ins, length))
+    return steps + finish()

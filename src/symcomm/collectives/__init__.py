@@ -1,0 +1,40 @@
+"""Collectives as plans: pure functions that say what each rank copies, combines and waits for.
+
+    plan.py       the vocabulary: spaces, steps, plans, and how they are encoded for the C core
+    chunks.py     cutting tensors into pieces and chunks, and turns into loops
+    all_reduce.py, reduce_scatter.py, ...   one file per family, one function per algorithm
+    select.py     which algorithm a call gets, and the cache of plans
+    interpret.py  plays all ranks of a plan in one process, and proves it
+
+The names exported here are the functions of select.py.
+"""
+
+from symcomm.collectives.plan import Collective, Need, Plan
+from symcomm.collectives.select import (
+    Limits,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+
+__all__ = [
+    "Collective",
+    "Limits",
+    "Need",
+    "Plan",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]

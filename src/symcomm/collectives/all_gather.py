@@ -1,0 +1,48 @@
+"""all_gather: every rank ends with every rank's tensor, as pieces of one output or as a list.
+
+streamed   every rank stages its tensor chunk by chunk, all copy the chunks out
+direct     every rank copies out of its peers' symmetric inputs
+
+The input may be the rank's own piece of the output: that copy is then onto itself, which is nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from symcomm.collectives.chunks import SLOTS, Pieces, Simple, Sizes, copy, finish, ring, stream, stream_chunk
+from symcomm.collectives.plan import ALL, At, Need, Plan, Space, Step
+
+if TYPE_CHECKING:
+    from symcomm.collectives.select import Limits
+
+IN, OUT, STAGE, PEER_IN = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN
+
+
+def streamed_all_gather(plan: Plan, pieces: Pieces, limits: Limits) -> None:
+    """A slot holds one chunk: all peers read the same one."""
+    me, world = plan.rank, plan.world
+    chunk = stream_chunk(max(pieces.sizes), limits)
+    mine = At(IN, 0, 0, chunk)
+
+    def staged(rank: int) -> At:
+        return At(STAGE, rank, 0, chunk, SLOTS)
+
+    def put(now: Sizes) -> list[Simple]:
+        return copy(staged(me), mine, now[me])
+
+    def get(now: Sizes) -> list[Simple]:
+        steps: list[Simple] = []
+        for rank in ring(world, me):
+            steps += copy(pieces.at(OUT, rank, chunk), mine if rank == me else staged(rank), now[rank])
+        return steps
+
+    stream(plan, pieces.sizes, chunk, put, get, [ALL])
+    plan.name = "streamed"
+
+
+def direct_all_gather(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[Need]]:
+    steps: list[Step] = []
+    for rank in ring(plan.world, plan.rank):
+        steps += copy(pieces.at(OUT, rank), At(PEER_IN, rank), pieces.sizes[rank])
+    return steps + finish(), [Need.INPUT if size else Need.NOTHING for size in pieces.sizes]

@@ -1,0 +1,51 @@
+"""gather: the root ends with every rank's tensor, as a list or as pieces of one output.
+
+streamed   every other rank stages its tensor chunk by chunk, the root copies the chunks out
+direct     the root copies out of its peers' symmetric inputs
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from symcomm.collectives.chunks import SLOTS, Pieces, Simple, Sizes, copy, ring, stream, stream_chunk
+from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Signal, Space, Step, Wait
+
+if TYPE_CHECKING:
+    from symcomm.collectives.select import Limits
+
+IN, OUT, STAGE, PEER_IN = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN
+
+
+def streamed_gather(plan: Plan, pieces: Pieces, limits: Limits) -> None:
+    """The root waits for everybody, everybody else only for the root."""
+    me, at_root = plan.rank, plan.rank == plan.root
+    chunk = stream_chunk(max(pieces.sizes), limits)
+    mine = At(IN, 0, 0, chunk)
+
+    def staged(rank: int) -> At:
+        return At(STAGE, rank, 0, chunk, SLOTS)
+
+    def put(now: Sizes) -> list[Simple]:
+        return [] if at_root else copy(staged(me), mine, now[me])
+
+    def get(now: Sizes) -> list[Simple]:
+        steps: list[Simple] = []
+        for rank in ring(plan.world, me) if at_root else []:
+            steps += copy(pieces.at(OUT, rank, chunk), mine if rank == me else staged(rank), now[rank])
+        return steps
+
+    stream(plan, pieces.sizes, chunk, put, get, [ALL if at_root else plan.root])
+    plan.name = "streamed"
+
+
+def direct_gather(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[Need]]:
+    """The root says when it has read everything; until then the others keep their tensors still."""
+    needs = [Need.INPUT if size and q != plan.root else Need.NOTHING for q, size in enumerate(pieces.sizes)]
+    if plan.rank != plan.root:
+        return [Wait(plan.root, FIRST_SIGNAL)], needs
+    steps: list[Step] = []
+    for rank in ring(plan.world, plan.rank):
+        source = At(IN) if rank == plan.rank else At(PEER_IN, rank)
+        steps += copy(pieces.at(OUT, rank), source, pieces.sizes[rank])
+    return [*steps, Signal(FIRST_SIGNAL)], needs

@@ -1,0 +1,31 @@
+"""reduce: the root ends with the combination, in rank order, of every rank's tensor.
+
+one-shot   the root reads every peer's staged tensor and combines all of it
+two-shot   rank k combines the k-th shard of each chunk, the root collects the shards
+direct     rank k combines the k-th shard of all symmetric inputs straight into the root's symmetric output
+
+They are all_reduce's, with one collector. Only the root's output may be the same tensor as its input.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from symcomm.collectives.all_reduce import direct_two_shot, one_shot, two_shot
+from symcomm.collectives.plan import Need, Plan, Step
+
+if TYPE_CHECKING:
+    from symcomm.collectives.select import Limits
+
+
+def one_shot_reduce(plan: Plan, nbytes: int, limits: Limits) -> None:
+    one_shot(plan, nbytes, limits, plan.root)
+
+
+def two_shot_reduce(plan: Plan, nbytes: int, limits: Limits) -> None:
+    two_shot(plan, nbytes, limits, plan.root)
+
+
+def direct_reduce(plan: Plan, nbytes: int) -> tuple[list[Step], list[Need]]:
+    needs = [Need.INPUT | Need.OUTPUT if rank == plan.root else Need.INPUT for rank in range(plan.world)]
+    return direct_two_shot(plan, nbytes, plan.root), needs

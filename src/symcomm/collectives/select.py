@@ -1,0 +1,258 @@
+"""Which algorithm a call gets. One function per collective; plans are cached, since training repeats its calls.
+
+Counts are elements here and bytes inside the algorithms. Whether a plan has a direct form, and how its chunks are cut,
+depends only on what ranks compare when they arrive, so the plans of all ranks fit together.
+``SYMCOMM_DEBUG=plan`` prints every choice, once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from symcomm.collectives.all_gather import direct_all_gather, streamed_all_gather
+from symcomm.collectives.all_reduce import direct_two_shot, one_shot, two_shot
+from symcomm.collectives.all_to_all import direct_all_to_all, streamed_all_to_all
+from symcomm.collectives.barrier import arrival
+from symcomm.collectives.broadcast import direct_broadcast, streamed_broadcast
+from symcomm.collectives.chunks import Pieces
+from symcomm.collectives.gather import direct_gather, streamed_gather
+from symcomm.collectives.plan import At, Collective, Copy, Need, Plan, Reduce, Space, Step
+from symcomm.collectives.reduce import direct_reduce, one_shot_reduce, two_shot_reduce
+from symcomm.collectives.reduce_scatter import direct_reduce_scatter, streamed_reduce_scatter
+from symcomm.collectives.scatter import direct_scatter, streamed_scatter
+from symcomm.types import ITEMSIZE
+
+__all__ = [
+    "Limits",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where one algorithm takes over from another. All ranks of a group must use the same."""
+
+    stage_bytes: int = 2 << 20  # one half of a rank's staging area
+    chunk_bytes: int = (
+        256 << 10
+    )  # what one pipelined turn moves per rank; fits a 1 MiB L2 with its output; to be measured
+    one_shot_bytes: int = 32 << 10  # all_reduce, reduce: up to here one-shot; to be measured
+    direct_bytes: int = 16 << 10  # from here on symmetric tensors take part without copies; to be measured
+    two_rank_variant: str = "one_shot"  # two ranks above one_shot_bytes; or "two_shot"; to be measured
+
+
+DEFAULT = Limits()
+_DEBUG = "plan" in os.environ.get("SYMCOMM_DEBUG", "").split(",")
+
+_Function = TypeVar("_Function", bound=Callable[..., Plan])
+
+
+def _cached(function: _Function) -> _Function:
+    """Remember plans by their arguments; with SYMCOMM_DEBUG=plan, say which one was made and why."""
+
+    @functools.lru_cache(maxsize=1024)
+    @functools.wraps(function)
+    def choose(*args: Any, **kwargs: Any) -> Plan:
+        plan = function(*args, **kwargs)
+        if _DEBUG:
+            what = f"{plan.collective.label} rank {plan.rank}/{plan.world} count {plan.count}"
+            print(f"symcomm plan: {what}: {plan.name} ({plan.why})", file=sys.stderr, flush=True)
+        return plan
+
+    return choose  # type: ignore[return-value]
+
+
+def signature_count(counts: Sequence[int]) -> int:
+    """The number ranks compare: the total, and when counts differ a hash of all of them in the upper bits."""
+    total = sum(counts)
+    if len(set(counts)) <= 1:
+        return total
+    return (zlib.crc32(array("q", counts).tobytes()) & 0x7FFFFFFF) << 32 | total & 0xFFFFFFFF
+
+
+def _offer_direct(plan: Plan, nbytes: int, limits: Limits, direct: tuple[list[Step], list[Need]]) -> None:
+    if nbytes >= limits.direct_bytes:
+        plan.direct, plan.needs = direct
+
+
+def _alone(plan: Plan, nbytes: int, combine: bool = False) -> Plan:
+    """A world of one: the result is the input. A reduction still runs, since AVG or bool may change it."""
+    plan.name, plan.why = "alone", "the world has one rank"
+    if nbytes:
+        plan.staged = [Reduce((At(Space.OUT),), (At(Space.IN),), nbytes)] if combine else [
+            Copy((At(Space.OUT),), At(Space.IN), nbytes)
+        ]  # fmt: skip
+    return plan
+
+
+def _prefer_one_shot(plan: Plan, nbytes: int, limits: Limits) -> bool:
+    if nbytes <= limits.one_shot_bytes:
+        plan.why = f"{nbytes} bytes <= one_shot_bytes {limits.one_shot_bytes}"
+        return True
+    if plan.world == 2:
+        plan.why = f"{nbytes} bytes, two ranks: two_rank_variant is {limits.two_rank_variant}"
+        return limits.two_rank_variant == "one_shot"
+    plan.why = f"{nbytes} bytes > one_shot_bytes {limits.one_shot_bytes}"
+    return False
+
+
+def _turns(nbytes: int, limits: Limits) -> str:
+    return f"{nbytes} bytes {'<=' if nbytes <= limits.chunk_bytes else '>'} chunk_bytes {limits.chunk_bytes}"
+
+
+@_cached
+def all_reduce(rank: int, world: int, count: int, dtype: int, redop: int, limits: Limits = DEFAULT) -> Plan:
+    plan = Plan(Collective.ALL_REDUCE, rank, world, count, dtype, redop)
+    nbytes = count * ITEMSIZE[dtype]
+    if world == 1:
+        return _alone(plan, nbytes, combine=True)
+    choice = one_shot if _prefer_one_shot(plan, nbytes, limits) else two_shot
+    choice(plan, nbytes, limits)
+    _offer_direct(plan, nbytes, limits, (direct_two_shot(plan, nbytes), [Need.INPUT | Need.OUTPUT] * world))
+    return plan
+
+
+@_cached
+def reduce(rank: int, world: int, count: int, dtype: int, redop: int, root: int, limits: Limits = DEFAULT) -> Plan:
+    plan = Plan(Collective.REDUCE, rank, world, count, dtype, redop, root)
+    nbytes = count * ITEMSIZE[dtype]
+    if world == 1:
+        return _alone(plan, nbytes, combine=True)
+    choice = one_shot_reduce if _prefer_one_shot(plan, nbytes, limits) else two_shot_reduce
+    choice(plan, nbytes, limits)
+    _offer_direct(plan, nbytes, limits, direct_reduce(plan, nbytes))
+    return plan
+
+
+@_cached
+def reduce_scatter(
+    rank: int,
+    world: int,
+    counts: tuple[int, ...],
+    dtype: int,
+    redop: int,
+    listed: bool = False,
+    limits: Limits = DEFAULT,
+) -> Plan:
+    """``counts[q]``: elements of rank q's output. With ``listed`` the input is one tensor per rank."""
+    plan = Plan(Collective.REDUCE_SCATTER, rank, world, signature_count(counts), dtype, redop)
+    pieces = Pieces(tuple(n * ITEMSIZE[dtype] for n in counts), listed)
+    if world == 1:
+        return _alone(plan, sum(pieces.sizes), combine=True)
+    streamed_reduce_scatter(plan, pieces, limits)
+    plan.why = _turns(max(pieces.sizes) * (world - 1), limits)
+    _offer_direct(plan, sum(pieces.sizes), limits, direct_reduce_scatter(plan, pieces))
+    return plan
+
+
+@_cached
+def all_gather(
+    rank: int, world: int, counts: tuple[int, ...], dtype: int, listed: bool = False, limits: Limits = DEFAULT
+) -> Plan:
+    """``counts[q]``: elements of rank q's input. With ``listed`` the output is one tensor per rank."""
+    plan = Plan(Collective.ALL_GATHER, rank, world, signature_count(counts), dtype)
+    pieces = Pieces(tuple(n * ITEMSIZE[dtype] for n in counts), listed)
+    if world == 1:
+        return _alone(plan, sum(pieces.sizes))
+    streamed_all_gather(plan, pieces, limits)
+    plan.why = _turns(max(pieces.sizes), limits)
+    _offer_direct(plan, max(pieces.sizes), limits, direct_all_gather(plan, pieces))
+    return plan
+
+
+@_cached
+def broadcast(rank: int, world: int, count: int, dtype: int, root: int, limits: Limits = DEFAULT) -> Plan:
+    plan = Plan(Collective.BROADCAST, rank, world, count, dtype, root=root)
+    nbytes = count * ITEMSIZE[dtype]
+    if world == 1:
+        return _alone(plan, 0)
+    streamed_broadcast(plan, nbytes, limits)
+    plan.why = _turns(nbytes, limits)
+    _offer_direct(plan, nbytes, limits, direct_broadcast(plan, nbytes))
+    return plan
+
+
+@_cached
+def gather(
+    rank: int,
+    world: int,
+    counts: tuple[int, ...],
+    dtype: int,
+    root: int,
+    listed: bool = True,
+    limits: Limits = DEFAULT,
+) -> Plan:
+    """``counts[q]``: elements of rank q's input. With ``listed`` the root's output is one tensor per rank."""
+    plan = Plan(Collective.GATHER, rank, world, signature_count(counts), dtype, root=root)
+    pieces = Pieces(tuple(n * ITEMSIZE[dtype] for n in counts), listed)
+    if world == 1:
+        return _alone(plan, sum(pieces.sizes))
+    streamed_gather(plan, pieces, limits)
+    plan.why = _turns(max(pieces.sizes), limits)
+    _offer_direct(plan, max(pieces.sizes), limits, direct_gather(plan, pieces))
+    return plan
+
+
+@_cached
+def scatter(
+    rank: int,
+    world: int,
+    counts: tuple[int, ...],
+    dtype: int,
+    root: int,
+    listed: bool = True,
+    limits: Limits = DEFAULT,
+) -> Plan:
+    """``counts[q]``: elements of rank q's output. With ``listed`` the root's input is one tensor per rank."""
+    plan = Plan(Collective.SCATTER, rank, world, signature_count(counts), dtype, root=root)
+    pieces = Pieces(tuple(n * ITEMSIZE[dtype] for n in counts), listed)
+    if world == 1:
+        return _alone(plan, sum(pieces.sizes))
+    streamed_scatter(plan, pieces, limits)
+    plan.why = _turns(max(pieces.sizes) * (world - 1), limits)
+    _offer_direct(plan, max(pieces.sizes), limits, direct_scatter(plan, pieces))
+    return plan
+
+
+@_cached
+def all_to_all(
+    rank: int,
+    world: int,
+    matrix: int | tuple[tuple[int, ...], ...],
+    dtype: int,
+    listed: bool = False,
+    limits: Limits = DEFAULT,
+) -> Plan:
+    """``matrix[i][j]``: elements that rank i sends to rank j; one number when all are the same.
+
+    With ``listed`` the input and the output are one tensor per rank.
+    """
+    rows = ((matrix,) * world,) * world if isinstance(matrix, int) else matrix
+    plan = Plan(Collective.ALL_TO_ALL, rank, world, signature_count([n for row in rows for n in row]), dtype)
+    in_bytes = tuple(tuple(n * ITEMSIZE[dtype] for n in row) for row in rows)
+    if world == 1:
+        return _alone(plan, in_bytes[0][0])
+    streamed_all_to_all(plan, in_bytes, listed, limits)
+    plan.why = _turns(max(map(max, in_bytes)) * (world - 1), limits)
+    _offer_direct(plan, max(map(sum, in_bytes)), limits, direct_all_to_all(plan, in_bytes, listed))
+    return plan
+
+
+@_cached
+def barrier(rank: int, world: int) -> Plan:
+    return arrival(rank, world)
