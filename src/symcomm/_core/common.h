@@ -25,6 +25,19 @@ static inline int64_t symcomm_now_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
+/* Run a statement without the interpreter lock, while sync_wait() may ask now and then whether a signal handler raised. */
+extern _Thread_local PyThreadState *symcomm_released;
+extern _Thread_local int (*symcomm_interrupted)(void);
+int symcomm_ask_python(void);
+#define WITHOUT_LOCK(statement)                   \
+    do {                                          \
+        symcomm_interrupted = symcomm_ask_python; \
+        symcomm_released = PyEval_SaveThread();   \
+        statement;                                \
+        PyEval_RestoreThread(symcomm_released);   \
+        symcomm_interrupted = NULL;               \
+    } while (0)
+
 /* Each part adds its functions and types to the module; returns 0, or -1 with an exception set. */
 int symcomm_add_reduce(PyObject *module);
 int symcomm_add_shm(PyObject *module);

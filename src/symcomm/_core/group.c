@@ -4,6 +4,7 @@
 #include "async.h"
 #include "common.h"
 #include "exec.h"
+#include "p2p.h"
 #include "sync.h"
 
 static const char GROUP[] = "symcomm.group", PLAN[] = "symcomm.plan", REQUEST[] = "symcomm.request";
@@ -11,23 +12,15 @@ static const char GROUP[] = "symcomm.group", PLAN[] = "symcomm.plan", REQUEST[] 
 
 /* --- the interpreter lock and Ctrl-C ------------------------------------------------------------------------ */
 
-static _Thread_local PyThreadState *released; /* while a call of this thread runs without the lock */
+_Thread_local PyThreadState *symcomm_released;
 
-static int ask_python(void) {
-    PyEval_RestoreThread(released);
+int symcomm_ask_python(void) {
+    PyEval_RestoreThread(symcomm_released);
     int raised = PyErr_CheckSignals();
-    released = PyEval_SaveThread();
+    symcomm_interrupted = symcomm_ask_python; /* the handler may have run an operation of its own */
+    symcomm_released = PyEval_SaveThread();
     return raised;
 }
-
-#define WITHOUT_LOCK(statement)                      \
-    do {                                             \
-        symcomm_interrupted = ask_python;            \
-        released = PyEval_SaveThread();              \
-        statement;                                   \
-        PyEval_RestoreThread(released);              \
-        symcomm_interrupted = NULL;                  \
-    } while (0)
 
 /* --- arguments ------------------------------------------------------------------------------------------------ */
 
@@ -86,6 +79,7 @@ static void drop_group(PyObject *capsule) {
     struct group *g = PyCapsule_GetPointer(capsule, GROUP);
     Py_BEGIN_ALLOW_THREADS;
     async_stop(g);
+    mail_drop(g);
     Py_END_ALLOW_THREADS;
     free_group(g);
 }
@@ -101,10 +95,10 @@ static int fill(PyObject *tuple, int world, void **into) {
 static PyObject *make_group(PyObject *self, PyObject *args) {
     (void)self;
     int rank, world, spin;
-    PyObject *control, *stage, *arena, *life;
+    PyObject *control, *stage, *arena, *life, *channels;
     long long stage_bytes, arena_bytes, yield_ns;
-    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!iL", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage, &stage_bytes,
-                          &PyTuple_Type, &arena, &arena_bytes, &PyTuple_Type, &life, &spin, &yield_ns))
+    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!iL", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage, &stage_bytes,
+                          &PyTuple_Type, &arena, &arena_bytes, &PyTuple_Type, &life, &PyTuple_Type, &channels, &spin, &yield_ns))
         return NULL;
     if (world < 1 || world > MAX_BUFFERS || rank < 0 || rank >= world)
         return PyErr_Format(PyExc_ValueError, "rank %d of %d: a group has 1 to %d ranks", rank, world, MAX_BUFFERS);
@@ -125,6 +119,11 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
         free_group(g);
         return NULL;
     }
+    char *mail[MAX_BUFFERS];
+    if (fill(channels, world, (void **)mail) < 0 || mail_open(g, mail) < 0) {
+        free_group(g);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
     atomic_store(&g->control[rank]->state, CONTROL_IN_USE);
     return PyCapsule_New(g, GROUP, drop_group);
 }
@@ -144,6 +143,7 @@ static PyObject *group_leave(PyObject *self, PyObject *arg) {
     atomic_store(&g->control[g->rank]->state, CONTROL_LEFT);
     Py_BEGIN_ALLOW_THREADS;
     async_stop(g);
+    mail_close(g);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -309,7 +309,7 @@ static PyObject *request_wait(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"make_plan", make_plan, METH_O, "make_plan(encoded) -> plan"},
     {"make_group", make_group, METH_VARARGS,
-     "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, spin, yield_ns) -> group"},
+     "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, spin, yield_ns) -> group"},
     {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},
     {"group_leave", group_leave, METH_O, "group_leave(group): this rank takes no further part."},
     {"group_report", group_report, METH_O, "group_report(group) -> what this rank can see of all ranks"},

@@ -75,6 +75,8 @@ int sync_fail(struct group *g, int status, int culprit) {
         if (atomic_compare_exchange_strong(&peer->abort, &none, cause)) atomic_store(&peer->abort_seq, g->seq);
         atomic_store(&peer->sleeping, 0);
         ring(peer);
+        atomic_fetch_add(&peer->mail_bell, 1);
+        symcomm_futex_wake(&peer->mail_bell, INT32_MAX);
     }
     return sync_aborted(g);
 }

@@ -29,6 +29,8 @@ struct control {
     _Atomic uint32_t wait_kind;
     _Atomic int32_t wait_who;
     _Atomic uint64_t wait_target;
+    _Alignas(64) _Atomic uint32_t mail_bell; /* futex: a message, room for one, or an acknowledgement came */
+    _Atomic uint32_t mail_sleepers;
     _Alignas(64) _Atomic uint64_t abort; /* 0, or packed cause: see fail() */
     _Atomic uint64_t abort_seq;
     _Alignas(64) _Atomic uint32_t state; /* enum control_state */
@@ -65,6 +67,7 @@ struct group {
     int64_t yield_ns;              /* then this long offering it to others before sleeping */
     int64_t slept;                 /* statistics */
     pthread_mutex_t lock;          /* one operation at a time */
+    struct mail *mail;             /* point-to-point messages, see p2p.c */
     struct worker *worker;         /* runs asynchronous operations, see async.c; NULL until first used */
 };
 

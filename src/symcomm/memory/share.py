@@ -83,7 +83,7 @@ def _check_one_host(cards: Sequence[dict]) -> None:
     for r, card in enumerate(cards):
         if card["boot"] != first["boot"]:
             raise errors.ResourceError(
-                f"ranks 0 ({first['host']}) and {r} ({card['host']}) are on different hosts, and symmetric memory reaches "
+                f"ranks 0 ({first['host']}) and {r} ({card['host']}) are on different hosts; symmetric memory reaches "
                 "no farther than one; use a backend that crosses hosts (gloo, nccl) for this group."
             )
         if card["uid"] != first["uid"]:

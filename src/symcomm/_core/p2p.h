@@ -1,0 +1,59 @@
+/* Tagged messages between two ranks of a group.
+ *
+ * Every ordered pair of ranks has a channel in the sender's arena: a ring of bytes that the sender fills and the receiver
+ * empties. A message is a header and its bytes, streamed as room allows; a symmetric tensor sends only the header, and the
+ * receiver copies straight from it. A posted operation is a small state machine; whoever waits drives all of them. */
+#ifndef SYMCOMM_P2P_H
+#define SYMCOMM_P2P_H
+
+#include "sync.h"
+
+#define RING_BYTES (256 * 1024)
+#define ANY_SOURCE (-1)
+
+struct channel {
+    _Alignas(64) _Atomic uint64_t filled;  /* bytes the sender has put in, ever */
+    _Alignas(64) _Atomic uint64_t emptied; /* bytes the receiver has taken out, ever */
+    _Alignas(64) _Atomic uint64_t copied;  /* symmetric messages the receiver has copied, ever */
+    _Alignas(64) char ring[RING_BYTES];
+};
+
+struct header {
+    uint64_t nbytes;
+    int64_t tag;
+    int64_t offset; /* in the sender's arena, or -1: the bytes follow in the ring */
+    int64_t dtype;
+};
+
+enum op_state { OP_POSTED, OP_MOVING, OP_UNACKNOWLEDGED, OP_DONE };
+
+struct op {
+    struct mail *mail;
+    bool is_send;
+    int peer; /* or ANY_SOURCE until matched */
+    int64_t tag, dtype;
+    char *buffer;
+    uint64_t nbytes, moved;
+    uint64_t ticket; /* symmetric send: done when this many were copied */
+    enum op_state state;
+    int status; /* STATUS_OK, or STATUS_SIZE with `got` */
+    uint64_t got;
+    struct op *next;
+    int references;
+    bool background; /* nobody may be waiting: the mail thread drives it */
+};
+
+#define STATUS_SIZE 32 /* the message has another length or dtype than the receive */
+
+/* channels: per rank, where its outgoing channels start (world of them). 0, or -1: out of memory. */
+int mail_open(struct group *g, char *const *channels);
+/* Ends the thread that drives unattended operations. */
+void mail_close(struct group *g);
+void mail_drop(struct group *g);
+struct op *mail_post(struct group *g, const struct op *wanted);
+/* Drives the mail until op is done. timeout ns, 0: none; negative: only look. STATUS_TIMEOUT leaves the op withdrawn. */
+int mail_wait(struct op *op, int64_t timeout, bool withdraw);
+bool mail_done(struct op *op);
+void mail_release(struct op *op);
+
+#endif

@@ -1,0 +1,10 @@
+"""Process groups: ranks that act together.
+
+process_group.py  ProcessGroup: how one comes to be, ends, splits and shrinks
+calls.py          its collectives        messages.py  its point-to-point calls
+buffers.py        any tensor -> address, count, dtype
+work.py           operations that run while the caller goes on
+failure.py        what went wrong, in words
+default.py        init(), the default group and the functions on it
+spawn.py          ranks from one Python function, as processes or threads
+"""

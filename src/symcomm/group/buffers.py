@@ -1,0 +1,141 @@
+"""Any tensor -> where its bytes are, how many elements, of which dtype.
+
+torch tensors and NumPy arrays are taken as they are; anything else that speaks DLPack (JAX, CuPy on the host) is viewed
+without a copy. What is not contiguous is copied once, and results are copied back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from symcomm import errors
+from symcomm.types import DType
+
+__all__ = ["Buffer", "read_buffer", "read_list", "write_buffer", "write_list"]
+
+_NUMPY = {
+    "|u1": DType.UINT8, "|i1": DType.INT8, "<u2": DType.UINT16, "<i2": DType.INT16, "<u4": DType.UINT32, "<i4": DType.INT32,
+    "<u8": DType.UINT64, "<i8": DType.INT64, "|b1": DType.BOOL, "<f2": DType.FLOAT16, "<f4": DType.FLOAT32,
+    "<f8": DType.FLOAT64, "<c8": DType.COMPLEX64, "<c16": DType.COMPLEX128,
+}  # fmt: skip
+_torch_dtypes: dict[Any, DType] = {}
+
+
+def torch_dtypes() -> dict[Any, DType]:
+    """torch's dtype objects -> ours; empty until torch is loaded by somebody."""
+    torch = sys.modules.get("torch")
+    if not _torch_dtypes and torch is not None:
+        for dtype in DType:
+            if hasattr(torch, dtype.label):
+                _torch_dtypes[getattr(torch, dtype.label)] = dtype
+    return _torch_dtypes
+
+
+class Buffer:
+    """Contiguous bytes that the core can read or write. ``finish()`` copies a result back where that is needed."""
+
+    __slots__ = ("address", "count", "dtype", "owner", "target")
+
+    def __init__(self, address: int, count: int, dtype: DType, owner: Any, target: Any = None):
+        self.address = address
+        self.count = count
+        self.dtype = dtype
+        self.owner = owner  # keeps the bytes alive
+        self.target = target  # where the result belongs, when owner is only a stand-in
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+    def finish(self) -> None:
+        if self.target is not None:
+            _assign(self.target, self.owner)
+
+
+def _assign(target: Any, source: Any) -> None:
+    if hasattr(target, "copy_"):
+        torch = sys.modules["torch"]
+        with torch.no_grad():
+            target.copy_(source)
+    else:
+        target[...] = source
+
+
+def _is_torch(tensor: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(tensor, torch.Tensor)
+
+
+def _from_torch(call: str, name: str, tensor: Any, write: bool) -> Buffer:
+    if not tensor.is_cpu:
+        raise errors.bad_argument(
+            call, name, f"a tensor on {tensor.device}", "a CPU tensor", "move it with .cpu(), or use nccl for GPU tensors"
+        )
+    if tensor.layout is not sys.modules["torch"].strided:
+        raise errors.bad_argument(call, name, f"a {tensor.layout} tensor", "dense", "use .to_dense(), or gloo for sparse sums")
+    dtype = torch_dtypes().get(tensor.dtype)
+    if dtype is None:
+        raise errors.bad_argument(call, name, tensor.dtype, "a number, bool or complex dtype", "convert it first")
+    tensor = tensor.detach()
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return Buffer(tensor.data_ptr(), tensor.numel(), dtype, tensor)
+    copy = tensor.resolve_conj().resolve_neg().contiguous()
+    return Buffer(copy.data_ptr(), copy.numel(), dtype, copy, tensor if write else None)
+
+
+def _from_numpy(call: str, name: str, array: Any, write: bool) -> Buffer:
+    import numpy as np
+
+    dtype = _NUMPY.get(array.dtype.str)
+    if dtype is None:
+        dtype = getattr(DType, array.dtype.name.upper(), None)  # ml_dtypes' bfloat16, float8_e4m3fn, ...
+    if dtype is None:
+        raise errors.bad_argument(call, name, f"dtype {array.dtype}", "a number, bool or complex dtype", "convert it first")
+    if write and not array.flags.writeable:
+        raise errors.bad_argument(call, name, "a read-only array", "writable", "pass a copy")
+    if array.flags.c_contiguous:
+        return Buffer(array.ctypes.data, array.size, dtype, array)
+    copy = np.ascontiguousarray(array)
+    return Buffer(copy.ctypes.data, copy.size, dtype, copy, array if write else None)
+
+
+def _view(call: str, name: str, tensor: Any, write: bool) -> Buffer:
+    if _is_torch(tensor):
+        return _from_torch(call, name, tensor, write)
+    if hasattr(tensor, "__array_interface__") and hasattr(tensor, "flags"):
+        return _from_numpy(call, name, tensor, write)
+    if hasattr(tensor, "__dlpack__"):
+        if "torch" in sys.modules:
+            return _from_torch(call, name, sys.modules["torch"].from_dlpack(tensor), write)
+        import numpy as np
+
+        return _from_numpy(call, name, np.from_dlpack(tensor), write)
+    raise errors.bad_argument(call, name, type(tensor).__name__, "a tensor, a NumPy array or an object with __dlpack__")
+
+
+def read_buffer(call: str, name: str, tensor: Any) -> Buffer:
+    """A tensor that is only read."""
+    return _view(call, name, tensor, write=False)
+
+
+def write_buffer(call: str, name: str, tensor: Any) -> Buffer:
+    """A tensor that is written; call ``finish()`` once the bytes are there."""
+    return _view(call, name, tensor, write=True)
+
+
+def _as_list(call: str, name: str, tensors: Any, length: int) -> Sequence[Any]:
+    if _is_torch(tensors) or not isinstance(tensors, (list, tuple)):
+        raise errors.bad_argument(call, name, type(tensors).__name__, f"a list of {length} tensors, one per rank")
+    if len(tensors) != length:
+        raise errors.bad_argument(call, name, f"a list of {len(tensors)}", f"a list of {length} tensors, one per rank")
+    return tensors
+
+
+def read_list(call: str, name: str, tensors: Any, length: int) -> list[Buffer]:
+    return [read_buffer(call, f"{name}[{i}]", t) for i, t in enumerate(_as_list(call, name, tensors, length))]
+
+
+def write_list(call: str, name: str, tensors: Any, length: int) -> list[Buffer]:
+    return [write_buffer(call, f"{name}[{i}]", t) for i, t in enumerate(_as_list(call, name, tensors, length))]

@@ -1,0 +1,352 @@
+"""The collectives of a process group.
+
+Every call does the same five things: look at the tensors, check them, pick the plan, run it, finish the outputs.
+``all_reduce`` of an ordinary torch tensor has a short cut through a dictionary, since small ones must take about a microsecond.
+"""
+
+from __future__ import annotations
+
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from symcomm import collectives, errors
+from symcomm._core import native
+from symcomm.collectives.plan import Plan
+from symcomm.group.buffers import Buffer, read_buffer, read_list, torch_dtypes, write_buffer, write_list
+from symcomm.group.failure import call_site, explain
+from symcomm.group.work import Work
+from symcomm.types import DType, RedOpType, ReduceOp
+
+Timeout = float | timedelta | None
+
+
+def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
+    """(operation, factor) of our ReduceOp, torch's, or a name such as "sum"."""
+    if type(op) is RedOpType:
+        return op, None
+    if type(op) is ReduceOp:
+        return op.op, op.factor
+    try:
+        if isinstance(op, str):
+            return RedOpType[op.upper()], None
+        return RedOpType(int(getattr(op, "op", op))), getattr(op, "factor", None)
+    except (KeyError, ValueError, TypeError):
+        names = ", ".join(o.name for o in RedOpType)
+        raise errors.bad_argument(call, "op", op, f"one of {names}") from None
+
+
+def check_same_dtype(call: str, buffers: Sequence[Buffer]) -> DType:
+    dtypes = {b.dtype for b in buffers}
+    if len(dtypes) > 1:
+        labels = ", ".join(sorted(d.label for d in dtypes))
+        raise errors.bad_argument(call, "tensors", f"dtypes {labels}", "all of one dtype", "convert them first")
+    return buffers[0].dtype
+
+
+class CollectiveCalls:
+    """Mixed into ProcessGroup, which provides rank, size, name, the core's handle and time-outs."""
+
+    rank: int
+    size: int
+    name: str
+    _handle: Any
+    _timeout_ns: int
+    _plans: dict[Any, Any]
+    _pending: list[Work]
+    _failed: Callable[..., errors.SymcommError]
+    _check_usable: Callable[[], None]
+
+    # --- running ----------------------------------------------------------------------------------------------
+
+    def _plan(self, build: Callable[..., Plan], *args: Any) -> Any:
+        """The loaded plan for these arguments; plans are kept for the life of the group."""
+        key = (build, args)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) > 4096:
+                self._plans.clear()
+            plan = self._plans[key] = native.make_plan(build(self.rank, self.size, *args, limits=self._limits).encode())
+        return plan
+
+    _limits: Any
+
+    def _run(
+        self,
+        call: str,
+        plan: Any,
+        inputs: Sequence[Buffer],
+        outputs: Sequence[Buffer],
+        result: Sequence[Any],
+        async_op: bool,
+        timeout: Timeout,
+    ) -> Work | None:
+        timeout_ns = self._timeout_ns if timeout is None else to_ns(call, timeout)
+        ins = tuple([b.address for b in inputs])
+        outs = tuple([b.address for b in outputs])
+        if not async_op:
+            started = time.monotonic()
+            status = native.run(self._handle, plan, ins, outs, timeout_ns)
+            if status:
+                raise self._failed(status, call, call_site(2), time.monotonic() - started, explain)
+            for buffer in outputs:
+                if buffer.target is not None:
+                    buffer.finish()
+            return None
+        self._check_usable()
+        work = Work(self, call, call_site(2), outputs, result, (inputs, plan))
+        callback = work._settle if any(b.target is not None for b in outputs) else None
+        work._request = native.submit(self._handle, plan, ins, outs, timeout_ns, callback)
+        self._pending = [w for w in self._pending if not w._poll(-1)]
+        self._pending.append(work)
+        return work
+
+    # --- reductions -------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Any, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+        """Combine ``tensor`` over all ranks, in place."""
+        if not async_op and timeout is None:
+            try:
+                plan = self._plans[tensor.dtype, op, tensor.numel()]
+                quick = tensor.is_cpu and tensor.is_contiguous()
+            except (KeyError, AttributeError, TypeError):
+                quick = False
+            if quick:
+                address = tensor.data_ptr()
+                started = 0  # the clock is read only when something went wrong
+                status = native.run(self._handle, plan, address, address, self._timeout_ns)
+                if status == 0:
+                    return None
+                raise self._failed(status, "all_reduce", call_site(2), started, explain)
+        buffer = write_buffer("all_reduce", "tensor", tensor)
+        redop, source = self._reduction("all_reduce", op, buffer)
+        plan = self._plan(collectives.all_reduce, buffer.count, buffer.dtype, redop)
+        if redop is not RedOpType.PREMUL_SUM and buffer.target is None and tensor.__class__.__module__.startswith("torch"):
+            self._remember(tensor, op, plan)
+        return self._run("all_reduce", plan, [source], [buffer], [tensor], async_op, timeout)
+
+    def _remember(self, tensor: Any, op: Any, plan: Any) -> None:
+        """Let the next all_reduce of this kind take the short cut (only for plain dense torch tensors)."""
+        if tensor.dtype in torch_dtypes() and not tensor.is_complex():
+            self._plans[tensor.dtype, op, tensor.numel()] = plan
+
+    def _reduction(self, call: str, op: Any, buffer: Buffer) -> tuple[RedOpType, Buffer]:
+        """The operation and what to read: for PREMUL_SUM the input times its factor, in a stand-in."""
+        redop, factor = to_redop(call, op)
+        if not native.reduce_defined(buffer.dtype, redop):
+            raise errors.bad_argument(call, "op", redop.name, f"one that is defined for {buffer.dtype.label}")
+        if redop is not RedOpType.PREMUL_SUM:
+            return redop, buffer
+        if factor is None:
+            raise errors.bad_argument(call, "op", "PREMUL_SUM without a factor", "made by make_premul_sum(factor)")
+        scaled = buffer.owner * factor
+        if hasattr(scaled, "to"):
+            scaled = scaled.to(buffer.owner.dtype)
+        return redop, read_buffer(call, "tensor", scaled)
+
+    def reduce(self, tensor: Any, root: int = 0, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+        """Combine ``tensor`` over all ranks into ``root``'s; the others' stay as they are."""
+        self._check_root("reduce", root)
+        is_root = self.rank == root
+        buffer = (write_buffer if is_root else read_buffer)("reduce", "tensor", tensor)
+        redop, source = self._reduction("reduce", op, buffer)
+        plan = self._plan(collectives.reduce, buffer.count, buffer.dtype, redop, root)
+        return self._run("reduce", plan, [source], [buffer] if is_root else [], [tensor], async_op, timeout)
+
+    def reduce_scatter_single(
+        self, output: Any, input: Any, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
+    ) -> Work | None:
+        """``input`` is one piece per rank, one after the other; rank k gets the combination of all k-th pieces."""
+        call = "reduce_scatter_single"
+        source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
+        check_same_dtype(call, [source, out])
+        self._check_count(call, "input", source.count, out.count * self.size, f"{self.size} times output's")
+        redop, source = self._reduction(call, op, source)
+        plan = self._plan(collectives.reduce_scatter, (out.count,) * self.size, out.dtype, redop)
+        return self._run(call, plan, [source], [out], [output], async_op, timeout)
+
+    def reduce_scatter(
+        self, output: Any, inputs: Sequence[Any], op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
+    ) -> Work | None:
+        """Like reduce_scatter_single, with a list of pieces; they may differ in size."""
+        call = "reduce_scatter"
+        out, pieces = write_buffer(call, "output", output), read_list(call, "inputs", inputs, self.size)
+        check_same_dtype(call, [out, *pieces])
+        self._check_count(call, "output", out.count, pieces[self.rank].count, f"that of inputs[{self.rank}]")
+        redop = to_redop(call, op)[0]
+        sources = [self._reduction(call, op, piece)[1] for piece in pieces]
+        counts = tuple([p.count for p in pieces])
+        plan = self._plan(collectives.reduce_scatter, counts, out.dtype, redop, True)
+        return self._run(call, plan, sources, [out], [output], async_op, timeout)
+
+    # --- copies -----------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+        """Everybody's ``tensor`` becomes ``root``'s."""
+        self._check_root("broadcast", root)
+        is_root = self.rank == root
+        buffer = (read_buffer if is_root else write_buffer)("broadcast", "tensor", tensor)
+        plan = self._plan(collectives.broadcast, buffer.count, buffer.dtype, root)
+        return self._run("broadcast", plan, [buffer], [buffer], [tensor], async_op, timeout)
+
+    def all_gather_single(self, output: Any, input: Any, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+        """``output`` becomes all ranks' ``input``, one after the other."""
+        call = "all_gather_single"
+        source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
+        check_same_dtype(call, [source, out])
+        self._check_count(call, "output", out.count, source.count * self.size, f"{self.size} times input's")
+        plan = self._plan(collectives.all_gather, (source.count,) * self.size, source.dtype)
+        return self._run(call, plan, [source], [out], [output], async_op, timeout)
+
+    def all_gather(self, outputs: Sequence[Any], input: Any, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+        """``outputs[k]`` becomes rank k's ``input``; sizes may differ between ranks."""
+        call = "all_gather"
+        source, outs = read_buffer(call, "input", input), write_list(call, "outputs", outputs, self.size)
+        check_same_dtype(call, [source, *outs])
+        self._check_count(call, f"outputs[{self.rank}]", outs[self.rank].count, source.count, "input's")
+        plan = self._plan(collectives.all_gather, tuple([o.count for o in outs]), source.dtype, True)
+        return self._run(call, plan, [source], outs, outputs, async_op, timeout)
+
+    def gather(
+        self, outputs: Sequence[Any] | None, input: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None
+    ) -> Work | None:
+        """At ``root``, ``outputs[k]`` becomes rank k's ``input``; the others pass None."""
+        call = "gather"
+        self._check_root(call, root)
+        source = read_buffer(call, "input", input)
+        outs = write_list(call, "outputs", outputs, self.size) if self.rank == root else self._refuse_list(call, "outputs", outputs)
+        check_same_dtype(call, [source, *outs])
+        for k, out in enumerate(outs):
+            self._check_count(call, f"outputs[{k}]", out.count, source.count, "input's")
+        plan = self._plan(collectives.gather, (source.count,) * self.size, source.dtype, root)
+        return self._run(call, plan, [source], outs, outputs or [], async_op, timeout)
+
+    def scatter(
+        self, output: Any, inputs: Sequence[Any] | None, root: int = 0, async_op: bool = False, timeout: Timeout = None
+    ) -> Work | None:
+        """Rank k's ``output`` becomes ``root``'s ``inputs[k]``; the others pass None."""
+        call = "scatter"
+        self._check_root(call, root)
+        out = write_buffer(call, "output", output)
+        sources = read_list(call, "inputs", inputs, self.size) if self.rank == root else self._refuse_list(call, "inputs", inputs)
+        check_same_dtype(call, [out, *sources])
+        for k, source in enumerate(sources):
+            self._check_count(call, f"inputs[{k}]", source.count, out.count, "output's")
+        plan = self._plan(collectives.scatter, (out.count,) * self.size, out.dtype, root)
+        return self._run(call, plan, sources, [out], [output], async_op, timeout)
+
+    # --- all to all -------------------------------------------------------------------------------------------
+
+    def all_to_all_single(
+        self,
+        output: Any,
+        input: Any,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Piece k of ``input`` goes to rank k; ``output`` collects what came, in rank order.
+
+        Splits count rows of dimension 0, as in torch; without them the pieces are equal."""
+        call = "all_to_all_single"
+        source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
+        check_same_dtype(call, [source, out])
+        sent = self._split_counts(call, "input", input, source.count, input_splits)
+        got = self._split_counts(call, "output", output, out.count, output_splits)
+        if not output_splits and not input_splits:
+            self._check_count(call, "output", out.count, source.count, "input's")
+            plan = self._plan(collectives.all_to_all, sent[0], source.dtype)
+        else:
+            plan = self._plan(collectives.all_to_all, self._agree_on_splits(call, sent, got, timeout), source.dtype)
+        return self._run(call, plan, [source], [out], [output], async_op, timeout)
+
+    def all_to_all(self, outputs: Sequence[Any], inputs: Sequence[Any], async_op: bool = False, timeout: Timeout = None) -> Work | None:
+        """``inputs[k]`` goes to rank k, ``outputs[k]`` comes from rank k; sizes may differ."""
+        call = "all_to_all"
+        sources, outs = read_list(call, "inputs", inputs, self.size), write_list(call, "outputs", outputs, self.size)
+        dtype = check_same_dtype(call, [*sources, *outs])
+        matrix = self._agree_on_splits(call, [s.count for s in sources], [o.count for o in outs], timeout)
+        plan = self._plan(collectives.all_to_all, matrix, dtype, True)
+        return self._run(call, plan, sources, outs, outputs, async_op, timeout)
+
+    def _split_counts(self, call: str, name: str, tensor: Any, count: int, splits: Sequence[int] | None) -> list[int]:
+        rows = tensor.shape[0] if len(tensor.shape) else 1
+        if not splits:
+            if rows % self.size:
+                raise errors.bad_argument(
+                    call, name, f"{rows} rows", f"divisible by the group's {self.size} ranks", f"give {name}_splits"
+                )
+            return [count // self.size] * self.size
+        if len(splits) != self.size or any(s < 0 for s in splits) or sum(splits) != rows:
+            raise errors.bad_argument(
+                call, f"{name}_splits", list(splits), f"{self.size} non-negative numbers that add up to {name}'s {rows} rows"
+            )
+        return [s * (count // rows if rows else 0) for s in splits]
+
+    def _agree_on_splits(self, call: str, sent: Sequence[int], got: Sequence[int], timeout: Timeout) -> tuple[tuple[int, ...], ...]:
+        """Everybody's split sizes, so that each rank knows where in a peer's input its piece lies."""
+        import array
+
+        mine = array.array("q", [*sent, *got])
+        everyone = array.array("q", bytes(8 * len(mine) * self.size))
+        plan = self._plan(collectives.all_gather, (len(mine),) * self.size, DType.INT64)
+        a, b = (Buffer(x.buffer_info()[0], len(x), DType.INT64, x) for x in (mine, everyone))
+        self._run(call, plan, [a], [b], [], False, timeout)
+        rows = [everyone[2 * self.size * r : 2 * self.size * (r + 1)] for r in range(self.size)]
+        for i in range(self.size):
+            for j in range(self.size):
+                if rows[i][j] != rows[j][self.size + i]:
+                    raise errors.BadArgumentError(
+                        f"{call}: rank {i} sends {rows[i][j]} elements to rank {j}, which expects {rows[j][self.size + i]}; "
+                        "make input and output splits agree."
+                    )
+        return tuple(tuple(row[: self.size]) for row in rows)
+
+    # --- the rest ---------------------------------------------------------------------------------------------
+
+    def barrier(self, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+        """Return once every rank has come."""
+        return self._run("barrier", self._plan(collectives.barrier), [], [], [], async_op, timeout)
+
+    def all_gather_object(self, item: bytes, timeout: Timeout = None) -> list[bytes]:
+        """Everybody's bytes, of any length, in rank order."""
+        import array
+
+        length = array.array("q", [len(item)])
+        lengths = array.array("q", bytes(8 * self.size))
+        plan = self._plan(collectives.all_gather, (1,) * self.size, DType.INT64)
+        a, b = (Buffer(x.buffer_info()[0], len(x), DType.INT64, x) for x in (length, lengths))
+        self._run("all_gather_object", plan, [a], [b], [], False, timeout)
+        mine, everyone = array.array("B", item), array.array("B", bytes(sum(lengths)))
+        plan = self._plan(collectives.all_gather, tuple(lengths), DType.UINT8)
+        a, b = (Buffer(x.buffer_info()[0], len(x), DType.UINT8, x) for x in (mine, everyone))
+        self._run("all_gather_object", plan, [a], [b], [], False, timeout)
+        ends = [sum(lengths[: r + 1]) for r in range(self.size)]
+        return [everyone[end - n : end].tobytes() for end, n in zip(ends, lengths, strict=True)]
+
+    # --- checks -----------------------------------------------------------------------------------------------
+
+    def _check_root(self, call: str, root: Any) -> None:
+        if not isinstance(root, int) or not 0 <= root < self.size:
+            raise errors.bad_argument(call, "root", root, f"a rank of this group, 0 to {self.size - 1}")
+
+    def _check_count(self, call: str, name: str, got: int, expected: int, like: str) -> None:
+        if got != expected:
+            raise errors.bad_argument(call, name, f"{got} elements", f"{expected} elements ({like})")
+
+    def _refuse_list(self, call: str, name: str, tensors: Any) -> list[Buffer]:
+        if tensors:
+            raise errors.bad_argument(call, name, f"a list on rank {self.rank}", "given on the root only", "pass None elsewhere")
+        return []
+
+
+def to_ns(call: str, timeout: float | timedelta) -> int:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise errors.bad_argument(call, "timeout", timeout, "a positive number of seconds or a timedelta")
+    return min(int(seconds * 1e9), 1 << 61)
+
+

@@ -1,0 +1,182 @@
+"""What went wrong with an operation, in words, the same on every rank.
+
+The core only says which kind of failure it was and what every rank's control block shows. Here that becomes one of our
+exceptions. For a mismatch each rank publishes its own call and waits a moment for the others', so that every message
+names every side.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.collectives.plan import Collective
+from symcomm.errors import words_for_ranks, words_for_seconds
+from symcomm.types import DType, RedOpType
+
+__all__ = ["Status", "call_site", "explain"]
+
+RECORD_WAIT = 0.08  # the others are woken at once; 80 ms leaves room within the 100 ms we promise
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class Status(enum.IntEnum):
+    """Numbers of ``enum status`` in _core/sync.h."""
+
+    OK = 0
+    MISMATCH = 1
+    DEAD = 2
+    LEFT = 3
+    TIMEOUT = 4
+    ABORTED = 5
+    PLAN = 6
+    INTERRUPTED = 7
+
+
+def call_site(depth: int = 1) -> str:
+    """``file:line`` of the nearest caller outside this package."""
+    frame: Any = sys._getframe(depth)
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
+
+
+REDUCING = {Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE}
+ROOTED = {Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER}
+
+
+def describe_call(signature: int, count: int) -> str:
+    """A published signature as a call: ``all_reduce(float32 x 1024, SUM)``."""
+    try:
+        collective = Collective(signature & 0xFF)
+    except ValueError:
+        return f"operation {signature & 0xFF}"
+    if collective is Collective.BARRIER:
+        return "barrier()"
+    parts = [f"{DType(signature >> 8 & 0xFF).label} x {count}"]
+    if collective in REDUCING:
+        parts.append(RedOpType(signature >> 16 & 0xFF).name)
+    if collective in ROOTED:
+        parts.append(f"root {signature >> 24}")
+    return f"{collective.label}({', '.join(parts)})"
+
+
+def how_it_ended(pid: int) -> str:
+    """How a dead process ended, while its parent has not collected it yet."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return "died"
+    if fields[0] not in "ZX":
+        return "died"
+    code = int(fields[-1])
+    if code & 0x7F:
+        return f"died with {signal.Signals(code & 0x7F).name}"
+    return f"exited with code {code >> 8}"
+
+
+def explain(group: Any, status: int, call: str, site: str, seconds: float) -> errors.SymcommError:
+    """The exception for a failed operation of ``group`` (a ProcessGroup)."""
+    report = native.group_report(group._handle)
+    if report["status"]:
+        status = report["status"]
+    seq = report["seq"]
+    me = report["ranks"][group.rank]
+    what = f"{call} #{seq} on group {group.name!r}"
+    text = describe_call(me["signature"], me["count"]) if me["seq"] == seq else call
+    native.group_publish(group._handle, json.dumps({"call": text, "site": site, "seq": seq}).encode())
+    if status == Status.MISMATCH:
+        return _mismatch(group, what, report, text, site)
+    if status in (Status.DEAD, Status.LEFT):
+        return _rank_gone(group, what, report, seconds)
+    if status == Status.TIMEOUT:
+        return _timed_out(group, what, report, seconds)
+    if status in (Status.ABORTED, Status.INTERRUPTED):
+        return errors.GroupUnusableError(
+            f"{what} was aborted by rank {report['origin']}; destroy the group, or call group.shrink() to go on."
+        )
+    return errors.InternalError(f"{what}: the plan does not fit the group. This is a bug of ours: please report it.")
+
+
+def _await_records(group: Any, ranks: Sequence[int]) -> list[dict | None]:
+    deadline = time.monotonic() + RECORD_WAIT
+    while True:
+        records = native.group_records(group._handle)
+        if all(records[r] is not None for r in ranks) or time.monotonic() > deadline:
+            return [json.loads(item) if item is not None else None for item in records]
+        time.sleep(0.001)
+
+
+def _mismatch(group: Any, what: str, report: dict, text: str, site: str) -> errors.SymcommError:
+    there = [r["rank"] for r in report["ranks"] if r["seq"] >= report["abort_seq"] and not r["gone"]]
+    sides: dict[str, list[int]] = {}
+    for rank, record in enumerate(_await_records(group, there)):
+        if rank == group.rank:
+            side = f"{text} at {site}"
+        elif record is not None:
+            side = f"{record['call']} at {record['site']}"
+        elif rank in there:
+            seen = report["ranks"][rank]
+            side = describe_call(seen["signature"], seen["count"])
+        else:
+            side = "nothing yet"
+        sides.setdefault(side, []).append(rank)
+    listed = "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {words_for_ranks(ranks)} called {side}" for side, ranks in sides.items()
+    )
+    return errors.CollectiveMismatchError(
+        f"{what}: the ranks did not make the same call: {listed}. Make every rank call the same collectives, "
+        "with the same dtype, count, operation and root, in the same order."
+    )
+
+
+def _last_seen(seen: dict, seq: int) -> str:
+    if seen["seq"] == 0:
+        return "before its first operation"
+    last = f"{describe_call(seen['signature'], seen['count'])} #{seen['seq']}"
+    return f"in {last}" if seen["seq"] >= seq else f"after {last}"
+
+
+def _rank_gone(group: Any, what: str, report: dict, seconds: float) -> errors.SymcommError:
+    gone = sorted({report["culprit"], *(r["rank"] for r in report["ranks"] if r["gone"])})
+    parts = []
+    for rank in gone:
+        pid = group._peers[rank].pid
+        seen = report["ranks"][rank]
+        how = "left the group" if seen["gone"] == Status.LEFT else how_it_ended(pid)
+        parts.append(f"rank {rank} (pid {pid}) {how} {_last_seen(seen, report['seq'])}")
+    left = [r for r in range(group.size) if r not in gone]
+    return errors.RankFailedError(
+        f"{what} failed on rank {group.rank} after {words_for_seconds(seconds)}: {'; '.join(parts)}. "
+        f"Survivors: {words_for_ranks(left)}. Call group.shrink() to go on without it.",
+        gone,
+    )
+
+
+def _timed_out(group: Any, what: str, report: dict, seconds: float) -> errors.SymcommError:
+    seq = report["abort_seq"] or report["seq"]
+    absent = [r for r in report["ranks"] if r["seq"] < seq]
+    origin, ranks = report["origin"], report["ranks"]
+    if absent:
+        missing = [r["rank"] for r in absent]
+        last = "; ".join(f"rank {r['rank']} was last seen {_last_seen(r, seq)}" for r in absent[:4])
+        arrived = [r["rank"] for r in ranks if r["seq"] >= seq]
+        story = f"did not come: {words_for_ranks(missing)}; arrived: {words_for_ranks(arrived)}; {last}"
+    else:
+        missing = [report["culprit"]]
+        story = f"all arrived, but rank {report['culprit']} does not go on (stopped, or starved of a core?)"
+    who = "" if origin == group.rank else f" (rank {origin}'s deadline)"
+    return errors.DeadlineError(
+        f"{what} timed out on rank {group.rank} after {words_for_seconds(seconds)}{who}: {story}. "
+        "Look at what the missing ranks do, or give a longer timeout.",
+        missing,
+    )
