@@ -1,7 +1,7 @@
 /* 16-bit and 8-bit floats to and from float32, in arithmetic that compilers turn into vector instructions.
  *
  * Every encoder rounds to nearest, ties to even, and agrees with torch's `.to(dtype)` on all values; the payload
- * of a NaN is not specified. */
+ * of a NaN is not specified. Rounding to nearest must be the CPU's mode, as it is unless somebody changed it. */
 #ifndef SYMCOMM_FLOAT_FORMATS_H
 #define SYMCOMM_FLOAT_FORMATS_H
 
@@ -41,16 +41,18 @@ struct small_float {
     int sign_shift;    /* where the sign sits: 7 or 15 */
     int mantissa;      /* bits of the mantissa */
     int bias;          /* of the exponent */
-    uint32_t infinity; /* magnitude of infinity, or of NaN where the format has none; above all finite ones */
-    uint32_t nan;      /* magnitude that the encoder writes for NaN */
-    int unsigned_zero; /* "uz": no negative zero; its code is the one NaN, and so is infinity's */
+    uint32_t overflow; /* magnitude that values too large become; only NaNs lie above */
+    uint32_t nan;      /* magnitude that NaN becomes */
+    int has_infinity;  /* then it is `overflow` */
+    int unsigned_zero; /* "uz": the code of negative zero is the only NaN, and overflow becomes it too */
 };
 
-#define FORMAT_FLOAT16 ((struct small_float){15, 10, 15, 0x7c00, 0x7e00, 0})
-#define FORMAT_E4M3FN ((struct small_float){7, 3, 7, 0x7f, 0x7f, 0})
-#define FORMAT_E5M2 ((struct small_float){7, 2, 15, 0x7c, 0x7f, 0})
-#define FORMAT_E4M3FNUZ ((struct small_float){7, 3, 8, 0x80, 0x80, 1})
-#define FORMAT_E5M2FNUZ ((struct small_float){7, 2, 16, 0x80, 0x80, 1})
+/* E4M3FN has no infinity, and saturates: what torch 2.13 does (earlier ones made it NaN). */
+#define FORMAT_FLOAT16 ((struct small_float){15, 10, 15, 0x7c00, 0x7e00, 1, 0})
+#define FORMAT_E4M3FN ((struct small_float){7, 3, 7, 0x7e, 0x7f, 0, 0})
+#define FORMAT_E5M2 ((struct small_float){7, 2, 15, 0x7c, 0x7f, 1, 0})
+#define FORMAT_E4M3FNUZ ((struct small_float){7, 3, 8, 0x80, 0x80, 0, 1})
+#define FORMAT_E5M2FNUZ ((struct small_float){7, 2, 16, 0x80, 0x80, 0, 1})
 
 #define FLOAT32_INFINITY 0x7f800000u
 #define FLOAT32_NAN 0x7fc00000u
@@ -65,12 +67,9 @@ SYMCOMM_INLINE float small_float_decode(uint32_t code, const struct small_float 
     const float step = float_of((uint32_t)(127 + 1 - format.bias - format.mantissa) << 23);
     uint32_t subnormal = bits_of((float)(int32_t)magnitude * step);
     uint32_t bits = magnitude >> format.mantissa ? normal : subnormal;
-    if (format.unsigned_zero) {
-        bits = code == sign_bit ? FLOAT32_NAN : bits;
-    } else {
-        bits = magnitude >= format.infinity ? FLOAT32_INFINITY : bits;
-        bits = magnitude > (format.infinity == format.nan ? format.nan - 1 : format.infinity) ? FLOAT32_NAN : bits;
-    }
+    if (format.has_infinity) bits = magnitude == format.overflow ? FLOAT32_INFINITY : bits;
+    if (format.unsigned_zero) bits = code == sign_bit ? FLOAT32_NAN : bits;
+    else bits = magnitude > format.overflow ? FLOAT32_NAN : bits;
     return float_of(bits | (code & sign_bit) << (31 - format.sign_shift));
 }
 
@@ -85,7 +84,7 @@ SYMCOMM_INLINE uint32_t small_float_encode(float value, const struct small_float
     uint32_t subnormal = bits_of(float_of(absolute) + float_of(aligner)) - aligner;
     const uint32_t smallest_normal = (uint32_t)(127 + 1 - format.bias) << 23;
     uint32_t magnitude = absolute < smallest_normal ? subnormal : normal;
-    magnitude = magnitude > format.infinity ? format.infinity : magnitude;
+    magnitude = magnitude > format.overflow ? format.overflow : magnitude;
     magnitude = absolute > FLOAT32_INFINITY ? format.nan : magnitude;
     if (format.unsigned_zero) sign = magnitude == 0 ? 0 : sign;
     return magnitude | sign;
@@ -95,43 +94,19 @@ SYMCOMM_INLINE uint32_t small_float_encode(float value, const struct small_float
     SYMCOMM_INLINE float NAME##_decode(CODE code) { return small_float_decode(code, FORMAT); }            \
     SYMCOMM_INLINE CODE NAME##_encode(float value) { return (CODE)small_float_encode(value, FORMAT); }
 
+SMALL_FLOAT(float16, uint16_t, FORMAT_FLOAT16)
 SMALL_FLOAT(float8_e4m3fn, uint8_t, FORMAT_E4M3FN)
 SMALL_FLOAT(float8_e5m2, uint8_t, FORMAT_E5M2)
 SMALL_FLOAT(float8_e4m3fnuz, uint8_t, FORMAT_E4M3FNUZ)
 SMALL_FLOAT(float8_e5m2fnuz, uint8_t, FORMAT_E5M2FNUZ)
 
-/* --- float16: arm64 converts in hardware, with the same rounding, on every CPU --------------------------------- */
+/* --- float16: every arm64 CPU converts four at a time in hardware, with the same rounding ----------------------- */
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
-
-static inline void float16_widen_neon(float *out, const void *in, size_t count) {
-    size_t i = 0;
-    for (; i + 8 <= count; i += 8) {
-        float16x8_t codes = vreinterpretq_f16_u8(vld1q_u8((const uint8_t *)in + 2 * i));
-        vst1q_f32(out + i, vcvt_f32_f16(vget_low_f16(codes)));
-        vst1q_f32(out + i + 4, vcvt_high_f32_f16(codes));
-    }
-    for (; i < count; i++) {
-        __fp16 code;
-        memcpy(&code, (const uint8_t *)in + 2 * i, sizeof code);
-        out[i] = code;
-    }
-}
-
-static inline void float16_narrow_neon(void *out, const float *in, size_t count) {
-    size_t i = 0;
-    for (; i + 8 <= count; i += 8) {
-        float16x8_t codes = vcvt_high_f16_f32(vcvt_f16_f32(vld1q_f32(in + i)), vld1q_f32(in + i + 4));
-        vst1q_u8((uint8_t *)out + 2 * i, vreinterpretq_u8_f16(codes));
-    }
-    for (; i < count; i++) {
-        __fp16 code = (__fp16)in[i];
-        memcpy((uint8_t *)out + 2 * i, &code, sizeof code);
-    }
-}
+#define FLOAT16_LANES 4
 #else
-SMALL_FLOAT(float16, uint16_t, FORMAT_FLOAT16)
+#define FLOAT16_LANES 1
 #endif
 
 #endif

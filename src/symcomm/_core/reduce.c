@@ -21,42 +21,54 @@ static uint64_t integer_of(double real) {
 
 int symcomm_reduce_defined(int dtype, int op) { return entry_of(dtype, op) != NULL; }
 
-/* Small floats: block by block, the sources become float32, are combined as such, and are rounded once at the end.
- * `op` is SUM, PRODUCT, MIN or MAX, PREMUL_SUM (scale each, then sum) or AVG (sum, then divide). */
-static void reduce_widened(const struct reduce_type *type, int op, void *dst, const void *const *sources, int n_sources,
-                           size_t count, struct reduce_scalar scalar) {
+/* One reduction, with all that depends on its type and operation already chosen. */
+struct reduction {
+    const struct reduce_type *type;
+    int op;     /* as asked for */
+    int run_op; /* whose kernel runs: SUM, scaled, for some averages */
+    int n_sources;
+    struct reduce_scalar scalar;
+};
+
+/* Block by block, elements become float32, are combined as such, and are rounded once at the end.
+ * PREMUL_SUM scales every source before the sum, and AVG divides after it. */
+static void reduce_widened(const struct reduction *r, char *dst, const void *const *sources, size_t first,
+                           size_t count) {
     enum { BLOCK = 1024 }; /* two blocks of 4 KiB stay in any L1 cache */
     float total[BLOCK], next[BLOCK];
     const void *const pair[] = {total, next};
+    const struct reduce_entry *ops = symcomm_reduce_types[DT_FLOAT32].ops;
+    const int sum_based = r->op == RED_PREMUL_SUM || r->op == RED_AVG;
+    reduce_kernel *run = ops[r->run_op].run, *combine = sum_based ? ops[RED_SUM].run : run;
     const struct reduce_scalar one = {1, 1};
-    reduce_kernel *scale = op == RED_PREMUL_SUM ? type->ops[RED_PREMUL_SUM].run : NULL;
-    reduce_kernel *divide = op == RED_AVG ? type->ops[RED_AVG].run : NULL;
-    reduce_kernel *combine = type->ops[scale || divide ? RED_SUM : op].run;
-    for (size_t start = 0; start < count; start += BLOCK) {
+    for (size_t start = first; start < count; start += BLOCK) {
         size_t length = count - start < BLOCK ? count - start : BLOCK;
-        for (int s = 0; s < n_sources; s++) {
+        for (int s = 0; s < r->n_sources; s++) {
             float *into = s == 0 ? total : next;
-            type->widen(into, (const char *)sources[s] + start * type->itemsize, length);
-            if (scale) scale(into, &pair[s > 0], 1, length, scalar);
+            r->type->widen(into, (const char *)sources[s] + start * r->type->itemsize, length);
+            if (r->op == RED_PREMUL_SUM) run(into, &pair[s > 0], 1, length, r->scalar);
             if (s > 0) combine(total, pair, 2, length, one);
         }
-        if (divide) divide(total, pair, 1, length, scalar);
-        type->narrow((char *)dst + start * type->itemsize, total, length);
+        if (r->op == RED_AVG) run(total, pair, 1, length, r->scalar);
+        r->type->narrow(dst + start * r->type->itemsize, total, length);
     }
 }
 
 int symcomm_reduce(int dtype, int op, void *dst, const void *const *sources, int n_sources, size_t count,
                    double factor) {
-    const struct reduce_entry *entry = entry_of(dtype, op);
-    if (entry == NULL || n_sources < 1 || n_sources > SYMCOMM_MAX_SOURCES) return -1;
-    const struct reduce_type *type = &symcomm_reduce_types[dtype];
-    const double real = op == RED_PREMUL_SUM ? factor : op == RED_AVG ? n_sources : 1;
-    const struct reduce_scalar scalar = {real, integer_of(real)};
-    if (type->widen) {
-        reduce_widened(type, op, dst, sources, n_sources, count, scalar);
-    } else {
-        entry->run(dst, sources, n_sources, count * entry->parts, scalar);
+    if (entry_of(dtype, op) == NULL || n_sources < 1 || n_sources > SYMCOMM_MAX_SOURCES) return -1;
+    struct reduction r = {&symcomm_reduce_types[dtype], op, op, n_sources, {1, 1}};
+    double real = op == RED_PREMUL_SUM ? factor : op == RED_AVG ? n_sources : 1;
+    int power_of_two = (n_sources & (n_sources - 1)) == 0;
+    if (op == RED_AVG && r.type->floating && power_of_two) {
+        r.run_op = RED_SUM; /* which scales its result: by 1/n that is as exact as dividing, and far faster */
+        real = 1.0 / n_sources;
     }
+    r.scalar = (struct reduce_scalar){real, integer_of(real)};
+    const struct reduce_entry *entry = &r.type->ops[r.run_op];
+    size_t lanes = r.type->lanes, whole = lanes ? count / lanes : 0;
+    if (whole > 0) entry->run(dst, sources, n_sources, whole * entry->parts, r.scalar);
+    if (whole * lanes < count) reduce_widened(&r, dst, sources, whole * lanes, count);
     return 0;
 }
 

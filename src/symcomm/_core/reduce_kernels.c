@@ -47,39 +47,47 @@ typedef uint64_t uint64_stored ANYWHERE;
 typedef int64_t int64_stored ANYWHERE;
 typedef float float32_stored ANYWHERE;
 typedef double float64_stored ANYWHERE;
+#if FLOAT16_LANES == 4
+typedef float16x4_t float16x4_stored ANYWHERE;
+#endif
+
+/* Keeps the compiler from merging passes over a block into one loop nest, which it then fails to vectorise. */
+#define PASS_ENDS(BLOCK) __asm__ volatile("" : : "r"(BLOCK) : "memory")
 
 /* A kernel stores elements of type S, accumulates in type A and has a scalar k of type K. Its three expressions:
  *   IN    what source element x brings to the accumulation
  *   FOLD  accumulator a combined with the next source's b
- *   OUT   what is stored for the final accumulator a */
-#define KERNEL(NAME, S, A, K, SCALAR, IN, FOLD, OUT)                                                        \
-    SYMCOMM_INLINE A NAME##_in(S x, K k) { (void)k; return IN; }                                       \
-    SYMCOMM_INLINE A NAME##_fold(A a, A b) { return FOLD; }                                            \
-    SYMCOMM_INLINE S NAME##_out(A a, K k) { (void)k; return OUT; }                                     \
-    SYMCOMM_CLONES static void NAME(void *dst, const void *const *sources, int n_sources, size_t count,     \
-                                    struct reduce_scalar scalar) {                                          \
-        enum { BLOCK = REDUCE_BLOCK_BYTES / sizeof(A) };                                                    \
-        const K k = (K)(scalar.SCALAR);                                                                     \
-        const S *first = sources[0], *second = sources[n_sources > 1], *last = sources[n_sources - 1]; \
-        S *out = dst;                                                                                  \
-        if (n_sources == 1) {                                                                               \
-            EACH(count) out[i] = NAME##_out(NAME##_in(first[i], k), k);                                     \
-            return;                                                                                         \
-        }                                                                                                   \
-        if (n_sources == 2) {                                                                               \
-            EACH(count) out[i] = NAME##_out(NAME##_fold(NAME##_in(first[i], k), NAME##_in(last[i], k)), k); \
-            return;                                                                                         \
-        }                                                                                                   \
-        for (size_t start = 0; start < count; start += BLOCK) {                                             \
-            A sum[BLOCK];                                                                                   \
-            size_t length = count - start < BLOCK ? count - start : BLOCK;                                  \
-            EACH(length) sum[i] = NAME##_fold(NAME##_in(first[start + i], k), NAME##_in(second[start + i], k)); \
-            for (int s = 2; s < n_sources - 1; s++) {                                                       \
-                const S *next = (const S *)sources[s] + start;                                    \
-                EACH(length) sum[i] = NAME##_fold(sum[i], NAME##_in(next[i], k));                           \
-            }                                                                                               \
-            EACH(length) out[start + i] = NAME##_out(NAME##_fold(sum[i], NAME##_in(last[start + i], k)), k); \
-        }                                                                                                   \
+ *   OUT   what is stored for the final accumulator a
+ * Up to three sources take one loop. More take passes over blocks: the first two or three, then two by two. */
+#define KERNEL(NAME, S, A, K, SCALAR, IN, FOLD, OUT)                                                                  \
+    SYMCOMM_INLINE A NAME##_in(S x, K k) { (void)k; return IN; }                                                      \
+    SYMCOMM_INLINE A NAME##_fold(A a, A b) { return FOLD; }                                                           \
+    SYMCOMM_INLINE S NAME##_out(A a, K k) { (void)k; return OUT; }                                                    \
+    SYMCOMM_INLINE A NAME##_two(S x, S y, K k) { return NAME##_fold(NAME##_in(x, k), NAME##_in(y, k)); }              \
+    SYMCOMM_INLINE A NAME##_add(A a, S x, K k) { return NAME##_fold(a, NAME##_in(x, k)); }                            \
+    SYMCOMM_CLONES static void NAME(void *dst, const void *const *sources, int n, size_t count,                       \
+                                    struct reduce_scalar scalar) {                                                    \
+        const K k = (K)(scalar.SCALAR);                                                                               \
+        S *out = dst;                                                                                                 \
+        const S *s0 = sources[0], *s1 = sources[n > 1], *s2 = sources[n > 2 ? 2 : 0];                                 \
+        if (n == 1) EACH(count) out[i] = NAME##_out(NAME##_in(s0[i], k), k);                                          \
+        if (n == 2) EACH(count) out[i] = NAME##_out(NAME##_two(s0[i], s1[i], k), k);                                  \
+        if (n == 3) EACH(count) out[i] = NAME##_out(NAME##_add(NAME##_two(s0[i], s1[i], k), s2[i], k), k);            \
+        if (n <= 3) return;                                                                                           \
+        enum { BLOCK = REDUCE_BLOCK_BYTES / sizeof(A) };                                                              \
+        A sum[BLOCK];                                                                                                 \
+        for (size_t start = 0; start < count; start += BLOCK) {                                                       \
+            const size_t length = count - start < BLOCK ? count - start : BLOCK;                                      \
+            const S *p = s0 + start, *q = s1 + start, *r = s2 + start;                                                \
+            if (n % 2) EACH(length) sum[i] = NAME##_add(NAME##_two(p[i], q[i], k), r[i], k);                          \
+            else EACH(length) sum[i] = NAME##_two(p[i], q[i], k);                                                     \
+            for (int s = 2 + n % 2; s < n; s += 2) {                                                                  \
+                PASS_ENDS(sum);                                                                                       \
+                p = (const S *)sources[s] + start, q = (const S *)sources[s + 1] + start;                             \
+                if (s < n - 2) EACH(length) sum[i] = NAME##_add(NAME##_add(sum[i], p[i], k), q[i], k);                \
+                else EACH(length) out[start + i] = NAME##_out(NAME##_add(NAME##_add(sum[i], p[i], k), q[i], k), k);   \
+            }                                                                                                         \
+        }                                                                                                             \
     }
 
 /* --- integers ------------------------------------------------------------------------------------------------ */
@@ -125,21 +133,28 @@ KERNEL(bool_premul_sum, uint8_t, uint8_t, uint8_t, real != 0, x, a | b, (a != 0)
 
 /* --- floats -------------------------------------------------------------------------------------------------- */
 
-/* k of `sum` is 1, or 1/n where n is a power of two: then multiplying is as exact as dividing, and far faster. */
-#define FLOAT_KERNELS(T, S, A, LOAD, STORE)                                                         \
-    KERNEL(T##_sum, S, A, A, real, LOAD(x), a + b, STORE(a *k))                                     \
-    KERNEL(T##_avg, S, A, A, real, LOAD(x), a + b, STORE(a / k))                                    \
-    KERNEL(T##_product, S, A, int, integer, LOAD(x), a *b, STORE(a))                                \
-    KERNEL(T##_min, S, A, int, integer, LOAD(x), (b < a) | (b != b) ? b : a, STORE(a))              \
-    KERNEL(T##_max, S, A, int, integer, LOAD(x), (b > a) | (b != b) ? b : a, STORE(a))              \
-    KERNEL(T##_premul_sum, S, A, A, real, LOAD(x) * k, a + b, STORE(a))
+/* k is the number of sources to `avg`, the factor to `premul_sum`, and to `sum` 1, or what its result is scaled by. */
+#define FLOAT_KERNELS(T, S, A, K, LOAD, STORE, SELECT)                                              \
+    KERNEL(T##_sum, S, A, K, real, LOAD(x), a + b, STORE(a * k))                                    \
+    KERNEL(T##_avg, S, A, K, real, LOAD(x), a + b, STORE(a / k))                                    \
+    KERNEL(T##_product, S, A, int, integer, LOAD(x), a * b, STORE(a))                               \
+    KERNEL(T##_min, S, A, int, integer, LOAD(x), SELECT((b < a) | (b != b), b, a), STORE(a))        \
+    KERNEL(T##_max, S, A, int, integer, LOAD(x), SELECT((b > a) | (b != b), b, a), STORE(a))        \
+    KERNEL(T##_premul_sum, S, A, K, real, LOAD(x) * k, a + b, STORE(a))
 
 #define AS_IT_IS(value) (value)
+#define CHOOSE(condition, yes, no) ((condition) ? (yes) : (no))
 
-FLOAT_KERNELS(float64, float64_stored, double, AS_IT_IS, AS_IT_IS)
-FLOAT_KERNELS(float32, float32_stored, float, AS_IT_IS, AS_IT_IS)
+FLOAT_KERNELS(float64, float64_stored, double, double, AS_IT_IS, AS_IT_IS, CHOOSE)
+FLOAT_KERNELS(float32, float32_stored, float, float, AS_IT_IS, AS_IT_IS, CHOOSE)
+FLOAT_KERNELS(bfloat16, uint16_stored, float, float, bfloat16_decode, bfloat16_encode, CHOOSE)
+#if FLOAT16_LANES == 4
+FLOAT_KERNELS(float16, float16x4_stored, float32x4_t, float, vcvt_f32_f16, vcvt_f16_f32, vbslq_f32)
+#else
+FLOAT_KERNELS(float16, uint16_stored, float, float, float16_decode, float16_encode, CHOOSE)
+#endif
 
-/* --- small floats: to and from blocks of float32 ------------------------------------------------------------- */
+/* --- small floats to and from blocks of float32 ------------------------------------------------------------- */
 
 #define CONVERSION_KERNELS(T, S)                                                      \
     SYMCOMM_CLONES static void T##_widen(float *out, const void *in, size_t count) {  \
@@ -151,17 +166,11 @@ FLOAT_KERNELS(float32, float32_stored, float, AS_IT_IS, AS_IT_IS)
         EACH(count) codes[i] = T##_encode(in[i]);                                     \
     }
 
-CONVERSION_KERNELS(bfloat16, uint16_stored)
 CONVERSION_KERNELS(float8_e4m3fn, uint8_stored)
 CONVERSION_KERNELS(float8_e5m2, uint8_stored)
 CONVERSION_KERNELS(float8_e4m3fnuz, uint8_stored)
 CONVERSION_KERNELS(float8_e5m2fnuz, uint8_stored)
-#if defined(__aarch64__)
-#define float16_widen float16_widen_neon
-#define float16_narrow float16_narrow_neon
-#else
 CONVERSION_KERNELS(float16, uint16_stored)
-#endif
 
 /* --- complex ------------------------------------------------------------------------------------------------- */
 
@@ -181,31 +190,21 @@ COMPLEX_KERNELS(complex128)
 
 /* --- the table ----------------------------------------------------------------------------------------------- */
 
-#define INTEGER_TYPE(T, U, SIZE)                                                                           \
-    {                                                                                                      \
-        #T, SIZE, 0, NULL, NULL, {                                                                                     \
-            [RED_SUM] = {U##_sum, 1}, [RED_AVG] = {T##_avg, 1}, [RED_PRODUCT] = {U##_product, 1},          \
-            [RED_MIN] = {T##_min, 1}, [RED_MAX] = {T##_max, 1}, [RED_BAND] = {bytes_and, SIZE},            \
-            [RED_BOR] = {bytes_or, SIZE}, [RED_BXOR] = {bytes_xor, SIZE},                                  \
-            [RED_PREMUL_SUM] = {U##_premul_sum, 1}                                                         \
-        }                                                                                                  \
-    }
+#define INTEGER_TYPE(T, U, SIZE)                                                                     \
+    {#T, SIZE, 0, 1, NULL, NULL,                                                                     \
+     {[RED_SUM] = {U##_sum, 1}, [RED_AVG] = {T##_avg, 1}, [RED_PRODUCT] = {U##_product, 1},          \
+      [RED_MIN] = {T##_min, 1}, [RED_MAX] = {T##_max, 1}, [RED_PREMUL_SUM] = {U##_premul_sum, 1},    \
+      [RED_BAND] = {bytes_and, SIZE}, [RED_BOR] = {bytes_or, SIZE}, [RED_BXOR] = {bytes_xor, SIZE}}}
 
-#define FLOAT_OPS(T)                                                                                   \
-    {                                                                                                  \
-        [RED_SUM] = {T##_sum, 1}, [RED_AVG] = {T##_avg, 1}, [RED_PRODUCT] = {T##_product, 1},          \
-        [RED_MIN] = {T##_min, 1}, [RED_MAX] = {T##_max, 1}, [RED_PREMUL_SUM] = {T##_premul_sum, 1}     \
-    }
-#define FLOAT_TYPE(T, SIZE) {#T, SIZE, 1, NULL, NULL, FLOAT_OPS(T)}
-#define SMALL_FLOAT_TYPE(T, SIZE) {#T, SIZE, 1, T##_widen, T##_narrow, FLOAT_OPS(float32)}
+#define FLOAT_OPS(T)                                                                                 \
+    {[RED_SUM] = {T##_sum, 1}, [RED_AVG] = {T##_avg, 1}, [RED_PRODUCT] = {T##_product, 1},           \
+     [RED_MIN] = {T##_min, 1}, [RED_MAX] = {T##_max, 1}, [RED_PREMUL_SUM] = {T##_premul_sum, 1}}
 
-#define COMPLEX_TYPE(T, REAL, SIZE)                                                                        \
-    {                                                                                                      \
-        #T, SIZE, 1, NULL, NULL, {                                                                                     \
-            [RED_SUM] = {REAL##_sum, 2}, [RED_AVG] = {REAL##_avg, 2}, [RED_PRODUCT] = {T##_product, 1},    \
-            [RED_PREMUL_SUM] = {REAL##_premul_sum, 2}                                                      \
-        }                                                                                                  \
-    }
+#define COMPLEX_OPS(T, REAL)                                                                         \
+    {[RED_SUM] = {REAL##_sum, 2}, [RED_AVG] = {REAL##_avg, 2}, [RED_PRODUCT] = {T##_product, 1},     \
+     [RED_PREMUL_SUM] = {REAL##_premul_sum, 2}}
+
+#define FLOAT8_TYPE(T) {#T, 1, 1, 0, T##_widen, T##_narrow, FLOAT_OPS(float32)}
 
 const struct reduce_type symcomm_reduce_types[DT_COUNT] = {
     [DT_UINT8] = INTEGER_TYPE(uint8, uint8, 1),
@@ -216,21 +215,20 @@ const struct reduce_type symcomm_reduce_types[DT_COUNT] = {
     [DT_INT32] = INTEGER_TYPE(int32, uint32, 4),
     [DT_UINT64] = INTEGER_TYPE(uint64, uint64, 8),
     [DT_INT64] = INTEGER_TYPE(int64, uint64, 8),
-    [DT_BOOL] = {"bool", 1, 0, NULL, NULL, {
-        [RED_SUM] = {bool_any, 1}, [RED_AVG] = {bool_any, 1}, [RED_PRODUCT] = {bool_all, 1},
-        [RED_MIN] = {bool_all, 1}, [RED_MAX] = {bool_any, 1}, [RED_BAND] = {bool_all, 1},
-        [RED_BOR] = {bool_any, 1}, [RED_BXOR] = {bool_odd, 1}, [RED_PREMUL_SUM] = {bool_premul_sum, 1},
-    }},
-    [DT_FLOAT16] = SMALL_FLOAT_TYPE(float16, 2),
-    [DT_BFLOAT16] = SMALL_FLOAT_TYPE(bfloat16, 2),
-    [DT_FLOAT32] = FLOAT_TYPE(float32, 4),
-    [DT_FLOAT64] = FLOAT_TYPE(float64, 8),
-    [DT_COMPLEX64] = COMPLEX_TYPE(complex64, float32, 8),
-    [DT_COMPLEX128] = COMPLEX_TYPE(complex128, float64, 16),
-    [DT_FLOAT8_E4M3FN] = SMALL_FLOAT_TYPE(float8_e4m3fn, 1),
-    [DT_FLOAT8_E5M2] = SMALL_FLOAT_TYPE(float8_e5m2, 1),
-    [DT_FLOAT8_E4M3FNUZ] = SMALL_FLOAT_TYPE(float8_e4m3fnuz, 1),
-    [DT_FLOAT8_E5M2FNUZ] = SMALL_FLOAT_TYPE(float8_e5m2fnuz, 1),
+    [DT_BOOL] = {"bool", 1, 0, 1, NULL, NULL,
+                 {[RED_SUM] = {bool_any, 1}, [RED_AVG] = {bool_any, 1}, [RED_PRODUCT] = {bool_all, 1},
+                  [RED_MIN] = {bool_all, 1}, [RED_MAX] = {bool_any, 1}, [RED_PREMUL_SUM] = {bool_premul_sum, 1},
+                  [RED_BAND] = {bool_all, 1}, [RED_BOR] = {bool_any, 1}, [RED_BXOR] = {bool_odd, 1}}},
+    [DT_FLOAT16] = {"float16", 2, 1, FLOAT16_LANES, float16_widen, float16_narrow, FLOAT_OPS(float16)},
+    [DT_BFLOAT16] = {"bfloat16", 2, 1, 1, NULL, NULL, FLOAT_OPS(bfloat16)},
+    [DT_FLOAT32] = {"float32", 4, 1, 1, NULL, NULL, FLOAT_OPS(float32)},
+    [DT_FLOAT64] = {"float64", 8, 1, 1, NULL, NULL, FLOAT_OPS(float64)},
+    [DT_COMPLEX64] = {"complex64", 8, 1, 1, NULL, NULL, COMPLEX_OPS(complex64, float32)},
+    [DT_COMPLEX128] = {"complex128", 16, 1, 1, NULL, NULL, COMPLEX_OPS(complex128, float64)},
+    [DT_FLOAT8_E4M3FN] = FLOAT8_TYPE(float8_e4m3fn),
+    [DT_FLOAT8_E5M2] = FLOAT8_TYPE(float8_e5m2),
+    [DT_FLOAT8_E4M3FNUZ] = FLOAT8_TYPE(float8_e4m3fnuz),
+    [DT_FLOAT8_E5M2FNUZ] = FLOAT8_TYPE(float8_e5m2fnuz),
 };
 
 const char *const symcomm_reduce_op_names[RED_COUNT] = {

@@ -25,7 +25,9 @@ struct reduce_type {
     const char *name;
     size_t itemsize;
     int floating; /* real or complex floats, of any width */
-    /* Small floats only, NULL for others: to and from float32, whose operations they then use. */
+    /* How many elements the kernels take at a time. What is left of the count, or everything where this is 0, is
+     * widened to float32 in blocks, combined with float32's kernels, and narrowed again. */
+    size_t lanes;
     void (*widen)(float *out, const void *in, size_t count);
     void (*narrow)(void *out, const float *in, size_t count);
     struct reduce_entry ops[RED_COUNT];

@@ -1,0 +1,389 @@
+"""The reduction kernels of the C core, against torch: every element type, every operation."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from symcomm._core import native
+from symcomm.types import DType, RedOpType
+
+INTEGERS = [d for d in DType if d <= DType.INT64]
+SMALL_FLOATS = [d for d in DType if d in (DType.FLOAT16, DType.BFLOAT16) or d >= DType.FLOAT8_E4M3FN]
+FLOATS = [DType.FLOAT32, DType.FLOAT64, *SMALL_FLOATS]
+COMPLEX = [DType.COMPLEX64, DType.COMPLEX128]
+BITWISE = {RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR}
+
+DEFINED = [
+    (d, op)
+    for d, op in itertools.product(DType, RedOpType)
+    if not (op in BITWISE and d in FLOATS + COMPLEX) and not (op in (RedOpType.MIN, RedOpType.MAX) and d in COMPLEX)
+]
+UNDEFINED = [pair for pair in itertools.product(DType, RedOpType) if pair not in DEFINED]
+COUNTS = (0, 1, 3, 7, 31, 64, 1000, 4097)
+N_SOURCES = (1, 2, 3, 5, 8, 16)
+
+
+def label(value: object) -> str:
+    return value.name.lower() if isinstance(value, DType | RedOpType) else str(value)
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    return getattr(torch, dtype.label)
+
+
+# --- what we compare with --------------------------------------------------------------------------------------
+
+
+def wrapped(values: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """int64 values cut to the type's bits."""
+    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return values.to(signed).view(torch_dtype(dtype))
+
+
+def as_int64(tensor: torch.Tensor) -> torch.Tensor:
+    """Values as int64; those of uint64 wrap, which keeps sums, products and bitwise results right."""
+    return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor.to(torch.int64)
+
+
+def divided(value: int, by: int) -> int:
+    """Toward zero, and exact, which torch's own division of 64-bit integers is not."""
+    return abs(value) // by * (1 if value >= 0 else -1)
+
+
+def expected_integers(dtype: DType, op: RedOpType, sources: list[torch.Tensor], factor: float) -> torch.Tensor:
+    wide = [as_int64(s) for s in sources]
+    if op in (RedOpType.MIN, RedOpType.MAX):
+        flip = torch.iinfo(torch.int64).min if dtype == DType.UINT64 else 0  # orders unsigned numbers as signed ones
+        pick = torch.minimum if op == RedOpType.MIN else torch.maximum
+        return wrapped(functools.reduce(pick, [w ^ flip for w in wide]) ^ flip, dtype)
+    if op == RedOpType.PREMUL_SUM:
+        wide = [w * int(factor) for w in wide]
+    if op == RedOpType.AVG:
+        total = wrapped(functools.reduce(torch.add, wide), dtype)
+        return torch.tensor([divided(t, len(wide)) for t in total.tolist()], dtype=torch_dtype(dtype))
+    function = {
+        RedOpType.SUM: torch.add,
+        RedOpType.PREMUL_SUM: torch.add,
+        RedOpType.PRODUCT: torch.mul,
+        RedOpType.BAND: torch.bitwise_and,
+        RedOpType.BOR: torch.bitwise_or,
+        RedOpType.BXOR: torch.bitwise_xor,
+    }[op]
+    return wrapped(functools.reduce(function, wide), dtype)
+
+
+def expected_bools(op: RedOpType, sources: list[torch.Tensor], factor: float) -> torch.Tensor:
+    truths = [s.view(torch.uint8) != 0 for s in sources]
+    if op in (RedOpType.PRODUCT, RedOpType.MIN, RedOpType.BAND):
+        return functools.reduce(torch.logical_and, truths)
+    if op == RedOpType.BXOR:
+        return functools.reduce(torch.logical_xor, truths)
+    any_true = functools.reduce(torch.logical_or, truths)
+    return any_true & (factor != 0) if op == RedOpType.PREMUL_SUM else any_true
+
+
+def expected_floats(dtype: DType, op: RedOpType, sources: list[torch.Tensor], factor: float) -> torch.Tensor:
+    """Folded in float32 where the type is smaller, and rounded to the type once."""
+    wide = [s.to(torch.float32) for s in sources] if dtype in SMALL_FLOATS else sources
+    if op == RedOpType.PREMUL_SUM:
+        wide = [w * torch.tensor(factor, dtype=w.dtype) for w in wide]
+    function = {RedOpType.PRODUCT: torch.mul, RedOpType.MIN: torch.minimum, RedOpType.MAX: torch.maximum}
+    total = functools.reduce(function.get(op, torch.add), wide)
+    if op == RedOpType.AVG:
+        total = total / len(wide)
+    if dtype == DType.FLOAT8_E4M3FN:  # saturates: torch does since 2.13
+        total = total.clamp(-448, 448)
+    return total.to(torch_dtype(dtype))
+
+
+def expected_complex(dtype: DType, op: RedOpType, sources: list[torch.Tensor], factor: float) -> torch.Tensor:
+    """Componentwise: torch's own sum multiplies by a complex one first, which makes NaN of infinity."""
+    if op == RedOpType.PRODUCT:
+        return functools.reduce(torch.mul, sources)
+    real = DType.FLOAT32 if dtype == DType.COMPLEX64 else DType.FLOAT64
+    return torch.view_as_complex(expected_floats(real, op, [torch.view_as_real(s) for s in sources], factor))
+
+
+def expected(dtype: DType, op: RedOpType, sources: list[torch.Tensor], factor: float = 1.0) -> torch.Tensor:
+    if dtype == DType.BOOL:
+        return expected_bools(op, sources, factor)
+    if dtype in INTEGERS:
+        return expected_integers(dtype, op, sources, factor)
+    if dtype in COMPLEX:
+        return expected_complex(dtype, op, sources, factor)
+    return expected_floats(dtype, op, sources, factor)
+
+
+# --- helpers ---------------------------------------------------------------------------------------------------
+
+
+def random_bits(dtype: DType, count: int, seed: int) -> torch.Tensor:
+    """Every bit pattern is as likely as any other: huge, tiny, NaN, infinite, and negative zero."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return raw.view(torch_dtype(dtype))
+
+
+def moderate(dtype: DType, count: int, seed: int) -> torch.Tensor:
+    """Values whose sums and products of a few stay finite."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype in COMPLEX:
+        return torch.randn(count, dtype=torch_dtype(dtype), generator=generator)
+    if dtype in FLOATS:
+        return torch.randn(count, dtype=torch.float64, generator=generator).to(torch_dtype(dtype))
+    return random_bits(dtype, count, seed)
+
+
+def reduce(dtype, op, sources, factor=1.0, out=None):
+    count = sources[0].numel()
+    out = torch.empty(count, dtype=torch_dtype(dtype)) if out is None else out
+    native.reduce(dtype, op, out.data_ptr(), [s.data_ptr() for s in sources], count, factor)
+    return out
+
+
+def codes_of(tensor: torch.Tensor, zeros_alike: bool) -> torch.Tensor:
+    """The bits as integers. All NaNs are made one, as a NaN's payload is not specified; and both zeros, if asked."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.is_floating_point():
+        return tensor
+    codes = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    values = tensor.to(torch.float64)
+    codes = codes.masked_fill(values.isnan(), 99)
+    return codes.masked_fill(values == 0, 0) if zeros_alike else codes
+
+
+def assert_same_bits(got: torch.Tensor, want: torch.Tensor, zeros_alike: bool = False):
+    assert got.dtype == want.dtype
+    assert torch.equal(codes_of(got, zeros_alike), codes_of(want, zeros_alike)), f"got {got}, want {want}"
+
+
+def assert_matches_torch(dtype: DType, op: RedOpType, got: torch.Tensor, want: torch.Tensor):
+    if dtype in COMPLEX and op == RedOpType.PRODUCT:  # torch may fuse its multiplications
+        torch.testing.assert_close(got, want, equal_nan=True)
+    else:  # torch's choice between 0.0 and -0.0 depends on the CPU; ours is tested below
+        assert_same_bits(got, want, zeros_alike=op in (RedOpType.MIN, RedOpType.MAX))
+
+
+# --- the tables ------------------------------------------------------------------------------------------------
+
+
+def test_c_and_python_agree_on_numbers():
+    dtypes, ops = native.reduce_tables()
+    assert list(dtypes) == [(d.label, d.itemsize) for d in sorted(DType)]
+    assert list(ops) == [op.name for op in sorted(RedOpType)]
+    for dtype in DType:
+        assert torch_dtype(dtype).itemsize == dtype.itemsize
+
+
+def test_which_pairs_are_defined():
+    assert [pair for pair in itertools.product(DType, RedOpType) if native.reduce_defined(*pair)] == DEFINED
+    assert not native.reduce_defined(-1, 0)
+    assert not native.reduce_defined(0, 99)
+
+
+@pytest.mark.parametrize(("dtype", "op"), UNDEFINED, ids=label)
+def test_undefined_pairs_are_named(dtype, op):
+    with pytest.raises(ValueError, match=f"{op.name} is not defined for {dtype.label};"):
+        reduce(dtype, op, [torch.zeros(4, dtype=torch.complex128)])
+
+
+def test_bad_arguments_are_named():
+    x = torch.zeros(4)
+    call = functools.partial(native.reduce, DType.FLOAT32, RedOpType.SUM, x.data_ptr())
+    with pytest.raises(ValueError, match="sources must be 1 to 1024 addresses, got 0"):
+        call([], 4)
+    with pytest.raises(ValueError, match="got 1025"):
+        call([x.data_ptr()] * 1025, 4)
+    with pytest.raises(ValueError, match="count must be 0 or more, got -1"):
+        call([x.data_ptr()], -1)
+    with pytest.raises(TypeError):
+        call(["here"], 4)
+    with pytest.raises(ValueError, match="dtype must be a number of DType, 0 to 18, got 19"):
+        native.reduce(19, 0, x.data_ptr(), [x.data_ptr()], 4)
+    with pytest.raises(ValueError, match="op must be a number of RedOpType, 0 to 8, got 9"):
+        native.reduce(0, 9, x.data_ptr(), [x.data_ptr()], 4)
+
+
+# --- values ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [moderate, random_bits], ids=["moderate", "any_bits"])
+@pytest.mark.parametrize(("dtype", "op"), DEFINED, ids=label)
+def test_matches_torch(dtype, op, make):
+    if make is random_bits and dtype in COMPLEX and op == RedOpType.PRODUCT:
+        pytest.skip("only finite complex products are specified")
+    factor = 3.0 if dtype in INTEGERS else 0.37
+    for count, n in itertools.product(COUNTS, N_SOURCES):
+        sources = [make(dtype, count, seed=17 * n + s) for s in range(n)]
+        assert_matches_torch(dtype, op, reduce(dtype, op, sources, factor), expected(dtype, op, sources, factor))
+
+
+@pytest.mark.parametrize(("dtype", "op"), DEFINED, ids=label)
+def test_in_place_on_each_source(dtype, op):
+    for n, count in itertools.product((1, 2, 3, 5), (7, 5000)):
+        sources = [moderate(dtype, count, seed=s) for s in range(n)]
+        want = reduce(dtype, op, sources, 3.0)
+        for s in range(n):
+            here = [t.clone() for t in sources]
+            assert_same_bits(reduce(dtype, op, here, 3.0, out=here[s]), want)
+            assert all(
+                torch.equal(codes_of(a, False), codes_of(b, False))
+                for i, (a, b) in enumerate(zip(here, sources, strict=True))
+                if i != s
+            )
+
+
+@pytest.mark.parametrize(("dtype", "op"), DEFINED, ids=label)
+def test_any_address_and_any_cut_give_the_same_bits(dtype, op):
+    """At odd addresses, whole and in two pieces, without a byte written outside."""
+    size, count = dtype.itemsize, 4097
+    for n in (2, 5):
+        sources = [moderate(dtype, count, seed=s) for s in range(n)]
+        want = reduce(dtype, op, sources, 3.0).view(torch.uint8)
+        shifted = []
+        for s, source in enumerate(sources):
+            buffer = torch.zeros(count * size + 64, dtype=torch.uint8)
+            buffer[s + 1 : s + 1 + count * size] = source.view(torch.uint8)
+            shifted.append((buffer, s + 1))
+        for cut in (count, 1, 5, 1024, 2048, 4096):
+            out = torch.full((count * size + 64,), 0xA5, dtype=torch.uint8)
+            for start, stop in ((0, cut), (cut, count)):
+                addresses = [b.data_ptr() + shift + start * size for b, shift in shifted]
+                native.reduce(dtype, op, out.data_ptr() + 3 + start * size, addresses, stop - start, 3.0)
+            assert torch.equal(out[3 : 3 + count * size], want)
+            assert (out[:3] == 0xA5).all()
+            assert (out[3 + count * size :] == 0xA5).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=label)
+def test_nan_infinity_and_zeros(dtype):
+    kind = torch_dtype(dtype)
+    nan, low, high = (torch.tensor([v], dtype=torch.float32).to(kind) for v in (float("nan"), -2.0, 3.0))
+    for op in (RedOpType.MIN, RedOpType.MAX, RedOpType.SUM, RedOpType.PRODUCT):
+        for sources in itertools.permutations([nan, low, high]):
+            assert reduce(dtype, op, list(sources)).to(torch.float32).isnan().all()
+    if not dtype.label.endswith("fnuz"):
+        zero, minus_zero = (torch.tensor([v], dtype=torch.float32).to(kind) for v in (0.0, -0.0))
+        for op, (first, second) in itertools.product(
+            (RedOpType.MIN, RedOpType.MAX), ((zero, minus_zero), (minus_zero, zero))
+        ):
+            assert_same_bits(reduce(dtype, op, [first, second]), first)  # the earlier source wins
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16], ids=label)
+def test_sixteen_bit_sums_round_once(dtype):
+    """1 + 16 * (eps / 8) is lost when every step is rounded to the type."""
+    eps = torch.finfo(torch_dtype(dtype)).eps
+    sources = [torch.full((9,), v, dtype=torch_dtype(dtype)) for v in [1.0] + [eps / 8] * 16]
+    assert (reduce(dtype, RedOpType.SUM, sources) == 1 + 2 * eps).all()
+
+
+def test_products_and_sums_are_not_fused():
+    """With a fused multiply-add, x * factor + y would keep what rounding x * factor drops."""
+    x = torch.full((64,), 1 + 2.0**-12)
+    for n in (2, 3):
+        sources = [-(x * x), *[torch.zeros(64)] * (n - 2), x]
+        got = reduce(DType.FLOAT32, RedOpType.PREMUL_SUM, sources, float(x[0]))
+        assert_same_bits(got, expected(DType.FLOAT32, RedOpType.PREMUL_SUM, sources, float(x[0])))
+    a = torch.full((64,), complex(1 + 2.0**-12, 1 + 2.0**-12), dtype=torch.complex64)
+    assert (reduce(DType.COMPLEX64, RedOpType.PRODUCT, [a, a]).real == 0).all()
+
+
+@pytest.mark.parametrize("n", [3, 7, 8, 1000, 1024])
+def test_average_of_many_is_a_true_division(n):
+    for dtype in (DType.FLOAT32, DType.FLOAT64, DType.BFLOAT16, DType.COMPLEX64, DType.INT16, DType.INT64, DType.UINT8):
+        sources = [moderate(dtype, 33, seed=s) for s in range(n)]
+        assert_same_bits(reduce(dtype, RedOpType.AVG, sources), expected(dtype, RedOpType.AVG, sources))
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=label)
+def test_integer_average_is_exact_for_every_extreme(dtype):
+    info = torch.iinfo(torch_dtype(dtype))
+    values = [info.min, info.min + 1, 0, 1, 99, info.max // 2, info.max - 1, info.max]
+    for n in (2, 3, 5, 7, 641, 1023):
+        first = torch.tensor(values, dtype=torch_dtype(dtype))
+        sources = [first, *[torch.zeros_like(first)] * (n - 1)]
+        assert reduce(dtype, RedOpType.AVG, sources).tolist() == [divided(v, n) for v in values]
+
+
+@pytest.mark.parametrize(
+    ("factor", "int8", "uint64"),
+    [
+        (2.9, 2, 2),
+        (-2.9, -2, 2**64 - 2),
+        (300.0, 44, 300),
+        (float("nan"), 0, 0),
+        (2.0**63, 0, 2**63),
+        (1e30, -1, 2**64 - 1),
+    ],
+)
+def test_integer_factors(factor, int8, uint64):
+    for dtype, want in ((DType.INT8, int8), (DType.UINT64, uint64)):
+        one = torch.ones(3, dtype=torch_dtype(dtype))
+        assert reduce(dtype, RedOpType.PREMUL_SUM, [one], factor).tolist() == [want] * 3
+
+
+# --- small formats ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", SMALL_FLOATS, ids=label)
+def test_every_code_comes_back(dtype):
+    """x * 1 decodes and encodes every code there is."""
+    codes = torch.arange(256**dtype.itemsize).to({1: torch.uint8, 2: torch.uint16}[dtype.itemsize])
+    values = codes.view(torch_dtype(dtype))
+    assert_same_bits(reduce(dtype, RedOpType.PREMUL_SUM, [values], 1.0), values)
+
+
+@pytest.mark.parametrize("dtype", SMALL_FLOATS, ids=label)
+def test_every_rounding_is_torchs(dtype):
+    """code * factor lands on, between and beyond the values of the format; torch rounds the same float32 to it."""
+    codes = torch.arange(256**dtype.itemsize).to({1: torch.uint8, 2: torch.uint16}[dtype.itemsize])
+    values = codes.view(torch_dtype(dtype))
+    generator = torch.Generator().manual_seed(1)
+    factors = (
+        torch.randn(400, generator=generator) * 2 ** torch.randint(-12, 12, (400,), generator=generator)
+    ).tolist()
+    halfway = [2.0**-k for k in range(1, 24)] + [1 + 2.0**-k for k in range(1, 12)] + [2.0**k for k in range(1, 24)]
+    for factor in factors + halfway:
+        want = expected(dtype, RedOpType.PREMUL_SUM, [values], factor)
+        assert_same_bits(reduce(dtype, RedOpType.PREMUL_SUM, [values], factor), want)
+
+
+# --- random bits -----------------------------------------------------------------------------------------------
+
+
+def bit_patterns(bits: int):
+    edges = [0, 1, 2**bits - 1, 2 ** (bits - 1), 2 ** (bits - 1) - 1, 2 ** (bits - 2), 3 * 2 ** (bits - 2)]
+    return st.lists(
+        st.lists(st.one_of(st.sampled_from(edges), st.integers(0, 2**bits - 1)), min_size=3, max_size=3),
+        min_size=1,
+        max_size=40,
+    )
+
+
+def check_patterns(dtype: DType, rows: list[list[int]], factor: float):
+    raw_type = {2: torch.uint16, 4: torch.uint32}[dtype.itemsize]
+    sources = [torch.tensor(column, dtype=raw_type).view(torch_dtype(dtype)) for column in zip(*rows, strict=True)]
+    for op in set(RedOpType) - BITWISE:
+        got = reduce(dtype, op, sources, factor)
+        assert_matches_torch(dtype, op, got, expected(dtype, op, sources, factor))
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=bit_patterns(16), factor=st.floats(width=32))
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16], ids=label)
+def test_any_bits_of_16(dtype, rows, factor):
+    check_patterns(dtype, rows, factor)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=bit_patterns(32), factor=st.floats(width=32))
+def test_any_bits_of_float32(rows, factor):
+    check_patterns(DType.FLOAT32, rows, factor)
