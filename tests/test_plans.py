@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import struct
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -17,9 +13,8 @@ import pytest
 
 from symcomm import collectives
 from symcomm.collectives import Limits, Need, Plan
-from symcomm.collectives.interpret import Buffer, DeadlockError, PlanError, RaceError, Tensors, describe, run
-from symcomm.collectives.plan import At, Copy, Loop, Reduce, Signal, Space, Wait
-from symcomm.types import ITEMSIZE, DType, RedOpType
+from symcomm.collectives.interpret import Buffer, PlanError, Tensors, run
+from symcomm.types import DType, RedOpType
 
 TINY = Limits(stage_bytes=4096, chunk_bytes=512, one_shot_bytes=256, direct_bytes=128)
 ROOTED = ("broadcast", "reduce", "gather", "scatter")

@@ -185,10 +185,26 @@ static PyObject *group_publish(PyObject *self, PyObject *args) {
     if (g == NULL) return NULL;
     if (n > RECORD_BYTES) n = RECORD_BYTES;
     struct control *me = g->control[g->rank];
-    atomic_store(&me->record_length, 0);
+    atomic_fetch_add(&me->record_version, 1);
+    atomic_thread_fence(memory_order_seq_cst);
     memcpy(me->record, text, (size_t)n);
-    atomic_store_explicit(&me->record_length, (uint32_t)n + 1, memory_order_release);
+    atomic_store(&me->record_length, (uint32_t)n + 1);
+    atomic_fetch_add(&me->record_version, 1);
     Py_RETURN_NONE;
+}
+
+/* A rank's record as it was at one moment, or None. */
+static PyObject *read_record(struct control *c) {
+    char copy[RECORD_BYTES];
+    for (int tries = 0; tries < 1000; tries++) {
+        uint32_t version = atomic_load(&c->record_version);
+        uint32_t n = atomic_load(&c->record_length);
+        if (n == 0 || n > RECORD_BYTES + 1) break;
+        memcpy(copy, c->record, n - 1);
+        atomic_thread_fence(memory_order_seq_cst);
+        if (version % 2 == 0 && atomic_load(&c->record_version) == version) return PyBytes_FromStringAndSize(copy, (Py_ssize_t)n - 1);
+    }
+    return Py_NewRef(Py_None);
 }
 
 static PyObject *group_records(PyObject *self, PyObject *arg) {
@@ -196,9 +212,7 @@ static PyObject *group_records(PyObject *self, PyObject *arg) {
     struct group *g = to_group(arg);
     PyObject *records = g ? PyList_New(0) : NULL;
     for (int r = 0; records && r < g->world; r++) {
-        uint32_t n = atomic_load_explicit(&g->control[r]->record_length, memory_order_acquire);
-        if (n > RECORD_BYTES + 1) n = 0;
-        PyObject *one = n ? PyBytes_FromStringAndSize(g->control[r]->record, (Py_ssize_t)n - 1) : Py_NewRef(Py_None);
+        PyObject *one = read_record(g->control[r]);
         if (one == NULL || PyList_Append(records, one) < 0) Py_CLEAR(records);
         Py_XDECREF(one);
     }

@@ -34,6 +34,7 @@ struct control {
     _Alignas(64) _Atomic uint64_t abort; /* 0, or packed cause: see fail() */
     _Atomic uint64_t abort_seq;
     _Alignas(64) _Atomic uint32_t state; /* enum control_state */
+    _Atomic uint32_t record_version;     /* odd while the owner writes */
     _Atomic uint32_t record_length;      /* + 1, 0: no record yet */
     char record[RECORD_BYTES];           /* what this rank was doing, in words, once something went wrong */
 };

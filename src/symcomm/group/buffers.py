@@ -71,10 +71,16 @@ def _is_torch(tensor: Any) -> bool:
 def _from_torch(call: str, name: str, tensor: Any, write: bool) -> Buffer:
     if not tensor.is_cpu:
         raise errors.bad_argument(
-            call, name, f"a tensor on {tensor.device}", "a CPU tensor", "move it with .cpu(), or use nccl for GPU tensors"
+            call,
+            name,
+            f"a tensor on {tensor.device}",
+            "a CPU tensor",
+            "move it with .cpu(), or use nccl for GPU tensors",
         )
     if tensor.layout is not sys.modules["torch"].strided:
-        raise errors.bad_argument(call, name, f"a {tensor.layout} tensor", "dense", "use .to_dense(), or gloo for sparse sums")
+        raise errors.bad_argument(
+            call, name, f"a {tensor.layout} tensor", "dense", "use .to_dense(), or gloo for sparse sums"
+        )
     dtype = torch_dtypes().get(tensor.dtype)
     if dtype is None:
         raise errors.bad_argument(call, name, tensor.dtype, "a number, bool or complex dtype", "convert it first")
@@ -92,7 +98,9 @@ def _from_numpy(call: str, name: str, array: Any, write: bool) -> Buffer:
     if dtype is None:
         dtype = getattr(DType, array.dtype.name.upper(), None)  # ml_dtypes' bfloat16, float8_e4m3fn, ...
     if dtype is None:
-        raise errors.bad_argument(call, name, f"dtype {array.dtype}", "a number, bool or complex dtype", "convert it first")
+        raise errors.bad_argument(
+            call, name, f"dtype {array.dtype}", "a number, bool or complex dtype", "convert it first"
+        )
     if write and not array.flags.writeable:
         raise errors.bad_argument(call, name, "a read-only array", "writable", "pass a copy")
     if array.flags.c_contiguous:

@@ -6,7 +6,6 @@ Every call does the same five things: look at the tensors, check them, pick the 
 
 from __future__ import annotations
 
-
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -105,7 +104,9 @@ class CollectiveCalls:
 
     # --- reductions -------------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: Any, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+    def all_reduce(
+        self, tensor: Any, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
+    ) -> Work | None:
         """Combine ``tensor`` over all ranks, in place."""
         if not async_op and timeout is None:
             try:
@@ -123,7 +124,11 @@ class CollectiveCalls:
         buffer = write_buffer("all_reduce", "tensor", tensor)
         redop, source = self._reduction("all_reduce", op, buffer)
         plan = self._plan(collectives.all_reduce, buffer.count, buffer.dtype, redop)
-        if redop is not RedOpType.PREMUL_SUM and buffer.target is None and tensor.__class__.__module__.startswith("torch"):
+        if (
+            redop is not RedOpType.PREMUL_SUM
+            and buffer.target is None
+            and tensor.__class__.__module__.startswith("torch")
+        ):
             self._remember(tensor, op, plan)
         return self._run("all_reduce", plan, [source], [buffer], [tensor], async_op, timeout)
 
@@ -146,7 +151,9 @@ class CollectiveCalls:
             scaled = scaled.to(buffer.owner.dtype)
         return redop, read_buffer(call, "tensor", scaled)
 
-    def reduce(self, tensor: Any, root: int = 0, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+    def reduce(
+        self, tensor: Any, root: int = 0, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
+    ) -> Work | None:
         """Combine ``tensor`` over all ranks into ``root``'s; the others' stay as they are."""
         self._check_root("reduce", root)
         is_root = self.rank == root
@@ -168,7 +175,12 @@ class CollectiveCalls:
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
 
     def reduce_scatter(
-        self, output: Any, inputs: Sequence[Any], op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
+        self,
+        output: Any,
+        inputs: Sequence[Any],
+        op: Any = RedOpType.SUM,
+        async_op: bool = False,
+        timeout: Timeout = None,
     ) -> Work | None:
         """Like reduce_scatter_single, with a list of pieces; they may differ in size."""
         call = "reduce_scatter"
@@ -191,7 +203,9 @@ class CollectiveCalls:
         plan = self._plan(collectives.broadcast, buffer.count, buffer.dtype, root)
         return self._run("broadcast", plan, [buffer], [buffer], [tensor], async_op, timeout)
 
-    def all_gather_single(self, output: Any, input: Any, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+    def all_gather_single(
+        self, output: Any, input: Any, async_op: bool = False, timeout: Timeout = None
+    ) -> Work | None:
         """``output`` becomes all ranks' ``input``, one after the other."""
         call = "all_gather_single"
         source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
@@ -200,7 +214,9 @@ class CollectiveCalls:
         plan = self._plan(collectives.all_gather, (source.count,) * self.size, source.dtype)
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
 
-    def all_gather(self, outputs: Sequence[Any], input: Any, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+    def all_gather(
+        self, outputs: Sequence[Any], input: Any, async_op: bool = False, timeout: Timeout = None
+    ) -> Work | None:
         """``outputs[k]`` becomes rank k's ``input``; sizes may differ between ranks."""
         call = "all_gather"
         source, outs = read_buffer(call, "input", input), write_list(call, "outputs", outputs, self.size)
@@ -216,7 +232,11 @@ class CollectiveCalls:
         call = "gather"
         self._check_root(call, root)
         source = read_buffer(call, "input", input)
-        outs = write_list(call, "outputs", outputs, self.size) if self.rank == root else self._refuse_list(call, "outputs", outputs)
+        outs = (
+            write_list(call, "outputs", outputs, self.size)
+            if self.rank == root
+            else self._refuse_list(call, "outputs", outputs)
+        )
         check_same_dtype(call, [source, *outs])
         for k, out in enumerate(outs):
             self._check_count(call, f"outputs[{k}]", out.count, source.count, "input's")
@@ -230,7 +250,11 @@ class CollectiveCalls:
         call = "scatter"
         self._check_root(call, root)
         out = write_buffer(call, "output", output)
-        sources = read_list(call, "inputs", inputs, self.size) if self.rank == root else self._refuse_list(call, "inputs", inputs)
+        sources = (
+            read_list(call, "inputs", inputs, self.size)
+            if self.rank == root
+            else self._refuse_list(call, "inputs", inputs)
+        )
         check_same_dtype(call, [out, *sources])
         for k, source in enumerate(sources):
             self._check_count(call, f"inputs[{k}]", source.count, out.count, "output's")
@@ -263,7 +287,9 @@ class CollectiveCalls:
             plan = self._plan(collectives.all_to_all, self._agree_on_splits(call, sent, got, timeout), source.dtype)
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
 
-    def all_to_all(self, outputs: Sequence[Any], inputs: Sequence[Any], async_op: bool = False, timeout: Timeout = None) -> Work | None:
+    def all_to_all(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], async_op: bool = False, timeout: Timeout = None
+    ) -> Work | None:
         """``inputs[k]`` goes to rank k, ``outputs[k]`` comes from rank k; sizes may differ."""
         call = "all_to_all"
         sources, outs = read_list(call, "inputs", inputs, self.size), write_list(call, "outputs", outputs, self.size)
@@ -282,11 +308,16 @@ class CollectiveCalls:
             return [count // self.size] * self.size
         if len(splits) != self.size or any(s < 0 for s in splits) or sum(splits) != rows:
             raise errors.bad_argument(
-                call, f"{name}_splits", list(splits), f"{self.size} non-negative numbers that add up to {name}'s {rows} rows"
+                call,
+                f"{name}_splits",
+                list(splits),
+                f"{self.size} non-negative numbers that add up to {name}'s {rows} rows",
             )
         return [s * (count // rows if rows else 0) for s in splits]
 
-    def _agree_on_splits(self, call: str, sent: Sequence[int], got: Sequence[int], timeout: Timeout) -> tuple[tuple[int, ...], ...]:
+    def _agree_on_splits(
+        self, call: str, sent: Sequence[int], got: Sequence[int], timeout: Timeout
+    ) -> tuple[tuple[int, ...], ...]:
         """Everybody's split sizes, so that each rank knows where in a peer's input its piece lies."""
         import array
 
@@ -309,7 +340,10 @@ class CollectiveCalls:
 
     def barrier(self, async_op: bool = False, timeout: Timeout = None) -> Work | None:
         """Return once every rank has come."""
-        return self._run("barrier", self._plan(collectives.barrier), [], [], [], async_op, timeout)
+        plan = self._plans.get("barrier")
+        if plan is None:
+            plan = self._plans["barrier"] = native.make_plan(collectives.barrier(self.rank, self.size).encode())
+        return self._run("barrier", plan, [], [], [], async_op, timeout)
 
     def all_gather_object(self, item: bytes, timeout: Timeout = None) -> list[bytes]:
         """Everybody's bytes, of any length, in rank order."""
@@ -339,7 +373,9 @@ class CollectiveCalls:
 
     def _refuse_list(self, call: str, name: str, tensors: Any) -> list[Buffer]:
         if tensors:
-            raise errors.bad_argument(call, name, f"a list on rank {self.rank}", "given on the root only", "pass None elsewhere")
+            raise errors.bad_argument(
+                call, name, f"a list on rank {self.rank}", "given on the root only", "pass None elsewhere"
+            )
         return []
 
 
@@ -348,5 +384,3 @@ def to_ns(call: str, timeout: float | timedelta) -> int:
     if not isinstance(seconds, (int, float)) or not seconds > 0:
         raise errors.bad_argument(call, "timeout", timeout, "a positive number of seconds or a timedelta")
     return min(int(seconds * 1e9), 1 << 61)
-
-

@@ -109,18 +109,22 @@ class Arena:
         self._life = native.life_start(base + LIFE)
         self.huge_pages = native.advise_huge(base, self.nbytes)
 
-    def allocate(self, nbytes: int, align: int = 64) -> int:
-        """Offset of ``nbytes`` fresh bytes whose pages exist; raises ResourceError when there is no room."""
-        check_room(nbytes, self.directory)
+    def allocate(self, nbytes: int) -> int:
+        """Offset of ``nbytes`` bytes whose pages exist; raises ResourceError when there is no room."""
+        return self.allocate_sparse(nbytes, nbytes)
+
+    def allocate_sparse(self, nbytes: int, touched: int) -> int:
+        """Like allocate, but only the first ``touched`` bytes get pages now, the rest when they are first used."""
+        check_room(touched, self.directory)
         with self._lock:
-            offset = self._heap.allocate(nbytes, max(PAGE, align))
+            offset = self._heap.allocate(nbytes)
         if offset is None:
             raise ResourceError(
                 f"symmetric memory: {words_for_bytes(nbytes)} asked, but {words_for_bytes(self._heap.used_bytes)} of "
                 f"this rank's {words_for_bytes(self.nbytes)} are in use; free some tensors."
             )
         try:
-            native.set_pages(self.fd, offset, max(nbytes, 1), True)
+            native.set_pages(self.fd, offset, max(touched, 1), True)
         except OSError as error:
             with self._lock:
                 self._heap.free(offset)

@@ -1,0 +1,124 @@
+"""The default group: ``init()``, ``destroy()`` and the collectives as plain functions on it.
+
+Where threads are ranks, each thread has a default group of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from symcomm import errors
+from symcomm.group.calls import Timeout
+from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
+from symcomm.memory.share import Exchange
+
+_process_group: ProcessGroup | None = None
+_thread = threading.local()
+
+
+def exchange_through(store: Any, rank: int, world: int, timeout: float) -> Exchange:
+    """Rounds of "everybody's bytes" through a store; a rank that does not come is named."""
+    from symcomm.store.collectives import StoreCollectives
+
+    rounds = 0
+    collectives = StoreCollectives(store, rank, world)
+
+    def exchange(item: bytes) -> list[bytes]:
+        nonlocal rounds
+        rounds += 1
+        return collectives.all_gather(f"exchange/{rounds}", item, timeout)
+
+    return exchange
+
+
+def init(
+    init_method: str = "env://",
+    rank: int = -1,
+    world_size: int = -1,
+    store: Any = None,
+    timeout: Timeout = None,
+    name: str = "world",
+) -> ProcessGroup:
+    """Join the other ranks and make the default group.
+
+    Under ``symcomm run``, torchrun, mpirun or srun it takes no arguments. ``store`` (with rank and world_size) replaces the
+    meeting place that ``init_method`` names.
+    """
+    if _current() is not None:
+        raise errors.GroupUnusableError("init: the default group exists already; call symcomm.destroy() first.")
+    seconds = DEFAULT_TIMEOUT if timeout is None else getattr(timeout, "total_seconds", lambda: timeout)()
+    if store is None:
+        from symcomm.store.rendezvous import rendezvous
+
+        meeting = rendezvous(init_method, rank, world_size, timeout=min(seconds, 300.0))
+        store, rank, world_size = meeting.store, meeting.rank, meeting.world_size
+    elif rank < 0 or world_size < 1:
+        raise errors.bad_argument("init", "rank and world_size", (rank, world_size), "given together with store")
+    group = ProcessGroup(
+        rank, world_size, exchange_through(store, rank, world_size, min(seconds, 300.0)), name, timeout
+    )
+    group.store = store
+    set_default(group)
+    return group
+
+
+def set_default(group: ProcessGroup | None, of_thread: bool = False) -> None:
+    global _process_group
+    if of_thread or getattr(_thread, "group", None) is not None:
+        _thread.group = group
+    else:
+        _process_group = group
+
+
+def _current() -> ProcessGroup | None:
+    return getattr(_thread, "group", None) or _process_group
+
+
+def default_group() -> ProcessGroup:
+    """The group that init() made."""
+    group = _current()
+    if group is None:
+        raise errors.GroupUnusableError("no default group; call symcomm.init() first.")
+    return group
+
+
+def is_initialized() -> bool:
+    return _current() is not None
+
+
+def destroy(group: ProcessGroup | None = None) -> None:
+    """Leave ``group``, or the default one."""
+    target = group or default_group()
+    target.destroy()
+    if target is _current():
+        set_default(None)
+
+
+def rank(group: ProcessGroup | None = None) -> int:
+    return (group or default_group()).rank
+
+
+def world_size(group: ProcessGroup | None = None) -> int:
+    return (group or default_group()).size
+
+
+def _on_default(name: str) -> Callable[..., Any]:
+    method = getattr(ProcessGroup, name)
+
+    def call(*args: Any, group: ProcessGroup | None = None, **kwargs: Any) -> Any:
+        return getattr(group or default_group(), name)(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"{method.__doc__} On ``group``, or the default one."
+    return call
+
+
+CALLS = (
+    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "broadcast", "all_gather", "all_gather_single", "gather",
+    "scatter", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "send", "recv", "isend", "irecv", "batch",
+    "new_group", "split", "all_reduce_coalesced", "all_gather_coalesced", "reduce_scatter_coalesced",
+)  # fmt: skip
+for _name in CALLS:
+    globals()[_name] = _on_default(_name)

@@ -1,0 +1,178 @@
+"""Point-to-point calls of a process group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.errors import words_for_seconds
+from symcomm.group.buffers import Buffer, read_buffer, write_buffer
+from symcomm.group.calls import Timeout, to_ns
+from symcomm.group.failure import Status, call_site, explain
+
+__all__ = ["ANY_SOURCE", "Message", "MessageCalls", "MessageWork"]
+
+ANY_SOURCE = -1
+STATUS_SIZE = 32  # _core/p2p.h
+
+
+@dataclass
+class Message:
+    """One entry of a batch: ``Message.send(tensor, peer, tag)`` or ``Message.receive(tensor, peer, tag)``."""
+
+    is_send: bool
+    tensor: Any
+    peer: int
+    tag: int = 0
+
+    @classmethod
+    def send(cls, tensor: Any, peer: int, tag: int = 0) -> Message:
+        return cls(True, tensor, peer, tag)
+
+    @classmethod
+    def receive(cls, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0) -> Message:
+        return cls(False, tensor, peer, tag)
+
+
+class MessageWork:
+    """A send or receive on its way."""
+
+    def __init__(self, group: Any, op: Any, message: Message, buffer: Buffer, site: str):
+        self._group = group
+        self._op = op
+        self._message = message
+        self._buffer = buffer
+        self._site = site
+        self._started = time.monotonic()
+        self._outcome: tuple[int, int, int] | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def _what(self) -> str:
+        m = self._message
+        peer = "any rank" if m.peer == ANY_SOURCE else f"rank {m.peer}"
+        return f"send to {peer}, tag {m.tag}," if m.is_send else f"receive from {peer}, tag {m.tag},"
+
+    def _settle(self, outcome: tuple[int, int, int]) -> None:
+        self._outcome = outcome
+        status, peer, got = outcome
+        if status == STATUS_SIZE:
+            self._error = errors.BadArgumentError(
+                f"{self._what} on group {self._group.name!r}: rank {peer} sent {got} bytes, the tensor here has "
+                f"{self._buffer.nbytes} ({self._buffer.dtype.label} x {self._buffer.count}); make size and dtype the same."
+            )
+        elif status:
+            seconds = time.monotonic() - self._started
+            self._error = self._group._failed(status, self._what.rstrip(","), self._site, seconds, explain)
+        elif not self._message.is_send:
+            self._buffer.finish()
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Block until the message has left (send) or is there (receive)."""
+        if self._outcome is None:
+            given = self._group._timeout_ns if not timeout else to_ns("wait", timeout)
+            outcome = native.mail_wait(self._op, given, True)
+            if outcome[0] == Status.TIMEOUT and not native.group_report(self._group._handle)["status"]:
+                self._outcome = outcome
+                who = [] if self._message.peer == ANY_SOURCE else [self._message.peer]
+                self._error = errors.DeadlineError(
+                    f"{self._what} on group {self._group.name!r} timed out after {words_for_seconds(given / 1e9)}: "
+                    "the other side did not come. The group can still be used.",
+                    who,
+                )
+            else:
+                self._settle(outcome)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        if self._outcome is None:
+            outcome = native.mail_wait(self._op, -1, False)
+            if outcome[0] == Status.TIMEOUT:
+                return False
+            self._settle(outcome)
+        return True
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        self.is_completed()
+        return self._error
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return [self._message.tensor]
+
+    @property
+    def source(self) -> int:
+        """The rank a receive's message came from."""
+        self.wait()
+        assert self._outcome is not None
+        return self._outcome[1]
+
+
+class MessageCalls:
+    """Mixed into ProcessGroup."""
+
+    rank: int
+    size: int
+    name: str
+    _handle: Any
+    _timeout_ns: int
+    _in_flight: list[MessageWork]
+    _check_usable: Callable[[], None]
+
+    def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
+        """Returns once ``tensor`` may be changed again."""
+        self._post(Message.send(tensor, peer, tag), "send", False).wait(timeout)
+
+    def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
+        """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank."""
+        work = self._post(Message.receive(tensor, peer, tag), "recv", False)
+        work.wait(timeout)
+        return work.source
+
+    def isend(self, tensor: Any, peer: int, tag: int = 0) -> MessageWork:
+        """Start a send; ``wait()`` before changing ``tensor``."""
+        return self._post(Message.send(tensor, peer, tag), "isend", True)
+
+    def irecv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0) -> MessageWork:
+        """Start a receive; ``wait()`` before reading ``tensor``."""
+        return self._post(Message.receive(tensor, peer, tag), "irecv", True)
+
+    def batch(self, messages: Sequence[Message]) -> list[MessageWork]:
+        """Start several sends and receives at once."""
+        return [self._post(m, "batch", True) for m in messages]
+
+    def _post(self, message: Message, call: str, background: bool) -> MessageWork:
+        self._check_usable()
+        peer = message.peer
+        lowest = 0 if message.is_send else ANY_SOURCE
+        if not isinstance(peer, int) or not lowest <= peer < self.size:
+            allowed = f"a rank of this group, 0 to {self.size - 1}" + (
+                "" if message.is_send else ", or ANY_SOURCE (-1)"
+            )
+            raise errors.bad_argument(call, "peer", peer, allowed)
+        buffer = (read_buffer if message.is_send else write_buffer)(call, "tensor", message.tensor)
+        op = native.mail_post(
+            self._handle,
+            message.is_send,
+            peer,
+            int(message.tag),
+            buffer.dtype,
+            buffer.address,
+            buffer.nbytes,
+            background,
+        )
+        work = MessageWork(self, op, message, buffer, call_site(3))
+        if background:  # the core still uses the tensor, whether or not the caller keeps the work
+            self._in_flight = [w for w in self._in_flight if not w.is_completed()]
+            self._in_flight.append(work)
+        return work

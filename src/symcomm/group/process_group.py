@@ -1,0 +1,196 @@
+"""ProcessGroup: ranks of one host that act together on symmetric memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.collectives.select import Limits
+from symcomm.group.calls import CollectiveCalls, Timeout, to_ns
+from symcomm.group.messages import MessageCalls, MessageWork
+from symcomm.group.work import Work
+from symcomm.memory.arena import Arena, Peer, current_arena
+from symcomm.memory.share import Exchange, connect
+
+__all__ = ["DEFAULT_TIMEOUT", "ProcessGroup"]
+
+DEFAULT_TIMEOUT = 1800.0  # seconds, as in PyTorch
+
+# How long a waiting rank looks before it offers its core, and offers before it sleeps. Looking costs the core; sleeping
+# costs two context switches (about 10 us here). With more ranks than cores looking only delays the rank one waits for.
+SPIN_LOOKS = 4000
+SPIN_LOOKS_CROWDED = 50
+YIELD_NS = 100_000
+
+
+def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
+    """(offset of staging, offset of channels, total bytes) of a rank's part of a group."""
+    stage = -(-native.CONTROL_BYTES // 4096) * 4096
+    channels = stage + 2 * limits.stage_bytes
+    return stage, channels, channels + world * native.CHANNEL_BYTES
+
+
+class ProcessGroup(CollectiveCalls, MessageCalls):
+    """Made by ``symcomm.init()``, ``new_group()``, ``split()`` or ``shrink()``."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        exchange: Exchange,
+        name: str = "world",
+        timeout: Timeout = None,
+        limits: Limits | None = None,
+        global_ranks: Sequence[int] | None = None,
+    ):
+        if not 0 <= rank < size:
+            raise errors.bad_argument("ProcessGroup", "rank", rank, f"0 to {size - 1}")
+        self.rank = rank
+        self.size = size
+        self.name = name
+        self.global_ranks = list(global_ranks) if global_ranks is not None else list(range(size))
+        self._limits = limits or Limits()
+        self._timeout_ns = to_ns("ProcessGroup", DEFAULT_TIMEOUT if timeout is None else timeout)
+        self._plans: dict[Any, Any] = {}
+        self._pending: list[Work] = []
+        self._in_flight: list[MessageWork] = []
+        self._failure: errors.SymcommError | None = None
+        self._failure_lock = threading.Lock()
+        self._children = 0
+        self._arena: Arena = current_arena()
+        self._build(exchange)
+
+    def _build(self, exchange: Exchange) -> None:
+        stage, channels, total = _layout(self.size, self._limits)
+        self._offset = self._arena.allocate_sparse(total, touched=channels)
+        native.poke(self._arena.base + self._offset, bytes(native.CONTROL_BYTES))
+        for r in range(self.size):  # only the counters of a channel need to start at zero
+            native.poke(self._arena.base + self._offset + channels + r * native.CHANNEL_BYTES, bytes(192))
+        facts = {"offset": self._offset, "total": total}
+        try:
+            self._peers, everyone = connect(self.rank, self.size, exchange, facts, self._timeout_ns / 1e9)
+        except BaseException:
+            self._arena.free(self._offset)
+            raise
+        if any(f["total"] != total for f in everyone):
+            raise errors.CollectiveMismatchError(
+                f"group {self.name!r}: ranks use different sizes or versions; make them all the same."
+            )
+        starts = [peer.base + f["offset"] for peer, f in zip(self._peers, everyone, strict=True)]
+        crowded = self.size > len(os.sched_getaffinity(0))
+        self._handle: Any = native.make_group(
+            self.rank, self.size,
+            tuple(starts),
+            tuple([s + stage for s in starts]), self._limits.stage_bytes,
+            tuple([p.base for p in self._peers]), self._arena.nbytes,
+            tuple([p.life for p in self._peers]),
+            tuple([s + channels for s in starts]),
+            SPIN_LOOKS_CROWDED if crowded else SPIN_LOOKS, YIELD_NS,
+        )  # fmt: skip
+
+    _peers: list[Peer]
+
+    def __repr__(self) -> str:
+        return f"<ProcessGroup {self.name!r}: rank {self.rank} of {self.size}>"
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which an operation gives up, unless the call says otherwise."""
+        return self._timeout_ns / 1e9
+
+    def set_timeout(self, timeout: float | timedelta) -> None:
+        self._timeout_ns = to_ns("set_timeout", timeout)
+
+    @property
+    def sequence_number(self) -> int:
+        """How many collectives this rank has started on the group."""
+        return native.group_report(self._handle)["seq"]
+
+    def _failed(self, status: int, call: str, site: str, seconds: float, explain: Callable) -> errors.SymcommError:
+        """The exception to raise for a failed operation. The first one tells the story, later ones refer to it."""
+        with self._failure_lock:
+            if self._failure is None:
+                self._failure = explain(self, status, call, site, seconds)
+                return self._failure
+        return self._unusable()
+
+    def _unusable(self) -> errors.GroupUnusableError:
+        error = errors.GroupUnusableError(f"group {self.name!r} cannot be used any more: {self._failure}")
+        error.__cause__ = self._failure
+        return error
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise self._unusable()
+
+    def abort(self) -> None:
+        """Make every rank's pending and later operations on this group fail now."""
+        native.group_abort(self._handle)
+
+    def destroy(self) -> None:
+        """Leave the group. Pending asynchronous operations end first; peers that still wait for us are told."""
+        if self._failure is None:
+            for work in self._pending:
+                work._poll(self._timeout_ns)
+            self._failure = errors.GroupUnusableError(f"group {self.name!r} was destroyed.")
+        self._pending = []
+        native.group_leave(self._handle)
+
+    # --- groups from groups -----------------------------------------------------------------------------------
+
+    def new_group(self, ranks: Sequence[int], name: str = "", timeout: Timeout = None) -> ProcessGroup | None:
+        """A group of ``ranks`` of this one. Every rank of this group calls it; non-members get None."""
+        chosen = list(ranks)
+        if not chosen or len(set(chosen)) != len(chosen) or any(not 0 <= r < self.size for r in chosen):
+            raise errors.bad_argument(
+                "new_group", "ranks", chosen, f"distinct ranks of 0 to {self.size - 1}, at least one"
+            )
+        return self._subgroup({r: (0, i) for i, r in enumerate(chosen)}, name, timeout)
+
+    def split(self, color: int | None, key: int = 0, name: str = "", timeout: Timeout = None) -> ProcessGroup | None:
+        """Ranks with the same ``color`` form a group, ordered by ``key``, then rank. Color None: no group."""
+        answers = self.all_gather_object(json.dumps([color, key]).encode(), timeout)
+        choice = {r: json.loads(a) for r, a in enumerate(answers)}
+        return self._subgroup({r: (c, k) for r, (c, k) in choice.items() if c is not None}, name, timeout)
+
+    def _subgroup(self, choice: dict[int, tuple[int, int]], name: str, timeout: Timeout) -> ProcessGroup | None:
+        self._children += 1
+        mine = choice.get(self.rank)
+        members = sorted((k, r) for r, (c, k) in choice.items() if mine is not None and c == mine[0])
+        ranks = [r for _, r in members]
+        label = name or f"{self.name}/{self._children}" + (
+            f".{mine[0]}" if mine and len({c for c, _ in choice.values()}) > 1 else ""
+        )
+
+        # Everybody takes part in the exchange, since it runs on this group; a group keeps what its members said.
+        def exchange(item: bytes) -> list[bytes]:
+            everyone = self.all_gather_object(item, timeout)
+            return [everyone[r] for r in ranks]
+
+        if mine is None:
+            for _ in range(2):
+                self.all_gather_object(b"", timeout)
+            return None
+        return ProcessGroup(
+            ranks.index(self.rank), len(ranks), exchange, label, self.timeout if timeout is None else timeout, self._limits,
+            [self.global_ranks[r] for r in ranks],
+        )  # fmt: skip
+
+    def shrink(self, timeout: float = 5.0) -> ProcessGroup:
+        """After a failure: the ranks that still live, and come here within ``timeout``, go on in a new group."""
+        from symcomm.group.shrink import agree_on_survivors
+
+        survivors, exchange = agree_on_survivors(self, timeout)
+        new = ProcessGroup(
+            survivors.index(self.rank), len(survivors), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
+            [self.global_ranks[r] for r in survivors],
+        )  # fmt: skip
+        return new

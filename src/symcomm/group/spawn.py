@@ -1,0 +1,221 @@
+"""Ranks from one Python function: processes, or threads of this process.
+
+``spawn(fn, 4)`` calls ``fn(group, *args)`` on four ranks and returns their results in rank order. Threads start in
+milliseconds and see the caller's variables, which suits notebooks and tests; processes are what a real job uses.
+Both run the same plans, with the same checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+from symcomm import errors
+from symcomm.errors import words_for_exit
+from symcomm.group.calls import Timeout
+from symcomm.group.default import exchange_through, set_default
+from symcomm.group.process_group import ProcessGroup
+from symcomm.memory.arena import Arena, use_arena
+
+__all__ = ["spawn"]
+
+GRACE = 5.0  # seconds that the other ranks get to end by themselves after one has failed
+
+
+def spawn(
+    fn: Callable[..., Any],
+    n: int,
+    args: tuple = (),
+    *,
+    mode: str = "processes",
+    timeout: Timeout = None,
+    deadline: float | None = None,
+) -> list[Any]:
+    """Run ``fn(group, *args)`` on ``n`` ranks. ``timeout`` is the group's; ``deadline`` (seconds) ends the whole run."""
+    if not isinstance(n, int) or n < 1:
+        raise errors.bad_argument("spawn", "n", n, "a positive number of ranks")
+    if mode == "threads":
+        return _spawn_threads(fn, n, args, timeout, deadline)
+    if mode == "processes":
+        return _spawn_processes(fn, n, args, timeout, deadline)
+    raise errors.bad_argument("spawn", "mode", mode, "'processes' or 'threads'")
+
+
+# --- threads ---------------------------------------------------------------------------------------
+
+
+class _ThreadExchange:
+    """Everybody's bytes, for ranks that are threads of one process."""
+
+    def __init__(self, n: int):
+        self.barrier = threading.Barrier(n, timeout=60)
+        self.items: list[bytes] = [b""] * n
+
+    def of(self, rank: int) -> Callable[[bytes], list[bytes]]:
+        def exchange(item: bytes) -> list[bytes]:
+            self.items[rank] = item
+            self.barrier.wait()
+            everyone = list(self.items)
+            self.barrier.wait()
+            return everyone
+
+        return exchange
+
+
+def _spawn_threads(fn: Callable, n: int, args: tuple, timeout: Timeout, deadline: float | None) -> list[Any]:
+    meeting = _ThreadExchange(n)
+    results: list[Any] = [None] * n
+    failures: list[tuple[float, int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        use_arena(Arena())
+        group: ProcessGroup | None = None
+        try:
+            group = ProcessGroup(rank, n, meeting.of(rank), timeout=timeout)
+            set_default(group, of_thread=True)
+            results[rank] = fn(group, *args)
+        except BaseException as error:
+            failures.append((time.monotonic(), rank, error))
+            meeting.barrier.abort()
+        finally:
+            if group is not None:
+                group.destroy()
+            set_default(None, of_thread=True)
+            use_arena(None)
+
+    threads = [threading.Thread(target=run, args=(r,), name=f"symcomm-rank-{r}", daemon=True) for r in range(n)]
+    for thread in threads:
+        thread.start()
+    end = None if deadline is None else time.monotonic() + deadline
+    for thread in threads:
+        thread.join(None if end is None else max(0.0, end - time.monotonic()))
+    stuck = [r for r, thread in enumerate(threads) if thread.is_alive()]
+    if failures:
+        raise _first_cause(failures)
+    if stuck:
+        raise errors.deadline("spawn", deadline or 0.0, missing=stuck)
+    return results
+
+
+def _first_cause(failures: list[tuple[float, int, BaseException]]) -> BaseException:
+    """The error that started it: not one that only reports that a peer failed, when there is another."""
+    own = [f for f in failures if not isinstance(f[2], (errors.PeerError, threading.BrokenBarrierError))]
+    _, rank, error = min(own or failures, key=lambda f: f[0])
+    error.add_note(f"(raised on rank {rank})") if hasattr(error, "add_note") else None
+    return error
+
+
+# --- processes -------------------------------------------------------------------------------------
+
+
+def _pack(fn: Callable, args: tuple) -> tuple[bytes, str]:
+    """The function for a fresh process, and the start method: notebooks need cloudpickle or fork."""
+    try:
+        packed = pickle.dumps((fn, args))
+        if getattr(fn, "__module__", "") != "__main__" or hasattr(__import__("__main__"), "__file__"):
+            return packed, "spawn"
+    except Exception:
+        packed = b""
+    with contextlib.suppress(ImportError):
+        import cloudpickle
+
+        return cloudpickle.dumps((fn, args)), "spawn"
+    return packed, "fork"
+
+
+def _rank_main(packed: bytes, fn: Any, args: Any, rank: int, n: int, path: str, timeout: Timeout, conn: Any) -> None:
+    if packed and fn is None:
+        fn, args = pickle.loads(packed)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))
+    from symcomm.store import FileStore
+
+    store = FileStore(path, n)
+    try:
+        group = ProcessGroup(rank, n, exchange_through(store, rank, n, 60.0), timeout=timeout)
+        group.store = store
+        set_default(group)
+        result: tuple[bool, Any] = (True, fn(group, *args))
+        group.destroy()
+    except BaseException as error:
+        if hasattr(error, "add_note"):
+            error.add_note(f"(raised on rank {rank})\n{''.join(traceback.format_tb(error.__traceback__))}")
+        result = (False, error)
+    try:
+        payload = pickle.dumps(result)
+    except Exception as error:
+        payload = pickle.dumps((False, errors.SymcommError(f"rank {rank}: {result[1]!r} cannot be pickled: {error}")))
+    conn.send_bytes(payload)
+    conn.close()
+
+
+def _spawn_processes(fn: Callable, n: int, args: tuple, timeout: Timeout, deadline: float | None) -> list[Any]:
+    packed, method = _pack(fn, args)
+    context: Any = multiprocessing.get_context(method)
+    folder = tempfile.mkdtemp(prefix="symcomm-")
+    path = os.path.join(folder, "store")
+    pipes = [context.Pipe(duplex=False) for _ in range(n)]
+    payload = (packed, None, None) if method == "spawn" else (b"", fn, args)
+    processes = [
+        context.Process(
+            target=_rank_main, args=(*payload, r, n, path, timeout, pipes[r][1]), name=f"symcomm-rank-{r}", daemon=False
+        )
+        for r in range(n)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        return _collect(processes, [receiver for receiver, _ in pipes], deadline)
+    finally:
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+            if process.pid is not None:
+                process.join()
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        os.rmdir(folder)
+
+
+def _collect(processes: list, receivers: list, deadline: float | None) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: list[tuple[float, int, BaseException]] = []
+    waiting = {conn: rank for rank, conn in enumerate(receivers)}
+    end = None if deadline is None else time.monotonic() + deadline
+    while waiting:
+        left = None if end is None else max(0.0, end - time.monotonic())
+        ready = wait(list(waiting), left)
+        if not ready:
+            break
+        for conn in ready:
+            rank = waiting.pop(conn)
+            ok, value = _outcome(processes[rank], conn, rank)
+            if ok:
+                results[rank] = value
+            else:
+                failures.append((time.monotonic(), rank, value))
+                end = min(end or float("inf"), time.monotonic() + GRACE)
+    if failures:
+        raise _first_cause(failures)
+    if waiting:
+        raise errors.deadline("spawn", deadline or 0.0, missing=sorted(waiting.values()))
+    return [results[r] for r in range(len(processes))]
+
+
+def _outcome(process: Any, conn: Any, rank: int) -> tuple[bool, Any]:
+    try:
+        return pickle.loads(conn.recv_bytes())
+    except EOFError:
+        process.join(5)
+        return False, errors.RankFailedError(f"rank {rank} {words_for_exit(process.exitcode or 0)}.", [rank])
