@@ -1,0 +1,42 @@
+"""Key-value stores that ranks meet in, collectives over them, and how a process learns its rank.
+
+base.py         Store: the calls every store has
+hash.py         HashStore: threads of one process
+file.py         FileStore: processes that share a file system
+tcp.py          TCPStore: processes on any host
+prefix.py       PrefixStore: a part of another store, for its own use
+collectives.py  StoreCollectives: barrier, broadcast, gather, scatter, sum with nothing but a store
+rendezvous.py   rendezvous("env://" | "tcp://..." | "file://..."): rank, world size and a store
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from symcomm.store.base import QueueEmptyError, Store
+from symcomm.store.collectives import StoreCollectives
+from symcomm.store.file import FileStore
+from symcomm.store.hash import HashStore
+from symcomm.store.prefix import PrefixStore
+from symcomm.store.rendezvous import rendezvous
+
+__all__ = [
+    "FileStore",
+    "HashStore",
+    "PrefixStore",
+    "QueueEmptyError",
+    "Store",
+    "StoreCollectives",
+    "TCPStore",
+    "rendezvous",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """TCPStore comes with the C core, which is loaded only when it is wanted."""
+    if name != "TCPStore":
+        raise AttributeError(f"module 'symcomm.store' has no attribute {name!r}")
+    from symcomm.store.tcp import TCPStore
+
+    globals()[name] = TCPStore
+    return TCPStore

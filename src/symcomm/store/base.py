@@ -1,0 +1,272 @@
+"""Store: what every key-value store can do, and the calls that follow from simpler ones.
+
+A subclass defines the primitives it can (``set``, ``get``, ``check``, ``add``, ``compare_set``, ``delete_key``,
+``list_keys``, ``queue_*``). ``wait``, ``append``, ``multi_get``, ``multi_set``, ``num_keys``, ``barrier`` and
+``clone`` then work by themselves; a subclass overrides them where it has something better.
+
+Keys are text. Values go in as str or bytes and come out as bytes. A call that waits raises DeadlineError, naming the
+keys that did not come, when ``timeout`` seconds (300 unless set) have passed.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+
+from symcomm.errors import CallerError, DeadlineError, bad_argument, words_for_seconds
+
+__all__ = ["DEFAULT_TIMEOUT", "QueueEmptyError", "Store", "Timeout", "Value"]
+
+Value = str | bytes | bytearray | memoryview
+Timeout = timedelta | float
+
+DEFAULT_TIMEOUT = timedelta(seconds=300)
+
+_LONGEST = 1e9  # seconds; thirty years, and below what the system's clocks can take
+_NUMBER = re.compile(rb"\s*[+-]?\d+\s*\Z")
+_POLL_FIRST, _POLL_LAST = 0.001, 0.020  # seconds between two looks at a store that cannot wake us
+
+
+class QueueEmptyError(CallerError):
+    """``queue_pop(key, block=False)`` found nothing."""
+
+
+class Store:
+    """A key-value store that several processes or threads share. See the module's text for how to subclass it."""
+
+    _timeout = DEFAULT_TIMEOUT
+
+    # --- primitives: a subclass defines those it offers -----------------------------------------
+
+    def set(self, key: str, value: Value) -> None:
+        """Store ``value`` under ``key``, replacing what was there."""
+        raise self._lacks("set")
+
+    def get(self, key: str) -> bytes:
+        """The value of ``key``; waits until somebody sets it."""
+        raise self._lacks("get")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all ``keys`` exist now. Never waits."""
+        raise self._lacks("check")
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the decimal number under ``key`` (0 if absent), in one atomic step; returns the sum."""
+        raise self._lacks("add")
+
+    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
+        """Set ``key`` to ``desired`` if its value is ``expected``, in one atomic step; returns what holds afterwards.
+
+        An absent key counts as holding ``expected`` if that is empty. If ``expected`` is not empty, nothing is set
+        and ``expected`` itself comes back.
+        """
+        raise self._lacks("compare_set")
+
+    def delete_key(self, key: str) -> bool:
+        """Forget ``key``; returns whether it existed."""
+        raise self._lacks("delete_key")
+
+    def list_keys(self) -> list[str]:
+        """All keys, in no particular order."""
+        raise self._lacks("list_keys")
+
+    def queue_push(self, key: str, value: Value) -> None:
+        """Put ``value`` at the end of the queue ``key``. Queues and plain keys do not see each other."""
+        raise self._lacks("queue_push")
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Take the oldest value of the queue; if it is empty wait for one, or raise QueueEmptyError."""
+        raise self._lacks("queue_pop")
+
+    def queue_len(self, key: str) -> int:
+        """How many values the queue holds (0 if nobody pushed yet)."""
+        raise self._lacks("queue_len")
+
+    # --- what follows from the primitives --------------------------------------------------------
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        """Return once all ``keys`` exist. Here by looking again and again, 1 to 20 ms apart."""
+        keys = to_keys(f"{type(self).__name__}.wait", keys)
+        seconds = self._seconds(timeout)
+        for _ in poll_until(seconds):
+            if self.check(keys):
+                return
+        missing = [key for key in keys if not self.check([key])]
+        if missing:
+            raise keys_missing(self, "wait", missing, seconds)
+
+    def append(self, key: str, value: Value) -> None:
+        """Put ``value`` after what is already there, atomically; an absent key counts as empty."""
+        tail = to_bytes(f"{type(self).__name__}.append", value)
+        before = b""
+        while (now := self.compare_set(key, before, before + tail)) != before + tail:
+            before = now
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """``get`` for each key."""
+        return [self.get(key) for key in to_keys(f"{type(self).__name__}.multi_get", keys)]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
+        """``set`` for each pair."""
+        for key, value in to_pairs(f"{type(self).__name__}.multi_set", keys, values):
+            self.set(key, value)
+
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        return len(self.list_keys())
+
+    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
+        """Return once ``world_size`` callers have come. The same key can be used for one barrier after the other.
+
+        A caller that gives up takes itself off the count, so a later try is not let through by its ghost.
+        """
+        call = f"{type(self).__name__}.barrier"
+        if not isinstance(world_size, int) or world_size < 1:
+            raise bad_argument(call, "world_size", world_size, "a positive int")
+        seconds = self._seconds(timeout)
+        counter = f"{to_key(call, key)}/num_members"
+        turn, place = divmod(self.add(counter, 1) - 1, world_size)
+        if place == world_size - 1:
+            self.set(_marker(key, turn), "1")
+            if turn > 0:
+                self._forget(_marker(key, turn - 1))  # whoever came to this turn has left the one before
+            return
+        try:
+            self.wait([_marker(key, turn)], timedelta(seconds=seconds))
+        except DeadlineError:
+            came = self._withdraw(counter, (turn + 1) * world_size)
+            if came is not None:
+                here = came - turn * world_size
+                raise DeadlineError(
+                    f"{call}({key!r}) timed out after {words_for_seconds(seconds)}: {here} of {world_size} came."
+                ) from None
+
+    def clone(self) -> Store:
+        """A store with the same content that another thread may use at the same time; here the store itself."""
+        return self
+
+    def has_extended_api(self) -> bool:
+        """Whether append, multi_get, multi_set and queues are the store's own, not made of simpler calls."""
+        return False
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long ``get``, ``wait``, ``queue_pop`` and ``barrier`` wait unless told otherwise."""
+        return self._timeout
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Change ``timeout``: a timedelta or seconds."""
+        self._timeout = timedelta(seconds=to_seconds(timeout, f"{type(self).__name__}.set_timeout"))
+
+    # --- for subclasses --------------------------------------------------------------------------
+
+    def _seconds(self, timeout: Timeout | None) -> float:
+        return to_seconds(self.timeout if timeout is None else timeout)
+
+    def _lacks(self, call: str) -> CallerError:
+        name = type(self).__name__
+        return CallerError(f"{name}.{call}: this store class does not define {call}(); define it in {name} to use it.")
+
+    def _forget(self, key: str) -> None:
+        """Delete ``key`` if this store can delete."""
+        try:
+            self.delete_key(key)
+        except CallerError:
+            pass
+
+    def _withdraw(self, counter: str, full: int) -> int | None:
+        """Take one off a barrier's count; returns the count before, or None if the barrier was full after all."""
+        while True:
+            now = self.get(counter)
+            if int(now) >= full:
+                return None
+            less = str(int(now) - 1)
+            try:
+                if self.compare_set(counter, now, less) == less.encode():
+                    return int(now)
+            except CallerError:
+                return int(now)  # no compare_set: the ghost stays, as in PyTorch
+
+
+# --- helpers for every store -----------------------------------------------------------------------
+
+
+def to_bytes(call: str, value: object) -> bytes:
+    """A value as bytes: text becomes UTF-8."""
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    raise bad_argument(call, "value", value, "str or bytes", "use str(value), or pickle.dumps(value) for objects")
+
+
+def to_key(call: str, key: object) -> str:
+    """A key as text."""
+    if isinstance(key, str):
+        return key
+    if isinstance(key, bytes):
+        return key.decode()
+    raise bad_argument(call, "key", key, "a str")
+
+
+def to_keys(call: str, keys: object) -> list[str]:
+    """A list of keys; a lone str is refused, as it would be taken for a list of letters."""
+    if isinstance(keys, str | bytes) or not isinstance(keys, Iterable):
+        raise bad_argument(call, "keys", keys, "a list of str", "put brackets around a single key")
+    return [to_key(call, key) for key in keys]
+
+
+def to_pairs(call: str, keys: object, values: Sequence[Value]) -> list[tuple[str, bytes]]:
+    """Keys with their values, which must be as many."""
+    names = to_keys(call, keys)
+    if len(names) != len(values):
+        raise bad_argument(call, "values", f"{len(values)} values", f"as many as the {len(names)} keys")
+    return [(name, to_bytes(call, value)) for name, value in zip(names, values, strict=True)]
+
+
+def to_amount(call: str, amount: object) -> int:
+    """What ``add`` may add: a 64-bit int."""
+    if isinstance(amount, int) and -(2**63) <= amount < 2**63:
+        return int(amount)
+    raise bad_argument(call, "amount", amount, "an int that fits in 64 bits")
+
+
+def add_to(call: str, key: str, stored: bytes, amount: int) -> int:
+    """``stored + amount`` in 64-bit arithmetic; ``stored`` is a decimal number, or empty for 0."""
+    if stored and not _NUMBER.match(stored):
+        raise bad_argument(call, f"the value of {key!r}", stored, "a decimal number", "use another key for counting")
+    return (int(stored or b"0") + amount + 2**63) % 2**64 - 2**63
+
+
+def to_seconds(timeout: object, call: str = "Store") -> float:
+    """A timedelta or a number of seconds, as seconds."""
+    if isinstance(timeout, timedelta):
+        return to_seconds(timeout.total_seconds(), call)
+    if isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 <= timeout <= _LONGEST:
+        return float(timeout)
+    raise bad_argument(call, "timeout", timeout, "a timedelta or a number of seconds, from 0 to 1e9")
+
+
+def poll_until(seconds: float) -> Iterator[None]:
+    """Yields at once, then ever more slowly (1 to 20 ms apart), and a last time when the deadline has passed."""
+    end = time.monotonic() + seconds
+    pause = _POLL_FIRST
+    yield
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(pause, left))
+        pause = min(pause * 1.5, _POLL_LAST)
+        yield
+
+
+def keys_missing(store: Store, call: str, keys: Sequence[str], seconds: float) -> DeadlineError:
+    """The error of a wait for keys that nobody set."""
+    names = ", ".join(repr(key) for key in keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
+    what = "key" if len(keys) == 1 else "keys"
+    where = f"{type(store).__name__}.{call}"
+    return DeadlineError(f"{where} timed out after {words_for_seconds(seconds)}: nobody set {what} {names}.")
+
+
+def _marker(key: str, turn: int) -> str:
+    return f"{key}/last_member" if turn == 0 else f"{key}/last_member/{turn}"
