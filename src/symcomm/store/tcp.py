@@ -1,0 +1,377 @@
+"""TCPStore: a store that processes on any host reach over TCP, in PyTorch's own wire protocol.
+
+Its clients and servers can be mixed with PyTorch's in one job. One process starts the server (``is_master=True``); the
+server is a C thread that needs nothing of the interpreter (see ``symcomm._core``).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from symcomm.errors import DeadlineError, StoreConnectionError, bad_argument, words_for_seconds
+from symcomm.store import tcp_wire as wire
+from symcomm.store.base import (
+    DEFAULT_TIMEOUT,
+    QueueEmptyError,
+    Store,
+    Timeout,
+    Value,
+    keys_missing,
+    to_amount,
+    to_bytes,
+    to_key,
+    to_keys,
+    to_pairs,
+    to_seconds,
+)
+from symcomm.store.tcp_server import Server, StoreLimits, start_server
+from symcomm.store.tcp_wire import Connection, pack_bytes, pack_i64, pack_keys
+
+__all__ = ["StoreLimits", "TCPStore"]
+
+_PREFIX = b"/"  # before every key of a user, as PyTorch has it; what has none is the store's own
+_WORKERS = b"init/"  # counts the workers that have come
+_JOIN_PAUSE = 0.010  # seconds between two looks at the workers' count
+
+_stores: weakref.WeakSet[TCPStore] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A connection cannot be shared: the child makes its own at its next call."""
+    for store in list(_stores):
+        store._lock = threading.Lock()
+        store._server = None
+        store._drop()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+class TCPStore(Store):
+    """``TCPStore(host_name, port, world_size, is_master)``: connect to a store, or with ``is_master`` also serve it.
+
+    The first nine arguments are PyTorch's. ``token`` (or the environment's SYMCOMM_TOKEN) is a secret of the job that
+    client and server then prove to each other. ``bind`` says where a server listens, if not where ``host_name``
+    points. ``limits`` is what a server grants a client.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
+        *,
+        token: str | bytes | None = None,
+        bind: str | list[str] | None = None,
+        limits: StoreLimits | None = None,
+    ):
+        _check_arguments(host_name, port, world_size)
+        self.set_timeout(timeout)
+        self._host = host_name
+        self._token, self._own_token = _find_token(token)
+        self._use_libuv = bool(use_libuv)
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._wait_before_get = False  # see get()
+        self._server: Server | None = None
+        if is_master:
+            self._server = start_server(
+                host_name,
+                port,
+                bind=bind,
+                listen_fd=master_listen_fd,
+                token=self._token,
+                limits=limits or StoreLimits(),
+                world_size=world_size,
+                multi_tenant=multi_tenant,
+            )
+        self._port = self._server.port if self._server else port
+        self._connect_host = self._server.connect_host if self._server else host_name
+        self._connection = wire.connect(self._connect_host, self._port, self._timeout_s, self._token)
+        _stores.add(self)
+        if world_size is not None and wait_for_workers:
+            self._wait_for_workers(world_size)
+
+    # --- values ------------------------------------------------------------------------------------
+
+    def set(self, key: str, value: Value) -> None:
+        data = to_bytes("TCPStore.set", value)
+        self._call("set", key, wire.SET + _name(key) + pack_i64(len(data)), data, "-")
+
+    def get(self, key: str) -> bytes:
+        """The value of ``key``; waits until somebody sets it.
+
+        Asks right away, which takes one exchange instead of PyTorch's two. An empty answer may mean that there is no
+        such key yet; only then does it wait.
+        """
+        name = _name(key)
+        if not self._wait_before_get:
+            try:
+                value = self._call("get", key, wire.GET + name, b"", "v")
+            except StoreConnectionError:
+                self._suspect_old_server()
+            else:
+                if value:
+                    return value
+        self._wait("get", [key], self._timeout_s)
+        return self._call("get", key, wire.GET + name, b"", "v")
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        names = to_keys("TCPStore.multi_get", keys)
+        frame = wire.MULTI_GET + pack_keys(_raw(name) for name in names)
+        if not self._wait_before_get:
+            try:
+                values = self._call("multi_get", names, frame, b"", "m", len(names))
+            except StoreConnectionError:
+                self._suspect_old_server()
+            else:
+                if all(values):
+                    return values
+        self._wait("multi_get", names, self._timeout_s)
+        return self._call("multi_get", names, frame, b"", "m", len(names))
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
+        pairs = to_pairs("TCPStore.multi_set", keys, values)
+        fields = b"".join([_name(key) + pack_bytes(value) for key, value in pairs])
+        self._call("multi_set", [key for key, _ in pairs], wire.MULTI_SET + pack_i64(len(pairs)), fields, "-")
+
+    def add(self, key: str, amount: int) -> int:
+        return self._call("add", key, wire.ADD + _name(key) + pack_i64(to_amount("TCPStore.add", amount)), b"", "8")
+
+    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
+        fields = pack_bytes(to_bytes("TCPStore.compare_set", expected))
+        fields += pack_bytes(to_bytes("TCPStore.compare_set", desired))
+        return self._call("compare_set", key, wire.COMPARE_SET + _name(key), fields, "v")
+
+    def append(self, key: str, value: Value) -> None:
+        self._call("append", key, wire.APPEND + _name(key), pack_bytes(to_bytes("TCPStore.append", value)), "-")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        names = to_keys("TCPStore.check", keys)
+        return self._call("check", names, wire.CHECK + pack_keys(map(_raw, names)), b"", "1") == 0
+
+    def delete_key(self, key: str) -> bool:
+        return self._call("delete_key", key, wire.DELETE + _name(key), b"", "8") == 1
+
+    def num_keys(self) -> int:
+        """How many keys there are, the store's own among them."""
+        return self._call("num_keys", (), wire.NUM_KEYS, b"", "8")
+
+    def list_keys(self) -> list[str]:
+        names = self._call("list_keys", (), wire.LIST_KEYS, b"", "l")
+        return [name[1:].decode(errors="surrogateescape") for name in names if name.startswith(_PREFIX)]
+
+    # --- waiting -----------------------------------------------------------------------------------
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        names = to_keys("TCPStore.wait", keys)
+        self._wait("wait", names, self._timeout_s if timeout is None else to_seconds(timeout, "TCPStore.wait"))
+
+    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
+        """Return once ``world_size`` callers have come.
+
+        On our server a key can be used again and again, and a caller that gives up or dies is not counted. PyTorch's
+        server lets everybody through from the second use on.
+        """
+        if not isinstance(world_size, int) or world_size < 1:
+            raise bad_argument("TCPStore.barrier", "world_size", world_size, "a positive int")
+        seconds = self._timeout_s if timeout is None else to_seconds(timeout, "TCPStore.barrier")
+        if not self._wait_call("barrier", key, wire.BARRIER + _name(key) + pack_i64(world_size), seconds):
+            raise DeadlineError(
+                f"TCPStore.barrier({key!r}) timed out after {words_for_seconds(seconds)}: fewer than {world_size} came."
+            )
+
+    def _wait(self, call: str, keys: Sequence[str], seconds: float) -> None:
+        if not self._wait_call(call, keys, wire.WAIT + pack_keys(map(_raw, keys)), seconds):
+            missing = [key for key in keys if not self.check([key])] if len(keys) > 1 else list(keys)
+            raise keys_missing(self, call, missing or list(keys), seconds)
+
+    # --- queues ------------------------------------------------------------------------------------
+
+    def queue_push(self, key: str, value: Value) -> None:
+        self._call("queue_push", key, wire.PUSH + _name(key), pack_bytes(to_bytes("TCPStore.queue_push", value)), "-")
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Take the oldest value of the queue; if it is empty wait for one, or raise QueueEmptyError."""
+        frame = wire.POP + _name(key)
+        end = time.monotonic() + self._timeout_s
+        while (value := self._call("queue_pop", key, frame, b"", "q")) is None:
+            if not block:
+                raise QueueEmptyError(f"TCPStore.queue_pop({key!r}, block=False): the queue is empty.")
+            left = max(end - time.monotonic(), 0.0)  # somebody may have been quicker than we: wait again
+            if not self._wait_call("queue_pop", key, wire.WAIT + pack_keys([_raw(key)]), left):
+                raise DeadlineError(
+                    f"TCPStore.queue_pop({key!r}) timed out after {words_for_seconds(self._timeout_s)}: "
+                    "nobody pushed a value."
+                )
+        return value
+
+    def queue_len(self, key: str) -> int:
+        return self._call("queue_len", key, wire.QUEUE_LEN + _name(key), b"", "8")
+
+    # --- about the store ---------------------------------------------------------------------------
+
+    @property
+    def host(self) -> str:
+        return self._host
+
+    @property
+    def port(self) -> int:
+        """The server's port; the one that was chosen, if 0 was asked for."""
+        return self._port
+
+    @property
+    def libuvBackend(self) -> bool:
+        """What ``use_libuv`` was; it changes nothing here."""
+        return self._use_libuv
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        super().set_timeout(timeout)
+        self._timeout_s = to_seconds(timeout, "TCPStore.set_timeout")
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> TCPStore:
+        """A second connection to the same server, so that two threads need not wait for each other."""
+        token = self._token if self._token is not None else b""
+        return TCPStore(self._connect_host, self._port, timeout=self.timeout, use_libuv=self._use_libuv, token=token)
+
+    def server_stats(self) -> dict[str, Any]:
+        """What the server in this process has to say of itself (empty for a mere client)."""
+        return self._server.stats() if self._server else {}
+
+    def close(self) -> None:
+        """End the connection, and the server if it is ours and nobody shares it. A client's next call reconnects."""
+        with self._lock:
+            self._drop()
+            self._server = None
+
+    def __reduce__(self):
+        """Pickles as a client of the same server. A token from the environment is left to the other environment."""
+        token = (self._token if self._own_token else None) if self._token is not None else b""
+        return _client, (self._host, self._port, self.timeout, self._use_libuv, token)
+
+    def __repr__(self) -> str:
+        serving = ", serving it" if self._server else ""
+        return f"TCPStore({self._host}:{self._port}{serving})"
+
+    # --- the exchange ------------------------------------------------------------------------------
+
+    def _call(self, call: str, keys: Any, head: bytes, tail: bytes, shape: str, count: int = 0) -> Any:
+        """One frame, one answer."""
+        with self._lock:
+            connection = self._connection or self._reconnect()
+            try:
+                return connection.exchange(head, tail, shape, count, self._timeout_s)
+            except BaseException as error:
+                self._drop()  # whatever it was, an answer may still be under way
+                raise self._explain(call, keys, error) from None
+
+    def _wait_call(self, call: str, keys: Any, frame: bytes, seconds: float) -> bool:
+        """Sends a frame that is answered by one byte once something has happened; False if it did not in time."""
+        with self._lock:
+            connection = self._connection or self._reconnect()
+            try:
+                try:
+                    connection.exchange(frame, b"", "1", 0, seconds)
+                    return True
+                except TimeoutError:
+                    answer = connection.exchange(wire.CANCEL, b"", "1", 0, self._timeout_s)
+                    if answer == 0:  # it happened while we were giving up; the cancelling is answered, too
+                        connection.exchange(b"", b"", "1", 0, self._timeout_s)
+                    return answer == 0
+            except BaseException as error:
+                self._drop()
+                raise self._explain(call, keys, error) from None
+
+    def _explain(self, call: str, keys: Any, error: BaseException) -> BaseException:
+        named = ", ".join(map(repr, [keys] if isinstance(keys, str) else list(keys)[:4]))
+        where = f"{self._host}:{self._port}"
+        if isinstance(error, TimeoutError):
+            return DeadlineError(
+                f"the store at {where} did not answer {call}({named}) in {words_for_seconds(self._timeout_s)}."
+            )
+        if isinstance(error, ConnectionError):
+            return StoreConnectionError(
+                f"the store at {where} closed the connection during {call}({named}); "
+                f"{_HINTS.get(call, 'its process ended, or it refused the call (its log says why)')}."
+            )
+        if isinstance(error, OSError):
+            return StoreConnectionError(f"the connection to the store at {where} broke in {call}({named}): {error}.")
+        return error
+
+    def _reconnect(self) -> Connection:
+        self._connection = wire.connect(self._connect_host, self._port, self._timeout_s, self._token, patient=False)
+        return self._connection
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _suspect_old_server(self) -> None:
+        """PyTorch's server without libuv ends a connection that asks for an absent key: from now on wait first."""
+        with self._lock:
+            self._reconnect()  # raises if the server is gone, which is the usual reason
+            self._wait_before_get = True
+
+    def _wait_for_workers(self, world_size: int) -> None:
+        """Every process counts itself; the server's process stays until all have, so that it does not leave early."""
+        frame = wire.ADD + pack_bytes(_WORKERS)
+        came = self._call("add", "init/", frame + pack_i64(1), b"", "8")
+        end = time.monotonic() + self._timeout_s
+        while self._server is not None and came < world_size:
+            if time.monotonic() >= end:
+                raise DeadlineError(
+                    f"TCPStore: {came} of {world_size} workers joined the store on port {self._port} "
+                    f"in {words_for_seconds(self._timeout_s)}."
+                )
+            time.sleep(_JOIN_PAUSE)
+            came = self._call("add", "init/", frame + pack_i64(0), b"", "8")
+
+
+_HINTS = {
+    "add": "its process ended, or the value there is not a number",
+    "barrier": "its process ended, or the value there is not a number",
+}
+
+
+def _raw(key: str) -> bytes:
+    return _PREFIX + to_key("TCPStore", key).encode(errors="surrogateescape")
+
+
+def _name(key: str) -> bytes:
+    return pack_bytes(_raw(key))
+
+
+def _client(host: str, port: int, timeout: timedelta, use_libuv: bool, token: bytes | None) -> TCPStore:
+    return TCPStore(host, port, timeout=timeout, use_libuv=use_libuv, token=token)
+
+
+def _check_arguments(host_name: object, port: object, world_size: object) -> None:
+    if not isinstance(host_name, str):
+        raise bad_argument("TCPStore", "host_name", host_name, "a str: a host name or an address")
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
+        raise bad_argument("TCPStore", "port", port, "an int from 0 to 65535")
+    if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
+        raise bad_argument("TCPStore", "world_size", world_size, "a positive int or None")
+
+
+def _find_token(token: str | bytes | None) -> tuple[bytes | None, bool]:
+    """The job token, and whether it was passed (not found in the environment). An empty one means none."""
+    if token is None:
+        return os.environ.get("SYMCOMM_TOKEN", "").encode() or None, False
+    return to_bytes("TCPStore", token) or None, True

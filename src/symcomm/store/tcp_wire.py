@@ -1,0 +1,185 @@
+"""One client's connection to a TCPStore server: connect, say hello, prove the job token, exchange frames.
+
+The protocol is PyTorch's: a command byte, then fields in the machine's byte order; keys and values are a 64-bit length
+and bytes. Where both sides hold a job token, two commands of our own come before any other (see ``_prove_token``);
+where neither does, every byte is as PyTorch's client sends it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import os
+import random
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterable
+
+from symcomm._core import native
+from symcomm.errors import DeadlineError, ResourceError, StoreAuthError, StoreConnectionError, words_for_seconds
+
+__all__ = ["Connection", "Refused", "connect", "pack_bytes", "pack_i64", "pack_keys"]
+
+(HELLO, SET, COMPARE_SET, GET, ADD, CHECK, WAIT, NUM_KEYS, DELETE, APPEND) = (bytes([n]) for n in range(10))
+(MULTI_GET, MULTI_SET, CANCEL, PING, PUSH, POP, QUEUE_LEN, LIST_KEYS, BARRIER) = (bytes([n]) for n in range(10, 19))
+CHALLENGE, PROOF = b"\xa7", b"\xa8"  # ours; a server that does not know them closes the connection
+
+_MAGIC = struct.pack("=I", 0x3C85F7CE)
+_REFUSAL = struct.unpack("=I", b"AUTH")[0]  # instead of the ping's nonce: this server wants a token
+_NONCE_SIZE = 32
+_FIRST_PAUSE, _LAST_PAUSE = 0.005, 0.5  # seconds between attempts to connect
+_SLICE = struct.pack("@ll", 1, 0)  # a socket's own time-out; the native exchange counts on one second
+
+_U64 = struct.Struct("=Q")
+_I64 = struct.Struct("=q")
+pack_i64 = _I64.pack
+
+
+def pack_bytes(value: bytes) -> bytes:
+    """Length and bytes."""
+    return _U64.pack(len(value)) + value
+
+
+def pack_keys(keys: Iterable[bytes]) -> bytes:
+    """How many, then each."""
+    packed = [pack_bytes(key) for key in keys]
+    return _U64.pack(len(packed)) + b"".join(packed)
+
+
+class Refused(Exception):
+    """The server closed the connection during the hello; another try may go better."""
+
+
+class Connection:
+    """A connected socket that has said hello. ``exchange`` is the one thing done with it; not thread safe."""
+
+    def __init__(self, sock: socket.socket):
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SLICE)
+        self._sock = sock
+        self._fd = sock.fileno()
+
+    def exchange(self, head: bytes, tail: bytes, shape: str, count: int, seconds: float):
+        """Send a frame and return the answer of the given shape (see store_module.c)."""
+        return native.store_exchange(self._fd, head, tail, shape, count, seconds)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def connect(host: str, port: int, seconds: float, token: bytes | None, *, patient: bool = True) -> Connection:
+    """Connect and say hello, again and again until ``seconds`` have passed (only once when not ``patient``)."""
+    end = time.monotonic() + seconds
+    pause = _FIRST_PAUSE
+    refusals = 0
+    while True:
+        try:
+            return _connect_once(host, port, end, token)
+        except Refused as error:
+            refusals += 1
+            problem: Exception = error
+            if token is not None and refusals >= 3:
+                raise StoreAuthError(
+                    f"the store at {host}:{port} closed the connection when asked to prove the job token: it has none "
+                    "(a PyTorch server, for example). Start that server with the same token, or use no token here."
+                ) from None
+        except OSError as error:
+            _raise_if_hopeless(host, port, error)
+            problem = error
+        left = end - time.monotonic()
+        if not patient or left <= 0:
+            raise _cannot_connect(host, port, seconds if patient else None, problem) from None
+        time.sleep(min(left, pause * random.uniform(0.5, 1.0)))  # spread out: a thousand clients may be retrying
+        pause = min(pause * 2, _LAST_PAUSE)
+
+
+def _connect_once(host: str, port: int, end: float, token: bytes | None) -> Connection:
+    problem: OSError = OSError(errno.EADDRNOTAVAIL, "the name has no address")
+    for family, kind, proto, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, proto)
+        try:
+            sock.settimeout(max(end - time.monotonic(), 0.001))
+            sock.connect(address)
+            connection = Connection(sock)
+            _say_hello(connection, f"{host}:{port}", max(end - time.monotonic(), 0.001), token)
+            return connection
+        except OSError as error:
+            sock.close()
+            if isinstance(error, StoreAuthError):
+                raise
+            problem = error
+        except BaseException:
+            sock.close()
+            raise
+    raise problem
+
+
+def _say_hello(connection: Connection, where: str, seconds: float, token: bytes | None) -> None:
+    nonce = os.getpid() & 0xFFFFFFFF
+    ping = PING + struct.pack("=I", nonce)
+    try:
+        if token is None:
+            answer = connection.exchange(HELLO + _MAGIC + ping, b"", "4", 0, seconds)
+        else:
+            answer = _prove_token(connection, where, seconds, token, ping)
+    except ConnectionError as error:
+        if isinstance(error, StoreAuthError):
+            raise
+        raise Refused("it closed the connection during the hello") from None
+    if answer == _REFUSAL and token is None:
+        raise StoreAuthError(
+            f"the store at {where} wants a job token and this client has none: "
+            "pass token=, or set SYMCOMM_TOKEN to what the server has."
+        )
+    if answer == _REFUSAL:
+        raise StoreAuthError(f"the store at {where} did not accept this client's job token.")
+    if answer != nonce:
+        raise ConnectionError(f"what answers at {where} is not a store")
+
+
+def _prove_token(connection: Connection, where: str, seconds: float, token: bytes, ping: bytes) -> int:
+    """Both sides prove that they hold the token by signing two fresh nonces; it never travels.
+
+    client: hello, CHALLENGE, its nonce.   server: 1 (or 0: no token here), its nonce, its signature of both.
+    client: PROOF, its signature of both.  server: goes on, or the refusal in place of the ping's answer.
+    """
+    mine = secrets.token_bytes(_NONCE_SIZE)
+    answer = connection.exchange(HELLO + _MAGIC + CHALLENGE + mine, b"", "r", 1 + 2 * _NONCE_SIZE, seconds)
+    status, theirs, signature = answer[0], answer[1 : 1 + _NONCE_SIZE], answer[1 + _NONCE_SIZE :]
+    if status != 1:
+        raise StoreAuthError(
+            f"the store at {where} has no job token, so it cannot prove that it belongs to this job: "
+            "start that server with the same token, or use no token here."
+        )
+    if not hmac.compare_digest(signature, sign(token, "server", mine + theirs)):
+        raise StoreAuthError(f"the store at {where} holds another job token than this client: start both with one.")
+    return connection.exchange(PROOF + sign(token, "client", mine + theirs) + ping, b"", "4", 0, seconds)
+
+
+def sign(token: bytes, role: str, nonces: bytes) -> bytes:
+    """What ``role`` answers to a challenge."""
+    return hmac.digest(token, b"symcomm store " + role.encode() + nonces, "sha256")
+
+
+def _raise_if_hopeless(host: str, port: int, error: OSError) -> None:
+    if isinstance(error, StoreAuthError):
+        raise error
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        raise ResourceError(
+            f"cannot connect to the store at {host}:{port}: this process has no file descriptor left; raise `ulimit -n`."
+        ) from None
+
+
+def _cannot_connect(host: str, port: int, seconds: float | None, problem: Exception):
+    reason = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
+    if seconds is None:
+        return StoreConnectionError(f"the store at {host}:{port} is gone: {reason}.")
+    return DeadlineError(
+        f"no store answered at {host}:{port} in {words_for_seconds(seconds)} (last try: {reason}). "
+        "Check the address, that the process with is_master=True runs, and that no firewall is in between."
+    )
