@@ -12,7 +12,7 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from symcomm.cli.keeper import MARK
@@ -200,12 +200,19 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 # --- what to run ---------------------------------------------------------------------------------
 
 
-def build_command(program: str, args: Sequence[str], *, module: bool = False, no_python: bool = False) -> list[str]:
+def build_command(
+    program: str,
+    args: Sequence[str],
+    *,
+    module: bool = False,
+    no_python: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> list[str]:
     """The command line of every rank, once it is sure that it can start at all."""
     if module and no_python:
         raise BadArgumentError(f"{CALL}: -m and --no-python contradict each other; a module needs Python.")
     if module:
-        check_module(program)
+        check_module(program, (env or {}).get("PYTHONPATH", ""))
         return [sys.executable, "-m", program, *args]
     if no_python:
         return [find_executable(program), *args]
@@ -230,36 +237,36 @@ def find_executable(program: str) -> str:
     return found
 
 
-def check_module(name: str) -> None:
+def check_module(name: str, python_path: str = "") -> None:
     """Refuses a module that ``python -m`` would not find. Looks without importing anything."""
     if not all(part.isidentifier() for part in name.split(".")):
-        fix = "leave out .py" if name.endswith(".py") else "write it as in an import statement"
-        raise bad_argument(CALL, "-m", name, "a module's dotted name", fix)
-    spec = _find_spec(name)
+        raise bad_argument(CALL, "-m", name, "a module's dotted name, as in an import statement")
+    places = [os.getcwd(), *filter(None, python_path.split(os.pathsep))]  # where ranks look first
+    spec = _find_spec(name, places)
     if spec is None:
-        fix = "install it, or set PYTHONPATH"
+        fix = "leave out -m to run a file" if name.endswith(".py") else "install it, or set PYTHONPATH"
         raise bad_argument(CALL, "-m", name, f"a module that this Python can find ({sys.executable})", fix)
-    if spec.submodule_search_locations is not None and _find_spec(f"{name}.__main__") is None:
+    if spec.submodule_search_locations is not None and _find_spec(f"{name}.__main__", places) is None:
         raise bad_argument(CALL, "-m", name, "a module or a package with a __main__.py")
 
 
-def _find_spec(name: str) -> ModuleSpec | None:
-    """Like importlib.util.find_spec, which would import the parent packages; ranks also look in the directory."""
+def _find_spec(name: str, places: list[str]) -> ModuleSpec | None:
+    """Like importlib.util.find_spec, which would import the parent packages."""
     top, *rest = name.split(".")
-    sys.path.insert(0, os.getcwd())
+    before = list(sys.path)
+    sys.path[:0] = places
     try:
         spec = None if top == "__main__" else importlib.util.find_spec(top)
         for part in rest:
             if spec is None or spec.submodule_search_locations is None:
                 return None
-            full, places = f"{spec.name}.{part}", list(spec.submodule_search_locations)
-            found = (finder.find_spec(full, places) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-            spec = next((one for one in found if one is not None), None)
+            # the last part alone: with a dotted name, a namespace package would ask for its parent in sys.modules
+            spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
         return spec
     except (ValueError, ImportError):
         return None
     finally:
-        sys.path.remove(os.getcwd())
+        sys.path[:] = before
 
 
 def parse_env(pairs: Sequence[str]) -> dict[str, str]:

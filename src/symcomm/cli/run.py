@@ -77,8 +77,9 @@ def run(
         if nnodes > 1 and node_rank is None:
             fix = f"give each node its own: --node-rank 0 to --node-rank {nnodes - 1}"
             raise BadArgumentError(f"symcomm run: --node-rank is missing; with --nnodes {nnodes}, {fix}.")
+        variables = parse_env(env or [])
         job = Job(
-            command=build_command(program, args or [], module=module, no_python=no_python),
+            command=build_command(program, args or [], module=module, no_python=no_python, env=variables),
             ranks_here=parse_count(count),
             nodes=nnodes,
             node_rank=node_rank or 0,
@@ -87,7 +88,7 @@ def run(
             grace=grace,
             tag=tag,
             log_dir=log_dir,
-            env=parse_env(env or []),
+            env=variables,
         )
         on_terminal = os.isatty(STDOUT) and os.isatty(STDERR)
         output = Output(color=want_color(color, os.environ, on_terminal), prefix=prefix, quiet=quiet)
