@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 from collections import Counter
@@ -28,6 +31,11 @@ def environ(**more: str) -> dict[str, str]:
     hidden = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "NO_COLOR", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
     env = {key: value for key, value in os.environ.items() if key not in hidden}
     return {**env, "PYTHONPATH": str(SRC), **more}
+
+
+def default_interrupt() -> None:
+    """A shell may have started pytest in the background, with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Jobs:
@@ -52,8 +60,7 @@ class Jobs:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            # a shell may have started pytest in the background, with SIGINT ignored
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=default_interrupt,
         )
         self.started.append(process)
         return process
@@ -379,6 +386,16 @@ def test_launcher_killed_with_sigkill_leaves_nothing(jobs):
     jobs.assert_all_gone()
 
 
+def test_a_job_inside_a_job_goes_with_it(jobs):
+    jobs.write(FAMILY + "time.sleep(600)", "inner.py")
+    outer = "import os, sys; os.execv(sys.executable, [sys.executable, *'-m symcomm run -n 1 inner.py'.split()])"
+    process = jobs.start(jobs.write(outer))
+    jobs.wait_for("pid-0", "pid-0-same", "pid-0-away")
+    process.kill()
+    process.wait(DEADLINE)
+    jobs.assert_all_gone()
+
+
 # --- signals to the launcher ---------------------------------------------------------------------
 
 
@@ -433,6 +450,46 @@ while True: time.sleep(1)
     process.send_signal(signal.SIGINT)
     result = jobs.finish(process)
     assert result.returncode == 128 + signal.SIGKILL and "stopped by SIGINT" in result.stderr
+    jobs.assert_all_gone()
+
+
+def test_terminal_interrupt_reaches_each_rank_once(jobs):
+    """Ctrl-C on a real terminal: ranks have sessions of their own, so only what the launcher forwards arrives."""
+    script = (
+        PID_FILE
+        + """
+seen = []
+def interrupted(*_):
+    seen.append(1)
+    if len(seen) == 1: signal.setitimer(signal.ITIMER_REAL, 0.3)
+signal.signal(signal.SIGINT, interrupted)
+signal.signal(signal.SIGALRM, lambda *_: (print("seen", len(seen)), os._exit(0)))
+pid_file(f"{rank}", os.getpid())
+while True: time.sleep(1)
+"""
+    )
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "symcomm", "run", "-n", "2", jobs.write(script)],
+        cwd=jobs.path,
+        env=environ(TERM="xterm"),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0), default_interrupt()),  # its own terminal
+    )
+    jobs.started.append(process)
+    os.close(theirs)
+    jobs.wait_for("pid-0", "pid-1")
+    os.write(ours, b"\x03")
+    assert process.wait(DEADLINE) == 0
+    text = b""
+    with contextlib.suppress(OSError):  # the terminal is gone when its last user is
+        while data := os.read(ours, 4096):
+            text += data
+    os.close(ours)
+    lines = sorted(line.removeprefix("^C") for line in text.decode().splitlines() if "seen" in line)
+    assert lines == ["\x1b[33m[rank 1]\x1b[0m seen 1", "\x1b[36m[rank 0]\x1b[0m seen 1"]  # coloured: a terminal
     jobs.assert_all_gone()
 
 
