@@ -22,6 +22,7 @@ LAYERS = {
     "collectives": 3,
     "group": 4,
     "cli": 9,
+    "__main__": 9,
 }
 # Packages below the line never import torch when they are loaded, only inside a function that was handed a tensor.
 TORCH_FREE_AT_IMPORT = {"errors", "types", "_core", "store", "memory", "collectives", "group", "cli"}

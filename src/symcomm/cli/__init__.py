@@ -1,0 +1,17 @@
+"""The ``symcomm`` command.
+
+=============  ===========================================================================
+file           what it holds
+=============  ===========================================================================
+main.py        the command itself, and the table of its subcommands
+run.py         ``symcomm run``: options in, exit code out
+job.py         what to start: checks, rank numbers, environment, the meeting port
+launch.py      starts the ranks, watches them, ends them
+output.py      ranks' lines with prefixes, log files, the verdict's words
+keeper.py      finds and kills what is left, even when the launcher itself was killed
+version.py     ``symcomm version``
+=============  ===========================================================================
+
+Only main.py, run.py and version.py know that there is a command line; ``launch.launch(job, output)`` can be called
+from any program.
+"""

@@ -1,0 +1,360 @@
+"""Starts the ranks of a job on this node, watches them, and ends them all when one fails.
+
+One thread and one event loop: ranks' pipes and ranks' ends are both events. No rank is reaped before its attempt is
+over, so neither its pid nor its process group can be given to a stranger while we may still send signals to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from symcomm.cli import verdict
+from symcomm.cli.job import CALL, LOCAL_ADDRESS, Job, reserve_port
+from symcomm.cli.keeper import KILL_DEADLINE_S, Keeper, find_processes, kill_processes, signal_processes
+from symcomm.cli.output import STDERR, STDOUT, Output
+from symcomm.errors import ResourceError
+
+# After a rank failed, the others get this long to fail by themselves and print why (a lost peer breaks every wait
+# within milliseconds; a Python traceback and exit take about 0.1 s), before they get SIGTERM.
+SETTLE_S = 0.3
+IDLE_S = 1.0  # the loop turns at least this often
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # forwarded to process groups; the second one kills
+PASSING = (signal.SIGUSR1, signal.SIGUSR2)  # forwarded to the ranks only: their helpers would die of it
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Rank:
+    """A started rank."""
+
+    number: int
+    process: subprocess.Popen
+    started: float
+    ended: float | None = None
+    returncode: int | None = None
+    stopping: int = 0  # the last signal with which we tried to stop it
+    pidfd: int | None = None
+
+    def end(self, now: float) -> verdict.RankEnd:
+        seconds = (self.ended or now) - self.started
+        return verdict.RankEnd(self.number, self.process.pid, self.returncode, seconds, self.stopping)
+
+
+@dataclass
+class StopRequest:
+    """The signals that the launcher itself receives, from a terminal or a scheduler."""
+
+    signum: int = 0  # the first signal that asks the job to stop
+    attempt: Attempt | None = None
+    pid: int = field(default_factory=os.getpid)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handles signals meanwhile (in a main thread). Those that are ignored stay so: nohup, background jobs."""
+        before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for signum in (*STOPPING, *PASSING):
+                if signal.getsignal(signum) is not signal.SIG_IGN:
+                    before[signum] = signal.signal(signum, self._receive)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, signum: int, _frame: object) -> None:
+        # Acts at once and not in the loop, since the loop may be stuck writing to a terminal that nobody reads.
+        if os.getpid() != self.pid:
+            return  # a rank between fork and exec; the launcher got the same signal and will forward it
+        if signum in PASSING:
+            if self.attempt:
+                self.attempt.pass_on(signum)
+        elif self.signum:
+            if self.attempt:
+                self.attempt.kill()
+        else:
+            self.signum = signum
+            if self.attempt:
+                self.attempt.forward_stop(signum)
+
+
+class Attempt:
+    """All ranks of this node, started once."""
+
+    def __init__(self, job: Job, number: int, output: Output, keeper: Keeper, stop: StopRequest):
+        self.job = job
+        self.number = number
+        self.first_failed: Rank | None = None
+        self.ranks: list[Rank] = []
+        self._output = output
+        self._keeper = keeper
+        self._stop = stop
+        self._selector = selectors.DefaultSelector()
+        self._started = False
+        self._next_step: tuple[float, Callable[[], None]] | None = None  # when to get rougher, and how
+        self._killing = False
+        self._given_up = False
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Returns when every rank, and every process that a rank has left behind, is gone."""
+        host, port = self.job.endpoint or (LOCAL_ADDRESS, 0)
+        hosts_store = self.job.node_rank == 0
+        holder = reserve_port(port) if hosts_store else None
+        try:
+            self._start(host, holder.getsockname()[1] if holder else port)
+            while self._live() and not self._given_up:
+                self._turn(IDLE_S)
+            self._end_leftovers()
+        finally:
+            self._started = False
+            kill_processes(self._groups(), self.job.mark)
+            self._drain()
+            for rank in self.ranks:
+                self._keeper.forget(rank.process.pid)
+                if rank.ended is not None:
+                    rank.process.wait()  # only now may the kernel give its pid to somebody else
+                if rank.pidfd is not None:
+                    os.close(rank.pidfd)
+            self._selector.close()
+            if holder:
+                holder.close()
+
+    def ends(self) -> list[verdict.RankEnd]:
+        now = time.monotonic()
+        return [rank.end(now) for rank in self.ranks]
+
+    def _start(self, address: str, port: int) -> None:
+        log_dir = self.job.log_directory(self.number)
+        prepare = functools.partial(_die_with_parent, ctypes.CDLL(None), os.getpid())
+        for local_rank in range(self.job.ranks_here):
+            if self._stop.signum:
+                break
+            number = self.job.first_rank + local_rank
+            self._output.begin(number, self.job.world_size - 1, self.job.tag, log_dir)
+            process = _spawn(self.job, self.job.environment(local_rank, self.number, address, port), prepare)
+            self._keeper.watch(process.pid)
+            rank = Rank(number, process, time.monotonic())
+            self.ranks.append(rank)
+            self._watch(rank)
+        self._started = True
+        if self._stop.signum:  # it came while we were starting
+            self.forward_stop(self._stop.signum)
+
+    def _watch(self, rank: Rank) -> None:
+        for which, pipe in ((STDOUT, rank.process.stdout), (STDERR, rank.process.stderr)):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            self._selector.register(pipe, selectors.EVENT_READ, functools.partial(self._read, rank, which, pipe))
+        with contextlib.suppress(OSError):  # before Linux 5.3: every turn of the loop looks instead
+            rank.pidfd = os.pidfd_open(rank.process.pid)
+            self._selector.register(rank.pidfd, selectors.EVENT_READ, functools.partial(self._note_end, rank))
+
+    def _turn(self, timeout: float) -> None:
+        """Waits for something to happen, then handles it."""
+        now = time.monotonic()
+        if self._next_step:
+            timeout = min(timeout, max(0.0, self._next_step[0] - now))
+        live = self._live()
+        if any(rank.pidfd is None for rank in live):
+            timeout = min(timeout, 0.05)
+        for key, _ in self._selector.select(timeout):
+            key.data()
+        for rank in live:
+            if rank.pidfd is None:
+                self._note_end(rank)
+        self._output.tick()
+        if self._output.broken and not self._stop.signum:
+            self._stop.signum = signal.SIGPIPE
+            self._terminate()
+        if self._next_step and time.monotonic() >= self._next_step[0]:
+            self._next_step[1]()
+
+    def _live(self) -> list[Rank]:
+        return [rank for rank in self.ranks if rank.ended is None]
+
+    def _groups(self) -> set[int]:
+        return {rank.process.pid for rank in self.ranks}
+
+    def _read(self, rank: Rank, which: int, pipe: Any) -> bool:
+        """True when there was something. At the end of the stream its pipe is closed."""
+        try:
+            data = os.read(pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return False
+        if data:
+            self._output.feed(rank.number, which, data)
+        else:
+            self._selector.unregister(pipe)
+            pipe.close()
+            self._output.finish(rank.number, which)
+        return bool(data)
+
+    def _note_end(self, rank: Rank) -> None:
+        """Learns how a rank ended, without reaping it. The first failure starts the end of the others."""
+        how = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if how is None:
+            return
+        rank.ended = time.monotonic()
+        rank.returncode = how.si_status if how.si_code == os.CLD_EXITED else -how.si_status
+        if rank.pidfd is not None:
+            self._selector.unregister(rank.pidfd)
+        if rank.returncode == 0 or self.first_failed:
+            return
+        self.first_failed = rank
+        if self._stop.signum:  # it was asked to stop: SIGTERM now could break what the others save
+            self._next_step = self._next_step or (rank.ended + self.job.grace, self.kill)
+        else:
+            self._next_step = (rank.ended + SETTLE_S, self._terminate)
+
+    # -- ending -----------------------------------------------------------------------------------
+
+    def pass_on(self, signum: int) -> None:
+        for rank in self._live() if self._started else ():
+            _quietly(os.kill, rank.process.pid, signum)
+
+    def forward_stop(self, signum: int) -> None:
+        """A stop that came from outside: ranks may take their time over it."""
+        if self._started:
+            self._signal_groups(signum)
+
+    def _terminate(self) -> None:
+        self._signal_groups(signal.SIGTERM)
+        self._next_step = (time.monotonic() + self.job.grace, self.kill)
+
+    def kill(self) -> None:
+        """Ends everything now."""
+        self._killing = True
+        self._signal_groups(signal.SIGKILL)
+        self._next_step = (time.monotonic() + KILL_DEADLINE_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self._given_up = True
+
+    def _signal_groups(self, signum: int) -> None:
+        """Also the groups of ranks that have ended: their children may still run."""
+        for rank in self.ranks:
+            if rank.ended is None:
+                rank.stopping = signum
+            _quietly(os.killpg, rank.process.pid, signum)
+
+    def _end_leftovers(self) -> None:
+        """Processes that ranks have left behind get SIGTERM too, and what is left of the grace."""
+        left = find_processes(self._groups(), self.job.mark)
+        kill_is_due = self._next_step and self._next_step[1] == self.kill
+        end = self._next_step[0] if self._next_step and kill_is_due else time.monotonic() + self.job.grace
+        self._next_step = None
+        if left and not self._given_up:
+            signal_processes(left, signal.SIGTERM)
+        while left and time.monotonic() < end and not self._killing:
+            self._turn(0.02)
+            left = find_processes(self._groups(), self.job.mark)
+        if left and not self._given_up:
+            self._output.say([f"killed what ranks had left behind: {_names(left)}."], bad=False)
+
+    def _drain(self) -> None:
+        """Shows what is still in the pipes, when no process is left to write to them."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, int):
+                continue
+            rank, which, pipe = key.data.args
+            while self._read(rank, which, pipe):
+                pass
+            if not pipe.closed:  # a process that we cannot end holds the other side
+                pipe.close()
+                self._output.finish(rank.number, which)
+
+
+def launch(job: Job, output: Output) -> int:
+    """Runs a job to its end, with its restarts; returns what the program should exit with."""
+    job.check()
+    stop = StopRequest()
+    with stop.listening():
+        keeper = Keeper(job.mark)
+        try:
+            for number in range(job.max_restarts + 1):
+                attempt = Attempt(job, number, output, keeper, stop)
+                stop.attempt = attempt
+                attempt.run()
+                stop.attempt = None
+                code = _judge(attempt, stop.signum, output)
+                if code == 0 or stop.signum:
+                    break
+                if number < job.max_restarts:
+                    output.say([f"restarting all ranks (restart {number + 1} of {job.max_restarts})."], bad=False)
+        finally:
+            keeper.dismiss()
+    return code
+
+
+def _judge(attempt: Attempt, stopped_by: int, output: Output) -> int:
+    """The exit code of an attempt; says why when it did not end well."""
+    job, ends = attempt.job, attempt.ends()
+    first = attempt.first_failed
+    if stopped_by == signal.SIGPIPE:
+        output.broken = False  # the reader of one stream went away; the other may still be read
+    cut_short = stopped_by == signal.SIGPIPE or len(ends) < job.ranks_here
+    if stopped_by and (first or cut_short):
+        output.say(verdict.stopped_words(stopped_by, ends, job.grace))
+        return verdict.exit_code(first.end(0.0)) if first and not cut_short else 128 + stopped_by
+    if first is None:
+        return 0
+    log_dir = job.log_directory(attempt.number)
+    log = f"{log_dir / f'rank-{first.number}'}.out, .err" if log_dir else ""
+    others = [end for end in ends if end.rank != first.number]
+    tail = output.tail(first.number)
+    output.say(verdict.failure_words(first.end(0.0), others, tail, job.grace, log))
+    return verdict.exit_code(first.end(0.0))
+
+
+def _spawn(job: Job, env: dict[str, str], prepare: Callable[[], None]) -> subprocess.Popen:
+    try:
+        return subprocess.Popen(
+            job.command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=env,
+            start_new_session=True,  # a process group of its own, out of reach of the terminal's Ctrl-C
+            preexec_fn=prepare,
+            bufsize=0,
+        )
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise ResourceError(f"{CALL}: {job.command[0]} cannot be started ({why}).") from None
+
+
+def _die_with_parent(libc: Any, parent: int) -> None:
+    """Runs in the new rank before its program: the kernel kills it when the launcher dies."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # the launcher died before that
+        os._exit(1)
+
+
+def _quietly(send: Callable[[int, int], None], target: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        send(target, signum)
+
+
+def _names(pids: list[int]) -> str:
+    """``python (pid 17), sleep (pid 18)``"""
+    names = []
+    for pid in pids[:5]:
+        try:
+            with open(f"/proc/{pid}/comm") as file:
+                names.append(f"{file.read().strip()} (pid {pid})")
+        except OSError:
+            names.append(f"pid {pid}")
+    return ", ".join(names) + (f" and {len(pids) - 5} more" if len(pids) > 5 else "")

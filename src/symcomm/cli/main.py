@@ -1,0 +1,66 @@
+"""The ``symcomm`` command: a table of subcommands, each loaded only when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+# name -> (module, one line for the list). A module has an ``app``, a Typer of one command or of several.
+# One that is not installed is left out.
+LAZY_COMMANDS = {
+    "run": ("symcomm.cli.run", "Start a script as N ranks, with torchrun's environment variables."),
+    "demo": ("symcomm.cli.demo", "Several ranks at work on this machine, explained as they go."),
+    "bench": ("symcomm.cli.bench", "Measure this machine."),
+    "version": ("symcomm.cli.version", "Say which Symcomm, Python, C core and torch this is."),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Lists commands from the table; imports one when it is about to run."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for name, (module, _) in LAZY_COMMANDS.items() if importlib.util.find_spec(module)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Only a name and a line of help: what listings and completion ask for."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        return TyperCommand(cmd_name, short_help=LAZY_COMMANDS[cmd_name][1], rich_markup_mode=None)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is None or command is None:
+            return name, command, rest
+        module = importlib.import_module(LAZY_COMMANDS[name][0])
+        loaded = typer.main.get_command(module.app)
+        loaded.name = name
+        return name, loaded, rest
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def symcomm() -> None:
+    """PyTorch's communication layer on symmetric memory.
+
+    \b
+    Examples:
+      symcomm run -n 4 train.py --lr 0.1   start a script as four ranks
+      symcomm run --help                   everything about a command
+      symcomm --install-completion         complete commands in your shell
+    """
+
+
+def main() -> None:
+    app(prog_name="symcomm")

@@ -1,0 +1,99 @@
+"""``symcomm run``: options in, exit code out. What they mean is in job.py, what happens is in launch.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from symcomm.cli.job import Job, build_command, parse_count, parse_endpoint, parse_env
+from symcomm.cli.launch import launch
+from symcomm.cli.output import STDERR, STDOUT, Output, want_color
+from symcomm.errors import BadArgumentError, SymcommError
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+BAD_USAGE = 2
+
+
+# Everything from the script's name on belongs to the script, hence no interspersed options.
+@app.command(name="run", context_settings={"allow_interspersed_args": False})
+def run(
+    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="What every rank runs.", show_default=False)],
+    args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGS", help="Passed on to it as they are.", show_default=False),
+    ] = None,
+    count: Annotated[
+        str, typer.Option("-n", "--nproc-per-node", metavar="N", help="Ranks on this node: a number, auto, cpu or gpu.")
+    ] = "1",
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")] = False,
+    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program that is not Python.")] = False,
+    nnodes: Annotated[int, typer.Option("--nnodes", metavar="N", help="Nodes; each runs this command once.")] = 1,
+    node_rank: Annotated[
+        int | None,
+        typer.Option("--node-rank", metavar="R", help="Which of the nodes this is, from 0.", show_default=False),
+    ] = None,
+    endpoint: Annotated[
+        str,
+        typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Where ranks meet: a free port of node 0."),
+    ] = "",
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", metavar="K", help="Start all ranks again, up to K times, when one fails.")
+    ] = 0,
+    grace: Annotated[
+        float, typer.Option("--grace", metavar="SECONDS", help="Between SIGTERM and SIGKILL, when a rank has failed.")
+    ] = 5.0,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option("--log-dir", metavar="DIR", help="Also write DIR/[TAG/]attempt-0/rank-0.out and .err."),
+    ] = None,
+    tag: Annotated[str, typer.Option("--tag", metavar="TAG", help="The job's name, in prefixes and log files.")] = "",
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="KEY=VALUE", help="Set a variable in every rank; may be repeated."),
+    ] = None,
+    prefix: Annotated[bool, typer.Option("--prefix/--no-prefix", help="Say which rank wrote a line.")] = True,
+    color: Annotated[
+        bool | None,
+        typer.Option("--color/--no-color", help="Colour the prefixes. [default: on a terminal]", show_default=False),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Show nothing of the ranks but the verdict.")] = False,
+) -> None:
+    """Start a script as N ranks, with torchrun's environment variables.
+
+    Lines that ranks write are shown with the rank's number. When a rank fails, all others are ended, and a verdict
+    says which failed first and why; its exit code becomes this command's.
+
+    \b
+    Examples:
+      symcomm run -n 4 train.py --lr 0.1
+      symcomm run -n gpu --log-dir logs --tag first -m my_package.train
+      symcomm run -n 8 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29500 train.py
+      symcomm run -n 2 --no-python ./prog
+    """
+    try:
+        if nnodes > 1 and node_rank is None:
+            fix = f"give each node its own: --node-rank 0 to --node-rank {nnodes - 1}"
+            raise BadArgumentError(f"symcomm run: --node-rank is missing; with --nnodes {nnodes}, {fix}.")
+        variables = parse_env(env or [])
+        job = Job(
+            command=build_command(program, args or [], module=module, no_python=no_python, env=variables),
+            ranks_here=parse_count(count),
+            nodes=nnodes,
+            node_rank=node_rank or 0,
+            endpoint=parse_endpoint(endpoint) if endpoint else None,
+            max_restarts=max_restarts,
+            grace=grace,
+            tag=tag,
+            log_dir=log_dir,
+            env=variables,
+        )
+        on_terminal = os.isatty(STDOUT) and os.isatty(STDERR)
+        output = Output(color=want_color(color, os.environ, on_terminal), prefix=prefix, quiet=quiet)
+        code = launch(job, output)
+    except SymcommError as error:
+        typer.echo(str(error), err=True)
+        code = BAD_USAGE
+    raise typer.Exit(code)

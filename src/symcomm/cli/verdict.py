@@ -1,0 +1,91 @@
+"""How a rank ended, and the few lines that say what happened to a job."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from symcomm.errors import words_for_exit, words_for_ranks, words_for_seconds
+
+TAIL_LINES = 10
+# What a death by signal that we did not send usually means.
+HINTS: dict[int, str] = {
+    signal.SIGKILL: "somebody killed it: the kernel does so when memory runs out (see `dmesg`).",
+    signal.SIGBUS: "memory behind a mapping was missing: /dev/shm may be full (see `df -h /dev/shm`).",
+    signal.SIGSEGV: "a crash in native code: run with `--env PYTHONFAULTHANDLER=1` to see where.",
+    signal.SIGABRT: "native code gave up: run with `--env PYTHONFAULTHANDLER=1` to see where.",
+}
+
+
+@dataclass
+class RankEnd:
+    """One rank's end. ``returncode`` is as in subprocess, None when not even SIGKILL ended it."""
+
+    rank: int
+    pid: int
+    returncode: int | None
+    seconds: float  # how long it ran
+    after: int = 0  # the signal with which we had begun to stop it, 0 when it ended by itself
+
+    @property
+    def failed_by_itself(self) -> bool:
+        return self.returncode != 0 and not self.after
+
+
+def exit_code(end: RankEnd) -> int:
+    """What a shell would report: the rank's code, or 128 + signal."""
+    if end.returncode is None:
+        return 128 + signal.SIGKILL
+    return end.returncode if end.returncode >= 0 else 128 - end.returncode
+
+
+def failure_words(
+    first: RankEnd, others: Sequence[RankEnd], tail: Sequence[str], grace: float, log: str = ""
+) -> list[str]:
+    """The verdict: which rank failed first, how, its last lines, and what became of the others."""
+    assert first.returncode is not None
+    how = f"{words_for_exit(first.returncode)} after {words_for_seconds(first.seconds)} (pid {first.pid})"
+    lines = [f"rank {first.rank} failed{' first' if others else ''}: it {how}."]
+    if first.returncode < 0 and (hint := HINTS.get(-first.returncode)):
+        lines.append(f"  hint: {hint}")
+    if tail:
+        lines.append("  its last lines on stderr:")
+        lines += [f"    {line}" for line in tail]
+    else:
+        lines.append("  it wrote nothing to stderr.")
+    if others:
+        lines.append(f"  others: {fates(others, grace)}.")
+    if log:
+        lines.append(f"  its logs: {log}")
+    return lines
+
+
+def stopped_words(signum: int, ends: Sequence[RankEnd], grace: float) -> list[str]:
+    """The verdict of a job that was asked to stop."""
+    longest = max((end.seconds for end in ends), default=0.0)
+    how = fates(ends, grace) or "no rank had started"
+    return [f"stopped by {signal.Signals(signum).name} after {words_for_seconds(longest)}: {how}."]
+
+
+def fates(ends: Sequence[RankEnd], grace: float) -> str:
+    """``ranks 0, 2 stopped on SIGTERM; rank 1 was killed after 5 s`` : ranks with the same fate together."""
+    by_fate: dict[str, list[int]] = {}
+    for end in ends:
+        by_fate.setdefault(_fate(end, grace), []).append(end.rank)
+    return "; ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {words_for_ranks(ranks)} {fate}" for fate, ranks in by_fate.items()
+    )
+
+
+def _fate(end: RankEnd, grace: float) -> str:
+    if end.returncode is None:
+        return f"cannot be ended (pid {end.pid} hangs in the kernel)"
+    if not end.after:
+        return "had finished" if end.returncode == 0 else f"also failed ({words_for_exit(end.returncode)})"
+    name = signal.Signals(end.after).name
+    if end.after == signal.SIGKILL and end.returncode == -signal.SIGKILL:
+        return f"had to be killed (grace {words_for_seconds(grace)})"
+    if end.returncode == -end.after:
+        return f"stopped on {name}"
+    return f"{words_for_exit(end.returncode)} on {name}"

@@ -1,0 +1,46 @@
+"""``symcomm version``: what a bug report needs. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+
+import typer
+
+import symcomm
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+def core_line() -> str:
+    """Where the C core is and which Python ABI it was built for, or why it is not there."""
+    try:
+        from symcomm._core import native
+    except ImportError as error:
+        return f"cannot be loaded ({error}); build it with `python setup.py build_ext --inplace`"
+    path = str(native.__file__)
+    stable = ".abi3." in path
+    return f"{path} ({'abi3: any Python from 3.10 on' if stable else 'for this Python only'})"
+
+
+def torch_line() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@app.command(name="version")
+def version() -> None:
+    """Say which Symcomm, Python, C core and torch this is.
+
+    \b
+    Example:
+      symcomm version
+    """
+    typer.echo(f"symcomm {symcomm.__version__}")
+    typer.echo(f"python  {platform.python_version()} ({sys.executable})")
+    typer.echo(f"system  {platform.system()} {platform.release()} {platform.machine()}")
+    typer.echo(f"C core  {core_line()}")
+    typer.echo(f"torch   {torch_line()}")
