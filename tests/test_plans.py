@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import struct
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -13,7 +17,8 @@ import pytest
 
 from symcomm import collectives
 from symcomm.collectives import Limits, Need, Plan
-from symcomm.collectives.interpret import Buffer, PlanError, Tensors, run
+from symcomm.collectives.interpret import Buffer, DeadlockError, PlanError, RaceError, Tensors, describe, run
+from symcomm.collectives.plan import At, Copy, Loop, Reduce, Signal, Space, Wait
 from symcomm.types import DType, RedOpType
 
 TINY = Limits(stage_bytes=4096, chunk_bytes=512, one_shot_bytes=256, direct_bytes=128)
@@ -232,3 +237,260 @@ def test_every_collective(world: int):
             play(trio, schedule)
         except (PlanError, AssertionError) as error:
             raise AssertionError(explain(trio, schedule)) from error
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_limits(seed: int):
+    """Staging areas with no room to spare, chunks of all sizes, elements of all sizes."""
+    pick = random.Random(seed)
+    for _ in range(25):
+        world = pick.randint(2, 6)
+        lanes = 3 * (world - 1) * 64
+        stage = pick.choice([max(lanes, (2 * world + 2) * 64), 2048 + pick.randrange(64), 4096])
+        limits = Limits(
+            stage_bytes=stage,
+            chunk_bytes=pick.choice([1, 64, 200, 512, 4096, 10**6]),
+            one_shot_bytes=pick.choice([0, 300, 10**6]),
+            direct_bytes=pick.choice([0, 1, 500, 10**6]),
+            two_rank_variant=pick.choice(["one_shot", "two_shot"]),
+        )
+        dtype = pick.choice([DType.INT8, DType.BFLOAT16, DType.FLOAT32, DType.INT64, DType.COMPLEX128])
+        cases = [
+            Case(
+                pick.choice((*ROOTED, *UNROOTED)),
+                world,
+                pick.randrange(1 + pick.choice([2, 64, 3000]) // dtype.itemsize),
+                pick.randrange(world),
+                *(pick.random() < 0.5 for _ in range(3)),
+                pick.choice(["none", "all", "mixed"]),
+                limits,
+                dtype,
+            )
+            for _ in range(3)
+        ]
+        schedule = pick.choice(schedules(world))
+        try:
+            play(cases, schedule)
+        except (PlanError, AssertionError) as error:
+            raise AssertionError(explain(cases, schedule)) from error
+
+
+def test_real_limits():
+    """The thresholds that ship, just below and just above each, with few elements per byte of tensor."""
+    for name in (*ROOTED, *UNROOTED):
+        for nbytes in (32 << 10, (32 << 10) + 16, 256 << 10, (256 << 10) + 16, 3_000_000):
+            for symmetric in ("none", "all"):
+                play([Case(name, 2, nbytes // 16, 1, symmetric=symmetric, limits=Limits(), dtype=DType.COMPLEX128)], 1)
+
+
+# --- what a plan promises ----------------------------------------------------------------------------
+
+
+def steps_of(plan: Plan) -> list[Any]:
+    blocks = [*plan.head, *plan.staged, *(plan.direct or [])]
+    return [inner for step in blocks for inner in (step.body if isinstance(step, Loop) else (step,))]
+
+
+@pytest.mark.parametrize("name", [*ROOTED, *UNROOTED])
+def test_steps_do_not_grow_with_size(name: str):
+    lengths = []
+    for count in (10_000_000, 1_000_000_000):
+        plans = [make(name, rank, 4, count) for rank in range(4)]
+        lengths.append(max(len(steps_of(plan)) for plan in plans))
+    assert lengths[0] == lengths[1] < 100
+
+
+def make(name: str, rank: int, world: int, count: int, limits: Limits = Limits(), dtype: DType = DType.INT64) -> Plan:  # noqa: B008
+    function, counts = getattr(collectives, name), (count,) * world
+    arguments: dict[str, tuple] = {
+        "all_reduce": (count, dtype, RedOpType.SUM),
+        "reduce": (count, dtype, RedOpType.SUM, 1),
+        "reduce_scatter": (counts, dtype, RedOpType.SUM),
+        "all_gather": (counts, dtype),
+        "broadcast": (count, dtype, 1),
+        "gather": (counts, dtype, 1),
+        "scatter": (counts, dtype, 1),
+        "all_to_all": (count, dtype),
+    }
+    return function(rank, world, *arguments[name], limits=limits)
+
+
+def test_own_contribution_is_never_staged_for_its_owner():
+    for name in (*ROOTED, *UNROOTED):
+        for count in (10, 10_000, 1_000_000):
+            for rank in range(3):
+                for step in steps_of(make(name, rank, 3, count)):
+                    sources = step.src if isinstance(step, Reduce) else [step.src] if isinstance(step, Copy) else []
+                    assert not any(at.space == Space.STAGE and at.index == rank for at in sources), (name, count)
+
+
+def test_sources_come_in_rank_order():
+    for name in ("all_reduce", "reduce", "reduce_scatter"):
+        for count in (10, 10_000, 1_000_000):
+            for rank in range(4):
+                for step in steps_of(make(name, rank, 4, count)):
+                    if isinstance(step, Reduce):
+                        owners = [rank if at.space == Space.IN else at.index for at in step.src]
+                        assert owners == [0, 1, 2, 3]
+
+
+def test_a_world_of_one_still_reduces():
+    for name in ("all_reduce", "reduce", "reduce_scatter"):
+        arguments = {"reduce_scatter": ((5,), DType.BOOL, RedOpType.SUM), "reduce": (5, DType.BOOL, RedOpType.SUM, 0)}
+        plan = getattr(collectives, name)(0, 1, *arguments.get(name, (5, DType.BOOL, RedOpType.SUM)))
+        assert plan.staged == [Reduce((At(Space.OUT),), (At(Space.IN),), 5)]
+
+
+def test_signature_tells_uneven_counts_apart():
+    counts = [collectives.all_gather(0, 3, c, DType.INT8).count for c in ((1, 2, 3), (3, 2, 1), (2, 2, 2))]
+    assert len(set(counts)) == 3
+    assert counts[2] == 6
+    assert all(0 <= n < 1 << 63 for n in counts)
+    assert [n & 0xFFFFFFFF for n in counts] == [6, 6, 6]
+    everywhere = {collectives.all_gather(rank, 3, (1, 2, 3), DType.INT8).count for rank in range(3)}
+    assert len(everywhere) == 1
+
+
+def test_even_all_to_all_is_the_same_call_however_it_is_written():
+    even = collectives.all_to_all(0, 2, 5, DType.INT8)
+    matrix = collectives.all_to_all(0, 2, ((5, 5), (5, 5)), DType.INT8)
+    assert even.encode() == matrix.encode()
+
+
+def test_plans_are_cached():
+    assert collectives.barrier(0, 2) is collectives.barrier(0, 2)
+    first = collectives.all_reduce(0, 2, 5, DType.INT8, RedOpType.SUM)
+    assert collectives.all_reduce(0, 2, 5, DType.INT8, RedOpType.SUM) is first
+
+
+def test_a_staging_area_that_is_too_small_is_refused():
+    with pytest.raises(ValueError, match="stage_bytes must be at least 1024 for each slot"):
+        collectives.all_reduce(0, 16, 10**6, DType.INT8, RedOpType.SUM, Limits(stage_bytes=1024))
+
+
+def test_debug_prints_each_choice_once():
+    code = (
+        "from symcomm import collectives as c\nfor _ in range(2): c.all_reduce(0, 4, 100000, 11, 0); c.barrier(1, 4)\n"
+    )
+    environment = {**os.environ, "SYMCOMM_DEBUG": "plan"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, env=environment, check=True
+    )
+    assert done.stderr.splitlines() == [
+        "symcomm plan: all_reduce rank 0/4 count 100000: two-shot (400000 bytes > one_shot_bytes 32768)",
+        "symcomm plan: barrier rank 1/4 count 0: arrival (arriving is the whole barrier)",
+    ]
+
+
+# --- the interpreter's own words ---------------------------------------------------------------------
+
+
+def two_ranks(first: Plan, second: Plan) -> list[list[list[Any]]]:
+    tensors = [
+        [Tensors([Buffer.of(f"input of {r}", [r] * 8)], [Buffer.of(f"output of {r}", [0] * 8)]) for r in range(2)]
+    ]
+    return run([[first, second]], tensors, 1, 4096)
+
+
+def empty(rank: int, **parts: Any) -> Plan:
+    return replace(collectives.barrier(rank, 2), dtype=DType.INT64, **parts)
+
+
+def test_deadlock_names_who_waits_for_whom():
+    with pytest.raises(
+        DeadlockError, match=r"rank 0 \(operation 1, staged step 0: wait for rank 1 to signal 2\) waits for rank 1"
+    ):
+        two_ranks(empty(0, staged=[Wait(1, 2)]), empty(1))
+
+
+def test_race_names_step_space_and_range():
+    late = [Copy((At(Space.STAGE, 1),), At(Space.IN), 64)]
+    read = [Copy((At(Space.OUT),), At(Space.STAGE, 1), 64)]
+    with pytest.raises(
+        RaceError, match=r"rank 0 reads elements 0 to 8 of STAGE\[1\] half 1|rank 1 overwrites elements 0 to 8"
+    ):
+        two_ranks(empty(0, staged=read), empty(1, staged=late))
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([Copy((At(Space.OUT),), At(Space.IN, 0, 8), 64)], "bytes 8 to 72 of input of 0, which has 64"),
+        ([Copy((At(Space.STAGE, 0, 4064),), At(Space.IN), 64)], "bytes 4064 to 4128 of STAGE"),
+        ([Copy((At(Space.OUT),), At(Space.IN, 1), 64)], r"there is no IN\[1\]"),
+        ([Copy((At(Space.OUT),), At(Space.PEER_IN, 1), 64)], r"PEER_IN\[1\] cannot be reached"),
+        ([Copy((At(Space.OUT),), At(Space.IN), 12)], "12 bytes at 0 are not whole elements"),
+        ([Copy((At(Space.OUT, 0, 8),), At(Space.OUT), 16)], "places overlap in output of 0"),
+        ([Signal(3), Signal(3)], "signal 3 does not go up"),
+        ([Copy((At(Space.OUT),), At(Space.STAGE, 1), 8)], "which nobody has written"),
+    ],
+)
+def test_bad_steps_are_refused(steps: list[Any], message: str):
+    with pytest.raises(PlanError, match=message):
+        two_ranks(empty(0, staged=steps), empty(1))
+
+
+def test_different_calls_are_refused():
+    with pytest.raises(PlanError, match="ranks . and . differ"):
+        two_ranks(empty(0), replace(empty(1), count=3))
+
+
+def test_describe():
+    text = describe(collectives.all_reduce(1, 2, 100_000, DType.FLOAT32, RedOpType.SUM))
+    assert text.splitlines()[:3] == [
+        "all_reduce on rank 1 of 2: one-shot (400000 bytes, two ranks: two_rank_variant is one_shot)",
+        "  head",
+        "    copy 200000 from IN[0]+0 to STAGE[1]+0",
+    ]
+    assert "wait for all to signal 2" in text
+
+
+# --- encoding ----------------------------------------------------------------------------------------
+
+
+def decode(data: bytes) -> Plan:
+    """The reverse of Plan.encode, from the description of the format alone."""
+    ints = list(struct.unpack(f"{len(data) // 8}q", data))
+    world, rank, collective, dtype, redop, root, count, has_direct, *lengths, places = ints[:12]
+    needs, rest = ints[12 : 12 + world], ints[12 + world :]
+    rows = [rest[12 * k : 12 * k + 12] for k in range(sum(lengths))]
+    table = rest[12 * len(rows) :]
+    assert len(table) == 6 * places
+    at = [At(Space(table[6 * k]), *table[6 * k + 1 : 6 * k + 6]) for k in range(places)]
+
+    def simple(row: list[int]) -> Any:
+        code, first_dst, dsts, first_src, srcs, nbytes, last, value, stride, who, *_ = row
+        if code == 2:
+            return Signal(value, stride)
+        if code == 3:
+            return Wait(who, value, stride)
+        dst, src = tuple(at[first_dst : first_dst + dsts]), tuple(at[first_src : first_src + srcs])
+        assert last == nbytes
+        return Reduce(dst, src, nbytes) if code == 1 else Copy(dst, src[0], nbytes)
+
+    parts: list[list[Any]] = []
+    for length in lengths:
+        block, rows = rows[:length], rows[length:]
+        part: list[Any] = []
+        while block:
+            row, block = block[0], block[1:]
+            if row[0] == 4:
+                part.append(Loop(row[10], tuple(map(simple, block[: row[11]]))))
+                block = block[row[11] :]
+            else:
+                part.append(simple(row))
+        parts.append(part)
+    head, staged, direct = parts
+    return Plan(
+        collectives.Collective(collective), rank, world, count, dtype, redop, root, "", "", head, staged,
+        direct if has_direct else None, [Need(n) for n in needs] if has_direct else (),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*ROOTED, *UNROOTED])
+def test_encoding_round_trip(name: str):
+    for count in (0, 5, 30_000, 1_000_000):
+        for rank in range(3):
+            plan = make(name, rank, 3, count)
+            assert decode(plan.encode()) == replace(plan, name="", why="")
+            assert len(plan.encode()) % 8 == 0

@@ -42,7 +42,9 @@ def streamed_all_gather(plan: Plan, pieces: Pieces, limits: Limits) -> None:
 
 
 def direct_all_gather(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[Need]]:
+    me = plan.rank
     steps: list[Step] = []
-    for rank in ring(plan.world, plan.rank):
+    for rank in ring(plan.world, me)[:-1]:
         steps += copy(pieces.at(OUT, rank), At(PEER_IN, rank), pieces.sizes[rank])
-    return steps + finish(), [Need.INPUT if size else Need.NOTHING for size in pieces.sizes]
+    own = copy(pieces.at(OUT, me), At(IN), pieces.sizes[me])
+    return steps + finish(own), [Need.INPUT if size else Need.NOTHING for size in pieces.sizes]

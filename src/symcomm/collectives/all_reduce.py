@@ -97,10 +97,10 @@ def two_shot(plan: Plan, nbytes: int, limits: Limits, root: int | None = None) -
         return steps
 
     def turn(now: Sizes, following: Sizes | None) -> list[Simple]:
-        steps = combine(now) + (later(put(following), 1) if following else []) + [Signal(FIRST_SIGNAL, 1)]
-        if following or collecting:
-            steps.append(Wait(ALL, FIRST_SIGNAL, 1))
-        return steps + (collect(now) if collecting else [])
+        steps = combine(now) + (later(put(following), 1) if following else [])
+        if following or root != me:  # in the last turn nobody waits for a root
+            steps.append(Signal(FIRST_SIGNAL, 1))
+        return [*steps, Wait(ALL, FIRST_SIGNAL, 1), *(collect(now) if collecting else [])]
 
     plan.head = list(fixed(put([min(nbytes, chunk)]), 0))
     plan.staged = pipeline([nbytes], chunk, turn)

@@ -51,7 +51,8 @@ def direct_all_to_all(plan: Plan, matrix: Matrix, listed: bool) -> tuple[list[St
     me = plan.rank
     receives = Pieces(tuple(row[me] for row in matrix), listed)
     steps: list[Step] = []
-    for rank in ring(plan.world, me):
-        source = At(PEER_IN, rank, Pieces(matrix[rank]).starts[me])
+    for rank in ring(plan.world, me)[:-1]:
+        source = At(PEER_IN, rank, sum(matrix[rank][:me]))
         steps += copy(receives.at(OUT, rank), source, receives.sizes[rank])
-    return steps + finish(), [Need.INPUT if any(row) else Need.NOTHING for row in matrix]
+    own = copy(receives.at(OUT, me), Pieces(matrix[me], listed).at(IN, me), receives.sizes[me])
+    return steps + finish(own), [Need.INPUT if any(row) else Need.NOTHING for row in matrix]

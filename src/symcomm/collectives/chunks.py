@@ -121,8 +121,8 @@ def pipeline(pieces: Sizes, chunk: int, body: Callable[[Sizes, Sizes | None], li
         return [min(max(n - turn * chunk, 0), chunk) for n in pieces]
 
     turns = -(-max(pieces, default=0) // chunk)
-    changes = {turn for n in pieces for turn in (n // chunk, -(-n // chunk))}
-    edges = sorted({0, *changes, *(turn - 1 for turn in changes)} - {-1})
+    changes = {turns - 1, *(turn for n in pieces for turn in (n // chunk, -(-n // chunk)))}
+    edges = sorted(turn for turn in {0, *changes, *(turn - 1 for turn in changes)} if turn >= 0)
     steps: list[Step] = []
     for first, end in pairwise(edges):
         run = body(sizes(first), sizes(first + 1) if first + 1 < turns else None)
@@ -130,6 +130,8 @@ def pipeline(pieces: Sizes, chunk: int, body: Callable[[Sizes, Sizes | None], li
             steps += fixed(run, first)
         else:
             steps.append(Loop(end - first, tuple(later(run, first))))
+    while steps and isinstance(steps[-1], Wait):
+        steps.pop()  # a staged plan need not wait at its end, and this rank has nothing left to do
     return steps
 
 
@@ -157,6 +159,6 @@ def stream(
     plan.staged = pipeline(pieces, chunk, turn)
 
 
-def finish() -> list[Step]:
-    """The end of a direct plan in which everybody's tensors are touched by everybody."""
-    return [Signal(FIRST_SIGNAL), Wait(ALL, FIRST_SIGNAL)]
+def finish(meanwhile: Sequence[Step] = ()) -> list[Step]:
+    """The end of a direct plan: I touch nobody's tensors any more; ``meanwhile``; nobody touches mine."""
+    return [Signal(FIRST_SIGNAL), *meanwhile, Wait(ALL, FIRST_SIGNAL)]

@@ -45,7 +45,7 @@ def direct_gather(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[Need]]:
     if plan.rank != plan.root:
         return [Wait(plan.root, FIRST_SIGNAL)], needs
     steps: list[Step] = []
-    for rank in ring(plan.world, plan.rank):
-        source = At(IN) if rank == plan.rank else At(PEER_IN, rank)
-        steps += copy(pieces.at(OUT, rank), source, pieces.sizes[rank])
-    return [*steps, Signal(FIRST_SIGNAL)], needs
+    for rank in ring(plan.world, plan.root)[:-1]:
+        steps += copy(pieces.at(OUT, rank), At(PEER_IN, rank), pieces.sizes[rank])
+    own = copy(pieces.at(OUT, plan.root), At(IN), pieces.sizes[plan.root])
+    return [*steps, Signal(FIRST_SIGNAL), *own], needs
