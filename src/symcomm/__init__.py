@@ -23,15 +23,23 @@ from symcomm import errors
 
 __version__ = "0.1.0"
 
-# public name -> the module that defines it
-_LAZY = {
-    "Store": "symcomm.store",
-    "HashStore": "symcomm.store",
-    "FileStore": "symcomm.store",
-    "TCPStore": "symcomm.store",
-    "PrefixStore": "symcomm.store",
-    "ReduceOp": "symcomm.types",
-}
+# module -> the public names it defines
+_PUBLIC = {
+    "symcomm.store": ("Store", "HashStore", "FileStore", "TCPStore", "PrefixStore"),
+    "symcomm.types": ("DType", "ReduceOp", "make_premul_sum"),
+    "symcomm.group.process_group": ("ProcessGroup",),
+    "symcomm.group.messages": ("ANY_SOURCE", "Message"),
+    "symcomm.group.work": ("Work",),
+    "symcomm.group.spawn": ("spawn",),
+    "symcomm.group.default": (
+        "init", "destroy", "default_group", "is_initialized", "rank", "world_size",
+        "all_gather", "all_gather_coalesced", "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all",
+        "all_to_all_single", "barrier", "batch", "broadcast", "gather", "irecv", "isend", "monitored_barrier",
+        "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_coalesced", "reduce_scatter_single", "scatter",
+        "send", "split",
+    ),
+}  # fmt: skip
+_LAZY = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = ["__version__", "errors", *_LAZY]
 

@@ -1,7 +1,9 @@
 """Process groups: ranks that act together.
 
 process_group.py  ProcessGroup: how one comes to be, ends, splits and shrinks
-calls.py          its collectives        messages.py  its point-to-point calls
+calls.py          its collectives
+messages.py       its point-to-point calls
+more_calls.py     coalesced forms and the monitored barrier
 buffers.py        any tensor -> address, count, dtype
 work.py           operations that run while the caller goes on
 failure.py        what went wrong, in words

@@ -16,8 +16,9 @@ from symcomm.types import DType
 __all__ = ["Buffer", "read_buffer", "read_list", "write_buffer", "write_list"]
 
 _NUMPY = {
-    "|u1": DType.UINT8, "|i1": DType.INT8, "<u2": DType.UINT16, "<i2": DType.INT16, "<u4": DType.UINT32, "<i4": DType.INT32,
-    "<u8": DType.UINT64, "<i8": DType.INT64, "|b1": DType.BOOL, "<f2": DType.FLOAT16, "<f4": DType.FLOAT32,
+    "|u1": DType.UINT8, "|i1": DType.INT8, "<u2": DType.UINT16, "<i2": DType.INT16, "<u4": DType.UINT32,
+    "<i4": DType.INT32, "<u8": DType.UINT64, "<i8": DType.INT64,
+    "|b1": DType.BOOL, "<f2": DType.FLOAT16, "<f4": DType.FLOAT32,
     "<f8": DType.FLOAT64, "<c8": DType.COMPLEX64, "<c16": DType.COMPLEX128,
 }  # fmt: skip
 _torch_dtypes: dict[Any, DType] = {}
@@ -114,6 +115,8 @@ def _view(call: str, name: str, tensor: Any, write: bool) -> Buffer:
         return _from_torch(call, name, tensor, write)
     if hasattr(tensor, "__array_interface__") and hasattr(tensor, "flags"):
         return _from_numpy(call, name, tensor, write)
+    if isinstance(getattr(tensor, "buffer", None), Buffer):
+        return tensor.buffer
     if hasattr(tensor, "__dlpack__"):
         if "torch" in sys.modules:
             return _from_torch(call, name, sys.modules["torch"].from_dlpack(tensor), write)

@@ -1,7 +1,7 @@
 """The collectives of a process group.
 
 Every call does the same five things: look at the tensors, check them, pick the plan, run it, finish the outputs.
-``all_reduce`` of an ordinary torch tensor has a short cut through a dictionary, since small ones must take about a microsecond.
+``all_reduce`` of an ordinary torch tensor has a short cut through a dictionary: small ones take about a microsecond.
 """
 
 from __future__ import annotations
@@ -331,8 +331,8 @@ class CollectiveCalls:
             for j in range(self.size):
                 if rows[i][j] != rows[j][self.size + i]:
                     raise errors.BadArgumentError(
-                        f"{call}: rank {i} sends {rows[i][j]} elements to rank {j}, which expects {rows[j][self.size + i]}; "
-                        "make input and output splits agree."
+                        f"{call}: rank {i} sends {rows[i][j]} elements to rank {j}, "
+                        f"which expects {rows[j][self.size + i]}; make input and output splits agree."
                     )
         return tuple(tuple(row[: self.size]) for row in rows)
 

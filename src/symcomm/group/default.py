@@ -43,8 +43,8 @@ def init(
 ) -> ProcessGroup:
     """Join the other ranks and make the default group.
 
-    Under ``symcomm run``, torchrun, mpirun or srun it takes no arguments. ``store`` (with rank and world_size) replaces the
-    meeting place that ``init_method`` names.
+    Under ``symcomm run``, torchrun, mpirun or srun it takes no arguments. ``store`` (with rank and world_size) replaces
+    the meeting place that ``init_method`` names.
     """
     if _current() is not None:
         raise errors.GroupUnusableError("init: the default group exists already; call symcomm.destroy() first.")
@@ -116,9 +116,9 @@ def _on_default(name: str) -> Callable[..., Any]:
 
 
 CALLS = (
-    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "broadcast", "all_gather", "all_gather_single", "gather",
-    "scatter", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "send", "recv", "isend", "irecv", "batch",
-    "new_group", "split", "all_reduce_coalesced", "all_gather_coalesced", "reduce_scatter_coalesced",
+    "all_gather", "all_gather_coalesced", "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all",
+    "all_to_all_single", "barrier", "batch", "broadcast", "gather", "irecv", "isend", "monitored_barrier", "new_group",
+    "recv", "reduce", "reduce_scatter", "reduce_scatter_coalesced", "reduce_scatter_single", "scatter", "send", "split",
 )  # fmt: skip
 for _name in CALLS:
     globals()[_name] = _on_default(_name)

@@ -64,7 +64,7 @@ class MessageWork:
         if status == STATUS_SIZE:
             self._error = errors.BadArgumentError(
                 f"{self._what} on group {self._group.name!r}: rank {peer} sent {got} bytes, the tensor here has "
-                f"{self._buffer.nbytes} ({self._buffer.dtype.label} x {self._buffer.count}); make size and dtype the same."
+                f"{self._buffer.nbytes} ({self._buffer.dtype.label} x {self._buffer.count}); make size and dtype equal."
             )
         elif status:
             seconds = time.monotonic() - self._started

@@ -12,8 +12,9 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.select import Limits
-from symcomm.group.calls import CollectiveCalls, Timeout, to_ns
-from symcomm.group.messages import MessageCalls, MessageWork
+from symcomm.group.calls import Timeout, to_ns
+from symcomm.group.messages import MessageWork
+from symcomm.group.more_calls import MoreCalls
 from symcomm.group.work import Work
 from symcomm.memory.arena import Arena, Peer, current_arena
 from symcomm.memory.share import Exchange, connect
@@ -36,7 +37,7 @@ def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
     return stage, channels, channels + world * native.CHANNEL_BYTES
 
 
-class ProcessGroup(CollectiveCalls, MessageCalls):
+class ProcessGroup(MoreCalls):
     """Made by ``symcomm.init()``, ``new_group()``, ``split()`` or ``shrink()``."""
 
     def __init__(
@@ -63,6 +64,8 @@ class ProcessGroup(CollectiveCalls, MessageCalls):
         self._failure: errors.SymcommError | None = None
         self._failure_lock = threading.Lock()
         self._children = 0
+        self._barriers = 0
+        self.store: Any = None
         self._arena: Arena = current_arena()
         self._build(exchange)
 
@@ -166,9 +169,9 @@ class ProcessGroup(CollectiveCalls, MessageCalls):
         mine = choice.get(self.rank)
         members = sorted((k, r) for r, (c, k) in choice.items() if mine is not None and c == mine[0])
         ranks = [r for _, r in members]
-        label = name or f"{self.name}/{self._children}" + (
-            f".{mine[0]}" if mine and len({c for c, _ in choice.values()}) > 1 else ""
-        )
+        label = name or f"{self.name}/{self._children}"
+        if not name and mine and len({c for c, _ in choice.values()}) > 1:
+            label += f".{mine[0]}"
 
         # Everybody takes part in the exchange, since it runs on this group; a group keeps what its members said.
         def exchange(item: bytes) -> list[bytes]:
@@ -180,8 +183,8 @@ class ProcessGroup(CollectiveCalls, MessageCalls):
                 self.all_gather_object(b"", timeout)
             return None
         return ProcessGroup(
-            ranks.index(self.rank), len(ranks), exchange, label, self.timeout if timeout is None else timeout, self._limits,
-            [self.global_ranks[r] for r in ranks],
+            ranks.index(self.rank), len(ranks), exchange, label, self.timeout if timeout is None else timeout,
+            self._limits, [self.global_ranks[r] for r in ranks],
         )  # fmt: skip
 
     def shrink(self, timeout: float = 5.0) -> ProcessGroup:
@@ -189,8 +192,7 @@ class ProcessGroup(CollectiveCalls, MessageCalls):
         from symcomm.group.shrink import agree_on_survivors
 
         survivors, exchange = agree_on_survivors(self, timeout)
-        new = ProcessGroup(
+        return ProcessGroup(
             survivors.index(self.rank), len(survivors), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
             [self.global_ranks[r] for r in survivors],
         )  # fmt: skip
-        return new

@@ -40,8 +40,8 @@ def agree_on_survivors(group: Any, timeout: float) -> tuple[list[int], Exchange]
         named = {r for rank, vote in votes.items() if rank not in dead for r in vote["dead"]}
         if group.rank in named:
             raise errors.RankFailedError(
-                f"shrink of group {group.name!r}: the other ranks went on without rank {group.rank}, which did not come in "
-                "time; end this process, or join anew.",
+                f"shrink of group {group.name!r}: the other ranks went on without rank {group.rank}, which did not "
+                "come in time; end this process, or join anew.",
                 [group.rank],
             )
         living = [r for r in range(group.size) if r not in dead]
@@ -73,7 +73,8 @@ class _RecordExchange:
             gone = [r for r in missing if native.group_report(self._group._handle)["ranks"][r]["gone"]]
             if gone:
                 raise errors.RankFailedError(
-                    f"shrink of group {self._group.name!r}: rank {words_for_ranks(gone)} died meanwhile; call shrink() again.",
+                    f"shrink of group {self._group.name!r}: rank {words_for_ranks(gone)} died meanwhile; "
+                    "call shrink() again.",
                     gone,
                 )
             if time.monotonic() > deadline:

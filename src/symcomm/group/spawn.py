@@ -41,7 +41,7 @@ def spawn(
     timeout: Timeout = None,
     deadline: float | None = None,
 ) -> list[Any]:
-    """Run ``fn(group, *args)`` on ``n`` ranks. ``timeout`` is the group's; ``deadline`` (seconds) ends the whole run."""
+    """Run ``fn(group, *args)`` on ``n`` ranks. ``timeout`` is the group's; ``deadline`` (seconds) ends the run."""
     if not isinstance(n, int) or n < 1:
         raise errors.bad_argument("spawn", "n", n, "a positive number of ranks")
     if mode == "threads":
