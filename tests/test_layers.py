@@ -21,6 +21,7 @@ LAYERS = {
     "memory": 2,
     "collectives": 3,
     "group": 4,
+    "backend": 6,
     "cli": 9,
     "__main__": 9,
 }

@@ -31,7 +31,8 @@ def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
     try:
         if isinstance(op, str):
             return RedOpType[op.upper()], None
-        return RedOpType(int(getattr(op, "op", op))), getattr(op, "factor", None)
+        redop = RedOpType(int(getattr(op, "op", op)))
+        return redop, op.factor if redop is RedOpType.PREMUL_SUM else None  # torch's has no factor otherwise
     except (KeyError, ValueError, TypeError):
         names = ", ".join(o.name for o in RedOpType)
         raise errors.bad_argument(call, "op", op, f"one of {names}") from None

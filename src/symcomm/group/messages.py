@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,6 +111,19 @@ class MessageWork:
     def result(self) -> list[Any]:
         self.wait()
         return [self._message.tensor]
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """``callback()`` runs once the message has left or arrived, or has failed."""
+
+        def attend() -> None:
+            with contextlib.suppress(BaseException):  # exception() tells it to whoever asks
+                self.wait()
+            callback()
+
+        if self.is_completed():
+            callback()
+        else:
+            threading.Thread(target=attend, name="symcomm-future", daemon=True).start()
 
     @property
     def source(self) -> int:

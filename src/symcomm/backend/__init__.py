@@ -1,0 +1,8 @@
+"""Symcomm as a ``torch.distributed`` backend.
+
+register.py  tells torch about us; torch calls it by itself through the ``torch.backends`` entry point
+group.py     TorchGroup: torch's ProcessGroup on ours
+arguments.py what torch passes -> what ours takes
+work.py      what torch expects of a Work and of its future
+sparse.py    sums of sparse tensors
+"""

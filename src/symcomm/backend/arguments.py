@@ -1,0 +1,54 @@
+"""What torch passes to a group -> what ours takes.
+
+Every collective can be called with an options object, or (by people who hold the group) with plain arguments.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import ReduceOp
+
+from symcomm import errors
+
+__all__ = ["is_async", "one", "redop_of", "root_of", "seconds_of"]
+
+
+def seconds_of(options: Any, timeout: Any = None) -> float | None:
+    """The call's own time-out in seconds; None when the group's applies (torch says so with -1 ms)."""
+    given = timeout if timeout is not None else getattr(options, "timeout", None)
+    if isinstance(given, timedelta):
+        given = given.total_seconds()
+    return given if given is not None and given > 0 else None
+
+
+def redop_of(options: Any, op: Any = None) -> Any:
+    """The reduce operation from ``options`` (which may itself be the operation)."""
+    if op is not None:
+        return op
+    if isinstance(options, (ReduceOp, ReduceOp.RedOpType)):
+        return options
+    return getattr(options, "reduceOp", ReduceOp.SUM)
+
+
+def root_of(options: Any, root: Any = None) -> int:
+    if root is not None:
+        return int(root)
+    if isinstance(options, int):
+        return options
+    return getattr(options, "rootRank", 0)
+
+
+def is_async(options: Any) -> bool:
+    """torch sets asyncOp to False when the caller waits at once; then the call may run in the caller's thread."""
+    return getattr(options, "asyncOp", True)
+
+
+def one(call: str, name: str, tensors: Any) -> Any:
+    """The single tensor of a list of one (or the tensor itself)."""
+    if isinstance(tensors, (list, tuple)):
+        if len(tensors) != 1:
+            raise errors.bad_argument(call, name, f"a list of {len(tensors)}", "a list of one tensor")
+        return tensors[0]
+    return tensors

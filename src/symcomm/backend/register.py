@@ -1,0 +1,92 @@
+"""Tells torch that there is a backend named "symcomm".
+
+torch loads this through the ``torch.backends`` entry point while it is being imported, so nothing heavy happens here:
+the group's code is loaded when the first group is made.
+
+``SYMCOMM_REPLACE=gloo`` makes every request for Gloo give Symcomm instead, for scripts that name it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from datetime import timedelta
+from typing import Any
+
+__all__ = ["autoload", "register"]
+
+
+def create(options: Any, backend_options: Any = None) -> Any:
+    """Called by torch on every member of a new group."""
+    from symcomm.backend.group import TorchGroup
+
+    return TorchGroup(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        str(options.group_id),
+        list(options.global_ranks_in_group) or None,
+        backend_options,
+    )
+
+
+def autoload() -> None:
+    """What torch calls when it starts. Does nothing in a build of torch without distributed."""
+    import torch.distributed as dist
+
+    if dist.is_available():
+        register()
+
+
+def register() -> None:
+    """Make ``init_process_group("symcomm")`` work. Harmless when called twice."""
+    import torch.distributed as dist
+
+    if "SYMCOMM" in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend("symcomm", create, extended_api=True, devices=["cpu", "cuda"])
+    _teach_monitored_barrier()
+    if "gloo" in os.environ.get("SYMCOMM_REPLACE", "").lower().split(","):
+        _replace_gloo()
+
+
+def _teach_monitored_barrier() -> None:
+    """torch refuses monitored_barrier for every backend but Gloo before it asks the group."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    refuses = c10d.monitored_barrier
+
+    @functools.wraps(refuses)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        if not c10d._rank_not_in_group(group):
+            target = group if group is not None else c10d._get_default_group()
+            if getattr(target, "is_symcomm", False):
+                if isinstance(timeout, (int, float)):
+                    timeout = timedelta(seconds=timeout)
+                return target.monitored_barrier(timeout, wait_all_ranks)
+        return refuses(group, timeout, wait_all_ranks)
+
+    c10d.monitored_barrier = monitored_barrier
+    dist.monitored_barrier = monitored_barrier
+
+
+def _replace_gloo() -> None:
+    """Every place where torch turns a name into a backend goes through Backend(name)."""
+    import torch.distributed as dist
+
+    make = dist.Backend.__new__
+
+    def rename(cls: Any, name: str) -> Any:
+        if isinstance(name, str):
+            name = ",".join(
+                ":".join("symcomm" if word.lower() == "gloo" else word for word in part.split(":"))
+                for part in name.split(",")
+            )
+        return make(cls, name)
+
+    dist.Backend.__new__ = staticmethod(rename)  # type: ignore[method-assign,assignment]
+    for device, name in dist.Backend.default_device_backend_map.items():
+        if name == "gloo":
+            dist.Backend.default_device_backend_map[device] = "symcomm"

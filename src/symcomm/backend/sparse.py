@@ -1,0 +1,31 @@
+"""Sums of sparse tensors: everybody gathers everybody's entries and adds up entries of the same index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from symcomm import errors
+from symcomm.types import RedOpType
+
+__all__ = ["all_reduce_sparse"]
+
+
+def all_reduce_sparse(core: Any, tensor: Any, redop: RedOpType, timeout: float | None) -> None:
+    if redop is not RedOpType.SUM:
+        raise errors.bad_argument("all_reduce", "op", redop.name, "SUM for sparse tensors", "use .to_dense()")
+    mine = tensor.coalesce()
+    facts = torch.tensor([mine._nnz(), mine.sparse_dim(), *mine.shape], dtype=torch.int64)
+    everyone = [torch.empty_like(facts) for _ in range(core.size)]
+    core.all_gather(everyone, facts, timeout=timeout)
+    if any(not torch.equal(e[1:], facts[1:]) for e in everyone):
+        raise errors.bad_argument("all_reduce", "tensor", f"shape {list(mine.shape)}", "of the same shape on all ranks")
+    counts = [int(e[0]) for e in everyone]
+    indices = [torch.empty((mine.sparse_dim(), n), dtype=torch.int64) for n in counts]
+    values = [torch.empty((n, *mine.values().shape[1:]), dtype=mine.dtype) for n in counts]
+    core.all_gather(indices, mine.indices().contiguous(), timeout=timeout)
+    core.all_gather(values, mine.values().contiguous(), timeout=timeout)
+    total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), mine.shape).coalesce()
+    with torch.no_grad():
+        tensor.copy_(total)
