@@ -66,7 +66,7 @@ def test_launcher_never_loads_torch(tmp_path):
 
 def test_version_says_what_a_bug_report_needs():
     result = symcomm("version")
-    assert result.returncode == 0
+    assert result.returncode == 0 and symcomm("--version").stdout == result.stdout.splitlines()[0] + "\n"
     assert re.search(r"^symcomm \d+\.\d+", result.stdout, re.M) and sys.executable in result.stdout
     assert re.search(r"^C core +(/.*_native.*\.so|cannot be loaded)", result.stdout, re.M)
     assert re.search(r"^torch +(\d|not installed)", result.stdout, re.M)

@@ -20,7 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from symcomm.cli.job import reserve_port
+from symcomm.cli.job import Job, reserve_port
+from symcomm.cli.launch import launch
+from symcomm.cli.output import Output
 
 SRC = Path(__file__).parent.parent / "src"
 DEADLINE = 60  # of any one launch; a busy machine is slow, a hang is longer
@@ -256,6 +258,14 @@ def test_tag_color_and_quiet(jobs):
     assert plain.stdout == "out\n" and "\x1b" not in plain.stderr
 
 
+def test_full_disk_ends_the_log_and_not_the_job(jobs):
+    (jobs.path / "logs/attempt-0").mkdir(parents=True)
+    (jobs.path / "logs/attempt-0/rank-0.out").symlink_to("/dev/full")
+    result = jobs.run("print('one'); print('two')", "--log-dir", "logs")
+    assert (result.returncode, result.stdout) == (0, "[rank 0] one\n[rank 0] two\n")
+    assert result.stderr == "symcomm run: logs/attempt-0/rank-0.out ends here: No space left on device.\n"
+
+
 def test_reader_that_goes_away_ends_the_job(jobs):
     script = PID_FILE + "pid_file(f'{rank}', os.getpid())\nwhile True: print('y' * 1000)"
     process = jobs.start("-n", "2", jobs.write(script))
@@ -312,6 +322,22 @@ def test_verdict_of_a_death_by_signal(jobs, signum):
     assert f"rank 1 failed first: it died with {signum.name}" in result.stderr
     assert "hint: " in result.stderr and "it wrote nothing to stderr" in result.stderr
     assert "others: rank 0 stopped on SIGTERM." in result.stderr
+
+
+def test_first_is_first_even_when_the_launcher_slept(jobs):
+    """Two ranks die while the launcher cannot run: it still learns in which order."""
+    process = jobs.start("-n", "3", jobs.write(PID_FILE + "pid_file(f'{rank}', os.getpid()); time.sleep(600)"))
+    jobs.wait_for("pid-0", "pid-1", "pid-2")
+    process.send_signal(signal.SIGSTOP)
+    for rank in (2, 0):
+        pid = int((jobs.path / f"pid-{rank}").read_text())
+        os.kill(pid, signal.SIGKILL)
+        while is_running(pid):
+            time.sleep(0.001)
+    process.send_signal(signal.SIGCONT)
+    result = jobs.finish(process)
+    assert "rank 2 failed first: it died with SIGKILL" in result.stderr
+    assert "others: rank 0 also failed (died with SIGKILL); rank 1 stopped on SIGTERM." in result.stderr
 
 
 def test_others_that_fail_too_are_mentioned(jobs):
@@ -394,6 +420,20 @@ def test_a_job_inside_a_job_goes_with_it(jobs):
     process.kill()
     process.wait(DEADLINE)
     jobs.assert_all_gone()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_launch_without_a_command_line(tmp_path):
+    """Returns the code, gives the program its signal handlers back, and leaves no process or descriptor."""
+    before = signal.getsignal(signal.SIGINT), os.listdir("/proc/self/fd")
+    with open(tmp_path / "out", "wb") as out:
+        output = Output(out=out.fileno(), err=out.fileno())
+        code = launch(Job(command=["sh", "-c", "echo $RANK; exit $((RANK * 7))"], ranks_here=2), output)
+    text = (tmp_path / "out").read_text()
+    assert code == 7 and "[rank 1] 1\n" in text and "rank 1 failed first: it exited with code 7" in text
+    assert (signal.getsignal(signal.SIGINT), os.listdir("/proc/self/fd")) == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
 
 
 # --- signals to the launcher ---------------------------------------------------------------------

@@ -124,8 +124,7 @@ class Attempt:
             self._drain()
             for rank in self.ranks:
                 self._keeper.forget(rank.process.pid)
-                if rank.ended is not None:
-                    rank.process.wait()  # only now may the kernel give its pid to somebody else
+                rank.process.poll()  # only now may the kernel give its pid to somebody else
                 if rank.pidfd is not None:
                     os.close(rank.pidfd)
             self._selector.close()
@@ -305,7 +304,7 @@ def _judge(attempt: Attempt, stopped_by: int, output: Output) -> int:
     first = attempt.first_failed
     if stopped_by == signal.SIGPIPE:
         output.broken = False  # the reader of one stream went away; the other may still be read
-    cut_short = stopped_by == signal.SIGPIPE or len(ends) < job.ranks_here
+    cut_short = stopped_by == signal.SIGPIPE or len(ends) < job.ranks_here or any(e.returncode is None for e in ends)
     if stopped_by and (first or cut_short):
         output.say(verdict.stopped_words(stopped_by, ends, job.grace))
         return verdict.exit_code(first.end(0.0)) if first and not cut_short else 128 + stopped_by
