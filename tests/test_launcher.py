@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -195,20 +196,6 @@ def test_same_script_under_torchrun_and_symcomm(jobs):
     expected = ["sum=[3, 3, 3] of=2 args=['--lr', '3']"] * 2
     assert ours.returncode == theirs.returncode == 0, ours.stderr + theirs.stderr
     assert ours.stdout.splitlines() == theirs.stdout.splitlines() == expected
-
-
-def test_reserved_port_is_kept_from_others_and_free_for_rank_0():
-    with reserve_port() as holder:
-        port = holder.getsockname()[1]
-        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-            stranger.bind(("", port))
-        with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port), timeout=5):
-            pass
-        for _ in range(300):
-            with socket.socket() as stranger:
-                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                stranger.bind(("", 0))
-                assert stranger.getsockname()[1] != port
 
 
 # --- what we see of the ranks --------------------------------------------------------------------
@@ -410,8 +397,15 @@ def test_a_job_inside_a_job_goes_with_it(jobs):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_launch_without_a_command_line(tmp_path):
+@pytest.mark.parametrize("kernel", ["5.3 or later", "older"])
+def test_launch_without_a_command_line(tmp_path, monkeypatch, kernel):
     """Returns the code, gives the program its signal handlers back, and leaves no process or descriptor."""
+
+    def no_pidfd(_pid: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    if kernel == "older":
+        monkeypatch.setattr(os, "pidfd_open", no_pidfd)
 
     def state() -> tuple:
         children = [Path(f"/proc/self/task/{task}/children").read_text() for task in os.listdir("/proc/self/task")]
@@ -475,6 +469,23 @@ while True: time.sleep(1)
     result = jobs.finish(process)
     assert result.returncode == 128 + signal.SIGKILL and "stopped by SIGINT" in result.stderr
     jobs.assert_all_gone()
+
+
+def test_interrupt_after_a_failure_does_not_hide_the_failure(jobs):
+    script = """
+if rank == 1:
+    while not os.path.exists("pid-0"): time.sleep(0.01)
+    sys.exit("my fault")
+signal.signal(signal.SIGTERM, lambda *_: pid_file("0-seen", os.getpid()))
+pid_file("0", os.getpid())
+while True: time.sleep(1)
+"""
+    process = jobs.start("-n", "2", "--grace", "500", jobs.write(script))
+    jobs.wait_for("pid-0-seen")
+    process.send_signal(signal.SIGINT)
+    result = jobs.finish(process)
+    assert result.returncode == 1 and "rank 1 failed first: it exited with code 1" in result.stderr
+    assert "others: rank 0 stopped on SIGINT." in result.stderr
 
 
 def test_terminal_interrupt_reaches_each_rank_once(jobs):

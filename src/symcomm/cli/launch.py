@@ -81,7 +81,8 @@ class StopRequest:
             if self.attempt:
                 self.attempt.pass_on(signum)
         elif self.signum:
-            if self.attempt:
+            # a shell that goes away says SIGHUP once more than the kernel did: that is nobody's second request
+            if self.attempt and signum != signal.SIGHUP:
                 self.attempt.kill()
         else:
             self.signum = signum
@@ -305,7 +306,8 @@ def _judge(attempt: Attempt, stopped_by: int, output: Output) -> int:
     if stopped_by == signal.SIGPIPE:
         output.broken = False  # the reader of one stream went away; the other may still be read
     cut_short = stopped_by == signal.SIGPIPE or len(ends) < job.ranks_here or any(e.returncode is None for e in ends)
-    if stopped_by and (first or cut_short):
+    failed_before = first is not None and not first.stopping
+    if stopped_by and (first or cut_short) and not failed_before:
         output.say(verdict.stopped_words(stopped_by, ends, job.grace))
         return verdict.exit_code(first.end(0.0)) if first and not cut_short else 128 + stopped_by
     if first is None:
