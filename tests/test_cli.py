@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_launcher_never_loads_torch(tmp_path):
 
 def test_version_says_what_a_bug_report_needs():
     result = symcomm("version")
-    assert result.returncode == 0
+    assert result.returncode == 0 and symcomm("--version").stdout == result.stdout.splitlines()[0] + "\n"
     assert re.search(r"^symcomm \d+\.\d+", result.stdout, re.M) and sys.executable in result.stdout
     assert re.search(r"^C core +(/.*_native.*\.so|cannot be loaded)", result.stdout, re.M)
     assert re.search(r"^torch +(\d|not installed)", result.stdout, re.M)
@@ -191,6 +192,20 @@ def test_endpoints():
     for text in ("node0", "node0:", ":1", "node0:0", "node0:65536", "a b:1", "::1:1", "tcp://a:1"):
         with pytest.raises(BadArgumentError, match="--rdzv-endpoint"):
             job.parse_endpoint(text)
+
+
+def test_reserved_port_is_kept_from_others_and_free_for_rank_0():
+    with job.reserve_port() as holder:
+        port = holder.getsockname()[1]
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("", port))
+        with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass
+        for _ in range(300):
+            with socket.socket() as stranger:
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                stranger.bind(("", 0))
+                assert stranger.getsockname()[1] != port
 
 
 # --- lines ---------------------------------------------------------------------------------------

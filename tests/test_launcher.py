@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -20,7 +21,9 @@ from pathlib import Path
 
 import pytest
 
-from symcomm.cli.job import reserve_port
+from symcomm.cli.job import Job, reserve_port
+from symcomm.cli.launch import launch
+from symcomm.cli.output import Output
 
 SRC = Path(__file__).parent.parent / "src"
 DEADLINE = 60  # of any one launch; a busy machine is slow, a hang is longer
@@ -38,6 +41,15 @@ def default_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+# Put before every script. pid_file says that a process is there by writing its pid to a file, in one step.
+PRELUDE = """
+import json, os, signal, socket, subprocess, sys, time
+rank = int(os.environ["RANK"])
+def pid_file(name, pid):
+    open(name + ".new", "w").write(str(pid)); os.rename(name + ".new", "pid-" + name)
+"""
+
+
 class Jobs:
     """Starts launchers in a directory of their own, and ends those that a failing test left running."""
 
@@ -46,7 +58,7 @@ class Jobs:
         self.started: list[subprocess.Popen] = []
 
     def write(self, script: str, name: str = "script.py") -> str:
-        (self.path / name).write_text(textwrap.dedent(script))
+        (self.path / name).write_text(PRELUDE + textwrap.dedent(script))
         return name
 
     def start(
@@ -112,17 +124,9 @@ def jobs(tmp_path):
             os.kill(pid, signal.SIGKILL)
 
 
-# Put at the start of a script: says where it is by writing its pid to a file, in one step.
-PID_FILE = """
-import os, signal, subprocess, sys, time
-rank = int(os.environ["RANK"])
-def pid_file(name, pid):
-    open(name + ".new", "w").write(str(pid)); os.rename(name + ".new", "pid-" + name)
-"""
-
 # --- what a rank sees ----------------------------------------------------------------------------
 
-DUMP = "import json, os; print(json.dumps(dict(os.environ)))"
+DUMP = "print(json.dumps(dict(os.environ)))"
 
 
 def dumped(result: subprocess.CompletedProcess) -> list[dict[str, str]]:
@@ -194,27 +198,12 @@ def test_same_script_under_torchrun_and_symcomm(jobs):
     assert ours.stdout.splitlines() == theirs.stdout.splitlines() == expected
 
 
-def test_reserved_port_is_kept_from_others_and_free_for_rank_0():
-    with reserve_port() as holder:
-        port = holder.getsockname()[1]
-        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-            stranger.bind(("", port))
-        with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port), timeout=5):
-            pass
-        for _ in range(300):
-            with socket.socket() as stranger:
-                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                stranger.bind(("", 0))
-                assert stranger.getsockname()[1] != port
-
-
 # --- what we see of the ranks --------------------------------------------------------------------
 
 
 def test_no_line_is_lost_and_order_is_kept(jobs):
     """10,000 lines from 4 ranks, on both streams, the last one without a newline."""
     script = """
-        import os, sys
         for i in range(1249):
             print(f"o {i} " + "x" * (i % 97), flush=i % 5 == 0)
             print(f"e {i}", file=sys.stderr)
@@ -233,7 +222,6 @@ def test_no_line_is_lost_and_order_is_kept(jobs):
 
 def test_bytes_that_are_not_text_and_very_long_lines(jobs):
     script = r"""
-        import os
         os.write(1, b"caf\xc3\xa9 \xff\xfe\n" + b"x" * 3_000_000 + b"\nend")
     """
     process = jobs.start(jobs.write(script))
@@ -245,7 +233,7 @@ def test_bytes_that_are_not_text_and_very_long_lines(jobs):
 
 
 def test_tag_color_and_quiet(jobs):
-    script = "import sys; print('out'); sys.exit('why')"
+    script = "print('out'); sys.exit('why')"
     tagged = jobs.run(script, "--tag", "night", "--color", "--log-dir", "logs")
     assert tagged.stdout == "\x1b[36m[night rank 0]\x1b[0m out\n"
     assert (jobs.path / "logs/night/attempt-0/rank-0.err").read_text() == "why\n"
@@ -256,8 +244,16 @@ def test_tag_color_and_quiet(jobs):
     assert plain.stdout == "out\n" and "\x1b" not in plain.stderr
 
 
+def test_full_disk_ends_the_log_and_not_the_job(jobs):
+    (jobs.path / "logs/attempt-0").mkdir(parents=True)
+    (jobs.path / "logs/attempt-0/rank-0.out").symlink_to("/dev/full")
+    result = jobs.run("print('one'); print('two')", "--log-dir", "logs")
+    assert (result.returncode, result.stdout) == (0, "[rank 0] one\n[rank 0] two\n")
+    assert result.stderr == "symcomm run: logs/attempt-0/rank-0.out ends here: No space left on device.\n"
+
+
 def test_reader_that_goes_away_ends_the_job(jobs):
-    script = PID_FILE + "pid_file(f'{rank}', os.getpid())\nwhile True: print('y' * 1000)"
+    script = "pid_file(f'{rank}', os.getpid())\nwhile True: print('y' * 1000)"
     process = jobs.start("-n", "2", jobs.write(script))
     jobs.wait_for("pid-0", "pid-1")
     process.stdout.close()
@@ -271,21 +267,20 @@ def test_reader_that_goes_away_ends_the_job(jobs):
 
 
 def test_verdict_names_the_rank_that_failed_first(jobs):
-    script = (
-        PID_FILE
-        + """
+    script = """
 pid_file(f"{rank}", os.getpid())
 if rank == 3:
     sys.exit(0)
 while not all(os.path.exists(f"pid-{r}") for r in range(4)):
     time.sleep(0.01)
 if rank == 2:
+    while open(f"/proc/{open('pid-3').read()}/stat").read().split()[2] != "Z":  # until rank 3 has ended
+        time.sleep(0.01)
     for i in range(20):
         print("line", i, file=sys.stderr)
     raise SystemExit(42)
 time.sleep(600)
 """
-    )
     result = jobs.run(script, "-n", "4")
     assert result.returncode == 42
     verdict = result.stderr[result.stderr.index("symcomm run:") :].splitlines()
@@ -303,8 +298,7 @@ time.sleep(600)
 @pytest.mark.parametrize("signum", [signal.SIGSEGV, signal.SIGKILL])
 def test_verdict_of_a_death_by_signal(jobs, signum):
     script = f"""
-        import os, time
-        if os.environ["RANK"] == "1": os.kill(os.getpid(), {int(signum)})
+        if rank == 1: os.kill(os.getpid(), {int(signum)})
         time.sleep(600)
     """
     result = jobs.run(script, "-n", "2")
@@ -314,11 +308,24 @@ def test_verdict_of_a_death_by_signal(jobs, signum):
     assert "others: rank 0 stopped on SIGTERM." in result.stderr
 
 
+def test_first_is_first_even_when_the_launcher_slept(jobs):
+    """Two ranks die while the launcher cannot run: it still learns in which order."""
+    process = jobs.start("-n", "3", jobs.write("pid_file(f'{rank}', os.getpid()); time.sleep(600)"))
+    jobs.wait_for("pid-0", "pid-1", "pid-2")
+    process.send_signal(signal.SIGSTOP)
+    for rank in (2, 0):
+        pid = int((jobs.path / f"pid-{rank}").read_text())
+        os.kill(pid, signal.SIGKILL)
+        while is_running(pid):
+            time.sleep(0.001)
+    process.send_signal(signal.SIGCONT)
+    result = jobs.finish(process)
+    assert "rank 2 failed first: it died with SIGKILL" in result.stderr
+    assert "others: rank 0 also failed (died with SIGKILL); rank 1 stopped on SIGTERM." in result.stderr
+
+
 def test_others_that_fail_too_are_mentioned(jobs):
-    script = (
-        PID_FILE
-        + """
-import select
+    script = """
 if rank == 0:
     while not os.path.exists("pid-1"): time.sleep(0.01)
     os._exit(5)
@@ -329,7 +336,6 @@ peer = [p for p in map(int, open(f"/proc/{parent}/task/{parent}/children").read(
 while sum(open(f"/proc/{p}/stat").read().rpartition(")")[2].split()[0] == "Z" for p in peer) == 0: time.sleep(0.001)
 os._exit(6)
 """
-    )
     result = jobs.run(script, "-n", "2")
     assert result.returncode == 5
     assert "rank 0 failed first: it exited with code 5" in result.stderr
@@ -337,9 +343,7 @@ os._exit(6)
 
 
 def test_rank_that_ignores_sigterm_is_killed_after_the_grace(jobs):
-    script = (
-        PID_FILE
-        + """
+    script = """
 if rank == 0:
     signal.signal(signal.SIGTERM, lambda *_: print("not me", flush=True))
     pid_file("0", os.getpid())
@@ -347,7 +351,6 @@ if rank == 0:
 while not os.path.exists("pid-0"): time.sleep(0.01)
 sys.exit(9)
 """
-    )
     result = jobs.run(script, "-n", "2", "--grace", "0.5")
     assert result.returncode == 9 and "[rank 0] not me" in result.stdout
     assert "others: rank 0 had to be killed (grace 0.5 s)." in result.stderr
@@ -355,9 +358,7 @@ sys.exit(9)
 
 
 # A child in the rank's process group that ignores SIGTERM, and one that moved to a session of its own.
-FAMILY = (
-    PID_FILE
-    + """
+FAMILY = """
 stubborn = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
 )
@@ -366,7 +367,6 @@ away = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE
 same.stdout.readline(), away.stdout.readline()
 pid_file(f"{rank}", os.getpid()); pid_file(f"{rank}-same", same.pid); pid_file(f"{rank}-away", away.pid)
 """
-)
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "pass"])
@@ -396,12 +396,36 @@ def test_a_job_inside_a_job_goes_with_it(jobs):
     jobs.assert_all_gone()
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("kernel", ["5.3 or later", "older"])
+def test_launch_without_a_command_line(tmp_path, monkeypatch, kernel):
+    """Returns the code, gives the program its signal handlers back, and leaves no process or descriptor."""
+
+    def no_pidfd(_pid: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    if kernel == "older":
+        monkeypatch.setattr(os, "pidfd_open", no_pidfd)
+
+    def state() -> tuple:
+        children = [Path(f"/proc/self/task/{task}/children").read_text() for task in os.listdir("/proc/self/task")]
+        return signal.getsignal(signal.SIGINT), os.listdir("/proc/self/fd"), children
+
+    before = state()
+    with open(tmp_path / "out", "wb") as out:
+        output = Output(out=out.fileno(), err=out.fileno())
+        code = launch(Job(command=["sh", "-c", "echo $RANK; exit $((RANK * 7))"], ranks_here=2), output)
+    text = (tmp_path / "out").read_text()
+    assert code == 7 and "[rank 1] 1\n" in text and "rank 1 failed first: it exited with code 7" in text
+    assert state() == before
+
+
 # --- signals to the launcher ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stop_signals_reach_every_rank(jobs, signum):
-    script = PID_FILE + "pid_file(f'{rank}', os.getpid()); time.sleep(600)"
+    script = "pid_file(f'{rank}', os.getpid()); time.sleep(600)"
     process = jobs.start("-n", "2", "--max-restarts", "3", jobs.write(script))
     jobs.wait_for("pid-0", "pid-1")
     process.send_signal(signum)
@@ -413,9 +437,7 @@ def test_stop_signals_reach_every_rank(jobs, signum):
 
 
 def test_ranks_that_handle_the_signal_decide_the_exit_code(jobs):
-    script = (
-        PID_FILE
-        + """
+    script = """
 def save(*_):
     print("saved", flush=True); sys.exit(0)
 signal.signal(signal.SIGTERM, save)
@@ -423,7 +445,6 @@ signal.signal(signal.SIGUSR1, lambda *_: (print("usr1", flush=True), pid_file(f"
 pid_file(f"{rank}", os.getpid())
 while True: time.sleep(1)
 """
-    )
     process = jobs.start("-n", "2", jobs.write(script))
     jobs.wait_for("pid-0", "pid-1")
     process.send_signal(signal.SIGUSR1)
@@ -435,14 +456,11 @@ while True: time.sleep(1)
 
 
 def test_second_interrupt_kills_at_once(jobs):
-    script = (
-        PID_FILE
-        + """
+    script = """
 signal.signal(signal.SIGINT, lambda *_: pid_file(f"{rank}-seen", os.getpid()))
 pid_file(f"{rank}", os.getpid())
 while True: time.sleep(1)
 """
-    )
     process = jobs.start("-n", "2", "--grace", "500", jobs.write(script))
     jobs.wait_for("pid-0", "pid-1")
     process.send_signal(signal.SIGINT)
@@ -453,11 +471,26 @@ while True: time.sleep(1)
     jobs.assert_all_gone()
 
 
+def test_interrupt_after_a_failure_does_not_hide_the_failure(jobs):
+    script = """
+if rank == 1:
+    while not os.path.exists("pid-0"): time.sleep(0.01)
+    sys.exit("my fault")
+signal.signal(signal.SIGTERM, lambda *_: pid_file("0-seen", os.getpid()))
+pid_file("0", os.getpid())
+while True: time.sleep(1)
+"""
+    process = jobs.start("-n", "2", "--grace", "500", jobs.write(script))
+    jobs.wait_for("pid-0-seen")
+    process.send_signal(signal.SIGINT)
+    result = jobs.finish(process)
+    assert result.returncode == 1 and "rank 1 failed first: it exited with code 1" in result.stderr
+    assert "others: rank 0 stopped on SIGINT." in result.stderr
+
+
 def test_terminal_interrupt_reaches_each_rank_once(jobs):
     """Ctrl-C on a real terminal: ranks have sessions of their own, so only what the launcher forwards arrives."""
-    script = (
-        PID_FILE
-        + """
+    script = """
 seen = []
 def interrupted(*_):
     seen.append(1)
@@ -467,7 +500,6 @@ signal.signal(signal.SIGALRM, lambda *_: (print("seen", len(seen)), os._exit(0))
 pid_file(f"{rank}", os.getpid())
 while True: time.sleep(1)
 """
-    )
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "symcomm", "run", "-n", "2", jobs.write(script)],
@@ -498,11 +530,10 @@ while True: time.sleep(1)
 
 def test_restarts_start_all_ranks_again(jobs):
     script = """
-        import os, sys, time
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         print("attempt", attempt, "port", os.environ["MASTER_PORT"])
         if attempt == "2": sys.exit(0)
-        if os.environ["RANK"] == "1": sys.exit("no luck")
+        if rank == 1: sys.exit("no luck")
         time.sleep(600)
     """
     result = jobs.run(script, "-n", "2", "--max-restarts", "3", "--log-dir", "logs")
@@ -522,8 +553,7 @@ def test_restarts_run_out(jobs):
 def test_two_nodes_on_one_host_meet(jobs):
     """Rank 0 really listens at the endpoint, and every other rank of both nodes finds it there."""
     script = jobs.write("""
-        import os, socket, time
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        world = int(os.environ["WORLD_SIZE"])
         where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if rank == 0:
             with socket.create_server(where) as server:

@@ -7,7 +7,8 @@ main.py        the command itself, and the table of its subcommands
 run.py         ``symcomm run``: options in, exit code out
 job.py         what to start: checks, rank numbers, environment, the meeting port
 launch.py      starts the ranks, watches them, ends them
-output.py      ranks' lines with prefixes, log files, the verdict's words
+output.py      ranks' lines with prefixes, log files
+verdict.py     how a rank ended, and the words that say what happened to a job
 keeper.py      finds and kills what is left, even when the launcher itself was killed
 version.py     ``symcomm version``
 =============  ===========================================================================

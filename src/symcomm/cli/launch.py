@@ -81,7 +81,8 @@ class StopRequest:
             if self.attempt:
                 self.attempt.pass_on(signum)
         elif self.signum:
-            if self.attempt:
+            # a shell that goes away says SIGHUP once more than the kernel did: that is nobody's second request
+            if self.attempt and signum != signal.SIGHUP:
                 self.attempt.kill()
         else:
             self.signum = signum
@@ -124,8 +125,7 @@ class Attempt:
             self._drain()
             for rank in self.ranks:
                 self._keeper.forget(rank.process.pid)
-                if rank.ended is not None:
-                    rank.process.wait()  # only now may the kernel give its pid to somebody else
+                rank.process.poll()  # only now may the kernel give its pid to somebody else
                 if rank.pidfd is not None:
                     os.close(rank.pidfd)
             self._selector.close()
@@ -305,8 +305,9 @@ def _judge(attempt: Attempt, stopped_by: int, output: Output) -> int:
     first = attempt.first_failed
     if stopped_by == signal.SIGPIPE:
         output.broken = False  # the reader of one stream went away; the other may still be read
-    cut_short = stopped_by == signal.SIGPIPE or len(ends) < job.ranks_here
-    if stopped_by and (first or cut_short):
+    cut_short = stopped_by == signal.SIGPIPE or len(ends) < job.ranks_here or any(e.returncode is None for e in ends)
+    failed_before = first is not None and not first.stopping
+    if stopped_by and (first or cut_short) and not failed_before:
         output.say(verdict.stopped_words(stopped_by, ends, job.grace))
         return verdict.exit_code(first.end(0.0)) if first and not cut_short else 128 + stopped_by
     if first is None:

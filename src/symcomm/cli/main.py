@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from symcomm import __version__
 
 # name -> (module, one line for the list). A module has an ``app``, a Typer of one command or of several.
 # One that is not installed is left out.
@@ -50,8 +52,18 @@ app = typer.Typer(
 )
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"symcomm {__version__}")
+        raise typer.Exit()
+
+
 @app.callback()
-def symcomm() -> None:
+def symcomm(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_say_version)
+    ] = False,
+) -> None:
     """PyTorch's communication layer on symmetric memory.
 
     \b

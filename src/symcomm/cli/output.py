@@ -7,9 +7,10 @@ import select
 import time
 from collections import deque
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
+from symcomm.cli.job import CALL
 from symcomm.cli.verdict import TAIL_LINES
 from symcomm.errors import ResourceError
 
@@ -82,12 +83,12 @@ def want_color(choice: bool | None, environ: Mapping[str, str], is_terminal: boo
     return is_terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
-def _open_log(path: Path) -> BinaryIO:
+def _open_log(path: Path) -> FileIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "wb")
+        return open(path, "wb", buffering=0)
     except OSError as error:
-        raise ResourceError(f"symcomm run: --log-dir: {path} cannot be written ({error.strerror}).") from None
+        raise ResourceError(f"{CALL}: --log-dir: {path} cannot be written ({error.strerror}).") from None
 
 
 class Output:
@@ -102,7 +103,7 @@ class Output:
         self._quiet = quiet
         self._descriptors = {STDOUT: out, STDERR: err}
         self._streams: dict[tuple[int, int], LineStream] = {}
-        self._logs: dict[tuple[int, int], BinaryIO] = {}
+        self._logs: dict[tuple[int, int], FileIO] = {}
 
     def begin(self, rank: int, widest: int, tag: str, log_dir: Path | None) -> None:
         """A rank is about to start; ``widest`` is the highest rank, so that all lines start in one column."""
@@ -119,11 +120,10 @@ class Output:
     def feed(self, rank: int, which: int, data: bytes) -> None:
         if log := self._logs.get((rank, which)):
             try:
-                log.write(data)
-                log.flush()
+                _write_all(log.fileno(), data)
             except OSError as error:  # a full disk must not end the job
-                del self._logs[rank, which]
-                self.say([f"no more log for rank {rank}: {error}."], bad=False)
+                self._logs.pop((rank, which)).close()
+                self.say([f"{log.name} ends here: {error.strerror}."], bad=False)
         self._show(which, self._streams[rank, which].feed(data, time.monotonic()))
 
     def finish(self, rank: int, which: int) -> None:
@@ -145,7 +145,7 @@ class Output:
 
     def say(self, lines: list[str], *, bad: bool = True) -> None:
         """The launcher's own words, on stderr; the first line is marked."""
-        head, rest = f"symcomm run: {lines[0]}", lines[1:]
+        head, rest = f"{CALL}: {lines[0]}", lines[1:]
         if self._color:
             head = f"\x1b[1;{31 if bad else 33}m{head}\x1b[0m"
         self._write(self._descriptors[STDERR], "".join(f"{line}\n" for line in [head, *rest]).encode())
@@ -155,11 +155,17 @@ class Output:
             self._write(self._descriptors[which], data)
 
     def _write(self, descriptor: int, data: bytes) -> None:
-        view = memoryview(data)
-        while view and not self.broken:
-            try:
-                view = view[os.write(descriptor, view) :]
-            except BlockingIOError:  # a terminal that some program left non-blocking
-                select.select([], [descriptor], [], 1.0)
-            except OSError:  # the reader went away (`| head`), or the terminal did
-                self.broken = True
+        try:
+            if not self.broken:
+                _write_all(descriptor, data)
+        except OSError:  # the reader went away (`| head`), or the terminal did
+            self.broken = True
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:  # a terminal that some program left non-blocking
+            select.select([], [descriptor], [], 1.0)
