@@ -236,7 +236,21 @@ class TorchGroup(dist.ProcessGroup):
         return self._call(self.core.barrier, options=opts, timeout=timeout)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        self.core.monitored_barrier(seconds_of(None, timeout), wait_all_ranks)
+        """Ours, with the words that scripts written for Gloo look for at the start of the message."""
+        if timeout is not None and timedelta(0) <= timeout < timedelta(milliseconds=1):
+            raise errors.DeadlineError(f"Rank {self.core.rank} timed out in monitoredBarrier after 0 ms.")
+        try:
+            self.core.monitored_barrier(seconds_of(None, timeout), wait_all_ranks)
+        except errors.DeadlineError as error:
+            if self.core.rank == 0:
+                who = ("Ranks " if wait_all_ranks else "Rank ") + ", ".join(map(str, error.missing))
+                said = f"{who} failed to pass monitoredBarrier"
+            else:
+                said = (
+                    f"Rank {self.core.rank} successfully reached monitoredBarrier, but received errors while waiting "
+                    "for send/recv from rank 0"
+                )
+            raise errors.DeadlineError(f"{said}. {error}", error.missing) from error
 
     def _start_coalescing(self, device: Any = None) -> None:
         self._coalescing = []

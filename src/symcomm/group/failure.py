@@ -177,6 +177,6 @@ def _timed_out(group: Any, what: str, report: dict, seconds: float) -> errors.Sy
     who = "" if origin == group.rank else f" (rank {origin}'s deadline)"
     return errors.DeadlineError(
         f"{what} timed out on rank {group.rank} after {words_for_seconds(seconds)}{who}: {story}. "
-        "Look at what the missing ranks do, or give a longer timeout.",
+        "Look at what the missing ranks do, or give a longer timeout to the call.",
         missing,
     )
