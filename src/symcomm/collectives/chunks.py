@@ -11,7 +11,7 @@ Vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -89,25 +89,26 @@ def later(steps: Iterable[Simple], turns: int) -> list[Simple]:
     """The same steps, as they will be ``turns`` turns later."""
 
     def at(place: At) -> At:
-        if place.mod:
-            return replace(place, phase=(place.phase + turns) % place.mod)
-        return replace(place, offset=place.offset + place.stride * turns)
+        space, index, offset, stride, mod = place.space, place.index, place.offset, place.stride, place.mod
+        if mod:
+            return At(space, index, offset, stride, mod, (place.phase + turns) % mod)
+        return At(space, index, offset + stride * turns, stride)
 
-    return [_moved(step, turns, at) for step in steps]
+    return [_moved(step, turns, at, True) for step in steps]
 
 
 def fixed(steps: Iterable[Simple], turn: int) -> list[Simple]:
     """The steps as they are in one turn, outside any loop."""
-    moved = [_moved(step, turn, lambda place: At(place.space, place.index, place.position(turn))) for step in steps]
-    return [replace(step, stride=0) if isinstance(step, Signal | Wait) else step for step in moved]
+    return [_moved(step, turn, lambda p: At(p.space, p.index, p.position(turn)), False) for step in steps]
 
 
-def _moved(step: Simple, turns: int, at: Callable[[At], At]) -> Simple:
+def _moved(step: Simple, turns: int, at: Callable[[At], At], looped: bool) -> Simple:
     if isinstance(step, Copy):
-        return replace(step, dst=tuple(map(at, step.dst)), src=at(step.src))
+        return Copy(tuple(map(at, step.dst)), at(step.src), step.nbytes)
     if isinstance(step, Reduce):
-        return replace(step, dst=tuple(map(at, step.dst)), src=tuple(map(at, step.src)))
-    return replace(step, value=step.value + step.stride * turns)
+        return Reduce(tuple(map(at, step.dst)), tuple(map(at, step.src)), step.nbytes)
+    value, stride = step.value + step.stride * turns, step.stride if looped else 0
+    return Signal(value, stride) if isinstance(step, Signal) else Wait(step.who, value, stride)
 
 
 def pipeline(pieces: Sizes, chunk: int, body: Callable[[Sizes, Sizes | None], list[Simple]]) -> list[Step]:
