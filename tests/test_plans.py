@@ -364,7 +364,7 @@ def test_plans_are_cached():
 
 
 def test_a_staging_area_that_is_too_small_is_refused():
-    with pytest.raises(ValueError, match="stage_bytes must be at least 1024 for each slot"):
+    with pytest.raises(ValueError, match="stage_bytes must be at least 2176, got 1024"):
         collectives.all_reduce(0, 16, 10**6, DType.INT8, RedOpType.SUM, Limits(stage_bytes=1024))
 
 
