@@ -19,6 +19,7 @@ from symcomm import collectives
 from symcomm.collectives import Limits, Need, Plan
 from symcomm.collectives.interpret import Buffer, DeadlockError, PlanError, RaceError, Tensors, describe, run
 from symcomm.collectives.plan import At, Copy, Loop, Reduce, Signal, Space, Wait
+from symcomm.collectives.select import elements_of
 from symcomm.types import DType, RedOpType
 
 TINY = Limits(stage_bytes=4096, chunk_bytes=512, one_shot_bytes=256, direct_bytes=128)
@@ -68,12 +69,10 @@ class Operation:
         n, world = self.case.count, self.case.world
         return tuple(n * ((3 * q + 2) % 5) // 4 for q in range(world)) if self.case.uneven else (n,) * world
 
-    def add(self, plan: Plan, inputs: list[Buffer], outputs: list[Buffer], expected: list[Any], split: bool = False):
-        """``split``: the input is a list of tensors, which is never symmetric as one."""
+    def add(self, plan: Plan, inputs: list[Buffer], outputs: list[Buffer], expected: list[Any]) -> None:
         symmetric = {"none": Need.NOTHING, "all": BOTH, "mixed": self.random.choice([BOTH, Need.NOTHING])}
-        allowed = Need.OUTPUT if split else BOTH
         self.plans.append(plan)
-        self.tensors.append(Tensors(inputs, outputs, symmetric[self.case.symmetric] & allowed))
+        self.tensors.append(Tensors(inputs, outputs, symmetric[self.case.symmetric]))
         self.expected.append(expected)
 
     def divide(self, name: str, counts: Sequence[int], values: np.ndarray, listed: bool) -> list[Buffer]:
@@ -114,7 +113,7 @@ class Operation:
             mine = self.divide(f"input of {rank}", counts, inputs[rank], c.listed)
             own = self.piece(mine, counts, rank, c.listed)
             out = own if c.in_place else Buffer.of(f"output of {rank}", [-1] * counts[rank])
-            self.add(plan, mine, [out], [combine(inputs)[starts[rank] : starts[rank + 1]]], c.listed)
+            self.add(plan, mine, [out], [combine(inputs)[starts[rank] : starts[rank + 1]]])
 
     def all_gather(self) -> None:
         c, counts = self.case, self.counts()
@@ -161,7 +160,7 @@ class Operation:
             if rank == c.root:
                 ins = self.divide(f"input of {rank}", counts, sent, c.listed)
                 out = self.piece(ins, counts, rank, c.listed) if c.in_place else out
-            self.add(plan, ins, [out], [sent[starts[rank] : starts[rank + 1]]], c.listed)
+            self.add(plan, ins, [out], [sent[starts[rank] : starts[rank + 1]]])
 
     def all_to_all(self) -> None:
         c, world = self.case, self.case.world
@@ -175,7 +174,7 @@ class Operation:
             column = [row[rank] for row in matrix]
             ins = self.divide(f"input of {rank}", matrix[rank], sent, c.listed)
             outs = self.divide(f"output of {rank}", column, np.full(sum(column), -1), c.listed)
-            self.add(plan, ins, outs, pieces if c.listed else [np.concatenate(pieces)], c.listed)
+            self.add(plan, ins, outs, pieces if c.listed else [np.concatenate(pieces)])
 
     def barrier(self) -> None:
         for rank in range(self.case.world):
@@ -300,8 +299,8 @@ def test_steps_do_not_grow_with_size(name: str):
     assert lengths[0] == lengths[1] < 100
 
 
-def make(name: str, rank: int, world: int, count: int, limits: Limits = Limits(), dtype: DType = DType.INT64) -> Plan:  # noqa: B008
-    function, counts = getattr(collectives, name), (count,) * world
+def make(name: str, rank: int, world: int, count: int, **more: Any) -> Plan:
+    function, counts, dtype = getattr(collectives, name), (count,) * world, DType.INT64
     arguments: dict[str, tuple] = {
         "all_reduce": (count, dtype, RedOpType.SUM),
         "reduce": (count, dtype, RedOpType.SUM, 1),
@@ -312,7 +311,7 @@ def make(name: str, rank: int, world: int, count: int, limits: Limits = Limits()
         "scatter": (counts, dtype, 1),
         "all_to_all": (count, dtype),
     }
-    return function(rank, world, *arguments[name], limits=limits)
+    return function(rank, world, *arguments[name], **more)
 
 
 def test_own_contribution_is_never_staged_for_its_owner():
@@ -346,9 +345,19 @@ def test_signature_tells_uneven_counts_apart():
     assert len(set(counts)) == 3
     assert counts[2] == 6
     assert all(0 <= n < 1 << 63 for n in counts)
-    assert [n & 0xFFFFFFFF for n in counts] == [6, 6, 6]
+    assert [elements_of(n) for n in counts] == [6, 6, 6]
     everywhere = {collectives.all_gather(rank, 3, (1, 2, 3), DType.INT8).count for rank in range(3)}
     assert len(everywhere) == 1
+
+
+def test_lists_of_inputs_are_never_direct_and_never_meet_single_tensors():
+    """Peers know one address of a symmetric tensor, and a list has several."""
+    for name in ("reduce_scatter", "scatter", "all_to_all"):
+        listed, single = (make(name, 0, 3, 10_000, listed=listed) for listed in (True, False))
+        assert listed.direct is None
+        assert single.direct is not None
+        assert listed.count != single.count
+        assert elements_of(listed.count) == elements_of(single.count) == single.count
 
 
 def test_even_all_to_all_is_the_same_call_however_it_is_written():

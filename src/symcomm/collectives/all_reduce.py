@@ -28,7 +28,7 @@ from symcomm.collectives.chunks import (
     too_small,
     up,
 )  # fmt: skip
-from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Plan, Reduce, Signal, Space, Step, Wait
+from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Reduce, Signal, Space, Step, Wait
 
 if TYPE_CHECKING:
     from symcomm.collectives.select import Limits
@@ -109,12 +109,16 @@ def two_shot(plan: Plan, nbytes: int, limits: Limits, root: int | None = None) -
     plan.name = "two-shot"
 
 
-def direct_two_shot(plan: Plan, nbytes: int, root: int | None = None) -> list[Step]:
-    """Rank k combines shard k of all inputs into all outputs. Only rank k touches shard k, so in place is safe."""
+def direct_all_reduce(plan: Plan, nbytes: int) -> tuple[list[Step], list[Need]]:
+    """Two-shot straight on the tensors: rank k writes its shard into all outputs, its own first."""
+    outputs = [plan.rank, *ring(plan.world, plan.rank)[:-1]]
+    return direct_two_shot(plan, nbytes, outputs), [Need.INPUT | Need.OUTPUT] * plan.world
+
+
+def direct_two_shot(plan: Plan, nbytes: int, outputs: list[int]) -> list[Step]:
+    """Rank k combines shard k of all inputs into some outputs. Only rank k touches shard k, so in place is safe."""
     start, length = shard(nbytes, plan.world, plan.rank)
-    steps: list[Step] = []
-    if length:
-        outs = [plan.rank, *ring(plan.world, plan.rank)[:-1]] if root is None else [root]
-        ins = tuple(At(PEER_IN, rank, start) for rank in range(plan.world))
-        steps.append(Reduce(tuple(At(PEER_OUT, rank, start) for rank in outs), ins, length))
-    return steps + finish()
+    if not length:
+        return finish()
+    ins = tuple(At(PEER_IN, rank, start) for rank in range(plan.world))
+    return [Reduce(tuple(At(PEER_OUT, rank, start) for rank in outputs), ins, length), *finish()]
