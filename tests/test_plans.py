@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from symcomm import collectives
-from symcomm.collectives import Limits, Need, Plan
+from symcomm.collectives import Limits, Need, Plan, interpret
 from symcomm.collectives.interpret import Buffer, DeadlockError, PlanError, RaceError, Tensors, describe, run
 from symcomm.collectives.plan import At, Copy, Loop, Reduce, Signal, Space, Wait
 from symcomm.collectives.select import elements_of
@@ -282,6 +282,12 @@ def test_real_limits():
                 play([Case(name, 2, nbytes // 16, 1, symmetric=symmetric, limits=Limits(), dtype=DType.COMPLEX128)], 1)
 
 
+@pytest.mark.parametrize("name", [*ROOTED, *UNROOTED])
+def test_many_ranks(name: str):
+    for symmetric in ("none", "mixed"):
+        play([Case(name, 33, 20, 17, symmetric=symmetric, limits=replace(TINY, stage_bytes=8192))], 1)
+
+
 # --- what a plan promises ----------------------------------------------------------------------------
 
 
@@ -447,11 +453,19 @@ def test_different_calls_are_refused():
 def test_describe():
     text = describe(collectives.all_reduce(1, 2, 100_000, DType.FLOAT32, RedOpType.SUM))
     assert text.splitlines()[:3] == [
-        "all_reduce on rank 1 of 2: one-shot (400000 bytes, two ranks: two_rank_variant is one_shot)",
+        "all_reduce on rank 1 of 2: two-shot (400000 bytes, two ranks: two_rank_variant is two_shot)",
         "  head",
-        "    copy 200000 from IN[0]+0 to STAGE[1]+0",
+        "    copy 100032 from IN[0]+0 to STAGE[1]+0",
     ]
     assert "wait for all to signal 2" in text
+
+
+@pytest.mark.parametrize("name", [*ROOTED, *UNROOTED, "barrier"])
+def test_plans_can_be_printed(name: str, capsys: pytest.CaptureFixture[str]):
+    interpret.main([name, "3", "1000"])
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith(name)] == [
+        f"{name} on rank {rank} of 3" for rank in range(3)
+    ]
 
 
 # --- encoding ----------------------------------------------------------------------------------------

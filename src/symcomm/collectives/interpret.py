@@ -438,7 +438,9 @@ def main(argv: Sequence[str]) -> None:
     from symcomm.collectives import select
     from symcomm.types import DType
 
-    name, world, count = argv[0], int(argv[1]), int(argv[2]) if len(argv) > 2 else 0
+    if len(argv) != 3:
+        raise SystemExit("usage: python -m symcomm.collectives.interpret COLLECTIVE RANKS ELEMENTS")
+    name, world, count = argv[0], int(argv[1]), int(argv[2])
     arguments: dict[str, tuple] = {
         "all_reduce": (count, DType.FLOAT32, 0),
         "reduce": (count, DType.FLOAT32, 0, 0),
