@@ -413,7 +413,8 @@ def empty(rank: int, **parts: Any) -> Plan:
 
 def test_deadlock_names_who_waits_for_whom():
     with pytest.raises(
-        DeadlockError, match=r"rank 0 \(operation 1, staged step 0: wait for rank 1 to signal 2\) waits for rank 1"
+        DeadlockError,
+        match=r"rank 0 \(operation 1, staged step 0, turn 0: wait for rank 1 to signal 2\) waits for rank 1",
     ):
         two_ranks(empty(0, staged=[Wait(1, 2)]), empty(1))
 
