@@ -19,7 +19,7 @@ import pytest
 from symcomm import collectives
 from symcomm.collectives import Plan
 from symcomm.collectives.interpret import PlanError, describe, run
-from symcomm.collectives.plan import FIRST_SIGNAL, At, Copy, Loop, Reduce, Signal, Space, Step, Wait
+from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Loop, Reduce, Signal, Space, Step, Wait
 from tests.test_plans import ROOTED, TINY, UNROOTED, Case, Operation, combine
 
 SCHEDULES = [1, 2, "slowest 0", "fastest 0"]
@@ -137,12 +137,12 @@ def test_subjects_are_right_as_they_are():
         assert caught(case, None, lambda plan: plan) == ""
 
 
-def furthest_wait(plan: Plan, part: str) -> int:
-    """The highest signal that a plan waits for."""
+def furthest_wait(plan: Plan, part: str, who: int) -> int:
+    """The highest signal of rank ``who`` that a plan waits for."""
     found = [0]
     for step in getattr(plan, part) or []:
         turns, body = (step.turns, step.body) if isinstance(step, Loop) else (1, (step,))
-        found += [s.value + s.stride * (turns - 1) for s in body if isinstance(s, Wait)]
+        found += [s.value + s.stride * (turns - 1) for s in body if isinstance(s, Wait) and s.who in (ALL, who)]
     return max(found)
 
 
@@ -152,7 +152,7 @@ def is_harmless(kind: str, case: Case, plan: Plan, path: Path) -> bool:
         part, number, inner = path
         after = [p for p, step in walk(plan) if isinstance(step, Signal) and p[0] == part and p > path]
         peers = [p for p in Operation(case).plans if p.rank != plan.rank]
-        awaited = max((furthest_wait(peer, part) for peer in peers), default=0)
+        awaited = max((furthest_wait(peer, part, plan.rank) for peer in peers), default=0)
         return bool(after) or (inner is None and getattr(plan, part)[number].value > awaited)
     if "wait" not in kind:
         return False

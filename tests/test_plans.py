@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from symcomm import collectives
-from symcomm.collectives import Limits, Need, Plan
+from symcomm.collectives import Limits, Need, Plan, interpret
 from symcomm.collectives.interpret import Buffer, DeadlockError, PlanError, RaceError, Tensors, describe, run
 from symcomm.collectives.plan import At, Copy, Loop, Reduce, Signal, Space, Wait
+from symcomm.collectives.select import elements_of
 from symcomm.types import DType, RedOpType
 
 TINY = Limits(stage_bytes=4096, chunk_bytes=512, one_shot_bytes=256, direct_bytes=128)
@@ -68,12 +69,10 @@ class Operation:
         n, world = self.case.count, self.case.world
         return tuple(n * ((3 * q + 2) % 5) // 4 for q in range(world)) if self.case.uneven else (n,) * world
 
-    def add(self, plan: Plan, inputs: list[Buffer], outputs: list[Buffer], expected: list[Any], split: bool = False):
-        """``split``: the input is a list of tensors, which is never symmetric as one."""
+    def add(self, plan: Plan, inputs: list[Buffer], outputs: list[Buffer], expected: list[Any]) -> None:
         symmetric = {"none": Need.NOTHING, "all": BOTH, "mixed": self.random.choice([BOTH, Need.NOTHING])}
-        allowed = Need.OUTPUT if split else BOTH
         self.plans.append(plan)
-        self.tensors.append(Tensors(inputs, outputs, symmetric[self.case.symmetric] & allowed))
+        self.tensors.append(Tensors(inputs, outputs, symmetric[self.case.symmetric]))
         self.expected.append(expected)
 
     def divide(self, name: str, counts: Sequence[int], values: np.ndarray, listed: bool) -> list[Buffer]:
@@ -114,7 +113,7 @@ class Operation:
             mine = self.divide(f"input of {rank}", counts, inputs[rank], c.listed)
             own = self.piece(mine, counts, rank, c.listed)
             out = own if c.in_place else Buffer.of(f"output of {rank}", [-1] * counts[rank])
-            self.add(plan, mine, [out], [combine(inputs)[starts[rank] : starts[rank + 1]]], c.listed)
+            self.add(plan, mine, [out], [combine(inputs)[starts[rank] : starts[rank + 1]]])
 
     def all_gather(self) -> None:
         c, counts = self.case, self.counts()
@@ -161,7 +160,7 @@ class Operation:
             if rank == c.root:
                 ins = self.divide(f"input of {rank}", counts, sent, c.listed)
                 out = self.piece(ins, counts, rank, c.listed) if c.in_place else out
-            self.add(plan, ins, [out], [sent[starts[rank] : starts[rank + 1]]], c.listed)
+            self.add(plan, ins, [out], [sent[starts[rank] : starts[rank + 1]]])
 
     def all_to_all(self) -> None:
         c, world = self.case, self.case.world
@@ -175,7 +174,7 @@ class Operation:
             column = [row[rank] for row in matrix]
             ins = self.divide(f"input of {rank}", matrix[rank], sent, c.listed)
             outs = self.divide(f"output of {rank}", column, np.full(sum(column), -1), c.listed)
-            self.add(plan, ins, outs, pieces if c.listed else [np.concatenate(pieces)], c.listed)
+            self.add(plan, ins, outs, pieces if c.listed else [np.concatenate(pieces)])
 
     def barrier(self) -> None:
         for rank in range(self.case.world):
@@ -283,6 +282,12 @@ def test_real_limits():
                 play([Case(name, 2, nbytes // 16, 1, symmetric=symmetric, limits=Limits(), dtype=DType.COMPLEX128)], 1)
 
 
+@pytest.mark.parametrize("name", [*ROOTED, *UNROOTED])
+def test_many_ranks(name: str):
+    for symmetric in ("none", "mixed"):
+        play([Case(name, 33, 20, 17, symmetric=symmetric, limits=replace(TINY, stage_bytes=8192))], 1)
+
+
 # --- what a plan promises ----------------------------------------------------------------------------
 
 
@@ -300,8 +305,8 @@ def test_steps_do_not_grow_with_size(name: str):
     assert lengths[0] == lengths[1] < 100
 
 
-def make(name: str, rank: int, world: int, count: int, limits: Limits = Limits(), dtype: DType = DType.INT64) -> Plan:  # noqa: B008
-    function, counts = getattr(collectives, name), (count,) * world
+def make(name: str, rank: int, world: int, count: int, **more: Any) -> Plan:
+    function, counts, dtype = getattr(collectives, name), (count,) * world, DType.INT64
     arguments: dict[str, tuple] = {
         "all_reduce": (count, dtype, RedOpType.SUM),
         "reduce": (count, dtype, RedOpType.SUM, 1),
@@ -312,7 +317,7 @@ def make(name: str, rank: int, world: int, count: int, limits: Limits = Limits()
         "scatter": (counts, dtype, 1),
         "all_to_all": (count, dtype),
     }
-    return function(rank, world, *arguments[name], limits=limits)
+    return function(rank, world, *arguments[name], **more)
 
 
 def test_own_contribution_is_never_staged_for_its_owner():
@@ -346,9 +351,19 @@ def test_signature_tells_uneven_counts_apart():
     assert len(set(counts)) == 3
     assert counts[2] == 6
     assert all(0 <= n < 1 << 63 for n in counts)
-    assert [n & 0xFFFFFFFF for n in counts] == [6, 6, 6]
+    assert [elements_of(n) for n in counts] == [6, 6, 6]
     everywhere = {collectives.all_gather(rank, 3, (1, 2, 3), DType.INT8).count for rank in range(3)}
     assert len(everywhere) == 1
+
+
+def test_lists_of_inputs_are_never_direct_and_never_meet_single_tensors():
+    """Peers know one address of a symmetric tensor, and a list has several."""
+    for name in ("reduce_scatter", "scatter", "all_to_all"):
+        listed, single = (make(name, 0, 3, 10_000, listed=listed) for listed in (True, False))
+        assert listed.direct is None
+        assert single.direct is not None
+        assert listed.count != single.count
+        assert elements_of(listed.count) == elements_of(single.count) == single.count
 
 
 def test_even_all_to_all_is_the_same_call_however_it_is_written():
@@ -364,7 +379,7 @@ def test_plans_are_cached():
 
 
 def test_a_staging_area_that_is_too_small_is_refused():
-    with pytest.raises(ValueError, match="stage_bytes must be at least 1024 for each slot"):
+    with pytest.raises(ValueError, match="stage_bytes must be at least 2176, got 1024"):
         collectives.all_reduce(0, 16, 10**6, DType.INT8, RedOpType.SUM, Limits(stage_bytes=1024))
 
 
@@ -398,7 +413,8 @@ def empty(rank: int, **parts: Any) -> Plan:
 
 def test_deadlock_names_who_waits_for_whom():
     with pytest.raises(
-        DeadlockError, match=r"rank 0 \(operation 1, staged step 0: wait for rank 1 to signal 2\) waits for rank 1"
+        DeadlockError,
+        match=r"rank 0 \(operation 1, staged step 0, turn 0: wait for rank 1 to signal 2\) waits for rank 1",
     ):
         two_ranks(empty(0, staged=[Wait(1, 2)]), empty(1))
 
@@ -438,11 +454,19 @@ def test_different_calls_are_refused():
 def test_describe():
     text = describe(collectives.all_reduce(1, 2, 100_000, DType.FLOAT32, RedOpType.SUM))
     assert text.splitlines()[:3] == [
-        "all_reduce on rank 1 of 2: one-shot (400000 bytes, two ranks: two_rank_variant is one_shot)",
+        "all_reduce on rank 1 of 2: two-shot (400000 bytes, two ranks: two_rank_variant is two_shot)",
         "  head",
-        "    copy 200000 from IN[0]+0 to STAGE[1]+0",
+        "    copy 100032 from IN[0]+0 to STAGE[1]+0",
     ]
     assert "wait for all to signal 2" in text
+
+
+@pytest.mark.parametrize("name", [*ROOTED, *UNROOTED, "barrier"])
+def test_plans_can_be_printed(name: str, capsys: pytest.CaptureFixture[str]):
+    interpret.main([name, "3", "1000"])
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith(name)] == [
+        f"{name} on rank {rank} of 3" for rank in range(3)
+    ]
 
 
 # --- encoding ----------------------------------------------------------------------------------------

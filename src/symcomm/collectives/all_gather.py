@@ -10,34 +10,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from symcomm.collectives.chunks import SLOTS, Pieces, Simple, Sizes, copy, finish, ring, stream, stream_chunk
+from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, finish, ring, stage, stream
 from symcomm.collectives.plan import ALL, At, Need, Plan, Space, Step
 
 if TYPE_CHECKING:
     from symcomm.collectives.select import Limits
 
-IN, OUT, STAGE, PEER_IN = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN
+IN, OUT, PEER_IN = Space.IN, Space.OUT, Space.PEER_IN
 
 
 def streamed_all_gather(plan: Plan, pieces: Pieces, limits: Limits) -> None:
     """A slot holds one chunk: all peers read the same one."""
     me, world = plan.rank, plan.world
-    chunk = stream_chunk(max(pieces.sizes), limits)
-    mine = At(IN, 0, 0, chunk)
-
-    def staged(rank: int) -> At:
-        return At(STAGE, rank, 0, chunk, SLOTS)
+    cut, lanes = stage(plan, [(rank, [size]) for rank, size in enumerate(pieces.sizes)], limits)
+    mine = At(IN, 0, 0, cut.chunk(pieces.sizes[me]))
 
     def put(now: Sizes) -> list[Simple]:
-        return copy(staged(me), mine, now[me])
+        return copy(lanes[me].at(), mine, now[me])
 
     def get(now: Sizes) -> list[Simple]:
         steps: list[Simple] = []
         for rank in ring(world, me):
-            steps += copy(pieces.at(OUT, rank, chunk), mine if rank == me else staged(rank), now[rank])
+            steps += copy(pieces.at(OUT, rank, cut), mine if rank == me else lanes[rank].at(), now[rank])
         return steps
 
-    stream(plan, pieces.sizes, chunk, put, get, [ALL])
+    stream(plan, cut, pieces.sizes, put, get, [ALL])
     plan.name = "streamed"
 
 

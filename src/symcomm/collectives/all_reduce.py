@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING
 
 from symcomm.collectives.chunks import (
     LINE,
-    SLOTS,
     Simple,
     Sizes,
-    chunk_size,
     copy,
     finish,
     fixed,
@@ -25,10 +23,12 @@ from symcomm.collectives.chunks import (
     pipeline,
     ring,
     shard,
+    stage,
     stream,
-    stream_chunk,
+    too_small,
+    up,
 )  # fmt: skip
-from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Plan, Reduce, Signal, Space, Step, Wait
+from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Reduce, Signal, Space, Step, Wait
 
 if TYPE_CHECKING:
     from symcomm.collectives.select import Limits
@@ -40,20 +40,18 @@ TWO_SHOT_SLOTS = 2
 def one_shot(plan: Plan, nbytes: int, limits: Limits, root: int | None = None) -> None:
     """Whoever wants the result (everybody, or the root) reads every peer's chunk and combines all of it."""
     me, world = plan.rank, plan.world
-    chunk = stream_chunk(nbytes, limits)
+    cut, lanes = stage(plan, [(rank, [nbytes]) for rank in range(world)], limits)
+    chunk = cut.chunk(nbytes)
     mine = At(IN, 0, 0, chunk)
 
-    def staged(rank: int) -> At:
-        return At(STAGE, rank, 0, chunk, SLOTS)
-
     def put(now: Sizes) -> list[Simple]:
-        return copy(staged(me), mine, now[0]) if me != root else []
+        return copy(lanes[me].at(), mine, now[0]) if me != root else []
 
     def get(now: Sizes) -> list[Simple]:
-        sources = tuple(mine if rank == me else staged(rank) for rank in range(world))
+        sources = tuple(mine if rank == me else lanes[rank].at() for rank in range(world))
         return [Reduce((At(OUT, 0, 0, chunk),), sources, now[0])] if root in (None, me) else []
 
-    stream(plan, [nbytes], chunk, put, get, [ALL if root is None or root == me else root])
+    stream(plan, cut, [nbytes], put, get, [ALL if root is None or root == me else root])
     plan.name = "one-shot"
 
 
@@ -65,9 +63,13 @@ def two_shot(plan: Plan, nbytes: int, limits: Limits, root: int | None = None) -
     Before shard i is written all have signalled i-1, hence collected chunk i-2: two slots for what is combined.
     """
     me, world = plan.rank, plan.world
-    unit = LINE * world
     room = limits.stage_bytes * world // (world + 1) // TWO_SHOT_SLOTS  # a slot is a chunk and one shard of a chunk
-    chunk = chunk_size(nbytes, room, limits.chunk_bytes, unit)
+    lines = LINE * world  # so that shards start at cache lines
+    most = max(min(limits.chunk_bytes, room) // lines, 1) * lines
+    if most > room:
+        raise too_small(limits.stage_bytes, (lines + LINE) * TWO_SHOT_SLOTS)
+    turns = -(-nbytes // most)
+    chunk = up(-(-nbytes // turns), lines)
     collecting = root in (None, me)
 
     def staged(rank: int, start: int) -> At:
@@ -103,16 +105,20 @@ def two_shot(plan: Plan, nbytes: int, limits: Limits, root: int | None = None) -
         return [*steps, Wait(ALL, FIRST_SIGNAL, 1), *(collect(now) if collecting else [])]
 
     plan.head = list(fixed(put([min(nbytes, chunk)]), 0))
-    plan.staged = pipeline([nbytes], chunk, turn)
+    plan.staged = pipeline([nbytes], [chunk], -(-nbytes // chunk), turn)
     plan.name = "two-shot"
 
 
-def direct_two_shot(plan: Plan, nbytes: int, root: int | None = None) -> list[Step]:
-    """Rank k combines shard k of all inputs into all outputs. Only rank k touches shard k, so in place is safe."""
+def direct_all_reduce(plan: Plan, nbytes: int) -> tuple[list[Step], list[Need]]:
+    """Two-shot straight on the tensors: rank k writes its shard into all outputs, its own first."""
+    outputs = [plan.rank, *ring(plan.world, plan.rank)[:-1]]
+    return direct_two_shot(plan, nbytes, outputs), [Need.INPUT | Need.OUTPUT] * plan.world
+
+
+def direct_two_shot(plan: Plan, nbytes: int, outputs: list[int]) -> list[Step]:
+    """Rank k combines shard k of all inputs into some outputs. Only rank k touches shard k, so in place is safe."""
     start, length = shard(nbytes, plan.world, plan.rank)
-    steps: list[Step] = []
-    if length:
-        outs = [plan.rank, *ring(plan.world, plan.rank)[:-1]] if root is None else [root]
-        ins = tuple(At(PEER_IN, rank, start) for rank in range(plan.world))
-        steps.append(Reduce(tuple(At(PEER_OUT, rank, start) for rank in outs), ins, length))
-    return steps + finish()
+    if not length:
+        return finish()
+    ins = tuple(At(PEER_IN, rank, start) for rank in range(plan.world))
+    return [Reduce(tuple(At(PEER_OUT, rank, start) for rank in outputs), ins, length), *finish()]

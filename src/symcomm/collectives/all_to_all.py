@@ -10,49 +10,43 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from symcomm.collectives.chunks import SLOTS, Pieces, Simple, Sizes, copy, finish, ring, stream, stream_chunk
+from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, finish, ring, stage, stream
 from symcomm.collectives.plan import ALL, At, Need, Plan, Space, Step
 
 if TYPE_CHECKING:
     from symcomm.collectives.select import Limits
 
-IN, OUT, STAGE, PEER_IN = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN
+IN, OUT, PEER_IN = Space.IN, Space.OUT, Space.PEER_IN
 Matrix = tuple[tuple[int, ...], ...]
 
 
 def streamed_all_to_all(plan: Plan, matrix: Matrix, listed: bool, limits: Limits) -> None:
-    """A slot holds one chunk for each of the other ranks. All ranks take as many turns as the longest piece needs."""
+    """A slot holds one chunk for each of the other ranks; all ranks take the same number of turns."""
     me, world = plan.rank, plan.world
     sends, receives = Pieces(matrix[me], listed), Pieces(tuple(row[me] for row in matrix), listed)
-    lanes = world - 1
-    longest = max(map(max, matrix))
-    chunk = stream_chunk(longest, limits, lanes)
-
-    def staged(owner: int, reader: int) -> At:
-        lane = reader - (reader > owner)
-        return At(STAGE, owner, lane * chunk, lanes * chunk, SLOTS)
+    cut, lanes = stage(plan, list(enumerate(matrix)), limits, skip_own=True)
 
     def put(now: Sizes) -> list[Simple]:
         others = ring(world, me)[:-1]
-        return [step for q in others for step in copy(staged(me, q), sends.at(IN, q, chunk), now[q])]
+        return [step for q in others for step in copy(lanes[me].at(q), sends.at(IN, q, cut), now[q])]
 
     def get(now: Sizes) -> list[Simple]:
         steps: list[Simple] = []
         for rank in ring(world, me):
-            source = sends.at(IN, me, chunk) if rank == me else staged(rank, me)
-            steps += copy(receives.at(OUT, rank, chunk), source, now[world + rank])
+            source = sends.at(IN, me, cut) if rank == me else lanes[rank].at(me)
+            steps += copy(receives.at(OUT, rank, cut), source, now[world + rank])
         return steps
 
-    stream(plan, [*sends.sizes, *receives.sizes, longest], chunk, put, get, [ALL])
+    stream(plan, cut, [*sends.sizes, *receives.sizes], put, get, [ALL])
     plan.name = "streamed"
 
 
-def direct_all_to_all(plan: Plan, matrix: Matrix, listed: bool) -> tuple[list[Step], list[Need]]:
+def direct_all_to_all(plan: Plan, matrix: Matrix) -> tuple[list[Step], list[Need]]:
     me = plan.rank
-    receives = Pieces(tuple(row[me] for row in matrix), listed)
+    receives = Pieces(tuple(row[me] for row in matrix))
     steps: list[Step] = []
     for rank in ring(plan.world, me)[:-1]:
         source = At(PEER_IN, rank, sum(matrix[rank][:me]))
         steps += copy(receives.at(OUT, rank), source, receives.sizes[rank])
-    own = copy(receives.at(OUT, me), Pieces(matrix[me], listed).at(IN, me), receives.sizes[me])
+    own = copy(receives.at(OUT, me), Pieces(matrix[me]).at(IN, me), receives.sizes[me])
     return steps + finish(own), [Need.INPUT if any(row) else Need.NOTHING for row in matrix]

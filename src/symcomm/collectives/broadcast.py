@@ -10,28 +10,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from symcomm.collectives.chunks import SLOTS, Simple, Sizes, copy, stream, stream_chunk
+from symcomm.collectives.chunks import Simple, Sizes, copy, stage, stream
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Signal, Space, Step, Wait
 
 if TYPE_CHECKING:
     from symcomm.collectives.select import Limits
 
-IN, OUT, STAGE, PEER_IN = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN
+IN, OUT, PEER_IN = Space.IN, Space.OUT, Space.PEER_IN
 
 
 def streamed_broadcast(plan: Plan, nbytes: int, limits: Limits) -> None:
     """The root waits for everybody, everybody else only for the root."""
     at_root = plan.rank == plan.root
-    chunk = stream_chunk(nbytes, limits)
-    staged = At(STAGE, plan.root, 0, chunk, SLOTS)
+    cut, (lane,) = stage(plan, [(plan.root, [nbytes])], limits)
+    chunk = cut.chunk(nbytes)
 
     def put(now: Sizes) -> list[Simple]:
-        return copy(staged, At(IN, 0, 0, chunk), now[0]) if at_root else []
+        return copy(lane.at(), At(IN, 0, 0, chunk), now[0]) if at_root else []
 
     def get(now: Sizes) -> list[Simple]:
-        return [] if at_root else copy(At(OUT, 0, 0, chunk), staged, now[0])
+        return [] if at_root else copy(At(OUT, 0, 0, chunk), lane.at(), now[0])
 
-    stream(plan, [nbytes], chunk, put, get, [ALL if at_root else plan.root])
+    stream(plan, cut, [nbytes], put, get, [ALL if at_root else plan.root])
     plan.name = "streamed"
 
 

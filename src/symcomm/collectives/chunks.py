@@ -11,13 +11,14 @@ Vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Loop, Plan, Reduce, Signal, Space, Step, Wait
 from symcomm.errors import bad_argument
+from symcomm.types import ITEMSIZE
 
 if TYPE_CHECKING:
     from symcomm.collectives.select import Limits
@@ -40,9 +41,10 @@ class Pieces:
     def starts(self) -> tuple[int, ...]:
         return tuple(accumulate(self.sizes, initial=0))
 
-    def at(self, space: Space, rank: int, chunk: int = 0) -> At:
-        """Where rank's piece lies, moving on by ``chunk`` each turn."""
-        return At(space, rank, 0, chunk) if self.listed else At(space, 0, self.starts[rank], chunk)
+    def at(self, space: Space, rank: int, cut: Cut | None = None) -> At:
+        """Where rank's piece lies; with ``cut``, moving on by a chunk each turn."""
+        stride = cut.chunk(self.sizes[rank]) if cut else 0
+        return At(space, rank, 0, stride) if self.listed else At(space, 0, self.starts[rank], stride)
 
 
 def copy(dst: At, src: At, nbytes: int) -> list[Simple]:
@@ -66,20 +68,64 @@ def shard(total: int, world: int, rank: int) -> tuple[int, int]:
     return start, min(per, total - start)
 
 
-def chunk_size(longest: int, room: int, most: int, unit: int = LINE) -> int:
-    """The chunk for pieces of up to ``longest`` bytes: at most ``most`` and at most ``room``, all turns about alike."""
-    limit = max(min(most, room) // unit, 1) * unit
-    if limit > room:
-        raise bad_argument("plan", "stage_bytes", room, f"at least {limit} for each slot", "use a larger staging area")
-    turns = max(-(-longest // limit), 1)
-    return max(up(-(-longest // turns), unit), unit)
+# --- chunks --------------------------------------------------------------------------------------
 
 
-def stream_chunk(longest: int, limits: Limits, lanes: int = 1) -> int:
-    """The chunk of a stream whose slots hold ``lanes`` chunks each; what fits into one turn needs only one slot."""
-    at_once = min(limits.stage_bytes, limits.chunk_bytes) // lanes // LINE * LINE
-    slots = 1 if longest <= at_once else SLOTS
-    return chunk_size(longest, limits.stage_bytes // slots // lanes, limits.chunk_bytes // lanes)
+@dataclass(frozen=True)
+class Cut:
+    """Pieces cut into chunks so that all pieces, long and short, take about the same number of turns."""
+
+    turns: int
+    longest: int
+    item: int  # bytes of an element
+
+    def chunk(self, piece: int) -> int:
+        """Bytes that one turn moves. Whole cache lines, unless rounding up to them would end a piece turns early."""
+        if not piece:
+            return 0
+        lines = piece == self.longest or piece > LINE * self.turns**2
+        return up(-(-piece // self.turns), LINE if lines else self.item)
+
+
+class Lanes:
+    """A slot of one rank's staging area: room for a chunk of each piece it stages, each in lines of its own."""
+
+    def __init__(self, owner: int, pieces: Sizes, cut: Cut, skip: int = -1):
+        widths = (0 if q == skip else up(cut.chunk(n), LINE) for q, n in enumerate(pieces))
+        *self.starts, self.slot = accumulate(widths, initial=0)
+        self.owner = owner
+
+    def at(self, lane: int = 0) -> At:
+        return At(Space.STAGE, self.owner, self.starts[lane], self.slot, SLOTS)
+
+
+def stage(
+    plan: Plan, staged: Sequence[tuple[int, Sizes]], limits: Limits, skip_own: bool = False
+) -> tuple[Cut, list[Lanes]]:
+    """How the pieces that ranks stage, given as (rank, pieces), are cut, and where each rank's chunks lie.
+
+    What fits at once takes one turn and one slot. Else the fewest turns whose slots have room in the staging area.
+    With ``skip_own`` pieces are numbered by reader, and a rank does not stage the piece that it reads itself.
+    """
+    longest = max(n for _, pieces in staged for n in pieces)
+    chunk, room = up(longest, LINE), min(limits.stage_bytes, limits.chunk_bytes)
+    while True:
+        cut = Cut(-(-longest // chunk) if longest else 0, longest, ITEMSIZE[plan.dtype])
+        lanes = [Lanes(rank, pieces, cut, rank if skip_own else -1) for rank, pieces in staged]
+        widest = max(lane.slot for lane in lanes)
+        if widest <= room:
+            return cut, lanes
+        room = limits.stage_bytes // SLOTS
+        if chunk == LINE and widest <= room:  # more than chunk_bytes, but there is no less
+            return cut, lanes
+        if chunk == LINE:
+            raise too_small(limits.stage_bytes, widest * SLOTS)
+        room = min(room, limits.chunk_bytes)
+        chunk = max(min(chunk - LINE, chunk * room // widest // LINE * LINE), LINE)
+
+
+def too_small(stage_bytes: int, least: int) -> Exception:
+    return bad_argument("plan", "stage_bytes", stage_bytes, f"at least {least}", "use a larger staging area")
 
 
 # --- turns ---------------------------------------------------------------------------------------
@@ -89,28 +135,32 @@ def later(steps: Iterable[Simple], turns: int) -> list[Simple]:
     """The same steps, as they will be ``turns`` turns later."""
 
     def at(place: At) -> At:
-        if place.mod:
-            return replace(place, phase=(place.phase + turns) % place.mod)
-        return replace(place, offset=place.offset + place.stride * turns)
+        space, index, offset, stride, mod = place.space, place.index, place.offset, place.stride, place.mod
+        if mod:
+            return At(space, index, offset, stride, mod, (place.phase + turns) % mod)
+        return At(space, index, offset + stride * turns, stride)
 
-    return [_moved(step, turns, at) for step in steps]
+    return [_moved(step, turns, at, True) for step in steps]
 
 
 def fixed(steps: Iterable[Simple], turn: int) -> list[Simple]:
     """The steps as they are in one turn, outside any loop."""
-    moved = [_moved(step, turn, lambda place: At(place.space, place.index, place.position(turn))) for step in steps]
-    return [replace(step, stride=0) if isinstance(step, Signal | Wait) else step for step in moved]
+    return [_moved(step, turn, lambda p: At(p.space, p.index, p.position(turn)), False) for step in steps]
 
 
-def _moved(step: Simple, turns: int, at: Callable[[At], At]) -> Simple:
+def _moved(step: Simple, turns: int, at: Callable[[At], At], looped: bool) -> Simple:
     if isinstance(step, Copy):
-        return replace(step, dst=tuple(map(at, step.dst)), src=at(step.src))
+        return Copy(tuple(map(at, step.dst)), at(step.src), step.nbytes)
     if isinstance(step, Reduce):
-        return replace(step, dst=tuple(map(at, step.dst)), src=tuple(map(at, step.src)))
-    return replace(step, value=step.value + step.stride * turns)
+        return Reduce(tuple(map(at, step.dst)), tuple(map(at, step.src)), step.nbytes)
+    value, stride = step.value + step.stride * turns, step.stride if looped else 0
+    return Signal(value, stride) if isinstance(step, Signal) else Wait(step.who, value, stride)
 
 
-def pipeline(pieces: Sizes, chunk: int, body: Callable[[Sizes, Sizes | None], list[Simple]]) -> list[Step]:
+Body = Callable[[Sizes, Sizes | None], list[Simple]]
+
+
+def pipeline(pieces: Sizes, chunks: Sizes, turns: int, body: Body) -> list[Step]:
     """``body(now, following)`` for every turn, as loops over the turns in which all sizes stay the same.
 
     ``now`` and ``following`` hold the bytes of each piece that this and the next turn handle; ``following`` is None
@@ -118,11 +168,11 @@ def pipeline(pieces: Sizes, chunk: int, body: Callable[[Sizes, Sizes | None], li
     """
 
     def sizes(turn: int) -> Sizes:
-        return [min(max(n - turn * chunk, 0), chunk) for n in pieces]
+        return [min(max(n - turn * chunk, 0), chunk) for n, chunk in zip(pieces, chunks, strict=True)]
 
-    turns = -(-max(pieces, default=0) // chunk)
-    changes = {turns - 1, *(turn for n in pieces for turn in (n // chunk, -(-n // chunk)))}
-    edges = sorted(turn for turn in {0, *changes, *(turn - 1 for turn in changes)} if turn >= 0)
+    ends = {turn for n, chunk in zip(pieces, chunks, strict=True) if n for turn in (n // chunk, -(-n // chunk))}
+    changes = {turns, turns - 1, *ends}
+    edges = sorted(turn for turn in {0, *changes, *(turn - 1 for turn in changes)} if 0 <= turn <= turns)
     steps: list[Step] = []
     for first, end in pairwise(edges):
         run = body(sizes(first), sizes(first + 1) if first + 1 < turns else None)
@@ -137,8 +187,8 @@ def pipeline(pieces: Sizes, chunk: int, body: Callable[[Sizes, Sizes | None], li
 
 def stream(
     plan: Plan,
+    cut: Cut,
     pieces: Sizes,
-    chunk: int,
     put: Callable[[Sizes], list[Simple]],
     get: Callable[[Sizes], list[Simple]],
     partners: Sequence[int],
@@ -155,8 +205,9 @@ def stream(
         ahead = [*later(put(following), 1), Signal(FIRST_SIGNAL, 1)]
         return [*ahead, *get(now), *(Wait(rank, FIRST_SIGNAL, 1) for rank in partners)]
 
-    plan.head = list(fixed(put([min(n, chunk) for n in pieces]), 0))
-    plan.staged = pipeline(pieces, chunk, turn)
+    chunks = [cut.chunk(n) for n in pieces]
+    plan.head = list(fixed(put([min(n, chunk) for n, chunk in zip(pieces, chunks, strict=True)]), 0))
+    plan.staged = pipeline(pieces, chunks, cut.turns, turn)
 
 
 def finish(meanwhile: Sequence[Step] = ()) -> list[Step]:

@@ -8,34 +8,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from symcomm.collectives.chunks import SLOTS, Pieces, Simple, Sizes, copy, ring, stream, stream_chunk
+from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, ring, stage, stream
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Signal, Space, Step, Wait
 
 if TYPE_CHECKING:
     from symcomm.collectives.select import Limits
 
-IN, OUT, STAGE, PEER_IN = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN
+IN, OUT, PEER_IN = Space.IN, Space.OUT, Space.PEER_IN
 
 
 def streamed_gather(plan: Plan, pieces: Pieces, limits: Limits) -> None:
     """The root waits for everybody, everybody else only for the root."""
     me, at_root = plan.rank, plan.rank == plan.root
-    chunk = stream_chunk(max(pieces.sizes), limits)
-    mine = At(IN, 0, 0, chunk)
-
-    def staged(rank: int) -> At:
-        return At(STAGE, rank, 0, chunk, SLOTS)
+    cut, lanes = stage(plan, [(rank, [size]) for rank, size in enumerate(pieces.sizes)], limits)
+    mine = At(IN, 0, 0, cut.chunk(pieces.sizes[me]))
 
     def put(now: Sizes) -> list[Simple]:
-        return [] if at_root else copy(staged(me), mine, now[me])
+        return [] if at_root else copy(lanes[me].at(), mine, now[me])
 
     def get(now: Sizes) -> list[Simple]:
         steps: list[Simple] = []
         for rank in ring(plan.world, me) if at_root else []:
-            steps += copy(pieces.at(OUT, rank, chunk), mine if rank == me else staged(rank), now[rank])
+            steps += copy(pieces.at(OUT, rank, cut), mine if rank == me else lanes[rank].at(), now[rank])
         return steps
 
-    stream(plan, pieces.sizes, chunk, put, get, [ALL if at_root else plan.root])
+    stream(plan, cut, pieces.sizes, put, get, [ALL if at_root else plan.root])
     plan.name = "streamed"
 
 

@@ -97,7 +97,6 @@ class _Wait:
     """Why a rank does not move: it wants these ranks to have come so far."""
 
     wants: list[tuple[int, int]]
-    text: str
 
 
 @dataclass
@@ -120,7 +119,7 @@ class _Machine:
             self.clock[rank, rank] = 1
         self.history: list[tuple[list[int], list[Any]]] = [([], []) for _ in range(world)]  # progress, clock then
         self.results = [[[] for _ in range(world)] for _ in self.plans]
-        self.at = [""] * world  # what each rank is doing, for errors
+        self.at: list[tuple] = [()] * world  # what each rank is doing, for errors
         self.stages: dict[tuple[int, int, int], Buffer] = {}  # by rank, half, element size
         for operation in self.tensors:
             for tensors in operation:
@@ -133,13 +132,13 @@ class _Machine:
         """What rank does, one step at a time. Yields None when it could go on, or what it waits for."""
         for index, plans in enumerate(self.plans):
             seq, plan = index + 1, plans[rank]
-            self.at[rank] = f"operation {seq}"
+            self.at[rank] = (f"operation {seq}",)
             self.own(rank, seq)
             skipped = self.skips_head(rank, seq)
             if not skipped:
                 yield from self.block(rank, seq, plan.head, "head")
             self.publish(rank, seq, 0)
-            yield from self.wait(rank, seq, ALL, 0, "arrival")
+            yield from self.wait(rank, seq, ALL, 0)
             self.compare(rank, seq)
             if plan.direct is not None and all(self.satisfied(r, seq) for r in range(self.world)):
                 yield from self.block(rank, seq, plan.direct, "direct")
@@ -148,13 +147,20 @@ class _Machine:
                     if skipped:
                         yield from self.block(rank, seq, plan.head, "late head")
                     self.publish(rank, seq, 1)
-                    yield from self.wait(rank, seq, ALL, 1, "late heads")
+                    yield from self.wait(rank, seq, ALL, 1)
                 yield from self.block(rank, seq, plan.staged, "staged")
-            self.at[rank] = f"return from operation {seq}"
+            self.at[rank] = (f"return from operation {seq}",)
             self.results[index][rank] = [self.values(b).copy() for b in self.tensors[index][rank].outputs]
             self.own(rank, seq)  # the caller may do with its tensors what it likes
             for buffer in (*self.tensors[index][rank].inputs, *self.tensors[index][rank].outputs):
                 self.values(buffer)[:] = -(10**9) - seq
+
+    def where(self, rank: int) -> str:
+        operation, *step = self.at[rank]
+        if not step:
+            return operation
+        part, number, turn, what = step
+        return f"{operation}, {part} step {number}, turn {turn}: {words(what)}"
 
     def satisfied(self, rank: int, seq: int) -> bool:
         needs = self.plans[seq - 1][rank].needs[rank]
@@ -179,15 +185,14 @@ class _Machine:
             turns, body = (step.turns, step.body) if isinstance(step, Loop) else (1, (step,))
             for turn in range(turns):
                 for inner in body:
-                    where = f", turn {turn}" if isinstance(step, Loop) else ""
-                    self.at[rank] = f"operation {seq}, {part} step {number}{where}: {words(inner)}"
+                    self.at[rank] = (f"operation {seq}", part, number, turn, inner)
                     yield from self.step(rank, seq, inner, turn, turn == turns - 1, part == "direct")
 
     def step(self, rank: int, seq: int, step: Step, turn: int, last: bool, direct: bool) -> Iterator[_Wait | None]:
         if isinstance(step, Signal):
             self.publish(rank, seq, step.value + step.stride * turn)
         elif isinstance(step, Wait):
-            yield from self.wait(rank, seq, step.who, step.value + step.stride * turn, words(step))
+            yield from self.wait(rank, seq, step.who, step.value + step.stride * turn)
         elif isinstance(step, Copy | Reduce):
             nbytes = step.last if last and step.last is not None else step.nbytes
             places = step.src if isinstance(step, Reduce) else (step.src,)
@@ -204,11 +209,11 @@ class _Machine:
         base = self.base(rank, seq, at, item, direct)
         position = at.position(turn)
         if position % item or nbytes % item or nbytes <= 0:
-            raise PlanError(f"rank {rank}, {self.at[rank]}: {nbytes} bytes at {position} are not whole elements")
+            raise PlanError(f"rank {rank}, {self.where(rank)}: {nbytes} bytes at {position} are not whole elements")
         start, length = position // item, nbytes // item
         if start < 0 or start + length > base.length:
             raise PlanError(
-                f"rank {rank}, {self.at[rank]}: bytes {position} to {position + nbytes} of {base.block.name}, "
+                f"rank {rank}, {self.where(rank)}: bytes {position} to {position + nbytes} of {base.block.name}, "
                 f"which has {base.length * item}"
             )
         return Buffer(base.block, base.start + start, length)
@@ -218,7 +223,7 @@ class _Machine:
         if at.space in (Space.IN, Space.OUT):
             buffers = tensors[rank].inputs if at.space == Space.IN else tensors[rank].outputs
             if at.index >= len(buffers):
-                raise PlanError(f"rank {rank}, {self.at[rank]}: there is no {at.space.name}[{at.index}]")
+                raise PlanError(f"rank {rank}, {self.where(rank)}: there is no {at.space.name}[{at.index}]")
             return buffers[at.index]
         if at.space == Space.STAGE:
             return self.stage(at.index, seq % 2, item)
@@ -228,7 +233,7 @@ class _Machine:
             else (Need.OUTPUT, tensors[at.index].outputs)
         )
         if not direct or not need & tensors[at.index].symmetric:
-            raise PlanError(f"rank {rank}, {self.at[rank]}: {at.space.name}[{at.index}] cannot be reached here")
+            raise PlanError(f"rank {rank}, {self.where(rank)}: {at.space.name}[{at.index}] cannot be reached here")
         return buffers[0]
 
     def stage(self, rank: int, half: int, item: int) -> Buffer:
@@ -255,7 +260,7 @@ class _Machine:
             for other in (*sources, *(t for t in targets if t is not target)):
                 apart = target.start + target.length <= other.start or other.start + other.length <= target.start
                 if target.block is other.block and target.start != other.start and not apart:
-                    raise PlanError(f"rank {rank}, {self.at[rank]}: places overlap in {target.block.name}")
+                    raise PlanError(f"rank {rank}, {self.where(rank)}: places overlap in {target.block.name}")
         if not combine:
             targets = [t for t in targets if (t.block, t.start) != (sources[0].block, sources[0].start)]
         if targets:
@@ -295,7 +300,7 @@ class _Machine:
             what = f"rank {writer} may still write" if writer < self.world else "nobody has written"
         raise RaceError(
             f"rank {rank} {does} elements {element} to {buffer.start + last} of {buffer.block.name}, which {what} "
-            f"({self.at[rank]})"
+            f"({self.where(rank)})"
         )
 
     # order ---------------------------------------------------------------------------------------
@@ -304,15 +309,15 @@ class _Machine:
         progress, clocks = self.history[rank]
         now = seq * MAX_SIGNALS + value
         if value >= MAX_SIGNALS or (progress and now <= progress[-1]):
-            raise PlanError(f"rank {rank}, {self.at[rank]}: signal {value} does not go up")
+            raise PlanError(f"rank {rank}, {self.where(rank)}: signal {value} does not go up")
         progress.append(now)
         clocks.append(self.clock[rank].copy())
         self.clock[rank, rank] += 1
 
-    def wait(self, rank: int, seq: int, who: int, value: int, text: str) -> Iterator[_Wait | None]:
+    def wait(self, rank: int, seq: int, who: int, value: int) -> Iterator[_Wait | None]:
         peers = [r for r in range(self.world) if r != rank] if who == ALL else [who]
         target = seq * MAX_SIGNALS + value
-        yield _Wait([(peer, target) for peer in peers], text)
+        yield _Wait([(peer, target) for peer in peers])
         for peer in peers:
             # what the signal promises, not what the peer happens to have done since
             progress, clocks = self.history[peer]
@@ -329,7 +334,7 @@ class _Machine:
                 progress = self.history[peer][0][-1] if self.history[peer][0] else 0
                 if progress < target:
                     come, want = divmod(progress, MAX_SIGNALS), divmod(target, MAX_SIGNALS)
-                    where = f"rank {rank} ({self.at[rank]}) waits for rank {peer}"
+                    where = f"rank {rank} ({self.where(rank)}) waits for rank {peer}"
                     lines.append(f"{where}: operation {want[0]} signal {want[1]}, it is at {come[0]} signal {come[1]}")
         return DeadlockError("no rank can move: " + "; ".join(lines))
 
@@ -438,7 +443,9 @@ def main(argv: Sequence[str]) -> None:
     from symcomm.collectives import select
     from symcomm.types import DType
 
-    name, world, count = argv[0], int(argv[1]), int(argv[2]) if len(argv) > 2 else 0
+    if len(argv) != 3:
+        raise SystemExit("usage: python -m symcomm.collectives.interpret COLLECTIVE RANKS ELEMENTS")
+    name, world, count = argv[0], int(argv[1]), int(argv[2])
     arguments: dict[str, tuple] = {
         "all_reduce": (count, DType.FLOAT32, 0),
         "reduce": (count, DType.FLOAT32, 0, 0),

@@ -28,4 +28,4 @@ def two_shot_reduce(plan: Plan, nbytes: int, limits: Limits) -> None:
 
 def direct_reduce(plan: Plan, nbytes: int) -> tuple[list[Step], list[Need]]:
     needs = [Need.INPUT | Need.OUTPUT if rank == plan.root else Need.INPUT for rank in range(plan.world)]
-    return direct_two_shot(plan, nbytes, plan.root), needs
+    return direct_two_shot(plan, nbytes, [plan.root]), needs

@@ -10,34 +10,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from symcomm.collectives.chunks import SLOTS, Pieces, Simple, Sizes, copy, finish, ring, stream, stream_chunk
+from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, finish, ring, stage, stream
 from symcomm.collectives.plan import ALL, At, Need, Plan, Reduce, Space, Step
 
 if TYPE_CHECKING:
     from symcomm.collectives.select import Limits
 
-IN, OUT, STAGE, PEER_IN = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN
+IN, OUT, PEER_IN = Space.IN, Space.OUT, Space.PEER_IN
 
 
 def streamed_reduce_scatter(plan: Plan, pieces: Pieces, limits: Limits) -> None:
     """A slot holds one chunk for each of the other ranks."""
     me, world = plan.rank, plan.world
-    lanes = world - 1
-    chunk = stream_chunk(max(pieces.sizes), limits, lanes)
-
-    def staged(owner: int, reader: int) -> At:
-        lane = reader - (reader > owner)
-        return At(STAGE, owner, lane * chunk, lanes * chunk, SLOTS)
+    cut, lanes = stage(plan, [(rank, pieces.sizes) for rank in range(world)], limits, skip_own=True)
 
     def put(now: Sizes) -> list[Simple]:
         others = ring(world, me)[:-1]
-        return [step for q in others for step in copy(staged(me, q), pieces.at(IN, q, chunk), now[q])]
+        return [step for q in others for step in copy(lanes[me].at(q), pieces.at(IN, q, cut), now[q])]
 
     def get(now: Sizes) -> list[Simple]:
-        sources = tuple(pieces.at(IN, me, chunk) if r == me else staged(r, me) for r in range(world))
-        return [Reduce((At(OUT, 0, 0, chunk),), sources, now[me])] if now[me] else []
+        sources = tuple(pieces.at(IN, me, cut) if r == me else lanes[r].at(me) for r in range(world))
+        return [Reduce((At(OUT, 0, 0, cut.chunk(pieces.sizes[me])),), sources, now[me])] if now[me] else []
 
-    stream(plan, pieces.sizes, chunk, put, get, [ALL])
+    stream(plan, cut, pieces.sizes, put, get, [ALL])
     plan.name = "streamed"
 
 

@@ -8,32 +8,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from symcomm.collectives.chunks import SLOTS, Pieces, Simple, Sizes, copy, ring, stream, stream_chunk
+from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, ring, stage, stream
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Signal, Space, Step, Wait
 
 if TYPE_CHECKING:
     from symcomm.collectives.select import Limits
 
-IN, OUT, STAGE, PEER_IN = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN
+IN, OUT, PEER_IN = Space.IN, Space.OUT, Space.PEER_IN
 
 
 def streamed_scatter(plan: Plan, pieces: Pieces, limits: Limits) -> None:
     """A slot holds one chunk for each rank but the root."""
     me, root, world = plan.rank, plan.root, plan.world
-    lanes = world - 1
-    chunk = stream_chunk(max(pieces.sizes), limits, lanes)
-
-    def staged(reader: int) -> At:
-        return At(STAGE, root, (reader - (reader > root)) * chunk, lanes * chunk, SLOTS)
+    cut, (lanes,) = stage(plan, [(root, pieces.sizes)], limits, skip_own=True)
 
     def put(now: Sizes) -> list[Simple]:
         others = ring(world, me)[:-1] if me == root else []
-        return [step for q in others for step in copy(staged(q), pieces.at(IN, q, chunk), now[q])]
+        return [step for q in others for step in copy(lanes.at(q), pieces.at(IN, q, cut), now[q])]
 
     def get(now: Sizes) -> list[Simple]:
-        return copy(At(OUT, 0, 0, chunk), pieces.at(IN, me, chunk) if me == root else staged(me), now[me])
+        out = At(OUT, 0, 0, cut.chunk(pieces.sizes[me]))
+        return copy(out, pieces.at(IN, me, cut) if me == root else lanes.at(me), now[me])
 
-    stream(plan, pieces.sizes, chunk, put, get, [ALL if me == root else root])
+    stream(plan, cut, pieces.sizes, put, get, [ALL if me == root else root])
     plan.name = "streamed"
 
 

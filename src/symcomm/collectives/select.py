@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from symcomm.collectives.all_gather import direct_all_gather, streamed_all_gather
-from symcomm.collectives.all_reduce import direct_two_shot, one_shot, two_shot
+from symcomm.collectives.all_reduce import direct_all_reduce, one_shot, two_shot
 from symcomm.collectives.all_to_all import direct_all_to_all, streamed_all_to_all
 from symcomm.collectives.barrier import arrival
 from symcomm.collectives.broadcast import direct_broadcast, streamed_broadcast
@@ -36,6 +36,7 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
+    "elements_of",
     "gather",
     "reduce",
     "reduce_scatter",
@@ -45,20 +46,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Limits:
-    """Where one algorithm takes over from another. All ranks of a group must use the same."""
+    """Where one algorithm takes over from another. All ranks of a group must use the same.
+
+    Measured means: float32 sum, two ranks on two Neoverse N1 cores, best of many, shared machine.
+    """
 
     stage_bytes: int = 2 << 20  # one half of a rank's staging area
-    chunk_bytes: int = (
-        256 << 10
-    )  # what one pipelined turn moves per rank; fits a 1 MiB L2 with its output; to be measured
-    one_shot_bytes: int = 32 << 10  # all_reduce, reduce: up to here one-shot; to be measured
+    chunk_bytes: int = 256 << 10  # what one turn moves per rank; measured: 128 to 512 KiB alike, 64 KiB 6 % slower
+    one_shot_bytes: int = 32 << 10  # all_reduce, reduce: up to here one-shot; measured: at 64 KiB both take 23 us
     direct_bytes: int = 16 << 10  # from here on symmetric tensors take part without copies; to be measured
-    two_rank_variant: str = "one_shot"  # two ranks above one_shot_bytes; or "two_shot"; to be measured
+    two_rank_variant: str = "two_shot"  # or "one_shot", above one_shot_bytes; measured at 1 MiB: 8.1, 5.8 GB/s
 
 
 DEFAULT = Limits()
 _DEBUG = "plan" in os.environ.get("SYMCOMM_DEBUG", "").split(",")
 
+Direct = tuple[list[Step], list[Need]]
 _Function = TypeVar("_Function", bound=Callable[..., Plan])
 
 
@@ -70,33 +73,44 @@ def _cached(function: _Function) -> _Function:
     def choose(*args: Any, **kwargs: Any) -> Plan:
         plan = function(*args, **kwargs)
         if _DEBUG:
-            what = f"{plan.collective.label} rank {plan.rank}/{plan.world} count {plan.count}"
+            what = f"{plan.collective.label} rank {plan.rank}/{plan.world} count {elements_of(plan.count)}"
             print(f"symcomm plan: {what}: {plan.name} ({plan.why})", file=sys.stderr, flush=True)
         return plan
 
     return choose  # type: ignore[return-value]
 
 
-def signature_count(counts: Sequence[int]) -> int:
-    """The number ranks compare: the total, and when counts differ a hash of all of them in the upper bits."""
+_HASHED = 1 << 62  # marks a count that carries a hash
+
+
+def signature_count(counts: Sequence[int], listed: bool = False) -> int:
+    """The number ranks compare: the total, with a hash in its upper half when there is more to compare than a total.
+
+    ``listed``: the input is a list of tensors. Such a call has no direct form, so it must not meet one that has.
+    """
     total = sum(counts)
-    if len(set(counts)) <= 1:
+    if len(set(counts)) <= 1 and not listed:
         return total
-    return (zlib.crc32(array("q", counts).tobytes()) & 0x7FFFFFFF) << 32 | total & 0xFFFFFFFF
+    return _HASHED | (zlib.crc32(array("q", [*counts, listed]).tobytes()) & 0x3FFFFFFF) << 32 | total & 0xFFFFFFFF
 
 
-def _offer_direct(plan: Plan, nbytes: int, limits: Limits, direct: tuple[list[Step], list[Need]]) -> None:
+def elements_of(count: int) -> int:
+    """The total in a plan's ``count``, for people (modulo 2**32 where it carries a hash)."""
+    return count & 0xFFFFFFFF if count & _HASHED else count
+
+
+def _offer_direct(plan: Plan, nbytes: int, limits: Limits, direct: Callable[..., Direct], *args: Any) -> None:
+    """Peers read a symmetric tensor at its one address, so an input that is a list of tensors is always staged."""
     if nbytes >= limits.direct_bytes:
-        plan.direct, plan.needs = direct
+        plan.direct, plan.needs = direct(plan, *args)
 
 
 def _alone(plan: Plan, nbytes: int, combine: bool = False) -> Plan:
     """A world of one: the result is the input. A reduction still runs, since AVG or bool may change it."""
     plan.name, plan.why = "alone", "the world has one rank"
     if nbytes:
-        plan.staged = [Reduce((At(Space.OUT),), (At(Space.IN),), nbytes)] if combine else [
-            Copy((At(Space.OUT),), At(Space.IN), nbytes)
-        ]  # fmt: skip
+        source, target = At(Space.IN), At(Space.OUT)
+        plan.staged = [Reduce((target,), (source,), nbytes) if combine else Copy((target,), source, nbytes)]
     return plan
 
 
@@ -123,7 +137,7 @@ def all_reduce(rank: int, world: int, count: int, dtype: int, redop: int, limits
         return _alone(plan, nbytes, combine=True)
     choice = one_shot if _prefer_one_shot(plan, nbytes, limits) else two_shot
     choice(plan, nbytes, limits)
-    _offer_direct(plan, nbytes, limits, (direct_two_shot(plan, nbytes), [Need.INPUT | Need.OUTPUT] * world))
+    _offer_direct(plan, nbytes, limits, direct_all_reduce, nbytes)
     return plan
 
 
@@ -135,7 +149,7 @@ def reduce(rank: int, world: int, count: int, dtype: int, redop: int, root: int,
         return _alone(plan, nbytes, combine=True)
     choice = one_shot_reduce if _prefer_one_shot(plan, nbytes, limits) else two_shot_reduce
     choice(plan, nbytes, limits)
-    _offer_direct(plan, nbytes, limits, direct_reduce(plan, nbytes))
+    _offer_direct(plan, nbytes, limits, direct_reduce, nbytes)
     return plan
 
 
@@ -150,13 +164,14 @@ def reduce_scatter(
     limits: Limits = DEFAULT,
 ) -> Plan:
     """``counts[q]``: elements of rank q's output. With ``listed`` the input is one tensor per rank."""
-    plan = Plan(Collective.REDUCE_SCATTER, rank, world, signature_count(counts), dtype, redop)
+    plan = Plan(Collective.REDUCE_SCATTER, rank, world, signature_count(counts, listed), dtype, redop)
     pieces = Pieces(tuple(n * ITEMSIZE[dtype] for n in counts), listed)
     if world == 1:
         return _alone(plan, sum(pieces.sizes), combine=True)
     streamed_reduce_scatter(plan, pieces, limits)
     plan.why = _turns(max(pieces.sizes) * (world - 1), limits)
-    _offer_direct(plan, sum(pieces.sizes), limits, direct_reduce_scatter(plan, pieces))
+    if not listed:
+        _offer_direct(plan, sum(pieces.sizes), limits, direct_reduce_scatter, pieces)
     return plan
 
 
@@ -171,7 +186,7 @@ def all_gather(
         return _alone(plan, sum(pieces.sizes))
     streamed_all_gather(plan, pieces, limits)
     plan.why = _turns(max(pieces.sizes), limits)
-    _offer_direct(plan, max(pieces.sizes), limits, direct_all_gather(plan, pieces))
+    _offer_direct(plan, max(pieces.sizes), limits, direct_all_gather, pieces)
     return plan
 
 
@@ -183,7 +198,7 @@ def broadcast(rank: int, world: int, count: int, dtype: int, root: int, limits: 
         return _alone(plan, 0)
     streamed_broadcast(plan, nbytes, limits)
     plan.why = _turns(nbytes, limits)
-    _offer_direct(plan, nbytes, limits, direct_broadcast(plan, nbytes))
+    _offer_direct(plan, nbytes, limits, direct_broadcast, nbytes)
     return plan
 
 
@@ -204,7 +219,7 @@ def gather(
         return _alone(plan, sum(pieces.sizes))
     streamed_gather(plan, pieces, limits)
     plan.why = _turns(max(pieces.sizes), limits)
-    _offer_direct(plan, max(pieces.sizes), limits, direct_gather(plan, pieces))
+    _offer_direct(plan, max(pieces.sizes), limits, direct_gather, pieces)
     return plan
 
 
@@ -219,13 +234,14 @@ def scatter(
     limits: Limits = DEFAULT,
 ) -> Plan:
     """``counts[q]``: elements of rank q's output. With ``listed`` the root's input is one tensor per rank."""
-    plan = Plan(Collective.SCATTER, rank, world, signature_count(counts), dtype, root=root)
+    plan = Plan(Collective.SCATTER, rank, world, signature_count(counts, listed), dtype, root=root)
     pieces = Pieces(tuple(n * ITEMSIZE[dtype] for n in counts), listed)
     if world == 1:
         return _alone(plan, sum(pieces.sizes))
     streamed_scatter(plan, pieces, limits)
     plan.why = _turns(max(pieces.sizes) * (world - 1), limits)
-    _offer_direct(plan, max(pieces.sizes), limits, direct_scatter(plan, pieces))
+    if not listed:
+        _offer_direct(plan, max(pieces.sizes), limits, direct_scatter, pieces)
     return plan
 
 
@@ -243,13 +259,15 @@ def all_to_all(
     With ``listed`` the input and the output are one tensor per rank.
     """
     rows = ((matrix,) * world,) * world if isinstance(matrix, int) else matrix
-    plan = Plan(Collective.ALL_TO_ALL, rank, world, signature_count([n for row in rows for n in row]), dtype)
+    count = signature_count([n for row in rows for n in row], listed)
+    plan = Plan(Collective.ALL_TO_ALL, rank, world, count, dtype)
     in_bytes = tuple(tuple(n * ITEMSIZE[dtype] for n in row) for row in rows)
     if world == 1:
         return _alone(plan, in_bytes[0][0])
     streamed_all_to_all(plan, in_bytes, listed, limits)
     plan.why = _turns(max(map(max, in_bytes)) * (world - 1), limits)
-    _offer_direct(plan, max(map(sum, in_bytes)), limits, direct_all_to_all(plan, in_bytes, listed))
+    if not listed:
+        _offer_direct(plan, max(map(sum, in_bytes)), limits, direct_all_to_all, in_bytes)
     return plan
 
 
