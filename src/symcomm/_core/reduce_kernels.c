@@ -133,9 +133,10 @@ KERNEL(bool_premul_sum, uint8_t, uint8_t, uint8_t, real != 0, x, a | b, (a != 0)
 
 /* --- floats -------------------------------------------------------------------------------------------------- */
 
-/* k is the number of sources to `avg`, the factor to `premul_sum`, and to `sum` 1, or what its result is scaled by. */
+/* k is the number of sources to `avg`, its inverse to `mean` and the factor to `premul_sum`. */
 #define FLOAT_KERNELS(T, S, A, K, LOAD, STORE, SELECT)                                              \
-    KERNEL(T##_sum, S, A, K, real, LOAD(x), a + b, STORE(a * k))                                    \
+    KERNEL(T##_sum, S, A, int, integer, LOAD(x), a + b, STORE(a))                                   \
+    KERNEL(T##_mean, S, A, K, real, LOAD(x), a + b, STORE(a * k))                                   \
     KERNEL(T##_avg, S, A, K, real, LOAD(x), a + b, STORE(a / k))                                    \
     KERNEL(T##_product, S, A, int, integer, LOAD(x), a * b, STORE(a))                               \
     KERNEL(T##_min, S, A, int, integer, LOAD(x), SELECT((b < a) | (b != b), b, a), STORE(a))        \
@@ -198,11 +199,12 @@ COMPLEX_KERNELS(complex128)
 
 #define FLOAT_OPS(T)                                                                                 \
     {[RED_SUM] = {T##_sum, 1}, [RED_AVG] = {T##_avg, 1}, [RED_PRODUCT] = {T##_product, 1},           \
-     [RED_MIN] = {T##_min, 1}, [RED_MAX] = {T##_max, 1}, [RED_PREMUL_SUM] = {T##_premul_sum, 1}}
+     [RED_MIN] = {T##_min, 1}, [RED_MAX] = {T##_max, 1}, [RED_PREMUL_SUM] = {T##_premul_sum, 1},     \
+     [RED_MEAN] = {T##_mean, 1}}
 
 #define COMPLEX_OPS(T, REAL)                                                                         \
     {[RED_SUM] = {REAL##_sum, 2}, [RED_AVG] = {REAL##_avg, 2}, [RED_PRODUCT] = {T##_product, 1},     \
-     [RED_PREMUL_SUM] = {REAL##_premul_sum, 2}}
+     [RED_PREMUL_SUM] = {REAL##_premul_sum, 2}, [RED_MEAN] = {REAL##_mean, 2}}
 
 #define FLOAT8_TYPE(T) {#T, 1, 1, 0, T##_widen, T##_narrow, FLOAT_OPS(float32)}
 
