@@ -103,13 +103,4 @@ SMALL_FLOAT(float8_e5m2, uint8_t, FORMAT_E5M2)
 SMALL_FLOAT(float8_e4m3fnuz, uint8_t, FORMAT_E4M3FNUZ)
 SMALL_FLOAT(float8_e5m2fnuz, uint8_t, FORMAT_E5M2FNUZ)
 
-/* --- float16: every arm64 CPU converts four at a time in hardware, with the same rounding ----------------------- */
-
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#define FLOAT16_LANES 4
-#else
-#define FLOAT16_LANES 1
-#endif
-
 #endif

@@ -13,6 +13,12 @@
  * All CPUs and all instruction sets give the same bits (but for the payload of a NaN), wherever count is cut. */
 #include "common.h"
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#elif defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "float_formats.h"
 #include "reduce_kernels.h"
 
@@ -49,7 +55,7 @@ typedef uint64_t uint64_stored ANYWHERE;
 typedef int64_t int64_stored ANYWHERE;
 typedef float float32_stored ANYWHERE;
 typedef double float64_stored ANYWHERE;
-#if FLOAT16_LANES == 4
+#if defined(__aarch64__) /* every CPU converts four float16 at a time */
 typedef float16x4_t float16x4_stored ANYWHERE;
 #endif
 
@@ -151,29 +157,65 @@ KERNEL(bool_premul_sum, uint8_t, uint8_t, uint8_t, real != 0, x, a | b, (a != 0)
 FLOAT_KERNELS(float64, float64_stored, double, double, AS_IT_IS, AS_IT_IS, CHOOSE)
 FLOAT_KERNELS(float32, float32_stored, float, float, AS_IT_IS, AS_IT_IS, CHOOSE)
 FLOAT_KERNELS(bfloat16, uint16_stored, float, float, bfloat16_decode, bfloat16_encode, CHOOSE)
-#if FLOAT16_LANES == 4
+#if defined(__aarch64__)
 FLOAT_KERNELS(float16, float16x4_stored, float32x4_t, float, vcvt_f32_f16, vcvt_f16_f32, vbslq_f32)
+#define FLOAT16_LANES 4
+#define FLOAT16_OPS FLOAT_OPS(float16)
 #else
-FLOAT_KERNELS(float16, uint16_stored, float, float, float16_decode, float16_encode, CHOOSE)
+#define FLOAT16_LANES 0
+#define FLOAT16_OPS FLOAT_OPS(float32)
 #endif
 
 /* --- small floats to and from blocks of float32 ------------------------------------------------------------- */
 
-#define CONVERSION_KERNELS(T, S)                                                      \
+#define CONVERSION_KERNELS(T, S, FORMAT)                                              \
     SYMCOMM_CLONES static void T##_widen(float *out, const void *in, size_t count) {  \
         const S *codes = in;                                                          \
-        EACH(count) out[i] = T##_decode(codes[i]);                                    \
+        EACH(count) out[i] = FORMAT##_decode(codes[i]);                               \
     }                                                                                 \
     SYMCOMM_CLONES static void T##_narrow(void *out, const float *in, size_t count) { \
         S *codes = out;                                                               \
-        EACH(count) codes[i] = T##_encode(in[i]);                                     \
+        EACH(count) codes[i] = FORMAT##_encode(in[i]);                                \
     }
 
-CONVERSION_KERNELS(float8_e4m3fn, uint8_stored)
-CONVERSION_KERNELS(float8_e5m2, uint8_stored)
-CONVERSION_KERNELS(float8_e4m3fnuz, uint8_stored)
-CONVERSION_KERNELS(float8_e5m2fnuz, uint8_stored)
-CONVERSION_KERNELS(float16, uint16_stored)
+CONVERSION_KERNELS(float8_e4m3fn, uint8_stored, float8_e4m3fn)
+CONVERSION_KERNELS(float8_e5m2, uint8_stored, float8_e5m2)
+CONVERSION_KERNELS(float8_e4m3fnuz, uint8_stored, float8_e4m3fnuz)
+CONVERSION_KERNELS(float8_e5m2fnuz, uint8_stored, float8_e5m2fnuz)
+#if !defined(__x86_64__)
+CONVERSION_KERNELS(float16, uint16_stored, float16)
+#else
+CONVERSION_KERNELS(float16_any_cpu, uint16_stored, float16)
+
+/* Most x86 CPUs convert eight at a time; these return how many they did. */
+__attribute__((target("avx,f16c"))) static size_t float16_widen_f16c(float *out, const void *in, size_t count) {
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        __m128i codes = _mm_loadu_si128((const __m128i_u *)((const uint16_stored *)in + i));
+        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(codes));
+    }
+    return i;
+}
+
+__attribute__((target("avx,f16c"))) static size_t float16_narrow_f16c(void *out, const float *in, size_t count) {
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        __m128i codes = _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
+        _mm_storeu_si128((__m128i_u *)((uint16_stored *)out + i), codes);
+    }
+    return i;
+}
+
+static void float16_widen(float *out, const void *in, size_t count) {
+    size_t done = __builtin_cpu_supports("f16c") ? float16_widen_f16c(out, in, count) : 0;
+    float16_any_cpu_widen(out + done, (const uint16_stored *)in + done, count - done);
+}
+
+static void float16_narrow(void *out, const float *in, size_t count) {
+    size_t done = __builtin_cpu_supports("f16c") ? float16_narrow_f16c(out, in, count) : 0;
+    float16_any_cpu_narrow((uint16_stored *)out + done, in + done, count - done);
+}
+#endif
 
 /* --- complex ------------------------------------------------------------------------------------------------- */
 
@@ -233,7 +275,7 @@ const struct reduce_type symcomm_reduce_types[DT_COUNT] = {
                  {[RED_SUM] = {bool_any, 1}, [RED_AVG] = {bool_any, 1}, [RED_PRODUCT] = {bool_all, 1},
                   [RED_MIN] = {bool_all, 1}, [RED_MAX] = {bool_any, 1}, [RED_PREMUL_SUM] = {bool_premul_sum, 1},
                   [RED_BAND] = {bool_all, 1}, [RED_BOR] = {bool_any, 1}, [RED_BXOR] = {bool_odd, 1}}},
-    [DT_FLOAT16] = {"float16", 2, 1, FLOAT16_LANES, float16_widen, float16_narrow, FLOAT_OPS(float16)},
+    [DT_FLOAT16] = {"float16", 2, 1, FLOAT16_LANES, float16_widen, float16_narrow, FLOAT16_OPS},
     [DT_BFLOAT16] = {"bfloat16", 2, 1, 1, NULL, NULL, FLOAT_OPS(bfloat16)},
     [DT_FLOAT32] = {"float32", 4, 1, 1, NULL, NULL, FLOAT_OPS(float32)},
     [DT_FLOAT64] = {"float64", 8, 1, 1, NULL, NULL, FLOAT_OPS(float64)},
