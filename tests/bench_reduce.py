@@ -1,7 +1,7 @@
 """How fast the reduction kernels are: python -m tests.bench_reduce [bytes per source]
 
-Prints GB/s of memory touched (every source read once, the result written once) and, for two float32 sources, the
-time next to a memcpy that moves as many bytes as one source. Sizes by default: in the L2 cache, and far beyond any.
+Prints GB/s of memory touched (every source read once, the result written once), and the time as a multiple of a
+memcpy of one source's bytes. Sizes by default: what fits the L2 cache, and what fits no cache.
 """
 
 from __future__ import annotations

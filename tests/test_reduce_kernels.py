@@ -217,8 +217,8 @@ def test_bad_arguments_are_named():
 @pytest.mark.parametrize("make", [moderate, random_bits], ids=["moderate", "any_bits"])
 @pytest.mark.parametrize(("dtype", "op"), DEFINED, ids=label)
 def test_matches_torch(dtype, op, make):
-    if make is random_bits and dtype in COMPLEX and op == RedOpType.PRODUCT:
-        pytest.skip("only finite complex products are specified")
+    if dtype in COMPLEX and op == RedOpType.PRODUCT:
+        make = moderate  # only finite products of complex numbers are specified
     factor = 3.0 if dtype in INTEGERS else 0.37
     for count, n in itertools.product(COUNTS, N_SOURCES):
         sources = [make(dtype, count, seed=17 * n + s) for s in range(n)]

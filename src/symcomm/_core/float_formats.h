@@ -27,11 +27,14 @@ SYMCOMM_INLINE float float_of(uint32_t bits) {
 
 SYMCOMM_INLINE float bfloat16_decode(uint16_t code) { return float_of((uint32_t)code << 16); }
 
+/* In 16-bit halves, of which a vector holds twice as many. The upper half of a NaN must be one too: arithmetic sets the
+ * topmost bit of its mantissa, and one that comes straight from a bfloat16 has nothing in its lower half. Adding one
+ * keeps it a NaN, unless it would carry into the sign. */
 SYMCOMM_INLINE uint16_t bfloat16_encode(float value) {
-    uint32_t bits = bits_of(value);
-    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    uint32_t quiet_nan = bits >> 16 | 0x40;
-    return (uint16_t)(value != value ? quiet_nan : rounded);
+    uint16_t upper = (uint16_t)(bits_of(value) >> 16), lower = (uint16_t)bits_of(value);
+    uint16_t tie_goes_to_even = lower | (upper & 1);
+    uint16_t up = (tie_goes_to_even > 0x8000) & ((upper | 0x8000) != 0xffff);
+    return (uint16_t)(upper + up);
 }
 
 /* --- every other small format: sign, exponent, mantissa ------------------------------------------------------ */
@@ -99,14 +102,5 @@ SMALL_FLOAT(float8_e4m3fn, uint8_t, FORMAT_E4M3FN)
 SMALL_FLOAT(float8_e5m2, uint8_t, FORMAT_E5M2)
 SMALL_FLOAT(float8_e4m3fnuz, uint8_t, FORMAT_E4M3FNUZ)
 SMALL_FLOAT(float8_e5m2fnuz, uint8_t, FORMAT_E5M2FNUZ)
-
-/* --- float16: every arm64 CPU converts four at a time in hardware, with the same rounding ----------------------- */
-
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#define FLOAT16_LANES 4
-#else
-#define FLOAT16_LANES 1
-#endif
 
 #endif

@@ -24,32 +24,31 @@ int symcomm_reduce_defined(int dtype, int op) { return entry_of(dtype, op) != NU
 /* One reduction, with all that depends on its type and operation already chosen. */
 struct reduction {
     const struct reduce_type *type;
-    int op;     /* as asked for */
-    int run_op; /* whose kernel runs: SUM, scaled, for some averages */
+    int op; /* RED_MEAN for some AVG */
     int n_sources;
     struct reduce_scalar scalar;
 };
 
 /* Block by block, elements become float32, are combined as such, and are rounded once at the end.
- * PREMUL_SUM scales every source before the sum, and AVG divides after it. */
+ * PREMUL_SUM scales every source before the sum, AVG and MEAN scale after it. */
 static void reduce_widened(const struct reduction *r, char *dst, const void *const *sources, size_t first,
                            size_t count) {
     enum { BLOCK = 1024 }; /* two blocks of 4 KiB stay in any L1 cache */
     float total[BLOCK], next[BLOCK];
     const void *const pair[] = {total, next};
     const struct reduce_entry *ops = symcomm_reduce_types[DT_FLOAT32].ops;
-    const int sum_based = r->op == RED_PREMUL_SUM || r->op == RED_AVG;
-    reduce_kernel *run = ops[r->run_op].run, *combine = sum_based ? ops[RED_SUM].run : run;
+    const int scale_before = r->op == RED_PREMUL_SUM, scale_after = r->op == RED_AVG || r->op == RED_MEAN;
+    reduce_kernel *run = ops[r->op].run, *combine = scale_before || scale_after ? ops[RED_SUM].run : run;
     const struct reduce_scalar one = {1, 1};
     for (size_t start = first; start < count; start += BLOCK) {
         size_t length = count - start < BLOCK ? count - start : BLOCK;
         for (int s = 0; s < r->n_sources; s++) {
             float *into = s == 0 ? total : next;
             r->type->widen(into, (const char *)sources[s] + start * r->type->itemsize, length);
-            if (r->op == RED_PREMUL_SUM) run(into, &pair[s > 0], 1, length, r->scalar);
+            if (scale_before) run(into, &pair[s > 0], 1, length, r->scalar);
             if (s > 0) combine(total, pair, 2, length, one);
         }
-        if (r->op == RED_AVG) run(total, pair, 1, length, r->scalar);
+        if (scale_after) run(total, pair, 1, length, r->scalar);
         r->type->narrow(dst + start * r->type->itemsize, total, length);
     }
 }
@@ -57,15 +56,14 @@ static void reduce_widened(const struct reduction *r, char *dst, const void *con
 int symcomm_reduce(int dtype, int op, void *dst, const void *const *sources, int n_sources, size_t count,
                    double factor) {
     if (entry_of(dtype, op) == NULL || n_sources < 1 || n_sources > SYMCOMM_MAX_SOURCES) return -1;
-    struct reduction r = {&symcomm_reduce_types[dtype], op, op, n_sources, {1, 1}};
-    double real = op == RED_PREMUL_SUM ? factor : op == RED_AVG ? n_sources : 1;
-    int power_of_two = (n_sources & (n_sources - 1)) == 0;
-    if (op == RED_AVG && r.type->floating && power_of_two) {
-        r.run_op = RED_SUM; /* which scales its result: by 1/n that is as exact as dividing, and far faster */
-        real = 1.0 / n_sources;
+    struct reduction r = {&symcomm_reduce_types[dtype], op, n_sources, {1, 1}};
+    if (op == RED_PREMUL_SUM) r.scalar = (struct reduce_scalar){factor, integer_of(factor)};
+    if (op == RED_AVG) r.scalar.real = n_sources;
+    if (op == RED_AVG && r.type->floating && (n_sources & (n_sources - 1)) == 0) {
+        r.op = RED_MEAN;
+        r.scalar.real = 1.0 / n_sources;
     }
-    r.scalar = (struct reduce_scalar){real, integer_of(real)};
-    const struct reduce_entry *entry = &r.type->ops[r.run_op];
+    const struct reduce_entry *entry = &r.type->ops[r.op];
     size_t lanes = r.type->lanes, whole = lanes ? count / lanes : 0;
     if (whole > 0) entry->run(dst, sources, n_sources, whole * entry->parts, r.scalar);
     if (whole * lanes < count) reduce_widened(&r, dst, sources, whole * lanes, count);

@@ -21,6 +21,9 @@ struct reduce_entry {
     size_t parts;       /* how many of the kernel's elements make one of the type: a complex number is two floats */
 };
 
+/* AVG of floats over a power of two: multiplying by 1/n is then as exact as dividing, and far faster. */
+enum { RED_MEAN = RED_COUNT, RED_KERNELS };
+
 struct reduce_type {
     const char *name;
     size_t itemsize;
@@ -30,7 +33,7 @@ struct reduce_type {
     size_t lanes;
     void (*widen)(float *out, const void *in, size_t count);
     void (*narrow)(void *out, const float *in, size_t count);
-    struct reduce_entry ops[RED_COUNT];
+    struct reduce_entry ops[RED_KERNELS];
 };
 
 extern const struct reduce_type symcomm_reduce_types[DT_COUNT];
