@@ -102,7 +102,10 @@ def identify(environ: Mapping[str, str]) -> Identity:
             source="torchrun" if launcher == "environment variables" and "TORCHELASTIC_RUN_ID" in environ else launcher,
         )
         return _with_meeting_place(found, launcher, environ)
-    return found
+    # Half of it: the caller may give the other half.
+    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    half = rank is not None or world_size is not None
+    return replace(found, rank=rank, world_size=world_size, source="environment variables" if half else found.source)
 
 
 def _with_meeting_place(found: Identity, launcher: str, environ: Mapping[str, str]) -> Identity:
