@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 from datetime import timedelta
@@ -11,7 +12,7 @@ import pytest
 
 from symcomm.errors import BadArgumentError, RendezvousError
 from symcomm.store import FileStore, HashStore, PrefixStore, rendezvous
-from symcomm.store.rendezvous import Identity, first_host, identify, port_for_job
+from symcomm.store.rendezvous import Identity, first_host, hydra_job, identify, port_for_job
 from tests.ranks import run_ranks
 
 TORCHRUN = {
@@ -118,6 +119,21 @@ def test_ports_for_jobs_are_stable_and_outside_the_ephemeral_range():
     ports = {port_for_job(str(job)) for job in range(200)}
     assert len(ports) > 150
     assert all(20000 <= port < 30000 for port in ports)
+
+
+def test_mpich_jobs_are_told_apart_by_their_launcher(tmp_path):
+    """A process called hydra_pmi_proxy, a shell below it, and two ranks below that: both find the one at the top."""
+    assert hydra_job() is None
+    code = "from symcomm.store.rendezvous import hydra_job; print(hydra_job(), flush=True)"
+    proxy = tmp_path / "hydra_pmi_proxy"
+    proxy.symlink_to("/bin/sh")
+    rank = f"{sys.executable} -c '{code}'"
+    launcher = subprocess.Popen(
+        [str(proxy), "-c", f'sh -c "{rank}; {rank}; true"; true'], stdout=subprocess.PIPE, text=True
+    )
+    out, _ = launcher.communicate(timeout=60)
+    assert out.splitlines() == [f"hydra {launcher.pid}"] * 2
+    assert identify(MPICH | {"PMI_JOBID": f"hydra {launcher.pid}"}).master_port == port_for_job(out.splitlines()[0])
 
 
 # --- meeting ----------------------------------------------------------------------------------------------

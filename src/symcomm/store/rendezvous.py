@@ -8,6 +8,7 @@
 
 Launchers that do not name a meeting place get one: the host is Slurm's first node, or 127.0.0.1 if all ranks are on
 one machine; the port is ``20000 + crc32(job id) % 10000``, which every rank computes alike (29500 without a job id).
+Set MASTER_PORT where that port is taken.
 """
 
 from __future__ import annotations
@@ -103,9 +104,9 @@ def identify(environ: Mapping[str, str]) -> Identity:
         )
         return _with_meeting_place(found, launcher, environ)
     # Half of it: the caller may give the other half.
-    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    half = rank is not None or world_size is not None
-    return replace(found, rank=rank, world_size=world_size, source="environment variables" if half else found.source)
+    one, all_of_us = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    half = one is not None or all_of_us is not None
+    return replace(found, rank=one, world_size=all_of_us, source="environment variables" if half else found.source)
 
 
 def _with_meeting_place(found: Identity, launcher: str, environ: Mapping[str, str]) -> Identity:
@@ -132,6 +133,24 @@ def first_host(nodelist: str) -> str:
 def port_for_job(job: str) -> int:
     """A port that all ranks of a job agree on without talking."""
     return PORTS_FROM + zlib.crc32(job.encode()) % PORTS_COUNT
+
+
+def hydra_job(pid: int | None = None) -> str | None:
+    """A job id for MPICH's launcher, which names none: the process above all ranks of this machine, if there is one.
+
+    Without it, two jobs on one machine would meet at one port, and the ranks of one could join the other.
+    """
+    pid = os.getpid() if pid is None else pid
+    while pid > 1:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                name, rest = file.read().rsplit(b")", 1)
+        except OSError:
+            return None
+        if name.endswith(b"(hydra_pmi_proxy"):
+            return f"hydra {pid}"
+        pid = int(rest.split()[1])
+    return None
 
 
 def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
@@ -176,7 +195,9 @@ def rendezvous(
 
     ``rank`` and ``world_size``, where given, win over the environment. ``timeout`` is also the store's.
     """
-    environ = os.environ if environ is None else environ
+    if environ is None:
+        job = hydra_job() if "PMI_RANK" in os.environ else None
+        environ = {"PMI_JOBID": job, **os.environ} if job else os.environ
     wait = timedelta(seconds=to_seconds(timeout, "rendezvous"))
     if not isinstance(url, str) or "://" not in url:
         raise RendezvousError(f"rendezvous: url must be env://, tcp://host:port or file:///path, got {url!r}.")
