@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import socket
 import subprocess
 import sys
 import types
@@ -276,3 +278,47 @@ def _meet_in_a_file(rank: int, world: int, path: str) -> list[bytes]:
 
 def test_processes_meet_in_a_file(tmp_path):
     assert run_ranks(_meet_in_a_file, 3, str(tmp_path / "store")) == [[b"here"] * 3] * 3
+
+
+# --- over TCP, for real ------------------------------------------------------------------------------------
+
+needs_tcp = pytest.mark.skipif(not importlib.util.find_spec("symcomm.store.tcp"), reason="there is no TCPStore yet")
+
+
+def _meet_over_tcp(rank: int, world: int, port: int) -> tuple[str, list[bytes]]:
+    environ = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    met = rendezvous(timeout=30, environ=environ)
+    met.store.set(f"rank {met.rank}", "here")
+    found = met.store.multi_get([f"rank {r}" for r in range(world)])
+    met.store.barrier("done", world)
+    return met.how, found
+
+
+@needs_tcp
+def test_processes_meet_over_tcp():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    how = f"environment variables: TCP store at 127.0.0.1:{port}"
+    assert run_ranks(_meet_over_tcp, 3, port) == [(how, [b"here"] * 3)] * 3
+
+
+@needs_tcp
+@pytest.mark.slow
+def test_under_torchrun(tmp_path):
+    """The agent's store is PyTorch's own; our ranks join it without ever importing torch."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from symcomm.store import rendezvous\n"
+        "met = rendezvous(timeout=30)\n"
+        "met.store.set(f'rank {met.rank}', f'{met.local_rank} of {met.local_world_size}')\n"
+        "found = met.store.multi_get([f'rank {r}' for r in range(met.world_size)])\n"
+        "print(met.rank, met.how.split(' at ')[0], found, 'torch' in sys.modules)\n"
+        "met.store.barrier('done', met.world_size)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert ran.returncode == 0, ran.stderr
+    expected = "torchrun: the agent's store [b'0 of 2', b'1 of 2'] False"
+    assert sorted(ran.stdout.splitlines()) == [f"0 {expected}", f"1 {expected}"]

@@ -142,6 +142,7 @@ ANY_PYTORCH = {
     "test_add_refuses_what_is_not_a_number": "takes 12abc for 12",
     "test_bad_input_is_one_clear_sentence": "raises a TypeError that lists C++ signatures",
     "test_uneven_multi_set_is_refused": "SKIP: reads memory that is not its own, and may crash",
+    "test_bytes_that_are_no_text_are_no_key": "takes them, and list_keys fails from then on",
     "test_timeout_names_the_missing_keys": "does not say which keys",
 }
 PYTORCH = {
@@ -182,7 +183,12 @@ SUBCLASS = (
     NO_QUEUES
     | {"test_extended_api": "made of simpler calls, as it should say"}
     | dict.fromkeys(
-        ["test_add_to_an_empty_value", "test_add_wraps_at_64_bits", "test_bad_input_is_one_clear_sentence"],
+        [
+            "test_add_to_an_empty_value",
+            "test_add_wraps_at_64_bits",
+            "test_bad_input_is_one_clear_sentence",
+            "test_bytes_that_are_no_text_are_no_key",
+        ],
         "SKIP: this is for the user's class to do",
     )
 )
@@ -190,6 +196,7 @@ SUBCLASS = (
 
 OUR_TCP = {
     # The wire protocol is PyTorch's, which has no way to say no.
+    "test_bytes_that_are_no_text_are_no_key": "MAYBE: takes them, as PyTorch's does",
     "test_add_to_an_empty_value": "MAYBE: the server drops the connection, as PyTorch's does",
     "test_add_refuses_what_is_not_a_number": "MAYBE: takes 12abc for 12, as PyTorch's does",
 }
@@ -594,10 +601,18 @@ def test_barrier_can_be_used_again(connect):
         early.result(20)
 
 
-def test_barrier_forgets_who_gave_up(store):
-    for _ in range(2):
+def test_barrier_forgets_who_gave_up(connect):
+    handles = [connect() for _ in range(3)]
+
+    def give_up(i: int) -> str:
         with pytest.raises(RuntimeError):
-            store.barrier("b", 2, SHORT)
+            handles[i].barrier("b", 4, SHORT)
+        return "gave up"
+
+    for _ in range(2):
+        assert at_once(3, give_up) == ["gave up"] * 3
+    assert handles[0].add("b/num_members", 0) == 0
+    assert at_once(4, lambda i: connect().barrier("b", 4, LONG)) == [None] * 4
 
 
 # --- bad input ---------------------------------------------------------------------------------------
@@ -621,6 +636,13 @@ def test_bad_input_is_one_clear_sentence(store):
         with pytest.raises(BadArgumentError) as info:
             call()
         assert str(info.value).count("\n") == 0 and "must be" in str(info.value)
+
+
+def test_bytes_that_are_no_text_are_no_key(store):
+    store.set(b"name", "value")
+    assert store.get("name") == b"value"
+    with pytest.raises(BadArgumentError, match="key must be"):
+        store.set(b"\xff", "value")
 
 
 def test_uneven_multi_set_is_refused(store):

@@ -132,9 +132,9 @@ class Store:
         counter = f"{to_key(call, key)}/num_members"
         turn, place = divmod(self.add(counter, 1) - 1, world_size)
         if place == world_size - 1:
-            self.set(_marker(key, turn), "1")
             if turn > 0:
                 self._forget(_marker(key, turn - 1))  # whoever came to this turn has left the one before
+            self.set(_marker(key, turn), "1")  # the last thing we do: the others may go, and take the store with them
             return
         try:
             self.wait([_marker(key, turn)], timedelta(seconds=seconds))
@@ -228,9 +228,10 @@ def to_key(call: str, key: object) -> str:
     """A key as text."""
     if isinstance(key, str):
         return key
-    if isinstance(key, bytes):
-        return key.decode()
-    raise bad_argument(call, "key", key, "a str")
+    try:
+        return key.decode()  # type: ignore[attr-defined]
+    except (AttributeError, UnicodeDecodeError):
+        raise bad_argument(call, "key", key, "a str") from None
 
 
 def to_keys(call: str, keys: object) -> list[str]:

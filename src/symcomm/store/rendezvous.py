@@ -17,8 +17,8 @@ import os
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from symcomm.errors import RendezvousError
@@ -38,8 +38,7 @@ WHAT_TO_DO = (
 )
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(NamedTuple):
     """What the environment says about this process; None where it does not say."""
 
     rank: int | None = None
@@ -51,8 +50,7 @@ class Identity:
     source: str = "nothing"
 
 
-@dataclass(frozen=True)
-class Rendezvous:
+class Rendezvous(NamedTuple):
     """The result: a store that all ranks share, and who we are. ``host`` is this machine's name."""
 
     store: Store
@@ -94,8 +92,7 @@ def identify(environ: Mapping[str, str]) -> Identity:
     for launcher, (rank, size, local_rank, local_size) in LAUNCHERS.items():
         if (me := _number(environ, *rank)) is None or (everyone := _number(environ, *size)) is None:
             continue
-        found = replace(
-            found,
+        found = found._replace(
             rank=me,
             world_size=everyone,
             local_rank=_number(environ, *local_rank),
@@ -106,7 +103,7 @@ def identify(environ: Mapping[str, str]) -> Identity:
     # Half of it: the caller may give the other half.
     one, all_of_us = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     half = one is not None or all_of_us is not None
-    return replace(found, rank=one, world_size=all_of_us, source="environment variables" if half else found.source)
+    return found._replace(rank=one, world_size=all_of_us, source="environment variables" if half else found.source)
 
 
 def _with_meeting_place(found: Identity, launcher: str, environ: Mapping[str, str]) -> Identity:
@@ -121,7 +118,7 @@ def _with_meeting_place(found: Identity, launcher: str, environ: Mapping[str, st
     if addr is not None and port is None:
         job = _first(environ, *JOB_IDS[launcher]) or _first(environ, *JOB_IDS["Slurm"])
         port = port_for_job(job) if job else DEFAULT_PORT
-    return replace(found, master_addr=addr, master_port=port)
+    return found._replace(master_addr=addr, master_port=port)
 
 
 def first_host(nodelist: str) -> str:
@@ -239,9 +236,8 @@ def _overridden(me: Identity, given: Mapping[str, int]) -> Identity:
         return me
     source = "arguments" if len(given) == 2 else f"arguments and {me.source}"
     # The launcher's idea of this machine does not fit another rank or world size.
-    me = replace(me, local_rank=None, local_world_size=None, source=source)
-    return replace(
-        me,
+    me = me._replace(local_rank=None, local_world_size=None, source=source)
+    return me._replace(
         rank=given.get("rank", me.rank),
         world_size=given.get("world_size", me.world_size),
     )
@@ -279,7 +275,7 @@ def _meet(
             raise RendezvousError(f"rendezvous: {url!r} names no file; write file:///path/to/a/new/file.")
         return FileStore(path, me.world_size), f"file {path}"
     if parts.scheme == "tcp":
-        me = replace(me, master_addr=parts.hostname, master_port=_port(url, parts))
+        me = me._replace(master_addr=parts.hostname, master_port=_port(url, parts))
         if not me.master_addr or me.master_port is None:
             raise RendezvousError(f"rendezvous: {url!r} must name a host and a port, as in tcp://10.0.0.1:29500.")
     elif me.world_size == 1 and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
