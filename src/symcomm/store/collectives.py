@@ -37,16 +37,20 @@ class StoreCollectives:
     def broadcast_send(self, key: str, data: Value, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         """Give ``data`` to all other ranks, which call ``broadcast_recv``. Does not wait for them."""
         to_seconds(timeout, "broadcast_send")
-        self._store.set(self._use("broadcast_send", key), to_bytes("broadcast_send", data))
+        own = to_bytes("broadcast_send", data)
+        self._store.set(self._use("broadcast_send", key), own)
 
     def broadcast_recv(self, key: str, timeout: Timeout = DEFAULT_TIMEOUT) -> bytes:
         """What the one rank that called ``broadcast_send`` gave."""
-        return self._receive("broadcast_recv", self._use("broadcast_recv", key), timeout, "broadcast_send", key)
+        seconds = to_seconds(timeout, "broadcast_recv")
+        key = self._use("broadcast_recv", key)
+        return self._receive("broadcast", key, key, seconds)
 
     def gather_send(self, key: str, data: Value, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
         """Give ``data`` to the rank that calls ``gather_recv``. Does not wait for it."""
         to_seconds(timeout, "gather_send")
-        self._store.set(f"{self._use('gather_send', key)}/{self._rank}", to_bytes("gather_send", data))
+        own = to_bytes("gather_send", data)
+        self._store.set(f"{self._use('gather_send', key)}/{self._rank}", own)
 
     def gather_recv(self, key: str, data: Value, timeout: Timeout = DEFAULT_TIMEOUT) -> list[bytes]:
         """Every rank's data in rank order; ``data`` is our own."""
@@ -60,9 +64,7 @@ class StoreCollectives:
         """Give ``data[r]`` to each rank r, which calls ``scatter_recv``; returns our own."""
         to_seconds(timeout, "scatter_send")
         if isinstance(data, str | bytes) or len(data) != self._world_size:
-            raise bad_argument(
-                "scatter_send", "data", data, f"a list with one item for each of {self._world_size} ranks"
-            )
+            raise bad_argument("scatter_send", "data", data, f"a list of {self._world_size} items, one for each rank")
         parts = [to_bytes("scatter_send", part) for part in data]
         key = self._use("scatter_send", key)
         others = [rank for rank in range(self._world_size) if rank != self._rank]
@@ -71,8 +73,9 @@ class StoreCollectives:
 
     def scatter_recv(self, key: str, timeout: Timeout = DEFAULT_TIMEOUT) -> bytes:
         """Our part of what the one rank that called ``scatter_send`` gave."""
-        name = f"{self._use('scatter_recv', key)}/{self._rank}"
-        return self._receive("scatter_recv", name, timeout, "scatter_send", key)
+        seconds = to_seconds(timeout, "scatter_recv")
+        key = self._use("scatter_recv", key)
+        return self._receive("scatter", key, f"{key}/{self._rank}", seconds)
 
     def all_gather(self, key: str, data: Value, timeout: Timeout = DEFAULT_TIMEOUT) -> list[bytes]:
         """Every rank's data in rank order, on every rank."""
@@ -112,10 +115,9 @@ class StoreCollectives:
             raise self._late(call, key, ranks, seconds)
         return list(self._store.multi_get(names))
 
-    def _receive(self, call: str, name: str, timeout: Timeout, sender: str, key: str) -> bytes:
-        seconds = to_seconds(timeout, call)
+    def _receive(self, what: str, key: str, name: str, seconds: float) -> bytes:
         if not self._came([name], seconds):
-            raise deadline(f"{call}({key!r})", seconds, fix=f"No rank has called {sender}({key!r}, ...).")
+            raise deadline(f"{what}_recv({key!r})", seconds, fix=f"No rank has called {what}_send({key!r}, ...).")
         return self._store.get(name)
 
     def _came(self, names: list[str], seconds: float) -> bool:

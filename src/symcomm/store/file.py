@@ -9,7 +9,7 @@ belong together)::
 Writers hold the file's lock (``flock``, which the kernel drops when a process dies), read what is new, and put one
 frame at the end. A writer that is killed half way leaves a piece of a frame at the end: readers see that it is not
 whole and stop before it, and the next writer cuts it off. A frame that is whole but does not match its checksums is
-damage, and is reported rather than guessed at. Readers take no lock.
+damage, and is reported rather than guessed at. Readers take no lock. The file only ever grows.
 """
 
 from __future__ import annotations
@@ -209,6 +209,8 @@ class Log:
                     raise deadline(
                         f"FileStore: locking {self.path}", seconds, fix="Another process holds it; is one stopped?"
                     ) from None
+            except OSError as error:
+                raise ResourceError(f"FileStore: this file system cannot lock {self.path}: {error.strerror}.") from None
             time.sleep(pause * random.random())  # at random, so that many writers take turns
             pause = min(pause * 2, 0.005)
 

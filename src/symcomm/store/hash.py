@@ -88,7 +88,8 @@ class TableStore(Store):
         seconds = self._seconds(timeout)
         if not self._look_until(lambda table: all(map(table.has, names)) or None, seconds):
             missing = self._look(lambda table: [name for name in names if not table.has(name)])
-            raise keys_missing(self, "wait", missing or names, seconds)
+            if missing:
+                raise keys_missing(self, "wait", missing, seconds)
 
     def add(self, key: str, amount: int) -> int:
         call = self._call("add")

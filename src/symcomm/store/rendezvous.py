@@ -8,6 +8,7 @@
 
 Launchers that do not name a meeting place get one: the host is Slurm's first node, or 127.0.0.1 if all ranks are on
 one machine; the port is ``20000 + crc32(job id) % 10000``, which every rank computes alike (29500 without a job id).
+Set MASTER_PORT where that port is taken.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import os
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from symcomm.errors import RendezvousError
@@ -37,8 +38,7 @@ WHAT_TO_DO = (
 )
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(NamedTuple):
     """What the environment says about this process; None where it does not say."""
 
     rank: int | None = None
@@ -50,8 +50,7 @@ class Identity:
     source: str = "nothing"
 
 
-@dataclass(frozen=True)
-class Rendezvous:
+class Rendezvous(NamedTuple):
     """The result: a store that all ranks share, and who we are. ``host`` is this machine's name."""
 
     store: Store
@@ -93,8 +92,7 @@ def identify(environ: Mapping[str, str]) -> Identity:
     for launcher, (rank, size, local_rank, local_size) in LAUNCHERS.items():
         if (me := _number(environ, *rank)) is None or (everyone := _number(environ, *size)) is None:
             continue
-        found = replace(
-            found,
+        found = found._replace(
             rank=me,
             world_size=everyone,
             local_rank=_number(environ, *local_rank),
@@ -102,7 +100,10 @@ def identify(environ: Mapping[str, str]) -> Identity:
             source="torchrun" if launcher == "environment variables" and "TORCHELASTIC_RUN_ID" in environ else launcher,
         )
         return _with_meeting_place(found, launcher, environ)
-    return found
+    # Half of it: the caller may give the other half.
+    one, all_of_us = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    half = one is not None or all_of_us is not None
+    return found._replace(rank=one, world_size=all_of_us, source="environment variables" if half else found.source)
 
 
 def _with_meeting_place(found: Identity, launcher: str, environ: Mapping[str, str]) -> Identity:
@@ -117,7 +118,7 @@ def _with_meeting_place(found: Identity, launcher: str, environ: Mapping[str, st
     if addr is not None and port is None:
         job = _first(environ, *JOB_IDS[launcher]) or _first(environ, *JOB_IDS["Slurm"])
         port = port_for_job(job) if job else DEFAULT_PORT
-    return replace(found, master_addr=addr, master_port=port)
+    return found._replace(master_addr=addr, master_port=port)
 
 
 def first_host(nodelist: str) -> str:
@@ -129,6 +130,24 @@ def first_host(nodelist: str) -> str:
 def port_for_job(job: str) -> int:
     """A port that all ranks of a job agree on without talking."""
     return PORTS_FROM + zlib.crc32(job.encode()) % PORTS_COUNT
+
+
+def hydra_job(pid: int | None = None) -> str | None:
+    """A job id for MPICH's launcher, which names none: the process above all ranks of this machine, if there is one.
+
+    Without it, two jobs on one machine would meet at one port, and the ranks of one could join the other.
+    """
+    pid = os.getpid() if pid is None else pid
+    while pid > 1:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                name, rest = file.read().rsplit(b")", 1)
+        except OSError:
+            return None
+        if name.endswith(b"(hydra_pmi_proxy"):
+            return f"hydra {pid}"
+        pid = int(rest.split()[1])
+    return None
 
 
 def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
@@ -173,7 +192,9 @@ def rendezvous(
 
     ``rank`` and ``world_size``, where given, win over the environment. ``timeout`` is also the store's.
     """
-    environ = os.environ if environ is None else environ
+    if environ is None:
+        job = hydra_job() if "PMI_RANK" in os.environ else None
+        environ = {"PMI_JOBID": job, **os.environ} if job else os.environ
     wait = timedelta(seconds=to_seconds(timeout, "rendezvous"))
     if not isinstance(url, str) or "://" not in url:
         raise RendezvousError(f"rendezvous: url must be env://, tcp://host:port or file:///path, got {url!r}.")
@@ -215,9 +236,8 @@ def _overridden(me: Identity, given: Mapping[str, int]) -> Identity:
         return me
     source = "arguments" if len(given) == 2 else f"arguments and {me.source}"
     # The launcher's idea of this machine does not fit another rank or world size.
-    me = replace(me, local_rank=None, local_world_size=None, source=source)
-    return replace(
-        me,
+    me = me._replace(local_rank=None, local_world_size=None, source=source)
+    return me._replace(
         rank=given.get("rank", me.rank),
         world_size=given.get("world_size", me.world_size),
     )
@@ -255,7 +275,7 @@ def _meet(
             raise RendezvousError(f"rendezvous: {url!r} names no file; write file:///path/to/a/new/file.")
         return FileStore(path, me.world_size), f"file {path}"
     if parts.scheme == "tcp":
-        me = replace(me, master_addr=parts.hostname, master_port=_port(url, parts))
+        me = me._replace(master_addr=parts.hostname, master_port=_port(url, parts))
         if not me.master_addr or me.master_port is None:
             raise RendezvousError(f"rendezvous: {url!r} must name a host and a port, as in tcp://10.0.0.1:29500.")
     elif me.world_size == 1 and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
