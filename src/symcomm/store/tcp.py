@@ -84,7 +84,8 @@ class TCPStore(Store):
         self._use_libuv = bool(use_libuv)
         self._lock = threading.Lock()
         self._connection: Connection | None = None
-        self._wait_before_get = False  # see get()
+        self._wait_before_get = not use_libuv  # see get()
+        self._unanswered = ""  # the last call, if it was one that gets no answer
         self._server: Server | None = None
         if is_master:
             self._server = start_server(
@@ -120,8 +121,8 @@ class TCPStore(Store):
         if not self._wait_before_get:
             try:
                 value = self._call("get", key, wire.GET + name, b"", "v")
-            except StoreConnectionError:
-                self._suspect_old_server()
+            except StoreConnectionError as error:
+                self._blame_old_server(error)
             else:
                 if value:
                     return value
@@ -134,8 +135,8 @@ class TCPStore(Store):
         if not self._wait_before_get:
             try:
                 values = self._call("multi_get", names, frame, b"", "m", len(names))
-            except StoreConnectionError:
-                self._suspect_old_server()
+            except StoreConnectionError as error:
+                self._blame_old_server(error)
             else:
                 if all(values):
                     return values
@@ -275,7 +276,9 @@ class TCPStore(Store):
         with self._lock:
             connection = self._connection or self._reconnect()
             try:
-                return connection.exchange(head, tail, shape, count, self._timeout_s)
+                answer = connection.exchange(head, tail, shape, count, self._timeout_s)
+                self._unanswered = call if shape == "-" else ""
+                return answer
             except BaseException as error:
                 self._drop()  # whatever it was, an answer may still be under way
                 raise self._explain(call, keys, error) from None
@@ -305,9 +308,11 @@ class TCPStore(Store):
                 f"the store at {where} did not answer {call}({named}) in {words_for_seconds(self._timeout_s)}."
             )
         if isinstance(error, ConnectionError):
+            cause = "its process ended, or it refused " + _REFUSALS.get(call, "the call")
+            if self._unanswered:
+                cause += f" or the {self._unanswered} before it"
             return StoreConnectionError(
-                f"the store at {where} closed the connection during {call}({named}); "
-                f"{_HINTS.get(call, 'its process ended, or it refused the call (its log says why)')}."
+                f"the store at {where} closed the connection during {call}({named}); {cause} (its log says why)."
             )
         if isinstance(error, OSError):
             return StoreConnectionError(f"the connection to the store at {where} broke in {call}({named}): {error}.")
@@ -322,11 +327,22 @@ class TCPStore(Store):
         if connection is not None:
             connection.close()
 
-    def _suspect_old_server(self) -> None:
-        """PyTorch's server without libuv ends a connection that asks for an absent key: from now on wait first."""
-        with self._lock:
-            self._reconnect()  # raises if the server is gone, which is the usual reason
+    def _blame_old_server(self, error: StoreConnectionError) -> None:
+        """PyTorch's server without libuv ends a connection that asks for an absent key; if this is one, wait first
+        from now on. Anything else that ends a connection is an error."""
+        probe = wire.PROBE + os.urandom(8).hex().encode()
+        try:
+            connection = wire.connect(self._connect_host, self._port, self._timeout_s, self._token, patient=False)
+        except StoreConnectionError:
+            raise error from None
+        try:
+            connection.exchange(wire.GET + pack_bytes(probe), b"", "v", 0, self._timeout_s)
+        except ConnectionError:
             self._wait_before_get = True
+            return
+        finally:
+            connection.close()
+        raise error
 
     def _wait_for_workers(self, world_size: int) -> None:
         """Every process counts itself; the server's process stays until all have, so that it does not leave early."""
@@ -343,9 +359,9 @@ class TCPStore(Store):
             came = self._call("add", "init/", frame + pack_i64(0), b"", "8")
 
 
-_HINTS = {
-    "add": "its process ended, or the value there is not a number",
-    "barrier": "its process ended, or the value there is not a number",
+_REFUSALS = {
+    "add": "to add to a value that is not a number",
+    "barrier": "to count on a value that is not a number",
 }
 
 

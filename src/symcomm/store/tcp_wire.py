@@ -24,6 +24,7 @@ __all__ = ["Connection", "Refused", "connect", "pack_bytes", "pack_i64", "pack_k
 
 (HELLO, SET, COMPARE_SET, GET, ADD, CHECK, WAIT, NUM_KEYS, DELETE, APPEND) = (bytes([n]) for n in range(10))
 (MULTI_GET, MULTI_SET, CANCEL, PING, PUSH, POP, QUEUE_LEN, LIST_KEYS, BARRIER) = (bytes([n]) for n in range(10, 19))
+PROBE = b"symcomm/absent/"  # the start of a key that nobody sets
 CHALLENGE, PROOF = b"\xa7", b"\xa8"  # ours; a server that does not know them closes the connection
 
 _MAGIC = struct.pack("=I", 0x3C85F7CE)
@@ -171,7 +172,7 @@ def _raise_if_hopeless(host: str, port: int, error: OSError) -> None:
         raise error
     if error.errno in (errno.EMFILE, errno.ENFILE):
         raise ResourceError(
-            f"cannot connect to the store at {host}:{port}: this process has no file descriptor left; raise `ulimit -n`."
+            f"cannot connect to the store at {host}:{port}: this process has no descriptor left; raise `ulimit -n`."
         ) from None
 
 
