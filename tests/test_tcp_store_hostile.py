@@ -135,6 +135,7 @@ def test_a_promise_of_a_large_value_costs_nothing(store):
 def test_a_client_that_asks_and_never_reads(store):
     """It asks for 1 MiB ten thousand times; the server holds at most about one answer and stops listening to it."""
     store.set("large", bytes(1 << 20))
+    assert store.check(["large"])
     sock = raw(store.port)
     sock.setblocking(False)
     request = (b"\x03" + field(b"/large")) * 10000
@@ -154,6 +155,7 @@ def test_a_client_that_asks_and_never_reads(store):
 
 def test_an_answer_that_would_be_far_larger_than_its_question(store):
     store.set("large", bytes(1 << 20))
+    assert store.check(["large"])
     sock = raw(store.port, HELLO + b"\x0a" + u64(1000) + field(b"/large") * 1000)
     assert closed(sock)
     assert "in one multi_get; the limit is" in last_reason(store)

@@ -25,6 +25,7 @@
 #define DIRECT_VALUE (32 << 10) /* larger values go to the socket without a copy */
 #define ACCEPT_BATCH 256
 #define ACCEPT_PAUSE_MS 100 /* after running out of descriptors */
+#define SPIN_NS 30000       /* a waking thread costs about as much as looking again for so long */
 #define SWEEP_MS 1000       /* between looks at clients that do not finish their hello */
 
 /* --- buffers ------------------------------------------------------------------------------------- */
@@ -345,21 +346,33 @@ static void handle(Server *server, const struct epoll_event *event) {
         on_readable(server, conn);
 }
 
+/* Looks again for a moment before it goes to sleep: a client that makes one call after the other then need not wake
+ * this thread each time, which is most of what a short call costs. */
+static int wait_for_events(Server *server, struct epoll_event *events, int64_t last_ns) {
+    int count;
+    do {
+        count = epoll_wait(server->epoll_fd, events, EVENTS, 0);
+        if (count != 0) return count;
+    } while (symcomm_now_ns() - last_ns < SPIN_NS);
+    int pause = !server->accepting ? ACCEPT_PAUSE_MS : server->greeting > 0 ? SWEEP_MS : -1;
+    return epoll_wait(server->epoll_fd, events, EVENTS, pause);
+}
+
 static void *run(void *argument) {
     Server *server = argument;
     struct epoll_event events[EVENTS];
-    int64_t swept = symcomm_now_ns();
+    int64_t swept = symcomm_now_ns(), now = swept;
     for (;;) {
-        int pause = !server->accepting ? ACCEPT_PAUSE_MS : server->greeting > 0 ? SWEEP_MS : -1;
-        int count = epoll_wait(server->epoll_fd, events, EVENTS, pause);
+        int count = wait_for_events(server, events, now);
         if (count < 0 && errno != EINTR) break;
         for (int i = 0; i < count; i++) {
             if (events[i].data.ptr == server) return NULL; /* server_stop */
             handle(server, &events[i]);
         }
-        if (server->greeting > 0 && symcomm_now_ns() - swept > (int64_t)SWEEP_MS * 1000000) {
+        now = symcomm_now_ns();
+        if (server->greeting > 0 && now - swept > (int64_t)SWEEP_MS * 1000000) {
             sweep_greeting(server);
-            swept = symcomm_now_ns();
+            swept = now;
         }
         close_doomed(server);
         if (!server->accepting && count == 0) watch_listeners(server, true);

@@ -26,6 +26,8 @@ _ROUNDS = 10  # turns that ours and PyTorch's take
 _DEADLINE = 300.0  # seconds for any one measurement
 _CONNECTING_PROCESSES = 4
 
+_EIGHT = [f"bench/m{i}" for i in range(8)]
+
 # name -> (what to do before, what to measure); s is the store, i counts
 _CALLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, int], Any]]] = {
     "set": (lambda s: None, lambda s, i: s.set("bench/k", "v" * 16)),
@@ -40,7 +42,6 @@ _CALLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, int], Any]]] = {
     ),
     "queue push + pop": (lambda s: None, lambda s, i: (s.queue_push("bench/q", "v"), s.queue_pop("bench/q"))),
 }
-_EIGHT = [f"bench/m{i}" for i in range(8)]
 
 
 def run_store_bench(
