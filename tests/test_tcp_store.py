@@ -115,6 +115,12 @@ def test_numbers(store):
     assert store.add("big", 1) == -(2**63)
     with pytest.raises(BadArgumentError, match="fits in 64 bits"):
         store.add("n", 2**63)
+    store.set("text", "seven")
+    with pytest.raises(BadArgumentError, match="the value of 'text' must be a decimal number, got b'seven'"):
+        store.add("text", 1)
+    with pytest.raises(StoreConnectionError, match="refused to count on a value that is not a number"):
+        store.barrier("text", 1)
+    assert store.get("text") == b"seven"
 
 
 def test_compare_set(store):
@@ -154,6 +160,10 @@ def test_large_values_and_many_keys(store):
     [
         lambda s: s.set("k", 5),
         lambda s: s.set(5, "v"),
+        lambda s: s.get(None),
+        lambda s: s.check(["fine", 5]),
+        lambda s: s.set("lone surrogate \ud800", "v"),
+        lambda s: s.set("k", "\ud800"),
         lambda s: s.wait("k"),
         lambda s: s.multi_set(["a"], []),
         lambda s: s.barrier("b", 0),
@@ -289,6 +299,22 @@ def test_threads_share_one_store(store):
     for result in [in_thread(run, rank) for rank in range(6)]:
         result()
     assert store.add("sum", 0) == 1200
+
+
+def test_a_signal_ends_a_wait(store):
+    def stop(number, frame):
+        raise InterruptedError("a signal")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        for call in (lambda: store.get("never"), lambda: store.wait(["never"], 5), lambda: store.barrier("b", 2, 0.9)):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(InterruptedError, match="a signal"):
+                call()
+            assert store.add("n", 1) > 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # --- starting and ending -------------------------------------------------------------------------------
@@ -583,7 +609,4 @@ def test_limits_are_the_servers_to_choose():
     with pytest.raises(StoreConnectionError, match=r"during get\('k'\).*refused the call or the set before it"):
         store.get("k")
     assert store.get("k") == b"x" * 100  # reconnected
-    store.set("text", "not a number")
-    with pytest.raises(StoreConnectionError, match="refused to add to a value that is not a number"):
-        store.add("text", 1)
     assert any("a value of 101 bytes in set; the limit is 100" in line for line in store.server_stats()["reasons"])

@@ -66,9 +66,11 @@ static bool frame_put_key(Frame *frame, PyObject *key) {
     return true;
 }
 
-/* None, one key, or a counted list of keys. */
+static PyObject *no_keys; /* what a call without keys passes; not None, which may be a user's mistake */
+
+/* No keys, one key, or a counted list of keys. */
 static bool frame_put_keys(Frame *frame, PyObject *keys) {
-    if (keys == Py_None) return true;
+    if (keys == no_keys) return true;
     if (!PyList_Check(keys)) return frame_put_key(frame, keys);
     Py_ssize_t count = PyList_Size(keys);
     if (!frame_put_u64(frame, (uint64_t)count)) return false;
@@ -159,7 +161,10 @@ static Outcome after_failure(Reader *reader) {
     case EAGAIN: return symcomm_now_ns() >= reader->deadline_ns ? LATE : DONE;
     case EINTR: return check_signals(reader);
     case EPIPE:
-    case ECONNRESET: return GONE;
+    case ECONNRESET:
+    case ETIMEDOUT: /* the kernel's word for a host that does not answer any more; our own deadline is LATE */
+    case EHOSTUNREACH:
+    case ENETUNREACH: return GONE;
     default: return FAILED;
     }
 }
@@ -319,8 +324,11 @@ static Outcome exchange(Reader *reader, struct iovec parts[2], int shape, Py_ssi
     }
 }
 
-/* Sends the frame and returns the answer, or NULL with TimeoutError, ConnectionError or OSError set. After any of
- * them, only a one-byte answer that was late can still be waited for. */
+/* Exceptions of our own, so that what a signal handler raises is never mistaken for them. */
+static PyObject *late_error, *gone_error, *broken_error;
+
+/* Sends the frame and returns the answer, or NULL with one of the above set. After any of them, only a one-byte answer
+ * that was late can still be waited for. */
 static PyObject *exchange_frame(PyObject *fd, Frame *frame, PyObject *shape, Py_ssize_t count, PyObject *seconds) {
     Reader reader;
     reader.fd = (int)PyLong_AsLong(fd);
@@ -339,9 +347,9 @@ static PyObject *exchange_frame(PyObject *fd, Frame *frame, PyObject *shape, Py_
     Py_XDECREF(object);
     errno = error;
     switch (outcome) {
-    case LATE: PyErr_SetString(PyExc_TimeoutError, "the answer did not come in time"); break;
-    case GONE: PyErr_SetString(PyExc_ConnectionError, "the connection was closed"); break;
-    case FAILED: PyErr_SetFromErrno(PyExc_OSError); break;
+    case LATE: PyErr_SetString(late_error, "the answer did not come in time"); break;
+    case GONE: PyErr_SetString(gone_error, "the connection was closed"); break;
+    case FAILED: PyErr_SetFromErrno(broken_error); break;
     default: break; /* SIGNALED: the exception is set */
     }
     return NULL;
@@ -395,4 +403,14 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-int store_add_client(PyObject *module) { return PyModule_AddFunctions(module, functions); }
+int store_add_client(PyObject *module) {
+    no_keys = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type);
+    late_error = PyErr_NewException("symcomm._core._native.StoreLate", PyExc_TimeoutError, NULL);
+    gone_error = PyErr_NewException("symcomm._core._native.StoreGone", PyExc_ConnectionError, NULL);
+    broken_error = PyErr_NewException("symcomm._core._native.StoreBroken", PyExc_OSError, NULL);
+    if (PyModule_AddObjectRef(module, "STORE_NO_KEYS", no_keys) < 0) return -1;
+    if (PyModule_AddObjectRef(module, "StoreLate", late_error) < 0) return -1;
+    if (PyModule_AddObjectRef(module, "StoreGone", gone_error) < 0) return -1;
+    if (PyModule_AddObjectRef(module, "StoreBroken", broken_error) < 0) return -1;
+    return PyModule_AddFunctions(module, functions);
+}

@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <netinet/tcp.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -353,7 +354,7 @@ static int wait_for_events(Server *server, struct epoll_event *events, int64_t l
     do {
         count = epoll_wait(server->epoll_fd, events, EVENTS, 0);
         if (count != 0) return count;
-    } while (symcomm_now_ns() - last_ns < SPIN_NS);
+    } while (symcomm_now_ns() - last_ns < server->spin_ns);
     int pause = !server->accepting ? ACCEPT_PAUSE_MS : server->greeting > 0 ? SWEEP_MS : -1;
     return epoll_wait(server->epoll_fd, events, EVENTS, pause);
 }
@@ -401,9 +402,15 @@ static void server_free(Server *server) {
 static bool prepare_listener(Server *server, int slot) {
     int one = 1, fd = server->listeners[slot];
     mark_fd(server, fd, true);
-    /* Accepted sockets inherit both, which saves two system calls for each client. */
+    /* Accepted sockets inherit these, which saves system calls for each client. A host that lost its power is noticed
+     * after about half a minute. */
+    int idle_s = 15, between_s = 5, probes = 3;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
     setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &between_s, sizeof between_s);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+    fcntl(fd, F_SETFD, FD_CLOEXEC); /* one that was handed to us may not have it */
     int flags = fcntl(fd, F_GETFL);
     if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0 || listen(fd, 1 << 16) < 0) return false;
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = &server->listeners[slot]};
@@ -413,6 +420,9 @@ static bool prepare_listener(Server *server, int slot) {
 static bool prepare(Server *server, const uint8_t *token, size_t token_size) {
     struct rlimit files;
     getrlimit(RLIMIT_NOFILE, &files);
+    cpu_set_t cpus;
+    bool alone = sched_getaffinity(0, sizeof cpus, &cpus) == 0 && CPU_COUNT(&cpus) < 2;
+    server->spin_ns = alone ? 0 : SPIN_NS; /* on the only core it would keep the client from running */
     server->open_words = (files.rlim_max < (1 << 20) ? (size_t)files.rlim_max : (size_t)1 << 20) / 64 + 1;
     server->open_fds = calloc(server->open_words, sizeof *server->open_fds);
     server->scratch = malloc(SCRATCH);

@@ -77,6 +77,7 @@ typedef struct {
     Conn *conns, *doomed;
     size_t greeting; /* connections that have not come to STAGE_OPEN */
     uint8_t *scratch;
+    int64_t spin_ns;
     pthread_t thread;
     bool running;
 

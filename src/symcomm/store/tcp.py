@@ -23,6 +23,7 @@ from symcomm.store.base import (
     Store,
     Timeout,
     Value,
+    add_to,
     keys_missing,
     to_amount,
     to_bytes,
@@ -36,6 +37,7 @@ from symcomm.store.tcp_wire import Connection
 
 __all__ = ["StoreLimits", "TCPStore"]
 
+_NO_KEYS = native.STORE_NO_KEYS
 _JOIN_PAUSE = 0.010  # seconds between two looks at the workers' count
 
 _stores: weakref.WeakSet[TCPStore] = weakref.WeakSet()
@@ -139,10 +141,14 @@ class TCPStore(Store):
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         pairs = to_pairs("TCPStore.multi_set", keys, values)
         fields = [field for key, value in pairs for field in (f"/{key}", value)]
-        self._call("multi_set", wire.MULTI_SET, None, (len(pairs), *fields), "-")
+        self._call("multi_set", wire.MULTI_SET, _NO_KEYS, (len(pairs), *fields), "-")
 
     def add(self, key: str, amount: int) -> int:
-        return self._call("add", wire.ADD, key, to_amount("TCPStore.add", amount), "8")
+        try:
+            return self._call("add", wire.ADD, key, to_amount("TCPStore.add", amount), "8")
+        except StoreConnectionError as error:
+            self._blame_value(key, error)
+            raise
 
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
         body = (_value("compare_set", expected), _value("compare_set", desired))
@@ -159,10 +165,10 @@ class TCPStore(Store):
 
     def num_keys(self) -> int:
         """How many keys there are, the store's own among them."""
-        return self._call("num_keys", wire.NUM_KEYS, None, None, "8")
+        return self._call("num_keys", wire.NUM_KEYS, _NO_KEYS, None, "8")
 
     def list_keys(self) -> list[str]:
-        names = self._call("list_keys", wire.LIST_KEYS, None, None, "l")
+        names = self._call("list_keys", wire.LIST_KEYS, _NO_KEYS, None, "l")
         return [name[1:].decode(errors="replace") for name in names if name.startswith(b"/")]
 
     # --- waiting -----------------------------------------------------------------------------------
@@ -282,8 +288,8 @@ class TCPStore(Store):
                 try:
                     native.store_call(connection.fd, command, keys, body, "1", seconds)
                     return True
-                except TimeoutError:
-                    answer = native.store_call(connection.fd, wire.CANCEL, None, None, "1", self._timeout_s)
+                except native.StoreLate:
+                    answer = native.store_call(connection.fd, wire.CANCEL, _NO_KEYS, None, "1", self._timeout_s)
                     if answer == 0:  # it happened while we were giving up; the cancelling is answered, too
                         connection.exchange(b"", "1", 0, self._timeout_s)
                     return answer == 0
@@ -294,20 +300,20 @@ class TCPStore(Store):
     def _explain(self, call: str, keys: Any, error: BaseException) -> BaseException:
         if isinstance(error, TypeError | UnicodeError):
             return _bad_keys(call, keys)
-        named = ", ".join(map(repr, (keys or [])[:4] if isinstance(keys, list | None) else [keys]))
+        named = "" if keys is _NO_KEYS else ", ".join(map(repr, keys[:4] if isinstance(keys, list) else [keys]))
         where = f"{self._host}:{self._port}"
-        if isinstance(error, TimeoutError):
+        if isinstance(error, native.StoreLate):
             return DeadlineError(
                 f"the store at {where} did not answer {call}({named}) in {words_for_seconds(self._timeout_s)}."
             )
-        if isinstance(error, ConnectionError):
+        if isinstance(error, native.StoreGone):
             cause = "its process ended, or it refused " + _REFUSALS.get(call, "the call")
             if self._unanswered:
                 cause += f" or the {self._unanswered} before it"
             return StoreConnectionError(
                 f"the store at {where} closed the connection during {call}({named}); {cause} (its log says why)."
             )
-        if isinstance(error, OSError):
+        if isinstance(error, native.StoreBroken):
             return StoreConnectionError(f"the connection to the store at {where} broke in {call}({named}): {error}.")
         return error
 
@@ -330,12 +336,20 @@ class TCPStore(Store):
             raise error from None
         try:
             native.store_call(connection.fd, wire.GET, absent, None, "v", self._timeout_s)
-        except ConnectionError:
+        except native.StoreGone:
             self._wait_before_get = True
             return
         finally:
             connection.close()
         raise error
+
+    def _blame_value(self, key: str, error: StoreConnectionError) -> None:
+        """A server can only hang up on somebody who adds to what is not a number; a look at the value tells."""
+        try:
+            value = self._call("get", wire.GET, key, None, "v")
+        except StoreConnectionError:
+            raise error from None
+        add_to("TCPStore.add", key, value, 0)
 
     def _wait_for_workers(self, world_size: int) -> None:
         """Every process counts itself; the server's process stays until all have, so that it does not leave early."""
@@ -352,7 +366,7 @@ class TCPStore(Store):
 
     def _count_workers(self, more: int) -> int:
         """Under PyTorch's key for this, which unlike a user's has no slash before it."""
-        return self._call("add", wire.ADD, None, ("init/", more), "8")
+        return self._call("add", wire.ADD, _NO_KEYS, ("init/", more), "8")
 
 
 _REFUSALS = {

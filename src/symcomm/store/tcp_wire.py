@@ -43,6 +43,9 @@ class Connection:
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)  # a server's host that lost its power is
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)  # noticed after about half a minute
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SLICE)
         self._sock = sock
@@ -111,9 +114,7 @@ def _say_hello(connection: Connection, where: str, seconds: float, token: bytes 
             answer = connection.exchange(_HELLO + ping, "4", 0, seconds)
         else:
             answer = _prove_token(connection, where, seconds, token, ping)
-    except ConnectionError as error:
-        if isinstance(error, StoreAuthError):
-            raise
+    except native.StoreGone:
         raise Refused("it closed the connection during the hello") from None
     if answer == _REFUSAL and token is None:
         raise StoreAuthError(
