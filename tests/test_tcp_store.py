@@ -155,6 +155,46 @@ def test_large_values_and_many_keys(store):
     store.wait(keys)
 
 
+def test_nothing_is_left_behind(store):
+    store.num_keys()
+    time.sleep(0.05)
+    before = store.server_stats()["bytes"]
+    for turn in range(3):
+        store.set("large", bytes(1 << 20))
+        store.append("large", bytes(100))
+        store.set("large", "small")
+        store.multi_set([f"{i}" for i in range(100)], ["v"] * 100)
+        store.add("n", 1)
+        store.compare_set("c", "", "x")
+        store.queue_push("q", bytes(1000))
+        store.queue_pop("q")
+        for call in (lambda: store.wait(["x", "y"], 0.001), lambda: store.barrier("b", 2, 0.001)):
+            with pytest.raises(DeadlineError):
+                call()
+        other = client(store.port)
+        waiting = in_thread(other.get, "never")
+        wait_until(lambda turn=turn: store.server_stats()["requests"] > turn)
+        other._connection._sock.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(StoreConnectionError):
+            waiting()
+        other.close()
+        assert all(store.delete_key(key) for key in store.list_keys())
+    wait_until(lambda: store.server_stats()["clients"] == 1)
+    assert store.num_keys() == 0
+    wait_until(lambda: store.server_stats()["bytes"] <= before + 2048)  # what its buffers keep
+
+
+def test_waiting_for_very_many_keys(store):
+    keys = [f"key/{i}" for i in range(100_000)]
+    waiting = in_thread(client(store.port).wait, keys)
+    time.sleep(0.1)
+    store.multi_set(keys[::2], ["1"] * 50_000)
+    store.multi_set(keys[1::2], ["1"] * 50_000)
+    waiting()
+    with pytest.raises(DeadlineError, match="nobody set keys 'no/0', .* and 248 more"):
+        store.wait([f"no/{i}" for i in range(100_000)], 0.05)
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -279,7 +319,7 @@ def test_an_item_promised_to_a_client_that_dies_goes_to_the_next(store):
     raw = first._connection._sock
     raw.sendall(b"\x06" + (1).to_bytes(8, "little") + (2).to_bytes(8, "little") + b"/q")  # waits, will never pop
     store.add("sync", 0)
-    wait_until(lambda: store.server_stats()["requests"] >= 6)
+    wait_until(lambda: store.server_stats()["requests"] >= 8)
     result = in_thread(second.queue_pop, "q")
     time.sleep(0.05)
     store.queue_push("q", "item")

@@ -38,6 +38,7 @@ from symcomm.store.tcp_wire import Connection
 __all__ = ["StoreLimits", "TCPStore"]
 
 _NO_KEYS = native.STORE_NO_KEYS
+_MOST_LOOKED_AT = 256  # keys, to find out which ones are missing
 _JOIN_PAUSE = 0.010  # seconds between two looks at the workers' count
 
 _stores: weakref.WeakSet[TCPStore] = weakref.WeakSet()
@@ -193,7 +194,7 @@ class TCPStore(Store):
 
     def _wait(self, call: str, keys: list[str], seconds: float) -> None:
         if not self._wait_call(call, wire.WAIT, keys, None, seconds):
-            missing = [key for key in keys if not self.check([key])] if len(keys) > 1 else keys
+            missing = [key for key in keys[:_MOST_LOOKED_AT] if not self.check([key])] if len(keys) > 1 else keys
             raise keys_missing(self, call, missing or keys, seconds)
 
     # --- queues ------------------------------------------------------------------------------------
@@ -245,7 +246,9 @@ class TCPStore(Store):
     def clone(self) -> TCPStore:
         """A second connection to the same server, so that two threads need not wait for each other."""
         token = self._token if self._token is not None else b""
-        return TCPStore(self._connect_host, self._port, timeout=self.timeout, use_libuv=self._use_libuv, token=token)
+        twin = TCPStore(self._connect_host, self._port, timeout=self.timeout, use_libuv=self._use_libuv, token=token)
+        twin._host = self._host
+        return twin
 
     def server_stats(self) -> dict[str, Any]:
         """What the server in this process has to say of itself (empty for a mere client)."""
