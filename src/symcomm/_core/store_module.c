@@ -1,11 +1,7 @@
-/* Python's view of the store: the StoreServer type, and one function that a client makes its calls with. */
+/* Python's view of the store's server. */
 #include "common.h"
 
 #include <errno.h>
-#include <poll.h>
-#include <stdlib.h>
-#include <sys/socket.h>
-#include <sys/uio.h>
 
 #include "store_server.h"
 
@@ -132,252 +128,9 @@ static PyType_Slot server_slots[] = {
 static PyType_Spec server_spec = {"symcomm._core._native.StoreServer", sizeof(ServerObject), 0, Py_TPFLAGS_DEFAULT,
                                   server_slots};
 
-/* --- the client's exchange --------------------------------------------------------------------------- */
+/* --- the module ------------------------------------------------------------------------------------- */
 
-typedef enum { DONE, LATE, GONE, SIGNALED, FAILED } Outcome;
-
-/* The socket blocks, with time-outs of one second (see SLICE_NS): most answers then cost a single system call. */
-typedef struct {
-    int fd;
-    int64_t deadline_ns;
-    PyThreadState *unlocked; /* while the interpreter lock is released */
-    size_t start, end;
-    uint8_t bytes[4096];
-} Reader;
-
-#define SLICE_NS ((int64_t)1000000000)
-
-static void unlock(Reader *reader) { reader->unlocked = PyEval_SaveThread(); }
-
-static void lock(Reader *reader) {
-    PyEval_RestoreThread(reader->unlocked);
-    reader->unlocked = NULL;
-}
-
-static Outcome check_signals(Reader *reader) {
-    lock(reader);
-    int failed = PyErr_CheckSignals();
-    unlock(reader);
-    return failed ? SIGNALED : DONE;
-}
-
-/* Less than a slice is left: the socket's own time-out is too coarse. */
-static Outcome wait_precisely(Reader *reader, short events) {
-    for (;;) {
-        int64_t left = reader->deadline_ns - symcomm_now_ns();
-        if (left >= SLICE_NS) return DONE;
-        struct timespec pause = {.tv_sec = 0, .tv_nsec = left > 0 ? left : 0};
-        struct pollfd poll = {.fd = reader->fd, .events = events};
-        int ready = ppoll(&poll, 1, &pause, NULL);
-        if (ready > 0) return DONE;
-        if (ready == 0) return LATE;
-        if (errno != EINTR) return FAILED;
-        Outcome outcome = check_signals(reader);
-        if (outcome != DONE) return outcome;
-    }
-}
-
-/* What follows a send or recv that returned -1: DONE to try again. */
-static Outcome after_failure(Reader *reader) {
-    switch (errno) {
-    case EAGAIN: return symcomm_now_ns() >= reader->deadline_ns ? LATE : DONE;
-    case EINTR: return check_signals(reader);
-    case EPIPE:
-    case ECONNRESET: return GONE;
-    default: return FAILED;
-    }
-}
-
-static Outcome send_parts(Reader *reader, struct iovec *parts, int count) {
-    bool hurried = reader->deadline_ns - symcomm_now_ns() < SLICE_NS;
-    while (count > 0) {
-        if (hurried) {
-            Outcome outcome = wait_precisely(reader, POLLOUT);
-            if (outcome != DONE) return outcome;
-        }
-        struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)count};
-        ssize_t sent = sendmsg(reader->fd, &message, MSG_NOSIGNAL | (hurried ? MSG_DONTWAIT : 0));
-        if (sent < 0) {
-            Outcome outcome = after_failure(reader);
-            if (outcome != DONE) return outcome;
-            hurried = reader->deadline_ns - symcomm_now_ns() < SLICE_NS;
-            continue;
-        }
-        for (; count > 0 && (size_t)sent >= parts->iov_len; parts++, count--) sent -= (ssize_t)parts->iov_len;
-        if (count > 0) {
-            parts->iov_base = (uint8_t *)parts->iov_base + sent;
-            parts->iov_len -= (size_t)sent;
-        }
-    }
-    return DONE;
-}
-
-/* At least one byte into `into`; `*got` says how many. */
-static Outcome receive_some(Reader *reader, void *into, size_t room, size_t *got) {
-    for (;;) {
-        if (reader->deadline_ns - symcomm_now_ns() < SLICE_NS) {
-            Outcome outcome = wait_precisely(reader, POLLIN);
-            if (outcome != DONE) return outcome;
-        }
-        ssize_t size = recv(reader->fd, into, room, 0);
-        if (size > 0) {
-            *got = (size_t)size;
-            return DONE;
-        }
-        if (size == 0) return GONE;
-        Outcome outcome = after_failure(reader);
-        if (outcome != DONE) return outcome;
-    }
-}
-
-/* Exactly `size` bytes. Called with the interpreter lock released. */
-static Outcome receive(Reader *reader, void *into, size_t size) {
-    uint8_t *at = into;
-    while (size > 0) {
-        size_t have = reader->end - reader->start;
-        if (have > 0) {
-            size_t part = have < size ? have : size;
-            memcpy(at, reader->bytes + reader->start, part);
-            reader->start += part, at += part, size -= part;
-            continue;
-        }
-        bool direct = size >= sizeof reader->bytes;
-        size_t got = 0;
-        Outcome outcome =
-            direct ? receive_some(reader, at, size, &got) : receive_some(reader, reader->bytes, sizeof reader->bytes, &got);
-        if (outcome != DONE) return outcome;
-        if (direct) {
-            at += got, size -= got;
-        } else {
-            reader->start = 0;
-            reader->end = got;
-        }
-    }
-    return DONE;
-}
-
-static Outcome receive_i64(Reader *reader, int64_t *value) { return receive(reader, value, sizeof *value); }
-
-/* `size` bytes as a bytes object (lock released on entry and exit). */
-static Outcome receive_object(Reader *reader, size_t size, PyObject **object) {
-    lock(reader);
-    *object = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
-    char *into = *object == NULL ? NULL : PyBytes_AsString(*object);
-    unlock(reader);
-    return into == NULL ? SIGNALED : receive(reader, into, size);
-}
-
-static Outcome receive_value(Reader *reader, PyObject **object) {
-    int64_t size;
-    Outcome outcome = receive_i64(reader, &size);
-    if (outcome != DONE) return outcome;
-    if (size < 0) {
-        errno = EPROTO;
-        return FAILED;
-    }
-    return receive_object(reader, (size_t)size, object);
-}
-
-static Outcome receive_list(Reader *reader, int64_t count, PyObject **object) {
-    lock(reader);
-    *object = PyList_New(0);
-    unlock(reader);
-    Outcome outcome = *object == NULL ? SIGNALED : DONE;
-    for (; count > 0 && outcome == DONE; count--) {
-        PyObject *value = NULL;
-        outcome = receive_value(reader, &value);
-        lock(reader);
-        if (outcome == DONE && PyList_Append(*object, value) < 0) outcome = SIGNALED;
-        Py_XDECREF(value);
-        unlock(reader);
-    }
-    return outcome;
-}
-
-/* Reads no byte more than it returns: a late answer may be followed by that to a cancelled wait. */
-static Outcome receive_number(Reader *reader, size_t width, PyObject **object) {
-    uint8_t bytes[8] = {0};
-    size_t got = 0;
-    for (size_t size = 0; size < width; size += got) {
-        Outcome outcome = receive_some(reader, bytes + size, width - size, &got);
-        if (outcome != DONE) return outcome;
-    }
-    uint32_t word;
-    int64_t value;
-    memcpy(&word, bytes, sizeof word);
-    memcpy(&value, bytes, sizeof value);
-    lock(reader);
-    *object = PyLong_FromLongLong(width == 1 ? bytes[0] : width == 4 ? (int64_t)word : value);
-    unlock(reader);
-    return *object == NULL ? SIGNALED : DONE;
-}
-
-/* Nothing comes back: a look at the socket tells at least whether the server has left. */
-static Outcome expect_nothing(Reader *reader) {
-    uint8_t byte;
-    ssize_t size = recv(reader->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-    if (size == 0) return GONE;
-    if (size < 0 && errno != EAGAIN && errno != EINTR) return errno == ECONNRESET ? GONE : FAILED;
-    return DONE;
-}
-
-static Outcome exchange(Reader *reader, struct iovec parts[2], int shape, Py_ssize_t count, PyObject **object) {
-    int64_t number;
-    Outcome outcome = shape == '-' ? expect_nothing(reader) : DONE;
-    if (outcome == DONE) outcome = send_parts(reader, parts, parts[1].iov_len > 0 ? 2 : 1);
-    if (outcome != DONE) return outcome;
-    switch (shape) {
-    case '1': return receive_number(reader, 1, object);
-    case '4': return receive_number(reader, 4, object);
-    case '8': return receive_number(reader, 8, object);
-    case 'r': return receive_object(reader, (size_t)count, object);
-    case 'v': return receive_value(reader, object);
-    case 'm': return receive_list(reader, count, object);
-    case 'l':
-        outcome = receive_i64(reader, &number);
-        return outcome == DONE ? receive_list(reader, number, object) : outcome;
-    case 'q':
-        outcome = receive_i64(reader, &number);
-        return outcome == DONE && number > 0 ? receive_value(reader, object) : outcome;
-    default: return DONE;
-    }
-}
-
-/* store_exchange(fd, head, tail, shape, count, seconds): sends head and tail, returns the answer.
- * shape: '-' none, '1' '4' '8' a number of so many bytes, 'r' count raw bytes, 'v' a value, 'm' count values,
- * 'l' a counted list of values, 'q' a queue's item or None. TimeoutError, ConnectionError and OSError tell what
- * went wrong; after any of them only a one-byte answer that was late can still be waited for. */
-static PyObject *store_exchange(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs) {
-    char *head, *tail;
-    Py_ssize_t head_size, tail_size;
-    if (nargs != 6) return PyErr_Format(PyExc_TypeError, "store_exchange takes 6 arguments, got %zd", nargs);
-    if (PyBytes_AsStringAndSize(args[1], &head, &head_size) < 0) return NULL;
-    if (PyBytes_AsStringAndSize(args[2], &tail, &tail_size) < 0) return NULL;
-    Reader reader;
-    reader.fd = (int)PyLong_AsLong(args[0]);
-    reader.start = reader.end = 0;
-    int shape = (int)PyUnicode_ReadChar(args[3], 0);
-    Py_ssize_t count = PyLong_AsSsize_t(args[4]);
-    double seconds = PyFloat_AsDouble(args[5]);
-    if (PyErr_Occurred()) return NULL;
-    reader.deadline_ns = symcomm_now_ns() + (int64_t)(seconds * 1e9);
-    struct iovec parts[2] = {{head, (size_t)head_size}, {tail, (size_t)tail_size}};
-    PyObject *object = NULL;
-    unlock(&reader);
-    Outcome outcome = exchange(&reader, parts, shape, count, &object);
-    int error = errno;
-    lock(&reader);
-    if (outcome == DONE) return object != NULL ? object : Py_NewRef(Py_None);
-    Py_XDECREF(object);
-    errno = error;
-    switch (outcome) {
-    case LATE: PyErr_SetString(PyExc_TimeoutError, "the answer did not come in time"); break;
-    case GONE: PyErr_SetString(PyExc_ConnectionError, "the connection was closed"); break;
-    case FAILED: PyErr_SetFromErrno(PyExc_OSError); break;
-    default: break; /* SIGNALED: the exception is set */
-    }
-    return NULL;
-}
+int store_add_client(PyObject *module); /* store_client.c */
 
 static PyObject *store_hmac(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *key, *message;
@@ -389,14 +142,12 @@ static PyObject *store_hmac(PyObject *Py_UNUSED(module), PyObject *args) {
 }
 
 static PyMethodDef functions[] = {
-    {"store_exchange", (PyCFunction)(void (*)(void))store_exchange, METH_FASTCALL,
-     "store_exchange(fd, head, tail, shape, count, seconds): one call of a store client."},
     {"store_hmac", store_hmac, METH_VARARGS, "store_hmac(key, message): HMAC-SHA-256, as the server signs."},
     {NULL, NULL, 0, NULL},
 };
 
 int symcomm_add_store_server(PyObject *module) {
-    if (PyModule_AddFunctions(module, functions) < 0) return -1;
+    if (PyModule_AddFunctions(module, functions) < 0 || store_add_client(module) < 0) return -1;
     PyObject *type = PyType_FromSpec(&server_spec);
     if (type == NULL) return -1;
     if (PyModule_AddObjectRef(module, "StoreServer", type) < 0) {

@@ -268,19 +268,12 @@ static void key_came(Server *server, Conn *conn) {
     conn_flush(server, conn);
 }
 
-static void drop_waiter(Server *server, Waiter *waiter) {
-    Waiter **link = &waiter->conn->waits;
-    while (*link != waiter) link = &(*link)->sibling;
-    *link = waiter->sibling;
-    waiter_free(&server->table, waiter);
-}
-
 /* A value was stored: everybody who waits for the key goes on. */
 static void wake_all(Server *server, Entry *entry) {
     for (Waiter *waiter; (waiter = entry->oldest) != NULL;) {
         Conn *conn = waiter->conn;
         waiter_unlink(waiter);
-        drop_waiter(server, waiter);
+        waiter_free(&server->table, waiter, &conn->waits);
         key_came(server, conn);
     }
 }
@@ -304,19 +297,16 @@ static void leave_barrier(Server *server, Entry *entry) {
 /* Ends this client's waits, or only the promises it has been woken for. A promise that was not used goes on to the
  * next in line: an item never lies in a queue while somebody waits for it. */
 static void end_waits(Server *server, Conn *conn, bool only_granted) {
-    for (Waiter **link = &conn->waits, *waiter; (waiter = *link) != NULL;) {
-        if (only_granted && !waiter->granted) {
-            link = &waiter->sibling;
-            continue;
-        }
-        *link = waiter->sibling;
+    for (Waiter *waiter = conn->waits, *older; waiter != NULL; waiter = older) {
+        older = waiter->older;
+        if (only_granted && !waiter->granted) continue;
         Entry *entry = waiter->entry;
         if (waiter->granted)
             entry->grants--;
         else
             waiter_unlink(waiter);
         if (waiter->in_barrier) leave_barrier(server, entry);
-        waiter_free(&server->table, waiter);
+        waiter_free(&server->table, waiter, &conn->waits);
         wake_for_items(server, entry);
         table_release(&server->table, entry);
     }
@@ -329,13 +319,11 @@ static void settle_grants(Server *server, Conn *conn) { end_waits(server, conn, 
 void protocol_forget(Server *server, Conn *conn) { end_waits(server, conn, false); }
 
 static bool wait_for(Server *server, Conn *conn, Entry *entry) {
-    Waiter *waiter = entry == NULL ? NULL : waiter_add(&server->table, entry, conn, conn->waits);
-    if (waiter == NULL) {
+    if (entry == NULL || waiter_add(&server->table, entry, conn, &conn->waits) == NULL) {
         if (entry != NULL) table_release(&server->table, entry);
         refuse_full(server, conn);
         return false;
     }
-    conn->waits = waiter;
     conn->awaited++;
     return true;
 }

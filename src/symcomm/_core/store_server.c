@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <netinet/tcp.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -25,6 +26,7 @@
 #define DIRECT_VALUE (32 << 10) /* larger values go to the socket without a copy */
 #define ACCEPT_BATCH 256
 #define ACCEPT_PAUSE_MS 100 /* after running out of descriptors */
+#define SPIN_NS 30000       /* a waking thread costs about as much as looking again for so long */
 #define SWEEP_MS 1000       /* between looks at clients that do not finish their hello */
 
 /* --- buffers ------------------------------------------------------------------------------------- */
@@ -345,21 +347,33 @@ static void handle(Server *server, const struct epoll_event *event) {
         on_readable(server, conn);
 }
 
+/* Looks again for a moment before it goes to sleep: a client that makes one call after the other then need not wake
+ * this thread each time, which is most of what a short call costs. */
+static int wait_for_events(Server *server, struct epoll_event *events, int64_t last_ns) {
+    int count;
+    do {
+        count = epoll_wait(server->epoll_fd, events, EVENTS, 0);
+        if (count != 0) return count;
+    } while (symcomm_now_ns() - last_ns < server->spin_ns);
+    int pause = !server->accepting ? ACCEPT_PAUSE_MS : server->greeting > 0 ? SWEEP_MS : -1;
+    return epoll_wait(server->epoll_fd, events, EVENTS, pause);
+}
+
 static void *run(void *argument) {
     Server *server = argument;
     struct epoll_event events[EVENTS];
-    int64_t swept = symcomm_now_ns();
+    int64_t swept = symcomm_now_ns(), now = swept;
     for (;;) {
-        int pause = !server->accepting ? ACCEPT_PAUSE_MS : server->greeting > 0 ? SWEEP_MS : -1;
-        int count = epoll_wait(server->epoll_fd, events, EVENTS, pause);
+        int count = wait_for_events(server, events, now);
         if (count < 0 && errno != EINTR) break;
         for (int i = 0; i < count; i++) {
             if (events[i].data.ptr == server) return NULL; /* server_stop */
             handle(server, &events[i]);
         }
-        if (server->greeting > 0 && symcomm_now_ns() - swept > (int64_t)SWEEP_MS * 1000000) {
+        now = symcomm_now_ns();
+        if (server->greeting > 0 && now - swept > (int64_t)SWEEP_MS * 1000000) {
             sweep_greeting(server);
-            swept = symcomm_now_ns();
+            swept = now;
         }
         close_doomed(server);
         if (!server->accepting && count == 0) watch_listeners(server, true);
@@ -388,9 +402,15 @@ static void server_free(Server *server) {
 static bool prepare_listener(Server *server, int slot) {
     int one = 1, fd = server->listeners[slot];
     mark_fd(server, fd, true);
-    /* Accepted sockets inherit both, which saves two system calls for each client. */
+    /* Accepted sockets inherit these, which saves system calls for each client. A host that lost its power is noticed
+     * after about half a minute. */
+    int idle_s = 15, between_s = 5, probes = 3;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
     setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &one, sizeof one);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &between_s, sizeof between_s);
+    setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+    fcntl(fd, F_SETFD, FD_CLOEXEC); /* one that was handed to us may not have it */
     int flags = fcntl(fd, F_GETFL);
     if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0 || listen(fd, 1 << 16) < 0) return false;
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = &server->listeners[slot]};
@@ -400,6 +420,9 @@ static bool prepare_listener(Server *server, int slot) {
 static bool prepare(Server *server, const uint8_t *token, size_t token_size) {
     struct rlimit files;
     getrlimit(RLIMIT_NOFILE, &files);
+    cpu_set_t cpus;
+    bool alone = sched_getaffinity(0, sizeof cpus, &cpus) == 0 && CPU_COUNT(&cpus) < 2;
+    server->spin_ns = alone ? 0 : SPIN_NS; /* on the only core it would keep the client from running */
     server->open_words = (files.rlim_max < (1 << 20) ? (size_t)files.rlim_max : (size_t)1 << 20) / 64 + 1;
     server->open_fds = calloc(server->open_words, sizeof *server->open_fds);
     server->scratch = malloc(SCRATCH);

@@ -3,7 +3,8 @@
  *   store_server.c    the loop: accepts, reads, writes, closes
  *   store_protocol.c  finds frames in the bytes of a client and answers them
  *   store_table.c     keys, values, queues, waiters
- *   store_module.c    the Python side: StoreServer, and the client's exchange
+ *   store_module.c    the Python type StoreServer
+ *   store_client.c    the other end: one function that makes a client's calls
  *
  * A client that breaks the protocol or a limit is closed, with a reason in `reports`; no other client notices. */
 #ifndef SYMCOMM_STORE_SERVER_H
@@ -76,6 +77,7 @@ typedef struct {
     Conn *conns, *doomed;
     size_t greeting; /* connections that have not come to STAGE_OPEN */
     uint8_t *scratch;
+    int64_t spin_ns;
     pthread_t thread;
     bool running;
 

@@ -237,7 +237,7 @@ void item_free(Table *table, Item *item) {
 
 /* --- waiters ------------------------------------------------------------------------------------ */
 
-Waiter *waiter_add(Table *table, Entry *entry, Conn *conn, Waiter *sibling) {
+Waiter *waiter_add(Table *table, Entry *entry, Conn *conn, Waiter **waits) {
     if (!budget_take(&table->budget, sizeof(Waiter))) return NULL;
     Waiter *waiter = calloc(1, sizeof *waiter);
     if (waiter == NULL) {
@@ -246,7 +246,9 @@ Waiter *waiter_add(Table *table, Entry *entry, Conn *conn, Waiter *sibling) {
     }
     waiter->entry = entry;
     waiter->conn = conn;
-    waiter->sibling = sibling;
+    waiter->older = *waits;
+    if (*waits != NULL) (*waits)->newer = waiter;
+    *waits = waiter;
     waiter->previous = entry->newest;
     if (entry->newest != NULL)
         entry->newest->next = waiter;
@@ -269,7 +271,12 @@ void waiter_unlink(Waiter *waiter) {
     waiter->previous = waiter->next = NULL;
 }
 
-void waiter_free(Table *table, Waiter *waiter) {
+void waiter_free(Table *table, Waiter *waiter, Waiter **waits) {
+    if (waiter->newer != NULL)
+        waiter->newer->older = waiter->older;
+    else
+        *waits = waiter->older;
+    if (waiter->older != NULL) waiter->older->newer = waiter->newer;
     budget_give(&table->budget, sizeof *waiter);
     free(waiter);
 }

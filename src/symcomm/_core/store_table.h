@@ -30,7 +30,7 @@ typedef struct Conn Conn;
 /* One client's wait for one key. `granted`: the client was woken for a queue's item and has not acted on it yet. */
 typedef struct Waiter {
     struct Waiter *previous, *next; /* the others at this key, oldest first */
-    struct Waiter *sibling;         /* this client's waits at other keys */
+    struct Waiter *newer, *older;   /* this client's waits at other keys */
     Entry *entry;
     Conn *conn;
     bool granted;
@@ -85,8 +85,8 @@ bool entry_push(Table *table, Entry *entry, Slice value);
 Item *entry_pop(Entry *entry); /* to be freed with item_free */
 void item_free(Table *table, Item *item);
 
-Waiter *waiter_add(Table *table, Entry *entry, Conn *conn, Waiter *sibling);
-void waiter_unlink(Waiter *waiter); /* out of its entry's list; a granted one is in no list */
-void waiter_free(Table *table, Waiter *waiter);
+Waiter *waiter_add(Table *table, Entry *entry, Conn *conn, Waiter **waits); /* waits: the client's, newest first */
+void waiter_unlink(Waiter *waiter); /* out of its entry's list; a granted one is in none */
+void waiter_free(Table *table, Waiter *waiter, Waiter **waits);
 
 #endif

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from symcomm.errors import DeadlineError, StoreConnectionError, bad_argument, words_for_seconds
+from symcomm._core import native
+from symcomm.errors import BadArgumentError, DeadlineError, StoreConnectionError, bad_argument, words_for_seconds
 from symcomm.store import tcp_wire as wire
 from symcomm.store.base import (
     DEFAULT_TIMEOUT,
@@ -22,6 +23,7 @@ from symcomm.store.base import (
     Store,
     Timeout,
     Value,
+    add_to,
     keys_missing,
     to_amount,
     to_bytes,
@@ -31,12 +33,12 @@ from symcomm.store.base import (
     to_seconds,
 )
 from symcomm.store.tcp_server import Server, StoreLimits, start_server
-from symcomm.store.tcp_wire import Connection, pack_bytes, pack_i64, pack_keys
+from symcomm.store.tcp_wire import Connection
 
 __all__ = ["StoreLimits", "TCPStore"]
 
-_PREFIX = b"/"  # before every key of a user, as PyTorch has it; what has none is the store's own
-_WORKERS = b"init/"  # counts the workers that have come
+_NO_KEYS = native.STORE_NO_KEYS
+_MOST_LOOKED_AT = 256  # keys, to find out which ones are missing
 _JOIN_PAUSE = 0.010  # seconds between two looks at the workers' count
 
 _stores: weakref.WeakSet[TCPStore] = weakref.WeakSet()
@@ -84,7 +86,8 @@ class TCPStore(Store):
         self._use_libuv = bool(use_libuv)
         self._lock = threading.Lock()
         self._connection: Connection | None = None
-        self._wait_before_get = False  # see get()
+        self._wait_before_get = not use_libuv  # see get()
+        self._unanswered = ""  # the last call, if it was one that gets no answer
         self._server: Server | None = None
         if is_master:
             self._server = start_server(
@@ -107,8 +110,7 @@ class TCPStore(Store):
     # --- values ------------------------------------------------------------------------------------
 
     def set(self, key: str, value: Value) -> None:
-        data = to_bytes("TCPStore.set", value)
-        self._call("set", key, wire.SET + _name(key) + pack_i64(len(data)), data, "-")
+        self._call("set", wire.SET, key, _value("set", value), "-")
 
     def get(self, key: str) -> bytes:
         """The value of ``key``; waits until somebody sets it.
@@ -116,68 +118,65 @@ class TCPStore(Store):
         Asks right away, which takes one exchange instead of PyTorch's two. An empty answer may mean that there is no
         such key yet; only then does it wait.
         """
-        name = _name(key)
         if not self._wait_before_get:
             try:
-                value = self._call("get", key, wire.GET + name, b"", "v")
-            except StoreConnectionError:
-                self._suspect_old_server()
-            else:
-                if value:
+                if value := self._call("get", wire.GET, key, None, "v"):
                     return value
+            except StoreConnectionError as error:
+                self._blame_old_server(error)
         self._wait("get", [key], self._timeout_s)
-        return self._call("get", key, wire.GET + name, b"", "v")
+        return self._call("get", wire.GET, key, None, "v")
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        names = to_keys("TCPStore.multi_get", keys)
-        frame = wire.MULTI_GET + pack_keys(_raw(name) for name in names)
+        names = _keys("multi_get", keys)
         if not self._wait_before_get:
             try:
-                values = self._call("multi_get", names, frame, b"", "m", len(names))
-            except StoreConnectionError:
-                self._suspect_old_server()
-            else:
+                values = self._call("multi_get", wire.MULTI_GET, names, None, "m")
                 if all(values):
                     return values
+            except StoreConnectionError as error:
+                self._blame_old_server(error)
         self._wait("multi_get", names, self._timeout_s)
-        return self._call("multi_get", names, frame, b"", "m", len(names))
+        return self._call("multi_get", wire.MULTI_GET, names, None, "m")
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         pairs = to_pairs("TCPStore.multi_set", keys, values)
-        fields = b"".join([_name(key) + pack_bytes(value) for key, value in pairs])
-        self._call("multi_set", [key for key, _ in pairs], wire.MULTI_SET + pack_i64(len(pairs)), fields, "-")
+        fields = [field for key, value in pairs for field in (f"/{key}", value)]
+        self._call("multi_set", wire.MULTI_SET, _NO_KEYS, (len(pairs), *fields), "-")
 
     def add(self, key: str, amount: int) -> int:
-        return self._call("add", key, wire.ADD + _name(key) + pack_i64(to_amount("TCPStore.add", amount)), b"", "8")
+        try:
+            return self._call("add", wire.ADD, key, to_amount("TCPStore.add", amount), "8")
+        except StoreConnectionError as error:
+            self._blame_value(key, error)
+            raise
 
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        fields = pack_bytes(to_bytes("TCPStore.compare_set", expected))
-        fields += pack_bytes(to_bytes("TCPStore.compare_set", desired))
-        return self._call("compare_set", key, wire.COMPARE_SET + _name(key), fields, "v")
+        body = (_value("compare_set", expected), _value("compare_set", desired))
+        return self._call("compare_set", wire.COMPARE_SET, key, body, "v")
 
     def append(self, key: str, value: Value) -> None:
-        self._call("append", key, wire.APPEND + _name(key), pack_bytes(to_bytes("TCPStore.append", value)), "-")
+        self._call("append", wire.APPEND, key, _value("append", value), "-")
 
     def check(self, keys: Sequence[str]) -> bool:
-        names = to_keys("TCPStore.check", keys)
-        return self._call("check", names, wire.CHECK + pack_keys(map(_raw, names)), b"", "1") == 0
+        return self._call("check", wire.CHECK, _keys("check", keys), None, "1") == 0
 
     def delete_key(self, key: str) -> bool:
-        return self._call("delete_key", key, wire.DELETE + _name(key), b"", "8") == 1
+        return self._call("delete_key", wire.DELETE, key, None, "8") == 1
 
     def num_keys(self) -> int:
         """How many keys there are, the store's own among them."""
-        return self._call("num_keys", (), wire.NUM_KEYS, b"", "8")
+        return self._call("num_keys", wire.NUM_KEYS, _NO_KEYS, None, "8")
 
     def list_keys(self) -> list[str]:
-        names = self._call("list_keys", (), wire.LIST_KEYS, b"", "l")
-        return [name[1:].decode(errors="surrogateescape") for name in names if name.startswith(_PREFIX)]
+        names = self._call("list_keys", wire.LIST_KEYS, _NO_KEYS, None, "l")
+        return [name[1:].decode(errors="replace") for name in names if name.startswith(b"/")]
 
     # --- waiting -----------------------------------------------------------------------------------
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        names = to_keys("TCPStore.wait", keys)
-        self._wait("wait", names, self._timeout_s if timeout is None else to_seconds(timeout, "TCPStore.wait"))
+        seconds = self._timeout_s if timeout is None else to_seconds(timeout, "TCPStore.wait")
+        self._wait("wait", _keys("wait", keys), seconds)
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Return once ``world_size`` callers have come.
@@ -188,30 +187,30 @@ class TCPStore(Store):
         if not isinstance(world_size, int) or world_size < 1:
             raise bad_argument("TCPStore.barrier", "world_size", world_size, "a positive int")
         seconds = self._timeout_s if timeout is None else to_seconds(timeout, "TCPStore.barrier")
-        if not self._wait_call("barrier", key, wire.BARRIER + _name(key) + pack_i64(world_size), seconds):
+        if not self._wait_call("barrier", wire.BARRIER, key, world_size, seconds):
             raise DeadlineError(
                 f"TCPStore.barrier({key!r}) timed out after {words_for_seconds(seconds)}: fewer than {world_size} came."
             )
 
-    def _wait(self, call: str, keys: Sequence[str], seconds: float) -> None:
-        if not self._wait_call(call, keys, wire.WAIT + pack_keys(map(_raw, keys)), seconds):
-            missing = [key for key in keys if not self.check([key])] if len(keys) > 1 else list(keys)
-            raise keys_missing(self, call, missing or list(keys), seconds)
+    def _wait(self, call: str, keys: list[str], seconds: float) -> None:
+        if not self._wait_call(call, wire.WAIT, keys, None, seconds):
+            missing = [key for key in keys[:_MOST_LOOKED_AT] if not self.check([key])] if len(keys) > 1 else keys
+            raise keys_missing(self, call, missing or keys, seconds)
 
     # --- queues ------------------------------------------------------------------------------------
 
     def queue_push(self, key: str, value: Value) -> None:
-        self._call("queue_push", key, wire.PUSH + _name(key), pack_bytes(to_bytes("TCPStore.queue_push", value)), "-")
+        self._call("queue_push", wire.PUSH, key, _value("queue_push", value), "-")
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Take the oldest value of the queue; if it is empty wait for one, or raise QueueEmptyError."""
-        frame = wire.POP + _name(key)
-        end = time.monotonic() + self._timeout_s
-        while (value := self._call("queue_pop", key, frame, b"", "q")) is None:
+        end = None
+        while (value := self._call("queue_pop", wire.POP, key, None, "q")) is None:
             if not block:
                 raise QueueEmptyError(f"TCPStore.queue_pop({key!r}, block=False): the queue is empty.")
+            end = end or time.monotonic() + self._timeout_s
             left = max(end - time.monotonic(), 0.0)  # somebody may have been quicker than we: wait again
-            if not self._wait_call("queue_pop", key, wire.WAIT + pack_keys([_raw(key)]), left):
+            if not self._wait_call("queue_pop", wire.WAIT, [key], None, left):
                 raise DeadlineError(
                     f"TCPStore.queue_pop({key!r}) timed out after {words_for_seconds(self._timeout_s)}: "
                     "nobody pushed a value."
@@ -219,7 +218,7 @@ class TCPStore(Store):
         return value
 
     def queue_len(self, key: str) -> int:
-        return self._call("queue_len", key, wire.QUEUE_LEN + _name(key), b"", "8")
+        return self._call("queue_len", wire.QUEUE_LEN, key, None, "8")
 
     # --- about the store ---------------------------------------------------------------------------
 
@@ -247,7 +246,9 @@ class TCPStore(Store):
     def clone(self) -> TCPStore:
         """A second connection to the same server, so that two threads need not wait for each other."""
         token = self._token if self._token is not None else b""
-        return TCPStore(self._connect_host, self._port, timeout=self.timeout, use_libuv=self._use_libuv, token=token)
+        twin = TCPStore(self._connect_host, self._port, timeout=self.timeout, use_libuv=self._use_libuv, token=token)
+        twin._host = self._host
+        return twin
 
     def server_stats(self) -> dict[str, Any]:
         """What the server in this process has to say of itself (empty for a mere client)."""
@@ -270,46 +271,52 @@ class TCPStore(Store):
 
     # --- the exchange ------------------------------------------------------------------------------
 
-    def _call(self, call: str, keys: Any, head: bytes, tail: bytes, shape: str, count: int = 0) -> Any:
-        """One frame, one answer."""
+    def _call(self, call: str, command: int, keys: Any, body: Any, shape: str) -> Any:
+        """One frame (the command, its keys, what follows them), one answer; see store_client.c."""
         with self._lock:
             connection = self._connection or self._reconnect()
             try:
-                return connection.exchange(head, tail, shape, count, self._timeout_s)
+                answer = native.store_call(connection.fd, command, keys, body, shape, self._timeout_s)
+                self._unanswered = call if shape == "-" else ""
+                return answer
             except BaseException as error:
                 self._drop()  # whatever it was, an answer may still be under way
                 raise self._explain(call, keys, error) from None
 
-    def _wait_call(self, call: str, keys: Any, frame: bytes, seconds: float) -> bool:
-        """Sends a frame that is answered by one byte once something has happened; False if it did not in time."""
+    def _wait_call(self, call: str, command: int, keys: Any, body: Any, seconds: float) -> bool:
+        """A call that is answered by one byte once something has happened; False if it did not in time."""
         with self._lock:
             connection = self._connection or self._reconnect()
             try:
                 try:
-                    connection.exchange(frame, b"", "1", 0, seconds)
+                    native.store_call(connection.fd, command, keys, body, "1", seconds)
                     return True
-                except TimeoutError:
-                    answer = connection.exchange(wire.CANCEL, b"", "1", 0, self._timeout_s)
+                except native.StoreLate:
+                    answer = native.store_call(connection.fd, wire.CANCEL, _NO_KEYS, None, "1", self._timeout_s)
                     if answer == 0:  # it happened while we were giving up; the cancelling is answered, too
-                        connection.exchange(b"", b"", "1", 0, self._timeout_s)
+                        connection.exchange(b"", "1", 0, self._timeout_s)
                     return answer == 0
             except BaseException as error:
                 self._drop()
                 raise self._explain(call, keys, error) from None
 
     def _explain(self, call: str, keys: Any, error: BaseException) -> BaseException:
-        named = ", ".join(map(repr, [keys] if isinstance(keys, str) else list(keys)[:4]))
+        if isinstance(error, TypeError | UnicodeError):
+            return _bad_keys(call, keys)
+        named = "" if keys is _NO_KEYS else ", ".join(map(repr, keys[:4] if isinstance(keys, list) else [keys]))
         where = f"{self._host}:{self._port}"
-        if isinstance(error, TimeoutError):
+        if isinstance(error, native.StoreLate):
             return DeadlineError(
                 f"the store at {where} did not answer {call}({named}) in {words_for_seconds(self._timeout_s)}."
             )
-        if isinstance(error, ConnectionError):
+        if isinstance(error, native.StoreGone):
+            cause = "its process ended, or it refused " + _REFUSALS.get(call, "the call")
+            if self._unanswered:
+                cause += f" or the {self._unanswered} before it"
             return StoreConnectionError(
-                f"the store at {where} closed the connection during {call}({named}); "
-                f"{_HINTS.get(call, 'its process ended, or it refused the call (its log says why)')}."
+                f"the store at {where} closed the connection during {call}({named}); {cause} (its log says why)."
             )
-        if isinstance(error, OSError):
+        if isinstance(error, native.StoreBroken):
             return StoreConnectionError(f"the connection to the store at {where} broke in {call}({named}): {error}.")
         return error
 
@@ -322,16 +329,34 @@ class TCPStore(Store):
         if connection is not None:
             connection.close()
 
-    def _suspect_old_server(self) -> None:
-        """PyTorch's server without libuv ends a connection that asks for an absent key: from now on wait first."""
-        with self._lock:
-            self._reconnect()  # raises if the server is gone, which is the usual reason
+    def _blame_old_server(self, error: StoreConnectionError) -> None:
+        """PyTorch's server without libuv ends a connection that asks for an absent key; if this is one, wait first
+        from now on. Anything else that ends a connection is an error."""
+        absent = f"symcomm/absent/{os.urandom(8).hex()}"
+        try:
+            connection = wire.connect(self._connect_host, self._port, self._timeout_s, self._token, patient=False)
+        except StoreConnectionError:
+            raise error from None
+        try:
+            native.store_call(connection.fd, wire.GET, absent, None, "v", self._timeout_s)
+        except native.StoreGone:
             self._wait_before_get = True
+            return
+        finally:
+            connection.close()
+        raise error
+
+    def _blame_value(self, key: str, error: StoreConnectionError) -> None:
+        """A server can only hang up on somebody who adds to what is not a number; a look at the value tells."""
+        try:
+            value = self._call("get", wire.GET, key, None, "v")
+        except StoreConnectionError:
+            raise error from None
+        add_to("TCPStore.add", key, value, 0)
 
     def _wait_for_workers(self, world_size: int) -> None:
         """Every process counts itself; the server's process stays until all have, so that it does not leave early."""
-        frame = wire.ADD + pack_bytes(_WORKERS)
-        came = self._call("add", "init/", frame + pack_i64(1), b"", "8")
+        came = self._count_workers(1)
         end = time.monotonic() + self._timeout_s
         while self._server is not None and came < world_size:
             if time.monotonic() >= end:
@@ -340,21 +365,37 @@ class TCPStore(Store):
                     f"in {words_for_seconds(self._timeout_s)}."
                 )
             time.sleep(_JOIN_PAUSE)
-            came = self._call("add", "init/", frame + pack_i64(0), b"", "8")
+            came = self._count_workers(0)
+
+    def _count_workers(self, more: int) -> int:
+        """Under PyTorch's key for this, which unlike a user's has no slash before it."""
+        return self._call("add", wire.ADD, _NO_KEYS, ("init/", more), "8")
 
 
-_HINTS = {
-    "add": "its process ended, or the value there is not a number",
-    "barrier": "its process ended, or the value there is not a number",
+_REFUSALS = {
+    "add": "to add to a value that is not a number",
+    "barrier": "to count on a value that is not a number",
 }
 
 
-def _raw(key: str) -> bytes:
-    return _PREFIX + to_key("TCPStore", key).encode(errors="surrogateescape")
+def _value(call: str, value: Value) -> str | bytes:
+    return value if type(value) is bytes or type(value) is str else to_bytes(f"TCPStore.{call}", value)
 
 
-def _name(key: str) -> bytes:
-    return pack_bytes(_raw(key))
+def _keys(call: str, keys: Sequence[str]) -> list[str]:
+    return keys if type(keys) is list else to_keys(f"TCPStore.{call}", keys)
+
+
+def _bad_keys(call: str, keys: Any) -> BaseException:
+    """What is wrong with keys that the native code could not use."""
+    try:
+        for key in keys if isinstance(keys, list) else [keys]:
+            to_key(f"TCPStore.{call}", key).encode()
+    except UnicodeError:
+        return bad_argument(f"TCPStore.{call}", "key", key, "text that UTF-8 can hold")
+    except BadArgumentError as error:
+        return error
+    return bad_argument(f"TCPStore.{call}", "value", "text with lone surrogates", "text that UTF-8 can hold")
 
 
 def _client(host: str, port: int, timeout: timedelta, use_libuv: bool, token: bytes | None) -> TCPStore:

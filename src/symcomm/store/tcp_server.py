@@ -238,15 +238,20 @@ def _bound(address: str, port: int) -> socket.socket:
 def _log_reports(reader: int, port: int) -> None:
     """Runs in a thread: hands the server's lines to logging until the server ends; a flood is cut short."""
     second, lines, muted = 0, 0, 0
+
+    def end_second() -> None:
+        if muted:
+            log.warning("store on port %d: %d more clients were refused", port, muted)
+
     with os.fdopen(reader, "r", errors="replace") as pipe:
         for line in pipe:
             now = int(time.monotonic())
             if now != second:
-                if muted:
-                    log.warning("store on port %d: %d more clients were refused", port, muted)
+                end_second()
                 second, lines, muted = now, 0, 0
             lines += 1
             if lines <= _LINES_A_SECOND:
                 log.warning("store on port %d: %s", port, line.rstrip())
             else:
                 muted += 1
+    end_second()

@@ -15,37 +15,21 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterable
 
 from symcomm._core import native
 from symcomm.errors import DeadlineError, ResourceError, StoreAuthError, StoreConnectionError, words_for_seconds
 
-__all__ = ["Connection", "Refused", "connect", "pack_bytes", "pack_i64", "pack_keys"]
+__all__ = ["Connection", "Refused", "connect", "sign"]
 
-(HELLO, SET, COMPARE_SET, GET, ADD, CHECK, WAIT, NUM_KEYS, DELETE, APPEND) = (bytes([n]) for n in range(10))
-(MULTI_GET, MULTI_SET, CANCEL, PING, PUSH, POP, QUEUE_LEN, LIST_KEYS, BARRIER) = (bytes([n]) for n in range(10, 19))
-CHALLENGE, PROOF = b"\xa7", b"\xa8"  # ours; a server that does not know them closes the connection
+HELLO, SET, COMPARE_SET, GET, ADD, CHECK, WAIT, NUM_KEYS, DELETE, APPEND = range(10)
+MULTI_GET, MULTI_SET, CANCEL, PING, PUSH, POP, QUEUE_LEN, LIST_KEYS, BARRIER = range(10, 19)
+CHALLENGE, PROOF = 0xA7, 0xA8  # ours; a server that does not know them closes the connection
 
-_MAGIC = struct.pack("=I", 0x3C85F7CE)
+_HELLO = struct.pack("=BI", HELLO, 0x3C85F7CE)
 _REFUSAL = struct.unpack("=I", b"AUTH")[0]  # instead of the ping's nonce: this server wants a token
 _NONCE_SIZE = 32
 _FIRST_PAUSE, _LAST_PAUSE = 0.005, 0.5  # seconds between attempts to connect
 _SLICE = struct.pack("@ll", 1, 0)  # a socket's own time-out; the native exchange counts on one second
-
-_U64 = struct.Struct("=Q")
-_I64 = struct.Struct("=q")
-pack_i64 = _I64.pack
-
-
-def pack_bytes(value: bytes) -> bytes:
-    """Length and bytes."""
-    return _U64.pack(len(value)) + value
-
-
-def pack_keys(keys: Iterable[bytes]) -> bytes:
-    """How many, then each."""
-    packed = [pack_bytes(key) for key in keys]
-    return _U64.pack(len(packed)) + b"".join(packed)
 
 
 class Refused(Exception):
@@ -53,20 +37,23 @@ class Refused(Exception):
 
 
 class Connection:
-    """A connected socket that has said hello. ``exchange`` is the one thing done with it; not thread safe."""
+    """A connected socket that has said hello. Calls are made on its ``fd`` (see store_client.c); not thread safe."""
 
     def __init__(self, sock: socket.socket):
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)  # a server's host that lost its power is
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)  # noticed after about half a minute
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SLICE)
         self._sock = sock
-        self._fd = sock.fileno()
+        self.fd = sock.fileno()
 
-    def exchange(self, head: bytes, tail: bytes, shape: str, count: int, seconds: float):
-        """Send a frame and return the answer of the given shape (see store_module.c)."""
-        return native.store_exchange(self._fd, head, tail, shape, count, seconds)
+    def exchange(self, frame: bytes, shape: str, count: int, seconds: float):
+        """Send a frame and return an answer of the given shape."""
+        return native.store_exchange(self.fd, frame, shape, count, seconds)
 
     def close(self) -> None:
         self._sock.close()
@@ -121,15 +108,13 @@ def _connect_once(host: str, port: int, end: float, token: bytes | None) -> Conn
 
 def _say_hello(connection: Connection, where: str, seconds: float, token: bytes | None) -> None:
     nonce = os.getpid() & 0xFFFFFFFF
-    ping = PING + struct.pack("=I", nonce)
+    ping = struct.pack("=BI", PING, nonce)
     try:
         if token is None:
-            answer = connection.exchange(HELLO + _MAGIC + ping, b"", "4", 0, seconds)
+            answer = connection.exchange(_HELLO + ping, "4", 0, seconds)
         else:
             answer = _prove_token(connection, where, seconds, token, ping)
-    except ConnectionError as error:
-        if isinstance(error, StoreAuthError):
-            raise
+    except native.StoreGone:
         raise Refused("it closed the connection during the hello") from None
     if answer == _REFUSAL and token is None:
         raise StoreAuthError(
@@ -149,7 +134,7 @@ def _prove_token(connection: Connection, where: str, seconds: float, token: byte
     client: PROOF, its signature of both.  server: goes on, or the refusal in place of the ping's answer.
     """
     mine = secrets.token_bytes(_NONCE_SIZE)
-    answer = connection.exchange(HELLO + _MAGIC + CHALLENGE + mine, b"", "r", 1 + 2 * _NONCE_SIZE, seconds)
+    answer = connection.exchange(_HELLO + bytes([CHALLENGE]) + mine, "r", 1 + 2 * _NONCE_SIZE, seconds)
     status, theirs, signature = answer[0], answer[1 : 1 + _NONCE_SIZE], answer[1 + _NONCE_SIZE :]
     if status != 1:
         raise StoreAuthError(
@@ -158,7 +143,7 @@ def _prove_token(connection: Connection, where: str, seconds: float, token: byte
         )
     if not hmac.compare_digest(signature, sign(token, "server", mine + theirs)):
         raise StoreAuthError(f"the store at {where} holds another job token than this client: start both with one.")
-    return connection.exchange(PROOF + sign(token, "client", mine + theirs) + ping, b"", "4", 0, seconds)
+    return connection.exchange(bytes([PROOF]) + sign(token, "client", mine + theirs) + ping, "4", 0, seconds)
 
 
 def sign(token: bytes, role: str, nonces: bytes) -> bytes:
@@ -171,7 +156,7 @@ def _raise_if_hopeless(host: str, port: int, error: OSError) -> None:
         raise error
     if error.errno in (errno.EMFILE, errno.ENFILE):
         raise ResourceError(
-            f"cannot connect to the store at {host}:{port}: this process has no file descriptor left; raise `ulimit -n`."
+            f"cannot connect to the store at {host}:{port}: this process has no descriptor left; raise `ulimit -n`."
         ) from None
 
 
