@@ -61,6 +61,9 @@ class RedOpType(enum.IntEnum):
     PREMUL_SUM = 8
 
 
+_RedOpType = RedOpType  # ReduceOp has an attribute of that name
+
+
 class _ReduceOpMeta(type):
     """Makes ``isinstance(ReduceOp.SUM, ReduceOp)`` true, as in PyTorch, where SUM is a plain enum value."""
 
@@ -84,9 +87,10 @@ class ReduceOp(metaclass=_ReduceOpMeta):
 
     __slots__ = ("factor", "op")
 
-    def __init__(self, op: RedOpType | ReduceOp, factor: Any = None):
-        self.op = op.op if type(op) is ReduceOp else RedOpType(op)
-        self.factor = op.factor if type(op) is ReduceOp and factor is None else factor
+    def __init__(self, op: Any, factor: Any = None):
+        given: Any = op.op if type(op) is ReduceOp else op
+        self.op = _RedOpType(given)
+        self.factor: Any = op.factor if type(op) is ReduceOp and factor is None else factor
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RedOpType):

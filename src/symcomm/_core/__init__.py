@@ -5,15 +5,18 @@ file               what it holds
 =================  ===============================================================
 module.c           the Python module; each file below adds its functions to it
 common.h           shared macros (CPU dispatch, cache lines), argument helpers
-reduce.c           one-pass reductions over N sources, for every dtype and operation
-shm.c              memory that ranks share: memfd arenas, descriptor passing
+reduce*.c          one-pass reductions over N sources, for every dtype and operation
+float_formats.h    float16, bfloat16 and float8 to and from float32
+shm.c              shared mappings, and the word by which the kernel tells that a rank died
 sync.c             published progress, waits with deadlines, sleep and wake
-exec.c             runs a plan (see symcomm.collectives.plan) in one call
+plan.c, exec.c     load and run a plan (see symcomm.collectives.plan) in one call
+async.c            operations that run while the caller goes on
+group.c            groups, plans and requests as Python sees them
 p2p.c              mailboxes: tagged messages between two ranks
-store_server.c     the TCPStore server's event loop
+store_*.c, sha256.c  the TCPStore server: event loop, protocol, table, token
 =================  ===============================================================
 """
 
-from symcomm._core import _native as native
+from symcomm._core import _native as native  # type: ignore[attr-defined]
 
 __all__ = ["native"]

@@ -86,7 +86,7 @@ def _replace_gloo() -> None:
             )
         return make(cls, name)
 
-    dist.Backend.__new__ = staticmethod(rename)  # type: ignore[method-assign,assignment]
+    dist.Backend.__new__ = staticmethod(rename)
     for device, name in dist.Backend.default_device_backend_map.items():
         if name == "gloo":
             dist.Backend.default_device_backend_map[device] = "symcomm"

@@ -156,7 +156,7 @@ class Plan:
         """The plan as the C core reads it: 64-bit integers, see ``_core/plan.h``."""
         coder = _Encoder()
         parts = [coder.block(part) for part in (self.head, self.staged, self.direct or [])]
-        needs = list(self.needs) if self.direct is not None else [0] * self.world
+        needs = list(self.needs) if self.direct is not None else [Need.NOTHING] * self.world
         head = [
             self.world, self.rank, self.collective, self.dtype, self.redop, self.root, self.count,
             1 if self.direct is not None else 0, *map(len, parts), len(coder.places),

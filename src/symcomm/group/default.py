@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from symcomm import errors
-from symcomm.group.calls import Timeout
+from symcomm.group.calls import Timeout, to_ns
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.memory.share import Exchange
 
@@ -48,7 +48,7 @@ def init(
     """
     if _current() is not None:
         raise errors.GroupUnusableError("init: the default group exists already; call symcomm.destroy() first.")
-    seconds = DEFAULT_TIMEOUT if timeout is None else getattr(timeout, "total_seconds", lambda: timeout)()
+    seconds = DEFAULT_TIMEOUT if timeout is None else to_ns("init", timeout) / 1e9
     if store is None:
         from symcomm.store.rendezvous import rendezvous
 

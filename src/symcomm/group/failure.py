@@ -19,6 +19,7 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.plan import Collective
+from symcomm.collectives.select import elements_of
 from symcomm.errors import words_for_ranks, words_for_seconds
 from symcomm.types import DType, RedOpType
 
@@ -61,7 +62,7 @@ def describe_call(signature: int, count: int) -> str:
         return f"operation {signature & 0xFF}"
     if collective is Collective.BARRIER:
         return "barrier()"
-    parts = [f"{DType(signature >> 8 & 0xFF).label} x {count}"]
+    parts = [f"{DType(signature >> 8 & 0xFF).label} x {elements_of(count)}"]
     if collective in REDUCING:
         parts.append(RedOpType(signature >> 16 & 0xFF).name)
     if collective in ROOTED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from symcomm import errors
@@ -28,7 +29,8 @@ class MoreCalls(CollectiveCalls, MessageCalls):
         self, tensors: Sequence[Any], op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """all_reduce of several tensors, of any dtypes."""
-        return self._each([lambda a, t=t: self.all_reduce(t, op, a, timeout) for t in tensors], tensors, async_op)
+        calls = [partial(self.all_reduce, t, op, timeout=timeout) for t in tensors]
+        return self._each(calls, tensors, async_op)
 
     def all_gather_coalesced(
         self, outputs: Sequence[Any], inputs: Sequence[Any], async_op: bool = False, timeout: Timeout = None
@@ -36,9 +38,7 @@ class MoreCalls(CollectiveCalls, MessageCalls):
         """all_gather_single of several pairs."""
         self._check_pairs("all_gather_coalesced", outputs, inputs)
         pairs = zip(outputs, inputs, strict=True)
-        return self._each(
-            [lambda a, o=o, i=i: self.all_gather_single(o, i, a, timeout) for o, i in pairs], outputs, async_op
-        )
+        return self._each([partial(self.all_gather_single, o, i, timeout=timeout) for o, i in pairs], outputs, async_op)
 
     def reduce_scatter_coalesced(
         self,
@@ -51,16 +51,14 @@ class MoreCalls(CollectiveCalls, MessageCalls):
         """reduce_scatter_single of several pairs."""
         self._check_pairs("reduce_scatter_coalesced", outputs, inputs)
         pairs = zip(outputs, inputs, strict=True)
-        calls = [lambda a, o=o, i=i: self.reduce_scatter_single(o, i, op, a, timeout) for o, i in pairs]
+        calls = [partial(self.reduce_scatter_single, o, i, op, timeout=timeout) for o, i in pairs]
         return self._each(calls, outputs, async_op)
 
-    def _each(
-        self, calls: Sequence[Callable[[bool], Work | None]], results: Sequence[Any], async_op: bool
-    ) -> Work | None:
+    def _each(self, calls: Sequence[Callable[..., Work | None]], results: Sequence[Any], async_op: bool) -> Work | None:
         """Operations of a group run in order and a failure ends the group, so the last work speaks for all."""
         if not calls:
             return self.barrier(async_op)
-        last = [call(async_op) for call in calls][-1]
+        last = [call(async_op=async_op) for call in calls][-1]
         if last is not None:
             last._result = list(results)
         return last
