@@ -89,7 +89,7 @@ class ReduceOp(metaclass=_ReduceOpMeta):
 
     def __init__(self, op: Any, factor: Any = None):
         given: Any = op.op if type(op) is ReduceOp else op
-        self.op = _RedOpType(given)
+        self.op: Any = _RedOpType(given)
         self.factor: Any = op.factor if type(op) is ReduceOp and factor is None else factor
 
     def __eq__(self, other: object) -> bool:
