@@ -43,11 +43,22 @@ class Status(enum.IntEnum):
 
 
 def call_site(depth: int = 1) -> str:
-    """``file:line`` of the nearest caller outside this package."""
+    """``file:line`` of the nearest caller that is neither ours nor torch's."""
     frame: Any = sys._getframe(depth)
-    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(_inner_folders()):
         frame = frame.f_back
-    return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
+    if frame is None:
+        return "?"
+    path = frame.f_code.co_filename
+    near = os.path.relpath(path)
+    return f"{path if near.startswith('..') else near}:{frame.f_lineno}"
+
+
+def _inner_folders() -> tuple[str, ...]:
+    """Folders whose code calls collectives on behalf of somebody else."""
+    ours = tuple(PACKAGE + name + os.sep for name in ("group", "backend", "c10d", "ddp"))
+    torch = sys.modules.get("torch")
+    return (*ours, os.path.dirname(torch.__file__) + os.sep) if torch is not None and torch.__file__ else ours
 
 
 REDUCING = {Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE}
@@ -148,7 +159,8 @@ def _last_seen(seen: dict, seq: int) -> str:
 
 
 def _rank_gone(group: Any, what: str, report: dict, seconds: float) -> errors.SymcommError:
-    gone = sorted({report["culprit"], *(r["rank"] for r in report["ranks"] if r["gone"])})
+    # Others may have left because of this very failure; only who died, or left first, is to blame.
+    gone = sorted({report["culprit"], *(r["rank"] for r in report["ranks"] if r["gone"] == Status.DEAD)})
     parts = []
     for rank in gone:
         pid = group._peers[rank].pid
