@@ -7,10 +7,10 @@ names every side.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -19,12 +19,13 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.plan import Collective
-from symcomm.errors import words_for_ranks, words_for_seconds
+from symcomm.errors import words_for_exit, words_for_ranks, words_for_seconds
 from symcomm.types import DType, RedOpType
 
 __all__ = ["Status", "call_site", "explain"]
 
 RECORD_WAIT = 0.08  # the others are woken at once; 80 ms leaves room within the 100 ms we promise
+EXIT_WAIT = 0.08  # taking a process apart took 5 to 60 ms on a busy machine
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -46,7 +47,12 @@ def call_site(depth: int = 1) -> str:
     frame: Any = sys._getframe(depth)
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
-    return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
+    if frame is None:
+        return "?"
+    name = frame.f_code.co_filename
+    with contextlib.suppress(OSError):  # the working directory may be gone
+        name = min(name, os.path.relpath(name), key=len)
+    return f"{name}:{frame.f_lineno}"
 
 
 REDUCING = {Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE}
@@ -70,23 +76,27 @@ def describe_call(signature: int, count: int) -> str:
 
 
 def how_it_ended(pid: int) -> str:
-    """How a dead process ended, while its parent has not collected it yet."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return "died"
-    if fields[0] not in "ZX":
-        return "died"
-    code = int(fields[-1])
-    if code & 0x7F:
-        return f"died with {signal.Signals(code & 0x7F).name}"
-    return f"exited with code {code >> 8}"
+    """How a dead process ended, while its parent has not collected it yet. The kernel marks the life word first and
+    takes the process apart then, so its exit code may be a few milliseconds away."""
+    deadline = time.monotonic() + EXIT_WAIT
+    while True:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            return "died"
+        if fields[0] in "ZX":
+            return words_for_exit(os.waitstatus_to_exitcode(int(fields[-1])))
+        if time.monotonic() > deadline:
+            return "died"
+        time.sleep(0.001)
 
 
-def explain(group: Any, status: int, call: str, site: str, seconds: float) -> errors.SymcommError:
-    """The exception for a failed operation of ``group`` (a ProcessGroup)."""
+def explain(group: Any, status: int, call: str, site: str, seconds: float | None) -> errors.SymcommError:
+    """The exception for a failed operation of ``group`` (a ProcessGroup). ``seconds`` None: that of the last one."""
     report = native.group_report(group._handle)
+    if seconds is None:
+        seconds = report["running"]
     if report["status"]:
         status = report["status"]
     seq = report["seq"]
@@ -119,7 +129,8 @@ def _await_records(group: Any, ranks: Sequence[int]) -> list[dict | None]:
 def _mismatch(group: Any, what: str, report: dict, text: str, site: str) -> errors.SymcommError:
     there = [r["rank"] for r in report["ranks"] if r["seq"] >= report["abort_seq"] and not r["gone"]]
     sides: dict[str, list[int]] = {}
-    for rank, record in enumerate(_await_records(group, there)):
+    coming = [r["rank"] for r in report["ranks"] if not r["gone"]]
+    for rank, record in enumerate(_await_records(group, coming)):
         if rank == group.rank:
             side = f"{text} at {site}"
         elif record is not None:
@@ -147,7 +158,8 @@ def _last_seen(seen: dict, seq: int) -> str:
 
 
 def _rank_gone(group: Any, what: str, report: dict, seconds: float) -> errors.SymcommError:
-    gone = sorted({report["culprit"], *(r["rank"] for r in report["ranks"] if r["gone"])})
+    first = report["culprit"]  # the others may have gone because of it
+    gone = [first, *(r["rank"] for r in report["ranks"] if r["gone"] and r["rank"] not in (first, group.rank))]
     parts = []
     for rank in gone:
         pid = group._peers[rank].pid
