@@ -80,7 +80,8 @@ bool async_wait(struct request *r, int64_t timeout) {
         int64_t left = deadline ? deadline - symcomm_now_ns() : 100000000;
         if (left <= 0) return false;
         long slept = symcomm_futex_wait(&r->done, 0, left < 100000000 ? left : 100000000);
-        if (slept < 0 && errno == EINTR && symcomm_interrupted && symcomm_interrupted()) return false;
+        /* also when the time was up: a signal may have come just before we slept */
+        if (slept < 0 && errno != EAGAIN && symcomm_interrupted && symcomm_interrupted()) return false;
     }
     return true;
 }

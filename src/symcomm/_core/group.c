@@ -75,9 +75,12 @@ static void free_group(struct group *g) {
     free(g);
 }
 
+/* Nobody refers to the group any more. What still runs on it could wait for ever, so it is ended. */
 static void drop_group(PyObject *capsule) {
     struct group *g = PyCapsule_GetPointer(capsule, GROUP);
     Py_BEGIN_ALLOW_THREADS;
+    if (!async_idle(g)) sync_fail(g, STATUS_ABORTED, g->rank);
+    atomic_store(&g->control[g->rank]->state, CONTROL_LEFT);
     async_stop(g);
     mail_drop(g);
     Py_END_ALLOW_THREADS;
@@ -140,7 +143,10 @@ static PyObject *group_leave(PyObject *self, PyObject *arg) {
     (void)self;
     struct group *g = to_group(arg);
     if (g == NULL) return NULL;
-    atomic_store(&g->control[g->rank]->state, CONTROL_LEFT);
+    struct control *me = g->control[g->rank];
+    atomic_store(&me->state, CONTROL_LEFT);
+    uint64_t none = 0, cause = STATUS_LEFT | (uint64_t)g->rank << 8 | (uint64_t)g->rank << 24;
+    atomic_compare_exchange_strong(&me->abort, &none, cause); /* ends and refuses operations here, and only here */
     Py_BEGIN_ALLOW_THREADS;
     async_stop(g);
     mail_close(g);
@@ -170,9 +176,10 @@ static PyObject *group_report(PyObject *self, PyObject *arg) {
     if (ranks == NULL) return NULL;
     struct control *me = g->control[g->rank];
     uint64_t cause = atomic_load(&me->abort);
-    return Py_BuildValue("{s:i,s:i,s:i,s:K,s:K,s:L,s:N}", "status", (int)(cause & 0xff), "culprit", (int)(cause >> 8 & 0xffff), "origin",
+    double running = (double)(symcomm_now_ns() - atomic_load(&g->started)) / 1e9;
+    return Py_BuildValue("{s:i,s:i,s:i,s:K,s:K,s:L,s:d,s:N}", "status", (int)(cause & 0xff), "culprit", (int)(cause >> 8 & 0xffff), "origin",
                          (int)(cause >> 24 & 0xffff), "abort_seq", (unsigned long long)atomic_load(&me->abort_seq), "seq",
-                         (unsigned long long)g->seq, "slept", (long long)g->slept, "ranks", ranks);
+                         (unsigned long long)g->seq, "slept", (long long)g->slept, "running", running, "ranks", ranks);
 }
 
 static PyObject *group_publish(PyObject *self, PyObject *args) {

@@ -30,7 +30,7 @@ enum op_state { OP_POSTED, OP_MOVING, OP_UNACKNOWLEDGED, OP_DONE };
 struct op {
     struct mail *mail;
     bool is_send;
-    int peer; /* or ANY_SOURCE until matched */
+    _Atomic int peer; /* or ANY_SOURCE until matched */
     int64_t tag, dtype;
     char *buffer;
     uint64_t nbytes, moved;

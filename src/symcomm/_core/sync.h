@@ -57,7 +57,8 @@ enum status {
 
 struct group {
     int rank, world;
-    uint64_t seq; /* of the last operation */
+    _Atomic uint64_t seq;          /* of the last operation */
+    _Atomic int64_t started;       /* when it began: ns, CLOCK_MONOTONIC */
     struct control **control;      /* per rank */
     char **stage;                  /* per rank, two halves of stage_bytes */
     int64_t stage_bytes;
@@ -66,7 +67,7 @@ struct group {
     _Atomic uint32_t **life;       /* per rank */
     int spin;                      /* looks before giving the core away */
     int64_t yield_ns;              /* then this long offering it to others before sleeping */
-    int64_t slept;                 /* statistics */
+    _Atomic int64_t slept;         /* statistics */
     pthread_mutex_t lock;          /* one operation at a time */
     struct mail *mail;             /* point-to-point messages, see p2p.c */
     struct worker *worker;         /* runs asynchronous operations, see async.c; NULL until first used */
@@ -79,6 +80,8 @@ struct condition {
     int who;
     uint64_t target;
     int next; /* all ranks below are known to satisfy it */
+    int (*look)(void *context); /* asked while sleeping: STATUS_OK, or why to stop; NULL: nothing to ask */
+    void *context;
 };
 
 /* Wait until it holds, the deadline (ns, CLOCK_MONOTONIC; 0: none) passes, a missing rank dies, or someone aborts. */

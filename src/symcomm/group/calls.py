@@ -6,9 +6,9 @@ Every call does the same five things: look at the tensors, check them, pick the 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 from symcomm import collectives, errors
@@ -16,10 +16,8 @@ from symcomm._core import native
 from symcomm.collectives.plan import Plan
 from symcomm.group.buffers import Buffer, read_buffer, read_list, torch_dtypes, write_buffer, write_list
 from symcomm.group.failure import call_site, explain
-from symcomm.group.work import Work
+from symcomm.group.work import Timeout, Work, to_ns
 from symcomm.types import DType, RedOpType, ReduceOp
-
-Timeout = float | timedelta | None
 
 
 def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
@@ -56,6 +54,7 @@ class CollectiveCalls:
     _timeout_ns: int
     _plans: dict[Any, Any]
     _pending: list[Work]
+    _keep_lock: threading.Lock
     _failed: Callable[..., errors.SymcommError]
     _check_usable: Callable[[], None]
 
@@ -99,9 +98,16 @@ class CollectiveCalls:
         work = Work(self, call, call_site(2), outputs, result, (inputs, plan))
         callback = work._settle if any(b.target is not None for b in outputs) else None
         work._request = native.submit(self._handle, plan, ins, outs, timeout_ns, callback)
-        self._pending = [w for w in self._pending if not w._poll(-1)]
-        self._pending.append(work)
+        self._keep(work)
         return work
+
+    def _keep(self, work: Work) -> None:
+        """Whether or not the caller keeps ``work``, the core uses its tensors until it is done."""
+        with self._keep_lock:
+            before, self._pending = self._pending, [work]
+        done = next((i for i, w in enumerate(before) if not w._poll(-1)), len(before))  # they end in order
+        with self._keep_lock:
+            self._pending = before[done:] + self._pending
 
     # --- reductions -------------------------------------------------------------------------------------------
 
@@ -112,16 +118,15 @@ class CollectiveCalls:
         if not async_op and timeout is None:
             try:
                 plan = self._plans[tensor.dtype, op, tensor.numel()]
-                quick = tensor.is_cpu and tensor.is_contiguous()
-            except (KeyError, AttributeError, TypeError):
+                quick = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+            except (KeyError, AttributeError, TypeError, RuntimeError):
                 quick = False
             if quick:
                 address = tensor.data_ptr()
-                started = 0  # the clock is read only when something went wrong
                 status = native.run(self._handle, plan, address, address, self._timeout_ns)
                 if status == 0:
                     return None
-                raise self._failed(status, "all_reduce", call_site(2), started, explain)
+                raise self._failed(status, "all_reduce", call_site(2), None, explain)
         buffer = write_buffer("all_reduce", "tensor", tensor)
         redop, source = self._reduction("all_reduce", op, buffer)
         plan = self._plan(collectives.all_reduce, buffer.count, buffer.dtype, redop)
@@ -378,10 +383,3 @@ class CollectiveCalls:
                 call, name, f"a list on rank {self.rank}", "given on the root only", "pass None elsewhere"
             )
         return []
-
-
-def to_ns(call: str, timeout: float | timedelta) -> int:
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise errors.bad_argument(call, "timeout", timeout, "a positive number of seconds or a timedelta")
-    return min(int(seconds * 1e9), 1 << 61)

@@ -7,10 +7,10 @@ names every side.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -20,12 +20,13 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.plan import Collective
 from symcomm.collectives.select import elements_of
-from symcomm.errors import words_for_ranks, words_for_seconds
+from symcomm.errors import words_for_exit, words_for_ranks, words_for_seconds
 from symcomm.types import DType, RedOpType
 
 __all__ = ["Status", "call_site", "explain"]
 
 RECORD_WAIT = 0.08  # the others are woken at once; 80 ms leaves room within the 100 ms we promise
+EXIT_WAIT = 0.08  # taking a process apart took 5 to 60 ms on a busy machine
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -49,9 +50,11 @@ def call_site(depth: int = 1) -> str:
         frame = frame.f_back
     if frame is None:
         return "?"
-    path = frame.f_code.co_filename
-    near = os.path.relpath(path)
-    return f"{path if near.startswith('..') else near}:{frame.f_lineno}"
+    name = frame.f_code.co_filename
+    with contextlib.suppress(OSError):  # the working directory may be gone
+        near = os.path.relpath(name)
+        name = name if near.startswith("..") else near
+    return f"{name}:{frame.f_lineno}"
 
 
 def _inner_folders() -> tuple[str, ...]:
@@ -82,23 +85,27 @@ def describe_call(signature: int, count: int) -> str:
 
 
 def how_it_ended(pid: int) -> str:
-    """How a dead process ended, while its parent has not collected it yet."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return "died"
-    if fields[0] not in "ZX":
-        return "died"
-    code = int(fields[-1])
-    if code & 0x7F:
-        return f"died with {signal.Signals(code & 0x7F).name}"
-    return f"exited with code {code >> 8}"
+    """How a dead process ended, while its parent has not collected it yet. The kernel marks the life word first and
+    takes the process apart then, so its exit code may be a few milliseconds away."""
+    deadline = time.monotonic() + EXIT_WAIT
+    while True:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            return "died"
+        if fields[0] in "ZX":
+            return words_for_exit(os.waitstatus_to_exitcode(int(fields[-1])))
+        if time.monotonic() > deadline:
+            return "died"
+        time.sleep(0.001)
 
 
-def explain(group: Any, status: int, call: str, site: str, seconds: float) -> errors.SymcommError:
-    """The exception for a failed operation of ``group`` (a ProcessGroup)."""
+def explain(group: Any, status: int, call: str, site: str, seconds: float | None) -> errors.SymcommError:
+    """The exception for a failed operation of ``group`` (a ProcessGroup). ``seconds`` None: that of the last one."""
     report = native.group_report(group._handle)
+    if seconds is None:
+        seconds = report["running"]
     if report["status"]:
         status = report["status"]
     seq = report["seq"]
@@ -131,7 +138,8 @@ def _await_records(group: Any, ranks: Sequence[int]) -> list[dict | None]:
 def _mismatch(group: Any, what: str, report: dict, text: str, site: str) -> errors.SymcommError:
     there = [r["rank"] for r in report["ranks"] if r["seq"] >= report["abort_seq"] and not r["gone"]]
     sides: dict[str, list[int]] = {}
-    for rank, record in enumerate(_await_records(group, there)):
+    coming = [r["rank"] for r in report["ranks"] if not r["gone"]]
+    for rank, record in enumerate(_await_records(group, coming)):
         if rank == group.rank:
             side = f"{text} at {site}"
         elif record is not None:
@@ -159,8 +167,8 @@ def _last_seen(seen: dict, seq: int) -> str:
 
 
 def _rank_gone(group: Any, what: str, report: dict, seconds: float) -> errors.SymcommError:
-    # Others may have left because of this very failure; only who died, or left first, is to blame.
-    gone = sorted({report["culprit"], *(r["rank"] for r in report["ranks"] if r["gone"] == Status.DEAD)})
+    first = report["culprit"]  # others may have left because of it: only who died is named beside it
+    gone = [first, *(r["rank"] for r in report["ranks"] if r["gone"] == Status.DEAD and r["rank"] != first)]
     parts = []
     for rank in gone:
         pid = group._peers[rank].pid

@@ -7,15 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from symcomm import errors
 from symcomm._core import native
 from symcomm.errors import words_for_seconds
 from symcomm.group.buffers import Buffer, read_buffer, write_buffer
-from symcomm.group.calls import Timeout, to_ns
 from symcomm.group.failure import Status, call_site, explain
+from symcomm.group.work import Timeout, to_ns
 
 __all__ = ["ANY_SOURCE", "Message", "MessageCalls", "MessageWork"]
 
@@ -74,7 +73,7 @@ class MessageWork:
         elif not self._message.is_send:
             self._buffer.finish()
 
-    def wait(self, timeout: float | timedelta | None = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Block until the message has left (send) or is there (receive)."""
         if self._outcome is None:
             given = self._group._timeout_ns if not timeout else to_ns("wait", timeout)
@@ -142,6 +141,8 @@ class MessageCalls:
     _handle: Any
     _timeout_ns: int
     _in_flight: list[MessageWork]
+    _sweep_at: int
+    _keep_lock: threading.Lock
     _check_usable: Callable[[], None]
 
     def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
@@ -175,12 +176,14 @@ class MessageCalls:
                 "" if message.is_send else ", or ANY_SOURCE (-1)"
             )
             raise errors.bad_argument(call, "peer", peer, allowed)
+        if not isinstance(message.tag, int) or not -(1 << 63) <= message.tag < 1 << 63:
+            raise errors.bad_argument(call, "tag", message.tag, "a whole number of at most 64 bits")
         buffer = (read_buffer if message.is_send else write_buffer)(call, "tensor", message.tensor)
         op = native.mail_post(
             self._handle,
             message.is_send,
             peer,
-            int(message.tag),
+            message.tag,
             buffer.dtype,
             buffer.address,
             buffer.nbytes,
@@ -188,6 +191,16 @@ class MessageCalls:
         )
         work = MessageWork(self, op, message, buffer, call_site(3))
         if background:  # the core still uses the tensor, whether or not the caller keeps the work
-            self._in_flight = [w for w in self._in_flight if not w.is_completed()]
-            self._in_flight.append(work)
+            self._keep_message(work)
         return work
+
+    def _keep_message(self, work: MessageWork) -> None:
+        with self._keep_lock:
+            self._in_flight.append(work)
+            if len(self._in_flight) < self._sweep_at:
+                return
+            before, self._in_flight = self._in_flight, []
+        unfinished = [w for w in before if not w.is_completed()]
+        with self._keep_lock:
+            self._in_flight += unfinished
+            self._sweep_at = 2 * len(self._in_flight) + 16  # so that many in flight are not looked at for each new one

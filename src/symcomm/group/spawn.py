@@ -22,9 +22,9 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.errors import words_for_exit
-from symcomm.group.calls import Timeout
 from symcomm.group.default import exchange_through, set_default
 from symcomm.group.process_group import ProcessGroup
+from symcomm.group.work import Timeout
 from symcomm.memory.arena import Arena, use_arena
 
 __all__ = ["spawn"]
@@ -86,7 +86,10 @@ def _spawn_threads(fn: Callable, n: int, args: tuple, timeout: Timeout, deadline
             results[rank] = fn(group, *args)
         except BaseException as error:
             failures.append((time.monotonic(), rank, error))
-            meeting.barrier.abort()
+            if group is None:
+                meeting.barrier.abort()
+            else:
+                group._leave()  # the others learn at once; what is pending here would wait for them
         finally:
             if group is not None:
                 group.destroy()

@@ -14,7 +14,16 @@ from symcomm._core import native
 from symcomm.group.buffers import Buffer
 from symcomm.group.failure import explain
 
-__all__ = ["Work"]
+__all__ = ["Timeout", "Work", "to_ns"]
+
+Timeout = float | timedelta | None
+
+
+def to_ns(call: str, timeout: float | timedelta) -> int:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise errors.bad_argument(call, "timeout", timeout, "a positive number of seconds or a timedelta")
+    return max(1, int(min(seconds * 1e9, 1 << 61)))
 
 
 def _new_future() -> Any:
@@ -70,10 +79,10 @@ class Work:
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Block until done. True, or the operation's exception; DeadlineError when ``timeout`` passes first."""
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if seconds is not None and seconds > 0:
-            if not self._poll(max(1, int(seconds * 1e9))):
-                raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", seconds)
+        if timeout:
+            given = to_ns("wait", timeout)
+            if not self._poll(given):
+                raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", given / 1e9)
         else:
             self._poll(0)
         if self._error is not None:
