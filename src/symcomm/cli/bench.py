@@ -38,7 +38,7 @@ NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
 OPS = ("sum", "prod", "min", "max", "avg")
 QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
-QUICK = Effort(rounds=3, repetitions=2, seconds=0.010)
+QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
 BAD_USAGE, FAILED = 2, 1
 
 
@@ -97,6 +97,7 @@ class Question:
     kinds: list[str]
     peers: list[str]
     effort: Effort
+    pinned: bool
 
     @property
     def series(self) -> list[str]:
@@ -126,7 +127,7 @@ def run(question: Question) -> list[Result]:
     results: list[Result] = []
     turns = len(question.cases) * len(question.series) * question.effort.rounds
     sides = [*(["symcomm"] if question.kinds else []), *question.peers]
-    with progress(turns) as tick, open_sides(sides, question.world) as opened:
+    with progress(turns) as tick, open_sides(sides, question.world, question.pinned) as opened:
         for case in question.cases:
             advance = functools.partial(tick, f"{case.collective} {bench_table.short_size(case.nbytes)}")
             results += measure(opened, case, question.series, question.effort, advance)
@@ -142,7 +143,8 @@ def show(question: Question, results: list[Result], *, summary: bool, markdown: 
     facts = bench_table.machine()
     what = "fastest repetition" if best else "median of repetitions"
     load = f"load {facts['load']:.1f} when done"
-    print(f"# {question.world} ranks, {facts['cores']} cores, {facts['system']}, {load}; {what}\n")
+    where = "pinned to" if question.pinned else "free on"
+    print(f"# {question.world} ranks, {where} {facts['cores']} cores, {facts['system']}, {load}; {what}\n")
     print("\n\n".join(word(table) for table in tables))
     for reason in bench_table.reasons(results):
         print(f"# -: {reason}")
@@ -170,7 +172,7 @@ def bench_store(json_file: Path | None, quick: bool) -> None:
 @app.command(name="bench")
 def bench(
     collective: Annotated[
-        str, typer.Argument(metavar="[WHAT]", help=f"One of {', '.join(COLLECTIVES)}, all, store.", show_default=True)
+        str, typer.Argument(metavar="WHAT", help=f"One of {', '.join(COLLECTIVES)}, all, store.", show_default=True)
     ] = "all_reduce",
     minbytes: Annotated[str, typer.Option("-b", "--minbytes", metavar="SIZE", help="Smallest size.")] = "8",
     maxbytes: Annotated[str, typer.Option("-e", "--maxbytes", metavar="SIZE", help="Largest size.")] = "64M",
@@ -180,7 +182,10 @@ def bench(
     op: Annotated[str, typer.Option("-o", "--op", help="sum, prod, min, max or avg.")] = "sum",
     root: Annotated[int, typer.Option("-r", "--root", help="Root of broadcast, reduce, gather, scatter.")] = 0,
     iters: Annotated[
-        int, typer.Option("-n", "--iters", metavar="N", help="Calls per repetition. [default: what fills 25 ms]")
+        int,
+        typer.Option(
+            "-n", "--iters", metavar="N", help="Calls per repetition. [default: what fills 25 ms]", show_default=False
+        ),
     ] = 0,
     warmup: Annotated[int, typer.Option("-w", "--warmup", metavar="N", help="Calls before timing.")] = 5,
     check: Annotated[int, typer.Option("-c", "--check", metavar="0|1", help="Check values before timing.")] = 1,
@@ -193,6 +198,9 @@ def bench(
     ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Seven sizes, short repetitions, one summary.")] = False,
     best: Annotated[bool, typer.Option("--best", help="Show fastest repetitions: for noisy machines.")] = False,
+    pin: Annotated[
+        bool, typer.Option("--pin/--no-pin", help="Keep each rank, of every side, on a core of its own if it can.")
+    ] = True,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print tables as Markdown.")] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.", show_default=False)
@@ -234,6 +242,7 @@ def bench(
             [kind for kind in OURS if {"ordinary": ordinary, "symmetric": symmetric}[kind] or ordinary == symmetric],
             parse_peers(against),
             Effort(rounds, effort.repetitions, effort.seconds, iters, warmup, check != 0),
+            pin and ranks <= len(os.sched_getaffinity(0)),
         )
         if plot_file:
             bench_table.check_plot(plot_file)

@@ -75,9 +75,9 @@ def _run_setup(name: str, command: Sequence[str]) -> None:
         raise errors.ResourceError(f"symcomm bench: `{' '.join(command)}` failed: {last[0]}")
 
 
-def start_of(side: str, world: int, address: str, store: str) -> Start:
+def start_of(side: str, world: int, address: str, store: str, pinned: bool) -> Start:
     """The processes of a side. All ranks connect to ``address``; ``store`` is a file for those that meet in one."""
-    common = [address, side, "{rank}", str(world), store]
+    common = [address, side, "{rank}", str(world), store, "pin" if pinned else "free"]
     if side in MPIS:
         return _mpi(side, world, [str(WORKER), *common])
     worker = [sys.executable, "-m", "symcomm.cli.bench_worker", *common]

@@ -414,12 +414,21 @@ def obey(side: Any, cases: dict[int, Bench], order: dict[str, Any]) -> dict[str,
     raise ValueError(f"unknown order {what!r}")
 
 
+def pin(rank: int, world: int) -> None:
+    """Keep the calling thread on a core of its own, if there are enough; a library's helper threads stay free."""
+    cores = sorted(os.sched_getaffinity(0))
+    if world <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
+
+
 def main() -> None:
-    address, name, rank, world, store = sys.argv[1:6]
+    address, name, rank, world, store, pinned = sys.argv[1:7]
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     die_with(connection)
     side = SIDES[name](SimpleNamespace(rank=int(rank), world=int(world), store=store))
+    if pinned == "pin":
+        pin(side.rank, side.world)
     gc.disable()
     cases: dict[int, Bench] = {}
     with connection, connection.makefile("rw") as stream:
