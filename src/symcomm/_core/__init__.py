@@ -10,6 +10,7 @@ shm.c              memory that ranks share: memfd arenas, descriptor passing
 sync.c             published progress, waits with deadlines, sleep and wake
 exec.c             runs a plan (see symcomm.collectives.plan) in one call
 p2p.c              mailboxes: tagged messages between two ranks
+signals.c          signal pads: put, wait and barrier on words of symmetric memory
 store_server.c     the TCPStore server's event loop
 =================  ===============================================================
 """
