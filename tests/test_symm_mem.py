@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +44,7 @@ def join(rank: int, world: int, path: str) -> symcomm.ProcessGroup:
 
 
 def _rank_main(rank, world, path, fn, args):
+    torch.set_num_threads(1)
     group = join(rank, world, path)
     try:
         return fn(group, *args)
@@ -654,3 +657,22 @@ def test_sharing_by_name(tmp_path):
     results = run_ranks(_named, 3, str(tmp_path / "store"), str(shm), start="forkserver")
     assert [seen for seen, _ in results] == [[0, 1, 2]] * 3
     assert list(shm.iterdir()) == []
+
+
+# --- the documentation -----------------------------------------------------------------------------------
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "symmetric-memory.md"
+SNIPPETS = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("index", range(len(SNIPPETS)))
+def test_the_documentation_runs(index, capsys):
+    code = SNIPPETS[index]
+    exec(compile(code, f"{DOCUMENT.name}[{index}]", "exec"), {"__name__": "snippet"})
+    printed = capsys.readouterr().out
+    for promise in re.findall(r"^print\(.*\)\s+# (\[.*\])$", code, re.MULTILINE):
+        assert promise in printed
+
+
+def test_the_documentation_has_snippets():
+    assert len(SNIPPETS) >= 5
