@@ -14,6 +14,7 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.select import Limits
+from symcomm.group import registry
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
 from symcomm.group.work import Timeout, Work, to_ns
@@ -82,6 +83,7 @@ class ProcessGroup(MoreCalls):
         self.store: Any = None
         self._arena: Arena = current_arena()
         self._build(exchange)
+        registry.add(self)
 
     def _build(self, exchange: Exchange) -> None:
         stage, channels, total = _layout(self.size, self._limits)

@@ -20,6 +20,7 @@ import secrets
 import struct
 import threading
 import weakref
+from collections import deque
 from dataclasses import dataclass
 
 from symcomm._core import native
@@ -27,7 +28,7 @@ from symcomm.errors import ResourceError
 from symcomm.memory.heap import PAGE, Heap
 from symcomm.memory.limits import check_room, physical_bytes, words_for_bytes
 
-__all__ = ["Arena", "Peer", "current_arena", "peer_by_nonce", "use_arena"]
+__all__ = ["Arena", "Peer", "current_arena", "named_directory", "peer_by_nonce", "use_arena"]
 
 MAGIC = 0x53594D434F4D4D31
 LIFE = 64
@@ -104,7 +105,8 @@ class Arena:
         self.base = base
         self._heap = Heap(PAGE, self.nbytes)
         self._lock = threading.Lock()
-        self._idle = 0  # freed bytes whose pages were kept
+        self._dropped: deque[int] = deque()  # offsets to take back once the lock is free
+        self._idle = 0  # freed bytes whose pages were kept, about
         self._pid = os.getpid()
         self._life = native.life_start(base + LIFE)
         self.huge_pages = native.advise_huge(base, self.nbytes)
@@ -116,8 +118,12 @@ class Arena:
     def allocate_sparse(self, nbytes: int, touched: int) -> int:
         """Like allocate, but only the first ``touched`` bytes get pages now, the rest when they are first used."""
         check_room(touched, self.directory)
+        self._settle()
         with self._lock:
             offset = self._heap.allocate(nbytes)
+            if offset is not None:
+                self._idle = max(0, self._idle - self._heap.length_of(offset))
+        self._settle()
         if offset is None:
             raise ResourceError(
                 f"symmetric memory: {words_for_bytes(nbytes)} asked, but {words_for_bytes(self._heap.used_bytes)} of "
@@ -126,8 +132,7 @@ class Arena:
         try:
             native.set_pages(self.fd, offset, max(touched, 1), True)
         except OSError as error:
-            with self._lock:
-                self._heap.free(offset)
+            self.free(offset)
             raise ResourceError(
                 f"symmetric memory: the kernel refused {words_for_bytes(nbytes)} ({error.strerror}); "
                 "free memory or allocate less."
@@ -138,14 +143,39 @@ class Arena:
         """Give a range back; its pages return to the kernel once more than KEEP_BYTES lie idle."""
         if os.getpid() != self._pid:
             return  # a forked child drops its copy of the object, not the memory
-        with self._lock:
-            start, length = self._heap.free(offset)
+        self._dropped.append(offset)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Take back what was dropped. Never waits: the garbage collector may call us while this very thread holds the
+        lock, and then whoever holds it settles when it is done."""
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                while self._dropped:
+                    self._take_back(self._dropped.popleft())
+            finally:
+                self._lock.release()
+
+    def _take_back(self, offset: int) -> None:
+        """With the lock held: pages go before the range can be given to anyone else."""
+        length = self._heap.length_of(offset)
+        if self._idle + length > KEEP_BYTES:
+            native.set_pages(self.fd, offset, length, False)
+        else:
             self._idle += length
-            give_back = self._idle > KEEP_BYTES
-        if give_back:
-            native.set_pages(self.fd, start, length, False)
-            with self._lock:
-                self._idle -= length
+        self._heap.free(offset)
+
+    def trim(self) -> int:
+        """Return the pages of all freed ranges to the kernel; says how many bytes that were."""
+        self._settle()
+        with self._lock:
+            before = self.reserved_bytes
+            for start, length in self._heap.free_ranges:
+                native.set_pages(self.fd, start, length, False)
+            self._idle = 0
+            after = self.reserved_bytes
+        self._settle()
+        return max(0, before - after)
 
     def buffer(self, nbytes: int) -> ctypes.Array:
         """``nbytes`` of the arena as a writable Python buffer; freed when nothing refers to it any more."""
@@ -157,6 +187,20 @@ class Arena:
     @property
     def used_bytes(self) -> int:
         return self._heap.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._heap.peak_bytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Freed, but kept for the next allocation."""
+        return self._idle
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of memory this arena really takes: pages in use, and idle ones kept for the next allocation."""
+        return os.fstat(self.fd).st_blocks * 512
 
     def unlink(self) -> None:
         """Remove the name of a named arena; the memory lives on while anyone maps it."""
@@ -170,7 +214,14 @@ _thread = threading.local()
 _arena_lock = threading.Lock()
 
 
-def current_arena(directory: str | None = None) -> Arena:
+def named_directory() -> str | None:
+    """Where arenas are files, or None when they are passed as descriptors (the rule)."""
+    if os.environ.get("SYMCOMM_SHARE", "fd") == "named":
+        return os.environ.get("SYMCOMM_SHM_DIR", "/dev/shm")
+    return None
+
+
+def current_arena() -> Arena:
     """The arena of the rank that runs here: the thread's where threads are ranks, else the process's."""
     global _process_arena
     mine = getattr(_thread, "arena", None)
@@ -178,7 +229,7 @@ def current_arena(directory: str | None = None) -> Arena:
         return mine
     with _arena_lock:
         if _process_arena is None or _process_arena._pid != os.getpid():
-            _process_arena = Arena(directory)
+            _process_arena = Arena(named_directory())
         return _process_arena
 
 

@@ -19,19 +19,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from symcomm import errors
-from symcomm.memory.arena import Arena, Peer, add_peer, current_arena, peer_by_nonce
+from symcomm.memory.arena import Arena, Peer, add_peer, current_arena, named_directory, peer_by_nonce
 
 __all__ = ["Exchange", "connect", "named_directory"]
 
 Exchange = Callable[[bytes], list[bytes]]  # everybody's bytes, in rank order
 FDS_PER_MESSAGE = 200  # the kernel takes 253
-
-
-def named_directory() -> str | None:
-    """Where arenas are files, or None when they are passed as descriptors (the rule)."""
-    if os.environ.get("SYMCOMM_SHARE", "fd") == "named":
-        return os.environ.get("SYMCOMM_SHM_DIR", "/dev/shm")
-    return None
 
 
 def _read(path: str) -> str:
@@ -53,7 +46,7 @@ def connect(
     rank: int, world: int, exchange: Exchange, extra: dict[str, Any], timeout: float
 ) -> tuple[list[Peer], list[dict]]:
     """Map every rank's arena. Returns the peers and each rank's ``extra``. Collective over ``exchange``."""
-    arena = current_arena(named_directory())
+    arena = current_arena()
     listener = _listen() if rank == 0 and world > 1 and arena.path is None else None
     try:
         card = {
