@@ -224,8 +224,8 @@ static Outcome receive(Reader *reader, void *into, size_t size) {
         }
         bool direct = size >= sizeof reader->bytes;
         size_t got = 0;
-        Outcome outcome =
-            direct ? receive_some(reader, at, size, &got) : receive_some(reader, reader->bytes, sizeof reader->bytes, &got);
+        Outcome outcome = direct ? receive_some(reader, at, size, &got)
+                                 : receive_some(reader, reader->bytes, sizeof reader->bytes, &got);
         if (outcome != DONE) return outcome;
         if (direct) {
             at += got, size -= got;

@@ -137,7 +137,8 @@ void conn_send(Server *server, Conn *conn, const void *bytes, size_t size) {
  * until it has taken that too: so a client that never reads costs one answer, not all of them. */
 void conn_flush(Server *server, Conn *conn) {
     if (conn->doomed || conn->blocked || buffer_size(&conn->out) == 0) return;
-    ssize_t sent = send(conn->fd, conn->out.bytes + conn->out.start, buffer_size(&conn->out), MSG_NOSIGNAL | MSG_DONTWAIT);
+    const uint8_t *bytes = conn->out.bytes + conn->out.start;
+    ssize_t sent = send(conn->fd, bytes, buffer_size(&conn->out), MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0 && errno != EAGAIN && errno != EINTR) {
         conn_doom(server, conn);
         return;
