@@ -11,26 +11,32 @@ rendezvous.py   rendezvous("env://" | "tcp://..." | "file://..."): rank, world s
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from symcomm.store.base import QueueEmptyError, Store
+from symcomm.store.collectives import StoreCollectives
+from symcomm.store.file import FileStore
+from symcomm.store.hash import HashStore
+from symcomm.store.prefix import PrefixStore
+from symcomm.store.rendezvous import rendezvous
 
-_LAZY = {
-    "FileStore": "file",
-    "HashStore": "hash",
-    "PrefixStore": "prefix",
-    "StoreCollectives": "collectives",
-    "TCPStore": "tcp",
-    "rendezvous": "rendezvous",
-}
-
-__all__ = ["QueueEmptyError", "Store", *_LAZY]
+__all__ = [
+    "FileStore",
+    "HashStore",
+    "PrefixStore",
+    "QueueEmptyError",
+    "Store",
+    "StoreCollectives",
+    "TCPStore",
+    "rendezvous",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    """TCPStore comes with the C core, which is loaded only when it is wanted."""
+    if name != "TCPStore":
         raise AttributeError(f"module 'symcomm.store' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"symcomm.store.{_LAZY[name]}"), name)
-    globals()[name] = value
-    return value
+    from symcomm.store.tcp import TCPStore
+
+    globals()[name] = TCPStore
+    return TCPStore

@@ -10,9 +10,11 @@ keys that did not come, when ``timeout`` seconds (300 unless set) have passed.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 from symcomm.errors import CallerError, DeadlineError, bad_argument, words_for_seconds
@@ -100,9 +102,10 @@ class Store:
     def append(self, key: str, value: Value) -> None:
         """Put ``value`` after what is already there, atomically; an absent key counts as empty."""
         tail = to_bytes(f"{type(self).__name__}.append", value)
-        before = b""
-        while (now := self.compare_set(key, before, before + tail)) != before + tail:
-            before = now
+        with self._exclusively(key, self._seconds(None)):
+            before = self.get(key) if self.check([key]) else b""
+            while (now := self.compare_set(key, before, before + tail)) != before + tail:
+                before = now
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """``get`` for each key."""
@@ -129,9 +132,9 @@ class Store:
         counter = f"{to_key(call, key)}/num_members"
         turn, place = divmod(self.add(counter, 1) - 1, world_size)
         if place == world_size - 1:
-            self.set(_marker(key, turn), "1")
             if turn > 0:
                 self._forget(_marker(key, turn - 1))  # whoever came to this turn has left the one before
+            self.set(_marker(key, turn), "1")  # the last thing we do: the others may go, and take the store with them
             return
         try:
             self.wait([_marker(key, turn)], timedelta(seconds=seconds))
@@ -169,25 +172,44 @@ class Store:
         name = type(self).__name__
         return CallerError(f"{name}.{call}: this store class does not define {call}(); define it in {name} to use it.")
 
-    def _forget(self, key: str) -> None:
-        """Delete ``key`` if this store can delete."""
+    def _forget(self, key: str) -> bool:
+        """Delete ``key``, if this store can delete; whether it can."""
         try:
             self.delete_key(key)
         except CallerError:
-            pass
+            return False
+        return True
+
+    @contextmanager
+    def _exclusively(self, key: str, seconds: float) -> Iterator[None]:
+        """Keep others who do the same off ``key``.
+
+        compare_set does not tell its caller from somebody else who wrote the same value, so a change that depends on
+        the value before needs this: our token is nobody else's.
+        """
+        lock, token = f"{key}/lock", os.urandom(16).hex().encode()
+        for _ in poll_until(seconds):
+            if self.compare_set(lock, b"", token) == token:
+                break
+        else:
+            raise DeadlineError(f"{type(self).__name__}: {lock!r} was taken for {words_for_seconds(seconds)}.")
+        try:
+            yield
+        finally:
+            if not self._forget(lock):
+                self.compare_set(lock, token, b"")
 
     def _withdraw(self, counter: str, full: int) -> int | None:
         """Take one off a barrier's count; returns the count before, or None if the barrier was full after all."""
-        while True:
-            now = self.get(counter)
-            if int(now) >= full:
+        try:
+            with self._exclusively(counter, 5.0):
+                while int(now := self.get(counter)) < full:
+                    less = b"%d" % (int(now) - 1)
+                    if self.compare_set(counter, now, less) == less:
+                        return int(now)
                 return None
-            less = str(int(now) - 1)
-            try:
-                if self.compare_set(counter, now, less) == less.encode():
-                    return int(now)
-            except CallerError:
-                return int(now)  # no compare_set: the ghost stays, as in PyTorch
+        except (CallerError, DeadlineError):
+            return int(self.get(counter))  # we cannot take it back: the count keeps us, as in PyTorch
 
 
 # --- helpers for every store -----------------------------------------------------------------------
@@ -206,9 +228,10 @@ def to_key(call: str, key: object) -> str:
     """A key as text."""
     if isinstance(key, str):
         return key
-    if isinstance(key, bytes):
-        return key.decode()
-    raise bad_argument(call, "key", key, "a str")
+    try:
+        return key.decode()  # type: ignore[attr-defined]
+    except (AttributeError, UnicodeDecodeError):
+        raise bad_argument(call, "key", key, "a str") from None
 
 
 def to_keys(call: str, keys: object) -> list[str]:

@@ -1,0 +1,141 @@
+"""StoreCollectives: the collectives that need nothing but a store. For setting up, not for data.
+
+Each call uses a key of its own; the keys in the store are ``key`` or ``key/rank``. Every timeout is for the whole
+call, and the error names the ranks that did not come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from symcomm.errors import CallerError, DeadlineError, bad_argument, deadline
+from symcomm.store.base import DEFAULT_TIMEOUT, Store, Timeout, Value, to_amount, to_bytes, to_key, to_seconds
+
+__all__ = ["StoreCollectives"]
+
+
+class StoreCollectives:
+    """Collectives among ``world_size`` ranks that share ``store``, which may also be one of PyTorch's."""
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        if not isinstance(world_size, int) or world_size < 1:
+            raise bad_argument("StoreCollectives", "world_size", world_size, "a positive int")
+        if not isinstance(rank, int) or not 0 <= rank < world_size:
+            raise bad_argument("StoreCollectives", "rank", rank, f"an int from 0 to {world_size - 1}")
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._used: set[str] = set()
+
+    def barrier(self, key: str, timeout: Timeout = DEFAULT_TIMEOUT, block: bool = True) -> None:
+        """Return once every rank has called. With ``block=False`` say that we are here, and do not wait."""
+        seconds = to_seconds(timeout, "barrier")
+        self._barrier(f"barrier({key!r})", self._use("barrier", key), seconds, block)
+
+    def broadcast_send(self, key: str, data: Value, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """Give ``data`` to all other ranks, which call ``broadcast_recv``. Does not wait for them."""
+        to_seconds(timeout, "broadcast_send")
+        own = to_bytes("broadcast_send", data)
+        self._store.set(self._use("broadcast_send", key), own)
+
+    def broadcast_recv(self, key: str, timeout: Timeout = DEFAULT_TIMEOUT) -> bytes:
+        """What the one rank that called ``broadcast_send`` gave."""
+        seconds = to_seconds(timeout, "broadcast_recv")
+        key = self._use("broadcast_recv", key)
+        return self._receive("broadcast", key, key, seconds)
+
+    def gather_send(self, key: str, data: Value, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        """Give ``data`` to the rank that calls ``gather_recv``. Does not wait for it."""
+        to_seconds(timeout, "gather_send")
+        own = to_bytes("gather_send", data)
+        self._store.set(f"{self._use('gather_send', key)}/{self._rank}", own)
+
+    def gather_recv(self, key: str, data: Value, timeout: Timeout = DEFAULT_TIMEOUT) -> list[bytes]:
+        """Every rank's data in rank order; ``data`` is our own."""
+        seconds, own = to_seconds(timeout, "gather_recv"), to_bytes("gather_recv", data)
+        key = self._use("gather_recv", key)
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        found = self._from_ranks(f"gather_recv({key!r})", key, others, seconds)
+        return [*found[: self._rank], own, *found[self._rank :]]
+
+    def scatter_send(self, key: str, data: Sequence[Value], timeout: Timeout = DEFAULT_TIMEOUT) -> bytes:
+        """Give ``data[r]`` to each rank r, which calls ``scatter_recv``; returns our own."""
+        to_seconds(timeout, "scatter_send")
+        if isinstance(data, str | bytes) or len(data) != self._world_size:
+            raise bad_argument("scatter_send", "data", data, f"a list of {self._world_size} items, one for each rank")
+        parts = [to_bytes("scatter_send", part) for part in data]
+        key = self._use("scatter_send", key)
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        self._store.multi_set([f"{key}/{rank}" for rank in others], [parts[rank] for rank in others])
+        return parts[self._rank]
+
+    def scatter_recv(self, key: str, timeout: Timeout = DEFAULT_TIMEOUT) -> bytes:
+        """Our part of what the one rank that called ``scatter_send`` gave."""
+        seconds = to_seconds(timeout, "scatter_recv")
+        key = self._use("scatter_recv", key)
+        return self._receive("scatter", key, f"{key}/{self._rank}", seconds)
+
+    def all_gather(self, key: str, data: Value, timeout: Timeout = DEFAULT_TIMEOUT) -> list[bytes]:
+        """Every rank's data in rank order, on every rank."""
+        seconds, own = to_seconds(timeout, "all_gather"), to_bytes("all_gather", data)
+        key = self._use("all_gather", key)
+        self._store.set(f"{key}/{self._rank}", own)
+        return self._from_ranks(f"all_gather({key!r})", key, list(range(self._world_size)), seconds)
+
+    def all_sum(self, key: str, data: int, timeout: Timeout = DEFAULT_TIMEOUT) -> int:
+        """The sum of every rank's number, on every rank."""
+        seconds, own = to_seconds(timeout, "all_sum"), to_amount("all_sum", data)
+        key = self._use("all_sum", key)
+        self._store.add(key, own)
+        self._barrier(f"all_sum({key!r})", f"{key}/barrier", seconds)
+        return int(self._store.get(key))
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def _use(self, call: str, key: str) -> str:
+        """A key serves once: a second use would find the first one's data."""
+        name = to_key(call, key)
+        if name in self._used:
+            raise CallerError(f"{call}: key {name!r} was used before; use a new key for each call.")
+        self._used.add(name)
+        return name
+
+    def _barrier(self, call: str, key: str, seconds: float, block: bool = True) -> None:
+        self._store.set(f"{key}/{self._rank}", "1")
+        if self._store.add(f"{key}/num_members", 1) == self._world_size:
+            self._store.set(f"{key}/last_members", "1")
+        if block and not self._came([f"{key}/last_members"], seconds):
+            raise self._late(call, key, list(range(self._world_size)), seconds)
+
+    def _from_ranks(self, call: str, key: str, ranks: list[int], seconds: float) -> list[bytes]:
+        names = [f"{key}/{rank}" for rank in ranks]
+        if not self._came(names, seconds):
+            raise self._late(call, key, ranks, seconds)
+        return list(self._store.multi_get(names))
+
+    def _receive(self, what: str, key: str, name: str, seconds: float) -> bytes:
+        if not self._came([name], seconds):
+            raise deadline(f"{what}_recv({key!r})", seconds, fix=f"No rank has called {what}_send({key!r}, ...).")
+        return self._store.get(name)
+
+    def _came(self, names: list[str], seconds: float) -> bool:
+        """Wait for keys; whether they came in time."""
+        end = time.monotonic() + seconds
+        try:
+            if names:
+                self._store.wait(names, timedelta(seconds=seconds))
+        except DeadlineError:
+            return False
+        except RuntimeError:  # what PyTorch's stores raise, for a timeout and for a lost connection alike
+            if time.monotonic() < end:
+                raise
+            return False
+        return True
+
+    def _late(self, call: str, key: str, ranks: list[int], seconds: float) -> DeadlineError:
+        here = [rank for rank in ranks if self._store.check([f"{key}/{rank}"])]
+        arrived = sorted({*here, self._rank})
+        missing = [rank for rank in ranks if rank not in arrived]
+        return deadline(call, seconds, missing=missing, arrived=arrived)

@@ -1,0 +1,341 @@
+"""FileStore: a store in one file that processes share.
+
+The file is a log. It opens with eight bytes that say what it is; then come frames, each one a change (or several that
+belong together)::
+
+    head     length of the body, checksum of the body, checksum of the head and of its place in the file
+    body     one or more of: kind, length of key, length of value, key, value
+
+Writers hold the file's lock (``flock``, which the kernel drops when a process dies), read what is new, and put one
+frame at the end. A writer that is killed half way leaves a piece of a frame at the end: readers see that it is not
+whole and stop before it, and the next writer cuts it off. A frame that is whole but does not match its checksums is
+damage, and is reported rather than guessed at. Readers take no lock. The file only ever grows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import struct
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+
+from symcomm.errors import (
+    ResourceError,
+    StoreConnectionError,
+    SymcommError,
+    bad_argument,
+    deadline,
+)
+from symcomm.store.base import poll_until
+from symcomm.store.hash import Result, Table, TableStore
+
+__all__ = ["FileStore"]
+
+MAGIC = b"SymStor1"
+HEAD = struct.Struct("<III")
+CHANGE = struct.Struct("<BII")
+KINDS = ("set", "append", "delete", "push", "pop", "open", "close")
+
+Change = tuple[str, str, bytes]
+
+
+# --- frames ----------------------------------------------------------------------------------------
+
+
+def encode_frame(changes: list[Change], place: int) -> bytes:
+    """One frame with these changes, to be written at byte ``place``."""
+    parts = []
+    for kind, key, value in changes:
+        name = key.encode("utf-8", "surrogatepass")
+        parts += [CHANGE.pack(KINDS.index(kind), len(name), len(value)), name, value]
+    body = b"".join(parts)
+    return _head(body, place) + body
+
+
+def decode_frames(data: bytes, place: int) -> tuple[list[Change], int, str]:
+    """The changes in ``data``, which begins at byte ``place`` of the file.
+
+    Returns them with the number of bytes they took, and what follows: ``"end"``, ``"torn"`` (a piece of a frame) or
+    ``"damaged"`` (a frame that nobody wrote so).
+    """
+    changes: list[Change] = []
+    done = 0
+    while done < len(data):
+        if len(data) - done < HEAD.size:
+            return changes, done, "torn"
+        length, _, _ = HEAD.unpack_from(data, done)
+        head, body = data[done : done + HEAD.size], data[done + HEAD.size : done + HEAD.size + length]
+        if head[8:] != _seal(head[:8], place + done):
+            return changes, done, "damaged"
+        if len(body) < length:
+            return changes, done, "torn"
+        if head != _head(body, place + done):
+            return changes, done, "damaged"
+        changes += _changes(body)
+        done += HEAD.size + length
+    return changes, done, "end"
+
+
+def _head(body: bytes, place: int) -> bytes:
+    start = struct.pack("<II", len(body), zlib.crc32(body))
+    return start + _seal(start, place)
+
+
+def _seal(start: bytes, place: int) -> bytes:
+    return struct.pack("<I", zlib.crc32(start, place & 0xFFFFFFFF))
+
+
+def _changes(body: bytes) -> Iterator[Change]:
+    at = 0
+    while at < len(body):
+        kind, key_length, value_length = CHANGE.unpack_from(body, at)
+        key_end = at + CHANGE.size + key_length
+        key = body[at + CHANGE.size : key_end].decode("utf-8", "surrogatepass")
+        yield KINDS[kind], key, body[key_end : key_end + value_length]
+        at = key_end + value_length
+
+
+# --- the log ---------------------------------------------------------------------------------------
+
+
+class LoggedTable(Table):
+    """A table that remembers its changes until they are written, and how many stores use the file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unwritten: list[Change] = []
+        self.open_stores = 0
+        self.closed_stores = 0
+
+    def change(self, kind: str, key: str, value: bytes = b"") -> None:
+        self.replay(kind, key, value)
+        self.unwritten.append((kind, key, value))
+
+    def replay(self, kind: str, key: str, value: bytes) -> None:
+        if kind == "open":
+            self.open_stores += 1
+        elif kind == "close":
+            self.open_stores -= 1
+            self.closed_stores += 1
+        else:
+            super().change(kind, key, value)
+
+
+class Log:
+    """The open file and the table made from it. ``offset`` is the end of the last whole frame we have read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.owner = os.getpid()
+        self._open(path)
+
+    def _open(self, path: str) -> None:
+        try:
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise bad_argument(
+                "FileStore", "file_name", self.path, f"a file we can read and write ({error.strerror})"
+            ) from None
+        self.pid = os.getpid()
+        self.threads = threading.Lock()
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self.offset = 0
+        self.table = LoggedTable()
+
+    def join(self, seconds: float) -> None:
+        """Count ourselves as a user of the file, making the file if need be."""
+        while True:
+            with self.locked(seconds):
+                # Between our opening and our locking it, the last user may have removed the file.
+                if os.fstat(self.fd).st_nlink > 0:
+                    self.edit(lambda table: table.change("open", ""))
+                    return
+            os.close(self.fd)
+            self._open(self.path)
+
+    def leave(self, world_size: int) -> None:
+        """Count ourselves out; the last of ``world_size`` users removes the file. Never raises: we are closing."""
+        with contextlib.suppress(OSError, SymcommError):
+            if os.getpid() == self.owner and os.fstat(self.fd).st_nlink > 0:
+                with self.locked(5.0):
+                    self.edit(lambda table: table.change("close", ""))
+                    if 0 <= world_size <= self.table.closed_stores and self.table.open_stores == 0:
+                        os.unlink(self.path)
+        os.close(self.fd)
+
+    @contextlib.contextmanager
+    def mine(self, seconds: float) -> Iterator[None]:
+        """Keep the other threads of this process off the table."""
+        if self.pid != os.getpid():
+            self._reopen_after_fork()
+        if not self.threads.acquire(timeout=seconds):
+            raise deadline(f"FileStore: waiting for another thread at {self.path}", seconds)
+        try:
+            yield
+        except SymcommError:
+            raise
+        except BaseException:
+            self._start_over()  # an interrupt may have come between a change and our note of it
+            raise
+        finally:
+            self.threads.release()
+
+    @contextlib.contextmanager
+    def locked(self, seconds: float) -> Iterator[None]:
+        """Hold the file's lock."""
+        with self.mine(seconds):
+            self._lock(seconds)
+            try:
+                yield
+            finally:
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+    def _lock(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        pause = 0.0001
+        while True:
+            try:
+                return fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise deadline(
+                        f"FileStore: locking {self.path}", seconds, fix="Another process holds it; is one stopped?"
+                    ) from None
+            except OSError as error:
+                raise ResourceError(f"FileStore: this file system cannot lock {self.path}: {error.strerror}.") from None
+            time.sleep(pause * random.random())  # at random, so that many writers take turns
+            pause = min(pause * 2, 0.005)
+
+    def _reopen_after_fork(self) -> None:
+        """A forked child would share its parent's lock, and maybe a half-made table. Open the same file again."""
+        inherited = self.fd
+        self._open(f"/proc/self/fd/{inherited}")
+        os.close(inherited)
+
+    def edit(self, step: Callable[[LoggedTable], Result]) -> Result:
+        """With the lock held: catch up, run ``step`` and write what it changed."""
+        self._mend()
+        result = step(self.table)
+        if self.table.unwritten:
+            self._write(encode_frame(self.table.unwritten, self.offset))
+            self.table.unwritten.clear()
+        return result
+
+    def _mend(self) -> None:
+        """With the lock held: read what is new, and cut off what a killed writer left behind."""
+        what_follows = self._read()
+        if what_follows == "damaged":
+            raise StoreConnectionError(
+                f"FileStore: {self.path} is damaged at byte {self.offset}; remove it and start the job again."
+            )
+        if what_follows == "torn":
+            os.ftruncate(self.fd, self.offset)
+        if self.offset == 0:
+            self._write(MAGIC)
+
+    def catch_up(self, seconds: float) -> None:
+        """Without the file's lock: read what is new."""
+        if self._read() == "damaged":
+            # We may have read while a writer replaced a torn frame. Look again when nobody writes.
+            self._lock(seconds)
+            try:
+                self._mend()
+            finally:
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+    def _read(self) -> str:
+        size = os.fstat(self.fd).st_size
+        if size == self.offset:
+            return "end"
+        if size < self.offset:
+            return "damaged"  # somebody cut off frames that we have seen
+        data = self._bytes(size - self.offset)
+        if self.offset == 0:
+            if not data.startswith(MAGIC[: len(data)]):
+                raise bad_argument(
+                    "FileStore", "file_name", self.path, "a new file, or one that a FileStore made", "use another name"
+                )
+            if len(data) < len(MAGIC):
+                return "torn"
+            self.offset, data = len(MAGIC), data[len(MAGIC) :]
+        changes, taken, what_follows = decode_frames(data, self.offset)
+        for change in changes:
+            self.table.replay(*change)
+        self.offset += taken
+        return what_follows
+
+    def _bytes(self, count: int) -> bytes:
+        parts: list[bytes] = []
+        while count > 0 and (part := os.pread(self.fd, count, self.offset + sum(map(len, parts)))):
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def _write(self, data: bytes) -> None:
+        """Put ``data`` at the end, all of it or (the disk being full, say) nothing."""
+        written = 0
+        try:
+            while written < len(data):
+                written += os.pwrite(self.fd, data[written:], self.offset + written)
+        except OSError as error:
+            os.ftruncate(self.fd, self.offset)
+            self._start_over()  # the table has changes that the file has not
+            raise ResourceError(f"FileStore: could not write to {self.path}: {error.strerror}.") from None
+        self.offset += len(data)
+
+
+# --- the store -------------------------------------------------------------------------------------
+
+
+class FileStore(TableStore):
+    """A store in the file ``file_name``, for processes (and threads) that can all reach it.
+
+    With ``world_size`` given, the file is removed when that many stores have been closed and none is left open.
+    Start each job with a new name: what an earlier job left in the file is still there.
+    """
+
+    def __init__(self, file_name: str, world_size: int = -1) -> None:
+        if not isinstance(file_name, str | os.PathLike) or not os.fspath(file_name):
+            raise bad_argument("FileStore", "file_name", file_name, "a path")
+        if not isinstance(world_size, int):
+            raise bad_argument("FileStore", "world_size", world_size, "an int")
+        self._path = os.fspath(file_name)
+        self._world_size = world_size
+        self._log = Log(os.path.abspath(self._path))
+        self._log.join(self._seconds(None))
+        weakref.finalize(self, self._log.leave, world_size)
+
+    @property
+    def path(self) -> str:
+        """The file's name, as given."""
+        return self._path
+
+    def clone(self) -> FileStore:
+        """Another store on the same file."""
+        other = FileStore(self._path, self._world_size)
+        other.set_timeout(self.timeout)
+        return other
+
+    def _look(self, step: Callable[[Table], Result]) -> Result:
+        seconds = self._seconds(None)
+        with self._log.mine(seconds):
+            self._log.catch_up(seconds)
+            return step(self._log.table)
+
+    def _look_until(self, step: Callable[[Table], Result | None], seconds: float) -> Result | None:
+        for _ in poll_until(seconds):
+            if result := self._look(step):
+                return result
+        return None
+
+    def _edit(self, step: Callable[[Table], Result]) -> Result:
+        with self._log.locked(self._seconds(None)):
+            return self._log.edit(step)

@@ -1,0 +1,106 @@
+"""PrefixStore: a part of another store, where every key begins with ``prefix/``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from symcomm.errors import bad_argument
+from symcomm.store.base import Store, Timeout, Value, to_key, to_keys
+
+__all__ = ["PrefixStore"]
+
+
+class PrefixStore(Store):
+    """Passes every call on to ``store`` with ``prefix/`` before the keys, so that users of a store cannot collide.
+
+    ``store`` may be any object with a store's methods, also one of PyTorch's. The timeout is the inner store's.
+    ``list_keys`` shows the keys under the prefix only; ``num_keys`` counts the whole inner store, as in PyTorch.
+    """
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        if not isinstance(prefix, str):
+            raise bad_argument("PrefixStore", "prefix", prefix, "a str")
+        if not callable(getattr(store, "get", None)) or not callable(getattr(store, "set", None)):
+            raise bad_argument("PrefixStore", "store", store, "a Store")
+        self._prefix = prefix
+        self._store = store
+
+    @property
+    def underlying_store(self) -> Store:
+        """The store given to us, which may have a prefix itself."""
+        return self._store
+
+    @property
+    def _underlying_non_prefix_store(self) -> Store:
+        """The store below all prefixes."""
+        inner = self._store
+        return inner._underlying_non_prefix_store if isinstance(inner, PrefixStore) else inner
+
+    def set(self, key: str, value: Value) -> None:
+        self._store.set(self._name(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._name(key))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check(self._names(keys))
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        if timeout is None:
+            self._store.wait(self._names(keys))
+        else:
+            self._store.wait(self._names(keys), timedelta(seconds=self._seconds(timeout)))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self._name(key), amount)
+
+    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
+        return self._store.compare_set(self._name(key), expected, desired)
+
+    def append(self, key: str, value: Value) -> None:
+        self._store.append(self._name(key), value)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._store.multi_get(self._names(keys))
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
+        self._store.multi_set(self._names(keys), values)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(self._name(key))
+
+    def list_keys(self) -> list[str]:
+        start = f"{self._prefix}/"
+        return [key.removeprefix(start) for key in self._store.list_keys() if key.startswith(start)]
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+    def queue_push(self, key: str, value: Value) -> None:
+        self._store.queue_push(self._name(key), value)
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        return self._store.queue_pop(self._name(key), block)
+
+    def queue_len(self, key: str) -> int:
+        return self._store.queue_len(self._name(key))
+
+    def clone(self) -> PrefixStore:
+        return PrefixStore(self._prefix, self._store.clone())
+
+    def has_extended_api(self) -> bool:
+        return self._store.has_extended_api()
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._store.timeout
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        self._store.set_timeout(timeout)
+
+    def _name(self, key: str) -> str:
+        return f"{self._prefix}/{to_key('PrefixStore', key)}"
+
+    def _names(self, keys: Sequence[str]) -> list[str]:
+        return [self._name(key) for key in to_keys("PrefixStore", keys)]
