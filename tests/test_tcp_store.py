@@ -197,6 +197,7 @@ def test_waiting_for_very_many_keys(store):
         lambda s: s.set("k", 5),
         lambda s: s.set(5, "v"),
         lambda s: s.get(None),
+        lambda s: s.get(b"\xff"),
         lambda s: s.check(["fine", 5]),
         lambda s: s.set("lone surrogate \ud800", "v"),
         lambda s: s.set("k", "\ud800"),
