@@ -111,6 +111,8 @@ def test_numbers(store):
     assert store.add("big", 1) == -(2**63)
     with pytest.raises(BadArgumentError, match="fits in 64 bits"):
         store.add("n", 2**63)
+    store.set("nothing", "")
+    assert store.add("nothing", 3) == 3
     store.set("text", "seven")
     with pytest.raises(BadArgumentError, match="the value of 'text' must be a decimal number, got b'seven'"):
         store.add("text", 1)

@@ -84,7 +84,7 @@ def last_reason(store: TCPStore) -> str:
             "add on a key whose value is not",
         ),
         (
-            HELLO + b"\x01" + field(b"t") + field(b"") + b"\x12" + field(b"t") + u64(2),
+            HELLO + b"\x01" + field(b"t") + field(b"-") + b"\x12" + field(b"t") + u64(2),
             "barrier on a key whose value is",
         ),
         (HELLO + (b"\x06" + u64(1) + field(b"absent")) * 2, "started a wait before its last one had ended"),
