@@ -15,12 +15,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ReduceOp
 
 from symcomm import errors
-from symcomm._core import native
 from symcomm.backend.arguments import is_async, one, redop_of, root_of, seconds_of
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import DoneWork, TorchWork, done
 from symcomm.group.calls import to_redop
-from symcomm.group.failure import call_site, explain
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.share import Exchange
 
@@ -111,33 +109,28 @@ class TorchGroup(dist.ProcessGroup):
             self._coalescing.append(work)
         return work
 
+    def _again(self, call: str, detail: Any, tensor: Any, opts: Any) -> bool:
+        """A blocking call of a kind seen before runs at once; see CollectiveCalls._again."""
+        if self._coalescing is not None or opts.timeout > _NO_TIMEOUT or torch.autograd._profiler_enabled():
+            return False
+        return self.core._again(call, detail, tensor, tensor)
+
     # --- reductions -------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         tensor = one("all_reduce", "tensors", tensors)
         redop = redop_of(opts, op)
-        if opts is not None and timeout is None and tensor.is_cpu and not getattr(opts, "asyncOp", True):
-            quick = self._quick_all_reduce(tensor, redop, opts)
-            if quick is not None:
-                return quick
+        if (
+            opts is not None
+            and not is_async(opts)
+            and timeout is None
+            and self._again("all_reduce", redop, tensor, opts)
+        ):
+            return done
         if tensor.is_sparse:
             all_reduce_sparse(self.core, tensor, to_redop("all_reduce", redop)[0], seconds_of(opts, timeout))
             return DoneWork([tensor])
         return self._call(self.core.all_reduce, tensor, redop, options=opts, timeout=timeout, result=[tensor])
-
-    def _quick_all_reduce(self, tensor: Any, redop: Any, opts: Any) -> Any:
-        """The blocking call of a plain tensor whose plan is known: nothing but the core."""
-        core = self.core
-        plan = core._plans.get((tensor.dtype, redop, tensor.numel()))
-        if plan is None or not tensor.is_contiguous() or opts.timeout > _NO_TIMEOUT or self._coalescing is not None:
-            return None
-        if torch.autograd._profiler_enabled():
-            return None
-        address = tensor.data_ptr()
-        status = native.run(core._handle, plan, address, address, core._timeout_ns)
-        if status:
-            raise core._failed(status, "all_reduce", call_site(2), 0.0, explain)
-        return done
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         call = self.core.all_reduce_coalesced

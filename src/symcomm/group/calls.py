@@ -1,7 +1,7 @@
 """The collectives of a process group.
 
 Every call does the same five things: look at the tensors, check them, pick the plan, run it, finish the outputs.
-``all_reduce`` of an ordinary torch tensor has a short cut through a dictionary: small ones take about a microsecond.
+A blocking call of a kind seen before, on plain torch tensors, has a short way: one look-up, then the core.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from symcomm import collectives, errors
 from symcomm._core import native
 from symcomm.collectives.plan import Plan
-from symcomm.group.buffers import Buffer, read_buffer, read_list, torch_dtypes, write_buffer, write_list
+from symcomm.group.buffers import Buffer, is_plain, read_buffer, read_list, write_buffer, write_list
 from symcomm.group.failure import call_site, explain
 from symcomm.group.work import Timeout, Work, to_ns
 from symcomm.types import DType, RedOpType, ReduceOp
@@ -109,39 +109,46 @@ class CollectiveCalls:
         with self._keep_lock:
             self._pending = before[done:] + self._pending
 
+    def _again(self, call: str, detail: Any, input: Any, output: Any) -> bool:
+        """A blocking call of a kind seen before, on plain torch tensors: run it at once. False: take the long way."""
+        try:
+            if input is output:
+                plan = self._plans[call, detail, input.dtype, input.numel()]
+            else:
+                plan = self._plans[call, detail, input.dtype, input.numel(), output.dtype, output.numel()]
+                if not (output.is_cpu and output.is_contiguous() and not output.is_neg()):
+                    return False
+            if not (input.is_cpu and input.is_contiguous() and not input.is_neg()):
+                return False
+            source = input.data_ptr()
+            target = source if input is output else output.data_ptr()
+        except (KeyError, AttributeError, TypeError, RuntimeError):
+            return False
+        status = native.run(self._handle, plan, source, target, self._timeout_ns)
+        if status:
+            raise self._failed(status, call, call_site(3), None, explain)
+        return True
+
+    def _remember(self, call: str, detail: Any, input: Any, output: Any, plan: Any) -> None:
+        """Let the next call of this kind take the short way (not complex numbers: they may be conjugated lazily)."""
+        if is_plain(input) and is_plain(output) and not input.is_complex():
+            key = (call, detail, input.dtype, input.numel())
+            self._plans[key if input is output else (*key, output.dtype, output.numel())] = plan
+
     # --- reductions -------------------------------------------------------------------------------------------
 
     def all_reduce(
         self, tensor: Any, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """Combine ``tensor`` over all ranks, in place."""
-        if not async_op and timeout is None:
-            try:
-                plan = self._plans[tensor.dtype, op, tensor.numel()]
-                quick = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
-            except (KeyError, AttributeError, TypeError, RuntimeError):
-                quick = False
-            if quick:
-                address = tensor.data_ptr()
-                status = native.run(self._handle, plan, address, address, self._timeout_ns)
-                if status == 0:
-                    return None
-                raise self._failed(status, "all_reduce", call_site(2), None, explain)
+        if not async_op and timeout is None and self._again("all_reduce", op, tensor, tensor):
+            return None
         buffer = write_buffer("all_reduce", "tensor", tensor)
         redop, source = self._reduction("all_reduce", op, buffer)
         plan = self._plan(collectives.all_reduce, buffer.count, buffer.dtype, redop)
-        if (
-            redop is not RedOpType.PREMUL_SUM
-            and buffer.target is None
-            and tensor.__class__.__module__.startswith("torch")
-        ):
-            self._remember(tensor, op, plan)
+        if redop is not RedOpType.PREMUL_SUM:
+            self._remember("all_reduce", op, tensor, tensor, plan)
         return self._run("all_reduce", plan, [source], [buffer], [tensor], async_op, timeout)
-
-    def _remember(self, tensor: Any, op: Any, plan: Any) -> None:
-        """Let the next all_reduce of this kind take the short cut (only for plain dense torch tensors)."""
-        if tensor.dtype in torch_dtypes() and not tensor.is_complex():
-            self._plans[tensor.dtype, op, tensor.numel()] = plan
 
     def _reduction(self, call: str, op: Any, buffer: Buffer) -> tuple[RedOpType, Buffer]:
         """The operation and what to read: for PREMUL_SUM the input times its factor, in a stand-in."""
@@ -161,11 +168,15 @@ class CollectiveCalls:
         self, tensor: Any, root: int = 0, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """Combine ``tensor`` over all ranks into ``root``'s; the others' stay as they are."""
+        if not async_op and timeout is None and self._again("reduce", (root, op), tensor, tensor):
+            return None
         self._check_root("reduce", root)
         is_root = self.rank == root
         buffer = (write_buffer if is_root else read_buffer)("reduce", "tensor", tensor)
         redop, source = self._reduction("reduce", op, buffer)
         plan = self._plan(collectives.reduce, buffer.count, buffer.dtype, redop, root)
+        if redop is not RedOpType.PREMUL_SUM:
+            self._remember("reduce", (root, op), tensor, tensor, plan)
         return self._run("reduce", plan, [source], [buffer] if is_root else [], [tensor], async_op, timeout)
 
     def reduce_scatter_single(
@@ -173,11 +184,15 @@ class CollectiveCalls:
     ) -> Work | None:
         """``input`` is one piece per rank, one after the other; rank k gets the combination of all k-th pieces."""
         call = "reduce_scatter_single"
+        if not async_op and timeout is None and self._again(call, op, input, output):
+            return None
         source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
         check_same_dtype(call, [source, out])
         self._check_count(call, "input", source.count, out.count * self.size, f"{self.size} times output's")
         redop, source = self._reduction(call, op, source)
         plan = self._plan(collectives.reduce_scatter, (out.count,) * self.size, out.dtype, redop)
+        if redop is not RedOpType.PREMUL_SUM:
+            self._remember(call, op, input, output, plan)
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
 
     def reduce_scatter(
@@ -203,10 +218,13 @@ class CollectiveCalls:
 
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None) -> Work | None:
         """Everybody's ``tensor`` becomes ``root``'s."""
+        if not async_op and timeout is None and self._again("broadcast", root, tensor, tensor):
+            return None
         self._check_root("broadcast", root)
         is_root = self.rank == root
         buffer = (read_buffer if is_root else write_buffer)("broadcast", "tensor", tensor)
         plan = self._plan(collectives.broadcast, buffer.count, buffer.dtype, root)
+        self._remember("broadcast", root, tensor, tensor, plan)
         return self._run("broadcast", plan, [buffer], [buffer], [tensor], async_op, timeout)
 
     def all_gather_single(
@@ -214,10 +232,13 @@ class CollectiveCalls:
     ) -> Work | None:
         """``output`` becomes all ranks' ``input``, one after the other."""
         call = "all_gather_single"
+        if not async_op and timeout is None and self._again(call, None, input, output):
+            return None
         source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
         check_same_dtype(call, [source, out])
         self._check_count(call, "output", out.count, source.count * self.size, f"{self.size} times input's")
         plan = self._plan(collectives.all_gather, (source.count,) * self.size, source.dtype)
+        self._remember(call, None, input, output, plan)
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
 
     def all_gather(
@@ -282,13 +303,17 @@ class CollectiveCalls:
 
         Splits count rows of dimension 0, as in torch; without them the pieces are equal."""
         call = "all_to_all_single"
+        even = not output_splits and not input_splits
+        if even and not async_op and timeout is None and self._again(call, None, input, output):
+            return None
         source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
         check_same_dtype(call, [source, out])
         sent = self._split_counts(call, "input", input, source.count, input_splits)
         got = self._split_counts(call, "output", output, out.count, output_splits)
-        if not output_splits and not input_splits:
+        if even:
             self._check_count(call, "output", out.count, source.count, "input's")
             plan = self._plan(collectives.all_to_all, sent[0], source.dtype)
+            self._remember(call, None, input, output, plan)
         else:
             plan = self._plan(collectives.all_to_all, self._agree_on_splits(call, sent, got, timeout), source.dtype)
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
@@ -349,7 +374,12 @@ class CollectiveCalls:
         plan = self._plans.get("barrier")
         if plan is None:
             plan = self._plans["barrier"] = native.make_plan(collectives.barrier(self.rank, self.size).encode())
-        return self._run("barrier", plan, [], [], [], async_op, timeout)
+        if async_op or timeout is not None:
+            return self._run("barrier", plan, [], [], [], async_op, timeout)
+        status = native.run(self._handle, plan, (), (), self._timeout_ns)
+        if status:
+            raise self._failed(status, "barrier", call_site(2), None, explain)
+        return None
 
     def all_gather_object(self, item: bytes, timeout: Timeout = None) -> list[bytes]:
         """Everybody's bytes, of any length, in rank order."""
