@@ -114,6 +114,7 @@ def check_rows(path: Path, ranks: int, series: set[str]) -> list[dict]:
     found = json.loads(path.read_text())
     assert found["ranks"] == ranks
     assert found["machine"]["cores"] >= 1
+    assert not (found["pinned"] and ranks > found["machine"]["cores"])
     for row in found["rows"]:
         assert row["wrong"] == 0, row
         assert row["time_us"] > 0 and row["fastest_us"] <= row["time_us"], row
@@ -146,7 +147,7 @@ def test_against_gloo_with_plot_and_markdown(tmp_path: Path):
     pytest.importorskip("matplotlib")
     path, picture = tmp_path / "out.json", tmp_path / "out.svg"
     code, output = cli(
-        "all_gather", "--quick", "-e", "16K", *TINY, "--ordinary", "--against", "gloo", "--markdown",
+        "all_gather", "--quick", "-e", "16K", *TINY, "--ordinary", "--against", "gloo", "--markdown", "--no-pin",
         "--json", str(path), "--plot", str(picture),
     )  # fmt: skip
     assert code == 0, output
@@ -174,6 +175,14 @@ def test_what_a_peer_cannot_do_is_a_dash_with_its_reason(tmp_path: Path):
         [result] = measure(sides, case, ["gloo"], SMALL)
     assert result.seconds is None and result.reason
     assert bench_table.reasons([result]) == [f"gloo, all_reduce: {result.reason}"]
+
+
+def test_the_store_has_its_own_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    stand_in = SimpleNamespace(run_store_bench=lambda **options: {"options": sorted(options)})
+    monkeypatch.setitem(sys.modules, "symcomm.cli.bench_store", stand_in)
+    path = tmp_path / "store.json"
+    assert cli("store", "--quick", "--json", str(path))[0] == 0
+    assert json.loads(path.read_text()) == {"options": ["calls", "connect"]}
 
 
 # --- trouble -----------------------------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ def bench(
         results = run(question)
         show(question, results, summary=quick, markdown=markdown, best=best)
         if json_file:
-            json_file.write_text(json.dumps(bench_table.to_json(results, ranks), indent=1) + "\n")
+            json_file.write_text(json.dumps(bench_table.to_json(results, ranks, question.pinned), indent=1) + "\n")
         if plot_file:
             bench_table.plot(results, question.series, ranks, plot_file, best)
     except errors.SymcommError as error:

@@ -162,7 +162,8 @@ class Side:
         except ConnectionError:
             data = b""
         if not data:
-            raise self._lost(f"rank {rank.number} (pid {rank.pid}) {self._how_it_ended(rank)} while {what}")
+            who = f"rank {rank.number} (pid {rank.pid})" if rank.pid else "a rank"
+            raise self._lost(f"{who} {self._how_it_ended(rank)} while {what}")
         rank.unread += data
         line, newline, rest = rank.unread.partition(b"\n")
         if not newline:

@@ -197,7 +197,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def to_json(results: Sequence[Result], world: int) -> dict[str, Any]:
+def to_json(results: Sequence[Result], world: int, pinned: bool) -> dict[str, Any]:
     """Everything measured. Times are microseconds of one call, bandwidths GB/s."""
     rows = []
     for result in results:
@@ -214,7 +214,7 @@ def to_json(results: Sequence[Result], world: int) -> dict[str, Any]:
             algbw, busbw = bandwidths(case, result.seconds, world)
             row |= {"time_us": result.seconds * 1e6, "fastest_us": result.fastest * 1e6, "algbw": algbw, "busbw": busbw}
         rows.append(row)
-    return {"machine": machine(), "ranks": world, "rows": rows}
+    return {"machine": machine(), "ranks": world, "pinned": pinned, "rows": rows}
 
 
 def check_plot(path: Path) -> None:
