@@ -84,6 +84,7 @@ static void drop_group(PyObject *capsule) {
     async_stop(g);
     mail_drop(g);
     Py_END_ALLOW_THREADS;
+    quick_drop(g);
     free_group(g);
 }
 
@@ -228,31 +229,6 @@ static PyObject *group_records(PyObject *self, PyObject *arg) {
 
 /* --- operations ----------------------------------------------------------------------------------------------- */
 
-/* Leaves a blocking call behind asynchronous ones in the queue, so that operations keep their order. */
-static int run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
-    struct request *r = calloc(1, sizeof *r);
-    if (r == NULL) return STATUS_PLAN;
-    *r = (struct request){.group = g, .plan = p, .timeout = timeout, .references = 1};
-    char **in = malloc(sizeof(char *) * (size_t)(b->n_in + 1)), **out = malloc(sizeof(char *) * (size_t)(b->n_out + 1));
-    if (in && out) {
-        memcpy(in, b->in, sizeof(char *) * (size_t)b->n_in);
-        memcpy(out, b->out, sizeof(char *) * (size_t)b->n_out);
-    }
-    r->buffers = (struct buffers){in, out, b->n_in, b->n_out};
-    int status = STATUS_PLAN;
-    if (in && out && async_submit(g, r) == 0) {
-        bool done = async_wait(r, 0);
-        if (!done) {
-            sync_fail(g, STATUS_ABORTED, g->rank); /* Ctrl-C; the buffers are the caller's, so wait for the worker */
-            symcomm_interrupted = NULL;
-            async_wait(r, 0);
-        }
-        status = done ? r->status : STATUS_INTERRUPTED;
-    }
-    async_release(r);
-    return status;
-}
-
 /* run(group, plan, inputs, outputs, timeout_ns) -> status */
 static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     (void)self;
@@ -265,7 +241,7 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     int64_t timeout = PyLong_AsLongLong(args[4]);
     if (b.n_in < 0 || b.n_out < 0 || (timeout == -1 && PyErr_Occurred())) return NULL;
     int status;
-    WITHOUT_LOCK(status = async_idle(g) ? exec_run(g, p, &b, timeout) : run_queued(g, p, &b, timeout));
+    WITHOUT_LOCK(status = async_idle(g) ? exec_run(g, p, &b, timeout) : async_run_queued(g, p, &b, timeout));
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return PyLong_FromLong(status);
 }

@@ -69,6 +69,7 @@ struct group {
     int64_t yield_ns;              /* then this long offering it to others before sleeping */
     _Atomic int64_t slept;         /* statistics */
     pthread_mutex_t lock;          /* one operation at a time */
+    struct quick *quick;           /* plans by kind of call, see quick.c */
     struct mail *mail;             /* point-to-point messages, see p2p.c */
     struct worker *worker;         /* runs asynchronous operations, see async.c; NULL until first used */
 };
@@ -100,6 +101,8 @@ extern _Thread_local int (*symcomm_interrupted)(void);
 
 /* STATUS_OK, STATUS_DEAD or STATUS_LEFT */
 int sync_gone(struct group *g, int rank);
+
+void quick_drop(struct group *g);
 
 long symcomm_futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t ns);
 void symcomm_futex_wake(_Atomic uint32_t *word, int n);

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ReduceOp
 
 from symcomm import errors
+from symcomm._core import native
 from symcomm.backend.arguments import is_async, one, redop_of, root_of, seconds_of
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import DoneWork, TorchWork, done
@@ -109,23 +110,22 @@ class TorchGroup(dist.ProcessGroup):
             self._coalescing.append(work)
         return work
 
-    def _again(self, call: str, detail: Any, tensor: Any, opts: Any) -> bool:
+    def _again(self, call: int, detail: Any, tensor: Any, opts: Any) -> bool:
         """A blocking call of a kind seen before runs at once; see CollectiveCalls._again."""
         if self._coalescing is not None or opts.timeout > _NO_TIMEOUT or torch.autograd._profiler_enabled():
             return False
-        return self.core._again(call, detail, tensor, tensor)
+        core = self.core
+        status = native.again(core._handle, call, detail, tensor, tensor, core._timeout_ns)
+        if status > 0:
+            core._ended(status, "all_reduce")
+        return status == 0
 
     # --- reductions -------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         tensor = one("all_reduce", "tensors", tensors)
         redop = redop_of(opts, op)
-        if (
-            opts is not None
-            and not is_async(opts)
-            and timeout is None
-            and self._again("all_reduce", redop, tensor, opts)
-        ):
+        if opts is not None and not is_async(opts) and timeout is None and self._again(0, redop, tensor, opts):
             return done
         if tensor.is_sparse:
             all_reduce_sparse(self.core, tensor, to_redop("all_reduce", redop)[0], seconds_of(opts, timeout))

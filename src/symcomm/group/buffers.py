@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from symcomm import errors
+from symcomm._core import native
 from symcomm.types import DType
 
 __all__ = ["Buffer", "read_buffer", "read_list", "write_buffer", "write_list"]
@@ -22,8 +23,7 @@ _NUMPY = {
     "<f8": DType.FLOAT64, "<c8": DType.COMPLEX64, "<c16": DType.COMPLEX128,
 }  # fmt: skip
 _torch_dtypes: dict[Any, DType] = {}
-_torch_types: set[type] = set()  # exactly these need no closer look; a subclass may hide anything
-_COMPLEX = {DType.COMPLEX64, DType.COMPLEX128}
+_DTYPES = tuple(DType)
 
 
 def torch_dtypes() -> dict[Any, DType]:
@@ -33,7 +33,8 @@ def torch_dtypes() -> dict[Any, DType]:
         for dtype in DType:
             if hasattr(torch, dtype.label):
                 _torch_dtypes[getattr(torch, dtype.label)] = dtype
-        _torch_types.update((torch.Tensor, torch.nn.Parameter))
+        if (api := getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) is not None:
+            native.use_tensors((torch.Tensor, torch.nn.Parameter), api)  # a subclass may hide anything
     return _torch_dtypes
 
 
@@ -113,25 +114,10 @@ def _from_numpy(call: str, name: str, array: Any, write: bool) -> Buffer:
     return Buffer(copy.ctypes.data, copy.size, dtype, copy, array if write else None)
 
 
-def is_plain(tensor: Any) -> bool:
-    """A dense, contiguous CPU tensor of torch without lazy negation: its address is all there is to know."""
-    return type(tensor) in _torch_types and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
-
-
-def _quick_view(tensor: Any) -> Buffer | None:
-    """The usual case, in as few calls as possible: lists of small tensors pass through here one by one."""
-    dtype = _torch_dtypes.get(tensor.dtype)
-    if dtype is None or dtype in _COMPLEX:
-        return None
-    try:
-        return Buffer(tensor.data_ptr(), tensor.numel(), dtype, tensor) if is_plain(tensor) else None
-    except RuntimeError:  # sparse layouts have no such thing as contiguity
-        return None
-
-
 def _view(call: str, name: str, tensor: Any, write: bool) -> Buffer:
-    if type(tensor) in _torch_types and (quick := _quick_view(tensor)) is not None:
-        return quick
+    seen = native.view_tensor(tensor)  # the usual case: a dense, contiguous CPU tensor of torch
+    if seen is not None:
+        return Buffer(seen[0], seen[1], _DTYPES[seen[2]], tensor)
     if _is_torch(tensor):
         return _from_torch(call, name, tensor, write)
     if hasattr(tensor, "__array_interface__") and hasattr(tensor, "flags"):

@@ -1,7 +1,8 @@
 """The collectives of a process group.
 
 Every call does the same five things: look at the tensors, check them, pick the plan, run it, finish the outputs.
-A blocking call of a kind seen before, on plain torch tensors, has a short way: one look-up, then the core.
+A blocking call of a kind seen before, on plain torch tensors, has a short way: ``native.again()`` looks at them, finds
+the plan and runs it in one call.
 """
 
 from __future__ import annotations
@@ -14,10 +15,18 @@ from typing import Any
 from symcomm import collectives, errors
 from symcomm._core import native
 from symcomm.collectives.plan import Plan
-from symcomm.group.buffers import Buffer, is_plain, read_buffer, read_list, write_buffer, write_list
+from symcomm.group.buffers import Buffer, read_buffer, read_list, write_buffer, write_list
 from symcomm.group.failure import call_site, explain
 from symcomm.group.work import Timeout, Work, to_ns
 from symcomm.types import DType, RedOpType, ReduceOp
+
+# Names under which native.again() knows a kind of call.
+_ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL = range(6)
+
+
+def _rooted(root: Any, op: Any) -> Any:
+    """Root and operation as one number, where both are numbers."""
+    return root << 8 | op if type(root) is int and type(op) is RedOpType else None
 
 
 def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
@@ -109,31 +118,10 @@ class CollectiveCalls:
         with self._keep_lock:
             self._pending = before[done:] + self._pending
 
-    def _again(self, call: str, detail: Any, input: Any, output: Any) -> bool:
-        """A blocking call of a kind seen before, on plain torch tensors: run it at once. False: take the long way."""
-        try:
-            if input is output:
-                plan = self._plans[call, detail, input.dtype, input.numel()]
-            else:
-                plan = self._plans[call, detail, input.dtype, input.numel(), output.dtype, output.numel()]
-                if not (output.is_cpu and output.is_contiguous() and not output.is_neg()):
-                    return False
-            if not (input.is_cpu and input.is_contiguous() and not input.is_neg()):
-                return False
-            source = input.data_ptr()
-            target = source if input is output else output.data_ptr()
-        except (KeyError, AttributeError, TypeError, RuntimeError):
-            return False
-        status = native.run(self._handle, plan, source, target, self._timeout_ns)
+    def _ended(self, status: int, call: str) -> None:
+        """What native.again() found: nothing to say, or why the operation failed."""
         if status:
             raise self._failed(status, call, call_site(3), None, explain)
-        return True
-
-    def _remember(self, call: str, detail: Any, input: Any, output: Any, plan: Any) -> None:
-        """Let the next call of this kind take the short way (not complex numbers: they may be conjugated lazily)."""
-        if is_plain(input) and is_plain(output) and not input.is_complex():
-            key = (call, detail, input.dtype, input.numel())
-            self._plans[key if input is output else (*key, output.dtype, output.numel())] = plan
 
     # --- reductions -------------------------------------------------------------------------------------------
 
@@ -141,13 +129,16 @@ class CollectiveCalls:
         self, tensor: Any, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """Combine ``tensor`` over all ranks, in place."""
-        if not async_op and timeout is None and self._again("all_reduce", op, tensor, tensor):
-            return None
+        if not async_op and timeout is None:
+            status = native.again(self._handle, _ALL_REDUCE, op, tensor, tensor, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, "all_reduce")
+                return None
         buffer = write_buffer("all_reduce", "tensor", tensor)
         redop, source = self._reduction("all_reduce", op, buffer)
         plan = self._plan(collectives.all_reduce, buffer.count, buffer.dtype, redop)
         if redop is not RedOpType.PREMUL_SUM:
-            self._remember("all_reduce", op, tensor, tensor, plan)
+            native.remember(self._handle, _ALL_REDUCE, op, tensor, tensor, plan)
         return self._run("all_reduce", plan, [source], [buffer], [tensor], async_op, timeout)
 
     def _reduction(self, call: str, op: Any, buffer: Buffer) -> tuple[RedOpType, Buffer]:
@@ -168,15 +159,18 @@ class CollectiveCalls:
         self, tensor: Any, root: int = 0, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """Combine ``tensor`` over all ranks into ``root``'s; the others' stay as they are."""
-        if not async_op and timeout is None and self._again("reduce", (root, op), tensor, tensor):
-            return None
+        if not async_op and timeout is None:
+            status = native.again(self._handle, _REDUCE, _rooted(root, op), tensor, tensor, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, "reduce")
+                return None
         self._check_root("reduce", root)
         is_root = self.rank == root
         buffer = (write_buffer if is_root else read_buffer)("reduce", "tensor", tensor)
         redop, source = self._reduction("reduce", op, buffer)
         plan = self._plan(collectives.reduce, buffer.count, buffer.dtype, redop, root)
         if redop is not RedOpType.PREMUL_SUM:
-            self._remember("reduce", (root, op), tensor, tensor, plan)
+            native.remember(self._handle, _REDUCE, _rooted(root, op), tensor, tensor, plan)
         return self._run("reduce", plan, [source], [buffer] if is_root else [], [tensor], async_op, timeout)
 
     def reduce_scatter_single(
@@ -184,15 +178,18 @@ class CollectiveCalls:
     ) -> Work | None:
         """``input`` is one piece per rank, one after the other; rank k gets the combination of all k-th pieces."""
         call = "reduce_scatter_single"
-        if not async_op and timeout is None and self._again(call, op, input, output):
-            return None
+        if not async_op and timeout is None:
+            status = native.again(self._handle, _REDUCE_SCATTER, op, input, output, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, "reduce_scatter_single")
+                return None
         source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
         check_same_dtype(call, [source, out])
         self._check_count(call, "input", source.count, out.count * self.size, f"{self.size} times output's")
         redop, source = self._reduction(call, op, source)
         plan = self._plan(collectives.reduce_scatter, (out.count,) * self.size, out.dtype, redop)
         if redop is not RedOpType.PREMUL_SUM:
-            self._remember(call, op, input, output, plan)
+            native.remember(self._handle, _REDUCE_SCATTER, op, input, output, plan)
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
 
     def reduce_scatter(
@@ -218,13 +215,16 @@ class CollectiveCalls:
 
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None) -> Work | None:
         """Everybody's ``tensor`` becomes ``root``'s."""
-        if not async_op and timeout is None and self._again("broadcast", root, tensor, tensor):
-            return None
+        if not async_op and timeout is None:
+            status = native.again(self._handle, _BROADCAST, root, tensor, tensor, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, "broadcast")
+                return None
         self._check_root("broadcast", root)
         is_root = self.rank == root
         buffer = (read_buffer if is_root else write_buffer)("broadcast", "tensor", tensor)
         plan = self._plan(collectives.broadcast, buffer.count, buffer.dtype, root)
-        self._remember("broadcast", root, tensor, tensor, plan)
+        native.remember(self._handle, _BROADCAST, root, tensor, tensor, plan)
         return self._run("broadcast", plan, [buffer], [buffer], [tensor], async_op, timeout)
 
     def all_gather_single(
@@ -232,13 +232,16 @@ class CollectiveCalls:
     ) -> Work | None:
         """``output`` becomes all ranks' ``input``, one after the other."""
         call = "all_gather_single"
-        if not async_op and timeout is None and self._again(call, None, input, output):
-            return None
+        if not async_op and timeout is None:
+            status = native.again(self._handle, _ALL_GATHER, 0, input, output, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, call)
+                return None
         source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
         check_same_dtype(call, [source, out])
         self._check_count(call, "output", out.count, source.count * self.size, f"{self.size} times input's")
         plan = self._plan(collectives.all_gather, (source.count,) * self.size, source.dtype)
-        self._remember(call, None, input, output, plan)
+        native.remember(self._handle, _ALL_GATHER, 0, input, output, plan)
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
 
     def all_gather(
@@ -304,8 +307,11 @@ class CollectiveCalls:
         Splits count rows of dimension 0, as in torch; without them the pieces are equal."""
         call = "all_to_all_single"
         even = not output_splits and not input_splits
-        if even and not async_op and timeout is None and self._again(call, None, input, output):
-            return None
+        if even and not async_op and timeout is None:
+            status = native.again(self._handle, _ALL_TO_ALL, 0, input, output, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, call)
+                return None
         source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
         check_same_dtype(call, [source, out])
         sent = self._split_counts(call, "input", input, source.count, input_splits)
@@ -313,7 +319,7 @@ class CollectiveCalls:
         if even:
             self._check_count(call, "output", out.count, source.count, "input's")
             plan = self._plan(collectives.all_to_all, sent[0], source.dtype)
-            self._remember(call, None, input, output, plan)
+            native.remember(self._handle, _ALL_TO_ALL, 0, input, output, plan)
         else:
             plan = self._plan(collectives.all_to_all, self._agree_on_splits(call, sent, got, timeout), source.dtype)
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
