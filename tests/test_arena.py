@@ -430,3 +430,43 @@ def _path_of_arena(rank: int, world: int) -> tuple[str, int]:
     arena.unlink()
     assert not os.path.exists(path)
     return path, mode
+
+
+def test_named_arenas_of_the_dead_are_swept(tmp_path):
+    dead, young, other = (tmp_path / name for name in ("symcomm-dead", "symcomm-young", "else"))
+    for path in (dead, young, other):
+        path.touch()
+    live = Arena(str(tmp_path))
+    assert live.path is not None
+    for path in (dead, other, Path(live.path)):
+        os.utime(path, (1, 1))
+    second = Arena(str(tmp_path))
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "symcomm-young",
+        "else",
+        os.path.basename(live.path),
+        os.path.basename(second.path or ""),
+    }
+    live.unlink()
+    second.unlink()
+    assert live.path is None and {p.name for p in tmp_path.iterdir()} == {"symcomm-young", "else"}
+
+
+def test_too_few_addresses_are_an_error_of_ours(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(native, "map_shared", refuse)
+    with pytest.raises(errors.ResourceError, match=r"mapping .* of addresses failed .*ulimit -v unlimited"):
+        Arena(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_small_allocations_do_not_ask_every_time(arena, monkeypatch):
+    asked = []
+    monkeypatch.setattr(arena_module, "check_room", lambda nbytes, directory: asked.append(nbytes))
+    for _ in range(100):
+        arena.free(arena.allocate(PAGE))
+    assert asked == [PAGE]
+    arena.free(arena.allocate(MIB))
+    assert asked == [PAGE, MIB]

@@ -26,7 +26,9 @@ from tests.ranks import run_ranks
 MODES = pytest.mark.parametrize("mode", ["threads", "processes"])
 
 
-multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "symcomm.symm_mem", "pytest"])
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["torch", "torch._dynamo", "symcomm.symm_mem", "pytest"]
+)
 
 
 def spawn(fn, n, *args, mode="threads"):
@@ -601,6 +603,9 @@ def _abort_wakes(group):
         return
     with pytest.raises(errors.GroupUnusableError, match="aborted"):
         handle.wait_signal(1)
+    group.destroy()
+    with pytest.raises(errors.GroupUnusableError, match="destroyed"):
+        handle.put_signal(0)
 
 
 def test_abort_ends_waits():

@@ -14,11 +14,14 @@ Header of an arena, in its first page::
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import secrets
 import struct
 import threading
+import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -35,7 +38,22 @@ LIFE = 64
 MAX_ADDRESSES = 1 << 46  # of the 47 bits of addresses a process has; shared by all ranks it may map
 RANKS_PLANNED_FOR = 64
 HUGE = 2 << 20
+NAME = "symcomm-"  # named arenas begin so
+SWEEP_AGE = 60  # seconds: a younger file may not be locked by its owner yet
+ASK_BYTES = (
+    1 << 20
+)  # small allocations ask how much memory is left once per so many: asking takes 0.14 ms, the rest 0.02
 KEEP_BYTES = 256 << 20  # freed pages kept for the next allocation before they go back to the kernel
+
+
+def _map(fd: int, nbytes: int) -> int:
+    try:
+        return native.map_shared(fd, nbytes)
+    except OSError as error:
+        raise ResourceError(
+            f"symmetric memory: mapping {words_for_bytes(nbytes)} of addresses failed ({error.strerror}); "
+            "raise the limit on address space (ulimit -v unlimited)."
+        ) from error
 
 
 @dataclass
@@ -54,13 +72,7 @@ class Peer:
 
     @classmethod
     def map(cls, fd: int, nbytes: int) -> Peer:
-        try:
-            base = native.map_shared(fd, nbytes)
-        except OSError as error:
-            raise ResourceError(
-                f"symmetric memory: mapping {words_for_bytes(nbytes)} of addresses failed ({error.strerror}); "
-                "raise the limit on address space (ulimit -v unlimited)."
-            ) from error
+        base = _map(fd, nbytes)
         magic, nonce, pid = struct.unpack("<Q16sQ", native.peek(base, 32))
         if magic != MAGIC:
             native.unmap(base, nbytes)
@@ -95,11 +107,18 @@ class Arena:
         if directory is None:
             self.fd = os.memfd_create("symcomm", os.MFD_CLOEXEC)
         else:
-            self.path = os.path.join(directory, f"symcomm-{self.nonce.hex()}")
+            sweep(directory)
+            self.path = os.path.join(directory, f"{NAME}{self.nonce.hex()}")
             self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self.fd, self.nbytes)
-        native.set_pages(self.fd, 0, PAGE, True)
-        base = native.map_shared(self.fd, self.nbytes)
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until we are gone, however we go
+        try:
+            os.ftruncate(self.fd, self.nbytes)
+            native.set_pages(self.fd, 0, PAGE, True)
+            base = _map(self.fd, self.nbytes)
+        except BaseException:
+            os.close(self.fd)
+            self.unlink()
+            raise
         native.poke(base, struct.pack("<Q16sQ", MAGIC, self.nonce, os.getpid()))
         self.peer = add_peer(Peer(self.nonce, os.getpid(), base, self.nbytes))
         self.base = base
@@ -107,6 +126,7 @@ class Arena:
         self._lock = threading.Lock()
         self._dropped: deque[int] = deque()  # offsets to take back once the lock is free
         self._idle = 0  # freed bytes whose pages were kept, about
+        self._unasked = ASK_BYTES  # allocated since we last asked how much memory is left
         self._pid = os.getpid()
         self._life = native.life_start(base + LIFE)
         self.huge_pages = native.advise_huge(base, self.nbytes)
@@ -117,7 +137,7 @@ class Arena:
 
     def allocate_sparse(self, nbytes: int, touched: int) -> int:
         """Like allocate, but only the first ``touched`` bytes get pages now, the rest when they are first used."""
-        check_room(touched, self.directory)
+        self._check_room(touched)
         self._settle()
         with self._lock:
             offset = self._heap.allocate(nbytes)
@@ -138,6 +158,12 @@ class Arena:
                 "free memory or allocate less."
             ) from error
         return offset
+
+    def _check_room(self, nbytes: int) -> None:
+        self._unasked += nbytes
+        if self._unasked >= ASK_BYTES:
+            check_room(nbytes, self.directory)
+            self._unasked = 0
 
     def free(self, offset: int) -> None:
         """Give a range back; its pages return to the kernel once more than KEEP_BYTES lie idle."""
@@ -207,6 +233,22 @@ class Arena:
         if self.path is not None:
             os.unlink(self.path)
             self.path = None
+
+
+def sweep(directory: str) -> None:
+    """Remove named arenas whose owners were killed before anybody could unlink them."""
+    for entry in os.scandir(directory):
+        if not entry.name.startswith(NAME):
+            continue
+        with contextlib.suppress(OSError):  # somebody else's, in use, or swept by another rank just now
+            if time.time() - entry.stat(follow_symlinks=False).st_mtime < SWEEP_AGE:
+                continue
+            fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(entry.path)
+            finally:
+                os.close(fd)
 
 
 _process_arena: Arena | None = None

@@ -254,6 +254,7 @@ class SymmetricMemory:
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Return once every rank has come to the barrier of this channel. timeout_ms 0: the group's timeout."""
         self._check_channel("barrier", channel)
+        self.group._check_usable()
         status, culprit = native.signal_barrier(self._meeting.pads, channel, self._timeout_ns("barrier", timeout_ms))
         if status:
             raise self._explain(f"barrier(channel={channel})", status, culprit, timeout_ms)
@@ -269,6 +270,7 @@ class SymmetricMemory:
     def _signal(self, call: str, name: str, act: Callable, peer: int, channel: int, timeout_ms: int) -> None:
         self._check_rank(call, name, peer)
         self._check_channel(call, channel)
+        self.group._check_usable()
         status = act(self._meeting.pads, peer, channel, self._timeout_ns(call, timeout_ms))
         if status:
             raise self._explain(f"{call}({name}={peer}, channel={channel})", status, peer, timeout_ms)
