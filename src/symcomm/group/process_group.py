@@ -98,6 +98,7 @@ class ProcessGroup(MoreCalls):
             tuple([s + channels for s in starts]),
             SPIN_LOOKS_CROWDED if crowded else SPIN_LOOKS, YIELD_NS,
         )  # fmt: skip
+        native.group_keep(self._handle, (self._arena, *self._peers))
 
     _peers: list[Peer]
 

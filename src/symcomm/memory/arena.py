@@ -58,12 +58,15 @@ def _map(fd: int, nbytes: int) -> int:
 
 @dataclass
 class Peer:
-    """An arena as this process sees it, its own or another rank's."""
+    """An arena as this process sees it, its own or another rank's. Mapped as long as this object lives."""
 
     nonce: bytes
     pid: int
     base: int
     nbytes: int
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, native.unmap, self.base, self.nbytes).atexit = False
 
     @property
     def life(self) -> int:
@@ -80,7 +83,7 @@ class Peer:
         return cls(nonce, pid, base, nbytes)
 
 
-_peers: dict[bytes, Peer] = {}  # all arenas mapped by this process
+_peers: weakref.WeakValueDictionary[bytes, Peer] = weakref.WeakValueDictionary()  # arenas mapped by this process
 _peers_lock = threading.Lock()
 
 
@@ -89,11 +92,9 @@ def peer_by_nonce(nonce: bytes) -> Peer | None:
 
 
 def add_peer(peer: Peer) -> Peer:
+    """The one object for this arena; it is remembered while somebody holds it."""
     with _peers_lock:
-        known = _peers.setdefault(peer.nonce, peer)
-    if known is not peer:
-        native.unmap(peer.base, peer.nbytes)
-    return known
+        return _peers.setdefault(peer.nonce, peer)
 
 
 class Arena:
@@ -128,7 +129,8 @@ class Arena:
         self._idle = 0  # freed bytes whose pages were kept, about
         self._unasked = ASK_BYTES  # allocated since we last asked how much memory is left
         self._pid = os.getpid()
-        self._life = native.life_start(base + LIFE)
+        life = native.life_start(base + LIFE)
+        weakref.finalize(self, _close, self._pid, self.fd, life, self.peer).atexit = False
         self.huge_pages = native.advise_huge(base, self.nbytes)
 
     def allocate(self, nbytes: int) -> int:
@@ -233,6 +235,13 @@ class Arena:
         if self.path is not None:
             os.unlink(self.path)
             self.path = None
+
+
+def _close(pid: int, fd: int, life: int, peer: Peer) -> None:
+    """The arena is gone here: no tensor, no group of its rank. ``peer`` stays mapped until now, since life is in it."""
+    if os.getpid() == pid:
+        native.life_stop(life)
+        os.close(fd)
 
 
 def sweep(directory: str) -> None:
