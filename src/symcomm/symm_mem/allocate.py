@@ -152,7 +152,7 @@ def empty_strided_p2p(
     part = part_of(memory, 0, nbytes)
     if alloc_id is not None:
         _lent[arena, alloc_id] = part
-    return torch.empty(0, dtype=dtype).set_(storage_over(part), 0, sizes, strides)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage_over(part), 0, sizes, strides)
 
 
 def _arena_of(group_name: str | None) -> Arena:

@@ -83,7 +83,9 @@ class Meeting:
         card = {"offset": offset, "nbytes": nbytes, "pad": pad_offset, "pad_bytes": self.pad_bytes}
         cards = [json.loads(item) for item in group.all_gather_object(json.dumps(card).encode())]
         _check_alike(group, "nbytes", "allocated", cards, "allocate the same size on every rank")
-        _check_alike(group, "pad_bytes", "use signal pads of", cards, "call set_signal_pad_size alike on every rank")
+        _check_alike(
+            group, "pad_bytes", "asked for signal pads of", cards, "call set_signal_pad_size alike on every rank"
+        )
         bases = [peer.base for peer in group._peers]
         self.buffers = [base + c["offset"] for base, c in zip(bases, cards, strict=True)]
         self.pad_addresses = [base + c["pad"] for base, c in zip(bases, cards, strict=True)]
@@ -247,7 +249,7 @@ class SymmetricMemory:
         part = (ctypes.c_char * max(end - start, 1)).from_address(bases[rank] + start)
         part.keeps = self
         strides = torch._prims_common.make_contiguous_strides_for(tuple(sizes))
-        return torch.empty(0, dtype=dtype).set_(storage_over(part), 0, tuple(sizes), strides)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage_over(part), 0, tuple(sizes), strides)
 
     # --- signals ------------------------------------------------------------------------------------------------
 
@@ -282,9 +284,9 @@ class SymmetricMemory:
     def _check_channel(self, call: str, channel: int) -> None:
         channels = self.signal_pad_size // (4 * self.world_size)
         if not isinstance(channel, int) or not 0 <= channel < channels:
-            raise errors.bad_argument(
-                call, "channel", channel, f"0 to {channels - 1}", "make more with set_signal_pad_size before rendezvous"
-            )
+            range_ = f"0 to {channels - 1}" if channels else f"absent: {self.signal_pad_size} bytes have room for none"
+            fix = "make more with set_signal_pad_size before rendezvous"
+            raise errors.bad_argument(call, "channel", channel, range_, fix)
 
     def _timeout_ns(self, call: str, timeout_ms: int) -> int:
         if timeout_ms < 0:
