@@ -15,7 +15,7 @@ from symcomm.group import registry
 from symcomm.group.default import default_group, exchange_through
 from symcomm.group.failure import Status, how_it_ended
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
-from symcomm.memory.arena import current_arena
+from symcomm.memory.arena import bytes_type, current_arena
 from symcomm.symm_mem import settings
 from symcomm.symm_mem.allocate import find_memory, storage_over
 
@@ -246,7 +246,7 @@ class SymmetricMemory:
             raise errors.bad_argument(
                 call, "sizes", f"{tuple(sizes)}, up to byte {end}", f"within the {room} bytes allocated"
             )
-        part = (ctypes.c_char * max(end - start, 1)).from_address(bases[rank] + start)
+        part: Any = bytes_type(max(end - start, 1)).from_address(bases[rank] + start)
         part.keeps = self
         strides = torch._prims_common.make_contiguous_strides_for(tuple(sizes))
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage_over(part), 0, tuple(sizes), strides)
