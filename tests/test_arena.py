@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import gc
@@ -20,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import symcomm
 from symcomm import errors
 from symcomm._core import native
 from symcomm.memory import arena as arena_module
@@ -430,3 +432,75 @@ def _path_of_arena(rank: int, world: int) -> tuple[str, int]:
     arena.unlink()
     assert not os.path.exists(path)
     return path, mode
+
+
+def test_named_arenas_of_the_dead_are_swept(tmp_path):
+    dead, young, other = (tmp_path / name for name in ("symcomm-dead", "symcomm-young", "else"))
+    for path in (dead, young, other):
+        path.touch()
+    live = Arena(str(tmp_path))
+    assert live.path is not None
+    for path in (dead, other, Path(live.path)):
+        os.utime(path, (1, 1))
+    second = Arena(str(tmp_path))
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "symcomm-young",
+        "else",
+        os.path.basename(live.path),
+        os.path.basename(second.path or ""),
+    }
+    live.unlink()
+    second.unlink()
+    assert live.path is None and {p.name for p in tmp_path.iterdir()} == {"symcomm-young", "else"}
+
+
+def test_too_few_addresses_are_an_error_of_ours(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(native, "map_shared", refuse)
+    with pytest.raises(errors.ResourceError, match=r"mapping .* of addresses failed .*ulimit -v unlimited"):
+        Arena(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_small_allocations_do_not_ask_every_time(arena, monkeypatch):
+    asked = []
+    monkeypatch.setattr(arena_module, "check_room", lambda nbytes, directory: asked.append(nbytes))
+    for _ in range(100):
+        arena.free(arena.allocate(PAGE))
+    assert asked == [PAGE]
+    arena.free(arena.allocate(MIB))
+    assert asked == [PAGE, MIB]
+
+
+def arenas_mapped() -> tuple[int, int]:
+    """(descriptors, mappings) of arenas in this process."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("memfd:symcomm" in link for link in links), sum("memfd:symcomm" in line for line in maps)
+
+
+def _use_it(group):
+    view = group._arena.buffer(PAGE)
+    view[:4] = b"%04d" % group.rank
+    group.split(group.rank % 2).barrier()
+    group.barrier()
+    return view
+
+
+def test_arenas_of_threads_go_with_what_uses_them():
+    gc.collect()
+    before = arenas_mapped()
+    kept = []
+    for _ in range(5):
+        kept = symcomm.spawn(_use_it, 3, mode="threads", timeout=20, deadline=40)
+    gc.collect()
+    assert arenas_mapped() == (before[0] + 3, before[1] + 3), "tensors that were returned stay valid"
+    assert [view[:4] for view in kept] == [b"0000", b"0001", b"0002"]
+    kept.clear()
+    gc.collect()
+    assert arenas_mapped() == before

@@ -26,7 +26,9 @@ from tests.ranks import run_ranks
 MODES = pytest.mark.parametrize("mode", ["threads", "processes"])
 
 
-multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "symcomm.symm_mem", "pytest"])
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["torch", "torch._dynamo", "symcomm.symm_mem", "pytest"]
+)
 
 
 def spawn(fn, n, *args, mode="threads"):
@@ -87,6 +89,16 @@ def test_it_behaves_like_any_tensor(dtype):
     tensor.copy_(plain)
     assert tensor.stride() == (1, 8, 2) and torch.equal(tensor, plain)
     assert torch.equal(tensor.transpose(0, 1).contiguous(), plain.transpose(0, 1))
+
+
+def test_another_default_device():
+    with torch.device("meta"):
+        with pytest.raises(errors.BadArgumentError, match="device must be 'cpu', got 'meta'"):
+            symm_mem.empty(2)
+        assert symm_mem.zeros(2, device="cpu").tolist() == [0, 0]
+        weight = torch.ones(2, 2, device="cpu", requires_grad=True)
+        symcomm.symmetrize(weight, grads="allocate")
+    assert symm_mem.is_symm_mem_tensor(weight) and weight.grad.tolist() == [[0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -217,6 +229,12 @@ def _pad_of(group, sizes):
     return symm_mem.rendezvous(symm_mem.empty(4), group).signal_pad_size
 
 
+def _no_room(group):
+    handle = symm_mem.rendezvous(symm_mem.empty(4), group)
+    with pytest.raises(errors.BadArgumentError, match="absent: 4 bytes have room for none, got 0; make more"):
+        handle.barrier()
+
+
 def test_signal_pad_size():
     default = symm_mem.get_signal_pad_size()
     assert default == TorchSymmetricMemory.signal_pad_size
@@ -225,8 +243,10 @@ def test_signal_pad_size():
             with pytest.raises(errors.BadArgumentError, match="size must be a multiple of 4"):
                 symm_mem.set_signal_pad_size(bad)
         assert spawn(_pad_of, 2, [64, 64], mode="processes") == [64, 64]
-        with pytest.raises(AssertionError, match="rank 0 use signal pads of 64 bytes; rank 1 .* 128 bytes"):
+        with pytest.raises(AssertionError, match="rank 0 asked for signal pads of 64 bytes; rank 1 .* 128 bytes"):
             spawn(_pad_of, 2, [64, 128], mode="processes")
+        symm_mem.set_signal_pad_size(4)
+        spawn(_no_room, 2)
     finally:
         symm_mem.set_signal_pad_size(default)
 
@@ -601,6 +621,9 @@ def _abort_wakes(group):
         return
     with pytest.raises(errors.GroupUnusableError, match="aborted"):
         handle.wait_signal(1)
+    group.destroy()
+    with pytest.raises(errors.GroupUnusableError, match="destroyed"):
+        handle.put_signal(0)
 
 
 def test_abort_ends_waits():

@@ -22,7 +22,9 @@ from tests.ranks import run_ranks
 from tests.test_symm_mem import _rank_main
 
 symmetrize_module = sys.modules["symcomm.symm_mem.symmetrize"]  # the function of that name hides it
-multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "symcomm.symm_mem", "pytest"])
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["torch", "torch._dynamo", "symcomm.symm_mem", "pytest"]
+)
 
 
 class NoSwap:

@@ -113,6 +113,7 @@ class ProcessGroup(MoreCalls):
             SPIN_LOOKS_CROWDED if crowded else SPIN_LOOKS, YIELD_NS,
         )  # fmt: skip
         _living.add(self)
+        native.group_keep(self._handle, (self._arena, *self._peers))
 
     _peers: list[Peer]
 

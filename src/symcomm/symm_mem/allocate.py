@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
 from symcomm.group import registry
-from symcomm.memory.arena import Arena, current_arena
+from symcomm.memory.arena import Arena, bytes_type, current_arena
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ def find_memory(address: int) -> Memory | None:
 
 def part_of(memory: Memory, offset: int, nbytes: int) -> Memory:
     """Some bytes of ``memory``, which they keep alive."""
-    return (ctypes.c_char * max(nbytes, 1)).from_buffer(memory, offset)
+    return bytes_type(max(nbytes, 1)).from_buffer(memory, offset)
 
 
 def storage_over(buffer: Any) -> torch.UntypedStorage:
@@ -152,7 +152,7 @@ def empty_strided_p2p(
     part = part_of(memory, 0, nbytes)
     if alloc_id is not None:
         _lent[arena, alloc_id] = part
-    return torch.empty(0, dtype=dtype).set_(storage_over(part), 0, sizes, strides)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage_over(part), 0, sizes, strides)
 
 
 def _arena_of(group_name: str | None) -> Arena:

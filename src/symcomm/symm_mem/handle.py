@@ -15,7 +15,7 @@ from symcomm.group import registry
 from symcomm.group.default import default_group, exchange_through
 from symcomm.group.failure import Status, how_it_ended
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
-from symcomm.memory.arena import current_arena
+from symcomm.memory.arena import bytes_type, current_arena
 from symcomm.symm_mem import settings
 from symcomm.symm_mem.allocate import find_memory, storage_over
 
@@ -83,7 +83,9 @@ class Meeting:
         card = {"offset": offset, "nbytes": nbytes, "pad": pad_offset, "pad_bytes": self.pad_bytes}
         cards = [json.loads(item) for item in group.all_gather_object(json.dumps(card).encode())]
         _check_alike(group, "nbytes", "allocated", cards, "allocate the same size on every rank")
-        _check_alike(group, "pad_bytes", "use signal pads of", cards, "call set_signal_pad_size alike on every rank")
+        _check_alike(
+            group, "pad_bytes", "asked for signal pads of", cards, "call set_signal_pad_size alike on every rank"
+        )
         bases = [peer.base for peer in group._peers]
         self.buffers = [base + c["offset"] for base, c in zip(bases, cards, strict=True)]
         self.pad_addresses = [base + c["pad"] for base, c in zip(bases, cards, strict=True)]
@@ -244,16 +246,17 @@ class SymmetricMemory:
             raise errors.bad_argument(
                 call, "sizes", f"{tuple(sizes)}, up to byte {end}", f"within the {room} bytes allocated"
             )
-        part = (ctypes.c_char * max(end - start, 1)).from_address(bases[rank] + start)
+        part: Any = bytes_type(max(end - start, 1)).from_address(bases[rank] + start)
         part.keeps = self
         strides = torch._prims_common.make_contiguous_strides_for(tuple(sizes))
-        return torch.empty(0, dtype=dtype).set_(storage_over(part), 0, tuple(sizes), strides)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage_over(part), 0, tuple(sizes), strides)
 
     # --- signals ------------------------------------------------------------------------------------------------
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Return once every rank has come to the barrier of this channel. timeout_ms 0: the group's timeout."""
         self._check_channel("barrier", channel)
+        self.group._check_usable()
         status, culprit = native.signal_barrier(self._meeting.pads, channel, self._timeout_ns("barrier", timeout_ms))
         if status:
             raise self._explain(f"barrier(channel={channel})", status, culprit, timeout_ms)
@@ -269,6 +272,7 @@ class SymmetricMemory:
     def _signal(self, call: str, name: str, act: Callable, peer: int, channel: int, timeout_ms: int) -> None:
         self._check_rank(call, name, peer)
         self._check_channel(call, channel)
+        self.group._check_usable()
         status = act(self._meeting.pads, peer, channel, self._timeout_ns(call, timeout_ms))
         if status:
             raise self._explain(f"{call}({name}={peer}, channel={channel})", status, peer, timeout_ms)
@@ -280,9 +284,9 @@ class SymmetricMemory:
     def _check_channel(self, call: str, channel: int) -> None:
         channels = self.signal_pad_size // (4 * self.world_size)
         if not isinstance(channel, int) or not 0 <= channel < channels:
-            raise errors.bad_argument(
-                call, "channel", channel, f"0 to {channels - 1}", "make more with set_signal_pad_size before rendezvous"
-            )
+            range_ = f"0 to {channels - 1}" if channels else f"absent: {self.signal_pad_size} bytes have room for none"
+            fix = "make more with set_signal_pad_size before rendezvous"
+            raise errors.bad_argument(call, "channel", channel, range_, fix)
 
     def _timeout_ns(self, call: str, timeout_ms: int) -> int:
         if timeout_ms < 0:

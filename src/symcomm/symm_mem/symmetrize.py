@@ -106,7 +106,7 @@ def _move(tensors: list[torch.Tensor], missing: list[torch.Tensor], flat: bool) 
         home.copy_(storage)
         _rehome(storage, home, users[address])
     for tensor, grad, home in zip(missing, grads, homes[len(old) :], strict=True):
-        tensor.grad = torch.empty(0, dtype=grad.dtype).set_(home, 0, grad.shape, grad.stride()).zero_()
+        tensor.grad = torch.empty(0, dtype=grad.dtype, device="cpu").set_(home, 0, grad.shape, grad.stride()).zero_()
 
 
 def _homes(sizes: list[int], flat: bool) -> list[torch.UntypedStorage]:
@@ -129,5 +129,7 @@ def _rehome(storage: torch.UntypedStorage, home: torch.UntypedStorage, users: li
     import torch
 
     for tensor in users:  # before torch 2.13 only the tensors we were given can follow
-        moved = torch.empty(0, dtype=tensor.dtype).set_(home, tensor.storage_offset(), tensor.shape, tensor.stride())
+        moved = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+            home, tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
         tensor.data = moved
