@@ -189,8 +189,8 @@ static int run_locked(struct group *g, const struct plan *p, const struct buffer
     int64_t now = symcomm_now_ns();
     atomic_store_explicit(&g->started, now, memory_order_relaxed);
     x.deadline = timeout ? now + timeout : 0;
-    int64_t in_offset = b->n_in ? offset_in_arena(g, b->in[0]) : -1;
-    int64_t out_offset = b->n_out ? offset_in_arena(g, b->out[0]) : -1;
+    int64_t in_offset = b->n_in == 1 ? offset_in_arena(g, b->in[0]) : -1; /* a list is not one tensor */
+    int64_t out_offset = b->n_out == 1 ? offset_in_arena(g, b->out[0]) : -1;
     bool skip_head = p->has_direct && p->needs[g->rank] && satisfies(p->needs[g->rank], in_offset, out_offset);
     if (!skip_head && (status = run_part(&x, PLAN_HEAD))) return status;
     arrive(&x, in_offset, out_offset);
