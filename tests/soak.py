@@ -125,7 +125,7 @@ def judge(plan: Scenario, outcomes: list[Outcome]) -> list[str]:
             good = isinstance(o.error, errors.CollectiveMismatchError) and "reduce(float32 x 3, MAX" in message
         elif plan.fault == "stop":
             # A message names its other side, which may itself be waiting for the stopped rank.
-            names = plan.victim in getattr(o.error, "missing", []) or message.startswith(("send", "receive"))
+            names = plan.victim in [o.rank, *getattr(o.error, "missing", [])] or message.startswith(("send", "receive"))
             good = isinstance(o.error, errors.DeadlineError) and names
         else:
             good = isinstance(o.error, errors.RankFailedError) and o.error.ranks[:1] == [plan.victim]

@@ -78,9 +78,9 @@ def _spawn_threads(fn: Callable, n: int, args: tuple, timeout: Timeout, deadline
     failures: list[tuple[float, int, BaseException]] = []
 
     def run(rank: int) -> None:
-        use_arena(Arena())
         group: ProcessGroup | None = None
         try:
+            use_arena(Arena())
             group = ProcessGroup(rank, n, meeting.of(rank), timeout=timeout)
             set_default(group, of_thread=True)
             results[rank] = fn(group, *args)
