@@ -449,6 +449,20 @@ def test_a_thread_rank_that_raises_with_work_pending_does_not_hang():
         symcomm.spawn(rank, 2, mode="threads", timeout=15, deadline=10)
 
 
+def test_a_thread_rank_that_raises_leaves_its_other_groups_too():
+    def rank(g: ProcessGroup) -> None:
+        team = g.split(0)
+        assert team is not None
+        if g.rank == 1:
+            raise KeyError("mine")
+        team.barrier()
+
+    started = time.monotonic()
+    with pytest.raises(KeyError, match="mine"):
+        symcomm.spawn(rank, 3, mode="threads", timeout=30, deadline=20)
+    assert time.monotonic() - started < 10
+
+
 def test_a_thread_rank_that_returns_early():
     def rank(g: ProcessGroup) -> None:
         if g.rank != 1:

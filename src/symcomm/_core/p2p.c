@@ -163,7 +163,7 @@ static bool wanted_from(struct mail *m, int peer) {
 static bool fits(const struct op *op, const struct header *h) { return op->nbytes == h->nbytes && op->dtype == h->dtype; }
 
 static void deliver(struct op *op, const struct header *h) {
-    op->got = h->nbytes;
+    op->got = h->nbytes, op->got_dtype = h->dtype;
     finish(op, fits(op, h) ? STATUS_OK : STATUS_SIZE);
     mail_release(op);
 }
@@ -356,7 +356,7 @@ static int give_up(struct op *op, int status, bool withdraw_it) {
     if (!done && withdraw_it) clean = withdraw(op);
     pthread_mutex_unlock(&m->lock);
     if (done) return op->status;
-    if (!clean && status == STATUS_TIMEOUT) sync_fail(m->group, STATUS_TIMEOUT, op->peer);
+    if (!clean && status == STATUS_TIMEOUT) sync_fail(m->group, STATUS_HALF_SENT, op->peer);
     if (!clean && status == STATUS_INTERRUPTED) sync_fail(m->group, STATUS_ABORTED, m->group->rank);
     return status;
 }
@@ -558,7 +558,7 @@ static PyObject *py_post(PyObject *self, PyObject *args) {
     return result;
 }
 
-/* mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came); a negative timeout only looks. */
+/* mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype); a negative timeout only looks. */
 static PyObject *py_wait(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *capsule;
@@ -569,13 +569,14 @@ static PyObject *py_wait(PyObject *self, PyObject *args) {
     if (op == NULL) return NULL;
     WITHOUT_LOCK(status = mail_wait(op, timeout, withdraw_it));
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
-    unsigned long long got = status == STATUS_TIMEOUT ? 0 : op->got; /* still moving otherwise */
-    return Py_BuildValue("iiK", status, (int)op->peer, got);
+    bool came = status == STATUS_OK || status == STATUS_SIZE; /* otherwise it may still be moving */
+    unsigned long long got = came ? op->got : 0;
+    return Py_BuildValue("iiKL", status, (int)op->peer, got, (long long)(came ? op->got_dtype : 0));
 }
 
 static PyMethodDef methods[] = {
     {"mail_post", py_post, METH_VARARGS, "mail_post(group, is_send, peer, tag, dtype, address, nbytes, background) -> op"},
-    {"mail_wait", py_wait, METH_VARARGS, "mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came)"},
+    {"mail_wait", py_wait, METH_VARARGS, "mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -36,8 +36,9 @@ struct op {
     uint64_t nbytes, moved;
     uint64_t ticket; /* symmetric send: done when this many were copied */
     enum op_state state;
-    int status; /* STATUS_OK, or STATUS_SIZE with `got` */
+    int status; /* STATUS_OK, or STATUS_SIZE with `got` and `got_dtype` */
     uint64_t got;
+    int64_t got_dtype;
     struct op *next;
     int references;
     bool background; /* nobody may be waiting: the mail thread drives it */

@@ -53,6 +53,7 @@ enum status {
     STATUS_ABORTED = 5,  /* origin called abort() */
     STATUS_PLAN = 6,     /* the plan does not fit the group: a bug */
     STATUS_INTERRUPTED = 7, /* a Python signal handler raised (Ctrl-C) */
+    STATUS_HALF_SENT = 8, /* origin gave up a message to culprit when part of it was on its way */
 };
 
 struct group {

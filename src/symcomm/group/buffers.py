@@ -92,6 +92,10 @@ def _from_torch(call: str, name: str, tensor: Any, write: bool) -> Buffer:
     tensor = tensor.detach()
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return Buffer(tensor.data_ptr(), tensor.numel(), dtype, tensor)
+    if write and any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise errors.bad_argument(
+            call, name, "an expanded tensor", "a tensor whose elements do not share memory", "pass a .clone()"
+        )
     copy = tensor.resolve_conj().resolve_neg().contiguous()
     return Buffer(copy.data_ptr(), copy.numel(), dtype, copy, tensor if write else None)
 

@@ -41,6 +41,7 @@ class Status(enum.IntEnum):
     ABORTED = 5
     PLAN = 6
     INTERRUPTED = 7
+    HALF_SENT = 8
 
 
 def call_site(depth: int = 1) -> str:
@@ -110,7 +111,8 @@ def explain(group: Any, status: int, call: str, site: str, seconds: float | None
         status = report["status"]
     seq = report["seq"]
     me = report["ranks"][group.rank]
-    what = f"{call} #{seq} on group {group.name!r}"
+    number = "" if call.endswith(",") else f" #{seq}"  # messages ("send to rank 1, tag 0,") are not counted
+    what = f"{call}{number} on group {group.name!r}"
     text = describe_call(me["signature"], me["count"]) if me["seq"] == seq else call
     native.group_publish(group._handle, json.dumps({"call": text, "site": site, "seq": seq}).encode())
     if status == Status.MISMATCH:
@@ -119,6 +121,12 @@ def explain(group: Any, status: int, call: str, site: str, seconds: float | None
         return _rank_gone(group, what, report, seconds)
     if status == Status.TIMEOUT:
         return _timed_out(group, what, report, seconds)
+    if status == Status.HALF_SENT:
+        return errors.DeadlineError(
+            f"{what} failed: rank {report['origin']} gave up a message to rank {report['culprit']} of which a part was "
+            "on its way, so that what follows could not be read. Receive in time, or give a longer timeout.",
+            [report["culprit"]],
+        )
     if status in (Status.ABORTED, Status.INTERRUPTED):
         return errors.GroupUnusableError(
             f"{what} was aborted by rank {report['origin']}; destroy the group, or call group.shrink() to go on."

@@ -15,6 +15,7 @@ from symcomm.errors import words_for_seconds
 from symcomm.group.buffers import Buffer, read_buffer, write_buffer
 from symcomm.group.failure import Status, call_site, explain
 from symcomm.group.work import Timeout, to_ns
+from symcomm.types import DType
 
 __all__ = ["ANY_SOURCE", "Message", "MessageCalls", "MessageWork"]
 
@@ -50,7 +51,7 @@ class MessageWork:
         self._buffer = buffer
         self._site = site
         self._started = time.monotonic()
-        self._outcome: tuple[int, int, int] | None = None
+        self._outcome: tuple[int, int, int, int] | None = None
         self._error: BaseException | None = None
 
     @property
@@ -59,17 +60,17 @@ class MessageWork:
         peer = "any rank" if m.peer == ANY_SOURCE else f"rank {m.peer}"
         return f"send to {peer}, tag {m.tag}," if m.is_send else f"receive from {peer}, tag {m.tag},"
 
-    def _settle(self, outcome: tuple[int, int, int]) -> None:
+    def _settle(self, outcome: tuple[int, int, int, int]) -> None:
         self._outcome = outcome
-        status, peer, got = outcome
+        status, peer, got, dtype = outcome
         if status == STATUS_SIZE:
             self._error = errors.BadArgumentError(
-                f"{self._what} on group {self._group.name!r}: rank {peer} sent {got} bytes, the tensor here has "
-                f"{self._buffer.nbytes} ({self._buffer.dtype.label} x {self._buffer.count}); make size and dtype equal."
+                f"{self._what} on group {self._group.name!r}: rank {peer} sent {got} bytes of {DType(dtype).label}, "
+                f"the tensor here has {self._buffer.nbytes} of {self._buffer.dtype.label}; make size and dtype equal."
             )
         elif status:
             seconds = time.monotonic() - self._started
-            self._error = self._group._failed(status, self._what.rstrip(","), self._site, seconds, explain)
+            self._error = self._group._failed(status, self._what, self._site, seconds, explain)
         elif not self._message.is_send:
             self._buffer.finish()
 
@@ -147,10 +148,14 @@ class MessageCalls:
 
     def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
         """Returns once ``tensor`` may be changed again."""
+        if timeout is not None:
+            to_ns("send", timeout)  # a wrong one is refused before anything is on its way
         self._post(Message.send(tensor, peer, tag), "send", False).wait(timeout)
 
     def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
         """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank."""
+        if timeout is not None:
+            to_ns("recv", timeout)
         work = self._post(Message.receive(tensor, peer, tag), "recv", False)
         work.wait(timeout)
         return work.source

@@ -43,6 +43,12 @@ def _leave_all() -> None:
             group._leave()
 
 
+def leave_groups_of(arena: Arena) -> None:
+    """Leave all groups of one rank at once: it has failed."""
+    for group in [g for g in list(_living) if g._arena is arena]:
+        group._leave()
+
+
 def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
     """(offset of staging, offset of channels, total bytes) of a rank's part of a group."""
     stage = -(-native.CONTROL_BYTES // 4096) * 4096
