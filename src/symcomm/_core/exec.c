@@ -16,8 +16,6 @@ struct run {
     int half;
 };
 
-static const int itemsize[DT_COUNT] = {1, 1, 2, 2, 4, 4, 8, 8, 1, 2, 2, 4, 8, 8, 16, 1, 1, 1, 1};
-
 static char *peer_tensor(struct run *x, int rank, bool output) {
     struct arrival *a = &x->g->control[rank]->arrival[x->half];
     int64_t offset = atomic_load_explicit(output ? &a->out_offset : &a->in_offset, memory_order_relaxed);
@@ -54,7 +52,7 @@ static void copy_step(struct run *x, const struct plan_step *s, int64_t turn, in
 static void reduce_step(struct run *x, const struct plan_step *s, int64_t turn, int64_t nbytes) {
     const void *src[MAX_PLACES];
     char *dst[MAX_PLACES];
-    int dtype = (int)x->p->dtype, item = itemsize[dtype];
+    int dtype = (int)x->p->dtype, item = symcomm_itemsize[dtype];
     for (int64_t i = 0; i < s->n_src; i++) src[i] = resolve(x, &x->p->places[s->src + i], turn);
     for (int64_t i = 0; i < s->n_dst; i++) dst[i] = resolve(x, &x->p->places[s->dst + i], turn);
     int64_t block = s->n_dst == 1 ? nbytes : BLOCK_BYTES;

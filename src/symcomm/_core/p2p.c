@@ -480,7 +480,14 @@ struct op *mail_post(struct group *g, const struct op *wanted) {
     return op;
 }
 
-/* Called with the mail's lock held, or by the last owner. */
+void mail_disown(struct op *op) {
+    pthread_mutex_t *lock = &op->mail->lock;
+    pthread_mutex_lock(lock);
+    mail_release(op);
+    pthread_mutex_unlock(lock);
+}
+
+/* Called with the mail's lock held. */
 void mail_release(struct op *op) {
     if (--op->references == 0) free(op);
 }
@@ -518,69 +525,4 @@ void mail_drop(struct group *g) {
     mail_close(g);
     if (g->mail) mail_free(g->mail);
     g->mail = NULL;
-}
-
-/* --- Python ----------------------------------------------------------------------------------------------------- */
-
-static const char OP[] = "symcomm.op";
-
-static void drop_op(PyObject *capsule) {
-    struct op *op = PyCapsule_GetPointer(capsule, OP);
-    PyObject *group = PyCapsule_GetContext(capsule);
-    pthread_mutex_t *lock = &op->mail->lock;
-    pthread_mutex_lock(lock);
-    mail_release(op);
-    pthread_mutex_unlock(lock);
-    Py_DECREF(group);
-}
-
-/* mail_post(group, is_send, peer, tag, dtype, address, nbytes, background) -> op */
-static PyObject *py_post(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *capsule;
-    int is_send, peer, background;
-    long long tag, dtype, nbytes;
-    unsigned long long address;
-    if (!PyArg_ParseTuple(args, "OpiLLKLp", &capsule, &is_send, &peer, &tag, &dtype, &address, &nbytes, &background)) return NULL;
-    struct group *g = PyCapsule_GetPointer(capsule, "symcomm.group");
-    if (g == NULL) return NULL;
-    if (g->mail == NULL || peer >= g->world || peer < (is_send ? 0 : ANY_SOURCE) || nbytes < 0)
-        return PyErr_Format(PyExc_ValueError, "no rank %d to exchange %lld bytes with", peer, nbytes);
-    struct op wanted = {.is_send = is_send, .peer = peer, .tag = tag, .dtype = dtype, .background = background};
-    wanted.buffer = (char *)(uintptr_t)address, wanted.nbytes = (uint64_t)nbytes;
-    struct op *op;
-    Py_BEGIN_ALLOW_THREADS;
-    op = mail_post(g, &wanted);
-    Py_END_ALLOW_THREADS;
-    if (op == NULL) return PyErr_NoMemory();
-    PyObject *result = PyCapsule_New(op, OP, drop_op);
-    if (result) PyCapsule_SetContext(result, Py_NewRef(capsule));
-    return result;
-}
-
-/* mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype); a negative timeout only looks. */
-static PyObject *py_wait(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *capsule;
-    long long timeout;
-    int withdraw_it, status;
-    if (!PyArg_ParseTuple(args, "OLp", &capsule, &timeout, &withdraw_it)) return NULL;
-    struct op *op = PyCapsule_GetPointer(capsule, OP);
-    if (op == NULL) return NULL;
-    WITHOUT_LOCK(status = mail_wait(op, timeout, withdraw_it));
-    if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
-    bool came = status == STATUS_OK || status == STATUS_SIZE; /* otherwise it may still be moving */
-    unsigned long long got = came ? op->got : 0;
-    return Py_BuildValue("iiKL", status, (int)op->peer, got, (long long)(came ? op->got_dtype : 0));
-}
-
-static PyMethodDef methods[] = {
-    {"mail_post", py_post, METH_VARARGS, "mail_post(group, is_send, peer, tag, dtype, address, nbytes, background) -> op"},
-    {"mail_wait", py_wait, METH_VARARGS, "mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype)"},
-    {NULL, NULL, 0, NULL},
-};
-
-int symcomm_add_p2p(PyObject *module) {
-    PyModule_AddIntConstant(module, "CHANNEL_BYTES", (long)sizeof(struct channel));
-    return PyModule_AddFunctions(module, methods);
 }

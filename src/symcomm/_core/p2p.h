@@ -56,5 +56,7 @@ struct op *mail_post(struct group *g, const struct op *wanted);
 int mail_wait(struct op *op, int64_t timeout, bool withdraw);
 bool mail_done(struct op *op);
 void mail_release(struct op *op);
+/* The caller of mail_post() has no further use for op. */
+void mail_disown(struct op *op);
 
 #endif

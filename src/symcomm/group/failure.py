@@ -23,7 +23,7 @@ from symcomm.collectives.select import elements_of
 from symcomm.errors import words_for_exit, words_for_ranks, words_for_seconds
 from symcomm.types import DType, RedOpType
 
-__all__ = ["Status", "call_site", "explain"]
+__all__ = ["Site", "Status", "call_site", "explain"]
 
 RECORD_WAIT = 0.08  # the others are woken at once; 80 ms leaves room within the 100 ms we promise
 EXIT_WAIT = 0.08  # taking a process apart took 5 to 60 ms on a busy machine
@@ -44,18 +44,30 @@ class Status(enum.IntEnum):
     HALF_SENT = 8
 
 
-def call_site(depth: int = 1) -> str:
-    """``file:line`` of the nearest caller that is neither ours nor torch's."""
+Site = tuple[str, int]  # file, line; worded only when something went wrong
+_is_inner: dict[str, bool] = {}  # by file
+
+
+def call_site(depth: int = 1) -> Site:
+    """Where the nearest caller is that is neither ours nor torch's."""
     frame: Any = sys._getframe(depth)
-    while frame is not None and frame.f_code.co_filename.startswith(_inner_folders()):
+    while frame is not None:
+        file = frame.f_code.co_filename
+        inner = _is_inner.get(file)
+        if inner is None:
+            inner = _is_inner[file] = file.startswith(_inner_folders())
+        if not inner:
+            return file, frame.f_lineno
         frame = frame.f_back
-    if frame is None:
-        return "?"
-    name = frame.f_code.co_filename
+    return "?", 0
+
+
+def words_for_site(site: Site) -> str:
+    name, line = site
     with contextlib.suppress(OSError):  # the working directory may be gone
         near = os.path.relpath(name)
         name = name if near.startswith("..") else near
-    return f"{name}:{frame.f_lineno}"
+    return f"{name}:{line}"
 
 
 def _inner_folders() -> tuple[str, ...]:
@@ -102,8 +114,9 @@ def how_it_ended(pid: int) -> str:
         time.sleep(0.001)
 
 
-def explain(group: Any, status: int, call: str, site: str, seconds: float | None) -> errors.SymcommError:
+def explain(group: Any, status: int, call: str, at: Site, seconds: float | None) -> errors.SymcommError:
     """The exception for a failed operation of ``group`` (a ProcessGroup). ``seconds`` None: that of the last one."""
+    site = words_for_site(at)
     report = native.group_report(group._handle)
     if seconds is None:
         seconds = report["running"]

@@ -13,7 +13,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.errors import words_for_seconds
 from symcomm.group.buffers import Buffer, read_buffer, write_buffer
-from symcomm.group.failure import Status, call_site, explain
+from symcomm.group.failure import Site, Status, call_site, explain
 from symcomm.group.work import Timeout, to_ns
 from symcomm.types import DType
 
@@ -44,7 +44,7 @@ class Message:
 class MessageWork:
     """A send or receive on its way."""
 
-    def __init__(self, group: Any, op: Any, message: Message, buffer: Buffer, site: str):
+    def __init__(self, group: Any, op: Any, message: Message, buffer: Buffer, site: Site):
         self._group = group
         self._op = op
         self._message = message
@@ -78,20 +78,22 @@ class MessageWork:
         """Block until the message has left (send) or is there (receive)."""
         if self._outcome is None:
             given = self._group._timeout_ns if not timeout else to_ns("wait", timeout)
-            outcome = native.mail_wait(self._op, given, True)
-            if outcome[0] == Status.TIMEOUT and not native.group_report(self._group._handle)["status"]:
-                self._outcome = outcome
-                who = [] if self._message.peer == ANY_SOURCE else [self._message.peer]
-                self._error = errors.DeadlineError(
-                    f"{self._what} on group {self._group.name!r} timed out after {words_for_seconds(given / 1e9)}: "
-                    "the other side did not come. The group can still be used.",
-                    who,
-                )
-            else:
-                self._settle(outcome)
+            self._conclude(native.mail_wait(self._op, given, True), given)
         if self._error is not None:
             raise self._error
         return True
+
+    def _conclude(self, outcome: tuple[int, int, int, int], given_ns: int) -> None:
+        """The end of a wait of ``given_ns``. A time-out that left the message withdrawn does not harm the group."""
+        if outcome[0] != Status.TIMEOUT or native.group_report(self._group._handle)["status"]:
+            self._settle(outcome)
+            return
+        self._outcome = outcome
+        self._error = errors.DeadlineError(
+            f"{self._what} on group {self._group.name!r} timed out after {words_for_seconds(given_ns / 1e9)}: "
+            "the other side did not come. The group can still be used.",
+            [] if self._message.peer == ANY_SOURCE else [self._message.peer],
+        )
 
     def is_completed(self) -> bool:
         if self._outcome is None:
@@ -148,17 +150,36 @@ class MessageCalls:
 
     def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
         """Returns once ``tensor`` may be changed again."""
+        if self._at_once(True, tensor, peer, tag, timeout) is not None:
+            return
         if timeout is not None:
             to_ns("send", timeout)  # a wrong one is refused before anything is on its way
         self._post(Message.send(tensor, peer, tag), "send", False).wait(timeout)
 
     def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
         """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank."""
+        source = self._at_once(False, tensor, peer, tag, timeout)
+        if source is not None:
+            return source
         if timeout is not None:
             to_ns("recv", timeout)
         work = self._post(Message.receive(tensor, peer, tag), "recv", False)
         work.wait(timeout)
         return work.source
+
+    def _at_once(self, is_send: bool, tensor: Any, peer: Any, tag: Any, timeout: Timeout) -> int | None:
+        """A blocking message of a plain torch tensor, in one call of the core: the peer's rank, or None."""
+        self._check_usable()
+        if timeout is not None:
+            return None
+        outcome = native.message(self._handle, is_send, peer, tag, tensor, self._timeout_ns)
+        if outcome is None or type(outcome) is int:
+            return outcome
+        buffer = (read_buffer if is_send else write_buffer)("send" if is_send else "recv", "tensor", tensor)
+        work = MessageWork(self, None, Message(is_send, tensor, peer, tag), buffer, call_site(3))
+        work._conclude(outcome, self._timeout_ns)
+        work.wait()
+        return None
 
     def isend(self, tensor: Any, peer: int, tag: int = 0) -> MessageWork:
         """Start a send; ``wait()`` before changing ``tensor``."""

@@ -15,6 +15,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.select import Limits
 from symcomm.group import registry
+from symcomm.group.failure import Site
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
 from symcomm.group.work import Timeout, Work, to_ns
@@ -142,7 +143,7 @@ class ProcessGroup(MoreCalls):
         return native.group_report(self._handle)["seq"]
 
     def _failed(
-        self, status: int, call: str, site: str, seconds: float | None, explain: Callable
+        self, status: int, call: str, site: Site, seconds: float | None, explain: Callable
     ) -> errors.SymcommError:
         """The exception to raise for a failed operation. The first one tells the story, later ones refer to it."""
         with self._failure_lock:

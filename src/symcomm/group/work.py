@@ -12,7 +12,7 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.group.buffers import Buffer
-from symcomm.group.failure import explain
+from symcomm.group.failure import Site, explain
 
 __all__ = ["Timeout", "Work", "to_ns"]
 
@@ -37,7 +37,7 @@ def _new_future() -> Any:
 class Work:
     """What ``async_op=True`` returns. ``wait()`` blocks until the operation is done and raises if it failed."""
 
-    def __init__(self, group: Any, call: str, site: str, outputs: Sequence[Buffer], result: Sequence[Any], keep: Any):
+    def __init__(self, group: Any, call: str, site: Site, outputs: Sequence[Buffer], result: Sequence[Any], keep: Any):
         self._group = group
         self._call = call
         self._site = site
