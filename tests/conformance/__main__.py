@@ -48,11 +48,9 @@ def report(options: argparse.Namespace, results: list[Result], seconds: float) -
     for result in results:
         if result.status == FAILED:
             print(f"\n== {result.name}\n{result.printed[-4000:]}\n{result.why[-2000:]}")
-    print(f"\n{'ranks':>5}  {'mode':<12} {'as':<9} {'passed':>6} {'failed':>6} {'skipped':>7} {'Gloo passes':>11}  seconds")
-    print(
-        f"{options.ranks:>5}  {options.mode:<12} {options.names:<9} {counts[PASSED]:>6} {counts[FAILED]:>6} "
-        f"{counts[SKIPPED]:>7} {len(gloo):>11}  {seconds:.0f}"
-    )
+    row = "{:>5}  {:<12} {:<9} {:>6} {:>6} {:>7} {:>11}  {}".format
+    print("\n" + row("ranks", "mode", "as", *counts, "Gloo passes", "seconds"))
+    print(row(options.ranks, options.mode, options.names, *counts.values(), len(gloo), f"{seconds:.0f}"))
     print("failed:", ", ".join(r.name for r in results if r.status == FAILED) or "none")
     print("passed by Gloo but not here:", ", ".join(behind) or "none")
     return 1 if counts[FAILED] or behind or not results else 0

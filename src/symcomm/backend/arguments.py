@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import ReduceOp
 
 from symcomm import errors
 
-__all__ = ["is_async", "one", "redop_of", "root_of", "seconds_of"]
+__all__ = ["is_async", "one", "one_list", "redop_of", "root_of", "seconds_of"]
 
 
 def seconds_of(options: Any, timeout: Any = None) -> float | None:
@@ -52,3 +52,12 @@ def one(call: str, name: str, tensors: Any) -> Any:
             raise errors.bad_argument(call, name, f"a list of {len(tensors)}", "a list of one tensor")
         return tensors[0]
     return tensors
+
+
+def one_list(call: str, name: str, lists: Any) -> list[Any]:
+    """The list of tensors, one per rank, that torch wraps in a list of one; empty where a rank passes none."""
+    if lists and isinstance(lists[0], (list, tuple)):
+        if len(lists) != 1:
+            raise errors.bad_argument(call, name, f"{len(lists)} lists", "one list of tensors")
+        return list(lists[0])
+    return list(lists or [])

@@ -12,13 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ReduceOp
+from torch._C._distributed_c10d import Backend, ReduceOp
 
-from symcomm import errors
+from symcomm import collectives, errors
 from symcomm._core import native
-from symcomm.backend.arguments import is_async, one, redop_of, root_of, seconds_of
+from symcomm.backend import lists
+from symcomm.backend.arguments import is_async, one, one_list, redop_of, root_of, seconds_of
+from symcomm.backend.profile import Span, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
-from symcomm.backend.work import DoneWork, TorchWork, done
+from symcomm.backend.work import AllOf, DoneWork, TorchWork, done
+from symcomm.group.buffers import torch_dtypes
 from symcomm.group.calls import to_redop
 from symcomm.group.failure import call_site, explain
 from symcomm.group.process_group import ProcessGroup
@@ -27,7 +30,8 @@ from symcomm.memory.share import Exchange
 __all__ = ["TorchGroup"]
 
 _alive: set[Any] = set()  # torch's registry holds groups weakly
-_SUM = ReduceOp.SUM
+_PREMUL_SUM = ReduceOp.PREMUL_SUM
+Options: Any = Backend.Options
 _NO_TIMEOUT = timedelta(milliseconds=-1)
 
 
@@ -71,7 +75,7 @@ class TorchGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._store = store
         self._global_ranks = global_ranks
-        self.options = options
+        self.options = options if options is not None else Options("symcomm", timeout)
         if core is None:
             core = ProcessGroup(
                 rank, size, _exchange_through(store, rank, size, timeout), name, timeout, None, global_ranks
@@ -80,6 +84,7 @@ class TorchGroup(dist.ProcessGroup):
         self._name = name
         self._desc = ""
         self._coalescing: list[Any] | None = None
+        self._known: dict[Any, Any] = {}  # plans of blocking calls, by what the caller passed
         self._splits = 0
         _alive.add(self)
 
@@ -91,13 +96,25 @@ class TorchGroup(dist.ProcessGroup):
     # --- running ----------------------------------------------------------------------------------------------
 
     def _call(
-        self, method: Callable[..., Any], *args: Any, options: Any, timeout: Any = None, result: Sequence[Any] = ()
+        self,
+        name: str,
+        method: Callable[..., Any],
+        *args: Any,
+        options: Any,
+        timeout: Any = None,
+        inputs: Sequence[Any] = (),
+        result: Sequence[Any] = (),
     ) -> Any:
         """Run one of our collectives and dress its work for torch."""
-        if torch.autograd._profiler_enabled():
-            with torch.autograd.profiler.record_function(f"symcomm:{method.__name__}"):
-                return self._dressed(method, args, options, timeout, result)
-        return self._dressed(method, args, options, timeout, result)
+        if not is_profiling():
+            return self._dressed(method, args, options, timeout, result)
+        span = self._span(name, inputs, result)
+        try:
+            work = self._dressed(method, args, options, timeout, result)
+        except BaseException:
+            span.close()
+            raise
+        return work.profiled(span)
 
     def _dressed(
         self, method: Callable[..., Any], args: tuple, options: Any, timeout: Any, result: Sequence[Any]
@@ -111,95 +128,179 @@ class TorchGroup(dist.ProcessGroup):
             self._coalescing.append(work)
         return work
 
+    def _span(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Span:
+        """The profiler's event for one operation, with what torch's own backends tell about theirs."""
+        facts = {
+            "dtype": str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
+            "In msg nelems": sum(t.numel() for t in inputs),
+            "Out msg nelems": sum(t.numel() for t in outputs),
+            "Group size": self.core.size,
+            "Process Group Name": self._name,
+            "Process Group Description": self._desc,
+            "Process Group Ranks": str(self.core.global_ranks),
+        }
+        return Span(name, inputs, facts)
+
+    def _run_known(self, key: Any, source: Any, target: Any, opts: Any) -> bool:
+        """Run a blocking call whose plan is known, with nothing but the core; False: it has to go the long way."""
+        plan = self._known.get(key)
+        if plan is None or self._coalescing is not None or is_profiling():
+            return False
+        if not (source.is_contiguous() and target.is_contiguous() and source.is_cpu and target.is_cpu):
+            return False
+        if source.is_neg() or target.is_neg() or opts.timeout > _NO_TIMEOUT:
+            return False
+        core = self.core
+        status = native.run(core._handle, plan, source.data_ptr(), target.data_ptr(), core._timeout_ns)
+        if status:
+            raise core._failed(status, key[0], call_site(3), 0.0, explain)
+        return True
+
+    def _know(self, key: Any, tensor: Any, build: Callable[..., Any], *args: Any) -> None:
+        """Let the next blocking call like this one take the short way."""
+        if len(self._known) > 4096:
+            self._known.clear()
+        if not tensor.is_complex():  # those may be conjugate views, which need a look each time
+            self._known[key] = self.core._plan(build, *args)
+
     # --- reductions -------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
-        tensor = one("all_reduce", "tensors", tensors)
-        redop = redop_of(opts, op)
-        if opts is not None and timeout is None and tensor.is_cpu and not getattr(opts, "asyncOp", True):
-            quick = self._quick_all_reduce(tensor, redop, opts)
-            if quick is not None:
-                return quick
+        if type(tensors) is list and len(tensors) > 1:
+            return lists.all_reduce(self.core, tensors, redop_of(opts, op), seconds_of(opts, timeout))
+        tensor, redop = one("all_reduce", "tensors", tensors), redop_of(opts, op)
+        blocking = opts is not None and timeout is None and not is_async(opts)
+        if blocking:
+            key = ("all_reduce", tensor.dtype, tensor.numel(), redop)
+            if self._run_known(key, tensor, tensor, opts):
+                return done
         if tensor.is_sparse:
             all_reduce_sparse(self.core, tensor, to_redop("all_reduce", redop)[0], seconds_of(opts, timeout))
             return DoneWork([tensor])
-        return self._call(self.core.all_reduce, tensor, redop, options=opts, timeout=timeout, result=[tensor])
-
-    def _quick_all_reduce(self, tensor: Any, redop: Any, opts: Any) -> Any:
-        """The blocking call of a plain tensor whose plan is known: nothing but the core."""
-        core = self.core
-        plan = core._plans.get((tensor.dtype, redop, tensor.numel()))
-        if plan is None or not tensor.is_contiguous() or opts.timeout > _NO_TIMEOUT or self._coalescing is not None:
-            return None
-        if torch.autograd._profiler_enabled():
-            return None
-        address = tensor.data_ptr()
-        status = native.run(core._handle, plan, address, address, core._timeout_ns)
-        if status:
-            raise core._failed(status, "all_reduce", call_site(2), 0.0, explain)
-        return done
+        result = [tensor]
+        call = self.core.all_reduce
+        work = self._call(
+            "all_reduce", call, tensor, redop, options=opts, timeout=timeout, inputs=result, result=result
+        )
+        if blocking and redop != _PREMUL_SUM:
+            args = (tensor.numel(), torch_dtypes()[tensor.dtype], to_redop("all_reduce", redop)[0])
+            self._know(key, tensor, collectives.all_reduce, *args)
+        return work
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         call = self.core.all_reduce_coalesced
-        return self._call(call, tensors, redop_of(opts), options=opts, result=tensors)
+        return self._call(
+            "all_reduce_coalesced", call, tensors, redop_of(opts), options=opts, inputs=tensors, result=tensors
+        )
 
     def reduce(self, tensors: Any, opts: Any = None, root: Any = None, op: Any = None, timeout: Any = None) -> Any:
         tensor = one("reduce", "tensors", tensors)
         args = (tensor, root_of(opts, root), redop_of(opts, op))
-        return self._call(self.core.reduce, *args, options=opts, timeout=timeout, result=[tensor])
+        return self._call(
+            "reduce", self.core.reduce, *args, options=opts, timeout=timeout, inputs=[tensor], result=[tensor]
+        )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
-        output = one("reduce_scatter", "output_tensors", outputs)
-        pieces = inputs[0] if inputs and isinstance(inputs[0], (list, tuple)) else inputs
-        args = (output, list(pieces), redop_of(opts, op))
-        return self._call(self.core.reduce_scatter, *args, options=opts, timeout=timeout, result=[output])
+        output, pieces = one("reduce_scatter", "output_tensors", outputs), one_list("reduce_scatter", "inputs", inputs)
+        args = (output, pieces, redop_of(opts, op))
+        call = self.core.reduce_scatter
+        return self._call("reduce_scatter", call, *args, options=opts, timeout=timeout, inputs=pieces, result=[output])
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        return self._call(self.core.reduce_scatter_single, output, input, redop_of(opts), options=opts, result=[output])
+        blocking, redop = opts is not None and not is_async(opts), redop_of(opts)
+        if blocking:
+            key = ("reduce_scatter_single", input.dtype, input.numel(), output.dtype, output.numel(), redop)
+            if self._run_known(key, input, output, opts):
+                return done
+        call = self.core.reduce_scatter_single
+        work = self._call(
+            "reduce_scatter_single", call, output, input, redop, options=opts, inputs=[input], result=[output]
+        )
+        if blocking and redop != _PREMUL_SUM:
+            args = ((output.numel(),) * self.core.size, torch_dtypes()[input.dtype], to_redop(key[0], redop)[0])
+            self._know(key, input, collectives.reduce_scatter, *args)
+        return work
 
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
         call = self.core.reduce_scatter_coalesced
-        return self._call(call, outputs, inputs, redop_of(opts), options=opts, result=outputs)
+        args = (outputs, inputs, redop_of(opts))
+        return self._call("reduce_scatter_coalesced", call, *args, options=opts, inputs=inputs, result=outputs)
 
     # --- copies -----------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
+        origin = root_of(opts, root)
+        if type(tensors) is list and len(tensors) > 1:
+            return lists.broadcast(self.core, tensors, origin, opts, seconds_of(opts, timeout))
         tensor = one("broadcast", "tensors", tensors)
-        return self._call(
-            self.core.broadcast, tensor, root_of(opts, root), options=opts, timeout=timeout, result=[tensor]
+        blocking = opts is not None and timeout is None and not is_async(opts)
+        if blocking:
+            key = ("broadcast", tensor.dtype, tensor.numel(), origin)
+            if self._run_known(key, tensor, tensor, opts):
+                return done
+        result = [tensor]
+        call = self.core.broadcast
+        work = self._call(
+            "broadcast", call, tensor, origin, options=opts, timeout=timeout, inputs=result, result=result
         )
+        if blocking:
+            self._know(key, tensor, collectives.broadcast, tensor.numel(), torch_dtypes()[tensor.dtype], origin)
+        return work
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
-        tensor = one("all_gather", "input_tensors", inputs)
-        places = outputs[0] if outputs and isinstance(outputs[0], (list, tuple)) else outputs
+        if type(inputs) is list and len(inputs) > 1:
+            return lists.all_gather(self.core, outputs, inputs, seconds_of(opts, timeout))
+        tensor, places = one("all_gather", "input_tensors", inputs), one_list("all_gather", "output_tensors", outputs)
+        call = self.core.all_gather
         return self._call(
-            self.core.all_gather, list(places), tensor, options=opts, timeout=timeout, result=[list(places)]
+            "all_gather", call, places, tensor, options=opts, timeout=timeout, inputs=[tensor], result=places
         )
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        return self._call(self.core.all_gather_single, output, input, options=opts, result=[output])
+        blocking = opts is not None and not is_async(opts)
+        if blocking:
+            key = ("all_gather_single", input.dtype, input.numel(), output.dtype, output.numel())
+            if self._run_known(key, input, output, opts):
+                return done
+        call = self.core.all_gather_single
+        work = self._call("all_gather_single", call, output, input, options=opts, inputs=[input], result=[output])
+        if blocking:
+            args = ((input.numel(),) * self.core.size, torch_dtypes()[input.dtype])
+            self._know(key, input, collectives.all_gather, *args)
+        return work
 
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
-        return self._call(self.core.all_gather_coalesced, outputs, inputs, options=opts, result=outputs)
+        call = self.core.all_gather_coalesced
+        return self._call("all_gather_coalesced", call, outputs, inputs, options=opts, inputs=inputs, result=outputs)
 
     def allgather_coalesced(self, output_lists: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
-        works = [self.allgather([[places[k] for places in output_lists]], [t], opts) for k, t in enumerate(inputs)]
-        return works[-1] if works else done
+        def call(async_op: bool, timeout: Any) -> Any:
+            work = None
+            for k, tensor in enumerate(inputs):
+                places = [one_rank[k] for one_rank in output_lists]
+                work = self.core.all_gather(places, tensor, async_op=async_op, timeout=timeout)
+            return work  # operations run in order, so the last speaks for all
+
+        result = [t for one_rank in output_lists for t in one_rank]
+        return self._call("all_gather_coalesced", call, options=opts, inputs=inputs, result=result)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
-        tensor = one("gather", "input_tensors", inputs)
-        places = outputs[0] if outputs and isinstance(outputs[0], (list, tuple)) else outputs
-        args = (list(places) or None, tensor, root_of(opts, root))
-        return self._call(self.core.gather, *args, options=opts, timeout=timeout, result=[list(places)])
+        tensor, places = one("gather", "input_tensors", inputs), one_list("gather", "output_tensors", outputs)
+        args = (places or None, tensor, root_of(opts, root))
+        return self._call(
+            "gather", self.core.gather, *args, options=opts, timeout=timeout, inputs=[tensor], result=places
+        )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
-        tensor = one("scatter", "output_tensors", outputs)
-        pieces = inputs[0] if inputs and isinstance(inputs[0], (list, tuple)) else inputs
-        args = (tensor, list(pieces) or None, root_of(opts, root))
-        return self._call(self.core.scatter, *args, options=opts, timeout=timeout, result=[tensor])
+        tensor, pieces = one("scatter", "output_tensors", outputs), one_list("scatter", "input_tensors", inputs)
+        args = (tensor, pieces or None, root_of(opts, root))
+        return self._call(
+            "scatter", self.core.scatter, *args, options=opts, timeout=timeout, inputs=pieces, result=[tensor]
+        )
 
     def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
-        return self._call(self.core.all_to_all, list(outputs), list(inputs), options=opts, result=outputs)
+        args = (list(outputs), list(inputs))
+        return self._call("all_to_all", self.core.all_to_all, *args, options=opts, inputs=inputs, result=outputs)
 
     def all_to_all_single(
         self,
@@ -211,29 +312,37 @@ class TorchGroup(dist.ProcessGroup):
         timeout: Any = None,
     ) -> Any:
         args = (output, input, list(output_splits or []), list(input_splits or []))
-        return self._call(self.core.all_to_all_single, *args, options=opts, timeout=timeout, result=[output])
+        call = self.core.all_to_all_single
+        return self._call("all_to_all", call, *args, options=opts, timeout=timeout, inputs=[input], result=[output])
 
     # --- messages ---------------------------------------------------------------------------------------------
 
-    def _message(self, work: Any, tensors: Any) -> TorchWork:
-        dressed = TorchWork(work, list(tensors))
+    def _message(self, name: str, start: Callable[..., Any], tensors: Any, *args: Any) -> TorchWork:
+        tensor = one(name, "tensors", tensors)
+        span = self._span(name, [tensor], [tensor]) if is_profiling() else None
+        try:
+            work = TorchWork(start(tensor, *args), [tensor])
+        except BaseException:
+            if span is not None:
+                span.close()
+            raise
         if self._coalescing is not None:
-            self._coalescing.append(dressed)
-        return dressed
+            self._coalescing.append(work)
+        return work.profiled(span) if span is not None else work
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        return self._message(self.core.isend(one("send", "tensors", tensors), peer, tag), tensors)
+        return self._message("send", self.core.isend, tensors, peer, tag)
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        return self._message(self.core.irecv(one("recv", "tensors", tensors), peer, tag), tensors)
+        return self._message("recv", self.core.irecv, tensors, peer, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        return self._message(self.core.irecv(one("recv", "tensors", tensors), -1, tag), tensors)
+        return self._message("recvAnySource", self.core.irecv, tensors, -1, tag)
 
     # --- synchronisation --------------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        return self._call(self.core.barrier, options=opts, timeout=timeout)
+        return self._call("barrier", self.core.barrier, options=opts, timeout=timeout)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Ours, with the words that scripts written for Gloo look for at the start of the message."""
@@ -257,7 +366,7 @@ class TorchGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: Any = None) -> Any:
         works, self._coalescing = self._coalescing or [], None
-        return _AllOf(works) if works else done
+        return AllOf(works) if works else done
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -270,6 +379,7 @@ class TorchGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.core.set_timeout(timeout)
+        self.options._timeout = timeout
 
     _set_default_timeout = set_timeout
 
@@ -392,22 +502,3 @@ class TorchGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-class _AllOf(DoneWork):
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Any]):
-        super().__init__([t for w in works for t in w._tensors])
-        self._works = works
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def synchronize(self) -> None:
-        self.wait()

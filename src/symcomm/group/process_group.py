@@ -15,7 +15,7 @@ from symcomm.collectives.select import Limits
 from symcomm.group.calls import Timeout, to_ns
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
-from symcomm.group.work import Work
+from symcomm.group.work import Watcher, Work
 from symcomm.memory.arena import Arena, Peer, current_arena
 from symcomm.memory.share import Exchange, connect
 
@@ -60,6 +60,7 @@ class ProcessGroup(MoreCalls):
         self._timeout_ns = to_ns("ProcessGroup", DEFAULT_TIMEOUT if timeout is None else timeout)
         self._plans: dict[Any, Any] = {}
         self._pending: list[Work] = []
+        self._watcher = Watcher()
         self._in_flight: list[MessageWork] = []
         self._failure: errors.SymcommError | None = None
         self._failure_lock = threading.Lock()
