@@ -76,7 +76,8 @@ static PyObject *message(PyObject *self, PyObject *const *args, Py_ssize_t n_arg
         PyErr_Clear();
         Py_RETURN_NONE;
     }
-    wanted.peer = (int)peer, wanted.buffer = view.address;
+    wanted.peer = (int)peer;
+    wanted.buffer = view.address;
     wanted.nbytes = (uint64_t)view.count * symcomm_itemsize[view.dtype];
     struct op *op;
     int status;

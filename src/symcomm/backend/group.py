@@ -12,21 +12,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ReduceOp
+from torch._C._distributed_c10d import Backend
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.backend.arguments import is_async, one, redop_of, root_of, seconds_of
+from symcomm.backend import lists
+from symcomm.backend.arguments import is_async, one, one_list, redop_of, root_of, seconds_of
+from symcomm.backend.profile import Span, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
-from symcomm.backend.work import DoneWork, TorchWork, done
-from symcomm.group.calls import to_redop
+from symcomm.backend.work import AllOf, DoneWork, TorchWork, done
+from symcomm.group.calls import Kind, to_redop
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.share import Exchange
 
 __all__ = ["TorchGroup"]
 
 _alive: set[Any] = set()  # torch's registry holds groups weakly
-_SUM = ReduceOp.SUM
+Options: Any = Backend.Options
 _NO_TIMEOUT = timedelta(milliseconds=-1)
 
 
@@ -70,7 +72,7 @@ class TorchGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._store = store
         self._global_ranks = global_ranks
-        self.options = options
+        self.options = options if options is not None else Options("symcomm", timeout)
         if core is None:
             core = ProcessGroup(
                 rank, size, _exchange_through(store, rank, size, timeout), name, timeout, None, global_ranks
@@ -90,13 +92,25 @@ class TorchGroup(dist.ProcessGroup):
     # --- running ----------------------------------------------------------------------------------------------
 
     def _call(
-        self, method: Callable[..., Any], *args: Any, options: Any, timeout: Any = None, result: Sequence[Any] = ()
+        self,
+        name: str,
+        method: Callable[..., Any],
+        *args: Any,
+        options: Any,
+        timeout: Any = None,
+        inputs: Sequence[Any] = (),
+        result: Sequence[Any] = (),
     ) -> Any:
         """Run one of our collectives and dress its work for torch."""
-        if torch.autograd._profiler_enabled():
-            with torch.autograd.profiler.record_function(f"symcomm:{method.__name__}"):
-                return self._dressed(method, args, options, timeout, result)
-        return self._dressed(method, args, options, timeout, result)
+        if not is_profiling():
+            return self._dressed(method, args, options, timeout, result)
+        span = self._span(name, inputs, result)
+        try:
+            work = self._dressed(method, args, options, timeout, result)
+        except BaseException:
+            span.close()
+            raise
+        return work.profiled(span)
 
     def _dressed(
         self, method: Callable[..., Any], args: tuple, options: Any, timeout: Any, result: Sequence[Any]
@@ -110,89 +124,147 @@ class TorchGroup(dist.ProcessGroup):
             self._coalescing.append(work)
         return work
 
-    def _again(self, call: int, detail: Any, tensor: Any, opts: Any) -> bool:
-        """A blocking call of a kind seen before runs at once; see CollectiveCalls._again."""
-        if self._coalescing is not None or opts.timeout > _NO_TIMEOUT or torch.autograd._profiler_enabled():
+    def _span(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Span:
+        """The profiler's event for one operation, with what torch's own backends tell about theirs."""
+        facts = {
+            "dtype": str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
+            "In msg nelems": sum(t.numel() for t in inputs),
+            "Out msg nelems": sum(t.numel() for t in outputs),
+            "Group size": self.core.size,
+            "Process Group Name": self._name,
+            "Process Group Description": self._desc,
+            "Process Group Ranks": str(self.core.global_ranks),
+        }
+        return Span(name, inputs, facts)
+
+    def _again(self, call: Kind, detail: Any, source: Any, target: Any, opts: Any) -> bool:
+        """Run a blocking call of a kind seen before, with nothing but the core; False: it has to go the long way."""
+        if (
+            opts is None
+            or is_async(opts)
+            or self._coalescing is not None
+            or is_profiling()
+            or opts.timeout > _NO_TIMEOUT
+        ):
             return False
         core = self.core
-        status = native.again(core._handle, call, detail, tensor, tensor, core._timeout_ns)
+        status = native.again(core._handle, call, detail, source, target, core._timeout_ns)
         if status > 0:
-            core._ended(status, "all_reduce")
+            core._ended(status, call.label)
         return status == 0
 
     # --- reductions -------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
-        tensor = one("all_reduce", "tensors", tensors)
-        redop = redop_of(opts, op)
-        if opts is not None and not is_async(opts) and timeout is None and self._again(0, redop, tensor, opts):
+        if type(tensors) is list and len(tensors) > 1:
+            return lists.all_reduce(self.core, tensors, redop_of(opts, op), seconds_of(opts, timeout))
+        tensor, redop = one("all_reduce", "tensors", tensors), redop_of(opts, op)
+        if timeout is None and self._again(Kind.ALL_REDUCE, redop, tensor, tensor, opts):
             return done
         if tensor.is_sparse:
             all_reduce_sparse(self.core, tensor, to_redop("all_reduce", redop)[0], seconds_of(opts, timeout))
             return DoneWork([tensor])
-        return self._call(self.core.all_reduce, tensor, redop, options=opts, timeout=timeout, result=[tensor])
+        result = [tensor]
+        call = self.core.all_reduce
+        return self._call(
+            "all_reduce", call, tensor, redop, options=opts, timeout=timeout, inputs=result, result=result
+        )
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         call = self.core.all_reduce_coalesced
-        return self._call(call, tensors, redop_of(opts), options=opts, result=tensors)
+        return self._call(
+            "all_reduce_coalesced", call, tensors, redop_of(opts), options=opts, inputs=tensors, result=tensors
+        )
 
     def reduce(self, tensors: Any, opts: Any = None, root: Any = None, op: Any = None, timeout: Any = None) -> Any:
         tensor = one("reduce", "tensors", tensors)
         args = (tensor, root_of(opts, root), redop_of(opts, op))
-        return self._call(self.core.reduce, *args, options=opts, timeout=timeout, result=[tensor])
+        return self._call(
+            "reduce", self.core.reduce, *args, options=opts, timeout=timeout, inputs=[tensor], result=[tensor]
+        )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
-        output = one("reduce_scatter", "output_tensors", outputs)
-        pieces = inputs[0] if inputs and isinstance(inputs[0], (list, tuple)) else inputs
-        args = (output, list(pieces), redop_of(opts, op))
-        return self._call(self.core.reduce_scatter, *args, options=opts, timeout=timeout, result=[output])
+        output, pieces = one("reduce_scatter", "output_tensors", outputs), one_list("reduce_scatter", "inputs", inputs)
+        args = (output, pieces, redop_of(opts, op))
+        call = self.core.reduce_scatter
+        return self._call("reduce_scatter", call, *args, options=opts, timeout=timeout, inputs=pieces, result=[output])
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        return self._call(self.core.reduce_scatter_single, output, input, redop_of(opts), options=opts, result=[output])
+        redop = redop_of(opts)
+        if self._again(Kind.REDUCE_SCATTER_SINGLE, redop, input, output, opts):
+            return done
+        call = self.core.reduce_scatter_single
+        return self._call(
+            "reduce_scatter_single", call, output, input, redop, options=opts, inputs=[input], result=[output]
+        )
 
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
         call = self.core.reduce_scatter_coalesced
-        return self._call(call, outputs, inputs, redop_of(opts), options=opts, result=outputs)
+        args = (outputs, inputs, redop_of(opts))
+        return self._call("reduce_scatter_coalesced", call, *args, options=opts, inputs=inputs, result=outputs)
 
     # --- copies -----------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
+        origin = root_of(opts, root)
+        if type(tensors) is list and len(tensors) > 1:
+            return lists.broadcast(self.core, tensors, origin, opts, seconds_of(opts, timeout))
         tensor = one("broadcast", "tensors", tensors)
+        if timeout is None and self._again(Kind.BROADCAST, origin, tensor, tensor, opts):
+            return done
+        result = [tensor]
+        call = self.core.broadcast
         return self._call(
-            self.core.broadcast, tensor, root_of(opts, root), options=opts, timeout=timeout, result=[tensor]
+            "broadcast", call, tensor, origin, options=opts, timeout=timeout, inputs=result, result=result
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
-        tensor = one("all_gather", "input_tensors", inputs)
-        places = outputs[0] if outputs and isinstance(outputs[0], (list, tuple)) else outputs
+        if type(inputs) is list and len(inputs) > 1:
+            return lists.all_gather(self.core, outputs, inputs, seconds_of(opts, timeout))
+        tensor, places = one("all_gather", "input_tensors", inputs), one_list("all_gather", "output_tensors", outputs)
+        call = self.core.all_gather
         return self._call(
-            self.core.all_gather, list(places), tensor, options=opts, timeout=timeout, result=[list(places)]
+            "all_gather", call, places, tensor, options=opts, timeout=timeout, inputs=[tensor], result=places
         )
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        return self._call(self.core.all_gather_single, output, input, options=opts, result=[output])
+        if self._again(Kind.ALL_GATHER_SINGLE, 0, input, output, opts):
+            return done
+        call = self.core.all_gather_single
+        return self._call("all_gather_single", call, output, input, options=opts, inputs=[input], result=[output])
 
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
-        return self._call(self.core.all_gather_coalesced, outputs, inputs, options=opts, result=outputs)
+        call = self.core.all_gather_coalesced
+        return self._call("all_gather_coalesced", call, outputs, inputs, options=opts, inputs=inputs, result=outputs)
 
     def allgather_coalesced(self, output_lists: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
-        works = [self.allgather([[places[k] for places in output_lists]], [t], opts) for k, t in enumerate(inputs)]
-        return works[-1] if works else done
+        def call(async_op: bool, timeout: Any) -> Any:
+            work = None
+            for k, tensor in enumerate(inputs):
+                places = [one_rank[k] for one_rank in output_lists]
+                work = self.core.all_gather(places, tensor, async_op=async_op, timeout=timeout)
+            return work  # operations run in order, so the last speaks for all
+
+        result = [t for one_rank in output_lists for t in one_rank]
+        return self._call("all_gather_coalesced", call, options=opts, inputs=inputs, result=result)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
-        tensor = one("gather", "input_tensors", inputs)
-        places = outputs[0] if outputs and isinstance(outputs[0], (list, tuple)) else outputs
-        args = (list(places) or None, tensor, root_of(opts, root))
-        return self._call(self.core.gather, *args, options=opts, timeout=timeout, result=[list(places)])
+        tensor, places = one("gather", "input_tensors", inputs), one_list("gather", "output_tensors", outputs)
+        args = (places or None, tensor, root_of(opts, root))
+        return self._call(
+            "gather", self.core.gather, *args, options=opts, timeout=timeout, inputs=[tensor], result=places
+        )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
-        tensor = one("scatter", "output_tensors", outputs)
-        pieces = inputs[0] if inputs and isinstance(inputs[0], (list, tuple)) else inputs
-        args = (tensor, list(pieces) or None, root_of(opts, root))
-        return self._call(self.core.scatter, *args, options=opts, timeout=timeout, result=[tensor])
+        tensor, pieces = one("scatter", "output_tensors", outputs), one_list("scatter", "input_tensors", inputs)
+        args = (tensor, pieces or None, root_of(opts, root))
+        return self._call(
+            "scatter", self.core.scatter, *args, options=opts, timeout=timeout, inputs=pieces, result=[tensor]
+        )
 
     def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
-        return self._call(self.core.all_to_all, list(outputs), list(inputs), options=opts, result=outputs)
+        args = (list(outputs), list(inputs))
+        return self._call("all_to_all", self.core.all_to_all, *args, options=opts, inputs=inputs, result=outputs)
 
     def all_to_all_single(
         self,
@@ -204,29 +276,37 @@ class TorchGroup(dist.ProcessGroup):
         timeout: Any = None,
     ) -> Any:
         args = (output, input, list(output_splits or []), list(input_splits or []))
-        return self._call(self.core.all_to_all_single, *args, options=opts, timeout=timeout, result=[output])
+        call = self.core.all_to_all_single
+        return self._call("all_to_all", call, *args, options=opts, timeout=timeout, inputs=[input], result=[output])
 
     # --- messages ---------------------------------------------------------------------------------------------
 
-    def _message(self, work: Any, tensors: Any) -> TorchWork:
-        dressed = TorchWork(work, list(tensors))
+    def _message(self, name: str, start: Callable[..., Any], tensors: Any, *args: Any) -> TorchWork:
+        tensor = one(name, "tensors", tensors)
+        span = self._span(name, [tensor], [tensor]) if is_profiling() else None
+        try:
+            work = TorchWork(start(tensor, *args), [tensor])
+        except BaseException:
+            if span is not None:
+                span.close()
+            raise
         if self._coalescing is not None:
-            self._coalescing.append(dressed)
-        return dressed
+            self._coalescing.append(work)
+        return work.profiled(span) if span is not None else work
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        return self._message(self.core.isend(one("send", "tensors", tensors), peer, tag), tensors)
+        return self._message("send", self.core.isend, tensors, peer, tag)
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        return self._message(self.core.irecv(one("recv", "tensors", tensors), peer, tag), tensors)
+        return self._message("recv", self.core.irecv, tensors, peer, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        return self._message(self.core.irecv(one("recv", "tensors", tensors), -1, tag), tensors)
+        return self._message("recvAnySource", self.core.irecv, tensors, -1, tag)
 
     # --- synchronisation --------------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        return self._call(self.core.barrier, options=opts, timeout=timeout)
+        return self._call("barrier", self.core.barrier, options=opts, timeout=timeout)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Ours, with the words that scripts written for Gloo look for at the start of the message."""
@@ -250,7 +330,7 @@ class TorchGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: Any = None) -> Any:
         works, self._coalescing = self._coalescing or [], None
-        return _AllOf(works) if works else done
+        return AllOf(works) if works else done
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -263,6 +343,7 @@ class TorchGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.core.set_timeout(timeout)
+        self.options._timeout = timeout
 
     _set_default_timeout = set_timeout
 
@@ -385,22 +466,3 @@ class TorchGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-class _AllOf(DoneWork):
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Any]):
-        super().__init__([t for w in works for t in w._tensors])
-        self._works = works
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def synchronize(self) -> None:
-        self.wait()

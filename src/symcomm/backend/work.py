@@ -6,15 +6,14 @@ somebody else than its waiter, and an exception must come out of a ``then`` call
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
 
-from symcomm import errors
-
-__all__ = ["DoneWork", "TorchWork", "done"]
+__all__ = ["AllOf", "DoneWork", "TorchWork", "done"]
 
 
 def _future_of(result: list[Any]) -> Any:
@@ -65,6 +64,10 @@ class DoneWork(Work):
     def get_future_result(self) -> Any:
         return _future_of([0])
 
+    def profiled(self, span: Any) -> DoneWork:
+        span.close()
+        return self
+
 
 done = DoneWork()
 
@@ -77,9 +80,20 @@ class TorchWork(Work):
         self._inner = inner
         self._tensors = result
         self._future: Any = None
+        self._span: Any = None
+
+    def profiled(self, span: Any) -> TorchWork:
+        """Let the profiler's event end when the operation does."""
+        self._span = span
+        self._inner.add_done_callback(span.close)
+        return self
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return self._inner.wait(timeout if timeout > timedelta(0) else None)
+        try:
+            return self._inner.wait(timeout if timeout > timedelta(0) else None)
+        finally:
+            if self._span is not None:
+                self._span.close()
 
     def is_completed(self) -> bool:
         return self._inner.is_completed()
@@ -91,10 +105,10 @@ class TorchWork(Work):
         return self._inner.exception()
 
     def synchronize(self) -> None:
-        self._inner.wait()
+        self.wait()
 
     def block_current_stream(self) -> None:
-        self._inner.wait()
+        self.wait()
 
     def source_rank(self) -> int:
         return getattr(self._inner, "source", -1)
@@ -102,7 +116,7 @@ class TorchWork(Work):
     _source_rank = source_rank
 
     def result(self) -> list[Any]:
-        self._inner.wait()
+        self.wait()
         return self._tensors
 
     def get_future(self) -> Any:
@@ -124,5 +138,50 @@ class TorchWork(Work):
         return self._tensors
 
 
-def unsupported(what: str, instead: str) -> errors.BadArgumentError:
-    return errors.BadArgumentError(f"symcomm: {what} is not supported; {instead}.")
+class AllOf(Work):
+    """Several works as one: what a coalescing manager gives."""
+
+    def __init__(self, works: Sequence[Any]):
+        super().__init__()
+        self._works = works
+        self._tensors = [t for w in works for t in w._tensors]
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((e for work in self._works if (e := work.exception()) is not None), None)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return -1
+
+    _source_rank = source_rank
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return self._tensors
+
+    def get_future(self) -> Any:
+        def outcome(ended: Any) -> list[Any]:
+            for future in ended.wait():
+                future.wait()  # raises what that work raised
+            return self._tensors
+
+        return torch.futures.collect_all(work.get_future() for work in self._works).then(outcome)
+
+    getFuture = get_future
+
+    def get_future_result(self) -> Any:
+        return self.get_future().then(lambda _: 0)

@@ -7,6 +7,7 @@ the plan and runs it in one call.
 
 from __future__ import annotations
 
+import enum
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,8 +21,23 @@ from symcomm.group.failure import call_site, explain
 from symcomm.group.work import Timeout, Work, to_ns
 from symcomm.types import DType, RedOpType, ReduceOp
 
-# Names under which native.again() knows a kind of call.
-_ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL = range(6)
+
+class Kind(enum.IntEnum):
+    """Names under which native.again() knows a call."""
+
+    ALL_REDUCE = 0
+    REDUCE = 1
+    REDUCE_SCATTER_SINGLE = 2
+    BROADCAST = 3
+    ALL_GATHER_SINGLE = 4
+    ALL_TO_ALL_SINGLE = 5
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+_ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL = Kind
 
 
 def _rooted(root: Any, op: Any) -> Any:

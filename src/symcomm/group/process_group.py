@@ -18,7 +18,7 @@ from symcomm.group import registry
 from symcomm.group.failure import Site
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
-from symcomm.group.work import Timeout, Work, to_ns
+from symcomm.group.work import Timeout, Watcher, Work, to_ns
 from symcomm.memory.arena import Arena, Peer, current_arena
 from symcomm.memory.share import Exchange, connect
 
@@ -80,6 +80,7 @@ class ProcessGroup(MoreCalls):
         self._timeout_ns = to_ns("ProcessGroup", DEFAULT_TIMEOUT if timeout is None else timeout)
         self._plans: dict[Any, Any] = {}
         self._pending: list[Work] = []
+        self._watcher = Watcher()
         self._in_flight: list[MessageWork] = []
         self._keep_lock = threading.Lock()
         self._sweep_at = 16

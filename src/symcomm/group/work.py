@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ from symcomm._core import native
 from symcomm.group.buffers import Buffer
 from symcomm.group.failure import Site, explain
 
-__all__ = ["Timeout", "Work", "to_ns"]
+__all__ = ["Timeout", "Watcher", "Work", "to_ns"]
 
 Timeout = float | timedelta | None
 
@@ -32,6 +33,34 @@ def _new_future() -> Any:
     from concurrent.futures import Future
 
     return Future()
+
+
+class Watcher:
+    """A group's thread that waits for works with callbacks, in the order of their calls, which is that of their ends."""
+
+    IDLE = 1.0  # seconds the thread stays without work; a training step takes less, so it is started once
+
+    def __init__(self) -> None:
+        self._works: deque[Work] = deque()
+        self._more = threading.Condition()
+        self._running = False
+
+    def watch(self, work: Work) -> None:
+        with self._more:
+            self._works.append(work)
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._attend, name="symcomm-futures", daemon=True).start()
+            self._more.notify()
+
+    def _attend(self) -> None:
+        while True:
+            with self._more:
+                if not self._works and not self._more.wait_for(lambda: self._works, self.IDLE):
+                    self._running = False
+                    return
+                work = self._works.popleft()
+            work._poll(0)
 
 
 class Work:
@@ -114,7 +143,7 @@ class Work:
         if ended:
             callback()
         elif first:
-            threading.Thread(target=self._poll, args=(0,), name="symcomm-future", daemon=True).start()
+            self._group._watcher.watch(self)
 
     def get_future(self) -> Any:
         """A future of the output tensors (torch's kind where torch is loaded)."""
