@@ -36,7 +36,7 @@ def _new_future() -> Any:
 
 
 class Watcher:
-    """A group's thread that waits for works with callbacks, in the order of their calls, which is that of their ends."""
+    """A group's thread that waits for works with callbacks, in the order of their calls, that is of their ends."""
 
     IDLE = 1.0  # seconds the thread stays without work; a training step takes less, so it is started once
 
