@@ -192,3 +192,47 @@ def test_thirty_two_ranks_make_progress_and_leave_the_cores_alone():
     burnt = sum(o.value for o in outcomes)
     print(f"31 ranks waiting 2 s for one burnt {burnt:.2f} s of processor time")
     assert burnt < 2 * len(os.sched_getaffinity(0))  # nowhere near all cores for the whole time
+
+
+def make_and_destroy(group, times):
+    """Memory of this rank's arena in use after each group that was made and left."""
+    used = []
+    for _ in range(times):
+        child = group.new_group(range(group.size))
+        child.barrier()
+        child.destroy()
+        group.barrier()  # everybody has left it
+        used.append(group._arena.used_bytes)
+    return used
+
+
+@pytest.mark.parametrize("mode", ["threads", "processes"])
+def test_a_destroyed_group_gives_its_memory_back(mode):
+    for used in symcomm.spawn(make_and_destroy, 2, (6,), mode=mode, deadline=60):
+        assert used[-1] == used[1]
+
+
+def use_after_destroy(group):
+    child = group.new_group(range(group.size))
+    child.destroy()
+    group.barrier()
+    group.new_group(range(group.size)).barrier()  # takes over the memory
+    words = []
+    for call in (
+        child.barrier,
+        lambda: child.all_reduce(torch.ones(2)),
+        lambda: child.send(torch.ones(2), 0),
+        child.shrink,
+    ):
+        with pytest.raises(errors.SymcommError) as caught:
+            call()
+        words.append(str(caught.value))
+    child.abort()
+    child.destroy()
+    group.barrier()
+    return words
+
+
+def test_a_destroyed_group_refuses_everything():
+    for words in symcomm.spawn(use_after_destroy, 2, mode="threads", deadline=60):
+        assert all("was destroyed" in w for w in words)

@@ -6,7 +6,6 @@
 #include "types.h"
 
 #define BLOCK_BYTES 16384 /* what one source or destination moves before the next is touched: fits L1 with room */
-#define MAX_PLACES 1024
 
 struct run {
     struct group *g;
@@ -50,8 +49,8 @@ static void copy_step(struct run *x, const struct plan_step *s, int64_t turn, in
 }
 
 static void reduce_step(struct run *x, const struct plan_step *s, int64_t turn, int64_t nbytes) {
-    const void *src[MAX_PLACES];
-    char *dst[MAX_PLACES];
+    const void *src[MAX_WORLD];
+    char *dst[MAX_WORLD];
     int dtype = (int)x->p->dtype, item = symcomm_itemsize[dtype];
     for (int64_t i = 0; i < s->n_src; i++) src[i] = resolve(x, &x->p->places[s->src + i], turn);
     for (int64_t i = 0; i < s->n_dst; i++) dst[i] = resolve(x, &x->p->places[s->dst + i], turn);

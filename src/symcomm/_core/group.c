@@ -8,7 +8,7 @@
 #include "sync.h"
 
 static const char GROUP[] = "symcomm.group", PLAN[] = "symcomm.plan", REQUEST[] = "symcomm.request";
-#define MAX_BUFFERS 1024
+#define MAX_BUFFERS MAX_WORLD
 
 /* --- the interpreter lock and Ctrl-C ------------------------------------------------------------------------ */
 
@@ -70,6 +70,7 @@ static void free_group(struct group *g) {
     free(g->control);
     free(g->stage);
     free(g->arena);
+    free(g->own_copy);
     free((void *)g->life);
     pthread_mutex_destroy(&g->lock);
     free(g);
@@ -163,7 +164,29 @@ static PyObject *group_leave(PyObject *self, PyObject *arg) {
     async_stop(g);
     mail_close(g);
     Py_END_ALLOW_THREADS;
+    for (int r = 0; r < g->world && !g->left; r++) atomic_store(&g->control[r]->departed[g->rank], 1);
+    g->left = true;
     Py_RETURN_NONE;
+}
+
+/* group_detach(group) -> whether every rank has left or died, so that this rank's part may be used for other things.
+ * From then on the group looks at a copy of its control block, which refuses every operation. */
+static PyObject *group_detach(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct group *g = to_group(arg);
+    if (g == NULL) return NULL;
+    if (g->own_copy) Py_RETURN_TRUE;
+    struct control *me = g->control[g->rank];
+    for (int r = 0; r < g->world; r++) {
+        bool dead = atomic_load_explicit(g->life[r], memory_order_acquire) & LIFE_OWNER_DIED;
+        if (!dead && !atomic_load_explicit(&me->departed[r], memory_order_acquire)) Py_RETURN_FALSE;
+    }
+    struct control *copy = aligned_alloc(64, (sizeof *copy + 63) / 64 * 64);
+    if (copy == NULL) return PyErr_NoMemory();
+    memcpy(copy, me, sizeof *copy);
+    g->own_copy = copy;
+    for (int r = 0; r < g->world; r++) g->control[r] = copy;
+    Py_RETURN_TRUE;
 }
 
 static PyObject *rank_report(struct group *g, int r) {
@@ -320,6 +343,7 @@ static PyMethodDef methods[] = {
      "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, spin, yield_ns) -> group"},
     {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},
     {"group_leave", group_leave, METH_O, "group_leave(group): this rank takes no further part."},
+    {"group_detach", group_detach, METH_O, "group_detach(group) -> whether all have left, and its memory may be given back"},
     {"group_keep", group_keep, METH_VARARGS, "group_keep(group, object): hold on to it as long as the group exists."},
     {"group_report", group_report, METH_O, "group_report(group) -> what this rank can see of all ranks"},
     {"group_publish", group_publish, METH_VARARGS, "group_publish(group, text): show the others what this rank was doing."},

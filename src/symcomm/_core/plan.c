@@ -4,12 +4,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "sync.h"
 #include "types.h"
 
 #define HEADER_WORDS 12
 #define STEP_WORDS (int64_t)(sizeof(struct plan_step) / sizeof(int64_t))
 #define PLACE_WORDS (int64_t)(sizeof(struct plan_place) / sizeof(int64_t))
-#define MAX_WORLD 1024 /* also of places in a step, see exec.c */
 
 static int64_t farthest(const struct plan_place *at, int64_t turns, int64_t nbytes) {
     int64_t most = at->mod ? at->mod - 1 : turns - 1;

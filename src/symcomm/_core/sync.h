@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #define RECORD_BYTES 2048
+#define MAX_WORLD 1024 /* ranks of a group; also places in a step of a plan */
 
 struct arrival { /* one cache line: the flag and all that others must know */
     _Atomic uint64_t seq;
@@ -34,6 +35,7 @@ struct control {
     _Alignas(64) _Atomic uint64_t abort; /* 0, or packed cause: see fail() */
     _Atomic uint64_t abort_seq;
     _Alignas(64) _Atomic uint32_t state; /* enum control_state */
+    _Atomic uint8_t departed[MAX_WORLD]; /* written by others: rank r will not touch this block again */
     _Atomic uint32_t record_version;     /* odd while the owner writes */
     _Atomic uint32_t record_length;      /* + 1, 0: no record yet */
     char record[RECORD_BYTES];           /* what this rank was doing, in words, once something went wrong */
@@ -69,6 +71,8 @@ struct group {
     int spin;                      /* looks before giving the core away */
     int64_t yield_ns;              /* then this long offering it to others before sleeping */
     _Atomic int64_t slept;         /* statistics */
+    bool left;                     /* group_leave() was called */
+    struct control *own_copy;      /* of my block, once its memory was given back */
     pthread_mutex_t lock;          /* one operation at a time */
     struct quick *quick;           /* plans by kind of call, see quick.c */
     struct mail *mail;             /* point-to-point messages, see p2p.c */

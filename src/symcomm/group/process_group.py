@@ -44,6 +44,26 @@ def _leave_all() -> None:
             group._leave()
 
 
+_retired: list[tuple[Any, Arena, int]] = []  # groups left, whose part of the arena others may still look at
+_retired_lock = threading.Lock()
+
+
+def _retire(handle: Any, arena: Arena, offset: int) -> None:
+    """Leave a group, and give its memory back once everybody has left it."""
+    native.group_leave(handle)
+    with _retired_lock:
+        _retired.append((handle, arena, offset))
+    _give_back()
+
+
+def _give_back() -> None:
+    with _retired_lock:
+        over = [item for item in _retired if native.group_detach(item[0])]
+        _retired[:] = [item for item in _retired if item not in over]
+    for _, arena, offset in over:
+        arena.free(offset)
+
+
 def leave_groups_of(arena: Arena) -> None:
     """Leave all groups of one rank at once: it has failed."""
     for group in [g for g in list(_living) if g._arena is arena]:
@@ -94,6 +114,7 @@ class ProcessGroup(MoreCalls):
         registry.add(self)
 
     def _build(self, exchange: Exchange) -> None:
+        _give_back()
         stage, channels, total = _layout(self.size, self._limits)
         self._offset = self._arena.allocate_sparse(total, touched=channels)
         native.poke(self._arena.base + self._offset, bytes(native.CONTROL_BYTES))
@@ -121,6 +142,8 @@ class ProcessGroup(MoreCalls):
             SPIN_LOOKS_CROWDED if crowded else SPIN_LOOKS, YIELD_NS,
         )  # fmt: skip
         _living.add(self)
+        self._retire = weakref.finalize(self, _retire, self._handle, self._arena, self._offset)
+        self._retire.atexit = False  # the kernel takes it all
         native.group_keep(self._handle, (self._arena, *self._peers))
 
     _peers: list[Peer]
@@ -177,7 +200,7 @@ class ProcessGroup(MoreCalls):
         """Leave at once: what is pending here fails."""
         if self._failure is None:
             self._failure = errors.GroupUnusableError(f"group {self.name!r} was destroyed.")
-        native.group_leave(self._handle)
+        self._retire()
         self._pending = []
 
     # --- groups from groups -----------------------------------------------------------------------------------
@@ -224,6 +247,8 @@ class ProcessGroup(MoreCalls):
         """After a failure: the ranks that still live, and come here within ``timeout``, go on in a new group."""
         from symcomm.group.shrink import agree_on_survivors
 
+        if not self._retire.alive:
+            raise self._unusable()
         survivors, exchange = agree_on_survivors(self, timeout)
         return ProcessGroup(
             survivors.index(self.rank), len(survivors), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
