@@ -55,6 +55,7 @@ class CollectiveCalls:
     _pending: list[Work]
     _keep_lock: threading.Lock
     _failed: Callable[..., errors.SymcommError]
+    _failure: errors.SymcommError | None
     _check_usable: Callable[[], None]
 
     # --- running ----------------------------------------------------------------------------------------------
@@ -84,6 +85,8 @@ class CollectiveCalls:
         timeout_ns = self._timeout_ns if timeout is None else to_ns(call, timeout)
         ins = tuple([b.address for b in inputs])
         outs = tuple([b.address for b in outputs])
+        if self._failure is not None:
+            self._check_usable()
         if not async_op:
             started = time.monotonic()
             status = native.run(self._handle, plan, ins, outs, timeout_ns)
@@ -93,7 +96,6 @@ class CollectiveCalls:
                 if buffer.target is not None:
                     buffer.finish()
             return None
-        self._check_usable()
         work = Work(self, call, call_site(2), outputs, result, (inputs, plan))
         callback = work._settle if any(b.target is not None for b in outputs) else None
         work._request = native.submit(self._handle, plan, ins, outs, timeout_ns, callback)
@@ -117,7 +119,7 @@ class CollectiveCalls:
         if not async_op and timeout is None:
             try:
                 plan = self._plans[tensor.dtype, op, tensor.numel()]
-                quick = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+                quick = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and self._failure is None
             except (KeyError, AttributeError, TypeError, RuntimeError):
                 quick = False
             if quick:

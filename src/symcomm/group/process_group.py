@@ -32,6 +32,7 @@ YIELD_NS = 100_000
 
 
 _living: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+areas_of: weakref.WeakKeyDictionary[Arena, set[int]] = weakref.WeakKeyDictionary()  # offsets that groups have used
 
 
 @atexit.register
@@ -92,6 +93,7 @@ class ProcessGroup(MoreCalls):
     def _build(self, exchange: Exchange) -> None:
         stage, channels, total = _layout(self.size, self._limits)
         self._offset = self._arena.allocate_sparse(total, touched=channels)
+        areas_of.setdefault(self._arena, set()).add(self._offset)
         native.poke(self._arena.base + self._offset, bytes(native.CONTROL_BYTES))
         for r in range(self.size):  # only the counters of a channel need to start at zero
             native.poke(self._arena.base + self._offset + channels + r * native.CHANNEL_BYTES, bytes(192))

@@ -8,6 +8,7 @@ Both run the same plans, with the same checks.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -21,9 +22,10 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from symcomm import errors
+from symcomm._core import native
 from symcomm.errors import words_for_exit
 from symcomm.group.default import exchange_through, set_default
-from symcomm.group.process_group import ProcessGroup, leave_groups_of
+from symcomm.group.process_group import ProcessGroup, areas_of, leave_groups_of
 from symcomm.group.work import Timeout
 from symcomm.memory.arena import Arena, use_arena
 
@@ -75,12 +77,14 @@ class _ThreadExchange:
 def _spawn_threads(fn: Callable, n: int, args: tuple, timeout: Timeout, deadline: float | None) -> list[Any]:
     meeting = _ThreadExchange(n)
     results: list[Any] = [None] * n
+    arenas: dict[int, Arena] = {}
     failures: list[tuple[float, int, BaseException]] = []
 
     def run(rank: int) -> None:
         group: ProcessGroup | None = None
         try:
-            use_arena(Arena())
+            arenas[rank] = Arena()
+            use_arena(arenas[rank])
             group = ProcessGroup(rank, n, meeting.of(rank), timeout=timeout)
             set_default(group, of_thread=True)
             results[rank] = fn(group, *args)
@@ -103,11 +107,27 @@ def _spawn_threads(fn: Callable, n: int, args: tuple, timeout: Timeout, deadline
     for thread in threads:
         thread.join(None if end is None else max(0.0, end - time.monotonic()))
     stuck = [r for r, thread in enumerate(threads) if thread.is_alive()]
+    if not stuck:
+        for arena in arenas.values():
+            _release(arena)
     if failures:
         raise _first_cause(failures)
     if stuck:
         raise errors.deadline("spawn", deadline or 0.0, missing=stuck)
     return results
+
+
+def _release(arena: Arena) -> None:
+    """Give a rank's pages, descriptor and thread back, unless a tensor of it lives on. Only its addresses stay taken:
+    whoever kept a group finds zeros there and not a hole."""
+    groups = areas_of.get(arena, set())
+    if set(arena._heap._used) - groups:
+        gc.collect()  # a tensor may only be waiting for that
+    if set(arena._heap._used) - groups:
+        return
+    native.life_stop(arena._life)
+    native.set_pages(arena.fd, 0, arena.nbytes, False)
+    os.close(arena.fd)
 
 
 def _first_cause(failures: list[tuple[float, int, BaseException]]) -> BaseException:
