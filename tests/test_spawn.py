@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -20,16 +21,12 @@ from symcomm.memory import arena
 MODES = ["threads", "processes"]
 
 
-def leftovers() -> set[str]:
-    mine = {p.name for p in Path("/tmp").glob("symcomm-*")} | {n for n in os.listdir("/dev/shm") if "symcomm" in n}
-    return {name for name in mine if not name.startswith(("symcomm-test-", "symcomm-sanitize-"))}
-
-
 @pytest.fixture(autouse=True)
-def nothing_is_left():
-    before = leftovers()
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
-    assert leftovers() <= before
+    assert list(tmp_path.glob("symcomm-*")) == []
+    assert [name for name in os.listdir("/dev/shm") if "symcomm" in name] == []
     assert multiprocessing.active_children() == []
 
 

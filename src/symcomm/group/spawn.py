@@ -97,6 +97,7 @@ def _spawn_threads(fn: Callable, n: int, args: tuple, timeout: Timeout, deadline
         finally:
             if group is not None:
                 group.destroy()
+                leave_groups_of(group._arena)  # those that fn made and forgot
             set_default(None, of_thread=True)
             use_arena(None)
 
