@@ -328,7 +328,7 @@ def _shrink(g: ProcessGroup, victims: list[int], stopped: int) -> tuple:
         os.kill(os.getpid(), signal.SIGSTOP)
     with pytest.raises((errors.RankFailedError, errors.DeadlineError)):
         g.all_reduce(t, timeout=0.5)
-    small = g.shrink(timeout=0.5)
+    small = g.shrink(timeout=1.0)
     t = torch.full((100_000,), float(g.rank + 1))
     small.all_reduce(t)
     ranks = small.all_gather_object(str(g.rank).encode())

@@ -11,7 +11,7 @@ import torch
 
 import symcomm
 from symcomm import errors
-from symcomm.group.process_group import ProcessGroup, _give_back
+from symcomm.group.process_group import ProcessGroup, give_back
 from tests.faults import run_group
 
 
@@ -202,7 +202,7 @@ def make_and_destroy(group, times):
         child.barrier()
         child.destroy()
         group.barrier()  # everybody has left it
-        _give_back()
+        give_back()
         used.append(group._arena.used_bytes)
     return used
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -20,16 +22,12 @@ from symcomm.memory import arena
 MODES = ["threads", "processes"]
 
 
-def leftovers() -> set[str]:
-    mine = {p.name for p in Path("/tmp").glob("symcomm-*")} | {n for n in os.listdir("/dev/shm") if "symcomm" in n}
-    return {name for name in mine if not name.startswith(("symcomm-test-", "symcomm-sanitize-"))}
-
-
 @pytest.fixture(autouse=True)
-def nothing_is_left():
-    before = leftovers()
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
-    assert leftovers() <= before
+    assert list(tmp_path.glob("symcomm-*")) == []
+    assert [name for name in os.listdir("/dev/shm") if "symcomm" in name] == []
     assert multiprocessing.active_children() == []
 
 
@@ -110,6 +108,50 @@ def test_threads_see_the_callers_variables():
     seen = []
     symcomm.spawn(lambda g: seen.append(g.rank), 3, mode="threads", deadline=20)
     assert sorted(seen) == [0, 1, 2]
+
+
+def test_threads_give_back_what_they_took():
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        pages = sum(os.stat(path).st_blocks for path in memory_files())
+        return len(os.listdir("/proc/self/fd")), pages, len(os.listdir("/proc/self/task"))
+
+    def memory_files() -> list[str]:
+        paths = [f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")]
+        return [p for p in paths if os.path.lexists(p) and "memfd" in os.readlink(p)]
+
+    def work(g: ProcessGroup) -> None:
+        team = g.split(0)
+        team.all_reduce(torch.ones(100_000), async_op=True).wait()
+        team.isend(torch.ones(3), g.rank)
+        team.recv(torch.ones(3), g.rank)
+
+    symcomm.spawn(work, 3, mode="threads", deadline=20)
+    before = held()
+    for _ in range(5):
+        symcomm.spawn(work, 3, mode="threads", deadline=20)
+    assert held() == before
+
+
+def test_a_symmetric_tensor_outlives_its_threads():
+    def make(g: ProcessGroup) -> torch.Tensor:
+        t = torch.frombuffer(g._arena.buffer(4000), dtype=torch.float32)
+        t.fill_(1.0)
+        g.all_reduce(t)
+        return t
+
+    kept = symcomm.spawn(make, 2, mode="threads", deadline=20)
+    symcomm.spawn(make, 2, mode="threads", deadline=20)
+    assert all(t.unique().tolist() == [2.0] for t in kept)
+
+
+def test_a_group_that_outlives_its_threads_refuses():
+    groups = symcomm.spawn(lambda g: g, 2, mode="threads", deadline=20)
+    for group in groups:
+        with pytest.raises(errors.GroupUnusableError, match="was destroyed"):
+            group.barrier()
+        with pytest.raises(errors.GroupUnusableError, match="was destroyed"):
+            group.send(torch.ones(1), 0)
 
 
 def test_a_thread_rank_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch):

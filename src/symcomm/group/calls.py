@@ -81,6 +81,7 @@ class CollectiveCalls:
     _pending: list[Work]
     _keep_lock: threading.Lock
     _failed: Callable[..., errors.SymcommError]
+    _failure: errors.SymcommError | None
     _check_usable: Callable[[], None]
 
     # --- running ----------------------------------------------------------------------------------------------
@@ -110,6 +111,8 @@ class CollectiveCalls:
         timeout_ns = self._timeout_ns if timeout is None else to_ns(call, timeout)
         ins = tuple([b.address for b in inputs])
         outs = tuple([b.address for b in outputs])
+        if self._failure is not None:
+            self._check_usable()
         if not async_op:
             started = time.monotonic()
             status = native.run(self._handle, plan, ins, outs, timeout_ns)
@@ -119,7 +122,6 @@ class CollectiveCalls:
                 if buffer.target is not None:
                     buffer.finish()
             return None
-        self._check_usable()
         work = Work(self, call, call_site(2), outputs, result, (inputs, plan))
         callback = work._settle if any(b.target is not None for b in outputs) else None
         work._request = native.submit(self._handle, plan, ins, outs, timeout_ns, callback)

@@ -53,10 +53,11 @@ def _retire(handle: Any, arena: Arena, offset: int) -> None:
     native.group_leave(handle)
     with _retired_lock:
         _retired.append((handle, arena, offset))
-    _give_back()
+    give_back()
 
 
-def _give_back() -> None:
+def give_back() -> None:
+    """Free the memory of groups that everybody has left."""
     with _retired_lock:
         over = [item for item in _retired if native.group_detach(item[0])]
         _retired[:] = [item for item in _retired if item not in over]
@@ -114,7 +115,7 @@ class ProcessGroup(MoreCalls):
         registry.add(self)
 
     def _build(self, exchange: Exchange) -> None:
-        _give_back()
+        give_back()
         stage, channels, total = _layout(self.size, self._limits)
         self._offset = self._arena.allocate_sparse(total, touched=channels)
         native.poke(self._arena.base + self._offset, bytes(native.CONTROL_BYTES))

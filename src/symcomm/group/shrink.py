@@ -33,10 +33,14 @@ def agree_on_survivors(group: Any, timeout: float) -> tuple[list[int], Exchange]
     native.group_abort(group._handle)  # a no-op when the group has failed already
     deadline = time.monotonic() + timeout
     dead: set[int] = set()
+    said: set[int] | None = None
+    votes: dict[int, dict] = {}  # kept: a record that is being written reads as none
     while True:
         dead |= {r["rank"] for r in native.group_report(group._handle)["ranks"] if r["gone"]}
-        native.group_publish(group._handle, json.dumps({"dead": sorted(dead), "items": []}).encode())
-        votes = _votes(group)
+        if said != dead:
+            native.group_publish(group._handle, json.dumps({"dead": sorted(dead), "items": []}).encode())
+            said = set(dead)
+        votes.update(_votes(group))
         named = {r for rank, vote in votes.items() if rank not in dead for r in vote["dead"]}
         if group.rank in named:
             raise errors.RankFailedError(

@@ -23,7 +23,7 @@ from typing import Any
 from symcomm import errors
 from symcomm.errors import words_for_exit
 from symcomm.group.default import exchange_through, set_default
-from symcomm.group.process_group import ProcessGroup, leave_groups_of
+from symcomm.group.process_group import ProcessGroup, give_back, leave_groups_of
 from symcomm.group.work import Timeout
 from symcomm.memory.arena import Arena, use_arena
 
@@ -93,6 +93,7 @@ def _spawn_threads(fn: Callable, n: int, args: tuple, timeout: Timeout, deadline
         finally:
             if group is not None:
                 group.destroy()
+                leave_groups_of(group._arena)  # those that fn made and forgot
             set_default(None, of_thread=True)
             use_arena(None)
 
@@ -103,6 +104,7 @@ def _spawn_threads(fn: Callable, n: int, args: tuple, timeout: Timeout, deadline
     for thread in threads:
         thread.join(None if end is None else max(0.0, end - time.monotonic()))
     stuck = [r for r, thread in enumerate(threads) if thread.is_alive()]
+    give_back()
     if failures:
         raise _first_cause(failures)
     if stuck:
