@@ -22,6 +22,7 @@ LAYERS = {
     "collectives": 3,
     "group": 4,
     "backend": 6,
+    "c10d": 7,
     "cli": 9,
     "__main__": 9,
 }

@@ -11,8 +11,26 @@ from typing import Any
 from torch._C._distributed_c10d import ReduceOp
 
 from symcomm import errors
+from symcomm.types import ReduceOp as OwnReduceOp
 
-__all__ = ["is_async", "one", "redop_of", "root_of", "seconds_of"]
+__all__ = ["is_async", "one", "redop_of", "root_of", "seconds_of", "sort_out"]
+
+
+def sort_out(*given: Any) -> tuple[Any, Any, Any, Any]:
+    """(options, root, operation, time-out) from arguments in any of the orders that the overloads allow."""
+    options = root = op = timeout = None
+    for item in given:
+        if item is None:
+            continue
+        if isinstance(item, (timedelta, float)):
+            timeout = item
+        elif isinstance(item, (ReduceOp, OwnReduceOp)):
+            op = item
+        elif isinstance(item, int):
+            root = item
+        else:
+            options = item
+    return options, root, op, timeout
 
 
 def seconds_of(options: Any, timeout: Any = None) -> float | None:
@@ -27,7 +45,7 @@ def redop_of(options: Any, op: Any = None) -> Any:
     """The reduce operation from ``options`` (which may itself be the operation)."""
     if op is not None:
         return op
-    if isinstance(options, (ReduceOp, ReduceOp.RedOpType)):
+    if isinstance(options, (ReduceOp, OwnReduceOp)):
         return options
     return getattr(options, "reduceOp", ReduceOp.SUM)
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import ReduceOp
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.backend.arguments import is_async, one, redop_of, root_of, seconds_of
+from symcomm.backend.arguments import is_async, one, redop_of, root_of, seconds_of, sort_out
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import DoneWork, TorchWork, done
 from symcomm.group.calls import to_redop
@@ -115,6 +115,8 @@ class TorchGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         tensor = one("all_reduce", "tensors", tensors)
+        if op is not None or timeout is not None:
+            opts, _, op, timeout = sort_out(opts, op, timeout)
         redop = redop_of(opts, op)
         if opts is not None and timeout is None and tensor.is_cpu and not getattr(opts, "asyncOp", True):
             quick = self._quick_all_reduce(tensor, redop, opts)
@@ -145,11 +147,13 @@ class TorchGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Any, opts: Any = None, root: Any = None, op: Any = None, timeout: Any = None) -> Any:
         tensor = one("reduce", "tensors", tensors)
+        opts, root, op, timeout = sort_out(opts, root, op, timeout)
         args = (tensor, root_of(opts, root), redop_of(opts, op))
         return self._call(self.core.reduce, *args, options=opts, timeout=timeout, result=[tensor])
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         output = one("reduce_scatter", "output_tensors", outputs)
+        opts, _, op, timeout = sort_out(opts, op, timeout)
         pieces = inputs[0] if inputs and isinstance(inputs[0], (list, tuple)) else inputs
         args = (output, list(pieces), redop_of(opts, op))
         return self._call(self.core.reduce_scatter, *args, options=opts, timeout=timeout, result=[output])
@@ -165,12 +169,14 @@ class TorchGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
         tensor = one("broadcast", "tensors", tensors)
+        opts, root, _, timeout = sort_out(opts, root, timeout)
         return self._call(
             self.core.broadcast, tensor, root_of(opts, root), options=opts, timeout=timeout, result=[tensor]
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         tensor = one("all_gather", "input_tensors", inputs)
+        opts, _, _, timeout = sort_out(opts, timeout)
         places = outputs[0] if outputs and isinstance(outputs[0], (list, tuple)) else outputs
         return self._call(
             self.core.all_gather, list(places), tensor, options=opts, timeout=timeout, result=[list(places)]
@@ -188,12 +194,14 @@ class TorchGroup(dist.ProcessGroup):
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
         tensor = one("gather", "input_tensors", inputs)
+        opts, root, _, timeout = sort_out(opts, root, timeout)
         places = outputs[0] if outputs and isinstance(outputs[0], (list, tuple)) else outputs
         args = (list(places) or None, tensor, root_of(opts, root))
         return self._call(self.core.gather, *args, options=opts, timeout=timeout, result=[list(places)])
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
         tensor = one("scatter", "output_tensors", outputs)
+        opts, root, _, timeout = sort_out(opts, root, timeout)
         pieces = inputs[0] if inputs and isinstance(inputs[0], (list, tuple)) else inputs
         args = (tensor, list(pieces) or None, root_of(opts, root))
         return self._call(self.core.scatter, *args, options=opts, timeout=timeout, result=[tensor])
@@ -210,6 +218,7 @@ class TorchGroup(dist.ProcessGroup):
         opts: Any = None,
         timeout: Any = None,
     ) -> Any:
+        opts, _, _, timeout = sort_out(opts, timeout)
         args = (output, input, list(output_splits or []), list(input_splits or []))
         return self._call(self.core.all_to_all_single, *args, options=opts, timeout=timeout, result=[output])
 
@@ -233,6 +242,7 @@ class TorchGroup(dist.ProcessGroup):
     # --- synchronisation --------------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+        opts, _, _, timeout = sort_out(opts, timeout)
         return self._call(self.core.barrier, options=opts, timeout=timeout)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
