@@ -32,6 +32,7 @@ __all__ = [
     "ReduceScatterOptions",
     "ScatterOptions",
     "_DistributedBackendOptions",
+    "duration",
     "flag",
     "for_torch",
     "integer",

@@ -13,7 +13,7 @@ import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
 from symcomm.c10d.enums import OpType
-from symcomm.c10d.options import DEFAULT_TIMEOUT
+from symcomm.c10d.options import DEFAULT_TIMEOUT, duration
 from symcomm.c10d.words import wrong_type
 
 __all__ = ["FakeWork", "PythonCallbackWork", "Work", "WorkInfo", "_create_work_from_future"]
@@ -45,6 +45,7 @@ class Work(torch_c10d.Work, metaclass=_AnyWork):
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Block until the operation ended, and raise if it failed. Timeout 0: the default of groups."""
+        timeout = duration("Work.wait: timeout", timeout)
         limit = (timeout if timeout > _NO_TIMEOUT else DEFAULT_TIMEOUT).total_seconds()
         if not self._ended.wait(limit):
             raise errors.deadline("Work.wait", limit)
@@ -95,6 +96,7 @@ class FakeWork(Work):
     seq_id: int = -1
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        duration("FakeWork.wait: timeout", timeout)
         return True
 
     def get_future(self) -> Any:
@@ -116,6 +118,7 @@ class PythonCallbackWork(Work):
         self._future: Any = torch.futures.Future()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        timeout = duration("PythonCallbackWork.wait: timeout", timeout)
         try:
             done = bool(self._callback(timeout))
         except BaseException as error:
