@@ -17,7 +17,7 @@ import torch._C._distributed_c10d as theirs
 import symcomm.c10d as ours
 from symcomm.errors import BadArgumentError
 
-__all__ = ["outcome", "ours", "same", "theirs"]
+__all__ = ["family", "outcome", "ours", "same", "theirs"]
 
 
 def plain(value: Any) -> Any:

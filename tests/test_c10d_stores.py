@@ -21,14 +21,17 @@ m.PrefixStore(3, m.HashStore()) | m.PrefixStore('a', m.HashStore()) | m.PrefixSt
 m.PrefixStore('a', m.HashStore()).underlying_store | m.TCPStore() | m.TCPStore('localhost') | m.Store() | m.Store(3)
 m.PrefixStore('a', m.PrefixStore('b', m.HashStore()))._underlying_non_prefix_store | m.Store().timeout
 m.Store().has_extended_api() | m.Store().get('a') | m.Store().set('a', 'b') | m.HashStore().has_extended_api()
-isinstance(m.HashStore(), m.Store) | isinstance(m.PrefixStore('a', m.HashStore()), m.Store) | issubclass(m.TCPStore, m.Store)
-m.HashStore().timeout | m.HashStore().set_timeout(td(seconds=2)) | m.HashStore().set_timeout('x') | m.HashStore().clone()
+isinstance(m.HashStore(), m.Store) | isinstance(m.PrefixStore('a', m.HashStore()), m.Store)
+issubclass(m.TCPStore, m.Store)
+m.HashStore().timeout | m.HashStore().set_timeout(td(seconds=2)) | m.HashStore().set_timeout('x')
+m.HashStore().clone()
 """
 CALLS = """
 set('a', 'b') | set('a', b'b') | set('a') | set('a', 3) | set(3, 'a') | set('', '') | get() | check(['a']) | check([])
 check('a') | check(3) | wait('a') | wait(['a'], td(milliseconds=20)) | wait([], td(milliseconds=20)) | add('a', 1)
 add('a', 'x') | add('a') | add('a', -3) | compare_set('a', 'x', 'y') | compare_set('a', '', 'y') | compare_set('a')
-delete_key('a') | delete_key() | num_keys() | list_keys() | append('a', 'b') | append('a') | multi_get([]) | multi_set([], [])
+delete_key('a') | delete_key() | num_keys() | list_keys() | append('a', 'b') | append('a') | multi_get([])
+multi_set([], [])
 queue_len('a') | queue_pop('a', False) | queue_push('a', 'b') | queue_push('a') | barrier('a', 1) | barrier('a')
 barrier('a', 2, td(milliseconds=20)) | get(None) | multi_get('a') | multi_set('ab', 'cd')
 """
@@ -204,11 +207,13 @@ def test_a_store_that_forgets_is_noticed():
 # --- control collectives ------------------------------------------------------------------------------------------
 
 COLLECTIVES = """
-m._ControlCollectives() | m._StoreCollectives(3, 0, 1) | m._StoreCollectives() | m._StoreCollectives(m.HashStore(), 0, 1)
+m._ControlCollectives() | m._StoreCollectives(3, 0, 1) | m._StoreCollectives()
+m._StoreCollectives(m.HashStore(), 0, 1)
 isinstance(m._StoreCollectives(m.HashStore(), 0, 1), m._ControlCollectives)
 m._StoreCollectives(m.HashStore(), 0, 1).all_sum('a', 3) | m._StoreCollectives(m.HashStore(), 0, 1).all_gather('a', 'x')
 m._StoreCollectives(m.HashStore(), 0, 1).barrier('a') | m._StoreCollectives(m.HashStore(), 0, 1).gather_recv('a', 'x')
-m._StoreCollectives(m.HashStore(), 0, 1).scatter_send('a', ['x']) | m._StoreCollectives(m.HashStore(), 0, 1).all_sum('a')
+m._StoreCollectives(m.HashStore(), 0, 1).scatter_send('a', ['x'])
+m._StoreCollectives(m.HashStore(), 0, 1).all_sum('a')
 m._StoreCollectives(m.HashStore(), 0, 2).barrier('a', td(milliseconds=20))
 m._StoreCollectives(m.HashStore(), 0, 2).broadcast_recv('a', td(milliseconds=20))
 """

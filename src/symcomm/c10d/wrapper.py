@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from symcomm import errors
+from symcomm.backend.group import TorchGroup
 from symcomm.c10d.backend import Backend
+from symcomm.c10d.enums import ErrorType
 from symcomm.c10d.options import for_torch
 from symcomm.c10d.words import wrong_type
 
@@ -65,6 +67,17 @@ class _ProcessGroupWrapper(Backend):
     def options(self) -> Any:
         return self.wrapped_pg.options
 
+    def get_error(self) -> ErrorType:
+        """What ended the backend's group; SUCCESS while it lives."""
+        if not isinstance(self.wrapped_pg, TorchGroup):
+            raise self._lacks("get_error")
+        failure = self.wrapped_pg.core._failure
+        if failure is None:
+            return ErrorType.SUCCESS
+        if isinstance(failure, errors.DeadlineError):
+            return ErrorType.TIMEOUT
+        return ErrorType.REMOTE_ERROR if isinstance(failure, errors.PeerError) else ErrorType.COMM_ERROR
+
     def _check(self, name: str, args: tuple) -> None:
         if getattr(self.wrapped_pg, "is_symcomm", False):
             return
@@ -106,7 +119,7 @@ for _name in _CHECKED:
 for _name in (
     "name", "_get_backend_name", "send", "recv", "recv_anysource", "monitored_barrier", "_start_coalescing",
     "_end_coalescing", "set_timeout", "_get_sequence_number_for_group", "_set_sequence_number_for_group",
-    "allocate_tensor", "supports_tensor_alloc", "memory_stats", "suspend", "resume", "shrink", "get_error", "abort",
+    "allocate_tensor", "supports_tensor_alloc", "memory_stats", "suspend", "resume", "shrink", "abort",
     "shutdown", "eager_connect_single_device",
 ):  # fmt: skip
     setattr(_ProcessGroupWrapper, _name, _passed_on(_name))
