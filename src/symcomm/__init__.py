@@ -3,9 +3,10 @@
 Where things are (imports point down only)::
 
     cli/          the `symcomm` command: run, bench, demo
+    symm_mem/     symmetric tensors: allocate, rendezvous, signals, symmetrize
     group/        ProcessGroup, Work, spawn, the default group
     collectives/  plans: one file per family of collectives, and the choice between them
-    memory/       arenas and symmetric tensors
+    memory/       arenas: memory that all ranks of a host have mapped
     store/        key-value stores and rendezvous
     _core/        C: reductions, the plan executor, waits, mailboxes, the store's server
     errors.py     every exception, and the words of every error
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 # module -> the public names it defines
 _PUBLIC = {
     "symcomm.store": ("Store", "HashStore", "FileStore", "TCPStore", "PrefixStore"),
+    "symcomm.symm_mem.symmetrize": ("symmetrize",),
     "symcomm.types": ("DType", "ReduceOp", "make_premul_sum"),
     "symcomm.group.process_group": ("ProcessGroup",),
     "symcomm.group.messages": ("ANY_SOURCE", "Message"),
@@ -41,10 +43,14 @@ _PUBLIC = {
 }  # fmt: skip
 _LAZY = {name: module for module, names in _PUBLIC.items() for name in names}
 
-__all__ = ["__version__", "errors", *_LAZY]
+_MODULES = ("symm_mem",)  # public modules, loaded on first use as well
+
+__all__ = ["__version__", "errors", *_MODULES, *_LAZY]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"symcomm.{name}")
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'symcomm' has no attribute {name!r}")

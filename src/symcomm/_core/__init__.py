@@ -13,6 +13,7 @@ plan.c, exec.c     load and run a plan (see symcomm.collectives.plan) in one cal
 async.c            operations that run while the caller goes on
 group.c            groups, plans and requests as Python sees them
 p2p.c              mailboxes: tagged messages between two ranks
+signals.c          signal pads: put, wait and barrier on words of symmetric memory
 store_*.c, sha256.c  the TCPStore server: event loop, protocol, table, token
 =================  ===============================================================
 """

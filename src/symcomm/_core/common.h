@@ -43,6 +43,7 @@ int symcomm_add_reduce(PyObject *module);
 int symcomm_add_shm(PyObject *module);
 int symcomm_add_group(PyObject *module);
 int symcomm_add_p2p(PyObject *module);
+int symcomm_add_signals(PyObject *module);
 int symcomm_add_store_server(PyObject *module);
 
 #endif

@@ -82,6 +82,7 @@ static void drop_group(PyObject *capsule) {
     mail_drop(g);
     Py_END_ALLOW_THREADS;
     free_group(g);
+    Py_XDECREF((PyObject *)PyCapsule_GetContext(capsule)); /* only now: the above used the memory this keeps mapped */
 }
 
 static int fill(PyObject *tuple, int world, void **into) {
@@ -129,6 +130,16 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
 }
 
 static struct group *to_group(PyObject *capsule) { return PyCapsule_GetPointer(capsule, GROUP); }
+
+static PyObject *group_keep(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule, *object;
+    if (!PyArg_ParseTuple(args, "OO", &capsule, &object) || to_group(capsule) == NULL) return NULL;
+    PyObject *before = PyCapsule_GetContext(capsule);
+    if (PyCapsule_SetContext(capsule, Py_NewRef(object)) < 0) return NULL;
+    Py_XDECREF(before);
+    Py_RETURN_NONE;
+}
 
 static PyObject *group_abort(PyObject *self, PyObject *arg) {
     (void)self;
@@ -326,6 +337,7 @@ static PyMethodDef methods[] = {
      "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, spin, yield_ns) -> group"},
     {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},
     {"group_leave", group_leave, METH_O, "group_leave(group): this rank takes no further part."},
+    {"group_keep", group_keep, METH_VARARGS, "group_keep(group, object): hold on to it as long as the group exists."},
     {"group_report", group_report, METH_O, "group_report(group) -> what this rank can see of all ranks"},
     {"group_publish", group_publish, METH_VARARGS, "group_publish(group, text): show the others what this rank was doing."},
     {"group_records", group_records, METH_O, "group_records(group) -> what each rank has published, or None"},

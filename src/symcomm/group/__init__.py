@@ -6,6 +6,7 @@ messages.py       its point-to-point calls
 more_calls.py     coalesced forms and the monitored barrier
 buffers.py        any tensor -> address, count, dtype
 work.py           operations that run while the caller goes on
+registry.py       groups by name
 failure.py        what went wrong, in words
 default.py        init(), the default group and the functions on it
 spawn.py          ranks from one Python function, as processes or threads

@@ -12,6 +12,7 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.select import Limits
+from symcomm.group import registry
 from symcomm.group.calls import Timeout, to_ns
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
@@ -68,6 +69,7 @@ class ProcessGroup(MoreCalls):
         self.store: Any = None
         self._arena: Arena = current_arena()
         self._build(exchange)
+        registry.add(self)
 
     def _build(self, exchange: Exchange) -> None:
         stage, channels, total = _layout(self.size, self._limits)
@@ -96,6 +98,7 @@ class ProcessGroup(MoreCalls):
             tuple([s + channels for s in starts]),
             SPIN_LOOKS_CROWDED if crowded else SPIN_LOOKS, YIELD_NS,
         )  # fmt: skip
+        native.group_keep(self._handle, (self._arena, *self._peers))
 
     _peers: list[Peer]
 

@@ -14,12 +14,17 @@ Header of an arena, in its first page::
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
+import functools
 import os
 import secrets
 import struct
 import threading
+import time
 import weakref
+from collections import deque
 from dataclasses import dataclass
 
 from symcomm._core import native
@@ -27,24 +32,48 @@ from symcomm.errors import ResourceError
 from symcomm.memory.heap import PAGE, Heap
 from symcomm.memory.limits import check_room, physical_bytes, words_for_bytes
 
-__all__ = ["Arena", "Peer", "current_arena", "peer_by_nonce", "use_arena"]
+__all__ = ["Arena", "Peer", "bytes_type", "current_arena", "named_directory", "peer_by_nonce", "use_arena"]
 
 MAGIC = 0x53594D434F4D4D31
 LIFE = 64
 MAX_ADDRESSES = 1 << 46  # of the 47 bits of addresses a process has; shared by all ranks it may map
 RANKS_PLANNED_FOR = 64
 HUGE = 2 << 20
+NAME = "symcomm-"  # named arenas begin so
+SWEEP_AGE = 60  # seconds: a younger file may not be locked by its owner yet
+ASK_BYTES = (
+    1 << 20
+)  # small allocations ask how much memory is left once per so many: asking takes 0.14 ms, the rest 0.02
 KEEP_BYTES = 256 << 20  # freed pages kept for the next allocation before they go back to the kernel
+
+
+@functools.lru_cache(maxsize=1024)
+def bytes_type(nbytes: int) -> type[ctypes.Array]:
+    """The ctypes array type of so many bytes. Making one takes 0.1 ms, and programs use the same sizes again."""
+    return ctypes.c_char * nbytes
+
+
+def _map(fd: int, nbytes: int) -> int:
+    try:
+        return native.map_shared(fd, nbytes)
+    except OSError as error:
+        raise ResourceError(
+            f"symmetric memory: mapping {words_for_bytes(nbytes)} of addresses failed ({error.strerror}); "
+            "raise the limit on address space (ulimit -v unlimited)."
+        ) from error
 
 
 @dataclass
 class Peer:
-    """An arena as this process sees it, its own or another rank's."""
+    """An arena as this process sees it, its own or another rank's. Mapped as long as this object lives."""
 
     nonce: bytes
     pid: int
     base: int
     nbytes: int
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, native.unmap, self.base, self.nbytes).atexit = False
 
     @property
     def life(self) -> int:
@@ -53,13 +82,7 @@ class Peer:
 
     @classmethod
     def map(cls, fd: int, nbytes: int) -> Peer:
-        try:
-            base = native.map_shared(fd, nbytes)
-        except OSError as error:
-            raise ResourceError(
-                f"symmetric memory: mapping {words_for_bytes(nbytes)} of addresses failed ({error.strerror}); "
-                "raise the limit on address space (ulimit -v unlimited)."
-            ) from error
+        base = _map(fd, nbytes)
         magic, nonce, pid = struct.unpack("<Q16sQ", native.peek(base, 32))
         if magic != MAGIC:
             native.unmap(base, nbytes)
@@ -67,7 +90,7 @@ class Peer:
         return cls(nonce, pid, base, nbytes)
 
 
-_peers: dict[bytes, Peer] = {}  # all arenas mapped by this process
+_peers: weakref.WeakValueDictionary[bytes, Peer] = weakref.WeakValueDictionary()  # arenas mapped by this process
 _peers_lock = threading.Lock()
 
 
@@ -76,11 +99,9 @@ def peer_by_nonce(nonce: bytes) -> Peer | None:
 
 
 def add_peer(peer: Peer) -> Peer:
+    """The one object for this arena; it is remembered while somebody holds it."""
     with _peers_lock:
-        known = _peers.setdefault(peer.nonce, peer)
-    if known is not peer:
-        native.unmap(peer.base, peer.nbytes)
-    return known
+        return _peers.setdefault(peer.nonce, peer)
 
 
 class Arena:
@@ -94,19 +115,29 @@ class Arena:
         if directory is None:
             self.fd = os.memfd_create("symcomm", os.MFD_CLOEXEC)
         else:
-            self.path = os.path.join(directory, f"symcomm-{self.nonce.hex()}")
+            sweep(directory)
+            self.path = os.path.join(directory, f"{NAME}{self.nonce.hex()}")
             self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self.fd, self.nbytes)
-        native.set_pages(self.fd, 0, PAGE, True)
-        base = native.map_shared(self.fd, self.nbytes)
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until we are gone, however we go
+        try:
+            os.ftruncate(self.fd, self.nbytes)
+            native.set_pages(self.fd, 0, PAGE, True)
+            base = _map(self.fd, self.nbytes)
+        except BaseException:
+            os.close(self.fd)
+            self.unlink()
+            raise
         native.poke(base, struct.pack("<Q16sQ", MAGIC, self.nonce, os.getpid()))
         self.peer = add_peer(Peer(self.nonce, os.getpid(), base, self.nbytes))
         self.base = base
         self._heap = Heap(PAGE, self.nbytes)
         self._lock = threading.Lock()
-        self._idle = 0  # freed bytes whose pages were kept
+        self._dropped: deque[int] = deque()  # offsets to take back once the lock is free
+        self._idle = 0  # freed bytes whose pages were kept, about
+        self._unasked = ASK_BYTES  # allocated since we last asked how much memory is left
         self._pid = os.getpid()
-        self._life = native.life_start(base + LIFE)
+        life = native.life_start(base + LIFE)
+        weakref.finalize(self, _close, self._pid, self.fd, life, self.peer).atexit = False
         self.huge_pages = native.advise_huge(base, self.nbytes)
 
     def allocate(self, nbytes: int) -> int:
@@ -115,9 +146,13 @@ class Arena:
 
     def allocate_sparse(self, nbytes: int, touched: int) -> int:
         """Like allocate, but only the first ``touched`` bytes get pages now, the rest when they are first used."""
-        check_room(touched, self.directory)
+        self._check_room(touched)
+        self._settle()
         with self._lock:
             offset = self._heap.allocate(nbytes)
+            if offset is not None:
+                self._idle = max(0, self._idle - self._heap.length_of(offset))
+        self._settle()
         if offset is None:
             raise ResourceError(
                 f"symmetric memory: {words_for_bytes(nbytes)} asked, but {words_for_bytes(self._heap.used_bytes)} of "
@@ -126,37 +161,81 @@ class Arena:
         try:
             native.set_pages(self.fd, offset, max(touched, 1), True)
         except OSError as error:
-            with self._lock:
-                self._heap.free(offset)
+            self.free(offset)
             raise ResourceError(
                 f"symmetric memory: the kernel refused {words_for_bytes(nbytes)} ({error.strerror}); "
                 "free memory or allocate less."
             ) from error
         return offset
 
+    def _check_room(self, nbytes: int) -> None:
+        self._unasked += nbytes
+        if self._unasked >= ASK_BYTES:
+            check_room(nbytes, self.directory)
+            self._unasked = 0
+
     def free(self, offset: int) -> None:
         """Give a range back; its pages return to the kernel once more than KEEP_BYTES lie idle."""
         if os.getpid() != self._pid:
             return  # a forked child drops its copy of the object, not the memory
-        with self._lock:
-            start, length = self._heap.free(offset)
+        self._dropped.append(offset)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Take back what was dropped. Never waits: the garbage collector may call us while this very thread holds the
+        lock, and then whoever holds it settles when it is done."""
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                while self._dropped:
+                    self._take_back(self._dropped.popleft())
+            finally:
+                self._lock.release()
+
+    def _take_back(self, offset: int) -> None:
+        """With the lock held: pages go before the range can be given to anyone else."""
+        length = self._heap.length_of(offset)
+        if self._idle + length > KEEP_BYTES:
+            native.set_pages(self.fd, offset, length, False)
+        else:
             self._idle += length
-            give_back = self._idle > KEEP_BYTES
-        if give_back:
-            native.set_pages(self.fd, start, length, False)
-            with self._lock:
-                self._idle -= length
+        self._heap.free(offset)
+
+    def trim(self) -> int:
+        """Return the pages of all freed ranges to the kernel; says how many bytes that were."""
+        self._settle()
+        with self._lock:
+            before = self.reserved_bytes
+            for start, length in self._heap.free_ranges:
+                native.set_pages(self.fd, start, length, False)
+            self._idle = 0
+            after = self.reserved_bytes
+        self._settle()
+        return max(0, before - after)
 
     def buffer(self, nbytes: int) -> ctypes.Array:
         """``nbytes`` of the arena as a writable Python buffer; freed when nothing refers to it any more."""
         offset = self.allocate(nbytes)
-        view = (ctypes.c_char * nbytes).from_address(self.base + offset)
+        view = bytes_type(nbytes).from_address(self.base + offset)
         weakref.finalize(view, self.free, offset).atexit = False
         return view
 
     @property
     def used_bytes(self) -> int:
         return self._heap.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._heap.peak_bytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Freed, but kept for the next allocation."""
+        return self._idle
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of memory this arena really takes: pages in use, and idle ones kept for the next allocation."""
+        return os.fstat(self.fd).st_blocks * 512
 
     def unlink(self) -> None:
         """Remove the name of a named arena; the memory lives on while anyone maps it."""
@@ -165,12 +244,42 @@ class Arena:
             self.path = None
 
 
+def _close(pid: int, fd: int, life: int, peer: Peer) -> None:
+    """The arena is gone here: no tensor, no group of its rank. ``peer`` stays mapped until now, since life is in it."""
+    if os.getpid() == pid:
+        native.life_stop(life)
+        os.close(fd)
+
+
+def sweep(directory: str) -> None:
+    """Remove named arenas whose owners were killed before anybody could unlink them."""
+    for entry in os.scandir(directory):
+        if not entry.name.startswith(NAME):
+            continue
+        with contextlib.suppress(OSError):  # somebody else's, in use, or swept by another rank just now
+            if time.time() - entry.stat(follow_symlinks=False).st_mtime < SWEEP_AGE:
+                continue
+            fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(entry.path)
+            finally:
+                os.close(fd)
+
+
 _process_arena: Arena | None = None
 _thread = threading.local()
 _arena_lock = threading.Lock()
 
 
-def current_arena(directory: str | None = None) -> Arena:
+def named_directory() -> str | None:
+    """Where arenas are files, or None when they are passed as descriptors (the rule)."""
+    if os.environ.get("SYMCOMM_SHARE", "fd") == "named":
+        return os.environ.get("SYMCOMM_SHM_DIR", "/dev/shm")
+    return None
+
+
+def current_arena() -> Arena:
     """The arena of the rank that runs here: the thread's where threads are ranks, else the process's."""
     global _process_arena
     mine = getattr(_thread, "arena", None)
@@ -178,7 +287,7 @@ def current_arena(directory: str | None = None) -> Arena:
         return mine
     with _arena_lock:
         if _process_arena is None or _process_arena._pid != os.getpid():
-            _process_arena = Arena(directory)
+            _process_arena = Arena(named_directory())
         return _process_arena
 
 

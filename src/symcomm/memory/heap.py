@@ -13,10 +13,17 @@ class Heap:
     def __init__(self, start: int, end: int):
         self._free: list[tuple[int, int]] = [(start, end - start)]
         self._used: dict[int, int] = {}
+        self.used_bytes = 0
+        self.peak_bytes = 0
 
     @property
-    def used_bytes(self) -> int:
-        return sum(self._used.values())
+    def free_ranges(self) -> list[tuple[int, int]]:
+        """(offset, length) of everything that is not in use, in order."""
+        return list(self._free)
+
+    def length_of(self, offset: int) -> int:
+        """How long the range in use at ``offset`` is."""
+        return self._used[offset]
 
     def allocate(self, nbytes: int, align: int = PAGE) -> int | None:
         """The offset of a free range of at least ``nbytes``, or None when there is none."""
@@ -28,12 +35,15 @@ class Heap:
             pieces = [(start, pad), (start + pad + need, length - pad - need)]
             self._free[i : i + 1] = [piece for piece in pieces if piece[1]]
             self._used[start + pad] = need
+            self.used_bytes += need
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
             return start + pad
         return None
 
     def free(self, offset: int) -> tuple[int, int]:
         """Give a range back; returns (offset, length) of what was freed."""
         length = self._used.pop(offset)
+        self.used_bytes -= length
         i = bisect.bisect(self._free, (offset, 0))
         start, end = offset, offset + length
         if i < len(self._free) and self._free[i][0] == end:

@@ -19,19 +19,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from symcomm import errors
-from symcomm.memory.arena import Arena, Peer, add_peer, current_arena, peer_by_nonce
+from symcomm.memory.arena import Arena, Peer, add_peer, current_arena, named_directory, peer_by_nonce
 
 __all__ = ["Exchange", "connect", "named_directory"]
 
 Exchange = Callable[[bytes], list[bytes]]  # everybody's bytes, in rank order
 FDS_PER_MESSAGE = 200  # the kernel takes 253
-
-
-def named_directory() -> str | None:
-    """Where arenas are files, or None when they are passed as descriptors (the rule)."""
-    if os.environ.get("SYMCOMM_SHARE", "fd") == "named":
-        return os.environ.get("SYMCOMM_SHM_DIR", "/dev/shm")
-    return None
 
 
 def _read(path: str) -> str:
@@ -53,7 +46,7 @@ def connect(
     rank: int, world: int, exchange: Exchange, extra: dict[str, Any], timeout: float
 ) -> tuple[list[Peer], list[dict]]:
     """Map every rank's arena. Returns the peers and each rank's ``extra``. Collective over ``exchange``."""
-    arena = current_arena(named_directory())
+    arena = current_arena()
     listener = _listen() if rank == 0 and world > 1 and arena.path is None else None
     try:
         card = {
@@ -63,15 +56,15 @@ def connect(
         }  # fmt: skip
         cards = [json.loads(item) for item in exchange(json.dumps(card).encode())]
         _check_one_host(cards)
-        unknown = [r for r, c in enumerate(cards) if peer_by_nonce(bytes.fromhex(c["nonce"])) is None]
-        lacking = exchange(b"x" if unknown else b"")
+        held = [peer_by_nonce(bytes.fromhex(c["nonce"])) for c in cards]  # what nobody holds is unmapped
+        lacking = exchange(b"x" if None in held else b"")
         if any(lacking):
             if any(c["path"] for c in cards):
-                _open_named(cards, unknown)
+                held += _open_named(cards, [r for r, peer in enumerate(held) if peer is None])
                 exchange(b"mapped")
                 arena.unlink()
             else:
-                _pass_descriptors(rank, arena, listener, cards, timeout)
+                held += _pass_descriptors(rank, arena, listener, cards, timeout)
     finally:
         if listener is not None:
             listener.close()
@@ -127,14 +120,13 @@ def _check_user(sock: socket.socket) -> None:
 
 def _pass_descriptors(
     rank: int, arena: Arena, listener: socket.socket | None, cards: Sequence[dict], timeout: float
-) -> None:
+) -> list[Peer]:
     deadline = time.monotonic() + timeout
     try:
         if rank == 0:
             assert listener is not None
-            _serve_all(arena, listener, cards, deadline)
-        else:
-            _join(rank, arena, cards, deadline)
+            return _serve_all(arena, listener, cards, deadline)
+        return _join(rank, arena, cards, deadline)
     except (OSError, EOFError) as error:
         missing = getattr(error, "missing", [0] if rank else [])
         raise errors.deadline("exchange of arenas", timeout, missing=missing) from error
@@ -146,7 +138,7 @@ class _Missing(OSError):
         self.missing = missing
 
 
-def _serve_all(arena: Arena, listener: socket.socket, cards: Sequence[dict], deadline: float) -> None:
+def _serve_all(arena: Arena, listener: socket.socket, cards: Sequence[dict], deadline: float) -> list[Peer]:
     clients: dict[int, socket.socket] = {}
     descriptors = {0: os.dup(arena.fd)}
     try:
@@ -168,7 +160,7 @@ def _serve_all(arena: Arena, listener: socket.socket, cards: Sequence[dict], dea
             for start in range(0, len(cards), FDS_PER_MESSAGE):
                 some = range(start, min(start + FDS_PER_MESSAGE, len(cards)))
                 socket.send_fds(sock, [struct.pack("<Q", start)], [descriptors[r] for r in some])
-        _map_unknown(cards, descriptors)
+        return _map_unknown(cards, descriptors)
     finally:
         for fd in descriptors.values():
             os.close(fd)
@@ -176,7 +168,7 @@ def _serve_all(arena: Arena, listener: socket.socket, cards: Sequence[dict], dea
             sock.close()
 
 
-def _join(rank: int, arena: Arena, cards: Sequence[dict], deadline: float) -> None:
+def _join(rank: int, arena: Arena, cards: Sequence[dict], deadline: float) -> list[Peer]:
     descriptors: dict[int, int] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(max(0.001, deadline - time.monotonic()))
@@ -190,22 +182,25 @@ def _join(rank: int, arena: Arena, cards: Sequence[dict], deadline: float) -> No
                     raise EOFError("rank 0 closed the connection")
                 start = struct.unpack("<Q", data)[0]
                 descriptors.update({start + i: fd for i, fd in enumerate(fds)})
-            _map_unknown(cards, descriptors)
+            return _map_unknown(cards, descriptors)
         finally:
             for fd in descriptors.values():
                 os.close(fd)
 
 
-def _map_unknown(cards: Sequence[dict], descriptors: dict[int, int]) -> None:
-    for r, card in enumerate(cards):
-        if peer_by_nonce(bytes.fromhex(card["nonce"])) is None:
-            add_peer(Peer.map(descriptors[r], card["nbytes"]))
+def _map_unknown(cards: Sequence[dict], descriptors: dict[int, int]) -> list[Peer]:
+    return [
+        add_peer(Peer.map(descriptors[r], card["nbytes"]))
+        for r, card in enumerate(cards)
+        if peer_by_nonce(bytes.fromhex(card["nonce"])) is None
+    ]
 
 
 # --- by name ---------------------------------------------------------------------------------------
 
 
-def _open_named(cards: Sequence[dict], unknown: Sequence[int]) -> None:
+def _open_named(cards: Sequence[dict], unknown: Sequence[int]) -> list[Peer]:
+    peers = []
     for r in unknown:
         path = cards[r]["path"]
         try:
@@ -216,6 +211,7 @@ def _open_named(cards: Sequence[dict], unknown: Sequence[int]) -> None:
                 "let the containers share /dev/shm (--ipc=host) or run the ranks in one container."
             ) from error
         try:
-            add_peer(Peer.map(fd, cards[r]["nbytes"]))
+            peers.append(add_peer(Peer.map(fd, cards[r]["nbytes"])))
         finally:
             os.close(fd)
+    return peers

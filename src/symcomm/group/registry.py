@@ -1,0 +1,34 @@
+"""Groups by name, as long as somebody holds them.
+
+Where threads are ranks, a process has a group of the same name for each of them; a rank is told by its arena.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from symcomm.memory.arena import current_arena
+
+if TYPE_CHECKING:
+    from symcomm.group.process_group import ProcessGroup
+
+__all__ = ["add", "find", "names"]
+
+_groups: weakref.WeakValueDictionary[tuple[bytes, str], ProcessGroup] = weakref.WeakValueDictionary()
+
+
+def add(group: ProcessGroup) -> None:
+    """A later group of the same name takes the name over."""
+    _groups[group._arena.nonce, group.name] = group
+
+
+def find(name: str) -> ProcessGroup | None:
+    """This rank's group of that name."""
+    return _groups.get((current_arena().nonce, name))
+
+
+def names() -> list[str]:
+    """The names of this rank's groups."""
+    mine = current_arena().nonce
+    return sorted(name for nonce, name in list(_groups) if nonce == mine)

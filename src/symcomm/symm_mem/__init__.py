@@ -1,0 +1,47 @@
+"""Symmetric memory for tensors: allocate, meet, read and write each other's, signal.
+
+allocate.py    tensors in this rank's arena: empty, zeros, empty_strided_p2p
+handle.py      rendezvous() and the SymmetricMemory it returns: peers' buffers, signals, barrier
+words.py       memset32 and stream_write_value32
+settings.py    backend and signal pad size
+symmetrize.py  re-homes existing tensors and modules
+
+Names and meaning are those of ``torch.distributed._symmetric_memory`` where it has them. torch is imported when the
+first tensor is made, not before.
+"""
+
+from __future__ import annotations
+
+from symcomm.symm_mem.allocate import empty, empty_strided_p2p, is_symm_mem_tensor, memory_stats, trim, zeros
+from symcomm.symm_mem.handle import SymmetricMemory, rendezvous, set_group_info
+from symcomm.symm_mem.settings import (
+    get_backend,
+    get_mempool_allocator,
+    get_signal_pad_size,
+    has_multicast_support,
+    set_backend,
+    set_signal_pad_size,
+)
+from symcomm.symm_mem.symmetrize import symmetrize
+from symcomm.symm_mem.words import memset32, stream_write_value32
+
+__all__ = [
+    "SymmetricMemory",
+    "empty",
+    "empty_strided_p2p",
+    "get_backend",
+    "get_mempool_allocator",
+    "get_signal_pad_size",
+    "has_multicast_support",
+    "is_symm_mem_tensor",
+    "memory_stats",
+    "memset32",
+    "rendezvous",
+    "set_backend",
+    "set_group_info",
+    "set_signal_pad_size",
+    "stream_write_value32",
+    "symmetrize",
+    "trim",
+    "zeros",
+]

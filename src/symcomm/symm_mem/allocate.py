@@ -1,0 +1,214 @@
+"""Tensors in this rank's arena.
+
+The memory of a tensor is a ctypes array over a piece of the arena. torch keeps it alive while any tensor, view or
+storage over it lives; when the last one goes, the piece returns to the arena.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from symcomm import errors
+from symcomm.group import registry
+from symcomm.memory.arena import Arena, bytes_type, current_arena
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Allocation",
+    "allocate",
+    "empty",
+    "empty_strided_p2p",
+    "find_memory",
+    "is_symm_mem_tensor",
+    "memory_stats",
+    "part_of",
+    "storage_over",
+    "trim",
+    "zeros",
+]
+
+Memory = Any  # a ctypes array with an attribute ``allocation``: whoever holds it keeps the bytes
+
+
+class Allocation:
+    """What is known of a piece of memory. The memory holds it, never the other way round."""
+
+    def __init__(self, arena: Arena, address: int, nbytes: int):
+        self.arena = arena
+        self.address = address
+        self.nbytes = nbytes
+        self.group_name: str | None = None  # that rendezvous() uses unless told another
+        self.meetings: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by group, see handle.py
+
+    @property
+    def offset(self) -> int:
+        """Where it begins in its arena."""
+        return self.address - self.arena.base
+
+
+_memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()  # by address
+_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()  # all that something was allocated in
+
+
+def allocate(arena: Arena, nbytes: int) -> Memory:
+    """Fresh memory; its content is whatever was there before."""
+    memory: Memory = arena.buffer(max(nbytes, 1))
+    memory.allocation = Allocation(arena, ctypes.addressof(memory), nbytes)
+    _memories[memory.allocation.address] = memory
+    _arenas.add(arena)
+    return memory
+
+
+def find_memory(address: int) -> Memory | None:
+    """The memory that an address lies in, or None."""
+    memory = _memories.get(address)
+    if memory is not None or not any(a.base <= address < a.base + a.nbytes for a in list(_arenas)):
+        return memory
+    for start, candidate in list(_memories.items()):  # an address inside, as symmetrize(flat=True) makes them
+        if start <= address < start + max(candidate.allocation.nbytes, 1):
+            return candidate
+    return None
+
+
+def part_of(memory: Memory, offset: int, nbytes: int) -> Memory:
+    """Some bytes of ``memory``, which they keep alive."""
+    return bytes_type(max(nbytes, 1)).from_buffer(memory, offset)
+
+
+def storage_over(buffer: Any) -> torch.UntypedStorage:
+    """A torch storage over the bytes of a ctypes array, which it keeps alive."""
+    import torch
+
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def _to_sizes(call: str, name: str, values: Any) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(v) for v in values)
+    except TypeError:
+        raise errors.bad_argument(call, name, values, "a sequence of ints") from None
+    if any(s < 0 for s in sizes):
+        raise errors.bad_argument(call, name, sizes, "a sequence of ints that are not negative")
+    return sizes
+
+
+def _check_device(call: str, device: Any) -> torch.device:
+    import torch
+
+    device = torch.get_default_device() if device is None else torch.device(device)
+    if device.type != "cpu":
+        raise errors.bad_argument(
+            call, "device", str(device), "'cpu'", "for CUDA memory use torch.distributed._symmetric_memory"
+        )
+    return device
+
+
+def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    """Like ``torch.empty``, in memory that peers can map: ``empty(2, 3)`` or ``empty((2, 3))``."""
+    import torch
+
+    if len(size) == 1 and isinstance(size[0], Sequence):
+        size = tuple(size[0])
+    sizes = _to_sizes("symm_mem.empty", "size", size)
+    stride = torch._prims_common.make_contiguous_strides_for(sizes)
+    return empty_strided_p2p(sizes, stride, torch.get_default_dtype() if dtype is None else dtype, device)
+
+
+def zeros(*size: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    """Like ``torch.zeros``, in memory that peers can map."""
+    return empty(*size, dtype=dtype, device=device).zero_()
+
+
+def empty_strided_p2p(
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: Any = None,
+    group_name: str | None = None,
+    alloc_id: int | None = None,
+) -> torch.Tensor:
+    """Like ``torch.empty_strided``, in memory that peers can map.
+
+    The same ``alloc_id`` gives the same memory again, with the handles that were made for it, once the tensor it was
+    given out as is gone. ``group_name`` is the group that ``rendezvous`` uses unless it is told another.
+    """
+    import torch
+
+    call = "empty_strided_p2p"
+    _check_device(call, device)
+    sizes, strides = _to_sizes(call, "size", size), _to_sizes(call, "stride", stride)
+    if len(sizes) != len(strides):
+        raise errors.bad_argument(call, "stride", strides, f"as long as size {sizes}")
+    last = 0 if 0 in sizes else 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    nbytes = last * dtype.itemsize
+    arena = _arena_of(group_name)
+    memory = allocate(arena, nbytes) if alloc_id is None else _persistent(arena, alloc_id, nbytes)
+    memory.allocation.group_name = group_name
+    part = part_of(memory, 0, nbytes)
+    if alloc_id is not None:
+        _lent[arena, alloc_id] = part
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage_over(part), 0, sizes, strides)
+
+
+def _arena_of(group_name: str | None) -> Arena:
+    group = registry.find(group_name) if group_name is not None else None
+    return current_arena() if group is None else group._arena
+
+
+_kept: weakref.WeakKeyDictionary[Arena, dict[int, Memory]] = weakref.WeakKeyDictionary()  # by alloc_id, for ever
+_lent: weakref.WeakValueDictionary[tuple[Arena, int], Memory] = weakref.WeakValueDictionary()  # while a tensor lives
+
+
+def _persistent(arena: Arena, alloc_id: int, nbytes: int) -> Memory:
+    kept = _kept.setdefault(arena, {})
+    if (arena, alloc_id) in _lent:
+        raise errors.bad_argument(
+            "empty_strided_p2p",
+            "alloc_id",
+            alloc_id,
+            "one whose tensor is gone",
+            "drop that tensor first, or use another id",
+        )
+    if alloc_id not in kept:
+        kept[alloc_id] = allocate(arena, nbytes)
+    known = kept[alloc_id].allocation.nbytes
+    if known != nbytes:
+        raise errors.bad_argument(
+            "empty_strided_p2p", "size", f"{nbytes} bytes", f"{known} bytes, as before with alloc_id {alloc_id}"
+        )
+    return kept[alloc_id]
+
+
+def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in symmetric memory, by whichever way it came there."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return False
+    return find_memory(tensor.untyped_storage().data_ptr()) is not None
+
+
+def memory_stats() -> dict[str, int]:
+    """Bytes of this rank's arena: in use now, the most ever in use, taken from the system, idle, and the limit.
+
+    ``idle_bytes`` are kept for the next allocation; ``trim()`` returns them. A part of ``used_bytes`` may not be taken
+    yet: groups reserve room for messages that exists once it is used.
+    """
+    arena = current_arena()
+    return {
+        "used_bytes": arena.used_bytes,
+        "peak_bytes": arena.peak_bytes,
+        "reserved_bytes": arena.reserved_bytes,
+        "idle_bytes": arena.idle_bytes,
+        "limit_bytes": arena.nbytes,
+    }
+
+
+def trim() -> int:
+    """Return idle pages of this rank's arena to the system; says how many bytes that were."""
+    return current_arena().trim()

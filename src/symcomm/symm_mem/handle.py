@@ -1,0 +1,311 @@
+"""rendezvous(): ranks learn where each other's memory is. SymmetricMemory: what one does with it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.errors import words_for_ranks
+from symcomm.group import registry
+from symcomm.group.default import default_group, exchange_through
+from symcomm.group.failure import Status, how_it_ended
+from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
+from symcomm.memory.arena import bytes_type, current_arena
+from symcomm.symm_mem import settings
+from symcomm.symm_mem.allocate import find_memory, storage_over
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SymmetricMemory", "rendezvous", "set_group_info"]
+
+SLEEPERS = 64  # bytes behind a signal pad for the word that counts who sleeps on it
+
+
+# --- groups by name ----------------------------------------------------------------------------------
+
+_announced: dict[tuple[bytes, str], tuple[int, int, Any]] = {}  # (arena, name) -> rank, world size, store
+_made: dict[tuple[bytes, str], ProcessGroup] = {}
+
+
+def set_group_info(group_name: str, rank: int, world_size: int, store: Any) -> None:
+    """Say who takes part in the group of that name; it is made when rendezvous() first needs it."""
+    key = (current_arena().nonce, group_name)
+    if key in _announced or registry.find(group_name) is not None:
+        raise errors.bad_argument("set_group_info", "group_name", group_name, "a name that is not taken")
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise errors.bad_argument("set_group_info", "rank and world_size", (rank, world_size), "a rank of that many")
+    _announced[key] = (rank, world_size, store)
+
+
+def _find_group(group: ProcessGroup | str | None) -> ProcessGroup:
+    if group is None:
+        return default_group()
+    if isinstance(group, ProcessGroup):
+        return group
+    if not isinstance(group, str):
+        raise errors.bad_argument("rendezvous", "group", type(group).__name__, "a ProcessGroup, its name, or None")
+    known = registry.find(group)
+    if known is not None:
+        return known
+    key = (current_arena().nonce, group)
+    if key not in _announced:
+        names = [repr(name) for name in registry.names()] or ["none yet"]
+        raise errors.bad_argument(
+            "rendezvous", "group", group, f"the name of a group of this rank: {', '.join(names)}",
+            "call symcomm.init(), new_group(name=...) or set_group_info() first",
+        )  # fmt: skip
+    rank, world, store = _announced[key]
+    from symcomm.store import PrefixStore
+
+    meeting_place = PrefixStore(f"symm_mem/{group}", store)
+    _made[key] = ProcessGroup(rank, world, exchange_through(meeting_place, rank, world, DEFAULT_TIMEOUT), group)
+    return _made[key]
+
+
+# --- rendezvous ----------------------------------------------------------------------------------------
+
+
+class Meeting:
+    """Where every rank has the same piece of memory, and its signal pad. Lives as long as our own piece does."""
+
+    def __init__(self, group: ProcessGroup, offset: int, nbytes: int):
+        self.nbytes = nbytes
+        self.pad_bytes = settings.get_signal_pad_size()
+        self._pad = group._arena.buffer(_pad_total(self.pad_bytes))
+        ctypes.memset(self._pad, 0, len(self._pad))
+        pad_offset = ctypes.addressof(self._pad) - group._arena.base
+        card = {"offset": offset, "nbytes": nbytes, "pad": pad_offset, "pad_bytes": self.pad_bytes}
+        cards = [json.loads(item) for item in group.all_gather_object(json.dumps(card).encode())]
+        _check_alike(group, "nbytes", "allocated", cards, "allocate the same size on every rank")
+        _check_alike(
+            group, "pad_bytes", "asked for signal pads of", cards, "call set_signal_pad_size alike on every rank"
+        )
+        bases = [peer.base for peer in group._peers]
+        self.buffers = [base + c["offset"] for base, c in zip(bases, cards, strict=True)]
+        self.pad_addresses = [base + c["pad"] for base, c in zip(bases, cards, strict=True)]
+        self.pads = native.make_pads(group._handle, tuple(self.pad_addresses), _pad_total(self.pad_bytes) - SLEEPERS)
+        self.buffer_array = (ctypes.c_void_p * group.size)(*self.buffers)
+        self.pad_array = (ctypes.c_void_p * group.size)(*self.pad_addresses)
+
+
+def _pad_total(pad_bytes: int) -> int:
+    return -(-pad_bytes // SLEEPERS) * SLEEPERS + SLEEPERS
+
+
+def _check_alike(group: ProcessGroup, key: str, verb: str, cards: Sequence[dict], fix: str) -> None:
+    by_size: dict[int, list[int]] = {}
+    for rank, card in enumerate(cards):
+        by_size.setdefault(card[key], []).append(rank)
+    if len(by_size) > 1:
+        sides = "; ".join(
+            f"rank{'s' if len(ranks) > 1 else ''} {words_for_ranks(ranks)} {verb} {size} bytes"
+            for size, ranks in by_size.items()
+        )
+        raise errors.CollectiveMismatchError(f"rendezvous on group {group.name!r}: sizes differ: {sides}; {fix}.")
+
+
+def rendezvous(tensor: torch.Tensor, group: ProcessGroup | str | None = None) -> SymmetricMemory:
+    """Every rank of ``group`` calls it with its tensor from ``symm_mem.empty``, all of one size.
+
+    The ranks talk to each other the first time only; after that the same memory gives the same answer at once.
+    """
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise errors.bad_argument("rendezvous", "tensor", type(tensor).__name__, "a tensor from symm_mem.empty")
+    address = tensor.untyped_storage().data_ptr() if tensor.is_cpu and tensor.layout is torch.strided else 0
+    memory = find_memory(address) if address else None
+    if memory is None:
+        what = f"a tensor in ordinary memory of {tensor.device}"
+        fix = "allocate it with symm_mem.empty, or move it with symcomm.symmetrize"
+        raise errors.bad_argument("rendezvous", "tensor", what, "in symmetric memory", fix)
+    allocation = memory.allocation
+    chosen = _find_group(allocation.group_name if group is None else group)
+    if allocation.arena is not chosen._arena:
+        raise errors.bad_argument(
+            "rendezvous", "tensor", "memory of another rank", f"allocated by rank {chosen.rank} itself"
+        )
+    meeting = allocation.meetings.get(chosen)
+    if meeting is None:
+        chosen._check_usable()
+        meeting = allocation.meetings[chosen] = Meeting(chosen, allocation.offset, allocation.nbytes)
+    return SymmetricMemory(chosen, memory, meeting, address - allocation.address)
+
+
+class SymmetricMemory:
+    """The same piece of memory on every rank of a group, made by ``rendezvous``.
+
+    It keeps this rank's piece alive. Peers' pieces live as long as the peers keep theirs: like a collective, a handle
+    is used while all ranks still have it.
+    """
+
+    def __init__(self, group: ProcessGroup, memory: Any, meeting: Meeting, offset: int):
+        self.group = group
+        self.rank = group.rank
+        self.world_size = group.size
+        self.offset = offset  # bytes from the start of the buffer to the tensor that was met with
+        self._memory = memory
+        self._meeting = meeting
+
+    def __repr__(self) -> str:
+        return (
+            f"<SymmetricMemory of {self.buffer_size} bytes, rank {self.rank} of {self.world_size} in "
+            f"group {self.group.name!r}>"
+        )
+
+    # --- where things are ---------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device("cpu")
+
+    @property
+    def buffer_ptrs(self) -> list[int]:
+        """Where each rank's buffer is mapped in this process."""
+        return list(self._meeting.buffers)
+
+    @property
+    def buffer_size(self) -> int:
+        return self._meeting.nbytes
+
+    @property
+    def buffer_ptrs_dev(self) -> int:
+        """Address of an array of the buffers' addresses, for kernels. On the CPU that is host memory too."""
+        return ctypes.addressof(self._meeting.buffer_array)
+
+    @property
+    def signal_pad_ptrs(self) -> list[int]:
+        return list(self._meeting.pad_addresses)
+
+    @property
+    def signal_pad_size(self) -> int:
+        return self._meeting.pad_bytes
+
+    @property
+    def signal_pad_ptrs_dev(self) -> int:
+        """Address of an array of the signal pads' addresses, for kernels."""
+        return ctypes.addressof(self._meeting.pad_array)
+
+    @property
+    def multicast_ptr(self) -> int:
+        """0: there is no multicast on the CPU."""
+        return 0
+
+    has_multicast_support = staticmethod(settings.has_multicast_support)
+
+    # --- tensors over peers' memory ---------------------------------------------------------------------------
+
+    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
+        """A contiguous tensor over ``rank``'s buffer, from element ``storage_offset`` on."""
+        start = storage_offset * dtype.itemsize
+        return self._view("get_buffer", "rank", self._meeting.buffers, self.buffer_size, rank, sizes, dtype, start)
+
+    def get_remote_tensor(self, peer: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor over ``peer``'s counterpart of the tensor this handle was made from."""
+        buffers = self._meeting.buffers
+        return self._view("get_remote_tensor", "peer", buffers, self.buffer_size, peer, sizes, dtype, self.offset)
+
+    def get_signal_pad(
+        self, rank: int, sizes: Sequence[int] = (), dtype: torch.dtype | None = None, storage_offset: int = 0
+    ) -> torch.Tensor:
+        """A tensor over ``rank``'s signal pad: uint32 words, all of them, unless told otherwise."""
+        import torch
+
+        dtype = torch.uint32 if dtype is None else dtype
+        sizes = tuple(sizes) or (self.signal_pad_size // dtype.itemsize,)
+        start = storage_offset * dtype.itemsize
+        pads = self._meeting.pad_addresses
+        return self._view("get_signal_pad", "rank", pads, self.signal_pad_size, rank, sizes, dtype, start)
+
+    def _view(
+        self,
+        call: str,
+        name: str,
+        bases: Sequence[int],
+        room: int,
+        rank: int,
+        sizes: Sequence[int],
+        dtype: Any,
+        start: int,
+    ) -> torch.Tensor:
+        import torch
+
+        self._check_rank(call, name, rank)
+        if start < 0 or any(s < 0 for s in sizes):
+            raise errors.bad_argument(call, "sizes and storage_offset", (tuple(sizes), start), "not negative")
+        end = start + math.prod(sizes) * dtype.itemsize
+        if end > room:
+            raise errors.bad_argument(
+                call, "sizes", f"{tuple(sizes)}, up to byte {end}", f"within the {room} bytes allocated"
+            )
+        part: Any = bytes_type(max(end - start, 1)).from_address(bases[rank] + start)
+        part.keeps = self
+        strides = torch._prims_common.make_contiguous_strides_for(tuple(sizes))
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage_over(part), 0, tuple(sizes), strides)
+
+    # --- signals ------------------------------------------------------------------------------------------------
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Return once every rank has come to the barrier of this channel. timeout_ms 0: the group's timeout."""
+        self._check_channel("barrier", channel)
+        self.group._check_usable()
+        status, culprit = native.signal_barrier(self._meeting.pads, channel, self._timeout_ns("barrier", timeout_ms))
+        if status:
+            raise self._explain(f"barrier(channel={channel})", status, culprit, timeout_ms)
+
+    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Signal ``dst_rank``, once it has taken the signal before this one."""
+        self._signal("put_signal", "dst_rank", native.signal_put, dst_rank, channel, timeout_ms)
+
+    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Wait for a signal of ``src_rank`` and take it. What it wrote before the signal is visible then."""
+        self._signal("wait_signal", "src_rank", native.signal_take, src_rank, channel, timeout_ms)
+
+    def _signal(self, call: str, name: str, act: Callable, peer: int, channel: int, timeout_ms: int) -> None:
+        self._check_rank(call, name, peer)
+        self._check_channel(call, channel)
+        self.group._check_usable()
+        status = act(self._meeting.pads, peer, channel, self._timeout_ns(call, timeout_ms))
+        if status:
+            raise self._explain(f"{call}({name}={peer}, channel={channel})", status, peer, timeout_ms)
+
+    def _check_rank(self, call: str, name: str, rank: int) -> None:
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise errors.bad_argument(call, name, rank, f"a rank of this group, 0 to {self.world_size - 1}")
+
+    def _check_channel(self, call: str, channel: int) -> None:
+        channels = self.signal_pad_size // (4 * self.world_size)
+        if not isinstance(channel, int) or not 0 <= channel < channels:
+            range_ = f"0 to {channels - 1}" if channels else f"absent: {self.signal_pad_size} bytes have room for none"
+            fix = "make more with set_signal_pad_size before rendezvous"
+            raise errors.bad_argument(call, "channel", channel, range_, fix)
+
+    def _timeout_ns(self, call: str, timeout_ms: int) -> int:
+        if timeout_ms < 0:
+            raise errors.bad_argument(call, "timeout_ms", timeout_ms, "0 (the group's timeout) or more")
+        return timeout_ms * 1_000_000 or self.group._timeout_ns
+
+    def _explain(self, what: str, status: int, peer: int, timeout_ms: int) -> errors.SymcommError:
+        group = self.group
+        text = f"{what} on group {group.name!r}"
+        if status in (Status.DEAD, Status.LEFT):
+            pid = group._peers[peer].pid
+            how = how_it_ended(pid) if status == Status.DEAD else "left the group"
+            return errors.RankFailedError(
+                f"{text} failed on rank {self.rank}: rank {peer} (pid {pid}) {how}. "
+                "Call group.shrink() to go on without it.",
+                [peer],
+            )
+        if status == Status.TIMEOUT:
+            lives = f"Rank {peer} (pid {group._peers[peer].pid}) lives; look at what it does, or give a longer timeout."
+            return errors.deadline(text, timeout_ms / 1000 or group.timeout, missing=[peer], fix=lives)
+        group._check_usable()
+        return errors.GroupUnusableError(f"{text} failed: the group was aborted or an operation on it failed before.")

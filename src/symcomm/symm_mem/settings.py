@@ -1,0 +1,63 @@
+"""Which backend provides symmetric memory, and how large signal pads are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from symcomm import errors
+
+__all__ = [
+    "get_backend",
+    "get_mempool_allocator",
+    "get_signal_pad_size",
+    "has_multicast_support",
+    "set_backend",
+    "set_signal_pad_size",
+]
+
+BACKEND = "symcomm"
+# As in PyTorch: 32 channels of 72 ranks, 4 bytes each.
+DEFAULT_PAD_BYTES = 32 * 72 * 4
+MOST_PAD_BYTES = 1 << 30
+
+_pad_bytes = DEFAULT_PAD_BYTES
+
+
+def get_backend(device: Any) -> str | None:
+    """``"symcomm"`` for the CPU, None for devices whose memory we do not provide."""
+    import torch
+
+    return BACKEND if torch.device(device).type == "cpu" else None
+
+
+def set_backend(name: str) -> None:
+    """There is one backend; any other name is refused."""
+    if name != BACKEND:
+        raise errors.bad_argument(
+            "set_backend", "name", name, repr(BACKEND), "for CUDA backends use torch.distributed._symmetric_memory"
+        )
+
+
+def has_multicast_support(device_type: Any, device_idx: int = 0) -> bool:
+    """No: writing to all ranks at once takes NVLink hardware."""
+    return False
+
+
+def get_mempool_allocator(device: Any) -> Any:
+    """torch has memory pools for CUDA only, so this always raises; ``symm_mem.empty`` reuses freed memory by itself."""
+    raise errors.bad_argument(
+        "get_mempool_allocator", "device", str(device), "a CUDA device", "on the CPU allocate with symm_mem.empty"
+    )
+
+
+def get_signal_pad_size() -> int:
+    """Bytes of a signal pad that the next rendezvous() makes."""
+    return _pad_bytes
+
+
+def set_signal_pad_size(size: int) -> None:
+    """For later rendezvous(), on all ranks alike: 4 bytes for each rank and channel."""
+    global _pad_bytes
+    if not isinstance(size, int) or not 4 <= size <= MOST_PAD_BYTES or size % 4:
+        raise errors.bad_argument("set_signal_pad_size", "size", size, f"a multiple of 4, 4 to {MOST_PAD_BYTES}")
+    _pad_bytes = size

@@ -1,0 +1,46 @@
+"""Writing 32-bit words that others may be watching."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from symcomm import errors
+from symcomm._core import native
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["memset32", "stream_write_value32"]
+
+
+def _check(call: str, tensor: Any, offset: int, val: int, count: int) -> None:
+    import torch
+
+    good = isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.dtype is torch.uint32
+    if not (good and tensor.dim() == 1 and tensor.is_contiguous()):
+        got = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else tensor
+        raise errors.bad_argument(call, "input", got, "a flat, contiguous uint32 tensor on the CPU")
+    if offset < 0:
+        raise errors.bad_argument(call, "offset", offset, "0 or more")
+    if count <= 0:
+        raise errors.bad_argument(call, "count", count, "positive")
+    if not 0 <= val <= 0xFFFFFFFF:
+        raise errors.bad_argument(call, "val", val, "0 to 4294967295 (uint32)")
+    if offset + count > tensor.numel():
+        raise errors.bad_argument(
+            call, "offset + count", offset + count, f"at most {tensor.numel()}, the input's length"
+        )
+
+
+def memset32(input: torch.Tensor, offset: int, val: int, count: int = 1) -> torch.Tensor:
+    """Set ``count`` words from word ``offset`` on to ``val``."""
+    _check("memset32", input, offset, val, count)
+    native.write_words(input.data_ptr() + 4 * offset, val, count)
+    return input
+
+
+def stream_write_value32(input: torch.Tensor, offset: int, val: int) -> torch.Tensor:
+    """Set one word. Whoever sees it there sees everything this thread wrote before."""
+    _check("stream_write_value32", input, offset, val, 1)
+    native.write_words(input.data_ptr() + 4 * offset, val, 1)
+    return input
