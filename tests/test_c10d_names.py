@@ -12,11 +12,7 @@ from tests.c10d_compare import ours, theirs
 
 DATA_PARALLEL = "comes with the data-parallel layer, which is above this one"
 OBSERVE = "comes with the observing layer, which serves it"
-SYMMETRIC = "comes with symmetric memory for tensors"
 LATER = {
-    "_DMAConnectivity": SYMMETRIC,
-    "_SymmetricMemory": SYMMETRIC,
-    "_detect_dma_connectivity": SYMMETRIC,
     "BuiltinCommHookType": DATA_PARALLEL,
     "DDPLoggingData": DATA_PARALLEL,
     "GradBucket": DATA_PARALLEL,

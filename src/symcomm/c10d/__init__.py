@@ -9,6 +9,7 @@ backend.py    Backend: the base of engines, which Python classes can subclass
 fake.py       FakeProcessGroup: collectives that do nothing
 wrapper.py    _ProcessGroupWrapper: checks that all ranks call the same
 group.py      ProcessGroup: operations to backends by device
+symmetric.py  _SymmetricMemory, _detect_dma_connectivity
 registry.py   groups by name, works by tensor
 words.py      refusals of wrong types
 
@@ -64,6 +65,7 @@ from symcomm.c10d.stores import (
     _test_python_store,
     as_torch_store,
 )
+from symcomm.c10d.symmetric import _detect_dma_connectivity, _DMAConnectivity, _SymmetricMemory
 from symcomm.c10d.works import FakeWork, PythonCallbackWork, Work, WorkInfo, _create_work_from_future
 from symcomm.c10d.wrapper import _ProcessGroupWrapper
 
@@ -107,10 +109,13 @@ __all__ = [
     "_DEFAULT_NO_TIMEOUT",
     "_DEFAULT_PG_TIMEOUT",
     "_ControlCollectives",
+    "_DMAConnectivity",
     "_DistributedBackendOptions",
     "_ProcessGroupWrapper",
     "_StoreCollectives",
+    "_SymmetricMemory",
     "_create_work_from_future",
+    "_detect_dma_connectivity",
     "_make_nccl_premul_sum",
     "_test_python_store",
     "as_torch_store",
