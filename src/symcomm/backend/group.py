@@ -6,8 +6,9 @@ functional collectives); the end of the class lists them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.backend.arguments import is_async, one, redop_of, root_of, seconds_of, sort_out
 from symcomm.backend.sparse import all_reduce_sparse
-from symcomm.backend.work import DoneWork, TorchWork, done
+from symcomm.backend.work import DoneWork, TorchWork, WorkInfo, done, op_type_of
 from symcomm.group.calls import to_redop
 from symcomm.group.failure import call_site, explain
 from symcomm.group.process_group import ProcessGroup
@@ -52,6 +53,14 @@ def _exchange_through(store: Any, rank: int, size: int, timeout: timedelta) -> E
     return exchange
 
 
+def merged_group(store: Any, size: int, timeout: timedelta, name: str) -> TorchGroup:
+    """A group of the first ``size`` ranks that come to ``store``."""
+    place = int(store.add("mergeGroupRank", 1)) - 1
+    if place >= size:
+        raise errors.bad_argument("merge_remote_group", "size", size, f"at least {place + 1}, as many as came")
+    return TorchGroup(store, place, size, timeout, name)
+
+
 class TorchGroup(dist.ProcessGroup):
     """What ``init_process_group("symcomm")`` and ``new_group()`` give."""
 
@@ -81,6 +90,8 @@ class TorchGroup(dist.ProcessGroup):
         self._desc = ""
         self._coalescing: list[Any] | None = None
         self._splits = 0
+        self._hook: Any = None
+        self._used_for_symmetric_memory = False
         _alive.add(self)
 
     __hash__ = object.__hash__
@@ -103,13 +114,43 @@ class TorchGroup(dist.ProcessGroup):
         self, method: Callable[..., Any], args: tuple, options: Any, timeout: Any, result: Sequence[Any]
     ) -> Any:
         asynchronous = is_async(options) or self._coalescing is not None
+        begun = time.monotonic()
         inner = method(*args, async_op=asynchronous, timeout=seconds_of(options, timeout))
+        work: Any
         if inner is None:
-            return DoneWork(list(result))
-        work = TorchWork(inner, list(result))
-        if self._coalescing is not None:
-            self._coalescing.append(work)
+            work = DoneWork(list(result), method.__name__, time.monotonic() - begun)
+        else:
+            work = TorchWork(inner, list(result), method.__name__)
+            if self._coalescing is not None:
+                self._coalescing.append(work)
+        if self._hook is not None:
+            self._tell(work, time.monotonic() - begun)
         return work
+
+    def _tell(self, work: Any, ago: float) -> None:
+        """Call the completion hook once the work has ended. ``ago``: seconds since it began."""
+        hook, seq, now = self._hook, self.core.sequence_number, datetime.now()
+        begun = now - timedelta(seconds=ago)
+
+        def ended(_: Any = None) -> None:
+            end = datetime.now()
+            hook(WorkInfo(op_type_of(work._call), seq, begun, end, end - begun))
+
+        if isinstance(work, DoneWork):
+            ended()
+        else:
+            work._inner.add_done_callback(ended)
+
+    def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
+        """``hook(WorkInfo)`` is called when an operation has ended, in whichever thread noticed it."""
+        if not callable(hook):
+            raise errors.bad_argument("_register_on_completion_hook", "hook", hook, "a function of one argument")
+        if self._hook is not None:
+            raise errors.CallerError("_register_on_completion_hook: a hook is registered already.")
+        self._hook = hook
+
+    def _has_hooks(self) -> bool:
+        return self._hook is not None
 
     # --- reductions -------------------------------------------------------------------------------------------
 
@@ -133,7 +174,7 @@ class TorchGroup(dist.ProcessGroup):
         plan = core._plans.get((tensor.dtype, redop, tensor.numel()))
         if plan is None or not tensor.is_contiguous() or opts.timeout > _NO_TIMEOUT or self._coalescing is not None:
             return None
-        if torch.autograd._profiler_enabled():
+        if torch.autograd._profiler_enabled() or self._hook is not None:
             return None
         address = tensor.data_ptr()
         status = native.run(core._handle, plan, address, address, core._timeout_ns)
@@ -151,10 +192,12 @@ class TorchGroup(dist.ProcessGroup):
         args = (tensor, root_of(opts, root), redop_of(opts, op))
         return self._call(self.core.reduce, *args, options=opts, timeout=timeout, result=[tensor])
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
-        output = one("reduce_scatter", "output_tensors", outputs)
+    def reduce_scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
+    ) -> Any:
+        output = one("reduce_scatter", "output_tensors", output_tensors)
         opts, _, op, timeout = sort_out(opts, op, timeout)
-        pieces = inputs[0] if inputs and isinstance(inputs[0], (list, tuple)) else inputs
+        pieces = input_tensors[0] if input_tensors and isinstance(input_tensors[0], (list, tuple)) else input_tensors
         args = (output, list(pieces), redop_of(opts, op))
         return self._call(self.core.reduce_scatter, *args, options=opts, timeout=timeout, result=[output])
 
@@ -174,12 +217,14 @@ class TorchGroup(dist.ProcessGroup):
             self.core.broadcast, tensor, root_of(opts, root), options=opts, timeout=timeout, result=[tensor]
         )
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
-        tensor = one("all_gather", "input_tensors", inputs)
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        tensor = one("all_gather", "input_tensors", input_tensors)
         opts, _, _, timeout = sort_out(opts, timeout)
-        places = outputs[0] if outputs and isinstance(outputs[0], (list, tuple)) else outputs
+        places = (
+            output_tensors[0] if output_tensors and isinstance(output_tensors[0], (list, tuple)) else output_tensors
+        )
         return self._call(
-            self.core.all_gather, list(places), tensor, options=opts, timeout=timeout, result=[list(places)]
+            self.core.all_gather, list(places), tensor, options=opts, timeout=timeout, result=list(places)
         )
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
@@ -188,56 +233,64 @@ class TorchGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
         return self._call(self.core.all_gather_coalesced, outputs, inputs, options=opts, result=outputs)
 
-    def allgather_coalesced(self, output_lists: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
-        works = [self.allgather([[places[k] for places in output_lists]], [t], opts) for k, t in enumerate(inputs)]
+    def allgather_coalesced(self, output_lists: Sequence[Any], input_list: Sequence[Any], opts: Any = None) -> Any:
+        works = [self.allgather([[places[k] for places in output_lists]], [t], opts) for k, t in enumerate(input_list)]
         return works[-1] if works else done
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
-        tensor = one("gather", "input_tensors", inputs)
+    def gather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
+    ) -> Any:
+        tensor = one("gather", "input_tensors", input_tensors)
         opts, root, _, timeout = sort_out(opts, root, timeout)
-        places = outputs[0] if outputs and isinstance(outputs[0], (list, tuple)) else outputs
+        places = (
+            output_tensors[0] if output_tensors and isinstance(output_tensors[0], (list, tuple)) else output_tensors
+        )
         args = (list(places) or None, tensor, root_of(opts, root))
-        return self._call(self.core.gather, *args, options=opts, timeout=timeout, result=[list(places)])
+        return self._call(self.core.gather, *args, options=opts, timeout=timeout, result=list(places))
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
-        tensor = one("scatter", "output_tensors", outputs)
+    def scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
+    ) -> Any:
+        tensor = one("scatter", "output_tensors", output_tensors)
         opts, root, _, timeout = sort_out(opts, root, timeout)
-        pieces = inputs[0] if inputs and isinstance(inputs[0], (list, tuple)) else inputs
+        pieces = input_tensors[0] if input_tensors and isinstance(input_tensors[0], (list, tuple)) else input_tensors
         args = (tensor, list(pieces) or None, root_of(opts, root))
         return self._call(self.core.scatter, *args, options=opts, timeout=timeout, result=[tensor])
 
-    def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
-        return self._call(self.core.all_to_all, list(outputs), list(inputs), options=opts, result=outputs)
+    def alltoall(self, output_tensors: Sequence[Any], input_tensors: Sequence[Any], opts: Any = None) -> Any:
+        return self._call(
+            self.core.all_to_all, list(output_tensors), list(input_tensors), options=opts, result=output_tensors
+        )
 
     def all_to_all_single(
         self,
         output: Any,
         input: Any,
-        output_splits: Any = None,
-        input_splits: Any = None,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
         opts: Any = None,
         timeout: Any = None,
     ) -> Any:
         opts, _, _, timeout = sort_out(opts, timeout)
-        args = (output, input, list(output_splits or []), list(input_splits or []))
+        args = (output, input, list(output_split_sizes or []), list(input_split_sizes or []))
         return self._call(self.core.all_to_all_single, *args, options=opts, timeout=timeout, result=[output])
 
     # --- messages ---------------------------------------------------------------------------------------------
 
-    def _message(self, work: Any, tensors: Any) -> TorchWork:
-        dressed = TorchWork(work, list(tensors))
+    def _message(self, work: Any, tensors: Any, call: str) -> TorchWork:
+        dressed = TorchWork(work, list(tensors), call)
         if self._coalescing is not None:
             self._coalescing.append(dressed)
         return dressed
 
-    def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        return self._message(self.core.isend(one("send", "tensors", tensors), peer, tag), tensors)
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
+        return self._message(self.core.isend(one("send", "tensors", tensors), dstRank, tag), tensors, "isend")
 
-    def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        return self._message(self.core.irecv(one("recv", "tensors", tensors), peer, tag), tensors)
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
+        return self._message(self.core.irecv(one("recv", "tensors", tensors), srcRank, tag), tensors, "irecv")
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        return self._message(self.core.irecv(one("recv", "tensors", tensors), -1, tag), tensors)
+        return self._message(self.core.irecv(one("recv", "tensors", tensors), -1, tag), tensors, "irecv")
 
     # --- synchronisation --------------------------------------------------------------------------------------
 
@@ -304,6 +357,19 @@ class TorchGroup(dist.ProcessGroup):
         return group
 
     splitGroup = split_group
+
+    def merge_remote_group(
+        self, store: Any, size: int, timeout: Any = None, group_name: Any = None, group_desc: Any = None
+    ) -> Any:
+        """One group of all ranks that meet in ``store``: ``size`` in all, numbered in the order in which they come."""
+        if not isinstance(size, int) or size < self.core.size:
+            raise errors.bad_argument("merge_remote_group", "size", size, f"at least this group's {self.core.size}")
+        lifetime = timeout or timedelta(seconds=self.core.timeout)
+        group = merged_group(store, size, lifetime, group_name or f"{self._name}:merge")
+        group._desc = group_desc or f"{self._desc}:merge"
+        return group
+
+    mergeRemoteGroup = merge_remote_group
 
     def shrink(self, ranks_to_exclude: Sequence[int] = (), *_: Any) -> TorchGroup:
         """The ranks that still live go on in a new group."""
@@ -387,8 +453,27 @@ class TorchGroup(dist.ProcessGroup):
         for work in list(self.core._pending):
             work.wait()
 
-    def _has_hooks(self) -> bool:
-        return False
+    @property
+    def mem_allocator(self) -> Any:
+        raise errors.CallerError("symcomm has no allocator for torch's memory pools; use allocate_tensor.")
+
+    def suspend(self) -> None:
+        raise errors.CallerError("symcomm has no memory of a device to give back; there is nothing to suspend.")
+
+    def resume(self) -> None:
+        raise errors.CallerError("symcomm has no memory of a device to give back; there is nothing to resume.")
+
+    def setUsePgForSymmMemRendezvous(self, value: bool) -> None:
+        """Our symmetric memory always meets through the group; the wish is only remembered."""
+        self._used_for_symmetric_memory = bool(value)
+
+    @property
+    def use_pg_for_symm_mem_rendezvous(self) -> bool:
+        return self._used_for_symmetric_memory
+
+    @use_pg_for_symm_mem_rendezvous.setter
+    def use_pg_for_symm_mem_rendezvous(self, value: bool) -> None:
+        self.setUsePgForSymmMemRendezvous(value)
 
     def _enable_collectives_timing(self) -> None:
         """Nothing to switch on: times are kept in any case."""

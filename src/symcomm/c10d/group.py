@@ -16,7 +16,7 @@ import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.backend.group import TorchGroup
+from symcomm.backend.group import TorchGroup, merged_group
 from symcomm.c10d.enums import BackendType, OpType
 from symcomm.c10d.options import DEFAULT_TIMEOUT, NO_TIMEOUT, for_torch, short, text
 from symcomm.c10d.stores import Store
@@ -49,6 +49,9 @@ OPERATIONS = {
     "recv_anysource": ("recv_anysource", OpType.RECVANYSOURCE),
     "barrier": ("barrier", OpType.BARRIER),
 }
+# What the tensors are called: those a call has once, or writes to; then those it reads.
+_FIRST = ("tensors", "tensor", "output_tensors", "output_tensor", "outputs", "output", "outputTensor", "output_lists")
+_SECOND = ("input_tensors", "input_tensor", "inputs", "input", "inputTensor", "input_list")
 # The same operations by the names that PyTorch 2.10 to 2.12 use.
 OLDER_NAMES = {
     "_reduce_scatter_base": "reduce_scatter_single",
@@ -168,7 +171,8 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_AnyGroup):
 
     def _run(self, name: str, args: tuple, named: dict[str, Any]) -> Any:
         on_backend, kind = OPERATIONS[name]
-        where = device_of(args) or device_of(named.values())
+        args = (*args, *[named.pop(key) for key in (*_FIRST, *_SECOND) if key in named])
+        where = device_of(args)
         if where is None and name != "barrier":
             raise wrong_type(name, "tensors", args[0] if args else None, "a tensor or a list of tensors")
         backend = self._get_backend(where or self._bound or (self._device_types or [_CPU])[0])
@@ -243,12 +247,17 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_AnyGroup):
         part = backend.split_group(list(ranks), timeout, opts, group_name, group_desc)
         if part is None:
             return None
-        group = ProcessGroup(part.rank(), part.size())
-        for device in device_types or self._device_types:
-            group._register_backend(device, BackendType.CUSTOM, part)
+        return self._around(part, group_desc or f"{self._desc}:split", device_types or self._device_types)
+
+    def _around(self, engine: Any, desc: str, devices: Sequence[torch.device]) -> ProcessGroup:
+        """A group whose operations on ``devices`` go to ``engine``."""
+        group = ProcessGroup(engine.rank(), engine.size())
+        group._store = engine.get_group_store()
+        for device in devices:
+            group._register_backend(device, BackendType.CUSTOM, engine)
         group._set_default_backend(BackendType.CUSTOM)
-        group._set_group_name(part.getGroupName())
-        group._set_group_desc(group_desc or "")
+        group._set_group_name(engine.getGroupName())
+        group._set_group_desc(desc)
         return group
 
     splitGroup = split_group
@@ -264,15 +273,8 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_AnyGroup):
         """One group of all ranks that meet in ``store``: ``size`` in all, numbered in the order in which they come."""
         if not isinstance(size, int) or size < self._size:
             raise errors.bad_argument("merge_remote_group", "size", size, f"at least this group's {self._size}")
-        place = int(store.add("mergeGroupRank", 1)) - 1
-        if place >= size:
-            raise errors.bad_argument("merge_remote_group", "size", size, "the number of ranks that come")
-        group = ProcessGroup(store, place, size)
-        group._timeout = timeout
-        group._set_group_name(group_name or f"{self._name}:merge")
-        group._set_group_desc(group_desc or f"{self._desc}:merge")
-        group._get_backend(_CPU)
-        return group
+        engine = merged_group(store, size, timeout, group_name or f"{self._name}:merge")
+        return self._around(engine, group_desc or f"{self._desc}:merge", self._device_types or [_CPU])
 
     mergeRemoteGroup = merge_remote_group
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
+from symcomm.backend.work import WorkInfo
 from symcomm.c10d.enums import OpType
 from symcomm.c10d.options import DEFAULT_TIMEOUT, duration
 from symcomm.c10d.words import wrong_type
@@ -175,14 +175,3 @@ def _create_work_from_future(future: Any) -> Work:
     if not isinstance(future, torch.futures.Future):
         raise wrong_type("_create_work_from_future", "future", future, "a torch.futures.Future")
     return _FutureWork(future)
-
-
-@dataclass(frozen=True)
-class WorkInfo:
-    """What a completion hook is told about an operation."""
-
-    op_type: OpType
-    seq: int
-    time_started: datetime
-    time_finished: datetime
-    active_duration: timedelta
