@@ -155,7 +155,7 @@ def test_source_of_a_message():
         else:
             work = group.recv_anysource([tensor], 4)
             work.wait()
-            source = work.source_rank(), work._get_op_type() == theirs.OpType.RECV.value
+            source = work.source_rank(), work._get_op_type() == theirs.OpType.RECVANYSOURCE.value
         group.barrier().wait()
         group.shutdown()
         return tensor.tolist(), source

@@ -1,13 +1,11 @@
-"""TCPStore by itself: every call, who waits for whom, the job token, where it listens, and what happens when it dies.
+"""TCPStore by itself: every call, who waits for whom, where it listens, and what happens when it dies.
 
-What PyTorch's own store makes of it is in test_tcp_store_interop.py, what attackers make of it in
-test_tcp_store_hostile.py.
+What PyTorch's own store makes of it is in test_tcp_store_interop.py, what strangers make of it
+(and the job token against them) in test_tcp_store_hostile.py.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import multiprocessing as mp
 import os
@@ -21,12 +19,10 @@ from datetime import timedelta
 
 import pytest
 
-from symcomm._core import native
 from symcomm.errors import (
     BadArgumentError,
     DeadlineError,
     ResourceError,
-    StoreAuthError,
     StoreConnectionError,
 )
 from symcomm.store.base import QueueEmptyError
@@ -115,6 +111,8 @@ def test_numbers(store):
     assert store.add("big", 1) == -(2**63)
     with pytest.raises(BadArgumentError, match="fits in 64 bits"):
         store.add("n", 2**63)
+    store.set("nothing", "")
+    assert store.add("nothing", 3) == 3
     store.set("text", "seven")
     with pytest.raises(BadArgumentError, match="the value of 'text' must be a decimal number, got b'seven'"):
         store.add("text", 1)
@@ -201,6 +199,7 @@ def test_waiting_for_very_many_keys(store):
         lambda s: s.set("k", 5),
         lambda s: s.set(5, "v"),
         lambda s: s.get(None),
+        lambda s: s.get(b"\xff"),
         lambda s: s.check(["fine", 5]),
         lambda s: s.set("lone surrogate \ud800", "v"),
         lambda s: s.set("k", "\ud800"),
@@ -215,6 +214,10 @@ def test_bad_calls_are_refused_and_leave_the_connection_alone(store, call):
     with pytest.raises(BadArgumentError, match="must be"):
         call(store)
     assert store.get("before") == b"1"
+
+
+def test_a_negative_world_size_means_any_number_as_in_pytorch():
+    assert TCPStore("127.0.0.1", 0, -1, True, timeout=TEN).num_keys() == 0
 
 
 @pytest.mark.parametrize("args", [(5, 1), ("localhost", -1), ("localhost", "x"), ("localhost", 0, 0)])
@@ -557,89 +560,7 @@ def test_every_address_of_localhost_has_the_same_port():
         assert TCPStore(address[0], store.port, timeout=TEN).add("n", 1) >= 1
 
 
-# --- the job token ---------------------------------------------------------------------------------------
-
-
-def test_our_hmac_is_hmac():
-    for key_size in (0, 1, 31, 63, 64, 65, 200):
-        for size in (0, 1, 55, 56, 63, 64, 65, 119, 120, 1000):
-            key, message = os.urandom(key_size), os.urandom(size)
-            assert native.store_hmac(key, message) == hmac.new(key, message, hashlib.sha256).digest()
-
-
-def test_the_same_token_on_both_sides():
-    store = serve(token="our secret")
-    other = client(store.port, token=b"our secret")
-    store.set("k", "v")
-    assert other.get("k") == b"v" and other.clone().get("k") == b"v"
-    assert pickle.loads(pickle.dumps(other)).get("k") == b"v"
-
-
-def test_the_token_of_the_environment(monkeypatch):
-    monkeypatch.setenv("SYMCOMM_TOKEN", "from outside")
-    store = serve()
-    assert client(store.port).add("n", 1) == 1
-    assert b"from outside" not in pickle.dumps(store)
-    assert pickle.loads(pickle.dumps(store)).add("n", 1) == 2
-    with pytest.raises(StoreAuthError, match="wants a job token and this client has none"):
-        client(store.port, token="")
-
-
-@pytest.mark.parametrize(
-    ("server", "ours", "words", "reason"),
-    [
-        ("a", None, "wants a job token and this client has none.*SYMCOMM_TOKEN", "called ping without the job token"),
-        ("a", "b", "holds another job token", "left in|^$"),
-        (None, "b", "has no job token", "^$"),
-    ],
-)
-def test_a_missing_or_wrong_token_is_refused_with_words(server, ours, words, reason, caplog):
-    caplog.set_level(logging.WARNING, "symcomm.store")
-    store = serve(token=server)
-    with pytest.raises(StoreAuthError, match=words):
-        client(store.port, token=ours)
-    if "called" in reason:
-        wait_until(lambda: any(reason in line for line in store.server_stats()["reasons"]))
-        wait_until(lambda: reason in caplog.text)
-    assert store.add("n", 1) == 1
-
-
-def test_a_client_that_lies_about_its_token_is_refused(monkeypatch):
-    from symcomm.store import tcp_wire
-
-    store = serve(token="right")
-    honest = tcp_wire.sign
-    monkeypatch.setattr(
-        tcp_wire, "sign", lambda token, role, nonces: honest(b"right" if role == "server" else b"wrong", role, nonces)
-    )
-    with pytest.raises(StoreAuthError, match="did not accept"):
-        client(store.port, token="wrong")
-    wait_until(lambda: any("holds another job token" in line for line in store.server_stats()["reasons"]))
-
-
-def test_the_token_never_travels():
-    """Every byte of a handshake is recorded by a relay in between."""
-    store = serve(token="a-very-secret-token")
-    seen = bytearray()
-    relay = socket.create_server(("127.0.0.1", 0))
-
-    def pump(source, sink):
-        while data := source.recv(65536):
-            seen.extend(data)
-            sink.sendall(data)
-
-    def accept():
-        here, _ = relay.accept()
-        there = socket.create_connection(("127.0.0.1", store.port))
-        threading.Thread(target=pump, args=(there, here), daemon=True).start()
-        pump(here, there)
-
-    threading.Thread(target=accept, daemon=True).start()
-    other = client(relay.getsockname()[1], token="a-very-secret-token")
-    assert other.add("n", 1) == 1
-    assert len(seen) > 100 and b"a-very-secret-token" not in seen
-    other.close()
-    relay.close()
+# --- limits ----------------------------------------------------------------------------------------------
 
 
 def test_limits_are_the_servers_to_choose():

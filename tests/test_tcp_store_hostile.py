@@ -1,18 +1,25 @@
-"""Clients that break the rules: each is closed with a reason, and nobody else notices."""
+"""Clients that break the rules or lack the job token: each is closed with a reason, and nobody else notices."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import logging
 import multiprocessing as mp
 import os
+import pickle
 import random
 import resource
 import signal
 import socket
 import struct
+import threading
 import time
 
 import pytest
 
+from symcomm._core import native
+from symcomm.errors import StoreAuthError
 from symcomm.store.tcp import StoreLimits, TCPStore
 from tests.test_tcp_store import client, in_thread, serve, wait_until
 
@@ -77,7 +84,7 @@ def last_reason(store: TCPStore) -> str:
             "add on a key whose value is not",
         ),
         (
-            HELLO + b"\x01" + field(b"t") + field(b"") + b"\x12" + field(b"t") + u64(2),
+            HELLO + b"\x01" + field(b"t") + field(b"-") + b"\x12" + field(b"t") + u64(2),
             "barrier on a key whose value is",
         ),
         (HELLO + (b"\x06" + u64(1) + field(b"absent")) * 2, "started a wait before its last one had ended"),
@@ -230,6 +237,91 @@ def test_running_out_of_descriptors(store):
     wait_until(lambda: store.server_stats()["accepted"] == 22)
     for sock in waiting:
         sock.close()
+
+
+# --- the job token ---------------------------------------------------------------------------------------
+
+
+def test_our_hmac_is_hmac():
+    for key_size in (0, 1, 31, 63, 64, 65, 200):
+        for size in (0, 1, 55, 56, 63, 64, 65, 119, 120, 1000):
+            key, message = os.urandom(key_size), os.urandom(size)
+            assert native.store_hmac(key, message) == hmac.new(key, message, hashlib.sha256).digest()
+
+
+def test_the_same_token_on_both_sides():
+    store = serve(token="our secret")
+    other = client(store.port, token=b"our secret")
+    store.set("k", "v")
+    assert other.get("k") == b"v" and other.clone().get("k") == b"v"
+    assert pickle.loads(pickle.dumps(other)).get("k") == b"v"
+
+
+def test_the_token_of_the_environment(monkeypatch):
+    monkeypatch.setenv("SYMCOMM_TOKEN", "from outside")
+    store = serve()
+    assert client(store.port).add("n", 1) == 1
+    assert b"from outside" not in pickle.dumps(store)
+    assert pickle.loads(pickle.dumps(store)).add("n", 1) == 2
+    with pytest.raises(StoreAuthError, match="wants a job token and this client has none"):
+        client(store.port, token="")
+
+
+@pytest.mark.parametrize(
+    ("server", "ours", "words", "reason"),
+    [
+        ("a", None, "wants a job token and this client has none.*SYMCOMM_TOKEN", "called ping without the job token"),
+        ("a", "b", "holds another job token", "left in|^$"),
+        (None, "b", "has no job token", "^$"),
+    ],
+)
+def test_a_missing_or_wrong_token_is_refused_with_words(server, ours, words, reason, caplog):
+    caplog.set_level(logging.WARNING, "symcomm.store")
+    store = serve(token=server)
+    with pytest.raises(StoreAuthError, match=words):
+        client(store.port, token=ours)
+    if "called" in reason:
+        wait_until(lambda: any(reason in line for line in store.server_stats()["reasons"]))
+        wait_until(lambda: reason in caplog.text)
+    assert store.add("n", 1) == 1
+
+
+def test_a_client_that_lies_about_its_token_is_refused(monkeypatch):
+    from symcomm.store import tcp_wire
+
+    store = serve(token="right")
+    honest = tcp_wire.sign
+    monkeypatch.setattr(
+        tcp_wire, "sign", lambda token, role, nonces: honest(b"right" if role == "server" else b"wrong", role, nonces)
+    )
+    with pytest.raises(StoreAuthError, match="did not accept"):
+        client(store.port, token="wrong")
+    wait_until(lambda: any("holds another job token" in line for line in store.server_stats()["reasons"]))
+
+
+def test_the_token_never_travels():
+    """Every byte of a handshake is recorded by a relay in between."""
+    store = serve(token="a-very-secret-token")
+    seen = bytearray()
+    relay = socket.create_server(("127.0.0.1", 0))
+
+    def pump(source, sink):
+        while data := source.recv(65536):
+            seen.extend(data)
+            sink.sendall(data)
+
+    def accept():
+        here, _ = relay.accept()
+        there = socket.create_connection(("127.0.0.1", store.port))
+        threading.Thread(target=pump, args=(there, here), daemon=True).start()
+        pump(here, there)
+
+    threading.Thread(target=accept, daemon=True).start()
+    other = client(relay.getsockname()[1], token="a-very-secret-token")
+    assert other.add("n", 1) == 1
+    assert len(seen) > 100 and b"a-very-secret-token" not in seen
+    other.close()
+    relay.close()
 
 
 # --- fuzzing -----------------------------------------------------------------------------------------------

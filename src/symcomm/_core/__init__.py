@@ -12,7 +12,8 @@ sync.c             published progress, waits with deadlines, sleep and wake
 plan.c, exec.c     load and run a plan (see symcomm.collectives.plan) in one call
 async.c            operations that run while the caller goes on
 group.c            groups, plans and requests as Python sees them
-p2p.c              mailboxes: tagged messages between two ranks
+tensor.c, quick.c  blocking calls seen before: from Python tensors to the executor in one call
+p2p.c, p2p_module.c  mailboxes: tagged messages between two ranks
 signals.c          signal pads: put, wait and barrier on words of symmetric memory
 store_*.c, sha256.c  the TCPStore server: event loop, protocol, table, token
 =================  ===============================================================

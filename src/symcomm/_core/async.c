@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "common.h"
 
@@ -80,7 +81,8 @@ bool async_wait(struct request *r, int64_t timeout) {
         int64_t left = deadline ? deadline - symcomm_now_ns() : 100000000;
         if (left <= 0) return false;
         long slept = symcomm_futex_wait(&r->done, 0, left < 100000000 ? left : 100000000);
-        if (slept < 0 && errno == EINTR && symcomm_interrupted && symcomm_interrupted()) return false;
+        /* also when the time was up: a signal may have come just before we slept */
+        if (slept < 0 && errno != EAGAIN && symcomm_interrupted && symcomm_interrupted()) return false;
     }
     return true;
 }
@@ -104,4 +106,29 @@ void async_stop(struct group *g) {
     pthread_cond_destroy(&w->changed);
     free(w);
     g->worker = NULL;
+}
+
+/* Leaves a blocking call behind asynchronous ones in the queue, so that operations keep their order. */
+int async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
+    struct request *r = calloc(1, sizeof *r);
+    if (r == NULL) return STATUS_PLAN;
+    *r = (struct request){.group = g, .plan = p, .timeout = timeout, .references = 1};
+    char **in = malloc(sizeof(char *) * (size_t)(b->n_in + 1)), **out = malloc(sizeof(char *) * (size_t)(b->n_out + 1));
+    if (in && out) {
+        memcpy(in, b->in, sizeof(char *) * (size_t)b->n_in);
+        memcpy(out, b->out, sizeof(char *) * (size_t)b->n_out);
+    }
+    r->buffers = (struct buffers){in, out, b->n_in, b->n_out};
+    int status = STATUS_PLAN;
+    if (in && out && async_submit(g, r) == 0) {
+        bool done = async_wait(r, 0);
+        if (!done) {
+            sync_fail(g, STATUS_ABORTED, g->rank); /* Ctrl-C; the buffers are the caller's, so wait for the worker */
+            symcomm_interrupted = NULL;
+            async_wait(r, 0);
+        }
+        status = done ? r->status : STATUS_INTERRUPTED;
+    }
+    async_release(r);
+    return status;
 }

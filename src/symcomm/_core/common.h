@@ -41,7 +41,9 @@ int symcomm_ask_python(void);
 /* Each part adds its functions and types to the module; returns 0, or -1 with an exception set. */
 int symcomm_add_reduce(PyObject *module);
 int symcomm_add_shm(PyObject *module);
+int symcomm_add_tensor(PyObject *module);
 int symcomm_add_group(PyObject *module);
+int symcomm_add_quick(PyObject *module);
 int symcomm_add_p2p(PyObject *module);
 int symcomm_add_signals(PyObject *module);
 int symcomm_add_store_server(PyObject *module);

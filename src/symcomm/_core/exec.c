@@ -16,8 +16,6 @@ struct run {
     int half;
 };
 
-static const int itemsize[DT_COUNT] = {1, 1, 2, 2, 4, 4, 8, 8, 1, 2, 2, 4, 8, 8, 16, 1, 1, 1, 1};
-
 static char *peer_tensor(struct run *x, int rank, bool output) {
     struct arrival *a = &x->g->control[rank]->arrival[x->half];
     int64_t offset = atomic_load_explicit(output ? &a->out_offset : &a->in_offset, memory_order_relaxed);
@@ -54,7 +52,7 @@ static void copy_step(struct run *x, const struct plan_step *s, int64_t turn, in
 static void reduce_step(struct run *x, const struct plan_step *s, int64_t turn, int64_t nbytes) {
     const void *src[MAX_PLACES];
     char *dst[MAX_PLACES];
-    int dtype = (int)x->p->dtype, item = itemsize[dtype];
+    int dtype = (int)x->p->dtype, item = symcomm_itemsize[dtype];
     for (int64_t i = 0; i < s->n_src; i++) src[i] = resolve(x, &x->p->places[s->src + i], turn);
     for (int64_t i = 0; i < s->n_dst; i++) dst[i] = resolve(x, &x->p->places[s->dst + i], turn);
     int64_t block = s->n_dst == 1 ? nbytes : BLOCK_BYTES;
@@ -137,13 +135,17 @@ static int find_mismatch(struct run *x) {
     return -1;
 }
 
-/* Waits for all arrivals; a mismatch is worth more than whatever else went wrong while waiting. */
-static int meet(struct run *x) {
-    struct condition c = {.kind = WAIT_ARRIVED_ALL, .target = x->g->seq};
-    int status = sync_wait(x->g, &c, x->deadline);
+static int compare(void *context) {
+    struct run *x = context;
     int other = find_mismatch(x);
-    if (other >= 0) return sync_fail(x->g, STATUS_MISMATCH, other);
-    return status;
+    return other >= 0 ? sync_fail(x->g, STATUS_MISMATCH, other) : STATUS_OK;
+}
+
+/* Waits for all arrivals. Two that differ end the wait, however long a third one takes. */
+static int meet(struct run *x) {
+    struct condition c = {.kind = WAIT_ARRIVED_ALL, .target = x->g->seq, .look = compare, .context = x};
+    int status = sync_wait(x->g, &c, x->deadline);
+    return status ? status : compare(x);
 }
 
 /* direct: 1 when every rank's tensors lie where the direct plan needs them. skipped: 1 when some rank left its head out. */
@@ -182,7 +184,9 @@ static int run_locked(struct group *g, const struct plan *p, const struct buffer
     if (!fits(g, p, b)) return STATUS_PLAN;
     g->seq++;
     struct run x = {.g = g, .p = p, .b = b, .half = (int)(g->seq & 1)};
-    x.deadline = timeout ? symcomm_now_ns() + timeout : 0;
+    int64_t now = symcomm_now_ns();
+    atomic_store_explicit(&g->started, now, memory_order_relaxed);
+    x.deadline = timeout ? now + timeout : 0;
     int64_t in_offset = b->n_in == 1 ? offset_in_arena(g, b->in[0]) : -1; /* a list is not one tensor */
     int64_t out_offset = b->n_out == 1 ? offset_in_arena(g, b->out[0]) : -1;
     bool skip_head = p->has_direct && p->needs[g->rank] && satisfies(p->needs[g->rank], in_offset, out_offset);

@@ -75,12 +75,16 @@ static void free_group(struct group *g) {
     free(g);
 }
 
+/* Nobody refers to the group any more. What still runs on it could wait for ever, so it is ended. */
 static void drop_group(PyObject *capsule) {
     struct group *g = PyCapsule_GetPointer(capsule, GROUP);
     Py_BEGIN_ALLOW_THREADS;
+    if (!async_idle(g)) sync_fail(g, STATUS_ABORTED, g->rank);
+    atomic_store(&g->control[g->rank]->state, CONTROL_LEFT);
     async_stop(g);
     mail_drop(g);
     Py_END_ALLOW_THREADS;
+    quick_drop(g);
     free_group(g);
     Py_XDECREF((PyObject *)PyCapsule_GetContext(capsule)); /* only now: the above used the memory this keeps mapped */
 }
@@ -151,7 +155,10 @@ static PyObject *group_leave(PyObject *self, PyObject *arg) {
     (void)self;
     struct group *g = to_group(arg);
     if (g == NULL) return NULL;
-    atomic_store(&g->control[g->rank]->state, CONTROL_LEFT);
+    struct control *me = g->control[g->rank];
+    atomic_store(&me->state, CONTROL_LEFT);
+    uint64_t none = 0, cause = STATUS_LEFT | (uint64_t)g->rank << 8 | (uint64_t)g->rank << 24;
+    atomic_compare_exchange_strong(&me->abort, &none, cause); /* ends and refuses operations here, and only here */
     Py_BEGIN_ALLOW_THREADS;
     async_stop(g);
     mail_close(g);
@@ -181,9 +188,10 @@ static PyObject *group_report(PyObject *self, PyObject *arg) {
     if (ranks == NULL) return NULL;
     struct control *me = g->control[g->rank];
     uint64_t cause = atomic_load(&me->abort);
-    return Py_BuildValue("{s:i,s:i,s:i,s:K,s:K,s:L,s:N}", "status", (int)(cause & 0xff), "culprit", (int)(cause >> 8 & 0xffff), "origin",
+    double running = (double)(symcomm_now_ns() - atomic_load(&g->started)) / 1e9;
+    return Py_BuildValue("{s:i,s:i,s:i,s:K,s:K,s:L,s:d,s:N}", "status", (int)(cause & 0xff), "culprit", (int)(cause >> 8 & 0xffff), "origin",
                          (int)(cause >> 24 & 0xffff), "abort_seq", (unsigned long long)atomic_load(&me->abort_seq), "seq",
-                         (unsigned long long)g->seq, "slept", (long long)g->slept, "ranks", ranks);
+                         (unsigned long long)g->seq, "slept", (long long)g->slept, "running", running, "ranks", ranks);
 }
 
 static PyObject *group_publish(PyObject *self, PyObject *args) {
@@ -232,31 +240,6 @@ static PyObject *group_records(PyObject *self, PyObject *arg) {
 
 /* --- operations ----------------------------------------------------------------------------------------------- */
 
-/* Leaves a blocking call behind asynchronous ones in the queue, so that operations keep their order. */
-static int run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
-    struct request *r = calloc(1, sizeof *r);
-    if (r == NULL) return STATUS_PLAN;
-    *r = (struct request){.group = g, .plan = p, .timeout = timeout, .references = 1};
-    char **in = malloc(sizeof(char *) * (size_t)(b->n_in + 1)), **out = malloc(sizeof(char *) * (size_t)(b->n_out + 1));
-    if (in && out) {
-        memcpy(in, b->in, sizeof(char *) * (size_t)b->n_in);
-        memcpy(out, b->out, sizeof(char *) * (size_t)b->n_out);
-    }
-    r->buffers = (struct buffers){in, out, b->n_in, b->n_out};
-    int status = STATUS_PLAN;
-    if (in && out && async_submit(g, r) == 0) {
-        bool done = async_wait(r, 0);
-        if (!done) {
-            sync_fail(g, STATUS_ABORTED, g->rank); /* Ctrl-C; the buffers are the caller's, so wait for the worker */
-            symcomm_interrupted = NULL;
-            async_wait(r, 0);
-        }
-        status = done ? r->status : STATUS_INTERRUPTED;
-    }
-    async_release(r);
-    return status;
-}
-
 /* run(group, plan, inputs, outputs, timeout_ns) -> status */
 static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     (void)self;
@@ -269,7 +252,7 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     int64_t timeout = PyLong_AsLongLong(args[4]);
     if (b.n_in < 0 || b.n_out < 0 || (timeout == -1 && PyErr_Occurred())) return NULL;
     int status;
-    WITHOUT_LOCK(status = async_idle(g) ? exec_run(g, p, &b, timeout) : run_queued(g, p, &b, timeout));
+    WITHOUT_LOCK(status = async_idle(g) ? exec_run(g, p, &b, timeout) : async_run_queued(g, p, &b, timeout));
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return PyLong_FromLong(status);
 }

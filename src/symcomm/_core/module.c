@@ -11,7 +11,9 @@ PyMODINIT_FUNC PyInit__native(void) {
     int (*const parts[])(PyObject *) = {
         symcomm_add_reduce,
         symcomm_add_shm,
+        symcomm_add_tensor,
         symcomm_add_group,
+        symcomm_add_quick,
         symcomm_add_p2p,
         symcomm_add_signals,
         symcomm_add_store_server,

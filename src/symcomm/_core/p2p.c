@@ -163,7 +163,7 @@ static bool wanted_from(struct mail *m, int peer) {
 static bool fits(const struct op *op, const struct header *h) { return op->nbytes == h->nbytes && op->dtype == h->dtype; }
 
 static void deliver(struct op *op, const struct header *h) {
-    op->got = h->nbytes;
+    op->got = h->nbytes, op->got_dtype = h->dtype;
     finish(op, fits(op, h) ? STATUS_OK : STATUS_SIZE);
     mail_release(op);
 }
@@ -216,10 +216,23 @@ static void take_bytes(struct mail *m, int peer) {
     atomic_store_explicit(&c->emptied, emptied + n, memory_order_release);
 }
 
-static void finish_message(struct incoming *i) {
+static void hand_over(struct parked *p, struct op *op) {
+    if (fits(op, &p->header)) memcpy(op->buffer, p->bytes, p->header.nbytes);
+    deliver(op, &p->header);
+    free(p->bytes);
+    free(p);
+}
+
+static void finish_message(struct mail *m, int peer) {
+    struct incoming *i = &m->in[peer];
     i->reading = false;
     if (i->into) deliver(i->into, &i->header);
     if (i->park == NULL) return;
+    struct op *late = match(m, peer, &i->header); /* posted while the bytes were set aside */
+    if (late) {
+        hand_over(i->park, late);
+        return;
+    }
     if (i->parked_last) i->parked_last->next = i->park;
     else i->parked_first = i->park;
     i->parked_last = i->park;
@@ -235,7 +248,7 @@ static bool progress_receives(struct mail *m, int peer) {
         take_bytes(m, peer);
         bool advanced = fresh || i->moved != before;
         if (advanced) ring_bell(m->group, peer), moved = true;
-        if (i->moved == i->header.nbytes) finish_message(i);
+        if (i->moved == i->header.nbytes) finish_message(m, peer);
         else if (!advanced) break;
     }
     return moved;
@@ -252,10 +265,7 @@ static bool unpark(struct mail *m, struct op *op) {
             else i->parked_first = p->next;
             if (i->parked_last == p) i->parked_last = before;
             op->peer = peer;
-            if (fits(op, &p->header)) memcpy(op->buffer, p->bytes, p->header.nbytes);
-            deliver(op, &p->header);
-            free(p->bytes);
-            free(p);
+            hand_over(p, op);
             return true;
         }
     }
@@ -303,18 +313,20 @@ static bool withdraw(struct op *op) {
     return clean;
 }
 
-static int peer_trouble(struct op *op) {
+/* Whether whom op waits for is gone: STATUS_OK, or how, and who. */
+static int peer_gone(struct op *op, int *culprit) {
     struct group *g = op->mail->group;
-    int status = sync_aborted(g);
-    if (status) return status;
+    int peer = op->peer;
     bool all_gone = true;
+    *culprit = peer == ANY_SOURCE ? (g->rank + 1) % g->world : peer;
     for (int r = 0; r < g->world; r++) {
-        if (op->peer != ANY_SOURCE && r != op->peer) continue;
+        if (peer != ANY_SOURCE && r != peer) continue;
         int gone = r == g->rank ? STATUS_OK : sync_gone(g, r);
-        if (gone == STATUS_DEAD || (gone == STATUS_LEFT && op->peer != ANY_SOURCE)) return sync_fail(g, gone, r);
+        if (gone == STATUS_DEAD) *culprit = r;
+        if (gone == STATUS_DEAD || (gone == STATUS_LEFT && peer != ANY_SOURCE)) return gone;
         all_gone &= gone != STATUS_OK;
     }
-    return all_gone ? sync_fail(g, STATUS_LEFT, op->peer == ANY_SOURCE ? (g->rank + 1) % g->world : op->peer) : STATUS_OK;
+    return all_gone ? STATUS_LEFT : STATUS_OK;
 }
 
 static bool drive(struct op *op) {
@@ -344,7 +356,8 @@ static int give_up(struct op *op, int status, bool withdraw_it) {
     if (!done && withdraw_it) clean = withdraw(op);
     pthread_mutex_unlock(&m->lock);
     if (done) return op->status;
-    if (!clean && status == STATUS_TIMEOUT) sync_fail(m->group, STATUS_TIMEOUT, op->peer);
+    if (!clean && status == STATUS_TIMEOUT) sync_fail(m->group, STATUS_HALF_SENT, op->peer);
+    if (!clean && status == STATUS_INTERRUPTED) sync_fail(m->group, STATUS_ABORTED, m->group->rank);
     return status;
 }
 
@@ -361,13 +374,18 @@ int mail_wait(struct op *op, int64_t timeout, bool withdraw_it) {
         if (drive(op)) return op->status;
         sched_yield();
     }
-    for (;;) {
+    for (int slices = 1;; slices++) {
         int64_t left = deadline - symcomm_now_ns();
         if (left <= 0) return give_up(op, STATUS_TIMEOUT, withdraw_it);
         bool signalled = sleep_slice(m, op, left < SLICE_NS ? left : SLICE_NS);
         if (drive(op)) return op->status;
-        int status = peer_trouble(op);
+        int culprit = 0, status = sync_aborted(m->group);
+        if (status == STATUS_OK && (status = peer_gone(op, &culprit)) != STATUS_OK) {
+            if (drive(op)) return op->status; /* it did its part before it went */
+            status = sync_fail(m->group, status, culprit);
+        }
         if (status) return give_up(op, status, true);
+        if (slices % 16 == 0) signalled = true; /* one may have come just before we slept */
         if (signalled && symcomm_interrupted && symcomm_interrupted()) return give_up(op, STATUS_INTERRUPTED, true);
     }
 }
@@ -462,18 +480,41 @@ struct op *mail_post(struct group *g, const struct op *wanted) {
     return op;
 }
 
-/* Called with the mail's lock held, or by the last owner. */
+void mail_disown(struct op *op) {
+    pthread_mutex_t *lock = &op->mail->lock;
+    pthread_mutex_lock(lock);
+    mail_release(op);
+    pthread_mutex_unlock(lock);
+}
+
+/* Called with the mail's lock held. */
 void mail_release(struct op *op) {
     if (--op->references == 0) free(op);
 }
 
+static void release_all(struct op *op) {
+    for (struct op *next; op; op = next) {
+        next = op->next;
+        mail_release(op);
+    }
+}
+
 static void mail_free(struct mail *m) {
-    for (int r = 0; r < m->group->world; r++)
+    release_all(m->receives);
+    for (int r = 0; r < m->group->world; r++) {
+        release_all(m->out[r].first);
+        release_all(m->out[r].unacknowledged);
+        if (m->in[r].reading && m->in[r].into) mail_release(m->in[r].into);
+        if (m->in[r].reading && m->in[r].park) {
+            free(m->in[r].park->bytes);
+            free(m->in[r].park);
+        }
         for (struct parked *p = m->in[r].parked_first, *next; p; p = next) {
             next = p->next;
             free(p->bytes);
             free(p);
         }
+    }
     pthread_mutex_destroy(&m->lock);
     free(m->in);
     free(m->out);
@@ -484,67 +525,4 @@ void mail_drop(struct group *g) {
     mail_close(g);
     if (g->mail) mail_free(g->mail);
     g->mail = NULL;
-}
-
-/* --- Python ----------------------------------------------------------------------------------------------------- */
-
-static const char OP[] = "symcomm.op";
-
-static void drop_op(PyObject *capsule) {
-    struct op *op = PyCapsule_GetPointer(capsule, OP);
-    PyObject *group = PyCapsule_GetContext(capsule);
-    pthread_mutex_t *lock = &op->mail->lock;
-    pthread_mutex_lock(lock);
-    mail_release(op);
-    pthread_mutex_unlock(lock);
-    Py_DECREF(group);
-}
-
-/* mail_post(group, is_send, peer, tag, dtype, address, nbytes, background) -> op */
-static PyObject *py_post(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *capsule;
-    int is_send, peer, background;
-    long long tag, dtype, nbytes;
-    unsigned long long address;
-    if (!PyArg_ParseTuple(args, "OpiLLKLp", &capsule, &is_send, &peer, &tag, &dtype, &address, &nbytes, &background)) return NULL;
-    struct group *g = PyCapsule_GetPointer(capsule, "symcomm.group");
-    if (g == NULL) return NULL;
-    if (g->mail == NULL || peer >= g->world || peer < (is_send ? 0 : ANY_SOURCE) || nbytes < 0)
-        return PyErr_Format(PyExc_ValueError, "no rank %d to exchange %lld bytes with", peer, nbytes);
-    struct op wanted = {.is_send = is_send, .peer = peer, .tag = tag, .dtype = dtype, .background = background};
-    wanted.buffer = (char *)(uintptr_t)address, wanted.nbytes = (uint64_t)nbytes;
-    struct op *op;
-    Py_BEGIN_ALLOW_THREADS;
-    op = mail_post(g, &wanted);
-    Py_END_ALLOW_THREADS;
-    if (op == NULL) return PyErr_NoMemory();
-    PyObject *result = PyCapsule_New(op, OP, drop_op);
-    if (result) PyCapsule_SetContext(result, Py_NewRef(capsule));
-    return result;
-}
-
-/* mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came); a negative timeout only looks. */
-static PyObject *py_wait(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *capsule;
-    long long timeout;
-    int withdraw_it, status;
-    if (!PyArg_ParseTuple(args, "OLp", &capsule, &timeout, &withdraw_it)) return NULL;
-    struct op *op = PyCapsule_GetPointer(capsule, OP);
-    if (op == NULL) return NULL;
-    WITHOUT_LOCK(status = mail_wait(op, timeout, withdraw_it));
-    if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
-    return Py_BuildValue("iiK", status, op->peer, (unsigned long long)op->got);
-}
-
-static PyMethodDef methods[] = {
-    {"mail_post", py_post, METH_VARARGS, "mail_post(group, is_send, peer, tag, dtype, address, nbytes, background) -> op"},
-    {"mail_wait", py_wait, METH_VARARGS, "mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came)"},
-    {NULL, NULL, 0, NULL},
-};
-
-int symcomm_add_p2p(PyObject *module) {
-    PyModule_AddIntConstant(module, "CHANNEL_BYTES", (long)sizeof(struct channel));
-    return PyModule_AddFunctions(module, methods);
 }

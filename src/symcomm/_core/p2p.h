@@ -30,14 +30,15 @@ enum op_state { OP_POSTED, OP_MOVING, OP_UNACKNOWLEDGED, OP_DONE };
 struct op {
     struct mail *mail;
     bool is_send;
-    int peer; /* or ANY_SOURCE until matched */
+    _Atomic int peer; /* or ANY_SOURCE until matched */
     int64_t tag, dtype;
     char *buffer;
     uint64_t nbytes, moved;
     uint64_t ticket; /* symmetric send: done when this many were copied */
     enum op_state state;
-    int status; /* STATUS_OK, or STATUS_SIZE with `got` */
+    int status; /* STATUS_OK, or STATUS_SIZE with `got` and `got_dtype` */
     uint64_t got;
+    int64_t got_dtype;
     struct op *next;
     int references;
     bool background; /* nobody may be waiting: the mail thread drives it */
@@ -55,5 +56,7 @@ struct op *mail_post(struct group *g, const struct op *wanted);
 int mail_wait(struct op *op, int64_t timeout, bool withdraw);
 bool mail_done(struct op *op);
 void mail_release(struct op *op);
+/* The caller of mail_post() has no further use for op. */
+void mail_disown(struct op *op);
 
 #endif

@@ -9,7 +9,7 @@
 #define HEADER_WORDS 12
 #define STEP_WORDS (int64_t)(sizeof(struct plan_step) / sizeof(int64_t))
 #define PLACE_WORDS (int64_t)(sizeof(struct plan_place) / sizeof(int64_t))
-#define MAX_WORLD 4096
+#define MAX_WORLD 1024 /* also of places in a step, see exec.c */
 
 static int64_t farthest(const struct plan_place *at, int64_t turns, int64_t nbytes) {
     int64_t most = at->mod ? at->mod - 1 : turns - 1;

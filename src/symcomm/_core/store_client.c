@@ -55,9 +55,15 @@ static const char *bytes_of(PyObject *object, Py_ssize_t *size) {
     return bytes;
 }
 
+/* Keys are text; bytes are taken for one if they are UTF-8. */
 static bool frame_put_key(Frame *frame, PyObject *key) {
     Py_ssize_t size;
     const char *bytes = bytes_of(key, &size);
+    if (bytes != NULL && PyBytes_Check(key)) {
+        PyObject *text = PyUnicode_DecodeUTF8(bytes, size, NULL);
+        if (text == NULL) return false;
+        Py_DECREF(text);
+    }
     if (bytes == NULL || !frame_put_u64(frame, (uint64_t)size + 1)) return false;
     uint8_t *at = frame_extend(frame, (size_t)size + 1);
     if (at == NULL) return false;
@@ -224,8 +230,8 @@ static Outcome receive(Reader *reader, void *into, size_t size) {
         }
         bool direct = size >= sizeof reader->bytes;
         size_t got = 0;
-        Outcome outcome =
-            direct ? receive_some(reader, at, size, &got) : receive_some(reader, reader->bytes, sizeof reader->bytes, &got);
+        Outcome outcome = direct ? receive_some(reader, at, size, &got)
+                                 : receive_some(reader, reader->bytes, sizeof reader->bytes, &got);
         if (outcome != DONE) return outcome;
         if (direct) {
             at += got, size -= got;

@@ -77,7 +77,9 @@ typedef struct {
     Conn *conns, *doomed;
     size_t greeting; /* connections that have not come to STAGE_OPEN */
     uint8_t *scratch;
-    int64_t spin_ns;
+    bool alone, crowded; /* only one core; others want ours */
+    uint64_t rounds;
+    long preempted; /* how often, at the last look */
     pthread_t thread;
     bool running;
 

@@ -177,11 +177,14 @@ bool entry_set_number(Table *table, Entry *entry, int64_t number) {
     return entry_set(table, entry, (Slice){(const uint8_t *)digits, (size_t)size});
 }
 
-/* Leading blanks, a sign, digits; what follows them is ignored, as PyTorch's store does. */
+/* Leading blanks, a sign, digits; what follows them is ignored, as PyTorch's store does. Nothing at all is 0, as in our
+ * other stores. */
 bool entry_number(const Entry *entry, int64_t *number) {
     char digits[64];
+    *number = 0;
+    if (entry->value_size == 0) return true;
     size_t size = entry->value_size < sizeof digits - 1 ? entry->value_size : sizeof digits - 1;
-    if (size > 0) memcpy(digits, entry->value, size);
+    memcpy(digits, entry->value, size);
     digits[size] = 0;
     char *end;
     errno = 0;

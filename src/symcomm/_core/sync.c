@@ -124,7 +124,7 @@ static int sleep_until(struct group *g, struct condition *c, int64_t deadline) {
         uint32_t seen = atomic_load_explicit(&me->doorbell, memory_order_acquire);
         publish_condition(me, c);
         if (holds(g, g->rank, c)) break;
-        if ((status = sync_aborted(g))) break;
+        if ((status = sync_aborted(g)) || (c->look && (status = c->look(c->context)))) break;
         int culprit = find_gone(g, c, &status);
         if (culprit >= 0) {
             status = sync_fail(g, status, culprit);

@@ -53,11 +53,13 @@ enum status {
     STATUS_ABORTED = 5,  /* origin called abort() */
     STATUS_PLAN = 6,     /* the plan does not fit the group: a bug */
     STATUS_INTERRUPTED = 7, /* a Python signal handler raised (Ctrl-C) */
+    STATUS_HALF_SENT = 8, /* origin gave up a message to culprit when part of it was on its way */
 };
 
 struct group {
     int rank, world;
-    uint64_t seq; /* of the last operation */
+    _Atomic uint64_t seq;          /* of the last operation */
+    _Atomic int64_t started;       /* when it began: ns, CLOCK_MONOTONIC */
     struct control **control;      /* per rank */
     char **stage;                  /* per rank, two halves of stage_bytes */
     int64_t stage_bytes;
@@ -66,8 +68,9 @@ struct group {
     _Atomic uint32_t **life;       /* per rank */
     int spin;                      /* looks before giving the core away */
     int64_t yield_ns;              /* then this long offering it to others before sleeping */
-    int64_t slept;                 /* statistics */
+    _Atomic int64_t slept;         /* statistics */
     pthread_mutex_t lock;          /* one operation at a time */
+    struct quick *quick;           /* plans by kind of call, see quick.c */
     struct mail *mail;             /* point-to-point messages, see p2p.c */
     struct worker *worker;         /* runs asynchronous operations, see async.c; NULL until first used */
 };
@@ -79,6 +82,8 @@ struct condition {
     int who;
     uint64_t target;
     int next; /* all ranks below are known to satisfy it */
+    int (*look)(void *context); /* asked while sleeping: STATUS_OK, or why to stop; NULL: nothing to ask */
+    void *context;
 };
 
 /* Wait until it holds, the deadline (ns, CLOCK_MONOTONIC; 0: none) passes, a missing rank dies, or someone aborts. */
@@ -97,6 +102,8 @@ extern _Thread_local int (*symcomm_interrupted)(void);
 
 /* STATUS_OK, STATUS_DEAD or STATUS_LEFT */
 int sync_gone(struct group *g, int rank);
+
+void quick_drop(struct group *g);
 
 long symcomm_futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t ns);
 void symcomm_futex_wake(_Atomic uint32_t *word, int n);

@@ -11,9 +11,10 @@ from typing import Any
 from torch._C._distributed_c10d import ReduceOp
 
 from symcomm import errors
+from symcomm.types import RedOpType
 from symcomm.types import ReduceOp as OwnReduceOp
 
-__all__ = ["is_async", "one", "redop_of", "root_of", "seconds_of", "sort_out"]
+__all__ = ["is_async", "one", "one_list", "redop_of", "root_of", "seconds_of", "sort_out"]
 
 
 def sort_out(*given: Any) -> tuple[Any, Any, Any, Any]:
@@ -41,13 +42,15 @@ def seconds_of(options: Any, timeout: Any = None) -> float | None:
     return given if given is not None and given > 0 else None
 
 
+_REDOPS = {getattr(ReduceOp, op.name): op for op in RedOpType if op is not RedOpType.PREMUL_SUM}
+
+
 def redop_of(options: Any, op: Any = None) -> Any:
-    """The reduce operation from ``options`` (which may itself be the operation)."""
-    if op is not None:
-        return op
-    if isinstance(options, (ReduceOp, OwnReduceOp)):
-        return options
-    return getattr(options, "reduceOp", ReduceOp.SUM)
+    """The reduce operation from ``options`` (which may itself be the operation), as ours; PREMUL_SUM as it is."""
+    if op is None:
+        named = isinstance(options, (ReduceOp, OwnReduceOp))
+        op = options if named else getattr(options, "reduceOp", ReduceOp.SUM)
+    return _REDOPS.get(getattr(op, "op", op), op)
 
 
 def root_of(options: Any, root: Any = None) -> int:
@@ -70,3 +73,12 @@ def one(call: str, name: str, tensors: Any) -> Any:
             raise errors.bad_argument(call, name, f"a list of {len(tensors)}", "a list of one tensor")
         return tensors[0]
     return tensors
+
+
+def one_list(call: str, name: str, lists: Any) -> list[Any]:
+    """The list of tensors, one per rank, that torch wraps in a list of one; empty where a rank passes none."""
+    if lists and isinstance(lists[0], (list, tuple)):
+        if len(lists) != 1:
+            raise errors.bad_argument(call, name, f"{len(lists)} lists", "one list of tensors")
+        return list(lists[0])
+    return list(lists or [])

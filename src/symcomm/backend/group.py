@@ -13,22 +13,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ReduceOp
+from torch._C._distributed_c10d import Backend
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.backend.arguments import is_async, one, redop_of, root_of, seconds_of, sort_out
+from symcomm.backend import lists
+from symcomm.backend.arguments import is_async, one, one_list, redop_of, root_of, seconds_of, sort_out
+from symcomm.backend.profile import Span, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
-from symcomm.backend.work import DoneWork, TorchWork, WorkInfo, done, op_type_of
-from symcomm.group.calls import to_redop
-from symcomm.group.failure import call_site, explain
+from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, op_type_of
+from symcomm.group.calls import Kind, to_redop
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.share import Exchange
 
-__all__ = ["TorchGroup"]
+__all__ = ["TorchGroup", "merged_group"]
 
 _alive: set[Any] = set()  # torch's registry holds groups weakly
-_SUM = ReduceOp.SUM
+Options: Any = Backend.Options
 _NO_TIMEOUT = timedelta(milliseconds=-1)
 
 
@@ -80,7 +81,7 @@ class TorchGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._store = store
         self._global_ranks = global_ranks
-        self.options = options
+        self.options = options if options is not None else Options("symcomm", timeout)
         if core is None:
             core = ProcessGroup(
                 rank, size, _exchange_through(store, rank, size, timeout), name, timeout, None, global_ranks
@@ -102,25 +103,37 @@ class TorchGroup(dist.ProcessGroup):
     # --- running ----------------------------------------------------------------------------------------------
 
     def _call(
-        self, method: Callable[..., Any], *args: Any, options: Any, timeout: Any = None, result: Sequence[Any] = ()
+        self,
+        name: str,
+        method: Callable[..., Any],
+        *args: Any,
+        options: Any,
+        timeout: Any = None,
+        inputs: Sequence[Any] = (),
+        result: Sequence[Any] = (),
     ) -> Any:
         """Run one of our collectives and dress its work for torch."""
-        if torch.autograd._profiler_enabled():
-            with torch.autograd.profiler.record_function(f"symcomm:{method.__name__}"):
-                return self._dressed(method, args, options, timeout, result)
-        return self._dressed(method, args, options, timeout, result)
+        if not is_profiling():
+            return self._dressed(name, method, args, options, timeout, result)
+        span = self._span(name, inputs, result)
+        try:
+            work = self._dressed(name, method, args, options, timeout, result)
+        except BaseException:
+            span.close()
+            raise
+        return work.profiled(span)
 
     def _dressed(
-        self, method: Callable[..., Any], args: tuple, options: Any, timeout: Any, result: Sequence[Any]
+        self, name: str, method: Callable[..., Any], args: tuple, options: Any, timeout: Any, result: Sequence[Any]
     ) -> Any:
         asynchronous = is_async(options) or self._coalescing is not None
         begun = time.monotonic()
         inner = method(*args, async_op=asynchronous, timeout=seconds_of(options, timeout))
         work: Any
         if inner is None:
-            work = DoneWork(list(result), method.__name__, time.monotonic() - begun)
+            work = DoneWork(list(result), name, time.monotonic() - begun)
         else:
-            work = TorchWork(inner, list(result), method.__name__)
+            work = TorchWork(inner, list(result), name)
             if self._coalescing is not None:
                 self._coalescing.append(work)
         if self._hook is not None:
@@ -129,10 +142,9 @@ class TorchGroup(dist.ProcessGroup):
 
     def _tell(self, work: Any, ago: float) -> None:
         """Call the completion hook once the work has ended. ``ago``: seconds since it began."""
-        hook, seq, now = self._hook, self.core.sequence_number, datetime.now()
-        begun = now - timedelta(seconds=ago)
+        hook, seq, begun = self._hook, self.core.sequence_number, datetime.now() - timedelta(seconds=ago)
 
-        def ended(_: Any = None) -> None:
+        def ended() -> None:
             end = datetime.now()
             hook(WorkInfo(op_type_of(work._call), seq, begun, end, end - begun))
 
@@ -141,125 +153,176 @@ class TorchGroup(dist.ProcessGroup):
         else:
             work._inner.add_done_callback(ended)
 
-    def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
-        """``hook(WorkInfo)`` is called when an operation has ended, in whichever thread noticed it."""
-        if not callable(hook):
-            raise errors.bad_argument("_register_on_completion_hook", "hook", hook, "a function of one argument")
-        if self._hook is not None:
-            raise errors.CallerError("_register_on_completion_hook: a hook is registered already.")
-        self._hook = hook
+    def _span(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Span:
+        """The profiler's event for one operation, with what torch's own backends tell about theirs."""
+        facts = {
+            "dtype": str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
+            "In msg nelems": sum(t.numel() for t in inputs),
+            "Out msg nelems": sum(t.numel() for t in outputs),
+            "Group size": self.core.size,
+            "Process Group Name": self._name,
+            "Process Group Description": self._desc,
+            "Process Group Ranks": str(self.core.global_ranks),
+        }
+        return Span(name, inputs, facts)
 
-    def _has_hooks(self) -> bool:
-        return self._hook is not None
+    def _again(self, call: Kind, detail: Any, source: Any, target: Any, opts: Any) -> bool:
+        """Run a blocking call of a kind seen before, with nothing but the core; False: it has to go the long way."""
+        if (
+            opts is None
+            or is_async(opts)
+            or self._coalescing is not None
+            or is_profiling()
+            or self._hook is not None
+            or opts.timeout > _NO_TIMEOUT
+        ):
+            return False
+        core = self.core
+        status = native.again(core._handle, call, detail, source, target, core._timeout_ns)
+        if status > 0:
+            core._ended(status, call.label)
+        return status == 0
 
     # --- reductions -------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
-        tensor = one("all_reduce", "tensors", tensors)
         if op is not None or timeout is not None:
             opts, _, op, timeout = sort_out(opts, op, timeout)
-        redop = redop_of(opts, op)
-        if opts is not None and timeout is None and tensor.is_cpu and not getattr(opts, "asyncOp", True):
-            quick = self._quick_all_reduce(tensor, redop, opts)
-            if quick is not None:
-                return quick
+        if type(tensors) is list and len(tensors) > 1:
+            return lists.all_reduce(self.core, tensors, redop_of(opts, op), seconds_of(opts, timeout))
+        tensor, redop = one("all_reduce", "tensors", tensors), redop_of(opts, op)
+        if timeout is None and self._again(Kind.ALL_REDUCE, redop, tensor, tensor, opts):
+            return done
         if tensor.is_sparse:
             all_reduce_sparse(self.core, tensor, to_redop("all_reduce", redop)[0], seconds_of(opts, timeout))
             return DoneWork([tensor])
-        return self._call(self.core.all_reduce, tensor, redop, options=opts, timeout=timeout, result=[tensor])
-
-    def _quick_all_reduce(self, tensor: Any, redop: Any, opts: Any) -> Any:
-        """The blocking call of a plain tensor whose plan is known: nothing but the core."""
-        core = self.core
-        plan = core._plans.get((tensor.dtype, redop, tensor.numel()))
-        if plan is None or not tensor.is_contiguous() or opts.timeout > _NO_TIMEOUT or self._coalescing is not None:
-            return None
-        if torch.autograd._profiler_enabled() or self._hook is not None:
-            return None
-        address = tensor.data_ptr()
-        status = native.run(core._handle, plan, address, address, core._timeout_ns)
-        if status:
-            raise core._failed(status, "all_reduce", call_site(2), 0.0, explain)
-        return done
+        result = [tensor]
+        call = self.core.all_reduce
+        return self._call(
+            "all_reduce", call, tensor, redop, options=opts, timeout=timeout, inputs=result, result=result
+        )
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         call = self.core.all_reduce_coalesced
-        return self._call(call, tensors, redop_of(opts), options=opts, result=tensors)
+        return self._call(
+            "all_reduce_coalesced", call, tensors, redop_of(opts), options=opts, inputs=tensors, result=tensors
+        )
 
     def reduce(self, tensors: Any, opts: Any = None, root: Any = None, op: Any = None, timeout: Any = None) -> Any:
         tensor = one("reduce", "tensors", tensors)
         opts, root, op, timeout = sort_out(opts, root, op, timeout)
         args = (tensor, root_of(opts, root), redop_of(opts, op))
-        return self._call(self.core.reduce, *args, options=opts, timeout=timeout, result=[tensor])
+        return self._call(
+            "reduce", self.core.reduce, *args, options=opts, timeout=timeout, inputs=[tensor], result=[tensor]
+        )
 
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
-        output = one("reduce_scatter", "output_tensors", output_tensors)
+        output, pieces = (
+            one("reduce_scatter", "output_tensors", output_tensors),
+            one_list("reduce_scatter", "inputs", input_tensors),
+        )
         opts, _, op, timeout = sort_out(opts, op, timeout)
-        pieces = input_tensors[0] if input_tensors and isinstance(input_tensors[0], (list, tuple)) else input_tensors
-        args = (output, list(pieces), redop_of(opts, op))
-        return self._call(self.core.reduce_scatter, *args, options=opts, timeout=timeout, result=[output])
+        args = (output, pieces, redop_of(opts, op))
+        call = self.core.reduce_scatter
+        return self._call("reduce_scatter", call, *args, options=opts, timeout=timeout, inputs=pieces, result=[output])
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        return self._call(self.core.reduce_scatter_single, output, input, redop_of(opts), options=opts, result=[output])
+        redop = redop_of(opts)
+        if self._again(Kind.REDUCE_SCATTER_SINGLE, redop, input, output, opts):
+            return done
+        call = self.core.reduce_scatter_single
+        return self._call(
+            "reduce_scatter_single", call, output, input, redop, options=opts, inputs=[input], result=[output]
+        )
 
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
         call = self.core.reduce_scatter_coalesced
-        return self._call(call, outputs, inputs, redop_of(opts), options=opts, result=outputs)
+        args = (outputs, inputs, redop_of(opts))
+        return self._call("reduce_scatter_coalesced", call, *args, options=opts, inputs=inputs, result=outputs)
 
     # --- copies -----------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
+        if root is not None or timeout is not None:
+            opts, root, _, timeout = sort_out(opts, root, timeout)
+        origin = root_of(opts, root)
+        if type(tensors) is list and len(tensors) > 1:
+            return lists.broadcast(self.core, tensors, origin, opts, seconds_of(opts, timeout))
         tensor = one("broadcast", "tensors", tensors)
-        opts, root, _, timeout = sort_out(opts, root, timeout)
+        if timeout is None and self._again(Kind.BROADCAST, origin, tensor, tensor, opts):
+            return done
+        result = [tensor]
+        call = self.core.broadcast
         return self._call(
-            self.core.broadcast, tensor, root_of(opts, root), options=opts, timeout=timeout, result=[tensor]
+            "broadcast", call, tensor, origin, options=opts, timeout=timeout, inputs=result, result=result
         )
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        tensor = one("all_gather", "input_tensors", input_tensors)
         opts, _, _, timeout = sort_out(opts, timeout)
-        places = (
-            output_tensors[0] if output_tensors and isinstance(output_tensors[0], (list, tuple)) else output_tensors
+        if type(input_tensors) is list and len(input_tensors) > 1:
+            return lists.all_gather(self.core, output_tensors, input_tensors, seconds_of(opts, timeout))
+        tensor, places = (
+            one("all_gather", "input_tensors", input_tensors),
+            one_list("all_gather", "output_tensors", output_tensors),
         )
+        call = self.core.all_gather
         return self._call(
-            self.core.all_gather, list(places), tensor, options=opts, timeout=timeout, result=list(places)
+            "all_gather", call, places, tensor, options=opts, timeout=timeout, inputs=[tensor], result=places
         )
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        return self._call(self.core.all_gather_single, output, input, options=opts, result=[output])
+        if self._again(Kind.ALL_GATHER_SINGLE, 0, input, output, opts):
+            return done
+        call = self.core.all_gather_single
+        return self._call("all_gather_single", call, output, input, options=opts, inputs=[input], result=[output])
 
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
-        return self._call(self.core.all_gather_coalesced, outputs, inputs, options=opts, result=outputs)
+        call = self.core.all_gather_coalesced
+        return self._call("all_gather_coalesced", call, outputs, inputs, options=opts, inputs=inputs, result=outputs)
 
     def allgather_coalesced(self, output_lists: Sequence[Any], input_list: Sequence[Any], opts: Any = None) -> Any:
-        works = [self.allgather([[places[k] for places in output_lists]], [t], opts) for k, t in enumerate(input_list)]
-        return works[-1] if works else done
+        def call(async_op: bool, timeout: Any) -> Any:
+            work = None
+            for k, tensor in enumerate(input_list):
+                places = [one_rank[k] for one_rank in output_lists]
+                work = self.core.all_gather(places, tensor, async_op=async_op, timeout=timeout)
+            return work  # operations run in order, so the last speaks for all
+
+        result = [t for one_rank in output_lists for t in one_rank]
+        return self._call("all_gather_coalesced", call, options=opts, inputs=input_list, result=result)
 
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
     ) -> Any:
-        tensor = one("gather", "input_tensors", input_tensors)
-        opts, root, _, timeout = sort_out(opts, root, timeout)
-        places = (
-            output_tensors[0] if output_tensors and isinstance(output_tensors[0], (list, tuple)) else output_tensors
+        tensor, places = (
+            one("gather", "input_tensors", input_tensors),
+            one_list("gather", "output_tensors", output_tensors),
         )
-        args = (list(places) or None, tensor, root_of(opts, root))
-        return self._call(self.core.gather, *args, options=opts, timeout=timeout, result=list(places))
+        opts, root, _, timeout = sort_out(opts, root, timeout)
+        args = (places or None, tensor, root_of(opts, root))
+        return self._call(
+            "gather", self.core.gather, *args, options=opts, timeout=timeout, inputs=[tensor], result=places
+        )
 
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
     ) -> Any:
-        tensor = one("scatter", "output_tensors", output_tensors)
+        tensor, pieces = (
+            one("scatter", "output_tensors", output_tensors),
+            one_list("scatter", "input_tensors", input_tensors),
+        )
         opts, root, _, timeout = sort_out(opts, root, timeout)
-        pieces = input_tensors[0] if input_tensors and isinstance(input_tensors[0], (list, tuple)) else input_tensors
-        args = (tensor, list(pieces) or None, root_of(opts, root))
-        return self._call(self.core.scatter, *args, options=opts, timeout=timeout, result=[tensor])
+        args = (tensor, pieces or None, root_of(opts, root))
+        return self._call(
+            "scatter", self.core.scatter, *args, options=opts, timeout=timeout, inputs=pieces, result=[tensor]
+        )
 
     def alltoall(self, output_tensors: Sequence[Any], input_tensors: Sequence[Any], opts: Any = None) -> Any:
+        args = (list(output_tensors), list(input_tensors))
         return self._call(
-            self.core.all_to_all, list(output_tensors), list(input_tensors), options=opts, result=output_tensors
+            "all_to_all", self.core.all_to_all, *args, options=opts, inputs=input_tensors, result=output_tensors
         )
 
     def all_to_all_single(
@@ -273,30 +336,38 @@ class TorchGroup(dist.ProcessGroup):
     ) -> Any:
         opts, _, _, timeout = sort_out(opts, timeout)
         args = (output, input, list(output_split_sizes or []), list(input_split_sizes or []))
-        return self._call(self.core.all_to_all_single, *args, options=opts, timeout=timeout, result=[output])
+        call = self.core.all_to_all_single
+        return self._call("all_to_all", call, *args, options=opts, timeout=timeout, inputs=[input], result=[output])
 
     # --- messages ---------------------------------------------------------------------------------------------
 
-    def _message(self, work: Any, tensors: Any, call: str) -> TorchWork:
-        dressed = TorchWork(work, list(tensors), call)
+    def _message(self, name: str, start: Callable[..., Any], tensors: Any, *args: Any) -> TorchWork:
+        tensor = one(name, "tensors", tensors)
+        span = self._span(name, [tensor], [tensor]) if is_profiling() else None
+        try:
+            work = TorchWork(start(tensor, *args), [tensor], name)
+        except BaseException:
+            if span is not None:
+                span.close()
+            raise
         if self._coalescing is not None:
-            self._coalescing.append(dressed)
-        return dressed
+            self._coalescing.append(work)
+        return work.profiled(span) if span is not None else work
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
-        return self._message(self.core.isend(one("send", "tensors", tensors), dstRank, tag), tensors, "isend")
+        return self._message("send", self.core.isend, tensors, dstRank, tag)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
-        return self._message(self.core.irecv(one("recv", "tensors", tensors), srcRank, tag), tensors, "irecv")
+        return self._message("recv", self.core.irecv, tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        return self._message(self.core.irecv(one("recv", "tensors", tensors), -1, tag), tensors, "irecv")
+        return self._message("recvAnySource", self.core.irecv, tensors, -1, tag)
 
     # --- synchronisation --------------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         opts, _, _, timeout = sort_out(opts, timeout)
-        return self._call(self.core.barrier, options=opts, timeout=timeout)
+        return self._call("barrier", self.core.barrier, options=opts, timeout=timeout)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Ours, with the words that scripts written for Gloo look for at the start of the message."""
@@ -320,7 +391,7 @@ class TorchGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: Any = None) -> Any:
         works, self._coalescing = self._coalescing or [], None
-        return _AllOf(works) if works else done
+        return AllOf(works) if works else done
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -333,6 +404,7 @@ class TorchGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.core.set_timeout(timeout)
+        self.options._timeout = timeout
 
     _set_default_timeout = set_timeout
 
@@ -453,6 +525,17 @@ class TorchGroup(dist.ProcessGroup):
         for work in list(self.core._pending):
             work.wait()
 
+    def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
+        """``hook(WorkInfo)`` is called when a collective has ended, in whichever thread noticed it."""
+        if not callable(hook):
+            raise errors.bad_argument("_register_on_completion_hook", "hook", hook, "a function of one argument")
+        if self._hook is not None:
+            raise errors.CallerError("_register_on_completion_hook: a hook is registered already.")
+        self._hook = hook
+
+    def _has_hooks(self) -> bool:
+        return self._hook is not None
+
     @property
     def mem_allocator(self) -> Any:
         raise errors.CallerError("symcomm has no allocator for torch's memory pools; use allocate_tensor.")
@@ -487,22 +570,3 @@ class TorchGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-class _AllOf(DoneWork):
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Any]):
-        super().__init__([t for w in works for t in w._tensors])
-        self._works = works
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def synchronize(self) -> None:
-        self.wait()

@@ -12,7 +12,8 @@ from symcomm.types import RedOpType
 __all__ = ["all_reduce_sparse"]
 
 
-def all_reduce_sparse(core: Any, tensor: Any, redop: RedOpType, timeout: float | None) -> None:
+def all_reduce_sparse(core: Any, tensor: Any, redop: RedOpType, timeout: float | None) -> Any:
+    """``tensor`` becomes the sum over all ranks, and is returned."""
     if redop is not RedOpType.SUM:
         raise errors.bad_argument("all_reduce", "op", redop.name, "SUM for sparse tensors", "use .to_dense()")
     mine = tensor.coalesce()
@@ -28,4 +29,4 @@ def all_reduce_sparse(core: Any, tensor: Any, redop: RedOpType, timeout: float |
     core.all_gather(values, mine.values().contiguous(), timeout=timeout)
     total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), mine.shape).coalesce()
     with torch.no_grad():
-        tensor.copy_(total)
+        return tensor.copy_(total)

@@ -6,6 +6,7 @@ somebody else than its waiter, and an exception must come out of a ``then`` call
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -16,7 +17,7 @@ from torch._C._distributed_c10d import Work
 
 from symcomm import errors
 
-__all__ = ["DoneWork", "TorchWork", "WorkInfo", "done", "op_type_of"]
+__all__ = ["AllOf", "DoneWork", "TorchWork", "WorkInfo", "done", "op_type_of"]
 
 OpType: Any = vars(torch_c10d)["OpType"]  # which torch's own stubs do not list
 # Our calls -> torch's word for them.
@@ -30,14 +31,15 @@ _OP_TYPES = {
     "broadcast": OpType.BROADCAST,
     "all_gather": OpType.ALLGATHER,
     "all_gather_single": OpType._ALLGATHER_BASE,
-    "all_gather_coalesced": OpType.COALESCED,
+    "all_gather_coalesced": OpType.ALLGATHER_COALESCED,
     "gather": OpType.GATHER,
     "scatter": OpType.SCATTER,
     "all_to_all": OpType.ALLTOALL,
     "all_to_all_single": OpType.ALLTOALL_BASE,
     "barrier": OpType.BARRIER,
-    "isend": OpType.SEND,
-    "irecv": OpType.RECV,
+    "send": OpType.SEND,
+    "recv": OpType.RECV,
+    "recvAnySource": OpType.RECVANYSOURCE,
 }
 
 
@@ -118,6 +120,10 @@ class DoneWork(Work):
     def get_future_result(self) -> Any:
         return _future_of([0])
 
+    def profiled(self, span: Any) -> DoneWork:
+        span.close()
+        return self
+
 
 done = DoneWork()
 
@@ -131,9 +137,20 @@ class TorchWork(Work):
         self._call = call
         self._tensors = result
         self._future: Any = None
+        self._span: Any = None
+
+    def profiled(self, span: Any) -> TorchWork:
+        """Let the profiler's event end when the operation does."""
+        self._span = span
+        self._inner.add_done_callback(span.close)
+        return self
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return self._inner.wait(timeout if timeout > timedelta(0) else None)
+        try:
+            return self._inner.wait(timeout if timeout > timedelta(0) else None)
+        finally:
+            if self._span is not None:
+                self._span.close()
 
     def is_completed(self) -> bool:
         return self._inner.is_completed()
@@ -145,13 +162,13 @@ class TorchWork(Work):
         return self._inner.exception()
 
     def synchronize(self) -> None:
-        self._inner.wait()
+        self.wait()
 
     def block_current_stream(self) -> None:
-        self._inner.wait()
+        self.wait()
 
     def source_rank(self) -> int:
-        if self._call != "irecv":
+        if not self._call.startswith("recv"):
             raise _no_source()
         return self._inner.source
 
@@ -168,7 +185,7 @@ class TorchWork(Work):
         return seconds * 1e3
 
     def result(self) -> list[Any]:
-        self._inner.wait()
+        self.wait()
         return self._tensors
 
     def get_future(self) -> Any:
@@ -190,5 +207,53 @@ class TorchWork(Work):
         return self._tensors
 
 
-def unsupported(what: str, instead: str) -> errors.BadArgumentError:
-    return errors.BadArgumentError(f"symcomm: {what} is not supported; {instead}.")
+class AllOf(Work):
+    """Several works as one: what a coalescing manager gives."""
+
+    def __init__(self, works: Sequence[Any]):
+        super().__init__()
+        self._works = works
+        self._tensors = [t for w in works for t in w._tensors]
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((e for work in self._works if (e := work.exception()) is not None), None)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        raise _no_source()
+
+    _source_rank = source_rank
+
+    def _get_op_type(self) -> int:
+        return OpType.COALESCED.value
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return self._tensors
+
+    def get_future(self) -> Any:
+        def outcome(ended: Any) -> list[Any]:
+            for future in ended.wait():
+                future.wait()  # raises what that work raised
+            return self._tensors
+
+        return torch.futures.collect_all(work.get_future() for work in self._works).then(outcome)
+
+    getFuture = get_future
+
+    def get_future_result(self) -> Any:
+        return self.get_future().then(lambda _: 0)

@@ -60,8 +60,7 @@ def run_store_bench(
         for count in clients:
             rows += _measure_calls(kinds, ports, count, calls)
         rows.append(_measure_waking(kinds, ports, calls))
-        for count in connect:
-            rows.append(_measure_connecting(kinds, ports, count))
+        rows += _measure_connecting(kinds, ports, connect)
     result = {"cpus": os.cpu_count(), "rows": rows}
     if json:
         print(json_format.dumps(result, indent=1))
@@ -225,6 +224,17 @@ def _measure_waking(kinds: list[str], ports: dict[str, int], calls: int) -> dict
     return {"what": "set until a waiter goes on", "clients": 2, **{f"{kind}_us": result[kind] * 1e6 for kind in kinds}}
 
 
+def _connect_one_by_one(rank: int, barrier: Any, ports: dict[str, int], count: int) -> dict[str, float]:
+    samples: dict[str, list[float]] = {kind: [] for kind in ports}
+    for _ in range(count):
+        for kind, port in ports.items():
+            start = time.perf_counter()
+            store = _client(kind, port)
+            samples[kind].append(time.perf_counter() - start)
+            del store
+    return {kind: statistics.median(own) for kind, own in samples.items()}
+
+
 def _connect_some(rank: int, barrier: Any, kind: str, port: int, count: int) -> tuple[float, float]:
     _allow_files(count + 200)
     barrier.wait(_DEADLINE)
@@ -232,16 +242,23 @@ def _connect_some(rank: int, barrier: Any, kind: str, port: int, count: int) -> 
     stores = [_client(kind, port) for _ in range(count)]
     end = time.perf_counter()
     barrier.wait(_DEADLINE)  # nobody leaves before all are there
-    return begin, end if stores else begin
+    del stores
+    return begin, end
 
 
-def _measure_connecting(kinds: list[str], ports: dict[str, int], count: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"what": f"connect {count} clients", "clients": count}
-    processes = min(_CONNECTING_PROCESSES, count)
-    for kind in kinds:
-        spans = _in_processes(processes, _connect_some, kind, ports[kind], count // processes)
-        row[f"{kind}_us"] = (max(end for _, end in spans) - min(begin for begin, _ in spans)) * 1e6
-    return row
+def _measure_connecting(kinds: list[str], ports: dict[str, int], counts: Sequence[int]) -> list[dict[str, Any]]:
+    """One client after the other, and many at once. PyTorch's also asks for the names of addresses: where the
+    resolver is slow, some of its clients take seconds."""
+    single = _in_processes(1, _connect_one_by_one, ports, 40)[0]
+    rows: list[dict[str, Any]] = [{"what": "connect", "clients": 1, **{f"{k}_us": single[k] * 1e6 for k in kinds}}]
+    for count in counts:
+        row: dict[str, Any] = {"what": f"connect {count} at once", "clients": count}
+        processes = min(_CONNECTING_PROCESSES, count)
+        for kind in kinds:
+            spans = _in_processes(processes, _connect_some, kind, ports[kind], count // processes)
+            row[f"{kind}_us"] = (max(end for _, end in spans) - min(begin for begin, _ in spans)) * 1e6
+        rows.append(row)
+    return rows
 
 
 # --- the table -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from symcomm import errors
+from symcomm._core import native
 from symcomm.types import DType
 
 __all__ = ["Buffer", "read_buffer", "read_list", "write_buffer", "write_list"]
@@ -22,6 +23,7 @@ _NUMPY = {
     "<f8": DType.FLOAT64, "<c8": DType.COMPLEX64, "<c16": DType.COMPLEX128,
 }  # fmt: skip
 _torch_dtypes: dict[Any, DType] = {}
+_DTYPES = tuple(DType)
 
 
 def torch_dtypes() -> dict[Any, DType]:
@@ -31,6 +33,8 @@ def torch_dtypes() -> dict[Any, DType]:
         for dtype in DType:
             if hasattr(torch, dtype.label):
                 _torch_dtypes[getattr(torch, dtype.label)] = dtype
+        if (api := getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) is not None:
+            native.use_tensors((torch.Tensor, torch.nn.Parameter), api)  # a subclass may hide anything
     return _torch_dtypes
 
 
@@ -88,6 +92,10 @@ def _from_torch(call: str, name: str, tensor: Any, write: bool) -> Buffer:
     tensor = tensor.detach()
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return Buffer(tensor.data_ptr(), tensor.numel(), dtype, tensor)
+    if write and any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise errors.bad_argument(
+            call, name, "an expanded tensor", "a tensor whose elements do not share memory", "pass a .clone()"
+        )
     copy = tensor.resolve_conj().resolve_neg().contiguous()
     return Buffer(copy.data_ptr(), copy.numel(), dtype, copy, tensor if write else None)
 
@@ -111,6 +119,9 @@ def _from_numpy(call: str, name: str, array: Any, write: bool) -> Buffer:
 
 
 def _view(call: str, name: str, tensor: Any, write: bool) -> Buffer:
+    seen = native.view_tensor(tensor)  # the usual case: a dense, contiguous CPU tensor of torch
+    if seen is not None:
+        return Buffer(seen[0], seen[1], _DTYPES[seen[2]], tensor)
     if _is_torch(tensor):
         return _from_torch(call, name, tensor, write)
     if hasattr(tensor, "__array_interface__") and hasattr(tensor, "flags"):

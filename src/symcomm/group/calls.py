@@ -1,25 +1,48 @@
 """The collectives of a process group.
 
 Every call does the same five things: look at the tensors, check them, pick the plan, run it, finish the outputs.
-``all_reduce`` of an ordinary torch tensor has a short cut through a dictionary: small ones take about a microsecond.
+A blocking call of a kind seen before, on plain torch tensors, has a short way: ``native.again()`` looks at them, finds
+the plan and runs it in one call.
 """
 
 from __future__ import annotations
 
+import enum
+import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 from symcomm import collectives, errors
 from symcomm._core import native
 from symcomm.collectives.plan import Plan
-from symcomm.group.buffers import Buffer, read_buffer, read_list, torch_dtypes, write_buffer, write_list
+from symcomm.group.buffers import Buffer, read_buffer, read_list, write_buffer, write_list
 from symcomm.group.failure import call_site, explain
-from symcomm.group.work import Work
+from symcomm.group.work import Timeout, Work, to_ns
 from symcomm.types import DType, RedOpType, ReduceOp
 
-Timeout = float | timedelta | None
+
+class Kind(enum.IntEnum):
+    """Names under which native.again() knows a call."""
+
+    ALL_REDUCE = 0
+    REDUCE = 1
+    REDUCE_SCATTER_SINGLE = 2
+    BROADCAST = 3
+    ALL_GATHER_SINGLE = 4
+    ALL_TO_ALL_SINGLE = 5
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+_ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL = Kind
+
+
+def _rooted(root: Any, op: Any) -> Any:
+    """Root and operation as one number, where both are numbers."""
+    return root << 8 | op if type(root) is int and type(op) is RedOpType else None
 
 
 def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
@@ -56,6 +79,7 @@ class CollectiveCalls:
     _timeout_ns: int
     _plans: dict[Any, Any]
     _pending: list[Work]
+    _keep_lock: threading.Lock
     _failed: Callable[..., errors.SymcommError]
     _check_usable: Callable[[], None]
 
@@ -99,9 +123,21 @@ class CollectiveCalls:
         work = Work(self, call, call_site(2), outputs, result, (inputs, plan))
         callback = work._settle if any(b.target is not None for b in outputs) else None
         work._request = native.submit(self._handle, plan, ins, outs, timeout_ns, callback)
-        self._pending = [w for w in self._pending if not w._poll(-1)]
-        self._pending.append(work)
+        self._keep(work)
         return work
+
+    def _keep(self, work: Work) -> None:
+        """Whether or not the caller keeps ``work``, the core uses its tensors until it is done."""
+        with self._keep_lock:
+            before, self._pending = self._pending, [work]
+        done = next((i for i, w in enumerate(before) if not w._poll(-1)), len(before))  # they end in order
+        with self._keep_lock:
+            self._pending = before[done:] + self._pending
+
+    def _ended(self, status: int, call: str) -> None:
+        """What native.again() found: nothing to say, or why the operation failed."""
+        if status:
+            raise self._failed(status, call, call_site(3), None, explain)
 
     # --- reductions -------------------------------------------------------------------------------------------
 
@@ -110,33 +146,16 @@ class CollectiveCalls:
     ) -> Work | None:
         """Combine ``tensor`` over all ranks, in place."""
         if not async_op and timeout is None:
-            try:
-                plan = self._plans[tensor.dtype, op, tensor.numel()]
-                quick = tensor.is_cpu and tensor.is_contiguous()
-            except (KeyError, AttributeError, TypeError):
-                quick = False
-            if quick:
-                address = tensor.data_ptr()
-                started = 0  # the clock is read only when something went wrong
-                status = native.run(self._handle, plan, address, address, self._timeout_ns)
-                if status == 0:
-                    return None
-                raise self._failed(status, "all_reduce", call_site(2), started, explain)
+            status = native.again(self._handle, _ALL_REDUCE, op, tensor, tensor, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, "all_reduce")
+                return None
         buffer = write_buffer("all_reduce", "tensor", tensor)
         redop, source = self._reduction("all_reduce", op, buffer)
         plan = self._plan(collectives.all_reduce, buffer.count, buffer.dtype, redop)
-        if (
-            redop is not RedOpType.PREMUL_SUM
-            and buffer.target is None
-            and tensor.__class__.__module__.startswith("torch")
-        ):
-            self._remember(tensor, op, plan)
+        if redop is not RedOpType.PREMUL_SUM:
+            native.remember(self._handle, _ALL_REDUCE, op, tensor, tensor, plan)
         return self._run("all_reduce", plan, [source], [buffer], [tensor], async_op, timeout)
-
-    def _remember(self, tensor: Any, op: Any, plan: Any) -> None:
-        """Let the next all_reduce of this kind take the short cut (only for plain dense torch tensors)."""
-        if tensor.dtype in torch_dtypes() and not tensor.is_complex():
-            self._plans[tensor.dtype, op, tensor.numel()] = plan
 
     def _reduction(self, call: str, op: Any, buffer: Buffer) -> tuple[RedOpType, Buffer]:
         """The operation and what to read: for PREMUL_SUM the input times its factor, in a stand-in."""
@@ -156,11 +175,18 @@ class CollectiveCalls:
         self, tensor: Any, root: int = 0, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """Combine ``tensor`` over all ranks into ``root``'s; the others' stay as they are."""
+        if not async_op and timeout is None:
+            status = native.again(self._handle, _REDUCE, _rooted(root, op), tensor, tensor, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, "reduce")
+                return None
         self._check_root("reduce", root)
         is_root = self.rank == root
         buffer = (write_buffer if is_root else read_buffer)("reduce", "tensor", tensor)
         redop, source = self._reduction("reduce", op, buffer)
         plan = self._plan(collectives.reduce, buffer.count, buffer.dtype, redop, root)
+        if redop is not RedOpType.PREMUL_SUM:
+            native.remember(self._handle, _REDUCE, _rooted(root, op), tensor, tensor, plan)
         return self._run("reduce", plan, [source], [buffer] if is_root else [], [tensor], async_op, timeout)
 
     def reduce_scatter_single(
@@ -168,11 +194,18 @@ class CollectiveCalls:
     ) -> Work | None:
         """``input`` is one piece per rank, one after the other; rank k gets the combination of all k-th pieces."""
         call = "reduce_scatter_single"
+        if not async_op and timeout is None:
+            status = native.again(self._handle, _REDUCE_SCATTER, op, input, output, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, "reduce_scatter_single")
+                return None
         source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
         check_same_dtype(call, [source, out])
         self._check_count(call, "input", source.count, out.count * self.size, f"{self.size} times output's")
         redop, source = self._reduction(call, op, source)
         plan = self._plan(collectives.reduce_scatter, (out.count,) * self.size, out.dtype, redop)
+        if redop is not RedOpType.PREMUL_SUM:
+            native.remember(self._handle, _REDUCE_SCATTER, op, input, output, plan)
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
 
     def reduce_scatter(
@@ -198,10 +231,16 @@ class CollectiveCalls:
 
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None) -> Work | None:
         """Everybody's ``tensor`` becomes ``root``'s."""
+        if not async_op and timeout is None:
+            status = native.again(self._handle, _BROADCAST, root, tensor, tensor, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, "broadcast")
+                return None
         self._check_root("broadcast", root)
         is_root = self.rank == root
         buffer = (read_buffer if is_root else write_buffer)("broadcast", "tensor", tensor)
         plan = self._plan(collectives.broadcast, buffer.count, buffer.dtype, root)
+        native.remember(self._handle, _BROADCAST, root, tensor, tensor, plan)
         return self._run("broadcast", plan, [buffer], [buffer], [tensor], async_op, timeout)
 
     def all_gather_single(
@@ -209,10 +248,16 @@ class CollectiveCalls:
     ) -> Work | None:
         """``output`` becomes all ranks' ``input``, one after the other."""
         call = "all_gather_single"
+        if not async_op and timeout is None:
+            status = native.again(self._handle, _ALL_GATHER, 0, input, output, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, call)
+                return None
         source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
         check_same_dtype(call, [source, out])
         self._check_count(call, "output", out.count, source.count * self.size, f"{self.size} times input's")
         plan = self._plan(collectives.all_gather, (source.count,) * self.size, source.dtype)
+        native.remember(self._handle, _ALL_GATHER, 0, input, output, plan)
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
 
     def all_gather(
@@ -277,13 +322,20 @@ class CollectiveCalls:
 
         Splits count rows of dimension 0, as in torch; without them the pieces are equal."""
         call = "all_to_all_single"
+        even = not output_splits and not input_splits
+        if even and not async_op and timeout is None:
+            status = native.again(self._handle, _ALL_TO_ALL, 0, input, output, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, call)
+                return None
         source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
         check_same_dtype(call, [source, out])
         sent = self._split_counts(call, "input", input, source.count, input_splits)
         got = self._split_counts(call, "output", output, out.count, output_splits)
-        if not output_splits and not input_splits:
+        if even:
             self._check_count(call, "output", out.count, source.count, "input's")
             plan = self._plan(collectives.all_to_all, sent[0], source.dtype)
+            native.remember(self._handle, _ALL_TO_ALL, 0, input, output, plan)
         else:
             plan = self._plan(collectives.all_to_all, self._agree_on_splits(call, sent, got, timeout), source.dtype)
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
@@ -344,7 +396,12 @@ class CollectiveCalls:
         plan = self._plans.get("barrier")
         if plan is None:
             plan = self._plans["barrier"] = native.make_plan(collectives.barrier(self.rank, self.size).encode())
-        return self._run("barrier", plan, [], [], [], async_op, timeout)
+        if async_op or timeout is not None:
+            return self._run("barrier", plan, [], [], [], async_op, timeout)
+        status = native.run(self._handle, plan, (), (), self._timeout_ns)
+        if status:
+            raise self._failed(status, "barrier", call_site(2), None, explain)
+        return None
 
     def all_gather_object(self, item: bytes, timeout: Timeout = None) -> list[bytes]:
         """Everybody's bytes, of any length, in rank order."""
@@ -378,10 +435,3 @@ class CollectiveCalls:
                 call, name, f"a list on rank {self.rank}", "given on the root only", "pass None elsewhere"
             )
         return []
-
-
-def to_ns(call: str, timeout: float | timedelta) -> int:
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise errors.bad_argument(call, "timeout", timeout, "a positive number of seconds or a timedelta")
-    return min(int(seconds * 1e9), 1 << 61)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from symcomm import errors
-from symcomm.group.calls import Timeout, to_ns
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
+from symcomm.group.work import Timeout, to_ns
 from symcomm.memory.share import Exchange
 
 _process_group: ProcessGroup | None = None

@@ -7,10 +7,10 @@ names every side.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -20,12 +20,13 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.plan import Collective
 from symcomm.collectives.select import elements_of
-from symcomm.errors import words_for_ranks, words_for_seconds
+from symcomm.errors import words_for_exit, words_for_ranks, words_for_seconds
 from symcomm.types import DType, RedOpType
 
-__all__ = ["Status", "call_site", "explain"]
+__all__ = ["Site", "Status", "call_site", "explain"]
 
 RECORD_WAIT = 0.08  # the others are woken at once; 80 ms leaves room within the 100 ms we promise
+EXIT_WAIT = 0.08  # taking a process apart took 5 to 60 ms on a busy machine
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -40,14 +41,40 @@ class Status(enum.IntEnum):
     ABORTED = 5
     PLAN = 6
     INTERRUPTED = 7
+    HALF_SENT = 8
 
 
-def call_site(depth: int = 1) -> str:
-    """``file:line`` of the nearest caller outside this package."""
+Site = tuple[str, int]  # file, line; worded only when something went wrong
+_is_inner: dict[str, bool] = {}  # by file
+
+
+def call_site(depth: int = 1) -> Site:
+    """Where the nearest caller is that is neither ours nor torch's."""
     frame: Any = sys._getframe(depth)
-    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+    while frame is not None:
+        file = frame.f_code.co_filename
+        inner = _is_inner.get(file)
+        if inner is None:
+            inner = _is_inner[file] = file.startswith(_inner_folders())
+        if not inner:
+            return file, frame.f_lineno
         frame = frame.f_back
-    return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
+    return "?", 0
+
+
+def words_for_site(site: Site) -> str:
+    name, line = site
+    with contextlib.suppress(OSError):  # the working directory may be gone
+        near = os.path.relpath(name)
+        name = name if near.startswith("..") else near
+    return f"{name}:{line}"
+
+
+def _inner_folders() -> tuple[str, ...]:
+    """Folders whose code calls collectives on behalf of somebody else."""
+    ours = tuple(PACKAGE + name + os.sep for name in ("group", "backend", "c10d", "ddp"))
+    torch = sys.modules.get("torch")
+    return (*ours, os.path.dirname(torch.__file__) + os.sep) if torch is not None and torch.__file__ else ours
 
 
 REDUCING = {Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE}
@@ -71,28 +98,34 @@ def describe_call(signature: int, count: int) -> str:
 
 
 def how_it_ended(pid: int) -> str:
-    """How a dead process ended, while its parent has not collected it yet."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return "died"
-    if fields[0] not in "ZX":
-        return "died"
-    code = int(fields[-1])
-    if code & 0x7F:
-        return f"died with {signal.Signals(code & 0x7F).name}"
-    return f"exited with code {code >> 8}"
+    """How a dead process ended, while its parent has not collected it yet. The kernel marks the life word first and
+    takes the process apart then, so its exit code may be a few milliseconds away."""
+    deadline = time.monotonic() + EXIT_WAIT
+    while True:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            return "died"
+        if fields[0] in "ZX":
+            return words_for_exit(os.waitstatus_to_exitcode(int(fields[-1])))
+        if time.monotonic() > deadline:
+            return "died"
+        time.sleep(0.001)
 
 
-def explain(group: Any, status: int, call: str, site: str, seconds: float) -> errors.SymcommError:
-    """The exception for a failed operation of ``group`` (a ProcessGroup)."""
+def explain(group: Any, status: int, call: str, at: Site, seconds: float | None) -> errors.SymcommError:
+    """The exception for a failed operation of ``group`` (a ProcessGroup). ``seconds`` None: that of the last one."""
+    site = words_for_site(at)
     report = native.group_report(group._handle)
+    if seconds is None:
+        seconds = report["running"]
     if report["status"]:
         status = report["status"]
     seq = report["seq"]
     me = report["ranks"][group.rank]
-    what = f"{call} #{seq} on group {group.name!r}"
+    number = "" if call.endswith(",") else f" #{seq}"  # messages ("send to rank 1, tag 0,") are not counted
+    what = f"{call}{number} on group {group.name!r}"
     text = describe_call(me["signature"], me["count"]) if me["seq"] == seq else call
     native.group_publish(group._handle, json.dumps({"call": text, "site": site, "seq": seq}).encode())
     if status == Status.MISMATCH:
@@ -101,6 +134,12 @@ def explain(group: Any, status: int, call: str, site: str, seconds: float) -> er
         return _rank_gone(group, what, report, seconds)
     if status == Status.TIMEOUT:
         return _timed_out(group, what, report, seconds)
+    if status == Status.HALF_SENT:
+        return errors.DeadlineError(
+            f"{what} failed: rank {report['origin']} gave up a message to rank {report['culprit']} of which a part was "
+            "on its way, so that what follows could not be read. Receive in time, or give a longer timeout.",
+            [report["culprit"]],
+        )
     if status in (Status.ABORTED, Status.INTERRUPTED):
         return errors.GroupUnusableError(
             f"{what} was aborted by rank {report['origin']}; destroy the group, or call group.shrink() to go on."
@@ -120,7 +159,8 @@ def _await_records(group: Any, ranks: Sequence[int]) -> list[dict | None]:
 def _mismatch(group: Any, what: str, report: dict, text: str, site: str) -> errors.SymcommError:
     there = [r["rank"] for r in report["ranks"] if r["seq"] >= report["abort_seq"] and not r["gone"]]
     sides: dict[str, list[int]] = {}
-    for rank, record in enumerate(_await_records(group, there)):
+    coming = [r["rank"] for r in report["ranks"] if not r["gone"]]
+    for rank, record in enumerate(_await_records(group, coming)):
         if rank == group.rank:
             side = f"{text} at {site}"
         elif record is not None:
@@ -148,7 +188,8 @@ def _last_seen(seen: dict, seq: int) -> str:
 
 
 def _rank_gone(group: Any, what: str, report: dict, seconds: float) -> errors.SymcommError:
-    gone = sorted({report["culprit"], *(r["rank"] for r in report["ranks"] if r["gone"])})
+    first = report["culprit"]  # others may have left because of it: only who died is named beside it
+    gone = [first, *(r["rank"] for r in report["ranks"] if r["gone"] == Status.DEAD and r["rank"] != first)]
     parts = []
     for rank in gone:
         pid = group._peers[rank].pid

@@ -7,15 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from symcomm import errors
 from symcomm._core import native
 from symcomm.errors import words_for_seconds
 from symcomm.group.buffers import Buffer, read_buffer, write_buffer
-from symcomm.group.calls import Timeout, to_ns
-from symcomm.group.failure import Status, call_site, explain
+from symcomm.group.failure import Site, Status, call_site, explain
+from symcomm.group.work import Timeout, to_ns
+from symcomm.types import DType
 
 __all__ = ["ANY_SOURCE", "Message", "MessageCalls", "MessageWork"]
 
@@ -44,14 +44,14 @@ class Message:
 class MessageWork:
     """A send or receive on its way."""
 
-    def __init__(self, group: Any, op: Any, message: Message, buffer: Buffer, site: str):
+    def __init__(self, group: Any, op: Any, message: Message, buffer: Buffer, site: Site):
         self._group = group
         self._op = op
         self._message = message
         self._buffer = buffer
         self._site = site
         self._started = time.monotonic()
-        self._outcome: tuple[int, int, int] | None = None
+        self._outcome: tuple[int, int, int, int] | None = None
         self._error: BaseException | None = None
 
     @property
@@ -60,38 +60,40 @@ class MessageWork:
         peer = "any rank" if m.peer == ANY_SOURCE else f"rank {m.peer}"
         return f"send to {peer}, tag {m.tag}," if m.is_send else f"receive from {peer}, tag {m.tag},"
 
-    def _settle(self, outcome: tuple[int, int, int]) -> None:
+    def _settle(self, outcome: tuple[int, int, int, int]) -> None:
         self._outcome = outcome
-        status, peer, got = outcome
+        status, peer, got, dtype = outcome
         if status == STATUS_SIZE:
             self._error = errors.BadArgumentError(
-                f"{self._what} on group {self._group.name!r}: rank {peer} sent {got} bytes, the tensor here has "
-                f"{self._buffer.nbytes} ({self._buffer.dtype.label} x {self._buffer.count}); make size and dtype equal."
+                f"{self._what} on group {self._group.name!r}: rank {peer} sent {got} bytes of {DType(dtype).label}, "
+                f"the tensor here has {self._buffer.nbytes} of {self._buffer.dtype.label}; make size and dtype equal."
             )
         elif status:
             seconds = time.monotonic() - self._started
-            self._error = self._group._failed(status, self._what.rstrip(","), self._site, seconds, explain)
+            self._error = self._group._failed(status, self._what, self._site, seconds, explain)
         elif not self._message.is_send:
             self._buffer.finish()
 
-    def wait(self, timeout: float | timedelta | None = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Block until the message has left (send) or is there (receive)."""
         if self._outcome is None:
             given = self._group._timeout_ns if not timeout else to_ns("wait", timeout)
-            outcome = native.mail_wait(self._op, given, True)
-            if outcome[0] == Status.TIMEOUT and not native.group_report(self._group._handle)["status"]:
-                self._outcome = outcome
-                who = [] if self._message.peer == ANY_SOURCE else [self._message.peer]
-                self._error = errors.DeadlineError(
-                    f"{self._what} on group {self._group.name!r} timed out after {words_for_seconds(given / 1e9)}: "
-                    "the other side did not come. The group can still be used.",
-                    who,
-                )
-            else:
-                self._settle(outcome)
+            self._conclude(native.mail_wait(self._op, given, True), given)
         if self._error is not None:
             raise self._error
         return True
+
+    def _conclude(self, outcome: tuple[int, int, int, int], given_ns: int) -> None:
+        """The end of a wait of ``given_ns``. A time-out that left the message withdrawn does not harm the group."""
+        if outcome[0] != Status.TIMEOUT or native.group_report(self._group._handle)["status"]:
+            self._settle(outcome)
+            return
+        self._outcome = outcome
+        self._error = errors.DeadlineError(
+            f"{self._what} on group {self._group.name!r} timed out after {words_for_seconds(given_ns / 1e9)}: "
+            "the other side did not come. The group can still be used.",
+            [] if self._message.peer == ANY_SOURCE else [self._message.peer],
+        )
 
     def is_completed(self) -> bool:
         if self._outcome is None:
@@ -142,17 +144,42 @@ class MessageCalls:
     _handle: Any
     _timeout_ns: int
     _in_flight: list[MessageWork]
+    _sweep_at: int
+    _keep_lock: threading.Lock
     _check_usable: Callable[[], None]
 
     def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
         """Returns once ``tensor`` may be changed again."""
+        if self._at_once(True, tensor, peer, tag, timeout) is not None:
+            return
+        if timeout is not None:
+            to_ns("send", timeout)  # a wrong one is refused before anything is on its way
         self._post(Message.send(tensor, peer, tag), "send", False).wait(timeout)
 
     def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
         """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank."""
+        source = self._at_once(False, tensor, peer, tag, timeout)
+        if source is not None:
+            return source
+        if timeout is not None:
+            to_ns("recv", timeout)
         work = self._post(Message.receive(tensor, peer, tag), "recv", False)
         work.wait(timeout)
         return work.source
+
+    def _at_once(self, is_send: bool, tensor: Any, peer: Any, tag: Any, timeout: Timeout) -> int | None:
+        """A blocking message of a plain torch tensor, in one call of the core: the peer's rank, or None."""
+        self._check_usable()
+        if timeout is not None:
+            return None
+        outcome = native.message(self._handle, is_send, peer, tag, tensor, self._timeout_ns)
+        if outcome is None or type(outcome) is int:
+            return outcome
+        buffer = (read_buffer if is_send else write_buffer)("send" if is_send else "recv", "tensor", tensor)
+        work = MessageWork(self, None, Message(is_send, tensor, peer, tag), buffer, call_site(3))
+        work._conclude(outcome, self._timeout_ns)
+        work.wait()
+        return None
 
     def isend(self, tensor: Any, peer: int, tag: int = 0) -> MessageWork:
         """Start a send; ``wait()`` before changing ``tensor``."""
@@ -175,12 +202,14 @@ class MessageCalls:
                 "" if message.is_send else ", or ANY_SOURCE (-1)"
             )
             raise errors.bad_argument(call, "peer", peer, allowed)
+        if not isinstance(message.tag, int) or not -(1 << 63) <= message.tag < 1 << 63:
+            raise errors.bad_argument(call, "tag", message.tag, "a whole number of at most 64 bits")
         buffer = (read_buffer if message.is_send else write_buffer)(call, "tensor", message.tensor)
         op = native.mail_post(
             self._handle,
             message.is_send,
             peer,
-            int(message.tag),
+            message.tag,
             buffer.dtype,
             buffer.address,
             buffer.nbytes,
@@ -188,6 +217,16 @@ class MessageCalls:
         )
         work = MessageWork(self, op, message, buffer, call_site(3))
         if background:  # the core still uses the tensor, whether or not the caller keeps the work
-            self._in_flight = [w for w in self._in_flight if not w.is_completed()]
-            self._in_flight.append(work)
+            self._keep_message(work)
         return work
+
+    def _keep_message(self, work: MessageWork) -> None:
+        with self._keep_lock:
+            self._in_flight.append(work)
+            if len(self._in_flight) < self._sweep_at:
+                return
+            before, self._in_flight = self._in_flight, []
+        unfinished = [w for w in before if not w.is_completed()]
+        with self._keep_lock:
+            self._in_flight += unfinished
+            self._sweep_at = 2 * len(self._in_flight) + 16  # so that many in flight are not looked at for each new one

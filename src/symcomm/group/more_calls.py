@@ -10,9 +10,9 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.group.buffers import Buffer
-from symcomm.group.calls import CollectiveCalls, Timeout, to_ns
+from symcomm.group.calls import CollectiveCalls
 from symcomm.group.messages import Message, MessageCalls, MessageWork
-from symcomm.group.work import Work
+from symcomm.group.work import Timeout, Work, to_ns
 from symcomm.types import DType, RedOpType
 
 BARRIER_TAG = -(1 << 40)  # tags below are ours; users' are not negative
@@ -98,7 +98,7 @@ class MoreCalls(CollectiveCalls, MessageCalls):
         for rank, work in arrivals.items():
             try:
                 work.wait(max(1e-6, deadline - time.monotonic()))
-            except errors.SymcommError:
+            except errors.DeadlineError:
                 missing.append(rank)
         flags, raw = self._flags()
         for rank in missing:

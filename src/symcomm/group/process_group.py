@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,10 +15,10 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.select import Limits
 from symcomm.group import registry
-from symcomm.group.calls import Timeout, to_ns
+from symcomm.group.failure import Site
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
-from symcomm.group.work import Work
+from symcomm.group.work import Timeout, Watcher, Work, to_ns
 from symcomm.memory.arena import Arena, Peer, current_arena
 from symcomm.memory.share import Exchange, connect
 
@@ -29,6 +31,23 @@ DEFAULT_TIMEOUT = 1800.0  # seconds, as in PyTorch
 SPIN_LOOKS = 4000
 SPIN_LOOKS_CROWDED = 50
 YIELD_NS = 100_000
+
+
+_living: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave_all() -> None:
+    """End the threads of asynchronous operations while there still is an interpreter that they may call."""
+    for group in list(_living):
+        if group._pending or group._in_flight:
+            group._leave()
+
+
+def leave_groups_of(arena: Arena) -> None:
+    """Leave all groups of one rank at once: it has failed."""
+    for group in [g for g in list(_living) if g._arena is arena]:
+        group._leave()
 
 
 def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
@@ -61,7 +80,10 @@ class ProcessGroup(MoreCalls):
         self._timeout_ns = to_ns("ProcessGroup", DEFAULT_TIMEOUT if timeout is None else timeout)
         self._plans: dict[Any, Any] = {}
         self._pending: list[Work] = []
+        self._watcher = Watcher()
         self._in_flight: list[MessageWork] = []
+        self._keep_lock = threading.Lock()
+        self._sweep_at = 16
         self._failure: errors.SymcommError | None = None
         self._failure_lock = threading.Lock()
         self._children = 0
@@ -98,6 +120,7 @@ class ProcessGroup(MoreCalls):
             tuple([s + channels for s in starts]),
             SPIN_LOOKS_CROWDED if crowded else SPIN_LOOKS, YIELD_NS,
         )  # fmt: skip
+        _living.add(self)
         native.group_keep(self._handle, (self._arena, *self._peers))
 
     _peers: list[Peer]
@@ -120,7 +143,9 @@ class ProcessGroup(MoreCalls):
         """How many collectives this rank has started on the group."""
         return native.group_report(self._handle)["seq"]
 
-    def _failed(self, status: int, call: str, site: str, seconds: float, explain: Callable) -> errors.SymcommError:
+    def _failed(
+        self, status: int, call: str, site: Site, seconds: float | None, explain: Callable
+    ) -> errors.SymcommError:
         """The exception to raise for a failed operation. The first one tells the story, later ones refer to it."""
         with self._failure_lock:
             if self._failure is None:
@@ -146,9 +171,14 @@ class ProcessGroup(MoreCalls):
         if self._failure is None:
             for work in self._pending:
                 work._poll(self._timeout_ns)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Leave at once: what is pending here fails."""
+        if self._failure is None:
             self._failure = errors.GroupUnusableError(f"group {self.name!r} was destroyed.")
-        self._pending = []
         native.group_leave(self._handle)
+        self._pending = []
 
     # --- groups from groups -----------------------------------------------------------------------------------
 

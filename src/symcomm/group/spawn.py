@@ -22,9 +22,9 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.errors import words_for_exit
-from symcomm.group.calls import Timeout
 from symcomm.group.default import exchange_through, set_default
-from symcomm.group.process_group import ProcessGroup
+from symcomm.group.process_group import ProcessGroup, leave_groups_of
+from symcomm.group.work import Timeout
 from symcomm.memory.arena import Arena, use_arena
 
 __all__ = ["spawn"]
@@ -78,15 +78,18 @@ def _spawn_threads(fn: Callable, n: int, args: tuple, timeout: Timeout, deadline
     failures: list[tuple[float, int, BaseException]] = []
 
     def run(rank: int) -> None:
-        use_arena(Arena())
         group: ProcessGroup | None = None
         try:
+            use_arena(Arena())
             group = ProcessGroup(rank, n, meeting.of(rank), timeout=timeout)
             set_default(group, of_thread=True)
             results[rank] = fn(group, *args)
         except BaseException as error:
             failures.append((time.monotonic(), rank, error))
-            meeting.barrier.abort()
+            if group is None:
+                meeting.barrier.abort()
+            else:
+                leave_groups_of(group._arena)  # the others learn at once; what is pending here would wait for them
         finally:
             if group is not None:
                 group.destroy()

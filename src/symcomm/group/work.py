@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,9 +13,18 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.group.buffers import Buffer
-from symcomm.group.failure import explain
+from symcomm.group.failure import Site, explain
 
-__all__ = ["Work"]
+__all__ = ["Timeout", "Watcher", "Work", "to_ns"]
+
+Timeout = float | timedelta | None
+
+
+def to_ns(call: str, timeout: float | timedelta) -> int:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise errors.bad_argument(call, "timeout", timeout, "a positive number of seconds or a timedelta")
+    return max(1, int(min(seconds * 1e9, 1 << 61)))
 
 
 def _new_future() -> Any:
@@ -25,10 +35,38 @@ def _new_future() -> Any:
     return Future()
 
 
+class Watcher:
+    """A group's thread that waits for works with callbacks, in the order of their calls, that is of their ends."""
+
+    IDLE = 1.0  # seconds the thread stays without work; a training step takes less, so it is started once
+
+    def __init__(self) -> None:
+        self._works: deque[Work] = deque()
+        self._more = threading.Condition()
+        self._running = False
+
+    def watch(self, work: Work) -> None:
+        with self._more:
+            self._works.append(work)
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._attend, name="symcomm-futures", daemon=True).start()
+            self._more.notify()
+
+    def _attend(self) -> None:
+        while True:
+            with self._more:
+                if not self._works and not self._more.wait_for(lambda: self._works, self.IDLE):
+                    self._running = False
+                    return
+                work = self._works.popleft()
+            work._poll(0)
+
+
 class Work:
     """What ``async_op=True`` returns. ``wait()`` blocks until the operation is done and raises if it failed."""
 
-    def __init__(self, group: Any, call: str, site: str, outputs: Sequence[Buffer], result: Sequence[Any], keep: Any):
+    def __init__(self, group: Any, call: str, site: Site, outputs: Sequence[Buffer], result: Sequence[Any], keep: Any):
         self._group = group
         self._call = call
         self._site = site
@@ -72,10 +110,10 @@ class Work:
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Block until done. True, or the operation's exception; DeadlineError when ``timeout`` passes first."""
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if seconds is not None and seconds > 0:
-            if not self._poll(max(1, int(seconds * 1e9))):
-                raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", seconds)
+        if timeout:
+            given = to_ns("wait", timeout)
+            if not self._poll(given):
+                raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", given / 1e9)
         else:
             self._poll(0)
         if self._error is not None:
@@ -107,7 +145,7 @@ class Work:
         if ended:
             callback()
         elif first:
-            threading.Thread(target=self._poll, args=(0,), name="symcomm-future", daemon=True).start()
+            self._group._watcher.watch(self)
 
     def get_future(self) -> Any:
         """A future of the output tensors (torch's kind where torch is loaded)."""

@@ -80,6 +80,7 @@ class TCPStore(Store):
         limits: StoreLimits | None = None,
     ):
         _check_arguments(host_name, port, world_size)
+        workers = world_size if world_size is not None and world_size > 0 else None
         self.set_timeout(timeout)
         self._host = host_name
         self._token, self._own_token = _find_token(token)
@@ -97,15 +98,15 @@ class TCPStore(Store):
                 listen_fd=master_listen_fd,
                 token=self._token,
                 limits=limits or StoreLimits(),
-                world_size=world_size,
+                world_size=workers,
                 multi_tenant=multi_tenant,
             )
         self._port = self._server.port if self._server else port
         self._connect_host = self._server.connect_host if self._server else host_name
         self._connection = wire.connect(self._connect_host, self._port, self._timeout_s, self._token)
         _stores.add(self)
-        if world_size is not None and wait_for_workers:
-            self._wait_for_workers(world_size)
+        if workers is not None and wait_for_workers:
+            self._wait_for_workers(workers)
 
     # --- values ------------------------------------------------------------------------------------
 
@@ -233,7 +234,7 @@ class TCPStore(Store):
 
     @property
     def libuvBackend(self) -> bool:
-        """What ``use_libuv`` was; it changes nothing here."""
+        """What ``use_libuv`` was. Without it a client expects PyTorch's older server (see get); ours is always C."""
         return self._use_libuv
 
     def set_timeout(self, timeout: Timeout) -> None:
@@ -302,7 +303,7 @@ class TCPStore(Store):
 
     def _explain(self, call: str, keys: Any, error: BaseException) -> BaseException:
         if isinstance(error, TypeError | UnicodeError):
-            return _bad_keys(call, keys)
+            return _bad_argument(call, keys, error)
         named = "" if keys is _NO_KEYS else ", ".join(map(repr, keys[:4] if isinstance(keys, list) else [keys]))
         where = f"{self._host}:{self._port}"
         if isinstance(error, native.StoreLate):
@@ -386,16 +387,18 @@ def _keys(call: str, keys: Sequence[str]) -> list[str]:
     return keys if type(keys) is list else to_keys(f"TCPStore.{call}", keys)
 
 
-def _bad_keys(call: str, keys: Any) -> BaseException:
-    """What is wrong with keys that the native code could not use."""
+def _bad_argument(call: str, keys: Any, error: Exception) -> Exception:
+    """What is wrong with something that the native code could not use."""
     try:
-        for key in keys if isinstance(keys, list) else [keys]:
+        for key in keys if isinstance(keys, list) else [] if keys is _NO_KEYS else [keys]:
             to_key(f"TCPStore.{call}", key).encode()
     except UnicodeError:
         return bad_argument(f"TCPStore.{call}", "key", key, "text that UTF-8 can hold")
-    except BadArgumentError as error:
-        return error
-    return bad_argument(f"TCPStore.{call}", "value", "text with lone surrogates", "text that UTF-8 can hold")
+    except BadArgumentError as known:
+        return known
+    if isinstance(error, UnicodeEncodeError):
+        return bad_argument(f"TCPStore.{call}", "value", error.object, "text that UTF-8 can hold", "pass bytes")
+    return error
 
 
 def _client(host: str, port: int, timeout: timedelta, use_libuv: bool, token: bytes | None) -> TCPStore:
@@ -407,8 +410,8 @@ def _check_arguments(host_name: object, port: object, world_size: object) -> Non
         raise bad_argument("TCPStore", "host_name", host_name, "a str: a host name or an address")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
         raise bad_argument("TCPStore", "port", port, "an int from 0 to 65535")
-    if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
-        raise bad_argument("TCPStore", "world_size", world_size, "a positive int or None")
+    if world_size is not None and (not isinstance(world_size, int) or world_size == 0):
+        raise bad_argument("TCPStore", "world_size", world_size, "a positive int, or None (or negative) for any number")
 
 
 def _find_token(token: str | bytes | None) -> tuple[bytes | None, bool]:

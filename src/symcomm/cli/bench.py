@@ -1,0 +1,271 @@
+"""``symcomm bench``: options in, tables out. Ranks are run by bench_run.py, results worded by bench_table.py."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from symcomm import errors
+from symcomm.cli import bench_table
+from symcomm.cli.bench_peers import parse_peers, setup_peers
+from symcomm.cli.bench_run import OURS, Case, Effort, Result, measure, open_sides
+from symcomm.types import DType
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+COLLECTIVES = (
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
+    "p2p",
+)  # fmt: skip
+# Which forms a collective has: in place, out of place. The first one is what a summary shows.
+PLACES = {
+    "all_reduce": (True, False), "reduce": (True, False), "broadcast": (True,), "all_gather": (False, True),
+    "reduce_scatter": (False, True), "gather": (False, True), "scatter": (False, True), "all_to_all": (False,),
+    "barrier": (True,), "p2p": (False,),
+}  # fmt: skip
+ONE_PIECE = ("all_reduce", "reduce", "broadcast", "p2p")  # the others' sizes count one piece per rank
+NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
+DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
+OPS = ("sum", "prod", "min", "max", "avg")
+QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
+QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
+BAD_USAGE, FAILED = 2, 1
+
+
+# --- reading options ---------------------------------------------------------------------------------------------
+
+
+def parse_size(option: str, text: str) -> int:
+    """``8``, ``64K``, ``64M``, ``1G`` -> bytes."""
+    factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    digits, factor = (text[:-1], factors[text[-1].upper()]) if text[-1:].upper() in factors else (text, 1)
+    if not digits.isdigit() or int(digits) == 0:
+        raise errors.bad_argument("symcomm bench", option, text, "a number of bytes such as 8, 64K, 64M or 1G")
+    return int(digits) * factor
+
+
+def sizes_between(low: int, high: int, factor: int, step: int) -> list[int]:
+    """low, low * factor, ... up to high; or, with ``step``, low, low + step, ..."""
+    if low > high:
+        raise errors.bad_argument("symcomm bench", "--minbytes", low, f"at most --maxbytes, {high}")
+    if not step and factor < 2:
+        raise errors.bad_argument("symcomm bench", "--stepfactor", factor, "2 or more")
+    if step:
+        return list(range(low, high + 1, step))
+    sizes = [low]
+    while sizes[-1] * factor <= high:
+        sizes.append(sizes[-1] * factor)
+    return sizes
+
+
+def check_choice(option: str, value: str, allowed: Sequence[str]) -> str:
+    if value not in allowed:
+        raise errors.bad_argument("symcomm bench", option, value, f"one of {', '.join(allowed)}")
+    return value
+
+
+def make_cases(
+    collective: str, sizes: Sequence[int], world: int, dtype: str, op: str, root: int, one_place: bool
+) -> list[Case]:
+    """The rows of one collective: every size, in every form it has."""
+    if collective == "barrier":
+        return [Case("barrier", 0, 0, dtype, op, root, True)]
+    places = PLACES[collective][:1] if one_place else PLACES[collective]
+    pieces = 1 if collective in ONE_PIECE else world
+    item = DType[dtype.upper()].itemsize
+    counts = dict.fromkeys(max(1, nbytes // (item * pieces)) for nbytes in sizes)
+    return [Case(collective, n * item * pieces, n, dtype, op, root, place) for n in counts for place in places]
+
+
+@dataclass
+class Question:
+    """What was asked, checked."""
+
+    collectives: list[str]
+    cases: list[Case]
+    world: int
+    kinds: list[str]
+    peers: list[str]
+    effort: Effort
+    pinned: bool
+
+    @property
+    def series(self) -> list[str]:
+        return [*self.kinds, *self.peers]
+
+
+# --- running -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def progress(turns: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr while it is a terminal; the function advances it by one turn and says what is next."""
+    if not os.isatty(2):
+        yield lambda what: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=turns)
+        yield lambda what: bar.update(task, advance=1, description=what)
+
+
+def run(question: Question) -> list[Result]:
+    """Measure every case on every series."""
+    results: list[Result] = []
+    turns = len(question.cases) * len(question.series) * question.effort.rounds
+    sides = [*(["symcomm"] if question.kinds else []), *question.peers]
+    with progress(turns) as tick, open_sides(sides, question.world, question.pinned) as opened:
+        for case in question.cases:
+            advance = functools.partial(tick, f"{case.collective} {bench_table.short_size(case.nbytes)}")
+            results += measure(opened, case, question.series, question.effort, advance)
+    return results
+
+
+def show(question: Question, results: list[Result], *, summary: bool, markdown: bool, best: bool) -> None:
+    if summary:
+        tables = [bench_table.summary_table(results, question.kinds, question.peers, best)]
+    else:
+        tables = bench_table.case_tables(results, question.world, question.kinds, question.peers, best)
+    word = bench_table.as_markdown if markdown else bench_table.as_text
+    facts = bench_table.machine()
+    what = "fastest repetition" if best else "median of repetitions"
+    load = f"load {facts['load']:.1f} when done"
+    where = "pinned to" if question.pinned else "free on"
+    print(f"# {question.world} ranks, {where} {facts['cores']} cores, {facts['system']}, {load}; {what}\n")
+    print("\n\n".join(word(table) for table in tables))
+    for reason in bench_table.reasons(results):
+        print(f"# -: {reason}")
+    wrong = sum(result.wrong or 0 for result in results)
+    if question.effort.check:
+        print(f"# wrong elements: {wrong}" + (" (values are NOT right)" if wrong else ""))
+    if summary and question.peers:
+        goals = f"{bench_table.MPI_GOAL:g}x the best MPI, {bench_table.GLOO_GOAL:g}x gloo"
+        print(f"# ratios: their time / our time; {bench_table.MISSED} marks what is below {goals}")
+
+
+def bench_store(json_file: Path | None, quick: bool) -> None:
+    try:
+        store = importlib.import_module("symcomm.cli.bench_store")
+    except ModuleNotFoundError:
+        raise errors.ResourceError("symcomm bench: the store's benchmark is not part of this installation.") from None
+    found = store.run_store_bench(calls=200, connect=(20,)) if quick else store.run_store_bench()
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+@app.command(name="bench")
+def bench(
+    collective: Annotated[
+        str, typer.Argument(metavar="WHAT", help=f"One of {', '.join(COLLECTIVES)}, all, store.", show_default=True)
+    ] = "all_reduce",
+    minbytes: Annotated[str, typer.Option("-b", "--minbytes", metavar="SIZE", help="Smallest size.")] = "8",
+    maxbytes: Annotated[str, typer.Option("-e", "--maxbytes", metavar="SIZE", help="Largest size.")] = "64M",
+    factor: Annotated[int, typer.Option("-f", "--stepfactor", metavar="N", help="Each size is N times the last.")] = 2,
+    step: Annotated[str, typer.Option("-i", "--stepbytes", metavar="SIZE", help="Add this instead.")] = "",
+    dtype: Annotated[str, typer.Option("-d", "--datatype", help="Element type, torch's name or NCCL's.")] = "float32",
+    op: Annotated[str, typer.Option("-o", "--op", help="sum, prod, min, max or avg.")] = "sum",
+    root: Annotated[int, typer.Option("-r", "--root", help="Root of broadcast, reduce, gather, scatter.")] = 0,
+    iters: Annotated[
+        int,
+        typer.Option(
+            "-n", "--iters", metavar="N", help="Calls per repetition. [default: what fills 25 ms]", show_default=False
+        ),
+    ] = 0,
+    warmup: Annotated[int, typer.Option("-w", "--warmup", metavar="N", help="Calls before timing.")] = 5,
+    check: Annotated[int, typer.Option("-c", "--check", metavar="0|1", help="Check values before timing.")] = 1,
+    ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="Ranks on each side.")] = 2,
+    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Turns that the sides take.")] = 3,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="Only tensors in symmetric memory.")] = False,
+    ordinary: Annotated[bool, typer.Option("--ordinary", help="Only ordinary tensors.")] = False,
+    against: Annotated[
+        str, typer.Option("--against", metavar="NAMES", help="Also measure gloo, mpich, openmpi (with commas).")
+    ] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Seven sizes, short repetitions, one summary.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Show fastest repetitions: for noisy machines.")] = False,
+    pin: Annotated[
+        bool, typer.Option("--pin/--no-pin", help="Keep each rank, of every side, on a core of its own if it can.")
+    ] = True,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print tables as Markdown.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.", show_default=False)
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw them: .png or .svg.", show_default=False)
+    ] = None,
+    setup: Annotated[bool, typer.Option("--setup-peers", help="Install the MPIs to measure against.")] = False,
+) -> None:
+    """Measure this machine: collectives, messages, the store; ours alone or beside Gloo and MPI.
+
+    \b
+    Examples:
+      symcomm bench all_reduce -b 8 -e 64M -f 4
+      symcomm bench all --quick --against gloo,mpich,openmpi --json new.json
+      symcomm bench p2p --plot p2p.svg
+    """
+    try:
+        if setup:
+            setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
+            return
+        if collective == "store":
+            bench_store(json_file, quick)
+            return
+        names = list(COLLECTIVES) if collective == "all" else [collective]
+        check_choice("WHAT", collective, [*COLLECTIVES, "all", "store"])
+        name = check_choice("--datatype", NCCL_DTYPES.get(dtype, dtype), DTYPES)
+        check_choice("--op", op, OPS)
+        _check_numbers(ranks, root, iters, warmup, rounds, collective)
+        low, high = parse_size("--minbytes", minbytes), parse_size("--maxbytes", maxbytes)
+        sizes = sizes_between(low, high, factor, parse_size("--stepbytes", step) if step else 0)
+        if quick:
+            sizes = [size for size in QUICK_SIZES if low <= size <= high]
+        effort = QUICK if quick else Effort()
+        question = Question(
+            names,
+            [case for n in names for case in make_cases(n, sizes, ranks, name, op, root, one_place=quick)],
+            ranks,
+            [kind for kind in OURS if {"ordinary": ordinary, "symmetric": symmetric}[kind] or ordinary == symmetric],
+            parse_peers(against),
+            Effort(rounds, effort.repetitions, effort.seconds, iters, warmup, check != 0),
+            pin and ranks <= len(os.sched_getaffinity(0)),
+        )
+        if plot_file:
+            bench_table.check_plot(plot_file)
+        results = run(question)
+        show(question, results, summary=quick, markdown=markdown, best=best)
+        if json_file:
+            json_file.write_text(json.dumps(bench_table.to_json(results, ranks, question.pinned), indent=1) + "\n")
+        if plot_file:
+            bench_table.plot(results, question.series, ranks, plot_file, best)
+    except errors.SymcommError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(BAD_USAGE if isinstance(error, errors.BadArgumentError) else FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int, collective: str) -> None:
+    call = "symcomm bench"
+    lowest = 2 if collective in ("p2p", "all") else 1
+    if ranks < lowest:
+        raise errors.bad_argument(call, "--ranks", ranks, f"{lowest} or more for {collective}")
+    if not 0 <= root < ranks:
+        raise errors.bad_argument(call, "--root", root, f"a rank, 0 to {ranks - 1}")
+    for option, value, least in (("--iters", iters, 0), ("--warmup", warmup, 0), ("--rounds", rounds, 1)):
+        if value < least:
+            raise errors.bad_argument(call, option, value, f"{least} or more")

@@ -1,0 +1,145 @@
+"""Real faults for real ranks: forked processes that join one group, and a report of what each one did.
+
+``run_group(fn, n)`` forks n children of this process, each joins a group through a file and calls ``fn(group, *args)``.
+``during(pids)`` runs here meanwhile, to stop or kill some. Every child keeps living after it returned or raised until
+all have, so that nobody's end is mistaken for the fault. Afterwards nothing may be left: ``leftovers()`` looks.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from symcomm.collectives.select import Limits
+from symcomm.group.default import exchange_through
+from symcomm.group.process_group import ProcessGroup
+from symcomm.store import FileStore
+
+
+@dataclass
+class Outcome:
+    """How one rank ended, and when (CLOCK_MONOTONIC, the same clock in all processes)."""
+
+    rank: int
+    kind: str  # "returned" | "raised" | "died" | "stuck"
+    value: Any = None
+    error: Any = None
+    text: str = ""
+    when: float = 0.0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.kind}: {self.text or self.value!r}"
+
+
+def join_group(rank: int, world: int, folder: str, timeout: float, limits: Limits | None = None) -> ProcessGroup:
+    """The group of ranks that meet in a file of ``folder``."""
+    exchange = exchange_through(FileStore(os.path.join(folder, "store"), world), rank, world, 30.0)
+    return ProcessGroup(rank, world, exchange, timeout=timeout, limits=limits)
+
+
+def _child(
+    fn: Callable, rank: int, world: int, folder: str, timeout: float, args: tuple, tell: int, hear: int, linger: bool
+) -> None:
+    torch.set_num_threads(1)  # a forked child has none of its parent's OpenMP threads
+    try:
+        group = join_group(rank, world, folder, timeout)
+        value = fn(group, *args)
+        outcome = Outcome(rank, "returned", value, when=time.monotonic())
+    except BaseException as error:
+        outcome = Outcome(rank, "raised", error=error, text=traceback.format_exc(), when=time.monotonic())
+    try:
+        payload = pickle.dumps(outcome)
+    except Exception:
+        payload = pickle.dumps(Outcome(rank, outcome.kind, repr(outcome.value), None, outcome.text, outcome.when))
+    os.write(tell, len(payload).to_bytes(8, "little"))
+    while payload:
+        payload = payload[os.write(tell, payload) :]
+    os.close(tell)
+    if linger:
+        select.select([hear], [], [], 60)
+
+
+def _read(fd: int) -> Outcome | None:
+    data = b""
+    while piece := os.read(fd, 1 << 16):
+        data += piece
+    return pickle.loads(data[8:]) if len(data) >= 8 and len(data) == 8 + int.from_bytes(data[:8], "little") else None
+
+
+def run_group(
+    fn: Callable,
+    world: int,
+    *args: Any,
+    timeout: float = 10.0,
+    deadline: float = 30.0,
+    during: Callable[[list[int]], None] | None = None,
+    linger: bool = True,
+) -> list[Outcome]:
+    """See the module's text. ``timeout`` is the group's; whoever runs at ``deadline`` is killed and called stuck."""
+    folder = tempfile.mkdtemp(prefix="symcomm-test-")
+    go_read, go_write = os.pipe()
+    readers, pids = [], []
+    for rank in range(world):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for fd in [go_write, reader, *readers]:
+                    os.close(fd)
+                _child(fn, rank, world, folder, timeout, args, writer, go_read, linger)
+            finally:
+                os._exit(0)
+        os.close(writer)
+        readers.append(reader)
+        pids.append(pid)
+    try:
+        return _collect(readers, pids, go_write, deadline, during)
+    finally:
+        os.close(go_read)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _collect(
+    readers: list[int], pids: list[int], go: int, deadline: float, during: Callable[[list[int]], None] | None
+) -> list[Outcome]:
+    end = time.monotonic() + deadline
+    if during is not None:
+        during(pids)
+    outcomes: dict[int, Outcome | None] = {}
+    while len(outcomes) < len(pids) and (left := end - time.monotonic()) > 0:
+        waiting = {fd: r for r, fd in enumerate(readers) if r not in outcomes}
+        for fd in select.select(list(waiting), [], [], left)[0]:
+            outcomes[waiting[fd]] = _read(fd)
+    os.close(go)
+    done = []
+    for rank, pid in enumerate(pids):
+        outcome = outcomes.get(rank)
+        if rank not in outcomes:
+            outcome = Outcome(rank, "stuck", text=f"still running after {deadline} s")
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        done.append(outcome or Outcome(rank, "died", status, text=f"status {status}"))
+        os.close(readers[rank])
+    return done
+
+
+def leftovers() -> list[str]:
+    """Children, files in /dev/shm and memory of ours that should not be there any more."""
+    found = [name for name in os.listdir("/dev/shm") if "symcomm" in name]
+    try:
+        while (pid := os.waitpid(-1, os.WNOHANG)[0]) > 0:
+            found.append(f"child {pid}")
+    except ChildProcessError:
+        pass
+    return found

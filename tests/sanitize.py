@@ -1,0 +1,243 @@
+"""The C core under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer: ``make sanitize``.
+
+Builds the extension with each of them in a temporary copy of the sources, then runs ``drive()`` there in a Python that
+has the sanitizer's library preloaded. Ranks are threads: their shared memory is one address space then, so that
+ThreadSanitizer sees the very synchronisation that processes rely on. Arrays are NumPy's, since torch is far too slow
+and noisy under a sanitizer. Any report fails the run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+KINDS = {"address,undefined": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}
+SECONDS = 600
+
+
+# --- what is run under a sanitizer ---------------------------------------------------------------------------
+
+
+def drive() -> None:
+    import symcomm
+    from symcomm.memory import arena
+
+    arena.physical_bytes = lambda: 512 << 20  # ThreadSanitizer leaves too few addresses for the usual arenas
+    for world in (1, 2, 3, 5):
+        for part in (collectives, messages, asynchronous, failures):
+            symcomm.spawn(part, world, mode="threads", timeout=60, deadline=SECONDS)
+            print(f"  {part.__name__}, {world} ranks", flush=True)
+    reductions()
+    store_server()
+    print("  reductions, store server", flush=True)
+
+
+def symmetric(g, count, dtype="f4"):
+    import numpy as np
+
+    return np.frombuffer(g._arena.buffer(max(count, 1) * np.dtype(dtype).itemsize), dtype)[:count]
+
+
+def collectives(g) -> None:
+    import numpy as np
+
+    from symcomm.collectives.select import Limits
+    from symcomm.group.process_group import ProcessGroup
+
+    small = Limits(stage_bytes=8192, chunk_bytes=1024, one_shot_bytes=512, direct_bytes=2048)
+    n, total = g.size, g.size * (g.size + 1) // 2
+    for group in (g, ProcessGroup(g.rank, n, g.all_gather_object, "small", 60, small)):
+        for count in (0, 1, 333, 20_001):
+            for make in (lambda c: np.empty(c, "f4"), lambda c: symmetric(g, c)):
+                t = make(count)
+                t[:] = g.rank + 1
+                group.all_reduce(t)
+                assert (t == total).all()
+                group.reduce(t, n - 1)
+                group.broadcast(t, 0)
+                out = make(count * n)
+                group.all_gather_single(out, t)
+                group.reduce_scatter_single(t, out)
+                group.all_to_all_single(make(count * n), out)
+                parts = [make(count) for _ in range(n)]
+                group.gather(parts if g.rank == 0 else None, t, 0)
+                group.scatter(t, parts if g.rank == 0 else None, 0)
+                group.all_to_all([make(r + g.rank) for r in range(n)], [make(r + g.rank) for r in range(n)])
+                group.barrier()
+
+
+def messages(g) -> None:
+    import numpy as np
+
+    after, before = (g.rank + 1) % g.size, (g.rank - 1) % g.size
+    problems: list[BaseException] = []
+
+    def talk(tag: int) -> None:
+        try:
+            for count in (0, 5, 3000, 100_000):
+                for make in (lambda c: np.empty(c, "f4"), lambda c: symmetric(g, c)):
+                    sent, got = make(count), make(count)
+                    sent[:] = tag
+                    work = g.isend(sent, after, tag)
+                    g.recv(got, before, tag)
+                    while not work.is_completed():
+                        pass
+                    assert (got == tag).all()
+        except BaseException as error:
+            problems.append(error)
+
+    team = [threading.Thread(target=talk, args=(tag,)) for tag in range(3)]
+    for thread in team:
+        thread.start()
+    for thread in team:
+        thread.join()
+    assert not problems, problems
+    g.monitored_barrier(timeout=30)
+    try:
+        g.recv(np.empty(3), before, tag=99, timeout=0.01)
+    except TimeoutError:
+        pass
+    g.barrier()
+
+
+def asynchronous(g) -> None:
+    import numpy as np
+
+    arrays = [np.full(100 + 500 * (i % 3), float(i)) for i in range(60)]
+    works = [g.all_reduce(a, async_op=True) for a in arrays]
+    g.barrier()
+    for i, (a, work) in enumerate(zip(arrays, works, strict=True)):
+        assert work.wait() and a[0] == i * g.size
+    wide = np.ones((50, 2))
+    g.all_reduce(wide[:, 0], async_op=True).get_future()
+    g.all_reduce(np.ones(1000), async_op=True)
+    g.destroy()
+
+
+def failures(g) -> None:
+    """Mismatch, abort and a rank that leaves: errors have paths of their own."""
+    import numpy as np
+
+    from symcomm import errors
+
+    teams = [g.split(0, name=name) for name in ("mismatch", "abort", "leave")]
+    steps = [
+        lambda team: team.all_reduce(np.ones(3 + (g.rank == 0))),
+        lambda team: team.abort() if g.rank == 0 else team.recv(np.ones(3), 0),
+        lambda team: team.destroy() if g.rank == 0 else team.barrier(),
+    ]
+    for team, step in zip(teams, steps, strict=True):
+        try:
+            step(team)
+        except errors.SymcommError:
+            pass
+        if g.size > 1 and team.name == "abort":
+            survivors = team.shrink()
+            survivors.barrier()
+    g.barrier()
+
+
+def reductions() -> None:
+    import numpy as np
+
+    from symcomm._core import native
+    from symcomm.types import DType, RedOpType
+
+    rng = np.random.default_rng(1)
+    for dtype in DType:
+        for op in RedOpType:
+            if not native.reduce_defined(dtype, op):
+                continue
+            for count in (1, 7, 1000):
+                sources = [rng.integers(0, 256, count * dtype.itemsize, np.uint8) for _ in range(5)]
+                out = np.empty_like(sources[0])
+                native.reduce(dtype, op, out.ctypes.data, [s.ctypes.data for s in sources], count, 2.0)
+
+
+def store_server() -> None:
+    from symcomm.store import TCPStore
+
+    master = TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
+    clients = [TCPStore("127.0.0.1", master.port, world_size=1, is_master=False) for _ in range(4)]
+
+    def use(i: int) -> None:
+        for k in range(50):
+            clients[i].set(f"key{i}/{k}", b"x" * (k * 100))
+            clients[i].add("count", 1)
+            assert clients[i].get(f"key{i}/{k}") == b"x" * (k * 100)
+
+    team = [threading.Thread(target=use, args=(i,)) for i in range(4)]
+    for thread in team:
+        thread.start()
+    for thread in team:
+        thread.join()
+    assert master.add("count", 0) == 200
+
+
+# --- building and running ------------------------------------------------------------------------------------
+
+
+def library(name: str) -> str:
+    path = subprocess.run(
+        ["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not os.path.isabs(path):
+        sys.exit(f"sanitize: gcc does not know {name}; install gcc's sanitizer libraries.")
+    return os.path.realpath(path)
+
+
+def build(folder: Path, kind: str) -> None:
+    """A copy of the sources with the extension built for one sanitizer; the one in the working tree stays as it is."""
+    for name in ("src", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info"))
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, folder / name)
+        elif name == "README.md":
+            (folder / name).write_text("")
+    env = {**os.environ, "SYMCOMM_SANITIZE": kind}
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=folder, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def run(folder: Path, kind: str) -> bool:
+    suppressions = folder / "tsan.txt"
+    suppressions.write_text("race:^sock_\n")  # the interpreter closes sockets where it knows that nobody uses them
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{folder / 'src'}:{folder}",
+        "LD_PRELOAD": " ".join(library(name) for name in KINDS[kind]),
+        "ASAN_OPTIONS": "detect_leaks=0:exitcode=66:handle_segv=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=66",
+        "TSAN_OPTIONS": f"exitcode=66:halt_on_error=0:suppressions={suppressions}:report_thread_leaks=0",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONMALLOC": "malloc",
+    }
+    command = [sys.executable, "-m", "tests.sanitize", "--drive"]
+    done = subprocess.run(command, cwd=folder, env=env, timeout=SECONDS)
+    print(f"{kind}: {'clean' if done.returncode == 0 else f'FAILED with code {done.returncode}'}", flush=True)
+    return done.returncode == 0
+
+
+def main() -> int:
+    if "--drive" in sys.argv:
+        drive()
+        return 0
+    kinds = [k for k in KINDS if k in sys.argv[1:]] or list(KINDS)
+    good = True
+    for kind in kinds:
+        print(f"{kind}: building", flush=True)
+        with tempfile.TemporaryDirectory(prefix="symcomm-sanitize-") as folder:
+            build(Path(folder), kind)
+            good &= run(Path(folder), kind)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

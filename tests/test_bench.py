@@ -1,0 +1,245 @@
+"""`symcomm bench`: right values, complete figures, clear refusals, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from symcomm import errors
+from symcomm.cli import bench, bench_peers, bench_run, bench_table, bench_worker
+from symcomm.cli.bench_run import Case, Effort, Result, measure, open_sides
+
+TINY = ["-n", "3", "-w", "1", "--rounds", "1"]
+SMALL = Effort(rounds=1, repetitions=1, iterations=3, warmup=1)
+
+
+def cli(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(bench.app, list(args))
+    return result.exit_code, result.output
+
+
+def refused(*args: str) -> str:
+    code, output = cli(*args)
+    assert code in (bench.BAD_USAGE, bench.FAILED), output
+    assert output.count("\n") == 1, output
+    return output
+
+
+# --- figures -----------------------------------------------------------------------------------------------------
+
+
+def test_sizes():
+    assert bench.parse_size("-b", "8") == 8
+    assert bench.parse_size("-b", "64k") == 65536
+    assert bench.parse_size("-b", "2M") == 2 << 20
+    assert bench.sizes_between(8, 100, 2, 0) == [8, 16, 32, 64]
+    assert bench.sizes_between(8, 32, 2, 10) == [8, 18, 28]
+
+
+def test_sizes_count_as_in_nccl_tests():
+    """Where every rank has a piece, the size is that of all pieces; a size too small still has one element."""
+    [case] = bench.make_cases("all_gather", [1024], 4, "float32", "sum", 0, one_place=True)
+    assert (case.nbytes, case.count) == (1024, 64)
+    [case] = bench.make_cases("all_reduce", [1024], 4, "float64", "sum", 0, one_place=True)
+    assert (case.nbytes, case.count) == (1024, 128)
+    [case] = bench.make_cases("reduce_scatter", [8], 4, "float32", "sum", 0, one_place=True)
+    assert (case.nbytes, case.count) == (16, 1)
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"),
+    [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75), ("gather", 0.75),
+     ("scatter", 0.75), ("broadcast", 1), ("reduce", 1), ("p2p", 1)],
+)  # fmt: skip
+def test_bus_bandwidth(collective: str, factor: float):
+    case = Case(collective, 4_000_000, 1_000_000, "float32", "sum", 0, True)
+    algbw, busbw = bench_table.bandwidths(case, 0.001, 4)
+    assert algbw == pytest.approx(4.0)
+    assert busbw == pytest.approx(4.0 * factor)
+
+
+def test_summary_marks_what_misses_its_goal():
+    case = Case("all_reduce", 8, 2, "float32", "sum", 0, True)
+    seconds = {"ordinary": 2e-6, "gloo": 5e-6, "mpich": 3e-6, "openmpi": 1e-6}
+    results = [Result(case, name, s, s, 0) for name, s in seconds.items()]
+    _, head, [row] = bench_table.summary_table(results, ["ordinary"], ["gloo", "mpich", "openmpi"], best=False)
+    cells = dict(zip(head, row, strict=True))
+    assert cells["ordinary vs MPI"] == "0.50x!"
+    assert cells["ordinary vs gloo"] == "2.50x!"
+    assert cells["mpich (us)"] == "3.00"
+
+
+def test_a_call_that_does_nothing_is_wrong_everywhere():
+    """The check can fail: without the call no rank that has a result has the right one."""
+
+    class Idle(bench_worker.MPISide):
+        def __init__(self, rank: int):
+            self.np, self.rank, self.world, self.barrier = np, rank, 3, lambda: None
+
+        def call(self, case, source, result):
+            return lambda: None
+
+    for collective, places in bench.PLACES.items():
+        for in_place in places:
+            case = {
+                "collective": collective,
+                "count": 7,
+                "dtype": "float32",
+                "op": "sum",
+                "root": 1,
+                "kind": "ordinary",
+            }
+            wrong = [bench_worker.Bench(Idle(r), SimpleNamespace(**case, in_place=in_place)).check() for r in range(3)]
+            has_result = {"barrier": 0, "reduce": 1, "gather": 1, "p2p": 2, "broadcast": 2}.get(collective, 3)
+            if collective == "scatter" and in_place:
+                has_result = 2  # the root's piece is where it belongs already
+            assert sum(w > 0 for w in wrong) == has_result, (collective, in_place, wrong)
+
+
+# --- real runs ---------------------------------------------------------------------------------------------------
+
+
+def check_rows(path: Path, ranks: int, series: set[str]) -> list[dict]:
+    found = json.loads(path.read_text())
+    assert found["ranks"] == ranks
+    assert found["machine"]["cores"] >= 1
+    assert not (found["pinned"] and ranks > found["machine"]["cores"])
+    for row in found["rows"]:
+        assert row["wrong"] == 0, row
+        assert row["time_us"] > 0 and row["fastest_us"] <= row["time_us"], row
+        assert row["algbw"] == pytest.approx(row["size"] / row["time_us"] / 1e3), row
+    assert {row["series"] for row in found["rows"]} == series
+    return found["rows"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "more"),
+    [
+        (2, 2, ["-b", "8", "-e", "4K", "-f", "512"]),
+        (3, 1, ["-b", "999", "-e", "1K", "-r", "2", "-d", "half", "-o", "max"]),
+    ],
+    ids=["two ranks", "three ranks"],
+)
+def test_every_collective(tmp_path: Path, ranks: int, sizes: int, more: list[str]):
+    path = tmp_path / "out.json"
+    code, output = cli("all", *more, *TINY, "--ranks", str(ranks), "--json", str(path))
+    assert code == 0, output
+    assert "# wrong elements: 0" in output
+    rows = check_rows(path, ranks, {"ordinary", "symmetric"})
+    for collective, places in bench.PLACES.items():
+        mine = [row for row in rows if row["collective"] == collective]
+        assert {row["in_place"] for row in mine} == set(places)
+        assert len(mine) == 2 * len(places) * (1 if collective == "barrier" else sizes)
+
+
+def test_against_gloo_with_plot_and_markdown(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "out.json", tmp_path / "out.svg"
+    code, output = cli(
+        "all_gather", "--quick", "-e", "16K", *TINY, "--ordinary", "--against", "gloo", "--markdown", "--no-pin",
+        "--json", str(path), "--plot", str(picture),
+    )  # fmt: skip
+    assert code == 0, output
+    rows = check_rows(path, 2, {"ordinary", "gloo"})
+    assert [row["size"] for row in rows if row["series"] == "gloo"] == [8, 1024, 16384]
+    assert "| collective | size | ordinary (us) | gloo (us) | ordinary vs gloo |" in output
+    assert "<svg" in picture.read_text()
+
+
+@pytest.mark.parametrize("mpi", sorted(bench_peers.MPIS))
+def test_against_mpi(tmp_path: Path, mpi: str):
+    if not (bench_peers.peers_dir() / mpi / "bin" / bench_peers.MPIS[mpi]).exists():
+        pytest.skip(f"{mpi} is not set up; `{bench_peers.SETUP}` does it")
+    path = tmp_path / "out.json"
+    code, output = cli("all", "-b", "1K", "-e", "1K", *TINY, "--ordinary", "--against", mpi, "--json", str(path))
+    assert code == 0, output
+    rows = check_rows(path, 2, {"ordinary", mpi})
+    assert {row["collective"] for row in rows if row["series"] == mpi} == set(bench.COLLECTIVES)
+
+
+def test_what_a_peer_cannot_do_is_a_dash_with_its_reason(tmp_path: Path):
+    """Gloo has no average of integers."""
+    with open_sides(["gloo"], 2) as sides:
+        case = Case("all_reduce", 8, 2, "int32", "avg", 0, True)
+        [result] = measure(sides, case, ["gloo"], SMALL)
+    assert result.seconds is None and result.reason
+    assert bench_table.reasons([result]) == [f"gloo, all_reduce: {result.reason}"]
+
+
+def test_the_store_has_its_own_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    stand_in = SimpleNamespace(run_store_bench=lambda **options: {"options": sorted(options)})
+    monkeypatch.setitem(sys.modules, "symcomm.cli.bench_store", stand_in)
+    path = tmp_path / "store.json"
+    assert cli("store", "--quick", "--json", str(path))[0] == 0
+    assert json.loads(path.read_text()) == {"options": ["calls", "connect"]}
+
+
+# --- trouble -----------------------------------------------------------------------------------------------------
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    assert "one of all_reduce, all_gather" in refused("all_the_things")
+    assert "'8Q'" in refused("-b", "8Q")
+    assert "at most --maxbytes, 8" in refused("-b", "9", "-e", "8")
+    assert "2 or more" in refused("-f", "1")
+    assert "one of int8, uint8" in refused("-d", "float7")
+    assert "one of sum, prod" in refused("-o", "median")
+    assert "a rank, 0 to 1" in refused("-r", "2")
+    assert "2 or more for p2p" in refused("p2p", "--ranks", "1")
+    assert "some of gloo, mpich, openmpi" in refused("--against", "nccl")
+    assert ".png or .svg" in refused("--plot", "figure.doc")
+    monkeypatch.setenv("SYMCOMM_PEERS_DIR", str(tmp_path))
+    assert "symcomm bench --setup-peers" in refused("--against", "mpich")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'symcomm[plot]'" in refused("--plot", "figure.svg")
+
+
+def test_a_dead_rank_is_named_and_all_others_end():
+    named = pytest.raises(
+        errors.RankFailedError, match=r"symcomm: rank 1 \(pid \d+\) died with SIGKILL while all_reduce"
+    )
+    with named, open_sides(["symcomm"], 2) as sides:
+        pids = [rank.pid for rank in sides["symcomm"].ranks]
+        os.kill(pids[1], signal.SIGKILL)
+        measure(sides, Case("all_reduce", 8, 2, "float32", "sum", 0, True), ["ordinary"], SMALL)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_side_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch):
+    broken = bench_peers.Start([[sys.executable, "-c", "raise SystemExit('no such library')"]], dict(os.environ))
+    monkeypatch.setattr(bench_run, "start_of", lambda *args: broken)
+    reason = pytest.raises(errors.RankFailedError, match=r"exited with code 1 while starting.*no such library")
+    with reason, open_sides(["gloo"], 1):
+        pass
+
+
+def test_interrupt_ends_every_process():
+    command = [sys.executable, "-m", "symcomm", "bench", "all_reduce", "-n", "3", "--rounds", "100000"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        end = time.monotonic() + 30
+        workers: list[psutil.Process] = []
+        while len(workers) < 2 and time.monotonic() < end:
+            workers = psutil.Process(process.pid).children(recursive=True)
+            time.sleep(0.1)
+        assert len(workers) == 2
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        _, alive = psutil.wait_procs(workers, timeout=10)
+        assert not alive
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,57 @@
+"""Real programs train on our backend to the same losses, bit for bit, as on Gloo."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the examples train torch models")
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def run_example(name: str, *args: str, ranks: int = 2) -> list[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "symcomm",
+        "run",
+        "-n",
+        str(ranks),
+        "--no-prefix",
+        str(ROOT / "examples" / name),
+        *args,
+    ]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, f"{name} {args} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout.splitlines()
+
+
+def losses(lines: list[str]) -> list[float]:
+    return [float.fromhex(line.split()[1]) for line in lines if line.startswith("loss ")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["ddp", "fsdp2", "tensor_parallel", "zero", "checkpoint", "accelerate_train", "lightning_train"]
+)
+def test_same_losses_as_gloo(name: str):
+    needs = {"accelerate_train": "accelerate", "lightning_train": "lightning"}.get(name)
+    if needs and importlib.util.find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed (pip install {needs})")
+    ours, gloo = (losses(run_example(f"{name}.py", backend)) for backend in ("symcomm", "gloo"))
+    assert len(ours) >= 10 and ours == gloo
+    assert ours[-1] < ours[0], "the training does not learn"
+
+
+def test_first_steps():
+    assert run_example("first_steps.py", ranks=4) == ["sums: [6.0, 10.0, 14.0] ranks: [0.0, 1.0, 2.0, 3.0]"]

@@ -1,0 +1,194 @@
+"""Groups from groups: new_group, split, names, many of them, crowds, and a barrier that says who is late."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import symcomm
+from symcomm import errors
+from symcomm.group.process_group import ProcessGroup
+from tests.faults import run_group
+
+
+def threads(fn: Callable, n: int, *args: object, timeout: float = 20) -> list:
+    return symcomm.spawn(fn, n, args, mode="threads", timeout=timeout, deadline=60)
+
+
+def total(g: ProcessGroup, value: float) -> float:
+    t = torch.full((3000,), value)
+    g.all_reduce(t)
+    assert len(t.unique()) == 1
+    return t[0].item()
+
+
+def _new_group(g: ProcessGroup) -> None:
+    odd = g.new_group([3, 1], name="odd")  # in the order given
+    if g.rank in (1, 3):
+        assert odd is not None
+        assert (odd.name, odd.size, odd.rank, odd.global_ranks) == ("odd", 2, [3, 1].index(g.rank), [3, 1])
+        assert total(odd, g.rank) == 4.0
+        t = torch.tensor([float(g.rank)])
+        odd.broadcast(t, root=0)
+        assert t.item() == 3.0
+    else:
+        assert odd is None
+    alone = g.new_group([2])
+    assert (alone is None) == (g.rank != 2)
+    if alone is not None:
+        assert total(alone, 5) == 5.0 and alone.name == "world/2"
+    everyone = g.new_group(range(4))
+    assert everyone is not None and total(everyone, 1) == 4.0 and total(g, 1) == 4.0
+
+
+def test_new_group():
+    threads(_new_group, 4)
+
+
+def _split(g: ProcessGroup) -> None:
+    parity = g.split(g.rank % 2, key=-g.rank)  # highest rank first
+    assert parity is not None and parity.name == f"world/1.{g.rank % 2}"
+    assert parity.global_ranks == [r for r in reversed(range(6)) if r % 2 == g.rank % 2]
+    assert total(parity, g.rank) == sum(r for r in range(6) if r % 2 == g.rank % 2)
+    some = g.split(0 if g.rank < 2 else None)
+    assert (some is None) == (g.rank >= 2)
+    if some is not None:
+        assert total(some, 1) == 2.0
+    assert g.split(None) is None
+    pair = parity.split(0 if parity.rank < 2 else 1)  # a group of a group
+    assert pair is not None and total(pair, 1) == (2.0 if parity.rank < 2 else 1.0)
+    assert [r for r in pair.global_ranks if r % 2 != g.rank % 2] == []
+    named = g.split(7, name="mine", timeout=3.5)
+    assert named is not None and (named.name, named.timeout, g.timeout) == ("mine", 3.5, 20.0)
+
+
+def test_split():
+    threads(_split, 6)
+
+
+def _names_in_errors(g: ProcessGroup) -> None:
+    team = g.split(0, name="tensor-parallel")
+    assert team is not None
+    with pytest.raises(errors.CollectiveMismatchError, match=r"#1 on group 'tensor-parallel'"):
+        team.all_reduce(torch.ones(2 + g.rank))
+    assert total(g, 1) == 2.0  # the parent is as good as before
+
+
+def test_a_failed_group_does_not_touch_its_parent():
+    threads(_names_in_errors, 2)
+
+
+def _many(g: ProcessGroup) -> None:
+    groups = [g.split(i % 3) for i in range(100)]
+    for i, group in enumerate(groups):
+        assert group is not None and total(group, i) == 2.0 * i
+    for group in groups:
+        group.destroy()
+    assert total(g, 1) == 2.0
+
+
+def test_a_hundred_groups():
+    threads(_many, 2)
+
+
+def test_repr_timeout_and_sequence_number():
+    def rank(g: ProcessGroup) -> None:
+        assert repr(g) == f"<ProcessGroup 'world': rank {g.rank} of 2>"
+        before = g.sequence_number
+        g.barrier()
+        g.all_reduce(torch.ones(1))
+        assert g.sequence_number == before + 2
+        g.set_timeout(7)
+        assert g.timeout == 7.0
+        with pytest.raises(errors.BadArgumentError, match="set_timeout: timeout must be a positive number"):
+            g.set_timeout(-1)
+
+    threads(rank, 2)
+
+
+def test_default_group_of_one_can_be_made_again(tmp_path):
+    for turn in range(3):
+        store = symcomm.FileStore(str(tmp_path / f"store{turn}"), 1)
+        assert not symcomm.is_initialized()
+        group = symcomm.init(store=store, rank=0, world_size=1)
+        assert symcomm.is_initialized() and symcomm.default_group() is group
+        assert (symcomm.rank(), symcomm.world_size()) == (0, 1)
+        t = torch.ones(3)
+        symcomm.all_reduce(t)
+        symcomm.barrier()
+        assert t.tolist() == [1.0] * 3
+        with pytest.raises(errors.GroupUnusableError, match=r"exists already; call symcomm.destroy\(\) first"):
+            symcomm.init(store=store, rank=0, world_size=1)
+        symcomm.destroy()
+        with pytest.raises(errors.GroupUnusableError, match="was destroyed"):
+            group.all_reduce(t)
+    with pytest.raises(errors.GroupUnusableError, match=r"no default group; call symcomm.init\(\) first"):
+        symcomm.all_reduce(torch.ones(1))
+
+
+# --- late ranks ----------------------------------------------------------------------------------------------
+
+
+def _monitored(g: ProcessGroup, wait_all: bool) -> str:
+    g.monitored_barrier(timeout=10)
+    message = ""
+    if g.rank not in (1, 3):
+        with pytest.raises(errors.DeadlineError) as caught:
+            g.monitored_barrier(timeout=0.3, wait_all_ranks=wait_all)
+        message = str(caught.value)
+    else:
+        time.sleep(2.0)
+        with pytest.raises(errors.DeadlineError):
+            g.monitored_barrier(timeout=0.3)  # too late: rank 0 has given up on it
+    g.monitored_barrier(timeout=10)  # the group is as good as before
+    assert total(g, 1) == 4.0
+    return message
+
+
+@pytest.mark.parametrize("wait_all", [False, True])
+def test_monitored_barrier_names_late_ranks(wait_all: bool):
+    outcomes = run_group(_monitored, 4, wait_all)
+    assert all(o.kind == "returned" for o in outcomes), "\n".join(map(str, outcomes))
+    who = "ranks 1, 3 did not come" if wait_all else "rank 1 did not come"
+    for rank in (0, 2):
+        assert f"monitored_barrier #2 on group 'world' timed out after 0.3 s: {who}" in outcomes[rank].value
+
+
+def _monitored_death(g: ProcessGroup) -> None:
+    if g.rank == 1:
+        os._exit(3)
+    g.monitored_barrier(timeout=10)
+
+
+def test_monitored_barrier_with_a_dead_rank():
+    outcomes = run_group(_monitored_death, 3)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank].error, errors.RankFailedError), outcomes[rank]
+        assert outcomes[rank].error.ranks == [1]
+
+
+# --- more ranks than cores -----------------------------------------------------------------------------------
+
+
+def _crowd(g: ProcessGroup) -> float:
+    for _ in range(30):
+        assert total(g, 1) == g.size
+    g.barrier()
+    before = sum(os.times()[:2])
+    if g.rank == 0:
+        time.sleep(2)
+    g.barrier()
+    return sum(os.times()[:2]) - before
+
+
+@pytest.mark.slow
+def test_thirty_two_ranks_make_progress_and_leave_the_cores_alone():
+    outcomes = run_group(_crowd, 32, timeout=60, deadline=100)
+    assert all(o.kind == "returned" for o in outcomes), "\n".join(map(str, outcomes))
+    burnt = sum(o.value for o in outcomes)
+    print(f"31 ranks waiting 2 s for one burnt {burnt:.2f} s of processor time")
+    assert burnt < 2 * len(os.sched_getaffinity(0))  # nowhere near all cores for the whole time
