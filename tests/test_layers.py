@@ -23,6 +23,7 @@ LAYERS = {
     "group": 4,
     "symm_mem": 5,
     "backend": 6,
+    "c10d": 7,
     "cli": 9,
     "__main__": 9,
 }

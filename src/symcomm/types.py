@@ -8,6 +8,8 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+from symcomm import errors
+
 __all__ = ["DType", "RedOpType", "ReduceOp", "make_premul_sum"]
 
 
@@ -60,6 +62,26 @@ class RedOpType(enum.IntEnum):
     BXOR = 7
     PREMUL_SUM = 8
 
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        if not isinstance(value, int):
+            raise TypeError(f"RedOpType: value must be a number of an operation, got {value!r}.")
+        return None
+
+    def __bool__(self) -> bool:
+        return True  # SUM is 0, but "op or default" must not replace it
+
+    def __str__(self) -> str:
+        return f"RedOpType.{self.name}"
+
+    def __call__(self, factor: Any) -> ReduceOp:
+        """``ReduceOp.PREMUL_SUM(2.0)``: the operation with its factor."""
+        if self is not RedOpType.PREMUL_SUM:
+            raise errors.CallerError(f"ReduceOp.{self.name}: only PREMUL_SUM takes a factor.")
+        if isinstance(factor, str) or factor is None:
+            raise errors.bad_argument("ReduceOp.PREMUL_SUM", "factor", factor, "a number or a tensor")
+        return ReduceOp(self, factor)
+
 
 _RedOpType = RedOpType  # ReduceOp has an attribute of that name
 
@@ -85,28 +107,43 @@ class ReduceOp(metaclass=_ReduceOpMeta):
     BXOR = RedOpType.BXOR
     PREMUL_SUM = RedOpType.PREMUL_SUM
 
-    __slots__ = ("factor", "op")
+    __slots__ = ("_factor", "op")
 
     def __init__(self, op: Any, factor: Any = None):
         given: Any = op.op if type(op) is ReduceOp else op
         self.op: Any = _RedOpType(given)
-        self.factor: Any = op.factor if type(op) is ReduceOp and factor is None else factor
+        self._factor: Any = op._factor if type(op) is ReduceOp and factor is None else factor
+
+    @property
+    def factor(self) -> Any:
+        """What PREMUL_SUM multiplies with."""
+        if self._factor is None:
+            raise errors.CallerError(f"ReduceOp.{self.op.name} has no factor; only PREMUL_SUM(factor) has one.")
+        return self._factor
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RedOpType):
             return self.op == other
         if type(other) is ReduceOp:
-            return self.op == other.op and (self.factor is other.factor or bool(self.factor == other.factor))
+            return self.op == other.op and _same_factor(self._factor, other._factor)
         return NotImplemented
 
     def __hash__(self) -> int:
         return hash(self.op)
 
     def __reduce__(self):
-        return ReduceOp, (self.op, self.factor)
+        return ReduceOp, (self.op, self._factor)
 
     def __repr__(self) -> str:
-        return f"ReduceOp.{self.op.name}" + (f"(factor={self.factor!r})" if self.factor is not None else "")
+        return f"ReduceOp.{self.op.name}" + (f"(factor={self._factor!r})" if self._factor is not None else "")
+
+
+def _same_factor(one: Any, other: Any) -> bool:
+    """Whether two factors (numbers, tensors, None) are the same."""
+    if one is other or one is None or other is None:
+        return one is other
+    same = one == other
+    return bool(same.all()) if hasattr(same, "all") else bool(same)
 
 
 def make_premul_sum(factor: Any) -> ReduceOp:

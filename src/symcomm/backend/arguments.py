@@ -12,8 +12,26 @@ from torch._C._distributed_c10d import ReduceOp
 
 from symcomm import errors
 from symcomm.types import RedOpType
+from symcomm.types import ReduceOp as OwnReduceOp
 
-__all__ = ["is_async", "one", "one_list", "redop_of", "root_of", "seconds_of"]
+__all__ = ["is_async", "one", "one_list", "redop_of", "root_of", "seconds_of", "sort_out"]
+
+
+def sort_out(*given: Any) -> tuple[Any, Any, Any, Any]:
+    """(options, root, operation, time-out) from arguments in any of the orders that the overloads allow."""
+    options = root = op = timeout = None
+    for item in given:
+        if item is None:
+            continue
+        if isinstance(item, (timedelta, float)):
+            timeout = item
+        elif isinstance(item, (ReduceOp, OwnReduceOp)):
+            op = item
+        elif isinstance(item, int):
+            root = item
+        else:
+            options = item
+    return options, root, op, timeout
 
 
 def seconds_of(options: Any, timeout: Any = None) -> float | None:
@@ -30,7 +48,7 @@ _REDOPS = {getattr(ReduceOp, op.name): op for op in RedOpType if op is not RedOp
 def redop_of(options: Any, op: Any = None) -> Any:
     """The reduce operation from ``options`` (which may itself be the operation), as ours; PREMUL_SUM as it is."""
     if op is None:
-        named = isinstance(options, (ReduceOp, ReduceOp.RedOpType))
+        named = isinstance(options, (ReduceOp, OwnReduceOp))
         op = options if named else getattr(options, "reduceOp", ReduceOp.SUM)
     return _REDOPS.get(getattr(op, "op", op), op)
 

@@ -6,8 +6,9 @@ functional collectives); the end of the class lists them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import torch
@@ -17,15 +18,15 @@ from torch._C._distributed_c10d import Backend
 from symcomm import errors
 from symcomm._core import native
 from symcomm.backend import lists
-from symcomm.backend.arguments import is_async, one, one_list, redop_of, root_of, seconds_of
+from symcomm.backend.arguments import is_async, one, one_list, redop_of, root_of, seconds_of, sort_out
 from symcomm.backend.profile import Span, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
-from symcomm.backend.work import AllOf, DoneWork, TorchWork, done
+from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, op_type_of
 from symcomm.group.calls import Kind, to_redop
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.share import Exchange
 
-__all__ = ["TorchGroup"]
+__all__ = ["TorchGroup", "merged_group"]
 
 _alive: set[Any] = set()  # torch's registry holds groups weakly
 Options: Any = Backend.Options
@@ -51,6 +52,14 @@ def _exchange_through(store: Any, rank: int, size: int, timeout: timedelta) -> E
         return [store.get(key)[1:] for key in keys]
 
     return exchange
+
+
+def merged_group(store: Any, size: int, timeout: timedelta, name: str) -> TorchGroup:
+    """A group of the first ``size`` ranks that come to ``store``."""
+    place = int(store.add("mergeGroupRank", 1)) - 1
+    if place >= size:
+        raise errors.bad_argument("merge_remote_group", "size", size, f"at least {place + 1}, as many as came")
+    return TorchGroup(store, place, size, timeout, name)
 
 
 class TorchGroup(dist.ProcessGroup):
@@ -82,6 +91,8 @@ class TorchGroup(dist.ProcessGroup):
         self._desc = ""
         self._coalescing: list[Any] | None = None
         self._splits = 0
+        self._hook: Any = None
+        self._used_for_symmetric_memory = False
         _alive.add(self)
 
     __hash__ = object.__hash__
@@ -103,26 +114,44 @@ class TorchGroup(dist.ProcessGroup):
     ) -> Any:
         """Run one of our collectives and dress its work for torch."""
         if not is_profiling():
-            return self._dressed(method, args, options, timeout, result)
+            return self._dressed(name, method, args, options, timeout, result)
         span = self._span(name, inputs, result)
         try:
-            work = self._dressed(method, args, options, timeout, result)
+            work = self._dressed(name, method, args, options, timeout, result)
         except BaseException:
             span.close()
             raise
         return work.profiled(span)
 
     def _dressed(
-        self, method: Callable[..., Any], args: tuple, options: Any, timeout: Any, result: Sequence[Any]
+        self, name: str, method: Callable[..., Any], args: tuple, options: Any, timeout: Any, result: Sequence[Any]
     ) -> Any:
         asynchronous = is_async(options) or self._coalescing is not None
+        begun = time.monotonic()
         inner = method(*args, async_op=asynchronous, timeout=seconds_of(options, timeout))
+        work: Any
         if inner is None:
-            return DoneWork(list(result))
-        work = TorchWork(inner, list(result))
-        if self._coalescing is not None:
-            self._coalescing.append(work)
+            work = DoneWork(list(result), name, time.monotonic() - begun)
+        else:
+            work = TorchWork(inner, list(result), name)
+            if self._coalescing is not None:
+                self._coalescing.append(work)
+        if self._hook is not None:
+            self._tell(work, time.monotonic() - begun)
         return work
+
+    def _tell(self, work: Any, ago: float) -> None:
+        """Call the completion hook once the work has ended. ``ago``: seconds since it began."""
+        hook, seq, begun = self._hook, self.core.sequence_number, datetime.now() - timedelta(seconds=ago)
+
+        def ended() -> None:
+            end = datetime.now()
+            hook(WorkInfo(op_type_of(work._call), seq, begun, end, end - begun))
+
+        if isinstance(work, DoneWork):
+            ended()
+        else:
+            work._inner.add_done_callback(ended)
 
     def _span(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Span:
         """The profiler's event for one operation, with what torch's own backends tell about theirs."""
@@ -144,6 +173,7 @@ class TorchGroup(dist.ProcessGroup):
             or is_async(opts)
             or self._coalescing is not None
             or is_profiling()
+            or self._hook is not None
             or opts.timeout > _NO_TIMEOUT
         ):
             return False
@@ -156,6 +186,8 @@ class TorchGroup(dist.ProcessGroup):
     # --- reductions -------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
+        if op is not None or timeout is not None:
+            opts, _, op, timeout = sort_out(opts, op, timeout)
         if type(tensors) is list and len(tensors) > 1:
             return lists.all_reduce(self.core, tensors, redop_of(opts, op), seconds_of(opts, timeout))
         tensor, redop = one("all_reduce", "tensors", tensors), redop_of(opts, op)
@@ -178,13 +210,20 @@ class TorchGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Any, opts: Any = None, root: Any = None, op: Any = None, timeout: Any = None) -> Any:
         tensor = one("reduce", "tensors", tensors)
+        opts, root, op, timeout = sort_out(opts, root, op, timeout)
         args = (tensor, root_of(opts, root), redop_of(opts, op))
         return self._call(
             "reduce", self.core.reduce, *args, options=opts, timeout=timeout, inputs=[tensor], result=[tensor]
         )
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
-        output, pieces = one("reduce_scatter", "output_tensors", outputs), one_list("reduce_scatter", "inputs", inputs)
+    def reduce_scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
+    ) -> Any:
+        output, pieces = (
+            one("reduce_scatter", "output_tensors", output_tensors),
+            one_list("reduce_scatter", "inputs", input_tensors),
+        )
+        opts, _, op, timeout = sort_out(opts, op, timeout)
         args = (output, pieces, redop_of(opts, op))
         call = self.core.reduce_scatter
         return self._call("reduce_scatter", call, *args, options=opts, timeout=timeout, inputs=pieces, result=[output])
@@ -206,6 +245,8 @@ class TorchGroup(dist.ProcessGroup):
     # --- copies -----------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
+        if root is not None or timeout is not None:
+            opts, root, _, timeout = sort_out(opts, root, timeout)
         origin = root_of(opts, root)
         if type(tensors) is list and len(tensors) > 1:
             return lists.broadcast(self.core, tensors, origin, opts, seconds_of(opts, timeout))
@@ -218,10 +259,14 @@ class TorchGroup(dist.ProcessGroup):
             "broadcast", call, tensor, origin, options=opts, timeout=timeout, inputs=result, result=result
         )
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
-        if type(inputs) is list and len(inputs) > 1:
-            return lists.all_gather(self.core, outputs, inputs, seconds_of(opts, timeout))
-        tensor, places = one("all_gather", "input_tensors", inputs), one_list("all_gather", "output_tensors", outputs)
+    def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
+        opts, _, _, timeout = sort_out(opts, timeout)
+        if type(input_tensors) is list and len(input_tensors) > 1:
+            return lists.all_gather(self.core, output_tensors, input_tensors, seconds_of(opts, timeout))
+        tensor, places = (
+            one("all_gather", "input_tensors", input_tensors),
+            one_list("all_gather", "output_tensors", output_tensors),
+        )
         call = self.core.all_gather
         return self._call(
             "all_gather", call, places, tensor, options=opts, timeout=timeout, inputs=[tensor], result=places
@@ -237,45 +282,60 @@ class TorchGroup(dist.ProcessGroup):
         call = self.core.all_gather_coalesced
         return self._call("all_gather_coalesced", call, outputs, inputs, options=opts, inputs=inputs, result=outputs)
 
-    def allgather_coalesced(self, output_lists: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
+    def allgather_coalesced(self, output_lists: Sequence[Any], input_list: Sequence[Any], opts: Any = None) -> Any:
         def call(async_op: bool, timeout: Any) -> Any:
             work = None
-            for k, tensor in enumerate(inputs):
+            for k, tensor in enumerate(input_list):
                 places = [one_rank[k] for one_rank in output_lists]
                 work = self.core.all_gather(places, tensor, async_op=async_op, timeout=timeout)
             return work  # operations run in order, so the last speaks for all
 
         result = [t for one_rank in output_lists for t in one_rank]
-        return self._call("all_gather_coalesced", call, options=opts, inputs=inputs, result=result)
+        return self._call("all_gather_coalesced", call, options=opts, inputs=input_list, result=result)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
-        tensor, places = one("gather", "input_tensors", inputs), one_list("gather", "output_tensors", outputs)
+    def gather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
+    ) -> Any:
+        tensor, places = (
+            one("gather", "input_tensors", input_tensors),
+            one_list("gather", "output_tensors", output_tensors),
+        )
+        opts, root, _, timeout = sort_out(opts, root, timeout)
         args = (places or None, tensor, root_of(opts, root))
         return self._call(
             "gather", self.core.gather, *args, options=opts, timeout=timeout, inputs=[tensor], result=places
         )
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
-        tensor, pieces = one("scatter", "output_tensors", outputs), one_list("scatter", "input_tensors", inputs)
+    def scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
+    ) -> Any:
+        tensor, pieces = (
+            one("scatter", "output_tensors", output_tensors),
+            one_list("scatter", "input_tensors", input_tensors),
+        )
+        opts, root, _, timeout = sort_out(opts, root, timeout)
         args = (tensor, pieces or None, root_of(opts, root))
         return self._call(
             "scatter", self.core.scatter, *args, options=opts, timeout=timeout, inputs=pieces, result=[tensor]
         )
 
-    def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
-        args = (list(outputs), list(inputs))
-        return self._call("all_to_all", self.core.all_to_all, *args, options=opts, inputs=inputs, result=outputs)
+    def alltoall(self, output_tensors: Sequence[Any], input_tensors: Sequence[Any], opts: Any = None) -> Any:
+        args = (list(output_tensors), list(input_tensors))
+        return self._call(
+            "all_to_all", self.core.all_to_all, *args, options=opts, inputs=input_tensors, result=output_tensors
+        )
 
     def all_to_all_single(
         self,
         output: Any,
         input: Any,
-        output_splits: Any = None,
-        input_splits: Any = None,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
         opts: Any = None,
         timeout: Any = None,
     ) -> Any:
-        args = (output, input, list(output_splits or []), list(input_splits or []))
+        opts, _, _, timeout = sort_out(opts, timeout)
+        args = (output, input, list(output_split_sizes or []), list(input_split_sizes or []))
         call = self.core.all_to_all_single
         return self._call("all_to_all", call, *args, options=opts, timeout=timeout, inputs=[input], result=[output])
 
@@ -285,7 +345,7 @@ class TorchGroup(dist.ProcessGroup):
         tensor = one(name, "tensors", tensors)
         span = self._span(name, [tensor], [tensor]) if is_profiling() else None
         try:
-            work = TorchWork(start(tensor, *args), [tensor])
+            work = TorchWork(start(tensor, *args), [tensor], name)
         except BaseException:
             if span is not None:
                 span.close()
@@ -294,11 +354,11 @@ class TorchGroup(dist.ProcessGroup):
             self._coalescing.append(work)
         return work.profiled(span) if span is not None else work
 
-    def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        return self._message("send", self.core.isend, tensors, peer, tag)
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
+        return self._message("send", self.core.isend, tensors, dstRank, tag)
 
-    def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        return self._message("recv", self.core.irecv, tensors, peer, tag)
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
+        return self._message("recv", self.core.irecv, tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         return self._message("recvAnySource", self.core.irecv, tensors, -1, tag)
@@ -306,6 +366,7 @@ class TorchGroup(dist.ProcessGroup):
     # --- synchronisation --------------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+        opts, _, _, timeout = sort_out(opts, timeout)
         return self._call("barrier", self.core.barrier, options=opts, timeout=timeout)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -368,6 +429,19 @@ class TorchGroup(dist.ProcessGroup):
         return group
 
     splitGroup = split_group
+
+    def merge_remote_group(
+        self, store: Any, size: int, timeout: Any = None, group_name: Any = None, group_desc: Any = None
+    ) -> Any:
+        """One group of all ranks that meet in ``store``: ``size`` in all, numbered in the order in which they come."""
+        if not isinstance(size, int) or size < self.core.size:
+            raise errors.bad_argument("merge_remote_group", "size", size, f"at least this group's {self.core.size}")
+        lifetime = timeout or timedelta(seconds=self.core.timeout)
+        group = merged_group(store, size, lifetime, group_name or f"{self._name}:merge")
+        group._desc = group_desc or f"{self._desc}:merge"
+        return group
+
+    mergeRemoteGroup = merge_remote_group
 
     def shrink(self, ranks_to_exclude: Sequence[int] = (), *_: Any) -> TorchGroup:
         """The ranks that still live go on in a new group."""
@@ -451,8 +525,38 @@ class TorchGroup(dist.ProcessGroup):
         for work in list(self.core._pending):
             work.wait()
 
+    def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
+        """``hook(WorkInfo)`` is called when a collective has ended, in whichever thread noticed it."""
+        if not callable(hook):
+            raise errors.bad_argument("_register_on_completion_hook", "hook", hook, "a function of one argument")
+        if self._hook is not None:
+            raise errors.CallerError("_register_on_completion_hook: a hook is registered already.")
+        self._hook = hook
+
     def _has_hooks(self) -> bool:
-        return False
+        return self._hook is not None
+
+    @property
+    def mem_allocator(self) -> Any:
+        raise errors.CallerError("symcomm has no allocator for torch's memory pools; use allocate_tensor.")
+
+    def suspend(self) -> None:
+        raise errors.CallerError("symcomm has no memory of a device to give back; there is nothing to suspend.")
+
+    def resume(self) -> None:
+        raise errors.CallerError("symcomm has no memory of a device to give back; there is nothing to resume.")
+
+    def setUsePgForSymmMemRendezvous(self, value: bool) -> None:
+        """Our symmetric memory always meets through the group; the wish is only remembered."""
+        self._used_for_symmetric_memory = bool(value)
+
+    @property
+    def use_pg_for_symm_mem_rendezvous(self) -> bool:
+        return self._used_for_symmetric_memory
+
+    @use_pg_for_symm_mem_rendezvous.setter
+    def use_pg_for_symm_mem_rendezvous(self, value: bool) -> None:
+        self.setUsePgForSymmMemRendezvous(value)
 
     def _enable_collectives_timing(self) -> None:
         """Nothing to switch on: times are kept in any case."""

@@ -7,13 +7,59 @@ somebody else than its waiter, and an exception must come out of a ``then`` call
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
 import torch
+import torch._C._distributed_c10d as torch_c10d
 from torch._C._distributed_c10d import Work
 
-__all__ = ["AllOf", "DoneWork", "TorchWork", "done"]
+from symcomm import errors
+
+__all__ = ["AllOf", "DoneWork", "TorchWork", "WorkInfo", "done", "op_type_of"]
+
+OpType: Any = vars(torch_c10d)["OpType"]  # which torch's own stubs do not list
+# Our calls -> torch's word for them.
+_OP_TYPES = {
+    "all_reduce": OpType.ALLREDUCE,
+    "all_reduce_coalesced": OpType.ALLREDUCE_COALESCED,
+    "reduce": OpType.REDUCE,
+    "reduce_scatter": OpType.REDUCE_SCATTER,
+    "reduce_scatter_single": OpType._REDUCE_SCATTER_BASE,
+    "reduce_scatter_coalesced": OpType.REDUCE_SCATTER_TENSOR_COALESCED,
+    "broadcast": OpType.BROADCAST,
+    "all_gather": OpType.ALLGATHER,
+    "all_gather_single": OpType._ALLGATHER_BASE,
+    "all_gather_coalesced": OpType.ALLGATHER_COALESCED,
+    "gather": OpType.GATHER,
+    "scatter": OpType.SCATTER,
+    "all_to_all": OpType.ALLTOALL,
+    "all_to_all_single": OpType.ALLTOALL_BASE,
+    "barrier": OpType.BARRIER,
+    "send": OpType.SEND,
+    "recv": OpType.RECV,
+    "recvAnySource": OpType.RECVANYSOURCE,
+}
+
+
+def op_type_of(call: str) -> Any:
+    return _OP_TYPES.get(call, OpType.UNKNOWN)
+
+
+@dataclass(frozen=True)
+class WorkInfo:
+    """What a completion hook is told about an operation."""
+
+    op_type: Any
+    seq: int
+    time_started: datetime
+    time_finished: datetime
+    active_duration: timedelta
+
+
+def _no_source() -> errors.CallerError:
+    return errors.CallerError("source_rank: only works of recv have a source.")
 
 
 def _future_of(result: list[Any]) -> Any:
@@ -25,10 +71,11 @@ def _future_of(result: list[Any]) -> Any:
 class DoneWork(Work):
     """An operation that ended before its call returned."""
 
-    def __init__(self, result: list[Any] | None = None, source: int = -1):
+    def __init__(self, result: list[Any] | None = None, call: str = "", seconds: float = -1.0):
         super().__init__()
         self._tensors = result or []
-        self._source = source
+        self._call = call
+        self._seconds = seconds
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
@@ -49,9 +96,18 @@ class DoneWork(Work):
         return None
 
     def source_rank(self) -> int:
-        return self._source
+        raise _no_source()
 
     _source_rank = source_rank
+
+    def _get_op_type(self) -> int:
+        return op_type_of(self._call).value
+
+    def _get_duration(self) -> float:
+        """Milliseconds."""
+        if self._seconds < 0:
+            raise errors.CallerError("_get_duration: times of this work were not taken.")
+        return self._seconds * 1e3
 
     def result(self) -> list[Any]:
         return self._tensors
@@ -75,9 +131,10 @@ done = DoneWork()
 class TorchWork(Work):
     """An operation on its way; ``inner`` is one of our works."""
 
-    def __init__(self, inner: Any, result: list[Any]):
+    def __init__(self, inner: Any, result: list[Any], call: str = ""):
         super().__init__()
         self._inner = inner
+        self._call = call
         self._tensors = result
         self._future: Any = None
         self._span: Any = None
@@ -111,9 +168,21 @@ class TorchWork(Work):
         self.wait()
 
     def source_rank(self) -> int:
-        return getattr(self._inner, "source", -1)
+        if not self._call.startswith("recv"):
+            raise _no_source()
+        return self._inner.source
 
     _source_rank = source_rank
+
+    def _get_op_type(self) -> int:
+        return op_type_of(self._call).value
+
+    def _get_duration(self) -> float:
+        """Milliseconds from the call to its end."""
+        seconds = getattr(self._inner, "seconds", None)
+        if seconds is None:
+            raise errors.CallerError("_get_duration: the operation has not ended, or its times are not taken.")
+        return seconds * 1e3
 
     def result(self) -> list[Any]:
         self.wait()
@@ -165,9 +234,12 @@ class AllOf(Work):
         self.wait()
 
     def source_rank(self) -> int:
-        return -1
+        raise _no_source()
 
     _source_rank = source_rank
+
+    def _get_op_type(self) -> int:
+        return OpType.COALESCED.value
 
     def result(self) -> list[Any]:
         self.wait()

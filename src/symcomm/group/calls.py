@@ -50,7 +50,7 @@ def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
     if type(op) is RedOpType:
         return op, None
     if type(op) is ReduceOp:
-        return op.op, op.factor
+        return op.op, op._factor
     try:
         if isinstance(op, str):
             return RedOpType[op.upper()], None

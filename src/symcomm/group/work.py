@@ -74,6 +74,7 @@ class Work:
         self._result = list(result)
         self._keep = keep  # tensors the core still reads or writes
         self._started = time.monotonic()
+        self.seconds: float | None = None  # from the call to its end, once that is known
         self._request: Any = None
         self._lock = threading.Lock()
         self._settled = False
@@ -92,6 +93,7 @@ class Work:
                 for buffer in self._outputs:
                     buffer.finish()
             self._settled = True
+            self.seconds = time.monotonic() - self._started
             self._keep = None
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:

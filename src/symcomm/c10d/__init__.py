@@ -1,0 +1,127 @@
+"""symcomm.c10d: the names of PyTorch's ``torch._C._distributed_c10d``, on our implementation.
+
+enums.py      DebugLevel, OpType, ...; the debug level
+options.py    AllreduceOptions and its kin
+reduce_op.py  ReduceOp
+stores.py     stores, and the bridge between ours and PyTorch's
+works.py      Work and what it comes as
+backend.py    Backend: the base of engines, which Python classes can subclass
+fake.py       FakeProcessGroup: collectives that do nothing
+wrapper.py    _ProcessGroupWrapper: checks that all ranks call the same
+group.py      ProcessGroup: operations to backends by device
+symmetric.py  _SymmetricMemory, _detect_dma_connectivity
+registry.py   groups by name, works by tensor
+words.py      refusals of wrong types
+
+PyTorch's own engines (ProcessGroupGloo, ProcessGroupNCCL, ...) are here where PyTorch has them.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch._C._distributed_c10d as _theirs
+
+from symcomm.c10d.backend import Backend
+from symcomm.c10d.enums import (
+    BackendType,
+    DebugLevel,
+    ErrorType,
+    OpType,
+    WorkResult,
+    get_debug_level,
+    set_debug_level,
+    set_debug_level_from_env,
+)
+from symcomm.c10d.fake import FakeProcessGroup
+from symcomm.c10d.group import ProcessGroup
+from symcomm.c10d.options import (
+    DEFAULT_TIMEOUT as _DEFAULT_PG_TIMEOUT,
+)
+from symcomm.c10d.options import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    _DistributedBackendOptions,
+)
+from symcomm.c10d.reduce_op import ReduceOp, _make_nccl_premul_sum
+from symcomm.c10d.registry import shared as _shared
+from symcomm.c10d.stores import (
+    FileStore,
+    HashStore,
+    PrefixStore,
+    QueueEmptyError,
+    Store,
+    TCPStore,
+    _ControlCollectives,
+    _StoreCollectives,
+    _test_python_store,
+    as_torch_store,
+)
+from symcomm.c10d.symmetric import _detect_dma_connectivity, _DMAConnectivity, _SymmetricMemory
+from symcomm.c10d.works import FakeWork, PythonCallbackWork, Work, WorkInfo, _create_work_from_future
+from symcomm.c10d.wrapper import _ProcessGroupWrapper
+
+_DEFAULT_FIRST_BUCKET_BYTES = 1024 * 1024
+_DEFAULT_NO_TIMEOUT = timedelta(0)
+
+_engines = {name: getattr(_theirs, name) for name in dir(_theirs) if name.startswith("ProcessGroup") and name[12:]}
+globals().update(_engines | _shared)
+
+__all__ = [
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceCoalescedOptions",
+    "AllreduceOptions",
+    "Backend",
+    "BackendType",
+    "BarrierOptions",
+    "BroadcastOptions",
+    "DebugLevel",
+    "ErrorType",
+    "FakeProcessGroup",
+    "FakeWork",
+    "FileStore",
+    "GatherOptions",
+    "HashStore",
+    "OpType",
+    "PrefixStore",
+    "ProcessGroup",
+    "PythonCallbackWork",
+    "QueueEmptyError",
+    "ReduceOp",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ScatterOptions",
+    "Store",
+    "TCPStore",
+    "Work",
+    "WorkInfo",
+    "WorkResult",
+    "_DEFAULT_FIRST_BUCKET_BYTES",
+    "_DEFAULT_NO_TIMEOUT",
+    "_DEFAULT_PG_TIMEOUT",
+    "_ControlCollectives",
+    "_DMAConnectivity",
+    "_DistributedBackendOptions",
+    "_ProcessGroupWrapper",
+    "_StoreCollectives",
+    "_SymmetricMemory",
+    "_create_work_from_future",
+    "_detect_dma_connectivity",
+    "_make_nccl_premul_sum",
+    "_test_python_store",
+    "as_torch_store",
+    "get_debug_level",
+    "set_debug_level",
+    "set_debug_level_from_env",
+    *_engines,
+    *_shared,
+]

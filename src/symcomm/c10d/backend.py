@@ -1,0 +1,118 @@
+"""Backend: an engine that a ProcessGroup sends the operations of one kind of device to.
+
+PyTorch's class cannot be subclassed in Python; this one can. Define what the engine does; what it does not define is
+refused in words. TorchGroup (our engine) and PyTorch's own backends count as Backends too.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch._C._distributed_c10d as torch_c10d
+
+from symcomm import errors
+from symcomm.backend.group import TorchGroup
+from symcomm.c10d.options import DEFAULT_TIMEOUT, Option, Options, ranks, text, timeout_of
+
+__all__ = ["Backend", "BackendOptions"]
+
+
+class BackendOptions(Options):
+    """``Backend.Options``: what every backend can be told."""
+
+    __slots__ = ()
+    backend = Option("", text)
+    _timeout = Option(DEFAULT_TIMEOUT, timeout_of)
+    group_name = Option("", text)
+    global_ranks_in_group = Option([], ranks)
+
+    def __init__(self, backend: str, timeout: timedelta = DEFAULT_TIMEOUT):
+        super().__init__()
+        self._values["backend"] = text("Backend.Options: backend", backend)
+        self._timeout = timeout
+
+    def for_torch(self) -> Any:
+        theirs = torch_c10d.Backend.Options(self.backend, self._timeout)
+        theirs.group_name, theirs.global_ranks_in_group = self.group_name, self.global_ranks_in_group
+        return theirs
+
+
+class _AnyBackend(type):
+    """``isinstance(b, Backend)`` holds for our engine and for PyTorch's backends too."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        others = (TorchGroup, torch_c10d.Backend)
+        return super().__instancecheck__(instance) or (cls is Backend and isinstance(instance, others))
+
+
+class Backend(metaclass=_AnyBackend):
+    """See the module's text. Subclasses call ``super().__init__(rank, size)``."""
+
+    Options: Any = BackendOptions
+    is_symcomm = False
+    supports_splitting = False
+    supports_coalescing = False
+    supports_shrinking = False
+    supports_time_estimate = False
+
+    def __init__(self, rank: int, size: int):
+        if type(self) is Backend:
+            raise TypeError("Backend: no constructor; make a subclass that has collectives.")
+        self._rank = rank
+        self._size = size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return type(self).__name__.lower()
+
+    def _get_backend_name(self) -> str:
+        return self.name()
+
+    def _lacks(self, call: str) -> errors.CallerError:
+        return errors.CallerError(f"Backend {self.name()} does not support {call}; use a backend that does.")
+
+    @property
+    def mem_allocator(self) -> Any:
+        raise self._lacks("mem_allocator")
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        return False
+
+    def eager_connect_single_device(self, device: Any = None) -> None:
+        """Nothing to connect early, unless a subclass has something."""
+
+    def setUsePgForSymmMemRendezvous(self, value: bool) -> None:
+        self._used_for_symmetric_memory = bool(value)
+
+    def abort(self) -> None:
+        """Nothing to stop, unless a subclass has something."""
+
+    def shutdown(self) -> None:
+        """Nothing to close, unless a subclass has something."""
+
+
+def _refused(name: str) -> Any:
+    def call(self: Backend, *args: Any, **kwargs: Any) -> Any:
+        raise self._lacks(name)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = "Refused, unless a subclass defines it."
+    return call
+
+
+_TO_DEFINE = (
+    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced", "broadcast", "allgather", "_allgather_base", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "gather", "scatter", "alltoall", "alltoall_base", "send", "recv",
+    "recv_anysource", "barrier", "monitored_barrier", "_start_coalescing", "_end_coalescing", "set_timeout",
+    "_get_sequence_number_for_group", "_set_sequence_number_for_group", "allocate_tensor", "memory_stats", "suspend",
+    "resume", "shrink", "get_error", "split_group",
+)  # fmt: skip
+for _name in _TO_DEFINE:
+    setattr(Backend, _name, _refused(_name))

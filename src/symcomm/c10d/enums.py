@@ -1,0 +1,144 @@
+"""The enumerations of the binding, and the debug level.
+
+Members compare by kind and number, also with PyTorch's member of the same name, and never with a plain number; they
+hash, convert to int and index lists like the numbers they stand for.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from typing import Any
+
+import torch._C._distributed_c10d as torch_c10d
+
+from symcomm import errors
+from symcomm.c10d.words import wrong_type
+
+__all__ = [
+    "BackendType",
+    "DebugLevel",
+    "ErrorType",
+    "OpType",
+    "WorkResult",
+    "get_debug_level",
+    "set_debug_level",
+    "set_debug_level_from_env",
+]
+
+
+class _Numbered(enum.Enum):
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        if not isinstance(value, int):
+            raise wrong_type(cls.__name__, "value", value, f"a number of {cls.__name__}")
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is type(self):
+            return self is other
+        theirs = type(other)
+        if theirs.__name__ == type(self).__name__ and theirs.__module__.startswith("torch."):
+            return self.value == getattr(other, "value", None)
+        return False
+
+    def __hash__(self) -> int:
+        return self.value
+
+    def __int__(self) -> int:
+        return self.value
+
+    __index__ = __int__
+
+
+class DebugLevel(_Numbered):
+    """How much checking and logging ``TORCH_DISTRIBUTED_DEBUG`` asks for."""
+
+    OFF = 0
+    INFO = 1
+    DETAIL = 2
+
+
+class ErrorType(_Numbered):
+    """What ended a group."""
+
+    SUCCESS = 0
+    TIMEOUT = 1
+    COMM_ERROR = 2
+    REMOTE_ERROR = 3
+
+
+class WorkResult(_Numbered):
+    """How one operation ended; the value of ``Work.get_future_result()``."""
+
+    SUCCESS = 0
+    TIMEOUT = 1
+    COMM_ERROR = 2
+    UNKNOWN = 100
+
+
+class OpType(_Numbered):
+    """What an operation is."""
+
+    BROADCAST = 0
+    ALLREDUCE = 1
+    ALLREDUCE_COALESCED = 2
+    REDUCE = 3
+    ALLGATHER = 4
+    _ALLGATHER_BASE = 5
+    ALLGATHER_COALESCED = 6
+    GATHER = 7
+    SCATTER = 8
+    REDUCE_SCATTER = 9
+    ALLTOALL_BASE = 10
+    ALLTOALL = 11
+    SEND = 12
+    RECV = 13
+    RECVANYSOURCE = 14
+    BARRIER = 15
+    _REDUCE_SCATTER_BASE = 16
+    COALESCED = 17
+    _ALLREDUCE_SPARSE = 18
+    REDUCE_SCATTER_TENSOR_COALESCED = 19
+    UNKNOWN = 100
+
+
+class BackendType(_Numbered):
+    """Kinds of backends; ``ProcessGroup.BackendType``. This one also equals its number."""
+
+    UNDEFINED = 0
+    GLOO = 1
+    NCCL = 2
+    UCC = 3
+    MPI = 4
+    XCCL = 5
+    CUSTOM = 6
+
+    def __eq__(self, other: object) -> bool:
+        return self.value == other if isinstance(other, int) else super().__eq__(other)
+
+    __hash__ = _Numbered.__hash__
+
+
+# --- the debug level: PyTorch's variable, so that both sides always agree ------------------------------------------
+
+
+def get_debug_level() -> DebugLevel:
+    """The level in force, for us and for PyTorch."""
+    return DebugLevel(torch_c10d.get_debug_level().value)
+
+
+def set_debug_level(level: Any) -> None:
+    """Change the level, for us and for PyTorch."""
+    if not isinstance(level, (DebugLevel, torch_c10d.DebugLevel)):
+        raise wrong_type("set_debug_level", "level", level, "a DebugLevel")
+    torch_c10d.set_debug_level(torch_c10d.DebugLevel(level.value))
+
+
+def set_debug_level_from_env() -> None:
+    """Take the level from ``TORCH_DISTRIBUTED_DEBUG``: OFF (or unset), INFO or DETAIL, in any case of letters."""
+    word = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
+    names = ", ".join(DebugLevel.__members__)
+    if word.upper() not in DebugLevel.__members__:
+        raise errors.bad_argument("set_debug_level_from_env", "TORCH_DISTRIBUTED_DEBUG", word, f"one of {names}")
+    set_debug_level(DebugLevel[word.upper()])

@@ -1,0 +1,195 @@
+"""The fake group: every collective returns at once and leaves plausible data behind.
+
+For trying out sharding, memory use and graphs of a large job in one process. What arrives "from others" is our own
+data; sums leave the input as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from symcomm import errors
+from symcomm.backend.arguments import one, root_of, sort_out
+from symcomm.c10d.backend import Backend, BackendOptions
+from symcomm.c10d.options import Option, flag, integer
+from symcomm.c10d.words import wrong_type
+from symcomm.c10d.works import FakeWork
+
+__all__ = ["FakeOptions", "FakeProcessGroup"]
+
+
+class FakeOptions(BackendOptions):
+    """``FakeProcessGroup.Options``. ``error_on_collective`` finds the collectives a program should not make."""
+
+    __slots__ = ()
+    fake_option = Option(0, integer)
+    error_on_collective = Option(False, flag)
+
+    def __init__(self) -> None:
+        super().__init__("fake")
+
+
+def _pieces(lists: Any) -> list[Any]:
+    """The inner list of a list of one list, or the list itself."""
+    return list(lists[0]) if lists and isinstance(lists[0], (list, tuple)) else list(lists)
+
+
+def _tensors_in(call: str, tensors: Any) -> None:
+    for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+        if isinstance(tensor, (list, tuple)):
+            _tensors_in(call, tensor)
+        elif not hasattr(tensor, "copy_"):
+            raise wrong_type(call, "tensors", tensor, "a tensor or a list of tensors")
+
+
+class FakeProcessGroup(Backend):
+    """Made by ``FakeProcessGroup._create_internal(rank, world_size, options)``."""
+
+    Options: Any = FakeOptions
+
+    def __init__(self, *_: Any, **__: Any):
+        raise TypeError("FakeProcessGroup: no constructor; call FakeProcessGroup._create_internal(rank, world_size).")
+
+    @classmethod
+    def _create_internal(cls, rank: int, world_size: int, options: FakeOptions | None = None) -> FakeProcessGroup:
+        if not 0 <= rank < world_size:
+            raise errors.bad_argument("FakeProcessGroup", "rank", rank, f"0 to world_size - 1 ({world_size - 1})")
+        group = cls.__new__(cls)
+        Backend.__init__(group, rank, world_size)
+        group.options = options if options is not None else FakeOptions()
+        return group
+
+    options: FakeOptions
+
+    def name(self) -> str:
+        return "fake"
+
+    def _did(self, call: str, *tensors: Any) -> FakeWork:
+        _tensors_in(call, tensors)
+        if self.options.error_on_collective:
+            raise errors.CallerError(f"FakeProcessGroup: {call} was called, and options.error_on_collective is set.")
+        return FakeWork()
+
+    def allreduce(self, tensors: Any, *_: Any, **__: Any) -> FakeWork:
+        return self._did("allreduce", tensors)
+
+    def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> FakeWork:
+        return self._did("allreduce_coalesced", tensors)
+
+    def reduce(self, tensors: Any, *_: Any, **__: Any) -> FakeWork:
+        return self._did("reduce", tensors)
+
+    def broadcast(self, tensors: Any, *_: Any, **__: Any) -> FakeWork:
+        return self._did("broadcast", tensors)
+
+    def barrier(self, *_: Any, **__: Any) -> FakeWork:
+        return self._did("barrier")
+
+    def allgather(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> FakeWork:
+        work = self._did("allgather", outputs, inputs)
+        for place in _pieces(outputs):
+            place.copy_(one("all_gather", "input_tensors", inputs))
+        return work
+
+    def allgather_coalesced(self, output_lists: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> FakeWork:
+        work = self._did("allgather_coalesced", output_lists, inputs)
+        for places in output_lists:
+            for place, tensor in zip(places, inputs, strict=True):
+                place.copy_(tensor)
+        return work
+
+    def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> FakeWork:
+        work = self._did("_allgather_base", output, input)
+        for part in output.chunk(self._size):
+            part.copy_(input)
+        return work
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+        for output, input in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, input)
+        return self._did("allgather_into_tensor_coalesced", outputs, inputs)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> FakeWork:
+        work = self._did("reduce_scatter", outputs, inputs)
+        pieces = self._one_each("reduce_scatter", "input_tensors", _pieces(inputs))
+        one("reduce_scatter", "output_tensors", outputs).copy_(pieces[self._rank])
+        return work
+
+    def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> FakeWork:
+        work = self._did("_reduce_scatter_base", output, input)
+        if input.numel() != output.numel() * self._size:
+            allowed = f"{self._size} times the {output.numel()} elements of output"
+            raise errors.bad_argument("_reduce_scatter_base", "input", f"{input.numel()} elements", allowed)
+        output.copy_(input.chunk(self._size)[self._rank])
+        return work
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
+        for output, input in zip(outputs, inputs, strict=True):
+            self._reduce_scatter_base(output, input)
+        return self._did("reduce_scatter_tensor_coalesced", outputs, inputs)
+
+    def gather(self, outputs: Any, inputs: Any, *rest: Any, **named: Any) -> FakeWork:
+        work = self._did("gather", outputs, inputs)
+        places = self._at_root("gather", "output_tensors", outputs, rest, named)
+        for place in places:
+            place.copy_(one("gather", "input_tensors", inputs))
+        return work
+
+    def scatter(self, outputs: Any, inputs: Any, *rest: Any, **named: Any) -> FakeWork:
+        work = self._did("scatter", outputs, inputs)
+        pieces = self._at_root("scatter", "input_tensors", inputs, rest, named)
+        if pieces:
+            one("scatter", "output_tensors", outputs).copy_(pieces[self._rank])
+        return work
+
+    def _at_root(self, call: str, argument: str, lists: Any, rest: Any, named: Any) -> list[Any]:
+        """The list of one tensor for each rank that only the root has."""
+        options, root, _, _ = sort_out(*rest, *named.values())
+        at_root = self._rank == root_of(options, root)
+        pieces = _pieces(lists)
+        if at_root:
+            return self._one_each(call, argument, pieces)
+        if pieces:
+            allowed = "empty on ranks that are not the root"
+            raise errors.bad_argument(call, argument, f"{len(pieces)} tensors", allowed)
+        return []
+
+    def _one_each(self, call: str, argument: str, pieces: Sequence[Any]) -> list[Any]:
+        if len(pieces) != self._size:
+            allowed = f"one for each of the {self._size} ranks"
+            raise errors.bad_argument(call, argument, f"{len(pieces)} tensors", allowed)
+        return list(pieces)
+
+    def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> FakeWork:
+        work = self._did("alltoall", outputs, inputs)
+        places = self._one_each("alltoall", "output_tensors", outputs)
+        for place, tensor in zip(places, self._one_each("alltoall", "input_tensors", inputs), strict=True):
+            place.copy_(tensor)
+        return work
+
+    def alltoall_base(
+        self, output: Any, input: Any, output_split_sizes: Any = (), input_split_sizes: Any = (), *_: Any, **__: Any
+    ) -> FakeWork:
+        work = self._did("alltoall_base", output, input)
+        if not output_split_sizes:
+            output.copy_(input)
+            return work
+        for place in output.split(list(output_split_sizes)):
+            place.copy_(input[: len(place)])
+        return work
+
+    def send(self, tensors: Sequence[Any], dstRank: int, tag: int = 0) -> FakeWork:
+        return FakeWork()
+
+    def recv(self, tensors: Sequence[Any], srcRank: int, tag: int = 0) -> FakeWork:
+        return FakeWork()
+
+    def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> FakeWork:
+        return FakeWork()
+
+    def _start_coalescing(self) -> None:
+        """Nothing to collect."""
+
+    def _end_coalescing(self) -> FakeWork:
+        return FakeWork()

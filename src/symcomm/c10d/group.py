@@ -1,0 +1,398 @@
+"""ProcessGroup: sends each operation to the backend of the tensors' device.
+
+It is a ``torch.distributed.ProcessGroup``, so PyTorch's code takes it. Backends may be ours (TorchGroup, the fake one,
+a subclass of ``Backend``) or PyTorch's. A group made with a store needs no backend to be registered: the first
+operation on a device that has none starts our engine among the ranks that meet in that store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as torch_c10d
+import torch.distributed as dist
+
+from symcomm import errors
+from symcomm.backend.group import TorchGroup, merged_group
+from symcomm.c10d.enums import BackendType, OpType
+from symcomm.c10d.options import DEFAULT_TIMEOUT, NO_TIMEOUT, for_torch, short, text
+from symcomm.c10d.stores import Store
+from symcomm.c10d.words import wrong_type
+from symcomm.c10d.works import WorkInfo
+
+__all__ = ["ProcessGroup"]
+
+_CPU = torch.device("cpu")
+
+# Operations by the group's name for them -> (the backend's name, what a hook is told).
+OPERATIONS = {
+    "allreduce": ("allreduce", OpType.ALLREDUCE),
+    "allreduce_coalesced": ("allreduce_coalesced", OpType.ALLREDUCE_COALESCED),
+    "reduce": ("reduce", OpType.REDUCE),
+    "reduce_scatter": ("reduce_scatter", OpType.REDUCE_SCATTER),
+    "reduce_scatter_single": ("_reduce_scatter_base", OpType._REDUCE_SCATTER_BASE),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced", OpType.REDUCE_SCATTER_TENSOR_COALESCED),
+    "broadcast": ("broadcast", OpType.BROADCAST),
+    "allgather": ("allgather", OpType.ALLGATHER),
+    "all_gather_single": ("_allgather_base", OpType._ALLGATHER_BASE),
+    "all_gather_single_coalesced": ("allgather_into_tensor_coalesced", OpType.COALESCED),
+    "allgather_coalesced": ("allgather_coalesced", OpType.ALLGATHER_COALESCED),
+    "gather": ("gather", OpType.GATHER),
+    "scatter": ("scatter", OpType.SCATTER),
+    "alltoall": ("alltoall", OpType.ALLTOALL),
+    "all_to_all_single": ("alltoall_base", OpType.ALLTOALL_BASE),
+    "send": ("send", OpType.SEND),
+    "recv": ("recv", OpType.RECV),
+    "recv_anysource": ("recv_anysource", OpType.RECVANYSOURCE),
+    "barrier": ("barrier", OpType.BARRIER),
+}
+# What the tensors are called: those a call has once, or writes to; then those it reads.
+_FIRST = ("tensors", "tensor", "output_tensors", "output_tensor", "outputs", "output", "outputTensor", "output_lists")
+_SECOND = ("input_tensors", "input_tensor", "inputs", "input", "inputTensor", "input_list")
+# The same operations by the names that PyTorch 2.10 to 2.12 use.
+OLDER_NAMES = {
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "_allgather_base": "all_gather_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "alltoall_base": "all_to_all_single",
+}
+
+
+class _AnyGroup(type(dist.ProcessGroup)):  # type: ignore[misc]
+    """``isinstance(g, ProcessGroup)`` holds for every group that torch would take, TorchGroup included."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return super().__instancecheck__(instance) or (cls is ProcessGroup and isinstance(instance, dist.ProcessGroup))
+
+
+def device_of(args: Any) -> torch.device | None:
+    """Where the first tensor in ``args``, lists of lists included, lives."""
+    for item in args:
+        if isinstance(item, torch.Tensor):
+            return item.device
+        if isinstance(item, (list, tuple)):
+            found = device_of(item)
+            if found is not None:
+                return found
+    return None
+
+
+class ProcessGroup(dist.ProcessGroup, metaclass=_AnyGroup):
+    """``ProcessGroup(rank, size)`` or ``ProcessGroup(store, rank, size)``."""
+
+    BackendType = BackendType
+    UNDEFINED = BackendType.UNDEFINED
+    GLOO = BackendType.GLOO
+    NCCL = BackendType.NCCL
+    UCC = BackendType.UCC
+    MPI = BackendType.MPI
+    XCCL = BackendType.XCCL
+    CUSTOM = BackendType.CUSTOM
+
+    __hash__ = object.__hash__
+
+    def __init__(self, *args: Any, **named: Any):
+        store, rank, size = _who(*args, **named)
+        super().__init__(rank, size)
+        self._rank, self._size, self._store = rank, size, store
+        self._name = ""
+        self._desc = ""
+        self._timeout = DEFAULT_TIMEOUT
+        self._backends: dict[str, Any] = {}  # device type -> backend
+        self._kinds: dict[BackendType, Any] = {}  # kind -> backend
+        self._default = BackendType.UNDEFINED
+        self._hook: Callable[[WorkInfo], Any] | None = None
+        self._started = 0
+        self._bound: torch.device | None = None
+        # PyTorch's C++ backends are called through a group of its own, which knows how.
+        self._theirs = dist.ProcessGroup(rank, size)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    # --- backends ---------------------------------------------------------------------------------------------
+
+    def _register_backend(self, device: torch.device, backend_type: Any, backend: Any = None) -> None:
+        """Send what is on ``device`` to ``backend``; without one, to the one registered for ``backend_type``."""
+        kind = _kind(backend_type)
+        if backend is not None:
+            self._kinds[kind] = backend
+        self._backends[device.type] = chosen = self._kinds.get(kind)
+        if isinstance(chosen, torch_c10d.Backend):
+            self._theirs._register_backend(device, torch_c10d.ProcessGroup.BackendType(int(kind)), chosen)
+
+    def _set_default_backend(self, backend_type: Any) -> None:
+        self._default = _kind(backend_type)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(name) for name in self._backends]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        backend: Any = self._backends.get(device.type)
+        if backend is None and self._store is not None:
+            backend = self._own_engine()
+            self._register_backend(device, BackendType.CUSTOM, backend)
+        if backend is None:
+            raise errors.CallerError(
+                f"No backend type associated with device type {device.type}; call _register_backend, or make the "
+                "group with a store."
+            )
+        return backend
+
+    def _own_engine(self) -> TorchGroup:
+        existing = self._kinds.get(BackendType.CUSTOM)
+        if isinstance(existing, TorchGroup):
+            return existing
+        return TorchGroup(self._store, self._rank, self._size, self._timeout, self._name or "group")
+
+    def _default_backend(self) -> Any:
+        backend = self._kinds.get(self._default) or next(iter(self._kinds.values()), None)
+        if backend is None and self._store is not None:
+            backend = self._get_backend(_CPU)
+        if backend is None:
+            raise errors.CallerError(
+                f"Could not find the default backend type {int(self._default)} for Process Group with name "
+                f"{self.name()}; call _register_backend."
+            )
+        return backend
+
+    def _backend_id(self, backend_type: Any) -> int:
+        kind = _kind(backend_type)
+        if kind not in self._kinds:
+            raise errors.CallerError(f"Could not find backend type {int(kind)} for Process Group with name {kind.name}")
+        return id(self._kinds[kind])
+
+    # --- running ----------------------------------------------------------------------------------------------
+
+    def _run(self, name: str, args: tuple, named: dict[str, Any]) -> Any:
+        on_backend, kind = OPERATIONS[name]
+        args = (*args, *[named.pop(key) for key in (*_FIRST, *_SECOND) if key in named])
+        where = device_of(args)
+        if where is None and name != "barrier":
+            raise wrong_type(name, "tensors", args[0] if args else None, "a tensor or a list of tensors")
+        backend = self._get_backend(where or self._bound or (self._device_types or [_CPU])[0])
+        begun = datetime.now()
+        if isinstance(backend, torch_c10d.Backend):
+            call = getattr(self._theirs, name)
+            work = call(*map(for_torch, args), **{key: for_torch(value) for key, value in named.items()})
+        else:
+            work = getattr(backend, on_backend)(*args, **named)
+        self._started += 1
+        if self._hook is not None:
+            self._tell(work, kind, self._started, begun)
+        return work
+
+    def _tell(self, work: Any, kind: OpType, seq: int, begun: datetime) -> None:
+        """Call the completion hook once the work has ended."""
+        hook = self._hook
+
+        def ended(_: Any) -> None:
+            now = datetime.now()
+            if hook is not None:
+                hook(WorkInfo(kind, seq, begun, now, now - begun))
+
+        work.get_future().add_done_callback(ended)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names the ranks that did not come."""
+        backend = self._get_backend(_CPU)
+        if timeout is None and not hasattr(backend, "is_symcomm"):
+            timeout = NO_TIMEOUT
+        backend.monitored_barrier(timeout, wait_all_ranks)
+
+    def _start_coalescing(self, device_type: torch.device) -> None:
+        self._get_backend(device_type)._start_coalescing()
+
+    def _end_coalescing(self, device_type: torch.device) -> Any:
+        return self._get_backend(device_type)._end_coalescing()
+
+    def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
+        """``hook(WorkInfo)`` is called when an operation of this group has ended."""
+        if not callable(hook):
+            raise wrong_type("_register_on_completion_hook", "hook", hook, "a function of one argument")
+        self._default_backend()
+        if self._hook is not None:
+            raise errors.CallerError("_register_on_completion_hook: a hook is registered already.")
+        self._hook = hook
+
+    def _has_hooks(self) -> bool:
+        return self._hook is not None
+
+    def _wait_for_pending_works(self) -> None:
+        backend = self._default_backend()
+        if hasattr(backend, "_wait_for_pending_works"):
+            backend._wait_for_pending_works()
+
+    def _enable_collectives_timing(self) -> None:
+        """Nothing to switch on: times are taken in any case."""
+
+    # --- groups from groups -----------------------------------------------------------------------------------
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> ProcessGroup | None:
+        """A group of some of our ranks; every rank of this group calls it, those outside get None."""
+        backend = self._default_backend()
+        part = backend.split_group(list(ranks), timeout, opts, group_name, group_desc)
+        if part is None:
+            return None
+        return self._around(part, group_desc or f"{self._desc}:split", device_types or self._device_types)
+
+    def _around(self, engine: Any, desc: str, devices: Sequence[torch.device]) -> ProcessGroup:
+        """A group whose operations on ``devices`` go to ``engine``."""
+        group = ProcessGroup(engine.rank(), engine.size())
+        group._store = engine.get_group_store()
+        for device in devices:
+            group._register_backend(device, BackendType.CUSTOM, engine)
+        group._set_default_backend(BackendType.CUSTOM)
+        group._set_group_name(engine.getGroupName())
+        group._set_group_desc(desc)
+        return group
+
+    splitGroup = split_group
+
+    def merge_remote_group(
+        self,
+        store: Any,
+        size: int,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> ProcessGroup:
+        """One group of all ranks that meet in ``store``: ``size`` in all, numbered in the order in which they come."""
+        if not isinstance(size, int) or size < self._size:
+            raise errors.bad_argument("merge_remote_group", "size", size, f"at least this group's {self._size}")
+        engine = merged_group(store, size, timeout, group_name or f"{self._name}:merge")
+        return self._around(engine, group_desc or f"{self._desc}:merge", self._device_types or [_CPU])
+
+    mergeRemoteGroup = merge_remote_group
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    def _each(self, call: str, *args: Any) -> None:
+        for backend in set(self._kinds.values()):
+            getattr(backend, call)(*args)
+
+    def abort(self) -> None:
+        self._each("abort")
+
+    def shutdown(self) -> None:
+        self._each("shutdown")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._each("set_timeout", timeout)
+
+    # --- facts ------------------------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    getRank = rank
+    getSize = size
+
+    def name(self) -> str:
+        if self._default is not BackendType.UNDEFINED:
+            return self._default.name.lower()
+        return "symcomm" if self._store is not None else "undefined"
+
+    _get_backend_name = name
+    getBackendName = name
+
+    def _id(self) -> int:
+        return id(self)
+
+    def getGroupName(self) -> str:
+        if not self._name:
+            raise errors.CallerError("ProcessGroup name not set; call _set_group_name.")
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = text("_set_group_name", name)
+
+    setGroupName = _set_group_name
+    group_name = property(getGroupName)
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = text("_set_group_desc", desc)
+
+    setGroupDesc = _set_group_desc
+    group_desc = property(getGroupDesc)
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._default_backend()._get_sequence_number_for_group()
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._default_backend()._set_sequence_number_for_group()
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        """The one device this rank uses."""
+        return self._bound
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: torch.device | None) -> None:
+        if device is not None and device.index is None:
+            raise errors.bad_argument("bound_device_id", "device", device, "one with an index, such as cuda:0")
+        self._bound = device
+
+    @property
+    def use_pg_for_symm_mem_rendezvous(self) -> bool:
+        return getattr(self._default_backend(), "_used_for_symmetric_memory", False)
+
+    @use_pg_for_symm_mem_rendezvous.setter
+    def use_pg_for_symm_mem_rendezvous(self, value: bool) -> None:
+        self._default_backend().setUsePgForSymmMemRendezvous(bool(value))
+
+
+def _who(*args: Any, **named: Any) -> tuple[Any, int, int]:
+    """(store, rank, size) from what the constructor was given."""
+    names = ("store", "rank", "size") if len(args) + len(named) == 3 else ("rank", "size")
+    given = {**dict(zip(names, args, strict=False)), **named}
+    if len(args) > 3 or set(given) != set(names):
+        raise wrong_type("ProcessGroup", "arguments", args or named, "(rank, size) or (store, rank, size)")
+    store = given.get("store")
+    if store is not None and not isinstance(store, (Store, dist.Store)):
+        raise wrong_type("ProcessGroup", "store", store, "a Store")
+    return store, short("ProcessGroup: rank", given["rank"]), short("ProcessGroup: size", given["size"])
+
+
+def _kind(backend_type: Any) -> BackendType:
+    if not isinstance(backend_type, (BackendType, torch_c10d.ProcessGroup.BackendType)):
+        raise wrong_type("ProcessGroup", "backend_type", backend_type, "a ProcessGroup.BackendType")
+    return BackendType(backend_type.value)
+
+
+def _operation(name: str, operation: str) -> Callable[..., Any]:
+    def call(self: ProcessGroup, *args: Any, **named: Any) -> Any:
+        return self._run(operation, args, named)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"{operation}, by the backend of the tensors' device."
+    return call
+
+
+for _name in OPERATIONS:
+    setattr(ProcessGroup, _name, _operation(_name, _name))
+for _name, _newer in OLDER_NAMES.items():
+    setattr(ProcessGroup, _name, _operation(_name, _newer))

@@ -1,0 +1,240 @@
+"""The options objects that collectives take.
+
+Each attribute checks and converts what it is given, as PyTorch's do; an attribute that does not exist cannot be set.
+``for_torch()`` makes PyTorch's object of the same name, for engines that only know those.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as torch_c10d
+
+from symcomm.c10d.words import wrong_type
+from symcomm.group.calls import to_redop
+from symcomm.types import RedOpType, ReduceOp
+
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceCoalescedOptions",
+    "AllreduceOptions",
+    "BarrierOptions",
+    "BroadcastOptions",
+    "GatherOptions",
+    "Options",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ScatterOptions",
+    "_DistributedBackendOptions",
+    "duration",
+    "flag",
+    "for_torch",
+    "integer",
+    "ranks",
+    "short",
+    "text",
+    "timeout_of",
+]
+
+NO_TIMEOUT = timedelta(milliseconds=-1)  # "the group's own"
+DEFAULT_TIMEOUT = timedelta(seconds=1800)
+
+
+class Option:
+    """One attribute: its default, and how a value given to it is checked and converted."""
+
+    def __init__(self, default: Any, convert: Callable[[str, Any], Any]):
+        self._default = default
+        self._convert = convert
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        value = instance._values.get(self._name, self._default)
+        return list(value) if isinstance(value, list) else value
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        instance._values[self._name] = self._convert(f"{type(instance).__name__}.{self._name}", value)
+
+
+class Options:
+    """Base of all options objects."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        names = [name for kind in reversed(type(self).__mro__) for name, v in vars(kind).items() if type(v) is Option]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+    def for_torch(self) -> Any:
+        """PyTorch's object of the same name, with the same values."""
+        theirs = getattr(torch_c10d, type(self).__name__)()
+        for name, value in self._values.items():
+            setattr(theirs, name, redop_for_torch(value) if isinstance(value, ReduceOp) else value)
+        return theirs
+
+
+def for_torch(item: Any) -> Any:
+    """Options and reduce operations of ours as PyTorch's; anything else as it is."""
+    if isinstance(item, Options):
+        return item.for_torch()
+    return redop_for_torch(item) if isinstance(item, ReduceOp) else item
+
+
+def redop_for_torch(op: Any) -> Any:
+    redop, factor = to_redop("ReduceOp", op)
+    if factor is not None:
+        return torch_c10d._make_nccl_premul_sum(float(factor) if isinstance(factor, int) else factor)
+    return torch_c10d.ReduceOp(torch_c10d.ReduceOp.RedOpType(int(redop)))
+
+
+# --- kinds of values ----------------------------------------------------------------------------------------------
+
+
+def duration(name: str, value: Any) -> timedelta:
+    """A timedelta, or seconds as a float."""
+    if isinstance(value, float):
+        return timedelta(seconds=value)
+    if not isinstance(value, timedelta):
+        raise wrong_type(name, "value", value, "a timedelta", "write timedelta(seconds=...)")
+    return value
+
+
+def timeout_of(name: str, value: Any) -> timedelta:
+    """The same, kept in whole milliseconds."""
+    return timedelta(milliseconds=int(duration(name, value) / timedelta(milliseconds=1)))
+
+
+def flag(name: str, value: Any) -> bool:
+    if isinstance(value, RedOpType) or (value is not None and not hasattr(type(value), "__bool__")):
+        raise wrong_type(name, "value", value, "True or False")
+    return bool(value)
+
+
+def integer(name: str, value: Any, bits: int = 64) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise wrong_type(name, "value", value, "an int") from None
+    if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
+        raise wrong_type(name, "value", value, f"an int that fits in {bits} bits")
+    return number
+
+
+def short(name: str, value: Any) -> int:
+    """Ranks and sizes of groups, which C++ holds in 32 bits."""
+    return integer(name, value, 32)
+
+
+def ranks(name: str, value: Any) -> list[int]:
+    if not isinstance(value, (list, tuple, range)):
+        raise wrong_type(name, "value", value, "a list of int")
+    return [integer(name, item) for item in value]
+
+
+def text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise wrong_type(name, "value", value, "a str")
+    return value
+
+
+def _redop(name: str, value: Any) -> ReduceOp:
+    if not isinstance(value, (ReduceOp, torch_c10d.ReduceOp)):
+        raise wrong_type(name, "value", value, "a ReduceOp")
+    return ReduceOp(*to_redop(name, value))
+
+
+def _device(name: str, value: Any) -> torch.device | None:
+    if value is not None and not isinstance(value, torch.device):
+        raise wrong_type(name, "value", value, "a torch.device or None", "write torch.device(...)")
+    return value
+
+
+def _store(name: str, value: Any) -> Any:
+    if value is not None and not callable(getattr(value, "compare_set", None)):
+        raise wrong_type(name, "value", value, "a Store")
+    return value
+
+
+# --- the options --------------------------------------------------------------------------------------------------
+
+
+class _CallOptions(Options):
+    __slots__ = ()
+    asyncOp = Option(True, flag)
+    timeout = Option(NO_TIMEOUT, timeout_of)
+
+
+class AllreduceOptions(_CallOptions):
+    __slots__ = ()
+    reduceOp = Option(ReduceOp(RedOpType.SUM), _redop)
+
+
+class AllreduceCoalescedOptions(AllreduceOptions):
+    __slots__ = ()
+
+
+class ReduceScatterOptions(_CallOptions):
+    __slots__ = ()
+    reduceOp = Option(ReduceOp(RedOpType.SUM), _redop)
+
+
+class ReduceOptions(_CallOptions):
+    __slots__ = ()
+    reduceOp = Option(ReduceOp(RedOpType.SUM), _redop)
+    rootRank = Option(0, integer)
+    rootTensor = Option(0, integer)
+
+
+class BroadcastOptions(_CallOptions):
+    __slots__ = ()
+    rootRank = Option(0, integer)
+    rootTensor = Option(0, integer)
+
+
+class AllgatherOptions(_CallOptions):
+    __slots__ = ()
+
+
+class GatherOptions(_CallOptions):
+    __slots__ = ()
+    rootRank = Option(0, integer)
+
+
+class ScatterOptions(_CallOptions):
+    __slots__ = ()
+    rootRank = Option(0, integer)
+
+
+class AllToAllOptions(_CallOptions):
+    __slots__ = ()
+
+
+class BarrierOptions(_CallOptions):
+    __slots__ = ()
+    device_ids = Option([], ranks)
+    device = Option(None, _device)
+
+
+class _DistributedBackendOptions(Options):
+    """What a backend's creator is given."""
+
+    __slots__ = ()
+    store = Option(None, _store)
+    group_rank = Option(0, short)
+    group_size = Option(0, short)
+    timeout = Option(timedelta(0), duration)
+    group_id = Option("", text)
+    global_ranks_in_group = Option([], ranks)

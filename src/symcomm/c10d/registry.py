@@ -1,0 +1,19 @@
+"""Groups by name, works by tensor, and a few process-wide settings.
+
+There is one of each for PyTorch and for us: its C++ code reads them (functional collectives find groups by name and
+wait for works by tensor), so ours has to be the same. Our groups and works are taken as they are. What an older
+PyTorch does not have yet, is not here either.
+"""
+
+from __future__ import annotations
+
+import torch._C._distributed_c10d as torch_c10d
+
+SHARED = (
+    "_allow_inflight_collective_as_graph_input", "_current_process_group", "_get_comm_profiling_name",
+    "_get_work_registry_size", "_register_process_group", "_register_work", "_resolve_process_group",
+    "_set_allow_inflight_collective_as_graph_input", "_set_comm_profiling_name", "_set_global_rank",
+    "_set_process_group", "_set_thread_isolation_mode", "_unregister_all_process_groups", "_unregister_process_group",
+)  # fmt: skip
+
+shared = {name: getattr(torch_c10d, name) for name in SHARED if hasattr(torch_c10d, name)}

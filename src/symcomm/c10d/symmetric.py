@@ -1,0 +1,193 @@
+"""_SymmetricMemory: ours for the CPU, PyTorch's for other devices, by one name. And who can reach whose memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as torch_c10d
+
+from symcomm import errors, symm_mem
+from symcomm.backend.group import TorchGroup
+from symcomm.c10d.group import ProcessGroup
+from symcomm.c10d.stores import Store
+from symcomm.c10d.words import wrong_type
+from symcomm.group.process_group import ProcessGroup as Engine
+from symcomm.symm_mem.handle import SymmetricMemory
+
+__all__ = ["_DMAConnectivity", "_SymmetricMemory", "_detect_dma_connectivity"]
+
+_theirs: Any = torch_c10d._SymmetricMemory
+_DeviceType: Any = torch._C._autograd.DeviceType
+_NODES = Path("/sys/devices/system/node")
+
+
+class _Settings(type):
+    """``_SymmetricMemory.signal_pad_size`` reads and sets the size for what is made later; a handle has its own."""
+
+    @property
+    def signal_pad_size(cls) -> int:
+        return symm_mem.get_signal_pad_size()
+
+    @signal_pad_size.setter
+    def signal_pad_size(cls, size: int) -> None:
+        symm_mem.set_signal_pad_size(size)
+        _theirs.signal_pad_size = size
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return super().__instancecheck__(instance) or isinstance(instance, (SymmetricMemory, _theirs))
+
+
+class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
+    """The same piece of memory on every rank of a group, made by ``_SymmetricMemory.rendezvous``."""
+
+    offset: int
+    rank: int
+    world_size: int
+
+    def __init__(self, *_: Any):
+        raise TypeError("_SymmetricMemory: no constructor; call _SymmetricMemory.rendezvous(tensor, group_name).")
+
+    @staticmethod
+    def empty_strided_p2p(
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        group_name: str | None = None,
+        alloc_id: int | None = None,
+    ) -> torch.Tensor:
+        """A tensor in memory that peers can map. The same ``alloc_id`` gives the same memory again."""
+        make: Any = symm_mem.empty_strided_p2p if _device("empty_strided_p2p", device) else _theirs.empty_strided_p2p
+        return make(tuple(size), tuple(stride), dtype, device, group_name, alloc_id)
+
+    @staticmethod
+    def rendezvous(tensor: torch.Tensor, group_name: str | None = None) -> Any:
+        """Every rank of the group calls it with its tensor. The group's name may be one of ours or of PyTorch's."""
+        if _on_cpu("rendezvous", tensor):
+            handle = symm_mem.rendezvous(tensor, _engine_of(group_name))
+            memory = object.__new__(_SymmetricMemory)
+            memory.__dict__.update(handle.__dict__)
+            return memory
+        return _theirs.rendezvous(tensor, group_name)
+
+    @staticmethod
+    def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
+        if _on_cpu("is_symm_mem_tensor", tensor):
+            return symm_mem.is_symm_mem_tensor(tensor)
+        return _theirs.is_symm_mem_tensor(tensor)
+
+    @staticmethod
+    def memset32(input: torch.Tensor, offset: int, val: int, count: int = 1) -> torch.Tensor:
+        call: Any = symm_mem.memset32 if _on_cpu("memset32", input) else _theirs.memset32
+        return call(input, offset, val, count)
+
+    @staticmethod
+    def stream_write_value32(input: torch.Tensor, offset: int, val: int) -> torch.Tensor:
+        call: Any = (
+            symm_mem.stream_write_value32 if _on_cpu("stream_write_value32", input) else _theirs.stream_write_value32
+        )
+        return call(input, offset, val)
+
+    @staticmethod
+    def set_group_info(group_name: str, rank: int, world_size: int, store: Any) -> None:
+        """Say who takes part in the group of that name, and where they meet."""
+        if not isinstance(store, (torch_c10d.Store, Store)):
+            raise wrong_type("set_group_info", "store", store, "a Store")
+        symm_mem.set_group_info(group_name, rank, world_size, store)
+        if isinstance(store, torch_c10d.Store):
+            _theirs.set_group_info(group_name, rank, world_size, store)
+
+    @staticmethod
+    def set_backend(name: str) -> None:
+        """``"symcomm"``, or one of PyTorch's for its devices."""
+        if not isinstance(name, str):
+            raise wrong_type("set_backend", "name", name, "a str")
+        if name != symm_mem.get_backend("cpu"):
+            _theirs.set_backend(name)
+
+    @staticmethod
+    def get_backend(device: torch.device) -> str | None:
+        return symm_mem.get_backend(device) if _device("get_backend", device) else _theirs.get_backend(device)
+
+    @staticmethod
+    def get_mempool_allocator(device: torch.device) -> Any:
+        if _device("get_mempool_allocator", device):
+            return symm_mem.get_mempool_allocator(device)
+        return _theirs.get_mempool_allocator(device)
+
+    @staticmethod
+    def has_multicast_support(device_type: Any, device_idx: int) -> bool:  # type: ignore[override]
+        if not isinstance(device_type, _DeviceType):
+            raise wrong_type("has_multicast_support", "device_type", device_type, "a DeviceType")
+        if device_type == _DeviceType.CPU:
+            return symm_mem.has_multicast_support(device_type, device_idx)
+        return _theirs.has_multicast_support(device_type, device_idx)
+
+    def boxed(self) -> _SymmetricMemory:
+        """The handle itself: Python code needs no box around it."""
+        return self
+
+
+def _on_cpu(call: str, tensor: Any) -> bool:
+    if not isinstance(tensor, torch.Tensor):
+        raise wrong_type(call, "tensor", tensor, "a tensor")
+    return tensor.is_cpu
+
+
+def _device(call: str, device: Any) -> bool:
+    """Whether ``device`` is the CPU."""
+    if not isinstance(device, torch.device):
+        raise wrong_type(call, "device", device, "a torch.device", "write torch.device(...)")
+    return device.type == "cpu"
+
+
+def _engine_of(group_name: str | None) -> Engine | str | None:
+    """Our engine behind a group that PyTorch knows by this name; else the name, which may be one of ours."""
+    if group_name is None:
+        return None
+    try:
+        group = torch_c10d._resolve_process_group(group_name)
+    except RuntimeError:
+        return group_name
+    if type(group) is ProcessGroup:
+        group = group._get_backend(torch.device("cpu"))
+    return group.core if isinstance(group, TorchGroup) else group_name
+
+
+# --- who can reach whose memory -----------------------------------------------------------------------------------
+
+
+class _DMAConnectivity:
+    """``matrix[i][j]``: how devices i and j are connected, in units of ``connection_type``."""
+
+    device_type: Any
+    connection_type: str
+    matrix: list[list[int]]
+
+    def __init__(self, *_: Any):
+        raise TypeError(
+            "_DMAConnectivity: no constructor; call _detect_dma_connectivity(device_type, connection_type)."
+        )
+
+
+def _detect_dma_connectivity(device_type: Any, connection_type: str) -> Any:
+    """For the CPU ``"numa"`` (distances of memory nodes, 10 is near); for others what PyTorch can tell, as nvlink."""
+    if not isinstance(device_type, _DeviceType) or not isinstance(connection_type, str):
+        got = (device_type, connection_type)
+        raise wrong_type("_detect_dma_connectivity", "arguments", got, "a DeviceType and a str")
+    if device_type != _DeviceType.CPU:
+        theirs: Any = torch_c10d
+        return theirs._detect_dma_connectivity(device_type, connection_type)
+    if connection_type != "numa":
+        raise errors.bad_argument("_detect_dma_connectivity", "connection_type", connection_type, "'numa' for the CPU")
+    found = object.__new__(_DMAConnectivity)
+    found.device_type, found.connection_type, found.matrix = device_type, connection_type, _numa_distances()
+    return found
+
+
+def _numa_distances() -> list[list[int]]:
+    files = sorted(_NODES.glob("node[0-9]*/distance"), key=lambda path: int(path.parent.name.removeprefix("node")))
+    return [[int(word) for word in path.read_text().split()] for path in files] or [[10]]

@@ -1,0 +1,78 @@
+"""Evaluate one expression on PyTorch's binding and on ours, and compare what comes out.
+
+``same("m.OpType(3).name")`` evaluates with ``m`` as either module. Values are compared after both were brought to a
+common form; exceptions by family: wrong type, or anything else that is a RuntimeError or ValueError.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as theirs
+
+import symcomm.c10d as ours
+from symcomm.errors import BadArgumentError
+
+__all__ = ["family", "outcome", "ours", "same", "theirs"]
+
+
+def plain(value: Any) -> Any:
+    """A value in a form that both sides share: enum members, objects and types by name, tensors by content."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", str(value.dtype), value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if hasattr(value, "__members__") and isinstance(value, type):
+        return value.__name__
+    if hasattr(type(value), "__members__"):
+        return f"{type(value).__name__}.{value.name}={value.value}"
+    if value is None or isinstance(value, (bool, int, float, str, bytes, timedelta, torch.device)):
+        return value
+    return value.__name__ if isinstance(value, type) else type(value).__name__
+
+
+def family(error: BaseException) -> str:
+    """TypeErrors stay apart; a refused argument of ours may stand for PyTorch's TypeError (see ``same``)."""
+    if isinstance(error, TypeError):
+        return "TypeError"
+    return "refused" if isinstance(error, (RuntimeError, ValueError)) else type(error).__name__
+
+
+def outcome(expression: str, module: Any, **names: Any) -> tuple[str, Any]:
+    """("gave", value) or ("raised", exception). Statements may come before the last line's expression."""
+    scope = {
+        "m": module,
+        "R": module.ReduceOp,
+        "torch": torch,
+        "td": timedelta,
+        "copy": copy,
+        "pickle": pickle,
+        **names,
+    }
+    *before, last = expression.strip().split("\n")
+    try:
+        exec("\n".join(before), scope)
+        return "gave", eval(last, scope)
+    except Exception as error:
+        return "raised", error
+
+
+def same(expression: str, *, loosely: bool = False) -> None:
+    """Fail unless both sides give the same value, or raise of the same family.
+
+    ``loosely``: where PyTorch raises TypeError, our BadArgumentError will do (stores, which know no torch).
+    """
+    their_kind, theirs_was = outcome(expression, theirs)
+    our_kind, ours_was = outcome(expression, ours)
+    said = f"{expression!r}: theirs {their_kind} {theirs_was!r}, ours {our_kind} {ours_was!r}"
+    assert their_kind == our_kind, said
+    if their_kind == "gave":
+        assert plain(theirs_was) == plain(ours_was), said
+    elif not (loosely and isinstance(theirs_was, TypeError) and isinstance(ours_was, BadArgumentError)):
+        assert family(theirs_was) == family(ours_was), said

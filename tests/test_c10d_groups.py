@@ -1,0 +1,471 @@
+"""Groups and backends: the fake one, the dispatching one, the checking one; PyTorch's and ours side by side."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+import torch.distributed as dist
+
+from symcomm.backend.group import TorchGroup
+from symcomm.errors import CollectiveMismatchError
+from symcomm.memory.arena import Arena, use_arena
+from tests.c10d_compare import family, ours, outcome, plain, same, theirs
+
+CPU = torch.device("cpu")
+
+# --- the fake group -----------------------------------------------------------------------------------------------
+
+FAKE = "f = m.FakeProcessGroup._create_internal(1, 4)\na = torch.arange(4.)\nE = lambda *s: torch.full(s, -1.)\n"
+FAKE_FACTS = [
+    "rank()", "size()", "name()", "_get_backend_name()", "_get_sequence_number_for_group()",
+    "_set_sequence_number_for_group()", "supports_coalescing", "supports_splitting", "supports_shrinking",
+    "supports_time_estimate", "mem_allocator", "supports_tensor_alloc(torch.device('cpu'))", "memory_stats()",
+    "suspend()", "resume()", "abort()", "shutdown()", "set_timeout(td(seconds=2))", "monitored_barrier()",
+    "_start_coalescing()", "_end_coalescing()", "eager_connect_single_device(torch.device('cpu'))", "shrink([0])",
+    "allocate_tensor(3, dtype=torch.float32, device=torch.device('cpu'))", "setUsePgForSymmMemRendezvous(True)",
+    "barrier()", "allreduce([torch.ones(2)])", "allreduce(torch.ones(2))", "allreduce(torch.ones(2), R.MAX)",
+    "allreduce(3)", "allreduce([])", "broadcast([torch.ones(1)])", "broadcast(torch.ones(1), root=0)",
+    "reduce(torch.ones(1), root=0)", "send([torch.ones(1)], 0, 0)", "recv([torch.ones(1)], 0, 0)",
+    "recv_anysource([torch.ones(1)], 0)", "allreduce_coalesced([torch.ones(1)])", "options.error_on_collective",
+    "options.fake_option", "options.backend", "options._timeout", "options.group_name", "options.global_ranks_in_group",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fact", FAKE_FACTS)
+def test_fake_facts(fact: str):
+    same(f"{FAKE}f.{fact}")
+
+
+FAKE_DATA = [
+    "o = [E(4) for _ in range(4)]\nf.allgather([o], [a])\no",
+    "o = [E(4) for _ in range(4)]\nf.allgather(o, a)\no",
+    "o = E(16)\nf._allgather_base(o, a)\no",
+    "o = E(4, 2, 2)\nf._allgather_base(o, torch.arange(4.).view(2, 2))\no",
+    "f._allgather_base(E(3), a)",
+    "o = E(4)\nf._reduce_scatter_base(o, torch.arange(16.))\no",
+    "f._reduce_scatter_base(E(4), torch.arange(15.))",
+    "o = E(4)\nf.reduce_scatter([o], [[a, a + 1, a + 2, a + 3]])\no",
+    "f.reduce_scatter([E(4)], [[a, a]])",
+    "o = [[E(4)] for _ in range(4)]\nf.allgather_coalesced(o, [a])\no",
+    "f.gather([[E(4) for _ in range(4)]], [a])",
+    "f.gather([], [a])",
+    "p = m.GatherOptions()\np.rootRank = 1\no = [E(4) for _ in range(4)]\nf.gather([o], [a], p)\no",
+    "p = m.GatherOptions()\np.rootRank = 1\nf.gather([[E(4)]], [a], p)",
+    "o = [E(4) for _ in range(4)]\nf.gather(o, a, root=1)\no",
+    "f.scatter([E(4)], [[a, a, a, a]])",
+    "o = E(4)\nf.scatter([o], [])\no",
+    "p = m.ScatterOptions()\np.rootRank = 1\no = E(4)\nf.scatter([o], [[a, a + 1, a + 2, a + 3]], p)\no",
+    "o = E(16)\nf.alltoall_base(o, torch.arange(16.), [], [])\no",
+    "o = E(4, 2)\nf.alltoall_base(o, torch.arange(8.).view(4, 2), [1, 1, 1, 1], [1, 1, 1, 1])\no",
+    "o = E(7)\nf.alltoall_base(o, torch.arange(5.), [4, 1, 1, 1], [2, 1, 1, 1])\no",
+    "o = [E(4) for _ in range(4)]\nf.alltoall(o, [a, a + 1, a + 2, a + 3])\no",
+    "f.alltoall([E(4)], [a, a, a, a])",
+    "o = E(4)\nf.broadcast(o, 0)\no",
+    "o = E(4)\nf.recv([o], 0, 0)\no",
+]
+
+
+@pytest.mark.parametrize("text", FAKE_DATA)
+def test_fake_data(text: str):
+    same(f"{FAKE}{text}")
+
+
+FAKE_MAKING = [
+    "m.FakeProcessGroup(0, 1)",
+    "m.FakeProcessGroup._create_internal(5, 4)",
+    "m.FakeProcessGroup._create_internal(-1, 4)",
+    "m.FakeProcessGroup._create_internal(0, 0)",
+    "m.FakeProcessGroup._create_internal(rank=0, world_size=2).size()",
+    "isinstance(m.FakeProcessGroup._create_internal(0, 1), m.Backend)",
+    "o = m.FakeProcessGroup.Options()\no.fake_option = 3\n"
+    "m.FakeProcessGroup._create_internal(0, 2, o).options.fake_option",
+    "o = m.FakeProcessGroup.Options()\no.error_on_collective = True\n"
+    "m.FakeProcessGroup._create_internal(0, 2, o).allreduce(torch.ones(1))",
+    "o = m.FakeProcessGroup.Options()\no.error_on_collective = True\n"
+    "m.FakeProcessGroup._create_internal(0, 2, o).send([torch.ones(1)], 0, 0)",
+    "m.Backend()",
+    "m.Backend(0, 1)",
+    "m.Backend.Options()",
+    "m.Backend.Options('x').backend",
+    "m.Backend.Options(backend='x', timeout=td(seconds=3))._timeout",
+    "m.Backend.Options('x')._timeout",
+    "m.Backend.Options(3)",
+    "m.Backend.Options('x').group_name",
+    "o = m.Backend.Options('x')\no.backend = 'y'",
+    "o = m.Backend.Options('x')\no.global_ranks_in_group = [1, 2]\no.global_ranks_in_group",
+]
+
+
+@pytest.mark.parametrize("text", FAKE_MAKING)
+def test_making_backends(text: str):
+    same(text)
+
+
+# --- the group that sends operations to backends ------------------------------------------------------------------
+
+BARE = [
+    "rank()", "size()", "name()", "group_name", "group_desc", "_device_types", "bound_device_id", "_has_hooks()",
+    "use_pg_for_symm_mem_rendezvous", "_backend_id(m.ProcessGroup.GLOO)", "_get_backend(torch.device('cpu'))",
+    "_get_backend_name()", "_get_sequence_number_for_group()", "_set_sequence_number_for_group()", "get_group_store()",
+    "barrier()", "allreduce(torch.ones(1))", "allreduce([torch.ones(1)])", "allreduce(3)", "set_timeout(td(seconds=3))",
+    "shutdown()", "abort()", "_enable_collectives_timing()", "_wait_for_pending_works()", "boxed()",
+    "_set_group_name('a')", "_set_group_name(3)", "_start_coalescing(torch.device('cpu'))", "monitored_barrier()",
+    "_register_on_completion_hook(lambda w: None)", "send([torch.ones(1)], 1, 0)", "_set_group_desc('x')",
+    "broadcast(torch.ones(1), 0)", "allgather([[torch.ones(1)]], [torch.ones(1)])",
+    "all_gather_single(torch.ones(2), torch.ones(1))", "alltoall_base(torch.ones(2), torch.ones(2), [], [])",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", BARE)
+def test_a_group_without_backends(call: str):
+    same(f"p = m.ProcessGroup(0, 2)\np.{call}")
+
+
+GROUPS = [
+    "m.ProcessGroup()",
+    "m.ProcessGroup(0)",
+    "m.ProcessGroup('a', 1)",
+    "m.ProcessGroup(3, 0, 1)",
+    "m.ProcessGroup(rank=0, size=3).size()",
+    "m.ProcessGroup(m.HashStore(), 0, 1)",
+    "m.ProcessGroup(m.HashStore(), 0, 1).get_group_store()",
+    "m.ProcessGroup(0, 1) == m.ProcessGroup(0, 1)",
+    "len({m.ProcessGroup(0, 1), m.ProcessGroup(0, 1)})",
+    "p = m.ProcessGroup(0, 1)\np._set_group_desc('zz')\np.group_desc",
+    "p = m.ProcessGroup(0, 1)\np.bound_device_id = torch.device('cuda:1')\np.bound_device_id",
+    "p = m.ProcessGroup(0, 1)\np.bound_device_id = torch.device('cuda')",
+    "p = m.ProcessGroup(0, 1)\np.bound_device_id = None\np.bound_device_id",
+    "p = m.ProcessGroup(0, 1)\nm.ProcessGroup.unbox(p.boxed()) is p",
+    "m.ProcessGroup.unbox(3)",
+    "isinstance(m.ProcessGroup(0, 1), m.ProcessGroup)",
+    "isinstance(3, m.ProcessGroup)",
+    "m.ProcessGroup(0, 1)._id() == 0",
+]
+
+
+@pytest.mark.parametrize("text", GROUPS)
+def test_groups(text: str):
+    same(text)
+
+
+WITH_FAKE = (
+    "p = m.ProcessGroup(1, 4)\nf = m.FakeProcessGroup._create_internal(1, 4)\n"
+    "p._register_backend(torch.device('cpu'), m.ProcessGroup.CUSTOM, f)\nE = lambda *s: torch.full(s, -1.)\n"
+    "a = torch.arange(4.)\n"
+)
+DISPATCHED = [
+    "[p._device_types, p._get_backend(torch.device('cpu')) is f, p.name()]",
+    "p._set_default_backend(m.ProcessGroup.CUSTOM)\n"
+    "[p.name(), p._get_backend_name(), p._backend_id(m.ProcessGroup.CUSTOM) > 0]",
+    "p._set_default_backend(m.ProcessGroup.CUSTOM)\np._get_sequence_number_for_group()",
+    "p._set_default_backend(3)",
+    "p._get_backend(torch.device('cuda'))",
+    "p.allreduce(torch.ones(1)).wait()",
+    "p.allreduce([torch.ones(1)], m.AllreduceOptions()).wait()",
+    "p.barrier().wait()",
+    "o = [E(16)]\np.allgather_into_tensor_coalesced(o, [a]).wait()\no",
+    "o = [E(16)]\np.all_gather_single_coalesced(o, [a]).wait()\no",
+    "o = [E(4)]\np.reduce_scatter_tensor_coalesced(o, [torch.arange(16.)]).wait()\no",
+    "o = E(16)\np.all_gather_single(o, a).wait()\no",
+    "o = E(16)\np._allgather_base(o, a).wait()\no",
+    "o = E(4)\np.reduce_scatter_single(o, torch.arange(16.)).wait()\no",
+    "o = E(16)\np.all_to_all_single(o, torch.arange(16.), [], []).wait()\no",
+    "o = [E(4) for _ in range(4)]\np.allgather([o], [a]).wait()\no",
+    "o = [E(4) for _ in range(4)]\np.alltoall(o, [a, a + 1, a + 2, a + 3]).wait()\no",
+    "p.send([a], 0, 0).wait()",
+    "p.recv([a], 0, 0).wait()",
+    "p.recv_anysource([a], 0).wait()",
+    "p.monitored_barrier()",
+    "p._start_coalescing(torch.device('cpu'))\np._end_coalescing(torch.device('cpu'))",
+    "p.shutdown()",
+    "p.abort()",
+]
+
+
+@pytest.mark.parametrize("text", DISPATCHED)
+def test_operations_go_to_the_backend_of_the_device(text: str):
+    same(f"{WITH_FAKE}{text}")
+
+
+def test_pytorchs_backends_serve_our_group():
+    group = ours.ProcessGroup(0, 1)
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=20))
+    group._register_backend(CPU, ours.ProcessGroup.GLOO, gloo)
+    group._set_default_backend(ours.ProcessGroup.GLOO)
+    tensor, gathered = torch.ones(2), torch.zeros(2)
+    options = ours.AllreduceOptions()
+    options.reduceOp = ours.ReduceOp.MAX
+    group.allreduce([tensor], options).wait()
+    group.all_gather_single(gathered, tensor).wait()
+    group.monitored_barrier()
+    assert group.name() == "gloo" and gathered.tolist() == [1, 1]
+
+
+# --- our engine behind the group ----------------------------------------------------------------------------------
+
+
+def on_two_ranks(body) -> list:
+    """``body(store, rank)`` on two threads that are ranks; their results."""
+    store, results, failures = ours.HashStore(), [None, None], []
+
+    def main(rank: int) -> None:
+        use_arena(Arena())
+        try:
+            results[rank] = body(store, rank)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            use_arena(None)
+
+    threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    if failures:
+        raise failures[0]
+    return results
+
+
+def every_collective(group, module) -> list:
+    """Each collective in each of its forms once; what came out."""
+    rank, options = group.rank(), module.AllreduceOptions()
+    options.reduceOp = module.ReduceOp.MAX
+    seen = []
+
+    def run(call, *args, see, **named):
+        getattr(group, call)(*args, **named).wait()
+        seen.append((call, plain(see)))
+
+    def new(*values):
+        return torch.tensor([float(v) for v in values])
+
+    a = new(rank, 10)
+    run("allreduce", [a], see=a)
+    a = new(rank, 10)
+    run("allreduce", [a], options, see=a)
+    a = new(rank, 10)
+    run("allreduce", a, module.ReduceOp.MAX, see=a)
+    a = new(rank, 10)
+    run("allreduce", a, op=module.ReduceOp.PRODUCT, timeout=timedelta(seconds=20), see=a)
+    a = new(rank, 10)
+    run("broadcast", a, 1, see=a)
+    a = new(rank, 10)
+    run("broadcast", a, root=1, see=a)
+    a = new(rank, 10)
+    run("broadcast", a, 1, timedelta(seconds=20), see=a)
+    a = new(rank, 10)
+    run("reduce", a, 0, module.ReduceOp.MAX, timedelta(seconds=20), see=a if rank == 0 else 0)
+    o = [new(0, 0), new(0, 0)]
+    run("allgather", [o], [new(rank, 5)], see=o)
+    run("allgather", o, new(rank, 6), timedelta(seconds=20), see=o)
+    o = new(0, 0, 0, 0)
+    run("_allgather_base", o, new(rank, 7), see=o)
+    o = new(0)
+    run("_reduce_scatter_base", o, new(rank, 7), see=o)
+    run("reduce_scatter", [o], [[new(rank), new(8)]], see=o)
+    run("reduce_scatter", o, [new(rank), new(8)], module.ReduceOp.MAX, see=o)
+    run("scatter", [o], [[new(1), new(2)]] if rank == 0 else [], see=o)
+    run("scatter", o, [new(3), new(4)] if rank == 1 else [], 1, see=o)
+    o = [new(0), new(0)] if rank == 1 else []
+    run("gather", o, new(rank), 1, timedelta(seconds=20), see=o)
+    o = new(0, 0)
+    run("alltoall_base", o, new(rank, 9), [], [], see=o)
+    run("alltoall_base", o, new(rank, 9), [1, 1], [1, 1], timedelta(seconds=20), see=o)
+    run("barrier", see=0)
+    a = new(rank)
+    if rank == 0:
+        run("send", [a], 1, 3, see=0)
+    else:
+        run("recv", [a], 0, 3, see=a)
+    a, b = new(rank), new(2)
+    run("allreduce_coalesced", [a, b], see=[a, b])
+    return seen
+
+
+def test_every_collective_gives_what_gloo_gives():
+    def with_gloo(store, rank):
+        group = dist.ProcessGroupGloo(ours.as_torch_store(store), rank, 2, timedelta(seconds=20))
+        return every_collective(group, theirs)
+
+    def with_ours(store, rank):
+        group = ours.ProcessGroup(store, rank, 2)
+        seen = every_collective(group, ours)
+        group.shutdown()
+        return seen
+
+    def engine_with_pytorchs_options(store, rank):
+        group = TorchGroup(store, rank, 2, timedelta(seconds=20), "pair")
+        seen = every_collective(group, theirs)
+        group.shutdown()
+        return seen
+
+    wanted = on_two_ranks(with_gloo)
+    assert on_two_ranks(with_ours) == wanted
+    assert on_two_ranks(engine_with_pytorchs_options) == wanted
+
+
+def test_premul_sum():
+    def body(store, rank):
+        group = ours.ProcessGroup(store, rank, 2)
+        a, b = torch.ones(2), torch.ones(2)
+        group.allreduce(a, ours._make_nccl_premul_sum(3.0)).wait()
+        group.allreduce(b, theirs._make_nccl_premul_sum(2.0)).wait()
+        group.shutdown()
+        return a.tolist() + b.tolist()
+
+    assert on_two_ranks(body) == [[6, 6, 4, 4]] * 2
+
+
+def test_completion_hook_and_split_and_merge():
+    def body(store, rank):
+        group = ours.ProcessGroup(store, rank, 2)
+        group._set_group_name("pair")
+        told = []
+        group._register_on_completion_hook(told.append)
+        group.allreduce(torch.ones(1)).wait()
+        group.barrier().wait()
+        alone = group.split_group([rank] if rank == 0 else [0], group_name="first", group_desc="alone")
+        facts = (
+            [i.op_type.name for i in told],
+            [i.seq for i in told],
+            all(i.time_finished >= i.time_started for i in told),
+        )
+        sizes = None if alone is None else (alone.size(), alone.rank(), alone.group_name, alone.group_desc)
+        merged = group.merge_remote_group(ours.PrefixStore("m", store), 2, group_name="both")
+        both = torch.ones(1)
+        merged.allreduce(both).wait()
+        group.shutdown()
+        return facts, sizes, merged.group_name, merged.size(), both.item(), group._has_hooks()
+
+    first, second = on_two_ranks(body)
+    told = (["ALLREDUCE", "BARRIER"], [1, 2], True)
+    assert first == (told, (1, 0, "first", "alone"), "both", 2, 2.0, True)
+    assert second == (told, None, "both", 2, 2.0, True)
+
+
+def test_sequence_numbers_and_names():
+    group = ours.ProcessGroup(ours.HashStore(), 0, 1)
+    assert group.name() == "symcomm"
+    group.allreduce(torch.ones(1)).wait()
+    assert group._get_sequence_number_for_group() == 1
+    assert isinstance(group._get_backend(CPU), TorchGroup) and isinstance(group._get_backend(CPU), ours.Backend)
+    assert isinstance(group._get_backend(CPU), ours.ProcessGroup)
+    group.shutdown()
+
+
+# --- checks before each collective --------------------------------------------------------------------------------
+
+
+WRAPPED = [
+    "w.wrapped_pg is i", "w.name()", "w._get_backend_name()", "w.rank()", "w.size()", "w.get_error()",
+    "w.supports_splitting", "w._get_sequence_number_for_group()", "type(w.options).__name__", "w.memory_stats()",
+    "w.allreduce(torch.ones(1)).wait()", "w.allreduce([torch.ones(1)], m.AllreduceOptions()).wait()",
+    "w.barrier().wait()", "w.broadcast(torch.ones(1), 0).wait()", "m._ProcessGroupWrapper(i, 3)",
+]  # fmt: skip
+
+
+def test_wrapper_facts():
+    results = []
+    for module in (theirs, ours):
+        store = dist.HashStore()
+        inner, helper = (dist.ProcessGroupGloo(dist.PrefixStore(p, store), 0, 1, timedelta(seconds=20)) for p in "ab")
+        texts = [f"w = m._ProcessGroupWrapper(i, h)\n{text}" for text in WRAPPED]
+        facts = [outcome(text, module, i=inner, h=helper) for text in texts]
+        results.append([(kind, value if kind == "gave" else family(value)) for kind, value in facts])
+    assert results[0] == results[1]
+
+
+def test_wrapper_says_what_ended_our_engine():
+    engine = TorchGroup(ours.HashStore(), 0, 1, timedelta(seconds=20), "one")
+    group = ours._ProcessGroupWrapper(engine, engine)
+    assert group.get_error() is ours.ErrorType.SUCCESS
+    group.allreduce(torch.ones(1)).wait()
+    group.shutdown()
+    assert group.get_error() is ours.ErrorType.COMM_ERROR
+
+
+def test_wrapper_names_what_each_rank_called():
+    def body(store, rank):
+        inner = ours.FakeProcessGroup._create_internal(rank, 2)
+        helper = TorchGroup(store, rank, 2, timedelta(seconds=20), "helper")
+        group = ours._ProcessGroupWrapper(inner, helper)
+        group.allreduce(torch.ones(3)).wait()
+        try:
+            group.allreduce(torch.ones(3)) if rank == 0 else group.broadcast(torch.ones(3), 0)
+        except CollectiveMismatchError as error:
+            return str(error)
+        finally:
+            helper.shutdown()
+
+    said = on_two_ranks(body)
+    assert said[0] == said[1] and "rank 0 called #2 allreduce of float32[3]; rank 1 called #2 broadcast" in said[0]
+
+
+# --- groups by name -----------------------------------------------------------------------------------------------
+
+
+def test_registry():
+    for text in (
+        "p = m.ProcessGroup(0, 1)\nm._register_process_group('g1', p)\nm._resolve_process_group('g1') is p",
+        "p = m.ProcessGroup(0, 1)\nm._register_process_group('g1', p)\ndel p\nm._resolve_process_group('g1')",
+        "p = m.ProcessGroup(0, 1)\nm._register_process_group('g1', p)\nm._unregister_process_group('g1')\n"
+        "m._resolve_process_group('g1')",
+        "m._resolve_process_group('g1')",
+        "m._unregister_process_group('never')",
+        "p = m.ProcessGroup(0, 1)\nm._register_process_group('g2', p)\nm._register_process_group('g2', p)",
+        "m._unregister_all_process_groups()",
+        "m._register_process_group('a', 3)",
+        "m._current_process_group()",
+        "p = m.ProcessGroup(0, 1)\nm._set_process_group(p)\nm._current_process_group() is p",
+        "m._set_process_group(None)\nm._current_process_group()",
+        "m._set_comm_profiling_name('abc')\nm._get_comm_profiling_name()",
+        "m._set_comm_profiling_name(3)",
+        "m._set_comm_profiling_name('')\nm._get_comm_profiling_name()",
+        "m._set_global_rank(0)",
+        "m._set_global_rank('a')",
+        "m._set_thread_isolation_mode(True)\nm._set_thread_isolation_mode(False)",
+    ):
+        same(f"m._unregister_all_process_groups()\n{text}")
+
+
+def test_registry_of_each_thread():
+    """In thread isolation mode every thread has names of its own; our groups among them."""
+    ours._set_thread_isolation_mode(True)
+    try:
+        mine = ours.ProcessGroup(0, 1)
+        ours._register_process_group("same name", mine)
+        seen = []
+
+        def other() -> None:
+            seen.append(outcome("m._resolve_process_group('same name')", ours)[0])
+            group = ours.ProcessGroup(1, 2)
+            ours._register_process_group("same name", group)
+            seen.append(ours._resolve_process_group("same name") is group)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(20)
+        assert seen == ["raised", True] and ours._resolve_process_group("same name") is mine
+        ours._unregister_process_group("same name")
+    finally:
+        ours._set_thread_isolation_mode(False)
+
+
+def test_functional_collectives_find_our_group_by_name():
+    group = ours.ProcessGroup(ours.HashStore(), 0, 1)
+    group._set_group_name("functional")
+    ours._register_process_group("functional", group)
+    try:
+        result = torch.ops._c10d_functional.all_reduce(torch.ones(3), "sum", "functional")
+        assert torch.ops._c10d_functional.wait_tensor(result).tolist() == [1, 1, 1]
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(torch.ones(3), 1, "functional")
+        assert torch.ops._c10d_functional.wait_tensor(gathered).tolist() == [1, 1, 1]
+    finally:
+        ours._unregister_process_group("functional")
+        group.shutdown()
