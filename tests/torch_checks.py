@@ -66,8 +66,7 @@ def equal(got: Any, expected: Any) -> None:
 # --- joining and leaving ------------------------------------------------------------------------------------------
 
 
-def _free_port(path: str) -> int:
-    """Rank 0 picks; the file tells the others."""
+def _free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
@@ -76,7 +75,7 @@ def _free_port(path: str) -> int:
 @check
 def init_methods(rank: int, path: str) -> None:
     with joined(rank, path + "-meet") as group:
-        ports = torch.tensor([_free_port(path), _free_port(path)])
+        ports = torch.tensor([_free_port(), _free_port()])
         dist.broadcast(ports, 0)
         assert dist.get_backend() == "symcomm" and group.name() == "symcomm"
     tcp, env = ports.tolist()

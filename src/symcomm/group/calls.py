@@ -99,7 +99,7 @@ class CollectiveCalls:
         work = Work(self, call, call_site(2), outputs, result, (inputs, plan))
         callback = work._settle if any(b.target is not None for b in outputs) else None
         work._request = native.submit(self._handle, plan, ins, outs, timeout_ns, callback)
-        self._pending = [w for w in self._pending if not w._poll(-1)]
+        self._pending = [w for w in self._pending if not w._settled and (w._callbacks or not w._poll(-1))]
         self._pending.append(work)
         return work
 
