@@ -13,12 +13,13 @@ from tests.conformance.suite import FAILED, PASSED, SKIPPED, Result, gloo_passes
 
 # One of each kind, of the fast ones: what `--quick` and the test suite run.
 QUICK = (
-    "Backend_enum_class", "get_rank", "destroy_group", "new_subgroups", "send_recv", "send_recv_any_source", "isend",
-    "irecv", "send_recv_with_tag_autograd_profiler", "broadcast", "reduce_sum", "reduce_max", "all_reduce_sum",
-    "all_reduce_sum_async", "all_reduce_sum_complex", "all_reduce_coalesced_sum", "scatter", "gather", "all_gather",
-    "all_gather_into_cat_tensor_cpu", "reduce_scatter_tensor_cpu", "barrier", "all_gather_object",
-    "broadcast_object_list", "monitored_barrier_gloo", "monitored_barrier_wait_all_ranks", "batch_isend_irecv_gloo",
-    "DistributedDataParallelCPU", "ddp_profiling_torch_profiler", "verify_model_across_rank_without_logger",
+    "Backend_enum_class", "get_backend", "get_rank", "destroy_group", "send_recv", "send_recv_any_source",
+    "send_recv_with_tag_autograd_profiler", "isend", "irecv", "batch_isend_irecv_gloo", "broadcast", "reduce_sum",
+    "reduce_max", "all_reduce_sum", "all_reduce_sum_async", "all_reduce_sum_complex", "all_reduce_coalesced_sum",
+    "sparse_all_reduce_sum", "scatter", "gather", "gather_checks", "all_gather", "all_gather_coalesced_simple",
+    "all_gather_object_default_pg", "scatter_object_list", "get_future", "DistributedDataParallelCPU",
+    "static_graph_api_cpu", "accumulate_gradients_no_sync_allreduce_with_then_hook",
+    "monitored_barrier_gloo_subgroup",
 )  # fmt: skip
 
 

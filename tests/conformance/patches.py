@@ -103,6 +103,9 @@ def impersonate_gloo() -> None:
                 options = options or types.SimpleNamespace(_timeout=given)
             return TorchGroup(store, rank, size, given, "gloo", None, options)
 
+    # DDP's log asks the group itself for its name.
+    TorchGroup.getBackendName = lambda self: "gloo"  # type: ignore[method-assign]
+
     class ProcessGroupGloo(metaclass=PassesForGloo):
         """Stands where torch's class stood."""
 

@@ -86,6 +86,7 @@ class TorchGroup(dist.ProcessGroup):
             core = ProcessGroup(
                 rank, size, _exchange_through(store, rank, size, timeout), name, timeout, None, global_ranks
             )
+            core.barrier()  # nobody reads the store any more, so its host may leave
         self.core = core
         self._name = name
         self._desc = ""

@@ -132,7 +132,10 @@ class CollectiveCalls:
         """Whether or not the caller keeps ``work``, the core uses its tensors until it is done."""
         with self._keep_lock:
             before, self._pending = self._pending, [work]
-        done = next((i for i, w in enumerate(before) if not w._poll(-1)), len(before))  # they end in order
+        # They end in order. One with callbacks is left to the watcher, so that those never run in a caller's thread.
+        done = next(
+            (i for i, w in enumerate(before) if not w._settled and (w._callbacks or not w._poll(-1))), len(before)
+        )
         with self._keep_lock:
             self._pending = before[done:] + self._pending
 

@@ -36,31 +36,56 @@ def _new_future() -> Any:
 
 
 class Watcher:
-    """A group's thread that waits for works with callbacks, in the order of their calls, that is of their ends."""
+    """Threads of a group that wait for works with callbacks, and call those.
 
-    IDLE = 1.0  # seconds the thread stays without work; a training step takes less, so it is started once
+    One thread at a time is the leader and waits for the oldest work. Before it runs that work's callbacks it hands the
+    lead on, since a callback may itself wait for a later work.
+    """
+
+    IDLE = 1.0  # seconds a thread stays without work; a training step takes less, so threads are rarely started
 
     def __init__(self) -> None:
         self._works: deque[Work] = deque()
-        self._more = threading.Condition()
-        self._running = False
+        self._change = threading.Condition()
+        self._led = False  # somebody waits for a work, or is on its way to do so
+        self._idle = 0
+        self._called = 0  # idle threads that were called to lead and have not woken up yet
 
     def watch(self, work: Work) -> None:
-        with self._more:
+        with self._change:
             self._works.append(work)
-            if not self._running:
-                self._running = True
-                threading.Thread(target=self._attend, name="symcomm-futures", daemon=True).start()
-            self._more.notify()
+            self._find_leader()
+
+    def _find_leader(self) -> None:
+        if self._led or not self._works:
+            return
+        self._led = True
+        if self._idle > self._called:
+            self._called += 1
+            self._change.notify()
+        else:
+            threading.Thread(target=self._attend, name="symcomm-futures", daemon=True).start()
 
     def _attend(self) -> None:
+        """Begins as the leader, and goes on as the leader each time it was called again."""
         while True:
-            with self._more:
-                if not self._works and not self._more.wait_for(lambda: self._works, self.IDLE):
-                    self._running = False
-                    return
+            with self._change:
                 work = self._works.popleft()
+            work._await()
+            with self._change:
+                self._led = False
+                self._find_leader()
             work._poll(0)
+            with self._change:
+                if not self._led and self._works:
+                    self._led = True
+                    continue
+                self._idle += 1
+                self._change.wait(self.IDLE)
+                self._idle -= 1
+                if not self._called:  # wait()'s own answer would miss a call at the very moment it gives up
+                    return
+                self._called -= 1
 
 
 class Work:
@@ -98,6 +123,10 @@ class Work:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
+
+    def _await(self) -> None:
+        if not self._settled:
+            native.request_wait(self._request, 0)
 
     def _poll(self, timeout_ns: int) -> bool:
         if self._settled:

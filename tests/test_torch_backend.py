@@ -1,0 +1,186 @@
+"""``torch.distributed`` on our backend, as users use it. The checks themselves are in tests/torch_checks.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Decorated functions, read from the text: this file needs no torch of its own.
+CHECKS = re.findall(r"@check\ndef (\w+)", (ROOT / "tests" / "torch_checks.py").read_text())
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Ours, without what a launcher around the tests may have set."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    return {**kept, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1", **extra}
+
+
+def run(*command: str, deadline: float = 60, **extra: str) -> str:
+    """Standard output of a command that must succeed."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=deadline, env=environment(**extra), cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def run_python(code: str, **extra: str) -> str:
+    return run(sys.executable, "-c", code, **extra)
+
+
+# --- the checks, all on one pair of ranks -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, list[str]]:
+    """What every rank has to say about every check."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.torch_checks"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(), cwd=ROOT, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=110)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            out, err = process.communicate()
+    told: dict[str, list[str]] = {name: [] for name in CHECKS}
+    for line in out.splitlines():
+        said = json.loads(line)
+        told[said["check"]].append(said["text"])
+    told["stderr"] = [err]
+    return told
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", CHECKS)
+def test_check(name: str, told: dict[str, list[str]]):
+    assert told[name] == ["", ""], "\n".join([*told[name], *told["stderr"]])[-6000:]
+
+
+# --- registration -------------------------------------------------------------------------------------------------
+
+
+def test_autoload_loads_next_to_nothing():
+    loaded = run_python(
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "from symcomm.backend.register import autoload\n"
+        "autoload()\n"
+        "import torch.distributed as dist\n"
+        "assert 'symcomm' in dist.Backend.backend_list\n"
+        "print(*[m for m in sys.modules if m.startswith('symcomm')])\n"
+    ).split()
+    assert not [m for m in loaded if m.startswith(("symcomm._core", "symcomm.group", "symcomm.backend.group"))], loaded
+    assert len(loaded) <= 4, loaded
+
+
+ONE_RANK = (
+    "from symcomm.backend.register import register; register()\n"
+    "import torch, torch.distributed as dist\n"
+    "dist.init_process_group({backend!r}, store=dist.HashStore(), rank=0, world_size=1)\n"
+    "x = torch.ones(2); dist.all_reduce(x); dist.monitored_barrier()\n"
+    "print(dist.get_backend(), type(dist.group.WORLD).__name__, x.tolist())\n"
+    "g = dist.new_group(backend='gloo'); print(type(g).__name__)\n"
+    "dist.destroy_process_group()\n"
+)
+
+
+def test_gloo_can_be_replaced_from_outside():
+    out = run_python(ONE_RANK.format(backend="gloo"), SYMCOMM_REPLACE="gloo").split("\n")
+    assert out[0] == "symcomm TorchGroup [1.0, 1.0]" and out[1] == "TorchGroup"
+    out = run_python(ONE_RANK.format(backend="cpu:gloo,cuda:nccl"), SYMCOMM_REPLACE="gloo").split("\n")
+    assert "TorchGroup [1.0, 1.0]" in out[0]
+
+
+def test_gloo_stays_gloo_when_nobody_asks():
+    out = run_python(ONE_RANK.format(backend="gloo"), SYMCOMM_REPLACE="").split("\n")
+    assert out[0] == "gloo ProcessGroup [1.0, 1.0]" and out[1] == "ProcessGroup"
+
+
+# --- launchers ----------------------------------------------------------------------------------------------------
+
+SCRIPT = """\
+import os
+from symcomm.backend.register import register
+register()
+import torch
+import torch.distributed as dist
+if "RANK" not in os.environ:  # mpirun speaks of itself only
+    os.environ["RANK"] = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
+    os.environ["WORLD_SIZE"] = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ["PMI_SIZE"]
+dist.init_process_group("symcomm")
+x = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(x)
+print(f"rank {dist.get_rank()} of {dist.get_world_size()} has {x.item()}", flush=True)
+dist.destroy_process_group()
+"""
+EXPECTED = ["rank 0 of 2 has 3.0", "rank 1 of 2 has 3.0"]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def said(out: str) -> list[str]:
+    return sorted(re.findall(r"rank \d of \d has [\d.]+", out))
+
+
+def free_port() -> str:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return str(sock.getsockname()[1])
+
+
+def test_under_torchrun(script: str):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    assert said(run(*command, deadline=100)) == EXPECTED
+
+
+def test_under_symcomm_run(script: str):
+    assert said(run(sys.executable, "-m", "symcomm", "run", "-n", "2", script)) == EXPECTED
+
+
+def test_started_by_hand(script: str):
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment(**place, RANK=str(r))
+        )
+        for r in range(2)
+    ]
+    try:
+        assert said("".join(rank.communicate(timeout=60)[0] for rank in ranks)) == EXPECTED
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def find_mpirun() -> str | None:
+    """On the PATH, or below SYMCOMM_PEERS_DIR (where MPI libraries to compare with are installed)."""
+    found = shutil.which("mpirun") or shutil.which("mpiexec")
+    peers = os.environ.get("SYMCOMM_PEERS_DIR")
+    if found is None and peers:
+        found = next(iter(sorted(map(str, Path(peers).glob("*/bin/mpirun")))), None)
+    return found
+
+
+def test_under_mpirun(script: str):
+    mpirun = find_mpirun()
+    if mpirun is None:
+        pytest.skip("no mpirun on the PATH nor below SYMCOMM_PEERS_DIR")
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    place |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    place |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PMIX_MCA_gds": "hash"}
+    assert said(run(mpirun, "-n", "2", sys.executable, script, **place)) == EXPECTED
