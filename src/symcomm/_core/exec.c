@@ -179,11 +179,15 @@ static bool fits(const struct group *g, const struct plan *p, const struct buffe
 
 static int run_locked(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
     if (!fits(g, p, b)) return STATUS_PLAN;
+    int status = sync_aborted(g);
+    bool late = status == STATUS_MISMATCH && atomic_load(&g->control[g->rank]->abort_seq) == g->seq + 1;
+    if (status && !late) return status;
     g->seq++;
     struct run x = {.g = g, .p = p, .b = b, .half = (int)(g->seq & 1)};
-    int status = sync_aborted(g);
-    if (status == STATUS_MISMATCH) arrive(&x, -1, -1); /* so that everybody's error names this call too */
-    if (status) return status;
+    if (late) {
+        arrive(&x, -1, -1); /* so that everybody's error names this call too */
+        return status;
+    }
     int64_t now = symcomm_now_ns();
     atomic_store_explicit(&g->started, now, memory_order_relaxed);
     x.deadline = timeout ? now + timeout : 0;
