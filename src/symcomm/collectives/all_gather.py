@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, finish, ring, stage, stream
-from symcomm.collectives.plan import ALL, At, Need, Plan, Space, Step
+from symcomm.collectives.plan import ALL, At, Copy, Need, Plan, Space, Step
 
 if TYPE_CHECKING:
     from symcomm.collectives.select import Limits
@@ -26,12 +26,13 @@ def streamed_all_gather(plan: Plan, pieces: Pieces, limits: Limits) -> None:
     mine = At(IN, 0, 0, cut.chunk(pieces.sizes[me]))
 
     def put(now: Sizes) -> list[Simple]:
-        return copy(lanes[me].at(), mine, now[me])
+        """Also into my own output, while the chunk is in the cache."""
+        return [Copy((lanes[me].at(), pieces.at(OUT, me, cut)), mine, now[me])] if now[me] else []
 
     def get(now: Sizes) -> list[Simple]:
         steps: list[Simple] = []
-        for rank in ring(world, me):
-            steps += copy(pieces.at(OUT, rank, cut), mine if rank == me else lanes[rank].at(), now[rank])
+        for rank in ring(world, me)[:-1]:
+            steps += copy(pieces.at(OUT, rank, cut), lanes[rank].at(), now[rank])
         return steps
 
     stream(plan, cut, pieces.sizes, put, get, [ALL])
