@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -274,6 +275,14 @@ def on_two_ranks(body) -> list:
     return results
 
 
+def eventually(condition) -> None:
+    """Hooks run in the thread that first sees the end of an operation, which need not be the one that waits for it."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "did not happen within 20 s"
+        time.sleep(0.001)
+
+
 def every_collective(group, module) -> list:
     """Each collective in each of its forms once; what came out."""
     rank, options = group.rank(), module.AllreduceOptions()
@@ -385,6 +394,8 @@ def test_completion_hook_and_split_and_merge():
         group._register_on_completion_hook(told.append)
         group.allreduce(torch.ones(1)).wait()
         group.barrier().wait()
+        eventually(lambda: len(told) == 2)
+        told.sort(key=lambda info: info.seq)
         alone = group.split_group([rank] if rank == 0 else [0], group_name="first", group_desc="alone")
         facts = (
             [i.op_type.name for i in told],
