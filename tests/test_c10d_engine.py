@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from symcomm.backend.group import TorchGroup
 from tests.c10d_compare import family, ours, outcome, plain, theirs
-from tests.test_c10d_groups import on_two_ranks
+from tests.test_c10d_groups import eventually, on_two_ranks
 
 LIMIT = timedelta(seconds=20)
 
@@ -118,6 +118,7 @@ def test_hook_on_the_engine():
     blocking.asyncOp = False
     engine.broadcast([torch.ones(1)], blocking)
     engine._wait_for_pending_works()
+    eventually(lambda: len(told) == 2)
     assert sorted(info.op_type.name for info in told) == ["ALLREDUCE", "BROADCAST"]
     assert all(ours.OpType[info.op_type.name] == info.op_type for info in told)
     assert all(info.active_duration == info.time_finished - info.time_started for info in told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -206,6 +207,48 @@ def test_pytorchs_backends_serve_our_group():
     assert group.name() == "gloo" and gathered.tolist() == [1, 1]
 
 
+def test_what_kills_pytorchs_process_is_refused():
+    group, fake = ours.ProcessGroup(1, 4), ours.FakeProcessGroup._create_internal(1, 4)
+    group._register_backend(CPU, ours.ProcessGroup.CUSTOM, fake)
+    group._register_backend(torch.device("meta"), ours.ProcessGroup.CUSTOM)  # the one that is there
+    assert group._get_backend(torch.device("meta")) is fake
+    with pytest.raises(RuntimeError, match="Backend fake does not support split_group"):
+        group.split_group([0, 1])
+    group._register_backend(torch.device("cuda"), ours.ProcessGroup.NCCL)
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cuda"):
+        group._get_backend(torch.device("cuda"))
+    with pytest.raises(ValueError, match="as many as the 1 keys"):
+        ours.HashStore().multi_set(["a"], [])
+
+
+class Doubling(ours.Backend):
+    """A backend written in Python: a sum is twice our own."""
+
+    def allreduce(self, tensors, opts=None, op=None, timeout=None):
+        for tensor in tensors if isinstance(tensors, list) else [tensors]:
+            tensor.mul_(2)
+        work = ours.PythonCallbackWork(lambda timeout: True)
+        work.wait()
+        return work
+
+
+def test_a_backend_written_in_python():
+    group = ours.ProcessGroup(0, 2)
+    group._register_backend(CPU, ours.ProcessGroup.CUSTOM, Doubling(0, 2))
+    group._set_group_name("doubling")
+    tensor = torch.ones(2)
+    group.allreduce([tensor]).wait()
+    assert tensor.tolist() == [2, 2]
+    with pytest.raises(RuntimeError, match="Backend doubling does not support broadcast"):
+        group.broadcast(tensor, 0)
+    ours._register_process_group("doubling", group)
+    try:  # C++ reaches it too
+        result = torch.ops._c10d_functional.all_reduce(tensor, "sum", "doubling")
+        assert torch.ops._c10d_functional.wait_tensor(result).tolist() == [4, 4]
+    finally:
+        ours._unregister_process_group("doubling")
+
+
 # --- our engine behind the group ----------------------------------------------------------------------------------
 
 
@@ -230,6 +273,14 @@ def on_two_ranks(body) -> list:
     if failures:
         raise failures[0]
     return results
+
+
+def eventually(condition) -> None:
+    """Hooks run in the thread that first sees the end of an operation, which need not be the one that waits for it."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "did not happen within 20 s"
+        time.sleep(0.001)
 
 
 def every_collective(group, module) -> list:
@@ -310,6 +361,19 @@ def test_every_collective_gives_what_gloo_gives():
     assert on_two_ranks(engine_with_pytorchs_options) == wanted
 
 
+def test_pytorchs_data_parallel_on_our_group():
+    """Its reducer is C++; it calls broadcast, allgather and allreduce of the group it is given."""
+    group = ours.ProcessGroup(ours.HashStore(), 0, 1)
+    group._set_group_name("ddp")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    inner = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    inner(torch.ones(4, 3)).sum().backward()
+    assert model.weight.grad.tolist() == [[4.0] * 3] * 2
+    assert group._get_sequence_number_for_group() > 0
+    group.shutdown()
+
+
 def test_premul_sum():
     def body(store, rank):
         group = ours.ProcessGroup(store, rank, 2)
@@ -330,6 +394,8 @@ def test_completion_hook_and_split_and_merge():
         group._register_on_completion_hook(told.append)
         group.allreduce(torch.ones(1)).wait()
         group.barrier().wait()
+        eventually(lambda: len(told) == 2)
+        told.sort(key=lambda info: info.seq)
         alone = group.split_group([rank] if rank == 0 else [0], group_name="first", group_desc="alone")
         facts = (
             [i.op_type.name for i in told],
@@ -347,6 +413,21 @@ def test_completion_hook_and_split_and_merge():
     told = (["ALLREDUCE", "BARRIER"], [1, 2], True)
     assert first == (told, (1, 0, "first", "alone"), "both", 2, 2.0, True)
     assert second == (told, None, "both", 2, 2.0, True)
+
+
+def test_several_groups_meet_in_one_store():
+    def body(store, rank):
+        sums = []
+        for _ in range(3):
+            group = ours.ProcessGroup(store, rank, 2)
+            tensor = torch.full((1,), float(rank + 1))
+            group.allreduce(tensor).wait()
+            sums.append(tensor.item())
+            group.barrier().wait()
+            group.shutdown()
+        return sums
+
+    assert on_two_ranks(body) == [[3, 3, 3]] * 2
 
 
 def test_sequence_numbers_and_names():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
@@ -81,3 +83,10 @@ def test_constants(name: str):
 def test_everything_listed_exists():
     for name in ours.__all__:
         assert hasattr(ours, name)
+
+
+def test_the_page_lists_every_name():
+    page = (Path(__file__).parent.parent / "docs" / "c10d.md").read_text()
+    assert [name for name in names(theirs) if f"`{name}`" not in page] == []
+    rows = [line for line in page.splitlines() if "not here:" in line]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} >= set(LATER) & set(names(theirs))

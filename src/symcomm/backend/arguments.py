@@ -48,8 +48,9 @@ _REDOPS = {getattr(ReduceOp, op.name): op for op in RedOpType if op is not RedOp
 def redop_of(options: Any, op: Any = None) -> Any:
     """The reduce operation from ``options`` (which may itself be the operation), as ours; PREMUL_SUM as it is."""
     if op is None:
-        named = isinstance(options, (ReduceOp, OwnReduceOp))
-        op = options if named else getattr(options, "reduceOp", ReduceOp.SUM)
+        op = getattr(options, "reduceOp", options)  # asking for its kind first would cost more than the operation
+        if op is None:
+            return RedOpType.SUM
     return _REDOPS.get(getattr(op, "op", op), op)
 
 

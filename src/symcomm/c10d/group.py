@@ -19,7 +19,7 @@ from symcomm import errors
 from symcomm.backend.group import TorchGroup, merged_group
 from symcomm.c10d.enums import BackendType, OpType
 from symcomm.c10d.options import DEFAULT_TIMEOUT, NO_TIMEOUT, for_torch, short, text
-from symcomm.c10d.stores import Store
+from symcomm.c10d.stores import PrefixStore, Store
 from symcomm.c10d.words import wrong_type
 from symcomm.c10d.works import WorkInfo
 
@@ -148,7 +148,11 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_AnyGroup):
         existing = self._kinds.get(BackendType.CUSTOM)
         if isinstance(existing, TorchGroup):
             return existing
-        return TorchGroup(self._store, self._rank, self._size, self._timeout, self._name or "group")
+        # Several groups may meet in one store: each rank counts its own, in the order in which it makes them.
+        name = self._name or "group"
+        turn = self._store.add(f"symcomm/{name}/groups of {self._rank}", 1)
+        meeting = PrefixStore(f"symcomm/{name}/{turn}", self._store)
+        return TorchGroup(meeting, self._rank, self._size, self._timeout, name)
 
     def _default_backend(self) -> Any:
         backend = self._kinds.get(self._default) or next(iter(self._kinds.values()), None)
