@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 BUILT  := $(VENV)/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint format bench soak sanitize clean
+.PHONY: help setup demo test lint format bench conformance soak sanitize clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "== setting up $(VENV) (first time only, about a minute)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "setuptools>=68" wheel
-	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,torch,plot]'
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,torch,plot,notebook,examples]'
 	@touch $@
 
 $(BUILT): $(STAMP) setup.py $(C_SRC)
@@ -43,6 +43,10 @@ format: $(BUILT) ## let ruff rewrite the sources
 
 bench: $(BUILT) ## measure this machine; see BENCHMARKS.md
 	$(BIN)/symcomm bench all
+
+conformance: $(BUILT) ## PyTorch's own DistributedTest on our backend, at 2, 3, 4 and 8 ranks (about ten minutes)
+	for n in 2 3 4 8; do $(BIN)/python -m tests.conformance --ranks $$n || exit 1; done
+	$(BIN)/python -m tests.conformance --ranks 4 --as gloo+mpi
 
 soak: $(BUILT) ## a thousand random faults
 	$(BIN)/python -m tests.soak

@@ -42,7 +42,7 @@ def seconds_of(options: Any, timeout: Any = None) -> float | None:
     return given if given is not None and given > 0 else None
 
 
-_REDOPS = {getattr(ReduceOp, op.name): op for op in RedOpType if op is not RedOpType.PREMUL_SUM}
+_REDOPS = {hash(getattr(ReduceOp, op.name)): op for op in RedOpType if op is not RedOpType.PREMUL_SUM}
 
 
 def redop_of(options: Any, op: Any = None) -> Any:
@@ -51,7 +51,7 @@ def redop_of(options: Any, op: Any = None) -> Any:
         op = getattr(options, "reduceOp", options)  # asking for its kind first would cost more than the operation
         if op is None:
             return RedOpType.SUM
-    return _REDOPS.get(getattr(op, "op", op), op)
+    return _REDOPS.get(hash(op), op)  # torch's operations hash as their kind; asking for that costs twice as much
 
 
 def root_of(options: Any, root: Any = None) -> int:
