@@ -46,7 +46,6 @@ bench: $(BUILT) ## measure this machine; see BENCHMARKS.md
 
 conformance: $(BUILT) ## PyTorch's own DistributedTest on our backend, at 2, 3, 4 and 8 ranks (about ten minutes)
 	for n in 2 3 4 8; do $(BIN)/python -m tests.conformance --ranks $$n || exit 1; done
-	$(BIN)/python -m tests.conformance --ranks 4 --as gloo+mpi
 
 soak: $(BUILT) ## a thousand random faults
 	$(BIN)/python -m tests.soak
