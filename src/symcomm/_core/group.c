@@ -112,7 +112,7 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     if (g == NULL) return PyErr_NoMemory();
     pthread_mutex_init(&g->lock, NULL);
     size_t n = (size_t)world;
-    g->rank = rank, g->world = world, g->spin = spin, g->yield_ns = yield_ns;
+    g->rank = rank, g->world = world, g->spin = g->spin_now = spin, g->yield_ns = yield_ns;
     g->stage_bytes = stage_bytes, g->arena_bytes = arena_bytes;
     g->control = calloc(n, sizeof *g->control), g->stage = calloc(n, sizeof *g->stage);
     g->arena = calloc(n, sizeof *g->arena), g->life = calloc(n, sizeof *g->life);

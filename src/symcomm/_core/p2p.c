@@ -366,7 +366,7 @@ int mail_wait(struct op *op, int64_t timeout, bool withdraw_it) {
     if (drive(op)) return op->status;
     if (timeout < 0) return STATUS_TIMEOUT;
     int64_t start = symcomm_now_ns(), deadline = timeout ? start + timeout : INT64_MAX;
-    for (int i = 0; i < m->group->spin / 8; i++) {
+    for (int i = 0; i < m->group->spin_now / 8; i++) {
         if (drive(op)) return op->status;
         symcomm_relax();
     }

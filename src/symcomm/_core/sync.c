@@ -15,6 +15,8 @@
 
 #include "common.h"
 
+#define LEAST_SPIN 20
+#define SOON_NS 2000 /* an answer this soon after we stopped looking: worth looking longer */
 #define SLICE_NS 10000000 /* how often a sleeper looks for dead peers: a tenth of the 100 ms we promise */
 
 long symcomm_futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t ns) {
@@ -143,17 +145,33 @@ static int sleep_until(struct group *g, struct condition *c, int64_t deadline) {
     return status;
 }
 
+/* Looking pays while peers answer within a microsecond or two. Where they need this very core, or compute for long, it only
+ * delays them: then look less next time. */
+static void adapt_spin(struct group *g, bool paid) {
+    int now = g->spin_now;
+    if (paid) g->spin_now = now < g->spin / 2 ? now * 2 : g->spin;
+    else g->spin_now = now / 2 > LEAST_SPIN ? now / 2 : LEAST_SPIN;
+}
+
 int sync_wait(struct group *g, struct condition *c, int64_t deadline) {
-    for (int i = 0; i < g->spin; i++) {
-        if (holds(g, g->rank, c)) return STATUS_OK;
+    for (int i = 0; i < g->spin_now; i++) {
+        if (holds(g, g->rank, c)) {
+            if (g->spin_now != g->spin) adapt_spin(g, true);
+            return STATUS_OK;
+        }
         symcomm_relax();
     }
     int status;
-    int64_t until = symcomm_now_ns() + g->yield_ns;
+    int64_t start = symcomm_now_ns(), now = start;
     do {
-        if (holds(g, g->rank, c)) return STATUS_OK;
+        if (holds(g, g->rank, c)) {
+            adapt_spin(g, now - start < SOON_NS);
+            return STATUS_OK;
+        }
         if ((status = sync_aborted(g))) return status;
         sched_yield();
-    } while (symcomm_now_ns() < until);
+        now = symcomm_now_ns();
+    } while (now < start + g->yield_ns);
+    adapt_spin(g, false);
     return sleep_until(g, c, deadline);
 }

@@ -68,7 +68,8 @@ struct group {
     char **arena;                  /* per rank: where this process has mapped it */
     int64_t arena_bytes;           /* size of my own */
     _Atomic uint32_t **life;       /* per rank */
-    int spin;                      /* looks before giving the core away */
+    int spin;                      /* most looks before giving the core away */
+    int spin_now;                  /* looks at present: adapts to how soon peers answer */
     int64_t yield_ns;              /* then this long offering it to others before sleeping */
     _Atomic int64_t slept;         /* statistics */
     bool left;                     /* group_leave() was called */

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,10 +25,10 @@ __all__ = ["DEFAULT_TIMEOUT", "ProcessGroup"]
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, as in PyTorch
 
-# How long a waiting rank looks before it offers its core, and offers before it sleeps. Looking costs the core; sleeping
-# costs two context switches (about 10 us here). With more ranks than cores looking only delays the rank one waits for.
+# How often a waiting rank looks, at most, before it offers its core (about 10 us), and how long it offers before it
+# sleeps. Looking costs the core, sleeping two context switches (about 10 us). The core looks less where that does not
+# pay: with more ranks than cores it only delays the rank one waits for.
 SPIN_LOOKS = 4000
-SPIN_LOOKS_CROWDED = 50
 YIELD_NS = 100_000
 
 
@@ -132,7 +131,6 @@ class ProcessGroup(MoreCalls):
                 f"group {self.name!r}: ranks use different sizes or versions; make them all the same."
             )
         starts = [peer.base + f["offset"] for peer, f in zip(self._peers, everyone, strict=True)]
-        crowded = self.size > len(os.sched_getaffinity(0))
         self._handle: Any = native.make_group(
             self.rank, self.size,
             tuple(starts),
@@ -140,7 +138,7 @@ class ProcessGroup(MoreCalls):
             tuple([p.base for p in self._peers]), self._arena.nbytes,
             tuple([p.life for p in self._peers]),
             tuple([s + channels for s in starts]),
-            SPIN_LOOKS_CROWDED if crowded else SPIN_LOOKS, YIELD_NS,
+            SPIN_LOOKS, YIELD_NS,
         )  # fmt: skip
         _living.add(self)
         self._retire = weakref.finalize(self, _retire, self._handle, self._arena, self._offset)
