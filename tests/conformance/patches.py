@@ -83,6 +83,7 @@ def impersonate_gloo() -> None:
     """Let torch build our group wherever it would build its ProcessGroupGloo, by name or directly."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
+    from torch.nn.parallel import DistributedDataParallel
 
     from symcomm.backend.group import TorchGroup
 
@@ -103,8 +104,11 @@ def impersonate_gloo() -> None:
                 options = options or types.SimpleNamespace(_timeout=given)
             return TorchGroup(store, rank, size, given, "gloo", None, options)
 
-    # DDP's log asks the group itself for its name.
-    TorchGroup.getBackendName = lambda self: "gloo"  # type: ignore[method-assign]
+    # DDP's log has the name that the group gives; one that says "gloo" there is taken for torch's own by C++ code.
+    log = DistributedDataParallel._get_ddp_logging_data
+    settings = {name: os.environ.get(name.upper(), "N/A") for name in ("gloo_socket_ifname", "gloo_device_transport")}
+    gloos = {"backend_name": "gloo", **settings}
+    DistributedDataParallel._get_ddp_logging_data = lambda self: {**log(self), **gloos}  # type: ignore
 
     class ProcessGroupGloo(metaclass=PassesForGloo):
         """Stands where torch's class stood."""

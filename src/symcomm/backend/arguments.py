@@ -8,9 +8,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import ReduceOp
-
 from symcomm import errors
+from symcomm.types import RedOpType
 
 __all__ = ["is_async", "one", "one_list", "redop_of", "root_of", "seconds_of"]
 
@@ -24,20 +23,21 @@ def seconds_of(options: Any, timeout: Any = None) -> float | None:
 
 
 def redop_of(options: Any, op: Any = None) -> Any:
-    """The reduce operation from ``options`` (which may itself be the operation)."""
-    if op is not None:
-        return op
-    if isinstance(options, (ReduceOp, ReduceOp.RedOpType)):
-        return options
-    return getattr(options, "reduceOp", ReduceOp.SUM)
+    """Our name for the reduce operation in ``options`` (which may itself be the operation).
+
+    torch's objects take microseconds to compare, but their hash is the operation's number, which is also ours.
+    PREMUL_SUM stays as it is, for its factor.
+    """
+    given = op if op is not None else getattr(options, "reduceOp", options)
+    return RedOpType.SUM if given is None else _BY_NUMBER.get(hash(given), given)
+
+
+_BY_NUMBER = {int(op): op for op in RedOpType if op is not RedOpType.PREMUL_SUM}
 
 
 def root_of(options: Any, root: Any = None) -> int:
-    if root is not None:
-        return int(root)
-    if isinstance(options, int):
-        return options
-    return getattr(options, "rootRank", 0)
+    given = root if root is not None else getattr(options, "rootRank", options)
+    return 0 if given is None else int(given)
 
 
 def is_async(options: Any) -> bool:

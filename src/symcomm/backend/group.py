@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, ReduceOp
+from torch._C._distributed_c10d import Backend
 
 from symcomm import collectives, errors
 from symcomm._core import native
@@ -26,11 +26,11 @@ from symcomm.group.calls import to_redop
 from symcomm.group.failure import call_site, explain
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.share import Exchange
+from symcomm.types import RedOpType
 
 __all__ = ["TorchGroup"]
 
 _alive: set[Any] = set()  # torch's registry holds groups weakly
-_PREMUL_SUM = ReduceOp.PREMUL_SUM
 Options: Any = Backend.Options
 _NO_TIMEOUT = timedelta(milliseconds=-1)
 
@@ -142,17 +142,20 @@ class TorchGroup(dist.ProcessGroup):
         }
         return Span(name, inputs, facts)
 
-    def _run_known(self, key: Any, source: Any, target: Any, opts: Any) -> bool:
+    def _run_known(self, key: Any, opts: Any, source: Any, target: Any) -> bool:
         """Run a blocking call whose plan is known, with nothing but the core; False: it has to go the long way."""
         plan = self._known.get(key)
-        if plan is None or self._coalescing is not None or is_profiling():
+        if plan is None or self._coalescing is not None or is_profiling() or opts.timeout > _NO_TIMEOUT:
             return False
-        if not (source.is_contiguous() and target.is_contiguous() and source.is_cpu and target.is_cpu):
+        if not source.is_contiguous() or not source.is_cpu or source.is_neg():
             return False
-        if source.is_neg() or target.is_neg() or opts.timeout > _NO_TIMEOUT:
-            return False
+        address = place = source.data_ptr()
+        if target is not source:
+            if not target.is_contiguous() or not target.is_cpu or target.is_neg():
+                return False
+            place = target.data_ptr()
         core = self.core
-        status = native.run(core._handle, plan, source.data_ptr(), target.data_ptr(), core._timeout_ns)
+        status = native.run(core._handle, plan, address, place, core._timeout_ns)
         if status:
             raise core._failed(status, key[0], call_site(3), 0.0, explain)
         return True
@@ -170,10 +173,10 @@ class TorchGroup(dist.ProcessGroup):
         if type(tensors) is list and len(tensors) > 1:
             return lists.all_reduce(self.core, tensors, redop_of(opts, op), seconds_of(opts, timeout))
         tensor, redop = one("all_reduce", "tensors", tensors), redop_of(opts, op)
-        blocking = opts is not None and timeout is None and not is_async(opts)
+        blocking = timeout is None and not is_async(opts)
         if blocking:
             key = ("all_reduce", tensor.dtype, tensor.numel(), redop)
-            if self._run_known(key, tensor, tensor, opts):
+            if self._run_known(key, opts, tensor, tensor):
                 return done
         if tensor.is_sparse:
             all_reduce_sparse(self.core, tensor, to_redop("all_reduce", redop)[0], seconds_of(opts, timeout))
@@ -183,8 +186,8 @@ class TorchGroup(dist.ProcessGroup):
         work = self._call(
             "all_reduce", call, tensor, redop, options=opts, timeout=timeout, inputs=result, result=result
         )
-        if blocking and redop != _PREMUL_SUM:
-            args = (tensor.numel(), torch_dtypes()[tensor.dtype], to_redop("all_reduce", redop)[0])
+        if blocking and type(redop) is RedOpType:
+            args = (tensor.numel(), torch_dtypes()[tensor.dtype], redop)
             self._know(key, tensor, collectives.all_reduce, *args)
         return work
 
@@ -208,17 +211,17 @@ class TorchGroup(dist.ProcessGroup):
         return self._call("reduce_scatter", call, *args, options=opts, timeout=timeout, inputs=pieces, result=[output])
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        blocking, redop = opts is not None and not is_async(opts), redop_of(opts)
+        blocking, redop = not is_async(opts), redop_of(opts)
         if blocking:
             key = ("reduce_scatter_single", input.dtype, input.numel(), output.dtype, output.numel(), redop)
-            if self._run_known(key, input, output, opts):
+            if self._run_known(key, opts, input, output):
                 return done
         call = self.core.reduce_scatter_single
         work = self._call(
             "reduce_scatter_single", call, output, input, redop, options=opts, inputs=[input], result=[output]
         )
-        if blocking and redop != _PREMUL_SUM:
-            args = ((output.numel(),) * self.core.size, torch_dtypes()[input.dtype], to_redop(key[0], redop)[0])
+        if blocking and type(redop) is RedOpType:
+            args = ((output.numel(),) * self.core.size, torch_dtypes()[input.dtype], redop)
             self._know(key, input, collectives.reduce_scatter, *args)
         return work
 
@@ -234,10 +237,10 @@ class TorchGroup(dist.ProcessGroup):
         if type(tensors) is list and len(tensors) > 1:
             return lists.broadcast(self.core, tensors, origin, opts, seconds_of(opts, timeout))
         tensor = one("broadcast", "tensors", tensors)
-        blocking = opts is not None and timeout is None and not is_async(opts)
+        blocking = timeout is None and not is_async(opts)
         if blocking:
             key = ("broadcast", tensor.dtype, tensor.numel(), origin)
-            if self._run_known(key, tensor, tensor, opts):
+            if self._run_known(key, opts, tensor, tensor):
                 return done
         result = [tensor]
         call = self.core.broadcast
@@ -258,10 +261,10 @@ class TorchGroup(dist.ProcessGroup):
         )
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        blocking = opts is not None and not is_async(opts)
+        blocking = not is_async(opts)
         if blocking:
             key = ("all_gather_single", input.dtype, input.numel(), output.dtype, output.numel())
-            if self._run_known(key, input, output, opts):
+            if self._run_known(key, opts, input, output):
                 return done
         call = self.core.all_gather_single
         work = self._call("all_gather_single", call, output, input, options=opts, inputs=[input], result=[output])
@@ -362,10 +365,10 @@ class TorchGroup(dist.ProcessGroup):
                 )
             raise errors.DeadlineError(f"{said}. {error}", error.missing) from error
 
-    def _start_coalescing(self, device: Any = None) -> None:
+    def start_coalescing(self, device: Any = None) -> None:
         self._coalescing = []
 
-    def _end_coalescing(self, device: Any = None) -> Any:
+    def end_coalescing(self, device: Any = None) -> Any:
         works, self._coalescing = self._coalescing or [], None
         return AllOf(works) if works else done
 
@@ -498,6 +501,8 @@ class TorchGroup(dist.ProcessGroup):
         """Nothing to do: ranks are connected once the group exists."""
 
     # Other names for the same: those of torch 2.10 to 2.12, and those that C++ looks up.
+    _start_coalescing = start_coalescing
+    _end_coalescing = end_coalescing
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
