@@ -409,6 +409,22 @@ class TorchGroup(dist.ProcessGroup):
 
     splitGroup = split_group
 
+    def merge_remote_group(
+        self, store: Any, size: int, timeout: Any = None, group_name: Any = None, group_desc: Any = None
+    ) -> TorchGroup:
+        """One group of all ``size`` ranks that come to ``store``, whatever groups they are in now.
+
+        Ranks are given in the order in which they come."""
+        rank = store.add("symcomm/merge", 1) - 1
+        if rank >= size:
+            raise errors.bad_argument("merge_remote_group", "size", size, f"at least {rank + 1}: that many have come")
+        lifetime = timedelta(seconds=seconds_of(None, timeout) or self.core.timeout)
+        group = TorchGroup(store, rank, size, lifetime, group_name or f"{self._name}/merged")
+        group._desc = group_desc or ""
+        return group
+
+    mergeRemoteGroup = merge_remote_group
+
     def shrink(self, ranks_to_exclude: Sequence[int] = (), *_: Any) -> TorchGroup:
         """The ranks that still live go on in a new group."""
         core = self.core.shrink()
@@ -475,6 +491,10 @@ class TorchGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: Any) -> TorchGroup:
         return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
 
     def supports_tensor_alloc(self, device: Any) -> bool:
         return torch.device(device).type == "cpu"
