@@ -127,6 +127,68 @@ def split_and_shrink(rank: int, path: str) -> None:
         whole.allreduce([value]).wait()
         equal(value, [1])
         assert whole.getSize() == 2 and whole.options._timeout == timedelta(seconds=20)
+        alone = [group.split_group([r]) for r in range(WORLD)][rank]
+        merged = alone.merge_remote_group(
+            dist.FileStore(path + "-merge", WORLD), WORLD, timedelta(seconds=20), "merged"
+        )
+        assert merged.size() == 2 and merged.group_name == "merged"
+        merged.barrier().wait()
+
+
+@check
+def training_libraries(rank: int, path: str) -> None:
+    """ZeRO, join(), differentiable collectives, checkpoints and pipelines."""
+    import torch.distributed.checkpoint as checkpoint
+    import torch.distributed.nn.functional as differentiable
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    from torch.nn.parallel import DistributedDataParallel
+
+    with joined(rank, path):
+        model = DistributedDataParallel(nn.Linear(4, 4))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+        with model.join():
+            for _ in range(2 + rank):
+                model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.consolidate_state_dict(0)
+        leaf = torch.ones(2, requires_grad=True)
+        differentiable.all_reduce(leaf).sum().backward()
+        equal(leaf.grad, [2.0, 2.0])
+        state = {"weight": torch.full((3,), 5.0)}
+        checkpoint.save(state, checkpoint_id=path + "-saved")
+        loaded = {"weight": torch.zeros(3)}
+        checkpoint.load(loaded, checkpoint_id=path + "-saved")
+        equal(loaded["weight"], [5.0] * 3)
+        checkpoint.async_save(state, checkpoint_id=path + "-async").result()
+        stage = PipelineStage(nn.Linear(4, 4), rank, WORLD, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, 2, loss_fn=lambda a, b: (a - b).square().sum())
+        if rank == 0:
+            schedule.step(torch.ones(4, 4))
+        else:
+            schedule.step(target=torch.ones(4, 4))
+        gradient = stage.submod.weight.grad
+        assert gradient is not None and gradient.abs().sum() > 0
+
+
+@check
+def calls_on_the_group(rank: int, path: str) -> None:
+    """Plain arguments instead of options objects, as newer code passes them."""
+    with joined(rank, path) as group:
+        patience: Any = {"timeout": timedelta(seconds=20)}
+        value, places = torch.ones(3), [torch.zeros(3) for _ in range(WORLD)]
+        group.allreduce(value, **patience).wait()
+        group.broadcast(value, root=0, **patience).wait()
+        group.allgather(places, value, **patience).wait()
+        equal(torch.cat(places), [2.0] * 6)
+        group.gather(places if rank == 0 else [], value, root=0, **patience).wait()
+        group.scatter(value, [torch.ones(3)] * WORLD if rank == 0 else [], root=0, **patience).wait()
+        group.reduce_scatter(value, [torch.ones(3)] * WORLD, op=dist.ReduceOp.SUM, **patience).wait()
+        equal(value, [2.0] * 3)
+        group.reduce(value, root=1, op=dist.ReduceOp.MAX, **patience).wait()
+        group.all_to_all_single(torch.zeros(2), torch.ones(2), [1, 1], [1, 1], **patience).wait()
+        group.barrier(**patience).wait()
+        assert (group.rank(), group.size(), group.name()) == (rank, WORLD, "symcomm")
 
 
 @check

@@ -55,11 +55,8 @@ def redop_of(options: Any, op: Any = None) -> Any:
 
 
 def root_of(options: Any, root: Any = None) -> int:
-    if root is not None:
-        return int(root)
-    if isinstance(options, int):
-        return options
-    return getattr(options, "rootRank", 0)
+    given = root if root is not None else getattr(options, "rootRank", options)
+    return 0 if given is None else int(given)
 
 
 def is_async(options: Any) -> bool:

@@ -87,6 +87,7 @@ class TorchGroup(dist.ProcessGroup):
                 rank, size, _exchange_through(store, rank, size, timeout), name, timeout, None, global_ranks
             )
             core.barrier()  # nobody reads the store any more, so its host may leave
+        self._operations_before = core.sequence_number
         self.core = core
         self._name = name
         self._desc = ""
@@ -387,10 +388,10 @@ class TorchGroup(dist.ProcessGroup):
                 )
             raise errors.DeadlineError(f"{said}. {error}", error.missing) from error
 
-    def _start_coalescing(self, device: Any = None) -> None:
+    def start_coalescing(self, device: Any = None) -> None:
         self._coalescing = []
 
-    def _end_coalescing(self, device: Any = None) -> Any:
+    def end_coalescing(self, device: Any = None) -> Any:
         works, self._coalescing = self._coalescing or [], None
         return AllOf(works) if works else done
 
@@ -503,13 +504,17 @@ class TorchGroup(dist.ProcessGroup):
         return self._store
 
     def _get_sequence_number_for_group(self) -> int:
-        return self.core.sequence_number
+        return self.core.sequence_number - self._operations_before
 
     def _set_sequence_number_for_group(self) -> None:
         """Ours starts with the group, equal on all ranks."""
 
     def _get_backend(self, device: Any) -> TorchGroup:
         return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
 
     def supports_tensor_alloc(self, device: Any) -> bool:
         return torch.device(device).type == "cpu"
@@ -566,6 +571,8 @@ class TorchGroup(dist.ProcessGroup):
         """Nothing to do: ranks are connected once the group exists."""
 
     # Other names for the same: those of torch 2.10 to 2.12, and those that C++ looks up.
+    _start_coalescing = start_coalescing
+    _end_coalescing = end_coalescing
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
