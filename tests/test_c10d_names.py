@@ -35,6 +35,7 @@ LATER = {
     "_get_handler": OBSERVE,
     "_get_handler_names": OBSERVE,
     "_register_handler": OBSERVE,
+    "_reset_fr_recording_nccl": OBSERVE,
 }
 
 
@@ -68,11 +69,12 @@ def test_members_are_there(name: str):
 
 def test_nothing_is_just_pytorchs_unless_it_is_said():
     """Classes of PyTorch's that we pass on are its engines; functions are those of the shared registries."""
-    from symcomm.c10d.registry import SHARED
+    from symcomm.c10d.registry import OF_ENGINES, SHARED
 
     passed_on = {n for n in names(theirs) if hasattr(ours, n) and getattr(ours, n) is getattr(theirs, n)}
     engines = {n for n in passed_on if n.startswith("ProcessGroup") and n != "ProcessGroup"}
-    assert passed_on - engines == set(SHARED) & set(names(theirs)) | {"_DEFAULT_FIRST_BUCKET_BYTES"} & passed_on
+    said = {*SHARED, *OF_ENGINES} & set(names(theirs))
+    assert passed_on - engines == said | {"_DEFAULT_FIRST_BUCKET_BYTES"} & passed_on
 
 
 @pytest.mark.parametrize("name", ["_DEFAULT_FIRST_BUCKET_BYTES", "_DEFAULT_NO_TIMEOUT", "_DEFAULT_PG_TIMEOUT"])

@@ -100,7 +100,8 @@ def test_cpp_reaches_ours():
     assert outside.add("n", 4) == 4 and outside.check(["a", "n"])
     assert outside.compare_set("a", "12", "new") == b"new" and outside.get("a") == b"new"
     outside.wait(["a"], timedelta(seconds=1))
-    outside.barrier("all", 1)
+    if hasattr(outside, "barrier"):  # since torch 2.13
+        outside.barrier("all", 1)
     assert outside.delete_key("a") and not outside.check(["a"])
     assert outside.num_keys() == inner.num_keys() and inner.get("p/n") == b"4"
     with pytest.raises(dist.DistStoreError, match="nobody set key 'p/never'"):

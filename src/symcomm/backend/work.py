@@ -27,7 +27,7 @@ _OP_TYPES = {
     "reduce": OpType.REDUCE,
     "reduce_scatter": OpType.REDUCE_SCATTER,
     "reduce_scatter_single": OpType._REDUCE_SCATTER_BASE,
-    "reduce_scatter_coalesced": OpType.REDUCE_SCATTER_TENSOR_COALESCED,
+    "reduce_scatter_coalesced": getattr(OpType, "REDUCE_SCATTER_TENSOR_COALESCED", OpType.COALESCED),  # since 2.13
     "broadcast": OpType.BROADCAST,
     "all_gather": OpType.ALLGATHER,
     "all_gather_single": OpType._ALLGATHER_BASE,

@@ -182,7 +182,7 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_AnyGroup):
         backend = self._get_backend(where or self._bound or (self._device_types or [_CPU])[0])
         begun = datetime.now()
         if isinstance(backend, torch_c10d.Backend):
-            call = getattr(self._theirs, name)
+            call = getattr(self._theirs, name, None) or getattr(self._theirs, on_backend)  # before torch 2.13
             work = call(*map(for_torch, args), **{key: for_torch(value) for key, value in named.items()})
         else:
             work = getattr(backend, on_backend)(*args, **named)

@@ -16,4 +16,10 @@ SHARED = (
     "_set_process_group", "_set_thread_isolation_mode", "_unregister_all_process_groups", "_unregister_process_group",
 )  # fmt: skip
 
-shared = {name: getattr(torch_c10d, name) for name in SHARED if hasattr(torch_c10d, name)}
+# What builds of PyTorch for GPUs have on top: it belongs to their engines, and is passed on with them.
+OF_ENGINES = (
+    "_DEFAULT_PG_NCCL_TIMEOUT", "_get_intra_node_comm_usage_counter", "_hash_tensors", "_is_nvshmem_available",
+    "_nvshmemx_cumodule_init",
+)  # fmt: skip
+
+shared = {name: getattr(torch_c10d, name) for name in (*SHARED, *OF_ENGINES) if hasattr(torch_c10d, name)}

@@ -55,7 +55,7 @@ def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
         if isinstance(op, str):
             return RedOpType[op.upper()], None
         redop = RedOpType(int(getattr(op, "op", op)))
-        return redop, op.factor if redop is RedOpType.PREMUL_SUM else None  # torch's has no factor otherwise
+        return redop, op.__getstate__()[1] if redop is RedOpType.PREMUL_SUM else None  # .factor is new in torch 2.13
     except (KeyError, ValueError, TypeError):
         names = ", ".join(o.name for o in RedOpType)
         raise errors.bad_argument(call, "op", op, f"one of {names}") from None

@@ -375,7 +375,7 @@ class TCPStore(Store):
 
 _REFUSALS = {
     "add": "to add to a value that is not a number",
-    "barrier": "to count on a value that is not a number",
+    "barrier": "to count on a value that is not a number, or is of a PyTorch before 2.13, which knows no barrier",
 }
 
 
