@@ -315,6 +315,28 @@ def short_way_sees_every_difference(rank: int, path: str) -> None:
 
 
 @check
+def every_dtype(rank: int, path: str) -> None:
+    names = (
+        "uint8 int8 int16 int32 int64 uint16 uint32 uint64 bool float16 bfloat16 float32 float64 complex64 complex128"
+    )
+    with joined(rank, path):
+        for name in [*names.split(), "float8_e4m3fn", "float8_e5m2"]:
+            dtype = getattr(torch, name)
+            for async_op in (False, True):
+                mine = torch.tensor([0, 1, 1]).to(dtype) if rank == 0 else torch.tensor([1, 0, 1]).to(dtype)
+                total, first, both = mine.clone(), mine.clone(), [torch.empty_like(mine) for _ in range(WORLD)]
+                works = [
+                    dist.all_reduce(total, async_op=async_op),
+                    dist.broadcast(first, 0, async_op=async_op),
+                    dist.all_gather(both, mine, async_op=async_op),
+                ]
+                assert all(work.wait() for work in works if work is not None)
+                equal(total.to(torch.complex128).real, [1.0, 1.0, 1.0 if dtype is torch.bool else 2.0])
+                equal(first.to(torch.complex128).real, [0.0, 1.0, 1.0])
+                equal(both[1].to(torch.complex128).real, [1.0, 0.0, 1.0])
+
+
+@check
 def coalescing(rank: int, path: str) -> None:
     with joined(rank, path) as group:
         for device in (None, torch.device("cpu")):
