@@ -2,9 +2,11 @@
 
 allocate.py    tensors in this rank's arena: empty, zeros, empty_strided_p2p
 handle.py      rendezvous() and the SymmetricMemory it returns: peers' buffers, signals, barrier
+groups.py      which group is meant: ours, torch's, a name, None
 words.py       memset32 and stream_write_value32
 settings.py    backend and signal pad size
 symmetrize.py  re-homes existing tensors and modules
+install.py     torch's own entrances and operators lead here for CPU tensors
 
 Names and meaning are those of ``torch.distributed._symmetric_memory`` where it has them. torch is imported when the
 first tensor is made, not before.
@@ -13,7 +15,9 @@ first tensor is made, not before.
 from __future__ import annotations
 
 from symcomm.symm_mem.allocate import empty, empty_strided_p2p, is_symm_mem_tensor, memory_stats, trim, zeros
-from symcomm.symm_mem.handle import SymmetricMemory, rendezvous, set_group_info
+from symcomm.symm_mem.groups import set_group_info
+from symcomm.symm_mem.handle import SymmetricMemory, rendezvous
+from symcomm.symm_mem.install import install, uninstall
 from symcomm.symm_mem.settings import (
     get_backend,
     get_mempool_allocator,
@@ -33,6 +37,7 @@ __all__ = [
     "get_mempool_allocator",
     "get_signal_pad_size",
     "has_multicast_support",
+    "install",
     "is_symm_mem_tensor",
     "memory_stats",
     "memset32",
@@ -43,5 +48,6 @@ __all__ = [
     "stream_write_value32",
     "symmetrize",
     "trim",
+    "uninstall",
     "zeros",
 ]

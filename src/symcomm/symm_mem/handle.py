@@ -11,61 +11,19 @@ from typing import TYPE_CHECKING, Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.errors import words_for_ranks
-from symcomm.group import registry
-from symcomm.group.default import default_group, exchange_through
 from symcomm.group.failure import Status, how_it_ended
-from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
-from symcomm.memory.arena import bytes_type, current_arena
+from symcomm.group.process_group import ProcessGroup
+from symcomm.memory.arena import bytes_type
 from symcomm.symm_mem import settings
 from symcomm.symm_mem.allocate import find_memory, storage_over
+from symcomm.symm_mem.groups import find_group
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SymmetricMemory", "rendezvous", "set_group_info"]
+__all__ = ["SymmetricMemory", "find_meeting", "rendezvous"]
 
 SLEEPERS = 64  # bytes behind a signal pad for the word that counts who sleeps on it
-
-
-# --- groups by name ----------------------------------------------------------------------------------
-
-_announced: dict[tuple[bytes, str], tuple[int, int, Any]] = {}  # (arena, name) -> rank, world size, store
-_made: dict[tuple[bytes, str], ProcessGroup] = {}
-
-
-def set_group_info(group_name: str, rank: int, world_size: int, store: Any) -> None:
-    """Say who takes part in the group of that name; it is made when rendezvous() first needs it."""
-    key = (current_arena().nonce, group_name)
-    if key in _announced or registry.find(group_name) is not None:
-        raise errors.bad_argument("set_group_info", "group_name", group_name, "a name that is not taken")
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise errors.bad_argument("set_group_info", "rank and world_size", (rank, world_size), "a rank of that many")
-    _announced[key] = (rank, world_size, store)
-
-
-def _find_group(group: ProcessGroup | str | None) -> ProcessGroup:
-    if group is None:
-        return default_group()
-    if isinstance(group, ProcessGroup):
-        return group
-    if not isinstance(group, str):
-        raise errors.bad_argument("rendezvous", "group", type(group).__name__, "a ProcessGroup, its name, or None")
-    known = registry.find(group)
-    if known is not None:
-        return known
-    key = (current_arena().nonce, group)
-    if key not in _announced:
-        names = [repr(name) for name in registry.names()] or ["none yet"]
-        raise errors.bad_argument(
-            "rendezvous", "group", group, f"the name of a group of this rank: {', '.join(names)}",
-            "call symcomm.init(), new_group(name=...) or set_group_info() first",
-        )  # fmt: skip
-    rank, world, store = _announced[key]
-    from symcomm.store import PrefixStore
-
-    meeting_place = PrefixStore(f"symm_mem/{group}", store)
-    _made[key] = ProcessGroup(rank, world, exchange_through(meeting_place, rank, world, DEFAULT_TIMEOUT), group)
-    return _made[key]
 
 
 # --- rendezvous ----------------------------------------------------------------------------------------
@@ -110,10 +68,12 @@ def _check_alike(group: ProcessGroup, key: str, verb: str, cards: Sequence[dict]
         raise errors.CollectiveMismatchError(f"rendezvous on group {group.name!r}: sizes differ: {sides}; {fix}.")
 
 
-def rendezvous(tensor: torch.Tensor, group: ProcessGroup | str | None = None) -> SymmetricMemory:
+def rendezvous(tensor: torch.Tensor, group: Any = None) -> SymmetricMemory:
     """Every rank of ``group`` calls it with its tensor from ``symm_mem.empty``, all of one size.
 
-    The ranks talk to each other the first time only; after that the same memory gives the same answer at once.
+    ``group``: one of ours, one of torch.distributed's on our backend, the name of either, or None for the default
+    group: ours, or else torch's. The ranks talk to each other the first time only; after that the same memory gives
+    the same answer at once.
     """
     import torch
 
@@ -126,7 +86,7 @@ def rendezvous(tensor: torch.Tensor, group: ProcessGroup | str | None = None) ->
         fix = "allocate it with symm_mem.empty, or move it with symcomm.symmetrize"
         raise errors.bad_argument("rendezvous", "tensor", what, "in symmetric memory", fix)
     allocation = memory.allocation
-    chosen = _find_group(allocation.group_name if group is None else group)
+    chosen = find_group("rendezvous", allocation.group_name if group is None else group)
     if allocation.arena is not chosen._arena:
         raise errors.bad_argument(
             "rendezvous", "tensor", "memory of another rank", f"allocated by rank {chosen.rank} itself"
@@ -136,6 +96,16 @@ def rendezvous(tensor: torch.Tensor, group: ProcessGroup | str | None = None) ->
         chosen._check_usable()
         meeting = allocation.meetings[chosen] = Meeting(chosen, allocation.offset, allocation.nbytes)
     return SymmetricMemory(chosen, memory, meeting, address - allocation.address)
+
+
+def find_meeting(tensor: torch.Tensor) -> SymmetricMemory | None:
+    """The handle of the only group that the tensor's memory has met with; None for none or several."""
+    memory = find_memory(tensor.untyped_storage().data_ptr())
+    if memory is None or len(memory.allocation.meetings) != 1:
+        return None
+    [(group, meeting)] = memory.allocation.meetings.items()
+    offset = tensor.untyped_storage().data_ptr() - memory.allocation.address
+    return SymmetricMemory(group, memory, meeting, offset)
 
 
 class SymmetricMemory:

@@ -1,0 +1,101 @@
+"""``torch.ops.symm_mem.*`` on CPU tensors: which there are, and telling torch.
+
+Every operator that torch registers is in exactly one of three tables: IMPLEMENTED, NEEDS_MULTICAST and NOT_HERE. They
+take tensors in symmetric memory as torch's do; where that makes no difference to the result, any CPU tensor will do.
+Groups are named: ours, or torch.distributed's on our backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from symcomm import errors
+from symcomm.backend import symm_one_sided, symm_reduce, symm_shuffle
+from symcomm.symm_mem import words
+
+__all__ = ["IMPLEMENTED", "NEEDS_MULTICAST", "NOT_HERE", "register", "unregister"]
+
+IMPLEMENTED: dict[str, Callable[..., Any]] = {
+    "_async_input_mm": symm_one_sided.async_input_mm,
+    "_low_contention_all_gather": symm_reduce.low_contention_all_gather,
+    "_low_contention_reduce_scatter": symm_reduce.low_contention_reduce_scatter,
+    "all_to_all_vdev": symm_shuffle.all_to_all_vdev,
+    "all_to_all_vdev_2d": symm_shuffle.all_to_all_vdev_2d,
+    "all_to_all_vdev_2d_offset": symm_shuffle.all_to_all_vdev_2d_offset,
+    "fused_all_gather_matmul": symm_reduce.fused_all_gather_matmul,
+    "fused_all_gather_scaled_matmul": symm_reduce.fused_all_gather_scaled_matmul,
+    "fused_matmul_reduce_scatter": symm_reduce.fused_matmul_reduce_scatter,
+    "fused_scaled_matmul_reduce_scatter": symm_reduce.fused_scaled_matmul_reduce_scatter,
+    "get_remote_tensors": symm_one_sided.get_remote_tensors,
+    "memset32_": words.memset32,
+    "multi_root_tile_reduce": symm_reduce.multi_root_tile_reduce,
+    "nccl_get": symm_one_sided.get,
+    "nccl_put": symm_one_sided.put,
+    "nccl_put_with_signal": symm_one_sided.nccl_put_with_signal,
+    "nccl_reduce_scatter_offset": symm_reduce.nccl_reduce_scatter_offset,
+    "nccl_wait_for_signal": symm_one_sided.nccl_wait_for_signal,
+    "nvshmem_all_to_all": symm_shuffle.nvshmem_all_to_all,
+    "nvshmem_broadcast": symm_shuffle.nvshmem_broadcast,
+    "nvshmem_get": symm_one_sided.get,
+    "nvshmem_put": symm_one_sided.put,
+    "nvshmem_put_with_signal": symm_one_sided.nvshmem_put_with_signal,
+    "nvshmem_wait_for_signal": symm_one_sided.nvshmem_wait_for_signal,
+    "one_shot_all_reduce": symm_reduce.one_shot_all_reduce,
+    "one_shot_all_reduce_copy": symm_reduce.one_shot_all_reduce_copy,
+    "one_shot_all_reduce_copy_out": symm_reduce.one_shot_all_reduce_copy_out,
+    "one_shot_all_reduce_out": symm_reduce.one_shot_all_reduce_out,
+    "reduce_scatter_out": symm_reduce.reduce_scatter_out,
+    "stream_write_value32_": words.stream_write_value32,
+    "tile_reduce": symm_reduce.tile_reduce,
+    "two_shot_all_reduce_": symm_reduce.two_shot_all_reduce_,
+    "two_shot_all_reduce_out": symm_reduce.two_shot_all_reduce_out,
+}
+NEEDS_MULTICAST = {  # and what does the same without
+    "multimem_all_gather_out": "_low_contention_all_gather",
+    "multimem_all_reduce_": "two_shot_all_reduce_",
+    "multimem_one_shot_all_reduce": "one_shot_all_reduce",
+    "multimem_one_shot_all_reduce_out": "one_shot_all_reduce_out",
+    "multimem_one_shot_reduce_out": "tile_reduce",
+}
+_BOX = "takes or gives torch's own C++ handle, which CPU memory has none of"
+NOT_HERE = {  # why, and what to use
+    "_barrier": f"{_BOX}; use handle.barrier()",
+    "_rendezvous": f"{_BOX}; use torch.distributed._symmetric_memory.rendezvous",
+    "nccl_put_signal": f"{_BOX}; use torch.distributed._symmetric_memory.put_signal",
+    "nccl_wait_signal": f"{_BOX}; use torch.distributed._symmetric_memory.wait_signal",
+}
+_TAKES_NO_TENSOR = {"_barrier", "nccl_wait_signal"}  # so nothing leads to the CPU
+
+_library: Any = None
+
+
+def _refusing(name: str, why: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise errors.CallerError(f"torch.ops.symm_mem.{name} on CPU tensors: {why}.")
+
+    return refuse
+
+
+def register() -> None:
+    """Give torch the operators for CPU tensors, those of them that this version of torch has."""
+    global _library
+    if _library is not None:
+        return
+    multicast = "needs multicast hardware (NVLink SHARP), which a CPU has not; use torch.ops.symm_mem.{}"
+    refused = {name: multicast.format(other) for name, other in NEEDS_MULTICAST.items()}
+    refused |= {name: why for name, why in NOT_HERE.items() if name not in _TAKES_NO_TENSOR}
+    kernels = IMPLEMENTED | {name: _refusing(name, why) for name, why in refused.items()}
+    known = {name.removeprefix("symm_mem::") for name in torch._C._dispatch_get_all_op_names()}
+    _library = torch.library.Library("symm_mem", "IMPL", "CPU")
+    for name in sorted(kernels.keys() & known):
+        _library.impl(name, kernels[name])
+
+
+def unregister() -> None:
+    global _library
+    if _library is not None:
+        _library._destroy()
+    _library = None

@@ -1,0 +1,312 @@
+"""Operators of torch.ops.symm_mem that reduce, gather, or do so around a matmul.
+
+Reductions run on the group's own collectives, so they have its one order (rank 0 first) and give every rank the same
+bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed._symmetric_memory import _maybe_convert_scalar_types_to_dtypes
+
+from symcomm import errors
+from symcomm.group.process_group import ProcessGroup
+from symcomm.symm_mem.groups import find_group
+
+__all__ = [
+    "check_divisible",
+    "fused_all_gather_matmul",
+    "fused_all_gather_scaled_matmul",
+    "fused_matmul_reduce_scatter",
+    "fused_scaled_matmul_reduce_scatter",
+    "gathered",
+    "low_contention_all_gather",
+    "low_contention_reduce_scatter",
+    "multi_root_tile_reduce",
+    "nccl_reduce_scatter_offset",
+    "one_shot_all_reduce",
+    "one_shot_all_reduce_copy",
+    "one_shot_all_reduce_copy_out",
+    "one_shot_all_reduce_out",
+    "reduce_scatter_out",
+    "tile_reduce",
+    "two_shot_all_reduce_",
+    "two_shot_all_reduce_out",
+]
+
+
+# --- checks -------------------------------------------------------------------------------------------------
+
+
+def _check_like(call: str, name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+        got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise errors.bad_argument(call, name, got, f"{dtype} of shape {tuple(shape)}")
+
+
+def check_divisible(call: str, name: str, size: int, by: int) -> None:
+    if size % by:
+        raise errors.bad_argument(call, name, size, f"a multiple of the group's {by} ranks")
+
+
+def _dim(call: str, name: str, dim: int, tensor: Tensor) -> int:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise errors.bad_argument(call, name, dim, f"a dimension of a tensor that has {tensor.dim()}")
+    return dim % tensor.dim()
+
+
+# --- all-reduce, reduce-scatter, all-gather -----------------------------------------------------------------
+
+
+def one_shot_all_reduce(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    out = torch.empty_like(input, memory_format=torch.contiguous_format)
+    return _all_reduced(find_group("one_shot_all_reduce", group_name), input, reduce_op, out)
+
+
+def one_shot_all_reduce_out(input: Tensor, reduce_op: str, group_name: str, out: Tensor) -> Tensor:
+    _check_like("one_shot_all_reduce_out", "out", out, input.shape, input.dtype)
+    return _all_reduced(find_group("one_shot_all_reduce_out", group_name), input, reduce_op, out)
+
+
+def one_shot_all_reduce_copy(symm_buffer: Tensor, local_input: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    out = torch.empty_like(local_input, memory_format=torch.contiguous_format)
+    return one_shot_all_reduce_copy_out(symm_buffer, local_input, reduce_op, group_name, out)
+
+
+def one_shot_all_reduce_copy_out(
+    symm_buffer: Tensor, local_input: Tensor, reduce_op: str, group_name: str, out: Tensor
+) -> Tensor:
+    """What is reduced is ``local_input``; ``symm_buffer`` holds a copy of it afterwards, as with torch."""
+    call = "one_shot_all_reduce_copy"
+    _check_like(call, "out", out, local_input.shape, local_input.dtype)
+    count = local_input.numel()
+    if symm_buffer.dtype != local_input.dtype or symm_buffer.numel() < count or not symm_buffer.is_contiguous():
+        got = f"{symm_buffer.dtype} of shape {tuple(symm_buffer.shape)}"
+        raise errors.bad_argument(call, "symm_buffer", got, f"contiguous, {count} or more of {local_input.dtype}")
+    symm_buffer.view(-1)[:count].copy_(local_input.reshape(-1))
+    return _all_reduced(find_group(call, group_name), local_input, reduce_op, out)
+
+
+def two_shot_all_reduce_(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    find_group("two_shot_all_reduce_", group_name).all_reduce(input, reduce_op)
+    return input
+
+
+def two_shot_all_reduce_out(input: Tensor, reduce_op: str, group_name: str, output: Tensor) -> Tensor:
+    _check_like("two_shot_all_reduce_out", "output", output, input.shape, input.dtype)
+    return _all_reduced(find_group("two_shot_all_reduce_out", group_name), input, reduce_op, output)
+
+
+def _all_reduced(group: ProcessGroup, input: Tensor, reduce_op: str, out: Tensor) -> Tensor:
+    out.copy_(input)
+    group.all_reduce(out, reduce_op)
+    return out
+
+
+def reduce_scatter_out(input: Tensor, group_name: str, split_last_dim: bool, output: Tensor) -> Tensor:
+    """The sum, split along the last dimension or along the first."""
+    call = "reduce_scatter_out"
+    group = find_group(call, group_name)
+    dim = _dim(call, "input", -1 if split_last_dim else 0, input)
+    return _scattered(call, group, input, "sum", dim, output)
+
+
+def _scattered(
+    call: str, group: ProcessGroup, input: Tensor, reduce_op: str, dim: int, output: Tensor | None = None
+) -> Tensor:
+    """Reduce ``input`` over the ranks; each gets its part along ``dim``."""
+    check_divisible(call, f"size {dim} of the input", input.shape[dim], group.size)
+    shape = list(input.shape)
+    shape[dim] //= group.size
+    if output is None:
+        output = input.new_empty(shape)
+    _check_like(call, "output", output, shape, input.dtype)
+    pieces = input if dim == 0 else torch.cat(input.chunk(group.size, dim))
+    group.reduce_scatter_single(output, pieces, reduce_op)
+    return output
+
+
+def low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
+    call = "_low_contention_all_gather"
+    _dim(call, "tensor", 0, tensor)
+    return gathered(find_group(call, group_name), tensor)
+
+
+def low_contention_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    call = "_low_contention_reduce_scatter"
+    _dim(call, "tensor", 0, tensor)
+    return _scattered(call, find_group(call, group_name), tensor, reduce_op, 0)
+
+
+def gathered(group: ProcessGroup, tensor: Tensor) -> Tensor:
+    """All ranks' tensors, one after the other along dimension 0."""
+    out = tensor.new_empty(tensor.shape[0] * group.size, *tensor.shape[1:])
+    group.all_gather_single(out, tensor)
+    return out
+
+
+# --- matmuls with a collective before or after --------------------------------------------------------------
+
+
+def _gathered_first(group: ProcessGroup, shard: Tensor, dim: int) -> Tensor:
+    """The shards joined along ``dim``, which comes first in the result."""
+    return gathered(group, shard.movedim(dim, 0).contiguous())
+
+
+def fused_all_gather_matmul(
+    A: Tensor, Bs: Sequence[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+) -> tuple[Tensor | None, list[Tensor]]:
+    call = "fused_all_gather_matmul"
+    dim = _dim(call, "gather_dim", gather_dim, A)
+    first = _gathered_first(find_group(call, group_name), A, dim)
+    if dim == A.dim() - 1:  # the dimension that the product sums over: it has to be whole, and last
+        full = first.movedim(0, -1).contiguous()
+        return full if return_A else None, [torch.matmul(full, B) for B in Bs]
+    products = [torch.matmul(first, B).movedim(0, dim) for B in Bs]
+    return first.movedim(0, dim) if return_A else None, products
+
+
+def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
+    call = "fused_matmul_reduce_scatter"
+    product = torch.matmul(A, B)
+    dim = _dim(call, "scatter_dim", scatter_dim, product)
+    return _scattered(call, find_group(call, group_name), product, reduce_op, dim)
+
+
+def fused_all_gather_scaled_matmul(
+    A: Tensor,
+    Bs: Sequence[Tensor],
+    A_scale: Tensor,
+    B_scales: Sequence[Tensor],
+    gather_dim: int,
+    group_name: str,
+    biases: Sequence[Tensor | None],
+    result_scales: Sequence[Tensor | None],
+    out_dtypes: Sequence[torch.dtype | None],
+    use_fast_accum: Sequence[bool],
+) -> tuple[Tensor, list[Tensor]]:
+    """``A_scale``: one number; one for each row of the shard; or one for each row of the whole."""
+    call = "fused_all_gather_scaled_matmul"
+    group = find_group(call, group_name)
+    dim = _dim(call, "gather_dim", gather_dim, A)
+    lists = {"B_scales": B_scales, "biases": biases, "result_scales": result_scales, "out_dtypes": out_dtypes}
+    for name, values in {**lists, "use_fast_accum": use_fast_accum}.items():
+        if len(values) != len(Bs):
+            raise errors.bad_argument(call, name, f"{len(values)} long", f"as long as Bs, {len(Bs)}")
+    if dim == A.dim() - 1:
+        raise errors.bad_argument(call, "gather_dim", gather_dim, "another than the last, which the product sums over")
+    full = _gathered_first(group, A, dim)
+    scale = _scale_of_whole(call, group, A, A_scale, dim)
+    rows, leading = full.flatten(0, -2), full.shape[:-1]
+    dtypes = _maybe_convert_scalar_types_to_dtypes(list(out_dtypes))  # in lists, torch hands over their numbers
+    products = []
+    for B, b_scale, bias, result_scale, dtype, fast in zip(
+        Bs, B_scales, biases, result_scales, dtypes, use_fast_accum, strict=True
+    ):
+        product = torch._scaled_mm(rows, B, scale, b_scale, bias, result_scale, dtype, fast)
+        products.append(product.unflatten(0, leading).movedim(0, dim))
+    return full.movedim(0, dim), products
+
+
+def _scale_of_whole(call: str, group: ProcessGroup, shard: Tensor, scale: Tensor, dim: int) -> Tensor:
+    whole = list(shard.shape)
+    whole[dim] *= group.size
+    if scale.shape[:-1] == shard.shape[:-1] and scale.dim() and scale.shape[-1] == 1:
+        return _gathered_first(group, scale, dim).flatten(0, -2)
+    if scale.numel() == 1:
+        return scale
+    if list(scale.shape[:-1]) == whole[:-1]:
+        return scale.movedim(dim, 0).flatten(0, -2).contiguous()
+    allowed = f"one number, {(*shard.shape[:-1], 1)} or {(*whole[:-1], 1)}"
+    raise errors.bad_argument(call, "A_scale", tuple(scale.shape), allowed)
+
+
+def fused_scaled_matmul_reduce_scatter(
+    A: Tensor,
+    B: Tensor,
+    A_scale: Tensor,
+    B_scale: Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: str,
+    output_shape: Sequence[int] | None,
+    bias: Tensor | None = None,
+    result_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """``A`` may be flattened; ``output_shape`` and ``orig_scatter_dim`` speak of the product before that."""
+    call = "fused_scaled_matmul_reduce_scatter"
+    if A_scale.numel() > 1:
+        if A_scale.shape[:-1] != A.shape[:-1]:
+            allowed = f"one number, or {(*A.shape[:-1], 1)}"
+            raise errors.bad_argument(call, "A_scale", tuple(A_scale.shape), allowed)
+        A_scale = A_scale.flatten(0, -2).contiguous()
+    rows = A.flatten(0, -2).contiguous()
+    product = torch._scaled_mm(rows, B, A_scale, B_scale, bias, result_scale, out_dtype, use_fast_accum)
+    leading = A.shape[:-1] if output_shape is None else output_shape[:-1]
+    product = product.view(*leading, B.shape[1])
+    dim = _dim(call, "orig_scatter_dim", orig_scatter_dim, product)
+    return _scattered(call, find_group(call, group_name), product, reduce_op, dim)
+
+
+# --- reductions of parts to chosen ranks --------------------------------------------------------------------
+
+
+def tile_reduce(in_tile: Tensor, out_tile: Tensor, root: int, group_name: str, reduce_op: str = "sum") -> None:
+    multi_root_tile_reduce([in_tile], out_tile, [root], group_name, reduce_op)
+
+
+def multi_root_tile_reduce(
+    in_tiles: Sequence[Tensor], out_tile: Tensor, roots: Sequence[int], group_name: str, reduce_op: str = "sum"
+) -> None:
+    """Tile k is reduced into ``out_tile`` of rank ``roots[k]``."""
+    call = "tile_reduce"
+    group = find_group(call, group_name)
+    if len(set(roots)) != len(roots) or len(roots) != len(in_tiles):
+        raise errors.bad_argument(call, "roots", list(roots), f"{len(in_tiles)} different ranks, one for each tile")
+    for tile, root in zip(in_tiles, roots, strict=True):
+        _check_like(call, "out_tile", out_tile, tile.shape, tile.dtype)
+        _reduced_to(group, tile, root, reduce_op, out_tile)
+
+
+def _reduced_to(group: ProcessGroup, tile: Tensor, root: int, reduce_op: str, out: Tensor) -> None:
+    """The others' tiles stay as they are; so does the root's, whose sum goes to ``out``."""
+    part = tile.clone(memory_format=torch.contiguous_format) if group.rank == root else tile.contiguous()
+    group.reduce(part, root, reduce_op)
+    if group.rank == root:
+        out.copy_(part)
+
+
+def nccl_reduce_scatter_offset(
+    input: Tensor,
+    out: Sequence[Tensor],
+    group_name: str,
+    dim: int,
+    offsets: Sequence[int] | None = None,
+    dst_ranks: Sequence[int] | None = None,
+    red_op: str = "sum",
+) -> None:
+    """Blocks along ``dim`` end at ``offsets``; block k goes to rank ``dst_ranks[k]``, whose j-th is ``out[j]``."""
+    call = "reduce_scatter_offset"
+    group = find_group(call, group_name)
+    dim = _dim(call, "dim", dim, input)
+    if offsets is None:
+        check_divisible(call, f"size {dim} of the input", input.shape[dim], group.size)
+        offsets = [input.shape[dim] // group.size * (k + 1) for k in range(group.size)]
+    ends, starts = list(offsets), [0, *offsets][:-1]
+    if any(a > b for a, b in zip(starts, ends, strict=True)) or (ends and ends[-1] > input.shape[dim]):
+        raise errors.bad_argument(call, "offsets", ends, f"rising, up to {input.shape[dim]} at most")
+    owners = [k % group.size for k in range(len(ends))] if dst_ranks is None else list(dst_ranks)
+    if len(owners) != len(ends) or not all(0 <= r < group.size for r in owners):
+        raise errors.bad_argument(call, "dst_ranks", owners, f"a rank of the group for each of the {len(ends)} blocks")
+    mine = iter(out)
+    if len(out) != owners.count(group.rank):
+        raise errors.bad_argument(call, "out", f"{len(out)} tensors", f"{owners.count(group.rank)}, one for each block")
+    for start, end, owner in zip(starts, ends, owners, strict=True):
+        block = input.narrow(dim, start, end - start)
+        _reduced_to(group, block, owner, red_op, next(mine) if owner == group.rank else block)

@@ -1,0 +1,107 @@
+"""Which group a caller means: one of ours, one of torch's, the name of either, or None."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from symcomm import errors
+from symcomm.group import registry
+from symcomm.group.default import default_group, exchange_through, is_initialized
+from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
+from symcomm.memory.arena import current_arena
+
+__all__ = ["find_group", "is_known", "look_up", "set_group_info"]
+
+_announced: dict[tuple[bytes, str], tuple[int, int, Any]] = {}  # (arena, name) -> rank, world size, store
+_made: dict[tuple[bytes, str], ProcessGroup] = {}
+
+
+def set_group_info(group_name: str, rank: int, world_size: int, store: Any) -> None:
+    """Say who takes part in the group of that name; it is made when rendezvous() first needs it."""
+    key = (current_arena().nonce, group_name)
+    if key in _announced or registry.find(group_name) is not None:
+        raise errors.bad_argument("set_group_info", "group_name", group_name, "a name that is not taken")
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise errors.bad_argument("set_group_info", "rank and world_size", (rank, world_size), "a rank of that many")
+    _announced[key] = (rank, world_size, store)
+
+
+def find_group(call: str, group: Any) -> ProcessGroup:
+    """``group`` as one of ours, or an error that says what is known."""
+    found = look_up(group)
+    if found is not None:
+        return found
+    if group is None:
+        return default_group()  # there is none: it says so
+    if not isinstance(group, str):
+        fix = 'make it with backend="symcomm"' if _is_torch_group(group) else ""
+        raise errors.bad_argument(call, "group", type(group).__name__, "a ProcessGroup, its name, or None", fix)
+    names = [repr(name) for name in registry.names()] or ["none yet"]
+    raise errors.bad_argument(
+        call, "group", group, f"the name of a group of this rank: {', '.join(names)}",
+        "call symcomm.init(), new_group(name=...) or set_group_info() first",
+    )  # fmt: skip
+
+
+def look_up(group: Any) -> ProcessGroup | None:
+    """The same, with None for what is not on Symcomm."""
+    if group is None:
+        return default_group() if is_initialized() else _core_of(_torch_default())
+    if not isinstance(group, str):
+        return _core_of(group)
+    return registry.find(group) or _announced_group(group) or _core_of(_torch_group(group))
+
+
+def is_known(name: str) -> bool:
+    """Whether there is, or can be made, a group of that name on Symcomm. Makes none."""
+    announced = (current_arena().nonce, name) in _announced
+    return announced or registry.find(name) is not None or _core_of(_torch_group(name)) is not None
+
+
+def _announced_group(name: str) -> ProcessGroup | None:
+    """The group that set_group_info() spoke of, made on first use."""
+    key = (current_arena().nonce, name)
+    if key not in _announced:
+        return None
+    rank, world, store = _announced[key]
+    from symcomm.store import PrefixStore
+
+    meeting_place = PrefixStore(f"symm_mem/{name}", store)
+    _made[key] = ProcessGroup(rank, world, exchange_through(meeting_place, rank, world, DEFAULT_TIMEOUT), name)
+    return _made[key]
+
+
+# --- torch's -----------------------------------------------------------------------------------------
+
+
+def _core_of(group: Any) -> ProcessGroup | None:
+    """Ours, or the one that a group of torch's stands on. Those are above this layer: they are told by their core."""
+    core = getattr(group, "core", group)
+    return core if isinstance(core, ProcessGroup) else None
+
+
+def _is_torch_group(group: Any) -> bool:
+    dist = _torch_distributed()
+    return dist is not None and isinstance(group, dist.ProcessGroup)
+
+
+def _torch_distributed() -> Any:
+    """torch.distributed, if somebody has loaded it and this build has it."""
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() else None
+
+
+def _torch_default() -> Any:
+    dist = _torch_distributed()
+    return dist.group.WORLD if dist is not None and dist.is_initialized() else None
+
+
+def _torch_group(name: str) -> Any:
+    dist = _torch_distributed()
+    if dist is None:
+        return None
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)
+    except RuntimeError:  # torch knows no group of that name either
+        return None

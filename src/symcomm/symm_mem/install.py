@@ -1,0 +1,186 @@
+"""After install(), torch's own entrances to symmetric memory work on CPU tensors.
+
+Three doors lead to it in torch: the static functions of ``_SymmetricMemory``, the Python functions of
+``torch.distributed._symmetric_memory``, and the operators ``torch.ops.symm_mem.*``. Behind each, CPU tensors go to ours
+and everything else where it went before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from symcomm.group.process_group import ProcessGroup
+from symcomm.symm_mem import allocate, settings, words
+from symcomm.symm_mem.groups import find_group, is_known
+from symcomm.symm_mem.handle import SymmetricMemory, rendezvous
+
+__all__ = ["install", "uninstall", "workspace"]
+
+_lock = threading.Lock()
+_replaced: list[tuple[Any, str, Any]] = []  # owner, name, what was there before
+_operators = "symcomm.backend.symm_ops"  # above this layer, so it is loaded by name
+
+
+def install() -> None:
+    """Lead CPU tensors from torch's symmetric-memory functions and operators to ours. Harmless when called twice."""
+    import torch.distributed._symmetric_memory as functions
+    from torch._C._distributed_c10d import _SymmetricMemory as statics
+
+    with _lock:
+        if _replaced:
+            return
+        for name, make in _STATICS.items():
+            _replace(statics, name, make, staticmethod)
+        for name, make in _FUNCTIONS.items():
+            _replace(functions, name, make)
+        importlib.import_module(_operators).register()
+
+
+def uninstall() -> None:
+    """Undo install()."""
+    with _lock:
+        for owner, name, before in _replaced:
+            setattr(owner, name, before)
+        if _replaced:
+            importlib.import_module(_operators).unregister()
+        _replaced.clear()
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any], kind: Any = lambda function: function) -> None:
+    """Older versions of torch lack some of the names; there is nothing to replace then."""
+    if name in vars(owner):
+        _replaced.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, kind(make(getattr(owner, name))))
+
+
+def _by(is_cpu: Callable[..., bool], ours: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Makes the function that asks ``is_cpu`` about its arguments, then calls ours or theirs."""
+
+    def make(theirs: Any) -> Any:
+        @functools.wraps(ours)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            return (ours if is_cpu(*args, **kwargs) else theirs)(*args, **kwargs)
+
+        return chosen
+
+    return make
+
+
+def _is_cpu(device: Any) -> bool:
+    import torch
+
+    return torch.device(device).type == "cpu"
+
+
+def _is_on_cpu(tensor: Any) -> bool:
+    import torch
+
+    return isinstance(tensor, torch.Tensor) and tensor.is_cpu
+
+
+# --- what stands behind them -----------------------------------------------------------------------------
+
+
+def _meet(tensor: Any, group: Any = None) -> SymmetricMemory | None:
+    """As torch has it: None for a tensor that is not in symmetric memory."""
+    return rendezvous(tensor, group) if allocate.is_symm_mem_tensor(tensor) else None
+
+
+_workspaces: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDictionary()
+
+
+def workspace(group_name: Any, min_size: int) -> SymmetricMemory:
+    """A group's scratch memory of at least ``min_size`` bytes. Every rank asks alike; it grows and is kept."""
+    import torch
+
+    group = find_group("get_symm_mem_workspace", group_name)
+    tensor = _workspaces.get(group)
+    if tensor is None or tensor.numel() < min_size:
+        tensor = _workspaces[group] = allocate.empty(min_size, dtype=torch.uint8, device="cpu")
+    return rendezvous(tensor, group)
+
+
+def _wants_cpu_workspace(group_name: str, min_size: int) -> bool:
+    """The caller does not say for which device: a process that has used CUDA asks for CUDA."""
+    import torch
+
+    return is_known(group_name) and not torch.cuda.is_initialized()
+
+
+def _put_and_signal(src: Any, hdl: SymmetricMemory, peer: int) -> None:
+    hdl.get_buffer(peer, src.shape, src.dtype).copy_(src)
+    hdl.put_signal(peer)
+
+
+def _set_pad_size(theirs: Any) -> Any:
+    def set_signal_pad_size(size: int) -> None:
+        settings.set_signal_pad_size(size)
+        theirs(size)
+
+    return set_signal_pad_size
+
+
+def _enabled(theirs: Any) -> Any:
+    import torch.distributed._symmetric_memory as functions
+
+    def is_symm_mem_enabled_for_group(group_name: str) -> bool:
+        return theirs(group_name) or (not functions._is_test_mode and is_known(group_name))
+
+    return is_symm_mem_enabled_for_group
+
+
+def _reduce_scatter_offset(
+    input: Any, out: Any, group: str, *, dim: int, offsets: Any = None, dst_ranks: Any = None, red_op: str = "sum"
+) -> None:
+    import torch
+
+    torch.ops.symm_mem.nccl_reduce_scatter_offset(input, out, group, dim, offsets, dst_ranks, red_op)
+
+
+def _device_of_call(size: Any, stride: Any, dtype: Any, device: Any, *_: Any, **__: Any) -> bool:
+    return _is_cpu(device)
+
+
+def _first_tensor(tensor: Any, *_: Any, **__: Any) -> bool:
+    return _is_on_cpu(tensor)
+
+
+def _word_tensor(input: Any, *_: Any, **__: Any) -> bool:
+    return _is_on_cpu(input)
+
+
+def _device_type(device_type: Any, *_: Any) -> bool:
+    return getattr(device_type, "name", str(device_type)).lower() == "cpu"
+
+
+def _rendezvous_static(tensor: Any, group_name: str | None = None) -> SymmetricMemory | None:
+    return _meet(tensor, group_name)
+
+
+_STATICS: dict[str, Callable[[Any], Any]] = {
+    "empty_strided_p2p": _by(_device_of_call, allocate.empty_strided_p2p),
+    "rendezvous": _by(_first_tensor, _rendezvous_static),
+    "is_symm_mem_tensor": _by(_first_tensor, allocate.is_symm_mem_tensor),
+    "memset32": _by(_word_tensor, words.memset32),
+    "stream_write_value32": _by(_word_tensor, words.stream_write_value32),
+    "get_backend": _by(_is_cpu, settings.get_backend),
+    "set_backend": _by(lambda name: name == settings.BACKEND, settings.set_backend),
+    "get_mempool_allocator": _by(_is_cpu, settings.get_mempool_allocator),
+    "has_multicast_support": _by(_device_type, settings.has_multicast_support),
+}
+# Those that are not listed (empty, get_backend, is_symm_mem_tensor, ...) call the static ones.
+_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "rendezvous": _by(_first_tensor, _meet),
+    "enable_symm_mem_for_group": _by(is_known, lambda group_name: None),  # every group of ours has it
+    "is_symm_mem_enabled_for_group": _enabled,
+    "get_symm_mem_workspace": _by(_wants_cpu_workspace, workspace),
+    "set_signal_pad_size": _set_pad_size,
+    "put_signal": _by(_first_tensor, _put_and_signal),
+    "wait_signal": _by(lambda hdl, peer: isinstance(hdl, SymmetricMemory), lambda hdl, peer: hdl.wait_signal(peer)),
+    "reduce_scatter_offset": _by(lambda input, *_, **__: _is_on_cpu(input), _reduce_scatter_offset),
+}

@@ -1,0 +1,444 @@
+"""torch's own entrances to symmetric memory, and ``torch.ops.symm_mem.*``, on CPU tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed._symmetric_memory as theirs
+from torch._C._distributed_c10d import _SymmetricMemory as Statics
+
+import symcomm
+from symcomm import errors, symm_mem
+from symcomm.backend import symm_ops
+
+ROOT = Path(__file__).parent.parent
+ops = torch.ops.symm_mem
+WORLDS = pytest.mark.parametrize("world", [2, 3])
+DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    symm_mem.install()
+    yield
+    symm_mem.uninstall()
+
+
+def on_ranks(fn, world, *args):
+    return symcomm.spawn(fn, world, args, mode="threads", timeout=20, deadline=50)
+
+
+def values_of(rank: int, shape, dtype=torch.float32) -> torch.Tensor:
+    """What a rank has, known to all ranks."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(100 + rank)) * 8
+    return values.to(dtype)
+
+
+def mine(rank: int, shape, dtype=torch.float32) -> torch.Tensor:
+    return symm_mem.empty(*shape, dtype=dtype).copy_(values_of(rank, shape, dtype))
+
+
+def summed(world: int, shape, dtype=torch.float32) -> torch.Tensor:
+    """In rank order; 16-bit floats are added in float32 and rounded once."""
+    wide = torch.float32 if dtype is torch.bfloat16 else dtype
+    total = values_of(0, shape, dtype).to(wide)
+    for rank in range(1, world):
+        total = total + values_of(rank, shape, dtype).to(wide)
+    return total.to(dtype)
+
+
+# --- none is forgotten ------------------------------------------------------------------------------------
+
+
+def test_every_operator_is_in_one_table():
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("symm_mem::")}
+    tables = [symm_ops.IMPLEMENTED, symm_ops.NEEDS_MULTICAST, symm_ops.NOT_HERE]
+    listed = [f"symm_mem::{name}" for table in tables for name in table]
+    assert len(listed) == len(set(listed))
+    assert registered <= set(listed), "new operators of torch's: say in symm_ops.py what becomes of them"
+    for name in symm_ops.IMPLEMENTED.keys() | symm_ops.NEEDS_MULTICAST.keys():
+        if f"symm_mem::{name}" in registered:
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", "CPU"), name
+
+
+def test_operators_that_need_multicast_say_so_and_what_to_use():
+    t = torch.ones(4)
+    calls = {
+        "multimem_all_gather_out": (t, "world", t),
+        "multimem_all_reduce_": (t, "sum", "world"),
+        "multimem_one_shot_all_reduce": (t, "sum", "world"),
+        "multimem_one_shot_all_reduce_out": (t, "sum", "world", t),
+        "multimem_one_shot_reduce_out": (t, "sum", 0, "world", t),
+    }
+    assert calls.keys() == symm_ops.NEEDS_MULTICAST.keys()
+    for name, args in calls.items():
+        other = symm_ops.NEEDS_MULTICAST[name]
+        with pytest.raises(errors.CallerError, match=f"{name} on CPU tensors: needs multicast .*{other}\\.$"):
+            getattr(ops, name)(*args)
+        assert other in symm_ops.IMPLEMENTED
+    with pytest.raises(errors.CallerError, match="C\\+\\+ handle.*use torch.distributed"):
+        ops._rendezvous(t, "world")
+
+
+def test_uninstall_gives_back_what_was_there():
+    ours = Statics.rendezvous
+    symm_mem.install()
+    assert Statics.rendezvous is ours
+    symm_mem.uninstall()
+    symm_mem.uninstall()
+    assert Statics.rendezvous is not ours
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key("symm_mem::one_shot_all_reduce", "CPU")
+    with pytest.raises(RuntimeError):
+        theirs.empty(4, device="cpu")
+    symm_mem.install()
+    assert symm_mem.is_symm_mem_tensor(theirs.empty(4, device="cpu"))
+
+
+# --- torch's functions --------------------------------------------------------------------------------------
+
+
+def check_functions(group):
+    tensor = theirs.empty(2, 3, dtype=torch.float32, device="cpu").fill_(group.rank)
+    assert theirs.is_symm_mem_tensor(tensor) and not theirs.is_symm_mem_tensor(torch.ones(1))
+    handle = theirs.rendezvous(tensor, group.name)
+    assert (handle.rank, handle.world_size) == (group.rank, group.size)
+    assert theirs.rendezvous(torch.ones(3), group.name) is None  # as torch says that a tensor is not symmetric
+    assert theirs.is_symm_mem_enabled_for_group(group.name)
+    assert not theirs.is_symm_mem_enabled_for_group("nobody")
+    theirs.enable_symm_mem_for_group(group.name)
+    assert theirs.get_backend("cpu") == "symcomm"
+    small, large = theirs.get_symm_mem_workspace(group.name, 100), theirs.get_symm_mem_workspace(group.name, 5000)
+    assert small.buffer_size >= 100 and large.buffer_size >= 5000
+    assert theirs.get_symm_mem_workspace(group.name, 200).buffer_ptrs == large.buffer_ptrs
+    strided = Statics.empty_strided_p2p((2, 2), (1, 2), torch.int32, torch.device("cpu"), group.name)
+    assert strided.stride() == (1, 2) and Statics.rendezvous(strided).world_size == group.size
+    words = theirs.empty(4, dtype=torch.uint32, device="cpu")
+    Statics.memset32(words, 0, 7, 4)
+    Statics.stream_write_value32(words, 1, 9)
+    assert words.tolist() == [7, 9, 7, 7]
+    ops.memset32_(words, 0, 3, 2)
+    ops.stream_write_value32_(words, 3, 4)
+    assert words.tolist() == [3, 3, 7, 4]
+    other = 1 - group.rank
+    group.barrier()
+    if group.rank == 0:
+        theirs.put_signal(torch.full((2, 3), 5.0), handle, other)
+    else:
+        theirs.wait_signal(handle, other)
+        assert tensor.eq(5).all()
+    return True
+
+
+def test_torchs_functions_on_cpu_tensors():
+    assert on_ranks(check_functions, 2) == [True, True]
+
+
+def test_set_signal_pad_size_sets_both():
+    before = symm_mem.get_signal_pad_size()
+    try:
+        theirs.set_signal_pad_size(4096)
+        assert symm_mem.get_signal_pad_size() == theirs.get_signal_pad_size() == 4096
+    finally:
+        theirs.set_signal_pad_size(before)
+
+
+# --- reductions and gathers -----------------------------------------------------------------------------------
+
+
+def check_reductions(group):
+    name, rank, world, shape = group.name, group.rank, group.size, (group.size * 2, group.size * 5)
+    for dtype in DTYPES:
+        expected = summed(world, shape, dtype)
+        tensor = mine(rank, shape, dtype)
+        assert torch.equal(ops.one_shot_all_reduce(tensor, "sum", name), expected)
+        out = torch.empty_like(tensor)
+        assert ops.one_shot_all_reduce_out(tensor, "sum", name, out).data_ptr() == out.data_ptr()
+        assert torch.equal(out, expected)
+        assert torch.equal(tensor, values_of(rank, shape, dtype))
+        buffer = symm_mem.empty(tensor.numel() + 3, dtype=dtype)
+        local = values_of(rank, shape, dtype)
+        assert torch.equal(ops.one_shot_all_reduce_copy(buffer, local, "sum", name), expected)
+        assert torch.equal(ops.one_shot_all_reduce_copy_out(buffer, local, "sum", name, out.zero_()), expected)
+        assert torch.equal(ops.two_shot_all_reduce_out(tensor, "sum", name, out.zero_()), expected)
+        assert torch.equal(out, expected)
+        for last, dim in ((True, 1), (False, 0)):
+            piece = expected.chunk(world, dim)[rank]
+            got = ops.reduce_scatter_out(tensor, name, last, torch.empty_like(piece))
+            assert torch.equal(got, piece)
+        assert torch.equal(ops._low_contention_reduce_scatter(tensor, "sum", name), expected.chunk(world)[rank])
+        everything = torch.cat([values_of(r, shape, dtype) for r in range(world)])
+        assert torch.equal(ops._low_contention_all_gather(tensor, name), everything)
+        assert ops.two_shot_all_reduce_(tensor, "sum", name) is tensor
+        assert torch.equal(tensor, expected)
+    largest = torch.stack([values_of(r, shape) for r in range(world)]).amax(0)
+    assert torch.equal(ops.one_shot_all_reduce(mine(rank, shape), "max", name), largest)
+    mean = ops._low_contention_reduce_scatter(mine(rank, shape), "avg", name)
+    torch.testing.assert_close(mean, summed(world, shape).chunk(world)[rank] / world)
+    return True
+
+
+@WORLDS
+def test_reductions(world):
+    assert on_ranks(check_reductions, world) == [True] * world
+
+
+def check_tiles(group):
+    name, rank, world, shape = group.name, group.rank, group.size, (6, 12)
+    expected, tensor = summed(world, shape), mine(group.rank, shape)
+    out = symm_mem.zeros(*shape)
+    ops.tile_reduce(tensor[2:4, 3:7], out[2:4, 3:7], 1, name)
+    assert torch.equal(out[2:4, 3:7], expected[2:4, 3:7] if rank == 1 else torch.zeros(2, 4))
+    assert torch.equal(tensor, values_of(rank, shape))
+    tile = torch.zeros(3, 4)
+    roots = [world - 1, 0]
+    ops.multi_root_tile_reduce([tensor[:3, :4], tensor[3:, 8:]], tile, roots, name)
+    want = {world - 1: expected[:3, :4], 0: expected[3:, 8:]}
+    assert torch.equal(tile, want.get(rank, torch.zeros(3, 4)))
+    for dim in (0, 1):
+        part = expected.chunk(world, dim)[rank]
+        got = [torch.empty_like(part)]
+        theirs.reduce_scatter_offset(tensor, got, name, dim=dim)
+        assert torch.equal(got[0], part)
+    owned = [torch.empty(6, 5), torch.empty(6, 4)] if rank == 1 else []
+    theirs.reduce_scatter_offset(tensor, owned, name, dim=1, offsets=[5, 9], dst_ranks=[1, 1])
+    if rank == 1:
+        assert torch.equal(owned[0], expected[:, :5]) and torch.equal(owned[1], expected[:, 5:9])
+    assert torch.equal(tensor, values_of(rank, shape))
+    return True
+
+
+@WORLDS
+def test_tiles_and_blocks(world):
+    assert on_ranks(check_tiles, world) == [True] * world
+
+
+# --- matmuls ------------------------------------------------------------------------------------------------------
+
+
+def check_matmuls(group):
+    name, rank, world = group.name, group.rank, group.size
+    for dtype in (torch.float32, torch.bfloat16):
+        for dim in (0, 1, 2, -1):
+            shape = (2, 3, 4)
+            whole = torch.cat([values_of(r, shape, dtype) for r in range(world)], dim)
+            Bs = [values_of(50 + k, (whole.shape[-1], 5), dtype) for k in range(2)]
+            A, products = ops.fused_all_gather_matmul(mine(rank, shape, dtype), Bs, dim, name)
+            assert torch.equal(A, whole)
+            for B, product in zip(Bs, products, strict=True):
+                torch.testing.assert_close(product, whole @ B)
+        assert ops.fused_all_gather_matmul(mine(rank, shape, dtype), Bs, 2, name, return_A=False)[0] is None
+        for dim in (0, 1, 2):
+            shape, B = (2 * world, 3 * world, 4), values_of(60, (4, 2 * world), dtype)
+            total = sum((values_of(r, shape, dtype) @ B).float() for r in range(world)).to(dtype)
+            got = ops.fused_matmul_reduce_scatter(mine(rank, shape, dtype), B, "sum", dim, name)
+            torch.testing.assert_close(got, total.chunk(world, dim)[rank])
+    return True
+
+
+@WORLDS
+def test_matmuls(world):
+    assert on_ranks(check_matmuls, world) == [True] * world
+
+
+def check_scaled(group):
+    name, rank, world = group.name, group.rank, group.size
+    f8, one = torch.float8_e4m3fn, torch.tensor(1.5)
+    B = values_of(70, (16, 32)).to(f8).t()
+    for dim in (0, 1):
+        shape = (2 * world, 3 * world, 32)
+        whole = torch.cat([values_of(r, shape).to(f8).float() for r in range(world)], dim)
+        row_scales = torch.cat([values_of(80 + r, (*shape[:-1], 1)).abs() for r in range(world)], dim)
+        b_rows = torch.full((1, 16), 1.5)
+        for scale, b_scale, factor in (
+            (one, one, torch.tensor(1.5)),
+            (values_of(80 + rank, (*shape[:-1], 1)).abs(), b_rows, row_scales),
+            (row_scales, b_rows, row_scales),
+        ):
+            A, (product,) = ops.fused_all_gather_scaled_matmul(
+                values_of(rank, shape).to(f8),
+                [B],
+                scale,
+                [b_scale],
+                dim,
+                name,
+                [None],
+                [None],
+                [torch.bfloat16],
+                [False],
+            )
+            assert torch.equal(A.float(), whole)
+            torch.testing.assert_close(product.float(), whole @ B.float() * factor * 1.5, rtol=2e-2, atol=1)
+        total = sum(values_of(r, shape).to(f8).float() @ B.float() * 2.25 for r in range(world))
+        flat = values_of(rank, shape).to(f8).flatten(0, 1)
+        got = ops.fused_scaled_matmul_reduce_scatter(
+            flat, B, one, one, "sum", dim, 0, name, [*shape[:-1], 16], out_dtype=torch.bfloat16
+        )
+        torch.testing.assert_close(got.float(), total.chunk(world, dim)[rank], rtol=2e-2, atol=8)
+    return True
+
+
+@WORLDS
+def test_scaled_matmuls(world):
+    assert on_ranks(check_scaled, world) == [True] * world
+
+
+# --- all-to-all -----------------------------------------------------------------------------------------------------
+
+
+def splits_of(rank: int, count: int) -> list[int]:
+    return torch.randint(0, 4, (count,), generator=torch.Generator().manual_seed(rank)).tolist()
+
+
+def rows_of(rank: int) -> torch.Tensor:
+    return values_of(rank, (40, 2))
+
+
+def check_shuffles(group):
+    name, rank, world = group.name, group.rank, group.size
+    out = symm_mem.empty(world * 3, 2)
+    ops.nvshmem_all_to_all(mine(rank, (world * 3, 2)), out, name)
+    assert torch.equal(out, torch.cat([values_of(r, (world * 3, 2)).chunk(world)[rank] for r in range(world)]))
+    root = mine(rank, (5,))
+    ops.nvshmem_broadcast(root, 1, name)
+    assert torch.equal(root, values_of(1, (5,)))
+
+    # pieces[r][k]: what rank r sends as its k-th
+    pieces = [rows_of(r)[: sum(splits_of(r, world))].split(splits_of(r, world)) for r in range(world)]
+    out, told = symm_mem.empty(40, 2), symm_mem.empty(2, world, dtype=torch.int64)
+    ops.all_to_all_vdev(mine(rank, (40, 2)), out, torch.tensor(splits_of(rank, world)), told, name)
+    for source in range(world):
+        rows, start = told[:, source].tolist()
+        assert torch.equal(out[start : start + rows], pieces[source][rank])
+    assert told[1].tolist() == [sum(told[0][:k].tolist()) for k in range(world)]
+    return True
+
+
+@WORLDS
+def test_shuffles(world):
+    assert on_ranks(check_shuffles, world) == [True] * world
+
+
+def check_experts(group, align):
+    """To the experts and back again."""
+    name, rank, world, experts = group.name, group.rank, group.size, 3
+    count = world * experts
+    splits = {r: splits_of(r, count) for r in range(world)}
+    pieces = {r: rows_of(r)[: sum(splits[r])].split(splits[r]) for r in range(world)}
+    there, told = symm_mem.zeros(120, 2), symm_mem.empty(2, count, dtype=torch.int64)
+    ops.all_to_all_vdev_2d(mine(rank, (40, 2)), there, torch.tensor(splits[rank]), told, name, align)
+    end = 0
+    for expert in range(experts):
+        assert told[1, expert * world] == end and end % (align or 1) == 0
+        for source in range(world):
+            rows, start = told[:, expert * world + source].tolist()
+            assert torch.equal(there[start : start + rows], pieces[source][rank * experts + expert])
+            end = start + rows
+        end = max(-(-end // (align or 1)) * (align or 1), told[1, expert * world].item() + (align or 1))
+    back, told_back = symm_mem.zeros(40, 2), symm_mem.empty(2, count, dtype=torch.int64)
+    ops.all_to_all_vdev_2d_offset(there, back, told, told_back, name)
+    assert torch.equal(back[: sum(splits[rank])], rows_of(rank)[: sum(splits[rank])])
+    assert told_back[0].tolist() == splits[rank]
+    with pytest.raises(errors.BadArgumentError, match="out must be"):
+        ops.all_to_all_vdev_2d(mine(rank, (40, 2)), there[:1], torch.tensor(splits[rank]), told, name, align)
+    return True
+
+
+@WORLDS
+@pytest.mark.parametrize("align", [None, 8])
+def test_experts(world, align):
+    assert on_ranks(check_experts, world, align) == [True] * world
+
+
+# --- one-sided ----------------------------------------------------------------------------------------
+
+
+def check_one_sided(group):
+    name, rank, world = group.name, group.rank, group.size
+    right, left = (rank + 1) % world, (rank - 1) % world
+    tensor = symm_mem.empty(8)
+    with pytest.raises(errors.BadArgumentError, match="rendezvous"):
+        ops.nvshmem_put(tensor, right)
+    handle = symm_mem.rendezvous(tensor, group)
+    for get, put in ((ops.nvshmem_get, ops.nvshmem_put), (ops.nccl_get, ops.nccl_put)):
+        tensor.copy_(torch.arange(8) + 100 * rank)
+        group.barrier()
+        half = tensor[4:]
+        assert [t.tolist()[0] for t in ops.get_remote_tensors(half, name)] == [100.0 * r + 4 for r in range(world)]
+        group.barrier()
+        if rank == 0:
+            put(half, right)
+        group.barrier()
+        if rank == 1:
+            assert tensor.tolist() == [100, 101, 102, 103, 4, 5, 6, 7]
+            get(tensor[:2], 0)
+            assert tensor.tolist()[:3] == [0, 1, 102]
+        group.barrier()
+    pad = handle.get_signal_pad(rank)
+    wide = symm_mem.zeros(1, dtype=torch.int64)
+    symm_mem.rendezvous(wide, group)
+    for signal, word in ((5, pad), (2**33 + 1, wide)):
+        tensor.fill_(rank)
+        group.barrier()
+        if rank == 0:
+            ops.nvshmem_put_with_signal(tensor, word, signal, 1)
+        if rank == 1:
+            ops.nvshmem_wait_for_signal(word, signal, 0)
+            assert tensor.eq(0).all()
+        group.barrier()
+    tensor.fill_(rank)
+    group.barrier()
+    if rank == 1:
+        ops.nccl_put_with_signal(tensor, 7, 0)
+    if rank == 0:
+        ops.nccl_wait_for_signal(tensor, 7)
+        assert tensor.eq(1).all()
+    group.barrier()
+    signals = symm_mem.zeros(4, dtype=torch.uint32)
+    handle = symm_mem.rendezvous(signals, group)
+    for k in (2, 3, 0, 1):  # for the neighbour, who waits for them in that order
+        ops.stream_write_value32_(handle.get_buffer(right, (4,), torch.uint32), k, 1)
+    a, b = values_of(rank, (8, 3)), values_of(left, (3, 2))
+    torch.testing.assert_close(ops._async_input_mm(a, b, signals, 2), a @ b)
+    group.barrier()
+    return True
+
+
+@WORLDS
+def test_one_sided(world):
+    assert on_ranks(check_one_sided, world) == [True] * world
+
+
+def check_deadline(group):
+    tensor = symm_mem.zeros(1, dtype=torch.int64)
+    with pytest.raises(errors.DeadlineError, match="nvshmem_wait_for_signal: waiting for 3, found 0, timed out"):
+        ops.nvshmem_wait_for_signal(tensor, 3, 0)
+    return True
+
+
+def test_a_signal_that_never_comes_ends_with_the_groups_timeout():
+    assert symcomm.spawn(check_deadline, 1, mode="threads", timeout=0.2, deadline=20) == [True]
+
+
+def check_refusals(group):
+    t, name = torch.ones(5, 4), group.name
+    for call, said in (
+        (lambda: ops.one_shot_all_reduce(t, "sum", "nobody"), "'nobody'"),
+        (lambda: ops.one_shot_all_reduce_out(t, "sum", name, t[0]), "out must be"),
+        (lambda: ops.one_shot_all_reduce_copy(t[0], t, "sum", name), "symm_buffer must be"),
+        (lambda: ops._low_contention_reduce_scatter(t, "sum", name), "multiple of the group's 2 ranks"),
+        (lambda: ops.fused_all_gather_matmul(t, [t.t()], 5, name), "gather_dim"),
+        (lambda: ops.all_to_all_vdev(t, t, torch.ones(3, dtype=torch.int64), t, name), "number of splits"),
+        (lambda: ops.all_to_all_vdev(t, t, torch.tensor([1, -1]), t, name), "not negative"),
+        (lambda: ops.tile_reduce(t, t[0], 0, name), "out_tile must be"),
+        (lambda: ops.multi_root_tile_reduce([t, t], t, [1, 1], name), "roots must be"),
+        (lambda: ops._async_input_mm(t, t.t(), torch.ones(2), 0), "a_chunk_signals"),
+    ):
+        with pytest.raises(errors.BadArgumentError, match=said):
+            call()
+    return True
+
+
+def test_refusals_are_one_sentence():
+    assert on_ranks(check_refusals, 2) == [True, True]
