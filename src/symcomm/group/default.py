@@ -59,6 +59,7 @@ def init(
     group = ProcessGroup(
         rank, world_size, exchange_through(store, rank, world_size, min(seconds, 300.0)), name, timeout
     )
+    group.barrier()  # nobody needs the store any more, so the rank that hosts it may end
     group.store = store
     set_default(group)
     return group
