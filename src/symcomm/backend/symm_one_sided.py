@@ -72,6 +72,7 @@ def nvshmem_put_with_signal(tensor: Tensor, sigpad: Tensor, signal: int, peer: i
         word = handle.get_signal_pad(peer, (1,), torch.uint8, skipped)
     else:
         word = _counterpart(call, _met(call, sigpad), sigpad, peer)
+    _check_signal(call, signal, sigpad.dtype)
     put(tensor, peer)
     _write_signal(word.data_ptr(), signal, sigpad.element_size())
 
@@ -84,6 +85,7 @@ def nvshmem_wait_for_signal(sigpad: Tensor, signal: int, peer: int) -> None:
 def nccl_put_with_signal(tensor: Tensor, signal: int, peer: int) -> None:
     """Write the tensor to the peer, then ``signal`` to the last word of the signal pad that the peer has for it."""
     handle = _met("nccl_put_with_signal", tensor)
+    _check_signal("nccl_put_with_signal", signal, torch.uint32)
     put(tensor, peer)
     _write_signal(_last_word(handle, peer).data_ptr(), signal, 4)
 
@@ -95,6 +97,14 @@ def nccl_wait_for_signal(sigpad: Tensor, signal: int) -> None:
 
 def _last_word(handle: SymmetricMemory, rank: int) -> Tensor:
     return handle.get_signal_pad(rank, (1,), torch.uint32, handle.signal_pad_size // 4 - 1)
+
+
+def _check_signal(call: str, signal: int, dtype: torch.dtype) -> None:
+    if dtype.is_floating_point or dtype.is_complex or dtype.itemsize not in (4, 8):
+        raise errors.bad_argument(call, "sigpad", dtype, "of 32-bit or 64-bit integers")
+    room = torch.iinfo(dtype)
+    if not room.min <= signal <= room.max:
+        raise errors.bad_argument(call, "signal", signal, f"{room.min} to {room.max} ({dtype})")
 
 
 def _write_signal(address: int, signal: int, nbytes: int) -> None:
