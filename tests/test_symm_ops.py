@@ -24,7 +24,9 @@ WORLDS = pytest.mark.parametrize("world", [2, 3])
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 
 
-multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "tests.test_symm_ops"])
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["torch", "torch._dynamo", "symcomm.symm_mem", "pytest"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -431,6 +433,20 @@ def check_deadline(group):
 
 def test_a_signal_that_never_comes_ends_with_the_groups_timeout():
     assert symcomm.spawn(check_deadline, 1, mode="threads", timeout=0.2, deadline=20) == [True]
+
+
+def check_writer_left(group):
+    tensor = symm_mem.zeros(1, dtype=torch.int64)
+    symm_mem.rendezvous(tensor, group)
+    if group.rank == 0:
+        for wait in (lambda: ops.nvshmem_wait_for_signal(tensor, 3, 1), lambda: ops.nccl_wait_for_signal(tensor, 3)):
+            with pytest.raises(errors.RankFailedError, match="waiting for 3 failed: rank 1 died or left"):
+                wait()
+    return True
+
+
+def test_a_signal_of_a_rank_that_left_is_not_waited_for():
+    assert on_ranks(check_writer_left, 2) == [True, True]
 
 
 def check_refusals(group):
