@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import multiprocessing
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed._symmetric_memory as theirs
 from torch._C._distributed_c10d import _SymmetricMemory as Statics
 
 import symcomm
 from symcomm import errors, symm_mem
+from symcomm._core import native
 from symcomm.backend import symm_ops
+from symcomm.backend.register import register
+from symcomm.group.process_group import _layout
+from tests.ranks import run_ranks
 
-ROOT = Path(__file__).parent.parent
 ops = torch.ops.symm_mem
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+
+
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["torch", "torch._dynamo", "symcomm.symm_mem", "pytest"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +117,7 @@ def check_functions(group):
     assert theirs.rendezvous(torch.ones(3), group.name) is None  # as torch says that a tensor is not symmetric
     assert theirs.is_symm_mem_enabled_for_group(group.name)
     assert not theirs.is_symm_mem_enabled_for_group("nobody")
-    theirs.enable_symm_mem_for_group(group.name)
+    theirs.enable_symm_mem_for_group(group_name=group.name)
     assert theirs.get_backend("cpu") == "symcomm"
     small, large = theirs.get_symm_mem_workspace(group.name, 100), theirs.get_symm_mem_workspace(group.name, 5000)
     assert small.buffer_size >= 100 and large.buffer_size >= 5000
@@ -394,6 +404,10 @@ def check_one_sided(group):
     if rank == 0:
         ops.nccl_wait_for_signal(tensor, 7)
         assert tensor.eq(1).all()
+    with pytest.raises(errors.BadArgumentError, match="signal must be 0 to 4294967295"):
+        ops.nvshmem_put_with_signal(tensor, pad, 2**32, right)
+    with pytest.raises(errors.BadArgumentError, match="sigpad must be of 32-bit or 64-bit integers"):
+        ops.nvshmem_put_with_signal(tensor, tensor, 1, right)
     group.barrier()
     signals = symm_mem.zeros(4, dtype=torch.uint32)
     handle = symm_mem.rendezvous(signals, group)
@@ -421,6 +435,20 @@ def test_a_signal_that_never_comes_ends_with_the_groups_timeout():
     assert symcomm.spawn(check_deadline, 1, mode="threads", timeout=0.2, deadline=20) == [True]
 
 
+def check_writer_left(group):
+    tensor = symm_mem.zeros(1, dtype=torch.int64)
+    symm_mem.rendezvous(tensor, group)
+    if group.rank == 0:
+        for wait in (lambda: ops.nvshmem_wait_for_signal(tensor, 3, 1), lambda: ops.nccl_wait_for_signal(tensor, 3)):
+            with pytest.raises(errors.RankFailedError, match="waiting for 3 failed: rank 1 died or left"):
+                wait()
+    return True
+
+
+def test_a_signal_of_a_rank_that_left_is_not_waited_for():
+    assert on_ranks(check_writer_left, 2) == [True, True]
+
+
 def check_refusals(group):
     t, name = torch.ones(5, 4), group.name
     for call, said in (
@@ -442,3 +470,114 @@ def check_refusals(group):
 
 def test_refusals_are_one_sentence():
     assert on_ranks(check_refusals, 2) == [True, True]
+
+
+# --- torch.distributed: groups, names, collectives ------------------------------------------------------------
+
+
+def staging_area(core) -> bytes:
+    """What passes through this rank's staging area stays there until the next operation needs the room."""
+    stage, channels, _ = _layout(core.size, core._limits)
+    return native.peek(core._arena.base + core._offset + stage, channels - stage)
+
+
+def join(rank: int, world: int, path: str, backend: str = "symcomm"):
+    torch.set_num_threads(1)
+    register()
+    symm_mem.install()
+    dist.init_process_group(backend, f"file://{path}", rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    return dist.group.WORLD
+
+
+def check_torch_groups(rank, world, folder):
+    for turn in range(2):  # the second time torch gives its groups the same names again
+        group = join(rank, world, f"{folder}/{turn}")
+        tensor = symm_mem.empty(1000).fill_(rank + 1)
+        handles = [symm_mem.rendezvous(tensor, g) for g in (group, group.group_name, None)]
+        handles += [theirs.rendezvous(tensor, g) for g in (group, group.group_name)]
+        handles += [Statics.rendezvous(tensor, group.group_name), Statics.rendezvous(tensor)]
+        assert all(h.group is group.core and h.buffer_ptrs == handles[0].buffer_ptrs for h in handles)
+        handles[0].barrier()
+        assert handles[0].get_buffer(1 - rank, (1000,), torch.float32).eq(2 - rank).all()
+        handles[0].barrier()
+        owned = symm_mem.empty_strided_p2p((3,), (1,), torch.int32, "cpu", group)
+        assert symm_mem.rendezvous(owned).group is group.core
+        pair = dist.new_group([1, 0], backend="symcomm")
+        alone = [dist.new_group([r], backend="symcomm") for r in range(world)][rank]
+        assert symm_mem.rendezvous(tensor, pair.group_name).group is pair.core
+        assert symm_mem.rendezvous(tensor, alone).world_size == 1
+        assert theirs.is_symm_mem_enabled_for_group(pair.group_name)
+        assert ops.one_shot_all_reduce(tensor, "sum", pair.group_name).eq(3).all()
+        gloo = dist.new_group(backend="gloo")
+        with pytest.raises(errors.BadArgumentError, match='make it with backend="symcomm"'):
+            symm_mem.rendezvous(tensor, gloo)
+        assert not theirs.is_symm_mem_enabled_for_group(gloo.group_name)
+        dist.destroy_process_group()
+    with pytest.raises(errors.GroupUnusableError, match="no default group"):
+        symm_mem.rendezvous(symm_mem.empty(3))
+    return True
+
+
+def check_no_copy(rank, world, folder):
+    """Collectives of torch.distributed on symmetric tensors leave the staging area alone."""
+    core = join(rank, world, f"{folder}/store").core
+    count = 1 << 18
+    make, plain = (lambda: symm_mem.empty(count).fill_(rank + 1.25)), torch.full((count,), rank + 1.25)
+    whole, part = symm_mem.empty(world * count), symm_mem.empty(count // world)
+    before = staging_area(core)
+    tensor = make()
+    address = tensor.data_ptr()
+    dist.all_reduce(tensor)
+    assert tensor.eq(3.5).all() and tensor.data_ptr() == address
+    tensor = make()
+    dist.all_gather_into_tensor(whole, tensor)
+    assert whole[:count].eq(1.25).all() and whole[count:].eq(2.25).all()
+    dist.reduce_scatter_tensor(part, tensor)
+    assert part.eq(3.5).all()
+    dist.broadcast(tensor, 1)
+    assert tensor.eq(2.25).all()
+    ops.two_shot_all_reduce_(tensor, "sum", dist.group.WORLD.group_name)
+    assert tensor.eq(4.5).all()
+    dist.barrier()
+    assert staging_area(core) == before
+    dist.all_reduce(plain)
+    assert plain.eq(3.5).all()
+    dist.barrier()
+    assert staging_area(core) != before, "or the comparison above says nothing"
+    dist.destroy_process_group()
+    return True
+
+
+def check_like_torchs_fallback(rank, world, folder):
+    """The matmuls give what torch's own fallbacks give, strides included."""
+    name = join(rank, world, f"{folder}/store").group_name
+
+    def same(got, expected):
+        torch.testing.assert_close(got, expected)
+        assert got.stride() == expected.stride()
+
+    A, B, wide = values_of(rank, (4, 6, 8)), values_of(9, (8, 10)), values_of(9, (8 * world, 10))
+    for dim, right in ((0, B), (1, B), (2, wide)):
+        ours, expected = (
+            f(A, [right], dim, name) for f in (ops.fused_all_gather_matmul, theirs._fused_all_gather_matmul_fallback)
+        )
+        same(ours[0], expected[0])
+        same(ours[1][0], expected[1][0])
+    for dim in range(3):
+        args = (A, B, "sum", dim, name)
+        same(ops.fused_matmul_reduce_scatter(*args), theirs._fused_matmul_reduce_scatter_fallback(*args))
+    dist.destroy_process_group()
+    return True
+
+
+CHECKS = [check_torch_groups, check_no_copy, check_like_torchs_fallback]
+
+
+def check_all(rank, world, folder):
+    return [check(rank, world, f"{folder}/{check.__name__}") for check in CHECKS]
+
+
+def test_with_torch_distributed(tmp_path):
+    for check in CHECKS:
+        (tmp_path / check.__name__).mkdir()
+    assert run_ranks(check_all, 2, str(tmp_path), deadline=90, start="forkserver") == [[True] * len(CHECKS)] * 2

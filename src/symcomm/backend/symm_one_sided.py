@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.group.process_group import DEFAULT_TIMEOUT
+from symcomm.errors import words_for_ranks
+from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.symm_mem.allocate import find_memory
 from symcomm.symm_mem.groups import look_up
 from symcomm.symm_mem.handle import SymmetricMemory, find_meeting, rendezvous
@@ -24,6 +26,8 @@ __all__ = [
     "nvshmem_wait_for_signal",
     "put",
 ]
+
+MOST_PAUSE = 1e-3  # seconds between looks at a word that does not come soon
 
 
 def get_remote_tensors(x: Tensor, group_name: str) -> list[Tensor]:
@@ -72,29 +76,44 @@ def nvshmem_put_with_signal(tensor: Tensor, sigpad: Tensor, signal: int, peer: i
         word = handle.get_signal_pad(peer, (1,), torch.uint8, skipped)
     else:
         word = _counterpart(call, _met(call, sigpad), sigpad, peer)
+    _check_signal(call, signal, sigpad.dtype)
     put(tensor, peer)
     _write_signal(word.data_ptr(), signal, sigpad.element_size())
 
 
 def nvshmem_wait_for_signal(sigpad: Tensor, signal: int, peer: int) -> None:
     """Return once the first word of ``sigpad`` is ``signal``."""
-    _wait_for("nvshmem_wait_for_signal", sigpad.view(-1)[:1], signal)
+    handle = find_meeting(sigpad)
+    group = look_up(None) if handle is None else handle.group
+    writers = [peer] if group is not None and 0 <= peer < group.size else []
+    _wait_for("nvshmem_wait_for_signal", sigpad.view(-1)[:1], signal, group, writers)
 
 
 def nccl_put_with_signal(tensor: Tensor, signal: int, peer: int) -> None:
     """Write the tensor to the peer, then ``signal`` to the last word of the signal pad that the peer has for it."""
     handle = _met("nccl_put_with_signal", tensor)
+    _check_signal("nccl_put_with_signal", signal, torch.uint32)
     put(tensor, peer)
     _write_signal(_last_word(handle, peer).data_ptr(), signal, 4)
 
 
 def nccl_wait_for_signal(sigpad: Tensor, signal: int) -> None:
     """``sigpad`` is the tensor that is put; its signal stays in place."""
-    _wait_for("nccl_wait_for_signal", _last_word(handle := _met("nccl_wait_for_signal", sigpad), handle.rank), signal)
+    handle = _met("nccl_wait_for_signal", sigpad)
+    others = [rank for rank in range(handle.world_size) if rank != handle.rank]
+    _wait_for("nccl_wait_for_signal", _last_word(handle, handle.rank), signal, handle.group, others)
 
 
 def _last_word(handle: SymmetricMemory, rank: int) -> Tensor:
     return handle.get_signal_pad(rank, (1,), torch.uint32, handle.signal_pad_size // 4 - 1)
+
+
+def _check_signal(call: str, signal: int, dtype: torch.dtype) -> None:
+    if dtype.is_floating_point or dtype.is_complex or dtype.itemsize not in (4, 8):
+        raise errors.bad_argument(call, "sigpad", dtype, "of 32-bit or 64-bit integers")
+    room = torch.iinfo(dtype)
+    if not room.min <= signal <= room.max:
+        raise errors.bad_argument(call, "signal", signal, f"{room.min} to {room.max} ({dtype})")
 
 
 def _write_signal(address: int, signal: int, nbytes: int) -> None:
@@ -104,17 +123,26 @@ def _write_signal(address: int, signal: int, nbytes: int) -> None:
     native.write_words(address, signal & 0xFFFFFFFF, 1)
 
 
-def _wait_for(call: str, word: Tensor, value: int) -> None:
-    """Wait until a word that others write is ``value``, at most as long as the default group's operations may take."""
-    group = look_up(None)
+def _wait_for(call: str, word: Tensor, value: int, group: ProcessGroup | None, writers: Sequence[int] = ()) -> None:
+    """Wait until a word is ``value``, as long as the group's operations may take and one of ``writers`` is there."""
     seconds = group.timeout if group is not None else DEFAULT_TIMEOUT
     end, pause = time.monotonic() + seconds, 0.0
+    what = f"{call}: waiting for {value}"
     while word.item() != value:
+        gone = group is not None and pause == MOST_PAUSE and _are_gone(group, writers)
+        if gone and word.item() != value:  # it may have been their last deed
+            raise errors.RankFailedError(f"{what} failed: rank {words_for_ranks(writers)} died or left.", writers)
         if time.monotonic() > end:
-            raise errors.deadline(f"{call}: waiting for {value}, found {word.item()},", seconds)
+            raise errors.deadline(f"{what}, found {word.item()},", seconds)
         time.sleep(pause)
-        pause = min(pause + 20e-6, 1e-3)
+        pause = min(pause + 20e-6, MOST_PAUSE)
     time.sleep(0)  # gives up the GIL and takes it again: what is read from here on was not read before the word
+
+
+def _are_gone(group: ProcessGroup, ranks: Sequence[int]) -> bool:
+    group._check_usable()
+    report = native.group_report(group._handle)["ranks"]
+    return bool(ranks) and all(report[rank]["gone"] for rank in ranks)
 
 
 def async_input_mm(a: Tensor, b: Tensor, a_chunk_signals: Tensor, a_chunk_pivot: int) -> Tensor:
@@ -125,10 +153,11 @@ def async_input_mm(a: Tensor, b: Tensor, a_chunk_signals: Tensor, a_chunk_pivot:
         raise errors.bad_argument(
             call, "a_chunk_signals", f"{chunks} long", f"a divisor of {a.shape[0]}, the rows of a"
         )
+    group = look_up(None)
     out = a.new_empty(a.shape[0], b.shape[1])
     sources, targets, signals = a.chunk(chunks), out.chunk(chunks), a_chunk_signals.view(-1)
     for k in range(chunks):
         chunk = (a_chunk_pivot + k) % chunks
-        _wait_for(call, signals[chunk : chunk + 1], 1)
+        _wait_for(call, signals[chunk : chunk + 1], 1, group)
         torch.mm(sources[chunk], b, out=targets[chunk])
     return out

@@ -62,7 +62,7 @@ def _dim(call: str, name: str, dim: int, tensor: Tensor) -> int:
 
 
 def one_shot_all_reduce(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    out = torch.empty_like(input, memory_format=torch.contiguous_format)
+    out = torch.empty_like(input)
     return _all_reduced(find_group("one_shot_all_reduce", group_name), input, reduce_op, out)
 
 
@@ -72,7 +72,7 @@ def one_shot_all_reduce_out(input: Tensor, reduce_op: str, group_name: str, out:
 
 
 def one_shot_all_reduce_copy(symm_buffer: Tensor, local_input: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    out = torch.empty_like(local_input, memory_format=torch.contiguous_format)
+    out = torch.empty_like(local_input)
     return one_shot_all_reduce_copy_out(symm_buffer, local_input, reduce_op, group_name, out)
 
 

@@ -42,7 +42,7 @@ class Allocation:
         self.arena = arena
         self.address = address
         self.nbytes = nbytes
-        self.group_name: str | None = None  # that rendezvous() uses unless told another
+        self.group_name: Any = None  # or the group itself, that rendezvous() uses unless told another
         self.meetings: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by group, see handle.py
 
     @property
@@ -129,13 +129,14 @@ def empty_strided_p2p(
     stride: Sequence[int],
     dtype: torch.dtype,
     device: Any = None,
-    group_name: str | None = None,
+    group_name: Any = None,
     alloc_id: int | None = None,
 ) -> torch.Tensor:
     """Like ``torch.empty_strided``, in memory that peers can map.
 
     The same ``alloc_id`` gives the same memory again, with the handles that were made for it, once the tensor it was
-    given out as is gone. ``group_name`` is the group that ``rendezvous`` uses unless it is told another.
+    given out as is gone. ``group_name`` is the group that ``rendezvous`` uses unless it is told another: a name, or a
+    group of ours or torch.distributed's.
     """
     import torch
 
@@ -155,8 +156,8 @@ def empty_strided_p2p(
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage_over(part), 0, sizes, strides)
 
 
-def _arena_of(group_name: str | None) -> Arena:
-    group = registry.find(group_name) if group_name is not None else None
+def _arena_of(group_name: Any) -> Arena:
+    group = registry.find(group_name) if isinstance(group_name, str) else getattr(group_name, "core", group_name)
     return current_arena() if group is None else group._arena
 
 

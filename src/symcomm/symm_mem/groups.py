@@ -78,6 +78,16 @@ def _announced_group(name: str) -> ProcessGroup | None:
 def _core_of(group: Any) -> ProcessGroup | None:
     """Ours, or the one that a group of torch's stands on. Those are above this layer: they are told by their core."""
     core = getattr(group, "core", group)
+    if isinstance(core, ProcessGroup):
+        return core
+    if not hasattr(group, "_get_backend"):
+        return None
+    import torch
+
+    try:  # a group with a backend for each kind of device
+        core = getattr(group._get_backend(torch.device("cpu")), "core", None)
+    except RuntimeError:
+        return None
     return core if isinstance(core, ProcessGroup) else None
 
 

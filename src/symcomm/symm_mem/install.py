@@ -62,7 +62,7 @@ def _by(is_cpu: Callable[..., bool], ours: Callable[..., Any]) -> Callable[[Any]
     """Makes the function that asks ``is_cpu`` about its arguments, then calls ours or theirs."""
 
     def make(theirs: Any) -> Any:
-        @functools.wraps(ours)
+        @functools.wraps(theirs)
         def chosen(*args: Any, **kwargs: Any) -> Any:
             return (ours if is_cpu(*args, **kwargs) else theirs)(*args, **kwargs)
 
@@ -176,7 +176,9 @@ _STATICS: dict[str, Callable[[Any], Any]] = {
 # Those that are not listed (empty, get_backend, is_symm_mem_tensor, ...) call the static ones.
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "rendezvous": _by(_first_tensor, _meet),
-    "enable_symm_mem_for_group": _by(is_known, lambda group_name: None),  # every group of ours has it
+    "enable_symm_mem_for_group": _by(
+        lambda group_name: is_known(group_name), lambda group_name: None
+    ),  # every group of ours has it
     "is_symm_mem_enabled_for_group": _enabled,
     "get_symm_mem_workspace": _by(_wants_cpu_workspace, workspace),
     "set_signal_pad_size": _set_pad_size,
