@@ -314,7 +314,8 @@ def test_under_torchrun(tmp_path):
         "met = rendezvous(timeout=30)\n"
         "met.store.set(f'rank {met.rank}', f'{met.local_rank} of {met.local_world_size}')\n"
         "found = met.store.multi_get([f'rank {r}' for r in range(met.world_size)])\n"
-        "print(met.rank, met.how.split(' at ')[0], found, 'torch' in sys.modules)\n"
+        "how = met.how.split(' at ')[0]\n"
+        "sys.stdout.write(f'{met.rank} {how} {found} {\"torch\" in sys.modules}\\n')\n"  # in one piece
         "met.store.barrier('done', met.world_size)\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
