@@ -27,4 +27,5 @@ for inputs, wanted in loader:
     if accelerator.is_main_process:
         print("loss", everyone.mean().item().hex(), flush=True)
 accelerator.end_training()
-dist.destroy_process_group()
+if dist.is_initialized():  # older versions leave that to us
+    dist.destroy_process_group()

@@ -109,7 +109,7 @@ void async_stop(struct group *g) {
 }
 
 /* Leaves a blocking call behind asynchronous ones in the queue, so that operations keep their order. */
-int async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
+int64_t async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
     struct request *r = calloc(1, sizeof *r);
     if (r == NULL) return STATUS_PLAN;
     *r = (struct request){.group = g, .plan = p, .timeout = timeout, .references = 1};
@@ -119,7 +119,7 @@ int async_run_queued(struct group *g, const struct plan *p, const struct buffers
         memcpy(out, b->out, sizeof(char *) * (size_t)b->n_out);
     }
     r->buffers = (struct buffers){in, out, b->n_in, b->n_out};
-    int status = STATUS_PLAN;
+    int64_t status = STATUS_PLAN;
     if (in && out && async_submit(g, r) == 0) {
         bool done = async_wait(r, 0);
         if (!done) {

@@ -179,6 +179,8 @@ static bool fits(const struct group *g, const struct plan *p, const struct buffe
 
 static int run_locked(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
     if (!fits(g, p, b)) return STATUS_PLAN;
+    int64_t now = symcomm_now_ns();
+    atomic_store_explicit(&g->started, now, memory_order_relaxed);
     int status = sync_aborted(g);
     bool late = status == STATUS_MISMATCH && atomic_load(&g->control[g->rank]->abort_seq) == g->seq + 1;
     if (status && !late) return status;
@@ -188,8 +190,6 @@ static int run_locked(struct group *g, const struct plan *p, const struct buffer
         arrive(&x, -1, -1); /* so that everybody's error names this call too */
         return status;
     }
-    int64_t now = symcomm_now_ns();
-    atomic_store_explicit(&g->started, now, memory_order_relaxed);
     x.deadline = timeout ? now + timeout : 0;
     int64_t in_offset = b->n_in == 1 ? offset_in_arena(g, b->in[0]) : -1; /* a list is not one tensor */
     int64_t out_offset = b->n_out == 1 ? offset_in_arena(g, b->out[0]) : -1;
@@ -200,9 +200,10 @@ static int run_locked(struct group *g, const struct plan *p, const struct buffer
     return run_body(&x, skip_head);
 }
 
-int exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
+int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
     pthread_mutex_lock(&g->lock);
-    int status = run_locked(g, p, b, timeout);
+    int64_t seq = (int64_t)g->seq + 1; /* also when it is refused, and not counted */
+    int64_t status = run_locked(g, p, b, timeout);
     pthread_mutex_unlock(&g->lock);
-    return status;
+    return status ? status | seq << 8 : 0;
 }

@@ -12,7 +12,8 @@ struct buffers {
     int n_in, n_out;
 };
 
-/* The next operation of the group, from head to end. Takes the group's lock. timeout in ns, 0: none. */
-int exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout);
+/* The next operation of the group, from head to end. Takes the group's lock. timeout in ns, 0: none.
+ * 0, or a status with the operation's number above its 8 bits. */
+int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout);
 
 #endif

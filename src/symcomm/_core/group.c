@@ -274,16 +274,16 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     struct buffers b = {in, out, to_addresses(args[2], in), to_addresses(args[3], out)};
     int64_t timeout = PyLong_AsLongLong(args[4]);
     if (b.n_in < 0 || b.n_out < 0 || (timeout == -1 && PyErr_Occurred())) return NULL;
-    int status;
+    int64_t status;
     WITHOUT_LOCK(status = async_idle(g) ? exec_run(g, p, &b, timeout) : async_run_queued(g, p, &b, timeout));
-    if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
-    return PyLong_FromLong(status);
+    if ((status & 0xff) == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
+    return PyLong_FromLongLong(status);
 }
 
 static void call_back(struct request *r) {
     PyGILState_STATE state = PyGILState_Ensure();
     PyObject *callback = r->context;
-    PyObject *result = PyObject_CallFunction(callback, "i", r->status);
+    PyObject *result = PyObject_CallFunction(callback, "L", (long long)r->status);
     if (result == NULL) PyErr_WriteUnraisable(callback);
     Py_XDECREF(result);
     Py_DECREF(callback);
@@ -334,7 +334,7 @@ static PyObject *request_wait(PyObject *self, PyObject *args) {
         WITHOUT_LOCK(done = async_wait(r, timeout));
         if (PyErr_Occurred()) return NULL;
     }
-    return done ? PyLong_FromLong(r->status) : Py_NewRef(Py_None);
+    return done ? PyLong_FromLongLong(r->status) : Py_NewRef(Py_None);
 }
 
 static PyMethodDef methods[] = {

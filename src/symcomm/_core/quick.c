@@ -78,11 +78,11 @@ static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
     PyObject *capsule = Py_NewRef(known->capsule); /* another thread may make the table forget it meanwhile */
     const struct plan *plan = known->plan;
     struct buffers b = {&in, &out, 1, 1};
-    int status;
+    int64_t status;
     WITHOUT_LOCK(status = async_idle(g) ? exec_run(g, plan, &b, timeout) : async_run_queued(g, plan, &b, timeout));
     Py_DECREF(capsule);
-    if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
-    return PyLong_FromLong(status);
+    if ((status & 0xff) == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
+    return PyLong_FromLongLong(status);
 }
 
 /* remember(group, call, detail, input, output, plan): again() will know calls of this kind, if it can. */

@@ -120,9 +120,8 @@ def explain(group: Any, status: int, call: str, at: Site, seconds: float | None)
     report = native.group_report(group._handle)
     if seconds is None:
         seconds = report["running"]
-    if report["status"]:
-        status = report["status"]
-    seq = report["seq"]
+    seq = report["seq"] = status >> 8 or report["seq"]  # of the operation that failed; there may be later ones
+    status = report["status"] or status & 0xFF
     me = report["ranks"][group.rank]
     number = "" if call.endswith(",") else f" #{seq}"  # messages ("send to rank 1, tag 0,") are not counted
     what = f"{call}{number} on group {group.name!r}"
