@@ -32,7 +32,7 @@ class Model(lightning.LightningModule):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     lightning.seed_everything(0, verbose=False)
-    x = torch.randn(320, 20)
+    x = torch.randn(960, 20)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16)
     trainer = lightning.Trainer(
         accelerator="cpu",
