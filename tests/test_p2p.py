@@ -307,7 +307,7 @@ def test_a_large_send_that_nobody_takes_ends_the_group():
     assert [type(o.error) for o in outcomes] == [errors.DeadlineError] * 2, "\n".join(map(str, outcomes))
     story = "rank 0 gave up a message to rank 1 of which a part was on its way"
     assert str(outcomes[0].error).startswith(f"send to rank 1, tag 0, on group 'world' failed: {story}")
-    assert str(outcomes[1].error).startswith(f"barrier #0 on group 'world' failed: {story}")
+    assert str(outcomes[1].error).startswith(f"barrier #1 on group 'world' failed: {story}")
 
 
 def _send_and_go(g: ProcessGroup, count: int) -> float:

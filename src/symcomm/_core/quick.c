@@ -9,7 +9,11 @@
 #define SLOTS 4096 /* a power of two; when three quarters are full it starts anew */
 
 struct kind { /* what a plan depends on */
-    int64_t call, detail, dtype, count, out_count;
+    int64_t call, detail, dtype, count, out_count, n_in, n_out;
+};
+
+struct given { /* the tensors of one call */
+    char *in[MAX_WORLD], *out[MAX_WORLD];
 };
 
 struct known_plan {
@@ -26,7 +30,7 @@ struct quick {
 static uint64_t hash_of(const struct kind *k) {
     uint64_t h = (uint64_t)k->call * 0x9e3779b97f4a7c15u ^ (uint64_t)k->count;
     h = (h ^ (uint64_t)k->detail << 8 ^ (uint64_t)k->dtype) * 0xff51afd7ed558ccdu;
-    h = (h ^ h >> 32 ^ (uint64_t)k->out_count) * 0xc4ceb9fe1a85ec53u;
+    h = (h ^ h >> 32 ^ (uint64_t)k->out_count ^ (uint64_t)(k->n_in << 12 ^ k->n_out) << 40) * 0xc4ceb9fe1a85ec53u;
     return h ^ h >> 29;
 }
 
@@ -52,16 +56,34 @@ void quick_drop(struct group *g) {
     g->quick = NULL;
 }
 
-/* Fills kind and buffers from (group, call, detail, input, output). False: Python must look. */
-static bool describe(PyObject *const *args, struct kind *k, char **in, char **out) {
-    struct tensor_view input, output;
-    if (!PyLong_Check(args[1]) || !PyLong_Check(args[2]) || !tensor_view(args[3], &input)) return false;
-    if (args[4] == args[3]) output = input;
-    else if (!tensor_view(args[4], &output) || output.dtype != input.dtype) return false;
-    k->call = PyLong_AsLongLong(args[1]), k->detail = PyLong_AsLongLong(args[2]);
-    k->dtype = input.dtype, k->count = input.count, k->out_count = output.count;
-    *in = input.address, *out = output.address;
-    return true;
+/* Views one tensor, a list of tensors that are all alike, or None. How many, or -1: Python must look. */
+static int view_all(PyObject *object, char **addresses, int64_t *count, int64_t *dtype) {
+    if (object == Py_None) return 0;
+    bool listed = PyList_Check(object);
+    Py_ssize_t n = listed ? PyList_Size(object) : 1;
+    if (n < 1 || n > MAX_WORLD) return -1;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        struct tensor_view view;
+        if (!tensor_view(listed ? PyList_GetItem(object, i) : object, &view)) return -1;
+        if (i > 0 && view.count != *count) return -1;
+        if (*dtype >= 0 && view.dtype != *dtype) return -1;
+        addresses[i] = view.address, *count = view.count, *dtype = view.dtype;
+    }
+    return (int)n;
+}
+
+/* Fills kind and tensors from (group, call, detail, input, output). False: Python must look. */
+static bool describe(PyObject *const *args, struct kind *k, struct given *t) {
+    if (!PyLong_Check(args[1]) || !PyLong_Check(args[2])) return false;
+    *k = (struct kind){.call = PyLong_AsLongLong(args[1]), .detail = PyLong_AsLongLong(args[2]), .dtype = -1};
+    k->n_in = view_all(args[3], t->in, &k->count, &k->dtype);
+    if (k->n_in < 0) return false;
+    if (args[4] == args[3] && k->n_in == 1) {
+        t->out[0] = t->in[0], k->out_count = k->count, k->n_out = 1;
+        return true;
+    }
+    k->n_out = view_all(args[4], t->out, &k->out_count, &k->dtype);
+    return k->n_out >= 0;
 }
 
 /* again(group, call, detail, input, output, timeout_ns) -> 0, a failure's status, or -1: not known, take the long way */
@@ -70,14 +92,14 @@ static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
     struct group *g = n_args == 6 ? PyCapsule_GetPointer(args[0], "symcomm.group") : NULL;
     if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "again takes 6 arguments");
     struct kind k;
-    char *in, *out;
-    if (g->quick == NULL || !describe(args, &k, &in, &out)) return PyLong_FromLong(-1);
+    struct given t;
+    if (g->quick == NULL || !describe(args, &k, &t)) return PyLong_FromLong(-1);
     struct known_plan *known = find(g->quick, &k);
     if (known->plan == NULL) return PyLong_FromLong(-1);
     int64_t timeout = PyLong_AsLongLong(args[5]);
     PyObject *capsule = Py_NewRef(known->capsule); /* another thread may make the table forget it meanwhile */
     const struct plan *plan = known->plan;
-    struct buffers b = {&in, &out, 1, 1};
+    struct buffers b = {t.in, t.out, (int)k.n_in, (int)k.n_out};
     int64_t status;
     WITHOUT_LOCK(status = async_idle(g) ? exec_run(g, plan, &b, timeout) : async_run_queued(g, plan, &b, timeout));
     Py_DECREF(capsule);
@@ -92,8 +114,8 @@ static PyObject *remember(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     struct plan *plan = g ? PyCapsule_GetPointer(args[5], "symcomm.plan") : NULL;
     if (plan == NULL) return g || n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "remember takes 6 arguments");
     struct kind k;
-    char *in, *out;
-    if (!describe(args, &k, &in, &out)) Py_RETURN_FALSE;
+    struct given t;
+    if (!describe(args, &k, &t)) Py_RETURN_FALSE;
     if (g->quick == NULL && (g->quick = calloc(1, sizeof *g->quick)) == NULL) return PyErr_NoMemory();
     if (g->quick->used > SLOTS * 3 / 4) forget_all(g->quick);
     struct known_plan *slot = find(g->quick, &k);

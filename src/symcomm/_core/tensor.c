@@ -27,6 +27,7 @@ enum { DL_INT, DL_UINT, DL_FLOAT, DL_BFLOAT = 4, DL_BOOL = 6, DL_E4M3FN = 10, DL
 
 #define MAX_TYPES 4
 static PyTypeObject *known[MAX_TYPES];
+static PyObject *is_neg; /* the method of the first of them */
 static int (*exchange_view)(void *object, struct dl_tensor *out);
 
 static int dtype_of(const struct dl_tensor *t) {
@@ -63,7 +64,7 @@ static int64_t contiguous_count(const struct dl_tensor *t) {
 
 /* A view of one element may be contiguous and yet stand for the negative of what memory holds. */
 static bool is_negated(PyObject *tensor) {
-    PyObject *answer = PyObject_CallMethod(tensor, "is_neg", NULL);
+    PyObject *answer = PyObject_CallFunctionObjArgs(is_neg, tensor, NULL);
     bool negated = answer != Py_False;
     Py_XDECREF(answer);
     PyErr_Clear();
@@ -96,6 +97,7 @@ static PyObject *use_tensors(PyObject *self, PyObject *args) {
     if (api->major != 1 || api->view == NULL) Py_RETURN_FALSE;
     Py_ssize_t n = PyTuple_Size(types);
     for (Py_ssize_t i = 0; i < n && i < MAX_TYPES; i++) known[i] = (PyTypeObject *)Py_NewRef(PyTuple_GetItem(types, i));
+    if (n > 0 && is_neg == NULL && (is_neg = PyObject_GetAttrString(PyTuple_GetItem(types, 0), "is_neg")) == NULL) return NULL;
     exchange_view = api->view;
     Py_RETURN_TRUE;
 }

@@ -31,18 +31,26 @@ class Kind(enum.IntEnum):
     BROADCAST = 3
     ALL_GATHER_SINGLE = 4
     ALL_TO_ALL_SINGLE = 5
+    ALL_GATHER = 6
+    GATHER = 7
+    SCATTER = 8
 
     @property
     def label(self) -> str:
         return self.name.lower()
 
 
-_ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL = Kind
+_ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL, _ALL_GATHER_LIST, _GATHER, _SCATTER = Kind
 
 
 def _rooted(root: Any, op: Any) -> Any:
     """Root and operation as one number, where both are numbers."""
     return root << 8 | op if type(root) is int and type(op) is RedOpType else None
+
+
+def _or_none(tensors: Any) -> Any:
+    """None for an empty list too: some callers pass one where they are not the root."""
+    return None if type(tensors) is list and not tensors else tensors
 
 
 def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
@@ -270,10 +278,16 @@ class CollectiveCalls:
     ) -> Work | None:
         """``outputs[k]`` becomes rank k's ``input``; sizes may differ between ranks."""
         call = "all_gather"
+        if not async_op and timeout is None:
+            status = native.again(self._handle, _ALL_GATHER_LIST, 0, input, outputs, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, call)
+                return None
         source, outs = read_buffer(call, "input", input), write_list(call, "outputs", outputs, self.size)
         check_same_dtype(call, [source, *outs])
         self._check_count(call, f"outputs[{self.rank}]", outs[self.rank].count, source.count, "input's")
         plan = self._plan(collectives.all_gather, tuple([o.count for o in outs]), source.dtype, True)
+        native.remember(self._handle, _ALL_GATHER_LIST, 0, input, outputs, plan)
         return self._run(call, plan, [source], outs, outputs, async_op, timeout)
 
     def gather(
@@ -281,6 +295,11 @@ class CollectiveCalls:
     ) -> Work | None:
         """At ``root``, ``outputs[k]`` becomes rank k's ``input``; the others pass None."""
         call = "gather"
+        if not async_op and timeout is None:
+            status = native.again(self._handle, _GATHER, root, input, _or_none(outputs), self._timeout_ns)
+            if status >= 0:
+                self._ended(status, call)
+                return None
         self._check_root(call, root)
         source = read_buffer(call, "input", input)
         outs = (
@@ -292,6 +311,7 @@ class CollectiveCalls:
         for k, out in enumerate(outs):
             self._check_count(call, f"outputs[{k}]", out.count, source.count, "input's")
         plan = self._plan(collectives.gather, (source.count,) * self.size, source.dtype, root)
+        native.remember(self._handle, _GATHER, root, input, _or_none(outputs), plan)
         return self._run(call, plan, [source], outs, outputs or [], async_op, timeout)
 
     def scatter(
@@ -299,6 +319,11 @@ class CollectiveCalls:
     ) -> Work | None:
         """Rank k's ``output`` becomes ``root``'s ``inputs[k]``; the others pass None."""
         call = "scatter"
+        if not async_op and timeout is None:
+            status = native.again(self._handle, _SCATTER, root, _or_none(inputs), output, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, call)
+                return None
         self._check_root(call, root)
         out = write_buffer(call, "output", output)
         sources = (
@@ -310,6 +335,7 @@ class CollectiveCalls:
         for k, source in enumerate(sources):
             self._check_count(call, f"inputs[{k}]", source.count, out.count, "output's")
         plan = self._plan(collectives.scatter, (out.count,) * self.size, out.dtype, root)
+        native.remember(self._handle, _SCATTER, root, _or_none(inputs), output, plan)
         return self._run(call, plan, sources, [out], [output], async_op, timeout)
 
     # --- all to all -------------------------------------------------------------------------------------------
