@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 import subprocess
 import sys
@@ -282,8 +281,6 @@ def test_processes_meet_in_a_file(tmp_path):
 
 # --- over TCP, for real ------------------------------------------------------------------------------------
 
-needs_tcp = pytest.mark.skipif(not importlib.util.find_spec("symcomm.store.tcp"), reason="there is no TCPStore yet")
-
 
 def _meet_over_tcp(rank: int, world: int, port: int) -> tuple[str, list[bytes]]:
     environ = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -294,7 +291,6 @@ def _meet_over_tcp(rank: int, world: int, port: int) -> tuple[str, list[bytes]]:
     return met.how, found
 
 
-@needs_tcp
 def test_processes_meet_over_tcp():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -303,7 +299,6 @@ def test_processes_meet_over_tcp():
     assert run_ranks(_meet_over_tcp, 3, port) == [(how, [b"here"] * 3)] * 3
 
 
-@needs_tcp
 @pytest.mark.slow
 def test_under_torchrun(tmp_path):
     """The agent's store is PyTorch's own; our ranks join it without ever importing torch."""

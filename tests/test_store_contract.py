@@ -196,8 +196,6 @@ SUBCLASS = (
 
 OUR_TCP = {
     # The wire protocol is PyTorch's, which has no way to say no.
-    "test_bytes_that_are_no_text_are_no_key": "MAYBE: takes them, as PyTorch's does",
-    "test_add_to_an_empty_value": "MAYBE: the server drops the connection, as PyTorch's does",
     "test_add_refuses_what_is_not_a_number": "MAYBE: takes 12abc for 12, as PyTorch's does",
 }
 
