@@ -2,8 +2,9 @@
 
 Builds the extension with each of them in a temporary copy of the sources, then runs ``drive()`` there in a Python that
 has the sanitizer's library preloaded. Ranks are threads: their shared memory is one address space then, so that
-ThreadSanitizer sees the very synchronisation that processes rely on. Arrays are NumPy's, since torch is far too slow
-and noisy under a sanitizer. Any report fails the run.
+ThreadSanitizer sees the very synchronisation that processes rely on; a few run as processes too, which take other ways
+through the core. Arrays are NumPy's, since torch is far too slow and noisy under a sanitizer; some are dressed up to
+take torch's short ways. Any report fails the run.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ def drive() -> None:
 
     arena.physical_bytes = lambda: 512 << 20  # ThreadSanitizer leaves too few addresses for the usual arenas
     for world in (1, 2, 3, 5):
-        for part in (collectives, messages, asynchronous, failures):
+        for part in (collectives, messages, asynchronous, failures, short_ways):
             symcomm.spawn(part, world, mode="threads", timeout=60, deadline=SECONDS)
             print(f"  {part.__name__}, {world} ranks", flush=True)
+    for part in (collectives, messages, short_ways):
+        symcomm.spawn(part, 2, mode="processes", timeout=60, deadline=SECONDS)
+        print(f"  {part.__name__}, 2 processes", flush=True)
     reductions()
     store_server()
     print("  reductions, store server", flush=True)
@@ -118,6 +122,42 @@ def asynchronous(g) -> None:
     g.all_reduce(wide[:, 0], async_op=True).get_future()
     g.all_reduce(np.ones(1000), async_op=True)
     g.destroy()
+
+
+def short_ways(g) -> None:
+    """What blocking calls on torch's tensors do: the core looks at them and remembers the plan."""
+    import numpy as np
+
+    from symcomm import errors
+    from symcomm._core import native
+    from tests.exchange_array import ExchangeArray, install
+
+    assert install() and native.view_tensor(ExchangeArray(np.empty(2, "f4"))) is not None
+    total = g.size * (g.size + 1) // 2
+    for turn in range(3):
+        for count in (1, 2, 700, 20_001):
+            t = ExchangeArray(np.full(count, g.rank + 1, "f4"))
+            g.all_reduce(t)
+            assert (t.values == total).all(), (turn, count)
+            parts = [ExchangeArray(np.empty(count, "f4")) for _ in range(g.size)]
+            g.all_gather(parts, t)
+            g.gather(parts if g.rank == 0 else None, t, 0)
+            g.scatter(t, parts if g.rank == 0 else None, 0)
+            assert (t.values == total).all(), (turn, count)
+            after, before = (g.rank + 1) % g.size, (g.rank - 1) % g.size
+            if g.rank % 2 == 0 and g.size % 2 == 0:
+                g.send(t, after)
+                g.recv(t, before)
+            elif g.size % 2 == 0:
+                g.recv(t, before)
+                g.send(t, after)
+            g.barrier()
+    for count in range(1, 4000):  # more kinds of calls than are remembered
+        g.broadcast(ExchangeArray(np.empty(count, "u1")), 0)
+    try:
+        g.all_reduce(ExchangeArray(np.ones(3 + g.rank)))
+    except errors.CollectiveMismatchError:
+        assert g.size > 1
 
 
 def failures(g) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -237,3 +238,39 @@ def use_after_destroy(group):
 def test_a_destroyed_group_refuses_everything():
     for words in symcomm.spawn(use_after_destroy, 2, mode="threads", deadline=60):
         assert all("was destroyed" in w for w in words)
+
+
+def count_while_waiting(group):
+    """A call on little data keeps the interpreter lock while peers are quick; it must not when one is late."""
+    counted, stop = [0], threading.Event()
+
+    def count():
+        while not stop.is_set():
+            counted[0] += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=count)
+    t = torch.ones(2)
+    results = []
+    calls = {
+        "barrier": group.barrier,
+        "all_reduce": lambda: group.all_reduce(t),
+        "message": lambda: group.recv(t, 1) if group.rank == 0 else group.send(t, 0),
+    }
+    for call in calls.values():
+        call()  # also makes the short way known
+    thread.start()
+    for name, call in calls.items():
+        if group.rank == 1:
+            time.sleep(0.3)
+        before = counted[0]
+        call()
+        results.append((name, counted[0] - before))
+    stop.set()
+    thread.join()
+    return results
+
+
+def test_other_threads_run_while_a_call_waits():
+    for name, counted in symcomm.spawn(count_while_waiting, 2, mode="processes", deadline=60)[0]:
+        assert counted > 10, name

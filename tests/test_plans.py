@@ -76,10 +76,13 @@ class Operation:
         self.expected.append(expected)
 
     def divide(self, name: str, counts: Sequence[int], values: np.ndarray, listed: bool) -> list[Buffer]:
-        """One buffer for all pieces, or one each."""
+        """One buffer for all pieces, or one each; those of a symmetric list lie one after another."""
         starts = [*accumulate(counts, initial=0)]
         if not listed:
             return [Buffer.of(name, values)]
+        if self.case.symmetric != "none":
+            block = Buffer.of(name, values).block
+            return [Buffer(block, starts[q], counts[q]) for q in range(len(counts))]
         return [Buffer.of(f"{name}[{q}]", values[starts[q] : starts[q + 1]]) for q in range(len(counts))]
 
     def piece(self, buffers: list[Buffer], counts: Sequence[int], q: int, listed: bool) -> Buffer:
@@ -356,14 +359,23 @@ def test_signature_tells_uneven_counts_apart():
     assert len(everywhere) == 1
 
 
-def test_lists_of_inputs_are_never_direct_and_never_meet_single_tensors():
-    """Peers know one address of a symmetric tensor, and a list has several."""
-    for name in ("reduce_scatter", "scatter", "all_to_all"):
+def test_lists_of_inputs_of_one_size_are_one_tensor_if_they_lie_so():
+    for name in ("reduce_scatter", "scatter"):
         listed, single = (make(name, 0, 3, 10_000, listed=listed) for listed in (True, False))
+        assert listed.direct is not None
+        assert single.direct is not None
+        assert listed.count == single.count
+
+
+def test_lists_of_inputs_of_different_sizes_are_never_direct_and_never_meet_single_tensors():
+    """Peers know one address of a symmetric tensor, and such a list has several."""
+    counts = (10_000, 20_000, 30_000)
+    for name, rest in (("reduce_scatter", (RedOpType.SUM,)), ("scatter", (0,))):
+        listed, single = (getattr(collectives, name)(0, 3, counts, DType.INT64, *rest, way) for way in (True, False))
         assert listed.direct is None
         assert single.direct is not None
         assert listed.count != single.count
-        assert elements_of(listed.count) == elements_of(single.count) == single.count
+        assert elements_of(listed.count) == elements_of(single.count) == sum(counts)
 
 
 def test_even_all_to_all_is_the_same_call_however_it_is_written():
@@ -475,8 +487,8 @@ def test_plans_can_be_printed(name: str, capsys: pytest.CaptureFixture[str]):
 def decode(data: bytes) -> Plan:
     """The reverse of Plan.encode, from the description of the format alone."""
     ints = list(struct.unpack(f"{len(data) // 8}q", data))
-    world, rank, collective, dtype, redop, root, count, has_direct, *lengths, places = ints[:12]
-    needs, rest = ints[12 : 12 + world], ints[12 + world :]
+    world, rank, collective, dtype, redop, root, count, has_direct, *lengths, places, piece = ints[:13]
+    needs, rest = ints[13 : 13 + world], ints[13 + world :]
     rows = [rest[12 * k : 12 * k + 12] for k in range(sum(lengths))]
     table = rest[12 * len(rows) :]
     assert len(table) == 6 * places
@@ -507,7 +519,7 @@ def decode(data: bytes) -> Plan:
     head, staged, direct = parts
     return Plan(
         collectives.Collective(collective), rank, world, count, dtype, redop, root, "", "", head, staged,
-        direct if has_direct else None, [Need(n) for n in needs] if has_direct else (),
+        direct if has_direct else None, [Need(n) for n in needs] if has_direct else (), piece,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ Where PyTorch's differ, ``PYTORCH_DIFFERS`` says so, and the difference itself i
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import threading
 import time
@@ -21,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from symcomm.errors import BadArgumentError, CallerError, DeadlineError
-from symcomm.store import FileStore, HashStore, PrefixStore, Store
+from symcomm.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from symcomm.store.base import QueueEmptyError
 
 SHORT = timedelta(seconds=0.2)
@@ -116,14 +115,9 @@ CASES = [
     ),
     Case("torch PrefixStore on TCPStore", lambda path: prefixed(dist.PrefixStore, tcp(dist.TCPStore))),
     Case("PrefixStore on torch HashStore", lambda path: prefixed(PrefixStore, same(dist.HashStore()))),
+    Case("TCPStore", lambda path: tcp(TCPStore)),
+    Case("PrefixStore on TCPStore", lambda path: prefixed(PrefixStore, tcp(TCPStore))),
 ]
-if importlib.util.find_spec("symcomm.store.tcp"):
-    from symcomm.store import TCPStore
-
-    CASES += [
-        Case("TCPStore", lambda path: tcp(TCPStore)),
-        Case("PrefixStore on TCPStore", lambda path: prefixed(PrefixStore, tcp(TCPStore))),
-    ]
 
 # --- known differences -------------------------------------------------------------------------------
 # A plain text: the test must fail there. MAYBE: it is a race, so it may. SKIP: it cannot be tried.

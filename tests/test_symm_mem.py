@@ -699,3 +699,34 @@ def test_the_documentation_runs(index, capsys):
 
 def test_the_documentation_has_snippets():
     assert len(SNIPPETS) >= 5
+
+
+def use_lists(group):
+    """Pieces of one symmetric tensor in order take part as that tensor; in another order they are a list like any."""
+    n, count = group.size, 5000
+    for mixed_up in (False, True):
+        for rounds in range(2):
+            whole = symm_mem.empty(n * count)
+            whole.copy_(torch.arange(n * count) + 100.0 * group.rank + rounds)
+            pieces = list(whole.chunk(n))
+            if mixed_up and group.rank == 0:
+                pieces[0], pieces[1] = pieces[1], pieces[0]
+            k = 1 - group.rank if mixed_up and group.rank < 2 else group.rank
+            out = torch.empty(count)
+            group.scatter(out, pieces if group.rank == 0 else None, 0)
+            assert torch.equal(out, torch.arange(k * count, (k + 1) * count) + float(rounds))
+            group.reduce_scatter(out, pieces)
+            starts = [
+                (1 - group.rank if mixed_up and r == 0 and group.rank < 2 else group.rank) * count for r in range(n)
+            ]
+            wanted = sum(torch.arange(s, s + count) + 100.0 * r + rounds for r, s in enumerate(starts))
+            assert torch.equal(out, wanted)
+            outs = list(torch.empty(n * count).chunk(n))
+            group.all_to_all(outs, pieces)
+            wanted = [torch.arange(s, s + count) + 100.0 * r + rounds for r, s in enumerate(starts)]
+            assert all(map(torch.equal, outs, wanted))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_lists_of_pieces(world):
+    symcomm.spawn(use_lists, world, mode="threads", deadline=60)

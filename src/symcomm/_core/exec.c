@@ -11,7 +11,7 @@ struct run {
     struct group *g;
     const struct plan *p;
     const struct buffers *b;
-    int64_t deadline;
+    struct deadline deadline;
     int half;
 };
 
@@ -69,7 +69,7 @@ static int wait_progress(struct run *x, int64_t who, int64_t value) {
         .who = who < 0 ? 0 : (int)who,
         .target = x->g->seq << PLAN_SIGNAL_BITS | (uint64_t)value,
     };
-    return sync_wait(x->g, &c, x->deadline);
+    return sync_wait(x->g, &c, &x->deadline);
 }
 
 static int run_step(struct run *x, const struct plan_step *s, int64_t turn, bool last) {
@@ -102,6 +102,14 @@ static int run_part(struct run *x, int part) {
 static int64_t offset_in_arena(struct group *g, const char *buffer) {
     uintptr_t start = (uintptr_t)g->arena[g->rank], at = (uintptr_t)buffer;
     return at >= start && at - start < (uintptr_t)g->arena_bytes ? (int64_t)(at - start) : -1;
+}
+
+/* Of the input: one tensor, or a list of tensors that lie one after another. */
+static int64_t input_offset(struct group *g, const struct plan *p, const struct buffers *b) {
+    if (b->n_in < 1 || (b->n_in > 1 && p->piece_bytes <= 0)) return -1;
+    for (int i = 1; i < b->n_in; i++)
+        if (b->in[i] != b->in[0] + i * p->piece_bytes) return -1;
+    return offset_in_arena(g, b->in[0]);
 }
 
 static bool satisfies(int64_t needs, int64_t in_offset, int64_t out_offset) {
@@ -143,7 +151,7 @@ static int compare(void *context) {
 /* Waits for all arrivals. Two that differ end the wait, however long a third one takes. */
 static int meet(struct run *x) {
     struct condition c = {.kind = WAIT_ARRIVED_ALL, .target = x->g->seq, .look = compare, .context = x};
-    int status = sync_wait(x->g, &c, x->deadline);
+    int status = sync_wait(x->g, &c, &x->deadline);
     return status ? status : compare(x);
 }
 
@@ -179,19 +187,17 @@ static bool fits(const struct group *g, const struct plan *p, const struct buffe
 
 static int run_locked(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
     if (!fits(g, p, b)) return STATUS_PLAN;
-    int64_t now = symcomm_now_ns();
-    atomic_store_explicit(&g->started, now, memory_order_relaxed);
+    atomic_store_explicit(&g->started, symcomm_ticks(), memory_order_relaxed);
     int status = sync_aborted(g);
     bool late = status == STATUS_MISMATCH && atomic_load(&g->control[g->rank]->abort_seq) == g->seq + 1;
     if (status && !late) return status;
     g->seq++;
-    struct run x = {.g = g, .p = p, .b = b, .half = (int)(g->seq & 1)};
+    struct run x = {.g = g, .p = p, .b = b, .deadline = {.timeout = timeout}, .half = (int)(g->seq & 1)};
     if (late) {
         arrive(&x, -1, -1); /* so that everybody's error names this call too */
         return status;
     }
-    x.deadline = timeout ? now + timeout : 0;
-    int64_t in_offset = b->n_in == 1 ? offset_in_arena(g, b->in[0]) : -1; /* a list is not one tensor */
+    int64_t in_offset = input_offset(g, p, b);
     int64_t out_offset = b->n_out == 1 ? offset_in_arena(g, b->out[0]) : -1;
     bool skip_head = p->has_direct && p->needs[g->rank] && satisfies(p->needs[g->rank], in_offset, out_offset);
     if (!skip_head && (status = run_part(&x, PLAN_HEAD))) return status;
@@ -200,8 +206,12 @@ static int run_locked(struct group *g, const struct plan *p, const struct buffer
     return run_body(&x, skip_head);
 }
 
+bool exec_is_short(const struct group *g, const struct plan *p) {
+    return g->own_process && p->count <= SHORT_BYTES / (int64_t)symcomm_itemsize[p->dtype];
+}
+
 int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
-    pthread_mutex_lock(&g->lock);
+    symcomm_lock(&g->lock);
     int64_t seq = (int64_t)g->seq + 1; /* also when it is refused, and not counted */
     int64_t status = run_locked(g, p, b, timeout);
     pthread_mutex_unlock(&g->lock);

@@ -14,6 +14,11 @@ static const char GROUP[] = "symcomm.group", PLAN[] = "symcomm.plan", REQUEST[] 
 
 _Thread_local PyThreadState *symcomm_released;
 
+void symcomm_give_up_lock(void) {
+    symcomm_before_waiting = NULL;
+    symcomm_released = PyEval_SaveThread();
+}
+
 int symcomm_ask_python(void) {
     PyEval_RestoreThread(symcomm_released);
     int raised = PyErr_CheckSignals();
@@ -100,11 +105,12 @@ static int fill(PyObject *tuple, int world, void **into) {
 
 static PyObject *make_group(PyObject *self, PyObject *args) {
     (void)self;
-    int rank, world, spin;
+    int rank, world, own_process, spin;
     PyObject *control, *stage, *arena, *life, *channels;
     long long stage_bytes, arena_bytes, yield_ns;
-    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!iL", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage, &stage_bytes,
-                          &PyTuple_Type, &arena, &arena_bytes, &PyTuple_Type, &life, &PyTuple_Type, &channels, &spin, &yield_ns))
+    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!piL", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage, &stage_bytes,
+                          &PyTuple_Type, &arena, &arena_bytes, &PyTuple_Type, &life, &PyTuple_Type, &channels, &own_process, &spin,
+                          &yield_ns))
         return NULL;
     if (world < 1 || world > MAX_BUFFERS || rank < 0 || rank >= world)
         return PyErr_Format(PyExc_ValueError, "rank %d of %d: a group has 1 to %d ranks", rank, world, MAX_BUFFERS);
@@ -113,6 +119,7 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     pthread_mutex_init(&g->lock, NULL);
     size_t n = (size_t)world;
     g->rank = rank, g->world = world, g->spin = g->spin_now = spin, g->yield_ns = yield_ns;
+    g->own_process = own_process;
     g->stage_bytes = stage_bytes, g->arena_bytes = arena_bytes;
     g->control = calloc(n, sizeof *g->control), g->stage = calloc(n, sizeof *g->stage);
     g->arena = calloc(n, sizeof *g->arena), g->life = calloc(n, sizeof *g->life);
@@ -211,7 +218,7 @@ static PyObject *group_report(PyObject *self, PyObject *arg) {
     if (ranks == NULL) return NULL;
     struct control *me = g->control[g->rank];
     uint64_t cause = atomic_load(&me->abort);
-    double running = (double)(symcomm_now_ns() - atomic_load(&g->started)) / 1e9;
+    double running = symcomm_seconds_since(atomic_load(&g->started));
     return Py_BuildValue("{s:i,s:i,s:i,s:K,s:K,s:L,s:d,s:N}", "status", (int)(cause & 0xff), "culprit", (int)(cause >> 8 & 0xffff), "origin",
                          (int)(cause >> 24 & 0xffff), "abort_seq", (unsigned long long)atomic_load(&me->abort_seq), "seq",
                          (unsigned long long)g->seq, "slept", (long long)g->slept, "running", running, "ranks", ranks);
@@ -275,7 +282,9 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     int64_t timeout = PyLong_AsLongLong(args[4]);
     if (b.n_in < 0 || b.n_out < 0 || (timeout == -1 && PyErr_Occurred())) return NULL;
     int64_t status;
-    WITHOUT_LOCK(status = async_idle(g) ? exec_run(g, p, &b, timeout) : async_run_queued(g, p, &b, timeout));
+    bool idle = async_idle(g);
+    WITHOUT_LOCK_UNLESS(idle && exec_is_short(g, p),
+                        status = idle ? exec_run(g, p, &b, timeout) : async_run_queued(g, p, &b, timeout));
     if ((status & 0xff) == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return PyLong_FromLongLong(status);
 }
@@ -340,7 +349,8 @@ static PyObject *request_wait(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"make_plan", make_plan, METH_O, "make_plan(encoded) -> plan"},
     {"make_group", make_group, METH_VARARGS,
-     "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, spin, yield_ns) -> group"},
+     "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, own_process, spin,"
+     " yield_ns) -> group"},
     {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},
     {"group_leave", group_leave, METH_O, "group_leave(group): this rank takes no further part."},
     {"group_detach", group_detach, METH_O, "group_detach(group) -> whether all have left, and its memory may be given back"},

@@ -8,6 +8,7 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
+    symcomm_start_clock();
     int (*const parts[])(PyObject *) = {
         symcomm_add_reduce,
         symcomm_add_shm,

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "common.h"
+#include "exec.h"
 
 #define SLICE_NS 10000000
 #define DIRECT_BYTES (32 * 1024) /* below, copying twice is cheaper than waiting for the receiver */
@@ -40,7 +41,7 @@ struct mail {
     struct incoming *in;
     struct outgoing *out;
     struct op *receives; /* posted, in order */
-    int background;      /* unfinished operations that nobody may be waiting for */
+    _Atomic int background; /* unfinished operations that nobody may be waiting for */
     pthread_t thread;
     bool thread_runs;
     _Atomic bool closing;
@@ -331,7 +332,7 @@ static int peer_gone(struct op *op, int *culprit) {
 
 static bool drive(struct op *op) {
     struct mail *m = op->mail;
-    pthread_mutex_lock(&m->lock);
+    symcomm_lock(&m->lock);
     while (op->state != OP_DONE && progress(m)) {}
     bool done = op->state == OP_DONE;
     pthread_mutex_unlock(&m->lock);
@@ -365,11 +366,12 @@ int mail_wait(struct op *op, int64_t timeout, bool withdraw_it) {
     struct mail *m = op->mail;
     if (drive(op)) return op->status;
     if (timeout < 0) return STATUS_TIMEOUT;
-    int64_t start = symcomm_now_ns(), deadline = timeout ? start + timeout : INT64_MAX;
     for (int i = 0; i < m->group->spin_now / 8; i++) {
         if (drive(op)) return op->status;
         symcomm_relax();
     }
+    int64_t start = symcomm_now_ns(), deadline = timeout ? start + timeout : INT64_MAX;
+    if (symcomm_before_waiting) symcomm_before_waiting();
     while (symcomm_now_ns() < start + m->group->yield_ns) {
         if (drive(op)) return op->status;
         sched_yield();
@@ -388,6 +390,10 @@ int mail_wait(struct op *op, int64_t timeout, bool withdraw_it) {
         if (slices % 16 == 0) signalled = true; /* one may have come just before we slept */
         if (signalled && symcomm_interrupted && symcomm_interrupted()) return give_up(op, STATUS_INTERRUPTED, true);
     }
+}
+
+bool mail_is_short(const struct group *g, uint64_t nbytes) {
+    return nbytes <= SHORT_BYTES && atomic_load_explicit(&g->mail->background, memory_order_relaxed) == 0;
 }
 
 bool mail_done(struct op *op) {
@@ -460,7 +466,7 @@ struct op *mail_post(struct group *g, const struct op *wanted) {
     *op = *wanted;
     op->mail = m;
     op->references = 2; /* the caller's, and that of the queue it stands in */
-    pthread_mutex_lock(&m->lock);
+    symcomm_lock(&m->lock);
     if (op->background) {
         m->background++;
         if (!m->thread_runs) start_thread(m);

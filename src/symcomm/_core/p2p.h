@@ -54,6 +54,8 @@ void mail_drop(struct group *g);
 struct op *mail_post(struct group *g, const struct op *wanted);
 /* Drives the mail until op is done. timeout ns, 0: none; negative: only look. STATUS_TIMEOUT leaves the op withdrawn. */
 int mail_wait(struct op *op, int64_t timeout, bool withdraw);
+/* Whether a message of so many bytes is over in microseconds once the peer takes part, with no others on their way. */
+bool mail_is_short(const struct group *g, uint64_t nbytes);
 bool mail_done(struct op *op);
 void mail_release(struct op *op);
 /* The caller of mail_post() has no further use for op. */

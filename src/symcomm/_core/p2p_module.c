@@ -81,7 +81,7 @@ static PyObject *message(PyObject *self, PyObject *const *args, Py_ssize_t n_arg
     wanted.nbytes = (uint64_t)view.count * symcomm_itemsize[view.dtype];
     struct op *op;
     int status;
-    WITHOUT_LOCK(status = exchange(g, &wanted, timeout, &op));
+    WITHOUT_LOCK_UNLESS(g->own_process && mail_is_short(g, wanted.nbytes), status = exchange(g, &wanted, timeout, &op));
     if (op == NULL) return PyErr_NoMemory();
     PyObject *result = status == STATUS_OK ? PyLong_FromLong(op->peer) : outcome(op, status);
     mail_disown(op);

@@ -101,7 +101,9 @@ static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
     const struct plan *plan = known->plan;
     struct buffers b = {t.in, t.out, (int)k.n_in, (int)k.n_out};
     int64_t status;
-    WITHOUT_LOCK(status = async_idle(g) ? exec_run(g, plan, &b, timeout) : async_run_queued(g, plan, &b, timeout));
+    bool idle = async_idle(g);
+    WITHOUT_LOCK_UNLESS(idle && exec_is_short(g, plan),
+                        status = idle ? exec_run(g, plan, &b, timeout) : async_run_queued(g, plan, &b, timeout));
     Py_DECREF(capsule);
     if ((status & 0xff) == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return PyLong_FromLongLong(status);

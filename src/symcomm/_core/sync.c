@@ -119,7 +119,7 @@ static int check_interrupt(struct group *g, bool signalled) {
     return STATUS_INTERRUPTED;
 }
 
-static int sleep_until(struct group *g, struct condition *c, int64_t deadline) {
+static int sleep_until(struct group *g, struct condition *c, const struct deadline *deadline) {
     struct control *me = g->control[g->rank];
     int status = STATUS_OK;
     for (;;) {
@@ -132,7 +132,7 @@ static int sleep_until(struct group *g, struct condition *c, int64_t deadline) {
             status = sync_fail(g, status, culprit);
             break;
         }
-        int64_t left = deadline ? deadline - symcomm_now_ns() : SLICE_NS;
+        int64_t left = deadline->at ? deadline->at - symcomm_now_ns() : SLICE_NS;
         if (left <= 0) {
             status = sync_fail(g, STATUS_TIMEOUT, c->kind == WAIT_PROGRESS_ONE ? c->who : c->next);
             break;
@@ -153,7 +153,15 @@ static void adapt_spin(struct group *g, bool paid) {
     else g->spin_now = now / 2 > LEAST_SPIN ? now / 2 : LEAST_SPIN;
 }
 
-int sync_wait(struct group *g, struct condition *c, int64_t deadline) {
+_Thread_local void (*symcomm_before_waiting)(void);
+
+void symcomm_lock(pthread_mutex_t *lock) {
+    if (pthread_mutex_trylock(lock) == 0) return;
+    if (symcomm_before_waiting) symcomm_before_waiting();
+    pthread_mutex_lock(lock);
+}
+
+int sync_wait(struct group *g, struct condition *c, struct deadline *deadline) {
     for (int i = 0; i < g->spin_now; i++) {
         if (holds(g, g->rank, c)) {
             if (g->spin_now != g->spin) adapt_spin(g, true);
@@ -161,8 +169,10 @@ int sync_wait(struct group *g, struct condition *c, int64_t deadline) {
         }
         symcomm_relax();
     }
+    if (symcomm_before_waiting) symcomm_before_waiting();
     int status;
     int64_t start = symcomm_now_ns(), now = start;
+    if (deadline->at == 0 && deadline->timeout) deadline->at = start + deadline->timeout;
     do {
         if (holds(g, g->rank, c)) {
             adapt_spin(g, now - start < SOON_NS);

@@ -61,7 +61,7 @@ enum status {
 struct group {
     int rank, world;
     _Atomic uint64_t seq;          /* of the last operation */
-    _Atomic int64_t started;       /* when it began: ns, CLOCK_MONOTONIC */
+    _Atomic uint64_t started;      /* when it began, in ticks */
     struct control **control;      /* per rank */
     char **stage;                  /* per rank, two halves of stage_bytes */
     int64_t stage_bytes;
@@ -72,6 +72,7 @@ struct group {
     int spin_now;                  /* looks at present: adapts to how soon peers answer */
     int64_t yield_ns;              /* then this long offering it to others before sleeping */
     _Atomic int64_t slept;         /* statistics */
+    bool own_process;              /* no other rank of the group is a thread of this process */
     bool left;                     /* group_leave() was called */
     struct control *own_copy;      /* of my block, once its memory was given back */
     pthread_mutex_t lock;          /* one operation at a time */
@@ -91,8 +92,14 @@ struct condition {
     void *context;
 };
 
-/* Wait until it holds, the deadline (ns, CLOCK_MONOTONIC; 0: none) passes, a missing rank dies, or someone aborts. */
-int sync_wait(struct group *g, struct condition *c, int64_t deadline);
+/* When to give up. Most waits are over before it matters, so the clock is not looked at until one takes longer. */
+struct deadline {
+    int64_t timeout; /* ns; 0: none */
+    int64_t at;      /* ns, CLOCK_MONOTONIC; 0: not known yet */
+};
+
+/* Wait until it holds, the deadline passes, a missing rank dies, or someone aborts. */
+int sync_wait(struct group *g, struct condition *c, struct deadline *deadline);
 
 /* Publish my progress and wake whoever slept for it. */
 void sync_signal(struct group *g, uint64_t progress);
@@ -104,6 +111,10 @@ int sync_aborted(struct group *g);
 
 /* Asked while a call of the main thread sleeps: nonzero when a signal handler raised. NULL elsewhere. */
 extern _Thread_local int (*symcomm_interrupted)(void);
+
+/* Called before a wait that may last. NULL when there is nothing to do then. */
+extern _Thread_local void (*symcomm_before_waiting)(void);
+void symcomm_lock(pthread_mutex_t *lock);
 
 /* STATUS_OK, STATUS_DEAD or STATUS_LEFT */
 int sync_gone(struct group *g, int rank);

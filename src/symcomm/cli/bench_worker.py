@@ -15,6 +15,7 @@ drop        {} once the tensors are gone
 
 from __future__ import annotations
 
+import abc
 import functools
 import gc
 import itertools
@@ -88,7 +89,7 @@ def expected(np: Any, rank: int, case: SimpleNamespace) -> Any:
 # --- the sides ---------------------------------------------------------------------------------------------------
 
 
-class TorchSide:
+class TorchSide(abc.ABC):
     """What Symcomm and Gloo share: torch tensors, and collectives of which some only work in place."""
 
     rank: int
@@ -125,9 +126,9 @@ class TorchSide:
         call = self.bind(case, source, result, pieces)
         return after_copy(functools.partial(result.copy_, source), call) if copies_first else call
 
+    @abc.abstractmethod
     def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list | None) -> Callable:
         """The library's call with all its arguments."""
-        raise NotImplementedError
 
 
 def after_copy(copy: Callable, call: Callable) -> Callable:

@@ -41,12 +41,12 @@ def streamed_all_to_all(plan: Plan, matrix: Matrix, listed: bool, limits: Limits
     plan.name = "streamed"
 
 
-def direct_all_to_all(plan: Plan, matrix: Matrix) -> tuple[list[Step], list[Need]]:
+def direct_all_to_all(plan: Plan, matrix: Matrix, listed: bool) -> tuple[list[Step], list[Need]]:
     me = plan.rank
-    receives = Pieces(tuple(row[me] for row in matrix))
+    receives = Pieces(tuple(row[me] for row in matrix), listed)
     steps: list[Step] = []
     for rank in ring(plan.world, me)[:-1]:
         source = At(PEER_IN, rank, sum(matrix[rank][:me]))
         steps += copy(receives.at(OUT, rank), source, receives.sizes[rank])
-    own = copy(receives.at(OUT, me), Pieces(matrix[me]).at(IN, me), receives.sizes[me])
+    own = copy(receives.at(OUT, me), Pieces(matrix[me], listed).at(IN, me), receives.sizes[me])
     return steps + finish(own), [Need.INPUT if any(row) else Need.NOTHING for row in matrix]

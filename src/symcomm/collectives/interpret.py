@@ -234,7 +234,16 @@ class _Machine:
         )
         if not direct or not need & tensors[at.index].symmetric:
             raise PlanError(f"rank {rank}, {self.where(rank)}: {at.space.name}[{at.index}] cannot be reached here")
-        return buffers[0]
+        return self.joined(buffers)
+
+    @staticmethod
+    def joined(buffers: Sequence[Buffer]) -> Buffer:
+        """Tensors that lie one after another, as one."""
+        first = buffers[0]
+        ends = [b.start + b.length for b in buffers]
+        if any(b.block is not first.block or b.start != end for b, end in zip(buffers[1:], ends, strict=False)):
+            raise PlanError(f"{first.block.name} and the others of its list do not lie one after another")
+        return Buffer(first.block, first.start, ends[-1] - first.start)
 
     def stage(self, rank: int, half: int, item: int) -> Buffer:
         key = rank, half, item

@@ -151,6 +151,7 @@ class Plan:
     staged: list[Step] = field(default_factory=list)
     direct: list[Step] | None = None
     needs: Sequence[Need] = ()  # per rank; looked at only when there is a direct plan
+    piece_bytes: int = 0  # of each tensor, when the input is a list that is one tensor if they lie one after another
 
     def encode(self) -> bytes:
         """The plan as the C core reads it: 64-bit integers, see ``_core/plan.h``."""
@@ -159,7 +160,7 @@ class Plan:
         needs = list(self.needs) if self.direct is not None else [Need.NOTHING] * self.world
         head = [
             self.world, self.rank, self.collective, self.dtype, self.redop, self.root, self.count,
-            1 if self.direct is not None else 0, *map(len, parts), len(coder.places),
+            1 if self.direct is not None else 0, *map(len, parts), len(coder.places), self.piece_bytes,
         ]  # fmt: skip
         ints = array("q", [*head, *needs])
         for part in parts:

@@ -86,10 +86,11 @@ _HASHED = 1 << 62  # marks a count that carries a hash
 def signature_count(counts: Sequence[int], listed: bool = False) -> int:
     """The number ranks compare: the total, with a hash in its upper half when there is more to compare than a total.
 
-    ``listed``: the input is a list of tensors. Such a call has no direct form, so it must not meet one that has.
+    ``listed``: the input is a list of tensors. One of different sizes has no direct form, so it must not meet one that
+    has.
     """
     total = sum(counts)
-    if len(set(counts)) <= 1 and not listed:
+    if len(set(counts)) <= 1:
         return total
     return _HASHED | (zlib.crc32(array("q", [*counts, listed]).tobytes()) & 0x3FFFFFFF) << 32 | total & 0xFFFFFFFF
 
@@ -100,9 +101,16 @@ def elements_of(count: int) -> int:
 
 
 def _offer_direct(plan: Plan, nbytes: int, limits: Limits, direct: Callable[..., Direct], *args: Any) -> None:
-    """Peers read a symmetric tensor at its one address, so an input that is a list of tensors is always staged."""
+    """Peers read a symmetric tensor at its one address. A list of tensors of one size is one too, where they lie one
+    after another; the core finds out."""
     if nbytes >= limits.direct_bytes:
         plan.direct, plan.needs = direct(plan, *args)
+
+
+def _are_even(plan: Plan, sizes: Sequence[int]) -> bool:
+    """Whether a list of inputs may be one tensor."""
+    plan.piece_bytes = sizes[0] if len(set(sizes)) == 1 else 0
+    return plan.piece_bytes > 0
 
 
 def _alone(plan: Plan, nbytes: int, combine: bool = False) -> Plan:
@@ -172,7 +180,7 @@ def reduce_scatter(
         return _alone(plan, sum(pieces.sizes), combine=True)
     streamed_reduce_scatter(plan, pieces, limits)
     plan.why = _turns(max(pieces.sizes) * (world - 1), limits)
-    if not listed:
+    if not listed or _are_even(plan, pieces.sizes):
         _offer_direct(plan, sum(pieces.sizes), limits, direct_reduce_scatter, pieces)
     return plan
 
@@ -242,7 +250,7 @@ def scatter(
         return _alone(plan, sum(pieces.sizes))
     streamed_scatter(plan, pieces, limits)
     plan.why = _turns(max(pieces.sizes) * (world - 1), limits)
-    if not listed:
+    if not listed or _are_even(plan, pieces.sizes):
         _offer_direct(plan, max(pieces.sizes), limits, direct_scatter, pieces)
     return plan
 
@@ -268,8 +276,8 @@ def all_to_all(
         return _alone(plan, in_bytes[0][0])
     streamed_all_to_all(plan, in_bytes, listed, limits)
     plan.why = _turns(max(map(max, in_bytes)) * (world - 1), limits)
-    if not listed:
-        _offer_direct(plan, max(map(sum, in_bytes)), limits, direct_all_to_all, in_bytes)
+    if not listed or _are_even(plan, [n for row in in_bytes for n in row]):
+        _offer_direct(plan, max(map(sum, in_bytes)), limits, direct_all_to_all, in_bytes, listed)
     return plan
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -138,7 +139,7 @@ class ProcessGroup(MoreCalls):
             tuple([p.base for p in self._peers]), self._arena.nbytes,
             tuple([p.life for p in self._peers]),
             tuple([s + channels for s in starts]),
-            SPIN_LOOKS, YIELD_NS,
+            sum(p.pid == os.getpid() for p in self._peers) == 1, SPIN_LOOKS, YIELD_NS,
         )  # fmt: skip
         _living.add(self)
         self._retire = weakref.finalize(self, _retire, self._handle, self._arena, self._offset)

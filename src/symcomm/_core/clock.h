@@ -1,0 +1,33 @@
+/* Time: nanoseconds of CLOCK_MONOTONIC, and the processor's own counter, which costs a tenth of that to read. */
+#ifndef SYMCOMM_CLOCK_H
+#define SYMCOMM_CLOCK_H
+
+#include <stdint.h>
+#include <time.h>
+
+static inline int64_t symcomm_now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* Comparable between processes of one host, where the processor has a counter that all cores share. */
+static inline uint64_t symcomm_ticks(void) {
+#if defined(__x86_64__)
+    return __builtin_ia32_rdtsc();
+#elif defined(__aarch64__)
+    uint64_t ticks;
+    __asm__ __volatile__("mrs %0, cntvct_el0" : "=r"(ticks));
+    return ticks;
+#else
+    return (uint64_t)symcomm_now_ns();
+#endif
+}
+
+/* Remembers where both clocks stand; called once, before the other two. */
+void symcomm_start_clock(void);
+/* On CLOCK_MONOTONIC. */
+int64_t symcomm_ticks_to_ns(uint64_t ticks);
+double symcomm_seconds_since(uint64_t ticks);
+
+#endif
