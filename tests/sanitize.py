@@ -25,11 +25,15 @@ SECONDS = 600
 # --- what is run under a sanitizer ---------------------------------------------------------------------------
 
 
-def drive() -> None:
-    import symcomm
+if "SYMCOMM_SANITIZING" in os.environ:  # here and in ranks that are processes
     from symcomm.memory import arena
 
     arena.physical_bytes = lambda: 512 << 20  # ThreadSanitizer leaves too few addresses for the usual arenas
+
+
+def drive() -> None:
+    import symcomm
+
     for world in (1, 2, 3, 5):
         for part in (collectives, messages, asynchronous, failures, short_ways):
             symcomm.spawn(part, world, mode="threads", timeout=60, deadline=SECONDS)
@@ -258,6 +262,7 @@ def run(folder: Path, kind: str) -> bool:
         "TSAN_OPTIONS": f"exitcode=66:halt_on_error=0:suppressions={suppressions}:report_thread_leaks=0",
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONMALLOC": "malloc",
+        "SYMCOMM_SANITIZING": "1",
     }
     command = [sys.executable, "-m", "tests.sanitize", "--drive"]
     done = subprocess.run(command, cwd=folder, env=env, timeout=SECONDS)
