@@ -18,7 +18,7 @@ import pytest
 from symcomm import collectives
 from symcomm.collectives import Limits, Need, Plan, interpret
 from symcomm.collectives.interpret import Buffer, DeadlockError, PlanError, RaceError, Tensors, describe, run
-from symcomm.collectives.plan import At, Copy, Loop, Reduce, Signal, Space, Wait
+from symcomm.collectives.plan import ALGORITHMS, At, Copy, Loop, Reduce, Signal, Space, Wait
 from symcomm.collectives.select import elements_of
 from symcomm.types import DType, RedOpType
 
@@ -487,8 +487,8 @@ def test_plans_can_be_printed(name: str, capsys: pytest.CaptureFixture[str]):
 def decode(data: bytes) -> Plan:
     """The reverse of Plan.encode, from the description of the format alone."""
     ints = list(struct.unpack(f"{len(data) // 8}q", data))
-    world, rank, collective, dtype, redop, root, count, has_direct, *lengths, places, piece = ints[:13]
-    needs, rest = ints[13 : 13 + world], ints[13 + world :]
+    world, rank, collective, dtype, redop, root, count, has_direct, *lengths, places, piece, name = ints[:14]
+    needs, rest = ints[14 : 14 + world], ints[14 + world :]
     rows = [rest[12 * k : 12 * k + 12] for k in range(sum(lengths))]
     table = rest[12 * len(rows) :]
     assert len(table) == 6 * places
@@ -518,7 +518,7 @@ def decode(data: bytes) -> Plan:
         parts.append(part)
     head, staged, direct = parts
     return Plan(
-        collectives.Collective(collective), rank, world, count, dtype, redop, root, "", "", head, staged,
+        collectives.Collective(collective), rank, world, count, dtype, redop, root, ALGORITHMS[name], "", head, staged,
         direct if has_direct else None, [Need(n) for n in needs] if has_direct else (), piece,
     )  # fmt: skip
 
@@ -528,5 +528,5 @@ def test_encoding_round_trip(name: str):
     for count in (0, 5, 30_000, 1_000_000):
         for rank in range(3):
             plan = make(name, rank, 3, count)
-            assert decode(plan.encode()) == replace(plan, name="", why="")
+            assert decode(plan.encode()) == replace(plan, why="")
             assert len(plan.encode()) % 8 == 0

@@ -30,7 +30,7 @@ static void *work(void *argument) {
     struct worker *w = g->worker;
     struct request *r;
     while ((r = take(w)) != NULL) {
-        r->status = exec_run(g, r->plan, &r->buffers, r->timeout);
+        r->status = exec_run(g, r->plan, &r->buffers, r->timeout, r->from);
         atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
         atomic_store_explicit(&r->done, 1, memory_order_release);
         symcomm_futex_wake(&r->done, INT32_MAX);
@@ -61,6 +61,7 @@ int async_submit(struct group *g, struct request *r) {
     struct worker *w = g->worker ? g->worker : start(g);
     if (w == NULL) return -1;
     atomic_fetch_add_explicit(&r->references, 1, memory_order_relaxed);
+    r->from.created = symcomm_ticks();
     atomic_fetch_add_explicit(&w->pending, 1, memory_order_relaxed);
     pthread_mutex_lock(&w->lock);
     if (w->last) w->last->next = r;
@@ -109,10 +110,10 @@ void async_stop(struct group *g) {
 }
 
 /* Leaves a blocking call behind asynchronous ones in the queue, so that operations keep their order. */
-int64_t async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
+int64_t async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout, struct origin from) {
     struct request *r = calloc(1, sizeof *r);
     if (r == NULL) return STATUS_PLAN;
-    *r = (struct request){.group = g, .plan = p, .timeout = timeout, .references = 1};
+    *r = (struct request){.group = g, .plan = p, .timeout = timeout, .from = from, .references = 1};
     char **in = malloc(sizeof(char *) * (size_t)(b->n_in + 1)), **out = malloc(sizeof(char *) * (size_t)(b->n_out + 1));
     if (in && out) {
         memcpy(in, b->in, sizeof(char *) * (size_t)b->n_in);

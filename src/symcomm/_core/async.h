@@ -9,6 +9,7 @@ struct request {
     const struct plan *plan;
     struct buffers buffers;
     int64_t timeout;
+    struct origin from;
     int64_t status;            /* of exec_run(), valid once done */
     _Atomic uint32_t done;     /* futex */
     _Atomic int references;    /* the worker's and the owner's */
@@ -20,7 +21,7 @@ struct request {
 /* Takes the caller's reference for the worker as well. 0, or -1 when no thread could be started. */
 int async_submit(struct group *g, struct request *r);
 /* A blocking call that has to wait its turn behind asynchronous ones, so that operations keep their order. */
-int64_t async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout);
+int64_t async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout, struct origin from);
 /* True when nothing is queued or running, so that a blocking call may run in the caller's thread. */
 bool async_idle(struct group *g);
 /* True when r is done; waits until then or for timeout ns (0: for ever). */

@@ -27,15 +27,18 @@
 extern _Thread_local PyThreadState *symcomm_released;
 int symcomm_ask_python(void);
 void symcomm_give_up_lock(void);
+uint32_t symcomm_ask_for_site(void);
 #define WITHOUT_LOCK_UNLESS(soon, statement)                         \
     do {                                                             \
         symcomm_interrupted = symcomm_ask_python;                    \
         symcomm_released = NULL;                                     \
         symcomm_before_waiting = symcomm_give_up_lock;               \
+        symcomm_locate = symcomm_ask_for_site;                       \
         if (!(soon)) symcomm_give_up_lock();                         \
         statement;                                                   \
         if (symcomm_released) PyEval_RestoreThread(symcomm_released); \
         symcomm_before_waiting = NULL;                               \
+        symcomm_locate = NULL;                                       \
         symcomm_interrupted = NULL;                                  \
     } while (0)
 #define WITHOUT_LOCK(statement) WITHOUT_LOCK_UNLESS(false, statement)

@@ -171,7 +171,10 @@ static void survey(struct run *x, int *direct, int *skipped) {
 static int run_body(struct run *x, bool skipped_head) {
     int direct, someone_skipped, status;
     survey(x, &direct, &someone_skipped);
-    if (direct) return run_part(x, PLAN_DIRECT);
+    if (direct) {
+        if (x->g->recording) x->g->recording->path = FLIGHT_DIRECT;
+        return run_part(x, PLAN_DIRECT);
+    }
     if (someone_skipped) {
         if (skipped_head && (status = run_part(x, PLAN_HEAD))) return status;
         sync_signal(x->g, x->g->seq << PLAN_SIGNAL_BITS | PLAN_MIXED_SIGNAL);
@@ -187,7 +190,6 @@ static bool fits(const struct group *g, const struct plan *p, const struct buffe
 
 static int run_locked(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
     if (!fits(g, p, b)) return STATUS_PLAN;
-    atomic_store_explicit(&g->started, symcomm_ticks(), memory_order_relaxed);
     int status = sync_aborted(g);
     bool late = status == STATUS_MISMATCH && atomic_load(&g->control[g->rank]->abort_seq) == g->seq + 1;
     if (status && !late) return status;
@@ -210,10 +212,27 @@ bool exec_is_short(const struct group *g, const struct plan *p) {
     return g->own_process && p->count <= SHORT_BYTES / (int64_t)symcomm_itemsize[p->dtype];
 }
 
-int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
+/* With the group's lock held. */
+static struct flight_entry *record(struct group *g, const struct plan *p, uint64_t now, struct origin from, uint64_t *number) {
+    struct flight_entry *e = flight_take(g->flight, number);
+    if (e == NULL) return NULL;
+    e->seq = g->seq + 1, e->signature = signature_of(p), e->count = (uint64_t)p->count, e->group = g->flight_group;
+    e->created = from.created ? from.created : now;
+    e->status = 0, e->path = FLIGHT_STAGED, e->plan = (uint8_t)p->algorithm, e->exact_site = from.exact_site;
+    atomic_store_explicit(&e->site, from.site, memory_order_relaxed);
+    flight_show(e, *number);
+    return e;
+}
+
+int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout, struct origin from) {
     symcomm_lock(&g->lock);
     int64_t seq = (int64_t)g->seq + 1; /* also when it is refused, and not counted */
+    uint64_t now = symcomm_ticks(), number = 0;
+    atomic_store_explicit(&g->started, now, memory_order_relaxed);
+    g->recording = record(g, p, now, from, &number);
     int64_t status = run_locked(g, p, b, timeout);
+    flight_end(g->recording, number, (int)status);
+    g->recording = NULL;
     pthread_mutex_unlock(&g->lock);
     return status ? status | seq << 8 : 0;
 }

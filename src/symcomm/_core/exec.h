@@ -2,6 +2,7 @@
 #ifndef SYMCOMM_EXEC_H
 #define SYMCOMM_EXEC_H
 
+#include "flight.h"
 #include "plan.h"
 #include "sync.h"
 
@@ -16,7 +17,7 @@ struct buffers {
 
 /* The next operation of the group, from head to end. Takes the group's lock. timeout in ns, 0: none.
  * 0, or a status with the operation's number above its 8 bits. */
-int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout);
+int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout, struct origin from);
 
 /* Whether it will be over in microseconds once all ranks have come, and none of them needs this thread to go on. */
 bool exec_is_short(const struct group *g, const struct plan *p);

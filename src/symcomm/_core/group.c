@@ -4,6 +4,7 @@
 #include "async.h"
 #include "common.h"
 #include "exec.h"
+#include "flight.h"
 #include "p2p.h"
 #include "sync.h"
 
@@ -17,6 +18,36 @@ _Thread_local PyThreadState *symcomm_released;
 void symcomm_give_up_lock(void) {
     symcomm_before_waiting = NULL;
     symcomm_released = PyEval_SaveThread();
+}
+
+static PyObject *locator; /* a callable: the number of the site that calls us */
+
+uint32_t symcomm_ask_for_site(void) {
+    symcomm_locate = NULL; /* once is enough */
+    if (locator == NULL) return 0;
+    PyEval_RestoreThread(symcomm_released);
+    PyObject *site = PyObject_CallNoArgs(locator);
+    uint32_t number = site ? (uint32_t)PyLong_AsUnsignedLong(site) : 0;
+    PyErr_Clear();
+    Py_XDECREF(site);
+    symcomm_interrupted = symcomm_ask_python; /* a finalizer may have run an operation of its own */
+    symcomm_released = PyEval_SaveThread();
+    return number;
+}
+
+/* ticks_to_ns(ticks) -> nanoseconds since the epoch of CLOCK_MONOTONIC */
+static PyObject *ticks_to_ns(PyObject *self, PyObject *arg) {
+    (void)self;
+    uint64_t ticks = PyLong_AsUnsignedLongLong(arg);
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(symcomm_ticks_to_ns(ticks));
+}
+
+static PyObject *use_locator(PyObject *self, PyObject *callable) {
+    (void)self;
+    PyObject *before = locator;
+    locator = Py_NewRef(callable);
+    Py_XDECREF(before);
+    Py_RETURN_NONE;
 }
 
 int symcomm_ask_python(void) {
@@ -107,9 +138,11 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     (void)self;
     int rank, world, own_process, spin;
     PyObject *control, *stage, *arena, *life, *channels;
+    unsigned long long flight;
+    unsigned flight_group;
     long long stage_bytes, arena_bytes, yield_ns;
-    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!piL", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage, &stage_bytes,
-                          &PyTuple_Type, &arena, &arena_bytes, &PyTuple_Type, &life, &PyTuple_Type, &channels, &own_process, &spin,
+    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!KIpiL", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage, &stage_bytes,
+                          &PyTuple_Type, &arena, &arena_bytes, &PyTuple_Type, &life, &PyTuple_Type, &channels, &flight, &flight_group, &own_process, &spin,
                           &yield_ns))
         return NULL;
     if (world < 1 || world > MAX_BUFFERS || rank < 0 || rank >= world)
@@ -120,6 +153,7 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     size_t n = (size_t)world;
     g->rank = rank, g->world = world, g->spin = g->spin_now = spin, g->yield_ns = yield_ns;
     g->own_process = own_process;
+    g->flight = (struct flight *)(uintptr_t)flight, g->flight_group = flight_group;
     g->stage_bytes = stage_bytes, g->arena_bytes = arena_bytes;
     g->control = calloc(n, sizeof *g->control), g->stage = calloc(n, sizeof *g->stage);
     g->arena = calloc(n, sizeof *g->arena), g->life = calloc(n, sizeof *g->life);
@@ -270,21 +304,22 @@ static PyObject *group_records(PyObject *self, PyObject *arg) {
 
 /* --- operations ----------------------------------------------------------------------------------------------- */
 
-/* run(group, plan, inputs, outputs, timeout_ns) -> status */
+/* run(group, plan, inputs, outputs, timeout_ns, site) -> status */
 static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     (void)self;
     char *in[MAX_BUFFERS], *out[MAX_BUFFERS];
-    if (want(n_args, 5, "run") < 0) return NULL;
+    if (want(n_args, 6, "run") < 0) return NULL;
     struct group *g = to_group(args[0]);
     struct plan *p = g ? PyCapsule_GetPointer(args[1], PLAN) : NULL;
     if (p == NULL) return NULL;
     struct buffers b = {in, out, to_addresses(args[2], in), to_addresses(args[3], out)};
     int64_t timeout = PyLong_AsLongLong(args[4]);
-    if (b.n_in < 0 || b.n_out < 0 || (timeout == -1 && PyErr_Occurred())) return NULL;
+    struct origin from = {.site = (uint32_t)PyLong_AsUnsignedLong(args[5]), .exact_site = 1};
+    if (b.n_in < 0 || b.n_out < 0 || PyErr_Occurred()) return NULL;
     int64_t status;
     bool idle = async_idle(g);
     WITHOUT_LOCK_UNLESS(idle && exec_is_short(g, p),
-                        status = idle ? exec_run(g, p, &b, timeout) : async_run_queued(g, p, &b, timeout));
+                        status = idle ? exec_run(g, p, &b, timeout, from) : async_run_queued(g, p, &b, timeout, from));
     if ((status & 0xff) == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return PyLong_FromLongLong(status);
 }
@@ -301,17 +336,18 @@ static void call_back(struct request *r) {
 
 static void drop_request(PyObject *capsule) { async_release(PyCapsule_GetPointer(capsule, REQUEST)); }
 
-/* submit(group, plan, inputs, outputs, timeout_ns, callback or None) -> request */
+/* submit(group, plan, inputs, outputs, timeout_ns, site, callback or None) -> request */
 static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     (void)self;
     char *in[MAX_BUFFERS], *out[MAX_BUFFERS];
-    if (want(n_args, 6, "submit") < 0) return NULL;
+    if (want(n_args, 7, "submit") < 0) return NULL;
     struct group *g = to_group(args[0]);
     struct plan *p = g ? PyCapsule_GetPointer(args[1], PLAN) : NULL;
     if (p == NULL) return NULL;
     int n_in = to_addresses(args[2], in), n_out = n_in < 0 ? -1 : to_addresses(args[3], out);
     int64_t timeout = PyLong_AsLongLong(args[4]);
-    if (n_in < 0 || n_out < 0 || (timeout == -1 && PyErr_Occurred())) return NULL;
+    struct origin from = {.site = (uint32_t)PyLong_AsUnsignedLong(args[5]), .exact_site = 1};
+    if (n_in < 0 || n_out < 0 || PyErr_Occurred()) return NULL;
     struct request *r = calloc(1, sizeof *r);
     char **ins = malloc(sizeof(char *) * (size_t)(n_in + 1)), **outs = malloc(sizeof(char *) * (size_t)(n_out + 1));
     if (!r || !ins || !outs) {
@@ -320,8 +356,8 @@ static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t n_args
     }
     memcpy(ins, in, sizeof(char *) * (size_t)n_in);
     memcpy(outs, out, sizeof(char *) * (size_t)n_out);
-    *r = (struct request){.group = g, .plan = p, .buffers = {ins, outs, n_in, n_out}, .timeout = timeout, .references = 1};
-    if (args[5] != Py_None) r->context = Py_NewRef(args[5]), r->finished = call_back;
+    *r = (struct request){.group = g, .plan = p, .buffers = {ins, outs, n_in, n_out}, .timeout = timeout, .from = from, .references = 1};
+    if (args[6] != Py_None) r->context = Py_NewRef(args[6]), r->finished = call_back;
     PyObject *capsule = PyCapsule_New(r, REQUEST, drop_request);
     if (capsule && async_submit(g, r) < 0) {
         Py_DECREF(capsule);
@@ -349,8 +385,8 @@ static PyObject *request_wait(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"make_plan", make_plan, METH_O, "make_plan(encoded) -> plan"},
     {"make_group", make_group, METH_VARARGS,
-     "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, own_process, spin,"
-     " yield_ns) -> group"},
+     "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, flight, flight_group, own_process,"
+     " spin, yield_ns) -> group"},
     {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},
     {"group_leave", group_leave, METH_O, "group_leave(group): this rank takes no further part."},
     {"group_detach", group_detach, METH_O, "group_detach(group) -> whether all have left, and its memory may be given back"},
@@ -358,9 +394,12 @@ static PyMethodDef methods[] = {
     {"group_report", group_report, METH_O, "group_report(group) -> what this rank can see of all ranks"},
     {"group_publish", group_publish, METH_VARARGS, "group_publish(group, text): show the others what this rank was doing."},
     {"group_records", group_records, METH_O, "group_records(group) -> what each rank has published, or None"},
-    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, "run(group, plan, inputs, outputs, timeout_ns) -> status"},
+    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, 
+     "run(group, plan, inputs, outputs, timeout_ns, site) -> status"},
     {"submit", (PyCFunction)(void (*)(void))submit, METH_FASTCALL,
-     "submit(group, plan, inputs, outputs, timeout_ns, callback) -> request"},
+     "submit(group, plan, inputs, outputs, timeout_ns, site, callback) -> request"},
+    {"ticks_to_ns", ticks_to_ns, METH_O, "ticks_to_ns(ticks) -> nanoseconds of CLOCK_MONOTONIC"},
+    {"use_locator", use_locator, METH_O, "use_locator(callable): asked for a site's number when a call has to sleep."},
     {"request_wait", request_wait, METH_VARARGS, "request_wait(request, timeout_ns) -> status or None"},
     {NULL, NULL, 0, NULL},
 };

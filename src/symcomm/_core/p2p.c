@@ -41,6 +41,7 @@ struct mail {
     struct incoming *in;
     struct outgoing *out;
     struct op *receives; /* posted, in order */
+    uint64_t posted[2];  /* receives and sends so far */
     _Atomic int background; /* unfinished operations that nobody may be waiting for */
     pthread_t thread;
     bool thread_runs;
@@ -55,7 +56,18 @@ static void ring_bell(struct group *g, int rank) {
     symcomm_futex_wake(&c->mail_bell, INT32_MAX);
 }
 
+static void record(struct group *g, struct op *op) {
+    struct flight_entry *e = op->record = flight_take(g->flight, &op->record_number);
+    if (e == NULL) return;
+    e->seq = ++g->mail->posted[op->is_send], e->count = op->nbytes, e->group = g->flight_group, e->created = symcomm_ticks();
+    e->signature = (uint64_t)op->is_send | (uint64_t)op->dtype << 8 | (uint64_t)(uint32_t)op->peer << 24;
+    e->status = 0, e->path = FLIGHT_MESSAGE, e->plan = 0, e->exact_site = 1;
+    atomic_store_explicit(&e->site, op->site, memory_order_relaxed);
+    flight_show(e, op->record_number);
+}
+
 static void finish(struct op *op, int status) {
+    flight_end(op->record, op->record_number, status);
     op->status = status;
     op->state = OP_DONE;
     if (op->background) op->mail->background--;
@@ -355,6 +367,7 @@ static int give_up(struct op *op, int status, bool withdraw_it) {
     pthread_mutex_lock(&m->lock);
     bool done = op->state == OP_DONE, clean = true;
     if (!done && withdraw_it) clean = withdraw(op);
+    if (!done && withdraw_it) flight_end(op->record, op->record_number, status);
     pthread_mutex_unlock(&m->lock);
     if (done) return op->status;
     if (!clean && status == STATUS_TIMEOUT) sync_fail(m->group, STATUS_HALF_SENT, op->peer);
@@ -376,6 +389,7 @@ int mail_wait(struct op *op, int64_t timeout, bool withdraw_it) {
         if (drive(op)) return op->status;
         sched_yield();
     }
+    symcomm_note_site(op->record);
     for (int slices = 1;; slices++) {
         int64_t left = deadline - symcomm_now_ns();
         if (left <= 0) return give_up(op, STATUS_TIMEOUT, withdraw_it);
@@ -467,6 +481,7 @@ struct op *mail_post(struct group *g, const struct op *wanted) {
     op->mail = m;
     op->references = 2; /* the caller's, and that of the queue it stands in */
     symcomm_lock(&m->lock);
+    record(g, op);
     if (op->background) {
         m->background++;
         if (!m->thread_runs) start_thread(m);

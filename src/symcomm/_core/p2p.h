@@ -42,6 +42,9 @@ struct op {
     struct op *next;
     int references;
     bool background; /* nobody may be waiting: the mail thread drives it */
+    uint32_t site;   /* of the call, for the flight recorder */
+    struct flight_entry *record;
+    uint64_t record_number;
 };
 
 #define STATUS_SIZE 32 /* the message has another length or dtype than the receive */

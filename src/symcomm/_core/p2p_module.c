@@ -12,19 +12,20 @@ static void drop_op(PyObject *capsule) {
     Py_DECREF(group);
 }
 
-/* mail_post(group, is_send, peer, tag, dtype, address, nbytes, background) -> op */
+/* mail_post(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op */
 static PyObject *py_post(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *capsule;
     int is_send, peer, background;
     long long tag, dtype, nbytes;
     unsigned long long address;
-    if (!PyArg_ParseTuple(args, "OpiLLKLp", &capsule, &is_send, &peer, &tag, &dtype, &address, &nbytes, &background)) return NULL;
+    unsigned site;
+    if (!PyArg_ParseTuple(args, "OpiLLKLpI", &capsule, &is_send, &peer, &tag, &dtype, &address, &nbytes, &background, &site)) return NULL;
     struct group *g = PyCapsule_GetPointer(capsule, "symcomm.group");
     if (g == NULL) return NULL;
     if (g->mail == NULL || peer >= g->world || peer < (is_send ? 0 : ANY_SOURCE) || nbytes < 0)
         return PyErr_Format(PyExc_ValueError, "no rank %d to exchange %lld bytes with", peer, nbytes);
-    struct op wanted = {.is_send = is_send, .peer = peer, .tag = tag, .dtype = dtype, .background = background};
+    struct op wanted = {.is_send = is_send, .peer = peer, .tag = tag, .dtype = dtype, .background = background, .site = site};
     wanted.buffer = (char *)(uintptr_t)address, wanted.nbytes = (uint64_t)nbytes;
     struct op *op;
     Py_BEGIN_ALLOW_THREADS;
@@ -92,7 +93,7 @@ static PyObject *message(PyObject *self, PyObject *const *args, Py_ssize_t n_arg
 static PyMethodDef methods[] = {
     {"message", (PyCFunction)(void (*)(void))message, METH_FASTCALL,
      "message(group, is_send, peer, tag, tensor, timeout_ns) -> peer, outcome or None"},
-    {"mail_post", py_post, METH_VARARGS, "mail_post(group, is_send, peer, tag, dtype, address, nbytes, background) -> op"},
+    {"mail_post", py_post, METH_VARARGS, "mail_post(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op"},
     {"mail_wait", py_wait, METH_VARARGS, "mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype)"},
     {NULL, NULL, 0, NULL},
 };

@@ -7,7 +7,7 @@
 #include "sync.h"
 #include "types.h"
 
-#define HEADER_WORDS 13
+#define HEADER_WORDS 14
 #define STEP_WORDS (int64_t)(sizeof(struct plan_step) / sizeof(int64_t))
 #define PLACE_WORDS (int64_t)(sizeof(struct plan_place) / sizeof(int64_t))
 
@@ -79,7 +79,7 @@ static const char *check(struct plan *p, int64_t n_words) {
     p->world = w[0], p->rank = w[1], p->collective = w[2], p->dtype = w[3];
     p->redop = w[4], p->root = w[5], p->count = w[6], p->has_direct = w[7] != 0;
     int64_t n_places = w[11], total = 0;
-    p->piece_bytes = w[12];
+    p->piece_bytes = w[12], p->algorithm = w[13];
     if (p->world < 1 || p->world > MAX_WORLD || p->rank < 0 || p->rank >= p->world) return "bad world";
     if (p->dtype < 0 || p->dtype >= DT_COUNT || p->redop < 0 || p->redop >= RED_COUNT) return "bad type";
     if (n_places < 0 || n_places > n_words) return "bad place count";

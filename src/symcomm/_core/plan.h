@@ -26,6 +26,7 @@ struct plan {
     int has_direct;
     int64_t n_in, n_out;      /* buffers the caller must pass */
     int64_t piece_bytes;      /* of each input of a list that is one tensor where they lie one after another; 0: never */
+    int64_t algorithm;        /* a number in ALGORITHMS of plan.py, for the flight recorder */
     int64_t stage_bytes;      /* how far the plan reaches into a staging half */
     int64_t n_steps[PLAN_PARTS];
     const struct plan_step *steps[PLAN_PARTS];

@@ -20,6 +20,7 @@ struct known_plan {
     struct kind kind;
     const struct plan *plan;
     PyObject *capsule; /* owns the plan */
+    uint32_t site;     /* of the first call of this kind, for the flight recorder */
 };
 
 struct quick {
@@ -99,22 +100,23 @@ static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
     int64_t timeout = PyLong_AsLongLong(args[5]);
     PyObject *capsule = Py_NewRef(known->capsule); /* another thread may make the table forget it meanwhile */
     const struct plan *plan = known->plan;
+    struct origin from = {.site = known->site};
     struct buffers b = {t.in, t.out, (int)k.n_in, (int)k.n_out};
     int64_t status;
     bool idle = async_idle(g);
     WITHOUT_LOCK_UNLESS(idle && exec_is_short(g, plan),
-                        status = idle ? exec_run(g, plan, &b, timeout) : async_run_queued(g, plan, &b, timeout));
+                        status = idle ? exec_run(g, plan, &b, timeout, from) : async_run_queued(g, plan, &b, timeout, from));
     Py_DECREF(capsule);
     if ((status & 0xff) == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return PyLong_FromLongLong(status);
 }
 
-/* remember(group, call, detail, input, output, plan): again() will know calls of this kind, if it can. */
+/* remember(group, call, detail, input, output, plan, site): again() will know calls of this kind, if it can. */
 static PyObject *remember(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     (void)self;
-    struct group *g = n_args == 6 ? PyCapsule_GetPointer(args[0], "symcomm.group") : NULL;
+    struct group *g = n_args == 7 ? PyCapsule_GetPointer(args[0], "symcomm.group") : NULL;
     struct plan *plan = g ? PyCapsule_GetPointer(args[5], "symcomm.plan") : NULL;
-    if (plan == NULL) return g || n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "remember takes 6 arguments");
+    if (plan == NULL) return g || n_args == 7 ? NULL : PyErr_Format(PyExc_TypeError, "remember takes 7 arguments");
     struct kind k;
     struct given t;
     if (!describe(args, &k, &t)) Py_RETURN_FALSE;
@@ -122,7 +124,7 @@ static PyObject *remember(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     if (g->quick->used > SLOTS * 3 / 4) forget_all(g->quick);
     struct known_plan *slot = find(g->quick, &k);
     if (slot->plan == NULL) {
-        *slot = (struct known_plan){k, plan, Py_NewRef(args[5])};
+        *slot = (struct known_plan){k, plan, Py_NewRef(args[5]), (uint32_t)PyLong_AsUnsignedLong(args[6])};
         g->quick->used++;
     }
     Py_RETURN_TRUE;
@@ -132,7 +134,7 @@ static PyMethodDef methods[] = {
     {"again", (PyCFunction)(void (*)(void))again, METH_FASTCALL,
      "again(group, call, detail, input, output, timeout_ns) -> status, or -1: take the long way"},
     {"remember", (PyCFunction)(void (*)(void))remember, METH_FASTCALL,
-     "remember(group, call, detail, input, output, plan) -> whether again() will know it"},
+     "remember(group, call, detail, input, output, plan, site) -> whether again() will know it"},
     {NULL, NULL, 0, NULL},
 };
 

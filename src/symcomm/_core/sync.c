@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "common.h"
+#include "flight.h"
 
 #define LEAST_SPIN 20
 #define SOON_NS 2000 /* an answer this soon after we stopped looking: worth looking longer */
@@ -119,8 +120,18 @@ static int check_interrupt(struct group *g, bool signalled) {
     return STATUS_INTERRUPTED;
 }
 
+_Thread_local uint32_t (*symcomm_locate)(void);
+
+void symcomm_note_site(struct flight_entry *e) {
+    uint32_t site = e && symcomm_locate ? symcomm_locate() : 0;
+    if (site == 0) return;
+    e->exact_site = 1;
+    atomic_store_explicit(&e->site, site, memory_order_release);
+}
+
 static int sleep_until(struct group *g, struct condition *c, const struct deadline *deadline) {
     struct control *me = g->control[g->rank];
+    symcomm_note_site(g->recording);
     int status = STATUS_OK;
     for (;;) {
         uint32_t seen = atomic_load_explicit(&me->doorbell, memory_order_acquire);
@@ -183,5 +194,7 @@ int sync_wait(struct group *g, struct condition *c, struct deadline *deadline) {
         now = symcomm_now_ns();
     } while (now < start + g->yield_ns);
     adapt_spin(g, false);
-    return sleep_until(g, c, deadline);
+    status = sleep_until(g, c, deadline);
+    if (g->recording) atomic_fetch_add_explicit(&g->recording->waited, (uint32_t)((symcomm_now_ns() - start) / 1000), memory_order_relaxed);
+    return status;
 }

@@ -58,6 +58,8 @@ enum status {
     STATUS_HALF_SENT = 8, /* origin gave up a message to culprit when part of it was on its way */
 };
 
+struct flight_entry;
+
 struct group {
     int rank, world;
     _Atomic uint64_t seq;          /* of the last operation */
@@ -76,6 +78,9 @@ struct group {
     bool left;                     /* group_leave() was called */
     struct control *own_copy;      /* of my block, once its memory was given back */
     pthread_mutex_t lock;          /* one operation at a time */
+    struct flight *flight;         /* the rank's recorder, see flight.h */
+    uint32_t flight_group;         /* this group's number there */
+    struct flight_entry *recording; /* of the operation that holds the lock */
     struct quick *quick;           /* plans by kind of call, see quick.c */
     struct mail *mail;             /* point-to-point messages, see p2p.c */
     struct worker *worker;         /* runs asynchronous operations, see async.c; NULL until first used */
@@ -111,6 +116,10 @@ int sync_aborted(struct group *g);
 
 /* Asked while a call of the main thread sleeps: nonzero when a signal handler raised. NULL elsewhere. */
 extern _Thread_local int (*symcomm_interrupted)(void);
+
+/* Called when a wait turns into sleep: the number of the place in the program that made the call, or 0. NULL: known. */
+extern _Thread_local uint32_t (*symcomm_locate)(void);
+void symcomm_note_site(struct flight_entry *e);
 
 /* Called before a wait that may last. NULL when there is nothing to do then. */
 extern _Thread_local void (*symcomm_before_waiting)(void);

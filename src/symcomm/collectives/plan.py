@@ -134,6 +134,9 @@ class Need(enum.IntFlag):
     OUTPUT = 2
 
 
+ALGORITHMS = ("", "alone", "arrival", "one-shot", "two-shot", "streamed")  # names of plans; numbers in records
+
+
 @dataclass
 class Plan:
     """What one rank does for one collective, and the signature by which ranks know they mean the same one."""
@@ -161,6 +164,7 @@ class Plan:
         head = [
             self.world, self.rank, self.collective, self.dtype, self.redop, self.root, self.count,
             1 if self.direct is not None else 0, *map(len, parts), len(coder.places), self.piece_bytes,
+            ALGORITHMS.index(self.name),
         ]  # fmt: skip
         ints = array("q", [*head, *needs])
         for part in parts:

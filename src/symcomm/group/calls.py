@@ -34,13 +34,15 @@ class Kind(enum.IntEnum):
     ALL_GATHER = 6
     GATHER = 7
     SCATTER = 8
+    BARRIER = 9
 
     @property
     def label(self) -> str:
         return self.name.lower()
 
 
-_ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL, _ALL_GATHER_LIST, _GATHER, _SCATTER = Kind
+_ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL = list(Kind)[:6]
+_ALL_GATHER_LIST, _GATHER, _SCATTER, _BARRIER = list(Kind)[6:]
 
 
 def _rooted(root: Any, op: Any) -> Any:
@@ -105,6 +107,7 @@ class CollectiveCalls:
         return plan
 
     _limits: Any
+    _arena: Any
 
     def _run(
         self,
@@ -123,18 +126,25 @@ class CollectiveCalls:
             self._check_usable()
         if not async_op:
             started = time.monotonic()
-            status = native.run(self._handle, plan, ins, outs, timeout_ns)
+            status = native.run(self._handle, plan, ins, outs, timeout_ns, self._site(3))
             if status:
                 raise self._failed(status, call, call_site(2), time.monotonic() - started, explain)
             for buffer in outputs:
                 if buffer.target is not None:
                     buffer.finish()
             return None
-        work = Work(self, call, call_site(2), outputs, result, (inputs, plan))
+        site = call_site(2)
+        work = Work(self, call, site, outputs, result, (inputs, plan))
         callback = work._settle if any(b.target is not None for b in outputs) else None
-        work._request = native.submit(self._handle, plan, ins, outs, timeout_ns, callback)
+        work._request = native.submit(
+            self._handle, plan, ins, outs, timeout_ns, self._arena.flight.site(site), callback
+        )
         self._keep(work)
         return work
+
+    def _site(self, depth: int) -> int:
+        """The caller's place, as the flight recorder knows it."""
+        return self._arena.flight.site(call_site(depth + 1))
 
     def _keep(self, work: Work) -> None:
         """Whether or not the caller keeps ``work``, the core uses its tensors until it is done."""
@@ -167,7 +177,7 @@ class CollectiveCalls:
         redop, source = self._reduction("all_reduce", op, buffer)
         plan = self._plan(collectives.all_reduce, buffer.count, buffer.dtype, redop)
         if redop is not RedOpType.PREMUL_SUM:
-            native.remember(self._handle, _ALL_REDUCE, op, tensor, tensor, plan)
+            native.remember(self._handle, _ALL_REDUCE, op, tensor, tensor, plan, self._site(2))
         return self._run("all_reduce", plan, [source], [buffer], [tensor], async_op, timeout)
 
     def _reduction(self, call: str, op: Any, buffer: Buffer) -> tuple[RedOpType, Buffer]:
@@ -199,7 +209,7 @@ class CollectiveCalls:
         redop, source = self._reduction("reduce", op, buffer)
         plan = self._plan(collectives.reduce, buffer.count, buffer.dtype, redop, root)
         if redop is not RedOpType.PREMUL_SUM:
-            native.remember(self._handle, _REDUCE, _rooted(root, op), tensor, tensor, plan)
+            native.remember(self._handle, _REDUCE, _rooted(root, op), tensor, tensor, plan, self._site(2))
         return self._run("reduce", plan, [source], [buffer] if is_root else [], [tensor], async_op, timeout)
 
     def reduce_scatter_single(
@@ -218,7 +228,7 @@ class CollectiveCalls:
         redop, source = self._reduction(call, op, source)
         plan = self._plan(collectives.reduce_scatter, (out.count,) * self.size, out.dtype, redop)
         if redop is not RedOpType.PREMUL_SUM:
-            native.remember(self._handle, _REDUCE_SCATTER, op, input, output, plan)
+            native.remember(self._handle, _REDUCE_SCATTER, op, input, output, plan, self._site(2))
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
 
     def reduce_scatter(
@@ -253,7 +263,7 @@ class CollectiveCalls:
         is_root = self.rank == root
         buffer = (read_buffer if is_root else write_buffer)("broadcast", "tensor", tensor)
         plan = self._plan(collectives.broadcast, buffer.count, buffer.dtype, root)
-        native.remember(self._handle, _BROADCAST, root, tensor, tensor, plan)
+        native.remember(self._handle, _BROADCAST, root, tensor, tensor, plan, self._site(2))
         return self._run("broadcast", plan, [buffer], [buffer], [tensor], async_op, timeout)
 
     def all_gather_single(
@@ -270,7 +280,7 @@ class CollectiveCalls:
         check_same_dtype(call, [source, out])
         self._check_count(call, "output", out.count, source.count * self.size, f"{self.size} times input's")
         plan = self._plan(collectives.all_gather, (source.count,) * self.size, source.dtype)
-        native.remember(self._handle, _ALL_GATHER, 0, input, output, plan)
+        native.remember(self._handle, _ALL_GATHER, 0, input, output, plan, self._site(2))
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
 
     def all_gather(
@@ -287,7 +297,7 @@ class CollectiveCalls:
         check_same_dtype(call, [source, *outs])
         self._check_count(call, f"outputs[{self.rank}]", outs[self.rank].count, source.count, "input's")
         plan = self._plan(collectives.all_gather, tuple([o.count for o in outs]), source.dtype, True)
-        native.remember(self._handle, _ALL_GATHER_LIST, 0, input, outputs, plan)
+        native.remember(self._handle, _ALL_GATHER_LIST, 0, input, outputs, plan, self._site(2))
         return self._run(call, plan, [source], outs, outputs, async_op, timeout)
 
     def gather(
@@ -311,7 +321,7 @@ class CollectiveCalls:
         for k, out in enumerate(outs):
             self._check_count(call, f"outputs[{k}]", out.count, source.count, "input's")
         plan = self._plan(collectives.gather, (source.count,) * self.size, source.dtype, root)
-        native.remember(self._handle, _GATHER, root, input, _or_none(outputs), plan)
+        native.remember(self._handle, _GATHER, root, input, _or_none(outputs), plan, self._site(2))
         return self._run(call, plan, [source], outs, outputs or [], async_op, timeout)
 
     def scatter(
@@ -335,7 +345,7 @@ class CollectiveCalls:
         for k, source in enumerate(sources):
             self._check_count(call, f"inputs[{k}]", source.count, out.count, "output's")
         plan = self._plan(collectives.scatter, (out.count,) * self.size, out.dtype, root)
-        native.remember(self._handle, _SCATTER, root, _or_none(inputs), output, plan)
+        native.remember(self._handle, _SCATTER, root, _or_none(inputs), output, plan, self._site(2))
         return self._run(call, plan, sources, [out], [output], async_op, timeout)
 
     # --- all to all -------------------------------------------------------------------------------------------
@@ -366,7 +376,7 @@ class CollectiveCalls:
         if even:
             self._check_count(call, "output", out.count, source.count, "input's")
             plan = self._plan(collectives.all_to_all, sent[0], source.dtype)
-            native.remember(self._handle, _ALL_TO_ALL, 0, input, output, plan)
+            native.remember(self._handle, _ALL_TO_ALL, 0, input, output, plan, self._site(2))
         else:
             plan = self._plan(collectives.all_to_all, self._agree_on_splits(call, sent, got, timeout), source.dtype)
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
@@ -424,15 +434,16 @@ class CollectiveCalls:
 
     def barrier(self, async_op: bool = False, timeout: Timeout = None) -> Work | None:
         """Return once every rank has come."""
+        if not async_op and timeout is None:
+            status = native.again(self._handle, _BARRIER, 0, None, None, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, "barrier")
+                return None
         plan = self._plans.get("barrier")
         if plan is None:
             plan = self._plans["barrier"] = native.make_plan(collectives.barrier(self.rank, self.size).encode())
-        if async_op or timeout is not None:
-            return self._run("barrier", plan, [], [], [], async_op, timeout)
-        status = native.run(self._handle, plan, (), (), self._timeout_ns)
-        if status:
-            raise self._failed(status, "barrier", call_site(2), None, explain)
-        return None
+        native.remember(self._handle, _BARRIER, 0, None, None, plan, self._site(2))
+        return self._run("barrier", plan, [], [], [], async_op, timeout)
 
     def all_gather_object(self, item: bytes, timeout: Timeout = None) -> list[bytes]:
         """Everybody's bytes, of any length, in rank order."""

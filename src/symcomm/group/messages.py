@@ -142,6 +142,7 @@ class MessageCalls:
     size: int
     name: str
     _handle: Any
+    _arena: Any
     _timeout_ns: int
     _in_flight: list[MessageWork]
     _sweep_at: int
@@ -205,6 +206,7 @@ class MessageCalls:
         if not isinstance(message.tag, int) or not -(1 << 63) <= message.tag < 1 << 63:
             raise errors.bad_argument(call, "tag", message.tag, "a whole number of at most 64 bits")
         buffer = (read_buffer if message.is_send else write_buffer)(call, "tensor", message.tensor)
+        site = call_site(3)
         op = native.mail_post(
             self._handle,
             message.is_send,
@@ -214,8 +216,9 @@ class MessageCalls:
             buffer.address,
             buffer.nbytes,
             background,
+            self._arena.flight.site(site),
         )
-        work = MessageWork(self, op, message, buffer, call_site(3))
+        work = MessageWork(self, op, message, buffer, site)
         if background:  # the core still uses the tensor, whether or not the caller keeps the work
             self._keep_message(work)
         return work

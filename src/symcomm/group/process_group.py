@@ -15,7 +15,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.select import Limits
 from symcomm.group import registry
-from symcomm.group.failure import Site
+from symcomm.group.failure import Site, call_site
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
@@ -33,6 +33,12 @@ SPIN_LOOKS = 4000
 YIELD_NS = 100_000
 
 
+def _locate() -> int:
+    """Where the program calls us from, as the flight recorder of this rank knows it."""
+    return current_arena().flight.site(call_site())
+
+
+native.use_locator(_locate)
 _living: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
@@ -139,6 +145,7 @@ class ProcessGroup(MoreCalls):
             tuple([p.base for p in self._peers]), self._arena.nbytes,
             tuple([p.life for p in self._peers]),
             tuple([s + channels for s in starts]),
+            self._arena.flight.address, self._arena.flight.add_group(self.name, self.rank, self.global_ranks),
             sum(p.pid == os.getpid() for p in self._peers) == 1, SPIN_LOOKS, YIELD_NS,
         )  # fmt: skip
         _living.add(self)

@@ -10,6 +10,8 @@ Header of an arena, in its first page::
     8    nonce (16 bytes): peers read it to prove that they see the same memory
     24   process id
     64   life: the word the kernel marks when the owner dies (see _core/shm.c)
+
+From the second page on lies the flight recorder (see flight.py), and then what is allocated.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from dataclasses import dataclass
 
 from symcomm._core import native
 from symcomm.errors import ResourceError
+from symcomm.memory.flight import CAPACITY, Flight, flight_bytes
 from symcomm.memory.heap import PAGE, Heap
 from symcomm.memory.limits import check_room, physical_bytes, words_for_bytes
 
@@ -80,6 +83,11 @@ class Peer:
         """Address of the word that tells whether the owner lives."""
         return self.base + LIFE + native.LIFE_WORD
 
+    @property
+    def flight(self) -> int:
+        """Address of the owner's flight recorder."""
+        return self.base + PAGE
+
     @classmethod
     def map(cls, fd: int, nbytes: int) -> Peer:
         base = _map(fd, nbytes)
@@ -121,7 +129,7 @@ class Arena:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until we are gone, however we go
         try:
             os.ftruncate(self.fd, self.nbytes)
-            native.set_pages(self.fd, 0, PAGE, True)
+            native.set_pages(self.fd, 0, 2 * PAGE, True)
             base = _map(self.fd, self.nbytes)
         except BaseException:
             os.close(self.fd)
@@ -130,7 +138,8 @@ class Arena:
         native.poke(base, struct.pack("<Q16sQ", MAGIC, self.nonce, os.getpid()))
         self.peer = add_peer(Peer(self.nonce, os.getpid(), base, self.nbytes))
         self.base = base
-        self._heap = Heap(PAGE, self.nbytes)
+        self.flight = Flight(base + PAGE, CAPACITY)
+        self._heap = Heap(PAGE + flight_bytes(CAPACITY), self.nbytes)
         self._lock = threading.Lock()
         self._dropped: deque[int] = deque()  # offsets to take back once the lock is free
         self._idle = 0  # freed bytes whose pages were kept, about

@@ -1,0 +1,161 @@
+"""The flight recorder's memory: a ring of a rank's last operations, and tables that say what its numbers mean.
+
+It lies in the rank's arena, right after the header, so that every peer that has mapped the arena can read it, also when
+its owner is stuck or dead. The C core writes the entries (``_core/flight.h``); names of groups and call sites are
+written here, once each::
+
+    page 0     next (u64), capacity (u64), groups (u64: how many were ever named), sites (u64)
+    page 1..   entries of 64 bytes
+    then       groups of 512 bytes: number (u32), length (u32), JSON
+    then       sites of 128 bytes: length (u8), "file:line function"
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from symcomm._core import native
+from symcomm.errors import bad_argument
+from symcomm.memory.heap import PAGE
+
+__all__ = ["CAPACITY", "Flight", "FlightEntry", "read_flight"]
+
+DEFAULT_CAPACITY = 2048
+ENTRY, GROUP, SITE = struct.Struct("<6Q3I4B"), 512, 128
+GROUPS, SITES = 256, 4096
+SIZES = ("SYMCOMM_FLIGHT_ENTRIES", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the first that is set
+
+
+def capacity_from_environment() -> int:
+    """How many operations are kept: a power of two, or 0 to keep none."""
+    name = next((n for n in SIZES if n in os.environ), None)
+    if name is None:
+        return DEFAULT_CAPACITY
+    text = os.environ[name]
+    if not text.isdigit() or int(text) > 1 << 24:
+        raise bad_argument("flight recorder", name, text, f"a number of operations, 0 to {1 << 24}")
+    return 1 << (int(text) - 1).bit_length() if int(text) > 1 else int(text)
+
+
+CAPACITY = capacity_from_environment()
+
+
+def flight_bytes(capacity: int) -> int:
+    """Addresses it takes; pages exist only where something was written."""
+    return PAGE + -(-(capacity * ENTRY.size + GROUPS * GROUP + SITES * SITE) // PAGE) * PAGE
+
+
+@dataclass(frozen=True)
+class FlightEntry:
+    """One operation, as the core noted it. Times are ticks of the processor's counter; see ``native.ticks_to_ns``."""
+
+    number: int
+    seq: int
+    signature: int
+    count: int
+    created: int
+    finished: int
+    waited_us: int
+    site: str
+    group: dict
+    status: int
+    path: int
+    plan: int
+    exact_site: bool
+
+
+class Flight:
+    """This rank's recorder, as the rank itself writes it."""
+
+    def __init__(self, address: int, capacity: int):
+        self.address, self.capacity = address, capacity
+        self._groups = self._sites = 0
+        self._site_numbers: dict[tuple[str, int], int] = {}
+        self._lock = threading.Lock()
+        native.poke(address, struct.pack("<4Q", 0, capacity, 0, 0))
+
+    def add_group(self, name: str, rank: int, ranks: list[int], description: str = "") -> int:
+        """The number by which entries refer to this group from now on."""
+        with self._lock:
+            self._groups += 1
+            number = self._groups
+            facts = {"name": name, "rank": rank, "size": len(ranks), "ranks": ranks, "description": description}
+            text = json.dumps(facts).encode()
+            if len(text) > GROUP - 8:  # very long names, or many ranks
+                text = json.dumps({**facts, "name": name[:60], "description": "", "ranks": []}).encode()
+            place = _groups_at(self.address, self.capacity) + (number - 1) % GROUPS * GROUP
+            native.poke(place, struct.pack("<II", number, len(text)) + text)
+            native.poke(self.address + 16, struct.pack("<Q", number))
+        return number
+
+    def site(self, site: tuple[str, int]) -> int:
+        """The number of a call site (file, line), noting it when it is new; 0 when the table is full."""
+        known = self._site_numbers.get(site)
+        if known is not None:
+            return known
+        with self._lock:
+            if self._sites == SITES - 1:
+                return 0
+            self._sites += 1
+            number = self._sites
+            text = f"{site[0]}:{site[1]}".encode()[-(SITE - 1) :]
+            native.poke(_sites_at(self.address, self.capacity) + number * SITE, bytes([len(text)]) + text)
+            native.poke(self.address + 24, struct.pack("<Q", number))
+            self._site_numbers[site] = number
+        return number
+
+
+def _groups_at(address: int, capacity: int) -> int:
+    return address + PAGE + capacity * ENTRY.size
+
+
+def _sites_at(address: int, capacity: int) -> int:
+    return _groups_at(address, capacity) + GROUPS * GROUP
+
+
+def _read_groups(address: int, capacity: int) -> dict[int, dict]:
+    groups = {}
+    for place in range(GROUPS):
+        raw = native.peek(_groups_at(address, capacity) + place * GROUP, GROUP)
+        number, length = struct.unpack_from("<II", raw)
+        if number:
+            groups[number] = json.loads(raw[8 : 8 + length])
+    return groups
+
+
+def _read_site(address: int, capacity: int, number: int) -> str:
+    raw = native.peek(_sites_at(address, capacity) + number * SITE, SITE)
+    return raw[1 : 1 + raw[0]].decode(errors="replace")
+
+
+def read_flight(address: int) -> list[FlightEntry]:
+    """The operations of the recorder at ``address`` (one's own or a peer's), oldest first."""
+    _, capacity, *_ = struct.unpack("<4Q", native.peek(address, 32))
+    if not capacity:
+        return []
+    groups, sites = _read_groups(address, capacity), {0: ""}
+    entries = []
+    for fields in _consistent(address, capacity):
+        number, seq, signature, count, created, finished, waited, site, group, status, path, plan, exact = fields
+        if site not in sites:
+            sites[site] = _read_site(address, capacity, site)
+        entries.append(
+            FlightEntry(number, seq, signature, count, created, finished, waited, sites[site],
+                        groups.get(group, {}), status, path, plan, bool(exact))
+        )  # fmt: skip
+    return sorted(entries, key=lambda e: e.number)
+
+
+def _consistent(address: int, capacity: int) -> Iterator[tuple]:
+    """Entries that nobody was writing while they were read."""
+    raw = native.peek(address + PAGE, capacity * ENTRY.size)
+    again = native.peek(address + PAGE, capacity * ENTRY.size)
+    for at in range(0, len(raw), ENTRY.size):
+        fields = ENTRY.unpack_from(again, at)
+        if fields[0] and fields[0] == ENTRY.unpack_from(raw, at)[0]:
+            yield fields
