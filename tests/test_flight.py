@@ -17,6 +17,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.plan import ALGORITHMS, Collective
 from symcomm.memory.flight import DEFAULT_CAPACITY, read_flight
+from symcomm.observe.records import operations_of
 from symcomm.types import DType
 from tests.ranks import run_ranks
 
@@ -135,3 +136,29 @@ def test_a_wrong_size_is_refused():
     code = "import symcomm.memory.flight"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
     assert "TORCH_FR_BUFFER_SIZE must be a number of operations" in out.stderr
+
+
+def work_for_records(group):
+    t = torch.ones(6, dtype=torch.float64)
+    group.all_reduce(t, symcomm.ReduceOp.MAX)
+    group.reduce_scatter_single(torch.empty(3, dtype=torch.float64), t)
+    group.broadcast(t, 1)
+    if group.rank == 0:
+        group.recv(t)
+    else:
+        group.send(t, 0)
+    group.barrier()
+    return [[op for op in ops if op.group == group.name] for ops in operations_of(group)]
+
+
+def test_records_in_words():
+    for ranks in symcomm.spawn(work_for_records, 2, mode="processes", deadline=60):
+        for rank, ops in enumerate(ranks):
+            assert [(o.call, o.op, o.root) for o in ops[:3]] == [
+                ("all_reduce", "MAX", None), ("reduce_scatter", "SUM", None), ("broadcast", None, 1),
+            ]  # fmt: skip
+            assert all((o.count, o.nbytes) == (6, 48) for o in ops[:4])
+            message = ("send", None, 0, 6, 48) if rank else ("recv", None, -1, 6, 48)
+            assert message in [(o.call, o.op, o.root, o.count, o.nbytes) for o in ops if o.is_message]
+            assert all(o.state == "completed" and o.finished_ns >= o.created_ns for o in ops[:4])
+            assert all(o.rank == rank and o.dtype == "float64" and o.ranks == (0, 1) for o in ops[:4])

@@ -21,6 +21,7 @@ LAYERS = {
     "memory": 2,
     "collectives": 3,
     "group": 4,
+    "observe": 5,
     "symm_mem": 5,
     "backend": 6,
     "c10d": 7,
@@ -28,7 +29,9 @@ LAYERS = {
     "__main__": 9,
 }
 # Packages below the line never import torch when they are loaded, only inside a function that was handed a tensor.
-TORCH_FREE_AT_IMPORT = {"errors", "types", "_core", "store", "memory", "collectives", "group", "symm_mem", "cli"}
+TORCH_FREE_AT_IMPORT = {
+    "errors", "types", "_core", "store", "memory", "collectives", "group", "observe", "symm_mem", "cli",
+}  # fmt: skip
 
 
 def layer_of(module: str) -> str:

@@ -1,0 +1,100 @@
+"""Operations as people and tools read them, made from the flight recorders' raw entries."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from symcomm._core import native
+from symcomm.collectives.plan import ALGORITHMS, Collective
+from symcomm.collectives.select import elements_of
+from symcomm.group.failure import REDUCING, ROOTED, Status
+from symcomm.memory.flight import FlightEntry, read_flight
+from symcomm.types import ITEMSIZE, DType, RedOpType
+
+DIRECT, MESSAGE = 1, 2  # enum flight_path of _core/flight.h
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective or message of one rank. Times are nanoseconds of CLOCK_MONOTONIC."""
+
+    rank: int  # in the group
+    number: int  # among all operations of this rank, in the order they began
+    group: str
+    ranks: tuple[int, ...]  # of the group, as the world numbers them
+    seq: int  # in the group: the same operation has the same one on every rank; messages have their own
+    call: str  # "all_reduce", "send", ...
+    dtype: str
+    op: str | None  # "SUM", ...
+    root: int | None  # of the group; of a message the peer, -1: any
+    count: int  # elements
+    nbytes: int
+    created_ns: int
+    finished_ns: int | None
+    waited_us: int  # slept until all had come
+    state: str  # "running", "completed", or what went wrong
+    plan: str
+    zero_copy: bool
+    site: str  # "file:line", or "" when not known
+    exact_site: bool  # False: where the first call of this kind was made
+
+    @property
+    def is_message(self) -> bool:
+        return self.call in ("send", "recv")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def operations_at(address: int) -> list[Operation]:
+    """The operations in the flight recorder at ``address``, oldest first."""
+    return [_operation(entry) for entry in read_flight(address)]
+
+
+def operations_of(group: Any) -> list[list[Operation]]:
+    """What every rank of ``group`` has recorded, by rank; also of ranks that are stuck or dead."""
+    return [operations_at(peer.flight) for peer in group._peers]
+
+
+def _operation(entry: FlightEntry) -> Operation:
+    message = entry.path == MESSAGE
+    dtype = DType(entry.signature >> 8 & 0xFF)
+    side = entry.signature >> 24 & 0xFFFFFFFF
+    op: str | None = None
+    root: int | None = None
+    if message:
+        call, root = ("send" if entry.signature & 1 else "recv"), side - (side >> 31 << 32)
+        nbytes, count = entry.count, entry.count // ITEMSIZE[dtype]
+    else:
+        collective = Collective(entry.signature & 0xFF)
+        call = collective.label
+        op = RedOpType(entry.signature >> 16 & 0xFF).name if collective in REDUCING else None
+        root = side if collective in ROOTED else None
+        count = elements_of(entry.count)
+        nbytes = count * ITEMSIZE[dtype]
+    return Operation(
+        rank=entry.group.get("rank", -1),
+        number=entry.number,
+        group=entry.group.get("name", "?"),
+        ranks=tuple(entry.group.get("ranks", ())),
+        seq=entry.seq,
+        call=call,
+        dtype=dtype.label,
+        op=op,
+        root=root,
+        count=count,
+        nbytes=nbytes,
+        created_ns=native.ticks_to_ns(entry.created),
+        finished_ns=native.ticks_to_ns(entry.finished) if entry.finished else None,
+        waited_us=entry.waited_us,
+        state="running" if not entry.finished else "completed" if not entry.status else _failure(entry.status),
+        plan="direct" if entry.path == DIRECT else ALGORITHMS[entry.plan],
+        zero_copy=entry.path == DIRECT,
+        site=entry.site,
+        exact_site=entry.exact_site,
+    )
+
+
+def _failure(status: int) -> str:
+    return Status(status).name.lower() if status in set(Status) else f"status {status}"
