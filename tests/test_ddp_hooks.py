@@ -396,6 +396,48 @@ def test_ddp_rebuilds_its_buckets_and_residuals_stay_right():
         assert layouts > 2 and saved > 0.6
 
 
+@pytest.mark.parametrize("name", ["bf16-ef", "int8-ef", "topk", "powersgd"])
+def test_with_the_options_of_ddp(name: str):
+    """Gradients as views of buckets, unused parameters, accumulation without sync: ranks still end equal."""
+
+    class Forked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = small_model(), nn.Linear(DIM, 30)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    def fn(group: Any, options: dict[str, bool]) -> torch.Tensor:
+        model = Forked()
+        wrapped = parallel(model, dressed(group), **options)
+        make, hook = CASES[name][:2]
+        wrapped.register_comm_hook(make(model, dressed(group)), hook)
+        train(wrapped, group.rank, 6)
+        wrapped.zero_grad()
+        with wrapped.no_sync():
+            wrapped(torch.ones(2, DIM) * group.rank).sum().backward()
+        wrapped(torch.ones(2, DIM) * group.rank).sum().backward()
+        return torch.cat([weights_of(model.used), *[p.grad.flatten() for p in model.used.parameters()]])
+
+    for options in ({"find_unused_parameters": True}, {"static_graph": True, "gradient_as_bucket_view": True}):
+        one, two = symcomm.spawn(fn, 2, (options,), mode="threads", deadline=60)
+        assert torch.equal(one, two) and one.count_nonzero() > 0.9 * len(one) * (name != "topk")
+
+
+def test_sparse_gradients_are_averaged_as_they_are():
+    def fn(group: Any) -> tuple[torch.Tensor, float]:
+        model = nn.Embedding(10, 4, sparse=True)
+        wrapped = parallel(model, dressed(group))
+        state = hooks.BlockwiseState(process_group=dressed(group), error_feedback=True)
+        wrapped.register_comm_hook(state, hooks.blockwise_hook)
+        wrapped(torch.tensor([1, 3 + group.rank])).sum().backward()
+        return model.weight.grad.to_dense()[:, 0], state.saved
+
+    for gradient, saved in symcomm.spawn(fn, 2, mode="threads", deadline=60):
+        assert gradient.tolist() == [0, 1, 0, 0.5, 0.5, 0, 0, 0, 0, 0] and saved == 0
+
+
 def test_states_of_several_groups():
     def fn(group: Any) -> list[float]:
         pair = group.split(color=group.rank // 2)

@@ -88,7 +88,8 @@ class HookState:
     def exchange(self, bucket: Any, flat: torch.Tensor) -> Any:
         """Start to average: a future of the bucket's buffer, in place. Called for buckets that gain.
 
-        ``flat`` is a copy of the buffer with the residual added, in float32 (float64 for float64), to use up.
+        ``flat`` is the buffer's content with the residual added, in float32 (float64 for float64), to use up. With
+        error feedback it is a copy, to keep; without, it may be the buffer itself.
         """
         return mean_in_place(bucket.buffer().copy_(flat), self.process_group)
 
@@ -105,7 +106,7 @@ class HookState:
         self._count(bucket, plain, min(wire, plain))
         residual = None if buffer.is_sparse else self._residuals.take(bucket)
         if wire < plain:
-            flat = buffer.to(work_dtype(buffer.dtype), copy=True)
+            flat = buffer.to(work_dtype(buffer.dtype), copy=self.error_feedback)
             return self.exchange(bucket, flat if residual is None else flat.add_(residual))
         if residual is not None:
             buffer.add_(residual)
@@ -115,11 +116,6 @@ class HookState:
         self.bytes_plain += plain
         self.bytes_sent += sent
         self.iteration += bucket.is_last()
-
-    def _left_out(self, bucket: Any, residual: torch.Tensor) -> None:
-        """Keep ``residual`` (in the buffer's layout) for the next iteration, when that is asked for."""
-        if self.error_feedback:
-            self._residuals.keep(bucket, residual)
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 

@@ -18,12 +18,14 @@ __all__ = ["BlockCodec", "BlockwiseState", "blockwise_hook", "quantised_mean"]
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 SCALE_BYTES = 4  # a float32
+TINIEST = torch.finfo(torch.float32).tiny
 
 
 class BlockCodec:
     """Rows of numbers <-> rows of bytes: one scale for at most ``block`` numbers (None: for a row), then the values.
 
-    A block with an infinity or a NaN becomes all NaN: it is seen, not hidden. A block of zeros stays zero.
+    A block with an infinity or a NaN becomes all NaN: it is seen, not hidden. A block of zeros, or of numbers so small
+    that their scale is no normal float32, becomes zero.
     """
 
     def __init__(self, dtype: torch.dtype, block: int | None):
@@ -42,12 +44,13 @@ class BlockCodec:
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
         """(rows, blocks, block) numbers -> (rows, bytes)."""
-        largest = LARGEST[self.dtype]
-        scales = values.abs().amax(2, keepdim=True).div_(largest).float()
+        scales = values.abs().amax(2, keepdim=True).div_(LARGEST[self.dtype]).float()
         scales.masked_fill_(~scales.isfinite(), torch.nan)
-        scaled = (values / scales).nan_to_num_(0.0).clamp_(-largest, largest)
-        codes = (scaled.round_() if self.dtype == torch.int8 else scaled).to(self.dtype)
-        return torch.cat([part.contiguous().view(torch.uint8).flatten(1) for part in (scales.squeeze(2), codes)], 1)
+        scales.masked_fill_(scales < TINIEST, 0.0)  # its inverse could be infinite
+        inverses = torch.where(scales > 0, 1 / scales, 0.0)
+        codes = values * inverses
+        codes = (codes.round_() if self.dtype == torch.int8 else codes).to(self.dtype)
+        return torch.cat([scales.squeeze(2).view(torch.uint8), codes.view(torch.uint8).flatten(1)], 1)
 
     def unpack(self, rows: torch.Tensor, blocks: int, dtype: torch.dtype) -> torch.Tensor:
         """(rows, bytes) -> (rows, blocks, block) numbers."""
@@ -57,24 +60,28 @@ class BlockCodec:
         return codes.view(len(rows), blocks, -1).to(dtype) * scales.unsqueeze(2)
 
 
-def quantised_mean(flat: torch.Tensor, codec: BlockCodec, group: Any) -> tuple[Any, torch.Tensor]:
-    """Start to average ``flat`` over the ranks: a future of the mean, and what this rank's part in it left out.
+def quantised_mean(
+    flat: torch.Tensor, codec: BlockCodec, group: Any, feedback: bool
+) -> tuple[Any, torch.Tensor | None]:
+    """Start to average ``flat`` over the ranks: a future of the mean, and what this rank left out (for ``feedback``).
 
     The first exchange is waited for, the second goes on behind the caller's back. Were both to run by themselves, the
     exchanges of two buckets could be started in different orders on different ranks.
     """
     count, world, rank = flat.numel(), group.size(), group.rank()
     blocks, block = codec.shape(count, world)
-    values = flat.new_zeros(world, blocks, block)
-    values.view(-1)[:count] = flat
+    dtype = flat.dtype
+    values = torch.nn.functional.pad(flat, (0, world * blocks * block - count)).view(world, blocks, block)
     sent = codec.pack(values)
-    left_out = values.sub_(codec.unpack(sent, blocks, flat.dtype))
-    mean = codec.unpack(all_to_all(sent, group), blocks, flat.dtype).sum(0, keepdim=True).div_(world)
+    mean = codec.unpack(all_to_all(sent, group), blocks, dtype).sum(0, keepdim=True).div_(world)
     mine = codec.pack(mean)
-    # The mean is rounded too. Its owner makes up for that, for all ranks, in its own next contribution.
-    left_out[rank].add_(mean.sub_(codec.unpack(mine, blocks, flat.dtype))[0], alpha=world)
     work, rows = all_gather(mine, group)
-    future = when_done(work, lambda: codec.unpack(rows, blocks, flat.dtype).view(-1)[:count])
+    future = when_done(work, lambda: codec.unpack(rows, blocks, dtype).view(-1)[:count])
+    if not feedback:
+        return future, None
+    left_out = values - codec.unpack(sent, blocks, dtype)
+    # The mean is rounded too. Its owner makes up for that, for all ranks, in its own next contribution.
+    left_out[rank].add_((mean - codec.unpack(mine, blocks, dtype))[0], alpha=world)
     return future, left_out.view(-1)[:count]
 
 
@@ -99,8 +106,9 @@ class BlockwiseState(HookState):
 
     def exchange(self, bucket: Any, flat: torch.Tensor) -> Any:
         buffer = bucket.buffer()
-        future, left_out = quantised_mean(flat, self.codec, self.process_group)
-        self._left_out(bucket, left_out)
+        future, left_out = quantised_mean(flat, self.codec, self.process_group, self.error_feedback)
+        if left_out is not None:
+            self._residuals.keep(bucket, left_out)
         return future.then(lambda ended: buffer.copy_(ended.value()))
 
 

@@ -30,7 +30,7 @@ class CastState(HookState):
         buffer, group = bucket.buffer(), self.process_group
         sent = (flat / group.size()).to(self.dtype)  # divided before rounding: their sum then fits
         if self.error_feedback:
-            self._left_out(bucket, flat.sub_(sent, alpha=group.size()))
+            self._residuals.keep(bucket, flat.sub_(sent, alpha=group.size()))
         work = dist.all_reduce(sent, group=group, async_op=True)
         return when_done(work, lambda: buffer.copy_(sent))
 

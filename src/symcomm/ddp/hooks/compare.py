@@ -1,10 +1,13 @@
 """``python -m symcomm.ddp.hooks.compare``: what each hook saves and what it costs in loss, measured on a small model.
 
-The same model, data and seed for each; ranks are threads of this process. The loss is taken at the end, on data that
-was not trained on.
+The same model, data and seed for each; ranks are threads of this process. A network learns what another one, with
+fixed random weights, makes of random inputs; the loss is taken at the end, on data that was not trained on.
+
+``--bucket 25`` measures the processor time of each hook for one bucket of so many megabytes (float32) instead.
 """
 
 import argparse
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -52,9 +55,10 @@ class Result(NamedTuple):
 
 def _batch(source: torch.Generator, count: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs, and what a network should learn to make of them."""
+    teacher = torch.Generator().manual_seed(7)
+    inner, outer = torch.randn(DIM, 16, generator=teacher), torch.randn(16, 4, generator=teacher)
     x = torch.randn(count, DIM, generator=source)
-    y = torch.stack([x[:, :4].sum(1), x[:, 4] * x[:, 5], x[:, 6].sin(), x[:, 7].abs()], 1)
-    return x, y
+    return x, (x @ inner * (2 / DIM**0.5)).tanh() @ outer / 2
 
 
 def _model() -> nn.Module:
@@ -71,7 +75,7 @@ def _train(group: Any, make: Make, hook: Any, steps: int) -> Result:
     state = make(model)
     wrapped = nn.parallel.DistributedDataParallel(model, process_group=state.process_group, bucket_cap_mb=0.05)
     wrapped.register_comm_hook(state, hook or (lambda state, bucket: state.average(bucket)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     data = torch.Generator().manual_seed(group.rank + 1)
     for _ in range(steps):
         x, y = _batch(data)
@@ -94,19 +98,77 @@ def compare(ranks: int, steps: int) -> dict[str, Result]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m symcomm.ddp.hooks.compare", description=__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=300)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    results = compare(given.ranks, given.steps)
+class _OneBucket:
+    """A bucket of one square matrix, to time hooks with."""
+
+    def __init__(self, megabytes: float):
+        side = max(1, int((megabytes * 250_000) ** 0.5))
+        self.parameter = nn.Parameter(torch.zeros(side, side))
+        self.gradient = torch.randn(side * side)
+
+    def buffer(self) -> torch.Tensor:
+        return self.gradient
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [self.gradient.view(self.parameter.shape)]
+
+    def parameters(self) -> list[Any]:
+        return [self.parameter]
+
+    def is_last(self) -> bool:
+        return True
+
+
+def _time(group: Any, make: Make, megabytes: float) -> float:
+    """Milliseconds of processor time that a rank spends on one bucket: the least of 5, after one to warm up.
+
+    Processor time, since elapsed time says little on a machine that others use, too.
+    """
+    bucket = _OneBucket(megabytes)
+    state = make(nn.ParameterList([bucket.parameter]))
+    if isinstance(state, hooks.PowerSGDState):
+        state.start = 0
+    times = []
+    for _ in range(6):
+        bucket.gradient.normal_()
+        group.barrier()
+        begun = time.process_time()
+        state.average(bucket).wait()
+        group.barrier()
+        times.append(1e3 * (time.process_time() - begun) / group.size)  # all ranks are in this process
+    return min(times[1:])
+
+
+def _print_times(ranks: int, megabytes: float) -> None:
+    print(f"| hook | processor ms of a rank for a bucket of {megabytes:g} MB |")
+    print("| --- | --- |")
+    for name, (make, hook) in CHOICES.items():
+        if hook is not hooks.local_sgd_hook:
+            taken = symcomm.spawn(_time, ranks, (make, megabytes), mode="threads")
+            print(f"| {name} | {max(taken):.0f} |")
+
+
+def _print_losses(ranks: int, steps: int) -> None:
+    results = compare(ranks, steps)
     plain = results["plain all-reduce"].loss
     print("| hook | kB a rank sends a step | bytes saved | final loss | against plain |")
     print("| --- | --- | --- | --- | --- |")
     for name, got in results.items():
-        change = f"{100 * (got.loss / plain - 1):+.1f} %"
+        change = f"{round(100 * (got.loss / plain - 1), 1) + 0.0:+.1f} %"  # + 0.0: no minus before a zero
         print(f"| {name} | {got.kilobytes_sent:.1f} | {100 * got.saved:.1f} % | {got.loss:.4f} | {change} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m symcomm.ddp.hooks.compare", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--bucket", type=float, metavar="MB", help="time one bucket of this size instead")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.bucket is not None:
+        _print_times(given.ranks, given.bucket)
+    else:
+        _print_losses(given.ranks, given.steps)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ class DiLoCoState(LocalSGDState):
             way.add_(self._missed.pop(kind))
         if self.codec is not None:
             self.bytes_sent += 2 * (group.size() - 1) * self.codec.row_bytes(way.numel(), group.size())
-            future, missed = quantised_mean(way, self.codec, group)
+            future, missed = quantised_mean(way, self.codec, group, self.error_feedback)
             mean = future.wait()
         else:
             sent = (way / group.size()).to(self.dtype or kind)
@@ -101,7 +101,7 @@ class DiLoCoState(LocalSGDState):
             missed = way.sub_(sent, alpha=group.size())
             dist.all_reduce(sent, group=group)
             mean = sent.to(way.dtype)
-        if self.error_feedback:
+        if self.error_feedback and missed is not None:
             self._missed[kind] = missed.nan_to_num_(0.0, 0.0, 0.0)
         return mean
 

@@ -82,33 +82,36 @@ class PowerSGDState(HookState):
         """Two all-reduces: the P's with all that is not factored, which is waited for; then the Q's, which is not."""
         buffer, group = bucket.buffer(), self.process_group
         matrices = self._matrices(bucket)
-        plain = torch.ones(flat.numel(), dtype=torch.bool, device=flat.device)
-        for matrix in matrices:
-            matrix.of(plain).fill_(False)
+        factored = {matrix.start for matrix in matrices}
+        others = [slice(start, start + p.numel()) for p, start in places_in(bucket) if start not in factored]
 
-        products = [matrix.of(flat) @ self._first_factor(matrix, flat) for matrix in matrices]
-        first = _flattened([flat[plain], *products], group.size(), buffer.dtype)
+        parts = [flat[other] for other in others]
+        parts += [matrix.of(flat) @ self._first_factor(matrix, flat) for matrix in matrices]
+        first = _flattened(parts, group.size(), buffer.dtype)
         dist.all_reduce(first, group=group)
-        rest, *products = _like([flat[plain], *products], first.to(flat.dtype))
-        lefts = [torch.linalg.qr(product).Q for product in products]
+        means = _like(parts, first.to(flat.dtype))
+        lefts = [torch.linalg.qr(product).Q for product in means[len(others) :]]
 
         rights = [matrix.of(flat).T @ left for matrix, left in zip(matrices, lefts, strict=True)]
         second = _flattened(rights, group.size(), buffer.dtype)
-        sent = _like(rights, second.to(flat.dtype) * group.size())
-        for matrix, left, right in zip(matrices, lefts, sent, strict=True):
-            matrix.of(flat).sub_(left @ right.T)
-        self._left_out(bucket, flat.masked_fill_(plain, 0.0))
+        if self.error_feedback:
+            sent = _like(rights, second.to(flat.dtype) * group.size())
+            for matrix, left, right in zip(matrices, lefts, sent, strict=True):
+                matrix.of(flat).sub_(left @ right.T)
+            for other in others:
+                flat[other] = 0.0
+            self._residuals.keep(bucket, flat)
         work = dist.all_reduce(second, group=group, async_op=True)
 
-        def mean() -> torch.Tensor:
-            result = torch.empty_like(flat)
-            result[plain] = rest
+        def result() -> torch.Tensor:
+            for other, mean in zip(others, means, strict=False):
+                buffer[other] = mean
             for matrix, left, right in zip(matrices, lefts, _like(rights, second.to(flat.dtype)), strict=True):
-                matrix.of(result).copy_(left @ right.T)
+                matrix.of(buffer).copy_(left @ right.T)
                 self._remember(matrix, right)
-            return buffer.copy_(result)
+            return buffer
 
-        return when_done(work, mean)
+        return when_done(work, result)
 
     def _remember(self, matrix: Matrix, right: torch.Tensor) -> None:
         """The next iteration starts from this Q; from a fresh one after infinities or NaNs, which would never leave."""

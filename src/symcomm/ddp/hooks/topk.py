@@ -41,8 +41,9 @@ class TopKState(HookState):
         buffer, group = bucket.buffer(), self.process_group
         chosen = flat.abs().topk(self._kept(bucket), sorted=False).indices  # NaNs count as largest
         values = flat[chosen].to(buffer.dtype)
-        flat[chosen] -= values  # what rounding to the buffer's dtype left, if anything
-        self._left_out(bucket, flat)
+        if self.error_feedback:
+            flat[chosen] -= values  # what rounding to the buffer's dtype left, if anything
+            self._residuals.keep(bucket, flat)
         work, rows = all_gather(torch.cat([chosen.int().view(torch.uint8), values.view(torch.uint8)]), group)
         split = len(chosen) * INDEX_BYTES
 
