@@ -484,104 +484,6 @@ def test_a_checkpoint_goes_on_where_it_stopped(name: str, tmp_path: Any):
     assert symcomm.spawn(fn, 2, mode="threads", deadline=60) == [[True] * 3] * 2
 
 
-LOCAL: dict[str, Any] = {
-    "local-sgd": lambda m, g: hooks.LocalSGDState(m.parameters(), 3, g),
-    "diloco": lambda m, g: hooks.DiLoCoState(m.parameters(), 3, g, dtype=INT8),
-}
-
-
-@pytest.mark.parametrize("name", LOCAL)
-def test_local_training_goes_on_where_it_stopped(name: str, tmp_path: Any):
-    """Saved two steps after a common point, when ranks differ."""
-
-    def begin(group: Any) -> tuple:
-        model = small_model()
-        state = LOCAL[name](model, dressed(group))
-        wrapped = parallel(model, dressed(group))
-        wrapped.register_comm_hook(state, hooks.local_sgd_hook)
-        return model, wrapped, state
-
-    def fn(group: Any) -> bool:
-        model, wrapped, state = begin(group)
-        train(wrapped, group.rank, 5, state.step)
-        path = tmp_path / f"{group.rank}.pt"
-        torch.save({"model": model.state_dict(), "hook": state.state_dict()}, path)
-        train(wrapped, group.rank, 4, state.step, skip=5)
-        again, wrapped, state = begin(group)
-        saved = torch.load(path, weights_only=True)
-        again.load_state_dict(saved["model"])
-        state.load_state_dict(saved["hook"])
-        train(wrapped, group.rank, 4, state.step, skip=5)
-        return torch.equal(weights_of(model), weights_of(again))
-
-    assert symcomm.spawn(fn, 2, mode="threads", deadline=60) == [True, True]
-
-
-# --- local steps ---------------------------------------------------------------------------------------------------
-
-
-def test_diloco_without_momentum_is_local_sgd():
-    sgd = run(lambda m, g: hooks.LocalSGDState(m.parameters(), 4, g), hooks.local_sgd_hook, n=2, steps=8)
-    outer = run(
-        lambda m, g: hooks.DiLoCoState(m.parameters(), 4, g, lr=1.0, momentum=0.0), hooks.local_sgd_hook, n=2, steps=8
-    )
-    torch.testing.assert_close(sgd[0][1], outer[0][1], rtol=0, atol=1e-6)
-
-
-def test_a_period_of_one_is_plain_sgd():
-    plain = run(None, n=2, steps=6)
-    every = run(lambda m, g: hooks.LocalSGDState(m.parameters(), 1, g), hooks.local_sgd_hook, n=2, steps=6)
-    torch.testing.assert_close(plain[0][1], every[0][1], rtol=0, atol=1e-6)
-
-
-def test_outer_steps_are_those_of_torch_sgd_with_nesterov():
-    """One parameter, known ways: compare with torch.optim.SGD fed with the averaged differences."""
-    ways = [torch.tensor([1.0, -2.0]), torch.tensor([0.5, 0.25]), torch.tensor([-1.0, 3.0])]
-
-    def fn(group: Any) -> torch.Tensor:
-        parameter = nn.Parameter(torch.tensor([10.0, 20.0]))
-        state = hooks.DiLoCoState([parameter], 1, group, lr=0.7, momentum=0.9)
-        for way in ways:
-            parameter.data -= way * (2.0 * group.rank)  # 0 and 2: the mean is the way itself
-            state.step()
-        return parameter.detach()
-
-    expected = nn.Parameter(torch.tensor([10.0, 20.0]))
-    optimizer = torch.optim.SGD([expected], lr=0.7, momentum=0.9, nesterov=True)
-    for way in ways:
-        expected.grad = way.clone()
-        optimizer.step()
-    for got in symcomm.spawn(fn, 2, mode="threads", deadline=60):
-        torch.testing.assert_close(got, expected.detach())
-
-
-def test_gradients_are_averaged_until_the_ranks_part():
-    def fn(group: Any) -> list[float]:
-        parameter = nn.Parameter(torch.zeros(1))
-        state = hooks.LocalSGDState([parameter], 2, group, start=2)
-        seen = []
-        for _ in range(4):
-            gradient = torch.tensor([float(group.rank)])
-            seen.append(hooks.local_sgd_hook(state, Bucket([parameter], [gradient])).wait().item())
-            parameter.data += group.rank
-            seen.append(float(state.step()))
-        return [*seen, parameter.item()]
-
-    assert symcomm.spawn(fn, 2, mode="threads", deadline=60) == [
-        [0.5, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0],
-        [0.5, 0.0, 0.5, 0.0, 1.0, 0.0, 1.0, 1.0, 2.0],
-    ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, BF16], ids=str)
-def test_diloco_with_other_dtypes_and_alone(dtype: torch.dtype):
-    make = lambda m, g: hooks.DiLoCoState(m.parameters(), 2, g, dtype=INT8)  # noqa: E731
-    for n in (1, 2):
-        ranks = run(make, hooks.local_sgd_hook, n=n, steps=6, dtype=dtype)
-        assert all(torch.equal(ranks[0][1], other[1]) for other in ranks)
-        assert ranks[0][1].isfinite().all()
-
-
 # --- bad arguments -------------------------------------------------------------------------------------------------
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
@@ -635,19 +537,23 @@ def test_without_any_group():
 # --- as users run it: processes, and Gloo ---------------------------------------------------------------------------
 
 
-def _on_gloo(rank: int, world: int, path: str, backend: str) -> list[tuple[float, bool]]:
+def _on_backend(rank: int, world: int, path: str, backend: str) -> list[tuple[float, bool]]:
     from symcomm.backend.register import register
 
     register()
     torch.set_num_threads(1)
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=world)
     told = []
-    for make, hook in (*[CASES[k][:2] for k in ("bf16-ef", "int8-ef", "topk", "powersgd", "diloco-int8")],):
+    for name in ("bf16-ef", "int8-ef", "topk", "powersgd", "diloco-int8"):  # six steps: PowerSGD begins after five
+        make, hook = CASES[name][:2]
         model = small_model()
         wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
         state = make(model, None)
         wrapped.register_comm_hook(state, hook)
-        train(wrapped, rank, 12, getattr(state, "step", nothing))
+        train(wrapped, rank, 6, getattr(state, "step", nothing))
+        if name == "int8-ef":
+            with wrapped.join():  # ranks that have no data left take part with zeros
+                train(wrapped, rank, 2 + rank, skip=6)
         mine = weights_of(model)
         others = [torch.empty_like(mine) for _ in range(world)]
         dist.all_gather(others, mine)
@@ -656,7 +562,9 @@ def _on_gloo(rank: int, world: int, path: str, backend: str) -> list[tuple[float
     return told
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize("backend", ["symcomm", "gloo"])
 def test_in_processes(backend: str, tmp_path: Any):
-    for told in run_ranks(_on_gloo, 2, str(tmp_path / "meet"), backend, deadline=100):
-        assert all(same and saved > 0.45 for saved, same in told), told
+    for told in run_ranks(_on_backend, 2, str(tmp_path / "meet"), backend, deadline=100):
+        assert all(same and saved > 0.1 for saved, same in told), told
