@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-import symcomm  # noqa: E402
+import symcomm.ddp  # noqa: E402
 from symcomm import errors  # noqa: E402
 from symcomm.backend.group import TorchGroup  # noqa: E402
 from symcomm.ddp import hooks  # noqa: E402
@@ -52,9 +52,10 @@ def small_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     return model.to(dtype)
 
 
-def parallel(model: nn.Module, group: TorchGroup, **options: Any) -> nn.Module:
-    """Small buckets, so that there are several."""
-    return nn.parallel.DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.004, **options)
+def parallel(model: nn.Module, group: TorchGroup, kind: Any = None, **options: Any) -> nn.Module:
+    """Small buckets, so that there are several. ``kind``: the class, torch's unless told otherwise."""
+    kind = kind or nn.parallel.DistributedDataParallel
+    return kind(model, process_group=group, bucket_cap_mb=0.004, **options)
 
 
 def batch(data: torch.Generator, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,11 +99,13 @@ def weights_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().double().flatten() for p in model.parameters()])
 
 
-def job(group: Any, make: Any, hook: Any, dtype: torch.dtype = torch.float32, steps: int = STEPS) -> tuple:
+def job(
+    group: Any, make: Any, hook: Any, dtype: torch.dtype = torch.float32, steps: int = STEPS, kind: Any = None
+) -> tuple:
     """One rank of a training run: final loss, weights, share of bytes saved, bytes sent and plain."""
     torch_group = dressed(group)
     model = small_model(dtype)
-    wrapped = parallel(model, torch_group)
+    wrapped = parallel(model, torch_group, kind)
     state = make(model, torch_group) if make is not None else None
     if state is not None:
         wrapped.register_comm_hook(state, hook)
@@ -160,6 +163,15 @@ def test_trains_as_plain_does(name: str, plain: tuple[float, torch.Tensor]):
     assert off <= tolerance
     assert saved >= least
     assert all(torch.equal(weights, other[1]) for other in ranks[1:])  # the last step ends in a common point
+
+
+@pytest.mark.skipif(not hasattr(symcomm.ddp, "DistributedDataParallel"), reason="there is no DDP of ours")
+@pytest.mark.parametrize("name", ["bf16-ef", "int8-ef", "topk", "powersgd", "diloco-int8"])
+def test_our_ddp_gives_the_same_bits(name: str):
+    make, hook = CASES[name][:2]
+    theirs, ours = (run(make, hook, n=2, steps=12, kind=kind) for kind in (None, symcomm.ddp.DistributedDataParallel))
+    for one, two in zip(theirs, ours, strict=True):
+        assert torch.equal(one[1], two[1]) and one[3:] == two[3:]
 
 
 def test_the_job_learns(plain: tuple[float, torch.Tensor]):
