@@ -24,7 +24,8 @@ LAYERS = {
     "observe": 5,
     "symm_mem": 5,
     "backend": 6,
-    "c10d": 7,
+    "ddp": 7,
+    "c10d": 8,
     "cli": 9,
     "__main__": 9,
 }
