@@ -14,7 +14,7 @@ from symcomm import errors
 from symcomm.types import RedOpType
 from symcomm.types import ReduceOp as OwnReduceOp
 
-__all__ = ["is_async", "one", "one_list", "redop_of", "root_of", "seconds_of", "sort_out"]
+__all__ = ["is_async", "one_list", "redop_of", "root_of", "seconds_of", "sort_out"]
 
 
 def sort_out(*given: Any) -> tuple[Any, Any, Any, Any]:
@@ -62,15 +62,6 @@ def root_of(options: Any, root: Any = None) -> int:
 def is_async(options: Any) -> bool:
     """torch sets asyncOp to False when the caller waits at once; then the call may run in the caller's thread."""
     return getattr(options, "asyncOp", True)
-
-
-def one(call: str, name: str, tensors: Any) -> Any:
-    """The single tensor of a list of one (or the tensor itself)."""
-    if isinstance(tensors, (list, tuple)):
-        if len(tensors) != 1:
-            raise errors.bad_argument(call, name, f"a list of {len(tensors)}", "a list of one tensor")
-        return tensors[0]
-    return tensors
 
 
 def one_list(call: str, name: str, lists: Any) -> list[Any]:
