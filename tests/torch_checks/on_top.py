@@ -216,3 +216,47 @@ def training_libraries(rank: int, path: str) -> None:
             schedule.step(target=torch.ones(4, 4))
         gradient = stage.submod.weight.grad
         assert gradient is not None and gradient.abs().sum() > 0
+
+
+@check
+def ddp_with_sparse_gradients(rank: int, path: str) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    with joined(rank, path) as group:
+
+        def halved(_, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations
+            return group.allreduce([bucket.buffer()]).get_future().then(lambda future: future.wait()[0] / WORLD)
+
+        for views in (False, True):
+            for hook in (None, halved):
+                torch.manual_seed(1)
+                model = nn.EmbeddingBag(10, 3, sparse=True)
+                parallel = DistributedDataParallel(model, gradient_as_bucket_view=views)
+                if hook is not None:
+                    parallel.register_comm_hook(None, hook)
+                parallel(torch.tensor([[0, 1 + rank]])).sum().backward()
+                gradient = model.weight.grad
+                assert gradient is not None and gradient.is_sparse
+                torch.manual_seed(1)
+                alone = nn.EmbeddingBag(10, 3, sparse=True)
+                (alone(torch.tensor([[0, 1], [0, 2]])).sum() / WORLD).backward()
+                torch.testing.assert_close(gradient.to_dense(), alone.weight.grad.to_dense())  # type: ignore[union-attr]
+
+
+@check
+def pieces_of_ddp(rank: int, path: str) -> None:
+    """What DDP is made of, called directly."""
+    with joined(rank, path) as group:
+        target = [*torch.arange(60.0).chunk(5), *torch.arange(60, dtype=torch.float64).chunk(5)]
+        for root in range(WORLD):
+            tensors = [t.clone() if rank == root else torch.zeros_like(t) for t in target]
+            dist._broadcast_coalesced(group, tensors, buffer_size=256, src=root)
+            for got, expected in zip(tensors, target, strict=True):
+                equal(got, expected)
+        model = nn.Linear(2, 4)
+        reducer = dist.Reducer(list(model.parameters()), [[0, 1]], [1 << 20], group)
+        reducer.prepare_for_forward()
+        loss = model(torch.full((1, 2), float(rank))).sum()
+        reducer.prepare_for_backward(loss)
+        loss.backward()
+        equal(model.weight.grad, torch.full((4, 2), 0.5))

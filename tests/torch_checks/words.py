@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.common_distributed import simple_sparse_reduce_tests
 
 from symcomm.backend.group import TorchGroup
 from tests.torch_checks import WORLD, check, equal, joined, refused
@@ -134,4 +135,29 @@ def futures_hold_what_gloos_hold(rank: int, path: str) -> None:
         ours.allreduce(tensor)
     ours.barrier().get_future().wait()
     equal(tensor[0, 0], 30.0)
+    ours.shutdown()
+
+
+@check
+def what_gloo_takes(rank: int, path: str) -> None:
+    """Calls that need care: a tensor twice in a list, strided ones in inference mode, sparse ones of every kind."""
+    gloo, ours = _pair(rank, path)
+    results = []
+    for group in (gloo, ours):
+        twice = [torch.tensor([rank + 1.0])] * 2
+        found = [group.allreduce_coalesced(twice).get_future().wait()]
+        with torch.inference_mode():
+            column = torch.full((2, 2), float(rank))[:, 0]
+            places = [torch.zeros(2, 2)[:, 0] for _ in range(WORLD)]
+            found.append(group.allgather([places], [column]).get_future().wait())
+        results.append(found)
+    torch.testing.assert_close(results[1], results[0])
+    with torch.inference_mode():  # Gloo reduces what lies behind the first element in memory
+        ours.allreduce([column]).wait()
+        equal(column, [1.0, 1.0])
+    for count in (1, 2):
+        for tensors, expected in simple_sparse_reduce_tests(rank, WORLD, num_inputs=count):
+            got = ours.allreduce(tensors).get_future().wait()
+            for value, sum_ in zip([*got, *tensors], [*expected] * 2, strict=True):
+                torch.testing.assert_close(value.to_dense(), sum_.to_dense())
     ours.shutdown()

@@ -14,7 +14,7 @@ from symcomm import errors
 from symcomm.types import RedOpType
 from symcomm.types import ReduceOp as OwnReduceOp
 
-__all__ = ["is_async", "one_list", "redop_of", "root_of", "seconds_of", "sort_out"]
+__all__ = ["is_async", "once_each", "one_list", "redop_of", "root_of", "seconds_of", "sort_out"]
 
 
 def sort_out(*given: Any) -> tuple[Any, Any, Any, Any]:
@@ -62,6 +62,13 @@ def root_of(options: Any, root: Any = None) -> int:
 def is_async(options: Any) -> bool:
     """torch sets asyncOp to False when the caller waits at once; then the call may run in the caller's thread."""
     return getattr(options, "asyncOp", True)
+
+
+def once_each(tensors: Any) -> list[Any]:
+    """A tensor that is in the list twice is reduced once, as if all were reduced in one step."""
+    seen: set[Any] = set()
+    places = [(t.data_ptr(), t.shape, t.stride()) if t.numel() else object() for t in tensors]
+    return [t for t, place in zip(tensors, places, strict=True) if not (place in seen or seen.add(place))]  # type: ignore[func-returns-value]
 
 
 def one_list(call: str, name: str, lists: Any) -> list[Any]:

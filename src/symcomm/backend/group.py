@@ -17,21 +17,23 @@ from torch._C._distributed_c10d import Backend
 from symcomm import errors
 from symcomm._core import native
 from symcomm.backend import checks, lists
-from symcomm.backend.arguments import is_async, one_list, redop_of, root_of, seconds_of, sort_out
+from symcomm.backend.arguments import is_async, once_each, one_list, redop_of, root_of, seconds_of, sort_out
 from symcomm.backend.checks import single
 from symcomm.backend.engines import Engines
 from symcomm.backend.life import Life, alive
 from symcomm.backend.profile import Span, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, op_type_of
-from symcomm.group.calls import Kind, to_redop
+from symcomm.group.calls import Kind, rooted, to_redop
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.share import Exchange
 
 __all__ = ["TorchGroup"]
 
 Options: Any = Backend.Options
-_NO_TIMEOUT = timedelta(milliseconds=-1)
+_ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL, _ALL_GATHER_LIST, _GATHER, _SCATTER = map(
+    int, Kind
+)
 
 
 def _exchange_through(store: Any, rank: int, size: int, timeout: timedelta) -> Exchange:
@@ -87,6 +89,7 @@ class TorchGroup(Life, dist.ProcessGroup):
         self._coalescing: list[Any] | None = None
         self._splits = 0
         self._hook: Any = None
+        self._plain = True
         self._used_for_symmetric_memory = False
         self._engines = Engines(self)
         self._map: dict[str, str] = {}
@@ -166,22 +169,28 @@ class TorchGroup(Life, dist.ProcessGroup):
         }
         return Span(name, inputs, facts)
 
-    def _again(self, call: Kind, detail: Any, source: Any, target: Any, opts: Any) -> bool:
+    def _may_be_short(self, opts: Any) -> bool:
+        """Whether nothing but the core needs to know of a call with these options: it blocks, and nobody watches.
+
+        Reading torch's options costs as much as the operation, so each is looked at once, and only here."""
+        try:
+            return self._plain and not opts.asyncOp and opts.timeout.days < 0 and not is_profiling()  # unset is -1 ms
+        except AttributeError:  # plain arguments instead of options
+            return False
+
+    def _again(self, call: int, detail: Any, source: Any, target: Any, opts: Any) -> bool:
         """Run a blocking call of a kind seen before, with nothing but the core; False: it has to go the long way."""
-        if (
-            opts is None
-            or is_async(opts)
-            or self._coalescing is not None
-            or is_profiling()
-            or self._hook is not None
-            or opts.timeout > _NO_TIMEOUT
-        ):
+        if not self._may_be_short(opts):
             return False
         core = self.core
         status = native.again(core._handle, call, detail, source, target, core._timeout_ns)
         if status > 0:
-            core._ended(status, call.label)
+            core._ended(status, Kind(call).label)
         return status == 0
+
+    def _set_plain(self) -> None:
+        """Whether calls may take the short way."""
+        self._plain = self._coalescing is None and self._hook is None
 
     def _other_than_cpu(self, device: Any) -> Any:
         """The engine for a device that is not the CPU."""
@@ -194,15 +203,12 @@ class TorchGroup(Life, dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         if op is not None or timeout is not None:
             opts, _, op, timeout = sort_out(opts, op, timeout)
-        if type(tensors) is list:
-            if len(tensors) != 1:
-                return lists.all_reduce(self.core, tensors, redop_of(opts, op), seconds_of(opts, timeout))
-            tensor = tensors[0]
-        else:
-            tensor = tensors
         redop = redop_of(opts, op)
-        if timeout is None and self._again(Kind.ALL_REDUCE, redop, tensor, tensor, opts):
+        if timeout is None and self._again(_ALL_REDUCE, redop, tensors, tensors, opts):
             return done
+        if isinstance(tensors, (list, tuple)) and len(tensors) != 1:
+            return lists.all_reduce(self.core, tensors, redop, seconds_of(opts, timeout))
+        tensor = single("all_reduce", tensors, "tensor list")
         if tensor.is_sparse and tensor.is_cpu:
             all_reduce_sparse(self.core, tensor, to_redop("all_reduce", redop)[0], seconds_of(opts, timeout))
             return DoneWork([tensor])
@@ -215,17 +221,19 @@ class TorchGroup(Life, dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         checks.all_reduce_coalesced(tensors)
         call = self.core.all_reduce_coalesced
-        return self._call(
-            "all_reduce_coalesced", call, tensors, redop_of(opts), options=opts, inputs=tensors, result=tensors
-        )
+        args = (once_each(tensors), redop_of(opts))
+        return self._call("all_reduce_coalesced", call, *args, options=opts, inputs=tensors, result=tensors)
 
     def reduce(self, tensors: Any, opts: Any = None, root: Any = None, op: Any = None, timeout: Any = None) -> Any:
-        opts, root, op, timeout = sort_out(opts, root, op, timeout)
-        origin = root_of(opts, root)
+        if root is not None or op is not None or timeout is not None:
+            opts, root, op, timeout = sort_out(opts, root, op, timeout)
+        origin, redop = root_of(opts, root), redop_of(opts, op)
+        if timeout is None and self._again(_REDUCE, rooted(origin, redop), tensors, tensors, opts):
+            return done
         checks.root_rank("reduce", origin, self.core.size)
         tensor = single("reduce", tensors, "tensor list")
         checks.root_tensor("reduce", opts, 1)
-        args = (tensor, origin, redop_of(opts, op))
+        args = (tensor, origin, redop)
         return self._call(
             "reduce", self.core.reduce, *args, options=opts, timeout=timeout, inputs=[tensor], result=[tensor]
         )
@@ -244,7 +252,7 @@ class TorchGroup(Life, dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         redop = redop_of(opts)
-        if self._again(Kind.REDUCE_SCATTER_SINGLE, redop, input, output, opts):
+        if self._again(_REDUCE_SCATTER, redop, input, output, opts):
             return done
         call = self.core.reduce_scatter_single
         return self._call(
@@ -262,14 +270,11 @@ class TorchGroup(Life, dist.ProcessGroup):
         if root is not None or timeout is not None:
             opts, root, _, timeout = sort_out(opts, root, timeout)
         origin = root_of(opts, root)
-        if type(tensors) is list:
-            if len(tensors) != 1:
-                return lists.broadcast(self.core, tensors, origin, opts, seconds_of(opts, timeout))
-            tensor = tensors[0]
-        else:
-            tensor = tensors
-        if timeout is None and self._again(Kind.BROADCAST, origin, tensor, tensor, opts):
+        if timeout is None and self._again(_BROADCAST, origin, tensors, tensors, opts):
             return done
+        if isinstance(tensors, (list, tuple)) and len(tensors) != 1:
+            return lists.broadcast(self.core, tensors, origin, opts, seconds_of(opts, timeout))
+        tensor = single("broadcast", tensors, "tensor list")
         checks.root_rank("broadcast", origin, self.core.size)
         checks.root_tensor("broadcast", opts, 1)
         result = [tensor]
@@ -279,7 +284,10 @@ class TorchGroup(Life, dist.ProcessGroup):
         )
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        opts, _, _, timeout = sort_out(opts, timeout)
+        if timeout is not None:
+            opts, _, _, timeout = sort_out(opts, timeout)
+        elif output_tensors and self._again(_ALL_GATHER_LIST, 0, input_tensors, output_tensors[0], opts):
+            return done
         tensors = input_tensors if isinstance(input_tensors, (list, tuple)) else [input_tensors]
         outputs = checks.all_gather_lists(output_tensors, tensors, self.core.size)
         if len(tensors) > 1:
@@ -293,7 +301,7 @@ class TorchGroup(Life, dist.ProcessGroup):
         )
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        if self._again(Kind.ALL_GATHER_SINGLE, 0, input, output, opts):
+        if self._again(_ALL_GATHER, 0, input, output, opts):
             return done
         call = self.core.all_gather_single
         return self._call("all_gather_single", call, output, input, options=opts, inputs=[input], result=[output])
@@ -321,8 +329,12 @@ class TorchGroup(Life, dist.ProcessGroup):
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
     ) -> Any:
-        opts, root, _, timeout = sort_out(opts, root, timeout)
+        if root is not None or timeout is not None:
+            opts, root, _, timeout = sort_out(opts, root, timeout)
         origin = root_of(opts, root)
+        target = output_tensors[0] if output_tensors else None
+        if timeout is None and self._again(_GATHER, origin, input_tensors, target, opts):
+            return done
         places, tensor = checks.gather(output_tensors, input_tensors, origin, self.core.rank, self.core.size)
         args = (places or None, tensor, origin)
         return self._call(
@@ -332,8 +344,12 @@ class TorchGroup(Life, dist.ProcessGroup):
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
     ) -> Any:
-        opts, root, _, timeout = sort_out(opts, root, timeout)
+        if root is not None or timeout is not None:
+            opts, root, _, timeout = sort_out(opts, root, timeout)
         origin = root_of(opts, root)
+        source = input_tensors[0] if input_tensors else None
+        if timeout is None and self._again(_SCATTER, origin, source, output_tensors, opts):
+            return done
         tensor, pieces = checks.scatter(output_tensors, input_tensors, origin, self.core.rank, self.core.size)
         args = (tensor, pieces or None, origin)
         return self._call(
@@ -355,7 +371,10 @@ class TorchGroup(Life, dist.ProcessGroup):
         opts: Any = None,
         timeout: Any = None,
     ) -> Any:
-        opts, _, _, timeout = sort_out(opts, timeout)
+        if timeout is not None:
+            opts, _, _, timeout = sort_out(opts, timeout)
+        elif not output_split_sizes and not input_split_sizes and self._again(_ALL_TO_ALL, 0, input, output, opts):
+            return done
         args = (output, input, list(output_split_sizes or []), list(input_split_sizes or []))
         checks.splits(*args, self.core.size)
         call = self.core.all_to_all_single
@@ -390,6 +409,9 @@ class TorchGroup(Life, dist.ProcessGroup):
     # --- synchronisation --------------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+        if timeout is None and self._may_be_short(opts):
+            self.core.barrier()
+            return done
         opts, _, _, timeout = sort_out(opts, timeout)
         return self._call("barrier", self.core.barrier, options=opts, timeout=timeout)
 
@@ -415,11 +437,13 @@ class TorchGroup(Life, dist.ProcessGroup):
             other._start_coalescing(device)
         else:
             self._coalescing = []
+            self._set_plain()
 
     def end_coalescing(self, device: Any = None) -> Any:
         if (other := self._other_than_cpu(device)) is not None:
             return other._end_coalescing(device)
         works, self._coalescing = self._coalescing or [], None
+        self._set_plain()
         return AllOf(works) if works else done
 
     # Other names for the same: those of torch 2.10 to 2.12, and those that C++ looks up.

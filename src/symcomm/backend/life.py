@@ -34,6 +34,7 @@ class Life:
     _engines: Engines
     _map: dict[str, str]
     _used_for_symmetric_memory: bool
+    _set_plain: Callable[[], None]
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -229,6 +230,7 @@ class Life:
         if self._hook is not None:
             raise errors.CallerError("_register_on_completion_hook: a hook is registered already.")
         self._hook = hook
+        self._set_plain()
 
     def _has_hooks(self) -> bool:
         return self._hook is not None
