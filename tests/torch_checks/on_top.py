@@ -260,3 +260,20 @@ def pieces_of_ddp(rank: int, path: str) -> None:
         reducer.prepare_for_backward(loss)
         loss.backward()
         equal(model.weight.grad, torch.full((4, 2), 0.5))
+
+
+@check
+def functional_collectives_of_our_own(rank: int, path: str) -> None:
+    """Operators for which torch's C++ would look past us."""
+    ops, wait = torch.ops._c10d_functional, torch.ops._c10d_functional.wait_tensor
+    with joined(rank, path) as group:
+        gloo = dist.new_group(backend="gloo")
+        for name in (group.group_name, gloo.group_name):
+            mine, out = torch.full((2,), float(rank)), torch.empty(4)
+            assert wait(ops.all_gather_into_tensor_out(mine, WORLD, name, out=out)).data_ptr() == out.data_ptr()
+            equal(out, [0.0, 0.0, 1.0, 1.0])
+            got = torch.zeros(2)
+            sent, came = ops.batch_p2p_ops(["isend", "irecv"], [1 - rank] * 2, [0, 0], [mine, got], name)
+            wait(sent)
+            equal(wait(came), [1.0 - rank] * 2)
+            equal(got, [1.0 - rank] * 2)

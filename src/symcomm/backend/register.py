@@ -16,8 +16,10 @@ __all__ = ["autoload", "register"]
 
 def create(options: Any, backend_options: Any = None) -> Any:
     """Called by torch on every member of a new group."""
+    from symcomm.backend.functional import install
     from symcomm.backend.group import TorchGroup
 
+    install()
     return TorchGroup(
         options.store,
         options.group_rank,
