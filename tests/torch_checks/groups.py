@@ -208,3 +208,29 @@ def newest_interface(rank: int, path: str) -> None:
     first.barrier().wait()
     for group in (first, second):
         group.shutdown()
+
+
+@check
+def careful_groups(rank: int, path: str) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL: differences are found before they do harm."""
+    try:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        with joined(rank, path) as group:
+            value, two = torch.ones(2, 3), torch.ones(2)
+            for _ in range(2):
+                dist.all_reduce(value)
+            equal(value, torch.full((2, 3), 4.0))
+            words = ("Collectives differ in the following", "SequenceNumber", "Float [2, 3]", "cpu")
+            refused(lambda: group.allreduce([value]) if rank else group.reduce([value]), "ALLREDUCE", "REDUCE", *words)
+            refused(lambda: group.reduce([value]) if rank else group.barrier(), "BARRIER", *words)
+            refused(lambda: group.allreduce([value.view(3, 2) if rank else value]), "[3, 2]", "shapes", *words)
+            refused(lambda: group.allreduce([two.long() if rank else two]), "Long [2]", "Float [2]", "dtypes")
+            rows = [torch.zeros(1 + r) for r in range(WORLD)]
+            dist.all_gather(rows, torch.full((1 + rank,), 7.0))  # these may differ
+            equal(rows[1], [7.0, 7.0])
+            dist.barrier()
+            group.set_timeout(timedelta(seconds=0.3))
+            if rank == 0:
+                refused(lambda: dist.all_reduce(value), "Ranks 1 failed to pass monitoredBarrier")
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)

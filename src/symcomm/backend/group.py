@@ -18,6 +18,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.backend import checks, lists
 from symcomm.backend.arguments import is_async, once_each, one_list, redop_of, root_of, seconds_of, sort_out
+from symcomm.backend.careful import Careful
 from symcomm.backend.checks import single
 from symcomm.backend.engines import Engines
 from symcomm.backend.life import Life, alive
@@ -89,6 +90,7 @@ class TorchGroup(Life, dist.ProcessGroup):
         self._coalescing: list[Any] | None = None
         self._splits = 0
         self._hook: Any = None
+        self._careful: Careful | None = None
         self._plain = True
         self._used_for_symmetric_memory = False
         self._engines = Engines(self)
@@ -116,6 +118,8 @@ class TorchGroup(Life, dist.ProcessGroup):
         tensors = inputs or result
         if tensors and not tensors[0].is_cpu:
             return self._engines.forward(method.__name__, args, options, timeout, tensors[0].device)
+        if self._careful is not None:
+            self._careful.check(name, inputs, result)
         if not is_profiling():
             return self._dressed(name, method, args, options, timeout, result)
         span = self._span(name, inputs, result)
@@ -190,7 +194,12 @@ class TorchGroup(Life, dist.ProcessGroup):
 
     def _set_plain(self) -> None:
         """Whether calls may take the short way."""
-        self._plain = self._coalescing is None and self._hook is None
+        self._plain = self._coalescing is None and self._hook is None and self._careful is None
+
+    def be_careful(self) -> None:
+        """From now on ranks compare their calls before they make them. Every rank of the group calls this."""
+        self._careful = Careful(self)
+        self._set_plain()
 
     def _other_than_cpu(self, device: Any) -> Any:
         """The engine for a device that is not the CPU."""

@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from symcomm import errors
 from symcomm.backend.arguments import seconds_of
+from symcomm.backend.careful import Careful
 from symcomm.backend.engines import Engines, device_map
 from symcomm.backend.work import WorkInfo
 from symcomm.group.process_group import ProcessGroup
@@ -31,6 +32,7 @@ class Life:
     _splits: int
     _operations_before: int
     _hook: Any
+    _careful: Careful | None
     _engines: Engines
     _map: dict[str, str]
     _used_for_symmetric_memory: bool
@@ -45,6 +47,8 @@ class Life:
 
     def shutdown(self) -> None:
         self.core.destroy()
+        if self._careful is not None:
+            self._careful.close()
         for engine in self._engines.made():
             engine.shutdown()
         alive.discard(self)

@@ -16,11 +16,13 @@ __all__ = ["autoload", "register"]
 
 def create(options: Any, backend_options: Any = None) -> Any:
     """Called by torch on every member of a new group."""
+    import torch.distributed as dist
+
     from symcomm.backend.functional import install
     from symcomm.backend.group import TorchGroup
 
     install()
-    return TorchGroup(
+    group = TorchGroup(
         options.store,
         options.group_rank,
         options.group_size,
@@ -29,6 +31,9 @@ def create(options: Any, backend_options: Any = None) -> Any:
         list(options.global_ranks_in_group) or None,
         backend_options,
     )
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        group.be_careful()
+    return group
 
 
 def autoload() -> None:

@@ -57,6 +57,14 @@ def _set_timeout(timeout: timedelta, group: Any = None) -> Any:
     return NotImplemented if target is None else target.set_timeout(timeout)
 
 
+def _wrapper(wrapped_pg: Any, *_: Any, **__: Any) -> Any:
+    """Our groups need no other around them for TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    if not getattr(wrapped_pg, "is_symcomm", False):
+        return NotImplemented
+    wrapped_pg.be_careful()
+    return wrapped_pg
+
+
 # --- groups from groups -----------------------------------------------------------------------------------------------
 
 
@@ -181,4 +189,5 @@ _OURS: dict[str, Callable[..., Any]] = {
     "split_group": _split_group,
     "shrink_group": _shrink_group,
     "_set_pg_timeout": _set_timeout,
+    "_create_process_group_wrapper": _wrapper,
 }
