@@ -115,3 +115,28 @@ def gloo_for_another_device(rank: int, path: str) -> None:
         engine.allreduce([value]).wait()
         equal(value, [2.0, 2.0])
         assert engine.options._timeout == group.options._timeout
+
+
+@check
+def tensors_on_a_gpu(rank: int, path: str) -> None:
+    """Says nothing where there is none. The ranks share one GPU, so NCCL gets groups of one rank."""
+    if not torch.cuda.is_available():
+        return
+    with joined(rank, path, "cpu:symcomm,cuda:gloo"):
+        there, here = torch.ones(4, device="cuda:0"), torch.ones(4)
+        dist.all_reduce(there)
+        dist.all_reduce(here)
+        equal(there.cpu(), here)
+        dist.broadcast(there, 1, async_op=True).wait()  # type: ignore[union-attr]
+    with joined(rank, path + "-nccl", "cpu:symcomm,cuda:nccl") as group:
+        torch.cuda.set_device(0)
+        alone = [dist.new_group([r]) for r in range(WORLD)][rank]
+        there = torch.full((4,), 3.0, device="cuda:0")
+        dist.all_reduce(there, group=alone)
+        dist.all_gather_into_tensor(torch.empty(4, device="cuda:0"), there, group=alone)
+        equal(there.cpu(), [3.0] * 4)
+        assert type(alone._get_backend(there.device)).__name__ == "ProcessGroupNCCL"
+        assert torch.device("cuda") in group._device_types
+        here = torch.ones(1)
+        dist.all_reduce(here)
+        equal(here, [2.0])
