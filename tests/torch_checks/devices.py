@@ -80,9 +80,11 @@ def other_devices_have_their_engine(rank: int, path: str) -> None:
         dist.isend(there, 1 - rank)
         dist.irecv(there, 1 - rank)
         group.allreduce(there, dist.ReduceOp.MAX).wait()
+        group.broadcast(there, 1).wait()
         assert made[0].calls == [
             "allreduce", "broadcast", "reduce", "allgather", "_allgather_base", "reduce_scatter",
             "_reduce_scatter_base", "gather", "scatter", "alltoall", "alltoall_base", "send", "recv", "allreduce",
+            "broadcast",
         ]  # fmt: skip
         dist.all_reduce(there, group=dist.new_group([0, 1]))
         assert len(made) == 2 and made[1].calls == ["allreduce"]

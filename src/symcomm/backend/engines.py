@@ -156,7 +156,7 @@ _MAKERS: dict[str, Callable[[str, Any, Any], tuple[Any, Any]]] = {"gloo": _gloo,
 
 def _as(kind: Any, options: Any, timeout: Any, op: Any = None, root: int | None = None) -> Any:
     """The caller's options, or new ones where the call was made with plain arguments."""
-    if options is None:
+    if not hasattr(options, "asyncOp"):
         options = kind()
         if op is not None:
             options.reduceOp = getattr(dist.ReduceOp, op.name) if isinstance(op, RedOpType) else op
