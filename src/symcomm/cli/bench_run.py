@@ -86,12 +86,12 @@ class Rank:
 class Side:
     """The ranks of one library, alive for the whole run and asleep unless they have an order."""
 
-    def __init__(self, name: str, world: int, folder: Path, pinned: bool):
+    def __init__(self, name: str, world: int, folder: Path, pinned: bool, worker: str):
         self.name, self.world = name, world
         self.ranks: list[Rank] = []
         self.log = folder / f"{name}.log"
         address = str(folder / f"{name}.socket")
-        start = start_of(name, world, address, str(folder / f"{name}.store"), pinned)
+        start = start_of(name, world, address, str(folder / f"{name}.store"), pinned, worker)
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(address)
         self.listener.listen(world)
@@ -199,13 +199,15 @@ class Side:
 
 
 @contextlib.contextmanager
-def open_sides(names: Sequence[str], world: int, pinned: bool = True) -> Iterator[dict[str, Side]]:
-    """Start the ranks of every side; all of them are gone afterwards, whatever happened."""
+def open_sides(
+    names: Sequence[str], world: int, pinned: bool = True, worker: str = "symcomm.cli.bench_worker"
+) -> Iterator[dict[str, Side]]:
+    """Start the ranks of every side, running ``worker``; all of them are gone afterwards, whatever happened."""
     folder = Path(tempfile.mkdtemp(prefix="symcomm-bench-"))
     sides: dict[str, Side] = {}
     try:
         for name in names:
-            sides[name] = Side(name, world, folder, pinned)
+            sides[name] = Side(name, world, folder, pinned, worker)
         for side in sides.values():
             side.connect()
         yield sides
