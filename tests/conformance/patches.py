@@ -43,9 +43,12 @@ class Alias(str):
         return hash("gloo")  # so that `BACKEND in {"gloo", "nccl"}` looks in the right bucket
 
 
-def load_suite(mode: str, names: frozenset[str], ranks: int) -> Any:
+def load_suite(mode: str, names: frozenset[str], ranks: int, ddp: str = "") -> Any:
     """The module with PyTorch's tests, imported so that it takes us for the backends in ``names``."""
     from torch.testing._internal import common_distributed
+
+    if ddp:
+        replace_ddp(views=ddp == "views")
 
     if mode != "stock":
         from symcomm.backend.register import register
@@ -69,6 +72,28 @@ def load_suite(mode: str, names: frozenset[str], ranks: int) -> Any:
         os.environ["BACKEND"] = "mpi"
     _expect_profiler_events(suite, mode)
     return suite
+
+
+def replace_ddp(views: bool) -> None:
+    """Put our data-parallel layer where PyTorch's is. ``views`` says what gradients are unless a test says so."""
+    import torch
+    import torch.distributed as dist
+
+    import symcomm.c10d as ours
+    from symcomm.ddp import DistributedDataParallel
+
+    class Ours(DistributedDataParallel):
+        def __init__(self, module: Any, *args: Any, **kwargs: Any):
+            if len(args) < 10:  # else the test gives it by its place
+                kwargs.setdefault("gradient_as_bucket_view", views)
+            super().__init__(module, *args, **kwargs)
+
+    torch.nn.parallel.DistributedDataParallel = Ours  # type: ignore[misc,assignment]
+    for name in (
+        "Reducer", "Logger", "_broadcast_coalesced", "_compute_bucket_assignment_by_size", "_register_comm_hook",
+        "_register_builtin_comm_hook", "_verify_params_across_processes",
+    ):  # fmt: skip
+        setattr(dist, name, getattr(ours, name))
 
 
 def _expect_profiler_events(suite: Any, mode: str) -> None:
