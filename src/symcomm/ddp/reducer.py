@@ -434,7 +434,7 @@ class Reducer(Filler):
 
     def _set_static_graph(self) -> None:
         if self.iterations:
-            raise errors.CallerError("_set_static_graph() should be called before training loop starts.")
+            raise self._fault(errors.CallerError("_set_static_graph() should be called before training loop starts."))
         self.static_graph = True
 
     def _ddp_graph_static(self) -> bool:
