@@ -23,7 +23,8 @@ LAYERS = {
     "group": 4,
     "symm_mem": 5,
     "backend": 6,
-    "c10d": 7,
+    "ddp": 7,
+    "c10d": 8,
     "cli": 9,
     "__main__": 9,
 }
