@@ -54,7 +54,8 @@ class Figures:
     side: str
     parameters: int
     error: float  # how far its gradients are from those of one process with all batches, in units of their size
-    peak: int = 0  # bytes above what the process had before the model; the rank that needs most
+    peak: int = 0  # bytes above what the process had before the model, of the rank that needs most
+    share: int = 0  # bytes above, at the end: what ranks have in common is divided among them
     turns: list[float] = field(default_factory=list)
 
     def seconds(self, best: bool = False) -> float:
@@ -77,7 +78,8 @@ def _measure(plan: Plan, model: str, tick: Callable[[str], None]) -> list[Figure
                 tick(f"{model}, {SIDES[figures.side]}")
         for figures in found:
             answers = sides[figures.side].ask(what, {"do": "memory"})
-            figures.peak = max(answer["peak"] - answer["before"] for answer in answers)
+            figures.peak = max(answer["peak"] for answer in answers)
+            figures.share = max(answer["share"] for answer in answers)
     return found
 
 
@@ -130,7 +132,8 @@ def communication(found: Sequence[Figures], best: bool) -> dict[tuple[str, str],
 
 
 def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_table.Table:
-    head = ["model", "parameters", "side", "ms/step", "communication (ms)", "share", "gloo / this", "peak memory (MiB)"]
+    head = ["model", "parameters", "side", "ms/step", "communication (ms)", "share", "gloo / this"]
+    head += ["peak RSS (MiB)", "PSS (MiB)"]
     above = communication(found, best)
     rows = []
     for figures in found:
@@ -141,7 +144,7 @@ def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_
         else:
             ratio = above[figures.model, "gloo"] / mine if mine > 0 else None
             row += [f"{mine * 1e3:.1f}", f"{mine / seconds:.0%}", bench_table.times(ratio)]
-        rows.append([*row, f"{figures.peak / 2**20:.0f}"])
+        rows.append([*row, f"{figures.peak / 2**20:.0f}", f"{figures.share / 2**20:.0f}"])
     return f"data parallel training, {plan.ranks} ranks", head, rows
 
 
@@ -154,6 +157,7 @@ def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
             "model": f.model, "side": f.side, "parameters": f.parameters, "error": f.error,
             "step_ms": f.seconds() * 1e3, "fastest_step_ms": f.seconds(best=True) * 1e3,
             "turns_ms": [s * 1e3 for s in f.turns], "peak_mib": f.peak / 2**20,
+            "pss_mib": f.share / 2**20,
         }  # fmt: skip
         if f.side != "alone":
             row["communication_ms"] = above[f.model, f.side] * 1e3

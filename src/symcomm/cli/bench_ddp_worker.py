@@ -6,7 +6,7 @@ order      answer
 prepare    {"parameters": how many numbers the model has}
 check      {"losses": of the first steps, "gradients": samples, by parameter, "parameters": a checksum}
 time       {"seconds": [one step, ...]}
-memory     {"before": bytes the process had before the model, "peak": the most it had since}
+memory     {"peak": bytes it had at most, "share": bytes it has, where memory of k processes counts 1/k in each}
 =========  ======================================================================================================
 
 Sides: "alone" does not communicate at all; "gloo" and "symcomm" are torch's DistributedDataParallel on that backend;
@@ -144,6 +144,7 @@ class Training:
 
         warm_up(model)
         self.before = reset_peak()
+        self.share_before = memory("Pss:")
         self.side = side
         torch.manual_seed(0)
         module, make_inputs, make_wanted, self.loss = MODELS[model](scale)
@@ -204,6 +205,10 @@ class Training:
             seconds.append(time.perf_counter() - start)
         return seconds
 
+    def memory(self) -> dict[str, int]:
+        """What the model and its training need, above what the process had before."""
+        return {"peak": memory("VmHWM:") - self.before, "share": memory("Pss:") - self.share_before}
+
 
 def warm_up(model: str) -> None:
     """One step of a tiny model, so that torch's own code is in memory before the model's memory is counted."""
@@ -226,9 +231,9 @@ def describe(gradient: Any) -> dict[str, Any]:
 
 
 def memory(field: str) -> int:
-    """A figure of /proc/self/status, in bytes."""
-    with open("/proc/self/status") as status:
-        line = next(line for line in status if line.startswith(field))
+    """A figure that the kernel has about this process, in bytes."""
+    with open(f"/proc/self/{'smaps_rollup' if field == 'Pss:' else 'status'}") as figures:
+        line = next(line for line in figures if line.startswith(field))
     return int(line.split()[1]) << 10
 
 
@@ -237,7 +242,7 @@ def reset_peak() -> int:
     gc.collect()
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # else: the process's whole life
         file.write("5")
-    return memory("VmRSS")
+    return memory("VmRSS:")
 
 
 # --- the loop ----------------------------------------------------------------------------------------------------
@@ -260,7 +265,7 @@ def main() -> None:
         if order["do"] == "time":
             return {"seconds": current[0].time(order["steps"])}
         if order["do"] == "memory":
-            return {"before": current[0].before, "peak": memory("VmHWM")}
+            return current[0].memory()
         raise ValueError(f"unknown order {order['do']!r}")
 
     answer_orders(connection, side.rank, obey)

@@ -33,6 +33,8 @@ def decoder(width: int, layers: int, context: int, heads: int = 4) -> Any:
                 )
                 for _ in range(layers)
             )
+            for table in (self.characters, self.places):
+                nn.init.normal_(table.weight, std=0.02)  # small at first: what a block adds then counts, and is learned
             self.norm = nn.LayerNorm(width)
             self.head = nn.Linear(width, SYMBOLS)
             self.context = context
