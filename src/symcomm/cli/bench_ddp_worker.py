@@ -75,7 +75,8 @@ def conv(scale: int) -> tuple[Any, Callable[..., Any], Callable[..., Any], Calla
     channels = [3, *(width // scale for width in (32, 64, 128))]
     layers: list[Any] = []
     for before, after in itertools.pairwise(channels):
-        layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
+        convolve = nn.Conv2d(before, after, 3, padding=1, bias=False)  # batch norm would take a bias away again
+        layers += [convolve, nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
     layers += [nn.Flatten(), nn.Linear(channels[-1] * 16, 256 // scale), nn.ReLU(), nn.Linear(256 // scale, 10)]
 
     def pictures(draw: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 __all__ = ["SYMBOLS", "decoder", "own_source", "sample"]
 
 SYMBOLS = 128  # ASCII
+PREVIOUS = 2  # characters that each place is shown beside its own: half a minute is short to learn where to look
 
 
 def own_source() -> bytes:
@@ -26,6 +27,7 @@ def decoder(width: int, layers: int, context: int, heads: int = 4) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.characters = nn.Embedding(SYMBOLS, width)
+            self.previous = nn.ModuleList(nn.Embedding(SYMBOLS, width) for _ in range(PREVIOUS))
             self.places = nn.Embedding(context, width)
             self.blocks = nn.ModuleList(
                 nn.TransformerEncoderLayer(
@@ -33,8 +35,6 @@ def decoder(width: int, layers: int, context: int, heads: int = 4) -> Any:
                 )
                 for _ in range(layers)
             )
-            for table in (self.characters, self.places):
-                nn.init.normal_(table.weight, std=0.02)  # small at first: what a block adds then counts, and is learned
             self.norm = nn.LayerNorm(width)
             self.head = nn.Linear(width, SYMBOLS)
             self.context = context
@@ -44,6 +44,8 @@ def decoder(width: int, layers: int, context: int, heads: int = 4) -> Any:
         def forward(self, text: torch.Tensor) -> torch.Tensor:
             length = text.shape[1]
             hidden = self.characters(text) + self.places.weight[:length]
+            for back, table in enumerate(self.previous, 1):
+                hidden = hidden + table(nn.functional.pad(text, (back, 0))[:, :length])
             for block in self.blocks:
                 hidden = block(hidden, src_mask=self.future[:length, :length], is_causal=True)
             return self.head(self.norm(hidden))
