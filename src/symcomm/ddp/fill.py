@@ -207,9 +207,8 @@ class Filler:
         values = result.to_dense() if result.is_sparse else result
         param.grad = torch.sparse_coo_tensor(rows, values, param.shape)
 
-    @staticmethod
-    def _set_grad(param: Any, view: Any) -> None:
-        if param.dtype == view.dtype:
-            param.grad = view
-        elif param.grad is not None:
-            param.grad.data = view  # mixed precision: the parameter is in full precision again
+    def _set_grad(self, param: Any, view: Any) -> None:
+        """With mixed precision, PyTorch's hook puts other memory under the gradient: that must not be our view."""
+        if self._mixed_dtype is not None:
+            view = view.detach() if param.dtype == view.dtype else view.to(param.dtype)
+        param.grad = view

@@ -154,7 +154,7 @@ class Reducer(Filler):
                 bucket.allocate(self.process_group, self._mixed_dtype)
             self._places.update({index: (bucket, slot) for slot, index in enumerate(indices)})
             self.buckets.append(bucket)
-        if self.gradient_as_bucket_view:
+        if self.gradient_as_bucket_view and self._mixed_dtype is None:
             self._move_gradients()
 
     def _move_gradients(self) -> None:
@@ -237,7 +237,7 @@ class Reducer(Filler):
 
     def _search_unused(self, outputs: Sequence[Any]) -> None:
         self.unused = search_unused(outputs, self._accumulators)
-        if self.unused and dist.get_debug_level() is dist.DebugLevel.DETAIL:
+        if self.unused and dist.get_debug_level() == dist.DebugLevel.DETAIL:
             names = ", ".join(self._names.get(i, str(i)) for i in self.unused)
             log.info("rank %d: no output leads to %s", self.process_group.rank(), names)
         if self._graph_seems_static:
@@ -396,7 +396,7 @@ class Reducer(Filler):
         if not self._unfinished:
             return
         missing = [index for index in range(len(self.params)) if index not in self._ready]
-        quiet = dist.get_debug_level() is dist.DebugLevel.OFF
+        quiet = dist.get_debug_level() == dist.DebugLevel.OFF
         if not quiet:
             names = ", ".join(self._name(i) for i in missing)
             log.warning("rank %d: no gradient came for %s", self.process_group.rank(), names)
