@@ -80,9 +80,8 @@ def pretend_gpus() -> None:
             setattr(module, name, type(name, (_Stream,), {}))  # a type each: torch.compile tells them apart
     torch.cuda.current_device = lambda: 0
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,misc,return-value]
-    for name in ("current_stream", "default_stream"):
-        setattr(torch.cuda, name, _Stream)
-    torch.accelerator.current_stream = _Stream  # type: ignore[assignment]
+    torch.cuda.current_stream = lambda *_: _Stream()  # type: ignore[assignment,misc,return-value]
+    torch.accelerator.current_stream = lambda *_: _Stream()  # type: ignore[assignment,misc,return-value]
     parse = torch._C._nn._parse_to  # of Module.to(); nobody's mode is asked
     torch._C._nn._parse_to = lambda *args, **kwargs: parse(
         *[_on_cpu(a, numbers=True) for a in args], **{k: _on_cpu(v, k == "device") for k, v in kwargs.items()}
