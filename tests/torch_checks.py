@@ -632,13 +632,13 @@ def profiler_events(rank: int, path: str) -> None:
 # --- running ------------------------------------------------------------------------------------------------------
 
 
-def _on_rank(rank: int, names: list[str], folder: str, out: int) -> None:
+def _on_rank(rank: int, names: list[str], folder: str, out: int, checks: dict[str, Any]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     register()
     for name in names:
         try:
-            CHECKS[name](rank, f"{folder}/{name}")
+            checks[name](rank, f"{folder}/{name}")
             text = ""
         except BaseException:
             text = traceback.format_exc()
@@ -647,16 +647,16 @@ def _on_rank(rank: int, names: list[str], folder: str, out: int) -> None:
         os.write(out, (json.dumps({"check": name, "rank": rank, "text": text}) + "\n").encode())
 
 
-def main(names: list[str]) -> int:
+def main(names: list[str], checks: dict[str, Any] = CHECKS) -> int:
     """Forks the ranks of this process, which has imported torch once and done nothing else with it."""
-    chosen = names or list(CHECKS)
+    chosen = names or list(checks)
     children = []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(WORLD):
             child = os.fork()
             if child == 0:
                 try:
-                    _on_rank(rank, chosen, folder, 1)
+                    _on_rank(rank, chosen, folder, 1, checks)
                 finally:
                     os._exit(0)
             children.append(child)

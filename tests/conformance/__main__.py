@@ -73,6 +73,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.quick:
         quick = {f"test_{name}" for name in QUICK}
         names = [n for n in names if n in quick]
+    if options.pretend_gpus:
+        from tests.conformance.pretend import NEED_GPUS
+
+        names = [n for n in names if not re.search(NEED_GPUS, n)]
     if options.mode == "impersonate":
         names = [n for n in names if n not in ASKS_GLOO_ITSELF]
     if options.list:

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["pretend_gpus"]
+__all__ = ["NEED_GPUS", "pretend_gpus"]
+
+# What really needs one: SyncBatchNorm refuses the CPU, some ask the model where it is, one takes the CPU an hour.
+NEED_GPUS = "SyncBatchNorm|sync_bn|ddp_inference|ddp_logging_data_gpu|ddp_device|ddp_uneven_inputs$"
 
 CPU = torch.device("cpu")
 _TAKE_NUMBERS = {torch.Tensor.to, torch.Tensor.cuda}  # calls whose plain numbers may be devices
@@ -74,10 +77,13 @@ def pretend_gpus() -> None:
         setattr(torch.cuda, name, lambda *_, **__: None)
     for module, names in ((torch.cuda, ("Stream", "Event", "device")), (torch, ("Stream", "Event"))):
         for name in names:
-            setattr(module, name, _Stream)
+            setattr(module, name, type(name, (_Stream,), {}))  # a type each: torch.compile tells them apart
     torch.cuda.current_device = lambda: 0
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,misc,return-value]
-    for name in ("current_stream", "default_stream"):
-        setattr(torch.cuda, name, _Stream)
-    torch.accelerator.current_stream = _Stream  # type: ignore[assignment]
+    torch.cuda.current_stream = lambda *_: _Stream()  # type: ignore[assignment,misc,return-value]
+    torch.accelerator.current_stream = lambda *_: _Stream()  # type: ignore[assignment,misc,return-value]
+    parse = torch._C._nn._parse_to  # of Module.to(); nobody's mode is asked
+    torch._C._nn._parse_to = lambda *args, **kwargs: parse(
+        *[_on_cpu(a, numbers=True) for a in args], **{k: _on_cpu(v, k == "device") for k, v in kwargs.items()}
+    )
     _AllOnCpu().__enter__()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from symcomm.ddp.assign import compute_bucket_assignment_by_size
 from symcomm.ddp.bucket import allocate
+from symcomm.ddp.timeline import not_compiled
 
 __all__ = ["broadcast_coalesced"]
 
@@ -45,6 +46,7 @@ class _Pack:
             tensor.copy_(part.view(tensor.shape))
 
 
+@not_compiled
 def broadcast_coalesced(process_group: Any, tensors: Sequence[Any], buffer_size: int, src: int = 0) -> None:
     """Everybody's ``tensors`` become those of rank ``src`` of the group; they travel in packs of ``buffer_size``."""
     if not tensors:

@@ -114,7 +114,6 @@ class Filler:
         with torch.no_grad():
             if self._sparse_metadata is not None:
                 grad = self._on_known_rows(bucket, index, grad.coalesce())
-                param.grad = grad
             if divisor != 1:
                 grad.div_(divisor)
         bucket.buffer = grad
@@ -180,14 +179,7 @@ class Filler:
                 if not self._optimizer_in_backward:
                     self._set_grad(param, view)
             elif not is_alias(grad, view):
-                if self._mixed_dtype is None:
-                    raise self._fault(
-                        errors.CallerError(
-                            f"The gradient of {self._name(index)} is not the expected DDP bucket view; do not replace "
-                            "gradients during backward, or pass gradient_as_bucket_view=False."
-                        )
-                    )
-                grad.copy_(view)
+                grad.copy_(view)  # somebody put another gradient there: another reducer, or mixed precision
 
     def _copy_out(self, bucket: Bucket, result: Any) -> None:
         views = bucket.views if is_alias(result, bucket.buffer) else bucket.views_of(result.view(-1))
@@ -207,9 +199,8 @@ class Filler:
         values = result.to_dense() if result.is_sparse else result
         param.grad = torch.sparse_coo_tensor(rows, values, param.shape)
 
-    @staticmethod
-    def _set_grad(param: Any, view: Any) -> None:
-        if param.dtype == view.dtype:
-            param.grad = view
-        elif param.grad is not None:
-            param.grad.data = view  # mixed precision: the parameter is in full precision again
+    def _set_grad(self, param: Any, view: Any) -> None:
+        """With mixed precision, PyTorch's hook puts other memory under the gradient: that must not be our view."""
+        if self._mixed_dtype is not None:
+            view = view.detach() if param.dtype == view.dtype else view.to(param.dtype)
+        param.grad = view

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from symcomm.ddp.timeline import not_compiled
+
 __all__ = ["DDPLoggingData", "Logger"]
 
 # As PyTorch spells them here.
@@ -93,6 +95,7 @@ class Logger:
         if static_graph:
             self._set_static_graph()
 
+    @not_compiled
     def set_runtime_stats_and_log(self) -> None:
         """Called before each forward pass: facts about the iteration before."""
         reducer, strs, ints = self._reducer, self._data.strs_map, self._data.ints_map

@@ -28,7 +28,7 @@ from symcomm.ddp.assign import compute_bucket_assignment_by_size
 from symcomm.ddp.bucket import Bucket, GradBucket, is_alias
 from symcomm.ddp.comm_hook import CommHook
 from symcomm.ddp.fill import Filler
-from symcomm.ddp.timeline import ALWAYS_SAMPLED, Clock, IterationTimes, measure, now
+from symcomm.ddp.timeline import ALWAYS_SAMPLED, Clock, IterationTimes, measure, not_compiled, now
 from symcomm.ddp.unused import marked_twice, search_unused, unfinished
 
 __all__ = ["Reducer"]
@@ -154,7 +154,7 @@ class Reducer(Filler):
                 bucket.allocate(self.process_group, self._mixed_dtype)
             self._places.update({index: (bucket, slot) for slot, index in enumerate(indices)})
             self.buckets.append(bucket)
-        if self.gradient_as_bucket_view:
+        if self.gradient_as_bucket_view and self._mixed_dtype is None:
             self._move_gradients()
 
     def _move_gradients(self) -> None:
@@ -170,6 +170,7 @@ class Reducer(Filler):
     def _may_rebuild(self) -> bool:
         return (self.static_graph or not self.find_unused_parameters) and not self.has_rebuilt
 
+    @not_compiled
     def _rebuild_buckets(self) -> bool:
         """Once: buckets in the order in which gradients came, as rank 0 saw it. True when that was done now."""
         with self._lock:
@@ -214,10 +215,12 @@ class Reducer(Filler):
 
     # --- an iteration -----------------------------------------------------------------------------------------
 
+    @not_compiled
     def prepare_for_forward(self) -> None:
         self.iterations += 1
         self.clock.start()
 
+    @not_compiled
     def prepare_for_backward(self, outputs: Any) -> None:
         """``outputs``: tensors of the forward pass; what they do not lead to goes unused."""
         with self._lock:
@@ -237,7 +240,7 @@ class Reducer(Filler):
 
     def _search_unused(self, outputs: Sequence[Any]) -> None:
         self.unused = search_unused(outputs, self._accumulators)
-        if self.unused and dist.get_debug_level() is dist.DebugLevel.DETAIL:
+        if self.unused and dist.get_debug_level() == dist.DebugLevel.DETAIL:
             names = ", ".join(self._names.get(i, str(i)) for i in self.unused)
             log.info("rank %d: no output leads to %s", self.process_group.rank(), names)
         if self._graph_seems_static:
@@ -396,7 +399,7 @@ class Reducer(Filler):
         if not self._unfinished:
             return
         missing = [index for index in range(len(self.params)) if index not in self._ready]
-        quiet = dist.get_debug_level() is dist.DebugLevel.OFF
+        quiet = dist.get_debug_level() == dist.DebugLevel.OFF
         if not quiet:
             names = ", ".join(self._name(i) for i in missing)
             log.warning("rank %d: no gradient came for %s", self.process_group.rank(), names)
@@ -453,6 +456,7 @@ class Reducer(Filler):
         """The rows of sparse gradients that any rank has, by parameter name, for the next backward pass."""
         self._sparse_metadata = dict(metadata) or None
 
+    @not_compiled
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
         """Join mode: ``work`` sums up how many ranks take part in this iteration."""
         self._join = work, use_static_world_size

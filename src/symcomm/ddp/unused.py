@@ -18,6 +18,11 @@ REPORT_SECONDS = 1.0  # how long an error waits for the other ranks' side of the
 
 def search_unused(outputs: Iterable[Any], accumulators: Sequence[Any]) -> list[int]:
     """Indices of the accumulators that no output's graph leads to."""
+    with torch.autograd.profiler.record_function("torch.distributed.ddp.reducer::search_unused_parameters"):
+        return _unreached(outputs, accumulators)
+
+
+def _unreached(outputs: Iterable[Any], accumulators: Sequence[Any]) -> list[int]:
     seen: set[Any] = set()  # the nodes themselves: torch gives a node one Python object only while that is held
     queue = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn is not None]
     seen.update(queue)
@@ -89,34 +94,38 @@ def unfinished(
 ) -> errors.CallerError:
     """The error of a backward pass that left parameters without gradients."""
     told = _ask_around(process_group, f"unused/{iteration}", missing)
-    text = "Expected to have finished reduction in the prior iteration before starting a new one: no gradient came for "
-    text += _by_rank(told, process_group.size(), names) + ". "
+    whose = _by_rank(told, process_group.size(), names)
+    me = process_group.rank()
+    lists = f"\nParameter indices which did not receive grad for rank {me}: {' '.join(map(str, missing))}"
+    if quiet:
+        lists += (
+            "\nYou can set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL to log names too."
+        )
+    else:
+        lists = (
+            f"\nParameters which did not receive grad for rank {me}: {', '.join(names.get(i, str(i)) for i in missing)}"
+            + lists
+        )
+    text = "Expected to have finished reduction in the prior iteration before starting a new one. "
     if static_graph:
         text += (
-            "Your training graph has changed in this iteration: what was used in the first one went unused, which "
-            "static_graph=True does not allow; leave that out and pass find_unused_parameters=True."
+            "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
+            "in first iteration, but then got unused in the second iteration. this is not compatible with static_graph "
+            f"set to True.{lists}\nNo gradient came for {whose}; leave static_graph out and pass "
+            "find_unused_parameters=True."
         )
     elif find_unused:
         text += (
-            "Since `find_unused_parameters=True` is enabled, this likely means that some outputs were not used: fix it "
-            "by making sure all `forward` function outputs participate in calculating loss, and that `forward` returns "
-            "them in tuples, lists, dicts or dataclasses."
+            f"No gradient came for {whose}. Since `find_unused_parameters=True` is enabled, this likely means that not "
+            "all outputs were used: fix it by making sure all `forward` function outputs participate in calculating "
+            f"loss, and that `forward` returns them in tuples, lists, dicts or dataclasses.{lists}"
         )
     else:
         text += (
-            "Look for unused parameters by passing the keyword argument `find_unused_parameters=True` to "
-            "DistributedDataParallel (or static_graph=True, if it is the same ones in every iteration), or use them "
-            "all by making sure all `forward` function outputs participate in calculating loss."
-        )
-    me = process_group.rank()
-    if not quiet:
-        listed = ", ".join(names.get(i, str(i)) for i in missing)
-        text += f"\nParameters which did not receive grad for rank {me}: {listed}"
-    text += f"\nParameter indices which did not receive grad for rank {me}: {' '.join(map(str, missing))}"
-    if quiet:
-        text += (
-            "\nYou can set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL to have this "
-            "logged for every iteration that it happens in."
+            f"No gradient came for {whose}. Look for unused parameters by passing the keyword argument "
+            "`find_unused_parameters=True` to DistributedDataParallel (or static_graph=True, if it is the same ones in "
+            "every iteration), or use them all by making sure all `forward` function outputs participate in "
+            f"calculating loss.{lists}"
         )
     return errors.CallerError(text)
 
