@@ -203,9 +203,14 @@ def test_ddp_on_every_side():
 
 
 def fake_figures(plan: bench_ddp.Plan) -> list[bench_ddp.Figures]:
-    steps = {"alone": [0.050, 0.060, 0.055], "gloo": [0.12] * 3, "symcomm": [0.068] * 3, "ours": [0.054, 0.065, 0.062]}
-    turns = {name: seconds[: plan.rounds] for name, seconds in steps.items()}
-    return [bench_ddp.Figures("linear", name, 12_600_000, 1e-7, 100 << 20, 50 << 20, turns[name]) for name in steps]
+    """Three rounds; in the second everything is slow."""
+    turns = {
+        "alone": [0.050, 0.160, 0.055],
+        "gloo": [0.120, 0.22, 0.12],
+        "symcomm": [0.068] * 3,
+        "ours": [0.054, 0.167, 0.062],
+    }
+    return [bench_ddp.Figures("linear", name, 12_600_000, 1e-7, 100 << 20, 50 << 20, turns[name]) for name in turns]
 
 
 def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -219,15 +224,17 @@ def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     path = tmp_path / "ddp.json"
     code, output = cli("ddp", "--ranks", "4", "--quick", "--markdown", "--json", str(path))
     assert code == 0, output
-    assert asked == [bench_ddp.Plan(ranks=4, rounds=3, steps=bench.QUICK_STEPS)]
+    assert asked == [bench_ddp.Plan(4, *bench.QUICK_TURNS)]
     assert "| linear | 12.60 M | no DDP | 55.0 | - | - | - | 100 | 50 |" in output
     assert "| linear | 12.60 M | torch DDP, gloo | 120.0 | 65.0 | 54% | 1.00x | 100 | 50 |" in output
     assert "| linear | 12.60 M | symcomm DDP | 62.0 | 7.0 | 11% | 9.29x | 100 | 50 |" in output
     rows = {row["side"]: row for row in json.loads(path.read_text())["rows"]}
     assert rows["ours"]["communication_ms"] == pytest.approx(7) and "communication_ms" not in rows["alone"]
     assert rows["ours"]["fastest_communication_ms"] == pytest.approx(4)
-    _, fastest = cli("ddp", "--best")
+    _, fastest = cli("ddp", "--best", "--rounds", "7", "-n", "5")
+    assert asked[1] == bench_ddp.Plan(2, 7, 5)
     assert re.search(r"54\.0 +4\.0 +7%", fastest), fastest
+    assert "--rounds must be 1 or more" in refused("ddp", "--rounds", "0")
     assert "2 or more for ddp" in refused("ddp", "--ranks", "1")
 
 

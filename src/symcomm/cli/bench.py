@@ -40,7 +40,7 @@ NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
 OPS = ("sum", "prod", "min", "max", "avg")
 QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
-QUICK_STEPS = 4  # of training, in each turn
+QUICK_TURNS = (4, 2)  # of training: how many, and the steps of each
 QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
 BAD_USAGE, FAILED = 2, 1
 
@@ -214,18 +214,19 @@ def bench_store(json_file: Path | None, quick: bool) -> None:
 
 
 def bench_ddp(
-    ranks: int, rounds: int, iters: int, *, quick: bool, markdown: bool, best: bool, json_file: Path | None
+    ranks: int, rounds: int | None, iters: int, *, quick: bool, markdown: bool, best: bool, json_file: Path | None
 ) -> None:
     _check_numbers(ranks, 0, iters, 0, rounds, "ddp")
     if importlib.util.find_spec("torch") is None:
         raise errors.ResourceError("symcomm bench: ddp needs torch; run `pip install 'symcomm[torch]'`.")
     ddp = importlib.import_module("symcomm.cli.bench_ddp")
-    plan = ddp.Plan(ranks, rounds, iters or (QUICK_STEPS if quick else ddp.Plan.steps))
+    usual = ddp.Plan(ranks, *QUICK_TURNS) if quick else ddp.Plan(ranks)
+    plan = ddp.Plan(ranks, rounds or usual.rounds, iters or usual.steps)
     with progress(plan.turns) as tick:
         found = ddp.run_ddp_bench(plan, tick)
     word = bench_table.as_markdown if markdown else bench_table.as_text
     facts = bench_table.machine()
-    what = "fastest turn" if best else f"median of {rounds} turns of {plan.steps} steps"
+    what = "fastest turn" if best else f"median of {plan.rounds} turns of {plan.steps} steps"
     print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} when done; {what}\n")
     print(word(ddp.as_table(found, plan, best)))
     print(f"# gradients are at most {max(f.error for f in found):.1g} of their size from those of one process")
@@ -272,7 +273,12 @@ def bench(
     warmup: Annotated[int, typer.Option("-w", "--warmup", metavar="N", help="Calls before timing.")] = 5,
     check: Annotated[int, typer.Option("-c", "--check", metavar="0|1", help="Check values before timing.")] = 1,
     ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="Ranks on each side.")] = 2,
-    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Turns that the sides take.")] = 3,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            "--rounds", metavar="N", help="Turns that the sides take. [default: 3; ddp: 10]", show_default=False
+        ),
+    ] = None,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Only tensors in symmetric memory.")] = False,
     ordinary: Annotated[bool, typer.Option("--ordinary", help="Only ordinary tensors.")] = False,
     against: Annotated[
@@ -313,13 +319,15 @@ def bench(
             what = What(collective, NCCL_DTYPES.get(dtype, dtype), op, root)
             sizes = pick_sizes(minbytes, maxbytes, factor, step, quick)
             pace = QUICK if quick else Effort()
-            effort = Effort(rounds, pace.repetitions, pace.seconds, iters, warmup, check != 0)
+            effort = Effort(
+                pace.rounds if rounds is None else rounds, pace.repetitions, pace.seconds, iters, warmup, check != 0
+            )
             kinds = [kind for kind in OURS if ordinary == symmetric or ordinary == (kind == "ordinary")]
             question = make_question(what, sizes, ranks, kinds, against, effort, pin=pin, one_place=quick)
             answer(question, summary=quick, markdown=markdown, best=best, json_file=json_file, plot_file=plot_file)
 
 
-def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int, collective: str) -> None:
+def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:
     call = "symcomm bench"
     lowest = 2 if collective in ("p2p", "all", "ddp") else 1
     if ranks < lowest:
@@ -327,5 +335,5 @@ def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int, 
     if not 0 <= root < ranks:
         raise errors.bad_argument(call, "--root", root, f"a rank, 0 to {ranks - 1}")
     for option, value, least in (("--iters", iters, 0), ("--warmup", warmup, 0), ("--rounds", rounds, 1)):
-        if value < least:
+        if value is not None and value < least:
             raise errors.bad_argument(call, option, value, f"{least} or more")

@@ -36,8 +36,8 @@ class Plan:
     """What to measure: ``rounds`` turns of every side, each of ``steps``."""
 
     ranks: int = 2
-    rounds: int = 3
-    steps: int = 10
+    rounds: int = 10  # many and short: others' load comes and goes
+    steps: int = 4
     models: Sequence[str] = tuple(MODELS)
     scale: int = 1  # divides the models' width: for tests
 
@@ -71,8 +71,8 @@ def _measure(plan: Plan, model: str, tick: Callable[[str], None]) -> list[Figure
     what = f"training {model}"
     with open_sides(list(SIDES), plan.ranks, pinned=False, worker=WORKER) as sides:
         found = _check(sides, model, plan, what)
-        for _ in range(plan.rounds):
-            for figures in found:
+        for number in range(plan.rounds):
+            for figures in found[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
                 answers = sides[figures.side].ask(what, {"do": "time", "steps": plan.steps})
                 figures.turns.append(max(statistics.median(answer["seconds"]) for answer in answers))
                 tick(f"{model}, {SIDES[figures.side]}")
@@ -126,9 +126,16 @@ def disagreement(reference: list[dict[str, Any]], answers: list[dict[str, Any]])
 
 
 def communication(found: Sequence[Figures], best: bool) -> dict[tuple[str, str], float]:
-    """(model, side) -> seconds of a step above the floor."""
-    floor = {f.model: f.seconds(best) for f in found if f.side == "alone"}
-    return {(f.model, f.side): f.seconds(best) - floor[f.model] for f in found if f.side != "alone"}
+    """(model, side) -> seconds of a step above the floor: the median of what it was in each round."""
+    floors = {f.model: f for f in found if f.side == "alone"}
+    above = {}
+    for figures in found:
+        floor = floors[figures.model]
+        differences = [turn - low for turn, low in zip(figures.turns, floor.turns, strict=True)]
+        if figures is not floor:
+            fastest = figures.seconds(best) - floor.seconds(best)
+            above[figures.model, figures.side] = fastest if best else statistics.median(differences)
+    return above
 
 
 def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_table.Table:
