@@ -84,8 +84,7 @@ def power_sgd_works(rank: int, path: str) -> None:
         return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
 
     with joined(rank, path):
-        for hook in (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook):
-            same_as_torch(rank, setup=lambda net, hook=hook: net.register_comm_hook(state(), hook), steps=6)
+        same_as_torch(rank, setup=lambda net: net.register_comm_hook(state(), powerSGD_hook.powerSGD_hook), steps=6)
         # With several buckets, PyTorch's would start the next one's collectives in between the callbacks' ones.
         net = train(
             DistributedDataParallel, rank, steps=6, bucket_cap_mb=0.0001,
@@ -243,11 +242,13 @@ def a_second_backward_is_refused(rank: int, path: str) -> None:
     with joined(rank, path):
         net = DistributedDataParallel(Net())
 
+        @torch.enable_grad()
+        def use_last_again(_: Any) -> None:
+            net.module.last(torch.ones(7)).sum().backward()
+
         def again_inside() -> None:
             loss = net(batch(rank, 0)).sum()
-            net.module.first.weight.register_post_accumulate_grad_hook(
-                lambda _: torch.autograd.backward(net.module.last(torch.ones(7)).sum())
-            )
+            net.module.first.weight.register_post_accumulate_grad_hook(use_last_again)
             loss.backward()
 
         refused(again_inside, "mark a variable ready only once", "index 7 with name last.weight", "second one ran")

@@ -335,8 +335,8 @@ class Reducer(Filler):
         self.clock.inside += now() - bucket.launched
 
     def _keep_order(self, position: int) -> None:
-        """A hook may go on in callbacks, with more collectives. On the CPU these run in other threads: whose come first,
-        theirs or the next bucket's, must not depend on who is faster, since it has to be the same on all ranks."""
+        """A hook may go on in callbacks, with more collectives. On the CPU these run in other threads: which come
+        first, theirs or the next bucket's, must be the same on all ranks, and so not depend on who is faster."""
         before = next((b for b in reversed(self.buckets[:position]) if b.future is not None), None)
         if before is not None and before.buffer.is_cpu and not before.future.done():
             before.future.wait()
