@@ -42,9 +42,12 @@ _MOMENTS = {
 class DDPLoggingData:
     """Words and numbers by key."""
 
+    strs_map: dict[str, str]
+    ints_map: dict[str, int]
+
     def __init__(self) -> None:
-        self.strs_map: dict[str, str] = {}
-        self.ints_map: dict[str, int] = {}
+        self.strs_map = {}
+        self.ints_map = {}
 
 
 def _listed(items: Iterable[Any]) -> str:
