@@ -21,10 +21,8 @@ _DTYPE_NAMES = {
     torch.complex64: "c10::complex<float>",
     torch.complex128: "c10::complex<double>",
 }
-_ENVIRONMENT = (
-    "MASTER_PORT", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT",
-    "TORCH_DISTRIBUTED_DEBUG",
-)  # fmt: skip
+_ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
+_ENVIRONMENT_OF_GLOO = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
 # key -> (events between which it lies)
 _DURATIONS = {
     "forward_compute_time": ("forward_start", "backward_start"),
@@ -44,9 +42,12 @@ _MOMENTS = {
 class DDPLoggingData:
     """Words and numbers by key."""
 
+    strs_map: dict[str, str]
+    ints_map: dict[str, int]
+
     def __init__(self) -> None:
-        self.strs_map: dict[str, str] = {}
-        self.ints_map: dict[str, int] = {}
+        self.strs_map = {}
+        self.ints_map = {}
 
 
 def _listed(items: Iterable[Any]) -> str:
@@ -78,7 +79,8 @@ class Logger:
         strs["dtypes"] = _listed(dict.fromkeys(_DTYPE_NAMES.get(p.dtype, str(p.dtype)[6:]) for p in params))
         strs["backend_name"] = group.name()
         strs["bucket_sizes"] = _listed(bucket.nbytes for bucket in reducer.buckets)
-        for name in _ENVIRONMENT:
+        is_gloo = group.name() == "gloo"
+        for name in _ENVIRONMENT + _ENVIRONMENT_OF_GLOO * is_gloo:
             strs[name.lower()] = os.environ.get(name) or "N/A"
         ints["output_device"] = int(output_device)
         ints["broadcast_buffers"] = int(broadcast_buffers)
@@ -92,6 +94,8 @@ class Logger:
         ints["bucket_cap_bytes"] = reducer.bucket_bytes_cap
         ints["find_unused_parameters"] = int(reducer.find_unused_parameters)
         ints["gradient_as_bucket_view"] = int(reducer.gradient_as_bucket_view)
+        if is_gloo and hasattr(options := group._get_backend(params[0].device).options, "_threads"):
+            ints["gloo_num_threads"] = options._threads
         if static_graph:
             self._set_static_graph()
 

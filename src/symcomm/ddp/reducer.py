@@ -329,11 +329,21 @@ class Reducer(Filler):
         if self._hook is None and not bucket.sparse:
             bucket.work = self.process_group.allreduce([bucket.buffer])
         else:
-            bucket.future = self._run_comm_hook(self._grad_bucket(self.buckets.index(bucket), bucket.buffer))
+            position = self.buckets.index(bucket)
+            self._keep_order(position)
+            bucket.future = self._run_comm_hook(self._grad_bucket(position, bucket.buffer))
         self.clock.inside += now() - bucket.launched
+
+    def _keep_order(self, position: int) -> None:
+        """A hook may go on in callbacks, with more collectives. On the CPU these run in other threads: which come
+        first, theirs or the next bucket's, must be the same on all ranks, and so not depend on who is faster."""
+        before = next((b for b in reversed(self.buckets[:position]) if b.future is not None), None)
+        if before is not None and before.buffer.is_cpu and not before.future.done():
+            before.future.wait()
 
     def _reduce_used(self) -> None:
         """On how many ranks was each parameter used? Join mode matches this call, so it must be a plain sum."""
+        self._keep_order(len(self.buckets))
         self._used_anywhere.copy_(self._used)
         self._used_work = self.process_group.allreduce([self._used_anywhere])
 
