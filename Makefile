@@ -26,8 +26,9 @@ $(BUILT): $(STAMP) setup.py $(C_SRC)
 	@SYMCOMM_WERROR=1 $(BIN)/python setup.py -q build_ext --inplace
 	@touch $@
 
-demo: $(BUILT) ## several ranks at work on this machine, explained as they go
-	@$(BIN)/symcomm demo
+demo: $(BUILT) ## a language model trained on two ranks, beside Gloo, and what failures say (two minutes)
+	@mkdir -p build
+	@$(BIN)/symcomm demo --picture build/demo.png
 
 test: $(BUILT) lint ## lint, types and all tests (about ten minutes on 2 cores)
 	$(BIN)/python -m pytest -q

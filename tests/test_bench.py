@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from symcomm import errors
-from symcomm.cli import bench, bench_peers, bench_run, bench_table, bench_worker
+from symcomm.cli import bench, bench_ddp, bench_ddp_worker, bench_peers, bench_run, bench_table, bench_worker
 from symcomm.cli.bench_run import Case, Effort, Result, measure, open_sides
 
 TINY = ["-n", "3", "-w", "1", "--rounds", "1"]
@@ -185,6 +186,75 @@ def test_the_store_has_its_own_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert json.loads(path.read_text()) == {"options": ["calls", "connect"]}
 
 
+# --- data parallel training --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ddp_on_every_side():
+    """A tiny model with buffers on real ranks; three, where the order of additions matters."""
+    ticks: list[str] = []
+    plan = bench_ddp.Plan(ranks=3, rounds=2, steps=1, models=("conv",), scale=16)
+    found = bench_ddp.run_ddp_bench(plan, ticks.append)
+    assert [(f.model, f.side) for f in found] == [("conv", side) for side in bench_ddp.SIDES]
+    assert len(ticks) == plan.turns == sum(len(f.turns) for f in found)
+    assert all(min(f.turns) > 0 and 0 <= f.error < bench_ddp.TOLERANCE and f.peak >= 0 for f in found)
+    convolutions, norms, heads = 9 * (3 * 2 + 2 * 4 + 4 * 8), 2 * (2 + 4 + 8), (128 + 1) * 16 + (16 + 1) * 10
+    assert {f.parameters for f in found} == {convolutions + norms + heads}
+
+
+def fake_figures(plan: bench_ddp.Plan) -> list[bench_ddp.Figures]:
+    """Three rounds; in the second everything is slow."""
+    turns = {
+        "alone": [0.050, 0.160, 0.055],
+        "gloo": [0.120, 0.22, 0.12],
+        "symcomm": [0.068] * 3,
+        "ours": [0.054, 0.167, 0.062],
+    }
+    return [bench_ddp.Figures("linear", name, 12_600_000, 1e-7, 100 << 20, 50 << 20, turns[name]) for name in turns]
+
+
+def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked = []
+
+    def stand_in(plan: bench_ddp.Plan, tick: object) -> list[bench_ddp.Figures]:
+        asked.append(plan)
+        return fake_figures(plan)
+
+    monkeypatch.setattr(bench_ddp, "run_ddp_bench", stand_in)
+    path = tmp_path / "ddp.json"
+    code, output = cli("ddp", "--ranks", "4", "--quick", "--markdown", "--json", str(path))
+    assert code == 0, output
+    assert asked == [bench_ddp.Plan(4, *bench.QUICK_TURNS)]
+    assert "| linear | 12.60 M | no DDP | 55.0 | - | - | - | 100 | 50 |" in output
+    assert "| linear | 12.60 M | torch DDP, gloo | 120.0 | 65.0 | 54% | 1.00x | 100 | 50 |" in output
+    assert "| linear | 12.60 M | symcomm DDP | 62.0 | 7.0 | 11% | 9.29x | 100 | 50 |" in output
+    rows = {row["side"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["ours"]["communication_ms"] == pytest.approx(7) and "communication_ms" not in rows["alone"]
+    assert rows["ours"]["fastest_communication_ms"] == pytest.approx(4)
+    _, fastest = cli("ddp", "--best", "--rounds", "7", "-n", "5")
+    assert asked[1] == bench_ddp.Plan(2, 7, 5)
+    assert re.search(r"54\.0 +4\.0 +7%", fastest), fastest
+    assert "--rounds must be 1 or more" in refused("ddp", "--rounds", "0")
+    assert "2 or more for ddp" in refused("ddp", "--ranks", "1")
+
+
+@pytest.mark.parametrize("model", sorted(bench_ddp_worker.MODELS))
+def test_ranks_that_do_not_communicate_are_noticed(model: str):
+    """The check can fail: each rank on its own batches does not learn what one process with all of them does."""
+
+    def check(rank: int, communicates: bool) -> dict:
+        side = bench_ddp_worker.Side(rank, 2, communicates, lambda module: module, lambda: None)
+        return bench_ddp_worker.Training(side, model, 16).check(2)
+
+    reference = [check(rank, communicates=False) for rank in range(2)]
+    deaf = [check(rank, communicates=True) for rank in range(2)]
+    assert bench_ddp.disagreement(reference, reference) == 0
+    assert bench_ddp.disagreement(reference, deaf) == float("inf")
+    for answer in deaf:  # even if the parameters were the same on all ranks
+        answer["parameters"] = 0
+    assert bench_ddp.disagreement(reference, deaf) > 10 * bench_ddp.TOLERANCE
+
+
 # --- trouble -----------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +266,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert "one of int8, uint8" in refused("-d", "float7")
     assert "one of sum, prod" in refused("-o", "median")
     assert "a rank, 0 to 1" in refused("-r", "2")
+    assert "store, ddp" in refused("all_the_things")
     assert "2 or more for p2p" in refused("p2p", "--ranks", "1")
     assert "some of gloo, mpich, openmpi" in refused("--against", "nccl")
     assert ".png or .svg" in refused("--plot", "figure.doc")

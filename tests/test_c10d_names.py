@@ -12,19 +12,8 @@ import pytest
 pytest.importorskip("torch")
 from tests.c10d_compare import ours, theirs
 
-DATA_PARALLEL = "comes with the data-parallel layer, which is above this one"
 OBSERVE = "comes with the observing layer, which serves it"
 LATER = {
-    "BuiltinCommHookType": DATA_PARALLEL,
-    "DDPLoggingData": DATA_PARALLEL,
-    "GradBucket": DATA_PARALLEL,
-    "Logger": DATA_PARALLEL,
-    "Reducer": DATA_PARALLEL,
-    "_broadcast_coalesced": DATA_PARALLEL,
-    "_compute_bucket_assignment_by_size": DATA_PARALLEL,
-    "_register_builtin_comm_hook": DATA_PARALLEL,
-    "_register_comm_hook": DATA_PARALLEL,
-    "_verify_params_across_processes": DATA_PARALLEL,
     "_Request": OBSERVE,
     "_Response": OBSERVE,
     "_WorkerServer": OBSERVE,

@@ -28,6 +28,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mode", choices=MODES, default="alias", help="stock: plain Gloo, to measure the baseline")
     parser.add_argument("--as", dest="names", default="", help="gloo, or gloo+mpi (default with 3 ranks and more)")
+    parser.add_argument(
+        "--ddp",
+        choices=("", "copies", "views"),
+        default="",
+        help="our data-parallel layer; what gradients are by default",
+    )
+    parser.add_argument("--pretend-gpus", action="store_true", help="run tests that ask for GPUs too, on the CPU")
     parser.add_argument("-k", dest="pattern", default="", help="only tests whose name this matches")
     parser.add_argument("--quick", action="store_true", help=f"only {len(QUICK)} tests, one of each kind")
     parser.add_argument("--start", choices=("fork", "spawn"), default="fork")
@@ -59,12 +66,17 @@ def report(options: argparse.Namespace, results: list[Result], seconds: float) -
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    suite = load_suite(options.mode, frozenset(options.names.split("+")), options.ranks)
+    names_taken = frozenset(options.names.split("+"))
+    suite = load_suite(options.mode, names_taken, options.ranks, options.ddp, options.pretend_gpus)
     cases = make_cases(suite, options.start)
     names = [n for n in unittest.TestLoader().getTestCaseNames(cases) if re.search(options.pattern, n)]
     if options.quick:
         quick = {f"test_{name}" for name in QUICK}
         names = [n for n in names if n in quick]
+    if options.pretend_gpus:
+        from tests.conformance.pretend import NEED_GPUS
+
+        names = [n for n in names if not re.search(NEED_GPUS, n)]
     if options.mode == "impersonate":
         names = [n for n in names if n not in ASKS_GLOO_ITSELF]
     if options.list:

@@ -43,9 +43,16 @@ class Alias(str):
         return hash("gloo")  # so that `BACKEND in {"gloo", "nccl"}` looks in the right bucket
 
 
-def load_suite(mode: str, names: frozenset[str], ranks: int) -> Any:
+def load_suite(mode: str, names: frozenset[str], ranks: int, ddp: str = "", pretend: bool = False) -> Any:
     """The module with PyTorch's tests, imported so that it takes us for the backends in ``names``."""
     from torch.testing._internal import common_distributed
+
+    if pretend:
+        from tests.conformance.pretend import pretend_gpus
+
+        pretend_gpus()
+    if ddp:
+        replace_ddp(views=ddp == "views")
 
     if mode != "stock":
         from symcomm.backend.register import register
@@ -69,6 +76,33 @@ def load_suite(mode: str, names: frozenset[str], ranks: int) -> Any:
         os.environ["BACKEND"] = "mpi"
     _expect_profiler_events(suite, mode)
     return suite
+
+
+def replace_ddp(views: bool) -> None:
+    """Put our data-parallel layer where PyTorch's is. ``views`` says what gradients are unless a test says so."""
+    import torch
+    import torch.distributed as dist
+
+    import symcomm.c10d as ours
+    from symcomm.ddp import DistributedDataParallel
+
+    class OurDDP(DistributedDataParallel):
+        def __init__(self, module: Any, *args: Any, **kwargs: Any):
+            if len(args) < 10:  # else the test gives it by its place
+                kwargs.setdefault("gradient_as_bucket_view", views)
+            if next(module.parameters(), torch.empty(0)).is_cpu and kwargs.get("device_ids"):
+                kwargs.pop("device_ids")  # of pretended GPUs
+                kwargs.pop("output_device", None)
+            super().__init__(module, *args, **kwargs)
+
+    OurDDP.__qualname__ = "OurDDP"  # where pickle finds it
+    globals()["OurDDP"] = OurDDP
+    torch.nn.parallel.DistributedDataParallel = OurDDP  # type: ignore[misc,assignment]
+    for name in (
+        "Reducer", "Logger", "_broadcast_coalesced", "_compute_bucket_assignment_by_size", "_register_comm_hook",
+        "_register_builtin_comm_hook", "_verify_params_across_processes",
+    ):  # fmt: skip
+        setattr(dist, name, getattr(ours, name))
 
 
 def _expect_profiler_events(suite: Any, mode: str) -> None:

@@ -13,6 +13,8 @@ symmetric.py  _SymmetricMemory, _detect_dma_connectivity
 registry.py   groups by name, works by tensor
 words.py      refusals of wrong types
 
+Reducer, Logger, GradBucket and their kin are those of symcomm.ddp.
+
 PyTorch's own engines (ProcessGroupGloo, ProcessGroupNCCL, ...) are here where PyTorch has them.
 """
 
@@ -68,6 +70,15 @@ from symcomm.c10d.stores import (
 from symcomm.c10d.symmetric import _detect_dma_connectivity, _DMAConnectivity, _SymmetricMemory
 from symcomm.c10d.works import FakeWork, PythonCallbackWork, Work, WorkInfo, _create_work_from_future
 from symcomm.c10d.wrapper import _ProcessGroupWrapper
+from symcomm.ddp.assign import compute_bucket_assignment_by_size as _compute_bucket_assignment_by_size
+from symcomm.ddp.broadcast import broadcast_coalesced as _broadcast_coalesced
+from symcomm.ddp.bucket import GradBucket
+from symcomm.ddp.comm_hook import BuiltinCommHookType
+from symcomm.ddp.comm_hook import register_builtin_comm_hook as _register_builtin_comm_hook
+from symcomm.ddp.comm_hook import register_comm_hook as _register_comm_hook
+from symcomm.ddp.logger import DDPLoggingData, Logger
+from symcomm.ddp.reducer import Reducer
+from symcomm.ddp.verify import verify_params_across_processes as _verify_params_across_processes
 
 _DEFAULT_FIRST_BUCKET_BYTES = 1024 * 1024
 _DEFAULT_NO_TIMEOUT = timedelta(0)
@@ -122,6 +133,16 @@ __all__ = [
     "get_debug_level",
     "set_debug_level",
     "set_debug_level_from_env",
+    "BuiltinCommHookType",
+    "DDPLoggingData",
+    "GradBucket",
+    "Logger",
+    "Reducer",
+    "_broadcast_coalesced",
+    "_compute_bucket_assignment_by_size",
+    "_register_builtin_comm_hook",
+    "_register_comm_hook",
+    "_verify_params_across_processes",
     *_engines,
     *_shared,
 ]

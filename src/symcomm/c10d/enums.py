@@ -1,19 +1,14 @@
-"""The enumerations of the binding, and the debug level.
-
-Members compare by kind and number, also with PyTorch's member of the same name, and never with a plain number; they
-hash, convert to int and index lists like the numbers they stand for.
-"""
+"""The enumerations of the binding, and the debug level."""
 
 from __future__ import annotations
 
-import enum
 import os
 from typing import Any
 
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
-from symcomm.c10d.words import wrong_type
+from symcomm.backend.kinds import Numbered, wrong_type
 
 __all__ = [
     "BackendType",
@@ -27,31 +22,7 @@ __all__ = [
 ]
 
 
-class _Numbered(enum.Enum):
-    @classmethod
-    def _missing_(cls, value: object) -> Any:
-        if not isinstance(value, int):
-            raise wrong_type(cls.__name__, "value", value, f"a number of {cls.__name__}")
-        return None
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is type(self):
-            return self is other
-        theirs = type(other)
-        if theirs.__name__ == type(self).__name__ and theirs.__module__.startswith("torch."):
-            return self.value == getattr(other, "value", None)
-        return False
-
-    def __hash__(self) -> int:
-        return self.value
-
-    def __int__(self) -> int:
-        return self.value
-
-    __index__ = __int__
-
-
-class DebugLevel(_Numbered):
+class DebugLevel(Numbered):
     """How much checking and logging ``TORCH_DISTRIBUTED_DEBUG`` asks for."""
 
     OFF = 0
@@ -59,7 +30,7 @@ class DebugLevel(_Numbered):
     DETAIL = 2
 
 
-class ErrorType(_Numbered):
+class ErrorType(Numbered):
     """What ended a group."""
 
     SUCCESS = 0
@@ -68,7 +39,7 @@ class ErrorType(_Numbered):
     REMOTE_ERROR = 3
 
 
-class WorkResult(_Numbered):
+class WorkResult(Numbered):
     """How one operation ended; the value of ``Work.get_future_result()``."""
 
     SUCCESS = 0
@@ -77,7 +48,7 @@ class WorkResult(_Numbered):
     UNKNOWN = 100
 
 
-class OpType(_Numbered):
+class OpType(Numbered):
     """What an operation is."""
 
     BROADCAST = 0
@@ -103,7 +74,7 @@ class OpType(_Numbered):
     UNKNOWN = 100
 
 
-class BackendType(_Numbered):
+class BackendType(Numbered):
     """Kinds of backends; ``ProcessGroup.BackendType``. This one also equals its number."""
 
     UNDEFINED = 0
@@ -117,7 +88,7 @@ class BackendType(_Numbered):
     def __eq__(self, other: object) -> bool:
         return self.value == other if isinstance(other, int) else super().__eq__(other)
 
-    __hash__ = _Numbered.__hash__
+    __hash__ = Numbered.__hash__
 
 
 # --- the debug level: PyTorch's variable, so that both sides always agree ------------------------------------------

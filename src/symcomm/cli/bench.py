@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
     "p2p",
 )  # fmt: skip
+OTHERS = ("store", "ddp")  # what else can be measured, each in a file of its own
 # Which forms a collective has: in place, out of place. The first one is what a summary shows.
 PLACES = {
     "all_reduce": (True, False), "reduce": (True, False), "broadcast": (True,), "all_gather": (False, True),
@@ -38,6 +40,7 @@ NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
 OPS = ("sum", "prod", "min", "max", "avg")
 QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
+QUICK_TURNS = (4, 2)  # of training: how many, and the steps of each
 QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
 BAD_USAGE, FAILED = 2, 1
 
@@ -87,6 +90,16 @@ def make_cases(
     return [Case(collective, n * item * pieces, n, dtype, op, root, place) for n in counts for place in places]
 
 
+@dataclass(frozen=True)
+class What:
+    """One collective, or all of them, on elements of one type."""
+
+    collective: str
+    dtype: str
+    op: str
+    root: int
+
+
 @dataclass
 class Question:
     """What was asked, checked."""
@@ -102,6 +115,25 @@ class Question:
     @property
     def series(self) -> list[str]:
         return [*self.kinds, *self.peers]
+
+
+def pick_sizes(minbytes: str, maxbytes: str, factor: int, step: str, quick: bool) -> list[int]:
+    low, high = parse_size("--minbytes", minbytes), parse_size("--maxbytes", maxbytes)
+    sizes = sizes_between(low, high, factor, parse_size("--stepbytes", step) if step else 0)
+    return [size for size in QUICK_SIZES if low <= size <= high] if quick else sizes
+
+
+def make_question(
+    what: What, sizes: list[int], world: int, kinds: list[str], against: str, effort: Effort, *, pin: bool,
+    one_place: bool,
+) -> Question:  # fmt: skip
+    check_choice("WHAT", what.collective, [*COLLECTIVES, "all", *OTHERS])
+    check_choice("--datatype", what.dtype, DTYPES)
+    check_choice("--op", what.op, OPS)
+    names = list(COLLECTIVES) if what.collective == "all" else [what.collective]
+    cases = [case for n in names for case in make_cases(n, sizes, world, what.dtype, what.op, what.root, one_place)]
+    pinned = pin and world <= len(os.sched_getaffinity(0))
+    return Question(names, cases, world, kinds, parse_peers(against), effort, pinned)
 
 
 # --- running -----------------------------------------------------------------------------------------------------
@@ -156,6 +188,21 @@ def show(question: Question, results: list[Result], *, summary: bool, markdown: 
         print(f"# ratios: their time / our time; {bench_table.MISSED} marks what is below {goals}")
 
 
+def answer(
+    question: Question, *, summary: bool, markdown: bool, best: bool, json_file: Path | None, plot_file: Path | None
+) -> None:
+    """Measure, print, write."""
+    if plot_file:
+        bench_table.check_plot(plot_file)
+    results = run(question)
+    show(question, results, summary=summary, markdown=markdown, best=best)
+    if json_file:
+        found = bench_table.to_json(results, question.world, question.pinned)
+        json_file.write_text(json.dumps(found, indent=1) + "\n")
+    if plot_file:
+        bench_table.plot(results, question.series, question.world, plot_file, best)
+
+
 def bench_store(json_file: Path | None, quick: bool) -> None:
     try:
         store = importlib.import_module("symcomm.cli.bench_store")
@@ -166,13 +213,49 @@ def bench_store(json_file: Path | None, quick: bool) -> None:
         json_file.write_text(json.dumps(found, indent=1) + "\n")
 
 
+def bench_ddp(
+    ranks: int, rounds: int | None, iters: int, *, quick: bool, markdown: bool, best: bool, json_file: Path | None
+) -> None:
+    _check_numbers(ranks, 0, iters, 0, rounds, "ddp")
+    if importlib.util.find_spec("torch") is None:
+        raise errors.ResourceError("symcomm bench: ddp needs torch; run `pip install 'symcomm[torch]'`.")
+    ddp = importlib.import_module("symcomm.cli.bench_ddp")
+    usual = ddp.Plan(ranks, *QUICK_TURNS) if quick else ddp.Plan(ranks)
+    plan = ddp.Plan(ranks, rounds or usual.rounds, iters or usual.steps)
+    with progress(plan.turns) as tick:
+        found = ddp.run_ddp_bench(plan, tick)
+    word = bench_table.as_markdown if markdown else bench_table.as_text
+    facts = bench_table.machine()
+    what = "fastest turn" if best else f"median of {plan.rounds} turns of {plan.steps} steps"
+    print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} when done; {what}\n")
+    print(word(ddp.as_table(found, plan, best)))
+    print(f"# gradients are at most {max(f.error for f in found):.1g} of their size from those of one process")
+    if json_file:
+        json_file.write_text(json.dumps(ddp.to_json(found, plan), indent=1) + "\n")
+
+
 # --- the command -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def refusals_in_words() -> Iterator[None]:
+    """An error of ours is one line on stderr and an exit code."""
+    try:
+        yield
+    except errors.SymcommError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(BAD_USAGE if isinstance(error, errors.BadArgumentError) else FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
 
 
 @app.command(name="bench")
 def bench(
     collective: Annotated[
-        str, typer.Argument(metavar="WHAT", help=f"One of {', '.join(COLLECTIVES)}, all, store.", show_default=True)
+        str,
+        typer.Argument(
+            metavar="WHAT", help=f"One of {', '.join(COLLECTIVES)}, all, {', '.join(OTHERS)}.", show_default=True
+        ),
     ] = "all_reduce",
     minbytes: Annotated[str, typer.Option("-b", "--minbytes", metavar="SIZE", help="Smallest size.")] = "8",
     maxbytes: Annotated[str, typer.Option("-e", "--maxbytes", metavar="SIZE", help="Largest size.")] = "64M",
@@ -190,7 +273,12 @@ def bench(
     warmup: Annotated[int, typer.Option("-w", "--warmup", metavar="N", help="Calls before timing.")] = 5,
     check: Annotated[int, typer.Option("-c", "--check", metavar="0|1", help="Check values before timing.")] = 1,
     ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="Ranks on each side.")] = 2,
-    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Turns that the sides take.")] = 3,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            "--rounds", metavar="N", help="Turns that the sides take. [default: 3; ddp: 10]", show_default=False
+        ),
+    ] = None,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Only tensors in symmetric memory.")] = False,
     ordinary: Annotated[bool, typer.Option("--ordinary", help="Only ordinary tensors.")] = False,
     against: Annotated[
@@ -210,62 +298,42 @@ def bench(
     ] = None,
     setup: Annotated[bool, typer.Option("--setup-peers", help="Install the MPIs to measure against.")] = False,
 ) -> None:
-    """Measure this machine: collectives, messages, the store; ours alone or beside Gloo and MPI.
+    """Measure this machine: collectives, messages, the store, data parallel training; ours alone or beside others.
 
     \b
     Examples:
       symcomm bench all_reduce -b 8 -e 64M -f 4
       symcomm bench all --quick --against gloo,mpich,openmpi --json new.json
       symcomm bench p2p --plot p2p.svg
+      symcomm bench ddp
     """
-    try:
+    with refusals_in_words():
         if setup:
             setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
-            return
-        if collective == "store":
+        elif collective == "store":
             bench_store(json_file, quick)
-            return
-        names = list(COLLECTIVES) if collective == "all" else [collective]
-        check_choice("WHAT", collective, [*COLLECTIVES, "all", "store"])
-        name = check_choice("--datatype", NCCL_DTYPES.get(dtype, dtype), DTYPES)
-        check_choice("--op", op, OPS)
-        _check_numbers(ranks, root, iters, warmup, rounds, collective)
-        low, high = parse_size("--minbytes", minbytes), parse_size("--maxbytes", maxbytes)
-        sizes = sizes_between(low, high, factor, parse_size("--stepbytes", step) if step else 0)
-        if quick:
-            sizes = [size for size in QUICK_SIZES if low <= size <= high]
-        effort = QUICK if quick else Effort()
-        question = Question(
-            names,
-            [case for n in names for case in make_cases(n, sizes, ranks, name, op, root, one_place=quick)],
-            ranks,
-            [kind for kind in OURS if {"ordinary": ordinary, "symmetric": symmetric}[kind] or ordinary == symmetric],
-            parse_peers(against),
-            Effort(rounds, effort.repetitions, effort.seconds, iters, warmup, check != 0),
-            pin and ranks <= len(os.sched_getaffinity(0)),
-        )
-        if plot_file:
-            bench_table.check_plot(plot_file)
-        results = run(question)
-        show(question, results, summary=quick, markdown=markdown, best=best)
-        if json_file:
-            json_file.write_text(json.dumps(bench_table.to_json(results, ranks, question.pinned), indent=1) + "\n")
-        if plot_file:
-            bench_table.plot(results, question.series, ranks, plot_file, best)
-    except errors.SymcommError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(BAD_USAGE if isinstance(error, errors.BadArgumentError) else FAILED) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        elif collective == "ddp":
+            bench_ddp(ranks, rounds, iters, quick=quick, markdown=markdown, best=best, json_file=json_file)
+        else:
+            _check_numbers(ranks, root, iters, warmup, rounds, collective)
+            what = What(collective, NCCL_DTYPES.get(dtype, dtype), op, root)
+            sizes = pick_sizes(minbytes, maxbytes, factor, step, quick)
+            pace = QUICK if quick else Effort()
+            effort = Effort(
+                pace.rounds if rounds is None else rounds, pace.repetitions, pace.seconds, iters, warmup, check != 0
+            )
+            kinds = [kind for kind in OURS if ordinary == symmetric or ordinary == (kind == "ordinary")]
+            question = make_question(what, sizes, ranks, kinds, against, effort, pin=pin, one_place=quick)
+            answer(question, summary=quick, markdown=markdown, best=best, json_file=json_file, plot_file=plot_file)
 
 
-def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int, collective: str) -> None:
+def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:
     call = "symcomm bench"
-    lowest = 2 if collective in ("p2p", "all") else 1
+    lowest = 2 if collective in ("p2p", "all", "ddp") else 1
     if ranks < lowest:
         raise errors.bad_argument(call, "--ranks", ranks, f"{lowest} or more for {collective}")
     if not 0 <= root < ranks:
         raise errors.bad_argument(call, "--root", root, f"a rank, 0 to {ranks - 1}")
     for option, value, least in (("--iters", iters, 0), ("--warmup", warmup, 0), ("--rounds", rounds, 1)):
-        if value < least:
+        if value is not None and value < least:
             raise errors.bad_argument(call, option, value, f"{least} or more")

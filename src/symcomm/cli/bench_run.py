@@ -30,6 +30,7 @@ from symcomm.errors import words_for_exit
 __all__ = ["OURS", "Case", "Effort", "Result", "measure", "open_sides"]
 
 OURS = ("ordinary", "symmetric")  # series of our own side; every other series is a side of that name
+WORKER = "symcomm.cli.bench_worker"
 START_DEADLINE = 60.0
 ORDER_DEADLINE = 120.0  # for one order, on top of what the work itself is expected to take
 
@@ -86,12 +87,12 @@ class Rank:
 class Side:
     """The ranks of one library, alive for the whole run and asleep unless they have an order."""
 
-    def __init__(self, name: str, world: int, folder: Path, pinned: bool):
-        self.name, self.world = name, world
+    def __init__(self, name: str, world: int, folder: Path, pinned: bool, worker: str, call: str):
+        self.name, self.world, self.call = name, world, call
         self.ranks: list[Rank] = []
         self.log = folder / f"{name}.log"
         address = str(folder / f"{name}.socket")
-        start = start_of(name, world, address, str(folder / f"{name}.store"), pinned)
+        start = start_of(name, world, address, str(folder / f"{name}.store"), pinned, worker)
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(address)
         self.listener.listen(world)
@@ -124,7 +125,7 @@ class Side:
         if gone:
             raise self._lost(f"a process {words_for_exit(gone[0])} while starting")
         if time.monotonic() > end:
-            raise errors.deadline(f"symcomm bench: starting {self.world} ranks of {self.name}", START_DEADLINE)
+            raise errors.deadline(f"{self.call}: starting {self.world} ranks of {self.name}", START_DEADLINE)
 
     def ask(self, what: str, order: dict[str, Any], seconds: float = 0.0) -> list[dict[str, Any]]:
         """Give every rank the order; their answers, in rank order. ``what`` is for errors."""
@@ -135,7 +136,7 @@ class Side:
         answers = self._answers(what, ORDER_DEADLINE + 5 * seconds)
         for rank, answer in zip(self.ranks, answers, strict=True):
             if "error" in answer:
-                raise errors.SymcommError(f"symcomm bench: {self.name} rank {rank.number}, {what}: {answer['error']}")
+                raise errors.SymcommError(f"{self.call}: {self.name} rank {rank.number}, {what}: {answer['error']}")
         return answers
 
     def _answers(self, what: str, seconds: float) -> list[dict[str, Any]]:
@@ -148,7 +149,7 @@ class Side:
                 ready = selector.select(max(0.0, end - time.monotonic()))
                 if not ready:
                     missing = [rank.number for i, rank in enumerate(self.ranks) if i not in got]
-                    raise errors.deadline(f"symcomm bench: {self.name}, {what}", seconds, missing=missing)
+                    raise errors.deadline(f"{self.call}: {self.name}, {what}", seconds, missing=missing)
                 for key, _ in ready:
                     answer = self._read_line(self.ranks[key.data], what)
                     if answer is not None:
@@ -182,7 +183,7 @@ class Side:
     def _lost(self, what: str) -> errors.RankFailedError:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         words = f" Its last line was: {lines[-1]}" if lines else ""
-        return errors.RankFailedError(f"symcomm bench: {self.name}: {what}.{words}")
+        return errors.RankFailedError(f"{self.call}: {self.name}: {what}.{words}")
 
     def close(self) -> None:
         """End every process of the side. Ranks end when their connection does; what is left after that is killed."""
@@ -199,13 +200,17 @@ class Side:
 
 
 @contextlib.contextmanager
-def open_sides(names: Sequence[str], world: int, pinned: bool = True) -> Iterator[dict[str, Side]]:
-    """Start the ranks of every side; all of them are gone afterwards, whatever happened."""
+def open_sides(
+    names: Sequence[str], world: int, pinned: bool = True, worker: str = WORKER, call: str = "symcomm bench"
+) -> Iterator[dict[str, Side]]:
+    """Start the ranks of every side, running the module ``worker``; all are gone afterwards, whatever happened.
+
+    ``call`` is who failed, in the words of an error."""
     folder = Path(tempfile.mkdtemp(prefix="symcomm-bench-"))
     sides: dict[str, Side] = {}
     try:
         for name in names:
-            sides[name] = Side(name, world, folder, pinned)
+            sides[name] = Side(name, world, folder, pinned, worker, call)
         for side in sides.values():
             side.connect()
         yield sides

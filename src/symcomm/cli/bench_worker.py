@@ -422,6 +422,21 @@ def pin(rank: int, world: int) -> None:
         os.sched_setaffinity(0, {cores[rank]})
 
 
+def answer_orders(connection: socket.socket, rank: int, obey: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Say who we are, then do as told until the controller hangs up."""
+    with connection, connection.makefile("rw") as stream:
+        stream.write(json.dumps({"rank": rank, "pid": os.getpid()}) + "\n")
+        stream.flush()
+        for line in stream:
+            try:
+                answer = obey(json.loads(line))
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            stream.write(json.dumps(answer) + "\n")
+            stream.flush()
+    os._exit(0)  # peers may be gone already: nothing to finalize together
+
+
 def main() -> None:
     address, name, rank, world, store, pinned = sys.argv[1:7]
     connection = socket.socket(socket.AF_UNIX)
@@ -432,17 +447,7 @@ def main() -> None:
         pin(side.rank, side.world)
     gc.disable()
     cases: dict[int, Bench] = {}
-    with connection, connection.makefile("rw") as stream:
-        stream.write(json.dumps({"rank": side.rank, "pid": os.getpid()}) + "\n")
-        stream.flush()
-        for line in stream:
-            try:
-                answer = obey(side, cases, json.loads(line))
-            except Exception as error:
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            stream.write(json.dumps(answer) + "\n")
-            stream.flush()
-    os._exit(0)  # peers may be gone already: nothing to finalize together
+    answer_orders(connection, side.rank, functools.partial(obey, side, cases))
 
 
 if __name__ == "__main__":

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
-from symcomm.errors import SymcommError
+from symcomm.cli.bench_run import open_sides
+from symcomm.cli.demo_plot import draw_picture, smooth, text_plot
+from symcomm.errors import BadArgumentError, SymcommError, bad_argument
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 console = Console(highlight=False)
 RANKS = 4
+STEPS = 700  # about half a minute on each backend, on two slow cores
+COLORS = {"symcomm": "green", "gloo": "yellow"}
+TURN = 10  # steps that a backend makes before it is the other's turn
 
 
 # --- what the ranks do (each function runs on every rank) ----------------------------------------------------------
@@ -75,52 +81,64 @@ def show_collective() -> None:
     console.print(table)
 
 
-def train(backend: str, progress: Progress) -> dict:
-    """Run the training job on two ranks and draw its progress; returns the last line it printed."""
-    task = progress.add_task(f"{backend:8}", total=None, note="starting")
-    command = [
-        sys.executable,
-        "-m",
-        "symcomm",
-        "run",
-        "-n",
-        "2",
-        "--no-prefix",
-        "-m",
-        "symcomm.cli.demo_train",
-        backend,
-    ]
-    last: dict = {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
-        for line in job.stdout:
-            last = json.loads(line)
-            note = f"loss {last['loss']:.2f}   {last['examples'] / last['seconds']:.0f} examples/s"
-            progress.update(task, total=60, completed=last["step"], note=note)
-    if job.returncode or not last:
-        raise typer.Exit(job.returncode or 1)
-    return last
-
-
-def show_training() -> None:
-    console.rule("[bold]2. A data-parallel training, on Symcomm and on Gloo")
+def show_training(steps: int, picture: Path) -> None:
+    console.rule("[bold]2. Train a language model on two ranks, on Symcomm and on Gloo")
     console.print(
-        "A small language model with torch's DistributedDataParallel on 2 ranks; only the backend's name differs."
+        "A small transformer learns this package's own source, character by character: Symcomm with its own\n"
+        "DistributedDataParallel, Gloo with torch's, from the same seeds, on the same text. They take turns, so that\n"
+        "whatever else this machine does slows both alike. Starting two ranks of each ...\n"
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        results = {backend: train(backend, progress) for backend in ("symcomm", "gloo")}
-    table = Table("backend", "time per step", "of it communication", "examples/s", "last loss")
-    for backend, last in results.items():
-        step = last["seconds"] / last["step"]
-        share = max(0.0, step - last["alone"])
+    runs: dict[str, list[dict[str, Any]]] = {backend: [] for backend in COLORS}
+    with open_sides(list(COLORS), 2, pinned=False, worker="symcomm.cli.demo_train", call="symcomm demo") as sides:
+        with Live(console=console, auto_refresh=False) as live:
+            for begin in range(0, steps, TURN):
+                order = {"do": "train", "count": min(TURN, steps - begin), "steps": steps}
+                for backend, side in sides.items():
+                    runs[backend] += side.ask("training", order)[0]["lines"]
+                    live.update(training_view(runs, steps), refresh=True)
+        sample = sides["symcomm"].ask("writing", {"do": "sample"})[0]["sample"]
+    say_differences(runs)
+    console.print("\nWhat the model writes now, after `def `:")
+    console.print(Padding(Text(sample.rstrip(), style="dim"), (0, 2)))
+    if draw_picture(runs, picture):
+        console.print(f"\nBoth curves: {picture}\n")
+    else:
+        console.print("\nNo picture, since matplotlib is not installed: `pip install 'symcomm[plot]'`.\n", markup=False)
+
+
+def training_view(runs: dict[str, list[dict[str, Any]]], steps: int) -> Group:
+    """A line for each backend, and below them the losses over time."""
+    table = Table(box=None, pad_edge=False)
+    for head in ("backend", "", "steps", "loss", "tokens/s", "communication", "left"):
+        table.add_column(head, justify="left" if head in ("backend", "") else "right")
+    curves = {}
+    for backend, lines in runs.items():
+        bar = ProgressBar(total=steps, completed=len(lines), width=24)
+        name = f"[{COLORS[backend]}]{backend}[/]"
+        if not lines:
+            table.add_row(name, bar, f"0/{steps}")
+            continue
+        last, losses = lines[-1], smooth([line["loss"] for line in lines])
+        left = last["seconds"] / last["step"] * (steps - last["step"])
         table.add_row(
-            backend, f"{step * 1000:.1f} ms", f"{share * 1000:.1f} ms", f"{last['examples'] / last['seconds']:.0f}",
-            f"{last['loss']:.4f}",
+            name, bar, f"{last['step']}/{steps}", f"{losses[-1]:.3f}", f"{last['tokens'] / last['seconds']:.0f}",
+            f"{last['share']:.1%}", f"{left:.0f} s" if left else "done",
         )  # fmt: skip
-    console.print(table)
-    ratio = (results["gloo"]["seconds"]) / results["symcomm"]["seconds"]
-    console.print(f"The same losses, in {ratio:.1f}x less time.\n" if ratio > 1 else "")
+        curves[backend] = [(line["seconds"], loss) for line, loss in zip(lines, losses, strict=True)]
+    plot = Text("\n").join(
+        Text.assemble(*((text, COLORS.get(name, "dim")) for text, name in line)) for line in text_plot(curves)
+    )
+    return Group(table, Text(), plot)
+
+
+def say_differences(runs: dict[str, list[dict[str, Any]]]) -> None:
+    ours, theirs = runs.values()
+    apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True))
+    same = "the same, bit for bit" if apart == 0 else f"at most {apart:.1g} apart"
+    ratio = theirs[-1]["seconds"] / ours[-1]["seconds"]
+    faster, slower = list(runs) if ratio >= 1 else list(runs)[::-1]
+    longer = f"{slower} took {max(ratio, 1 / ratio):.2f} times as long as {faster}"
+    console.print(f"\nThe losses of all {len(ours)} steps are {same}; {longer}.")
 
 
 def show_failures() -> None:
@@ -154,15 +172,36 @@ def _tell(group: Any, folder: str) -> None:
 
 
 @app.command()
-def demo() -> None:
-    """Several ranks at work on this machine, explained as they go. Takes about a minute.
+def demo(
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Steps of training on each backend.")] = STEPS,
+    picture: Annotated[
+        Path, typer.Option("--picture", metavar="FILE", help="Where to draw both losses: .png or .svg.")
+    ] = Path("symcomm-demo.png"),
+) -> None:
+    """Several ranks at work on this machine, explained as they go. Takes about two minutes.
 
     \b
-    Example:
+    Examples:
       symcomm demo
+      symcomm demo --steps 100 --picture losses.svg
     """
-    console.print("[bold]Symcomm[/bold]: PyTorch's communication layer on symmetric memory.\n")
-    show_collective()
-    show_training()
-    show_failures()
-    console.print("\nNext: `symcomm run -n 2 your_script.py`, `symcomm bench --help`, docs/.")
+    try:
+        check_options(steps, picture)
+        console.print("[bold]Symcomm[/bold]: PyTorch's communication layer on symmetric memory.\n")
+        show_collective()
+        show_training(steps, picture)
+        show_failures()
+        console.print("\nNext: `symcomm run -n 2 your_script.py`, `symcomm bench --help`, docs/.")
+    except SymcommError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2 if isinstance(error, BadArgumentError) else 1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def check_options(steps: int, picture: Path) -> None:
+    if steps < 1:
+        raise bad_argument("symcomm demo", "--steps", steps, "1 or more")
+    if picture.suffix not in (".png", ".svg") or not picture.absolute().parent.is_dir():
+        allowed = "a file that ends in .png or .svg, in a folder that exists"
+        raise bad_argument("symcomm demo", "--picture", str(picture), allowed)

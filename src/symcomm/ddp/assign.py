@@ -1,0 +1,85 @@
+"""Which parameters share a bucket.
+
+Parameters are taken in the order given. Those of one dtype and device are collected until they reach the size limit;
+the first limit holds for the first bucket, the second for the second, the last for all that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from symcomm import errors
+
+__all__ = ["compute_bucket_assignment_by_size"]
+
+NO_LIMIT = 0  # what a bucket of a sparse gradient reports: it holds that one gradient, whatever its size
+
+
+class _Open:
+    """The bucket being filled for one dtype and device."""
+
+    def __init__(self, limits: Sequence[int]):
+        self._limits: Iterator[int] = iter(limits)
+        self.limit = next(self._limits)
+        self.indices: list[int] = []
+        self.nbytes = 0
+
+    def close(self) -> tuple[list[int], int]:
+        full = self.indices, self.limit
+        self.indices, self.nbytes, self.limit = [], 0, next(self._limits, self.limit)
+        return full
+
+
+def compute_bucket_assignment_by_size(
+    tensors: Sequence[Any],
+    bucket_size: Sequence[int],
+    expect_sparse_gradient: Sequence[bool] = (),
+    tensor_indices: Sequence[int] = (),
+    logger: Any = None,
+) -> tuple[list[list[int]], list[int]]:
+    """(indices of the tensors in each bucket, size limit of each bucket).
+
+    With ``tensor_indices`` the tensors come in the order in which their gradients arrive, and buckets keep that order;
+    without, buckets are sorted by the smallest index in them.
+    """
+    _check(tensors, bucket_size, expect_sparse_gradient, tensor_indices, logger)
+    done: list[tuple[list[int], int]] = []
+    being_filled: dict[Any, _Open] = {}
+    for place, tensor in enumerate(tensors):
+        index = tensor_indices[place] if tensor_indices else place
+        if expect_sparse_gradient and expect_sparse_gradient[index]:
+            done.append(([index], NO_LIMIT))
+            continue
+        key = tensor.dtype, tensor.device
+        bucket = being_filled.get(key) or being_filled.setdefault(key, _Open(bucket_size))
+        bucket.indices.append(index)
+        bucket.nbytes += tensor.numel() * tensor.element_size()
+        if bucket.nbytes >= bucket.limit:
+            done.append(bucket.close())
+    done += [bucket.close() for bucket in being_filled.values() if bucket.indices]
+    if not tensor_indices:
+        done.sort(key=lambda bucket: min(bucket[0]))
+    return [indices for indices, _ in done], [limit for _, limit in done]
+
+
+def _check(
+    tensors: Sequence[Any], limits: Sequence[int], sparse: Sequence[bool], order: Sequence[int], log: Any
+) -> None:
+    call = "_compute_bucket_assignment_by_size"
+    error = None
+    if not tensors:
+        error = errors.bad_argument(call, "tensors", tensors, "at least one tensor")
+    elif not limits:
+        error = errors.bad_argument(call, "bucket_size", limits, "at least one size in bytes")
+    elif sparse and len(sparse) != len(tensors):
+        allowed = f"one bool for each of {len(tensors)} tensors"
+        error = errors.bad_argument(call, "expect_sparse_gradient", list(sparse), allowed)
+    elif order and len(order) != len(tensors):
+        error = errors.bad_argument(call, "tensor_indices", list(order), f"{len(tensors)} numbers, one for each tensor")
+    elif any(tensor.is_sparse for tensor in tensors):
+        error = errors.bad_argument(call, "tensors", "a sparse tensor", "dense: No support for sparse tensors")
+    if error is not None:
+        if log is not None:
+            log.set_error_and_log(str(error))
+        raise error

@@ -1,0 +1,156 @@
+"""DistributedDataParallel: PyTorch's, with our reducer inside.
+
+Everything a user sees (no_sync, join, static graph, mixed precision, hooks, ignored parameters, pickling) is
+PyTorch's own class; what talks to other ranks is replaced by what is in this package.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from symcomm.ddp.assign import compute_bucket_assignment_by_size
+from symcomm.ddp.broadcast import broadcast_coalesced
+from symcomm.ddp.bucket import GradBucket
+from symcomm.ddp.comm_hook import CommHook, register_builtin_comm_hook, register_comm_hook
+from symcomm.ddp.logger import Logger
+from symcomm.ddp.reducer import FIRST_BUCKET_BYTES, Reducer
+from symcomm.ddp.verify import verify_params
+
+__all__ = ["DistributedDataParallel"]
+
+_SIGNATURE = inspect.signature(TorchDDP.__init__)
+# Arguments that older versions of PyTorch do not know; ours works without their help.
+_NEWER: dict[str, Any] = {
+    "skip_all_reduce_unused_params": False,
+    "bucket_cap_mb_list": None,
+    "batched_grad_copy": False,
+    "forward_sync_buffers": None,
+}
+_MIB = 1 << 20
+
+
+class DistributedDataParallel(TorchDDP):
+    """Takes every argument of PyTorch's class (those of its newest version, whichever is installed).
+
+    One default differs: ``gradient_as_bucket_view=True``, since gradients that stay in their buckets save one copy of
+    the model's size in time and memory. Pass False for gradients in memory of their own.
+    """
+
+    def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any):
+        newer = {
+            name: kwargs.pop(name, default) for name, default in _NEWER.items() if name not in _SIGNATURE.parameters
+        }
+        given = _SIGNATURE.bind(self, module, *args, **kwargs).arguments
+        given.pop("self")
+        given.setdefault("gradient_as_bucket_view", True)
+        sync_buffers = kwargs.get("forward_sync_buffers", newer.get("forward_sync_buffers"))
+        if newer.pop("forward_sync_buffers", None) is not None:
+            given["broadcast_buffers"] = sync_buffers
+        if (caps := newer.pop("bucket_cap_mb_list", None)) is not None:
+            newer["bucket_bytes_cap_list"] = [int(cap * _MIB) for cap in caps]
+            given["bucket_cap_mb"] = max(caps)
+        self.__dict__.update(newer)
+        # PyTorch's constructor would verify and broadcast by itself; ours does it when it is asked for parameters.
+        if given.pop("init_sync", True):
+            broadcast = given.get("broadcast_buffers")
+            self.__dict__["_first_sync"] = True if sync_buffers is not None or broadcast is None else bool(broadcast)
+        super().__init__(**given, init_sync=False)
+
+    # --- construction -----------------------------------------------------------------------------------------
+
+    def _build_params_for_reducer(self) -> tuple[list[Any], list[bool]]:
+        parameters, expect_sparse = super()._build_params_for_reducer()
+        buffers_too = self.__dict__.pop("_first_sync", None)
+        if buffers_too is not None:
+            names = self._build_debug_param_to_name_mapping(parameters)
+            verify_params(self.process_group, parameters, names)
+            self._sync_states(0, buffers_too)
+        return parameters, expect_sparse
+
+    def _sync_states(self, source: int, buffers_too: bool) -> None:
+        """Everybody's parameters become those of rank ``source``."""
+        ignored = self.parameters_to_ignore
+        states = [p.detach() for name, p in self.module.named_parameters() if name not in ignored]
+        if buffers_too:
+            states += [b.detach() for name, b in self.module.named_buffers() if name not in ignored]
+        broadcast_coalesced(self.process_group, states, self.broadcast_bucket_size, source)
+
+    def _bucket_limits(self, static_graph: bool) -> tuple[list[int], list[int], int]:
+        """(limits of the buckets to start with, limits to rebuild with, limit of the first bucket then)."""
+        caps = list(self.__dict__.get("bucket_bytes_cap_list", ()))
+        first = FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
+        if caps:
+            return caps, caps, self.bucket_bytes_cap
+        if static_graph or not self.find_unused_parameters:
+            # Parameters are not yet in the order in which their gradients come: one bucket, until that is known.
+            return [sys.maxsize], [], first
+        return ([first, self.bucket_bytes_cap] if first < self.bucket_bytes_cap else [first]), [], first
+
+    def _ddp_init_helper(
+        self, parameters: list[Any], expect_sparse_gradient: list[bool], param_to_name_mapping: Any, static_graph: bool
+    ) -> None:
+        """PyTorch calls this to build the reducer and the logger."""
+        limits, limits_later, first = self._bucket_limits(static_graph)
+        indices, sizes = compute_bucket_assignment_by_size(parameters, limits, expect_sparse_gradient)
+        if self.mixed_precision is not None:
+            for i, parameter in enumerate(parameters):
+                parameter._idx = i
+        self.reducer: Any = Reducer(
+            parameters,
+            indices[::-1],  # gradients come about in the reverse order of definition
+            sizes[::-1],
+            self.process_group,
+            expect_sparse_gradient,
+            self.bucket_bytes_cap,
+            self.find_unused_parameters,
+            self.gradient_as_bucket_view,
+            param_to_name_mapping,
+            first,
+            getattr(self, "skip_all_reduce_unused_params", False),
+            self._use_python_reducer,
+            limits_later,
+            getattr(self, "batched_grad_copy", False),
+        )
+        self.logger: Any = Logger(self.reducer)
+        self.reducer.set_logger(self.logger)
+        self.logger.set_construction_data_and_log(
+            type(self.module).__name__,
+            self.device_ids or [],
+            -1 if self.output_device is None else self.output_device,
+            self.broadcast_buffers,
+            any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules()),
+            static_graph,
+        )
+        self._passing_sync_batchnorm_handle(self.module)
+
+    # --- talking to other ranks -------------------------------------------------------------------------------
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[Any], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        broadcast_coalesced(self.process_group, tensors, buffer_size, authoritative_rank)
+
+    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
+        """Hooks for PyTorch's class pass, and so do those annotated with our GradBucket."""
+        bucket = inspect.signature(hook).parameters.get("bucket") if callable(hook) else None
+        if bucket is not None and bucket.annotation in (GradBucket, "GradBucket"):
+            return
+        super()._check_comm_hook(hook)
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Let ``hook(state, bucket) -> Future[Tensor]`` reduce buckets, before the first backward pass."""
+        if not isinstance(hook, CommHook):
+            self._check_comm_hook(hook)
+        self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
+        self._comm_hooks.append((hook, state))
+        register_comm_hook(self.reducer, state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self.logger._set_comm_hook_name(str(comm_hook_type))
+        register_builtin_comm_hook(self.reducer, comm_hook_type)

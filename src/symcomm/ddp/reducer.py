@@ -1,0 +1,529 @@
+"""Reducer: averages gradients over ranks while backward is still computing others.
+
+The life of an iteration:
+
+1. ``prepare_for_forward``, ``_rebuild_buckets`` (once, after the first backward), ``prepare_for_backward``
+2. autograd calls ``_autograd_hook(index)`` for each parameter whose gradient is there: it goes into its bucket
+3. a full bucket is reduced, in the order of buckets, which is the same on all ranks
+4. after the last one, autograd's final callback waits for all buckets and hands gradients back: ``_finalize``
+
+With a static graph the first backward only counts gradients; ``_delay_all_reduce`` then reduces everything at its end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from symcomm import errors
+from symcomm.ddp.assign import compute_bucket_assignment_by_size
+from symcomm.ddp.bucket import Bucket, GradBucket, is_alias
+from symcomm.ddp.comm_hook import CommHook
+from symcomm.ddp.fill import Filler
+from symcomm.ddp.timeline import ALWAYS_SAMPLED, Clock, IterationTimes, measure, not_compiled, now
+from symcomm.ddp.unused import marked_twice, search_unused, unfinished
+
+__all__ = ["Reducer"]
+
+log = logging.getLogger(__name__)
+FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first reduction starts early
+BUCKET_BYTES = 25 << 20
+
+
+def _accumulators(params: Sequence[Any]) -> list[Any]:
+    """The node of autograd that adds to each parameter's gradient. Kept alive, or its hooks would go with it."""
+    with torch.enable_grad():
+        return [param.expand_as(param).grad_fn.next_functions[0][0] for param in params]
+
+
+def _hook_of(reducer: weakref.ref[Reducer], index: int) -> Any:
+    def hook(*_: Any) -> None:
+        if (alive := reducer()) is not None:
+            alive._autograd_hook(index)
+
+    return hook
+
+
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
+class Reducer(Filler):
+    """See the module's text. Arguments and methods are those of PyTorch's."""
+
+    def __init__(
+        self,
+        params: Sequence[Any],
+        bucket_indices: Sequence[Sequence[int]],
+        per_bucket_size_limits: Sequence[int],
+        process_group: Any,
+        expect_sparse_gradients: Sequence[bool] = (),
+        bucket_bytes_cap: int = BUCKET_BYTES,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        param_to_name_mapping: Mapping[int, str] | None = None,
+        first_bucket_bytes_cap: int = FIRST_BUCKET_BYTES,
+        skip_all_reduce_unused_params: bool = False,
+        use_python_reducer: bool = False,
+        bucket_bytes_cap_list: Sequence[int] = (),
+        batched_grad_copy: bool = False,
+    ):
+        self.params = list(params)
+        sparse = list(expect_sparse_gradients) or [False] * len(self.params)
+        _check_arguments(self.params, bucket_indices, sparse)
+        self.process_group = process_group
+        self.bucket_bytes_cap = bucket_bytes_cap
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self._sparse = sparse
+        self._names = dict(param_to_name_mapping or {})
+        self._limits = list(bucket_bytes_cap_list) or [first_bucket_bytes_cap, bucket_bytes_cap]
+        self._skips_unused = skip_all_reduce_unused_params
+        self._batches = batched_grad_copy
+        self._lock = threading.RLock()
+        self._logger: Any = lambda: None
+        self._hook: CommHook | None = None
+        self._mixed_dtype: torch.dtype | None = None
+        self._optimizer_in_backward = False
+        self._sparse_metadata: Mapping[str, Any] | None = None
+
+        self.clock = Clock()
+        self.iterations = 0
+        self._sample_rate = 100
+        self._backward_stats = [0] * len(self.params)
+        self._stats_start = 0
+
+        self.static_graph = False
+        self._backwards = 0  # how many began
+        self._hook_counts = [0] * len(self.params)  # static graph: how often each gradient comes in a backward pass
+        self._hooks_left: list[int] = []
+        self._used = torch.zeros(len(self.params), dtype=torch.int32)
+        self._used_anywhere = torch.zeros(len(self.params), dtype=torch.int32, device=self.params[0].device)
+        self._graph_seems_static = True
+        self._unused_before: list[int] | None = None
+        self.unused: list[int] = []
+
+        self.has_rebuilt = False
+        self._arrived: list[int] = []  # in the order to rebuild buckets in
+        self._restart_state()
+        self.buckets: list[Bucket] = []
+        self._build_buckets(bucket_indices, per_bucket_size_limits)
+
+        self._accumulators = _accumulators(self.params)
+        handles: list[Any] = []
+        if not use_python_reducer:
+            me = weakref.ref(self)
+            handles += [node.register_hook(_hook_of(me, i)) for i, node in enumerate(self._accumulators)]
+        self._handles = handles
+        weakref.finalize(self, _remove, handles).atexit = False
+
+    def _restart_state(self) -> None:
+        """As between two iterations."""
+        self._expecting = False  # hooks do something
+        self._unfinished = False  # gradients have come, but not all buckets are reduced and handed back
+        self._in_backward = False
+        self._unused_marked = False
+        self._ready: set[int] = set()
+        self.ready_order: list[int] = []
+        self._next = 0  # bucket to reduce next
+        self.buckets_reduced = 0
+        self._divide_by = 0  # 0: not known yet
+        self._join: tuple[Any, bool] | None = None
+        self._used_work: Any = None
+        self._used_known = False
+        self._futures: list[Any] = []
+
+    # --- buckets ----------------------------------------------------------------------------------------------
+
+    def _build_buckets(self, bucket_indices: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+        self.buckets = []
+        self._places: dict[int, tuple[Bucket, int]] = {}
+        for position, indices in enumerate(bucket_indices):
+            limit = limits[position] if position < len(limits) else 0
+            bucket = Bucket(indices, [self.params[i] for i in indices], self._sparse[indices[0]], limit)
+            if not bucket.sparse:
+                bucket.allocate(self.process_group, self._mixed_dtype)
+            self._places.update({index: (bucket, slot) for slot, index in enumerate(indices)})
+            self.buckets.append(bucket)
+        if self.gradient_as_bucket_view and self._mixed_dtype is None:
+            self._move_gradients()
+
+    def _move_gradients(self) -> None:
+        """Gradients that are there already (accumulated, or of old buckets) become views of the buckets."""
+        with torch.no_grad():
+            for bucket in self.buckets:
+                for param, view in zip(bucket.params, bucket.views, strict=False):
+                    grad = param.grad
+                    if grad is not None and not is_alias(grad, view):
+                        view.copy_(grad)
+                        self._set_grad(param, view)
+
+    def _may_rebuild(self) -> bool:
+        return (self.static_graph or not self.find_unused_parameters) and not self.has_rebuilt
+
+    @not_compiled
+    def _rebuild_buckets(self) -> bool:
+        """Once: buckets in the order in which gradients came, as rank 0 saw it. True when that was done now."""
+        with self._lock:
+            self._check_reducer_finalized()
+            if not self._may_rebuild() or not self._arrived:
+                return False
+            if len(self._arrived) != len(self.params):
+                raise errors.InternalError(
+                    f"Reducer: {len(self._arrived)} gradients came, the model has {len(self.params)} parameters."
+                )
+            order, self._arrived = self._arrived, []
+            last_is_small = os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1"
+            if last_is_small:
+                order = order[::-1]
+            tensors = [self.params[i] for i in order]
+            buckets, limits = compute_bucket_assignment_by_size(
+                tensors, self._limits, self._sparse, order, self._logger()
+            )
+            if last_is_small:
+                buckets, limits = buckets[::-1], limits[::-1]
+            self.has_rebuilt = True
+            self._build_buckets(*self._agree(buckets, limits))
+            return True
+
+    def _agree(self, buckets: list[list[int]], limits: list[int]) -> tuple[list[list[int]], list[int]]:
+        """Rank 0's buckets: (indices, limits)."""
+        most = len(self.params)
+        row = [len(buckets), *map(len, buckets), *[0] * (most - len(buckets))]
+        row += [index for bucket in buckets for index in bucket] + limits + [0] * (most - len(limits))
+        tensor = torch.tensor(row, dtype=torch.int64, device=self.params[0].device)
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self.process_group.broadcast([tensor], options).wait()
+        row = tensor.tolist()
+        count, lengths, indices = row[0], row[1 : 1 + row[0]], iter(row[1 + most : 1 + 2 * most])
+        return [[next(indices) for _ in range(n)] for n in lengths], row[1 + 2 * most : 1 + 2 * most + count]
+
+    def _push_all_rebuilt_params(self) -> None:
+        """As if every gradient had come, in the order of parameters: what a rank without input does."""
+        if self._may_rebuild() and not self._arrived:
+            self._arrived = list(range(len(self.params)))
+
+    # --- an iteration -----------------------------------------------------------------------------------------
+
+    @not_compiled
+    def prepare_for_forward(self) -> None:
+        self.iterations += 1
+        self.clock.start()
+
+    @not_compiled
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """``outputs``: tensors of the forward pass; what they do not lead to goes unused."""
+        with self._lock:
+            self.clock.backward_start = now()
+            self._stats_start = time.monotonic_ns()
+            self._expecting = True
+            self.ready_order = []
+            self._unused_marked = False
+            self._ready.clear()
+            self._next = self.buckets_reduced = 0
+            for bucket in self.buckets:
+                bucket.restart()
+            if self.static_graph:
+                self._hooks_left = list(self._hook_counts)
+            elif self.find_unused_parameters:
+                self._search_unused([outputs] if isinstance(outputs, torch.Tensor) else outputs)
+
+    def _search_unused(self, outputs: Sequence[Any]) -> None:
+        self.unused = search_unused(outputs, self._accumulators)
+        if self.unused and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            names = ", ".join(self._names.get(i, str(i)) for i in self.unused)
+            log.info("rank %d: no output leads to %s", self.process_group.rank(), names)
+        if self._graph_seems_static:
+            if self.iterations > 1 and self.unused != self._unused_before:
+                self._graph_seems_static = False
+                if (logger := self._logger()) is not None:
+                    logger.graph_is_static(False)
+            self._unused_before = self.unused
+
+    def _counts_only(self) -> bool:
+        return self.static_graph and self._backwards == 1
+
+    def _autograd_hook(self, index: int) -> None:
+        """The gradient of parameter ``index`` has been accumulated."""
+        with self._lock:
+            if not self._in_backward:
+                self._in_backward = True
+                self._backwards += 1
+            if self.static_graph or self.find_unused_parameters:
+                # Hooks also run for gradients that are not defined: of outputs that the loss does not use.
+                if self.params[index].grad is not None and (not self.static_graph or self._counts_only()):
+                    self._used[index] = 1
+                if self._counts_only():
+                    self._hook_counts[index] += 1
+                    return
+            if not self._expecting:
+                return  # no_sync: gradients only add up
+            self.ready_order.append(index)
+            if not self._unused_marked:
+                self._unused_marked = True
+                for unused in self.unused:
+                    self._mark_ready(unused)
+            if self.static_graph and not self._is_last_hook(index):
+                return
+            if self._may_rebuild():
+                self._arrived.append(index)
+            self._mark_ready(index)
+
+    def _is_last_hook(self, index: int) -> bool:
+        """Static graph: whether this gradient will not come again in this backward pass."""
+        if self._hooks_left[index] == 0:
+            raise self._fault(
+                errors.CallerError(
+                    f"Your training graph has changed in this iteration: a gradient came for {self._name(index)}, "
+                    "which went unused in the first iteration (or came fewer times), which is not compatible with "
+                    "static_graph set to True; leave that out and pass find_unused_parameters=True."
+                )
+            )
+        self._hooks_left[index] -= 1
+        return self._hooks_left[index] == 0
+
+    def _mark_ready(self, index: int) -> None:
+        if index in self._ready:
+            raise self._fault(marked_twice(index, self._names, self.find_unused_parameters))
+        self._ready.add(index)
+        self._backward_stats[index] = time.monotonic_ns() - self._stats_start
+        self._unfinished = True
+        bucket, slot = self._places[index]
+        self._fill(bucket, slot, index)
+        bucket.pending -= 1
+        if bucket.pending == 0 and bucket is self.buckets[self._next]:
+            self._launch_full()
+
+    def _launch_full(self) -> None:
+        """Reduce the next buckets, as far as they are full."""
+        while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
+            bucket = self.buckets[self._next]
+            if not self._may_skip(bucket):
+                self._launch(bucket)
+            self._next += 1
+        if self._next == len(self.buckets):
+            if self.find_unused_parameters and not self.static_graph:
+                self._reduce_used()
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _may_skip(self, bucket: Bucket) -> bool:
+        return self._skips_unused and all(index in self.unused for index in bucket.indices)
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.launched = now()
+        if self.buckets_reduced == 0:
+            self.clock.comm_start = bucket.launched
+        self.buckets_reduced += 1
+        if bucket.deferred or self._batches:
+            self._fill_deferred(bucket)
+        if self._hook is None and not bucket.sparse:
+            bucket.work = self.process_group.allreduce([bucket.buffer])
+        else:
+            position = self.buckets.index(bucket)
+            self._keep_order(position)
+            bucket.future = self._run_comm_hook(self._grad_bucket(position, bucket.buffer))
+        self.clock.inside += now() - bucket.launched
+
+    def _keep_order(self, position: int) -> None:
+        """A hook may go on in callbacks, with more collectives. On the CPU these run in other threads: which come
+        first, theirs or the next bucket's, must be the same on all ranks, and so not depend on who is faster."""
+        before = next((b for b in reversed(self.buckets[:position]) if b.future is not None), None)
+        if before is not None and before.buffer.is_cpu and not before.future.done():
+            before.future.wait()
+
+    def _reduce_used(self) -> None:
+        """On how many ranks was each parameter used? Join mode matches this call, so it must be a plain sum."""
+        self._keep_order(len(self.buckets))
+        self._used_anywhere.copy_(self._used)
+        self._used_work = self.process_group.allreduce([self._used_anywhere])
+
+    def _backward_ended(self) -> None:
+        with self._lock:
+            self.clock.compute_end = now()
+            if self.static_graph and self._may_rebuild():
+                self._arrived += self.unused
+            self._finalize()
+
+    def _delay_all_reduce(self) -> None:
+        """The end of a static graph's first backward pass: reduce all that has come."""
+        with self._lock:
+            self.clock.compute_end = now()
+            self._reduce_used()
+            self._unfinished = True
+            self.unused = [index for index, count in enumerate(self._hook_counts) if count == 0]
+            for index in range(len(self.params)):
+                self._fill(*self._places[index], index)
+            for bucket in self.buckets:
+                self._launch(bucket)
+            self._next = len(self.buckets)
+            self._finalize()
+
+    def _finalize(self) -> None:
+        """Wait for every bucket and hand gradients back."""
+        self._expecting = self._in_backward = self._unfinished = False
+        with torch.no_grad():
+            for bucket in self.buckets:
+                if bucket.work is not None or bucket.future is not None:
+                    self._hand_back(bucket)
+        torch.futures.wait_all(self._futures)
+        if self._used_work is not None and not self._used_known:
+            self._used_work.wait()
+        if self.find_unused_parameters and not self.static_graph:
+            self._used.zero_()
+        self.clock.comm_end = now()
+        self._used_work, self._used_known, self._futures = None, False, []
+        self._divide_by, self._join, self._sparse_metadata = 0, None, None
+
+    def _is_unused_everywhere(self, index: int) -> bool:
+        """Asks the other ranks only where this one did not use the parameter."""
+        if not (self.static_graph or self.find_unused_parameters) or self._used[index]:
+            return False
+        if self._used_work is not None and not self._used_known:
+            self._used_work.wait()
+            self._used.copy_(self._used_anywhere)
+            self._used_known = True
+        return not self._used[index]
+
+    # --- errors -----------------------------------------------------------------------------------------------
+
+    def _name(self, index: int) -> str:
+        return self._names.get(index, f"parameter {index}").lstrip(".")
+
+    def _fault(self, error: Exception) -> Exception:
+        if (logger := self._logger()) is not None:
+            logger.set_error_and_log(str(error))
+        return error
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise if the last backward pass left gradients unreduced, saying whose were missing."""
+        if not self._unfinished:
+            return
+        missing = [index for index in range(len(self.params)) if index not in self._ready]
+        quiet = dist.get_debug_level() == dist.DebugLevel.OFF
+        if not quiet:
+            names = ", ".join(self._name(i) for i in missing)
+            log.warning("rank %d: no gradient came for %s", self.process_group.rank(), names)
+        error = unfinished(
+            self.process_group, self.iterations, missing, self._names,
+            find_unused=self.find_unused_parameters, static_graph=self.static_graph, quiet=quiet,
+        )  # fmt: skip
+        raise self._fault(error)
+
+    # --- hooks ------------------------------------------------------------------------------------------------
+
+    def set_hook(self, hook: CommHook, words: str) -> None:
+        if self._hook is not None:
+            raise self._fault(errors.CallerError(f"{words} can only be called once."))
+        self._hook = hook
+
+    def _grad_bucket(self, index: int, buffer: Any) -> GradBucket:
+        return GradBucket(index, len(self.buckets), buffer, self.buckets[index])
+
+    def _run_comm_hook(self, bucket: GradBucket) -> Any:
+        return self._run_allreduce_hook(bucket) if self._hook is None else self._hook.run_hook(bucket)
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
+        """The plain sum over ranks, as a future of a list of one tensor."""
+        return self.process_group.allreduce([bucket.buffer()]).get_future()
+
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
+        """What a rank without input contributes."""
+        return [self._grad_bucket(i, torch.zeros_like(b.buffer)) for i, b in enumerate(self.buckets)]
+
+    # --- settings ---------------------------------------------------------------------------------------------
+
+    def set_logger(self, logger: Any) -> None:
+        self._logger = weakref.ref(logger)
+
+    def _set_static_graph(self) -> None:
+        if self.iterations:
+            raise self._fault(errors.CallerError("_set_static_graph() should be called before training loop starts."))
+        self.static_graph = True
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether the same parameters went unused in all iterations so far."""
+        return self._graph_seems_static
+
+    def _set_optimizer_in_backward(self) -> None:
+        self._optimizer_in_backward = True
+
+    def _set_mixed_precision_param_dtype(self, dtype: Any) -> None:
+        """Gradients come in this dtype, so buckets are of it too."""
+        self._mixed_dtype = dtype
+        self._build_buckets([b.indices for b in self.buckets], [b.limit for b in self.buckets])
+
+    def _set_sparse_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """The rows of sparse gradients that any rank has, by parameter name, for the next backward pass."""
+        self._sparse_metadata = dict(metadata) or None
+
+    @not_compiled
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        """Join mode: ``work`` sums up how many ranks take part in this iteration."""
+        self._join = work, use_static_world_size
+
+    def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
+        """Futures to wait for at the end of backward."""
+        self._futures = list(futures)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self._sample_rate = sample_rate
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        return self._used_anywhere
+
+    def _remove_autograd_hooks(self) -> None:
+        _remove(self._handles)
+
+    def _reset_state(self) -> None:
+        """Forget a backward pass that did not end; buckets will be rebuilt."""
+        with self._lock:
+            self.has_rebuilt = False
+            self._arrived = []
+            self._restart_state()
+            self._used.zero_()
+
+    def _update_process_group(self, process_group: Any) -> None:
+        self.process_group = process_group
+
+    # --- statistics -------------------------------------------------------------------------------------------
+
+    def is_sampled(self) -> bool:
+        """Whether the logger looks at this iteration."""
+        return self.iterations > 0 and (self.iterations <= ALWAYS_SAMPLED or self.iterations % self._sample_rate == 0)
+
+    def get_backward_stats(self) -> list[int]:
+        """For each parameter, nanoseconds from the beginning of backward to its gradient."""
+        return list(self._backward_stats)
+
+    def timeline(self) -> IterationTimes:
+        """The last iteration: how long it computed and communicated, how much of that showed, bucket by bucket."""
+        return measure(self.clock, self.buckets)
+
+
+def _check_arguments(params: list[Any], bucket_indices: Sequence[Sequence[int]], sparse: list[bool]) -> None:
+    if not params:
+        raise errors.bad_argument(
+            "Reducer", "params", params, "at least one parameter", "Expected at least one parameter"
+        )
+    if len(sparse) != len(params):
+        raise errors.bad_argument("Reducer", "expect_sparse_gradients", sparse, f"{len(params)} bools, one a parameter")
+    for indices in bucket_indices:
+        bad = [index for index in indices if not 0 <= index < len(params)]
+        if bad or not indices:
+            raise errors.bad_argument(
+                "Reducer", "bucket_indices", list(indices), f"indices of 0 to {len(params) - 1}, at least one a bucket"
+            )
+        if len(indices) > 1 and any(sparse[i] for i in indices):
+            raise errors.bad_argument(
+                "Reducer", "bucket_indices", list(indices), "one index alone where its gradient is sparse"
+            )
