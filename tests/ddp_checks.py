@@ -344,16 +344,17 @@ def buffers_through_a_hook(rank: int, path: str) -> None:
 @check
 def process_group_can_change(rank: int, path: str) -> None:
     with joined(rank, path):
-        net = train(DistributedDataParallel, rank)
-        other = dist.new_group(range(WORLD))
-        net._update_process_group(other)
-        for step in range(3):
-            net.zero_grad()
-            net(batch(rank, step)).square().sum().backward()
-        assert net.process_group is other and net._has_rebuilt_buckets
-        both = [torch.empty_like(net.module.last.weight.grad) for _ in range(WORLD)]
-        dist.all_gather(both, net.module.last.weight.grad)
-        equal(both[0], both[1])
+        for static in (False, True):
+            net = train(DistributedDataParallel, rank, static_graph=static)
+            other = dist.new_group(range(WORLD))
+            net._update_process_group(other)
+            for step in range(3):
+                net.zero_grad()
+                net(batch(rank, step)).square().sum().backward()
+            assert net.process_group is other and net._has_rebuilt_buckets
+            both = [torch.empty_like(net.module.last.weight.grad) for _ in range(WORLD)]
+            dist.all_gather(both, net.module.last.weight.grad)
+            equal(both[0], both[1])
 
 
 @check
