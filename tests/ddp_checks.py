@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import sys
 import warnings
@@ -24,6 +25,7 @@ from tests.torch_checks import WORLD, equal, joined
 from tests.torch_checks.__main__ import main
 
 CHECKS: dict[str, tuple[Callable[[int, str], None], int]] = {}
+KNOWN = inspect.signature(TorchDDP.__init__).parameters.keys()
 
 
 def check(function: Callable[[int, str], None]) -> Callable[[int, str], None]:
@@ -106,7 +108,10 @@ def trains_like_pytorchs(rank: int, path: str) -> None:
             {"find_unused_parameters": True},
             {"forward_sync_buffers": False},
         ):
-            same_as_torch(rank, **options)
+            if options.keys() <= KNOWN:
+                same_as_torch(rank, **options)
+            else:
+                train(DistributedDataParallel, rank, **options)  # ours takes what only a newer torch knows
 
 
 @check
@@ -186,7 +191,8 @@ def accumulates_without_sync(rank: int, path: str) -> None:
         for options in ({}, {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}):
             same_as_torch(rank, run=run, **options)
         same_as_torch(rank, run=keep_grads)
-        same_as_torch(rank, run=keep_grads, batched_grad_copy=True)
+        if "batched_grad_copy" in KNOWN:
+            same_as_torch(rank, run=keep_grads, batched_grad_copy=True)
 
 
 @check
@@ -210,7 +216,9 @@ def unused_parameters(rank: int, path: str) -> None:
                 options = {"find_unused_parameters": True, "gradient_as_bucket_view": views, "bucket_cap_mb": 0.0001}
                 same_as_torch(rank, run=run, **options)
             same_as_torch(rank, run=nowhere, static_graph=True, gradient_as_bucket_view=views)
-        net = same_as_torch(rank, run=nowhere, find_unused_parameters=True, skip_all_reduce_unused_params=True)
+        net = train(
+            DistributedDataParallel, rank, nowhere, find_unused_parameters=True, skip_all_reduce_unused_params=True
+        )
         assert net.module.branch.weight.grad is None
 
 
@@ -337,16 +345,17 @@ def buffers_through_a_hook(rank: int, path: str) -> None:
 @check
 def process_group_can_change(rank: int, path: str) -> None:
     with joined(rank, path):
-        net = train(DistributedDataParallel, rank)
-        other = dist.new_group(range(WORLD))
-        net._update_process_group(other)
-        for step in range(3):
-            net.zero_grad()
-            net(batch(rank, step)).square().sum().backward()
-        assert net.process_group is other and net._has_rebuilt_buckets
-        both = [torch.empty_like(net.module.last.weight.grad) for _ in range(WORLD)]
-        dist.all_gather(both, net.module.last.weight.grad)
-        equal(both[0], both[1])
+        for static in (False, True):
+            net = train(DistributedDataParallel, rank, static_graph=static)
+            other = dist.new_group(range(WORLD))
+            net._update_process_group(other)
+            for step in range(3):
+                net.zero_grad()
+                net(batch(rank, step)).square().sum().backward()
+            assert net.process_group is other and net._has_rebuilt_buckets
+            both = [torch.empty_like(net.module.last.weight.grad) for _ in range(WORLD)]
+            dist.all_gather(both, net.module.last.weight.grad)
+            equal(both[0], both[1])
 
 
 @check

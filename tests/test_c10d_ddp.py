@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.c10d_compare import ours, same, theirs
+from tests.c10d_compare import OLDER, ours, same, theirs
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,10 @@ def reduced_by(module, group, **options) -> tuple:
 @pytest.mark.parametrize("views", [True, False])
 def test_reducers_do_the_same(group, views):
     options = {"gradient_as_bucket_view": views, "bucket_bytes_cap": 50, "first_bucket_bytes_cap": 20}
-    assert reduced_by(ours, group, **options) == reduced_by(theirs, group, **options)
+    mine, wanted = reduced_by(ours, group, **options), reduced_by(theirs, group, **options)
+    if OLDER:
+        mine[3].clear(), wanted[3].clear()  # keys have come since
+    assert mine == wanted
 
 
 def test_hooks_go_with_the_reducer(group):

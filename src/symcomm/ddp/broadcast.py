@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from symcomm.ddp.assign import compute_bucket_assignment_by_size
-from symcomm.ddp.bucket import allocate
 from symcomm.ddp.timeline import not_compiled
 
 __all__ = ["broadcast_coalesced"]
@@ -28,7 +27,8 @@ class _Pack:
         self._flat: Any = tensors[0] if alone else None
         if not alone:
             first = tensors[0]
-            self._flat = allocate(process_group, sum(t.numel() for t in tensors), first.dtype, first.device)
+            # Not symmetric memory: a pack is used once, and the arena would keep its pages.
+            self._flat = torch.empty(sum(t.numel() for t in tensors), dtype=first.dtype, device=first.device)
             self._parts = list(self._flat.split([t.numel() for t in tensors]))
             if self._is_root:
                 for part, tensor in zip(self._parts, tensors, strict=True):

@@ -49,7 +49,7 @@ class DistributedDataParallel(TorchDDP):
         given = _SIGNATURE.bind(self, module, *args, **kwargs).arguments
         given.pop("self")
         given.setdefault("gradient_as_bucket_view", True)
-        sync_buffers = kwargs.get("forward_sync_buffers", newer.get("forward_sync_buffers"))
+        sync_buffers = given.get("forward_sync_buffers", newer.get("forward_sync_buffers"))
         if newer.pop("forward_sync_buffers", None) is not None:
             given["broadcast_buffers"] = sync_buffers
         if (caps := newer.pop("bucket_cap_mb_list", None)) is not None:

@@ -96,6 +96,23 @@ class Reducer(Filler):
         self._optimizer_in_backward = False
         self._sparse_metadata: Mapping[str, Any] | None = None
 
+        self._start_counting()
+        self.has_rebuilt = False
+        self._arrived: list[int] = []  # in the order to rebuild buckets in
+        self._restart_state()
+        self.buckets: list[Bucket] = []
+        self._build_buckets(bucket_indices, per_bucket_size_limits)
+
+        self._accumulators = _accumulators(self.params)
+        handles: list[Any] = []
+        if not use_python_reducer:
+            me = weakref.ref(self)
+            handles += [node.register_hook(_hook_of(me, i)) for i, node in enumerate(self._accumulators)]
+        self._handles = handles
+        weakref.finalize(self, _remove, handles).atexit = False
+
+    def _start_counting(self) -> None:
+        """What is known about gradients and times; nothing, so far."""
         self.clock = Clock()
         self.iterations = 0
         self._sample_rate = 100
@@ -111,20 +128,6 @@ class Reducer(Filler):
         self._graph_seems_static = True
         self._unused_before: list[int] | None = None
         self.unused: list[int] = []
-
-        self.has_rebuilt = False
-        self._arrived: list[int] = []  # in the order to rebuild buckets in
-        self._restart_state()
-        self.buckets: list[Bucket] = []
-        self._build_buckets(bucket_indices, per_bucket_size_limits)
-
-        self._accumulators = _accumulators(self.params)
-        handles: list[Any] = []
-        if not use_python_reducer:
-            me = weakref.ref(self)
-            handles += [node.register_hook(_hook_of(me, i)) for i, node in enumerate(self._accumulators)]
-        self._handles = handles
-        weakref.finalize(self, _remove, handles).atexit = False
 
     def _restart_state(self) -> None:
         """As between two iterations."""
@@ -490,7 +493,8 @@ class Reducer(Filler):
             self.has_rebuilt = False
             self._arrived = []
             self._restart_state()
-            self._used.zero_()
+            if not self.static_graph:  # whose unused parameters were found out once and for all
+                self._used.zero_()
 
     def _update_process_group(self, process_group: Any) -> None:
         self.process_group = process_group
