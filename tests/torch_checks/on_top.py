@@ -162,6 +162,24 @@ def ddp_variants(rank: int, path: str) -> None:
 
 
 @check
+def ddp_with_uneven_inputs(rank: int, path: str) -> None:
+    """Gradients of the last iteration, as on Gloo: ranks that have run out of input stand by."""
+
+    def train(backend: str, by_initial: bool) -> list[torch.Tensor]:
+        with joined(rank, f"{path}-{backend}-{by_initial}", backend):
+            model = nn.parallel.DistributedDataParallel(_model())
+            with model.join(divide_by_initial_world_size=by_initial):
+                for step in range(2 + 2 * rank):
+                    model.zero_grad()
+                    model(_batch(rank) + step).sum().backward()
+            return [p.grad.clone() for p in model.parameters()]
+
+    for by_initial in (True, False):
+        for ours, theirs in zip(train("symcomm", by_initial), train("gloo", by_initial), strict=True):
+            equal(ours, theirs)
+
+
+@check
 def profiler_events(rank: int, path: str) -> None:
     with joined(rank, path) as group:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:

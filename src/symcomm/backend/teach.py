@@ -7,6 +7,7 @@ loaded while torch is being imported, so it imports nothing of ours until a grou
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,7 @@ def teach() -> None:
             if hasattr(dist, name):
                 setattr(dist, name, taught)
     known_to_dist2()["symcomm"] = _dist2_group
+    _keep_works_of_reducers()
 
 
 def _taught(known: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,6 +37,22 @@ def _taught(known: Callable[..., Any], ours: Callable[..., Any]) -> Callable[...
         return known(*args, **kwargs) if answer is NotImplemented else answer
 
     return either
+
+
+_kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _keep_works_of_reducers() -> None:
+    """torch's Reducer is given the work that counts a joining model's ranks, and keeps only its C++ half. Without the
+    Python half nobody would answer when it waits."""
+    known = dist.Reducer._set_forward_pass_work_handle
+
+    @functools.wraps(known)
+    def keep(reducer: Any, work: Any, *args: Any, **kwargs: Any) -> None:
+        _kept[reducer] = work
+        known(reducer, work, *args, **kwargs)
+
+    dist.Reducer._set_forward_pass_work_handle = keep
 
 
 def _our(group: Any) -> Any:
