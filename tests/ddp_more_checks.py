@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
+    quantization_hooks,
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -94,6 +95,33 @@ def power_sgd_works(rank: int, path: str) -> None:
             both = [torch.empty_like(param) for _ in range(WORLD)]
             dist.all_gather(both, param.detach())
             equal(both[0], both[1])
+
+
+@check
+def quantization_hooks_work(rank: int, path: str) -> None:
+    """As on NCCL; on Gloo they fail, since its futures hold a list of tensors."""
+    with joined(rank, path):
+        for hook in (quantization_hooks.quantization_pertensor_hook, quantization_hooks.quantization_perchannel_hook):
+
+            def setup(net: Any, hook: Any = hook) -> None:
+                net.register_comm_hook(None, hook)
+
+            same_as_torch(rank, setup=setup, steps=3)
+            train(DistributedDataParallel, rank, setup=setup, steps=3, bucket_cap_mb=0.0001)
+
+
+@check
+def bf16_hooks_work_by_their_own_names(rank: int, path: str) -> None:
+    with joined(rank, path):
+        trained = [
+            train(DistributedDataParallel, rank, setup=lambda net, hook=hook: net.register_comm_hook(None, hook))
+            for hook in (
+                default_hooks.bf16_compress_hook,
+                lambda s, bucket: default_hooks.bf16_compress_hook(s, bucket),
+            )
+        ]
+        for one, other in zip(*map(state_of, trained), strict=True):
+            equal(one, other)
 
 
 @check

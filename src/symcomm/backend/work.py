@@ -6,6 +6,7 @@ somebody else than its waiter, and an exception must come out of a ``then`` call
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -41,6 +42,9 @@ _OP_TYPES = {
     "recv": OpType.RECV,
     "recvAnySource": OpType.RECVANYSOURCE,
 }
+
+
+_WANTS_STACKED = "quantization_hooks.py"
 
 
 def op_type_of(call: str) -> Any:
@@ -189,6 +193,8 @@ class TorchWork(Work):
         return self._tensors
 
     def get_future(self) -> Any:
+        if self._call == "all_gather" and sys._getframe(1).f_code.co_filename.endswith(_WANTS_STACKED):
+            return self._stacked()
         if self._future is None:
             ended: Any = torch.futures.Future()
             self._future = ended.then(self._outcome)
@@ -196,6 +202,10 @@ class TorchWork(Work):
         return self._future
 
     getFuture = get_future
+
+    def _stacked(self) -> Any:
+        """torch's quantization hooks take NCCL's form for granted: all outputs in one tensor. Others want a list."""
+        return self.get_future().then(lambda future: [torch.stack(future.value())])
 
     def get_future_result(self) -> Any:
         return self.get_future().then(lambda _: 0)

@@ -137,9 +137,12 @@ class DistributedDataParallel(TorchDDP):
         broadcast_coalesced(self.process_group, tensors, buffer_size, authoritative_rank)
 
     def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
-        """Hooks for PyTorch's class pass, and so do those annotated with our GradBucket."""
+        """Hooks for PyTorch's class pass, and so do those annotated with our GradBucket. PyTorch refuses its bf16 hooks
+        by name where it has no NCCL; Gloo and we reduce bfloat16 all the same."""
         bucket = inspect.signature(hook).parameters.get("bucket") if callable(hook) else None
         if bucket is not None and bucket.annotation in (GradBucket, "GradBucket"):
+            return
+        if getattr(hook, "__name__", "") in ("bf16_compress_hook", "bf16_compress_wrapper_hook"):
             return
         super()._check_comm_hook(hook)
 
