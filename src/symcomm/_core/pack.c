@@ -1,111 +1,117 @@
-/* Many small pieces of memory in one call: copied together, or added source by source. */
+/* Many small tensors in one call: packed into one buffer, or added up source by source. */
 #include <stdlib.h>
 
 #include "common.h"
 #include "reduce.h"
+#include "tensor.h"
 #include "types.h"
 
-/* A list of integers as an array that the caller frees; NULL with an exception set when it is not one of `length`. */
-static uint64_t *integers_of(PyObject *list, Py_ssize_t length, const char *name) {
-    if (!PyList_Check(list) || PyList_Size(list) != length) {
-        PyErr_Format(PyExc_ValueError, "%s must be a list of %zd integers.", name, length);
-        return NULL;
-    }
-    uint64_t *values = malloc(((size_t)length + 1) * sizeof *values);
-    if (values == NULL) return (uint64_t *)PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < length; i++) {
-        values[i] = PyLong_AsUnsignedLongLong(PyList_GetItem(list, i));
-        if (values[i] == (uint64_t)-1 && PyErr_Occurred()) {
-            free(values);
-            return NULL;
-        }
-    }
-    return values;
+static size_t bytes_of(const struct tensor_view *view) {
+    return (size_t)view->count * symcomm_itemsize[view->dtype];
+}
+
+static struct tensor_view *new_views(Py_ssize_t count) {
+    struct tensor_view *views = malloc(((size_t)count + 1) * sizeof *views);
+    if (views == NULL) PyErr_NoMemory();
+    return views;
 }
 
 static PyObject *py_pack(PyObject *self, PyObject *args) {
     (void)self;
     unsigned long long address;
-    PyObject *address_list, *size_list;
-    if (!PyArg_ParseTuple(args, "KOO:pack", &address, &address_list, &size_list)) return NULL;
-    Py_ssize_t n = PyList_Check(address_list) ? PyList_Size(address_list) : 0;
-    uint64_t *addresses = integers_of(address_list, n, "pack: addresses");
-    uint64_t *sizes = addresses ? integers_of(size_list, n, "pack: sizes") : NULL;
-    if (sizes != NULL) {
+    PyObject *tensors;
+    if (!PyArg_ParseTuple(args, "KO!:pack", &address, &PyList_Type, &tensors)) return NULL;
+    Py_ssize_t n = PyList_Size(tensors);
+    struct tensor_view *views = new_views(n);
+    if (views == NULL) return NULL;
+    Py_ssize_t seen = 0;
+    while (seen < n && tensor_view(PyList_GetItem(tensors, seen), &views[seen])) seen++;
+    if (seen == n) {
         Py_BEGIN_ALLOW_THREADS;
         char *to = (char *)(uintptr_t)address;
         for (Py_ssize_t i = 0; i < n; i++) {
-            if (sizes[i]) memcpy(to, (const void *)(uintptr_t)addresses[i], sizes[i]); /* empty tensors have no address */
-            to += sizes[i];
+            size_t size = bytes_of(&views[i]);
+            if (size) memcpy(to, views[i].address, size); /* an empty tensor has no address */
+            to += size;
         }
         Py_END_ALLOW_THREADS;
     }
-    PyObject *result = sizes == NULL ? NULL : Py_NewRef(Py_None);
-    free(addresses);
-    free(sizes);
-    return result;
+    free(views);
+    return PyBool_FromLong(seen == n);
 }
 
-/* Reads the addresses of every source into one table, source after source. */
-static uint64_t *table_of(PyObject *sources, Py_ssize_t n_sources, Py_ssize_t n) {
-    uint64_t *table = malloc(((size_t)(n_sources * n) + 1) * sizeof *table);
-    if (table == NULL) return (uint64_t *)PyErr_NoMemory();
-    for (Py_ssize_t s = 0; s < n_sources; s++) {
-        uint64_t *row = integers_of(PyList_GetItem(sources, s), n, "add_many: each of sources");
-        if (row == NULL) {
-            free(table);
-            return NULL;
-        }
-        memcpy(table + s * n, row, (size_t)n * sizeof *row);
-        free(row);
+/* Views tensor i of every list into column[0 .. n_lists], the result's first. Returns whether the core can add them:
+ * all viewed, of one type and length, and no longer than `most`. */
+static bool view_column(PyObject *results, PyObject *lists, Py_ssize_t n_lists, Py_ssize_t i, int64_t most,
+                        struct tensor_view *column) {
+    if (!tensor_view(PyList_GetItem(results, i), &column[0]) || column[0].count > most) return false;
+    for (Py_ssize_t s = 0; s < n_lists; s++) {
+        struct tensor_view *view = &column[s + 1];
+        if (!tensor_view(PyList_GetItem(PyList_GetItem(lists, s), i), view)) return false;
+        if (view->count != column[0].count || view->dtype != column[0].dtype) return false;
     }
-    return table;
+    return symcomm_reduce_defined(column[0].dtype, RED_SUM);
 }
 
-static void add_all(int dtype, const uint64_t *into, const uint64_t *table, int n_sources, const uint64_t *counts,
-                    size_t n) {
+static void add_columns(const struct tensor_view *views, Py_ssize_t n_columns, Py_ssize_t n_lists) {
     const void *sources[SYMCOMM_MAX_SOURCES];
-    for (size_t i = 0; i < n; i++) {
-        if (counts[i] == 0) continue;
-        for (int s = 0; s < n_sources; s++) sources[s] = (const void *)(uintptr_t)table[(size_t)s * n + i];
-        symcomm_reduce(dtype, RED_SUM, (void *)(uintptr_t)into[i], sources, n_sources, counts[i], 1);
+    for (Py_ssize_t c = 0; c < n_columns; c++) {
+        const struct tensor_view *column = views + c * (n_lists + 1);
+        for (Py_ssize_t s = 0; s < n_lists; s++) sources[s] = column[s + 1].address;
+        symcomm_reduce(column->dtype, RED_SUM, column->address, sources, (int)n_lists, (size_t)column->count, 1);
     }
+}
+
+static int check_lists(PyObject *lists, Py_ssize_t n_lists, Py_ssize_t n) {
+    if (n_lists < 1 || n_lists > SYMCOMM_MAX_SOURCES) {
+        PyErr_Format(PyExc_ValueError, "add_many: lists must be 1 to %d lists, got %zd.", SYMCOMM_MAX_SOURCES, n_lists);
+        return -1;
+    }
+    for (Py_ssize_t s = 0; s < n_lists; s++) {
+        PyObject *list = PyList_GetItem(lists, s);
+        if (!PyList_Check(list) || PyList_Size(list) != n) {
+            PyErr_Format(PyExc_ValueError, "add_many: lists[%zd] must be a list of %zd tensors, like results.", s, n);
+            return -1;
+        }
+    }
+    return 0;
 }
 
 static PyObject *py_add_many(PyObject *self, PyObject *args) {
     (void)self;
-    int dtype;
-    PyObject *into_list, *source_lists, *count_list;
-    if (!PyArg_ParseTuple(args, "iOOO:add_many", &dtype, &into_list, &source_lists, &count_list)) return NULL;
-    Py_ssize_t n = PyList_Check(into_list) ? PyList_Size(into_list) : 0;
-    Py_ssize_t n_sources = PyList_Check(source_lists) ? PyList_Size(source_lists) : 0;
-    if (n_sources < 1 || n_sources > SYMCOMM_MAX_SOURCES)
-        return PyErr_Format(PyExc_ValueError, "add_many: sources must be 1 to %d lists, got %zd.", SYMCOMM_MAX_SOURCES,
-                            n_sources);
-    if (!symcomm_reduce_defined(dtype, RED_SUM))
-        return PyErr_Format(PyExc_ValueError, "add_many: dtype must be a number of DType, got %d.", dtype);
-    uint64_t *into = integers_of(into_list, n, "add_many: destinations");
-    uint64_t *counts = into ? integers_of(count_list, n, "add_many: counts") : NULL;
-    uint64_t *table = counts ? table_of(source_lists, n_sources, n) : NULL;
-    if (table != NULL) {
+    PyObject *results, *lists;
+    long long most;
+    if (!PyArg_ParseTuple(args, "O!O!L:add_many", &PyList_Type, &results, &PyList_Type, &lists, &most)) return NULL;
+    Py_ssize_t n = PyList_Size(results), n_lists = PyList_Size(lists), taken = 0;
+    if (check_lists(lists, n_lists, n) < 0) return NULL;
+    struct tensor_view *views = new_views(n * (n_lists + 1));
+    PyObject *left = views ? PyList_New(0) : NULL;
+    for (Py_ssize_t i = 0; left != NULL && i < n; i++) {
+        if (view_column(results, lists, n_lists, i, most, views + taken * (n_lists + 1))) {
+            taken++;
+            continue;
+        }
+        PyObject *index = PyLong_FromSsize_t(i);
+        if (index == NULL || PyList_Append(left, index) < 0) Py_CLEAR(left);
+        Py_XDECREF(index);
+    }
+    if (left != NULL) {
         Py_BEGIN_ALLOW_THREADS;
-        add_all(dtype, into, table, (int)n_sources, counts, (size_t)n);
+        add_columns(views, taken, n_lists);
         Py_END_ALLOW_THREADS;
     }
-    PyObject *result = table == NULL ? NULL : Py_NewRef(Py_None);
-    free(into);
-    free(counts);
-    free(table);
-    return result;
+    free(views);
+    return left;
 }
 
 static PyMethodDef functions[] = {
     {"pack", py_pack, METH_VARARGS,
-     "pack(dst, addresses, sizes): copy pieces of memory of `sizes` bytes, one after the other, to dst.\n"
-     "Releases the interpreter lock."},
+     "pack(address, tensors) -> bool: copy the elements of a list of tensors, one after the other, to `address`.\n"
+     "False, and nothing happened, when one of them is not a contiguous tensor of the CPU. The interpreter lock is free."},
     {"add_many", py_add_many, METH_VARARGS,
-     "add_many(dtype, destinations, sources, counts): destinations[i] becomes the sum of counts[i] elements of\n"
-     "sources[0][i], sources[1][i] ... in that order. All are addresses. Releases the interpreter lock."},
+     "add_many(results, lists, most) -> list: results[i] becomes lists[0][i] + lists[1][i] + ... in that order.\n"
+     "Returns the indices left out: longer than `most`, or not contiguous tensors of the CPU of one type and length.\n"
+     "The interpreter lock is free while it adds."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -6,7 +6,7 @@ another. ``Broadcast`` and ``ReduceAddCoalesced`` in functions.py are the differ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,10 @@ from symcomm.device import packing
 from symcomm.device.copies import copy_to
 from symcomm.device.devices import as_destination, as_devices, as_tensors, check_has_data
 from symcomm.device.sums import NARROW, add_on, check_same
-from symcomm.types import DType
+from symcomm.group.buffers import torch_dtypes
 
 BUFFER_SIZE = 10 << 20  # bytes, as in PyTorch
 GRAIN = 32768  # elements; torch adds larger tensors with several threads, and our core with one
-
-_numbers = {getattr(torch, dtype.label): int(dtype) for dtype in DType if hasattr(torch, dtype.label)}
 
 
 def _check_buffer_size(call: str, buffer_size: Any) -> int:
@@ -45,14 +43,15 @@ def broadcast_coalesced(tensors: Any, devices: Any, buffer_size: int = BUFFER_SI
     tensors = as_tensors(call, "tensors", tensors)
     targets = as_devices(call, "devices", devices)
     limit = _check_buffer_size(call, buffer_size)
-    for i, tensor in enumerate(tensors):
-        if tensor.device != tensors[0].device:
-            raise errors.bad_argument(call, f"tensors[{i}]", tensor.device, f"on {tensors[0].device} as tensors[0] is")
     if not tensors:
         return [[] for _ in targets]
+    source = tensors[0].device
+    for i, tensor in enumerate(tensors):
+        if tensor.device != source:
+            raise errors.bad_argument(call, f"tensors[{i}]", tensor.device, f"on {source} as tensors[0] is")
     for target in targets:
         check_has_data(call, "tensors[0]", tensors[0], target)
-    own = own_entry(tensors[0].device, targets)
+    own = own_entry(source, targets)
     return [tensors if i == own else copies_on(target, tensors, limit) for i, target in enumerate(targets)]
 
 
@@ -105,56 +104,86 @@ def reduce_add_coalesced(
     if not lists[0]:
         return ()
     device = as_destination(call, destination, [tensors[0] for tensors in lists])
-    sums: dict[int, torch.Tensor] = {}
-    dense: list[int] = []
-    for i, column in enumerate(zip(*lists, strict=True)):
-        for d, tensor in enumerate(column):
-            check_has_data(call, f"inputs[{d}][{i}]", tensor, device)
-        if all(t.layout is torch.strided for t in column):
-            dense.append(i)
-        elif all(t.layout == column[0].layout for t in column):
-            sums[i] = add_on(device, column)
-        else:
-            dense.append(i)
-            for tensors in lists:
-                tensors[i] = tensors[i] if tensors[i].layout is torch.strided else tensors[i].to_dense()
-    chosen = lists if len(dense) == len(lists[0]) else [[tensors[i] for i in dense] for tensors in lists]
-    sums.update(zip(dense, _add_dense(device, chosen, limit), strict=True))
-    return tuple(sums[i] for i in range(len(lists[0])))
+    sums, left = _add_in_core(lists, device)
+    if left:
+        columns = [[tensors[i] for tensors in lists] for i in left]
+        for i, column in zip(left, columns, strict=True):
+            check_same(call, f"inputs[{{}}][{i}]", column, layouts=False)
+            for d, tensor in enumerate(column):
+                check_has_data(call, f"inputs[{d}][{i}]", tensor, device)
+        for i, total in zip(left, _add_columns(device, columns, limit), strict=True):
+            sums[i] = total
+    return tuple(sums)
 
 
 def _check_lists(call: str, lists: list[list[torch.Tensor]]) -> None:
     if not lists:
         raise errors.bad_argument(call, "inputs", lists, "at least one list of tensors")
+    shapes = [t.shape for t in lists[0]]
     for d, tensors in enumerate(lists):
-        if len(tensors) != len(lists[0]):
-            allowed = f"a list of {len(lists[0])} tensors, as many as in inputs[0]"
+        if len(tensors) != len(shapes):
+            allowed = f"a list of {len(shapes)} tensors, as many as in inputs[0]"
             raise errors.bad_argument(call, f"inputs[{d}]", f"{len(tensors)} tensors", allowed)
-    for i, column in enumerate(zip(*lists, strict=True)):
+        if [t.shape for t in tensors] != shapes:
+            i = next(i for i, t in enumerate(tensors) if t.shape != shapes[i])
+            allowed = f"of the shape {tuple(shapes[i])} of inputs[0][{i}]"
+            raise errors.bad_argument(call, f"inputs[{d}][{i}]", tuple(tensors[i].shape), allowed)
+
+
+def _add_in_core(lists: list[list[torch.Tensor]], device: torch.device) -> tuple[list[torch.Tensor], Sequence[int]]:
+    """Sums in one pass over all sources, in C, where all are on the CPU; and the indices of those it did not take."""
+    first = lists[0]
+    if len(lists) == 1 or device.type != "cpu" or any(tensors[0].device.type != "cpu" for tensors in lists):
+        return list(first), range(len(first))
+    torch_dtypes()  # the core knows torch's tensors from then on
+    sums = [torch.empty_like(t) for t in first]
+    return sums, native.add_many(sums, lists, GRAIN)
+
+
+def _add_columns(device: torch.device, columns: list[list[torch.Tensor]], limit: int) -> list[torch.Tensor]:
+    """Sums of columns of any layout: sparse ones by themselves, dense ones together."""
+    sums: list[torch.Tensor | None] = [None] * len(columns)
+    dense = []
+    for i, column in enumerate(columns):
         layouts = {t.layout for t in column}
-        same = (
-            column if len(layouts) == 1 else [torch.empty_like(t, layout=torch.strided, device="meta") for t in column]
-        )
-        check_same(call, f"inputs[{{}}][{i}]", same)
+        if layouts == {torch.strided} or len(layouts) > 1:
+            dense.append((i, [t if t.layout is torch.strided else t.to_dense() for t in column]))
+        else:
+            sums[i] = add_on(device, column)
+    for (i, _), total in zip(dense, _add_dense(device, [column for _, column in dense], limit), strict=True):
+        sums[i] = total
+    return sums  # type: ignore[return-value]
 
 
-def _add_dense(device: torch.device, lists: list[list[torch.Tensor]], limit: int) -> Sequence[torch.Tensor]:
-    if not lists[0]:
-        return []
-    if all(t.device == device for tensors in lists for t in tensors):
-        return _add_here(lists)
-    if any(t.device != tensors[0].device for tensors in lists for t in tensors):  # nothing to pack together
-        return [add_on(device, column) for column in zip(*lists, strict=True)]
-    result: list[torch.Tensor] = [torch.empty(0)] * len(lists[0])
-    for group in packing.buckets(lists[0], limit):
-        members = [_alike([tensors[i] for tensors in lists]) for i in group]
+def _add_dense(device: torch.device, columns: list[list[torch.Tensor]], limit: int) -> list[torch.Tensor]:
+    homes = [t.device for t in columns[0]] if columns else []
+    packable = all([t.device for t in column] == homes for column in columns)
+    if not packable:
+        return [add_on(device, column) for column in columns]
+    if all(home == device for home in homes):
+        return _add_here(device, columns)
+    sums: list[torch.Tensor] = [torch.empty(0)] * len(columns)
+    for group in packing.buckets([column[0] for column in columns], limit):
+        members = [_alike(columns[i]) for i in group]
         if len(members) == 1:
-            result[group[0]] = add_on(device, members[0])
+            sums[group[0]] = add_on(device, members[0])
             continue
         flat = add_on(device, [packing.pack(tensors) for tensors in zip(*members, strict=True)])
         for i, part in zip(group, packing.parts_of(flat, [column[0] for column in members]), strict=True):
-            result[i] = part.data
-    return result
+            sums[i] = part.data
+    return sums
+
+
+def _add_here(device: torch.device, columns: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Sums of what is already on ``device``: on a GPU a few launches for all of them, as long as that rounds once."""
+    count = len(columns[0]) if columns else 0
+    twice_rounded = any(c[0].dtype in NARROW and (count > 2 or c[0].dtype.itemsize == 1) for c in columns)
+    if count < 2 or device.type == "cpu" or twice_rounded:
+        return [add_on(device, column) for column in columns]
+    sums = list(torch._foreach_add([c[0] for c in columns], [c[1] for c in columns]))
+    for k in range(2, count):
+        torch._foreach_add_(sums, [c[k] for c in columns])
+    return sums
 
 
 def _alike(column: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -163,48 +192,3 @@ def _alike(column: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if any(t.stride() != column[0].stride() for t in column):
         return [t.contiguous() for t in column]
     return list(column)
-
-
-def _add_here(lists: list[list[torch.Tensor]]) -> Sequence[torch.Tensor]:
-    """Sums of tensors that are all where the result shall be."""
-    first = lists[0]
-    if len(lists) == 1:
-        return first
-    rounds_once = len(lists) == 2 and not any(t.dtype in NARROW and t.dtype.itemsize == 1 for t in first)
-    if rounds_once:  # one call; our core needs two, so it is ahead only from three lists on (bench: 1.5 times at four)
-        return torch._foreach_add(first, lists[1])
-    return _by_core(lists, _core_can_add, add_on)
-
-
-def _core_can_add(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)  # a subclass may hide anything
-        and tensor.device.type == "cpu"
-        and tensor.dtype in _numbers
-        and tensor.numel() <= GRAIN
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
-
-
-def _by_core(
-    lists: list[list[torch.Tensor]],
-    can_add: Callable[[torch.Tensor], bool],
-    otherwise: Callable[[torch.device, Sequence[torch.Tensor]], torch.Tensor],
-) -> list[torch.Tensor]:
-    """One pass over all sources of each tensor, in C for those that it takes."""
-    result: list[torch.Tensor] = []
-    jobs: dict[torch.dtype, list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
-    for column in zip(*lists, strict=True):
-        if all(map(can_add, column)):
-            column = column if all(t.is_contiguous() for t in column) else _alike(column)
-            total = torch.empty_like(column[0])
-            jobs.setdefault(total.dtype, []).append((total, column))
-        else:
-            total = otherwise(column[0].device, column)
-        result.append(total)
-    for dtype, pairs in jobs.items():
-        sources = [[column[d].data_ptr() for _, column in pairs] for d in range(len(lists))]
-        into, counts = [t.data_ptr() for t, _ in pairs], [t.numel() for t, _ in pairs]
-        native.add_many(_numbers[dtype], into, sources, counts)
-    return result

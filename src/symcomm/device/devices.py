@@ -74,8 +74,9 @@ def as_tensors(call: str, argument: str, values: Any) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor) or not isinstance(values, Iterable):
         raise errors.bad_argument(call, argument, type(values), "a list of tensors", "put a single tensor in a list")
     tensors = list(values)
-    for i, tensor in enumerate(tensors):
-        check_tensor(call, f"{argument}[{i}]", tensor)
+    if any(type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter for t in tensors):
+        for i, tensor in enumerate(tensors):
+            check_tensor(call, f"{argument}[{i}]", tensor)
     return tensors
 
 

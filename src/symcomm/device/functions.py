@@ -29,10 +29,15 @@ class Broadcast(Function):
             return ()
         ctx.source = inputs[0].device
         outputs = broadcast_coalesced(inputs, ctx.devices)
-        in_forward_mode = getattr(forward_ad, "_current_level", -1) >= 0  # a tangent is not a requires_grad
-        if not in_forward_mode:
+        if getattr(forward_ad, "_current_level", -1) >= 0:
+            # Forward mode: a tangent is not a requires_grad; and after an input given back as it is, torch (2.13)
+            # drops tangents of later outputs, so the first device gets the same memory under a new name.
+            own = own_entry(ctx.source, ctx.devices)
+            outputs = [[t.data for t in copies] if d == own else copies for d, copies in enumerate(outputs)]
+            wanted = [t.is_floating_point() or t.is_complex() for t in inputs]
+        else:
             wanted = ctx.needs_input_grad[1:]
-            ctx.mark_non_differentiable(
+        ctx.mark_non_differentiable(
                 *(t for copies in outputs for t, w in zip(copies, wanted, strict=True) if not w)
             )
         return tuple(t for copies in outputs for t in copies)
@@ -50,10 +55,9 @@ class Broadcast(Function):
 
     @staticmethod
     def jvp(ctx: Any, _devices: Any, *tangents: torch.Tensor) -> tuple[Any, ...]:
-        own = own_entry(ctx.source, ctx.devices)
-        copies = broadcast_coalesced(tangents, ctx.devices)
-        # what forward gave back as it was must have a view of its tangent
-        return tuple(t.view_as(t) if d == own else t for d, ts in enumerate(copies) for t in ts)
+        known = [t for t in tangents if t is not None]  # integers have none
+        copies = [iter(ts) for ts in broadcast_coalesced(known, ctx.devices)]
+        return tuple(None if t is None else next(ts) for ts in copies for t in tangents)
 
 
 class ReduceAddCoalesced(Function):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,14 +45,11 @@ def _scatter(value: Any, devices: Sequence[torch.device], dim: int) -> list[Any]
     return [value for _ in devices]
 
 
-def _like(template: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the template's type (OrderedDict, defaultdict, ...) with these items."""
-    if type(template) is dict:
-        return items
-    made = template.copy() if hasattr(template, "copy") else type(template)()
-    made.clear()
-    made.update(items)
-    return made
+def _like(template: dict[Any, Any], items: dict[Any, Any]) -> Any:
+    """A dict of the template's type with these items."""
+    if isinstance(template, defaultdict):
+        return type(template)(template.default_factory, items)
+    return items if type(template) is dict else type(template)(items)
 
 
 def scatter_kwargs(

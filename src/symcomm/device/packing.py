@@ -12,6 +12,7 @@ import torch
 
 from symcomm._core import native
 from symcomm.device.copies import copy_to
+from symcomm.group.buffers import torch_dtypes
 
 _foreach_clone = getattr(torch, "_foreach_clone", None)  # younger than the oldest torch we run on
 
@@ -41,14 +42,17 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 def pack(tensors: Sequence[torch.Tensor], pinned: bool = False) -> torch.Tensor:
     """The memory of dense tensors of one dtype and device, one after the other; on the CPU the C core copies."""
     first = tensors[0]
-    total = sum(t.numel() for t in tensors)
+    total = sum([t.numel() for t in tensors])
     flat = torch.empty(total, dtype=first.dtype, device=first.device, pin_memory=pinned)
+    lying = [t if t.is_contiguous() else t.as_strided((t.numel(),), (1,)) for t in tensors]
     if first.device.type == "cpu":
-        native.pack(flat.data_ptr(), [t.data_ptr() for t in tensors], [t.nbytes for t in tensors])
+        torch_dtypes()  # the core knows torch's tensors from then on
+        if not native.pack(flat.data_ptr(), lying):  # complex numbers, and what Python alone understands
+            torch.cat([t.reshape(-1) for t in lying], out=flat)
     else:
-        filled = [t for t in tensors if t.numel()]
+        filled = [t for t in lying if t.numel()]
         if filled:  # a few launches for all of them
-            torch._foreach_copy_(list(parts_of(flat, filled)), filled)
+            torch._foreach_copy_(parts_of(flat, filled), filled)
     return flat
 
 

@@ -39,7 +39,7 @@ def replicate(module: nn.Module, devices: Any, detach: bool = False) -> list[nn.
                 copied = None if parameter is None else tensors.of(parameter, d)
                 _attach(copy, "_parameters", name, copied)
                 if copied is not None:
-                    copy._former_parameters[name] = copied  # type: ignore[index,operator]
+                    copy._former_parameters[name] = copied
             for name, buffer in original._buffers.items():
                 _attach(copy, "_buffers", name, None if buffer is None else tensors.of(buffer, d))
     return [copies[0] for copies in replicas]
@@ -48,7 +48,7 @@ def replicate(module: nn.Module, devices: Any, detach: bool = False) -> list[nn.
 def _shell(module: nn.Module) -> Any:
     """The module without its tensors and children, which are attached later."""
     copy = module._replicate_for_data_parallel()
-    copy._former_parameters = OrderedDict()  # type: ignore[assignment]
+    copy._former_parameters = OrderedDict()
     return copy
 
 

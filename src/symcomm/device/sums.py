@@ -33,17 +33,19 @@ def reduce_add(inputs: Any, destination: Any = None) -> torch.Tensor:
     return add_on(device, tensors)
 
 
-def check_same(call: str, argument: str, tensors: Sequence[torch.Tensor]) -> None:
-    """All of one shape, dtype and layout; ``argument`` has a place for the index of the odd one."""
+def check_same(call: str, argument: str, tensors: Sequence[torch.Tensor], *, layouts: bool = True) -> None:
+    """All of one shape, dtype and (if asked for) layout; ``argument`` has a place for the index of the odd one."""
     first = tensors[0]
     for i, tensor in enumerate(tensors):
-        name, zero = argument.format(i), argument.format(0)
         if tensor.shape != first.shape:
-            raise errors.bad_argument(call, name, tuple(tensor.shape), f"of the shape {tuple(first.shape)} of {zero}")
-        if tensor.dtype != first.dtype:
-            raise errors.bad_argument(call, name, tensor.dtype, f"of the dtype {first.dtype} of {zero}")
-        if tensor.layout != first.layout:
-            raise errors.bad_argument(call, name, tensor.layout, f"of the layout {first.layout} of {zero}")
+            got, expected = tuple(tensor.shape), f"shape {tuple(first.shape)}"
+        elif tensor.dtype != first.dtype:
+            got, expected = tensor.dtype, f"dtype {first.dtype}"
+        elif layouts and tensor.layout != first.layout:
+            got, expected = tensor.layout, f"layout {first.layout}"
+        else:
+            continue
+        raise errors.bad_argument(call, argument.format(i), got, f"of the {expected} of {argument.format(0)}")
 
 
 def add_on(device: torch.device, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
