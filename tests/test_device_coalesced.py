@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from symcomm import comm
 from symcomm._core import native
-from symcomm.device import packing
+from symcomm.device import coalesce, packing
 from symcomm.errors import BadArgumentError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -234,6 +234,23 @@ def test_pack_and_parts(dtype):
     for part, tensor in zip(parts, tensors, strict=True):
         assert torch.equal(part, tensor) and part.stride() == tensor.stride()
         assert tensor.numel() == 0 or part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("limit", [1, 60, 10 << 20])
+def test_what_crosses_devices_is_packed_and_split(limit):
+    """The way between devices, taken from the CPU to itself."""
+    tensors = [t for t in mixture() if t.layout is torch.strided]
+    cpu = torch.device("cpu")
+    for made in packing.packed_copies(tensors, [cpu, cpu], limit):
+        for part, tensor in zip(made, tensors, strict=True):
+            assert torch.equal(part, tensor) and part.dtype == tensor.dtype
+            assert part._version == 0 and (part.numel() == 0 or part.data_ptr() != tensor.data_ptr())
+        assert made[1].is_contiguous(memory_format=torch.channels_last) or made[1].dim() != 4
+        made[0].zero_()
+        assert [t._version for t in made[:3]] == [1, 0, 0]
+    columns = [[t, t.clone(), t.contiguous()] for t in tensors]
+    for total, tensor in zip(coalesce.add_packed(cpu, columns, limit), tensors, strict=True):
+        torch.testing.assert_close(total, comm.reduce_add([tensor] * 3))
 
 
 def test_the_core_leaves_what_it_does_not_know():

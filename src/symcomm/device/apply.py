@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -31,7 +31,7 @@ def parallel_apply(
         _Run(i, module, inputs[i], kwargs[i] if kwargs is not None else {}, devices[i] if devices is not None else None)
         for i, module in enumerate(modules)
     ]
-    state = _CallerState()
+    state = _CallerState(run.device for run in runs)
     threads = [threading.Thread(target=run.go, args=(state,), name=f"replica {run.index}") for run in runs[1:]]
     for thread in threads:
         thread.start()
@@ -48,7 +48,7 @@ def parallel_apply(
 class _CallerState:
     """What torch keeps per thread, and replicas shall share with the caller."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Iterable[torch.device]) -> None:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         kinds = ["cpu"]
@@ -57,14 +57,10 @@ class _CallerState:
             kinds.append(accelerator.type)
         self.autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
         self.cache = torch.is_autocast_cache_enabled()
-        self.streams: dict[torch.device, Any] = {}
-        if accelerator is not None:
-            for index in range(torch.accelerator.device_count()):
-                device = torch.device(accelerator.type, index)
-                self.streams[device] = torch.accelerator.current_stream(device)
+        self.streams = {d: torch.cuda.current_stream(d) for d in set(devices) if d.type == "cuda"}
 
     @contextlib.contextmanager
-    def on(self, device: torch.device) -> Any:
+    def on(self, device: torch.device) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))

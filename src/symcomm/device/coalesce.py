@@ -52,7 +52,8 @@ def broadcast_coalesced(tensors: Any, devices: Any, buffer_size: int = BUFFER_SI
     for target in targets:
         check_has_data(call, "tensors[0]", tensors[0], target)
     own = own_entry(source, targets)
-    return [tensors if i == own else copies_on(target, tensors, limit) for i, target in enumerate(targets)]
+    made = iter(_copies(tensors, [target for i, target in enumerate(targets) if i != own], limit))
+    return [tensors if i == own else next(made) for i in range(len(targets))]
 
 
 def own_entry(device: torch.device, devices: Sequence[torch.device]) -> int | None:
@@ -60,13 +61,16 @@ def own_entry(device: torch.device, devices: Sequence[torch.device]) -> int | No
     return next((i for i, d in enumerate(devices) if d == device), None)
 
 
-def copies_on(device: torch.device, tensors: Sequence[torch.Tensor], limit: int) -> list[torch.Tensor]:
+def _copies(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], limit: int) -> list[list[torch.Tensor]]:
     """Copies of tensors of any layout: what is made of dense parts travels as these."""
     if all(t.layout is torch.strided for t in tensors):
-        return packing.copies(tensors, device, limit)
+        return packing.copies(tensors, devices, limit)
     parts = [part for tensor in tensors for part in _parts(tensor)]
-    arrived = iter(packing.copies(parts, device, limit))
-    return [_whole(tensor, device, arrived) for tensor in tensors]
+    made = []
+    for device, copied in zip(devices, packing.copies(parts, devices, limit), strict=True):
+        arrived = iter(copied)
+        made.append([_whole(tensor, device, arrived) for tensor in tensors])
+    return made
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -152,7 +156,7 @@ def _add_columns(device: torch.device, columns: list[list[torch.Tensor]], limit:
             sums[i] = add_on(device, column)
     for (i, _), total in zip(dense, _add_dense(device, [column for _, column in dense], limit), strict=True):
         sums[i] = total
-    return sums  # type: ignore[return-value]
+    return sums
 
 
 def _add_dense(device: torch.device, columns: list[list[torch.Tensor]], limit: int) -> list[torch.Tensor]:
@@ -162,6 +166,11 @@ def _add_dense(device: torch.device, columns: list[list[torch.Tensor]], limit: i
         return [add_on(device, column) for column in columns]
     if all(home == device for home in homes):
         return _add_here(device, columns)
+    return add_packed(device, columns, limit)
+
+
+def add_packed(device: torch.device, columns: list[list[torch.Tensor]], limit: int) -> list[torch.Tensor]:
+    """Each device's tensors packed, the buffers added on ``device`` and the sum split."""
     sums: list[torch.Tensor] = [torch.empty(0)] * len(columns)
     for group in packing.buckets([column[0] for column in columns], limit):
         members = [_alike(columns[i]) for i in group]

@@ -24,6 +24,12 @@ def waits(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def current_stream(device: torch.device) -> Any:
+    if device.type == "cuda":
+        return torch.cuda.current_stream(device)
+    return torch.accelerator.current_stream(device)
+
+
 def recorded(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether autograd, in either mode, follows what happens to one of these."""
     grad = torch.is_grad_enabled()
@@ -165,7 +171,7 @@ def _on_stream(stream: Any, source: torch.Tensor) -> Iterator[None]:
         yield
         return
     if source.device.type != "cpu":
-        stream.wait_stream(torch.accelerator.current_stream(source.device))
+        stream.wait_stream(current_stream(source.device))
         source.record_stream(stream)
     with torch.cuda.stream(stream) if isinstance(stream, torch.cuda.Stream) else stream:
         yield

@@ -37,9 +37,7 @@ class Broadcast(Function):
             wanted = [t.is_floating_point() or t.is_complex() for t in inputs]
         else:
             wanted = ctx.needs_input_grad[1:]
-        ctx.mark_non_differentiable(
-                *(t for copies in outputs for t, w in zip(copies, wanted, strict=True) if not w)
-            )
+        ctx.mark_non_differentiable(*(t for copies in outputs for t, w in zip(copies, wanted, strict=True) if not w))
         return tuple(t for copies in outputs for t in copies)
 
     @staticmethod

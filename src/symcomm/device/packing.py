@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from symcomm._core import native
-from symcomm.device.copies import copy_to
+from symcomm.device.copies import copy_to, nccl_can_broadcast
 from symcomm.group.buffers import torch_dtypes
 
 _foreach_clone = getattr(torch, "_foreach_clone", None)  # younger than the oldest torch we run on
@@ -82,22 +82,46 @@ def clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(_foreach_clone(list(tensors)))
 
 
-def copies(tensors: Sequence[torch.Tensor], device: torch.device, limit: int) -> list[torch.Tensor]:
-    """A copy of each dense tensor, all of which are on one device, on ``device``; packed on the way if it is another.
+def copies(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], limit: int) -> list[list[torch.Tensor]]:
+    """For each device copies of all tensors, which are strided and on one device; packed where they leave it."""
+    if not tensors:
+        return [[] for _ in devices]
+    source = tensors[0].device
+    away = [d for d in devices if d != source and d.type != "meta"]
+    arrived = iter(packed_copies(tensors, away, limit) if away else ())
+    made = []
+    for device in devices:
+        if device == source:
+            made.append(clones(tensors))
+        elif device.type == "meta":
+            made.append([copy_to(t, device) for t in tensors])
+        else:
+            made.append(next(arrived))
+    return made
+
+
+def packed_copies(
+    tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], limit: int
+) -> list[list[torch.Tensor]]:
+    """Packed once, sent to each device, split there.
 
     Parts of one flat buffer share its memory, but each has a version counter of its own (that is what ``.data``
     gives), so that a change of one in place is no change of another to autograd.
     """
-    source = tensors[0].device if tensors else device
-    if source == device or "meta" in (source.type, device.type):
-        return clones(tensors) if source == device else [copy_to(t, device) for t in tensors]
-    result: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
+    result = [[torch.empty(0)] * len(tensors) for _ in devices]
+    pinned = tensors[0].device.type == "cpu" and any(d.type == "cuda" for d in devices)
     for group in buckets(tensors, limit):
         members = [dense(tensors[i]) for i in group]
-        if len(members) == 1:
-            result[group[0]] = copy_to(members[0], device)
-            continue
-        flat = copy_to(pack(members, pinned=source.type == "cpu"), device)
-        for i, part in zip(group, parts_of(flat, members), strict=True):
-            result[i] = part.data
+        sent = _send(members[0] if len(members) == 1 else pack(members, pinned), devices)
+        for made, flat in zip(result, sent, strict=True):
+            parts = [flat] if len(members) == 1 else [part.data for part in parts_of(flat, members)]
+            for i, part in zip(group, parts, strict=True):
+                made[i] = part
     return result
+
+
+def _send(tensor: torch.Tensor, devices: Sequence[torch.device]) -> Sequence[torch.Tensor]:
+    everywhere = [tensor.device, *devices]
+    if nccl_can_broadcast(tensor, everywhere):
+        return torch.cuda.comm.broadcast(tensor, [d.index for d in everywhere])[1:]
+    return [copy_to(tensor, device) for device in devices]
