@@ -1,4 +1,4 @@
-"""Run each module on its input: the first in the calling thread, every other in a thread of its own."""
+"""Run each module on its input, each in a thread of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from symcomm import errors
-from symcomm.device.devices import as_device
+from symcomm.device.devices import accelerator, as_device
 
 
 def parallel_apply(
@@ -32,13 +32,14 @@ def parallel_apply(
         for i, module in enumerate(modules)
     ]
     state = _CallerState(run.device for run in runs)
-    threads = [threading.Thread(target=run.go, args=(state,), name=f"replica {run.index}") for run in runs[1:]]
-    for thread in threads:
-        thread.start()
-    if runs:
+    if count == 1:
         runs[0].go(state)
-    for thread in threads:
-        thread.join()
+    else:  # none in this thread: what else torch keeps per thread shall be the same for all of them
+        threads = [threading.Thread(target=run.go, args=(state,), name=f"replica {run.index}") for run in runs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     failed = [run for run in runs if run.error is not None]
     if failed:
         _raise_first(failed)
@@ -51,10 +52,7 @@ class _CallerState:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
-        kinds = ["cpu"]
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None:
-            kinds.append(accelerator.type)
+        kinds = ["cpu", *filter(None, [accelerator()])]
         self.autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
         self.cache = torch.is_autocast_cache_enabled()
         self.streams = {d: torch.cuda.current_stream(d) for d in set(devices) if d.type == "cuda"}

@@ -12,7 +12,7 @@ from torch import nn
 
 from symcomm import errors
 from symcomm.device.apply import parallel_apply
-from symcomm.device.devices import as_device, as_devices
+from symcomm.device.devices import accelerators, as_device, as_devices
 from symcomm.device.nested import gather_nested, scatter_kwargs
 from symcomm.device.replicate import replicate
 
@@ -94,12 +94,7 @@ def data_parallel(
 
 
 def _devices(call: str, device_ids: Any) -> list[torch.device]:
-    if device_ids is not None:
-        return as_devices(call, "device_ids", device_ids)
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return []
-    return [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
+    return accelerators() if device_ids is None else as_devices(call, "device_ids", device_ids)
 
 
 def _output_device(call: str, value: Any, devices: Sequence[torch.device]) -> torch.device:

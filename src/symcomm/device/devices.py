@@ -12,6 +12,17 @@ from symcomm import errors
 ALLOWED = 'a device: an index of 0 or more, a torch.device, or a name such as "cuda:1" or "cpu"'
 
 
+def accelerator() -> str | None:
+    """The kind of accelerator this machine has; a torch built for one may well run without."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def accelerators() -> list[torch.device]:
+    kind = accelerator()
+    return [] if kind is None else [torch.device(kind, i) for i in range(torch.accelerator.device_count())]
+
+
 def as_device(call: str, argument: str, value: Any, *, minus_one_is_cpu: bool = False) -> torch.device:
     """One device, with its index filled in (the current one unless given), known to exist."""
     if isinstance(value, int) and not isinstance(value, bool):
@@ -19,11 +30,13 @@ def as_device(call: str, argument: str, value: Any, *, minus_one_is_cpu: bool = 
             return torch.device("cpu")
         if value < 0:
             raise errors.bad_argument(call, argument, value, ALLOWED)
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None:
+        kind, here = accelerator(), accelerators()
+        if kind is None:
             fix = 'this machine has no accelerator, so name a device, such as "cpu"'
             raise errors.bad_argument(call, argument, value, "a device of this machine", fix)
-        device = torch.device(accelerator.type, value)
+        if value >= len(here):
+            raise errors.bad_argument(call, argument, value, f"one of this machine's {len(here)} {kind} devices")
+        return here[value]
     elif isinstance(value, (str, torch.device)):
         try:
             device = torch.device(value)
@@ -37,9 +50,9 @@ def as_device(call: str, argument: str, value: Any, *, minus_one_is_cpu: bool = 
 def _complete(call: str, argument: str, value: Any, device: torch.device) -> torch.device:
     if device.type in ("cpu", "meta"):
         return torch.device(device.type)
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != device.type:
-        here = f"a device of this machine, which has {accelerator.type if accelerator else 'no accelerator'}"
+    kind = accelerator()
+    if kind != device.type:
+        here = f"a device of this machine, which has {kind or 'no accelerator'}"
         raise errors.bad_argument(call, argument, value, here, 'name one it has, such as "cpu"')
     if device.index is None:
         return torch.device(device.type, torch.accelerator.current_device_index())

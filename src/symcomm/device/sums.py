@@ -67,10 +67,10 @@ def add_on(device: torch.device, tensors: Sequence[torch.Tensor]) -> torch.Tenso
 
 def _nccl_can_add(device: torch.device, tensors: Sequence[torch.Tensor]) -> bool:
     return (
-        any(t.device == device for t in tensors)
+        all(t.is_cuda for t in tensors)
+        and any(t.device == device for t in tensors)
         and tensors[0].dtype not in NARROW
         and not tensors[0].is_complex()
         and not recorded(tensors)
-        and all(t.is_cuda for t in tensors)
         and torch.cuda.nccl.is_available(tensors)
     )
