@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._utils import _take_tensors
 
 from symcomm import comm
 from symcomm._core import native
-from symcomm.device import coalesce, packing
+from symcomm.device import coalesce, nccl, packing
 from symcomm.errors import BadArgumentError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -126,14 +127,14 @@ def test_broadcast_refusals():
 def test_sums_keep_order_and_kind(lists, buffer_size):
     tensors = [t for t in mixture() if t.layout is not torch.sparse_csr]  # torch adds these with MKL only
     inputs = [[t.clone() for t in tensors] for _ in range(lists)]
-    sums = comm.reduce_add_coalesced(inputs, "cpu", buffer_size)
-    for total, tensor in zip(sums, tensors, strict=True):
+    totals = comm.reduce_add_coalesced(inputs, "cpu", buffer_size)
+    for total, tensor in zip(totals, tensors, strict=True):
         expected = tensor.to_dense() if tensor.layout is not torch.strided else tensor
         wide = expected.float() if expected.dtype == torch.bfloat16 else expected
         assert total.layout == tensor.layout and total.dtype == tensor.dtype
         got = total.to_dense() if total.layout is not torch.strided else total
         torch.testing.assert_close(got, (wide * lists).to(tensor.dtype))
-    assert all((a is b) == (lists == 1) for a, b in zip(sums, inputs[0], strict=True))
+    assert all((a is b) == (lists == 1) for a, b in zip(totals, inputs[0], strict=True))
 
 
 @given(
@@ -144,8 +145,8 @@ def test_sums_keep_order_and_kind(lists, buffer_size):
 @settings(max_examples=40, deadline=None)
 def test_sums_are_those_of_reduce_add(counts, lists, dtype):
     inputs = [[(torch.randn(n) * 4).to(dtype) for n in counts] for _ in range(lists)]
-    sums = comm.reduce_add_coalesced(inputs, "cpu")
-    for total, column in zip(sums, zip(*inputs, strict=True), strict=True):
+    totals = comm.reduce_add_coalesced(inputs, "cpu")
+    for total, column in zip(totals, zip(*inputs, strict=True), strict=True):
         assert torch.equal(total, comm.reduce_add(column))
 
 
@@ -154,10 +155,10 @@ def test_sums_of_odd_strides_negatives_and_subclasses():
     negated = torch.complex(x, x).conj().imag  # a lazily negated view
     assert negated.is_neg()
     inputs = [[x.t(), x[:, ::2], negated, torch.nn.Parameter(x)]] * 3
-    sums = comm.reduce_add_coalesced(inputs, "cpu")
+    totals = comm.reduce_add_coalesced(inputs, "cpu")
     expected = [3 * x.t(), 3 * x[:, ::2], -3 * x, 3 * x]
-    assert all(torch.equal(a, b) for a, b in zip(sums, expected, strict=True))
-    assert not any(t.requires_grad for t in sums)
+    assert all(torch.equal(a, b) for a, b in zip(totals, expected, strict=True))
+    assert not any(t.requires_grad for t in totals)
 
 
 def test_float8_is_added_wide():
@@ -174,15 +175,15 @@ def test_a_column_of_dense_and_sparse_is_dense():
 
 
 def test_sums_have_versions_of_their_own():
-    sums = comm.reduce_add_coalesced([[torch.ones(2), torch.ones(3)]] * 2, "cpu")
-    sums[0].zero_()
-    assert sums[0]._version == 1 + sums[1]._version and sums[1].tolist() == [2, 2, 2]
+    totals = comm.reduce_add_coalesced([[torch.ones(2), torch.ones(3)]] * 2, "cpu")
+    totals[0].zero_()
+    assert totals[0]._version == 1 + totals[1]._version and totals[1].tolist() == [2, 2, 2]
 
 
 def test_sums_on_meta_are_shapes():
     lists = [[torch.ones(2), torch.ones(3, dtype=torch.int32)]] * 2
-    sums = comm.reduce_add_coalesced(lists, "meta")
-    assert [(t.device.type, t.shape, t.dtype) for t in sums] == [
+    totals = comm.reduce_add_coalesced(lists, "meta")
+    assert [(t.device.type, t.shape, t.dtype) for t in totals] == [
         ("meta", (2,), torch.float32),
         ("meta", (3,), torch.int32),
     ]
@@ -213,6 +214,8 @@ def test_reduce_refusals():
 def test_buckets_hold_everything_once(counts, kinds, limit):
     tensors = [torch.zeros(n, dtype=k) for n, k in zip(counts, kinds, strict=False)]
     groups = packing.buckets(tensors, limit)
+    names = {id(t): i for i, t in enumerate(tensors)}
+    assert groups == [[names[id(t)] for t in chunk] for chunk in _take_tensors(tensors, limit)]  # as torch does
     assert sorted(i for g in groups for i in g) == list(range(len(tensors)))
     for group in groups:
         members = [tensors[i] for i in group]
@@ -251,6 +254,32 @@ def test_what_crosses_devices_is_packed_and_split(limit):
     columns = [[t, t.clone(), t.contiguous()] for t in tensors]
     for total, tensor in zip(coalesce.add_packed(cpu, columns, limit), tensors, strict=True):
         torch.testing.assert_close(total, comm.reduce_add([tensor] * 3))
+
+
+def test_nccl_carries_buffers_between_gpus(monkeypatch):
+    """NCCL needs several GPUs; here a stand-in notes what it is asked for, and CPU tensors play their part."""
+    cpu, asked = torch.device("cpu"), []
+
+    def nccl_broadcast(tensor, devices):
+        asked.append(("broadcast", tensor.numel(), len(devices)))
+        return (tensor, *(tensor.clone() for _ in devices[1:]))
+
+    def nccl_reduce(inputs, output, root):
+        asked.append(("reduce", len(inputs), root))
+        output.copy_(sum(inputs))
+
+    monkeypatch.setattr(nccl, "can_broadcast", lambda tensor, devices: True)
+    monkeypatch.setattr(nccl.torch_comm, "broadcast", nccl_broadcast)
+    monkeypatch.setattr(nccl, "can_add", lambda tensors, device: True)
+    monkeypatch.setattr(nccl.nccl, "reduce", nccl_reduce)
+    tensors = [torch.randn(2, 3), torch.randn(5), torch.arange(4)]
+    for made in packing.packed_copies(tensors, [cpu, cpu], 1 << 20):
+        assert all(torch.equal(a, b) for a, b in zip(made, tensors, strict=True))
+    assert asked == [("broadcast", 11, 3), ("broadcast", 4, 3)]
+    asked.clear()
+    totals = coalesce.add_packed(cpu, [[t, t] for t in tensors], 1 << 20)
+    assert all(torch.equal(a, 2 * b) for a, b in zip(totals, tensors, strict=True))
+    assert asked == [("reduce", 2, 0), ("reduce", 2, 0)]
 
 
 def test_the_core_leaves_what_it_does_not_know():

@@ -35,6 +35,11 @@ def test_scatter_splits_tensors_and_shares_the_rest():
     assert first[5:] == ((), [], {})
 
 
+@pytest.mark.parametrize("value", [3, None, (1, "a"), [1, [2, (3,)]], {"a": 1, "b": [2]}, (), [], {}, ((), [{}])])
+def test_structures_without_tensors_are_torchs(value):
+    assert comm.scatter_nested(value, CPU2) == torch.nn.parallel.scatter_gather.scatter(value, [0, 1])
+
+
 def test_dicts_keep_their_type():
     x = torch.arange(4.0)
     ordered = collections.OrderedDict(b=x, a=x)

@@ -8,6 +8,7 @@ copies.py          broadcast, scatter, gather: plain copies, differentiable as t
 sums.py            reduce_add: one tensor from each device, added in the order given
 coalesce.py        broadcast and reduce_add of many tensors, packed where they cross devices
 packing.py         many tensors <-> one flat buffer
+nccl.py            the part NCCL takes over between different GPUs
 bindings.py        the names torch's own module gives these functions
 functions.py       the same as autograd functions, as replicas of a module need them
 nested.py          scatter and gather of tuples, lists and dicts that hold tensors

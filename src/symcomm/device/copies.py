@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from symcomm import errors
+from symcomm.device import nccl
 from symcomm.device.devices import as_destination, as_devices, as_tensors, check_has_data, check_tensor, wrap_dim
 
 
@@ -28,12 +28,6 @@ def current_stream(device: torch.device) -> Any:
     if device.type == "cuda":
         return torch.cuda.current_stream(device)
     return torch.accelerator.current_stream(device)
-
-
-def recorded(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether autograd, in either mode, follows what happens to one of these."""
-    grad = torch.is_grad_enabled()
-    return any((grad and t.requires_grad) or forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 # --- broadcast -----------------------------------------------------------------------------------------------
@@ -53,28 +47,14 @@ def broadcast(tensor: torch.Tensor, devices: Any = None, *, out: Any = None) -> 
     targets = as_devices("broadcast", "devices", devices, allow_none=True)
     for target in targets:
         check_has_data("broadcast", "tensor", tensor, target)
-    if nccl_can_broadcast(tensor, targets):
-        return tuple(torch.cuda.comm.broadcast(tensor, [t.index for t in targets]))
+    if nccl.can_broadcast(tensor, targets):
+        return nccl.broadcast(tensor, targets)
     return tuple(tensor if t == tensor.device else copy_to(tensor, t) for t in targets)
 
 
 def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A new tensor on ``device``, with the strides of the old one."""
     return tensor.to(device, non_blocking=waits(device), copy=True)
-
-
-def nccl_can_broadcast(tensor: torch.Tensor, devices: Sequence[torch.device]) -> bool:
-    """NCCL joins different GPUs, among them the tensor's own; its copies are not seen by autograd."""
-    return (
-        tensor.is_cuda
-        and tensor.layout is torch.strided
-        and not tensor.is_complex()
-        and len(devices) > 1
-        and tensor.device in devices
-        and len(set(devices)) == len(devices)
-        and all(d.type == "cuda" for d in devices)
-        and not recorded([tensor])
-    )
 
 
 def _broadcast_into(tensor: torch.Tensor, out: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from symcomm._core import native
-from symcomm.device.copies import copy_to, nccl_can_broadcast
+from symcomm.device import nccl
+from symcomm.device.copies import copy_to
 from symcomm.group.buffers import torch_dtypes
 
 _foreach_clone = getattr(torch, "_foreach_clone", None)  # younger than the oldest torch we run on
@@ -24,7 +25,7 @@ def buckets(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
     for i, tensor in enumerate(tensors):
         group, filled = filling.get(tensor.dtype, ([], 0))
         size = tensor.nbytes
-        if group and filled + size > limit:
+        if filled and filled + size > limit:
             done.append(group)
             group, filled = [], 0
         group.append(i)
@@ -122,6 +123,6 @@ def packed_copies(
 
 def _send(tensor: torch.Tensor, devices: Sequence[torch.device]) -> Sequence[torch.Tensor]:
     everywhere = [tensor.device, *devices]
-    if nccl_can_broadcast(tensor, everywhere):
-        return torch.cuda.comm.broadcast(tensor, [d.index for d in everywhere])[1:]
+    if nccl.can_broadcast(tensor, everywhere):
+        return nccl.broadcast(tensor, everywhere)[1:]
     return [copy_to(tensor, device) for device in devices]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from symcomm import errors
-from symcomm.device.copies import recorded, waits
+from symcomm.device import nccl
+from symcomm.device.copies import waits
 from symcomm.device.devices import as_destination, as_tensors, check_has_data
 
 NARROW = {torch.float16, torch.bfloat16} | {
@@ -50,11 +51,8 @@ def check_same(call: str, argument: str, tensors: Sequence[torch.Tensor], *, lay
 
 def add_on(device: torch.device, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum on ``device``: through NCCL where the tensors are on different GPUs, else copied there and added."""
-    if len(tensors) > 1 and _nccl_can_add(device, tensors):
-        total = torch.empty_like(tensors[0], device=device)
-        root = next(i for i, t in enumerate(tensors) if t.device == device)
-        torch.cuda.nccl.reduce(list(tensors), output=total, root=root)
-        return total
+    if tensors[0].dtype not in NARROW and nccl.can_add(tensors, device):
+        return nccl.add(tensors, device)
     here = [t.to(device, non_blocking=waits(device)) for t in tensors]
     dtype = here[0].dtype
     if len(here) > 1 and dtype in NARROW:
@@ -63,14 +61,3 @@ def add_on(device: torch.device, tensors: Sequence[torch.Tensor]) -> torch.Tenso
     for i, tensor in enumerate(here[1:]):
         total = total + tensor if i == 0 else total.add_(tensor)
     return total.to(dtype)
-
-
-def _nccl_can_add(device: torch.device, tensors: Sequence[torch.Tensor]) -> bool:
-    return (
-        all(t.is_cuda for t in tensors)
-        and any(t.device == device for t in tensors)
-        and tensors[0].dtype not in NARROW
-        and not tensors[0].is_complex()
-        and not recorded(tensors)
-        and torch.cuda.nccl.is_available(tensors)
-    )
