@@ -256,6 +256,17 @@ def test_what_crosses_devices_is_packed_and_split(limit):
         torch.testing.assert_close(total, comm.reduce_add([tensor] * 3))
 
 
+def test_copies_and_sums_by_dtype(monkeypatch):
+    """What GPUs do with tensors that stay on them, done by the meta device for shapes and by the CPU for values."""
+    tensors = [t for t in mixture() if t.layout is torch.strided]
+    monkeypatch.setattr(packing, "_foreach_clone", None)
+    for copy, tensor in zip(packing.clones(tensors), tensors, strict=True):
+        assert torch.equal(copy, tensor) and (copy.numel() == 0 or copy.data_ptr() != tensor.data_ptr())
+    lists = [[t.to("meta") for t in tensors]] * 3
+    totals = comm.reduce_add_coalesced(lists)
+    assert [(t.shape, t.dtype, t.device.type) for t in totals] == [(t.shape, t.dtype, "meta") for t in tensors]
+
+
 def test_nccl_carries_buffers_between_gpus(monkeypatch):
     """NCCL needs several GPUs; here a stand-in notes what it is asked for, and CPU tensors play their part."""
     cpu, asked = torch.device("cpu"), []

@@ -189,9 +189,13 @@ def _add_here(device: torch.device, columns: list[list[torch.Tensor]]) -> list[t
     twice_rounded = any(c[0].dtype in NARROW and (count > 2 or c[0].dtype.itemsize == 1) for c in columns)
     if count < 2 or device.type == "cpu" or twice_rounded:
         return [add_on(device, column) for column in columns]
-    sums = list(torch._foreach_add([c[0] for c in columns], [c[1] for c in columns]))
-    for k in range(2, count):
-        torch._foreach_add_(sums, [c[k] for c in columns])
+    sums = [column[0] for column in columns]
+    for group in packing.by_dtype(sums):
+        total = torch._foreach_add([columns[i][0] for i in group], [columns[i][1] for i in group])
+        for k in range(2, count):
+            torch._foreach_add_(total, [columns[i][k] for i in group])
+        for i, tensor in zip(group, total, strict=True):
+            sums[i] = tensor
     return sums
 
 

@@ -6,6 +6,7 @@ Only what crosses from one device to another is packed: on one device a copy per
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -31,6 +32,10 @@ def buckets(tensors: Sequence[torch.Tensor], limit: int) -> list[list[int]]:
         group.append(i)
         filling[tensor.dtype] = (group, filled + size)
     return done + [group for group, _ in filling.values()]
+
+
+def by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    return buckets(tensors, sys.maxsize)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,9 +81,10 @@ def clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return []
     if _foreach_clone is None or tensors[0].device.type not in ("cpu", "meta"):
         made = [torch.empty_like(t) for t in tensors]
-        filled = [i for i, t in enumerate(tensors) if t.numel()]
-        if filled:
-            torch._foreach_copy_([made[i] for i in filled], [tensors[i] for i in filled])
+        for group in by_dtype(tensors):  # what is of one dtype goes in a few launches
+            filled = [i for i in group if tensors[i].numel()]
+            if filled:
+                torch._foreach_copy_([made[i] for i in filled], [tensors[i] for i in filled])
         return made
     return list(_foreach_clone(list(tensors)))
 
