@@ -94,7 +94,7 @@ def data_parallel(
 
 
 def _devices(call: str, device_ids: Any) -> list[torch.device]:
-    return accelerators() if device_ids is None else as_devices(call, "device_ids", device_ids)
+    return list(accelerators()) if device_ids is None else as_devices(call, "device_ids", device_ids)
 
 
 def _output_device(call: str, value: Any, devices: Sequence[torch.device]) -> torch.device:

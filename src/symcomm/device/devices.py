@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,15 +13,17 @@ from symcomm import errors
 ALLOWED = 'a device: an index of 0 or more, a torch.device, or a name such as "cuda:1" or "cpu"'
 
 
+@functools.cache
 def accelerator() -> str | None:
-    """The kind of accelerator this machine has; a torch built for one may well run without."""
+    """The kind of accelerator this machine has; a torch built for one may well run without. Asking takes a while."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
 
-def accelerators() -> list[torch.device]:
+@functools.cache
+def accelerators() -> tuple[torch.device, ...]:
     kind = accelerator()
-    return [] if kind is None else [torch.device(kind, i) for i in range(torch.accelerator.device_count())]
+    return () if kind is None else tuple(torch.device(kind, i) for i in range(torch.accelerator.device_count()))
 
 
 def as_device(call: str, argument: str, value: Any, *, minus_one_is_cpu: bool = False) -> torch.device:
@@ -56,7 +59,7 @@ def _complete(call: str, argument: str, value: Any, device: torch.device) -> tor
         raise errors.bad_argument(call, argument, value, here, 'name one it has, such as "cpu"')
     if device.index is None:
         return torch.device(device.type, torch.accelerator.current_device_index())
-    count = torch.accelerator.device_count()
+    count = len(accelerators())
     if device.index >= count:
         raise errors.bad_argument(call, argument, value, f"one of this machine's {count} {device.type} devices")
     return device
