@@ -42,8 +42,9 @@ def drive() -> None:
         symcomm.spawn(part, 2, mode="processes", timeout=60, deadline=SECONDS)
         print(f"  {part.__name__}, 2 processes", flush=True)
     reductions()
+    many_tensors()
     store_server()
-    print("  reductions, store server", flush=True)
+    print("  reductions, many tensors, store server", flush=True)
 
 
 def symmetric(g, count, dtype="f4"):
@@ -202,6 +203,25 @@ def reductions() -> None:
                 sources = [rng.integers(0, 256, count * dtype.itemsize, np.uint8) for _ in range(5)]
                 out = np.empty_like(sources[0])
                 native.reduce(dtype, op, out.ctypes.data, [s.ctypes.data for s in sources], count, 2.0)
+
+
+def many_tensors() -> None:
+    """Packed and added many at a time, with some that the core must leave alone."""
+    import numpy as np
+
+    from symcomm._core import native
+    from tests.exchange_array import ExchangeArray, install
+
+    assert install()
+    counts = [0, 1, 2, 3, 700, 1025]
+    lists = [[ExchangeArray(np.full(n, k + 1, "f4")) for n in counts] for k in range(3)]
+    flat = np.zeros(sum(counts), "f4")
+    assert native.pack(flat.ctypes.data, lists[1]) and (flat == 2).all()
+    assert not native.pack(flat.ctypes.data, [*lists[0], ExchangeArray(np.zeros((4, 4), "f4").T), "text"])
+    results = [ExchangeArray(np.zeros(n, "f4")) for n in counts]
+    assert native.add_many(results, lists, 1000) == [5]
+    assert all((r.values == 6).all() for r in results[:5]) and not results[5].values.any()
+    assert native.add_many(results, [lists[0], [*lists[1][1:], lists[1][0]]], 1 << 40) == list(range(6))
 
 
 def store_server() -> None:

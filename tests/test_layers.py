@@ -24,6 +24,8 @@ LAYERS = {
     "observe": 5,
     "symm_mem": 5,
     "backend": 6,
+    "device": 6,
+    "comm": 6,
     "ddp": 7,
     "c10d": 8,
     "cli": 9,

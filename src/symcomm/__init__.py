@@ -4,6 +4,7 @@ Where things are (imports point down only)::
 
     cli/          the `symcomm` command: run, bench, demo
     ddp/          DistributedDataParallel, Reducer, communication hooks
+    device/       one process, many devices: broadcast, scatter, gather, DataParallel (symcomm.comm)
     symm_mem/     symmetric tensors: allocate, rendezvous, signals, symmetrize
     group/        ProcessGroup, Work, spawn, the default group
     collectives/  plans: one file per family of collectives, and the choice between them
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 # module -> the public names it defines
 _PUBLIC = {
     "symcomm.store": ("Store", "HashStore", "FileStore", "TCPStore", "PrefixStore"),
+    "symcomm.device.data_parallel": ("DataParallel",),
     "symcomm.symm_mem.symmetrize": ("symmetrize",),
     "symcomm.ddp.module": ("DistributedDataParallel",),
     "symcomm.types": ("DType", "ReduceOp", "make_premul_sum"),
@@ -45,7 +47,7 @@ _PUBLIC = {
 }  # fmt: skip
 _LAZY = {name: module for module, names in _PUBLIC.items() for name in names}
 
-_MODULES = ("ddp", "symm_mem")  # public modules, loaded on first use as well
+_MODULES = ("comm", "ddp", "symm_mem")  # public modules, loaded on first use as well
 
 __all__ = ["__version__", "errors", *_MODULES, *_LAZY]
 

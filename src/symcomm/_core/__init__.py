@@ -6,6 +6,7 @@ file               what it holds
 module.c           the Python module; each file below adds its functions to it
 common.h           shared macros (CPU dispatch, cache lines), argument helpers
 reduce*.c          one-pass reductions over N sources, for every dtype and operation
+pack.c             many small pieces of memory in one call: copied together, or added
 float_formats.h    float16, bfloat16 and float8 to and from float32
 shm.c              shared mappings, and the word by which the kernel tells that a rank died
 sync.c             published progress, waits with deadlines, sleep and wake

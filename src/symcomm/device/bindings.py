@@ -1,0 +1,54 @@
+"""The names under which torch's own extension module has these functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from symcomm.device import coalesce, copies
+
+__all__ = [
+    "_broadcast",
+    "_broadcast_coalesced",
+    "_broadcast_out",
+    "_gather",
+    "_gather_out",
+    "_scatter",
+    "_scatter_out",
+]
+
+
+def _broadcast(tensor: torch.Tensor, devices: Sequence[Any]) -> list[torch.Tensor]:
+    return list(copies.broadcast(tensor, devices))
+
+
+def _broadcast_out(tensor: torch.Tensor, out_tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list(copies.broadcast(tensor, out=out_tensors))
+
+
+def _broadcast_coalesced(
+    tensors: Sequence[torch.Tensor], devices: Sequence[Any], buffer_size: int
+) -> list[list[torch.Tensor]]:
+    return coalesce.broadcast_coalesced(tensors, devices, buffer_size)
+
+
+def _scatter(
+    tensor: torch.Tensor, devices: Sequence[Any], chunk_sizes: Sequence[int] | None, dim: int, streams: Any = None
+) -> list[torch.Tensor]:
+    return list(copies.scatter(tensor, devices, chunk_sizes, dim, streams))
+
+
+def _scatter_out(
+    tensor: torch.Tensor, out_tensors: Sequence[torch.Tensor], dim: int, streams: Any = None
+) -> list[torch.Tensor]:
+    return list(copies.scatter(tensor, dim=dim, streams=streams, out=out_tensors))
+
+
+def _gather(tensors: Sequence[torch.Tensor], dim: int, destination_index: Any = None) -> torch.Tensor:
+    return copies.gather(tensors, dim, destination_index)
+
+
+def _gather_out(tensors: Sequence[torch.Tensor], out_tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    return copies.gather(tensors, dim, out=out_tensor)

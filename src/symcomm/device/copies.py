@@ -1,0 +1,238 @@
+"""broadcast, scatter and gather: plain copies between any devices.
+
+They are made of torch's own copies, so they can be differentiated (backward and forward mode), keep memory formats and
+leave the interpreter lock free while data moves. Copies to an accelerator are asynchronous, in order with the device's
+current stream; copies to the CPU are complete when the call returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from symcomm import errors
+from symcomm.device import nccl
+from symcomm.device.devices import as_destination, as_devices, as_tensors, check_has_data, check_tensor, wrap_dim
+
+
+def waits(device: torch.device) -> bool:
+    """Whether copies to ``device`` may be finished later: not where the CPU could read them too early."""
+    return device.type != "cpu"
+
+
+def current_stream(device: torch.device) -> Any:
+    if device.type == "cuda":
+        return torch.cuda.current_stream(device)
+    return torch.accelerator.current_stream(device)
+
+
+# --- broadcast -----------------------------------------------------------------------------------------------
+
+
+def broadcast(tensor: torch.Tensor, devices: Any = None, *, out: Any = None) -> tuple[torch.Tensor, ...]:
+    """A copy of ``tensor`` on each of ``devices``, or in each tensor of ``out``.
+
+    Where a device is the tensor's own, the result is the tensor itself.
+    """
+    check_tensor("broadcast", "tensor", tensor)
+    if (devices is None) == (out is None):
+        what = "neither" if out is None else "both"
+        raise errors.bad_argument("broadcast", "exactly one of devices and out", what, "given")
+    if out is not None:
+        return _broadcast_into(tensor, as_tensors("broadcast", "out", out))
+    targets = as_devices("broadcast", "devices", devices, allow_none=True)
+    for target in targets:
+        check_has_data("broadcast", "tensor", tensor, target)
+    if nccl.can_broadcast(tensor, targets):
+        return nccl.broadcast(tensor, targets)
+    return tuple(tensor if t == tensor.device else copy_to(tensor, t) for t in targets)
+
+
+def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A new tensor on ``device``, with the strides of the old one."""
+    return tensor.to(device, non_blocking=waits(device), copy=True)
+
+
+def _broadcast_into(tensor: torch.Tensor, out: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    for i, target in enumerate(out):
+        if target.shape != tensor.shape:
+            allowed = f"of the tensor's shape {tuple(tensor.shape)}"
+            raise errors.bad_argument("broadcast", f"out[{i}]", tuple(target.shape), allowed)
+        check_has_data("broadcast", "tensor", tensor, target.device)
+    for target in out:
+        if target is not tensor:
+            target.copy_(tensor, non_blocking=waits(target.device))
+    return tuple(out)
+
+
+# --- scatter -------------------------------------------------------------------------------------------------
+
+
+def scatter(
+    tensor: torch.Tensor,
+    devices: Any = None,
+    chunk_sizes: Sequence[int] | None = None,
+    dim: int = 0,
+    streams: Any = None,
+    *,
+    out: Any = None,
+) -> tuple[torch.Tensor, ...]:
+    """Consecutive pieces of ``tensor`` along ``dim``, one on each of ``devices`` or in each tensor of ``out``.
+
+    Unless ``chunk_sizes`` says otherwise pieces are equal but for the last, and there are fewer of them than devices
+    when there is too little to share. A piece whose device is the tensor's own is a view of it. ``streams`` holds one
+    stream or None per device; the copy then runs on it, after what the tensor's current stream has been given so far.
+    """
+    check_tensor("scatter", "tensor", tensor)
+    dim = wrap_dim("scatter", dim, tensor.dim())
+    if out is not None:
+        for name, value in (("devices", devices), ("chunk_sizes", chunk_sizes)):
+            if value is not None:
+                raise errors.bad_argument("scatter", name, value, "left out when out is given")
+        return _scatter_into(tensor, as_tensors("scatter", "out", out), dim, streams)
+    targets = as_devices("scatter", "devices", devices)
+    sizes = _equal_sizes(tensor.size(dim), len(targets)) if chunk_sizes is None else list(chunk_sizes)
+    if chunk_sizes is not None:
+        _check_sizes(sizes, tensor, dim, len(targets))
+    streams = _check_streams(streams, targets)
+    pieces = []
+    for piece, target, stream in zip(_pieces(tensor, sizes, dim), targets, streams, strict=False):
+        check_has_data("scatter", "tensor", tensor, target)
+        with _on_stream(stream, tensor):
+            pieces.append(piece.to(target, non_blocking=waits(target)))
+    return tuple(pieces)
+
+
+def _equal_sizes(total: int, parts: int) -> list[int]:
+    size = max(1, -(-total // parts))
+    return [min(size, total - start) for start in range(0, total, size)] or [0]
+
+
+def _pieces(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> Iterator[torch.Tensor]:
+    start = 0
+    for size in sizes:
+        yield tensor.narrow(dim, start, size)
+        start += size
+
+
+def _check_sizes(sizes: list[int], tensor: torch.Tensor, dim: int, count: int) -> None:
+    if len(sizes) != count:
+        raise errors.bad_argument("scatter", "chunk_sizes", sizes, f"one size for each of {count} devices")
+    for i, size in enumerate(sizes):
+        if not isinstance(size, int) or size < 0:
+            raise errors.bad_argument("scatter", f"chunk_sizes[{i}]", size, "a size of 0 or more")
+    if sum(sizes) != tensor.size(dim):
+        allowed = f"sizes that add up to {tensor.size(dim)}, the tensor's size in dimension {dim}"
+        raise errors.bad_argument("scatter", "chunk_sizes", sizes, allowed, f"they add up to {sum(sizes)}")
+
+
+def _check_streams(streams: Any, devices: Sequence[torch.device]) -> list[Any]:
+    if streams is None:
+        return [None] * len(devices)
+    streams = list(streams)
+    if len(streams) != len(devices):
+        raise errors.bad_argument(
+            "scatter", "streams", streams, f"one stream or None for each of {len(devices)} devices"
+        )
+    for i, (stream, device) in enumerate(zip(streams, devices, strict=True)):
+        if stream is not None and stream.device != device:
+            raise errors.bad_argument("scatter", f"streams[{i}]", stream, f"a stream of {device}, or None")
+    return streams
+
+
+@contextlib.contextmanager
+def _on_stream(stream: Any, source: torch.Tensor) -> Iterator[None]:
+    """Run copies on ``stream``, after what made ``source``, whose memory is kept until they are done."""
+    if stream is None:
+        yield
+        return
+    if source.device.type != "cpu":
+        stream.wait_stream(current_stream(source.device))
+        source.record_stream(stream)
+    with torch.cuda.stream(stream) if isinstance(stream, torch.cuda.Stream) else stream:
+        yield
+
+
+def _scatter_into(tensor: torch.Tensor, out: list[torch.Tensor], dim: int, streams: Any) -> tuple[torch.Tensor, ...]:
+    if not out:
+        raise errors.bad_argument("scatter", "out", out, "at least one tensor")
+    for i, target in enumerate(out):
+        expected = list(tensor.shape)
+        if target.dim() == tensor.dim():
+            expected[dim] = target.size(dim)
+        if list(target.shape) != expected:
+            allowed = f"of the tensor's shape {tuple(tensor.shape)} but for dimension {dim}"
+            raise errors.bad_argument("scatter", f"out[{i}]", tuple(target.shape), allowed)
+        check_has_data("scatter", "tensor", tensor, target.device)
+    sizes = [target.size(dim) for target in out]
+    if sum(sizes) != tensor.size(dim):
+        allowed = f"tensors whose sizes in dimension {dim} add up to the tensor's {tensor.size(dim)}"
+        raise errors.bad_argument("scatter", "out", sizes, allowed, f"they add up to {sum(sizes)}")
+    streams = _check_streams(streams, [target.device for target in out])
+    for piece, target, stream in zip(_pieces(tensor, sizes, dim), out, streams, strict=True):
+        with _on_stream(stream, tensor):
+            target.copy_(piece, non_blocking=waits(target.device))
+    return tuple(out)
+
+
+# --- gather --------------------------------------------------------------------------------------------------
+
+
+def gather(tensors: Any, dim: int = 0, destination: Any = None, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The tensors one after the other along ``dim``, on ``destination`` (-1: the CPU) or in ``out``.
+
+    The result has the first tensor's dtype, and a memory format that all of them have. Tensors without dimensions
+    become a vector, with a warning.
+    """
+    tensors = as_tensors("gather", "tensors", tensors)
+    if not tensors:
+        raise errors.bad_argument("gather", "tensors", tensors, "at least one tensor")
+    if out is not None and destination is not None:
+        raise errors.bad_argument("gather", "destination", destination, "left out when out is given")
+    if all(t.dim() == 0 for t in tensors) and dim in (0, -1):
+        text = f"gather: {len(tensors)} tensors without dimensions become a vector of {len(tensors)} elements."
+        warnings.warn(text, stacklevel=2)
+        tensors = [t.reshape(1) for t in tensors]
+    dim = wrap_dim("gather", dim, tensors[0].dim())
+    shape = _gathered_shape(tensors, dim)
+    if out is None:
+        device = as_destination("gather", destination, tensors)
+        if all(t.device == device and t.dtype == tensors[0].dtype for t in tensors):
+            return torch.cat(tensors, dim)
+        memory_format = common_memory_format(tensors)
+        out = torch.empty(shape, dtype=tensors[0].dtype, device=device, memory_format=memory_format)
+    else:
+        check_tensor("gather", "out", out)
+        if list(out.shape) != shape:
+            raise errors.bad_argument("gather", "out", tuple(out.shape), f"of shape {tuple(shape)}")
+    for i, tensor in enumerate(tensors):
+        check_has_data("gather", f"tensors[{i}]", tensor, out.device)
+    for piece, tensor in zip(_pieces(out, [t.size(dim) for t in tensors], dim), tensors, strict=True):
+        piece.copy_(tensor, non_blocking=waits(out.device))
+    return out
+
+
+def _gathered_shape(tensors: list[torch.Tensor], dim: int) -> list[int]:
+    shape = list(tensors[0].shape)
+    for i, tensor in enumerate(tensors):
+        if tensor.dim() != len(shape):
+            allowed = f"of {len(shape)} dimensions as tensors[0] is"
+            raise errors.bad_argument("gather", f"tensors[{i}]", tuple(tensor.shape), allowed)
+        shape[dim] = tensor.size(dim)
+        if list(tensor.shape) != shape:
+            allowed = f"of the shape {tuple(tensors[0].shape)} of tensors[0] but for dimension {dim}"
+            raise errors.bad_argument("gather", f"tensors[{i}]", tuple(tensor.shape), allowed)
+    shape[dim] = sum(t.size(dim) for t in tensors)
+    return shape
+
+
+def common_memory_format(tensors: Sequence[torch.Tensor]) -> torch.memory_format:
+    """Channels last where all tensors are, and could not be taken for contiguous ones."""
+    for dims, candidate in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if all(t.dim() == dims and t.is_contiguous(memory_format=candidate) and not t.is_contiguous() for t in tensors):
+            return candidate
+    return torch.contiguous_format
