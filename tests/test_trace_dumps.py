@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 import torch._C._distributed_c10d as theirs
 import torch.distributed as dist
 

@@ -60,8 +60,12 @@ def note(rank: int, pid: int, flight: int, stacks: Sequence[ThreadStack] = (), s
 
 
 def write(trace: RankTrace, prefix: str, *, timeouts_ms: Mapping[str, int] | None = None, replace: bool = True) -> str:
-    """Write a rank's dump; whoever reads finds a whole one or none. ``replace=False`` leaves one that is there."""
-    path = f"{prefix}{trace.rank}"
+    """Write a rank's dump to ``prefix`` and its number. ``replace=False`` leaves a dump that is there as it is."""
+    return write_to(f"{prefix}{trace.rank}", trace, timeouts_ms, replace)
+
+
+def write_to(path: str, trace: RankTrace, timeouts_ms: Mapping[str, int] | None = None, replace: bool = True) -> str:
+    """Whoever reads finds a whole dump or none."""
     groups = dict(enumerate(trace.groups, 1))
     dump = torch_dump(trace.operations, groups, timeouts_ms=timeouts_ms)
     data = as_pickle({**dump, "symcomm": trace.to_dict()})

@@ -16,7 +16,7 @@ from symcomm.observe.records import Operation
 from symcomm.observe.stacks import ThreadStack
 from symcomm.observe.torch_format import latest_of_each_group
 
-__all__ = ["RankTrace", "Trace", "load"]
+__all__ = ["RankTrace", "Trace", "load", "read_dump"]
 
 
 @dataclass
@@ -88,7 +88,7 @@ def load(place: str | os.PathLike) -> Trace:
     problems = []
     for rank, path in sorted(_dumps_in(Path(place))):
         try:
-            ranks[rank] = _read(rank, path)
+            ranks[rank] = read_dump(rank, path)
         except Exception as error:
             empty = path.is_file() and not path.stat().st_size
             why = "is empty" if empty else f"cannot be read ({type(error).__name__}: {error})"
@@ -122,7 +122,8 @@ def _dumps_in(place: Path) -> Iterable[tuple[int, Path]]:
     return [(rank, path) for _, rank, path in found]
 
 
-def _read(rank: int, path: Path) -> RankTrace:
+def read_dump(rank: int, path: Path) -> RankTrace:
+    """The dump of a rank; raises whatever is wrong with it."""
     with open(path, "rb") as file:
         dump = _OnlyData(io.BytesIO(file.read())).load()
     if not isinstance(dump, dict) or "version" not in dump:
