@@ -250,7 +250,7 @@ def test_json_and_chrome(dumps, tmp_path):
 # --- the launcher ----------------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import array, time, symcomm
+import numpy, time, symcomm
 
 def next_batch():
     time.sleep(60)
@@ -259,7 +259,7 @@ group = symcomm.init(timeout=1.5)
 group.barrier()
 if group.rank == 1:
     next_batch()
-group.all_reduce(array.array("f", [1.0]))
+group.all_reduce(numpy.ones(4, "f"))
 """
 
 
@@ -269,7 +269,8 @@ def test_run_with_trace(tmp_path):
     command = [sys.executable, "-m", "symcomm", "run", "-n", "2", "--trace", "dumps", "job.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENV, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
-    code, text = symcomm_trace(str(tmp_path / "dumps"))
-    assert text.splitlines()[0] == (
-        "rank 1 never called all_reduce #2 (world), which rank 0 called at job.py:11; it is at job.py:5 in next_batch."
+    sentence = (
+        "rank 1 never called all_reduce #3 (world), which rank 0 called at job.py:11; it is at job.py:5 in next_batch."
     )
+    assert f"  trace: {sentence}\n  more of it: `symcomm trace {tmp_path}/dumps`\n" in done.stderr
+    assert symcomm_trace(str(tmp_path / "dumps"))[1].splitlines()[0] == sentence

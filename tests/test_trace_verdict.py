@@ -194,6 +194,13 @@ def test_an_earlier_group_of_the_same_name_does_not_count():
     assert judge(trace_of([*before, *now], [*before[:1], *now])).kind == "fine"
 
 
+def test_disjoint_groups_may_share_a_name():
+    a, b = [call(1, group="dp", ranks=(0, 1))], [call(1, "barrier", group="dp", ranks=(2, 3))]
+    assert judge(trace_of(a, a, b, b)).sentence == (
+        "nothing went wrong: ranks 0-3 made the same 2 calls (2 groups), and all ended."
+    )
+
+
 @pytest.mark.parametrize("file", [pytest.__file__, "/x/lib/python3.11/site-packages/torch/utils/data.py"])
 def test_where_is_in_the_program_not_in_a_library(file):
     own, library = Frame("/job/train.py", 5, "step"), Frame(file, 1, "inner")

@@ -29,14 +29,14 @@ def offsets(trace: Trace) -> dict[int, int]:
     return {rank: found[one.boot] for rank, one in trace.ranks.items()}
 
 
-def _last_ends(trace: Trace) -> dict[str, dict[tuple[str, int], int]]:
+def _last_ends(trace: Trace) -> dict[str, dict[tuple, int]]:
     """By host: when each collective ended there at last."""
-    ends: dict[str, dict[tuple[str, int], int]] = {}
+    ends: dict[str, dict[tuple, int]] = {}
     for rank, operations in trace.operations().items():
         here = ends.setdefault(trace.ranks[rank].boot, {})
         for op in operations:
             if op.state == "completed" and not op.is_message and op.finished_ns is not None:
-                key = (op.group, op.seq)
+                key = (op.group, op.ranks, op.seq)
                 here[key] = max(op.finished_ns, here.get(key, 0))
     return ends
 

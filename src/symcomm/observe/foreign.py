@@ -24,6 +24,10 @@ def from_torch(rank: int, dump: dict[str, Any]) -> RankTrace:
         mine = ranks.index(rank) if rank in ranks else -1
         groups.append({"name": name, "rank": mine, "size": len(ranks), "ranks": ranks, "description": facts["desc"]})
     known = {group["name"]: group for group in groups}
+    if len(groups) == 1:  # Gloo's has no name in some versions
+        named = {entry["process_group"][0] for entry in dump.get("entries", [])}
+        groups = [{**groups[0], "name": name} for name in named] or groups
+        known = {group["name"]: group for group in groups}
     entries = [e for e in dump.get("entries", []) if not e["profiling_name"].endswith(":coalesced")]
     operations = [_operation(e, rank, known.get(e["process_group"][0], {})) for e in entries]
     last = max((op.finished_ns or op.created_ns for op in operations), default=0)
@@ -38,6 +42,7 @@ def _operation(entry: dict[str, Any], rank: int, group: dict) -> Operation:
     frame = next(iter(entry.get("frames", [])), None)
     root = int(re.findall(r"\d+", peers)[-1]) if peers else None
     done = entry["time_discovered_completed_ns"] or None
+    ended = entry["state"] == "completed" or (entry["retired"] and entry["profiling_name"].startswith("gloo:"))
     return Operation(
         rank=group.get("rank", rank),
         number=entry["record_id"] + 1,
@@ -53,7 +58,7 @@ def _operation(entry: dict[str, Any], rank: int, group: dict) -> Operation:
         created_ns=entry["time_created_ns"],
         finished_ns=done,
         waited_us=0,
-        state="completed" if entry["state"] == "completed" else "running",
+        state="completed" if ended else "running",
         plan="",
         zero_copy=False,
         site=f"{frame['filename']}:{frame['line']}" if frame else "",

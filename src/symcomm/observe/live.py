@@ -126,9 +126,9 @@ def _read(pid: int, path: str) -> RankTrace:
             return os.pread(descriptor, length, place)
 
         groups = list(read_groups(PAGE, peek).values())
-        ranks = {g["ranks"][g["rank"]] if g["ranks"] else g["rank"] for g in groups}
+        largest: dict = max(groups, key=lambda g: g["size"], default={"ranks": [], "rank": 0})
         return RankTrace(
-            rank=min(ranks, default=0),
+            rank=largest["ranks"][largest["rank"]] if largest["ranks"] else largest["rank"],
             pid=pid,
             boot=boot_id(),
             noted_ns=time.monotonic_ns(),

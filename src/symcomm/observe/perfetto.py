@@ -56,13 +56,13 @@ def _slice(rank: int, track: int, op: Operation, shift: int, noted_ns: int) -> d
 
 def _arrows(operations: dict[int, list[Operation]], groups: list[str], shift: dict[int, int]) -> list[dict[str, Any]]:
     """From the last to come to those that slept."""
-    meetings: dict[tuple[str, int], dict[int, Operation]] = {}
+    meetings: dict[tuple[str, tuple[int, ...], int], dict[int, Operation]] = {}
     for rank, ops in operations.items():
         for op in ops:
             if not op.is_message and op.finished_ns is not None:
-                meetings.setdefault((op.group, op.seq), {})[rank] = op
+                meetings.setdefault((op.group, op.ranks, op.seq), {})[rank] = op
     arrows = []
-    for (group, seq), met in sorted(meetings.items()):
+    for (group, _, seq), met in sorted(meetings.items()):
         came_at = {rank: op.created_ns + shift[rank] for rank, op in met.items()}
         last = max(came_at, key=lambda rank: came_at[rank])
         for rank, op in met.items():

@@ -57,9 +57,9 @@ def stragglers(trace: Trace) -> list[Straggler]:
 
 def _meetings(trace: Trace) -> list[dict[int, Operation]]:
     """Collectives that all ranks of the group recorded, by rank."""
-    found: dict[tuple[str, int], dict[int, Operation]] = {}
+    found: dict[tuple, dict[int, Operation]] = {}
     for rank, operations in trace.operations().items():
         for op in operations:
             if not op.is_message and op.state == "completed":
-                found.setdefault((op.group, op.seq), {})[rank] = op
+                found.setdefault((op.group, op.ranks, op.seq), {})[rank] = op
     return [ops for ops in found.values() if len(ops) == len(next(iter(ops.values())).ranks)]

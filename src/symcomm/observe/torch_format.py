@@ -22,6 +22,7 @@ __all__ = ["as_json", "as_pickle", "torch_dump"]
 
 VERSION = "2.10"  # of the format, as torch 2.13 writes it
 BACKEND = "gloo"
+MESSAGES = 1 << 32  # added to their numbers: torchfrtrace takes a message and a collective of one number for one call
 SCALAR_TYPES = {
     DType.UINT8: "Byte", DType.INT8: "Char", DType.INT16: "Short", DType.INT32: "Int", DType.INT64: "Long",
     DType.UINT16: "UInt16", DType.UINT32: "UInt32", DType.UINT64: "UInt64", DType.BOOL: "Bool",
@@ -84,12 +85,12 @@ def as_json(dump: dict[str, Any]) -> bytes:
 
 def latest_of_each_group(operations: Sequence[Operation]) -> list[Operation]:
     """Without those of earlier groups of the same name: where the count of collectives starts again."""
-    starts: dict[str, tuple[int, int]] = {}  # group -> (last sequence number, number of its first operation)
+    starts: dict[tuple, tuple[int, int]] = {}  # group -> (last sequence number, number of its first operation)
     for op in operations:
         if not op.is_message:
-            last, start = starts.get(op.group, (0, 0))
-            starts[op.group] = (op.seq, start if op.seq > last else op.number)
-    return [op for op in operations if op.number >= starts.get(op.group, (0, 0))[1]]
+            last, start = starts.get((op.group, op.ranks), (0, 0))
+            starts[op.group, op.ranks] = (op.seq, start if op.seq > last else op.number)
+    return [op for op in operations if op.number >= starts.get((op.group, op.ranks), (0, 0))[1]]
 
 
 def _description(facts: dict) -> str:
@@ -129,7 +130,7 @@ def _entries(
             "thread_name": "",
             "thread_id": "",
             "collective_seq_id": collectives.get(op.group, 0),
-            "p2p_seq_id": sum(messages.get(op.group, {}).values()),
+            "p2p_seq_id": MESSAGES + sum(messages[op.group].values()) if op.group in messages else 0,
             "op_id": op.number,
             "profiling_name": f"{BACKEND}:{_name(op)}",
             "time_created_ns": op.created_ns + to_wall,

@@ -70,6 +70,12 @@ class Trace:
         members = {r for trace in self.ranks.values() for group in trace.groups for r in group["ranks"]}
         return sorted(members - set(self.ranks))
 
+    def members(self, group: str) -> list[int]:
+        """The ranks of a group. Recorders leave out long lists; then those of which something is known."""
+        known = [(one.rank, g["ranks"]) for one in self.ranks.values() for g in one.groups if g["name"] == group]
+        listed = next((ranks for _, ranks in reversed(known) if ranks), None)
+        return list(listed) if listed is not None else [rank for rank, _ in known]
+
     def operations(self) -> dict[int, list[Operation]]:
         """By rank; of each group only the latest of its name."""
         return {rank: latest_of_each_group(trace.operations) for rank, trace in sorted(self.ranks.items())}

@@ -55,8 +55,8 @@ class _Rank:
         self.thread = threading.get_ident()
         self.errors: list[str] = []
         self.groups: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.suspicion: dict[int, float] = {}  # group -> when its failure was first seen
-        self.written: set[int] = set()  # groups whose failure is in the dump
+        self.suspicion: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()  # when first seen to fail
+        self.written: weakref.WeakSet[Any] = weakref.WeakSet()  # groups whose failure is in the dump
 
 
 class Tracer:
@@ -93,7 +93,7 @@ class Tracer:
     def _write(self, mine: _Rank, group: Any) -> None:
         """This rank's dump, and those of peers that cannot write theirs any more."""
         with self._lock:
-            mine.written.add(id(group))
+            mine.written.add(group)
             trace = self._note(mine)
             timeouts = {g.name: int(g.timeout * 1000) for g in mine.groups}
             try:
@@ -164,9 +164,9 @@ class Tracer:
 
     def _look_at(self, mine: _Rank, group: Any) -> None:
         """Write when the group has failed and this rank did not notice by itself."""
-        if id(group) in mine.written or not native.group_report(group._handle)["status"]:
+        if group in mine.written or not native.group_report(group._handle)["status"]:
             return
-        first = mine.suspicion.setdefault(id(group), time.monotonic())
+        first = mine.suspicion.setdefault(group, time.monotonic())
         if time.monotonic() - first >= GRACE:
             self._write(mine, group)
 

@@ -17,7 +17,8 @@ from symcomm.observe.trace import Trace
 __all__ = ["Verdict", "judge"]
 
 PATIENCE = 1.0  # seconds for which an operation of a live job may wait before we speak of it
-Calls = dict[str, dict[int, dict[int, Operation]]]  # group -> sequence number -> rank -> its call
+GroupKey = tuple[str, tuple[int, ...]]  # name and ranks: disjoint groups may share a name
+Calls = dict[GroupKey, dict[int, dict[int, Operation]]]  # group -> sequence number -> rank -> its call
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def _by_sequence(trace: Trace) -> Calls:
     for rank, operations in trace.operations().items():
         for op in operations:
             if not op.is_message:
-                calls.setdefault(op.group, {}).setdefault(op.seq, {})[rank] = op
+                calls.setdefault((op.group, op.ranks), {}).setdefault(op.seq, {})[rank] = op
     return calls
 
 
@@ -74,8 +75,9 @@ def _waits(trace: Trace, calls: Calls) -> dict[int, _Wait]:
             continue
         if trace.live and trace.ranks[rank].noted_ns - op.created_ns < PATIENCE * 1e9:
             continue
-        here = calls[op.group][op.seq]
-        absent = [r for r in op.ranks if reached[op.group].get(r, 0) < op.seq]
+        key = (op.group, op.ranks)
+        here = calls[key][op.seq]
+        absent = [r for r in op.ranks or trace.members(op.group) if reached[key].get(r, 0) < op.seq]
         if absent:
             waits[rank] = _Wait(op, here, absent)
     return waits
@@ -157,23 +159,21 @@ def _dead(trace: Trace, waits: dict[int, _Wait]) -> Verdict | None:
 
 def _mismatch(calls: Calls) -> Verdict | None:
     found = []
-    for group, by_seq in calls.items():
+    for key, by_seq in calls.items():
         for seq, ranks in sorted(by_seq.items()):
             sides: dict[str, list[int]] = {}
             for rank, op in ranks.items():
                 sides.setdefault(str(op), []).append(rank)
-            if len(sides) > 1:
-                found.append((min(op.created_ns for op in ranks.values()), group, seq, sides))
-                break
-            if any(op.state == "mismatch" for op in ranks.values()) and len(ranks) > 1:
-                found.append((min(op.created_ns for op in ranks.values()), group, seq, sides))
+            noticed = any(op.state == "mismatch" for op in ranks.values()) and len(ranks) > 1
+            if len(sides) > 1 or noticed:
+                found.append((min(op.created_ns for op in ranks.values()), key, seq, sides))
                 break
     if not found:
         return None
-    _, group, seq, sides = min(found)
+    _, key, seq, sides = min(found, key=lambda item: item[0])
+    ranks, group = calls[key][seq], key[0]
     if len(sides) == 1:
-        return _hidden_mismatch(group, seq, calls)
-    ranks = calls[group][seq]
+        return _hidden_mismatch(seq, ranks)
     ordered = sorted(sides.items(), key=lambda side: (len(side[1]), -side[1][0]))
     told = [f"{_who(who)} called {text}{_sites(ranks[r] for r in who)}" for text, who in ordered]
     if len(ordered[-2][1]) < len(ordered[-1][1]):
@@ -185,12 +185,11 @@ def _mismatch(calls: Calls) -> Verdict | None:
     return Verdict("mismatch", sentence, sorted(ranks), group, seq)
 
 
-def _hidden_mismatch(group: str, seq: int, calls: Calls) -> Verdict:
+def _hidden_mismatch(seq: int, ranks: dict[int, Operation]) -> Verdict:
     """Differing lists of sizes show only in a hash that the ranks compared."""
-    ranks = calls[group][seq]
     op = next(iter(ranks.values()))
     sentence = f"{_who(ranks)} called {_call(op)}{_sites(ranks.values())} with different lists of sizes."
-    return Verdict("mismatch", sentence, sorted(ranks), group, seq)
+    return Verdict("mismatch", sentence, sorted(ranks), op.group, seq)
 
 
 def _stopped(trace: Trace, waits: dict[int, _Wait]) -> Verdict | None:
@@ -279,7 +278,7 @@ def _message(trace: Trace, calls: Calls) -> Verdict | None:
 
 def _stuck(trace: Trace, calls: Calls) -> Verdict | None:
     """All came, and yet it did not end."""
-    for group, by_seq in calls.items():
+    for (group, _), by_seq in calls.items():
         seq = max(by_seq)
         ranks = by_seq[seq]
         open_ = [r for r, op in ranks.items() if op.state != "completed"]
@@ -300,7 +299,7 @@ def _nothing(trace: Trace, calls: Calls) -> Verdict:
     count = sum(len(by_seq) for by_seq in calls.values())
     if not trace.ranks or not count:
         return Verdict("unknown", f"nothing is recorded of {_who(trace.ranks) if trace.ranks else 'any rank'}.")
-    groups = f"{len(calls)} groups" if len(calls) > 1 else next(iter(calls))
+    groups = f"{len(calls)} groups" if len(calls) > 1 else next(iter(calls))[0]
     number = f"{count} call{'s' if count > 1 else ''}"
     if trace.live:
         return Verdict("fine", f"nothing is wrong so far: {_who(trace.ranks)} made the same {number} ({groups}).")
