@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -94,6 +95,23 @@ def test_a_rank_that_never_comes(dumps):
     assert judge(load(dumps)).sentence == (
         f"rank 2 never called all_reduce #2 (world), which ranks 0, 1 called at {line_of('the others come here')}; "
         f"it is at {line_of('it hangs here')} in next_batch."
+    )
+
+
+def hang_in_native_code(group):
+    group.barrier()
+    if group.rank == 1:
+        re.match(r"(a+)+$", "a" * 60 + "b")  # takes for ever, and lets no other thread run
+    group.all_reduce(torch.ones(3))  # for whom Python does not run
+
+
+def test_a_rank_that_cannot_say_where_it_is(dumps):
+    pids = []
+    outcomes = run_group(hang_in_native_code, 2, timeout=1.0, deadline=10, during=pids.extend)
+    assert [o.kind for o in outcomes] == ["raised", "stuck"]
+    assert judge(load(dumps)).sentence == (
+        f"rank 1 never called all_reduce #2 (world), which rank 0 called at {line_of('for whom Python does not run')}; "
+        f"it (pid {pids[1]}) runs no Python that could tell where it is."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from symcomm._core import native
@@ -44,7 +44,7 @@ class Operation:
         return self.call in ("send", "recv")
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(self.__dict__)  # all plain values; asdict() would copy each of them
 
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> Operation:

@@ -30,7 +30,7 @@ class RankTrace:
     noted_ns: int = 0  # when this was written, on CLOCK_MONOTONIC
     noted_wall_ns: int = 0  # the same moment, on the clock that people set
     started_wall_ns: int = 0  # when the rank began to trace
-    end: str = ""  # "died with SIGKILL", "stopped", "left", when others had to write this
+    end: str = ""  # when others had to write this: "died with SIGKILL", "stopped", "left", or "silent": it did not
     noted_by: int | None = None  # which rank wrote this, when it was another
     errors: list[str] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)

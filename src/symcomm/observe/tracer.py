@@ -86,7 +86,7 @@ class Tracer:
             return
         mine.errors.append(str(error))
         self._write(mine, group)
-        self._await_others(group)
+        self._await_others(mine, group)
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -141,10 +141,17 @@ class Tracer:
         except OSError:
             return False
 
-    def _await_others(self, group: Any) -> None:
+    def _await_others(self, mine: _Rank, group: Any) -> None:
+        """Who does not write in time has no tracer, or is in native code that does not let Python run."""
         deadline = time.monotonic() + OTHERS
         while time.monotonic() < deadline and not all(self._is_fresh(r) for r in group.global_ranks):
             time.sleep(0.01)
+        for peer, rank in zip(group._peers, group.global_ranks, strict=True):
+            if not self._is_fresh(rank):
+                trace = note(rank, peer.pid, peer.flight, (), self.started_wall_ns)
+                trace.end = "silent"
+                with contextlib.suppress(OSError):
+                    self._write_for(trace, mine)
 
     # --- the thread ------------------------------------------------------------------------------------------------
 

@@ -129,6 +129,8 @@ def _whereabouts(trace: Trace, ranks: Sequence[int]) -> str:
             parts.append(f"{name} left no dump")
         elif place is not None:
             parts.append(f"{name} is at {place}")
+        elif known.end == "silent":
+            parts.append(f"{name} (pid {known.pid}) runs no Python that could tell where it is")
     return f"; {', '.join(parts)}" if parts else ""
 
 
@@ -143,7 +145,7 @@ def _waiting(trace: Trace, wait: _Wait) -> str:
 
 
 def _dead(trace: Trace, waits: dict[int, _Wait]) -> Verdict | None:
-    gone = [t for t in trace.ranks.values() if t.end and t.end not in ("stopped", "left")]
+    gone = [t for t in trace.ranks.values() if t.end and t.end not in ("stopped", "left", "silent")]
     if not gone:
         return None
     for one in gone:
