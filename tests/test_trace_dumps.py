@@ -276,4 +276,4 @@ def test_a_dump_that_torch_wrote(both, tmp_path):
         "all_reduce", "broadcast", "all_gather", "barrier", "reduce", "gather", "scatter", "all_to_all",
     ]  # fmt: skip
     assert all(op.ranks == (0,) and op.dtype == "float32" for op in trace.ranks[0].operations if op.call != "barrier")
-    assert judge(trace).sentence == "nothing went wrong: rank 0 made the same 8 calls (0), and all ended."
+    assert judge(trace).sentence == "nothing went wrong: rank 0 made the same 8 calls (group 0), and all ended."

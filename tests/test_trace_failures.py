@@ -19,6 +19,7 @@ from symcomm import errors
 from symcomm.observe.trace import load
 from symcomm.observe.verdict import judge
 from tests.faults import leftovers, run_group
+from tests.ranks import run_ranks
 
 HERE = Path(__file__)
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent / "src"), *filter(None, sys.path)])}
@@ -292,3 +293,31 @@ def test_run_with_trace(tmp_path):
     )
     assert f"  trace: {sentence}\n  more of it: `symcomm trace {tmp_path}/dumps`\n" in done.stderr
     assert symcomm_trace(str(tmp_path / "dumps"))[1].splitlines()[0] == sentence
+
+
+# --- torch.distributed -----------------------------------------------------------------------------------------------
+
+
+def torch_ranks_disagree(rank, world, folder):
+    import torch.distributed as dist
+
+    from symcomm.backend.register import register
+
+    os.environ["SYMCOMM_TRACE_DIR"] = f"{folder}/dumps"
+    register()
+    dist.init_process_group("symcomm", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.barrier()
+    t = torch.ones(2 if rank else 3)
+    with pytest.raises(RuntimeError, match="did not make the same call"):
+        dist.all_reduce(t)  # of torch's
+
+
+def test_torch_distributed(tmp_path):
+    run_ranks(torch_ranks_disagree, 2, str(tmp_path), deadline=60)
+    here = line_of("of torch's")
+    verdict = judge(load(tmp_path / "dumps"))
+    assert verdict.kind == "mismatch"
+    assert verdict.sentence == (
+        f"the ranks did not make the same call as #{verdict.seq} of group 0: "
+        f"rank 0 called all_reduce(float32 x 3, SUM) at {here}; rank 1 called all_reduce(float32 x 2, SUM) at {here}."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -207,3 +208,8 @@ def test_where_is_in_the_program_not_in_a_library(file):
     assert where([ThreadStack("MainThread", True, (library, own))]) == own
     assert where([ThreadStack("MainThread", True, (library,))]) == library
     assert where([ThreadStack("other", False, (own,))]) is None
+
+
+def test_a_program_in_a_folder_of_our_name_is_not_ours():
+    own = Frame("/home/me/symcomm/examples/train.py", 5, "step")
+    assert where([ThreadStack("MainThread", True, (Frame(threading.__file__, 1, "wait"), own))]) == own

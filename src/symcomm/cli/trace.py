@@ -56,7 +56,11 @@ def trace(
         data = [as_data(one) for one in traces]
         typer.echo(json.dumps(data if live else data[0], indent=1))
     else:
-        typer.echo("\n".join(as_text(one, verdict) for one, verdict in zip(traces, verdicts, strict=True)), nl=False)
+        for number, (one, verdict) in enumerate(zip(traces, verdicts, strict=True)):
+            if len(traces) > 1:
+                pids = ", ".join(str(rank.pid) for rank in one.ranks.values())
+                typer.echo(f"{chr(10) if number else ''}=== job of processes {pids}")
+            typer.echo(as_text(one, verdict), nl=False)
     raise typer.Exit(NOTHING_WRONG if all(v.kind == "fine" for v in verdicts) else SOMETHING_WRONG)
 
 

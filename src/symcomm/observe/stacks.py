@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -14,6 +15,8 @@ from symcomm.group.failure import PACKAGE
 __all__ = ["Frame", "ThreadStack", "short_path", "thread_stacks", "where"]
 
 FRAMES = 60  # of a stack, the innermost ones
+STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+INSTALLED = re.compile(r"/lib(64)?/python3\.\d+/|/(site|dist)-packages/")
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,5 @@ def where(stacks: list[ThreadStack]) -> Frame | None:
 
 
 def _is_library(file: str) -> bool:
-    parts = file.replace("\\", "/").split("/")
-    standard = sysconfig.get_paths()["stdlib"] + os.sep
-    return (
-        file.startswith((PACKAGE, standard, "<frozen"))
-        or "site-packages" in parts
-        or "dist-packages" in parts
-        or "symcomm" in parts[-4:-1]  # ours, seen from another installation
-    )
+    """Ours, Python's own, or installed; also when the dump is of another machine."""
+    return file.startswith((PACKAGE, STANDARD, "<frozen")) or INSTALLED.search(file) is not None

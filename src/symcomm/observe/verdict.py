@@ -104,8 +104,13 @@ def _sites(operations: Iterable[Operation]) -> str:
     return f" at {' and '.join(found[:3])}" if found else ""
 
 
+def _group(name: str) -> str:
+    """torch numbers its groups; a bare number would say nothing."""
+    return f"group {name}" if name.isdigit() else name
+
+
 def _call(op: Operation) -> str:
-    return f"{op.call} #{op.seq} ({op.group})"
+    return f"{op.call} #{op.seq} ({_group(op.group)})"
 
 
 def _last_words(trace: Trace, rank: int, group: str) -> str:
@@ -151,7 +156,7 @@ def _dead(trace: Trace, waits: dict[int, _Wait]) -> Verdict | None:
     for one in gone:
         wait = next((w for w in waits.values() if one.rank in w.absent or one.rank in w.here), None)
         group = wait.op.group if wait else next((op.group for op in reversed(one.operations)), "")
-        said = f"rank {one.rank} (pid {one.pid}) {one.end} {_last_words(trace, one.rank, group)} ({group})"
+        said = f"rank {one.rank} (pid {one.pid}) {one.end} {_last_words(trace, one.rank, group)} ({_group(group)})"
         if wait is not None:
             here = {r: op for r, op in wait.here.items() if r not in {g.rank for g in gone}}
             story = _waiting(trace, _Wait(wait.op, here, wait.absent))
@@ -180,10 +185,10 @@ def _mismatch(calls: Calls) -> Verdict | None:
     told = [f"{_who(who)} called {text}{_sites(ranks[r] for r in who)}" for text, who in ordered]
     if len(ordered[-2][1]) < len(ordered[-1][1]):
         minority = sorted(r for _, who in ordered[:-1] for r in who)
-        sentence = f"{', '.join(told[:-1])}, where {told[-1]} (#{seq} of {group})."
+        sentence = f"{', '.join(told[:-1])}, where {told[-1]} (#{seq} of {_group(group)})."
         return Verdict("mismatch", sentence, minority, group, seq)
     told = [told[ordered.index(side)] for side in sorted(ordered, key=lambda side: side[1])]
-    sentence = f"the ranks did not make the same call as #{seq} of {group}: {'; '.join(told)}."
+    sentence = f"the ranks did not make the same call as #{seq} of {_group(group)}: {'; '.join(told)}."
     return Verdict("mismatch", sentence, sorted(ranks), group, seq)
 
 
@@ -200,7 +205,7 @@ def _stopped(trace: Trace, waits: dict[int, _Wait]) -> Verdict | None:
             continue
         wait = next((w for w in waits.values() if one.rank in w.absent), None)
         group = wait.op.group if wait else next((op.group for op in reversed(one.operations)), "")
-        said = f"rank {one.rank} (pid {one.pid}) is stopped {_last_words(trace, one.rank, group)} ({group})"
+        said = f"rank {one.rank} (pid {one.pid}) is stopped {_last_words(trace, one.rank, group)} ({_group(group)})"
         story = f", {_waiting(trace, wait)}" if wait else ""
         sentence = f"{said}{story}; `kill -CONT {one.pid}` lets it go on."
         return Verdict("stopped", sentence, [one.rank], group, wait.op.seq if wait else 0)
@@ -243,7 +248,7 @@ def _missing(trace: Trace, waits: dict[int, _Wait]) -> Verdict | None:
     left = [r for r in absent if r in trace.ranks and trace.ranks[r].end == "left"]
     if left:
         last = _last_words(trace, left[0], wait.op.group)
-        sentence = f"{_who(left)} left {wait.op.group} {last} and never called {call}, which {came}."
+        sentence = f"{_who(left)} left {_group(wait.op.group)} {last} and never called {call}, which {came}."
         return Verdict("left", sentence, left, wait.op.group, wait.op.seq)
     if trace.live:
         now = max(t.noted_ns for t in trace.ranks.values())
@@ -272,7 +277,7 @@ def _message(trace: Trace, calls: Calls) -> Verdict | None:
         doing = "is still trying to" if last.state == "running" and trace.live else "could not"
         story = _whereabouts(trace, [peer]) if peer is not None else ""
         story = story.replace("; it ", f"; {other} ")
-        what = f"{verb} {last.nbytes} bytes {way} {other} ({last.group})"
+        what = f"{verb} {last.nbytes} bytes {way} {other} ({_group(last.group)})"
         sentence = f"rank {rank} {doing} {what}{_sites([last])}{story}."
         return Verdict("message", sentence, [r for r in (peer,) if r is not None], last.group, last.seq)
     return None
@@ -301,7 +306,7 @@ def _nothing(trace: Trace, calls: Calls) -> Verdict:
     count = sum(len(by_seq) for by_seq in calls.values())
     if not trace.ranks or not count:
         return Verdict("unknown", f"nothing is recorded of {_who(trace.ranks) if trace.ranks else 'any rank'}.")
-    groups = f"{len(calls)} groups" if len(calls) > 1 else next(iter(calls))[0]
+    groups = f"{len(calls)} groups" if len(calls) > 1 else _group(next(iter(calls))[0])
     number = f"{count} call{'s' if count > 1 else ''}"
     if trace.live:
         return Verdict("fine", f"nothing is wrong so far: {_who(trace.ranks)} made the same {number} ({groups}).")
