@@ -164,7 +164,7 @@ def leave(group):
 def test_a_rank_that_leaves(dumps):
     assert [o.kind for o in run_group(leave, 2)] == ["returned", "returned"]
     assert judge(load(dumps)).sentence == (
-        "rank 1 left world after barrier #1 and never called all_reduce #2 (world), "
+        "rank 1 left after barrier #1 (world) and never called all_reduce #2 (world), "
         f"which rank 0 called at {line_of('after it left')}."
     )
 

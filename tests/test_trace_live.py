@@ -42,7 +42,9 @@ def come_late(group):
     return group.sequence_number
 
 
-def test_a_rank_that_is_late():
+@pytest.mark.parametrize("share", ["fd", "named"])
+def test_a_rank_that_is_late(share, monkeypatch):
+    monkeypatch.setenv("SYMCOMM_SHARE", share)
     seen = []
 
     def during(pids):

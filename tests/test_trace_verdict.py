@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import random
 import threading
 from dataclasses import replace
 
 import pytest
 
+from symcomm.observe.perfetto import chrome_trace
 from symcomm.observe.records import Operation
+from symcomm.observe.report import as_data, as_text
 from symcomm.observe.stacks import Frame, ThreadStack, where
+from symcomm.observe.torch_format import as_json, torch_dump
 from symcomm.observe.trace import RankTrace, Trace
 from symcomm.observe.verdict import judge
 
@@ -125,6 +130,17 @@ def test_dead():
     )
 
 
+def test_two_dead():
+    """Who stopped working first is the cause."""
+    stuck = [call(11, size=3), call(12, state="dead", size=3)]
+    late = ([*stuck[:1], call(12, state="running", size=3)], {"end": "exited with code 1"})
+    first = ([call(11, size=3)], {"end": "died with SIGBUS"})
+    assert judge(trace_of(late, first, stuck)).sentence == (
+        "rank 1 (pid 101) died with SIGBUS after all_reduce #11 (world), "
+        "while rank 2 waited for it in all_reduce #12 (world) at train.py:88; rank 0 ended too."
+    )
+
+
 def test_dead_in_the_operation():
     stuck = [call(12, state="dead", size=2)]
     gone = ([call(12, state="running", size=2)], {"end": "exited with code 1"})
@@ -143,7 +159,8 @@ def test_stopped():
 def test_left():
     stuck = [call(1, "barrier", size=2), call(2, state="left", size=2)]
     assert judge(trace_of(stuck, ([call(1, "barrier", size=2)], {"end": "left"}))).sentence == (
-        "rank 1 left world after barrier #1 and never called all_reduce #2 (world), which rank 0 called at train.py:88."
+        "rank 1 left after barrier #1 (world) and never called all_reduce #2 (world), "
+        "which rank 0 called at train.py:88."
     )
 
 
@@ -208,6 +225,46 @@ def test_where_is_in_the_program_not_in_a_library(file):
     assert where([ThreadStack("MainThread", True, (library, own))]) == own
     assert where([ThreadStack("MainThread", True, (library,))]) == library
     assert where([ThreadStack("other", False, (own,))]) is None
+
+
+def random_trace(seed):
+    """Whatever ranks could leave behind, and more."""
+    dice = random.Random(seed)
+    states = ["completed"] * 6 + ["running", "timeout", "mismatch", "dead", "left", "aborted", "status 99"]
+    names = ["all_reduce", "barrier", "broadcast", "send", "recv"]
+    ranks = {}
+    for rank in range(dice.randint(0, 5)):
+        ops = []
+        for number in range(1, dice.randint(1, 12)):
+            group, members = dice.choice(
+                [("a", (0, 1, 2, 3, 4)), ("b", (4, 2, 0)), ("b", (1, 3)), ("big", ()), ("?", ())]
+            )
+            name = dice.choice(names)
+            root = dice.randint(-1, 3) if name in ("broadcast", "send", "recv") else None
+            one = call(dice.randint(1, 6), name, dice.choice(states), dice.choice(["", "x.py:3"]), group, root=root)
+            mine = members.index(rank) if rank in members else -1
+            ops.append(replace(one, ranks=members, rank=mine, number=number, waited_us=dice.randint(0, 9)))
+        end = dice.choice(["", "", "", "stopped", "left", "silent", "died with SIGKILL"])
+        groups = [{"name": "a", "rank": rank, "size": 5, "ranks": [0, 1, 2, 3, 4]}]
+        ranks[rank] = RankTrace(
+            rank, 100 + rank, boot=dice.choice("xy"), noted_ns=20 * SECOND, end=end, operations=ops, groups=groups
+        )
+    return Trace(ranks, live=dice.random() < 0.3)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_every_trace_gets_a_sentence(block):
+    for seed in range(block * 250, block * 250 + 250):
+        trace = random_trace(seed)
+        verdict = judge(trace)
+        assert verdict.sentence.endswith(".") and "\n" not in verdict.sentence, seed
+        assert "none" not in verdict.sentence and "()" not in verdict.sentence.replace("barrier()", ""), seed
+        assert as_text(trace, verdict).startswith(verdict.sentence)
+        json.dumps([as_data(trace), chrome_trace(trace)])
+        again = Trace({r: RankTrace.from_dict(one.to_dict()) for r, one in trace.ranks.items()}, live=trace.live)
+        assert again == trace
+        for one in trace.ranks.values():
+            json.loads(as_json(torch_dump(one.operations, dict(enumerate(one.groups, 1)))))
 
 
 def test_a_program_in_a_folder_of_our_name_is_not_ours():

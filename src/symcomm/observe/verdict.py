@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from symcomm.errors import words_for_ranks, words_for_seconds
 from symcomm.observe.records import Operation
 from symcomm.observe.stacks import short_site, where
-from symcomm.observe.trace import Trace
+from symcomm.observe.trace import RankTrace, Trace
 
 __all__ = ["Verdict", "judge"]
 
@@ -114,13 +114,13 @@ def _call(op: Operation) -> str:
 
 
 def _last_words(trace: Trace, rank: int, group: str) -> str:
-    """``after all_reduce #11``, ``in all_reduce #12``"""
+    """``after all_reduce #11 (world)``, ``in all_reduce #12 (world)``"""
     known = trace.operations().get(rank, [])
     mine = [op for op in known if op.group == group and not op.is_message]
     if not mine:
         return "before its first operation"
     last = mine[-1]
-    return f"{'after' if last.state == 'completed' else 'in'} {last.call} #{last.seq}"
+    return f"{'after' if last.state == 'completed' else 'in'} {_call(last)}"
 
 
 def _whereabouts(trace: Trace, ranks: Sequence[int]) -> str:
@@ -131,7 +131,7 @@ def _whereabouts(trace: Trace, ranks: Sequence[int]) -> str:
         place = where(known.stacks) if known else None
         name = "it" if len(ranks) == 1 else f"rank {rank}"
         if known is None:
-            parts.append(f"{name} left no dump")
+            parts.append(f"{name} has no process any more" if trace.live else f"{name} left no dump")
         elif place is not None:
             parts.append(f"{name} is at {place}")
         elif known.end == "silent":
@@ -150,18 +150,24 @@ def _waiting(trace: Trace, wait: _Wait) -> str:
 
 
 def _dead(trace: Trace, waits: dict[int, _Wait]) -> Verdict | None:
-    gone = [t for t in trace.ranks.values() if t.end and t.end not in ("stopped", "left", "silent")]
+    gone = {r: t for r, t in trace.ranks.items() if t.end and t.end not in ("stopped", "left", "silent")}
     if not gone:
         return None
-    for one in gone:
-        wait = next((w for w in waits.values() if one.rank in w.absent or one.rank in w.here), None)
-        group = wait.op.group if wait else next((op.group for op in reversed(one.operations)), "")
-        said = f"rank {one.rank} (pid {one.pid}) {one.end} {_last_words(trace, one.rank, group)} ({_group(group)})"
-        if wait is not None:
-            here = {r: op for r, op in wait.here.items() if r not in {g.rank for g in gone}}
-            story = _waiting(trace, _Wait(wait.op, here, wait.absent))
-            return Verdict("dead", f"{said}, {story}.", [g.rank for g in gone], group, wait.op.seq)
-    return Verdict("dead", f"{said}.", [g.rank for g in gone], group)
+    first = min(gone.values(), key=lambda t: t.operations[-1].created_ns if t.operations else 0)
+    wait = next((w for w in waits.values() if first.rank in w.absent or first.rank in w.here), None)
+    group = wait.op.group if wait else _last_group(first)
+    sentence = f"rank {first.rank} (pid {first.pid}) {first.end} {_last_words(trace, first.rank, group)}"
+    others = {r: op for r, op in wait.here.items() if r not in gone} if wait else {}
+    if wait is not None and others:
+        sentence += f", {_waiting(trace, _Wait(wait.op, others, wait.absent))}"
+    if len(gone) > 1:
+        sentence += f"; {_who(r for r in gone if r != first.rank)} ended too"
+    blamed = [first.rank, *(r for r in gone if r != first.rank)]
+    return Verdict("dead", f"{sentence}.", blamed, group, wait.op.seq if wait else 0)
+
+
+def _last_group(one: RankTrace) -> str:
+    return next((op.group for op in reversed(one.operations) if not op.is_message), "")
 
 
 def _mismatch(calls: Calls) -> Verdict | None:
@@ -204,8 +210,8 @@ def _stopped(trace: Trace, waits: dict[int, _Wait]) -> Verdict | None:
         if one.end != "stopped":
             continue
         wait = next((w for w in waits.values() if one.rank in w.absent), None)
-        group = wait.op.group if wait else next((op.group for op in reversed(one.operations)), "")
-        said = f"rank {one.rank} (pid {one.pid}) is stopped {_last_words(trace, one.rank, group)} ({_group(group)})"
+        group = wait.op.group if wait else _last_group(one)
+        said = f"rank {one.rank} (pid {one.pid}) is stopped {_last_words(trace, one.rank, group)}"
         story = f", {_waiting(trace, wait)}" if wait else ""
         sentence = f"{said}{story}; `kill -CONT {one.pid}` lets it go on."
         return Verdict("stopped", sentence, [one.rank], group, wait.op.seq if wait else 0)
@@ -248,7 +254,7 @@ def _missing(trace: Trace, waits: dict[int, _Wait]) -> Verdict | None:
     left = [r for r in absent if r in trace.ranks and trace.ranks[r].end == "left"]
     if left:
         last = _last_words(trace, left[0], wait.op.group)
-        sentence = f"{_who(left)} left {_group(wait.op.group)} {last} and never called {call}, which {came}."
+        sentence = f"{_who(left)} left {last} and never called {call}, which {came}."
         return Verdict("left", sentence, left, wait.op.group, wait.op.seq)
     if trace.live:
         now = max(t.noted_ns for t in trace.ranks.values())
