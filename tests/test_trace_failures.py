@@ -45,6 +45,20 @@ def dumps(tmp_path, monkeypatch):
     assert leftovers() == []
 
 
+def kill_once_written(dumps, rank):
+    """(process ids, to be filled in; what to do meanwhile: kill ``rank`` as soon as its dump is there)"""
+    pids = []
+
+    def during(given):
+        pids.extend(given)
+        deadline = time.monotonic() + 20
+        while not (dumps / f"trace_rank_{rank}").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(given[rank], signal.SIGKILL)
+
+    return pids, during
+
+
 def test_the_files_are_whole(dumps):
     outcomes = run_group(disagree, 3)
     assert [o.kind for o in outcomes] == ["raised"] * 3
@@ -91,8 +105,9 @@ def hang_in_the_loader(group):
 
 
 def test_a_rank_that_never_comes(dumps):
-    outcomes = run_group(hang_in_the_loader, 3, timeout=1.0, deadline=15)
-    assert [o.kind for o in outcomes] == ["raised", "raised", "stuck"]
+    _, during = kill_once_written(dumps, 2)
+    outcomes = run_group(hang_in_the_loader, 3, timeout=1.0, during=during)
+    assert [o.kind for o in outcomes] == ["raised", "raised", "died"]
     assert judge(load(dumps)).sentence == (
         f"rank 2 never called all_reduce #2 (world), which ranks 0, 1 called at {line_of('the others come here')}; "
         f"it is at {line_of('it hangs here')} in next_batch."
@@ -107,9 +122,9 @@ def hang_in_native_code(group):
 
 
 def test_a_rank_that_cannot_say_where_it_is(dumps):
-    pids = []
-    outcomes = run_group(hang_in_native_code, 2, timeout=1.0, deadline=10, during=pids.extend)
-    assert [o.kind for o in outcomes] == ["raised", "stuck"]
+    pids, during = kill_once_written(dumps, 1)
+    outcomes = run_group(hang_in_native_code, 2, timeout=1.0, during=during)
+    assert [o.kind for o in outcomes] == ["raised", "died"]
     assert judge(load(dumps)).sentence == (
         f"rank 1 never called all_reduce #2 (world), which rank 0 called at {line_of('for whom Python does not run')}; "
         f"it (pid {pids[1]}) runs no Python that could tell where it is."
@@ -143,9 +158,9 @@ def stop_oneself(group):
 
 
 def test_a_rank_that_is_stopped(dumps):
-    pids = []
-    outcomes = run_group(stop_oneself, 2, timeout=1.0, deadline=8, during=pids.extend)
-    assert [o.kind for o in outcomes] == ["raised", "stuck"]
+    pids, during = kill_once_written(dumps, 1)
+    outcomes = run_group(stop_oneself, 2, timeout=1.0, during=during)
+    assert [o.kind for o in outcomes] == ["raised", "died"]
     assert judge(load(dumps)).sentence == (
         f"rank 1 (pid {pids[1]}) is stopped after barrier #1 (world), while rank 0 waited for it in all_reduce #2 "
         f"(world) at {line_of('while it is stopped')}; `kill -CONT {pids[1]}` lets it go on."
