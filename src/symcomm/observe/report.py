@@ -106,7 +106,7 @@ def _details(trace: Trace, verdict: Verdict) -> str:
             parts.append(f"rank {rank} raised: {text}")
     for rank in verdict.ranks:
         for stack in trace.ranks[rank].stacks if rank in trace.ranks else []:
-            if stack.is_rank or len(trace.ranks[rank].stacks) <= 4:
+            if stack.is_rank or (len(trace.ranks[rank].stacks) <= 4 and not stack.name.startswith("symcomm-")):
                 lines = [f"    {f.file}:{f.line} in {f.function}" for f in stack.frames[:DETAIL_FRAMES]]
                 parts.append("\n".join([f"rank {rank}, thread {stack.name}, innermost first:", *lines]))
     return "\n".join(parts)
