@@ -17,14 +17,9 @@ LATER = {
     "_Request": OBSERVE,
     "_Response": OBSERVE,
     "_WorkerServer": OBSERVE,
-    "_dump_fr_trace": OBSERVE,
-    "_dump_fr_trace_json": OBSERVE,
-    "_dump_nccl_trace": OBSERVE,
-    "_dump_nccl_trace_json": OBSERVE,
     "_get_handler": OBSERVE,
     "_get_handler_names": OBSERVE,
     "_register_handler": OBSERVE,
-    "_reset_fr_recording_nccl": OBSERVE,
 }
 
 

@@ -9,6 +9,7 @@ backend.py    Backend: the base of engines, which Python classes can subclass
 fake.py       FakeProcessGroup: collectives that do nothing
 wrapper.py    _ProcessGroupWrapper: checks that all ranks call the same
 group.py      ProcessGroup: operations to backends by device
+flight.py     _dump_fr_trace and its kin
 symmetric.py  _SymmetricMemory, _detect_dma_connectivity
 registry.py   groups by name, works by tensor
 words.py      refusals of wrong types
@@ -36,6 +37,13 @@ from symcomm.c10d.enums import (
     set_debug_level_from_env,
 )
 from symcomm.c10d.fake import FakeProcessGroup
+from symcomm.c10d.flight import (
+    _dump_fr_trace,
+    _dump_fr_trace_json,
+    _dump_nccl_trace,
+    _dump_nccl_trace_json,
+    _reset_fr_recording_nccl,
+)
 from symcomm.c10d.group import ProcessGroup
 from symcomm.c10d.options import (
     DEFAULT_TIMEOUT as _DEFAULT_PG_TIMEOUT,
@@ -127,7 +135,12 @@ __all__ = [
     "_SymmetricMemory",
     "_create_work_from_future",
     "_detect_dma_connectivity",
+    "_dump_fr_trace",
+    "_dump_fr_trace_json",
+    "_dump_nccl_trace",
+    "_dump_nccl_trace_json",
     "_make_nccl_premul_sum",
+    "_reset_fr_recording_nccl",
     "_test_python_store",
     "as_torch_store",
     "get_debug_level",

@@ -316,7 +316,10 @@ def _judge(attempt: Attempt, stopped_by: int, output: Output) -> int:
     log = f"{log_dir / f'rank-{first.number}'}.out, .err" if log_dir else ""
     others = [end for end in ends if end.rank != first.number]
     tail = output.tail(first.number)
-    output.say(verdict.failure_words(first.end(0.0), others, tail, job.grace, log))
+    words = verdict.failure_words(first.end(0.0), others, tail, job.grace, log)
+    if folder := job.env.get("SYMCOMM_TRACE_DIR") or os.environ.get("SYMCOMM_TRACE_DIR"):
+        words += verdict.trace_words(folder, max(end.seconds for end in ends))
+    output.say(words)
     return verdict.exit_code(first.end(0.0))
 
 

@@ -15,6 +15,7 @@ from symcomm import __version__
 # One that is not installed is left out.
 LAZY_COMMANDS = {
     "run": ("symcomm.cli.run", "Start a script as N ranks, with torchrun's environment variables."),
+    "trace": ("symcomm.cli.trace", "Say what went wrong with a job, from its dumps or while it runs."),
     "demo": ("symcomm.cli.demo", "Several ranks at work on this machine, explained as they go."),
     "bench": ("symcomm.cli.bench", "Measure this machine."),
     "version": ("symcomm.cli.version", "Say which Symcomm, Python, C core and torch this is."),

@@ -49,6 +49,12 @@ def run(
         Path | None,
         typer.Option("--log-dir", metavar="DIR", help="Also write DIR/[TAG/]attempt-0/rank-0.out and .err."),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="DIR", help="When one fails, ranks write there what they did, for symcomm trace."
+        ),
+    ] = None,
     tag: Annotated[str, typer.Option("--tag", metavar="TAG", help="The job's name, in prefixes and log files.")] = "",
     env: Annotated[
         list[str] | None,
@@ -78,6 +84,8 @@ def run(
             fix = f"give each node its own: --node-rank 0 to --node-rank {nnodes - 1}"
             raise BadArgumentError(f"symcomm run: --node-rank is missing; with --nnodes {nnodes}, {fix}.")
         variables = parse_env(env or [])
+        if trace is not None:
+            variables = {**variables, "SYMCOMM_TRACE_DIR": str(trace.absolute())}
         job = Job(
             command=build_command(program, args or [], module=module, no_python=no_python, env=variables),
             ranks_here=parse_count(count),

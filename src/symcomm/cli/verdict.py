@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from symcomm.errors import words_for_exit, words_for_ranks, words_for_seconds
+from symcomm.errors import SymcommError, words_for_exit, words_for_ranks, words_for_seconds
 
 TAIL_LINES = 10
 # What a death by signal that we did not send usually means.
@@ -59,6 +61,21 @@ def failure_words(
     if log:
         lines.append(f"  its logs: {log}")
     return lines
+
+
+def trace_words(folder: str, seconds: float) -> list[str]:
+    """What the dumps in ``folder`` say went wrong, when ranks wrote them in the last ``seconds``."""
+    from symcomm.observe.trace import load
+    from symcomm.observe.verdict import judge
+
+    try:
+        trace = load(folder)
+    except SymcommError:  # no dumps: whatever failed was not a collective
+        return []
+    since = time.time_ns() - int((seconds + 1) * 1e9)
+    if not any(one.started_wall_ns >= since for one in trace.ranks.values()):
+        return []
+    return [f"  trace: {judge(trace).sentence}", f"  more of it: `symcomm trace {shlex.quote(folder)}`"]
 
 
 def stopped_words(signum: int, ends: Sequence[RankEnd], grace: float) -> list[str]:

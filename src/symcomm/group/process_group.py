@@ -14,7 +14,7 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.select import Limits
-from symcomm.group import registry
+from symcomm.group import hooks, registry
 from symcomm.group.failure import Site, call_site
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
@@ -119,6 +119,7 @@ class ProcessGroup(MoreCalls):
         self._arena: Arena = current_arena()
         self._build(exchange)
         registry.add(self)
+        hooks.made(self)
 
     def _build(self, exchange: Exchange) -> None:
         give_back()
@@ -179,9 +180,11 @@ class ProcessGroup(MoreCalls):
         """The exception to raise for a failed operation. The first one tells the story, later ones refer to it."""
         with self._failure_lock:
             if self._failure is None:
-                self._failure = explain(self, status, call, site, seconds)
-                return self._failure
-        return self._unusable()
+                first = self._failure = explain(self, status, call, site, seconds)
+            else:
+                return self._unusable()
+        hooks.failed(self, first)
+        return first
 
     def _unusable(self) -> errors.GroupUnusableError:
         error = errors.GroupUnusableError(f"group {self.name!r} cannot be used any more: {self._failure}")

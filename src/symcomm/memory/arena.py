@@ -35,7 +35,7 @@ from symcomm.memory.flight import CAPACITY, Flight, flight_bytes
 from symcomm.memory.heap import PAGE, Heap
 from symcomm.memory.limits import check_room, physical_bytes, words_for_bytes
 
-__all__ = ["Arena", "Peer", "bytes_type", "current_arena", "named_directory", "peer_by_nonce", "use_arena"]
+__all__ = ["Arena", "Peer", "bytes_type", "current_arena", "has_arena", "named_directory", "peer_by_nonce", "use_arena"]
 
 MAGIC = 0x53594D434F4D4D31
 LIFE = 64
@@ -298,6 +298,12 @@ def current_arena() -> Arena:
         if _process_arena is None or _process_arena._pid != os.getpid():
             _process_arena = Arena(named_directory())
         return _process_arena
+
+
+def has_arena() -> bool:
+    """Whether the rank that runs here has made its arena yet."""
+    mine = getattr(_thread, "arena", None)
+    return mine is not None or (_process_arena is not None and _process_arena._pid == os.getpid())
 
 
 def use_arena(arena: Arena | None) -> None:

@@ -4,7 +4,8 @@ It lies in the rank's arena, right after the header, so that every peer that has
 its owner is stuck or dead. The C core writes the entries (``_core/flight.h``); names of groups and call sites are
 written here, once each::
 
-    page 0     next (u64), capacity (u64), groups (u64: how many were ever named), sites (u64)
+    page 0     next (u64), capacity (u64), groups (u64: how many were ever named), sites (u64),
+               forgotten (u64: operations up to this number are not shown any more)
     page 1..   entries of 64 bytes
     then       groups of 512 bytes: number (u32), length (u32), JSON
     then       sites of 128 bytes: length (u8), "file:line function"
@@ -16,14 +17,14 @@ import json
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from symcomm._core import native
 from symcomm.errors import bad_argument
 from symcomm.memory.heap import PAGE
 
-__all__ = ["CAPACITY", "Flight", "FlightEntry", "read_flight"]
+__all__ = ["CAPACITY", "Flight", "FlightEntry", "Peek", "read_flight", "read_groups"]
 
 DEFAULT_CAPACITY = 2048
 ENTRY, GROUP, SITE = struct.Struct("<6Q3I4B"), 512, 128
@@ -43,6 +44,7 @@ def capacity_from_environment() -> int:
 
 
 CAPACITY = capacity_from_environment()
+Peek = Callable[[int, int], bytes]  # (place, length) -> bytes: of this process's memory, or of another's through a file
 
 
 def flight_bytes(capacity: int) -> int:
@@ -77,7 +79,7 @@ class Flight:
         self._groups = self._sites = 0
         self._site_numbers: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
-        native.poke(address, struct.pack("<4Q", 0, capacity, 0, 0))
+        native.poke(address, struct.pack("<5Q", 0, capacity, 0, 0, 0))
 
     def add_group(self, name: str, rank: int, ranks: list[int], description: str = "") -> int:
         """The number by which entries refer to this group from now on."""
@@ -92,6 +94,10 @@ class Flight:
             native.poke(place, struct.pack("<II", number, len(text)) + text)
             native.poke(self.address + 16, struct.pack("<Q", number))
         return number
+
+    def forget(self) -> None:
+        """Show only what is recorded from now on."""
+        native.poke(self.address + 32, native.peek(self.address, 8))
 
     def site(self, site: tuple[str, int]) -> int:
         """The number of a call site (file, line), noting it when it is new; 0 when the table is full."""
@@ -118,32 +124,36 @@ def _sites_at(address: int, capacity: int) -> int:
     return _groups_at(address, capacity) + GROUPS * GROUP
 
 
-def _read_groups(address: int, capacity: int) -> dict[int, dict]:
+def read_groups(address: int, peek: Peek = native.peek) -> dict[int, dict]:
+    """The groups that a recorder's rank is or was in, by number: name, rank, size, ranks, description."""
+    _, capacity, named = struct.unpack("<3Q", peek(address, 24))
     groups = {}
-    for place in range(GROUPS):
-        raw = native.peek(_groups_at(address, capacity) + place * GROUP, GROUP)
+    for place in range(min(named, GROUPS)):
+        raw = peek(_groups_at(address, capacity) + place * GROUP, GROUP)
         number, length = struct.unpack_from("<II", raw)
         if number:
             groups[number] = json.loads(raw[8 : 8 + length])
     return groups
 
 
-def _read_site(address: int, capacity: int, number: int) -> str:
-    raw = native.peek(_sites_at(address, capacity) + number * SITE, SITE)
+def _read_site(address: int, capacity: int, number: int, peek: Peek) -> str:
+    raw = peek(_sites_at(address, capacity) + number * SITE, SITE)
     return raw[1 : 1 + raw[0]].decode(errors="replace")
 
 
-def read_flight(address: int) -> list[FlightEntry]:
+def read_flight(address: int, peek: Peek = native.peek) -> list[FlightEntry]:
     """The operations of the recorder at ``address`` (one's own or a peer's), oldest first."""
-    _, capacity, *_ = struct.unpack("<4Q", native.peek(address, 32))
+    _, capacity, _, _, forgotten = struct.unpack("<5Q", peek(address, 40))
     if not capacity:
         return []
-    groups, sites = _read_groups(address, capacity), {0: ""}
+    groups, sites = read_groups(address, peek), {0: ""}
     entries = []
-    for fields in _consistent(address, capacity):
+    for fields in _consistent(address, capacity, peek):
         number, seq, signature, count, created, finished, waited, site, group, status, path, plan, exact = fields
+        if number <= forgotten:
+            continue
         if site not in sites:
-            sites[site] = _read_site(address, capacity, site)
+            sites[site] = _read_site(address, capacity, site, peek)
         entries.append(
             FlightEntry(number, seq, signature, count, created, finished, waited, sites[site],
                         groups.get(group, {}), status, path, plan, bool(exact))
@@ -151,10 +161,10 @@ def read_flight(address: int) -> list[FlightEntry]:
     return sorted(entries, key=lambda e: e.number)
 
 
-def _consistent(address: int, capacity: int) -> Iterator[tuple]:
+def _consistent(address: int, capacity: int, peek: Peek) -> Iterator[tuple]:
     """Entries that nobody was writing while they were read."""
-    raw = native.peek(address + PAGE, capacity * ENTRY.size)
-    again = native.peek(address + PAGE, capacity * ENTRY.size)
+    raw = peek(address + PAGE, capacity * ENTRY.size)
+    again = peek(address + PAGE, capacity * ENTRY.size)
     for at in range(0, len(raw), ENTRY.size):
         fields = ENTRY.unpack_from(again, at)
         if fields[0] and fields[0] == ENTRY.unpack_from(raw, at)[0]:

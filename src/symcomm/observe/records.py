@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from symcomm._core import native
 from symcomm.collectives.plan import ALGORITHMS, Collective
 from symcomm.collectives.select import elements_of
 from symcomm.group.failure import REDUCING, ROOTED, Status
-from symcomm.memory.flight import FlightEntry, read_flight
+from symcomm.memory.flight import FlightEntry, Peek, read_flight
 from symcomm.types import ITEMSIZE, DType, RedOpType
 
 DIRECT, MESSAGE = 1, 2  # enum flight_path of _core/flight.h
@@ -44,12 +44,31 @@ class Operation:
         return self.call in ("send", "recv")
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(self.__dict__)  # all plain values; asdict() would copy each of them
+
+    @classmethod
+    def from_dict(cls, facts: dict[str, Any]) -> Operation:
+        return cls(**{**facts, "ranks": tuple(facts["ranks"])})
+
+    @property
+    def world_rank(self) -> int:
+        """The rank that made the call, as the world numbers it."""
+        return self.ranks[self.rank] if 0 <= self.rank < len(self.ranks) else self.rank
+
+    def __str__(self) -> str:
+        """``all_reduce(float32 x 1024, SUM)``"""
+        if self.call == "barrier":
+            return "barrier()"
+        peer = {"send": "to", "recv": "from"}.get(self.call, "root")
+        parts = [f"{self.dtype} x {self.count}", self.op]
+        if self.root is not None:
+            parts.append(f"{peer} any" if self.root < 0 else f"{peer} {self.root}")
+        return f"{self.call}({', '.join(p for p in parts if p)})"
 
 
-def operations_at(address: int) -> list[Operation]:
+def operations_at(address: int, peek: Peek = native.peek) -> list[Operation]:
     """The operations in the flight recorder at ``address``, oldest first."""
-    return [_operation(entry) for entry in read_flight(address)]
+    return [_operation(entry) for entry in read_flight(address, peek)]
 
 
 def operations_of(group: Any) -> list[list[Operation]]:

@@ -1,0 +1,89 @@
+"""``symcomm trace``: what went wrong with a job, from its ranks' dumps or from its running processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from symcomm.errors import BadArgumentError, SymcommError
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+NOTHING_WRONG, SOMETHING_WRONG, BAD_USAGE = 0, 1, 2
+
+
+@app.command(name="trace")
+def trace(
+    place: Annotated[
+        str,
+        typer.Argument(metavar="DIR", help="Folder with the ranks' dumps, or what their names begin with."),
+    ] = "",
+    live: Annotated[bool, typer.Option("--live", help="Look at this user's running jobs instead.")] = False,
+    pid: Annotated[
+        int | None, typer.Option("--pid", metavar="PID", help="With --live: only the job of this process.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+    chrome: Annotated[
+        Path | None,
+        typer.Option("--chrome", metavar="FILE", help="Also write a trace for ui.perfetto.dev or chrome://tracing."),
+    ] = None,
+) -> None:
+    """Say what went wrong with a job, in one sentence; then who is where, and who makes the others wait.
+
+    Ranks write dumps when an operation fails and SYMCOMM_TRACE_DIR, or `symcomm run --trace`, names a folder.
+    Exits with 0 when nothing is wrong, 1 when something is.
+
+    \b
+    Examples:
+      symcomm run -n 4 --trace dumps train.py ; symcomm trace dumps
+      symcomm trace dumps --chrome trace.json
+      symcomm trace --live
+    """
+    from symcomm.observe.report import as_data, as_text
+    from symcomm.observe.verdict import judge
+
+    try:
+        traces = _find(place, live, pid)
+        if chrome is not None:
+            _write_chrome(traces, chrome)
+    except SymcommError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(BAD_USAGE) from None
+    verdicts = [judge(one) for one in traces]
+    if as_json:
+        data = [as_data(one) for one in traces]
+        typer.echo(json.dumps(data if live else data[0], indent=1))
+    else:
+        for number, (one, verdict) in enumerate(zip(traces, verdicts, strict=True)):
+            if len(traces) > 1:
+                pids = ", ".join(str(rank.pid) for rank in one.ranks.values())
+                typer.echo(f"{chr(10) if number else ''}=== job of processes {pids}")
+            typer.echo(as_text(one, verdict), nl=False)
+    raise typer.Exit(NOTHING_WRONG if all(v.kind == "fine" for v in verdicts) else SOMETHING_WRONG)
+
+
+def _find(place: str, live: bool, pid: int | None) -> list:
+    if live and place:
+        raise BadArgumentError(f"symcomm trace: give a folder ({place}) or --live, not both.")
+    if live:
+        from symcomm.observe.live import find_job, look
+
+        return [look(job) for job in find_job(pid)]
+    if not place:
+        raise BadArgumentError("symcomm trace: give the folder with the ranks' dumps, or --live for what runs now.")
+    from symcomm.observe.trace import load
+
+    return [load(place)]
+
+
+def _write_chrome(traces: list, path: Path) -> None:
+    from symcomm.observe.perfetto import chrome_trace
+
+    if len(traces) > 1:
+        raise BadArgumentError("symcomm trace: there are several jobs; choose one for --chrome with --pid.")
+    try:
+        path.write_text(json.dumps(chrome_trace(traces[0])))
+    except OSError as error:
+        raise BadArgumentError(f"symcomm trace: --chrome {path} cannot be written: {error.strerror}.") from error
