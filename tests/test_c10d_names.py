@@ -25,16 +25,10 @@ LATER = {
     "_register_builtin_comm_hook": DATA_PARALLEL,
     "_register_comm_hook": DATA_PARALLEL,
     "_verify_params_across_processes": DATA_PARALLEL,
-    "_Request": OBSERVE,
-    "_Response": OBSERVE,
-    "_WorkerServer": OBSERVE,
     "_dump_fr_trace": OBSERVE,
     "_dump_fr_trace_json": OBSERVE,
     "_dump_nccl_trace": OBSERVE,
     "_dump_nccl_trace_json": OBSERVE,
-    "_get_handler": OBSERVE,
-    "_get_handler_names": OBSERVE,
-    "_register_handler": OBSERVE,
     "_reset_fr_recording_nccl": OBSERVE,
 }
 
