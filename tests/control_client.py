@@ -33,7 +33,12 @@ class Answer:
 
 
 def ask(
-    address: str, method: str, path: str, body: bytes | None = None, headers: dict | None = None, token: str | None = None
+    address: str,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    headers: dict | None = None,
+    token: str | None = None,
 ) -> Answer:
     """One request on a connection of its own."""
     connection = http.client.HTTPConnection("localhost", timeout=20)

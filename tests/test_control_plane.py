@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 from tests.c10d_compare import ours, theirs
 from tests.control_client import Answer, ask
 
@@ -115,7 +115,7 @@ def test_pyspy(addresses, tmp_path, monkeypatch):
     if wanted.status == 500:
         assert got.status == 500 and b"py-spy" in got.content
     tool = tmp_path / "py-spy"
-    tool.write_text("#!/bin/sh\necho \"$@\"\n")
+    tool.write_text('#!/bin/sh\necho "$@"\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     answers = [ask(address, "POST", "/handler/pyspy_dump?native=1&nonblocking=1") for address in addresses]
@@ -124,7 +124,7 @@ def test_pyspy(addresses, tmp_path, monkeypatch):
 
 
 def test_flight_recorder(addresses):
-    pytest.importorskip("symcomm.observe.dump")
+    pytest.importorskip("symcomm.observe.torch_format")
     wanted, got = (ask(address, "POST", "/handler/fr_trace_json") for address in addresses)
     assert got.status == wanted.status == 200 and got.content_type == wanted.content_type
     assert got.json["version"] == wanted.json["version"]

@@ -22,6 +22,7 @@ from symcomm.backend.arguments import is_async, one, one_list, redop_of, root_of
 from symcomm.backend.profile import Span, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, op_type_of
+from symcomm.group import events
 from symcomm.group.calls import Kind, to_redop
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.share import Exchange
@@ -87,6 +88,7 @@ class TorchGroup(dist.ProcessGroup):
                 rank, size, _exchange_through(store, rank, size, timeout), name, timeout, None, global_ranks
             )
             core.barrier()  # nobody reads the store any more, so its host may leave
+            events.joined(core, store)
         self._operations_before = core.sequence_number
         self.core = core
         self._name = name

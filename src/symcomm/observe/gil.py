@@ -61,7 +61,7 @@ def watch(group: Any, seconds: float, fd: int = STDERR) -> Callable[[], None]:
     def beat() -> None:
         while not done.is_set():
             native.lockwatch_beat(handle, _threads())
-            _arm_stacks(seconds * 1.1, fd)
+            _arm_stacks(seconds * 1.5, fd)  # after the sentence, which comes within 1.25
             done.wait(seconds / 4)
 
     beater = threading.Thread(target=beat, name="symcomm-heartbeat", daemon=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import os
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from symcomm.errors import bad_argument
-from symcomm.observe.requests import Request, Response
+from symcomm.observe.requests import Request
 
 __all__ = ["Handler", "get_handler", "get_handler_names", "register_handler", "route", "routes"]
 
@@ -72,13 +73,15 @@ def _torchs_handler(name: str) -> Handler | None:
     if binding is None or name not in binding._get_handler_names():
         return None
     handler = binding._get_handler(name)
+    request_type: Any = binding._Request
+    response_type: Any = binding._Response
 
-    class TorchRequest(binding._Request):
+    class TorchRequest(request_type):
         def __init__(self, request: Any):
             super().__init__()
             self.body, self.get_param = request.body, request.get_param
 
-    class TorchResponse(binding._Response):
+    class TorchResponse(response_type):
         def __init__(self, response: Any):
             super().__init__()
             self.set_content, self.set_status = response.set_content, response.set_status
@@ -140,20 +143,31 @@ def _flag(request: Any, name: str, default: bool) -> bool:
     raise bad_argument("flight recorder", name, text, "true or false")
 
 
-def _fr_trace_json(request: Any, response: Any) -> None:
-    from symcomm.observe.dump import dump_fr_trace_json
+def _flight_dump(request: Any, formats: Any, stacks: bool) -> dict[str, Any]:
+    """What the rank of this server has recorded, in PyTorch's format."""
+    arena, flight = (importlib.import_module(f"symcomm.memory.{name}") for name in ("arena", "flight"))
+    group = getattr(getattr(request, "rank", None), "group", None)
+    if group is None and not arena.has_arena():
+        return formats.torch_dump([], {})
+    place = (group._arena if group is not None else arena.current_arena()).flight.address
+    operations = importlib.import_module("symcomm.observe.records").operations_at(place)
+    wish = {
+        "collectives": _flag(request, "includecollectives", True),
+        "only_active": _flag(request, "onlyactive", False),
+    }
+    return formats.torch_dump(operations, flight.read_groups(place), stacks=stacks, **wish)
 
-    content = dump_fr_trace_json(_flag(request, "includecollectives", True), _flag(request, "onlyactive", False))
-    response.set_content(content, "application/json")
+
+def _fr_trace_json(request: Any, response: Any) -> None:
+    formats = importlib.import_module("symcomm.observe.torch_format")  # loaded only when somebody asks
+    response.set_content(formats.as_json(_flight_dump(request, formats, False)), "application/json")
     response.set_status(200)
 
 
 def _fr_trace_pickle(request: Any, response: Any) -> None:
-    from symcomm.observe.dump import dump_fr_trace
-
-    flags = [_flag(request, *flag) for flag in (("includecollectives", True), ("includestacktraces", True))]
-    content = dump_fr_trace(*flags, _flag(request, "onlyactive", False))
-    response.set_content(content, "application/octet-stream")
+    formats = importlib.import_module("symcomm.observe.torch_format")
+    dump = _flight_dump(request, formats, _flag(request, "includestacktraces", True))
+    response.set_content(formats.as_pickle(dump), "application/octet-stream")
     response.set_status(200)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import socket
@@ -37,7 +38,8 @@ def rank_from_environment() -> int | None:
 def job_name() -> str:
     """A name that the ranks of a job share, and other jobs on this machine do not: its launcher's, or our own."""
     names = (os.environ.get(name, "") for name in ("SYMCOMM_LAUNCH_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
-    name = next((name for name in names if name and name != "none"), f"pid{os.getpid()}")
+    parent = multiprocessing.parent_process()  # symcomm.spawn's, which is the same for all ranks
+    name = next((name for name in names if name and name != "none"), f"pid{parent.pid if parent else os.getpid()}")
     return re.sub(r"[^\w.-]", "_", name)[:12]
 
 

@@ -26,7 +26,7 @@ class Request:
         *,
         method: str = "POST",
         path: str = "/",
-        headers: Mapping[str, str] | None = None,
+        headers: Any = None,
         trusted: bool = False,
         has_token: bool = False,
         rank: Any = None,

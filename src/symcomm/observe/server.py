@@ -22,7 +22,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from symcomm import errors
@@ -41,15 +41,22 @@ STRANGER_RATE, STRANGER_BURST = 20.0, 40.0
 _servers: weakref.WeakSet[Server] = weakref.WeakSet()
 
 
-@dataclass
 class RankFacts:
-    """Whose server it is. ``group`` is the rank's first group, ``store`` where the ranks met; None: not yet, or none."""
+    """Whose server it is. ``group`` is the rank's first, ``store`` where the ranks met; None: not yet, or gone."""
 
-    group: Any = None
-    store: Any = None
-    started: float = field(default_factory=time.time)
-    address: str = ""
-    stop_watching: Any = None
+    def __init__(self, group: Any = None, store: Any = None):
+        self.started = time.time()
+        self.address = ""
+        self.stop_watching: Any = None
+        self.join(group, store)
+
+    def join(self, group: Any, store: Any) -> None:
+        self._group = None if group is None else weakref.ref(group)  # a server keeps no group alive
+        self.store = store
+
+    @property
+    def group(self) -> Any:
+        return None if self._group is None else self._group()
 
     @property
     def rank(self) -> int | None:
@@ -292,7 +299,7 @@ def start(
 
 
 def start_from_environment(group: Any, store: Any = None) -> Server | None:
-    """What SYMCOMM_SERVER asks for: ``1`` or ``unix``; ``tcp``; ``tcp:PORT``, where ranks of a host count up from PORT."""
+    """What SYMCOMM_SERVER asks for: ``1``, ``unix``, ``tcp``, or ``tcp:PORT``: local ranks count up from PORT."""
     wish = os.environ.get("SYMCOMM_SERVER", "")
     if wish in ("", "0"):
         return None
