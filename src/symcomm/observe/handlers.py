@@ -145,16 +145,13 @@ def _flag(request: Any, name: str, default: bool) -> bool:
 
 def _flight_dump(request: Any, formats: Any, stacks: bool) -> dict[str, Any]:
     """What the rank of this server has recorded, in PyTorch's format."""
+    wish = {"collectives": _flag(request, "includecollectives", True), "only_active": _flag(request, "onlyactive", False)}
     arena, flight = (importlib.import_module(f"symcomm.memory.{name}") for name in ("arena", "flight"))
     group = getattr(getattr(request, "rank", None), "group", None)
     if group is None and not arena.has_arena():
-        return formats.torch_dump([], {})
+        return formats.torch_dump([], {}, collectives=False)
     place = (group._arena if group is not None else arena.current_arena()).flight.address
     operations = importlib.import_module("symcomm.observe.records").operations_at(place)
-    wish = {
-        "collectives": _flag(request, "includecollectives", True),
-        "only_active": _flag(request, "onlyactive", False),
-    }
     return formats.torch_dump(operations, flight.read_groups(place), stacks=stacks, **wish)
 
 
