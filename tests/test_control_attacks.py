@@ -160,7 +160,7 @@ def test_no_host_or_two(tcp):
 
 def test_pages_of_other_sites(tcp, unix):
     for address in (tcp, unix):
-        for origin in ("http://evil.example", "null", "http://localhost:1"):
+        for origin in ("http://evil.example", "null", "http://localhost:1", "http://[", ""):
             headers = {"Origin": origin, "Host": "localhost:8000"}
             assert ask(address, "POST", "/handler/ping", headers=headers, token=TOKEN).status == 403
         same = {"Origin": "http://localhost:8000", "Host": "localhost:8000"}
@@ -210,6 +210,8 @@ def test_largest_body_is_taken(tcp):
         ("GET / HTTP/7.9\r\n\r\n", 505),
         ("GET / HTTP/one\r\n\r\n", 400),
         ("GET /\r\n\r\n", 400),
+        ("GET http://[ HTTP/1.1\r\n\r\n", 400),
+        ("GET http://[::1/x HTTP/1.1\r\n\r\n", 400),
         ("TRACE / HTTP/1.1\r\n\r\n", 501),
         ("GET /?" + "a=1&" * 500 + " HTTP/1.1\r\n\r\n", 400),
         ("GET /api/v1/%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\n\r\n", 404),
@@ -407,6 +409,32 @@ def _inode(path: str) -> str:
         return next(line.split()[6] for line in file if line.rstrip().endswith(path))
 
 
+def test_forks_while_clients_ask():
+    """A child is born while locks of the server may be held; it must neither hang nor serve."""
+    with start("unix", token=TOKEN, gil_seconds=0) as server:
+        stop = threading.Event()
+
+        def keep_asking() -> None:
+            while not stop.is_set():
+                ask(server.address, "POST", "/handler/ping")
+
+        clients = [threading.Thread(target=keep_asking) for _ in range(3)]
+        for client in clients:
+            client.start()
+        try:
+            for _ in range(20):
+                child = os.fork()
+                if child == 0:
+                    server.shutdown()
+                    os._exit(0)
+                assert os.waitpid(child, 0)[1] == 0
+        finally:
+            stop.set()
+            for client in clients:
+                client.join(30)
+        assert ask(server.address, "POST", "/handler/ping").content == b"pong"
+
+
 def test_what_a_killed_server_left_is_replaced(tmp_path):
     path = str(tmp_path / "socket")
     code = f"from symcomm.observe.server import start; import os; start('unix:{path}'); os.kill(os.getpid(), 9)"
@@ -468,4 +496,7 @@ def test_tls(tmp_path):
         request = urllib.request.Request(f"{server.address}/api/v1/rank", headers={"Authorization": f"Bearer {TOKEN}"})
         with urllib.request.urlopen(request, context=trusting, timeout=20) as answer:
             assert answer.status == 200
-        assert exchange(server.address.replace("https", "http"), b"GET / HTTP/1.1\r\n\r\n")[:5] != b"HTTP/"
+        plain = server.address.replace("https", "http")
+        assert exchange(plain, b"GET / HTTP/1.1\r\n\r\n")[:5] != b"HTTP/"
+        silent = connect(plain)  # in the middle of a handshake when the server ends
+    silent.close()

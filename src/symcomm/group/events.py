@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["joined", "on_join"]
+__all__ = ["ending", "joined", "on_end", "on_join"]
 
 _on_join: list[Callable[[Any, Any], None]] = []
+_on_end: list[Callable[[], None]] = []
 
 
 def on_join(listener: Callable[[Any, Any], None]) -> None:
@@ -18,3 +19,13 @@ def on_join(listener: Callable[[Any, Any], None]) -> None:
 def joined(group: Any, store: Any = None) -> None:
     for listener in _on_join:
         listener(group, store)
+
+
+def on_end(listener: Callable[[], None]) -> None:
+    """Call ``listener()`` before a process that was only a rank ends, which may be without Python's usual farewell."""
+    _on_end.append(listener)
+
+
+def ending() -> None:
+    for listener in _on_end:
+        listener()

@@ -157,6 +157,7 @@ def _rank_main(packed: bytes, fn: Any, args: Any, rank: int, n: int, path: str, 
         if hasattr(error, "add_note"):
             error.add_note(f"(raised on rank {rank})\n{''.join(traceback.format_tb(error.__traceback__))}")
         result = (False, error)
+    events.ending()
     try:
         payload = pickle.dumps(result)
     except Exception as error:

@@ -88,8 +88,7 @@ def groups(request: Request) -> list[dict[str, Any]]:
     first = request.rank.group
     if first is None:
         return []
-    mine = [group for (nonce, _), group in list(registry._groups.items()) if nonce == first._arena.nonce]
-    return [_group_facts(group) for group in sorted(mine, key=lambda group: group.name)]
+    return [_group_facts(group) for group in registry.of_rank(first._arena.nonce)]
 
 
 def _group_facts(group: Any) -> dict[str, Any]:

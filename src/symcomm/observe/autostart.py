@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from symcomm.errors import BadArgumentError, SymcommError
-from symcomm.group.events import on_join
+from symcomm.group.events import on_end, on_join
 
 if TYPE_CHECKING:
     from symcomm.observe.server import Server
@@ -36,4 +36,10 @@ def _serve(group: Any, store: Any) -> None:
             _servers[group._arena.nonce] = server
 
 
+def _stop() -> None:
+    for server in _servers.values():
+        server.shutdown()
+
+
 on_join(_serve)
+on_end(_stop)

@@ -175,6 +175,8 @@ class Connection(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(response.content)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Referrer-Policy", "no-referrer")
         for name, value in response.headers.items():
             self.send_header(name, value)
         if self.close_connection:
@@ -186,7 +188,11 @@ class Connection(http.server.BaseHTTPRequestHandler):
     # --- who asks, and may they --------------------------------------------------------------------
 
     def _serve(self) -> None:
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError:
+            self.send_error(400, "The address cannot be read.")
+            return
         path = unquote(url.path, errors="replace")
         has_token = self._has_token()
         trusted = self._same_user or has_token
@@ -228,7 +234,7 @@ class Connection(http.server.BaseHTTPRequestHandler):
         if on_network and "Host" in headers and not is_known_host(headers["Host"], self.server.hosts):
             return 421, "The Host header names another machine; use this one's address, or pass hosts= to start()."
         origin = headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != headers.get("Host"):
+        if origin is not None and origin.partition("://")[2] != headers.get("Host"):
             return 403, "Pages of other sites may not ask."
         bucket = self.server.trusted_bucket if trusted else self.server.stranger_bucket
         if not bucket.take():

@@ -145,7 +145,10 @@ def _flag(request: Any, name: str, default: bool) -> bool:
 
 def _flight_dump(request: Any, formats: Any, stacks: bool) -> dict[str, Any]:
     """What the rank of this server has recorded, in PyTorch's format."""
-    wish = {"collectives": _flag(request, "includecollectives", True), "only_active": _flag(request, "onlyactive", False)}
+    wish = {
+        "collectives": _flag(request, "includecollectives", True),
+        "only_active": _flag(request, "onlyactive", False),
+    }
     arena, flight = (importlib.import_module(f"symcomm.memory.{name}") for name in ("arena", "flight"))
     group = getattr(getattr(request, "rank", None), "group", None)
     if group is None and not arena.has_arena():

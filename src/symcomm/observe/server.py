@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing.util
 import os
 import secrets
 import selectors
@@ -105,6 +106,8 @@ class Server:
         self._thread = threading.Thread(target=self._accept_all, name="symcomm-server", daemon=True)
         self._thread.start()
         _servers.add(self)
+        if multiprocessing.parent_process() is not None:  # such a process ends without running atexit's list
+            multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
 
     @property
     def port(self) -> int:
@@ -223,18 +226,21 @@ class Server:
         self.shutdown()
 
 
+# TLS sockets keep their state in Python objects that the serving thread uses, so these two work below TLS.
+
+
 def _hang_up(client: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        client.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(client, socket.SHUT_RDWR)
 
 
 def _drain(client: socket.socket) -> None:
     """Take what is still coming before we close, or the kernel would throw our answer away with a reset."""
-    client.shutdown(socket.SHUT_WR)
+    socket.socket.shutdown(client, socket.SHUT_WR)
     end, left = time.monotonic() + DRAIN_SECONDS, DRAIN_BYTES
     while left > 0 and (seconds := end - time.monotonic()) > 0:
         client.settimeout(seconds)
-        if not (data := client.recv(min(left, 1 << 16))):
+        if not (data := socket.socket.recv(client, min(left, 1 << 16))):
             break
         left -= len(data)
 
