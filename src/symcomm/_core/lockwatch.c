@@ -23,11 +23,20 @@ struct thread {
     char name[NAME];
 };
 
-/* Where peers read what is wrong: the text counts when its length is not 0. */
+/* Where peers read what is wrong: the text counts while its length is not 0. It is words, since a peer may read it just
+ * when it changes. */
+enum { WORDS = NOTE / 8 - 1, TEXT = WORDS * 8 };
 struct note {
-    _Atomic uint32_t length;
-    char text[NOTE - 4];
+    _Atomic uint64_t length;
+    _Atomic uint64_t words[WORDS];
 };
+
+static void write_note(struct note *note, const char *text, size_t length) {
+    uint64_t words[WORDS] = {0};
+    memcpy(words, text, length < TEXT ? length : TEXT);
+    for (int i = 0; i < WORDS; i++) atomic_store_explicit(&note->words[i], words[i], memory_order_relaxed);
+    atomic_store_explicit(&note->length, length < TEXT ? length : TEXT, memory_order_release);
+}
 
 struct lockwatch {
     _Atomic int64_t beat; /* when the lock was last had */
@@ -120,13 +129,12 @@ static void say(const struct lockwatch *w, const char *text, int length) {
 static int clip(int length, size_t size) { return length < (int)size ? length : (int)size - 1; }
 
 static void report_stall(struct lockwatch *w, int64_t age) {
-    char why[256], text[NOTE - 8];
+    char why[256], text[TEXT];
     reason(w, why, sizeof why);
     int n = snprintf(text, sizeof text, "symcomm: %s: Python's interpreter lock was not to be had for %.1f s; %s.\n",
                      w->label, (double)age / 1e9, why);
     n = clip(n, sizeof text);
-    memcpy(w->note->text, text, (size_t)n - 1);
-    atomic_store_explicit(&w->note->length, (uint32_t)n - 1, memory_order_release);
+    write_note(w->note, text, (size_t)n - 1);
     say(w, text, n);
 }
 
@@ -216,15 +224,25 @@ static PyObject *lockwatch_stop(PyObject *self, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
+static PyObject *lockwatch_read(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct note *note = PyLong_AsVoidPtr(arg);
+    if (note == NULL) return PyErr_Occurred() ? NULL : PyBytes_FromStringAndSize(NULL, 0);
+    uint64_t words[WORDS];
+    uint64_t length = atomic_load_explicit(&note->length, memory_order_acquire);
+    for (int i = 0; i < WORDS; i++) words[i] = atomic_load_explicit(&note->words[i], memory_order_relaxed);
+    return PyBytes_FromStringAndSize((const char *)words, (Py_ssize_t)(length < TEXT ? length : TEXT));
+}
+
 static PyMethodDef functions[] = {
     {"lockwatch_start", lockwatch_start, METH_VARARGS,
      "lockwatch_start(limit_ns, fd, note, label) -> handle: report when lockwatch_beat() was not called for so long."},
     {"lockwatch_beat", lockwatch_beat, METH_VARARGS, "lockwatch_beat(handle, threads): the lock is to be had."},
     {"lockwatch_stop", lockwatch_stop, METH_O, "lockwatch_stop(handle)"},
+    {"lockwatch_read", lockwatch_read, METH_O, "lockwatch_read(note) -> bytes: what is wrong, empty when nothing is."},
     {NULL, NULL, 0, NULL},
 };
 
 int symcomm_add_lockwatch(PyObject *module) {
-    PyModule_AddIntConstant(module, "LOCKWATCH_NOTE", NOTE);
     return PyModule_AddFunctions(module, functions);
 }

@@ -24,7 +24,7 @@ from symcomm.errors import bad_argument
 __all__ = ["seconds_from_environment", "stall_of", "watch"]
 
 DEFAULT_SECONDS = 30.0
-NOTE = 2048  # offset in an arena's first page: length (u32), text
+NOTE = 2048  # offset in an arena's first page, of 1024 bytes
 STDERR = 2
 OURS = ("symcomm-server", "symcomm-request", "symcomm-heartbeat")  # threads that never keep the lock
 _THREAD = struct.Struct("<i28s")
@@ -46,9 +46,7 @@ def seconds_from_environment() -> float:
 
 def stall_of(peer: Any) -> str | None:
     """What is wrong with the interpreter lock of a rank, as its arena says; None: nothing."""
-    raw = native.peek(peer.base + NOTE, native.LOCKWATCH_NOTE)
-    length = int.from_bytes(raw[:4], "little")
-    return raw[4 : 4 + length].decode(errors="replace") if length else None
+    return native.lockwatch_read(peer.base + NOTE).decode(errors="replace") or None
 
 
 def watch(group: Any, seconds: float, fd: int = STDERR) -> Callable[[], None]:
