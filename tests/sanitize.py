@@ -41,10 +41,11 @@ def drive() -> None:
     for part in (collectives, messages, short_ways):
         symcomm.spawn(part, 2, mode="processes", timeout=60, deadline=SECONDS)
         print(f"  {part.__name__}, 2 processes", flush=True)
+    symcomm.spawn(lock_watch, 2, mode="threads", deadline=SECONDS)
     reductions()
     many_tensors()
     store_server()
-    print("  reductions, many tensors, store server", flush=True)
+    print("  lock watch, reductions, many tensors, store server", flush=True)
 
 
 def symmetric(g, count, dtype="f4"):
@@ -186,6 +187,22 @@ def failures(g) -> None:
             survivors = team.shrink()
             survivors.barrier()
     g.barrier()
+
+
+def lock_watch(g) -> None:
+    import ctypes
+    import time
+
+    from symcomm.observe import gil
+
+    with open(os.devnull, "w") as nowhere:
+        stop = gil.watch(g, 0.2, nowhere.fileno())
+        time.sleep(0.3)
+        if g.rank == 0:
+            ctypes.PyDLL(None).sleep(1)
+        g.barrier()
+        gil.stall_of(g._peers[0])
+        stop()
 
 
 def reductions() -> None:

@@ -1,26 +1,15 @@
-"""Every name of PyTorch's binding is in symcomm.c10d, or in the table of what a layer above brings."""
+"""Every name of PyTorch's binding is in symcomm.c10d."""
 
 from __future__ import annotations
 
 import enum
 import inspect
-import re
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 from tests.c10d_compare import ours, theirs
-
-OBSERVE = "comes with the observing layer, which serves it"
-LATER = {
-    "_Request": OBSERVE,
-    "_Response": OBSERVE,
-    "_WorkerServer": OBSERVE,
-    "_get_handler": OBSERVE,
-    "_get_handler_names": OBSERVE,
-    "_register_handler": OBSERVE,
-}
 
 
 def names(module) -> list[str]:
@@ -29,15 +18,10 @@ def names(module) -> list[str]:
 
 @pytest.mark.parametrize("name", names(theirs))
 def test_name_is_there(name: str):
-    assert hasattr(ours, name) or name in LATER, f"symcomm.c10d lacks {name}"
+    assert hasattr(ours, name), f"symcomm.c10d lacks {name}"
 
 
-@pytest.mark.parametrize("name", sorted(LATER))
-def test_table_has_no_names_that_are_there(name: str):
-    assert not hasattr(ours, name), f"{name} is in symcomm.c10d now: take it out of the table"
-
-
-CLASSES = [name for name in names(theirs) if inspect.isclass(getattr(theirs, name)) and name not in LATER]
+CLASSES = [name for name in names(theirs) if inspect.isclass(getattr(theirs, name))]
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -74,5 +58,4 @@ def test_everything_listed_exists():
 def test_the_page_lists_every_name():
     page = (Path(__file__).parent.parent / "docs" / "c10d.md").read_text()
     assert [name for name in names(theirs) if f"`{name}`" not in page] == []
-    rows = [line for line in page.splitlines() if "not here:" in line]
-    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} >= set(LATER) & set(names(theirs))
+    assert "not here" not in page

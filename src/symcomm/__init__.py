@@ -20,6 +20,7 @@ Names below are loaded on first use, so that ``import symcomm`` stays instant an
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 from symcomm import errors
@@ -61,6 +62,10 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
+
+
+if os.environ.get("SYMCOMM_SERVER", "0") not in ("", "0"):
+    importlib.import_module("symcomm.observe.autostart")
 
 
 def __dir__() -> list[str]:

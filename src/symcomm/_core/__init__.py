@@ -17,6 +17,7 @@ tensor.c, quick.c  blocking calls seen before: from Python tensors to the execut
 p2p.c, p2p_module.c  mailboxes: tagged messages between two ranks
 signals.c          signal pads: put, wait and barrier on words of symmetric memory
 store_*.c, sha256.c  the TCPStore server: event loop, protocol, table, token
+lockwatch.c        notices that the interpreter lock is not to be had, and says who has it
 =================  ===============================================================
 """
 

@@ -19,6 +19,7 @@ PyMODINIT_FUNC PyInit__native(void) {
         symcomm_add_p2p,
         symcomm_add_signals,
         symcomm_add_store_server,
+        symcomm_add_lockwatch,
     };
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
         if (parts[i](module) < 0) {

@@ -25,6 +25,7 @@ from symcomm.backend.life import Life, alive
 from symcomm.backend.profile import Span, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, op_type_of
+from symcomm.group import hooks
 from symcomm.group.calls import Kind, rooted, to_redop
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.share import Exchange
@@ -82,6 +83,7 @@ class TorchGroup(Life, dist.ProcessGroup):
                 rank, size, _exchange_through(store, rank, size, timeout), name, timeout, None, global_ranks
             )
             core.barrier()  # nobody reads the store any more, so its host may leave
+            hooks.joined(core, store)
         self._operations_before = core.sequence_number
         self.core = core
         self._name = name

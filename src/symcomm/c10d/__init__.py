@@ -11,6 +11,7 @@ wrapper.py    _ProcessGroupWrapper: checks that all ranks call the same
 group.py      ProcessGroup: operations to backends by device
 flight.py     _dump_fr_trace and its kin
 symmetric.py  _SymmetricMemory, _detect_dma_connectivity
+worker_server.py  _WorkerServer, _Request, _Response and handlers by name
 registry.py   groups by name, works by tensor
 words.py      refusals of wrong types
 
@@ -76,6 +77,14 @@ from symcomm.c10d.stores import (
     as_torch_store,
 )
 from symcomm.c10d.symmetric import _detect_dma_connectivity, _DMAConnectivity, _SymmetricMemory
+from symcomm.c10d.worker_server import (
+    _get_handler,
+    _get_handler_names,
+    _register_handler,
+    _Request,
+    _Response,
+    _WorkerServer,
+)
 from symcomm.c10d.works import FakeWork, PythonCallbackWork, Work, WorkInfo, _create_work_from_future
 from symcomm.c10d.wrapper import _ProcessGroupWrapper
 from symcomm.ddp.assign import compute_bucket_assignment_by_size as _compute_bucket_assignment_by_size
@@ -131,15 +140,21 @@ __all__ = [
     "_DMAConnectivity",
     "_DistributedBackendOptions",
     "_ProcessGroupWrapper",
+    "_Request",
+    "_Response",
     "_StoreCollectives",
     "_SymmetricMemory",
+    "_WorkerServer",
     "_create_work_from_future",
     "_detect_dma_connectivity",
     "_dump_fr_trace",
     "_dump_fr_trace_json",
     "_dump_nccl_trace",
     "_dump_nccl_trace_json",
+    "_get_handler",
+    "_get_handler_names",
     "_make_nccl_premul_sum",
+    "_register_handler",
     "_reset_fr_recording_nccl",
     "_test_python_store",
     "as_torch_store",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -38,6 +39,8 @@ class Job:
     tag: str = ""
     log_dir: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    server: bool = False
+    token: str = field(default_factory=secrets.token_urlsafe)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -111,7 +114,15 @@ class Job:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         }
         inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
+        if self.server:
+            defaults |= self.server_variables(inherited)
         return {**defaults, **inherited, **self.env, **self.assigned(local_rank, attempt, address, port)}
+
+    def server_variables(self, inherited: dict[str, str]) -> dict[str, str]:
+        """What --server adds. The launchers of several nodes do not talk, so there a token must come from outside."""
+        if inherited.get("SYMCOMM_SERVER") in ("", "0"):
+            del inherited["SYMCOMM_SERVER"]
+        return {"SYMCOMM_SERVER": "1", **({"SYMCOMM_TOKEN": self.token} if self.nodes == 1 else {})}
 
 
 # --- the port ------------------------------------------------------------------------------------

@@ -60,6 +60,10 @@ def run(
         list[str] | None,
         typer.Option("--env", metavar="KEY=VALUE", help="Set a variable in every rank; may be repeated."),
     ] = None,
+    server: Annotated[
+        bool,
+        typer.Option("--server", help="Every rank serves what it does, to this user only; see docs/control-plane.md."),
+    ] = False,
     prefix: Annotated[bool, typer.Option("--prefix/--no-prefix", help="Say which rank wrote a line.")] = True,
     color: Annotated[
         bool | None,
@@ -97,6 +101,7 @@ def run(
             tag=tag,
             log_dir=log_dir,
             env=variables,
+            server=server,
         )
         on_terminal = os.isatty(STDOUT) and os.isatty(STDERR)
         output = Output(color=want_color(color, os.environ, on_terminal), prefix=prefix, quiet=quiet)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from symcomm import errors
+from symcomm.group import hooks
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.group.work import Timeout, to_ns
 from symcomm.memory.share import Exchange
@@ -62,6 +63,7 @@ def init(
     group.barrier()  # nobody needs the store any more, so the rank that hosts it may end
     group.store = store
     set_default(group)
+    hooks.joined(group, store)
     return group
 
 

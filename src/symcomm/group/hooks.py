@@ -11,9 +11,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["failed", "made", "on_failure", "on_group"]
+__all__ = ["ending", "failed", "joined", "made", "on_end", "on_failure", "on_group", "on_join"]
 
 on_group: list[Callable[[Any], None]] = []  # called with every new group
+on_join: list[Callable[[Any, Any], None]] = []  # with a rank's first group and the store it met the others in, or None
+on_end: list[Callable[[], None]] = []  # before a process that was only a rank ends, maybe without Python's farewell
 on_failure: list[Callable[[Any, BaseException], None]] = []  # with a group and the first error of it
 
 TRACER = "symcomm.observe.tracer"
@@ -38,3 +40,13 @@ def failed(group: Any, error: BaseException) -> None:
     for observer in list(on_failure):
         with contextlib.suppress(Exception):
             observer(group, error)
+
+
+def joined(group: Any, store: Any = None) -> None:
+    for observer in list(on_join):
+        observer(group, store)
+
+
+def ending() -> None:
+    for observer in list(on_end):
+        observer()

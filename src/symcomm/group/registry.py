@@ -13,7 +13,7 @@ from symcomm.memory.arena import current_arena
 if TYPE_CHECKING:
     from symcomm.group.process_group import ProcessGroup
 
-__all__ = ["add", "find", "names"]
+__all__ = ["add", "find", "names", "of_rank"]
 
 _groups: weakref.WeakValueDictionary[tuple[bytes, str], ProcessGroup] = weakref.WeakValueDictionary()
 
@@ -26,6 +26,11 @@ def add(group: ProcessGroup) -> None:
 def find(name: str) -> ProcessGroup | None:
     """This rank's group of that name."""
     return _groups.get((current_arena().nonce, name))
+
+
+def of_rank(nonce: bytes) -> list[ProcessGroup]:
+    """The groups of the rank whose arena has that nonce."""
+    return sorted((group for (n, _), group in list(_groups.items()) if n == nonce), key=lambda group: group.name)
 
 
 def names() -> list[str]:

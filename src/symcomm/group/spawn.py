@@ -22,6 +22,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.errors import words_for_exit
+from symcomm.group import hooks
 from symcomm.group.default import exchange_through, set_default
 from symcomm.group.process_group import ProcessGroup, give_back, leave_groups_of
 from symcomm.group.work import Timeout
@@ -149,12 +150,14 @@ def _rank_main(packed: bytes, fn: Any, args: Any, rank: int, n: int, path: str, 
         group = ProcessGroup(rank, n, exchange_through(store, rank, n, 60.0), timeout=timeout)
         group.store = store
         set_default(group)
+        hooks.joined(group, store)
         result: tuple[bool, Any] = (True, fn(group, *args))
         group.destroy()
     except BaseException as error:
         if hasattr(error, "add_note"):
             error.add_note(f"(raised on rank {rank})\n{''.join(traceback.format_tb(error.__traceback__))}")
         result = (False, error)
+    hooks.ending()
     try:
         payload = pickle.dumps(result)
     except Exception as error:

@@ -10,6 +10,7 @@ Header of an arena, in its first page::
     8    nonce (16 bytes): peers read it to prove that they see the same memory
     24   process id
     64   life: the word the kernel marks when the owner dies (see _core/shm.c)
+    2048 what the lock watch has to say, 1024 bytes (see _core/lockwatch.c)
 
 From the second page on lies the flight recorder (see flight.py), and then what is allocated.
 """
