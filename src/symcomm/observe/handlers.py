@@ -148,15 +148,14 @@ def _flag(request: Any, name: str, default: bool) -> bool:
 
 def _flight_dump(request: Any, stacks: bool) -> dict[str, Any]:
     """What the rank of this server has recorded, in PyTorch's format."""
-    wish = {
-        "collectives": _flag(request, "includecollectives", True),
-        "only_active": _flag(request, "onlyactive", False),
-    }
+    collectives, only_active = _flag(request, "includecollectives", True), _flag(request, "onlyactive", False)
     group = getattr(getattr(request, "rank", None), "group", None)
     if group is None and not has_arena():
         return torch_dump([], {}, collectives=False)
     place = (group._arena if group is not None else current_arena()).flight.address
-    return torch_dump(operations_at(place), read_groups(place), stacks=stacks, **wish)
+    return torch_dump(
+        operations_at(place), read_groups(place), stacks=stacks, collectives=collectives, only_active=only_active
+    )
 
 
 def _fr_trace_json(request: Any, response: Any) -> None:
