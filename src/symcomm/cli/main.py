@@ -17,6 +17,8 @@ LAZY_COMMANDS = {
     "run": ("symcomm.cli.run", "Start a script as N ranks, with torchrun's environment variables."),
     "demo": ("symcomm.cli.demo", "Several ranks at work on this machine, explained as they go."),
     "bench": ("symcomm.cli.bench", "Measure this machine."),
+    "top": ("symcomm.cli.top", "Watch a running job: a live page, or in the terminal."),
+    "doctor": ("symcomm.cli.doctor", "Check this machine, and say what to change."),
     "version": ("symcomm.cli.version", "Say which Symcomm, Python, C core and torch this is."),
 }
 

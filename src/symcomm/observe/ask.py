@@ -1,0 +1,73 @@
+"""What a viewer asks for on demand: a rank's stacks, and the keys of the job's store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from symcomm import errors
+
+__all__ = ["environment_of", "kernel_stacks", "list_store", "python_stacks"]
+
+ASK_DEADLINE = 10.0  # seconds
+STORE_DEADLINE = 3.0
+KEYS_SHOWN = 2000
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment that a process was started with."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (item.split("=", 1) for item in raw.decode(errors="replace").split("\0") if "=" in item)
+    return {name: value for name, value in pairs}
+
+
+def python_stacks(pid: int, rank: int) -> str | None:
+    """Python frames of a process that need not help: py-spy reads them, where it is installed and allowed to."""
+    spy = shutil.which("py-spy")
+    if spy is None:
+        return None
+    try:
+        done = subprocess.run(
+            [spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=ASK_DEADLINE, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def kernel_stacks(pid: int) -> str:
+    """What the kernel says about each thread: its name, its state, and what it sleeps in."""
+    lines = [f"pid {pid}: what the kernel says (for Python frames, `pip install py-spy`):", ""]
+    with contextlib.suppress(OSError):
+        for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda t: int(t.name)):
+            with contextlib.suppress(OSError):  # the thread ended meanwhile
+                name = (task / "comm").read_text().strip()
+                state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                wait = (task / "wchan").read_text().strip().strip("0") or "-"
+                lines.append(f"  thread {task.name:>7}  {name:<16} {STATES.get(state, state):<10} in {wait}")
+    return "\n".join(lines)
+
+
+STATES = {"R": "running", "S": "sleeping", "D": "in the disk", "T": "stopped", "t": "traced", "Z": "dead", "I": "idle"}
+
+
+def list_store(pid: int | None) -> list[str]:
+    """Keys of the store that process ``pid`` was told to meet at; raises ResourceError where there is none."""
+    env = environment_of(pid) if pid is not None else {}
+    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        raise errors.ResourceError("the ranks' environment names no store (MASTER_ADDR, MASTER_PORT).")
+    from symcomm.store.tcp import TCPStore
+
+    token = env.get("SYMCOMM_TOKEN") or os.environ.get("SYMCOMM_TOKEN") or None
+    store = TCPStore(host, int(port), is_master=False, timeout=STORE_DEADLINE, token=token, wait_for_workers=False)
+    try:
+        return sorted(store.list_keys())[:KEYS_SHOWN]
+    finally:
+        store.close()
