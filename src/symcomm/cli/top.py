@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from symcomm import errors
-from symcomm.observe.feed import Feed, attach
-from symcomm.observe.find import ancestors_of, choose_job, find_jobs
-from symcomm.observe.live import Live
-from symcomm.observe.page import LOOPBACK, PageServer
-from symcomm.observe.simulate import SimulatedFeed
+from symcomm.observe.top.feed import Feed, attach
+from symcomm.observe.top.find import ancestors_of, choose_job, find_jobs
+from symcomm.observe.top.model import Live
+from symcomm.observe.top.page import LOOPBACK, PageServer
+from symcomm.observe.top.simulate import SimulatedFeed
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 BAD_USAGE, FAILED = 2, 1

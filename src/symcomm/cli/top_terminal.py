@@ -12,7 +12,7 @@ from rich.text import Text
 
 from symcomm.errors import words_for_ranks
 from symcomm.memory.limits import words_for_bytes
-from symcomm.observe.live import COMPUTING, DEAD, FAILED, IDLE, LATE, STATES, WAITING, Live
+from symcomm.observe.top.model import COMPUTING, DEAD, FAILED, IDLE, LATE, STATES, WAITING, Live
 
 __all__ = ["render", "show"]
 
@@ -75,6 +75,8 @@ def _ranks(live: Live) -> Table:
     rows = list(zip(live.ranks, live.states(), live.lags(), strict=True))
     rows.sort(key=lambda row: (urgent.get(row[1], 4) if len(rows) > ROWS else 0, row[0].rank))
     table = Table("rank", "state", "behind", "does", "since", "at", "pid", box=None, header_style="dim")
+    for column in table.columns:
+        column.no_wrap = True
     for fact, state, lag, *_ in rows[:ROWS]:
         now = live.current.get(fact.rank)
         doing = f"{now.call} #{now.seq} on {now.group}" if now else "-"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from symcomm import errors
-from symcomm.observe.live import Live
 from symcomm.observe.records import Operation
+from symcomm.observe.top.model import Live
 
 __all__ = ["Meter", "Spans"]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from symcomm import errors
-from symcomm.observe.feed import Feed, GroupFacts, RankFacts, Sample
 from symcomm.observe.records import Operation
+from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
 
 __all__ = ["SimulatedFeed"]
 
@@ -121,12 +121,12 @@ class SimulatedFeed(Feed):
             RankFacts(r, START_PID + r, True, self._ended[r], (160 << 20) + (r * 7919 % 64 << 20))
             for r in self._members
         ]
-        halves = [GroupFacts("world", self._world, self._members)]
+        groups = [GroupFacts("world", self._world, self._members)]
         if self._world >= 4:
             middle = self._world // 2
-            halves += [GroupFacts("tp0", middle, self._members[:middle], "tensor parallel, first half"),
-                       GroupFacts("tp1", self._world - middle, self._members[middle:], "tensor parallel, second half")]  # fmt: skip
-        return Sample(now, ranks, told, halves)
+            for name, half in (("tp0", self._members[:middle]), ("tp1", self._members[middle:])):
+                groups.append(GroupFacts(name, len(half), half, "tensor parallel"))
+        return Sample(now, ranks, told, groups)
 
     def _tell(self, plan: _Plan, now: int, told: dict[int, list[Operation]]) -> bool:
         """Tell what of a collective has happened by ``now``; True once there is nothing more to come."""

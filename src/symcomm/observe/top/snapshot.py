@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from symcomm.errors import words_for_ranks
-from symcomm.observe.live import BIN_NS, BINS, STATES, WAIT_NS, Live, Meeting
+from symcomm.observe.top.model import BIN_NS, BINS, STATES, WAIT_NS, Live, Meeting
 
 __all__ = ["snapshot"]
 
@@ -85,7 +85,8 @@ def _pulse(live: Live) -> dict[str, float]:
 
 def _meetings(live: Live, since: int) -> tuple[list[list], int]:
     """The newest that fit, oldest first, and how many did not. Those that still run are always there."""
-    rows, operations, skipped = [], 0, 0
+    rows: list[list] = []
+    operations = skipped = 0
     place = {fact.rank: i for i, fact in enumerate(live.ranks)}
     running = {m.ident for m in live.running.values()}
     awaited = {m.ident for m, _ in live.waited_for() if live.sample.now_ns - m.last_start > WAIT_NS}

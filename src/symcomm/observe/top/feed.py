@@ -22,13 +22,13 @@ from symcomm import errors
 from symcomm.memory.arena import MAGIC
 from symcomm.memory.flight import ENTRY, GROUP, GROUPS, SITE, SITES, FlightEntry
 from symcomm.memory.heap import PAGE
-from symcomm.observe.ask import kernel_stacks, list_store, python_stacks
 from symcomm.observe.records import Operation, _operation
+from symcomm.observe.top.ask import kernel_stacks, list_store, server_stacks, spied_stacks
 
 __all__ = ["Feed", "GroupFacts", "RankFacts", "Sample", "SharedMemoryFeed", "arenas_of", "attach"]
 
 READ_AT_ONCE = 4096  # entries of one rank that one poll reads; a faster rank's older ones are counted, not shown
-ARENA = re.compile(r"^/memfd:symcomm \(deleted\)$|/symcomm-[0-9a-f]{32}( \(deleted\))?$")
+ARENA = re.compile(r"^/memfd:symcomm\b|/symcomm-[0-9a-f]{32}\b")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Feed(abc.ABC):
         """Keys of the job's store."""
         return []
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most feeds hold nothing)
         """Let go of everything that is held open."""
 
 
@@ -92,6 +92,8 @@ class _Recorder:
         self._unsettled: set[int] = set()  # numbers of operations that had not ended, or were being written
         self._groups: dict[int, dict] = {}
         self._sites = {0: ""}
+        self._pieces: list[tuple[int, bytes, bytes]] = []  # (number before the first, entries, the same read again)
+        self._named = 0
         self.missed = 0
         self.total = 0
 
@@ -99,49 +101,42 @@ class _Recorder:
         """Of the recorder, which begins at the arena's second page."""
         return os.pread(self.fd, length, PAGE + place)
 
-    def poll(self) -> list[Operation]:
-        """Operations that began or ended since the last poll."""
-        self.total, self._capacity, named, _ = struct.unpack("<4Q", self.bytes_at(0, 32))
+    def read(self) -> None:
+        """Copy what is new. Nothing is decoded yet, so that all ranks are read at nearly the same moment."""
+        self.total, self._capacity, self._named, _ = struct.unpack("<4Q", self.bytes_at(0, 32))
+        self._pieces = []
         if not self._capacity:
-            return []
-        if named > len(self._groups):
-            self._read_groups(named)
-        oldest = max(self.total - min(self._capacity, READ_AT_ONCE), 0)
-        first = max(self._read, oldest)
+            return
+        first = max(self._read, self.total - min(self._capacity, READ_AT_ONCE), 0)
         self.missed += first - self._read
-        again = sorted(n for n in self._unsettled if self.total - self._capacity < n <= first)
-        self._unsettled = set()
-        found = [*self._entries(again), *self._range(first, self.total)]
-        self._read = self.total
-        self._unsettled |= {entry.number for entry in found if not entry.finished}
-        return [_operation(entry) for entry in sorted(found, key=lambda e: e.number)]
-
-    def _range(self, first: int, last: int) -> list[FlightEntry]:
-        """Numbers first + 1 to last, in at most two pieces of the ring."""
-        entries = []
-        while first < last:
-            place = first % self._capacity
-            count = min(last - first, self._capacity - place)
-            raw, again = (self.bytes_at(PAGE + place * ENTRY.size, count * ENTRY.size) for _ in range(2))
-            for i in range(count):
-                entry = self._entry(raw, again, i * ENTRY.size)
-                if entry is None:
-                    self._unsettled.add(first + i + 1)
-                elif entry.number == first + i + 1:  # else overwritten just now; the next poll reads what is there
-                    entries.append(entry)
+        for number in sorted(self._unsettled):
+            if self.total - self._capacity < number <= first:
+                self._copy(number - 1, 1)
+        while first < self.total:  # at most two pieces of the ring
+            count = min(self.total - first, self._capacity - first % self._capacity)
+            self._copy(first, count)
             first += count
-        return entries
+        self._read = self.total
 
-    def _entries(self, numbers: Sequence[int]) -> list[FlightEntry]:
+    def _copy(self, first: int, count: int) -> None:
+        place = PAGE + first % self._capacity * ENTRY.size
+        raw, again = (self.bytes_at(place, count * ENTRY.size) for _ in range(2))
+        self._pieces.append((first, raw, again))
+
+    def decode(self) -> list[Operation]:
+        """Operations that began or ended since the last time, in their order."""
+        if self._named > len(self._groups):
+            self._read_groups(self._named)
         found = []
-        for number in numbers:
-            place = PAGE + (number - 1) % self._capacity * ENTRY.size
-            raw, again = (self.bytes_at(place, ENTRY.size) for _ in range(2))
-            entry = self._entry(raw, again, 0)
-            if entry is None:
-                self._unsettled.add(number)
-            elif entry.number == number:
-                found.append(entry)
+        self._unsettled = set()
+        for first, raw, again in self._pieces:
+            for at in range(0, len(raw), ENTRY.size):
+                number = first + at // ENTRY.size + 1
+                entry = self._entry(raw, again, at)
+                if entry is not None and entry.number == number:
+                    found.append(_operation(entry))
+                if entry is None or (entry.number == number and not entry.finished):
+                    self._unsettled.add(number)
         return found
 
     def _entry(self, raw: bytes, again: bytes, at: int) -> FlightEntry | None:
@@ -197,8 +192,11 @@ class SharedMemoryFeed(Feed):
 
     def poll(self) -> Sample:
         ranks, operations, groups = [], {}, {}
+        for recorder in self._recorders:
+            recorder.read()
+        now = time.monotonic_ns()
         for place, recorder in enumerate(self._recorders):
-            new = recorder.poll()
+            new = recorder.decode()
             rank = recorder.world_rank
             rank = place if rank is None else rank
             operations[rank] = new
@@ -207,13 +205,13 @@ class SharedMemoryFeed(Feed):
             taken = os.fstat(recorder.fd).st_blocks * 512
             ranks.append(RankFacts(rank, recorder.pid, is_alive(recorder.pid), recorder.total, taken, recorder.missed))
         ranks.sort(key=lambda r: r.rank)
-        return Sample(time.monotonic_ns(), ranks, operations, list(groups.values()))
+        return Sample(now, ranks, operations, list(groups.values()))
 
     def stacks(self, rank: int) -> str:
         pid = self._last.get(rank)
         if pid is None or not is_alive(pid):
             return f"rank {rank} does not run any more."
-        return python_stacks(pid, rank) or kernel_stacks(pid)
+        return server_stacks(pid) or spied_stacks(pid) or kernel_stacks(pid)
 
     def store_keys(self) -> list[str]:
         return list_store(next((r.pid for r in self._recorders if is_alive(r.pid)), None))
@@ -248,6 +246,13 @@ def arenas_of(pid: int) -> list[str]:
     return found
 
 
+def _numbers_of(pid: int) -> list[int]:
+    """A process's number here, and in the containers that it is in. (A forked child holds its parent's arena too.)"""
+    with open(f"/proc/{pid}/status") as file:
+        line = next((line for line in file if line.startswith("NSpid:")), "")
+    return [int(number) for number in line.split()[1:]] or [pid]
+
+
 def attach(pids: Iterable[int], title: str = "job") -> SharedMemoryFeed:
     """A feed of the ranks in these processes (a process whose ranks are threads has several)."""
     recorders: list[_Recorder] = []
@@ -258,7 +263,7 @@ def attach(pids: Iterable[int], title: str = "job") -> SharedMemoryFeed:
             with contextlib.suppress(OSError):  # it ended meanwhile
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 magic, nonce, owner = struct.unpack("<Q16sQ", os.pread(fd, 32, 0).ljust(32, b"\0"))
-                if magic == MAGIC and nonce not in seen and owner == pid:
+                if magic == MAGIC and nonce not in seen and owner in _numbers_of(pid):
                     seen.add(nonce)
                     recorders.append(_Recorder(pid, fd))
                 else:

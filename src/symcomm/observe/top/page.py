@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from symcomm import errors
-from symcomm.observe.live import Live
-from symcomm.observe.snapshot import snapshot
+from symcomm.observe.top.model import Live
+from symcomm.observe.top.snapshot import snapshot
 
 if TYPE_CHECKING:
     from symcomm.observe.metrics import Meter
@@ -39,7 +39,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @lru_cache(maxsize=1)
 def page() -> tuple[bytes, str]:
     """The page, and the policy that lets exactly its own script and style run, and nothing be loaded from elsewhere."""
-    text = files("symcomm.observe").joinpath("top.html").read_text(encoding="utf-8")
+    text = files("symcomm.observe.top").joinpath("top.html").read_text(encoding="utf-8")
 
     def digests(tag: str) -> str:
         found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, flags=re.S)

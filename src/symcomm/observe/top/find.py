@@ -1,27 +1,26 @@
-"""Which jobs run on this host: processes that own arenas, grouped by who started them."""
+"""Which jobs run on this host: processes that own arenas. Those that map each other's are one job."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from symcomm import errors
-from symcomm.observe.ask import environment_of
-from symcomm.observe.feed import arenas_of
+from symcomm.observe.top.ask import environment_of
+from symcomm.observe.top.feed import ARENA, arenas_of
 
 __all__ = ["JobFacts", "choose_job", "find_jobs"]
 
-LAUNCH_ID = "SYMCOMM_LAUNCH_ID"  # what `symcomm run` marks its ranks with
 SHOWN = 8  # jobs named in an error
 
 
 @dataclass
 class JobFacts:
-    """Processes that belong together. ``key`` says why; ``names`` are what a user may call the job."""
+    """Processes that belong together. ``names`` are what a user may call the job."""
 
-    key: tuple[str, str]
     command: str
     pids: list[int] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
@@ -33,17 +32,43 @@ class JobFacts:
 
 def find_jobs(skip: int | None = None) -> list[JobFacts]:
     """All jobs of this user on this host; process ``skip`` is left out."""
-    jobs: dict[tuple[str, str], JobFacts] = {}
-    for entry in sorted((e for e in os.listdir("/proc") if e.isdigit()), key=int):
-        pid = int(entry)
-        if pid == skip or not arenas_of(pid):
-            continue
+    mapped = {pid: arenas_mapped(pid) for pid in _pids() if pid != skip and arenas_of(pid)}
+    jobs = []
+    while mapped:
+        pid, shared = mapped.popitem()
+        members = {pid}
+        while more := [p for p, theirs in mapped.items() if theirs & shared]:
+            for other in more:
+                members.add(other)
+                shared |= mapped.pop(other)
+        jobs.append(_facts(sorted(members)))
+    return sorted(jobs, key=lambda job: job.pids)
+
+
+def _pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def arenas_mapped(pid: int) -> set[str]:
+    """Inodes of the arenas that a process has mapped, its own and its peers'."""
+    found = set()
+    try:
+        with open(f"/proc/{pid}/maps") as file:
+            for line in file:
+                fields = line.rstrip("\n").split(maxsplit=5)
+                if len(fields) == 6 and ARENA.search(fields[5]):
+                    found.add(fields[4])
+    except OSError:  # it ended, or it is not ours
+        pass
+    return found
+
+
+def _facts(pids: list[int]) -> JobFacts:
+    names = {str(pid) for pid in pids}
+    for pid in pids:
         env = environment_of(pid)
-        key = _key(pid, env)
-        job = jobs.setdefault(key, JobFacts(key, _command(pid)))
-        job.pids.append(pid)
-        job.names |= {str(pid), key[1], env.get("TORCHELASTIC_RUN_ID", "")} - {"", "none"}
-    return list(jobs.values())
+        names |= {env.get(name, "") for name in ("SYMCOMM_LAUNCH_ID", "TORCHELASTIC_RUN_ID")} - {"", "none"}
+    return JobFacts(_command(pids[0]), pids, names)
 
 
 def choose_job(wanted: str | None, jobs: list[JobFacts], ancestors: Callable[[int], set[int]]) -> JobFacts:
@@ -69,28 +94,15 @@ def choose_job(wanted: str | None, jobs: list[JobFacts], ancestors: Callable[[in
 def ancestors_of(pid: int) -> set[int]:
     """The processes above ``pid``."""
     found: set[int] = set()
-    while pid > 1 and pid not in found:
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            break
-        found.add(pid)
+    with contextlib.suppress(OSError):
+        while pid > 1:
+            pid = _parent(pid)
+            found.add(pid)
     return found
 
 
-def _key(pid: int, env: dict[str, str]) -> tuple[str, str]:
-    """Ranks of one launch share its mark; those of torchrun or mpirun a meeting place; those of spawn() a parent."""
-    if LAUNCH_ID in env:
-        return "launch", env[LAUNCH_ID]
-    if "MASTER_PORT" in env and "RANK" in env:
-        return "store", f"{env.get('MASTER_ADDR', 'localhost')}:{env['MASTER_PORT']}"
-    try:
-        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-    except (OSError, IndexError):
-        parent = "1"
-    if _command(int(parent)) != _command(pid) and not _is_python(int(parent)):
-        return "process", str(pid)  # ranks as threads, started from a shell
-    return "parent", parent
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _words(pid: int) -> list[str]:
@@ -100,14 +112,11 @@ def _words(pid: int) -> list[str]:
         return []
 
 
-def _is_python(pid: int) -> bool:
-    words = _words(pid)
-    return bool(words) and "python" in os.path.basename(words[0])
-
-
 def _command(pid: int) -> str:
     """The script's name, or the program's."""
     words = _words(pid)
+    if any("multiprocessing" in word for word in words):  # a child of spawn(): its parent has the name
+        return _command(_parent(pid)) if _parent(pid) > 1 else "python"
     script = next((w for w in words[1:] if w.endswith(".py")), "")
     module = next((words[i + 1] for i, w in enumerate(words[:-1]) if w == "-m"), "")
     return os.path.basename(script) or module or os.path.basename(words[0] if words else "")

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from symcomm.errors import words_for_ranks, words_for_seconds
-from symcomm.observe.feed import Feed, GroupFacts, RankFacts, Sample
 from symcomm.observe.records import Operation
+from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
+from symcomm.observe.top.verdict import Verdict, find_verdict
 
-__all__ = ["Live", "Meeting", "STATES", "Verdict"]
+__all__ = ["Live", "Meeting", "STATES"]
 
 STATES = ("idle", "computing", "communicating", "waiting", "late", "failed", "dead")
 IDLE, COMPUTING, COMMUNICATING, WAITING, LATE, FAILED, DEAD = range(len(STATES))
@@ -25,6 +25,7 @@ BIN_NS = 1_000_000_000  # width of a column of the heat map
 BINS = 60
 USUAL_SPREADS = 4.5  # median deviations (three standard deviations, if they were normal) that are nobody's fault
 RANK_OPERATIONS_KEPT = 400_000  # of all ranks together, in meetings
+RECENT = 8  # operations of each rank that a verdict looks at
 SAMPLES = 512  # meetings of one collective and size that percentiles are made of
 WAIT_NS = 200_000_000  # whoever waits longer than this is shown as waiting
 STUCK_NS = 5_000_000_000
@@ -59,18 +60,9 @@ class Meeting:
         return f"{self.first.call} #{self.first.seq} on group {self.first.group!r}"
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What is stuck, in one sentence, and who is to blame."""
-
-    sentence: str
-    ranks: tuple[int, ...]
-    since_ns: int
-
-
 @dataclass
 class Numbers:
-    """Samples of one collective and size, in seconds: from the last one's arrival to the end, and until the last came."""
+    """Samples of one collective and size, in seconds: how long it moved data once all had come, and waited before."""
 
     nbytes: int
     count: int = 0
@@ -109,8 +101,9 @@ class Live:
         self.late_total: dict[int, list[float]] = {}  # rank -> [times last, seconds others waited for it]
         self.reached: dict[str, dict[int, int]] = {}  # group -> rank -> number of its last collective
         self.current: dict[int, Operation] = {}  # rank -> its last operation
+        self.recent: dict[int, dict[int, Operation]] = {}  # rank -> its last operations by number
         self.failures: dict[int, str] = {}
-        self._stuck_ns = int(stuck_after * 1e9)
+        self.stuck_ns = int(stuck_after * 1e9)
         self._idents = 0
         self._kept = 0
 
@@ -129,6 +122,10 @@ class Live:
         last = self.current.get(rank)
         if last is None or operation.number >= last.number:
             self.current[rank] = operation
+        recent = self.recent.setdefault(rank, {})
+        recent[operation.number] = operation
+        if len(recent) > RECENT:
+            del recent[min(recent)]
         message = operation.is_message
         key = (operation.group, operation.seq, rank, operation.call) if message else (operation.group, operation.seq)
         meeting = self.running.get(key)
@@ -224,7 +221,8 @@ class Live:
     def states(self) -> list[int]:
         """One of STATES for each rank."""
         now = self.sample.now_ns
-        awaited, waiting = set(), set()
+        awaited: set[int] = set()
+        waiting: set[int] = set()
         for meeting, absent in self.waited_for():
             if now - max(meeting.starts.values()) > WAIT_NS:
                 awaited.update(absent)
@@ -257,33 +255,8 @@ class Live:
         return [behind.get(fact.rank, 0) for fact in self.ranks]
 
     def verdict(self) -> Verdict | None:
-        """None while nothing is wrong."""
-        dead = [fact.rank for fact in self.ranks if not fact.alive]
-        for meeting, absent in self.waited_for():
-            since = max(meeting.starts.values())
-            waited = self.sample.now_ns - since
-            gone = [rank for rank in absent if rank in dead]
-            if waited > self._stuck_ns or gone:
-                return Verdict(self._words(meeting, absent, gone, waited / 1e9), tuple(absent), since)
-        if self.failures:
-            rank, words = next(iter(self.failures.items()))
-            return Verdict(f"Rank {rank} failed in {words}.", tuple(self.failures), self.sample.now_ns)
-        if dead and len(dead) < len(self.ranks):
-            return Verdict(f"{_ranks(dead)} ended while others still run.", tuple(dead), self.sample.now_ns)
-        return None
-
-    def _words(self, meeting: Meeting, absent: list[int], gone: list[int], seconds: float) -> str:
-        waiting = len(meeting.starts) - len(meeting.ends)
-        they = f"{waiting} rank{' has' if waiting == 1 else 's have'} waited {words_for_seconds(round(seconds, 1))}"
-        text = f"Stuck: {they} in {meeting.words} for {_ranks(absent).lower()}"
-        if gone:
-            return f"{text}; {_ranks(gone).lower()} ended."
-        last = self.current.get(absent[0])
-        if len(absent) > 1 or last is None:
-            return f"{text}."
-        verb = "is still in" if last.finished_ns is None else "last finished"
-        site = f" at {last.site}" if last.site else ""
-        return f"{text}, which {verb} {last.call} #{last.seq} on {last.group!r}{site}."
+        """What is stuck, in one sentence; None while nothing is wrong."""
+        return find_verdict(self)
 
     def stragglers(self, most: int = 5) -> list[tuple[int, int, float]]:
         """(rank, how often it was the last, seconds that the middle rank waited for it), the worst first."""
@@ -299,7 +272,3 @@ def end_of_pack(starts: Iterable[int]) -> tuple[int, int]:
     middle = ordered[(len(ordered) - 1) // 2]
     spread = middle - ordered[(len(ordered) - 1) // 4]
     return middle, middle + int(USUAL_SPREADS * spread)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"Rank{'s' if len(ranks) > 1 else ''} {words_for_ranks(ranks)}"
