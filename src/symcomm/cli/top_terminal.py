@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from rich.console import Console, Group, RenderableType
@@ -74,18 +75,16 @@ def _ranks(live: Live) -> Table:
     urgent = {LATE: 0, FAILED: 1, DEAD: 2, WAITING: 3, IDLE: 5, COMPUTING: 5}
     rows = list(zip(live.ranks, live.states(), live.lags(), strict=True))
     rows.sort(key=lambda row: (urgent.get(row[1], 4) if len(rows) > ROWS else 0, row[0].rank))
-    table = Table("rank", "state", "behind", "does", "since", "at", "pid", box=None, header_style="dim")
-    for column in table.columns:
-        column.no_wrap = True
+    table = Table(box=None, header_style="dim")
+    for name, width in (("rank", 4), ("state", 13), ("behind", 6), ("does", 0), ("since", 7), ("at", 0), ("pid", 6)):
+        table.add_column(name, no_wrap=True, min_width=width or None)
     for fact, state, lag, *_ in rows[:ROWS]:
         now = live.current.get(fact.rank)
         doing = f"{now.call} #{now.seq} on {now.group}" if now else "-"
         since = seconds((live.sample.now_ns - (now.finished_ns or now.created_ns)) / 1e9) if now else "-"
         style = MARKS[STATES[state]][1] if state in (LATE, FAILED, DEAD) else None
-        where = now.site if now else ""
-        table.add_row(
-            str(fact.rank), Text(STATES[state], style or ""), str(lag), doing, since, where[-40:], str(fact.pid)
-        )
+        where = os.path.basename(now.site) if now else ""
+        table.add_row(str(fact.rank), Text(STATES[state], style or ""), str(lag), doing, since, where, str(fact.pid))
     if len(rows) > ROWS:
         table.add_row("...", f"{len(rows) - ROWS} more", *[""] * 5)
     return table

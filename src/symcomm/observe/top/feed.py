@@ -15,7 +15,7 @@ import os
 import re
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from symcomm import errors
