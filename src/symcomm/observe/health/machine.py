@@ -58,9 +58,9 @@ def cgroup_quota() -> float | None:
         folder = folder.parent
     try:  # the first version of control groups
         old = Path("/sys/fs/cgroup/cpu")
-        limit, period = (int((old / f"cpu.cfs_{what}_us").read_text()) for what in ("quota", "period"))
-        if limit > 0:
-            best = min(best or math.inf, limit / period)
+        granted, of = (int((old / f"cpu.cfs_{what}_us").read_text()) for what in ("quota", "period"))
+        if granted > 0:
+            best = min(best or math.inf, granted / of)
     except (OSError, ValueError):
         pass
     return best

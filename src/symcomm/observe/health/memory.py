@@ -41,9 +41,7 @@ def memory_files() -> Finding:
             view[:2] = b"ok"
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         if os.pread(fd, 2, 0) != b"ok":
-            return Finding(
-                "memfd", FAIL, "a memory file does not show what was written to its mapping", "use another kernel"
-            )
+            return Finding("memfd", FAIL, "a memory file does not show what was written to it", "use another kernel")
     except OSError as error:
         return Finding("memfd", FAIL, f"a memory file cannot be used ({error.strerror})", "use a kernel from 4.14 on")
     finally:

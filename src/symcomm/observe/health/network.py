@@ -52,9 +52,7 @@ def meeting_place() -> Finding:
     took, addresses, problem = look_up(host)
     found = f"{host}:{port or '?'}"
     if addresses is None:
-        return Finding(
-            "MASTER_ADDR", FAIL, f"{found} is not known ({problem})", "set it to an address that all ranks reach"
-        )
+        return Finding("MASTER_ADDR", FAIL, f"{found} is not known ({problem})", "set it to an address")
     if took >= SLOW:
         return Finding("MASTER_ADDR", WARN, f"{found} took {took:.1f} s to look up", "use an address instead of a name")
     return Finding("MASTER_ADDR", OK, f"{found} is {addresses[0]}")
@@ -86,7 +84,7 @@ def port_range() -> Finding:
         return Finding("ports", OK, "the kernel does not say which it hands out")
     if high - low < 1000:
         return Finding(
-            "ports", WARN, f"only {high - low + 1} for outgoing connections", "widen net.ipv4.ip_local_port_range"
+            "ports", WARN, f"only {high - low + 1} for outgoing connections", "sysctl net.ipv4.ip_local_port_range"
         )
     return Finding("ports", OK, f"{low} to {high} for outgoing connections")
 

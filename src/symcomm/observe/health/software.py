@@ -8,13 +8,18 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from typing import Any
 
+from symcomm import errors
 from symcomm.observe.health import FAIL, OK, WARN, Finding
 
 __all__ = ["CHECKS"]
 
 OLDEST_TORCH = (2, 10)  # as in pyproject.toml
 NVIDIA_DEADLINE = 20.0
+TRIAL_DEADLINE = 20.0
+DRIFT_NS = 10_000_000  # ten milliseconds of a tenth of a second: no counter that works is that far off
 
 
 def python() -> Finding:
@@ -25,15 +30,39 @@ def python() -> Finding:
 
 
 def core() -> Finding:
-    """Load it and let it do a little."""
-    fix = "build it: pip install symcomm, or `python setup.py build_ext --inplace` in a checkout (needs a C compiler)"
     try:
         from symcomm._core import native
     except ImportError as error:
+        fix = "pip install symcomm, or `python setup.py build_ext --inplace` in a checkout (needs a C compiler)"
         return Finding("C core", FAIL, f"cannot be loaded ({error})", fix)
-    if abs(native.ticks_to_ns(0)) < 0:
-        return Finding("C core", FAIL, "does not work", fix)
     return Finding("C core", OK, str(native.__file__))
+
+
+def a_collective() -> list[Finding]:
+    """Two ranks, as threads, meet: arenas, waits, and the counter that records take their times from."""
+    from symcomm.group.spawn import spawn
+
+    begun = time.monotonic_ns()
+    try:
+        times = [when for rank in spawn(_meet, 2, mode="threads", deadline=TRIAL_DEADLINE) for when in rank]
+    except (errors.SymcommError, OSError) as error:
+        return [Finding("collective", FAIL, str(error), "see docs/failures.md, or report this")]
+    ended = time.monotonic_ns()
+    findings = [Finding("collective", OK, "two ranks met in shared memory")]
+    off = max((max(begun - when, when - ended) for when in times), default=0)
+    if off > DRIFT_NS:
+        fix = "times in records are wrong by as much; boot with tsc=reliable"
+        return [*findings, Finding("tick counter", WARN, f"{off / 1e6:.0f} ms off CLOCK_MONOTONIC", fix)]
+    return [*findings, Finding("tick counter", OK, "runs as CLOCK_MONOTONIC does")]
+
+
+def _meet(group: Any) -> list[int]:
+    """When this rank's operations began, as they were recorded."""
+    from symcomm.observe.records import operations_of
+
+    for _ in range(3):
+        group.barrier()
+    return [operation.created_ns for operation in operations_of(group)[group.rank] if operation.group == group.name]
 
 
 def torch() -> list[Finding]:
@@ -41,9 +70,7 @@ def torch() -> list[Finding]:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return [
-            Finding("torch", WARN, "not installed", "pip install symcomm[torch]; the launcher and stores work without")
-        ]
+        return [Finding("torch", WARN, "not installed", "pip install symcomm[torch]")]
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_TORCH:
         least = ".".join(map(str, OLDEST_TORCH))
@@ -58,9 +85,7 @@ def entry_point() -> Finding:
     found = [e for e in importlib.metadata.entry_points(group="torch.backends") if e.name == "symcomm"]
     if found:
         return Finding("torch backend", OK, f"torch loads it by itself ({found[0].value})")
-    fix = (
-        "install the package (pip install -e .), or call symcomm.backend.register.register() before init_process_group"
-    )
+    fix = "install the package (pip install symcomm), or call symcomm.backend.register.register() yourself"
     return Finding("torch backend", WARN, "torch does not find the backend by itself", fix)
 
 
@@ -98,4 +123,11 @@ def interpreter() -> Finding:
     return Finding("environment", OK, f"{sys.executable} ({'a virtual environment' if inside else 'the system'})")
 
 
-CHECKS = (("python", python), ("environment", interpreter), ("C core", core), ("torch", torch), ("gpus", gpus))
+CHECKS = (
+    ("python", python),
+    ("environment", interpreter),
+    ("C core", core),
+    ("collective", a_collective),
+    ("torch", torch),
+    ("gpus", gpus),
+)
