@@ -19,7 +19,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.backend import lists
 from symcomm.backend.arguments import is_async, one, one_list, redop_of, root_of, seconds_of, sort_out
-from symcomm.backend.profile import Span, is_profiling
+from symcomm.backend.profile import Span, describe, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, op_type_of
 from symcomm.group.calls import Kind, to_redop
@@ -117,7 +117,8 @@ class TorchGroup(dist.ProcessGroup):
         """Run one of our collectives and dress its work for torch."""
         if not is_profiling():
             return self._dressed(name, method, args, options, timeout, result)
-        span = self._span(name, inputs, result)
+        splits = (args[3], args[2]) if name == "all_to_all" and len(args) == 4 else ((), ())
+        span = self._span(name, inputs, result, splits=splits, is_async=is_async(options))
         try:
             work = self._dressed(name, method, args, options, timeout, result)
         except BaseException:
@@ -155,18 +156,9 @@ class TorchGroup(dist.ProcessGroup):
         else:
             work._inner.add_done_callback(ended)
 
-    def _span(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Span:
+    def _span(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any], **more: Any) -> Span:
         """The profiler's event for one operation, with what torch's own backends tell about theirs."""
-        facts = {
-            "dtype": str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
-            "In msg nelems": sum(t.numel() for t in inputs),
-            "Out msg nelems": sum(t.numel() for t in outputs),
-            "Group size": self.core.size,
-            "Process Group Name": self._name,
-            "Process Group Description": self._desc,
-            "Process Group Ranks": str(self.core.global_ranks),
-        }
-        return Span(name, inputs, facts)
+        return Span(name, inputs, describe(self.core, (self._name, self._desc), inputs, outputs, **more))
 
     def _again(self, call: Kind, detail: Any, source: Any, target: Any, opts: Any) -> bool:
         """Run a blocking call of a kind seen before, with nothing but the core; False: it has to go the long way."""
@@ -345,7 +337,8 @@ class TorchGroup(dist.ProcessGroup):
 
     def _message(self, name: str, start: Callable[..., Any], tensors: Any, *args: Any) -> TorchWork:
         tensor = one(name, "tensors", tensors)
-        span = self._span(name, [tensor], [tensor]) if is_profiling() else None
+        ways = (self.core.rank, args[0]) if name == "send" else (args[0], self.core.rank)
+        span = self._span(name, [tensor], [tensor], message=ways, is_async=True) if is_profiling() else None
         try:
             work = TorchWork(start(tensor, *args), [tensor], name)
         except BaseException:
