@@ -96,6 +96,7 @@ class _Recorder:
         self._named = 0
         self.missed = 0
         self.total = 0
+        self.latest_ns = 0  # when its last operation began
 
     def bytes_at(self, place: int, length: int) -> bytes:
         """Of the recorder, which begins at the arena's second page."""
@@ -137,6 +138,8 @@ class _Recorder:
                     found.append(_operation(entry))
                 if entry is None or (entry.number == number and not entry.finished):
                     self._unsettled.add(number)
+        if found:
+            self.latest_ns = max(self.latest_ns, found[-1].created_ns)
         return found
 
     def _entry(self, raw: bytes, again: bytes, at: int) -> FlightEntry | None:
@@ -191,20 +194,24 @@ class SharedMemoryFeed(Feed):
         self._last: dict[int, int] = {}  # pid by rank
 
     def poll(self) -> Sample:
-        ranks, operations, groups = [], {}, {}
+        ranks: list[RankFacts] = []
+        operations: dict[int, list[Operation]] = {}
+        groups: dict[str, GroupFacts] = {}
         for recorder in self._recorders:
             recorder.read()
         now = time.monotonic_ns()
+        newest: dict[int, _Recorder] = {}
         for place, recorder in enumerate(self._recorders):
             new = recorder.decode()
-            rank = recorder.world_rank
-            rank = place if rank is None else rank
-            operations[rank] = new
+            rank = place if recorder.world_rank is None else recorder.world_rank
+            other = newest.get(rank)  # a process may still hold the arena of a rank that it was before
+            if other is None or recorder.latest_ns >= other.latest_ns:
+                newest[rank], operations[rank] = recorder, new
+                groups.update({g.name: g for g in recorder.groups})
+        for rank, recorder in sorted(newest.items()):
             self._last[rank] = recorder.pid
-            groups.update({g.name: g for g in recorder.groups})
             taken = os.fstat(recorder.fd).st_blocks * 512
             ranks.append(RankFacts(rank, recorder.pid, is_alive(recorder.pid), recorder.total, taken, recorder.missed))
-        ranks.sort(key=lambda r: r.rank)
         return Sample(now, ranks, operations, list(groups.values()))
 
     def stacks(self, rank: int) -> str:
