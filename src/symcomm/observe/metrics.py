@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from symcomm import errors
@@ -30,6 +31,21 @@ def _library(name: str, extra: str) -> Any:
         raise errors.ResourceError(
             f"metrics: the library {name!r} is not installed; `pip install symcomm[{extra}]`."
         ) from None
+
+
+class _Children:
+    """What several metrics count under the same labels; looked up once, since that is slow."""
+
+    def __init__(self, **metrics: Any):
+        self._metrics = metrics
+        self._known: dict[tuple[str, ...], SimpleNamespace] = {}
+
+    def __call__(self, *labels: str) -> SimpleNamespace:
+        found = self._known.get(labels)
+        if found is None:
+            children = {name: metric.labels(*labels) for name, metric in self._metrics.items()}
+            found = self._known[labels] = SimpleNamespace(**children)
+        return found
 
 
 class Meter:
@@ -59,6 +75,12 @@ class Meter:
         self._lag = Gauge("symcomm_rank_lag", "Collectives behind the first rank.", ("rank",), registry=registry)
         self._stuck = Gauge("symcomm_stuck", "1 while something is stuck.", registry=registry)
         self._before: dict[int, tuple[int, int]] = {}
+        self._kinds = _Children(
+            operations=self._operations, bytes=self._bytes, waited=self._waited, latency=self._latency
+        )
+        self._ranks = _Children(
+            recorded=self._recorded, missed=self._missed, arena=self._arena, up=self._up, lag=self._lag
+        )
 
     def add(self, live: Live) -> None:
         """Count what ``live`` learned in its last refresh."""
@@ -67,26 +89,26 @@ class Meter:
                 if operation.finished_ns is not None:
                     self._count(operation)
         for fact, lag in zip(live.ranks, live.lags(), strict=True):
-            name = str(fact.rank)
+            rank = self._ranks(str(fact.rank))
             recorded, missed = self._before.get(fact.rank, (0, 0))
-            self._recorded.labels(name).inc(max(0, fact.operations - recorded))
-            self._missed.labels(name).inc(max(0, fact.missed - missed))
+            rank.recorded.inc(max(0, fact.operations - recorded))
+            rank.missed.inc(max(0, fact.missed - missed))
             self._before[fact.rank] = fact.operations, fact.missed
-            self._arena.labels(name).set(fact.arena_bytes)
-            self._up.labels(name).set(int(fact.alive))
-            self._lag.labels(name).set(lag)
+            rank.arena.set(fact.arena_bytes)
+            rank.up.set(int(fact.alive))
+            rank.lag.set(lag)
         self._stuck.set(int(live.verdict() is not None))
 
     def _count(self, operation: Operation) -> None:
         assert operation.finished_ns is not None
-        kind = operation.call, operation.group
-        self._operations.labels(*kind).inc()
-        self._bytes.labels(*kind).inc(operation.nbytes)
-        self._waited.labels(*kind).inc(operation.waited_us / 1e6)
+        kind = self._kinds(operation.call, operation.group)
+        kind.operations.inc()
+        kind.bytes.inc(operation.nbytes)
+        kind.waited.inc(operation.waited_us / 1e6)
         if operation.state == "completed":
-            self._latency.labels(*kind).observe(max(0, operation.finished_ns - operation.created_ns) / 1e9)
+            kind.latency.observe(max(0, operation.finished_ns - operation.created_ns) / 1e9)
         else:
-            self._failures.labels(*kind, operation.state).inc()
+            self._failures.labels(operation.call, operation.group, operation.state).inc()
 
     def render(self) -> tuple[str, bytes]:
         """(content type, text), as a Prometheus server reads it."""
