@@ -170,11 +170,11 @@ def test_which_job_is_meant():
 def test_stacks_of_a_ranks_own_server(monkeypatch):
     """A rank that runs a server is asked first."""
     answer = [{"thread": "MainThread", "frames": [{"file": "/x/train.py", "line": 7, "function": "step"}]}]
-    known = [{"pid": 77, "address": "http://127.0.0.1:1", "token": "secret"}]
+    known = [{"pid": 77, "rank": 1, "address": "http://127.0.0.1:1", "token": "secret"}]
     monkeypatch.setitem(sys.modules, "symcomm.observe.places", types.SimpleNamespace(on_this_host=lambda: known))
     monkeypatch.setattr(ask, "_get", lambda address, token, path: answer)
-    assert ask.server_stacks(77) == "Thread MainThread\n    step (train.py:7)"
-    assert ask.server_stacks(78) is None
+    assert ask.server_stacks(77, 1) == "Thread MainThread\n    step (train.py:7)"
+    assert ask.server_stacks(77, 0) is None and ask.server_stacks(78, 1) is None
 
 
 def test_keys_of_the_store(monkeypatch):

@@ -76,7 +76,7 @@ def _ranks(live: Live) -> Table:
     rows = list(zip(live.ranks, live.states(), live.lags(), strict=True))
     rows.sort(key=lambda row: (urgent.get(row[1], 4) if len(rows) > ROWS else 0, row[0].rank))
     table = Table(box=None, header_style="dim")
-    for name, width in (("rank", 4), ("state", 13), ("behind", 6), ("does", 0), ("since", 7), ("at", 0), ("pid", 6)):
+    for name, width in (("rank", 4), ("state", 13), ("lag", 3), ("does", 0), ("since", 8), ("at", 0), ("pid", 7)):
         table.add_column(name, no_wrap=True, min_width=width or None)
     for fact, state, lag, *_ in rows[:ROWS]:
         now = live.current.get(fact.rank)

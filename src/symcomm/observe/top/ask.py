@@ -33,13 +33,13 @@ def environment_of(pid: int) -> dict[str, str]:
     return {name: value for name, found, value in (item.partition("=") for item in items) if found}
 
 
-def server_stacks(pid: int) -> str | None:
+def server_stacks(pid: int, rank: int) -> str | None:
     """From the rank's own server, where it runs one (SYMCOMM_SERVER=1)."""
     try:
         places = importlib.import_module("symcomm.observe.places")
     except ImportError:
         return None
-    facts = next((f for f in places.on_this_host() if f["pid"] == pid), None)
+    facts = next((f for f in places.on_this_host() if f["pid"] == pid and f["rank"] in (rank, None)), None)
     if facts is None:
         return None
     try:

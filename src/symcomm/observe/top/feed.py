@@ -88,7 +88,7 @@ class _Recorder:
     def __init__(self, pid: int, fd: int):
         self.pid, self.fd = pid, fd
         self._capacity = 0
-        self._read = 0  # operations up to this number were read
+        self._read: int | None = None  # operations up to this number were read
         self._unsettled: set[int] = set()  # numbers of operations that had not ended, or were being written
         self._groups: dict[int, dict] = {}
         self._sites = {0: ""}
@@ -108,8 +108,9 @@ class _Recorder:
         self._pieces = []
         if not self._capacity:
             return
-        first = max(self._read, self.total - min(self._capacity, READ_AT_ONCE), 0)
-        self.missed += first - self._read
+        first = max(self._read or 0, self.total - min(self._capacity, READ_AT_ONCE), 0)
+        if self._read is not None:  # what was before the first look, nobody has missed
+            self.missed += first - self._read
         for number in sorted(self._unsettled):
             if self.total - self._capacity < number <= first:
                 self._copy(number - 1, 1)
@@ -218,7 +219,7 @@ class SharedMemoryFeed(Feed):
         pid = self._last.get(rank)
         if pid is None or not is_alive(pid):
             return f"rank {rank} does not run any more."
-        return server_stacks(pid) or spied_stacks(pid) or kernel_stacks(pid)
+        return server_stacks(pid, rank) or spied_stacks(pid) or kernel_stacks(pid)
 
     def store_keys(self) -> list[str]:
         return list_store(next((r.pid for r in self._recorders if is_alive(r.pid)), None))
