@@ -97,11 +97,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def job(tmp_path):
+@pytest.fixture(params=["passed", "named"])
+def job(tmp_path, request):
     script = tmp_path / "stuck_job.py"
     script.write_text(JOB)
-    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    env = {**os.environ, "PYTHONPATH": str(SRC), **({"SYMCOMM_SHARE": "named"} if request.param == "named" else {})}
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"

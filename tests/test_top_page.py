@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -114,6 +115,23 @@ def test_a_feed_that_breaks_is_told():
         assert json.loads(get(running, "/api/v1/snapshot")[1])["problem"] == "OSError: gone"
 
 
+def test_no_name_is_looked_up(monkeypatch):
+    monkeypatch.setattr(socket, "getfqdn", lambda *_: pytest.fail("the host's full name was asked for"))
+    with PageServer(Live(SimulatedFeed(1))) as running:
+        assert get(running, "/", token=False)[0].status == 200
+
+
+def test_the_other_loopback_address():
+    if not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this host has no IPv6")
+    with PageServer(Live(SimulatedFeed(1)), host="::1") as running:
+        assert running.address == f"http://[::1]:{running.port}/"
+        connection = http.client.HTTPConnection("::1", running.port, timeout=10)
+        connection.request("GET", "/", headers={"Host": f"[::1]:{running.port}"})
+        assert connection.getresponse().status == 200
+        connection.close()
+
+
 def test_a_port_that_is_taken(server):
     with pytest.raises(ResourceError, match=f"cannot listen on 127.0.0.1 port {server.port}"):
         PageServer(Live(SimulatedFeed(1)), port=server.port)
@@ -151,9 +169,10 @@ def test_bad_arguments(arguments, words):
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
 
 
-def test_the_command_prints_an_address_and_serves():
+def test_the_command_prints_an_address_and_serves(tmp_path):
+    target = tmp_path / "symcomm.prom"
     process = subprocess.Popen(
-        [sys.executable, "-m", "symcomm", "top", "--simulate", "3"],
+        [sys.executable, "-m", "symcomm", "top", "--simulate", "3", "--metrics-file", str(target)],
         env={"PYTHONPATH": str(SRC), "PATH": "/usr/bin:/bin", "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -166,6 +185,12 @@ def test_the_command_prints_an_address_and_serves():
         connection.request("GET", "/api/v1/snapshot", headers={"Authorization": f"Bearer {found[2]}"})
         assert len(json.loads(connection.getresponse().read())["ranks"]["rank"]) == 3
         connection.close()
+        assert process.stdout.readline().startswith(f"metrics: http://127.0.0.1:{found[1]}/metrics")
+        end = time.monotonic() + 20
+        while not target.exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert "symcomm_stuck 0.0" in target.read_text()
     finally:
         process.terminate()
         process.wait(10)

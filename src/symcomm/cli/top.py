@@ -99,10 +99,10 @@ def serve(live: Live, host: str, port: int, textfile: Path | None) -> None:
         if meter is not None:
             typer.echo(f"metrics: {server.address}metrics (Authorization: Bearer TOKEN)")
         while True:
-            time.sleep(TEXTFILE_S)
             if textfile is not None and meter is not None:
                 with server.lock:
                     meter.write(textfile)
+            time.sleep(TEXTFILE_S)
 
 
 def make_meter(required: bool):

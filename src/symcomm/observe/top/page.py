@@ -13,6 +13,8 @@ import hmac
 import json
 import re
 import secrets
+import socket
+import socketserver
 import threading
 from collections.abc import Callable
 from functools import lru_cache
@@ -155,10 +157,13 @@ class _Http(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], owner: PageServer):
         self.owner = owner
         if ":" in address[0]:
-            import socket
-
             self.address_family = socket.AF_INET6
         super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Without asking for the host's full name, as HTTPServer does: that takes seconds where DNS is slow."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that went away in the middle is nobody's business."""
