@@ -104,6 +104,7 @@ class Live:
         self.recent: dict[int, dict[int, Operation]] = {}  # rank -> its last operations by number
         self.failures: dict[int, str] = {}
         self.stuck_ns = int(stuck_after * 1e9)
+        self._judged: tuple[int, Verdict | None] = (0, None)
         self._idents = 0
         self._kept = 0
 
@@ -255,8 +256,10 @@ class Live:
         return [behind.get(fact.rank, 0) for fact in self.ranks]
 
     def verdict(self) -> Verdict | None:
-        """What is stuck, in one sentence; None while nothing is wrong."""
-        return find_verdict(self)
+        """What is stuck, in one sentence; None while nothing is wrong. Found once for each refresh."""
+        if self._judged[0] != self.version:
+            self._judged = self.version, find_verdict(self)
+        return self._judged[1]
 
     def stragglers(self, most: int = 5) -> list[tuple[int, int, float]]:
         """(rank, how often it was the last, seconds that the middle rank waited for it), the worst first."""
