@@ -22,7 +22,7 @@ from symcomm.backend.careful import Careful
 from symcomm.backend.checks import single
 from symcomm.backend.engines import Engines
 from symcomm.backend.life import Life, alive
-from symcomm.backend.profile import Span, is_profiling
+from symcomm.backend.profile import Span, describe, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, op_type_of
 from symcomm.group import hooks
@@ -123,7 +123,8 @@ class TorchGroup(Life, dist.ProcessGroup):
             self._careful.check(name, inputs, result)
         if not is_profiling():
             return self._dressed(name, method, args, options, timeout, result)
-        span = self._span(name, inputs, result)
+        splits = (args[3], args[2]) if name == "all_to_all" and len(args) == 4 else ((), ())
+        span = self._span(name, inputs, result, splits=splits, is_async=is_async(options))
         try:
             work = self._dressed(name, method, args, options, timeout, result)
         except BaseException:
@@ -161,18 +162,9 @@ class TorchGroup(Life, dist.ProcessGroup):
         else:
             work._inner.add_done_callback(ended)
 
-    def _span(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Span:
+    def _span(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any], **more: Any) -> Span:
         """The profiler's event for one operation, with what torch's own backends tell about theirs."""
-        facts = {
-            "dtype": str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
-            "In msg nelems": sum(t.numel() for t in inputs),
-            "Out msg nelems": sum(t.numel() for t in outputs),
-            "Group size": self.core.size,
-            "Process Group Name": self._name,
-            "Process Group Description": self._desc,
-            "Process Group Ranks": str(self.core.global_ranks),
-        }
-        return Span(name, inputs, facts)
+        return Span(name, inputs, describe(self.core, (self._name, self._desc), inputs, outputs, **more))
 
     def _may_be_short(self, opts: Any) -> bool:
         """Whether nothing but the core needs to know of a call with these options: it blocks, and nobody watches.
@@ -396,7 +388,8 @@ class TorchGroup(Life, dist.ProcessGroup):
         tensor = single(name, tensors, "tensor list")
         if not tensor.is_cpu:
             return self._engines.message(name, tensor, args)
-        span = self._span(name, [tensor], [tensor]) if is_profiling() else None
+        ways = (self.core.rank, args[0]) if name == "send" else (args[0], self.core.rank)
+        span = self._span(name, [tensor], [tensor], message=ways, is_async=True) if is_profiling() else None
         try:
             work = TorchWork(start(tensor, *args), [tensor], name)
         except BaseException:

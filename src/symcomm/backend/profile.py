@@ -9,6 +9,7 @@ torch's C++ takes it as a sign that its own structures are there.)
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ import torch
 from torch._C._autograd import _record_function_with_args_enter
 from torch._C._profiler import _RecordFunctionFast
 
-__all__ = ["Span", "is_profiling"]
+__all__ = ["Span", "describe", "is_profiling"]
 
 is_profiling = torch.autograd._profiler_enabled
 
@@ -28,6 +29,51 @@ is_profiling = torch.autograd._profiler_enabled
 def _closer(pid: int) -> ThreadPoolExecutor:
     """A thread of this process (a forked child needs one of its own)."""
     return ThreadPoolExecutor(1, "symcomm-profile")
+
+
+def describe(
+    core: Any,
+    names: tuple[str, str],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    message: tuple[int, int] | None = None,
+    is_async: bool = False,
+) -> dict[str, Any]:
+    """What Kineto writes about a collective, under its names for it. ``names`` are the group's and its description's;
+    ``splits`` the sizes given to all_to_all (in, out); ``message`` the ranks of the group that one goes from and to."""
+    ranks = core.global_ranks
+    steps = {b - a for a, b in itertools.pairwise(ranks)}
+    return {
+        "dtype": _dtype_words(inputs[0].dtype) if inputs else "Byte",  # a barrier moves nothing
+        "In msg nelems": sum(t.numel() for t in inputs),
+        "Out msg nelems": sum(t.numel() for t in outputs),
+        "In split size": str(list(splits[0])),
+        "Out split size": str(list(splits[1])),
+        "Global rank start": ranks[0],
+        "Global rank stride": steps.pop() if len(steps) == 1 else 0,
+        "Group size": core.size,
+        "Rank": core.rank,
+        "Process Group Name": names[0],
+        "Process Group Description": names[1],
+        "Process Group Ranks": str(ranks),
+        "Seq": core.sequence_number + (message is None),  # messages have no number in the group
+        "Is asynchronized op": is_async,
+        **({} if message is None else {"Src Rank": _world(ranks, message[0]), "Dst Rank": _world(ranks, message[1])}),
+    }
+
+
+def _world(ranks: Sequence[int], rank: int) -> int:
+    return ranks[rank] if 0 <= rank < len(ranks) else -1  # -1: from anybody
+
+
+@functools.lru_cache(maxsize=64)
+def _dtype_words(dtype: Any) -> str:
+    """As C++ calls it: ``Float``, ``BFloat16``, ``Long``."""
+    try:
+        return torch.empty(0, dtype=dtype).type().removeprefix("torch.").removesuffix("Tensor")
+    except (RuntimeError, ValueError):  # a dtype that has no such name
+        return str(dtype).removeprefix("torch.")
 
 
 class Span:

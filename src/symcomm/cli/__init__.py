@@ -10,6 +10,8 @@ launch.py      starts the ranks, watches them, ends them
 output.py      ranks' lines with prefixes, log files
 verdict.py     how a rank ended, and the words that say what happened to a job
 keeper.py      finds and kills what is left, even when the launcher itself was killed
+top.py         ``symcomm top``: the live page of a job; top_terminal.py draws the same here
+doctor.py      ``symcomm doctor``: is this machine fit, and what to change
 version.py     ``symcomm version``
 =============  ===========================================================================
 

@@ -1,0 +1,74 @@
+"""``symcomm doctor``: is this machine fit, and what to change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from symcomm import errors
+from symcomm.observe.health import FAIL, OK, WARN, Finding, run_checks
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+BAD_USAGE, UNFIT = 2, 1
+STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
+
+
+def examine(ranks: int | None = None) -> list[Finding]:
+    """All checks, of a machine that is to run ``ranks`` ranks."""
+    from symcomm.observe.health import machine, memory, network, software
+
+    return run_checks([*software.CHECKS, *memory.CHECKS, *machine.checks(ranks), *network.CHECKS])
+
+
+def exit_code(findings: list[Finding], strict: bool) -> int:
+    states = {finding.state for finding in findings}
+    return UNFIT if FAIL in states or (strict and WARN in states) else 0
+
+
+@app.command(name="doctor")
+def doctor(
+    ranks: Annotated[
+        int | None,
+        typer.Option("-n", "--ranks", metavar="N", help="Ranks to run here. [default: one a core]", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 on warnings too.")] = False,
+) -> None:
+    """Check this machine, and say what to change. Exits with 1 when something fails.
+
+    \b
+    Examples:
+      symcomm doctor
+      symcomm doctor -n 64 --json
+    """
+    if ranks is not None and ranks < 1:
+        typer.echo(str(errors.bad_argument("symcomm doctor", "--ranks", ranks, "1 or more")), err=True)
+        raise typer.Exit(BAD_USAGE)
+    findings = examine(ranks)
+    code = exit_code(findings, strict)
+    if as_json:
+        typer.echo(json.dumps({"fit": code == 0, "findings": [asdict(f) for f in findings]}, indent=1))
+    else:
+        show(findings)
+    raise typer.Exit(code)
+
+
+def show(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in ("", "check", "found", "what to change"):
+        table.add_column(name, overflow="fold")
+    table.columns[0].no_wrap = table.columns[1].no_wrap = True
+    for finding in findings:
+        table.add_row(Text(finding.state, STYLES[finding.state]), finding.check, Text(finding.found), Text(finding.fix))
+    console = Console(highlight=False)
+    console.print(table)
+    counts = {state: sum(f.state == state for f in findings) for state in (FAIL, WARN)}
+    said = [f"{n} {words}" for n, words in ((counts[FAIL], "to repair"), (counts[WARN], "to look at")) if n]
+    console.print(f"\n{', '.join(said) or 'All is well'}.")

@@ -1,0 +1,117 @@
+"""``symcomm top``: a live page of a running job, or the same in the terminal."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from symcomm import errors
+from symcomm.observe.top.feed import Feed, attach
+from symcomm.observe.top.find import ancestors_of, choose_job, find_jobs
+from symcomm.observe.top.model import Live
+from symcomm.observe.top.page import LOOPBACK, PageServer
+from symcomm.observe.top.simulate import SimulatedFeed
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+BAD_USAGE, FAILED = 2, 1
+TEXTFILE_S = 5.0  # how often a metrics file is written
+
+
+def make_feed(job: str | None, simulate: int | None, straggler: int | None, stuck: int | None) -> Feed:
+    """What to look at: a job of this host, or one that does not exist."""
+    if simulate is not None:
+        if job is not None:
+            raise errors.bad_argument("symcomm top", "JOB", job, "left out with --simulate")
+        return SimulatedFeed(simulate, straggler=straggler, stuck=stuck)
+    for option, value in (("--straggler", straggler), ("--stuck", stuck)):
+        if value is not None:
+            raise errors.bad_argument("symcomm top", option, value, "left out without --simulate")
+    found = choose_job(job, find_jobs(skip=os.getpid()), ancestors_of)
+    return attach(found.pids, found.title)
+
+
+@app.command(name="top")
+def top(
+    job: Annotated[
+        str | None,
+        typer.Argument(metavar="[JOB]", help="A pid of the job (rank or launcher) or its --tag.", show_default=False),
+    ] = None,
+    port: Annotated[int, typer.Option("--port", metavar="N", help="Port of the page; 0: any free one.")] = 0,
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1",
+    terminal: Annotated[bool, typer.Option("--terminal", "-t", help="Draw in the terminal, serve no page.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="With --terminal: print once and exit.")] = False,
+    textfile: Annotated[
+        Path | None,
+        typer.Option("--metrics-file", metavar="FILE", help="Also write Prometheus metrics there.", show_default=False),
+    ] = None,
+    simulate: Annotated[
+        int | None, typer.Option("--simulate", metavar="N", help="Show a made-up job of N ranks.", show_default=False)
+    ] = None,
+    straggler: Annotated[
+        int | None, typer.Option("--straggler", metavar="RANK", help="Of the made-up job: slow.", show_default=False)
+    ] = None,
+    stuck: Annotated[
+        int | None,
+        typer.Option("--stuck", metavar="RANK", help="Of the made-up job: stops for good.", show_default=False),
+    ] = None,
+) -> None:
+    """Watch a running job: ranks, timeline, stragglers, speed, and what is stuck.
+
+    \b
+    Examples:
+      symcomm top                          the only job on this host
+      symcomm top 4711 --terminal          the job of process 4711, here
+      symcomm top --simulate 1000 --straggler 7 --stuck 613
+    """
+    try:
+        live = Live(make_feed(job, simulate, straggler, stuck))
+        if terminal:
+            from symcomm.cli.top_terminal import show
+
+            raise typer.Exit(show(live, once=once))
+        serve(live, host, port, textfile)
+    except errors.SymcommError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(BAD_USAGE if isinstance(error, errors.BadArgumentError) else FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def serve(live: Live, host: str, port: int, textfile: Path | None) -> None:
+    """Serve the page, and metrics where the library is installed, until interrupted."""
+    if not 0 <= port < 65536:
+        raise errors.bad_argument("symcomm top", "--port", port, "0 to 65535")
+    meter = make_meter(required=textfile is not None)
+    with PageServer(live, host, port) as server:
+        if meter is not None:
+            server.attach_meter(meter)
+        typer.echo(f"{live.feed.title}\n{server.url}")
+        if host not in LOOPBACK:
+            typer.echo(
+                f"anybody who can reach {host} can read this connection, token and all; "
+                f"prefer `ssh -L {server.port}:127.0.0.1:{server.port}` and the loopback address.",
+                err=True,
+            )
+        if meter is not None:
+            typer.echo(f"metrics: {server.address}metrics (Authorization: Bearer TOKEN)")
+        while True:
+            if textfile is not None and meter is not None:
+                with server.lock:
+                    meter.write(textfile)
+            time.sleep(TEXTFILE_S)
+
+
+def make_meter(required: bool):
+    """None where the metrics library is missing and nobody asked for metrics."""
+    from symcomm.observe.metrics import Meter
+
+    try:
+        return Meter()
+    except errors.ResourceError:
+        if required:
+            raise
+        return None

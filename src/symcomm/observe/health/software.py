@@ -1,0 +1,133 @@
+"""Our C core, torch and its entry point, GPUs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from typing import Any
+
+from symcomm import errors
+from symcomm.observe.health import FAIL, OK, WARN, Finding
+
+__all__ = ["CHECKS"]
+
+OLDEST_TORCH = (2, 10)  # as in pyproject.toml
+NVIDIA_DEADLINE = 20.0
+TRIAL_DEADLINE = 20.0
+DRIFT_NS = 10_000_000  # ten milliseconds of a tenth of a second: no counter that works is that far off
+
+
+def python() -> Finding:
+    found = f"{platform.python_version()} on {platform.system()} {platform.release()} {platform.machine()}"
+    if platform.system() != "Linux":
+        return Finding("python", FAIL, found, "symmetric memory needs Linux (memfd, futex)")
+    return Finding("python", OK, found)
+
+
+def core() -> Finding:
+    try:
+        from symcomm._core import native
+    except ImportError as error:
+        fix = "pip install symcomm, or `python setup.py build_ext --inplace` in a checkout (needs a C compiler)"
+        return Finding("C core", FAIL, f"cannot be loaded ({error})", fix)
+    return Finding("C core", OK, str(native.__file__))
+
+
+def a_collective() -> list[Finding]:
+    """Two ranks, as threads, meet: arenas, waits, and the counter that records take their times from."""
+    from symcomm.group.spawn import spawn
+
+    begun = time.monotonic_ns()
+    try:
+        times = [when for rank in spawn(_meet, 2, mode="threads", deadline=TRIAL_DEADLINE) for when in rank]
+    except (errors.SymcommError, OSError) as error:
+        return [Finding("collective", FAIL, str(error), "see docs/failures.md, or report this")]
+    ended = time.monotonic_ns()
+    findings = [Finding("collective", OK, "two ranks met in shared memory")]
+    off = max((max(begun - when, when - ended) for when in times), default=0)
+    if off > DRIFT_NS:
+        fix = "times in records are wrong by as much; boot with tsc=reliable"
+        return [*findings, Finding("tick counter", WARN, f"{off / 1e6:.0f} ms off CLOCK_MONOTONIC", fix)]
+    return [*findings, Finding("tick counter", OK, "runs as CLOCK_MONOTONIC does")]
+
+
+def _meet(group: Any) -> list[int]:
+    """When this rank's operations began, as they were recorded."""
+    from symcomm.observe.records import operations_of
+
+    for _ in range(3):
+        group.barrier()
+    return [operation.created_ns for operation in operations_of(group)[group.rank] if operation.group == group.name]
+
+
+def torch() -> list[Finding]:
+    """Without importing it: that takes seconds, and a broken one may crash."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return [Finding("torch", WARN, "not installed", "pip install symcomm[torch]")]
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST_TORCH:
+        least = ".".join(map(str, OLDEST_TORCH))
+        findings = [Finding("torch", FAIL, version, f"symcomm needs torch {least} or newer")]
+    else:
+        findings = [Finding("torch", OK, version)]
+    return [*findings, entry_point()]
+
+
+def entry_point() -> Finding:
+    """By which torch finds the backend when it is imported."""
+    found = [e for e in importlib.metadata.entry_points(group="torch.backends") if e.name == "symcomm"]
+    if found:
+        return Finding("torch backend", OK, f"torch loads it by itself ({found[0].value})")
+    fix = "install the package (pip install symcomm), or call symcomm.backend.register.register() yourself"
+    return Finding("torch backend", WARN, "torch does not find the backend by itself", fix)
+
+
+def gpus() -> Finding:
+    """As nvidia-smi tells; whether their memory can be shared depends on the kind and on the container."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Finding("gpus", OK, "none seen (no nvidia-smi)")
+    query = [program, "--query-gpu=name,compute_mode,mig.mode.current", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_DEADLINE)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("gpus", WARN, f"nvidia-smi does not answer ({type(error).__name__})", "check the driver: dmesg")
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode or not lines:
+        reason = (done.stderr or done.stdout).strip().splitlines()[:1] or ["no GPU listed"]
+        return Finding("gpus", WARN, f"nvidia-smi: {reason[0]}", "check the driver, and docker run --gpus all")
+    return judge_gpus(lines)
+
+
+def judge_gpus(lines: list[str]) -> Finding:
+    """``name, compute mode, MIG mode`` of each."""
+    names = {line.split(",")[0].strip() for line in lines}
+    found = f"{len(lines)} ({', '.join(sorted(names))})"
+    if any("Exclusive" in line or "Prohibited" in line for line in lines):
+        return Finding("gpus", WARN, f"{found}, in an exclusive mode", "several ranks on one: nvidia-smi -c DEFAULT")
+    if any(line.rsplit(",", 1)[1].strip() == "Enabled" for line in lines):
+        return Finding("gpus", WARN, f"{found}, split (MIG)", "IPC does not cross instances: one rank an instance")
+    return Finding("gpus", OK, found, "ranks share GPU memory by CUDA IPC; in containers that needs --ipc=host")
+
+
+def interpreter() -> Finding:
+    """A torch that was built for another interpreter is a common surprise."""
+    inside = sys.prefix != sys.base_prefix
+    return Finding("environment", OK, f"{sys.executable} ({'a virtual environment' if inside else 'the system'})")
+
+
+CHECKS = (
+    ("python", python),
+    ("environment", interpreter),
+    ("C core", core),
+    ("collective", a_collective),
+    ("torch", torch),
+    ("gpus", gpus),
+)

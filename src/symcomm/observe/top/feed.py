@@ -1,0 +1,284 @@
+"""Where a viewer's data comes from: the ranks of a job, as somebody outside of them sees them.
+
+A ``Feed`` is asked now and then (``poll``) and tells what is new. ``attach(pids)`` makes one that reads the flight
+recorders of running processes: their arenas are memory files that any process of the same user can open, read-only,
+under ``/proc/PID/fd``. The ranks do not take part, so this also works while they are stuck, and a file that was opened
+keeps telling what a rank did before it died.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+import os
+import re
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from symcomm import errors
+from symcomm.memory.arena import MAGIC
+from symcomm.memory.flight import ENTRY, GROUP, GROUPS, SITE, SITES, FlightEntry
+from symcomm.memory.heap import PAGE
+from symcomm.observe.records import Operation, _operation
+from symcomm.observe.top.ask import kernel_stacks, list_store, server_stacks, spied_stacks
+
+__all__ = ["Feed", "GroupFacts", "RankFacts", "Sample", "SharedMemoryFeed", "arenas_of", "attach"]
+
+READ_AT_ONCE = 4096  # entries of one rank that one poll reads; a faster rank's older ones are counted, not shown
+ARENA = re.compile(r"^/memfd:symcomm\b|/symcomm-[0-9a-f]{32}\b")
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """One rank, as the system sees it."""
+
+    rank: int  # of the world
+    pid: int
+    alive: bool
+    operations: int  # ever recorded
+    arena_bytes: int  # memory its arena really takes
+    missed: int = 0  # operations that were overwritten before anybody read them
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    name: str
+    size: int
+    ranks: tuple[int, ...]  # of the world; empty: not known (a very large group)
+    description: str = ""
+
+
+@dataclass
+class Sample:
+    """What one poll found. ``operations`` holds, by rank of the world, those that began or ended since the last one."""
+
+    now_ns: int
+    ranks: list[RankFacts]
+    operations: dict[int, list[Operation]]
+    groups: list[GroupFacts] = field(default_factory=list)
+
+
+class Feed(abc.ABC):
+    """What a viewer needs. ``title`` names the job."""
+
+    title = "job"
+
+    @abc.abstractmethod
+    def poll(self) -> Sample:
+        """What is new since the last call."""
+
+    def stacks(self, rank: int) -> str:
+        """Where rank ``rank`` is in its program, as text."""
+        return "this feed has no stacks."
+
+    def store_keys(self) -> list[str]:
+        """Keys of the job's store."""
+        return []
+
+    def close(self) -> None:  # noqa: B027 (most feeds hold nothing)
+        """Let go of everything that is held open."""
+
+
+class _Recorder:
+    """One rank's flight recorder, read through a file."""
+
+    def __init__(self, pid: int, fd: int):
+        self.pid, self.fd = pid, fd
+        self._capacity = 0
+        self._read: int | None = None  # operations up to this number were read
+        self._unsettled: set[int] = set()  # numbers of operations that had not ended, or were being written
+        self._groups: dict[int, dict] = {}
+        self._sites = {0: ""}
+        self._pieces: list[tuple[int, bytes, bytes]] = []  # (number before the first, entries, the same read again)
+        self._named = 0
+        self.missed = 0
+        self.total = 0
+        self.latest_ns = 0  # when its last operation began
+
+    def bytes_at(self, place: int, length: int) -> bytes:
+        """Of the recorder, which begins at the arena's second page."""
+        return os.pread(self.fd, length, PAGE + place)
+
+    def read(self) -> None:
+        """Copy what is new. Nothing is decoded yet, so that all ranks are read at nearly the same moment."""
+        self.total, self._capacity, self._named, _ = struct.unpack("<4Q", self.bytes_at(0, 32))
+        self._pieces = []
+        if not self._capacity:
+            return
+        first = max(self._read or 0, self.total - min(self._capacity, READ_AT_ONCE), 0)
+        if self._read is not None:  # what was before the first look, nobody has missed
+            self.missed += first - self._read
+        for number in sorted(self._unsettled):
+            if self.total - self._capacity < number <= first:
+                self._copy(number - 1, 1)
+        while first < self.total:  # at most two pieces of the ring
+            count = min(self.total - first, self._capacity - first % self._capacity)
+            self._copy(first, count)
+            first += count
+        self._read = self.total
+
+    def _copy(self, first: int, count: int) -> None:
+        place = PAGE + first % self._capacity * ENTRY.size
+        raw, again = (self.bytes_at(place, count * ENTRY.size) for _ in range(2))
+        self._pieces.append((first, raw, again))
+
+    def decode(self) -> list[Operation]:
+        """Operations that began or ended since the last time, in their order."""
+        if self._named > len(self._groups):
+            self._read_groups(self._named)
+        found = []
+        self._unsettled = set()
+        for first, raw, again in self._pieces:
+            for at in range(0, len(raw), ENTRY.size):
+                number = first + at // ENTRY.size + 1
+                entry = self._entry(raw, again, at)
+                if entry is not None and entry.number == number:
+                    found.append(_operation(entry))
+                if entry is None or (entry.number == number and not entry.finished):
+                    self._unsettled.add(number)
+        if found:
+            self.latest_ns = max(self.latest_ns, found[-1].created_ns)
+        return found
+
+    def _entry(self, raw: bytes, again: bytes, at: int) -> FlightEntry | None:
+        """None where somebody wrote while we read."""
+        fields = ENTRY.unpack_from(again, at)
+        if not fields[0] or fields[0] != ENTRY.unpack_from(raw, at)[0]:
+            return None
+        number, seq, signature, count, created, finished, waited, site, group, status, path, plan, exact = fields
+        return FlightEntry(
+            number, seq, signature, count, created, finished, waited, self._site(site), self._groups.get(group, {}),
+            status, path, plan, bool(exact),
+        )  # fmt: skip
+
+    def _site(self, number: int) -> str:
+        if number not in self._sites and number < SITES:
+            place = PAGE + self._capacity * ENTRY.size + GROUPS * GROUP + number * SITE
+            raw = self.bytes_at(place, SITE)
+            self._sites[number] = raw[1 : 1 + raw[0]].decode(errors="replace")
+        return self._sites.get(number, "")
+
+    def _read_groups(self, named: int) -> None:
+        for place in range(min(named, GROUPS)):
+            raw = self.bytes_at(PAGE + self._capacity * ENTRY.size + place * GROUP, GROUP)
+            number, length = struct.unpack_from("<II", raw)
+            with contextlib.suppress(ValueError):  # being written
+                if number:
+                    self._groups[number] = json.loads(raw[8 : 8 + length])
+
+    @property
+    def world_rank(self) -> int | None:
+        """As the largest group it was ever in numbers it; None before the first."""
+        best = max(self._groups.values(), key=lambda g: g.get("size", 0), default=None)
+        if best is None:
+            return None
+        ranks = best.get("ranks") or []
+        return ranks[best["rank"]] if best["rank"] < len(ranks) else best["rank"]
+
+    @property
+    def groups(self) -> list[GroupFacts]:
+        return [
+            GroupFacts(g["name"], g["size"], tuple(g.get("ranks", ())), g.get("description", ""))
+            for g in self._groups.values()
+        ]
+
+
+class SharedMemoryFeed(Feed):
+    """The ranks behind open arena files. Made by ``attach``."""
+
+    def __init__(self, recorders: list[_Recorder], title: str):
+        self.title = title
+        self._recorders = recorders
+        self._last: dict[int, int] = {}  # pid by rank
+
+    def poll(self) -> Sample:
+        ranks: list[RankFacts] = []
+        operations: dict[int, list[Operation]] = {}
+        groups: dict[str, GroupFacts] = {}
+        for recorder in self._recorders:
+            recorder.read()
+        now = time.monotonic_ns()
+        newest: dict[int, _Recorder] = {}
+        for place, recorder in enumerate(self._recorders):
+            new = recorder.decode()
+            rank = place if recorder.world_rank is None else recorder.world_rank
+            other = newest.get(rank)  # a process may still hold the arena of a rank that it was before
+            if other is None or recorder.latest_ns >= other.latest_ns:
+                newest[rank], operations[rank] = recorder, new
+                groups.update({g.name: g for g in recorder.groups})
+        for rank, recorder in sorted(newest.items()):
+            self._last[rank] = recorder.pid
+            taken = os.fstat(recorder.fd).st_blocks * 512
+            ranks.append(RankFacts(rank, recorder.pid, is_alive(recorder.pid), recorder.total, taken, recorder.missed))
+        return Sample(now, ranks, operations, list(groups.values()))
+
+    def stacks(self, rank: int) -> str:
+        pid = self._last.get(rank)
+        if pid is None or not is_alive(pid):
+            return f"rank {rank} does not run any more."
+        return server_stacks(pid, rank) or spied_stacks(pid) or kernel_stacks(pid)
+
+    def store_keys(self) -> list[str]:
+        return list_store(next((r.pid for r in self._recorders if is_alive(r.pid)), None))
+
+    def close(self) -> None:
+        for recorder in self._recorders:
+            os.close(recorder.fd)
+        self._recorders = []
+
+
+def is_alive(pid: int) -> bool:
+    """False also for zombies."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except (OSError, IndexError):
+        return False
+
+
+def arenas_of(pid: int) -> list[str]:
+    """Paths of the arenas that process ``pid`` owns; none when it is not ours to look at."""
+    folder = f"/proc/{pid}/fd"
+    found = []
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    for name in sorted(names, key=int):
+        with contextlib.suppress(OSError):
+            if ARENA.search(os.readlink(f"{folder}/{name}")):
+                found.append(f"{folder}/{name}")
+    return found
+
+
+def _numbers_of(pid: int) -> list[int]:
+    """A process's number here, and in the containers that it is in. (A forked child holds its parent's arena too.)"""
+    with open(f"/proc/{pid}/status") as file:
+        line = next((line for line in file if line.startswith("NSpid:")), "")
+    return [int(number) for number in line.split()[1:]] or [pid]
+
+
+def attach(pids: Iterable[int], title: str = "job") -> SharedMemoryFeed:
+    """A feed of the ranks in these processes (a process whose ranks are threads has several)."""
+    recorders: list[_Recorder] = []
+    seen: set[bytes] = set()
+    pids = list(pids)
+    for pid in pids:
+        for path in arenas_of(pid):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                magic, nonce, owner = struct.unpack("<Q16sQ", os.pread(fd, 32, 0).ljust(32, b"\0"))
+                if magic == MAGIC and nonce not in seen and owner in _numbers_of(pid):
+                    seen.add(nonce)
+                    recorders.append(_Recorder(pid, fd))
+                else:
+                    os.close(fd)
+    if not recorders:
+        raise errors.ResourceError(
+            f"symcomm top: no rank found in {'process' if len(pids) == 1 else 'processes'} {pids}; "
+            "they must run on this host, as the same user, and have joined a group."
+        )
+    return SharedMemoryFeed(recorders, title)

@@ -1,0 +1,277 @@
+"""A running job as a page shows it: what feeds tell is put together here, rank by rank and collective by collective.
+
+A *meeting* is one collective of a group, as all its ranks made it: when each came and when each was done. From meetings
+follow everything else: who waits for whom (lag, states, the verdict), who is late again and again (the heat map), and
+how fast data moved. All memory is bounded: meetings, heat columns and samples are kept for a while and then forgotten.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from symcomm.observe.records import Operation
+from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
+from symcomm.observe.top.verdict import Verdict, find_verdict
+
+__all__ = ["Live", "Meeting", "STATES"]
+
+STATES = ("idle", "computing", "communicating", "waiting", "late", "failed", "dead")
+IDLE, COMPUTING, COMMUNICATING, WAITING, LATE, FAILED, DEAD = range(len(STATES))
+
+BIN_NS = 1_000_000_000  # width of a column of the heat map
+BINS = 60
+USUAL_SPREADS = 4.5  # median deviations (three standard deviations, if they were normal) that are nobody's fault
+RANK_OPERATIONS_KEPT = 400_000  # of all ranks together, in meetings
+RECENT = 8  # operations of each rank that a verdict looks at
+SAMPLES = 512  # meetings of one collective and size that percentiles are made of
+WAIT_NS = 200_000_000  # whoever waits longer than this is shown as waiting
+STUCK_NS = 5_000_000_000
+
+
+@dataclass
+class Meeting:
+    """One collective of all its ranks, or one message of one rank. Times by rank of the world."""
+
+    ident: int
+    first: Operation  # of whoever we heard from first: what the call was
+    size: int
+    version: int = 0  # of the model, when it last changed
+    starts: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
+    failure: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.starts) == self.size
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.ends) == len(self.starts)
+
+    @property
+    def last_start(self) -> int:
+        return max(self.starts.values())
+
+    @property
+    def words(self) -> str:
+        return f"{self.first.call} #{self.first.seq} on group {self.first.group!r}"
+
+
+@dataclass
+class Numbers:
+    """Samples of one collective and size, in seconds: how long it moved data once all had come, and waited before."""
+
+    nbytes: int
+    count: int = 0
+    moving: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    waiting: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+
+    def row(self) -> dict[str, float]:
+        ordered = sorted(self.moving)
+        middle = percentile(ordered, 0.5)
+        return {
+            "count": self.count,
+            "bytes": self.nbytes,
+            "p50": middle,
+            "p90": percentile(ordered, 0.9),
+            "p99": percentile(ordered, 0.99),
+            "waited": statistics.median(self.waiting),
+            "rate": self.nbytes / middle if middle > 0 else 0.0,
+        }
+
+
+def percentile(ordered: list[float], part: float) -> float:
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
+
+
+class Live:
+    """Call ``refresh()`` now and then; everything else only reads."""
+
+    def __init__(self, feed: Feed, stuck_after: float = STUCK_NS / 1e9):
+        self.feed = feed
+        self.version = 0
+        self.sample = Sample(0, [], {})
+        self.running: dict[tuple, Meeting] = {}
+        self.over: deque[Meeting] = deque()
+        self.numbers: dict[tuple[str, int], Numbers] = {}
+        self.heat: dict[int, dict[int, int]] = {}  # column -> rank -> nanoseconds behind the pack, at most
+        self.late_total: dict[int, list[float]] = {}  # rank -> [times last, seconds others waited for it]
+        self.reached: dict[str, dict[int, int]] = {}  # group -> rank -> number of its last collective
+        self.current: dict[int, Operation] = {}  # rank -> its last operation
+        self.recent: dict[int, dict[int, Operation]] = {}  # rank -> its last operations by number
+        self.failures: dict[int, str] = {}
+        self.stuck_ns = int(stuck_after * 1e9)
+        self._judged: tuple[int, Verdict | None] = (0, None)
+        self._idents = 0
+        self._kept = 0
+
+    def refresh(self) -> None:
+        self.sample = self.feed.poll()
+        self.version += 1
+        for rank, operations in self.sample.operations.items():
+            for operation in operations:
+                self._add(rank, operation)
+        self._close_meetings()
+        self._forget()
+
+    # --- putting together -----------------------------------------------------------------------------------------
+
+    def _add(self, rank: int, operation: Operation) -> None:
+        last = self.current.get(rank)
+        if last is None or operation.number >= last.number:
+            self.current[rank] = operation
+        recent = self.recent.setdefault(rank, {})
+        recent[operation.number] = operation
+        if len(recent) > RECENT:
+            del recent[min(recent)]
+        message = operation.is_message
+        key = (operation.group, operation.seq, rank, operation.call) if message else (operation.group, operation.seq)
+        meeting = self.running.get(key)
+        if meeting is None:
+            self._idents += 1
+            size = 1 if message else self._size_of(operation)
+            meeting = self.running[key] = Meeting(self._idents, operation, size)
+        meeting.version = self.version
+        meeting.starts[rank] = operation.created_ns
+        if operation.finished_ns is not None:
+            meeting.ends[rank] = operation.finished_ns
+        if operation.state not in ("running", "completed"):
+            meeting.failure = operation.state
+            self.failures[rank] = f"{operation.call} #{operation.seq}: {operation.state}"
+        if not message:
+            reached = self.reached.setdefault(operation.group, {})
+            reached[rank] = max(reached.get(rank, -1), operation.seq)
+
+    def _size_of(self, operation: Operation) -> int:
+        if operation.ranks:
+            return len(operation.ranks)
+        known = next((g.size for g in self.sample.groups if g.name == operation.group), 0)
+        return known or len(self.sample.ranks)
+
+    def _close_meetings(self) -> None:
+        """Meetings that are over, and those of which we missed a part (a ring was overwritten before we read it)."""
+        for key, meeting in list(self.running.items()):
+            if not meeting.is_over or not (meeting.is_whole or self._everyone_passed(meeting)):
+                continue
+            del self.running[key]
+            meeting.version = self.version
+            self.over.append(meeting)
+            self._kept += len(meeting.starts)
+            if meeting.is_whole and meeting.size > 1 and not meeting.failure:
+                self._count(meeting)
+
+    def _everyone_passed(self, meeting: Meeting) -> bool:
+        reached = self.reached.get(meeting.first.group, {})
+        members = meeting.first.ranks or tuple(reached)
+        return all(reached.get(rank, -1) >= meeting.first.seq for rank in members)
+
+    def _count(self, meeting: Meeting) -> None:
+        starts = meeting.starts
+        last, first = max(starts.values()), min(starts.values())
+        size = meeting.first.nbytes
+        bucket = 1 << (size - 1).bit_length() if size > 1 else size
+        numbers = self.numbers.setdefault((meeting.first.call, bucket), Numbers(bucket))
+        numbers.count += 1
+        numbers.moving.append(max(0, max(meeting.ends.values()) - last) / 1e9)
+        numbers.waiting.append((last - first) / 1e9)
+        middle, pack = end_of_pack(starts.values())
+        column = self.heat.setdefault(last // BIN_NS, {})
+        for rank, start in starts.items():
+            if start - pack > column.get(rank, 0):
+                column[rank] = start - pack
+        latest = max(starts, key=lambda rank: starts[rank])
+        total = self.late_total.setdefault(latest, [0, 0.0])
+        total[0] += 1
+        total[1] += (last - middle) / 1e9
+
+    def _forget(self) -> None:
+        while self._kept > RANK_OPERATIONS_KEPT:
+            self._kept -= len(self.over.popleft().starts)
+        oldest = self.sample.now_ns // BIN_NS - BINS
+        for column in [c for c in self.heat if c < oldest]:
+            del self.heat[column]
+        if len(self.running) > 4096:  # of ranks that left without ending what they began
+            for key in list(self.running)[: len(self.running) - 4096]:
+                del self.running[key]
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> list[RankFacts]:
+        return self.sample.ranks
+
+    @property
+    def groups(self) -> list[GroupFacts]:
+        return self.sample.groups
+
+    def absent(self, meeting: Meeting) -> list[int]:
+        """Ranks that have not come to a meeting, as far as we know."""
+        reached = self.reached.get(meeting.first.group, {})
+        members = meeting.first.ranks or tuple(fact.rank for fact in self.ranks)
+        seq = meeting.first.seq
+        return [rank for rank in members if rank not in meeting.starts and reached.get(rank, -1) < seq]
+
+    def waited_for(self) -> list[tuple[Meeting, list[int]]]:
+        """Running meetings that somebody has not come to, the longest wait first."""
+        found = [(m, self.absent(m)) for m in self.running.values() if m.size > 1 and not m.is_over]
+        return sorted(((m, who) for m, who in found if who), key=lambda item: min(item[0].starts.values()))
+
+    def states(self) -> list[int]:
+        """One of STATES for each rank."""
+        now = self.sample.now_ns
+        awaited: set[int] = set()
+        waiting: set[int] = set()
+        for meeting, absent in self.waited_for():
+            if now - max(meeting.starts.values()) > WAIT_NS:
+                awaited.update(absent)
+                waiting.update(rank for rank in meeting.starts if rank not in meeting.ends)
+        found = []
+        for fact in self.ranks:
+            operation = self.current.get(fact.rank)
+            if not fact.alive:
+                state = DEAD
+            elif fact.rank in self.failures:
+                state = FAILED
+            elif fact.rank in awaited and fact.rank not in waiting:
+                state = LATE
+            elif fact.rank in waiting:
+                state = WAITING
+            elif operation is None:
+                state = IDLE
+            else:
+                state = COMMUNICATING if operation.finished_ns is None else COMPUTING
+            found.append(state)
+        return found
+
+    def lags(self) -> list[int]:
+        """How many collectives each rank is behind the first one, in the group where that is worst."""
+        behind: dict[int, int] = {}
+        for reached in self.reached.values():
+            front = max(reached.values())
+            for rank, seq in reached.items():
+                behind[rank] = max(behind.get(rank, 0), front - seq)
+        return [behind.get(fact.rank, 0) for fact in self.ranks]
+
+    def verdict(self) -> Verdict | None:
+        """What is stuck, in one sentence; None while nothing is wrong. Found once for each refresh."""
+        if self._judged[0] != self.version:
+            self._judged = self.version, find_verdict(self)
+        return self._judged[1]
+
+    def stragglers(self, most: int = 5) -> list[tuple[int, int, float]]:
+        """(rank, how often it was the last, seconds that the middle rank waited for it), the worst first."""
+        worst = sorted(self.late_total.items(), key=lambda item: -item[1][1])[:most]
+        return [(rank, int(times), seconds) for rank, (times, seconds) in worst]
+
+
+def end_of_pack(starts: Iterable[int]) -> tuple[int, int]:
+    """When the middle rank came, and until when a rank counts as on time given how much the ranks usually differ.
+
+    The spread is that of the earlier half, which stragglers do not reach."""
+    ordered = sorted(starts)
+    middle = ordered[(len(ordered) - 1) // 2]
+    spread = middle - ordered[(len(ordered) - 1) // 4]
+    return middle, middle + int(USUAL_SPREADS * spread)

@@ -1,0 +1,229 @@
+"""Serves the live page: one HTML file, the JSON it polls, stacks and store keys on demand, and metrics.
+
+What can be read here tells about a program from inside, so it is guarded like the ranks' own servers: it listens on the
+loopback address, every request but the (empty) page needs the token, a request must name us as its host (a web site
+that points a name of its own at 127.0.0.1 gets nothing), and there is nothing that changes anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import re
+import secrets
+import socket
+import socketserver
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+
+from symcomm import errors
+from symcomm.observe.top.model import Live
+from symcomm.observe.top.snapshot import snapshot
+
+if TYPE_CHECKING:
+    from symcomm.observe.metrics import Meter
+
+__all__ = ["PageServer"]
+
+REFRESH_S = 0.5
+IDLE_S = 15.0  # a connection that says nothing for so long is closed
+REQUESTS_AT_ONCE = 16
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@lru_cache(maxsize=1)
+def page() -> tuple[bytes, str]:
+    """The page, and the policy that lets exactly its own script and style run, and nothing be loaded from elsewhere."""
+    text = files("symcomm.observe.top").joinpath("top.html").read_text(encoding="utf-8")
+
+    def digests(tag: str) -> str:
+        found = re.findall(rf"<{tag}>(.*?)</{tag}>", text, flags=re.S)
+        return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in found)
+
+    policy = (
+        f"default-src 'none'; script-src {digests('script')}; style-src {digests('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return text.encode(), policy
+
+
+class PageServer:
+    """Reads ``live`` twice a second and serves it until ``close()``. ``url`` is what to open, token and all."""
+
+    def __init__(self, live: Live, host: str = "127.0.0.1", port: int = 0, token: str | None = None):
+        self.live = live
+        self.token = token or secrets.token_urlsafe(24)
+        self.lock = threading.Lock()
+        self.metrics: Callable[[], tuple[str, bytes]] | None = None
+        self.observers: list[Callable[[Live], None]] = []
+        self.problem = ""  # why the last refresh failed
+        self.slots = threading.BoundedSemaphore(REQUESTS_AT_ONCE)
+        self._stop = threading.Event()
+        try:
+            self._http = _Http((host, port), self)
+        except OSError as error:
+            raise errors.ResourceError(
+                f"symcomm top: cannot listen on {host} port {port} ({error.strerror}); choose another --port, or 0."
+            ) from error
+        self.port = self._http.server_address[1]
+        names = {host, *(LOOPBACK if host in LOOPBACK else ())}
+        self.hosts = {f"[{name}]:{self.port}" if ":" in name else f"{name}:{self.port}" for name in names}
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"http://{shown}:{self.port}/"
+        self.url = f"{self.address}#token={self.token}"
+        self.refresh()
+        self._threads = [
+            threading.Thread(target=self._http.serve_forever, name="symcomm-page", daemon=True),
+            threading.Thread(target=self._watch, name="symcomm-page-feed", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def refresh(self) -> None:
+        with self.lock:
+            try:
+                self.live.refresh()
+                for observe in self.observers:
+                    observe(self.live)
+                self.problem = ""
+            except Exception as error:  # the page says it, and goes on trying
+                self.problem = f"{type(error).__name__}: {error}"
+
+    def attach_meter(self, meter: Meter) -> None:
+        """Let ``meter`` count what the feed tells from now on, and serve it under /metrics."""
+        self.observers.append(meter.add)
+        self.metrics = meter.render
+
+    def _watch(self) -> None:
+        while not self._stop.wait(REFRESH_S):
+            self.refresh()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._http.shutdown()
+        for thread in self._threads:
+            thread.join(10)
+        self._http.server_close()
+        self.live.feed.close()
+
+    def __enter__(self) -> PageServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- answers --------------------------------------------------------------------------------------------------
+
+    def answer(self, path: str, query: dict[str, str]) -> tuple[str, bytes] | None:
+        """(content type, body) of an authenticated request; None: there is no such thing."""
+        if path == "/api/v1/snapshot":
+            since = query.get("since", "0")
+            with self.lock:
+                found = snapshot(self.live, int(since) if since.isdigit() else 0)
+            return _json({**found, "problem": self.problem})
+        if path == "/api/v1/stacks":
+            rank = query.get("rank", "")
+            known = {str(fact.rank) for fact in self.live.ranks}
+            if rank not in known:
+                return _json({"error": f"there is no rank {rank!r} in this job."})
+            return _json({"rank": int(rank), "text": self.live.feed.stacks(int(rank))})
+        if path == "/api/v1/store":
+            try:
+                return _json({"keys": self.live.feed.store_keys()})
+            except (errors.SymcommError, OSError) as error:
+                return _json({"error": str(error)})
+        if path == "/metrics" and self.metrics is not None:
+            with self.lock:
+                return self.metrics()
+        return None
+
+
+def _json(what: Any) -> tuple[str, bytes]:
+    return "application/json", json.dumps(what, separators=(",", ":")).encode()
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 16
+
+    def __init__(self, address: tuple[str, int], owner: PageServer):
+        self.owner = owner
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Without asking for the host's full name, as HTTPServer does: that takes seconds where DNS is slow."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that went away in the middle is nobody's business."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "symcomm", ""
+    timeout = IDLE_S
+    server: _Http
+
+    def do_GET(self) -> None:
+        owner = self.server.owner
+        if not owner.slots.acquire(timeout=5):
+            return self._refuse(503, "too many requests at once.")
+        try:
+            return self._get(owner)
+        finally:
+            owner.slots.release()
+
+    do_HEAD = do_GET
+
+    def _get(self, owner: PageServer) -> None:
+        if self.headers.get("Host", "").lower() not in owner.hosts:
+            return self._refuse(421, "this is not the host you asked for.")
+        if self.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
+            return self._refuse(403, "requests from other sites are refused.")
+        parts = urlsplit(self.path)
+        if parts.path == "/":
+            body, policy = page()
+            return self._reply(200, "text/html; charset=utf-8", body, policy)
+        given = self.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given, f"Bearer {owner.token}".encode()):
+            return self._refuse(401, "the token is missing or wrong; open the address that `symcomm top` printed.")
+        found = owner.answer(parts.path, {name: values[0] for name, values in parse_qs(parts.query).items()})
+        if found is None:
+            return self._refuse(404, "there is nothing here.")
+        return self._reply(200, *found)
+
+    def _refuse(self, status: int, words: str) -> None:
+        self.close_connection = True
+        self._reply(status, *_json({"error": words}))
+
+    def _reply(self, status: int, kind: str, body: bytes, policy: str = "default-src 'none'") -> None:
+        self.send_response(status)
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            "Content-Security-Policy": policy,
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cross-Origin-Opener-Policy": "same-origin",
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the page polls twice a second."""

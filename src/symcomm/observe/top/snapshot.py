@@ -1,0 +1,139 @@
+"""What the live page gets: the model as JSON, only what is new since the version that the page has, and bounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from symcomm.errors import words_for_ranks
+from symcomm.observe.top.model import BIN_NS, BINS, STATES, WAIT_NS, Live, Meeting
+
+__all__ = ["snapshot"]
+
+MEETINGS_SENT = 2_000  # in one reply; the newest
+RANK_OPERATIONS_SENT = 60_000
+PULSE_NS = 10_000_000_000  # over which rates are measured
+MEMBERS_SENT = 80  # characters
+
+
+def snapshot(live: Live, since: int = 0) -> dict[str, Any]:
+    """Everything small, and the meetings and heat columns that changed after version ``since``."""
+    if not 0 <= since <= live.version:
+        since = 0  # of another run of the server: start afresh
+    meetings, skipped = _meetings(live, since)
+    return {
+        "version": live.version,
+        "since": since,
+        "now": live.sample.now_ns / 1e6,
+        "title": live.feed.title,
+        "states": STATES,
+        "ranks": _ranks(live),
+        "verdict": _verdict(live),
+        "pulse": _pulse(live),
+        "meetings": meetings,
+        "skipped": skipped,
+        "heat": _heat(live, since),
+        "numbers": [{"call": call, **row.row()} for (call, _), row in sorted(live.numbers.items())],
+        "stragglers": live.stragglers(),
+        "groups": [
+            {"name": g.name, "size": g.size, "about": g.description, "ranks": words_for_ranks(g.ranks)[:MEMBERS_SENT]}
+            for g in live.groups
+        ],
+    }
+
+
+def _ranks(live: Live) -> dict[str, list]:
+    """Column by column: with 1,000 ranks that is a third of the bytes that rows take."""
+    doing = [live.current.get(fact.rank) for fact in live.ranks]
+    now = live.sample.now_ns
+    return {
+        "rank": [fact.rank for fact in live.ranks],
+        "pid": [fact.pid for fact in live.ranks],
+        "state": live.states(),
+        "lag": live.lags(),
+        "done": [fact.operations for fact in live.ranks],
+        "missed": [fact.missed for fact in live.ranks],
+        "memory": [fact.arena_bytes for fact in live.ranks],
+        "doing": [f"{o.call} #{o.seq} on {o.group}" if o else "" for o in doing],
+        "site": [o.site if o else "" for o in doing],
+        "since": [round((now - (o.finished_ns or o.created_ns)) / 1e6) if o else 0 for o in doing],
+    }
+
+
+def _verdict(live: Live) -> dict[str, Any] | None:
+    found = live.verdict()
+    return {"sentence": found.sentence, "ranks": found.ranks, "since": found.since_ns / 1e6} if found else None
+
+
+def _pulse(live: Live) -> dict[str, float]:
+    """Rates of the last seconds: operations, bytes, and the part of the ranks' time spent waiting for the last one."""
+    begin = live.sample.now_ns - PULSE_NS
+    count, nbytes, waited = 0, 0, 0
+    for meeting in reversed(live.over):
+        last = meeting.last_start
+        if last < begin:
+            break
+        count += 1
+        nbytes += meeting.first.nbytes
+        waited += last * len(meeting.starts) - sum(meeting.starts.values())
+    for meeting, _ in live.waited_for():
+        for start in meeting.starts.values():
+            waited += live.sample.now_ns - max(start, begin)
+    seconds = PULSE_NS / 1e9
+    share = waited / (PULSE_NS * max(1, len(live.ranks)))
+    return {"operations": count / seconds, "bytes": nbytes / seconds, "waiting": min(1.0, share)}
+
+
+def _meetings(live: Live, since: int) -> tuple[list[list], int]:
+    """The newest that fit, oldest first, and how many did not. Those that still run are always there."""
+    rows: list[list] = []
+    operations = skipped = 0
+    place = {fact.rank: i for i, fact in enumerate(live.ranks)}
+    running = {m.ident for m in live.running.values()}
+    awaited = {m.ident for m, _ in live.waited_for() if live.sample.now_ns - m.last_start > WAIT_NS}
+    changed = [m for m in live.running.values() if m.version > since or not m.is_over]
+    for meeting in reversed(live.over):
+        if meeting.version <= since:
+            break
+        changed.append(meeting)
+    for meeting in changed:
+        if len(rows) >= MEETINGS_SENT or (rows and operations + len(meeting.starts) > RANK_OPERATIONS_SENT):
+            skipped += 1
+            continue
+        operations += len(meeting.starts)
+        late = live.absent(meeting) if meeting.ident in awaited else []
+        rows.append([*_row(meeting, place), meeting.ident in running, [place[rank] for rank in late if rank in place]])
+    return rows[::-1], skipped
+
+
+def _row(meeting: Meeting, place: dict[int, int]) -> list:
+    call = meeting.first
+    ranks = sorted(rank for rank in meeting.starts if rank in place)
+    begin = min(meeting.starts.values())
+    return [
+        meeting.ident,
+        call.call,
+        call.group,
+        call.seq,
+        f"{call.dtype} x {call.count:,}" + (f", {call.op}" if call.op else ""),
+        call.nbytes,
+        call.plan,
+        call.site,
+        meeting.failure,
+        meeting.size,
+        begin / 1e6,
+        [place[rank] for rank in ranks] if len(ranks) < len(place) else None,
+        [(meeting.starts[rank] - begin) // 1000 for rank in ranks],
+        [(meeting.ends[rank] - begin) // 1000 if rank in meeting.ends else -1 for rank in ranks],
+    ]
+
+
+def _heat(live: Live, since: int) -> dict[str, Any]:
+    """Microseconds behind the pack, by column and rank. A column may still change for a few seconds."""
+    newest = live.sample.now_ns // BIN_NS
+    first = newest - BINS + 1 if not since else newest - 5
+    columns = {}
+    for column in range(first, newest + 1):
+        late = live.heat.get(column)
+        if late is not None:
+            columns[str(column)] = [late.get(fact.rank, 0) // 1000 for fact in live.ranks]
+    return {"newest": newest, "count": BINS, "ms": BIN_NS / 1e6, "columns": columns}

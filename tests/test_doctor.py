@@ -1,0 +1,173 @@
+"""`symcomm doctor`: each check on made-up machines, and the command on this one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from symcomm.cli.doctor import examine, exit_code
+from symcomm.observe.health import FAIL, OK, WARN, Finding, machine, memory, network, run_checks, software
+
+SRC = Path(__file__).parent.parent / "src"
+
+
+def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "symcomm", "doctor", *arguments],
+        env={**os.environ, "PYTHONPATH": str(SRC), **env}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_this_machine_as_json():
+    done = doctor("--json", "-n", "2")
+    found = json.loads(done.stdout)
+    states = {f["check"]: f["state"] for f in found["findings"]}
+    assert done.returncode == (0 if found["fit"] else 1)
+    assert states["C core"] == states["collective"] == states["memfd"] == states["loopback"] == OK
+    asked = {"cores", "cpu quota", "numa", "clock", "tick counter", "open files", "container", "host name", "gpus",
+             "torch", "torch backend", "ptrace", "huge pages", "shared memory", "memory", "ports"}  # fmt: skip
+    assert asked <= set(states)
+    assert all(f["fix"] for f in found["findings"] if f["state"] != OK), "whatever is wrong, there is advice"
+
+
+def test_a_table_and_exit_codes():
+    done = doctor()
+    assert "what to change" in done.stdout and "host name" in done.stdout
+    assert doctor("-n", "0").returncode == 2
+    ok, warn, fail = (Finding("x", state, "") for state in (OK, WARN, FAIL))
+    assert exit_code([ok, warn], strict=False) == 0 and exit_code([ok, warn], strict=True) == 1
+    assert exit_code([ok, fail], strict=False) == 1 and exit_code([ok], strict=True) == 0
+
+
+def test_torch_is_not_imported(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    done = doctor("--json", PYTHONPATH=f"{tmp_path}:{SRC}")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_without_the_core(tmp_path):
+    """A checkout that was not built: everything else is still checked, and the exit code says that it matters."""
+    code = "import sys; sys.modules['symcomm._core._native'] = None; from symcomm.cli.main import main\n"
+    code += "sys.argv = ['symcomm', 'doctor', '--json']; main()"
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    states = {f["check"]: (f["state"], f["fix"]) for f in json.loads(done.stdout)["findings"]}
+    assert done.returncode == 1 and states["C core"][0] == FAIL and "build_ext" in states["C core"][1]
+    assert states["loopback"][0] == OK
+
+
+def test_a_check_that_breaks_is_a_finding():
+    def broken():
+        raise KeyError("odd")
+
+    (found,) = run_checks([("thing", broken)])
+    assert found.state == WARN and "KeyError: 'odd'" in found.found
+    assert len(examine(1)) > 15
+
+
+# --- made-up machines ----------------------------------------------------------------------------
+
+
+def test_slow_and_missing_names(monkeypatch):
+    def slow(name, port):
+        time.sleep(0.3)
+        return [(2, 1, 6, "", ("10.0.0.7", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    found = network.host_name()
+    assert found.state == WARN and "slow" in found.found and "/etc/hosts" in found.fix
+
+    def unknown(name, port):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert network.host_name().state == WARN
+    monkeypatch.setenv("MASTER_ADDR", "nowhere")
+    assert network.meeting_place().state == FAIL
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, port: time.sleep(5) or [])
+    took, addresses, problem = network.look_up("x", seconds=0.2)
+    assert addresses is None and took < 4 and "no answer within 0.2 s" in problem
+
+
+def test_too_few_cores_and_quota(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert machine.cores(2).state == OK and machine.cores(3).state == WARN
+    monkeypatch.setattr(machine, "cgroup_quota", lambda: 1.5)
+    assert machine.quota(None).state == WARN and "--cpus" in machine.quota(None).fix
+    assert machine.quota(1).state == OK
+    monkeypatch.setattr(machine, "cgroup_quota", lambda: None)
+    assert machine.quota(None).state == OK
+
+
+@pytest.mark.parametrize(("limit", "state"), [(1 << 16, OK), (200, WARN), (50, FAIL)])
+def test_open_files(monkeypatch, limit, state):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, 1 << 20))
+    found = machine.open_files(100)
+    assert found.state == state and (state == OK or "ulimit -n 65536" in found.fix)
+
+
+def test_small_shared_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        memory.shutil, "disk_usage", lambda path: type("Room", (), {"free": 60 << 20, "total": 64 << 20})
+    )
+    assert memory.shared_directory().state == WARN and "--shm-size" in memory.shared_directory().fix
+    monkeypatch.setattr(memory, "_system_room", lambda: (100 << 20, "MemAvailable in /proc/meminfo"))
+    assert memory.free_memory().state == WARN
+    monkeypatch.setattr(memory, "_cgroup_room", lambda: (50 << 20, "/sys/fs/cgroup/x/memory.max = 1 GiB"))
+    assert "docker run --memory" in memory.free_memory().fix
+
+
+def test_memfd_refused(monkeypatch):
+    def refused(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    found = memory.memory_files()
+    assert found.state == FAIL and "SYMCOMM_SHARE=named" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("version", "state"), [("2.13.0+cpu", OK), ("2.10.0", OK), ("2.9.1", FAIL), ("3.0.0a0+git1", OK), (None, WARN)]
+)
+def test_versions_of_torch(monkeypatch, version, state):
+    def told(name):
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", told)
+    assert software.torch()[0].state == state
+
+
+@pytest.mark.parametrize(
+    ("lines", "state", "words"),
+    [
+        (["NVIDIA H200, Default, [N/A]"], OK, "1 (NVIDIA H200)"),
+        (["NVIDIA A100, Default, Enabled"] * 2, WARN, "split (MIG)"),
+        (["NVIDIA L4, Exclusive_Process, Disabled"], WARN, "exclusive"),
+    ],
+)
+def test_gpus(lines, state, words):
+    found = software.judge_gpus(lines)
+    assert found.state == state and words in found.found
+
+
+def test_an_nvidia_smi_that_fails(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed' >&2\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = software.gpus()
+    assert found.state == WARN and "NVIDIA-SMI has failed" in found.found
