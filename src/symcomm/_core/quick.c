@@ -107,7 +107,7 @@ static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
     WITHOUT_LOCK_UNLESS(idle && exec_is_short(g, plan),
                         status = idle ? exec_run(g, plan, &b, timeout, from) : async_run_queued(g, plan, &b, timeout, from));
     Py_DECREF(capsule);
-    if ((status & 0xff) == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
+    if (PyErr_Occurred()) return NULL;
     return PyLong_FromLongLong(status);
 }
 

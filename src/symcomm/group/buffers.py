@@ -90,7 +90,7 @@ def _from_torch(call: str, name: str, tensor: Any, write: bool) -> Buffer:
     dtype = torch_dtypes().get(tensor.dtype)
     if dtype is None:
         raise errors.bad_argument(call, name, tensor.dtype, "a number, bool or complex dtype", "convert it first")
-    tensor = tensor.detach()
+    tensor = _with_memory(call, name, tensor.detach(), write)
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return Buffer(tensor.data_ptr(), tensor.numel(), dtype, tensor)
     if write and any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)):
@@ -101,21 +101,40 @@ def _from_torch(call: str, name: str, tensor: Any, write: bool) -> Buffer:
     return Buffer(copy.data_ptr(), copy.numel(), dtype, copy, tensor if write else None)
 
 
+LEAST_ADDRESS = 65536  # Linux maps nothing below; where a tensor's storage was given away, its address lies there
+
+
+def _with_memory(call: str, name: str, tensor: Any, write: bool) -> Any:
+    """``tensor``, if it has memory of its own to look at. Zeros that are only promised are made real for reading."""
+    if not write and tensor._is_zerotensor():
+        return tensor.clone()
+    try:
+        if tensor.numel() == 0 or tensor.data_ptr() >= LEAST_ADDRESS:
+            return tensor
+    except RuntimeError:  # torch.func's wrappers: vmap, grad
+        pass
+    raise errors.bad_argument(
+        call, name, f"a {type(tensor).__name__} without memory", "a tensor that holds its values",
+        "fake, functional and freed tensors hold none",
+    )  # fmt: skip
+
+
 def _from_numpy(call: str, name: str, array: Any, write: bool) -> Buffer:
     import numpy as np
 
-    dtype = _NUMPY.get(array.dtype.str)
+    kind = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
+    dtype = _NUMPY.get(kind.str)
     if dtype is None:
-        dtype = getattr(DType, array.dtype.name.upper(), None)  # ml_dtypes' bfloat16, float8_e4m3fn, ...
+        dtype = getattr(DType, kind.name.upper(), None)  # ml_dtypes' bfloat16, float8_e4m3fn, ...
     if dtype is None:
         raise errors.bad_argument(
             call, name, f"dtype {array.dtype}", "a number, bool or complex dtype", "convert it first"
         )
     if write and not array.flags.writeable:
         raise errors.bad_argument(call, name, "a read-only array", "writable", "pass a copy")
-    if array.flags.c_contiguous:
+    if array.flags.c_contiguous and array.dtype.isnative:
         return Buffer(array.ctypes.data, array.size, dtype, array)
-    copy = np.ascontiguousarray(array)
+    copy = np.ascontiguousarray(array, dtype=kind)
     return Buffer(copy.ctypes.data, copy.size, dtype, copy, array if write else None)
 
 
