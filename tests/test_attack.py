@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import symcomm
-from symcomm import errors
+from symcomm import errors, symm_mem
 from symcomm._core import native
 from symcomm.group import process_group
 from symcomm.memory.flight import Flight, flight_bytes, read_flight
@@ -176,6 +176,69 @@ def test_arrays_of_the_other_byte_order(dtype: str) -> None:
         return array.tolist()
 
     assert symcomm.spawn(rank, 2, mode="threads", deadline=60) == [[2, 4]] * 2
+
+
+def test_an_output_on_its_input_does_not_overwrite_what_peers_still_read() -> None:
+    """Symmetric tensors are read by peers where they lie; long ones are sent piece by piece."""
+
+    def rank(group: Any, make: Any, n: int) -> bool:
+        me, world = group.rank, group.size
+        full = torch.arange(world * n, dtype=torch.float32)
+        for _ in range(3):  # the first call takes the long way, the others the short one
+            x = make(world * n)
+            x.copy_(full + me)
+            group.all_to_all_single(x, x)
+            right = torch.equal(x, torch.cat([full[me * n : (me + 1) * n] + r for r in range(world)]))
+            x.copy_(full + me)
+            other = (me + 1) % world
+            group.reduce_scatter_single(x[other * n : (other + 1) * n], x)
+            right &= torch.equal(x[other * n : (other + 1) * n], (world * full + 3)[me * n : (me + 1) * n])
+            x.copy_(full + me)
+            group.all_gather(list(x.chunk(world)), x[other * n : (other + 1) * n])
+            right &= torch.equal(x, (full.view(world, n).roll(-1, 0) + torch.arange(world)[:, None]).view(-1))
+            x.copy_(full + me)
+            group.gather(list(x.chunk(world)) if me == 0 else None, x[other * n : (other + 1) * n], 0)
+            right &= me > 0 or torch.equal(x[:n], full[n : 2 * n])
+            if not right:
+                return False
+        return right
+
+    for make in (symm_mem.empty, torch.empty):
+        for n in (3, 20_000, 500_000):
+            assert symcomm.spawn(rank, 3, (make, n), mode="threads", deadline=60) == [True] * 3, (make, n)
+
+
+def test_strided_tensors_take_part_in_the_order_of_calls() -> None:
+    def rank(group: Any) -> list[float]:
+        x, gathered = torch.ones(4)[::2], torch.empty(4)
+        if group.rank == 1:
+            time.sleep(0.2)
+        works = [group.all_reduce(x, async_op=True) for _ in range(2)]
+        group.all_gather_single(gathered, x)
+        for work in works:
+            work.wait()
+        return [*x.tolist(), *gathered.tolist()]
+
+    assert symcomm.spawn(rank, 2, mode="threads", deadline=60) == [[4.0] * 6] * 2
+
+
+def test_callbacks_of_strided_tensors_may_wait_for_other_operations() -> None:
+    def rank(group: Any) -> float:
+        t, ended, works = torch.ones(1), threading.Event(), []
+
+        def callback() -> None:
+            works[0].wait()
+            ended.set()
+
+        if group.rank == 1:
+            time.sleep(0.2)
+        first = group.all_reduce(torch.ones(4)[::2], async_op=True)
+        works.append(group.all_reduce(t, async_op=True))
+        first.add_done_callback(callback)
+        assert ended.wait(20)
+        return t.item()
+
+    assert symcomm.spawn(rank, 2, mode="threads", deadline=60) == [2.0, 2.0]
 
 
 # --- the flight recorder --------------------------------------------------------------------------------------------
