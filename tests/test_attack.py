@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import symcomm
 from symcomm import errors, symm_mem
 from symcomm._core import native
+from symcomm.ddp import hooks
 from symcomm.group import process_group
 from symcomm.memory.flight import Flight, flight_bytes, read_flight
 
@@ -257,3 +258,26 @@ def test_flight_of_a_rank_that_is_writing() -> None:
     memory[place + 10] = 0xFF  # half written
     assert read_flight(flight.address) == []
     assert flight.site(("a\udcff.py", 3)) == 1
+
+
+# --- data parallel --------------------------------------------------------------------------------------------------
+
+
+def test_after_an_exception_in_a_hook_the_next_iteration_says_so() -> None:
+    def rank(group: Any) -> str:
+        model = torch.nn.Linear(2, 2)
+        state = hooks.CastState(torch.bfloat16)
+        wrapped = symcomm.DistributedDataParallel(model, process_group=state.process_group)
+
+        def hook(state, bucket):  # type: ignore[no-untyped-def]
+            raise ValueError("once")
+
+        wrapped.register_comm_hook(None, hook)
+        with pytest.raises(ValueError, match="once"):
+            wrapped(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(errors.CallerError) as caught:
+            wrapped(torch.ones(1, 2)).sum().backward()
+        return str(caught.value)
+
+    for said in symcomm.spawn(rank, 2, mode="threads", deadline=60):
+        assert "All gradients came" in said and "No gradient came" not in said
