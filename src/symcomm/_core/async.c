@@ -31,10 +31,14 @@ static void *work(void *argument) {
     struct request *r;
     while ((r = take(w)) != NULL) {
         r->status = exec_run(g, r->plan, &r->buffers, r->timeout, r->from);
-        atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
+        bool more = r->finished != NULL; /* which is part of it: blocking calls come after */
+        if (!more) atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
         atomic_store_explicit(&r->done, 1, memory_order_release);
         symcomm_futex_wake(&r->done, INT32_MAX);
-        if (r->finished) r->finished(r);
+        if (more) {
+            r->finished(r);
+            atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
+        }
         async_release(r);
     }
     return NULL;

@@ -224,8 +224,12 @@ static struct flight_entry *record(struct group *g, const struct plan *p, uint64
     return e;
 }
 
+static _Thread_local char this_thread; /* its address names the thread */
+
 int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout, struct origin from) {
+    if (atomic_load_explicit(&g->holder, memory_order_relaxed) == &this_thread) return STATUS_NESTED;
     symcomm_lock(&g->lock);
+    atomic_store_explicit(&g->holder, &this_thread, memory_order_relaxed);
     int64_t seq = (int64_t)g->seq + 1; /* also when it is refused, and not counted */
     uint64_t now = symcomm_ticks(), number = 0;
     atomic_store_explicit(&g->started, now, memory_order_relaxed);
@@ -233,6 +237,7 @@ int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b,
     int64_t status = run_locked(g, p, b, timeout);
     flight_end(g->recording, number, (int)status);
     g->recording = NULL;
+    atomic_store_explicit(&g->holder, NULL, memory_order_relaxed);
     pthread_mutex_unlock(&g->lock);
     return status ? status | seq << 8 : 0;
 }

@@ -26,9 +26,8 @@ uint32_t symcomm_ask_for_site(void) {
     symcomm_locate = NULL; /* once is enough */
     if (locator == NULL) return 0;
     PyEval_RestoreThread(symcomm_released);
-    PyObject *site = PyObject_CallNoArgs(locator);
+    PyObject *site = PyObject_CallNoArgs(locator); /* what it raises comes from a signal handler, and is for our caller */
     uint32_t number = site ? (uint32_t)PyLong_AsUnsignedLong(site) : 0;
-    PyErr_Clear();
     Py_XDECREF(site);
     symcomm_interrupted = symcomm_ask_python; /* a finalizer may have run an operation of its own */
     symcomm_released = PyEval_SaveThread();
@@ -52,7 +51,7 @@ static PyObject *use_locator(PyObject *self, PyObject *callable) {
 
 int symcomm_ask_python(void) {
     PyEval_RestoreThread(symcomm_released);
-    int raised = PyErr_CheckSignals();
+    int raised = PyErr_Occurred() != NULL || PyErr_CheckSignals();
     symcomm_interrupted = symcomm_ask_python; /* the handler may have run an operation of its own */
     symcomm_released = PyEval_SaveThread();
     return raised;
@@ -230,6 +229,27 @@ static PyObject *group_detach(PyObject *self, PyObject *arg) {
     Py_RETURN_TRUE;
 }
 
+/* group_forked(group): in a forked child, which has the group's memory but is not the rank. From now on the group looks at
+ * a copy of its control block, which refuses every operation, and nothing it does reaches the other ranks. Threads did not
+ * come along, and locks may be held by one of them. */
+static PyObject *group_forked(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct group *g = to_group(arg);
+    if (g == NULL) return NULL;
+    struct control *copy = aligned_alloc(64, (sizeof *copy + 63) / 64 * 64);
+    if (copy == NULL) return PyErr_NoMemory();
+    memset(copy, 0, sizeof *copy);
+    atomic_store(&copy->state, CONTROL_LEFT);
+    atomic_store(&copy->abort, STATUS_LEFT | (uint64_t)g->rank << 8 | (uint64_t)g->rank << 24);
+    for (int r = 0; r < g->world; r++) g->control[r] = copy;
+    g->own_copy = copy;
+    g->worker = NULL, g->flight = NULL, g->recording = NULL;
+    pthread_mutex_init(&g->lock, NULL);
+    atomic_store(&g->holder, NULL);
+    mail_forked(g);
+    Py_RETURN_NONE;
+}
+
 static PyObject *rank_report(struct group *g, int r) {
     struct control *c = g->control[r];
     uint64_t even = atomic_load(&c->arrival[0].seq), odd = atomic_load(&c->arrival[1].seq);
@@ -320,7 +340,7 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     bool idle = async_idle(g);
     WITHOUT_LOCK_UNLESS(idle && exec_is_short(g, p),
                         status = idle ? exec_run(g, p, &b, timeout, from) : async_run_queued(g, p, &b, timeout, from));
-    if ((status & 0xff) == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
+    if (PyErr_Occurred()) return NULL;
     return PyLong_FromLongLong(status);
 }
 
@@ -390,6 +410,7 @@ static PyMethodDef methods[] = {
     {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},
     {"group_leave", group_leave, METH_O, "group_leave(group): this rank takes no further part."},
     {"group_detach", group_detach, METH_O, "group_detach(group) -> whether all have left, and its memory may be given back"},
+    {"group_forked", group_forked, METH_O, "group_forked(group): a forked child takes no part; it is refused everything."},
     {"group_keep", group_keep, METH_VARARGS, "group_keep(group, object): hold on to it as long as the group exists."},
     {"group_report", group_report, METH_O, "group_report(group) -> what this rank can see of all ranks"},
     {"group_publish", group_publish, METH_VARARGS, "group_publish(group, text): show the others what this rank was doing."},

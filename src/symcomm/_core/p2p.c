@@ -45,6 +45,7 @@ struct mail {
     _Atomic int background; /* unfinished operations that nobody may be waiting for */
     pthread_t thread;
     bool thread_runs;
+    bool forked; /* this is a child's copy: the channels are its parent's */
     _Atomic bool closing;
 };
 
@@ -345,7 +346,7 @@ static int peer_gone(struct op *op, int *culprit) {
 static bool drive(struct op *op) {
     struct mail *m = op->mail;
     symcomm_lock(&m->lock);
-    while (op->state != OP_DONE && progress(m)) {}
+    while (!m->forked && op->state != OP_DONE && progress(m)) {}
     bool done = op->state == OP_DONE;
     pthread_mutex_unlock(&m->lock);
     return done;
@@ -471,6 +472,13 @@ void mail_close(struct group *g) {
         pthread_join(m->thread, NULL);
         m->thread_runs = false;
     }
+}
+
+void mail_forked(struct group *g) {
+    if (g->mail == NULL) return;
+    pthread_mutex_init(&g->mail->lock, NULL);
+    g->mail->forked = true, g->mail->thread_runs = false;
+    g->mail = NULL; /* operations that were on their way keep it */
 }
 
 struct op *mail_post(struct group *g, const struct op *wanted) {

@@ -54,6 +54,8 @@ int mail_open(struct group *g, char *const *channels);
 /* Ends the thread that drives unattended operations. */
 void mail_close(struct group *g);
 void mail_drop(struct group *g);
+/* In a forked child: touch the channels no more. */
+void mail_forked(struct group *g);
 struct op *mail_post(struct group *g, const struct op *wanted);
 /* Drives the mail until op is done. timeout ns, 0: none; negative: only look. STATUS_TIMEOUT leaves the op withdrawn. */
 int mail_wait(struct op *op, int64_t timeout, bool withdraw);

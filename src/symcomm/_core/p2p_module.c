@@ -53,7 +53,7 @@ static PyObject *py_wait(PyObject *self, PyObject *args) {
     struct op *op = PyCapsule_GetPointer(capsule, OP);
     if (op == NULL) return NULL;
     WITHOUT_LOCK(status = mail_wait(op, timeout, withdraw_it));
-    if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
+    if (PyErr_Occurred()) return NULL;
     return outcome(op, status);
 }
 
@@ -84,9 +84,9 @@ static PyObject *message(PyObject *self, PyObject *const *args, Py_ssize_t n_arg
     int status;
     WITHOUT_LOCK_UNLESS(g->own_process && mail_is_short(g, wanted.nbytes), status = exchange(g, &wanted, timeout, &op));
     if (op == NULL) return PyErr_NoMemory();
-    PyObject *result = status == STATUS_OK ? PyLong_FromLong(op->peer) : outcome(op, status);
+    PyObject *result = NULL;
+    if (!PyErr_Occurred()) result = status == STATUS_OK ? PyLong_FromLong(op->peer) : outcome(op, status);
     mail_disown(op);
-    if (status == STATUS_INTERRUPTED && PyErr_Occurred()) Py_CLEAR(result);
     return result;
 }
 

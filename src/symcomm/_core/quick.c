@@ -5,8 +5,11 @@
 #include "common.h"
 #include "exec.h"
 #include "tensor.h"
+#include "types.h"
 
 #define SLOTS 4096 /* a power of two; when three quarters are full it starts anew */
+
+enum { ALL_TO_ALL_SINGLE = 5 }; /* of Kind in symcomm/group/calls.py: the one that cannot work in place */
 
 struct kind { /* what a plan depends on */
     int64_t call, detail, dtype, count, out_count, n_in, n_out;
@@ -73,18 +76,34 @@ static int view_all(PyObject *object, char **addresses, int64_t *count, int64_t 
     return (int)n;
 }
 
+/* Whether an output lies on an input in a way that lets results overwrite what peers still read. In place is fine where the
+ * one is this rank's part of the other. symcomm.group.buffers.keep_apart() says the same, and makes a copy. */
+static bool in_the_way(const struct group *g, const struct kind *k, const struct given *t) {
+    int64_t item = k->dtype >= 0 ? symcomm_itemsize[k->dtype] : 0, in_bytes = k->count * item, out_bytes = k->out_count * item;
+    for (int64_t i = 0; i < k->n_in; i++)
+        for (int64_t o = 0; o < k->n_out; o++) {
+            const char *in = t->in[i], *out = t->out[o];
+            if (in + in_bytes <= out || out + out_bytes <= in) continue;
+            bool listed = k->n_in > 1 || k->n_out > 1, mine = in == out && (i | o) == g->rank;
+            if (!listed) mine = in_bytes > out_bytes ? out == in + g->rank * out_bytes : in == out + g->rank * in_bytes;
+            if (!listed && in_bytes == out_bytes) mine = g->world == 1;
+            if (!mine) return true;
+        }
+    return false;
+}
+
 /* Fills kind and tensors from (group, call, detail, input, output). False: Python must look. */
-static bool describe(PyObject *const *args, struct kind *k, struct given *t) {
+static bool describe(const struct group *g, PyObject *const *args, struct kind *k, struct given *t) {
     if (!PyLong_Check(args[1]) || !PyLong_Check(args[2])) return false;
     *k = (struct kind){.call = PyLong_AsLongLong(args[1]), .detail = PyLong_AsLongLong(args[2]), .dtype = -1};
     k->n_in = view_all(args[3], t->in, &k->count, &k->dtype);
     if (k->n_in < 0) return false;
     if (args[4] == args[3] && k->n_in == 1) {
         t->out[0] = t->in[0], k->out_count = k->count, k->n_out = 1;
-        return true;
+        return k->call != ALL_TO_ALL_SINGLE || g->world == 1;
     }
     k->n_out = view_all(args[4], t->out, &k->out_count, &k->dtype);
-    return k->n_out >= 0;
+    return k->n_out >= 0 && !in_the_way(g, k, t);
 }
 
 /* again(group, call, detail, input, output, timeout_ns) -> 0, a failure's status, or -1: not known, take the long way */
@@ -94,7 +113,7 @@ static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
     if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "again takes 6 arguments");
     struct kind k;
     struct given t;
-    if (g->quick == NULL || !describe(args, &k, &t)) return PyLong_FromLong(-1);
+    if (g->quick == NULL || !describe(g, args, &k, &t)) return PyLong_FromLong(-1);
     struct known_plan *known = find(g->quick, &k);
     if (known->plan == NULL) return PyLong_FromLong(-1);
     int64_t timeout = PyLong_AsLongLong(args[5]);
@@ -107,7 +126,7 @@ static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
     WITHOUT_LOCK_UNLESS(idle && exec_is_short(g, plan),
                         status = idle ? exec_run(g, plan, &b, timeout, from) : async_run_queued(g, plan, &b, timeout, from));
     Py_DECREF(capsule);
-    if ((status & 0xff) == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
+    if (PyErr_Occurred()) return NULL;
     return PyLong_FromLongLong(status);
 }
 
@@ -119,7 +138,7 @@ static PyObject *remember(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     if (plan == NULL) return g || n_args == 7 ? NULL : PyErr_Format(PyExc_TypeError, "remember takes 7 arguments");
     struct kind k;
     struct given t;
-    if (!describe(args, &k, &t)) Py_RETURN_FALSE;
+    if (!describe(g, args, &k, &t)) Py_RETURN_FALSE;
     if (g->quick == NULL && (g->quick = calloc(1, sizeof *g->quick)) == NULL) return PyErr_NoMemory();
     if (g->quick->used > SLOTS * 3 / 4) forget_all(g->quick);
     struct known_plan *slot = find(g->quick, &k);

@@ -56,6 +56,7 @@ enum status {
     STATUS_PLAN = 6,     /* the plan does not fit the group: a bug */
     STATUS_INTERRUPTED = 7, /* a Python signal handler raised (Ctrl-C) */
     STATUS_HALF_SENT = 8, /* origin gave up a message to culprit when part of it was on its way */
+    STATUS_NESTED = 9, /* a signal handler called it while its own thread is in another operation of the group */
 };
 
 struct flight_entry;
@@ -78,6 +79,7 @@ struct group {
     bool left;                     /* group_leave() was called */
     struct control *own_copy;      /* of my block, once its memory was given back */
     pthread_mutex_t lock;          /* one operation at a time */
+    _Atomic(const void *) holder;  /* names the thread that holds it */
     struct flight *flight;         /* the rank's recorder, see flight.h */
     uint32_t flight_group;         /* this group's number there */
     struct flight_entry *recording; /* of the operation that holds the lock */

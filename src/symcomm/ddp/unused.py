@@ -107,7 +107,12 @@ def unfinished(
             + lists
         )
     text = "Expected to have finished reduction in the prior iteration before starting a new one. "
-    if static_graph:
+    if not any(told.values()):
+        text += (
+            "All gradients came, but the backward pass did not end: an exception stopped it, in a communication hook "
+            "perhaps. Look for that one; to go on after it, wrap the model anew on every rank."
+        )
+    elif static_graph:
         text += (
             "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
             "in first iteration, but then got unused in the second iteration. this is not compatible with static_graph "

@@ -6,6 +6,7 @@ without a copy. What is not contiguous is copied once, and results are copied ba
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.types import DType
 
-__all__ = ["Buffer", "read_buffer", "read_list", "write_buffer", "write_list"]
+__all__ = ["Buffer", "keep_apart", "read_buffer", "read_list", "write_buffer", "write_list"]
 
 _NUMPY = {
     "|u1": DType.UINT8, "|i1": DType.INT8, "<u2": DType.UINT16, "<i2": DType.INT16, "<u4": DType.UINT32,
@@ -41,18 +42,44 @@ def torch_dtypes() -> dict[Any, DType]:
 class Buffer:
     """Contiguous bytes that the core can read or write. ``finish()`` copies a result back where that is needed."""
 
-    __slots__ = ("address", "count", "dtype", "owner", "target")
+    __slots__ = ("address", "count", "dtype", "original", "owner", "target")
 
-    def __init__(self, address: int, count: int, dtype: DType, owner: Any, target: Any = None):
+    def __init__(self, address: int, count: int, dtype: DType, owner: Any, target: Any = None, original: Any = None):
         self.address = address
         self.count = count
         self.dtype = dtype
         self.owner = owner  # keeps the bytes alive
         self.target = target  # where the result belongs, when owner is only a stand-in
+        self.original = original  # what owner is a copy of
 
     @property
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
+
+    def extent(self) -> tuple[int, int]:
+        """Addresses between which the caller's own tensor lies."""
+        tensor = self.original
+        if isinstance(tensor, Buffer):
+            return tensor.extent()
+        if tensor is None:
+            return self.address, self.address + self.nbytes
+        if hasattr(tensor, "data_ptr"):
+            start, steps = tensor.data_ptr(), [step * self.dtype.itemsize for step in tensor.stride()]
+        else:
+            start, steps = tensor.ctypes.data, list(tensor.strides)
+        ends = [(n - 1) * step for n, step in zip(tensor.shape, steps, strict=True)]
+        return start + sum(e for e in ends if e < 0), start + sum(e for e in ends if e > 0) + self.dtype.itemsize
+
+    def touches(self, other: Buffer) -> bool:
+        (a, b), (c, d) = self.extent(), other.extent()
+        return a < d and c < b
+
+    def refresh(self) -> None:
+        """Copy once more: the original has changed since."""
+        if isinstance(self.original, Buffer):
+            ctypes.memmove(self.address, self.original.address, self.nbytes)
+        elif self.original is not None:
+            _assign(self.owner, self.original)
 
     def finish(self) -> None:
         if self.target is not None:
@@ -90,7 +117,7 @@ def _from_torch(call: str, name: str, tensor: Any, write: bool) -> Buffer:
     dtype = torch_dtypes().get(tensor.dtype)
     if dtype is None:
         raise errors.bad_argument(call, name, tensor.dtype, "a number, bool or complex dtype", "convert it first")
-    tensor = tensor.detach()
+    tensor = _with_memory(call, name, tensor.detach(), write)
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return Buffer(tensor.data_ptr(), tensor.numel(), dtype, tensor)
     if write and any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)):
@@ -98,25 +125,44 @@ def _from_torch(call: str, name: str, tensor: Any, write: bool) -> Buffer:
             call, name, "an expanded tensor", "a tensor whose elements do not share memory", "pass a .clone()"
         )
     copy = tensor.resolve_conj().resolve_neg().contiguous()
-    return Buffer(copy.data_ptr(), copy.numel(), dtype, copy, tensor if write else None)
+    return Buffer(copy.data_ptr(), copy.numel(), dtype, copy, tensor if write else None, tensor)
+
+
+LEAST_ADDRESS = 65536  # Linux maps nothing below; where a tensor's storage was given away, its address lies there
+
+
+def _with_memory(call: str, name: str, tensor: Any, write: bool) -> Any:
+    """``tensor``, if it has memory of its own to look at. Zeros that are only promised are made real for reading."""
+    if not write and tensor._is_zerotensor():
+        return tensor.clone()
+    try:
+        if tensor.numel() == 0 or tensor.data_ptr() >= LEAST_ADDRESS:
+            return tensor
+    except RuntimeError:  # torch.func's wrappers: vmap, grad
+        pass
+    raise errors.bad_argument(
+        call, name, f"a {type(tensor).__name__} without memory", "a tensor that holds its values",
+        "fake, functional and freed tensors hold none",
+    )  # fmt: skip
 
 
 def _from_numpy(call: str, name: str, array: Any, write: bool) -> Buffer:
     import numpy as np
 
-    dtype = _NUMPY.get(array.dtype.str)
+    kind = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
+    dtype = _NUMPY.get(kind.str)
     if dtype is None:
-        dtype = getattr(DType, array.dtype.name.upper(), None)  # ml_dtypes' bfloat16, float8_e4m3fn, ...
+        dtype = getattr(DType, kind.name.upper(), None)  # ml_dtypes' bfloat16, float8_e4m3fn, ...
     if dtype is None:
         raise errors.bad_argument(
             call, name, f"dtype {array.dtype}", "a number, bool or complex dtype", "convert it first"
         )
     if write and not array.flags.writeable:
         raise errors.bad_argument(call, name, "a read-only array", "writable", "pass a copy")
-    if array.flags.c_contiguous:
+    if array.flags.c_contiguous and array.dtype.isnative:
         return Buffer(array.ctypes.data, array.size, dtype, array)
-    copy = np.ascontiguousarray(array)
-    return Buffer(copy.ctypes.data, copy.size, dtype, copy, array if write else None)
+    copy = np.ascontiguousarray(array, dtype=kind)
+    return Buffer(copy.ctypes.data, copy.size, dtype, copy, array if write else None, array)
 
 
 def _view(call: str, name: str, tensor: Any, write: bool) -> Buffer:
@@ -162,3 +208,32 @@ def read_list(call: str, name: str, tensors: Any, length: int) -> list[Buffer]:
 
 def write_list(call: str, name: str, tensors: Any, length: int) -> list[Buffer]:
     return [write_buffer(call, f"{name}[{i}]", t) for i, t in enumerate(_as_list(call, name, tensors, length))]
+
+
+def keep_apart(inputs: Sequence[Buffer], outputs: Sequence[Buffer], rank: int, world: int) -> Sequence[Buffer]:
+    """The inputs; copies of those that an output lies on, since results could overwrite what peers still read.
+
+    In place is fine where the one is this rank's part of the other. native.again() looks for the same."""
+    listed = len(inputs) > 1 or len(outputs) > 1
+
+    def in_the_way(i: int, source: Buffer, o: int, out: Buffer) -> bool:
+        if source.address + source.nbytes <= out.address or out.address + out.nbytes <= source.address:
+            return False
+        if listed:
+            return source.address != out.address or i | o != rank
+        small, large = sorted((source, out), key=lambda b: b.nbytes)
+        if small.nbytes == large.nbytes:
+            return world > 1
+        return small.address != large.address + rank * small.nbytes
+
+    return [
+        _copy(source) if any(in_the_way(i, source, o, out) for o, out in enumerate(outputs)) else source
+        for i, source in enumerate(inputs)
+    ]
+
+
+def _copy(buffer: Buffer) -> Buffer:
+    memory = ctypes.create_string_buffer(buffer.nbytes)
+    copy = Buffer(ctypes.addressof(memory), buffer.count, buffer.dtype, memory, original=buffer)
+    copy.refresh()
+    return copy

@@ -16,7 +16,7 @@ from typing import Any
 from symcomm import collectives, errors
 from symcomm._core import native
 from symcomm.collectives.plan import Plan
-from symcomm.group.buffers import Buffer, read_buffer, read_list, write_buffer, write_list
+from symcomm.group.buffers import Buffer, keep_apart, read_buffer, read_list, write_buffer, write_list
 from symcomm.group.failure import call_site, explain
 from symcomm.group.work import Timeout, Work, to_ns
 from symcomm.types import DType, RedOpType, ReduceOp
@@ -30,7 +30,7 @@ class Kind(enum.IntEnum):
     REDUCE_SCATTER_SINGLE = 2
     BROADCAST = 3
     ALL_GATHER_SINGLE = 4
-    ALL_TO_ALL_SINGLE = 5
+    ALL_TO_ALL_SINGLE = 5  # quick.c knows this number
     ALL_GATHER = 6
     GATHER = 7
     SCATTER = 8
@@ -120,6 +120,10 @@ class CollectiveCalls:
         timeout: Timeout,
     ) -> Work | None:
         timeout_ns = self._timeout_ns if timeout is None else to_ns(call, timeout)
+        if inputs and outputs and inputs[0] is not outputs[0]:
+            inputs = keep_apart(inputs, outputs, self.rank, self.size)
+        if self._pending:
+            self._refresh_copies([b for b in (*outputs, *inputs) if b.original is not None])
         ins = tuple([b.address for b in inputs])
         outs = tuple([b.address for b in outputs])
         if self._failure is not None:
@@ -135,12 +139,21 @@ class CollectiveCalls:
             return None
         site = call_site(2)
         work = Work(self, call, site, outputs, result, (inputs, plan))
-        callback = work._settle if any(b.target is not None for b in outputs) else None
+        callback = work._copy_out if any(b.target is not None for b in outputs) else None
         work._request = native.submit(
             self._handle, plan, ins, outs, timeout_ns, self._arena.flight.site(site), callback
         )
         self._keep(work)
         return work
+
+    def _refresh_copies(self, copies: Sequence[Buffer]) -> None:
+        """A copy of a tensor must hold what operations before this one make of it."""
+        for copy in copies:
+            before = [w for w in list(self._pending) if any(copy.touches(out) for out in w._outputs)]
+            for work in before:
+                work._poll(0)
+            if before:
+                copy.refresh()
 
     def _site(self, depth: int) -> int:
         """The caller's place, as the flight recorder knows it."""

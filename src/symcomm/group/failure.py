@@ -42,6 +42,7 @@ class Status(enum.IntEnum):
     PLAN = 6
     INTERRUPTED = 7
     HALF_SENT = 8
+    NESTED = 9
 
 
 Site = tuple[str, int]  # file, line; worded only when something went wrong

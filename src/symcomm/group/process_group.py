@@ -15,7 +15,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
-from symcomm.group.failure import Site, call_site
+from symcomm.group.failure import Site, Status, call_site
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
@@ -50,6 +50,20 @@ def _leave_all() -> None:
             group._leave()
 
 
+def _after_fork_in_child() -> None:
+    """A forked child is not the rank: whatever it does with its copies of groups must not reach the others."""
+    global _retired_lock
+    _retired_lock = threading.Lock()  # a thread that did not come along may hold it
+    for group in list(_living):
+        native.group_forked(group._handle)
+        group._failure_lock = threading.RLock()
+        group._keep_lock = threading.Lock()
+        group._failure = errors.GroupUnusableError(
+            f"it belongs to the process that this one was forked from ({os.getppid()}); make groups of its own here."
+        )
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 _retired: list[tuple[Any, Arena, int]] = []  # groups left, whose part of the arena others may still look at
 _retired_lock = threading.Lock()
 
@@ -112,7 +126,7 @@ class ProcessGroup(MoreCalls):
         self._keep_lock = threading.Lock()
         self._sweep_at = 16
         self._failure: errors.SymcommError | None = None
-        self._failure_lock = threading.Lock()
+        self._failure_lock = threading.RLock()  # a signal handler may need it while we do
         self._children = 0
         self._barriers = 0
         self.store: Any = None
@@ -178,6 +192,11 @@ class ProcessGroup(MoreCalls):
         self, status: int, call: str, site: Site, seconds: float | None, explain: Callable
     ) -> errors.SymcommError:
         """The exception to raise for a failed operation. The first one tells the story, later ones refer to it."""
+        if status & 0xFF == Status.NESTED:
+            return errors.CallerError(
+                f"{call} on group {self.name!r}: called by a signal handler (or a finalizer) while its thread waits "
+                "in another operation of this group. Set a flag there and make the call later, or use another group."
+            )
         with self._failure_lock:
             if self._failure is None:
                 first = self._failure = explain(self, status, call, site, seconds)

@@ -106,8 +106,9 @@ class Work:
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
 
-    def _settle(self, status: int) -> None:
-        """Runs once, in whichever thread first learns that the operation has ended."""
+    def _copy_out(self, status: int) -> None:
+        """Runs once, in whichever thread first learns that the operation has ended: the core's own, where outputs have
+        to be copied. That thread must not run callbacks, which may wait for operations that it is to run."""
         with self._lock:
             if self._settled:
                 return
@@ -120,6 +121,10 @@ class Work:
             self._settled = True
             self.seconds = time.monotonic() - self._started
             self._keep = None
+
+    def _settle(self, status: int) -> None:
+        self._copy_out(status)
+        with self._lock:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
@@ -129,7 +134,7 @@ class Work:
             native.request_wait(self._request, 0)
 
     def _poll(self, timeout_ns: int) -> bool:
-        if self._settled:
+        if self._settled and not self._callbacks:
             return True
         status = native.request_wait(self._request, timeout_ns)
         if status is None:

@@ -13,6 +13,7 @@ written here, once each::
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -27,7 +28,7 @@ from symcomm.memory.heap import PAGE
 __all__ = ["CAPACITY", "Flight", "FlightEntry", "Peek", "read_flight", "read_groups"]
 
 DEFAULT_CAPACITY = 2048
-ENTRY, GROUP, SITE = struct.Struct("<6Q3I4B"), 512, 128
+ENTRY, NUMBER, GROUP, SITE = struct.Struct("<6Q3I4B"), struct.Struct("<Q"), 512, 128
 GROUPS, SITES = 256, 4096
 SIZES = ("SYMCOMM_FLIGHT_ENTRIES", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the first that is set
 
@@ -78,18 +79,17 @@ class Flight:
         self.address, self.capacity = address, capacity
         self._groups = self._sites = 0
         self._site_numbers: dict[tuple[str, int], int] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may need it while we do
         native.poke(address, struct.pack("<5Q", 0, capacity, 0, 0, 0))
 
     def add_group(self, name: str, rank: int, ranks: list[int], description: str = "") -> int:
         """The number by which entries refer to this group from now on."""
         with self._lock:
-            self._groups += 1
-            number = self._groups
+            number = self._groups = self._groups + 1
             facts = {"name": name, "rank": rank, "size": len(ranks), "ranks": ranks, "description": description}
             text = json.dumps(facts).encode()
-            if len(text) > GROUP - 8:  # very long names, or many ranks
-                text = json.dumps({**facts, "name": name[:60], "description": "", "ranks": []}).encode()
+            if len(text) > GROUP - 8:  # very long names, or many ranks; a character takes up to 12 bytes
+                text = json.dumps({**facts, "name": name[:30], "description": "", "ranks": []}).encode()
             place = _groups_at(self.address, self.capacity) + (number - 1) % GROUPS * GROUP
             native.poke(place, struct.pack("<II", number, len(text)) + text)
             native.poke(self.address + 16, struct.pack("<Q", number))
@@ -107,9 +107,8 @@ class Flight:
         with self._lock:
             if self._sites == SITES - 1:
                 return 0
-            self._sites += 1
-            number = self._sites
-            text = f"{site[0]}:{site[1]}".encode()[-(SITE - 1) :]
+            number = self._sites = self._sites + 1
+            text = f"{site[0]}:{site[1]}".encode(errors="replace")[-(SITE - 1) :]
             native.poke(_sites_at(self.address, self.capacity) + number * SITE, bytes([len(text)]) + text)
             native.poke(self.address + 24, struct.pack("<Q", number))
             self._site_numbers[site] = number
@@ -132,7 +131,8 @@ def read_groups(address: int, peek: Peek = native.peek) -> dict[int, dict]:
         raw = peek(_groups_at(address, capacity) + place * GROUP, GROUP)
         number, length = struct.unpack_from("<II", raw)
         if number:
-            groups[number] = json.loads(raw[8 : 8 + length])
+            with contextlib.suppress(ValueError):  # its owner is writing it
+                groups[number] = json.loads(raw[8 : 8 + length])
     return groups
 
 
@@ -163,9 +163,8 @@ def read_flight(address: int, peek: Peek = native.peek) -> list[FlightEntry]:
 
 def _consistent(address: int, capacity: int, peek: Peek) -> Iterator[tuple]:
     """Entries that nobody was writing while they were read."""
-    raw = peek(address + PAGE, capacity * ENTRY.size)
-    again = peek(address + PAGE, capacity * ENTRY.size)
+    before, raw, after = (peek(address + PAGE, capacity * ENTRY.size) for _ in range(3))
     for at in range(0, len(raw), ENTRY.size):
-        fields = ENTRY.unpack_from(again, at)
-        if fields[0] and fields[0] == ENTRY.unpack_from(raw, at)[0]:
+        fields = ENTRY.unpack_from(raw, at)
+        if fields[0] and fields[0] == NUMBER.unpack_from(before, at)[0] == NUMBER.unpack_from(after, at)[0]:
             yield fields
