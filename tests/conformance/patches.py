@@ -86,6 +86,7 @@ def impersonate_gloo() -> None:
     from torch.distributed import distributed_c10d as c10d
 
     from symcomm.backend.group import TorchGroup
+    from symcomm.backend.teach import known_to_dist2
 
     gloo: Any = dist.ProcessGroupGloo
 
@@ -105,4 +106,7 @@ def impersonate_gloo() -> None:
     class ProcessGroupGloo(metaclass=PassesForGloo):
         """Stands where torch's class stood."""
 
+    factories = known_to_dist2()
+    if "gloo" in factories:
+        factories["gloo"] = factories["symcomm"]
     dist.ProcessGroupGloo = c10d.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[misc,assignment]

@@ -1,10 +1,16 @@
 """Symcomm as a ``torch.distributed`` backend.
 
 register.py  tells torch about us; torch calls it by itself through the ``torch.backends`` entry point
+teach.py     functions of torch that know other backends by name: split_group, shrink_group, monitored_barrier
 group.py     TorchGroup: torch's ProcessGroup on ours
+life.py      the rest of TorchGroup: its end, groups made from it, what torch asks about it
+engines.py   tensors on other devices, for maps such as "cpu:symcomm,cuda:nccl"
 arguments.py what torch passes -> what ours takes
+checks.py    wrong arguments, in the words that scripts look for
 work.py      what torch expects of a Work and of its future
 sparse.py    sums of sparse tensors
+functional.py operators of functional collectives that torch does not bring to us by itself
+careful.py   what TORCH_DISTRIBUTED_DEBUG=DETAIL adds
 lists.py     calls with several tensors of one rank
 profile.py   events for torch's profiler
 """

@@ -14,7 +14,7 @@ from symcomm import errors
 from symcomm.types import RedOpType
 from symcomm.types import ReduceOp as OwnReduceOp
 
-__all__ = ["is_async", "one", "one_list", "redop_of", "root_of", "seconds_of", "sort_out"]
+__all__ = ["is_async", "once_each", "one_list", "redop_of", "root_of", "seconds_of", "sort_out"]
 
 
 def sort_out(*given: Any) -> tuple[Any, Any, Any, Any]:
@@ -64,13 +64,11 @@ def is_async(options: Any) -> bool:
     return getattr(options, "asyncOp", True)
 
 
-def one(call: str, name: str, tensors: Any) -> Any:
-    """The single tensor of a list of one (or the tensor itself)."""
-    if isinstance(tensors, (list, tuple)):
-        if len(tensors) != 1:
-            raise errors.bad_argument(call, name, f"a list of {len(tensors)}", "a list of one tensor")
-        return tensors[0]
-    return tensors
+def once_each(tensors: Any) -> list[Any]:
+    """A tensor that is in the list twice is reduced once, as if all were reduced in one step."""
+    seen: set[Any] = set()
+    places = [(t.data_ptr(), t.shape, t.stride()) if t.numel() else object() for t in tensors]
+    return [t for t, place in zip(tensors, places, strict=True) if not (place in seen or seen.add(place))]  # type: ignore[func-returns-value]
 
 
 def one_list(call: str, name: str, lists: Any) -> list[Any]:

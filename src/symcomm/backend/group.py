@@ -11,26 +11,30 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.backend import lists
-from symcomm.backend.arguments import is_async, one, one_list, redop_of, root_of, seconds_of, sort_out
+from symcomm.backend import checks, lists
+from symcomm.backend.arguments import is_async, once_each, one_list, redop_of, root_of, seconds_of, sort_out
+from symcomm.backend.careful import Careful
+from symcomm.backend.checks import single
+from symcomm.backend.engines import Engines
+from symcomm.backend.life import Life, alive
 from symcomm.backend.profile import Span, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, op_type_of
-from symcomm.group.calls import Kind, to_redop
+from symcomm.group.calls import Kind, rooted, to_redop
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.share import Exchange
 
-__all__ = ["TorchGroup", "merged_group"]
+__all__ = ["TorchGroup"]
 
-_alive: set[Any] = set()  # torch's registry holds groups weakly
 Options: Any = Backend.Options
-_NO_TIMEOUT = timedelta(milliseconds=-1)
+_ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL, _ALL_GATHER_LIST, _GATHER, _SCATTER = map(
+    int, Kind
+)
 
 
 def _exchange_through(store: Any, rank: int, size: int, timeout: timedelta) -> Exchange:
@@ -54,15 +58,7 @@ def _exchange_through(store: Any, rank: int, size: int, timeout: timedelta) -> E
     return exchange
 
 
-def merged_group(store: Any, size: int, timeout: timedelta, name: str) -> TorchGroup:
-    """A group of the first ``size`` ranks that come to ``store``."""
-    place = int(store.add("mergeGroupRank", 1)) - 1
-    if place >= size:
-        raise errors.bad_argument("merge_remote_group", "size", size, f"at least {place + 1}, as many as came")
-    return TorchGroup(store, place, size, timeout, name)
-
-
-class TorchGroup(dist.ProcessGroup):
+class TorchGroup(Life, dist.ProcessGroup):
     """What ``init_process_group("symcomm")`` and ``new_group()`` give."""
 
     is_symcomm = True
@@ -94,8 +90,12 @@ class TorchGroup(dist.ProcessGroup):
         self._coalescing: list[Any] | None = None
         self._splits = 0
         self._hook: Any = None
+        self._careful: Careful | None = None
+        self._plain = True
         self._used_for_symmetric_memory = False
-        _alive.add(self)
+        self._engines = Engines(self)
+        self._map: dict[str, str] = {}
+        alive.add(self)
 
     __hash__ = object.__hash__
 
@@ -114,7 +114,12 @@ class TorchGroup(dist.ProcessGroup):
         inputs: Sequence[Any] = (),
         result: Sequence[Any] = (),
     ) -> Any:
-        """Run one of our collectives and dress its work for torch."""
+        """Run one of our collectives and dress its work for torch. Tensors of other devices go to their engine."""
+        tensors = inputs or result
+        if tensors and not tensors[0].is_cpu:
+            return self._engines.forward(method.__name__, args, options, timeout, tensors[0].device)
+        if self._careful is not None:
+            self._careful.check(name, inputs, result)
         if not is_profiling():
             return self._dressed(name, method, args, options, timeout, result)
         span = self._span(name, inputs, result)
@@ -168,34 +173,52 @@ class TorchGroup(dist.ProcessGroup):
         }
         return Span(name, inputs, facts)
 
-    def _again(self, call: Kind, detail: Any, source: Any, target: Any, opts: Any) -> bool:
+    def _may_be_short(self, opts: Any) -> bool:
+        """Whether nothing but the core needs to know of a call with these options: it blocks, and nobody watches.
+
+        Reading torch's options costs as much as the operation, so each is looked at once, and only here."""
+        try:
+            return self._plain and not opts.asyncOp and opts.timeout.days < 0 and not is_profiling()  # unset is -1 ms
+        except AttributeError:  # plain arguments instead of options
+            return False
+
+    def _again(self, call: int, detail: Any, source: Any, target: Any, opts: Any) -> bool:
         """Run a blocking call of a kind seen before, with nothing but the core; False: it has to go the long way."""
-        if (
-            opts is None
-            or is_async(opts)
-            or self._coalescing is not None
-            or is_profiling()
-            or self._hook is not None
-            or opts.timeout > _NO_TIMEOUT
-        ):
+        if not self._may_be_short(opts):
             return False
         core = self.core
         status = native.again(core._handle, call, detail, source, target, core._timeout_ns)
         if status > 0:
-            core._ended(status, call.label)
+            core._ended(status, Kind(call).label)
         return status == 0
+
+    def _set_plain(self) -> None:
+        """Whether calls may take the short way."""
+        self._plain = self._coalescing is None and self._hook is None and self._careful is None
+
+    def be_careful(self) -> None:
+        """From now on ranks compare their calls before they make them. Every rank of the group calls this."""
+        self._careful = Careful(self)
+        self._set_plain()
+
+    def _other_than_cpu(self, device: Any) -> Any:
+        """The engine for a device that is not the CPU."""
+        if device is None or device.type == "cpu":
+            return None
+        return self._engines.on("_coalescing_manager", device)
 
     # --- reductions -------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         if op is not None or timeout is not None:
             opts, _, op, timeout = sort_out(opts, op, timeout)
-        if type(tensors) is list and len(tensors) > 1:
-            return lists.all_reduce(self.core, tensors, redop_of(opts, op), seconds_of(opts, timeout))
-        tensor, redop = one("all_reduce", "tensors", tensors), redop_of(opts, op)
-        if timeout is None and self._again(Kind.ALL_REDUCE, redop, tensor, tensor, opts):
+        redop = redop_of(opts, op)
+        if timeout is None and self._again(_ALL_REDUCE, redop, tensors, tensors, opts):
             return done
-        if tensor.is_sparse:
+        if isinstance(tensors, (list, tuple)) and len(tensors) != 1:
+            return lists.all_reduce(self.core, tensors, redop, seconds_of(opts, timeout))
+        tensor = single("all_reduce", tensors, "tensor list")
+        if tensor.is_sparse and tensor.is_cpu:
             all_reduce_sparse(self.core, tensor, to_redop("all_reduce", redop)[0], seconds_of(opts, timeout))
             return DoneWork([tensor])
         result = [tensor]
@@ -205,15 +228,21 @@ class TorchGroup(dist.ProcessGroup):
         )
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Any:
+        checks.all_reduce_coalesced(tensors)
         call = self.core.all_reduce_coalesced
-        return self._call(
-            "all_reduce_coalesced", call, tensors, redop_of(opts), options=opts, inputs=tensors, result=tensors
-        )
+        args = (once_each(tensors), redop_of(opts))
+        return self._call("all_reduce_coalesced", call, *args, options=opts, inputs=tensors, result=tensors)
 
     def reduce(self, tensors: Any, opts: Any = None, root: Any = None, op: Any = None, timeout: Any = None) -> Any:
-        tensor = one("reduce", "tensors", tensors)
-        opts, root, op, timeout = sort_out(opts, root, op, timeout)
-        args = (tensor, root_of(opts, root), redop_of(opts, op))
+        if root is not None or op is not None or timeout is not None:
+            opts, root, op, timeout = sort_out(opts, root, op, timeout)
+        origin, redop = root_of(opts, root), redop_of(opts, op)
+        if timeout is None and self._again(_REDUCE, rooted(origin, redop), tensors, tensors, opts):
+            return done
+        checks.root_rank("reduce", origin, self.core.size)
+        tensor = single("reduce", tensors, "tensor list")
+        checks.root_tensor("reduce", opts, 1)
+        args = (tensor, origin, redop)
         return self._call(
             "reduce", self.core.reduce, *args, options=opts, timeout=timeout, inputs=[tensor], result=[tensor]
         )
@@ -222,7 +251,7 @@ class TorchGroup(dist.ProcessGroup):
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Any:
         output, pieces = (
-            one("reduce_scatter", "output_tensors", output_tensors),
+            single("reduce_scatter", output_tensors, "output tensor list"),
             one_list("reduce_scatter", "inputs", input_tensors),
         )
         opts, _, op, timeout = sort_out(opts, op, timeout)
@@ -232,7 +261,7 @@ class TorchGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         redop = redop_of(opts)
-        if self._again(Kind.REDUCE_SCATTER_SINGLE, redop, input, output, opts):
+        if self._again(_REDUCE_SCATTER, redop, input, output, opts):
             return done
         call = self.core.reduce_scatter_single
         return self._call(
@@ -250,11 +279,13 @@ class TorchGroup(dist.ProcessGroup):
         if root is not None or timeout is not None:
             opts, root, _, timeout = sort_out(opts, root, timeout)
         origin = root_of(opts, root)
-        if type(tensors) is list and len(tensors) > 1:
-            return lists.broadcast(self.core, tensors, origin, opts, seconds_of(opts, timeout))
-        tensor = one("broadcast", "tensors", tensors)
-        if timeout is None and self._again(Kind.BROADCAST, origin, tensor, tensor, opts):
+        if timeout is None and self._again(_BROADCAST, origin, tensors, tensors, opts):
             return done
+        if isinstance(tensors, (list, tuple)) and len(tensors) != 1:
+            return lists.broadcast(self.core, tensors, origin, opts, seconds_of(opts, timeout))
+        tensor = single("broadcast", tensors, "tensor list")
+        checks.root_rank("broadcast", origin, self.core.size)
+        checks.root_tensor("broadcast", opts, 1)
         result = [tensor]
         call = self.core.broadcast
         return self._call(
@@ -262,20 +293,24 @@ class TorchGroup(dist.ProcessGroup):
         )
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        opts, _, _, timeout = sort_out(opts, timeout)
-        if type(input_tensors) is list and len(input_tensors) > 1:
-            return lists.all_gather(self.core, output_tensors, input_tensors, seconds_of(opts, timeout))
-        tensor, places = (
-            one("all_gather", "input_tensors", input_tensors),
-            one_list("all_gather", "output_tensors", output_tensors),
-        )
+        if timeout is not None:
+            opts, _, _, timeout = sort_out(opts, timeout)
+        elif output_tensors and self._again(_ALL_GATHER_LIST, 0, input_tensors, output_tensors[0], opts):
+            return done
+        tensors = input_tensors if isinstance(input_tensors, (list, tuple)) else [input_tensors]
+        outputs = checks.all_gather_lists(output_tensors, tensors, self.core.size)
+        if len(tensors) > 1:
+            return lists.all_gather(self.core, outputs, tensors, seconds_of(opts, timeout))
+        tensor, places = tensors[0], outputs[0]
+        # dist.all_gather takes places of any size; who calls the group itself is held to what torch's groups take.
+        checks.alike("all_gather", places, tensor, sizes=opts is None)
         call = self.core.all_gather
         return self._call(
             "all_gather", call, places, tensor, options=opts, timeout=timeout, inputs=[tensor], result=places
         )
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        if self._again(Kind.ALL_GATHER_SINGLE, 0, input, output, opts):
+        if self._again(_ALL_GATHER, 0, input, output, opts):
             return done
         call = self.core.all_gather_single
         return self._call("all_gather_single", call, output, input, options=opts, inputs=[input], result=[output])
@@ -285,25 +320,32 @@ class TorchGroup(dist.ProcessGroup):
         return self._call("all_gather_coalesced", call, outputs, inputs, options=opts, inputs=inputs, result=outputs)
 
     def allgather_coalesced(self, output_lists: Sequence[Any], input_list: Sequence[Any], opts: Any = None) -> Any:
-        def call(async_op: bool, timeout: Any) -> Any:
+        checks.all_gather_coalesced(output_lists, input_list, self.core.size)
+
+        def all_gather_lists(outputs: Any, inputs: Any, async_op: bool, timeout: Any) -> Any:
             work = None
-            for k, tensor in enumerate(input_list):
-                places = [one_rank[k] for one_rank in output_lists]
+            for k, tensor in enumerate(inputs):
+                places = [one_rank[k] for one_rank in outputs]
                 work = self.core.all_gather(places, tensor, async_op=async_op, timeout=timeout)
             return work  # operations run in order, so the last speaks for all
 
+        args = (output_lists, input_list)
         result = [t for one_rank in output_lists for t in one_rank]
-        return self._call("all_gather_coalesced", call, options=opts, inputs=input_list, result=result)
+        return self._call(
+            "all_gather_coalesced", all_gather_lists, *args, options=opts, inputs=input_list, result=result
+        )
 
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
     ) -> Any:
-        tensor, places = (
-            one("gather", "input_tensors", input_tensors),
-            one_list("gather", "output_tensors", output_tensors),
-        )
-        opts, root, _, timeout = sort_out(opts, root, timeout)
-        args = (places or None, tensor, root_of(opts, root))
+        if root is not None or timeout is not None:
+            opts, root, _, timeout = sort_out(opts, root, timeout)
+        origin = root_of(opts, root)
+        target = output_tensors[0] if output_tensors else None
+        if timeout is None and self._again(_GATHER, origin, input_tensors, target, opts):
+            return done
+        places, tensor = checks.gather(output_tensors, input_tensors, origin, self.core.rank, self.core.size)
+        args = (places or None, tensor, origin)
         return self._call(
             "gather", self.core.gather, *args, options=opts, timeout=timeout, inputs=[tensor], result=places
         )
@@ -311,12 +353,14 @@ class TorchGroup(dist.ProcessGroup):
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
     ) -> Any:
-        tensor, pieces = (
-            one("scatter", "output_tensors", output_tensors),
-            one_list("scatter", "input_tensors", input_tensors),
-        )
-        opts, root, _, timeout = sort_out(opts, root, timeout)
-        args = (tensor, pieces or None, root_of(opts, root))
+        if root is not None or timeout is not None:
+            opts, root, _, timeout = sort_out(opts, root, timeout)
+        origin = root_of(opts, root)
+        source = input_tensors[0] if input_tensors else None
+        if timeout is None and self._again(_SCATTER, origin, source, output_tensors, opts):
+            return done
+        tensor, pieces = checks.scatter(output_tensors, input_tensors, origin, self.core.rank, self.core.size)
+        args = (tensor, pieces or None, origin)
         return self._call(
             "scatter", self.core.scatter, *args, options=opts, timeout=timeout, inputs=pieces, result=[tensor]
         )
@@ -336,15 +380,21 @@ class TorchGroup(dist.ProcessGroup):
         opts: Any = None,
         timeout: Any = None,
     ) -> Any:
-        opts, _, _, timeout = sort_out(opts, timeout)
+        if timeout is not None:
+            opts, _, _, timeout = sort_out(opts, timeout)
+        elif not output_split_sizes and not input_split_sizes and self._again(_ALL_TO_ALL, 0, input, output, opts):
+            return done
         args = (output, input, list(output_split_sizes or []), list(input_split_sizes or []))
+        checks.splits(*args, self.core.size)
         call = self.core.all_to_all_single
         return self._call("all_to_all", call, *args, options=opts, timeout=timeout, inputs=[input], result=[output])
 
     # --- messages ---------------------------------------------------------------------------------------------
 
-    def _message(self, name: str, start: Callable[..., Any], tensors: Any, *args: Any) -> TorchWork:
-        tensor = one(name, "tensors", tensors)
+    def _message(self, name: str, start: Callable[..., Any], tensors: Any, *args: Any) -> Any:
+        tensor = single(name, tensors, "tensor list")
+        if not tensor.is_cpu:
+            return self._engines.message(name, tensor, args)
         span = self._span(name, [tensor], [tensor]) if is_profiling() else None
         try:
             work = TorchWork(start(tensor, *args), [tensor], name)
@@ -368,6 +418,9 @@ class TorchGroup(dist.ProcessGroup):
     # --- synchronisation --------------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+        if timeout is None and self._may_be_short(opts):
+            self.core.barrier()
+            return done
         opts, _, _, timeout = sort_out(opts, timeout)
         return self._call("barrier", self.core.barrier, options=opts, timeout=timeout)
 
@@ -389,186 +442,18 @@ class TorchGroup(dist.ProcessGroup):
             raise errors.DeadlineError(f"{said}. {error}", error.missing) from error
 
     def start_coalescing(self, device: Any = None) -> None:
-        self._coalescing = []
+        if (other := self._other_than_cpu(device)) is not None:
+            other._start_coalescing(device)
+        else:
+            self._coalescing = []
+            self._set_plain()
 
     def end_coalescing(self, device: Any = None) -> Any:
+        if (other := self._other_than_cpu(device)) is not None:
+            return other._end_coalescing(device)
         works, self._coalescing = self._coalescing or [], None
+        self._set_plain()
         return AllOf(works) if works else done
-
-    # --- life -------------------------------------------------------------------------------------------------
-
-    def abort(self) -> None:
-        self.core.abort()
-
-    def shutdown(self) -> None:
-        self.core.destroy()
-        _alive.discard(self)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.core.set_timeout(timeout)
-        self.options._timeout = timeout
-
-    _set_default_timeout = set_timeout
-
-    def split_group(
-        self,
-        ranks: Sequence[int],
-        timeout: Any = None,
-        opts: Any = None,
-        group_name: Any = None,
-        group_desc: Any = None,
-        *_: Any,
-    ) -> Any:
-        """A group of some of our ranks; every rank of this group calls it, those outside get None."""
-        self._splits += 1
-        name = group_name or f"{self._name}/split{self._splits}"
-        core = self.core.new_group(list(ranks), name, seconds_of(None, timeout))
-        if core is None:
-            return None
-        lifetime = timedelta(seconds=core.timeout)
-        group = TorchGroup(self._store, core.rank, core.size, lifetime, name, core.global_ranks, opts, core)
-        group._desc = group_desc or ""
-        return group
-
-    splitGroup = split_group
-
-    def merge_remote_group(
-        self, store: Any, size: int, timeout: Any = None, group_name: Any = None, group_desc: Any = None
-    ) -> Any:
-        """One group of all ranks that meet in ``store``: ``size`` in all, numbered in the order in which they come."""
-        if not isinstance(size, int) or size < self.core.size:
-            raise errors.bad_argument("merge_remote_group", "size", size, f"at least this group's {self.core.size}")
-        lifetime = timeout or timedelta(seconds=self.core.timeout)
-        group = merged_group(store, size, lifetime, group_name or f"{self._name}:merge")
-        group._desc = group_desc or f"{self._desc}:merge"
-        return group
-
-    mergeRemoteGroup = merge_remote_group
-
-    def shrink(self, ranks_to_exclude: Sequence[int] = (), *_: Any) -> TorchGroup:
-        """The ranks that still live go on in a new group."""
-        core = self.core.shrink()
-        return TorchGroup(
-            self._store, core.rank, core.size, timedelta(seconds=core.timeout), core.name, core.global_ranks, None, core
-        )
-
-    # --- facts ------------------------------------------------------------------------------------------------
-
-    supports_splitting = True
-    supports_coalescing = True
-    supports_shrinking = True
-    supports_time_estimate = False
-
-    def getBackendName(self) -> str:
-        return "symcomm"
-
-    def _get_backend_name(self) -> str:
-        return "symcomm"
-
-    def name(self) -> str:
-        return "symcomm"
-
-    def getRank(self) -> int:
-        return self.core.rank
-
-    def getSize(self) -> int:
-        return self.core.size
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        self._name = self.core.name = name
-
-    def getGroupDesc(self) -> str:
-        return self._desc
-
-    def setGroupDesc(self, desc: str) -> None:
-        self._desc = desc
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
-
-    def _set_group_name(self, name: str) -> None:
-        self.setGroupName(name)
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    def get_group_store(self) -> Any:
-        return self._store
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self.core.sequence_number - self._operations_before
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Ours starts with the group, equal on all ranks."""
-
-    def _get_backend(self, device: Any) -> TorchGroup:
-        return self
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def supports_tensor_alloc(self, device: Any) -> bool:
-        return torch.device(device).type == "cpu"
-
-    def allocate_tensor(self, size: int, *, dtype: Any, device: Any = "cpu") -> Any:
-        """A tensor in symmetric memory, for buffers that collectives use again and again."""
-        nbytes = size * torch.empty((), dtype=dtype).element_size()
-        return torch.frombuffer(self.core._arena.buffer(max(nbytes, 1)), dtype=dtype, count=size)
-
-    def memory_stats(self) -> dict[str, int]:
-        return {"symmetric_used_bytes": self.core._arena.used_bytes}
-
-    def _wait_for_pending_works(self) -> None:
-        for work in list(self.core._pending):
-            work.wait()
-
-    def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
-        """``hook(WorkInfo)`` is called when a collective has ended, in whichever thread noticed it."""
-        if not callable(hook):
-            raise errors.bad_argument("_register_on_completion_hook", "hook", hook, "a function of one argument")
-        if self._hook is not None:
-            raise errors.CallerError("_register_on_completion_hook: a hook is registered already.")
-        self._hook = hook
-
-    def _has_hooks(self) -> bool:
-        return self._hook is not None
-
-    @property
-    def mem_allocator(self) -> Any:
-        raise errors.CallerError("symcomm has no allocator for torch's memory pools; use allocate_tensor.")
-
-    def suspend(self) -> None:
-        raise errors.CallerError("symcomm has no memory of a device to give back; there is nothing to suspend.")
-
-    def resume(self) -> None:
-        raise errors.CallerError("symcomm has no memory of a device to give back; there is nothing to resume.")
-
-    def setUsePgForSymmMemRendezvous(self, value: bool) -> None:
-        """Our symmetric memory always meets through the group; the wish is only remembered."""
-        self._used_for_symmetric_memory = bool(value)
-
-    @property
-    def use_pg_for_symm_mem_rendezvous(self) -> bool:
-        return self._used_for_symmetric_memory
-
-    @use_pg_for_symm_mem_rendezvous.setter
-    def use_pg_for_symm_mem_rendezvous(self, value: bool) -> None:
-        self.setUsePgForSymmMemRendezvous(value)
-
-    def _enable_collectives_timing(self) -> None:
-        """Nothing to switch on: times are kept in any case."""
-
-    def eager_connect_single_device(self, device: Any = None) -> None:
-        """Nothing to do: ranks are connected once the group exists."""
 
     # Other names for the same: those of torch 2.10 to 2.12, and those that C++ looks up.
     _start_coalescing = start_coalescing

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from symcomm import errors
+from symcomm.backend import checks
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import DoneWork
 from symcomm.group.calls import to_redop
@@ -31,13 +32,6 @@ _COMBINE = {
 }
 
 
-def _check_alike(call: str, tensors: Sequence[Any]) -> None:
-    kinds = {(t.dtype, t.layout, tuple(t.shape)) for t in tensors}
-    if len(kinds) > 1:
-        seen = ", ".join(sorted(f"{d} {layout} {list(shape)}" for d, layout, shape in kinds))
-        raise errors.bad_argument(call, "tensors", seen, "of one dtype, layout and shape")
-
-
 def _spread(tensors: Sequence[Any], value: Any) -> None:
     with torch.no_grad():
         for tensor in tensors:
@@ -47,7 +41,8 @@ def _spread(tensors: Sequence[Any], value: Any) -> None:
 
 def all_reduce(core: Any, tensors: Sequence[Any], op: Any, timeout: float | None) -> DoneWork:
     """All tensors of all ranks become their combination."""
-    _check_alike("all_reduce", tensors)
+    checks.non_empty("all_reduce", tensors)
+    checks.alike("all_reduce", tensors)
     redop = to_redop("all_reduce", op)[0]
     if redop not in _COMBINE:
         raise errors.bad_argument("all_reduce", "op", redop.name, "another one for several tensors at once")
@@ -66,10 +61,9 @@ def all_reduce(core: Any, tensors: Sequence[Any], op: Any, timeout: float | None
 
 def broadcast(core: Any, tensors: Sequence[Any], root: int, opts: Any, timeout: float | None) -> DoneWork:
     """All tensors of all ranks become ``root``'s tensor number ``opts.rootTensor``."""
-    _check_alike("broadcast", tensors)
-    number = getattr(opts, "rootTensor", 0)
-    if not 0 <= number < len(tensors):
-        raise errors.bad_argument("broadcast", "rootTensor", number, f"0 to {len(tensors) - 1}")
+    checks.root_rank("broadcast", root, core.size)
+    number = checks.root_tensor("broadcast", opts, len(tensors))
+    checks.alike("broadcast", tensors)
     core.broadcast(tensors[number], root, timeout=timeout)
     _spread(tensors, tensors[number])
     return DoneWork(list(tensors))
@@ -78,10 +72,9 @@ def broadcast(core: Any, tensors: Sequence[Any], root: int, opts: Any, timeout: 
 def all_gather(core: Any, outputs: Sequence[Any], inputs: Sequence[Any], timeout: float | None) -> DoneWork:
     """Every list of ``outputs`` becomes all ranks' inputs: rank 0's in their order, then rank 1's, and so on."""
     n = len(inputs)
-    _check_alike("all_gather", inputs)
-    if len(outputs) != n or any(len(places) != n * core.size for places in outputs):
-        sizes = [len(places) for places in outputs]
-        raise errors.bad_argument("all_gather", "outputs", f"lists of {sizes}", f"{n} lists of {n * core.size} tensors")
+    checks.alike("all_gather", inputs)
+    for places in outputs:
+        checks.alike("all_gather", places, inputs[0])
     for k, tensor in enumerate(inputs):
         core.all_gather([outputs[0][r * n + k] for r in range(core.size)], tensor, timeout=timeout)
     for places in outputs[1:]:

@@ -8,9 +8,7 @@ the group's code is loaded when the first group is made.
 
 from __future__ import annotations
 
-import functools
 import os
-from datetime import timedelta
 from typing import Any
 
 __all__ = ["autoload", "register"]
@@ -18,9 +16,13 @@ __all__ = ["autoload", "register"]
 
 def create(options: Any, backend_options: Any = None) -> Any:
     """Called by torch on every member of a new group."""
+    import torch.distributed as dist
+
+    from symcomm.backend.functional import install
     from symcomm.backend.group import TorchGroup
 
-    return TorchGroup(
+    install()
+    group = TorchGroup(
         options.store,
         options.group_rank,
         options.group_size,
@@ -29,6 +31,9 @@ def create(options: Any, backend_options: Any = None) -> Any:
         list(options.global_ranks_in_group) or None,
         backend_options,
     )
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        group.be_careful()
+    return group
 
 
 def autoload() -> None:
@@ -43,38 +48,21 @@ def register() -> None:
     """Make ``init_process_group("symcomm")`` work. Harmless when called twice."""
     import torch.distributed as dist
 
+    from symcomm.backend.teach import teach
+
     if "SYMCOMM" in dist.Backend._plugins:
         return
     dist.Backend.register_backend("symcomm", create, extended_api=True, devices=["cpu", "cuda"])
-    _teach_monitored_barrier()
+    teach()
     if "gloo" in os.environ.get("SYMCOMM_REPLACE", "").lower().split(","):
         _replace_gloo()
 
 
-def _teach_monitored_barrier() -> None:
-    """torch refuses monitored_barrier for every backend but Gloo before it asks the group."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
-
-    refuses = c10d.monitored_barrier
-
-    @functools.wraps(refuses)
-    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-        if not c10d._rank_not_in_group(group):
-            target = group if group is not None else c10d._get_default_group()
-            if getattr(target, "is_symcomm", False):
-                if isinstance(timeout, (int, float)):
-                    timeout = timedelta(seconds=timeout)
-                return target.monitored_barrier(timeout, wait_all_ranks)
-        return refuses(group, timeout, wait_all_ranks)
-
-    c10d.monitored_barrier = monitored_barrier
-    dist.monitored_barrier = monitored_barrier
-
-
 def _replace_gloo() -> None:
-    """Every place where torch turns a name into a backend goes through Backend(name)."""
+    """Every place where torch turns a name into a backend goes through Backend(name), but for the newest interface."""
     import torch.distributed as dist
+
+    from symcomm.backend.teach import known_to_dist2
 
     make = dist.Backend.__new__
 
@@ -90,3 +78,6 @@ def _replace_gloo() -> None:
     for device, name in dist.Backend.default_device_backend_map.items():
         if name == "gloo":
             dist.Backend.default_device_backend_map[device] = "symcomm"
+    factories = known_to_dist2()
+    if "gloo" in factories:
+        factories["gloo"] = factories["symcomm"]

@@ -15,7 +15,9 @@ __all__ = ["all_reduce_sparse"]
 def all_reduce_sparse(core: Any, tensor: Any, redop: RedOpType, timeout: float | None) -> Any:
     """``tensor`` becomes the sum over all ranks, and is returned."""
     if redop is not RedOpType.SUM:
-        raise errors.bad_argument("all_reduce", "op", redop.name, "SUM for sparse tensors", "use .to_dense()")
+        raise errors.bad_argument(
+            "all_reduce: unsupported reduction operation", "op", redop.name, "SUM for sparse tensors", "use .to_dense()"
+        )
     mine = tensor.coalesce()
     facts = torch.tensor([mine._nnz(), mine.sparse_dim(), *mine.shape], dtype=torch.int64)
     everyone = [torch.empty_like(facts) for _ in range(core.size)]

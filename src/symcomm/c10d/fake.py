@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from symcomm import errors
-from symcomm.backend.arguments import one, root_of, sort_out
+from symcomm.backend.arguments import root_of, sort_out
+from symcomm.backend.checks import single
 from symcomm.c10d.backend import Backend, BackendOptions
 from symcomm.c10d.options import Option, flag, integer
 from symcomm.c10d.words import wrong_type
@@ -89,7 +90,7 @@ class FakeProcessGroup(Backend):
     def allgather(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> FakeWork:
         work = self._did("allgather", outputs, inputs)
         for place in _pieces(outputs):
-            place.copy_(one("all_gather", "input_tensors", inputs))
+            place.copy_(single("all_gather", inputs, "input tensor list"))
         return work
 
     def allgather_coalesced(self, output_lists: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> FakeWork:
@@ -113,7 +114,7 @@ class FakeProcessGroup(Backend):
     def reduce_scatter(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> FakeWork:
         work = self._did("reduce_scatter", outputs, inputs)
         pieces = self._one_each("reduce_scatter", "input_tensors", _pieces(inputs))
-        one("reduce_scatter", "output_tensors", outputs).copy_(pieces[self._rank])
+        single("reduce_scatter", outputs, "output tensor list").copy_(pieces[self._rank])
         return work
 
     def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> FakeWork:
@@ -133,14 +134,14 @@ class FakeProcessGroup(Backend):
         work = self._did("gather", outputs, inputs)
         places = self._at_root("gather", "output_tensors", outputs, rest, named)
         for place in places:
-            place.copy_(one("gather", "input_tensors", inputs))
+            place.copy_(single("gather", inputs, "input tensor list"))
         return work
 
     def scatter(self, outputs: Any, inputs: Any, *rest: Any, **named: Any) -> FakeWork:
         work = self._did("scatter", outputs, inputs)
         pieces = self._at_root("scatter", "input_tensors", inputs, rest, named)
         if pieces:
-            one("scatter", "output_tensors", outputs).copy_(pieces[self._rank])
+            single("scatter", outputs, "output tensor list").copy_(pieces[self._rank])
         return work
 
     def _at_root(self, call: str, argument: str, lists: Any, rest: Any, named: Any) -> list[Any]:

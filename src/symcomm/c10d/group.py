@@ -16,7 +16,7 @@ import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.backend.group import TorchGroup, merged_group
+from symcomm.backend.group import TorchGroup
 from symcomm.c10d.enums import BackendType, OpType
 from symcomm.c10d.options import DEFAULT_TIMEOUT, NO_TIMEOUT, for_torch, short, text
 from symcomm.c10d.stores import PrefixStore, Store
@@ -277,7 +277,7 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_AnyGroup):
         """One group of all ranks that meet in ``store``: ``size`` in all, numbered in the order in which they come."""
         if not isinstance(size, int) or size < self._size:
             raise errors.bad_argument("merge_remote_group", "size", size, f"at least this group's {self._size}")
-        engine = merged_group(store, size, timeout, group_name or f"{self._name}:merge")
+        engine = TorchGroup.merged(store, size, timeout, group_name or f"{self._name}:merge")
         return self._around(engine, group_desc or f"{self._desc}:merge", self._device_types or [_CPU])
 
     mergeRemoteGroup = merge_remote_group

@@ -62,7 +62,8 @@ class Buffer:
 def _assign(target: Any, source: Any) -> None:
     if hasattr(target, "copy_"):
         torch = sys.modules["torch"]
-        with torch.no_grad():
+        # In inference mode's own tensors nobody else may write, and this may be another thread.
+        with torch.inference_mode() if target.is_inference() else torch.no_grad():
             target.copy_(source)
     else:
         target[...] = source

@@ -45,7 +45,7 @@ _ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL = li
 _ALL_GATHER_LIST, _GATHER, _SCATTER, _BARRIER = list(Kind)[6:]
 
 
-def _rooted(root: Any, op: Any) -> Any:
+def rooted(root: Any, op: Any) -> Any:
     """Root and operation as one number, where both are numbers."""
     return root << 8 | op if type(root) is int and type(op) is RedOpType else None
 
@@ -199,7 +199,7 @@ class CollectiveCalls:
     ) -> Work | None:
         """Combine ``tensor`` over all ranks into ``root``'s; the others' stay as they are."""
         if not async_op and timeout is None:
-            status = native.again(self._handle, _REDUCE, _rooted(root, op), tensor, tensor, self._timeout_ns)
+            status = native.again(self._handle, _REDUCE, rooted(root, op), tensor, tensor, self._timeout_ns)
             if status >= 0:
                 self._ended(status, "reduce")
                 return None
@@ -209,7 +209,7 @@ class CollectiveCalls:
         redop, source = self._reduction("reduce", op, buffer)
         plan = self._plan(collectives.reduce, buffer.count, buffer.dtype, redop, root)
         if redop is not RedOpType.PREMUL_SUM:
-            native.remember(self._handle, _REDUCE, _rooted(root, op), tensor, tensor, plan, self._site(2))
+            native.remember(self._handle, _REDUCE, rooted(root, op), tensor, tensor, plan, self._site(2))
         return self._run("reduce", plan, [source], [buffer] if is_root else [], [tensor], async_op, timeout)
 
     def reduce_scatter_single(

@@ -250,13 +250,22 @@ class ProcessGroup(MoreCalls):
             self._limits, [self.global_ranks[r] for r in ranks],
         )  # fmt: skip
 
-    def shrink(self, timeout: float = 5.0) -> ProcessGroup:
-        """After a failure: the ranks that still live, and come here within ``timeout``, go on in a new group."""
+    def shrink(self, timeout: float = 5.0, exclude: Sequence[int] = (), abort: bool = True) -> ProcessGroup:
+        """After a failure: the ranks that still live, and come here within ``timeout``, go on in a new group.
+
+        Ranks in ``exclude`` stay behind though they live; they do not call this. Without ``abort`` operations that
+        other ranks still have under way end first."""
         from symcomm.group.shrink import agree_on_survivors
 
         if not self._retire.alive:
             raise self._unusable()
-        survivors, exchange = agree_on_survivors(self, timeout)
+        if any(not isinstance(r, int) or not 0 <= r < self.size for r in exclude):
+            raise errors.bad_argument("shrink", "exclude", list(exclude), f"ranks of this group, 0 to {self.size - 1}")
+        if self.rank in exclude:
+            raise errors.bad_argument(
+                "shrink", "exclude", list(exclude), f"without this rank ({self.rank})", "only ranks that stay call it"
+            )
+        survivors, exchange = agree_on_survivors(self, timeout, exclude, abort)
         return ProcessGroup(
             survivors.index(self.rank), len(survivors), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
             [self.global_ranks[r] for r in survivors],

@@ -2,13 +2,15 @@
 
 The store may have died with rank 0, so it is not asked. Each survivor publishes the set of ranks it holds for dead in
 its record of the old group, takes over every rank the others name, and is done once all that are left say the same.
-Sets only grow, so this ends. A rank that does not come in time counts as dead, and learns that when it does come.
+Sets only grow, so this ends. A rank that does not come in time counts as dead, and learns that when it does come. Ranks
+that the callers leave out by name count as dead from the start.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection
 from typing import Any
 
 from symcomm import errors
@@ -28,11 +30,16 @@ def _votes(group: Any) -> dict[int, dict]:
     return votes
 
 
-def agree_on_survivors(group: Any, timeout: float) -> tuple[list[int], Exchange]:
-    """(ranks of ``group`` that go on, a way for them to exchange bytes)."""
-    native.group_abort(group._handle)  # a no-op when the group has failed already
+def agree_on_survivors(
+    group: Any, timeout: float, exclude: Collection[int] = (), abort: bool = True
+) -> tuple[list[int], Exchange]:
+    """(ranks of ``group`` that go on, a way for them to exchange bytes).
+
+    ``abort`` ends what other ranks still do on the group now; otherwise once everybody that goes on has come."""
+    if abort:
+        native.group_abort(group._handle)  # a no-op when the group has failed already
     deadline = time.monotonic() + timeout
-    dead: set[int] = set()
+    dead: set[int] = set(exclude)
     said: set[int] | None = None
     votes: dict[int, dict] = {}  # kept: a record that is being written reads as none
     while True:
@@ -50,6 +57,7 @@ def agree_on_survivors(group: Any, timeout: float) -> tuple[list[int], Exchange]
             )
         living = [r for r in range(group.size) if r not in dead]
         if all(r in votes and set(votes[r]["dead"]) == dead for r in living):
+            native.group_abort(group._handle)  # tells the ranks that were left out, should they still use it
             return living, _RecordExchange(group, living, dead, timeout)
         if named <= dead and time.monotonic() > deadline:
             dead |= {r for r in living if r not in votes}

@@ -1,0 +1,194 @@
+"""Tensors on other devices: handed to the engine that the group's device map names for them.
+
+torch takes a Python group for the whole of a map such as "cpu:symcomm,cuda:nccl" and makes nothing for the rest of it.
+So a group makes those engines itself, when the first such tensor comes: with its own store, ranks and time-out. The map
+is what torch wrote down for the group (``dist.get_backend_config``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as torch_c10d
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+from torch.distributed import distributed_c10d as c10d
+
+from symcomm import errors
+from symcomm.types import RedOpType
+
+__all__ = ["Engines", "device_map"]
+
+
+def device_map(group: Any) -> dict[str, str]:
+    """Device type -> backend name, as torch has it for ``group``; empty where torch does not know the group."""
+    told = c10d._world.pg_backend_config.get(group)
+    return dict(pair.split(":") for pair in str(told).lower().split(",")) if told else {}
+
+
+class Engines:
+    """The engines of one group, by device type."""
+
+    def __init__(self, group: Any):
+        self._group = group
+        self._made: dict[str, Any] = {}
+
+    def made(self) -> list[Any]:
+        return list(self._made.values())
+
+    def device_types(self) -> list[str]:
+        """Other device types that this group can serve in this build of torch."""
+        others = {d: name for d, name in self._group._devices().items() if d != "cpu"}
+        return [d for d, name in others.items() if name != "symcomm" and dist.is_backend_available(name)]
+
+    def on(self, call: str, device: torch.device) -> Any:
+        """The group that carries tensors on ``device``."""
+        made = self._made.get(device.type)
+        if made is None:
+            name = self._group._devices().get(device.type, "symcomm")
+            if name == "symcomm":
+                raise errors.bad_argument(
+                    call, "tensor", f"a tensor on {device}", "a CPU tensor",
+                    f'move it with .cpu(), or name an engine for its device: "cpu:symcomm,{device.type}:nccl"',
+                )  # fmt: skip
+            made = self._made[device.type] = self._make(call, name, device.type)
+        return made
+
+    def forward(self, call: str, args: tuple, options: Any, timeout: Any, device: torch.device) -> Any:
+        """One of our collectives, by the name of its method, on the engine for ``device``."""
+        return _FORWARD[call](self.on(call, device), options, timeout, *args)
+
+    def message(self, call: str, tensor: Any, args: tuple) -> Any:
+        """send, recv, or recv from anybody."""
+        engine = self.on(call, tensor.device)
+        if call == "recvAnySource":
+            return engine.recv_anysource([tensor], args[-1])
+        return getattr(engine, call)([tensor], *args)
+
+    def _make(self, call: str, name: str, device_type: str) -> Any:
+        group = self._group
+        # Groups that came from this one by a split share its store, but not its name.
+        store = dist.PrefixStore(f"{group.group_name}/{device_type}/", group.get_group_store())
+        maker = _MAKERS.get(name, _from_plugin)
+        if not dist.is_backend_available(name):
+            wanted = ",".join(f"{device}:{backend}" for device, backend in group._devices().items())
+            raise errors.CallerError(
+                f"{call}: this build of torch has no {name}, which the group's device map ({wanted}) names for "
+                f"{device_type} tensors; install a build that has it, or move the tensor with .cpu()."
+            )
+        engine, kind = maker(name, store, group)
+        if isinstance(engine, dist.ProcessGroup):
+            return engine
+        if kind != dist.ProcessGroup.BackendType.CUSTOM:
+            engine._set_sequence_number_for_group()
+        whole = dist.ProcessGroup(store, group.core.rank, group.core.size)
+        whole._set_default_backend(kind)
+        whole._register_backend(torch.device(device_type), kind, engine)
+        whole._set_group_name(f"{group.group_name}:{device_type}")
+        whole._set_group_desc(group.group_desc)
+        return whole
+
+
+# --- making them ------------------------------------------------------------------------------------------------------
+
+
+def _common(options: Any, group: Any) -> Any:
+    options._timeout = group.options._timeout
+    options.global_ranks_in_group = list(group.core.global_ranks)
+    options.group_name = group.group_name
+    return options
+
+
+def _gloo(name: str, store: Any, group: Any) -> tuple[Any, Any]:
+    gloo: Any = torch_c10d.ProcessGroupGloo
+    options = _common(gloo._Options(), group)
+    # Ranks come one by one, a message's two ends perhaps alone: a connection is made when it is first used.
+    options._devices = [gloo.create_default_device(lazy_init=True)]
+    return gloo(store, group.core.rank, group.core.size, options), dist.ProcessGroup.BackendType.GLOO
+
+
+def _nccl(name: str, store: Any, group: Any) -> tuple[Any, Any]:
+    nccl: Any = vars(torch_c10d)["ProcessGroupNCCL"]
+    given = group.options
+    options = _common(given if isinstance(given, nccl.Options) else nccl.Options(), group)
+    return nccl(store, group.core.rank, group.core.size, options), dist.ProcessGroup.BackendType.NCCL
+
+
+def _xccl(name: str, store: Any, group: Any) -> tuple[Any, Any]:
+    xccl: Any = vars(torch_c10d)["ProcessGroupXCCL"]
+    options = _common(xccl.Options(), group)
+    return xccl(store, group.core.rank, group.core.size, options), dist.ProcessGroup.BackendType.XCCL
+
+
+def _from_plugin(name: str, store: Any, group: Any) -> tuple[Any, Any]:
+    """A backend that registered itself with torch, as we do."""
+    plugin = dist.Backend._plugins.get(name.upper())
+    if plugin is None:
+        raise errors.CallerError(f'device map: {name} cannot be used beside symcomm; "cuda:nccl" or "cuda:gloo" can.')
+    rank, size, timeout = group.core.rank, group.core.size, group.options._timeout
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout), dist.ProcessGroup.BackendType.CUSTOM
+    told: Any = vars(torch_c10d)["_DistributedBackendOptions"]()
+    told.store, told.group_rank, told.group_size, told.timeout = store, rank, size, timeout
+    told.group_id = group.group_name
+    told.global_ranks_in_group = list(group.core.global_ranks)
+    return plugin.creator_fn(told, None), dist.ProcessGroup.BackendType.CUSTOM
+
+
+_MAKERS: dict[str, Callable[[str, Any, Any], tuple[Any, Any]]] = {"gloo": _gloo, "nccl": _nccl, "xccl": _xccl}
+
+
+# --- our calls in their words -----------------------------------------------------------------------------------------
+
+
+def _as(kind: Any, options: Any, timeout: Any, op: Any = None, root: int | None = None) -> Any:
+    """The caller's options, or new ones where the call was made with plain arguments."""
+    if options is None:
+        options = kind()
+        if op is not None:
+            options.reduceOp = getattr(dist.ReduceOp, op.name) if isinstance(op, RedOpType) else op
+        if root is not None:
+            options.rootRank = root
+    if timeout is not None:
+        options.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    return options
+
+
+_FORWARD: dict[str, Callable[..., Any]] = {
+    "all_reduce": lambda g, o, s, t, op: g.allreduce([t], _as(AllreduceOptions, o, s, op)),
+    "all_reduce_coalesced": lambda g, o, s, ts, op: g.allreduce_coalesced(ts, _as(AllreduceCoalescedOptions, o, s, op)),
+    "reduce": lambda g, o, s, t, root, op: g.reduce([t], _as(ReduceOptions, o, s, op, root)),
+    "reduce_scatter": lambda g, o, s, out, ins, op: g.reduce_scatter([out], [ins], _as(ReduceScatterOptions, o, s, op)),
+    "reduce_scatter_single": lambda g, o, s, out, t, op: g._reduce_scatter_base(
+        out, t, _as(ReduceScatterOptions, o, s, op)
+    ),
+    "reduce_scatter_coalesced": lambda g, o, s, outs, ins, op: g.reduce_scatter_tensor_coalesced(
+        outs, ins, _as(ReduceScatterOptions, o, s, op)
+    ),
+    "broadcast": lambda g, o, s, t, root: g.broadcast([t], _as(BroadcastOptions, o, s, root=root)),
+    "all_gather": lambda g, o, s, outs, t: g.allgather([outs], [t], _as(AllgatherOptions, o, s)),
+    "all_gather_single": lambda g, o, s, out, t: g._allgather_base(out, t, _as(AllgatherOptions, o, s)),
+    "all_gather_coalesced": lambda g, o, s, outs, ins: g.allgather_into_tensor_coalesced(
+        outs, ins, _as(AllgatherOptions, o, s)
+    ),
+    "all_gather_lists": lambda g, o, s, outs, ins: g.allgather_coalesced(outs, ins, _as(AllgatherOptions, o, s)),
+    "gather": lambda g, o, s, outs, t, root: g.gather([outs] if outs else [], [t], _as(GatherOptions, o, s, root=root)),
+    "scatter": lambda g, o, s, t, ins, root: g.scatter([t], [ins] if ins else [], _as(ScatterOptions, o, s, root=root)),
+    "all_to_all": lambda g, o, s, outs, ins: g.alltoall(outs, ins, _as(AllToAllOptions, o, s)),
+    "all_to_all_single": lambda g, o, s, out, t, got, sent: g.alltoall_base(
+        out, t, got, sent, _as(AllToAllOptions, o, s)
+    ),
+}

@@ -1,0 +1,268 @@
+"""A group's life and facts: how it ends, which groups come from it, what torch may ask about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from symcomm import errors
+from symcomm.backend.arguments import seconds_of
+from symcomm.backend.careful import Careful
+from symcomm.backend.engines import Engines, device_map
+from symcomm.backend.work import WorkInfo
+from symcomm.group.process_group import ProcessGroup
+
+__all__ = ["Life", "alive"]
+
+alive: set[Any] = set()  # torch's registry holds groups weakly
+
+
+class Life:
+    """Mixed into TorchGroup, which has the collectives."""
+
+    core: ProcessGroup
+    options: Any
+    _store: Any
+    _name: str
+    _desc: str
+    _splits: int
+    _operations_before: int
+    _hook: Any
+    _careful: Careful | None
+    _engines: Engines
+    _map: dict[str, str]
+    _used_for_symmetric_memory: bool
+    _set_plain: Callable[[], None]
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        self.core.abort()
+        for engine in self._engines.made():
+            engine.abort()
+
+    def shutdown(self) -> None:
+        self.core.destroy()
+        if self._careful is not None:
+            self._careful.close()
+        for engine in self._engines.made():
+            engine.shutdown()
+        alive.discard(self)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.core.set_timeout(timeout)
+        self.options._timeout = timeout
+        for engine in self._engines.made():
+            engine.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    # --- groups from this one ---------------------------------------------------------------------------------
+
+    def _derived(self, core: ProcessGroup | None, name: str, desc: str, options: Any = None) -> Any:
+        """Our new group ``core`` as torch's, with this one's store and device map; None where we are no member."""
+        if core is None:
+            return None
+        lifetime = timedelta(seconds=core.timeout)
+        make: Any = type(self)
+        group = make(self._store, core.rank, core.size, lifetime, name, core.global_ranks, options, core)
+        group._desc = desc
+        group._map = self._devices()
+        return group
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: Any = None,
+        opts: Any = None,
+        group_name: Any = None,
+        group_desc: Any = None,
+        *_: Any,
+        device_types: Any = None,
+    ) -> Any:
+        """A group of some of our ranks; every rank of this group calls it, those outside get None."""
+        self._splits += 1
+        name = group_name or f"{self._name}/split{self._splits}"
+        core = self.core.new_group(list(ranks), name, seconds_of(None, timeout))
+        return self._derived(core, name, group_desc or "", opts)
+
+    splitGroup = split_group
+
+    def split_into(self, parts: Sequence[Sequence[int]], timeout: Any = None, options: Any = None) -> Any:
+        """One group for each list of our ranks; every rank of this group calls it. None where we are in no list."""
+        self._splits += 1
+        mine = next((k for k, part in enumerate(parts) if self.core.rank in part), None)
+        name = f"{self._name}/split{self._splits}.{mine}"
+        core = self.core.split(mine, self.core.rank, name, seconds_of(None, timeout))
+        return self._derived(core, name, "", options)
+
+    def merge_remote_group(
+        self, store: Any, size: int, timeout: Any = None, group_name: Any = None, group_desc: Any = None
+    ) -> Any:
+        """One group of all ranks that meet in ``store``: ``size`` in all, numbered in the order in which they come."""
+        if not isinstance(size, int) or size < self.core.size:
+            raise errors.bad_argument("merge_remote_group", "size", size, f"at least this group's {self.core.size}")
+        lifetime = timeout or timedelta(seconds=self.core.timeout)
+        group = self.merged(store, size, lifetime, group_name or f"{self._name}:merge")
+        group._desc = group_desc or f"{self._desc}:merge"
+        return group
+
+    mergeRemoteGroup = merge_remote_group
+
+    @classmethod
+    def merged(cls, store: Any, size: int, timeout: timedelta, name: str) -> Any:
+        """A group of the first ``size`` ranks that come to ``store``."""
+        place = int(store.add("mergeGroupRank", 1)) - 1
+        if place >= size:
+            raise errors.bad_argument("merge_remote_group", "size", size, f"at least {place + 1}, as many as came")
+        make: Any = cls
+        return make(store, place, size, timeout, name)
+
+    def shrink(self, ranks_to_exclude: Sequence[int] = (), shrink_flags: int = 0, opts_override: Any = None) -> Any:
+        """The ranks that still live, without ``ranks_to_exclude``, go on in a new group; only they call this.
+
+        ``shrink_flags`` 1 (torch's SHRINK_ABORT): what is still running on this group ends now, otherwise it may
+        finish first. A group that has failed needs no flag."""
+        abort = bool(shrink_flags) or not ranks_to_exclude
+        if not abort and self.core._failure is None:
+            self._wait_for_pending_works()
+        core = self.core.shrink(exclude=list(ranks_to_exclude), abort=abort)
+        return self._derived(core, core.name, f"{self._desc}:shrunk", opts_override)
+
+    # --- facts ------------------------------------------------------------------------------------------------
+
+    supports_splitting = True
+    supports_coalescing = True
+    supports_shrinking = True
+    supports_time_estimate = False
+
+    def getBackendName(self) -> str:
+        return "symcomm"
+
+    def _get_backend_name(self) -> str:
+        return "symcomm"
+
+    def name(self) -> str:
+        """The name that torch made this group under."""
+        known = str(c10d._world.pg_map.get(self, ("symcomm",))[0])
+        return "symcomm" if ":" in known else known
+
+    def getRank(self) -> int:
+        return self.core.rank
+
+    def getSize(self) -> int:
+        return self.core.size
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = self.core.name = name
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def _set_group_name(self, name: str) -> None:
+        self.setGroupName(name)
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.core.sequence_number - self._operations_before
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Ours starts with the group, equal on all ranks."""
+
+    def _devices(self) -> dict[str, str]:
+        """Device type -> backend name; a group that torch does not know has the map of the one it came from."""
+        return device_map(self) or self._map
+
+    def _get_backend(self, device: Any) -> Any:
+        """This group, or the engine that carries tensors on ``device``."""
+        asked = torch.device(device)
+        if self._devices().get(asked.type, "symcomm") == "symcomm":
+            return self
+        return self._engines.on("_get_backend", asked)._get_backend(asked)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(d) for d in ("cpu", *self._engines.device_types())]
+
+    def create_device(self, hostname: str = "", interface: str = "", lazy_init: bool | None = None) -> None:
+        """Nothing to make: ranks share memory, not a network. Taken for scripts that prepare Gloo's."""
+
+    create_default_device = create_device
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        return torch.device(device).type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: Any, device: Any = "cpu") -> Any:
+        """A tensor in symmetric memory, for buffers that collectives use again and again."""
+        nbytes = size * torch.empty((), dtype=dtype).element_size()
+        return torch.frombuffer(self.core._arena.buffer(max(nbytes, 1)), dtype=dtype, count=size)
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"symmetric_used_bytes": self.core._arena.used_bytes}
+
+    def _wait_for_pending_works(self) -> None:
+        for work in list(self.core._pending):
+            work.wait()
+
+    def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
+        """``hook(WorkInfo)`` is called when a collective has ended, in whichever thread noticed it."""
+        if not callable(hook):
+            raise errors.bad_argument("_register_on_completion_hook", "hook", hook, "a function of one argument")
+        if self._hook is not None:
+            raise errors.CallerError("_register_on_completion_hook: a hook is registered already.")
+        self._hook = hook
+        self._set_plain()
+
+    def _has_hooks(self) -> bool:
+        return self._hook is not None
+
+    @property
+    def mem_allocator(self) -> Any:
+        raise errors.CallerError("symcomm has no allocator for torch's memory pools; use allocate_tensor.")
+
+    def suspend(self) -> None:
+        raise errors.CallerError("symcomm has no memory of a device to give back; there is nothing to suspend.")
+
+    def resume(self) -> None:
+        raise errors.CallerError("symcomm has no memory of a device to give back; there is nothing to resume.")
+
+    def setUsePgForSymmMemRendezvous(self, value: bool) -> None:
+        """Our symmetric memory always meets through the group; the wish is only remembered."""
+        self._used_for_symmetric_memory = bool(value)
+
+    @property
+    def use_pg_for_symm_mem_rendezvous(self) -> bool:
+        return self._used_for_symmetric_memory
+
+    @use_pg_for_symm_mem_rendezvous.setter
+    def use_pg_for_symm_mem_rendezvous(self, value: bool) -> None:
+        self.setUsePgForSymmMemRendezvous(value)
+
+    def _enable_collectives_timing(self) -> None:
+        """Nothing to switch on: times are kept in any case."""
+
+    def eager_connect_single_device(self, device: Any = None) -> None:
+        """Nothing to do: ranks are connected once the group exists."""

@@ -1,0 +1,193 @@
+"""Functions of torch that refuse every backend but those they know by name, before they ask the group.
+
+Each is replaced by one that does the work when the group is ours, and otherwise calls what was there. This module is
+loaded while torch is being imported, so it imports nothing of ours until a group is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = ["known_to_dist2", "teach"]
+
+
+def teach() -> None:
+    for name, ours in _OURS.items():
+        known = getattr(c10d, name, None)
+        if known is not None:  # some are missing in other versions of torch
+            taught = _taught(known, ours)
+            setattr(c10d, name, taught)
+            if hasattr(dist, name):
+                setattr(dist, name, taught)
+    known_to_dist2()["symcomm"] = _dist2_group
+
+
+def _taught(known: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(known)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        answer = ours(*args, **kwargs)
+        return known(*args, **kwargs) if answer is NotImplemented else answer
+
+    return either
+
+
+def _our(group: Any) -> Any:
+    """``group``, or the default group, if it is ours and this rank is in it; else None."""
+    target = group if group is not None else c10d._get_default_group()
+    return target if getattr(target, "is_symcomm", False) else None
+
+
+def _monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+    target = _our(group)
+    if target is None:
+        return NotImplemented
+    if isinstance(timeout, (int, float)):
+        timeout = timedelta(seconds=timeout)
+    return target.monitored_barrier(timeout, wait_all_ranks)
+
+
+def _set_timeout(timeout: timedelta, group: Any = None) -> Any:
+    target = _our(group)
+    return NotImplemented if target is None else target.set_timeout(timeout)
+
+
+def _wrapper(wrapped_pg: Any, *_: Any, **__: Any) -> Any:
+    """Our groups need no other around them for TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    if not getattr(wrapped_pg, "is_symcomm", False):
+        return NotImplemented
+    wrapped_pg.be_careful()
+    return wrapped_pg
+
+
+# --- groups from groups -----------------------------------------------------------------------------------------------
+
+
+def _know(group: Any, backend: str, store: Any, desc: str, ranks: Sequence[int]) -> Any:
+    """Have torch know ``group``. ``ranks``: each member's global rank."""
+    name = group.group_name
+    group._set_group_desc(desc)
+    c10d._world.pg_map[group] = (backend, store)
+    c10d._world.pg_names[group] = name
+    c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(c10d.Backend(backend)))
+    c10d._world.pg_group_ranks[group] = {r: k for k, r in enumerate(ranks)}
+    c10d._world.pg_to_tag[group] = f"ptd:{name}"
+    for tag in ("", f"ptd:{name}"):
+        c10d._world.tags_to_pg.setdefault(tag, []).append(group)
+    c10d._register_process_group(name, group)
+    return group
+
+
+def _split_group(
+    parent_pg: Any = None,
+    split_ranks: Any = None,
+    timeout: Any = None,
+    pg_options: Any = None,
+    group_desc: Any = None,
+    backend: Any = None,
+) -> Any:
+    from symcomm import errors
+
+    parent = _our(parent_pg)
+    if parent is None:
+        return NotImplemented
+    everybody = c10d.get_process_group_ranks(parent)
+    flat = [r for part in split_ranks or [] for r in part]
+    if not flat or not all(split_ranks) or len(set(flat)) != len(flat) or not set(flat) <= set(range(len(everybody))):
+        raise errors.bad_argument(
+            "split_group", "split_ranks", split_ranks,
+            f"lists of ranks of the parent group (0 to {len(everybody) - 1}), none of them empty, no rank twice",
+        )  # fmt: skip
+    if backend is not None:
+        _check_part_of(str(backend), c10d.get_backend_config(parent))
+    group = parent.split_into(split_ranks, timeout, pg_options)
+    if group is None:
+        return None
+    desc = group_desc if group_desc is not None else f"{parent.group_desc}:split"
+    mine = [everybody[r] for r in sorted(next(part for part in split_ranks if parent.rank() in part))]
+    known_as, store = c10d._world.pg_map[parent]
+    return _know(group, str(backend or known_as), store, desc, mine)
+
+
+def _check_part_of(wanted: str, has: str) -> None:
+    """A child group may have fewer devices than its parent, each with the same backend."""
+    from symcomm import errors
+
+    theirs = str(c10d.BackendConfig(c10d.Backend(wanted))).split(",")
+    if not set(theirs) <= set(has.split(",")):
+        raise errors.bad_argument("split_group", "backend", wanted, f"a part of the parent group's ({has})")
+
+
+def _shrink_group(ranks_to_exclude: Any, group: Any = None, shrink_flags: int = 0, pg_options: Any = None) -> Any:
+    target = _our(group)
+    if target is None:
+        return NotImplemented
+    _check_shrink(target, ranks_to_exclude, shrink_flags)
+    is_default = target is c10d._get_default_group()
+    stay = [r for k, r in enumerate(c10d.get_process_group_ranks(target)) if k not in set(ranks_to_exclude)]
+    smaller = target.shrink(ranks_to_exclude, shrink_flags, pg_options)
+    smaller._set_group_name(f"{target.group_name}-{len(stay)}")
+    backend, store = c10d._world.pg_map[target]
+    if is_default:
+        # Ranks get new numbers, which groups made with the old ones do not know.
+        for other in [g for g in c10d._world.pg_map if g is not target]:
+            other.abort()
+        dist.destroy_process_group()
+        c10d._update_default_pg(smaller)
+    else:
+        dist.destroy_process_group(target)
+    desc = "default:shrunken" if is_default else smaller.group_desc
+    return _know(smaller, backend, store, desc, range(len(stay)) if is_default else stay)
+
+
+def _check_shrink(group: Any, exclude: Any, flags: Any) -> None:
+    from symcomm import errors
+
+    call, size = "shrink_group", group.size()
+    if not isinstance(exclude, list) or not all(isinstance(r, int) for r in exclude):
+        raise TypeError(f"{call}: ranks_to_exclude must be a list of whole numbers, got {exclude!r}.")
+    if not exclude or len(set(exclude)) != len(exclude) or not set(exclude) < set(range(size)):
+        allowed = f"at least one rank of the group (0 to {size - 1}), not all of them, none twice"
+        raise errors.bad_argument(call, "ranks_to_exclude", exclude, allowed)
+    if flags not in (0, 1):
+        raise errors.bad_argument(call, "shrink_flags", flags, "SHRINK_DEFAULT (0) or SHRINK_ABORT (1)")
+    if group.rank() in exclude:
+        raise errors.CallerError(
+            f"{call}: rank {group.rank()} is in the exclusion list and must not call it; end that process instead."
+        )
+
+
+# --- torch's newest interface -----------------------------------------------------------------------------------------
+
+
+def known_to_dist2() -> dict[str, Callable[..., Any]]:
+    """The table of group factories of torch.distributed._dist2; an empty one where there is none."""
+    try:
+        from torch.distributed import _dist2
+    except ImportError:
+        return {}
+    return _dist2._BACKENDS
+
+
+def _dist2_group(store: Any, rank: int, world_size: int, timeout: timedelta, device: Any, **options: Any) -> Any:
+    from symcomm import errors
+    from symcomm.backend.group import TorchGroup
+
+    if options:
+        raise errors.bad_argument("new_group", "options", sorted(options), "none: symcomm has no options of its own")
+    number = store.add(f"symcomm/groups/{rank}", 1)  # several groups may meet in one store, on all ranks in one order
+    return TorchGroup(dist.PrefixStore(f"symcomm/group{number}", store), rank, world_size, timeout, f"dist2:{number}")
+
+
+_OURS: dict[str, Callable[..., Any]] = {
+    "monitored_barrier": _monitored_barrier,
+    "split_group": _split_group,
+    "shrink_group": _shrink_group,
+    "_set_pg_timeout": _set_timeout,
+    "_create_process_group_wrapper": _wrapper,
+}
