@@ -32,9 +32,8 @@ from symcomm.memory.share import Exchange
 __all__ = ["TorchGroup"]
 
 Options: Any = Backend.Options
-_ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL, _ALL_GATHER_LIST, _GATHER, _SCATTER = map(
-    int, Kind
-)
+_ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL = map(int, list(Kind)[:6])
+_ALL_GATHER_LIST, _GATHER, _SCATTER = map(int, list(Kind)[6:9])
 
 
 def _exchange_through(store: Any, rank: int, size: int, timeout: timedelta) -> Exchange:

@@ -1,0 +1,105 @@
+"""Which GPUs there are, whether ranks can reach each other's memory, and how GPUs are wired."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from symcomm import errors
+from symcomm.errors import words_for_ranks
+
+__all__ = ["check_reach", "describe", "dma_connectivity", "is_nvshmem_available", "need_cuda", "why_no_nvshmem"]
+
+
+def need_cuda(call: str) -> None:
+    """One sentence of what is missing, where torch has no CUDA or the machine no GPU."""
+    import torch
+
+    if torch.version.cuda is None:
+        raise errors.ResourceError(
+            f"{call}: this build of torch ({torch.__version__}) has no CUDA; install one from "
+            "https://pytorch.org that has, or use CPU tensors."
+        )
+    if not torch.cuda.is_available():
+        raise errors.ResourceError(f"{call}: torch finds no CUDA GPU on this machine; use CPU tensors.")
+
+
+def describe(device: int) -> dict[str, Any]:
+    """What other ranks must know of this rank's GPU."""
+    import torch
+
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        host = file.read().strip()
+    return {"gpu": str(torch.cuda.get_device_properties(device).uuid), "pid": os.getpid(), "host": host}
+
+
+def check_reach(group: Any, device: int, everyone: Sequence[dict[str, Any]]) -> None:
+    """Ranks must be on one host, on the same GPU or on GPUs that can reach each other's memory."""
+    import torch
+
+    mine = everyone[group.rank]
+    away = [r for r, card in enumerate(everyone) if card["host"] != mine["host"]]
+    if away:
+        raise errors.ResourceError(
+            f"CUDA tensors on group {group.name!r}: ranks {words_for_ranks(away)} are on another host; "
+            'use backend "cpu:symcomm,cuda:nccl" between hosts.'
+        )
+    here = {str(torch.cuda.get_device_properties(d).uuid): d for d in range(torch.cuda.device_count())}
+    for rank, card in enumerate(everyone):
+        other = here.get(card["gpu"])
+        if other not in (None, device) and not torch.cuda.can_device_access_peer(device, other):
+            raise errors.ResourceError(
+                f"CUDA tensors on group {group.name!r}: cuda:{device} cannot reach the memory of rank {rank}'s GPU "
+                f'(cuda:{other}); use backend "cpu:symcomm,cuda:nccl" for these.'
+            )
+
+
+# --- how GPUs are wired -----------------------------------------------------------------------------------------------
+
+
+def dma_connectivity(device_type: str = "cuda", connection_type: str = "nvlink") -> list[list[int]]:
+    """``[i][j]``: how many NVLinks lead from GPU i to GPU j, as NVML tells."""
+    if (device_type, connection_type) != ("cuda", "nvlink"):
+        got = (device_type, connection_type)
+        raise errors.bad_argument("dma_connectivity", "device and connection", got, "('cuda', 'nvlink')")
+    need_cuda("dma_connectivity")
+    import torch
+
+    try:
+        import pynvml
+    except ImportError:
+        raise errors.ResourceError(
+            "dma_connectivity: NVML's Python package is missing; install it with pip install nvidia-ml-py."
+        ) from None
+    pynvml.nvmlInit()
+    try:
+        uuids = [f"GPU-{torch.cuda.get_device_properties(d).uuid}" for d in range(torch.cuda.device_count())]
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        places = [pynvml.nvmlDeviceGetPciInfo(handle).busId for handle in handles]
+        return [[_links(pynvml, handle, place) for place in places] for handle in handles]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _links(nvml: Any, handle: Any, place: Any) -> int:
+    """NVLinks from a GPU whose other end is the GPU at ``place`` (directly, or any GPU through a switch)."""
+    count = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            if not nvml.nvmlDeviceGetNvLinkState(handle, link):
+                continue
+            other = nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId
+        except nvml.NVMLError:  # links that this GPU does not have
+            continue
+        count += other == place
+    return count
+
+
+def is_nvshmem_available() -> bool:
+    """Whether NVSHMEM carries symmetric memory here: no, it needs none on one host."""
+    return False
+
+
+def why_no_nvshmem() -> str:
+    return "ranks of one host open each other's GPU memory through CUDA IPC; NVSHMEM is not used."
