@@ -1,8 +1,8 @@
 """Point-to-point calls of a DeviceGroup.
 
 The bytes of a message wait in memory that the receiver can open; where, goes to it as a message between the hosts,
-which brings order, tags, "from anybody", deadlines and dead ranks with it. The sender's stream counts up when the bytes are
-there, the receiver's waits for that, copies, and acknowledges, upon which the memory is used again.
+which brings order, tags, "from anybody", deadlines and dead ranks with it. The sender's stream counts up when
+the bytes are there, the receiver's waits for that, copies, and acknowledges, upon which the memory is used again.
 """
 
 from __future__ import annotations
