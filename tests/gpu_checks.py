@@ -306,6 +306,7 @@ def barrier(gpu: Any, core: Any) -> None:
     gpu.barrier()
     ended.record()
     gpu.synchronize()
+    torch.cuda.synchronize()
     if core.rank == 1:
         assert started.elapsed_time(ended) > 20
 

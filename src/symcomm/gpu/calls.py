@@ -14,6 +14,7 @@ from symcomm.collectives.plan import Collective
 from symcomm.collectives.select import signature_count
 from symcomm.gpu.places import Place, check_same_dtype, place, place_list
 from symcomm.group.calls import to_redop
+from symcomm.group.messages import ANY_SOURCE
 from symcomm.group.work import Timeout
 from symcomm.types import DType, RedOpType
 
@@ -40,11 +41,15 @@ class DeviceCalls:
     mover: Any
     limits: Any
     _perform: Callable[..., Any]
+    _again: Callable[[Any, Any], bool]
+    _remember: Callable[..., None]
 
     # --- reductions -------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Any, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None) -> Any:
         """Combine ``tensor`` over all ranks, in place."""
+        if not async_op and timeout is None and self._again(tensor, op):
+            return None
         out = place("all_reduce", "tensor", tensor, self.device, True)
         redop, source = self._reduction("all_reduce", op, out)
         nbytes = out.nbytes
@@ -62,10 +67,14 @@ class DeviceCalls:
                 mover.reduce_two_shot(dtype, redop, source.address, out.address, count, stream)
 
         in_place = out if source is out and out.target is None else None
-        return self._perform(
-            "all_reduce", Signature(Collective.ALL_REDUCE, count, dtype, redop), nbytes, enqueue, [out], [tensor],
-            (source, out), async_op, timeout, in_place, not one_shot,
+        signature = Signature(Collective.ALL_REDUCE, count, dtype, redop)
+        work = self._perform(
+            "all_reduce", signature, nbytes, enqueue, [out], [tensor], (source, out), async_op, timeout, in_place,
+            not one_shot,
         )  # fmt: skip
+        if one_shot and in_place is not None:
+            self._remember(tensor, op, signature, dtype, redop)
+        return work
 
     def _reduction(self, call: str, op: Any, source: Place) -> tuple[RedOpType, Place]:
         """The operation and what to read: for PREMUL_SUM the input times its factor, in a stand-in."""
@@ -323,6 +332,13 @@ class DeviceCalls:
         pairs = zip(outputs, inputs, strict=True)
         return self._in_order([(self.all_gather_single, pair) for pair in pairs], async_op, timeout)
 
+    def all_gather_lists(
+        self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], async_op: bool = False, timeout: Timeout = None
+    ) -> Any:
+        """``outputs[r][k]`` becomes rank r's ``inputs[k]``."""
+        calls = [(self.all_gather, ([one[k] for one in outputs], t)) for k, t in enumerate(inputs)]
+        return self._in_order(calls, async_op, timeout)
+
     def reduce_scatter_coalesced(
         self, outputs: Sequence[Any], inputs: Sequence[Any], op: Any = RedOpType.SUM, async_op: bool = False,
         timeout: Timeout = None,
@@ -342,6 +358,30 @@ class DeviceCalls:
         signature = Signature(Collective.BARRIER, 0)
         meet = self.mover.meet
         return self._perform("barrier", signature, 0, lambda stream, _: meet(stream), [], [], None, async_op, timeout)
+
+    # --- messages ------------------------------------------------------------------------------------------------
+
+    mail: Any
+
+    def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
+        """``tensor`` may be changed, by what comes later in the current stream, when this returns."""
+        self.mail.send(tensor, peer, tag, timeout)
+
+    def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
+        """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank."""
+        return self.mail.recv(tensor, peer, tag, timeout)
+
+    def isend(self, tensor: Any, peer: int, tag: int = 0) -> Any:
+        return self.mail.isend(tensor, peer, tag)
+
+    def irecv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0) -> Any:
+        return self.mail.irecv(tensor, peer, tag)
+
+    def batch(self, messages: Sequence[Any]) -> list[Any]:
+        """Start several sends and receives at once."""
+        return self.mail.batch(messages)
+
+    # --- help ----------------------------------------------------------------------------------------------------
 
     def _list(self, call: str, name: str, tensors: Any, write: bool = False) -> list[Place]:
         return place_list(call, name, tensors, self.size, self.device, write)

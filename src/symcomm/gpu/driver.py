@@ -76,10 +76,8 @@ class Driver:
                 )
             function.argtypes = arguments
             setattr(self, "_" + name.partition("_")[0], function)
-        self._write_address, self._wait_address = (
-            int(ctypes.cast(f, ctypes.c_void_p).value or 0)
-            for f in (self._cuStreamWriteValue32, self._cuStreamWaitValue32)
-        )
+        used = (self._cuMemcpyDtoDAsync, self._cuStreamWriteValue32, self._cuStreamWaitValue32, self._cuLaunchKernel)
+        self._addresses = tuple(int(ctypes.cast(f, ctypes.c_void_p).value or 0) for f in used)
         self._check("starting the driver", self._cuInit(0))
 
     def __getattr__(self, name: str) -> Any:  # for type checkers: the functions above
@@ -174,9 +172,19 @@ class Driver:
         """What comes later in the stream begins once the word has that value (or more, counted cyclically)."""
         self._check("waiting for a word", self._cuStreamWaitValue32(stream, address, value, flags))
 
-    def meet(self, stream: int, value: int, theirs: tuple[int, ...], mine: tuple[int, ...]) -> None:
-        """Write ``value`` to all of ``theirs``, then wait for it in all of ``mine``."""
-        result = native.stream_meet(self._write_address, self._wait_address, stream, value & 0xFFFFFFFF, theirs, mine)
+    def turn(
+        self,
+        stream: int,
+        copy: tuple[int, ...],
+        value: int,
+        theirs: tuple[int, ...],
+        mine: tuple[int, ...],
+        kernel: tuple[int, ...] = (),
+        places: tuple[int, ...] = (),
+    ) -> None:
+        """Copy (target, source, bytes), or nothing; write ``value`` to all of ``theirs`` and wait for it in all of
+        ``mine``; then start a kernel (function, blocks, threads, count, packs) on ``places``, or nothing."""
+        result = native.stream_turn(self._addresses, stream, copy, value & 0xFFFFFFFF, theirs, mine, kernel, places)
         if result:
             self._check("meeting the other ranks on the GPU", result)
 
@@ -188,9 +196,3 @@ class Driver:
         self._check("loading a kernel", self._cuModuleLoadData(ctypes.byref(module), image))
         self._check("loading a kernel", self._cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         return function.value
-
-    def launch(self, function: int, blocks: int, threads: int, stream: int, arguments: Any) -> None:
-        """``arguments``: a ctypes array of the addresses of the arguments."""
-        self._check(
-            "starting a kernel", self._cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, None)
-        )

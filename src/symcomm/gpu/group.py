@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import json
 import threading
 import time
@@ -28,20 +29,21 @@ from symcomm.collectives.all_gather import streamed_all_gather
 from symcomm.collectives.chunks import Pieces
 from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import ON_DEVICE
-from symcomm.errors import words_for_ranks, words_for_seconds
 from symcomm.gpu import devices
 from symcomm.gpu.calls import DeviceCalls, Signature
 from symcomm.gpu.driver import HANDLE_BYTES, driver
-from symcomm.gpu.messages import DeviceMessages
+from symcomm.gpu.messages import device_mail
 from symcomm.gpu.moves import Mover
 from symcomm.gpu.pads import Pads, pad_bytes
 from symcomm.gpu.places import Place
 from symcomm.gpu.pool import Piece, find_block, opened, pool_of
-from symcomm.gpu.watch import Outstanding, Watch
+from symcomm.gpu.trouble import trouble_of
+from symcomm.gpu.watch import Lane
 from symcomm.gpu.work import DeviceWork
-from symcomm.group.failure import call_site, explain, how_it_ended
+from symcomm.group.failure import call_site, explain
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.work import Timeout, to_ns
+from symcomm.types import DType, RedOpType
 
 __all__ = ["DeviceGroup", "Limits", "device_group"]
 
@@ -76,12 +78,27 @@ CARD_BYTES = ctypes.sizeof(Card)
 NOTHING = bytes(HANDLE_BYTES)
 Enqueue = Callable[[int, "list[int] | None"], None]  # (stream, where all ranks' symmetric tensors are)
 
-_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[int, DeviceGroup]] = weakref.WeakKeyDictionary()
+
+@functools.cache
+def _current_stream() -> Callable[[int], int]:
+    """torch's own function for the number of a device's current stream."""
+    import torch
+
+    return torch._C._cuda_getCurrentRawStream
+
+
+def _is_capturing() -> bool:
+    import torch
+
+    return torch._C._cuda_isCurrentStreamCapturing()
+
+
+_living: weakref.WeakSet[DeviceGroup] = weakref.WeakSet()
 
 
 def device_group(core: ProcessGroup, device: int) -> DeviceGroup:
     """The group's DeviceGroup for a GPU of this process, made on first use, by all ranks at once."""
-    made = _groups.setdefault(core, {})
+    made = core.__dict__.setdefault("_device_groups", {})
     if device not in made:
         made[device] = DeviceGroup(core, device)
     return made[device]
@@ -90,13 +107,12 @@ def device_group(core: ProcessGroup, device: int) -> DeviceGroup:
 @atexit.register
 def _finish_all() -> None:
     """A process that goes away takes along what its streams have not done yet, for which peers may wait."""
-    for made in list(_groups.values()):
-        for group in made.values():
-            with contextlib.suppress(BaseException):
-                group.finish()
+    for group in list(_living):
+        with contextlib.suppress(BaseException):
+            group.finish()
 
 
-class DeviceGroup(DeviceCalls, DeviceMessages):
+class DeviceGroup(DeviceCalls):
     """Made by every rank of ``core`` at once, each with the number of its GPU, which may be the same for all."""
 
     def __init__(self, core: ProcessGroup, device: int, limits: Limits | None = None):
@@ -126,10 +142,12 @@ class DeviceGroup(DeviceCalls, DeviceMessages):
         self._queued = 0  # operations whose hosts have not met yet
         self._pending: deque[DeviceWork] = deque()
         self._side: Any = None
-        self._failure: errors.SymcommError | None = None
-        self._told = False  # whether somebody has been told of it
-        self._watch = Watch(self._gone, self._fail)
-        self._init_messages()
+        self.trouble = trouble_of(core, device)
+        self._lane = self.trouble.watch.lane = Lane(self.pads, self.mover)
+        self._watch = self.trouble.watch
+        self.mail = device_mail(core, device)
+        self._recipes: dict[Any, Any] = {}  # all_reduces seen before, see again()
+        _living.add(self)
         core.barrier()  # nobody's GPU writes a pad that its owner has not cleared
 
     def _introduce(self, core: ProcessGroup, device: int) -> list[dict[str, Any]]:
@@ -179,7 +197,7 @@ class DeviceGroup(DeviceCalls, DeviceMessages):
         import torch
 
         timeout_ns = self.core._timeout_ns if timeout is None else to_ns(call, timeout)
-        self._check_usable(call)
+        self.trouble.check_usable(call)
         grow = need > self.mover.half and self.mover.half < self.limits.most_half and self.size > 1
         cards = _Cards(self.size) if grow or may_be_direct else None
         new_stage = self._fill(cards, self.rank, need if grow else 0, symmetric) if cards is not None else None
@@ -202,9 +220,9 @@ class DeviceGroup(DeviceCalls, DeviceMessages):
             with self._lock:
                 if not self._queued:
                     started = time.monotonic()
-                    status = native.run(self.core._handle, plan, ins, outs, timeout_ns, self.core._site(4))
+                    status = native.run(self.core._handle, plan, ins, outs, timeout_ns, self.core._site(1))
                     if status:
-                        raise self.core._failed(status, call, call_site(3), time.monotonic() - started, explain)
+                        raise self.core._failed(status, call, call_site(1), time.monotonic() - started, explain)
                     put(torch._C._cuda_getCurrentRawStream(self.device))
                     return None
         work = self._submit(call, plan, ins, outs, put, result, (keep, cards, plan), timeout_ns)
@@ -213,6 +231,43 @@ class DeviceGroup(DeviceCalls, DeviceMessages):
         work.wait()
         return None
 
+    def _remember(self, tensor: Any, op: Any, signature: Signature, dtype: DType, redop: RedOpType) -> None:
+        """Let the next call of this kind take the short way."""
+        if not 0 < signature.elements * dtype.itemsize <= self.mover.half or self.size == 1 or self._aside:
+            return
+        kernel = self.mover.kernel(dtype, redop, self.size, 1)
+        if kernel is None or redop is RedOpType.PREMUL_SUM:
+            return
+        if len(self._recipes) > 1024:
+            self._recipes.clear()
+        nbytes = signature.elements * dtype.itemsize
+        self._recipes[tensor.dtype, signature.elements, op] = (self._plan(signature, False), kernel, nbytes)
+
+    def _again(self, tensor: Any, op: Any) -> bool:
+        """A blocking one-shot all_reduce of a kind seen before, with as little as possible around it; False: it has to
+        go the long way."""
+        try:
+            plan, kernel, nbytes = self._recipes[tensor.dtype, tensor.numel(), op]
+        except (KeyError, AttributeError, TypeError):
+            return False
+        stream = _current_stream()(self.device)
+        if (
+            stream != self._last or self._queued or self.core._failure is not None or tensor.get_device() != self.device
+            or not tensor.is_contiguous() or tensor.is_neg() or _is_capturing()
+        ):  # fmt: skip
+            return False
+        core = self.core
+        with self._lock:
+            status = native.run(core._handle, plan, (), (), core._timeout_ns, core._site(1))
+            if status:
+                raise core._failed(status, "all_reduce", call_site(1), None, explain)
+            halves, address = self.mover.halves(), tensor.data_ptr()
+            places = (*halves, address)
+            copy = (halves[self.rank], address, nbytes)
+            self.mover.meet(stream, copy, kernel.launch(places, tensor.numel()), places)
+            self._note("all_reduce", core._timeout_ns / 1e9)
+        return True
+
     def _submit(
         self, call: str, plan: Any, ins: Any, outs: Any, put: Callable[[int], None], result: Sequence[Any], keep: Any,
         timeout_ns: int,
@@ -220,7 +275,7 @@ class DeviceGroup(DeviceCalls, DeviceMessages):
         """The hosts meet in the core's thread, which then puts the operation into our own stream."""
         import torch
 
-        site = call_site(4)
+        site = call_site(1)
         work = DeviceWork(self, call, result, keep)
         with self._lock:
             if self._side is None:
@@ -259,6 +314,7 @@ class DeviceGroup(DeviceCalls, DeviceMessages):
             while self._pending and self._pending[0].is_completed():
                 self._pending.popleft()
             self._pending.append(work)
+            self.trouble.works.add(work)
         return work
 
     def _order(self, stream: int) -> None:
@@ -295,11 +351,12 @@ class DeviceGroup(DeviceCalls, DeviceMessages):
     def _use_stage(self, cards: _Cards, stage: Piece | None) -> None:
         assert stage is not None
         cards.place(self.rank, cards.card)
-        self.mover.stage = [
+        places = [
             stage.address if r == self.rank else self._open(r, bytes(c.stage_handle)) + c.stage_offset
             for r, c in enumerate(cards)
         ]
-        self.mover.half = stage.nbytes // 2
+        self.mover.use_stage(places, stage.nbytes // 2)
+        self._recipes.clear()
         self._stage, self._old_stage = stage, self._stage  # the old one lives until the next: peers may be reading it
 
     _old_stage: Piece | None = None
@@ -319,68 +376,10 @@ class DeviceGroup(DeviceCalls, DeviceMessages):
 
     def _note(self, call: str, timeout: float) -> None:
         """Have the watch look after what was put into a stream."""
-        if self.size == 1:
-            return
-        goal = self.mover.meetings
-        pads = self.pads
-
-        def release(ranks: list[int]) -> None:
-            for rank in ranks:
-                pads.set_arrival(rank, self.mover.meetings)
-
-        self._watch.add(Outstanding(call, lambda: pads.missing(goal), release, time.monotonic(), timeout))
-
-    def _gone(self) -> list[int]:
-        return [r["rank"] for r in native.group_report(self.core._handle)["ranks"] if r["gone"]]
-
-    def _fail(self, item: Outstanding, ranks: list[int], died: bool) -> None:
-        """The watch found that ``ranks`` will not come."""
-        seconds = words_for_seconds(max(time.monotonic() - item.begun, 0.001))
-        what = f"{item.what} on cuda:{self.device} of group {self.name!r}"
-        left = words_for_ranks(r for r in range(self.size) if r not in ranks)
-        error: errors.SymcommError
-        if died:
-            who = "; ".join(
-                f"rank {r} (pid {self.core._peers[r].pid}) {how_it_ended(self.core._peers[r].pid)}" for r in ranks
-            )
-            error = errors.RankFailedError(
-                f"{what} failed on rank {self.rank} after {seconds}: {who} while the GPU waited for it; the tensors of "
-                f"this operation hold no result. Survivors: {left}. Call group.shrink() to go on without it.",
-                ranks,
-            )
-        else:
-            error = errors.DeadlineError(
-                f"{what} timed out on rank {self.rank} after {seconds}: the GPU work of rank "
-                f"{words_for_ranks(ranks)} did not come so far. Look at what those ranks run on their GPU, or give a "
-                "longer timeout to the call.",
-                ranks,
-            )
-        self._failure = error
-        with self.core._failure_lock:
-            if self.core._failure is None:
-                self.core._failure = error
-        if not died:
-            native.group_abort(self.core._handle)
-        for work in list(self._pending):
-            work._fail(error)
-
-    def _look(self) -> None:
-        """Raise what the watch found, to the first who asks."""
-        if self._failure is not None and not self._told:
-            self._told = True
-            raise self._failure
-
-    def _check_usable(self, call: str) -> None:
-        import torch
-
-        self._look()
-        if self.core._failure is not None:
-            self.core._check_usable()
-        if torch.cuda.is_current_stream_capturing():
-            raise errors.CallerError(
-                f"{call}: a CUDA graph is being captured; ranks meet on the host for every operation, so that a dead "
-                "rank is noticed. Call it outside of the graph."
-            )
+        lane = self._lane
+        lane.what, lane.timeout = call, timeout
+        if self._watch.thread is None and self.size > 1:
+            self._watch.wake()
 
     # --- the end ----------------------------------------------------------------------------------------------
 
@@ -400,11 +399,11 @@ class DeviceGroup(DeviceCalls, DeviceMessages):
             if time.monotonic() > end:
                 raise errors.deadline(f"synchronize on group {self.name!r}", seconds)
             time.sleep(0.0002)
-        self._look()
+        self.trouble.look()
 
     def finish(self, timeout: float = 10.0) -> None:
         """Before this rank leaves: let the GPU do what peers may wait for."""
-        if self._failure is None and self.core._failure is None:
+        if self.core._failure is None:
             self.synchronize(timeout)
 
 

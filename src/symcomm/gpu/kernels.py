@@ -25,6 +25,7 @@ __all__ = ["Combine", "combine", "source_of"]
 THREADS = 256
 MOST_BLOCKS = 1056  # eight for each of an H200's 132 multiprocessors; fewer on smaller data
 PACK = 16  # bytes a thread loads at once
+MOST_PLACES = 500  # a kernel takes 4 KiB of arguments
 
 _C_TYPES = {
     DType.UINT8: "unsigned char", DType.INT8: "signed char", DType.UINT16: "unsigned short", DType.INT16: "short",
@@ -193,29 +194,23 @@ def _compile(text: str, device: int) -> bytes | None:
 
 
 class Combine:
-    """One kernel with its arguments. Whoever uses it holds a lock: the arguments are filled in place."""
+    """A kernel, and how it is started for so many elements."""
 
-    def __init__(self, function: int, dtype: DType, sources: int, targets: int):
+    def __init__(self, function: int, dtype: DType):
         self._function = function
         self._per_pack = PACK // ITEMSIZE[dtype]
-        self._places = (ctypes.c_uint64 * (sources + targets))()
-        self._n, self._packs = ctypes.c_uint64(), ctypes.c_uint64()
-        parts = (self._places, self._n, self._packs)
-        self._arguments = (ctypes.c_void_p * 3)(*[ctypes.addressof(part) for part in parts])
 
-    def __call__(self, sources: Sequence[int], targets: Sequence[int], count: int, stream: int) -> None:
-        places = [*sources, *targets]
-        self._places[:] = places  # type: ignore[assignment]
+    def launch(self, places: Sequence[int], count: int) -> tuple[int, ...]:
+        """(function, blocks, threads, count, packs), as the driver's ``turn`` takes it."""
         aligned = not any(address % PACK for address in places)
         packs = count // self._per_pack if aligned else 0
-        self._n.value, self._packs.value = count, packs
         blocks = -(-max(packs, count - packs * self._per_pack) // THREADS)
-        driver().launch(self._function, min(max(blocks, 1), MOST_BLOCKS), THREADS, stream, self._arguments)
+        return self._function, min(max(blocks, 1), MOST_BLOCKS), THREADS, count, packs
 
 
 @functools.cache
 def _function(device: int, dtype: DType, redop: RedOpType, sources: int, targets: int) -> int | None:
-    text = source_of(dtype, redop, sources, targets)
+    text = source_of(dtype, redop, sources, targets) if sources + targets <= MOST_PLACES else None
     image = _compile(text, device) if text is not None else None
     if image is None:
         return None
@@ -224,9 +219,9 @@ def _function(device: int, dtype: DType, redop: RedOpType, sources: int, targets
 
 
 def kernel(device: int, dtype: DType, redop: RedOpType, sources: int, targets: int) -> Combine | None:
-    """A kernel of one's own, or None for what is left to torch."""
+    """The kernel, or None for what is left to torch."""
     function = _function(device, dtype, redop, sources, targets)
-    return Combine(function, dtype, sources, targets) if function is not None else None
+    return Combine(function, dtype) if function is not None else None
 
 
 # --- through torch --------------------------------------------------------------------------------------------

@@ -1,68 +1,113 @@
-"""Point-to-point calls of a DeviceGroup.
+"""Point-to-point messages of CUDA tensors.
 
 The bytes of a message wait in memory that the receiver can open; where, goes to it as a message between the hosts,
-which brings order, tags, "from anybody", deadlines and dead ranks with it. The sender's stream counts up when
-the bytes are there, the receiver's waits for that, copies, and acknowledges, upon which the memory is used again.
+which brings order, tags, "from anybody", deadlines and dead ranks with it. The sender's stream counts up in its own pad
+when the bytes are there; the receiver's waits for that, copies, and acknowledges in the same pad, upon which the memory
+is used again. So two ranks can talk without the others of their group.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from symcomm import errors
+from symcomm._core import native
+from symcomm.gpu import devices
 from symcomm.gpu.driver import HANDLE_BYTES, driver
-from symcomm.gpu.pads import SLOTS, is_behind
+from symcomm.gpu.pads import LINE, is_behind, show
 from symcomm.gpu.places import Place, place
 from symcomm.gpu.pool import Piece, opened, pool_of
+from symcomm.gpu.trouble import Trouble, trouble_of
 from symcomm.gpu.watch import Outstanding
 from symcomm.group.messages import ANY_SOURCE
+from symcomm.group.process_group import ProcessGroup
 from symcomm.group.work import Timeout, to_ns
+from symcomm.memory.heap import PAGE
 from symcomm.types import DType
 
-__all__ = ["DeviceMessages", "DeviceSend", "DeviceReceive"]
+__all__ = ["DeviceMail", "DeviceReceive", "DeviceSend", "device_mail"]
 
+SLOTS = 1024  # messages on their way from one rank
 WORDS = 8  # of 64 bits in a note, before the handle
 MARK = 0x53594D47  # tells a note from a message of host memory
 
 
-class DeviceMessages:
-    """Mixed into DeviceGroup."""
+def device_mail(core: ProcessGroup, device: int) -> DeviceMail:
+    """A rank's messages on a GPU, made on first use, by it alone."""
+    made = core.__dict__.setdefault("_device_mails", {})
+    if device not in made:
+        made[device] = DeviceMail(core, device)
+    return made[device]
 
-    rank: int
-    size: int
-    name: str
-    device: int
-    core: Any
-    pads: Any
-    _lock: Any
-    _watch: Any
-    _order: Callable[[int], None]
-    _look: Callable[[], None]
-    _check_usable: Callable[[str], None]
 
-    def _init_messages(self) -> None:
-        self._sent = [0] * self.size  # messages put out for each rank
+class _Pad:
+    """A sender's pad, in 32-bit words: 16 * r, how many messages are there for rank r; 16 * W + s, which message of
+    slot s has been taken. It lies in the sender's arena, which receivers have mapped."""
+
+    def __init__(self, host: int, world: int, owner: Any):
+        nbytes = self.nbytes(world)
+        self.words = (ctypes.c_uint32 * (nbytes // 4)).from_address(host)
+        self._gpu = show(host, nbytes, owner)
+        self._world = world
+
+    @staticmethod
+    def nbytes(world: int) -> int:
+        return -(-4 * (LINE * world + SLOTS) // PAGE) * PAGE
+
+    def sent(self, rank: int) -> int:
+        """Where GPUs find the number of messages for ``rank``."""
+        return self._gpu + 4 * LINE * rank
+
+    def taken(self, slot: int) -> int:
+        return self._gpu + 4 * (LINE * self._world + slot)
+
+    def has_sent(self, rank: int, count: int) -> bool:
+        return not is_behind(self.words[LINE * rank], count)
+
+    def set_sent(self, rank: int, count: int) -> None:
+        self.words[LINE * rank] = count & 0xFFFFFFFF
+
+    def was_taken(self, slot: int, number: int) -> bool:
+        return not is_behind(self.words[LINE * self._world + slot], number)
+
+
+class DeviceMail:
+    """Messages from and to one rank of a group, in one GPU's memory."""
+
+    def __init__(self, core: ProcessGroup, device: int):
+        import torch
+
+        devices.need_cuda("messages of CUDA tensors")
+        torch.cuda._lazy_init()
+        driver().enter(device)
+        self.core = core
+        self.rank, self.size, self.name, self.device = core.rank, core.size, core.name, device
+        nbytes = _Pad.nbytes(core.size)
+        self._offset = core._arena.allocate(nbytes)
+        native.poke(core._arena.base + self._offset, bytes(nbytes))
+        self._pad = _Pad(core._peers[core.rank].base + self._offset, core.size, core._peers[core.rank])
+        self._pads: dict[tuple[int, int], _Pad] = {}  # (rank, offset in its arena)
+        self._trouble: Trouble = trouble_of(core, device)
+        self._lock = threading.RLock()
+        self._sent = [0] * core.size  # messages put out for each rank
         self._on_the_way: dict[int, tuple[Piece, int, Any]] = {}  # slot -> memory, its number, the host's message
         self._number = 0  # of messages of this rank, to tell a slot's users apart
         self._last_sender: Any = None  # the stream of the last one
+
+    # --- sending ----------------------------------------------------------------------------------------------
 
     def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
         """``tensor`` may be changed, by what comes later in the current stream, when this returns."""
         self.isend(tensor, peer, tag).wait(timeout)
 
-    def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
-        """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank."""
-        work = self.irecv(tensor, peer, tag)
-        work.wait(timeout)
-        return work.source
-
     def isend(self, tensor: Any, peer: int, tag: int = 0) -> DeviceSend:
         import torch
 
-        self._check_usable("isend")
+        self._trouble.check_usable("isend")
         if not isinstance(peer, int) or not 0 <= peer < self.size:
             raise errors.bad_argument("isend", "peer", peer, f"a rank of this group, 0 to {self.size - 1}")
         source = place("isend", "tensor", tensor, self.device)
@@ -75,10 +120,10 @@ class DeviceMessages:
             self._in_order_with_others(stream)
             if source.nbytes:
                 driver().copy(memory.address, source.address, source.nbytes, stream)
-            driver().write(stream, self.pads.sent_to(peer), self._sent[peer] & 0xFFFFFFFF)
+            driver().write(stream, self._pad.sent(peer), self._sent[peer] & 0xFFFFFFFF)
             note = self._note_of(memory, source, slot, self._sent[peer])
             self._on_the_way[slot] = (memory, self._number, (self.core.isend(note, peer, tag), note))
-        return DeviceSend(self, tensor)
+        return DeviceSend(self._trouble, tensor)
 
     def _in_order_with_others(self, stream: int) -> None:
         """Messages are counted, so the streams they come from follow each other."""
@@ -93,7 +138,7 @@ class DeviceMessages:
 
     def _free_slot(self) -> int:
         for slot, (_, number, _) in list(self._on_the_way.items()):
-            if not is_behind(self.pads.taken(slot), number):
+            if self._pad.was_taken(slot, number):
                 del self._on_the_way[slot]
         slot = next((s for s in range(SLOTS) if s not in self._on_the_way), SLOTS)
         if slot == SLOTS:
@@ -107,14 +152,22 @@ class DeviceMessages:
         """What the receiver's host is told."""
         import torch
 
-        numbers = [MARK, source.nbytes, int(source.dtype), memory.offset, slot, self._number, count, 0]
+        numbers = [MARK, source.nbytes, int(source.dtype), memory.offset, slot, self._number, count, self._offset]
         head = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
         return torch.cat([head, torch.frombuffer(bytearray(memory.block.handle), dtype=torch.uint8)])
+
+    # --- receiving --------------------------------------------------------------------------------------------
+
+    def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
+        """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank."""
+        work = self.irecv(tensor, peer, tag)
+        work.wait(timeout)
+        return work.source
 
     def irecv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0) -> DeviceReceive:
         import torch
 
-        self._check_usable("irecv")
+        self._trouble.check_usable("irecv")
         target = place("irecv", "tensor", tensor, self.device, True)
         note = torch.zeros(8 * WORDS + HANDLE_BYTES, dtype=torch.uint8)
         return DeviceReceive(self, target, tensor, self.core.irecv(note, peer, tag), note)
@@ -123,37 +176,48 @@ class DeviceMessages:
         """Put the receive's copy into the current stream, behind the sender's."""
         import torch
 
-        mark, nbytes, dtype, offset, slot, number, count, _ = note[: 8 * WORDS].view(torch.int64).tolist()
+        mark, nbytes, dtype, offset, slot, number, count, pad_offset = note[: 8 * WORDS].view(torch.int64).tolist()
         if mark != MARK:
             raise errors.BadArgumentError(
                 f"receive from rank {source} on group {self.name!r}: rank {source} sent a CPU tensor, "
                 f"the tensor here is on cuda:{self.device}; make both on the same kind of device."
             )
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        pads = self.pads
         driver().enter(self.device)
+        pad = self._pad_of(source, pad_offset)
+        fits = nbytes == target.nbytes and dtype == target.dtype
         with self._lock:
-            driver().wait(stream, pads.sent_from(source), count & 0xFFFFFFFF)
-            if nbytes == target.nbytes and nbytes:
+            driver().wait(stream, pad.sent(self.rank), count & 0xFFFFFFFF)
+            if fits and nbytes:
                 base = opened(note[8 * WORDS :].numpy().tobytes(), f"rank {source}")
                 driver().copy(target.address, base + offset, nbytes, stream)
-            driver().write(stream, pads.taken_by(source, slot), number & 0xFFFFFFFF)
-
-        def missing() -> list[int]:
-            return [source] if is_behind(pads.sent(source), count) else []
-
-        self._watch.add(
-            Outstanding(
-                f"receive from rank {source}", missing, lambda ranks: pads.set_sent(source, count), time.monotonic(),
-                timeout,
-            )
-        )  # fmt: skip
-        if nbytes != target.nbytes or dtype != target.dtype:
+            driver().write(stream, pad.taken(slot), number & 0xFFFFFFFF)
+        self._watch(source, pad, count, timeout)
+        if not fits:
             raise errors.BadArgumentError(
                 f"receive on group {self.name!r}: rank {source} sent {nbytes} bytes of {DType(dtype).label}, "
                 f"the tensor here has {target.nbytes} of {target.dtype.label}; make size and dtype equal."
             )
         target.finish()
+
+    def _watch(self, source: int, pad: _Pad, count: int, timeout: float) -> None:
+        me = self.rank
+
+        def missing() -> list[int]:
+            return [] if pad.has_sent(me, count) else [source]
+
+        def release(_: list[int]) -> None:
+            pad.set_sent(me, count)
+
+        what = f"receive from rank {source}"
+        self._trouble.watch.add(Outstanding(what, missing, release, time.monotonic(), timeout))
+
+    def _pad_of(self, rank: int, offset: int) -> _Pad:
+        pad = self._pads.get((rank, offset))
+        if pad is None:
+            peer = self.core._peers[rank]
+            pad = self._pads[rank, offset] = _Pad(peer.base + offset, self.size, peer)
+        return pad
 
     def batch(self, messages: Sequence[Any]) -> list[Any]:
         """Start several sends and receives at once."""
@@ -164,13 +228,14 @@ class DeviceSend:
     """A send: it never waits for its receiver, since the bytes are copied away in the order of the stream."""
 
     seconds: float | None = 0.0
+    _error: BaseException | None = None
 
-    def __init__(self, group: Any, tensor: Any):
-        self._group = group
+    def __init__(self, trouble: Trouble, tensor: Any):
+        self._trouble = trouble
         self._tensor = tensor
 
     def wait(self, timeout: Timeout = None) -> bool:
-        self._group._look()
+        self._trouble.look()
         return True
 
     def is_completed(self) -> bool:
@@ -195,8 +260,8 @@ class DeviceReceive:
 
     seconds: float | None = None
 
-    def __init__(self, group: Any, target: Place, tensor: Any, message: Any, note: Any):
-        self._group = group
+    def __init__(self, mail: DeviceMail, target: Place, tensor: Any, message: Any, note: Any):
+        self._mail = mail
         self._target = target
         self._tensor = tensor
         self._message = message
@@ -210,14 +275,14 @@ class DeviceReceive:
         with self._lock:
             if not self._done:
                 self._done = True
-                seconds = self._group.core.timeout if not timeout else to_ns("wait", timeout) / 1e9
+                seconds = self._mail.core.timeout if not timeout else to_ns("wait", timeout) / 1e9
                 try:
-                    self._group._take(self._note, self._message.source, self._target, seconds)
+                    self._mail._take(self._note, self._message.source, self._target, seconds)
                 except BaseException as error:
                     self._error = error
         if self._error is not None:
             raise self._error
-        self._group._look()
+        self._mail._trouble.look()
         return True
 
     def is_completed(self) -> bool:

@@ -34,7 +34,7 @@ class Mover:
         self.rank, self.world, self.device = rank, world, device
         self.pads = pads
         self.half = 0  # bytes of half a staging area
-        self.stage: list[int] = []  # where each rank's is
+        self._halves: list[list[int]] = [[], []]  # where each rank's are
         self.meetings = 0  # that this rank's streams have been sent to
         self._turn = 0
         self._kernels: dict[Any, Any] = {}
@@ -42,42 +42,48 @@ class Mover:
 
     # --- steps ------------------------------------------------------------------------------------------------
 
-    def meet(self, stream: int) -> None:
-        """All ranks' streams come to this point before any goes on."""
+    def meet(self, stream: int, copy: tuple[int, ...] = (), kernel: tuple[int, ...] = (), places: Any = ()) -> None:
+        """All ranks' streams come to this point before any goes on; what to copy before, which kernel to start then."""
         self.meetings += 1
-        if self.world > 1:
-            self._driver.meet(stream, self.meetings, self.pads.theirs, self.pads.mine)
+        self._driver.turn(stream, copy, self.meetings, self.pads.theirs, self.pads.mine, kernel, places)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         if nbytes and target != source:
             self._driver.copy(target, source, nbytes, stream)
+
+    def kernel(self, dtype: DType, redop: RedOpType, sources: int, targets: int) -> Any:
+        """The kernel that combines so many sources into so many targets, or None for what torch has to do."""
+        if redop is RedOpType.PREMUL_SUM:
+            redop = RedOpType.SUM  # the factor is in the sources already
+        key = (dtype, redop, sources, targets)
+        if key not in self._kernels:
+            self._kernels[key] = kernels.kernel(self.device, *key)
+        return self._kernels[key]
 
     def combine(
         self, dtype: DType, redop: RedOpType, sources: Sequence[int], targets: Sequence[int], count: int, stream: int
     ) -> None:
         if not count:
             return
-        if redop is RedOpType.PREMUL_SUM:
-            redop = RedOpType.SUM  # the factor is in the sources already
-        key = (dtype, redop, len(sources), len(targets))
-        if key not in self._kernels:
-            self._kernels[key] = kernels.kernel(self.device, *key)
-        kernel = self._kernels[key]
+        kernel = self.kernel(dtype, redop, len(sources), len(targets))
         if kernel is not None:
-            kernel(sources, targets, count, stream)
+            places = (*sources, *targets)
+            self._driver.turn(stream, (), 0, (), (), kernel.launch(places, count), places)
         else:
             import torch
 
-            place = torch.device("cuda", self.device)
-            kernels.combine(
-                self.device, dtype, redop, sources, targets, count, torch.cuda.ExternalStream(stream, place)
-            )
+            stream_ = torch.cuda.ExternalStream(stream, torch.device("cuda", self.device))
+            kernels.combine(self.device, dtype, redop, sources, targets, count, stream_)
 
-    def _halves(self) -> list[int]:
-        """Where every rank's half for this turn is."""
+    def halves(self) -> list[int]:
+        """Where every rank's half for the next turn is."""
         self._turn ^= 1
-        offset = self._turn * self.half
-        return [address + offset for address in self.stage]
+        return self._halves[self._turn]
+
+    def use_stage(self, stage: list[int], half: int) -> None:
+        """``stage``: where every rank's staging area is; ``half``: bytes of half of one."""
+        self.half = half
+        self._halves = [list(stage), [address + half for address in stage]]
 
     # --- reductions -------------------------------------------------------------------------------------------
 
@@ -85,25 +91,30 @@ class Mover:
         self, dtype: DType, redop: RedOpType, source: int, target: int | None, count: int, stream: int
     ) -> None:
         """Everybody who has a target combines all of it for itself."""
-        item, most = dtype.itemsize, self.half // dtype.itemsize
+        item, most = dtype.itemsize, max(1, self.half // dtype.itemsize)
         for start in range(0, count, most):
             n, at = min(most, count - start), start * item
-            halves = self._halves()
-            self.copy(halves[self.rank], source + at, n * item, stream)
-            self.meet(stream)
-            if target is not None:
+            halves = self.halves()
+            copy = (halves[self.rank], source + at, n * item)
+            kernel = self.kernel(dtype, redop, self.world, 1) if target is not None else None
+            if target is None:
+                self.meet(stream, copy)
+            elif kernel is None:
+                self.meet(stream, copy)
                 self.combine(dtype, redop, halves, [target + at], n, stream)
+            else:
+                places = (*halves, target + at)
+                self.meet(stream, copy, kernel.launch(places, n), places)
 
     def reduce_two_shot(
         self, dtype: DType, redop: RedOpType, source: int, target: int, count: int, stream: int
     ) -> None:
         """Each rank combines its shard and writes it to all."""
-        item, most = dtype.itemsize, self.half // dtype.itemsize
+        item, most = dtype.itemsize, max(1, self.half // dtype.itemsize)
         for start in range(0, count, most):
             n, at = min(most, count - start), start * item
-            halves = self._halves()
-            self.copy(halves[self.rank], source + at, n * item, stream)
-            self.meet(stream)
+            halves = self.halves()
+            self.meet(stream, (halves[self.rank], source + at, n * item))
             self._combine_shard(dtype, redop, halves, n, stream)
             self.meet(stream)
             self.copy(target + at, halves[self.rank], n * item, stream)
@@ -125,8 +136,8 @@ class Mover:
         """``sources[q]``: my part of what rank q gets."""
         item = dtype.itemsize
         room = self.half // self.world // PACK * PACK
-        for start in range(0, max(counts), room // item):
-            halves = self._halves()
+        for start in range(0, max(counts), max(1, room // item)):
+            halves = self.halves()
             for q, source in enumerate(sources):
                 n = min(room // item, max(0, counts[q] - start))
                 self.copy(halves[self.rank] + q * room, source + start * item, n * item, stream)
@@ -148,12 +159,11 @@ class Mover:
 
     def spread(self, source: int, sizes: Sequence[int], targets: Sequence[int | None], stream: int) -> None:
         """Rank q shows ``sizes[q]`` bytes to all; ``targets[q]`` is where I want them, None for nowhere."""
-        for start in range(0, max(sizes), self.half):
-            halves = self._halves()
+        for start in range(0, max(sizes), max(1, self.half)):
+            halves = self.halves()
             part = [min(self.half, max(0, size - start)) for size in sizes]
             mine = targets[self.rank]
-            self.copy(halves[self.rank], source + start, part[self.rank], stream)
-            self.meet(stream)
+            self.meet(stream, (halves[self.rank], source + start, part[self.rank]))
             for q, target in enumerate(targets):
                 if target is not None and q != self.rank:
                     self.copy(target + start, halves[q], part[q], stream)
@@ -176,8 +186,8 @@ class Mover:
         """Rank i has ``matrix[i][j]`` bytes for rank j; mine are at ``sources[j]`` and go to its ``targets[i]``."""
         me = self.rank
         room = self.half // self.world // PACK * PACK
-        for start in range(0, max(map(max, matrix)), room):
-            halves = self._halves()
+        for start in range(0, max(map(max, matrix)), max(1, room)):
+            halves = self.halves()
             for j, source in enumerate(sources):
                 if source is not None:
                     self.copy(halves[me] + j * room, source + start, _part(matrix[me][j], start, room), stream)

@@ -8,8 +8,6 @@ memory (barrier of two processes: 6.6 us against 6.5 with MPS, 9.3 against 7.5 w
 A pad, in 32-bit words::
 
     16 * r        where rank r's stream is: how many meetings it has come to
-    16 * r + 1    how many messages rank r's stream has put out for us
-    16 * W + s    which of our messages in slot s has been taken
 """
 
 from __future__ import annotations
@@ -21,16 +19,15 @@ from typing import Any
 from symcomm.gpu.driver import driver
 from symcomm.memory.heap import PAGE
 
-__all__ = ["SLOTS", "Pads", "is_behind"]
+__all__ = ["LINE", "Pads", "is_behind", "show"]
 
-LINE = 16  # words
-SLOTS = 1024  # messages on their way from one rank
+LINE = 16  # words, so that no two GPUs write to one cache line
 
 _shown: dict[tuple[int, int], tuple[int, Any]] = {}  # (host address, bytes) -> GPU's address, the mapping's owner
 _lock = threading.Lock()
 
 
-def _show(address: int, nbytes: int, owner: Any) -> int:
+def show(address: int, nbytes: int, owner: Any) -> int:
     """Where the GPU finds host memory. Once shown it stays so, and stays mapped."""
     with _lock:
         key = (address, nbytes)
@@ -45,7 +42,7 @@ def is_behind(word: int, value: int) -> bool:
 
 
 def pad_bytes(world: int) -> int:
-    return -(-4 * (LINE * world + SLOTS) // PAGE) * PAGE
+    return -(-4 * LINE * world // PAGE) * PAGE
 
 
 class Pads:
@@ -55,8 +52,7 @@ class Pads:
         self.rank, self.world = rank, world
         nbytes = pad_bytes(world)
         self.words = (ctypes.c_uint32 * (nbytes // 4)).from_address(host[rank])
-        gpu = [_show(address, nbytes, owner) for address, owner in zip(host, owners, strict=True)]
-        self._gpu = gpu
+        gpu = [show(address, nbytes, owner) for address, owner in zip(host, owners, strict=True)]
         peers = [r for r in range(world) if r != rank]
         self.theirs = tuple(gpu[r] + 4 * LINE * rank for r in peers)  # where I say how far I am
         self.mine = tuple(gpu[rank] + 4 * LINE * r for r in peers)  # where they say it to me
@@ -71,23 +67,3 @@ class Pads:
     def missing(self, value: int) -> list[int]:
         """Ranks whose streams have not come to ``value``."""
         return [r for r in range(self.world) if r != self.rank and is_behind(self.arrival_of(r), value)]
-
-    def sent_to(self, rank: int) -> int:
-        """Where the GPU counts messages of ours for ``rank``."""
-        return self._gpu[rank] + 4 * (LINE * self.rank + 1)
-
-    def sent_from(self, rank: int) -> int:
-        return self._gpu[self.rank] + 4 * (LINE * rank + 1)
-
-    def set_sent(self, rank: int, value: int) -> None:
-        self.words[LINE * rank + 1] = value & 0xFFFFFFFF
-
-    def sent(self, rank: int) -> int:
-        return self.words[LINE * rank + 1]
-
-    def taken_by(self, rank: int, slot: int) -> int:
-        """Where the GPU acknowledges ``rank``'s message of that slot."""
-        return self._gpu[rank] + 4 * (LINE * self.world + slot)
-
-    def taken(self, slot: int) -> int:
-        return self.words[LINE * self.world + slot]

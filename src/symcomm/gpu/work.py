@@ -75,7 +75,7 @@ class DeviceWork:
         end = None if given is None else time.monotonic() + given
         if not self._await_queued(given):
             raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", given or 0.0)
-        self._group._look()
+        self._group.trouble.look()
         self._raise()
         if end is not None:
             while not self._event.query():

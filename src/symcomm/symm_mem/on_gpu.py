@@ -202,7 +202,7 @@ class GpuSymmetricMemory(SymmetricMemory):
         import torch
 
         timeout = self._timeout_ns(what, timeout_ms) / 1e9
-        self._gpu._check_usable(what)
+        self._gpu.trouble.check_usable(what)
         stream = torch.cuda.current_stream(self.device)
         for address, awaited, written in steps:
             driver().wait(stream.cuda_stream, address, awaited, WAIT_EQUAL)
@@ -220,7 +220,7 @@ class GpuSymmetricMemory(SymmetricMemory):
                 rescue.synchronize()
 
         missing: Callable[[], list[int]] = lambda: [] if passed.query() else peers  # noqa: E731
-        self._gpu._watch.add(Outstanding(what, missing, release, time.monotonic(), timeout))
+        self._gpu.trouble.watch.add(Outstanding(what, missing, release, time.monotonic(), timeout))
 
 
 # --- words -------------------------------------------------------------------------------------------------------
