@@ -40,6 +40,7 @@ class DeviceCalls:
     core: Any
     mover: Any
     limits: Any
+    prefers_one_shot: bool
     _perform: Callable[..., Any]
     _again: Callable[[Any, Any], bool]
     _remember: Callable[..., None]
@@ -61,7 +62,7 @@ class DeviceCalls:
                 mover.combine(dtype, redop, [source.address], [out.address], count, stream)
             elif symmetric is not None:
                 mover.reduce_in_place(dtype, redop, symmetric, count, stream)
-            elif one_shot:
+            elif one_shot or self.prefers_one_shot:
                 mover.reduce_one_shot(dtype, redop, source.address, out.address, count, stream)
             else:
                 mover.reduce_two_shot(dtype, redop, source.address, out.address, count, stream)

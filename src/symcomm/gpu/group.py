@@ -127,7 +127,10 @@ class DeviceGroup(DeviceCalls):
         everyone = self._introduce(core, device)
         devices.check_reach(core, device, everyone)
         pids = [c["pid"] for c in everyone]
-        shares_gpu = len({c["gpu"] for c in everyone}) < core.size
+        gpus = {c["gpu"] for c in everyone}
+        shares_gpu = len(gpus) < core.size
+        # On one GPU, one-shot moves W * (W + 3) times the tensor's bytes, two-shot through staging areas W * 6 times.
+        self.prefers_one_shot = len(gpus) == 1 and core.size <= 3
         self.time_sliced = shares_gpu and not all(c["mps"] for c in everyone) and len(set(pids)) > 1
         self.limits = limits or (SLICED if self.time_sliced else Limits())
         # Ranks that are threads share their default stream, in which one's wait would block the other's signal.
@@ -263,7 +266,7 @@ class DeviceGroup(DeviceCalls):
                 raise core._failed(status, "all_reduce", call_site(1), None, explain)
             halves, address = self.mover.halves(), tensor.data_ptr()
             places = (*halves, address)
-            copy = (halves[self.rank], address, nbytes)
+            copy = self.mover.staging(address, halves[self.rank], nbytes)
             self.mover.meet(stream, copy, kernel.launch(places, tensor.numel()), places)
             self._note("all_reduce", core._timeout_ns / 1e9)
         return True

@@ -20,6 +20,8 @@ from symcomm.types import DType, RedOpType
 
 __all__ = ["Mover", "shard_of"]
 
+KERNEL_COPY = 64 << 20  # bytes up to which a kernel copies
+
 
 def shard_of(rank: int, world: int, count: int, per_pack: int) -> tuple[int, int]:
     """(first, past the last) element of the part that ``rank`` combines; parts begin at whole packs."""
@@ -75,6 +77,14 @@ class Mover:
             stream_ = torch.cuda.ExternalStream(stream, torch.device("cuda", self.device))
             kernels.combine(self.device, dtype, redop, sources, targets, count, stream_)
 
+    def staging(self, source: int, target: int, nbytes: int) -> tuple[int, ...]:
+        """A copy, as ``meet`` takes it. Small ones by a kernel: the driver's run in another part of the GPU, which then
+        has to tell the stream's next step that it is done."""
+        copier = self.kernel(DType.UINT8, RedOpType.SUM, 1, 1) if 0 < nbytes <= KERNEL_COPY else None
+        if copier is None:
+            return source, target, nbytes
+        return source, target, nbytes, *copier.launch((source, target), nbytes)
+
     def halves(self) -> list[int]:
         """Where every rank's half for the next turn is."""
         self._turn ^= 1
@@ -95,7 +105,7 @@ class Mover:
         for start in range(0, count, most):
             n, at = min(most, count - start), start * item
             halves = self.halves()
-            copy = (halves[self.rank], source + at, n * item)
+            copy = self.staging(source + at, halves[self.rank], n * item)
             kernel = self.kernel(dtype, redop, self.world, 1) if target is not None else None
             if target is None:
                 self.meet(stream, copy)
@@ -114,7 +124,7 @@ class Mover:
         for start in range(0, count, most):
             n, at = min(most, count - start), start * item
             halves = self.halves()
-            self.meet(stream, (halves[self.rank], source + at, n * item))
+            self.meet(stream, self.staging(source + at, halves[self.rank], n * item))
             self._combine_shard(dtype, redop, halves, n, stream)
             self.meet(stream)
             self.copy(target + at, halves[self.rank], n * item, stream)
@@ -163,7 +173,7 @@ class Mover:
             halves = self.halves()
             part = [min(self.half, max(0, size - start)) for size in sizes]
             mine = targets[self.rank]
-            self.meet(stream, (halves[self.rank], source + start, part[self.rank]))
+            self.meet(stream, self.staging(source + start, halves[self.rank], part[self.rank]))
             for q, target in enumerate(targets):
                 if target is not None and q != self.rank:
                     self.copy(target + start, halves[q], part[q], stream)
