@@ -17,11 +17,10 @@ struct turn {
     launch_function launch;
     void *stream;
     uint64_t source, target, nbytes; /* the copy before the meeting */
-    uint64_t copier[5];              /* the kernel that makes it, as below; 0: the driver */
     uint32_t value;                  /* of the meeting */
     int peers;
     uint64_t theirs[MAX_WORLD], mine[MAX_WORLD];
-    uint64_t kernel[5]; /* after it */
+    uint64_t kernel[5]; /* after it: function, blocks, threads, count, packs */
     uint64_t places[MAX_PLACES];
 };
 
@@ -37,26 +36,23 @@ static int read_numbers(PyObject *tuple, uint64_t *into, int most) {
     return PyErr_Occurred() ? -1 : (int)n;
 }
 
-/* kernel: function, blocks, threads, count, packs */
-static int start(struct turn *t, uint64_t *kernel, uint64_t *places) {
-    void *arguments[] = {places, &kernel[3], &kernel[4]};
-    return t->launch(kernel[0], (unsigned)kernel[1], 1, 1, (unsigned)kernel[2], 1, 1, 0, t->stream, arguments, NULL);
+static int start_kernel(struct turn *t) {
+    uint64_t function = t->kernel[0], blocks = t->kernel[1], threads = t->kernel[2];
+    void *arguments[] = {t->places, &t->kernel[3], &t->kernel[4]};
+    return t->launch(function, (unsigned)blocks, 1, 1, (unsigned)threads, 1, 1, 0, t->stream, arguments, NULL);
 }
 
 static int play(struct turn *t) {
-    int result = 0;
-    if (t->copier[0]) result = start(t, t->copier, &t->source);
-    else if (t->nbytes) result = t->copy(t->target, t->source, t->nbytes, t->stream);
+    int result = t->nbytes ? t->copy(t->target, t->source, t->nbytes, t->stream) : 0;
     /* Flags 0: the word is written after everything before it, and a wait ends at that value or more, counted cyclically. */
     for (int i = 0; i < t->peers && result == 0; i++) result = t->write(t->stream, t->theirs[i], t->value, 0);
     for (int i = 0; i < t->peers && result == 0; i++) result = t->wait(t->stream, t->mine[i], t->value, 0);
-    return result == 0 && t->kernel[0] ? start(t, t->kernel, t->places) : result;
+    return result == 0 && t->kernel[0] ? start_kernel(t) : result;
 }
 
 /* stream_turn(functions, stream, copy, value, theirs, mine, kernel, places) -> the driver's result, 0 for success.
- * functions: addresses of copy, write, wait, launch. copy: (source, target, bytes) for the driver, the same and a kernel's
- * five numbers for that, or () for none. The stream then tells every address in `theirs` that it has come to `value`, and
- * waits until all in `mine` say so.
+ * functions: addresses of copy, write, wait, launch. copy: (source, target, bytes), or () for none. The stream then tells
+ * every address in `theirs` that it has come to `value`, and waits until all in `mine` say so.
  * kernel: (function, blocks, threads, count, packs) to start then on `places`, or () for none. */
 static PyObject *stream_turn(PyObject *self, PyObject *args) {
     (void)self;
@@ -64,18 +60,17 @@ static PyObject *stream_turn(PyObject *self, PyObject *args) {
     unsigned long long stream, value;
     PyObject *functions, *copy, *theirs, *mine, *kernel, *places;
     if (!PyArg_ParseTuple(args, "OKOKOOOO", &functions, &stream, &copy, &value, &theirs, &mine, &kernel, &places)) return NULL;
-    uint64_t f[4] = {0}, c[8] = {0};
+    uint64_t f[4] = {0}, c[3] = {0};
     memset(t.kernel, 0, sizeof t.kernel);
     t.peers = read_numbers(theirs, t.theirs, MAX_WORLD);
     if (read_numbers(functions, f, 4) != 4 || t.peers < 0 || read_numbers(mine, t.mine, MAX_WORLD) != t.peers ||
-        read_numbers(copy, c, 8) < 0 || read_numbers(kernel, t.kernel, 5) < 0 || read_numbers(places, t.places, MAX_PLACES) < 0) {
+        read_numbers(copy, c, 3) < 0 || read_numbers(kernel, t.kernel, 5) < 0 || read_numbers(places, t.places, MAX_PLACES) < 0) {
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "stream_turn: numbers are missing");
     }
     t.copy = (copy_function)(uintptr_t)f[0], t.write = (word_function)(uintptr_t)f[1], t.wait = (word_function)(uintptr_t)f[2];
     t.launch = (launch_function)(uintptr_t)f[3];
     t.stream = (void *)(uintptr_t)stream, t.value = (uint32_t)value;
     t.source = c[0], t.target = c[1], t.nbytes = c[2];
-    memcpy(t.copier, c + 3, sizeof t.copier);
     int result;
     Py_BEGIN_ALLOW_THREADS;
     result = play(&t);

@@ -56,6 +56,8 @@ class DeviceCalls:
         nbytes = out.nbytes
         one_shot = nbytes * self.size <= self.limits.one_shot_bytes or self.size == 1
         count, dtype, mover = out.count, out.dtype, self.mover
+        if not one_shot:
+            mover.kernel(dtype, redop, self.size, self.size)
 
         def enqueue(stream: int, symmetric: list[int] | None) -> None:
             if self.size == 1:
@@ -82,6 +84,7 @@ class DeviceCalls:
         redop, factor = to_redop(call, op)
         if not native.reduce_defined(source.dtype, redop):
             raise errors.bad_argument(call, "op", redop.name, f"one that is defined for {source.dtype.label}")
+        self.mover.kernel(source.dtype, redop, self.size, 1)
         if redop is not RedOpType.PREMUL_SUM:
             return redop, source
         if factor is None:

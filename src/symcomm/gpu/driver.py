@@ -182,7 +182,7 @@ class Driver:
         kernel: tuple[int, ...] = (),
         places: tuple[int, ...] = (),
     ) -> None:
-        """Copy (source, target, bytes, and a kernel as below for it), or nothing; write ``value`` to all of ``theirs`` and wait for it in all of
+        """Copy (source, target, bytes), or nothing; write ``value`` to all of ``theirs`` and wait for it in all of
         ``mine``; then start a kernel (function, blocks, threads, count, packs) on ``places``, or nothing."""
         result = native.stream_turn(self._addresses, stream, copy, value & 0xFFFFFFFF, theirs, mine, kernel, places)
         if result:

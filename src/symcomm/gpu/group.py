@@ -32,10 +32,11 @@ from symcomm.collectives.select import ON_DEVICE
 from symcomm.gpu import devices
 from symcomm.gpu.calls import DeviceCalls, Signature
 from symcomm.gpu.driver import HANDLE_BYTES, driver
+from symcomm.gpu.kernels import PACK
 from symcomm.gpu.messages import device_mail
 from symcomm.gpu.moves import Mover
 from symcomm.gpu.pads import Pads, pad_bytes
-from symcomm.gpu.places import Place
+from symcomm.gpu.places import Place, torch_stream
 from symcomm.gpu.pool import Piece, find_block, opened, pool_of
 from symcomm.gpu.trouble import trouble_of
 from symcomm.gpu.watch import Lane
@@ -215,7 +216,7 @@ class DeviceGroup(DeviceCalls):
             enqueue(stream, self._symmetric(cards) if cards is not None and may_be_direct else None)
             for output in outputs:
                 if output.target is not None:
-                    with torch.cuda.stream(torch.cuda.ExternalStream(stream, torch.device("cuda", self.device))):
+                    with torch.cuda.stream(torch_stream(stream, self.device)):
                         output.finish()
             self._note(call, timeout_ns / 1e9)
 
@@ -244,19 +245,20 @@ class DeviceGroup(DeviceCalls):
         if len(self._recipes) > 1024:
             self._recipes.clear()
         nbytes = signature.elements * dtype.itemsize
-        self._recipes[tensor.dtype, signature.elements, op] = (self._plan(signature, False), kernel, nbytes)
+        launch = kernel.launch((), signature.elements)
+        self._recipes[tensor.dtype, signature.elements, op] = (self._plan(signature, False), launch, nbytes)
 
     def _again(self, tensor: Any, op: Any) -> bool:
         """A blocking one-shot all_reduce of a kind seen before, with as little as possible around it; False: it has to
         go the long way."""
         try:
-            plan, kernel, nbytes = self._recipes[tensor.dtype, tensor.numel(), op]
+            plan, launch, nbytes = self._recipes[tensor.dtype, tensor.numel(), op]
         except (KeyError, AttributeError, TypeError):
             return False
-        stream = _current_stream()(self.device)
+        stream, address = _current_stream()(self.device), tensor.data_ptr()
         if (
-            stream != self._last or self._queued or self.core._failure is not None or tensor.get_device() != self.device
-            or not tensor.is_contiguous() or tensor.is_neg() or _is_capturing()
+            stream != self._last or address % PACK or self._queued or self.core._failure is not None
+            or tensor.get_device() != self.device or not tensor.is_contiguous() or tensor.is_neg() or _is_capturing()
         ):  # fmt: skip
             return False
         core = self.core
@@ -264,10 +266,8 @@ class DeviceGroup(DeviceCalls):
             status = native.run(core._handle, plan, (), (), core._timeout_ns, core._site(1))
             if status:
                 raise core._failed(status, "all_reduce", call_site(1), None, explain)
-            halves, address = self.mover.halves(), tensor.data_ptr()
-            places = (*halves, address)
-            copy = self.mover.staging(address, halves[self.rank], nbytes)
-            self.mover.meet(stream, copy, kernel.launch(places, tensor.numel()), places)
+            halves = self.mover.halves()
+            self.mover.meet(stream, (address, halves[self.rank], nbytes), launch, (*halves, address))
             self._note("all_reduce", core._timeout_ns / 1e9)
         return True
 
@@ -326,10 +326,9 @@ class DeviceGroup(DeviceCalls):
             if self._last is not None:
                 import torch
 
-                place = torch.device("cuda", self.device)
                 event = torch.cuda.Event()
-                event.record(torch.cuda.ExternalStream(self._last, place))
-                event.wait(torch.cuda.ExternalStream(stream, place))
+                event.record(torch_stream(self._last, self.device))
+                event.wait(torch_stream(stream, self.device))
             self._last = stream
 
     # --- memory -----------------------------------------------------------------------------------------------
@@ -397,7 +396,7 @@ class DeviceGroup(DeviceCalls):
         with self._lock:
             event = torch.cuda.Event()
             if self._last is not None:
-                event.record(torch.cuda.ExternalStream(self._last, torch.device("cuda", self.device)))
+                event.record(torch_stream(self._last, self.device))
         while not event.query():
             if time.monotonic() > end:
                 raise errors.deadline(f"synchronize on group {self.name!r}", seconds)

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import glob
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -208,6 +209,9 @@ class Combine:
         return self._function, min(max(blocks, 1), MOST_BLOCKS), THREADS, count, packs
 
 
+_compiling = threading.Lock()  # ranks may be threads
+
+
 @functools.cache
 def _function(device: int, dtype: DType, redop: RedOpType, sources: int, targets: int) -> int | None:
     text = source_of(dtype, redop, sources, targets) if sources + targets <= MOST_PLACES else None
@@ -220,7 +224,8 @@ def _function(device: int, dtype: DType, redop: RedOpType, sources: int, targets
 
 def kernel(device: int, dtype: DType, redop: RedOpType, sources: int, targets: int) -> Combine | None:
     """The kernel, or None for what is left to torch."""
-    function = _function(device, dtype, redop, sources, targets)
+    with _compiling:
+        function = _function(device, dtype, redop, sources, targets)
     return Combine(function, dtype) if function is not None else None
 
 

@@ -19,7 +19,7 @@ from symcomm._core import native
 from symcomm.gpu import devices
 from symcomm.gpu.driver import HANDLE_BYTES, driver
 from symcomm.gpu.pads import LINE, is_behind, show
-from symcomm.gpu.places import Place, place
+from symcomm.gpu.places import Place, place, torch_stream
 from symcomm.gpu.pool import Piece, opened, pool_of
 from symcomm.gpu.trouble import Trouble, trouble_of
 from symcomm.gpu.watch import Outstanding
@@ -130,10 +130,9 @@ class DeviceMail:
         import torch
 
         if self._last_sender not in (None, stream):
-            where = torch.device("cuda", self.device)
             event = torch.cuda.Event()
-            event.record(torch.cuda.ExternalStream(self._last_sender, where))
-            event.wait(torch.cuda.ExternalStream(stream, where))
+            event.record(torch_stream(self._last_sender, self.device))
+            event.wait(torch_stream(stream, self.device))
         self._last_sender = stream
 
     def _free_slot(self) -> int:

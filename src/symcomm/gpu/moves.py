@@ -16,11 +16,10 @@ from typing import Any
 from symcomm.gpu import kernels
 from symcomm.gpu.driver import driver
 from symcomm.gpu.kernels import PACK
+from symcomm.gpu.places import torch_stream
 from symcomm.types import DType, RedOpType
 
 __all__ = ["Mover", "shard_of"]
-
-KERNEL_COPY = 64 << 20  # bytes up to which a kernel copies
 
 
 def shard_of(rank: int, world: int, count: int, per_pack: int) -> tuple[int, int]:
@@ -54,7 +53,10 @@ class Mover:
             self._driver.copy(target, source, nbytes, stream)
 
     def kernel(self, dtype: DType, redop: RedOpType, sources: int, targets: int) -> Any:
-        """The kernel that combines so many sources into so many targets, or None for what torch has to do."""
+        """The kernel that combines so many sources into so many targets, or None for what torch has to do.
+
+        Callers ask for it before the hosts meet: loading one makes the driver wait for all streams of the process, and
+        one of those may be a stream of another rank, a thread, that waits for us."""
         if redop is RedOpType.PREMUL_SUM:
             redop = RedOpType.SUM  # the factor is in the sources already
         key = (dtype, redop, sources, targets)
@@ -72,18 +74,8 @@ class Mover:
             places = (*sources, *targets)
             self._driver.turn(stream, (), 0, (), (), kernel.launch(places, count), places)
         else:
-            import torch
-
-            stream_ = torch.cuda.ExternalStream(stream, torch.device("cuda", self.device))
-            kernels.combine(self.device, dtype, redop, sources, targets, count, stream_)
-
-    def staging(self, source: int, target: int, nbytes: int) -> tuple[int, ...]:
-        """A copy, as ``meet`` takes it. Small ones by a kernel: the driver's run in another part of the GPU, which then
-        has to tell the stream's next step that it is done."""
-        copier = self.kernel(DType.UINT8, RedOpType.SUM, 1, 1) if 0 < nbytes <= KERNEL_COPY else None
-        if copier is None:
-            return source, target, nbytes
-        return source, target, nbytes, *copier.launch((source, target), nbytes)
+            on = torch_stream(stream, self.device)
+            kernels.combine(self.device, dtype, redop, sources, targets, count, on)
 
     def halves(self) -> list[int]:
         """Where every rank's half for the next turn is."""
@@ -105,7 +97,7 @@ class Mover:
         for start in range(0, count, most):
             n, at = min(most, count - start), start * item
             halves = self.halves()
-            copy = self.staging(source + at, halves[self.rank], n * item)
+            copy = (source + at, halves[self.rank], n * item)
             kernel = self.kernel(dtype, redop, self.world, 1) if target is not None else None
             if target is None:
                 self.meet(stream, copy)
@@ -124,7 +116,7 @@ class Mover:
         for start in range(0, count, most):
             n, at = min(most, count - start), start * item
             halves = self.halves()
-            self.meet(stream, self.staging(source + at, halves[self.rank], n * item))
+            self.meet(stream, (source + at, halves[self.rank], n * item))
             self._combine_shard(dtype, redop, halves, n, stream)
             self.meet(stream)
             self.copy(target + at, halves[self.rank], n * item, stream)
@@ -173,7 +165,7 @@ class Mover:
             halves = self.halves()
             part = [min(self.half, max(0, size - start)) for size in sizes]
             mine = targets[self.rank]
-            self.meet(stream, self.staging(source + start, halves[self.rank], part[self.rank]))
+            self.meet(stream, (source + start, halves[self.rank], part[self.rank]))
             for q, target in enumerate(targets):
                 if target is not None and q != self.rank:
                     self.copy(target + start, halves[q], part[q], stream)

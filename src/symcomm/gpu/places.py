@@ -9,7 +9,7 @@ from symcomm import errors
 from symcomm.group.buffers import torch_dtypes
 from symcomm.types import DType
 
-__all__ = ["Place", "check_same_dtype", "place", "place_list"]
+__all__ = ["Place", "check_same_dtype", "place", "place_list", "torch_stream"]
 
 
 class Place:
@@ -34,6 +34,14 @@ class Place:
 
             with torch.no_grad():
                 self.target.copy_(self.owner)
+
+
+def torch_stream(handle: int, device: int) -> Any:
+    """The stream with that number as torch's; 0 is the default stream, for which torch would make a new one."""
+    import torch
+
+    where = torch.device("cuda", device)
+    return torch.cuda.ExternalStream(handle, where) if handle else torch.cuda.default_stream(where)
 
 
 def place(call: str, name: str, tensor: Any, device: int, write: bool = False) -> Place:
