@@ -31,7 +31,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="about machi
 def test_loading_needs_no_cuda():
     code = (
         "import sys; import symcomm.gpu.group, symcomm.gpu.messages, symcomm.symm_mem.on_gpu;"
-        "assert not {'torch', 'triton', 'cuda', 'pynvml'} & set(sys.modules)"
+        "assert not {'torch', 'triton', 'cuda'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": "src"})
 
@@ -44,7 +44,6 @@ def test_words_without_a_gpu():
     for call in (lambda: symcomm.symm_mem.empty(4, device="cuda"), lambda: devices.need_cuda("here")):
         with pytest.raises(errors.ResourceError, match="has no CUDA; install one|finds no CUDA GPU"):
             call()
-    assert not devices.is_nvshmem_available() and "CUDA IPC" in devices.why_no_nvshmem()
 
 
 def test_calls_on_a_gpu_differ_from_calls_on_the_cpu():

@@ -267,7 +267,12 @@ def test_memset32_and_stream_write_value32():
 @pytest.mark.parametrize(
     ("tensor", "offset", "val", "says"),
     [
-        (torch.zeros(8, dtype=torch.int32), 0, 1, "a flat, contiguous uint32 tensor on the CPU or a CUDA GPU, got 'torch.int32"),
+        (
+            torch.zeros(8, dtype=torch.int32),
+            0,
+            1,
+            "a flat, contiguous uint32 tensor on the CPU or a CUDA GPU, got 'torch.int32",
+        ),
         (torch.zeros(2, 4, dtype=torch.uint32), 0, 1, r"flat.*shape \(2, 4\)"),
         (torch.zeros(8, dtype=torch.uint32)[::2], 0, 1, "flat, contiguous"),
         (torch.zeros(8, dtype=torch.uint32), -1, 1, "offset must be 0 or more, got -1"),

@@ -4,6 +4,7 @@ Where things are (imports point down only)::
 
     cli/          the `symcomm` command: run, bench, demo
     symm_mem/     symmetric tensors: allocate, rendezvous, signals, symmetrize
+    gpu/          the same collectives on CUDA tensors of ranks that share a host
     group/        ProcessGroup, Work, spawn, the default group
     collectives/  plans: one file per family of collectives, and the choice between them
     memory/       arenas: memory that all ranks of a host have mapped

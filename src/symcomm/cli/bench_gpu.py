@@ -54,12 +54,12 @@ def _sides(count: int, gpu: Any, dist: Any) -> dict[str, Callable[[], Any]]:
     return sides
 
 
-def _time(run: Callable[[], Any], meet: Callable[[], Any]) -> tuple[float, float]:
+def _time(run: Callable[[], Any], core: Any) -> tuple[float, float]:
     """(seconds each in a row, seconds each one by one)"""
     import torch
 
     def once(count: int, wait: bool) -> float:
-        meet()
+        core.barrier()
         begun = time.perf_counter()
         for _ in range(count):
             run()
@@ -68,7 +68,8 @@ def _time(run: Callable[[], Any], meet: Callable[[], Any]) -> tuple[float, float
         torch.cuda.synchronize()
         return (time.perf_counter() - begun) / count
 
-    first = once(1, True)
+    mine = json.dumps(once(1, True)).encode()
+    first = max(map(json.loads, core.all_gather_object(mine)))  # all ranks make the same number of calls
     return once(max(3, min(100, int(BUDGET_S / first))), False), once(LATENCY_RUNS, True)
 
 
@@ -92,7 +93,7 @@ def rank_main(folder: str) -> None:
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in shared}
         for _ in range(ROUNDS):
             for name in shared:
-                times[name].append(_time(sides[name], core.barrier))
+                times[name].append(_time(sides[name], core))
         if rank == 0:
             medians = {n: [statistics.median(t) * 1e6 for t in zip(*ts, strict=True)] for n, ts in times.items()}
             print(json.dumps({"nbytes": nbytes, "sliced": gpu.time_sliced, "us": medians}), flush=True)

@@ -12,7 +12,7 @@ calls.py       its collectives
 moves.py       what those do, step by step, on a stream
 messages.py    point-to-point messages
 work.py        operations that run while the caller goes on
-devices.py     which GPUs can reach which
+devices.py     which GPU a rank has, and which can reach which
 
 Nothing here needs CUDA, Triton or a driver to be imported.
 """

@@ -1,4 +1,4 @@
-"""Which GPUs there are, whether ranks can reach each other's memory, and how GPUs are wired."""
+"""Which GPU a rank has, and whether ranks can reach each other's memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from symcomm import errors
 from symcomm.errors import words_for_ranks
 
-__all__ = ["check_reach", "describe", "dma_connectivity", "is_nvshmem_available", "need_cuda", "why_no_nvshmem"]
+__all__ = ["check_reach", "describe", "need_cuda"]
 
 
 def need_cuda(call: str) -> None:
@@ -53,53 +53,3 @@ def check_reach(group: Any, device: int, everyone: Sequence[dict[str, Any]]) -> 
                 f"CUDA tensors on group {group.name!r}: cuda:{device} cannot reach the memory of rank {rank}'s GPU "
                 f'(cuda:{other}); use backend "cpu:symcomm,cuda:nccl" for these.'
             )
-
-
-# --- how GPUs are wired -----------------------------------------------------------------------------------------------
-
-
-def dma_connectivity(device_type: str = "cuda", connection_type: str = "nvlink") -> list[list[int]]:
-    """``[i][j]``: how many NVLinks lead from GPU i to GPU j, as NVML tells."""
-    if (device_type, connection_type) != ("cuda", "nvlink"):
-        got = (device_type, connection_type)
-        raise errors.bad_argument("dma_connectivity", "device and connection", got, "('cuda', 'nvlink')")
-    need_cuda("dma_connectivity")
-    import torch
-
-    try:
-        import pynvml
-    except ImportError:
-        raise errors.ResourceError(
-            "dma_connectivity: NVML's Python package is missing; install it with pip install nvidia-ml-py."
-        ) from None
-    pynvml.nvmlInit()
-    try:
-        uuids = [f"GPU-{torch.cuda.get_device_properties(d).uuid}" for d in range(torch.cuda.device_count())]
-        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-        places = [pynvml.nvmlDeviceGetPciInfo(handle).busId for handle in handles]
-        return [[_links(pynvml, handle, place) for place in places] for handle in handles]
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _links(nvml: Any, handle: Any, place: Any) -> int:
-    """NVLinks from a GPU whose other end is the GPU at ``place`` (directly, or any GPU through a switch)."""
-    count = 0
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            if not nvml.nvmlDeviceGetNvLinkState(handle, link):
-                continue
-            other = nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId
-        except nvml.NVMLError:  # links that this GPU does not have
-            continue
-        count += other == place
-    return count
-
-
-def is_nvshmem_available() -> bool:
-    """Whether NVSHMEM carries symmetric memory here: no, it needs none on one host."""
-    return False
-
-
-def why_no_nvshmem() -> str:
-    return "ranks of one host open each other's GPU memory through CUDA IPC; NVSHMEM is not used."
