@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import random
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +231,135 @@ def test_an_mps_that_runs_already_is_used(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/somewhere")
     with multi_process_service() as found:
         assert found == {}
+
+
+# --- the moves, on ranks that are threads with host memory for a GPU --------------------------------------------------
+
+
+class HostPads:
+    """Pads in host memory; a "stream" runs what it is given at once, so a wait really waits."""
+
+    def __init__(self, rank: int, world: int, words: Any):
+        peers = [r for r in range(world) if r != rank]
+        base = ctypes.addressof(words)
+        self.theirs = tuple(base + 4 * (r * world + rank) for r in peers)
+        self.mine = tuple(base + 4 * (rank * world + r) for r in peers)
+
+
+class HostDriver:
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def turn(
+        self, stream: int, copy: Any, value: int, theirs: Any, mine: Any, kernel: Any = (), places: Any = ()
+    ) -> None:
+        if copy and copy[2]:
+            ctypes.memmove(copy[1], copy[0], copy[2])
+        for address in theirs:
+            ctypes.c_uint32.from_address(address).value = value
+        deadline = time.monotonic() + 20
+        for address in mine:
+            while is_behind(ctypes.c_uint32.from_address(address).value, value):
+                assert time.monotonic() < deadline, "a wait without an end"
+                time.sleep(0)
+        time.sleep(random.random() * 0.002)  # let the others get ahead
+        if kernel:
+            add_floats(places, kernel[0])
+
+
+def add_floats(places: Any, count: int) -> None:
+    """The last ``places[-k:]`` get the sum of the others; for one target, or as many targets as sources."""
+    targets = 1 if len(set(places)) == len(places) else len(places) // 2
+    sources = places[: len(places) - targets]
+    parts = [(ctypes.c_float * count).from_address(a) for a in sources]
+    total = [sum(items) for items in zip(*parts, strict=True)]
+    for address in places[len(places) - targets :]:
+        (ctypes.c_float * count).from_address(address)[:] = total
+
+
+class HostKernel:
+    def launch(self, places: Any, count: int) -> tuple[int, ...]:
+        return (count,)
+
+
+class Rig:
+    """All ranks' movers over host memory."""
+
+    HALF = 256
+
+    def __init__(self, world: int):
+        from symcomm.gpu.moves import Mover
+
+        self.world = world
+        self._words = (ctypes.c_uint32 * (world * world))()
+        self._stages = [ctypes.create_string_buffer(2 * self.HALF) for _ in range(world)]
+        self.movers = []
+        for rank in range(world):
+            mover = Mover.__new__(Mover)
+            mover.rank, mover.world, mover.device = rank, world, 0
+            mover.pads = HostPads(rank, world, self._words)
+            mover.meetings, mover._turn, mover._driver = 0, 0, HostDriver()
+            mover.kernel = lambda *_: HostKernel()
+            mover.use_stage([ctypes.addressof(s) for s in self._stages], self.HALF)
+            self.movers.append(mover)
+
+    def run(self, rank_main: Any) -> list[Any]:
+        with ThreadPoolExecutor(self.world) as pool:
+            return list(pool.map(rank_main, self.movers))
+
+
+def floats(values: Any) -> Any:
+    values = list(values)
+    return (ctypes.c_float * max(len(values), 1))(*values)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["one_shot", "two_shot", "in_place"])
+def test_reductions_move_by_move(world: int, kind: str):
+    rig, n = Rig(world), 150  # three turns of a staging area
+    tensors = [floats(range(n)) for _ in range(world)]
+
+    def rank_main(mover: Any) -> list[float]:
+        mine = tensors[mover.rank]
+        address = ctypes.addressof(mine)
+        for turn in range(4):
+            mine[:] = [float(i * (mover.rank + 1) + turn) for i in range(n)]
+            if kind == "in_place":
+                everyone = [ctypes.addressof(t) for t in tensors]
+                mover.reduce_in_place(DType.FLOAT32, RedOpType.SUM, everyone, n, 0)
+            else:
+                getattr(mover, f"reduce_{kind}")(DType.FLOAT32, RedOpType.SUM, address, address, n, 0)
+            expected = [i * world * (world + 1) / 2 + turn * world for i in range(n)]
+            assert mine[:] == expected, f"rank {mover.rank}, turn {turn}"
+        return mine[:]
+
+    results = rig.run(rank_main)
+    assert all(r == results[0] for r in results)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_copies_move_by_move(world: int):
+    rig = Rig(world)
+    counts = [70 + 13 * r for r in range(world)]
+
+    def rank_main(mover: Any) -> None:
+        me = mover.rank
+        mine = floats(me * 1000 + i for i in range(counts[me]))
+        outs = [floats([0] * c) for c in counts]
+        for _ in range(3):
+            mover.spread(ctypes.addressof(mine), [4 * c for c in counts], [ctypes.addressof(o) for o in outs], 0)
+            assert [o[-1] for o in outs] == [r * 1000 + c - 1 for r, c in enumerate(counts)]
+        matrix = [[4 * (30 * i + 7 * j + 1) for j in range(world)] for i in range(world)]
+        pieces = [floats([me * 10 + j] * (matrix[me][j] // 4)) for j in range(world)]
+        got = [floats([-1] * (matrix[i][me] // 4)) for i in range(world)]
+        where = [[ctypes.addressof(x) for x in some] for some in (pieces, got)]
+        for _ in range(3):
+            mover.exchange(where[0], matrix, where[1], 0)
+            assert [g[:] for g in got] == [[i * 10 + me] * (matrix[i][me] // 4) for i in range(world)]
+        output = floats([0] * counts[me])
+        parts = [floats([me + q] * counts[q]) for q in range(world)]
+        sources = [ctypes.addressof(p) for p in parts]
+        mover.reduce_scatter(DType.FLOAT32, RedOpType.SUM, sources, counts, ctypes.addressof(output), 0)
+        assert output[:] == [sum(r + me for r in range(world))] * counts[me]
+
+    rig.run(rank_main)

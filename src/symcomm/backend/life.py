@@ -46,8 +46,6 @@ class Life:
             engine.abort()
 
     def shutdown(self) -> None:
-        for group in self.core.__dict__.get("_device_groups", {}).values():
-            group.finish()
         self.core.destroy()
         if self._careful is not None:
             self._careful.close()

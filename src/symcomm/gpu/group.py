@@ -152,6 +152,7 @@ class DeviceGroup(DeviceCalls):
         self.mail = device_mail(core, device)
         self._recipes: dict[Any, Any] = {}  # all_reduces seen before, see again()
         _living.add(self)
+        core._before_leaving.append(self.finish)
         core.barrier()  # nobody's GPU writes a pad that its owner has not cleared
 
     def _introduce(self, core: ProcessGroup, device: int) -> list[dict[str, Any]]:
@@ -404,9 +405,10 @@ class DeviceGroup(DeviceCalls):
         self.trouble.look()
 
     def finish(self, timeout: float = 10.0) -> None:
-        """Before this rank leaves: let the GPU do what peers may wait for."""
+        """Before this rank leaves: let the GPU do what peers may wait for. What fails here fails for them too."""
         if self.core._failure is None:
-            self.synchronize(timeout)
+            with contextlib.suppress(errors.SymcommError):
+                self.synchronize(timeout)
 
 
 class _Cards:

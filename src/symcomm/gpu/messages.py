@@ -8,9 +8,12 @@ is used again. So two ranks can talk without the others of their group.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +45,16 @@ def device_mail(core: ProcessGroup, device: int) -> DeviceMail:
     if device not in made:
         made[device] = DeviceMail(core, device)
     return made[device]
+
+
+_living: weakref.WeakSet[DeviceMail] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_all() -> None:
+    for mail in list(_living):
+        with contextlib.suppress(BaseException):
+            mail.finish()
 
 
 class _Pad:
@@ -97,6 +110,8 @@ class DeviceMail:
         self._on_the_way: dict[int, tuple[Piece, int, Any]] = {}  # slot -> memory, its number, the host's message
         self._number = 0  # of messages of this rank, to tell a slot's users apart
         self._last_sender: Any = None  # the stream of the last one
+        _living.add(self)
+        core._before_leaving.append(self.finish)
 
     # --- sending ----------------------------------------------------------------------------------------------
 
@@ -135,10 +150,23 @@ class DeviceMail:
             event.wait(torch_stream(stream, self.device))
         self._last_sender = stream
 
-    def _free_slot(self) -> int:
+    def _forget_taken(self) -> None:
         for slot, (_, number, _) in list(self._on_the_way.items()):
             if self._pad.was_taken(slot, number):
                 del self._on_the_way[slot]
+
+    def finish(self, timeout: float = 10.0) -> None:
+        """Before this rank leaves: messages lie in its memory until they are taken."""
+        end = time.monotonic() + timeout
+        while self.core._failure is None and time.monotonic() < end:
+            with self._lock:
+                self._forget_taken()
+                if not self._on_the_way or self._trouble.gone():
+                    return
+            time.sleep(0.001)
+
+    def _free_slot(self) -> int:
+        self._forget_taken()
         slot = next((s for s in range(SLOTS) if s not in self._on_the_way), SLOTS)
         if slot == SLOTS:
             raise errors.ResourceError(
