@@ -71,9 +71,7 @@ class Driver:
         for name, arguments in _FUNCTIONS.items():
             function = getattr(library, name, None)
             if function is None:
-                raise errors.ResourceError(
-                    f"GPU memory: the NVIDIA driver of this machine has no {name}; update it to version 525 or later."
-                )
+                raise errors.ResourceError(f"GPU memory: the NVIDIA driver of this machine has no {name}; update it.")
             function.argtypes = arguments
             setattr(self, "_" + name.partition("_")[0], function)
         used = (self._cuMemcpyDtoDAsync, self._cuStreamWriteValue32, self._cuStreamWaitValue32, self._cuLaunchKernel)

@@ -1,7 +1,8 @@
 """Combining what several ranks have, on a GPU: one kernel reads all sources in rank order and writes all targets.
 
-The kernels are CUDA C, compiled on first use by NVRTC, which comes with torch's CUDA builds; a launch costs a third of
-one through Triton (measured on an H200: 12 to 18 us against about 4). What they do not know (complex numbers, 8-bit
+The kernels are CUDA C, compiled on first use by NVRTC, which comes with torch's CUDA builds, and started by the driver.
+On an H200 a launch through Triton took 12 to 18 us of the host's time, and ours with the copy, the write and the wait
+before it 10 us together. What they do not know (complex numbers, 8-bit
 floats), and builds without NVRTC, goes through torch's own operations. Both give the bits of the CPU's core: sources
 in rank order, 16-bit floats in float32 and rounded once, integers wrapped around, AVG divided at the end.
 """
