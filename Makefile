@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 BUILT  := $(VENV)/.built
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench conformance soak sanitize clean
+.PHONY: help setup demo test test-gpu lint format bench conformance soak sanitize clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -41,6 +41,9 @@ lint: $(BUILT) ## ruff (lint and format) and mypy
 format: $(BUILT) ## let ruff rewrite the sources
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+test-gpu: $(BUILT) ## what needs a CUDA GPU (skipped by `make test` where there is none)
+	$(BIN)/python -m pytest -q tests/test_gpu_*.py
 
 bench: $(BUILT) ## measure this machine; see BENCHMARKS.md
 	$(BIN)/symcomm bench all

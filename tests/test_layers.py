@@ -22,6 +22,7 @@ LAYERS = {
     "collectives": 3,
     "group": 4,
     "observe": 5,
+    "gpu": 5,
     "symm_mem": 5,
     "backend": 6,
     "device": 6,
@@ -33,7 +34,7 @@ LAYERS = {
 }
 # Packages below the line never import torch when they are loaded, only inside a function that was handed a tensor.
 TORCH_FREE_AT_IMPORT = {
-    "errors", "types", "_core", "store", "memory", "collectives", "group", "observe", "symm_mem", "cli",
+    "errors", "types", "_core", "store", "memory", "collectives", "group", "observe", "gpu", "symm_mem", "cli",
 }  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def test_it_behaves_like_any_tensor(dtype):
 
 def test_another_default_device():
     with torch.device("meta"):
-        with pytest.raises(errors.BadArgumentError, match="device must be 'cpu', got 'meta'"):
+        with pytest.raises(errors.BadArgumentError, match="device must be 'cpu' or 'cuda', got 'meta'"):
             symm_mem.empty(2)
         assert symm_mem.zeros(2, device="cpu").tolist() == [0, 0]
         weight = torch.ones(2, 2, device="cpu", requires_grad=True)
@@ -105,7 +105,7 @@ def test_another_default_device():
     ("call", "says"),
     [
         (lambda: symm_mem.empty(-1), r"size must be a sequence of ints that are not negative, got \(-1,\)"),
-        (lambda: symm_mem.empty(2, device="meta"), "device must be 'cpu', got 'meta'"),
+        (lambda: symm_mem.empty(2, device="meta"), "device must be 'cpu' or 'cuda', got 'meta'"),
         (lambda: symm_mem.empty_strided_p2p((2, 2), (1,), torch.int8), r"stride must be as long as size \(2, 2\)"),
         (lambda: symm_mem.empty_strided_p2p(2, (1,), torch.int8), "size must be a sequence of ints, got 2"),
     ],
@@ -267,7 +267,12 @@ def test_memset32_and_stream_write_value32():
 @pytest.mark.parametrize(
     ("tensor", "offset", "val", "says"),
     [
-        (torch.zeros(8, dtype=torch.int32), 0, 1, "a flat, contiguous uint32 tensor on the CPU, got 'torch.int32"),
+        (
+            torch.zeros(8, dtype=torch.int32),
+            0,
+            1,
+            "a flat, contiguous uint32 tensor on the CPU or a CUDA GPU, got 'torch.int32",
+        ),
         (torch.zeros(2, 4, dtype=torch.uint32), 0, 1, r"flat.*shape \(2, 4\)"),
         (torch.zeros(8, dtype=torch.uint32)[::2], 0, 1, "flat, contiguous"),
         (torch.zeros(8, dtype=torch.uint32), -1, 1, "offset must be 0 or more, got -1"),

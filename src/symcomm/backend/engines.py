@@ -1,5 +1,8 @@
 """Tensors on other devices: handed to the engine that the group's device map names for them.
 
+CUDA tensors of a map that names us are ours: where ranks share GPUs they run on a DeviceGroup, where every rank has a
+GPU of its own on NCCL, if torch has it. SYMCOMM_CUDA=symcomm or =nccl decides otherwise, on all ranks alike.
+
 torch takes a Python group for the whole of a map such as "cpu:symcomm,cuda:nccl" and makes nothing for the rest of it.
 So a group makes those engines itself, when the first such tensor comes: with its own store, ranks and time-out. The map
 is what torch wrote down for the group (``dist.get_backend_config``).
@@ -7,6 +10,8 @@ is what torch wrote down for the group (``dist.get_backend_config``).
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -28,6 +33,9 @@ from torch._C._distributed_c10d import (
 from torch.distributed import distributed_c10d as c10d
 
 from symcomm import errors
+from symcomm.gpu import devices
+from symcomm.gpu.group import DeviceGroup, device_group
+from symcomm.gpu.messages import device_mail
 from symcomm.types import RedOpType
 
 __all__ = ["Engines", "device_map"]
@@ -45,6 +53,7 @@ class Engines:
     def __init__(self, group: Any):
         self._group = group
         self._made: dict[str, Any] = {}
+        self._cuda = ""  # who carries CUDA tensors that are ours: "symcomm" or "nccl"
 
     def made(self) -> list[Any]:
         return list(self._made.values())
@@ -52,13 +61,43 @@ class Engines:
     def device_types(self) -> list[str]:
         """Other device types that this group can serve in this build of torch."""
         others = {d: name for d, name in self._group._devices().items() if d != "cpu"}
-        return [d for d, name in others.items() if name != "symcomm" and dist.is_backend_available(name)]
+        ours = ["cuda"] if others.get("cuda") == "symcomm" and torch.cuda.is_available() else []
+        return [d for d, name in others.items() if name != "symcomm" and dist.is_backend_available(name)] + ours
+
+    # --- CUDA tensors that are ours ---------------------------------------------------------------------------
+
+    def is_ours(self, device: torch.device) -> bool:
+        """Whether the group's map leaves tensors on ``device`` to us."""
+        return device.type == "cuda" and self._group._devices().get("cuda", "symcomm") == "symcomm"
+
+    def ours(self, device: torch.device) -> DeviceGroup | None:
+        """The DeviceGroup for tensors on ``device``; None where another engine carries them. All ranks ask alike."""
+        if not self.is_ours(device):
+            return None
+        if not self._cuda:
+            self._cuda = self._choose(device)
+        return device_group(self._group.core, _index(device)) if self._cuda == "symcomm" else None
+
+    def _choose(self, device: torch.device) -> str:
+        wish = os.environ.get("SYMCOMM_CUDA", "")
+        if wish not in ("", "symcomm", "nccl"):
+            raise errors.bad_argument("CUDA tensors", "SYMCOMM_CUDA", wish, "'symcomm' or 'nccl', or not set")
+        core = self._group.core
+        if wish or core.size == 1 or not dist.is_nccl_available():
+            return wish or "symcomm"
+        card = json.dumps(devices.describe(_index(device)))
+        cards = [json.loads(item) for item in core.all_gather_object(card.encode())]
+        return "nccl" if len({(c["host"], c["gpu"]) for c in cards}) == core.size else "symcomm"
+
+    # --- engines ----------------------------------------------------------------------------------------------
 
     def on(self, call: str, device: torch.device) -> Any:
         """The group that carries tensors on ``device``."""
         made = self._made.get(device.type)
         if made is None:
             name = self._group._devices().get(device.type, "symcomm")
+            if name == "symcomm" and self._cuda == "nccl" and device.type == "cuda":
+                name = "nccl"
             if name == "symcomm":
                 raise errors.bad_argument(
                     call, "tensor", f"a tensor on {device}", "a CPU tensor",
@@ -71,8 +110,15 @@ class Engines:
         """One of our collectives, by the name of its method, on the engine for ``device``."""
         return _FORWARD[call](self.on(call, device), options, timeout, *args)
 
+    def mail(self, device: torch.device) -> Any:
+        """What carries messages of tensors on ``device``, if it is ours; None for another engine. No rank but the two
+        ends of a message takes part, so that nothing can be agreed on here."""
+        if not self.is_ours(device) or (self._cuda or os.environ.get("SYMCOMM_CUDA", "symcomm")) == "nccl":
+            return None
+        return device_mail(self._group.core, _index(device))
+
     def message(self, call: str, tensor: Any, args: tuple) -> Any:
-        """send, recv, or recv from anybody."""
+        """send, recv, or recv from anybody, on another engine."""
         engine = self.on(call, tensor.device)
         if call == "recvAnySource":
             return engine.recv_anysource([tensor], args[-1])
@@ -100,6 +146,10 @@ class Engines:
         whole._set_group_name(f"{group.group_name}:{device_type}")
         whole._set_group_desc(group.group_desc)
         return whole
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 # --- making them ------------------------------------------------------------------------------------------------------

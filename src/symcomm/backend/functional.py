@@ -1,8 +1,8 @@
 """Functional collectives that torch's C++ does not bring to Python groups.
 
 ``_c10d_functional`` resolves a group by name and calls it. For two of its operators torch 2.13 looks past a Python
-group for a C++ backend inside it, and finds none. For CPU tensors those two get kernels of ours, which do the same on
-our groups and hand every other group to the kernel that was there.
+group for a C++ backend inside it, and finds none. For CPU and CUDA tensors those two get kernels of ours, which do the
+same on our groups and hand every other group to the kernel that was there.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ def install() -> None:
     library = torch.library.Library("_c10d_functional", "IMPL")
     _installed.append(library)
     for name, ours in (("all_gather_into_tensor_out", _all_gather_out), ("batch_p2p_ops", _batch)):
-        known = torch.library.get_kernel(f"_c10d_functional::{name}", "CPU")
-        library.impl(name, _either(known, ours), "CPU", with_keyset=True)
+        if hasattr(torch.ops._c10d_functional, name):  # older versions of torch have fewer
+            for where in ("CPU", "CUDA") if torch.version.cuda else ("CPU",):
+                known = torch.library.get_kernel(f"_c10d_functional::{name}", where)
+                library.impl(name, _either(known, ours), where, with_keyset=True)
 
 
 def _either(known: Any, ours: Callable[..., Any]) -> Callable[..., Any]:

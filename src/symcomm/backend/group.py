@@ -118,7 +118,11 @@ class TorchGroup(Life, dist.ProcessGroup):
         """Run one of our collectives and dress its work for torch. Tensors of other devices go to their engine."""
         tensors = inputs or result
         if tensors and not tensors[0].is_cpu:
-            return self._engines.forward(method.__name__, args, options, timeout, tensors[0].device)
+            device = tensors[0].device
+            ours = self._engines.ours(device)
+            if ours is None:
+                return self._engines.forward(method.__name__, args, options, timeout, device)
+            method = getattr(ours, method.__name__)
         if self._careful is not None:
             self._careful.check(name, inputs, result)
         if not is_profiling():
@@ -196,7 +200,7 @@ class TorchGroup(Life, dist.ProcessGroup):
 
     def _other_than_cpu(self, device: Any) -> Any:
         """The engine for a device that is not the CPU."""
-        if device is None or device.type == "cpu":
+        if device is None or device.type == "cpu" or self._engines.is_ours(device):
             return None
         return self._engines.on("_coalescing_manager", device)
 
@@ -387,7 +391,10 @@ class TorchGroup(Life, dist.ProcessGroup):
     def _message(self, name: str, start: Callable[..., Any], tensors: Any, *args: Any) -> Any:
         tensor = single(name, tensors, "tensor list")
         if not tensor.is_cpu:
-            return self._engines.message(name, tensor, args)
+            mail = self._engines.mail(tensor.device)
+            if mail is None:
+                return self._engines.message(name, tensor, args)
+            start = getattr(mail, start.__name__)
         ways = (self.core.rank, args[0]) if name == "send" else (args[0], self.core.rank)
         span = self._span(name, [tensor], [tensor], message=ways, is_async=True) if is_profiling() else None
         try:

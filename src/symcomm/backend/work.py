@@ -66,8 +66,14 @@ def _no_source() -> errors.CallerError:
     return errors.CallerError("source_rank: only works of recv have a source.")
 
 
+def cuda_devices(result: Any) -> list[torch.device]:
+    """The GPUs of the tensors in a result; a future must know them."""
+    flat = [t for item in result for t in (item if isinstance(item, (list, tuple)) else [item])]
+    return sorted({t.device for t in flat if isinstance(t, torch.Tensor) and t.is_cuda}, key=str)
+
+
 def _future_of(result: list[Any]) -> Any:
-    future: Any = torch.futures.Future()
+    future: Any = torch.futures.Future(devices=cuda_devices(result))
     future.set_result(result)
     return future
 
@@ -196,10 +202,19 @@ class TorchWork(Work):
         if self._call == "all_gather" and sys._getframe(1).f_code.co_filename.endswith(_WANTS_STACKED):
             return self._stacked()
         if self._future is None:
-            ended: Any = torch.futures.Future()
+            devices = cuda_devices(self._tensors)
+            ended: Any = torch.futures.Future(devices=devices)
             self._future = ended.then(self._outcome)
-            self._inner.add_done_callback(lambda: ended.set_result(None))
+            if devices:
+                self._inner.when_queued(lambda: self._complete_in_stream(ended))
+            else:
+                self._inner.add_done_callback(lambda: ended.set_result(None))
         return self._future
+
+    def _complete_in_stream(self, ended: Any) -> None:
+        """Whoever waits for the future has their stream wait for the operation's."""
+        with torch.cuda.stream(getattr(self._inner, "_stream", None)):
+            ended.set_result([] if self._inner._error is not None else self._tensors)
 
     getFuture = get_future
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +12,7 @@ import typer
 
 from symcomm.cli.job import Job, build_command, parse_count, parse_endpoint, parse_env
 from symcomm.cli.launch import launch
+from symcomm.cli.mps import multi_process_service
 from symcomm.cli.output import STDERR, STDOUT, Output, want_color
 from symcomm.errors import BadArgumentError, SymcommError
 
@@ -64,6 +67,10 @@ def run(
         bool,
         typer.Option("--server", help="Every rank serves what it does, to this user only; see docs/control-plane.md."),
     ] = False,
+    mps: Annotated[
+        bool,
+        typer.Option("--mps", help="Start NVIDIA's MPS for the job: ranks on one GPU then use it at the same time."),
+    ] = False,
     prefix: Annotated[bool, typer.Option("--prefix/--no-prefix", help="Say which rank wrote a line.")] = True,
     color: Annotated[
         bool | None,
@@ -105,7 +112,8 @@ def run(
         )
         on_terminal = os.isatty(STDOUT) and os.isatty(STDERR)
         output = Output(color=want_color(color, os.environ, on_terminal), prefix=prefix, quiet=quiet)
-        code = launch(job, output)
+        with multi_process_service() if mps else contextlib.nullcontext({}) as found:
+            code = launch(replace(job, env={**variables, **found}), output)
     except SymcommError as error:
         typer.echo(str(error), err=True)
         code = BAD_USAGE

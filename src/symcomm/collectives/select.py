@@ -81,6 +81,7 @@ def _cached(function: _Function) -> _Function:
 
 
 _HASHED = 1 << 62  # marks a count that carries a hash
+ON_DEVICE = 1 << 61  # marks a count of elements in a GPU's memory: such a call must not meet one of host memory
 
 
 def signature_count(counts: Sequence[int], listed: bool = False) -> int:
@@ -97,7 +98,7 @@ def signature_count(counts: Sequence[int], listed: bool = False) -> int:
 
 def elements_of(count: int) -> int:
     """The total in a plan's ``count``, for people (modulo 2**32 where it carries a hash)."""
-    return count & 0xFFFFFFFF if count & _HASHED else count
+    return count & 0xFFFFFFFF if count & _HASHED else count & ~ON_DEVICE
 
 
 def _offer_direct(plan: Plan, nbytes: int, limits: Limits, direct: Callable[..., Direct], *args: Any) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.plan import Collective
-from symcomm.collectives.select import elements_of
+from symcomm.collectives.select import ON_DEVICE, elements_of
 from symcomm.errors import words_for_exit, words_for_ranks, words_for_seconds
 from symcomm.types import DType, RedOpType
 
@@ -73,7 +73,7 @@ def words_for_site(site: Site) -> str:
 
 def _inner_folders() -> tuple[str, ...]:
     """Folders whose code calls collectives on behalf of somebody else."""
-    ours = tuple(PACKAGE + name + os.sep for name in ("group", "backend", "c10d", "ddp"))
+    ours = tuple(PACKAGE + name + os.sep for name in ("group", "gpu", "backend", "c10d", "ddp"))
     torch = sys.modules.get("torch")
     return (*ours, os.path.dirname(torch.__file__) + os.sep) if torch is not None and torch.__file__ else ours
 
@@ -95,7 +95,7 @@ def describe_call(signature: int, count: int) -> str:
         parts.append(RedOpType(signature >> 16 & 0xFF).name)
     if collective in ROOTED:
         parts.append(f"root {signature >> 24}")
-    return f"{collective.label}({', '.join(parts)})"
+    return f"{collective.label}({', '.join(parts)})" + (" on a GPU" if count & ON_DEVICE else "")
 
 
 def how_it_ended(pid: int) -> str:

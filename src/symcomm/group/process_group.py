@@ -129,6 +129,7 @@ class ProcessGroup(MoreCalls):
         self._failure_lock = threading.RLock()  # a signal handler may need it while we do
         self._children = 0
         self._barriers = 0
+        self._before_leaving: list[Callable[[], None]] = []  # what destroy() has to finish first
         self.store: Any = None
         self._arena: Arena = current_arena()
         self._build(exchange)
@@ -223,6 +224,8 @@ class ProcessGroup(MoreCalls):
         if self._failure is None:
             for work in self._pending:
                 work._poll(self._timeout_ns)
+            for finish in self._before_leaving:
+                finish()
         self._leave()
 
     def _leave(self) -> None:

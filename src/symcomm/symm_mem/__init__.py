@@ -5,6 +5,7 @@ handle.py      rendezvous() and the SymmetricMemory it returns: peers' buffers, 
 groups.py      which group is meant: ours, torch's, a name, None
 words.py       memset32 and stream_write_value32
 settings.py    backend and signal pad size
+on_gpu.py      the same for tensors in a GPU's memory
 symmetrize.py  re-homes existing tensors and modules
 install.py     torch's own entrances and operators lead here for CPU tensors
 

@@ -101,10 +101,8 @@ def _check_device(call: str, device: Any) -> torch.device:
     import torch
 
     device = torch.get_default_device() if device is None else torch.device(device)
-    if device.type != "cpu":
-        raise errors.bad_argument(
-            call, "device", str(device), "'cpu'", "for CUDA memory use torch.distributed._symmetric_memory"
-        )
+    if device.type not in ("cpu", "cuda"):
+        raise errors.bad_argument(call, "device", str(device), "'cpu' or 'cuda'")
     return device
 
 
@@ -141,12 +139,16 @@ def empty_strided_p2p(
     import torch
 
     call = "empty_strided_p2p"
-    _check_device(call, device)
+    place = _check_device(call, device)
     sizes, strides = _to_sizes(call, "size", size), _to_sizes(call, "stride", stride)
     if len(sizes) != len(strides):
         raise errors.bad_argument(call, "stride", strides, f"as long as size {sizes}")
     last = 0 if 0 in sizes else 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
     nbytes = last * dtype.itemsize
+    if place.type == "cuda":
+        from symcomm.symm_mem import on_gpu
+
+        return on_gpu.empty_strided(sizes, strides, nbytes, dtype, place, group_name, alloc_id)
     arena = _arena_of(group_name)
     memory = allocate(arena, nbytes) if alloc_id is None else _persistent(arena, alloc_id, nbytes)
     memory.allocation.group_name = group_name
@@ -189,7 +191,13 @@ def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in symmetric memory, by whichever way it came there."""
     import torch
 
-    if not isinstance(tensor, torch.Tensor) or not tensor.is_cpu or tensor.layout is not torch.strided:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_cuda:
+        from symcomm.symm_mem import on_gpu
+
+        return on_gpu.find_piece(tensor) is not None
+    if not tensor.is_cpu:
         return False
     return find_memory(tensor.untyped_storage().data_ptr()) is not None
 

@@ -21,7 +21,7 @@ from symcomm.symm_mem.groups import find_group
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SymmetricMemory", "find_meeting", "rendezvous"]
+__all__ = ["SymmetricMemory", "check_alike", "find_meeting", "rendezvous"]
 
 SLEEPERS = 64  # bytes behind a signal pad for the word that counts who sleeps on it
 
@@ -40,8 +40,8 @@ class Meeting:
         pad_offset = ctypes.addressof(self._pad) - group._arena.base
         card = {"offset": offset, "nbytes": nbytes, "pad": pad_offset, "pad_bytes": self.pad_bytes}
         cards = [json.loads(item) for item in group.all_gather_object(json.dumps(card).encode())]
-        _check_alike(group, "nbytes", "allocated", cards, "allocate the same size on every rank")
-        _check_alike(
+        check_alike(group, "nbytes", "allocated", cards, "allocate the same size on every rank")
+        check_alike(
             group, "pad_bytes", "asked for signal pads of", cards, "call set_signal_pad_size alike on every rank"
         )
         bases = [peer.base for peer in group._peers]
@@ -56,7 +56,7 @@ def _pad_total(pad_bytes: int) -> int:
     return -(-pad_bytes // SLEEPERS) * SLEEPERS + SLEEPERS
 
 
-def _check_alike(group: ProcessGroup, key: str, verb: str, cards: Sequence[dict], fix: str) -> None:
+def check_alike(group: ProcessGroup, key: str, verb: str, cards: Sequence[dict], fix: str) -> None:
     by_size: dict[int, list[int]] = {}
     for rank, card in enumerate(cards):
         by_size.setdefault(card[key], []).append(rank)
@@ -79,6 +79,10 @@ def rendezvous(tensor: torch.Tensor, group: Any = None) -> SymmetricMemory:
 
     if not isinstance(tensor, torch.Tensor):
         raise errors.bad_argument("rendezvous", "tensor", type(tensor).__name__, "a tensor from symm_mem.empty")
+    if tensor.is_cuda:
+        from symcomm.symm_mem import on_gpu
+
+        return on_gpu.rendezvous(tensor, group)
     address = tensor.untyped_storage().data_ptr() if tensor.is_cpu and tensor.layout is torch.strided else 0
     memory = find_memory(address) if address else None
     if memory is None:
@@ -115,7 +119,7 @@ class SymmetricMemory:
     is used while all ranks still have it.
     """
 
-    def __init__(self, group: ProcessGroup, memory: Any, meeting: Meeting, offset: int):
+    def __init__(self, group: ProcessGroup, memory: Any, meeting: Any, offset: int):
         self.group = group
         self.rank = group.rank
         self.world_size = group.size
@@ -216,10 +220,15 @@ class SymmetricMemory:
             raise errors.bad_argument(
                 call, "sizes", f"{tuple(sizes)}, up to byte {end}", f"within the {room} bytes allocated"
             )
-        part: Any = bytes_type(max(end - start, 1)).from_address(bases[rank] + start)
-        part.keeps = self
+        storage = self._storage(bases[rank] + start, max(end - start, 1))
         strides = torch._prims_common.make_contiguous_strides_for(tuple(sizes))
-        return torch.empty(0, dtype=dtype, device="cpu").set_(storage_over(part), 0, tuple(sizes), strides)
+        return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, tuple(sizes), strides)
+
+    def _storage(self, address: int, nbytes: int) -> torch.UntypedStorage:
+        """Bytes of some rank's buffer or pad; they keep this handle."""
+        part: Any = bytes_type(nbytes).from_address(address)
+        part.keeps = self
+        return storage_over(part)
 
     # --- signals ------------------------------------------------------------------------------------------------
 

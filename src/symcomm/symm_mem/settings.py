@@ -24,10 +24,11 @@ _pad_bytes = DEFAULT_PAD_BYTES
 
 
 def get_backend(device: Any) -> str | None:
-    """``"symcomm"`` for the CPU, None for devices whose memory we do not provide."""
+    """``"symcomm"`` for the CPU and for GPUs that are there, None for devices whose memory we do not provide."""
     import torch
 
-    return BACKEND if torch.device(device).type == "cpu" else None
+    kind = torch.device(device).type
+    return BACKEND if kind == "cpu" or (kind == "cuda" and torch.cuda.is_available()) else None
 
 
 def set_backend(name: str) -> None:
@@ -39,7 +40,7 @@ def set_backend(name: str) -> None:
 
 
 def has_multicast_support(device_type: Any, device_idx: int = 0) -> bool:
-    """No: writing to all ranks at once takes NVLink hardware."""
+    """No: we write to each rank by itself, also where hardware could write to all at once (NVLink SHARP)."""
     return False
 
 

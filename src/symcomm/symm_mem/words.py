@@ -16,10 +16,10 @@ __all__ = ["memset32", "stream_write_value32"]
 def _check(call: str, tensor: Any, offset: int, val: int, count: int) -> None:
     import torch
 
-    good = isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.dtype is torch.uint32
+    good = isinstance(tensor, torch.Tensor) and (tensor.is_cpu or tensor.is_cuda) and tensor.dtype is torch.uint32
     if not (good and tensor.dim() == 1 and tensor.is_contiguous()):
         got = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else tensor
-        raise errors.bad_argument(call, "input", got, "a flat, contiguous uint32 tensor on the CPU")
+        raise errors.bad_argument(call, "input", got, "a flat, contiguous uint32 tensor on the CPU or a CUDA GPU")
     if offset < 0:
         raise errors.bad_argument(call, "offset", offset, "0 or more")
     if count <= 0:
@@ -35,12 +35,22 @@ def _check(call: str, tensor: Any, offset: int, val: int, count: int) -> None:
 def memset32(input: torch.Tensor, offset: int, val: int, count: int = 1) -> torch.Tensor:
     """Set ``count`` words from word ``offset`` on to ``val``."""
     _check("memset32", input, offset, val, count)
-    native.write_words(input.data_ptr() + 4 * offset, val, count)
+    if input.is_cuda:
+        from symcomm.symm_mem import on_gpu
+
+        on_gpu.fill_words(input, offset, val, count)
+    else:
+        native.write_words(input.data_ptr() + 4 * offset, val, count)
     return input
 
 
 def stream_write_value32(input: torch.Tensor, offset: int, val: int) -> torch.Tensor:
     """Set one word. Whoever sees it there sees everything this thread wrote before."""
     _check("stream_write_value32", input, offset, val, 1)
-    native.write_words(input.data_ptr() + 4 * offset, val, 1)
+    if input.is_cuda:
+        from symcomm.symm_mem import on_gpu
+
+        on_gpu.write_word(input, offset, val)
+    else:
+        native.write_words(input.data_ptr() + 4 * offset, val, 1)
     return input

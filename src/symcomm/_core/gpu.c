@@ -1,0 +1,87 @@
+/* What a GPU collective asks of the driver most often, in one call.
+ *
+ * The core knows nothing of CUDA: it is handed the addresses of four driver functions by gpu/driver.py, which found them in
+ * the driver's library. The interpreter lock is released meanwhile: the driver makes a caller wait when a stream is full. */
+#include "common.h"
+
+typedef int (*copy_function)(uint64_t target, uint64_t source, size_t nbytes, void *stream); /* cuMemcpyDtoDAsync */
+typedef int (*word_function)(void *stream, uint64_t address, uint32_t value, unsigned flags); /* cuStream{Write,Wait}Value32 */
+typedef int (*launch_function)(uint64_t kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                               unsigned shared, void *stream, void **arguments, void **extra); /* cuLaunchKernel */
+
+#define MAX_PLACES 500 /* a kernel takes 4 KiB of arguments */
+
+struct turn {
+    copy_function copy;
+    word_function write, wait;
+    launch_function launch;
+    void *stream;
+    uint64_t source, target, nbytes; /* the copy before the meeting */
+    uint32_t value;                  /* of the meeting */
+    int peers;
+    uint64_t theirs[MAX_WORLD], mine[MAX_WORLD];
+    uint64_t kernel[5]; /* after it: function, blocks, threads, count, packs */
+    uint64_t places[MAX_PLACES];
+};
+
+/* The numbers of a tuple; returns how many, or -1. */
+static int read_numbers(PyObject *tuple, uint64_t *into, int most) {
+    Py_ssize_t n = PyTuple_Size(tuple);
+    if (n < 0) return -1;
+    if (n > most) {
+        PyErr_SetString(PyExc_ValueError, "stream_turn: too many numbers");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) into[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(tuple, i));
+    return PyErr_Occurred() ? -1 : (int)n;
+}
+
+static int start_kernel(struct turn *t) {
+    uint64_t function = t->kernel[0], blocks = t->kernel[1], threads = t->kernel[2];
+    void *arguments[] = {t->places, &t->kernel[3], &t->kernel[4]};
+    return t->launch(function, (unsigned)blocks, 1, 1, (unsigned)threads, 1, 1, 0, t->stream, arguments, NULL);
+}
+
+static int play(struct turn *t) {
+    int result = t->nbytes ? t->copy(t->target, t->source, t->nbytes, t->stream) : 0;
+    /* Flags 0: the word is written after everything before it, and a wait ends at that value or more, counted cyclically. */
+    for (int i = 0; i < t->peers && result == 0; i++) result = t->write(t->stream, t->theirs[i], t->value, 0);
+    for (int i = 0; i < t->peers && result == 0; i++) result = t->wait(t->stream, t->mine[i], t->value, 0);
+    return result == 0 && t->kernel[0] ? start_kernel(t) : result;
+}
+
+/* stream_turn(functions, stream, copy, value, theirs, mine, kernel, places) -> the driver's result, 0 for success.
+ * functions: addresses of copy, write, wait, launch. copy: (source, target, bytes), or () for none. The stream then tells
+ * every address in `theirs` that it has come to `value`, and waits until all in `mine` say so.
+ * kernel: (function, blocks, threads, count, packs) to start then on `places`, or () for none. */
+static PyObject *stream_turn(PyObject *self, PyObject *args) {
+    (void)self;
+    struct turn t; /* large, so it is not cleared: every field that is read is set below */
+    unsigned long long stream, value;
+    PyObject *functions, *copy, *theirs, *mine, *kernel, *places;
+    if (!PyArg_ParseTuple(args, "OKOKOOOO", &functions, &stream, &copy, &value, &theirs, &mine, &kernel, &places)) return NULL;
+    uint64_t f[4] = {0}, c[3] = {0};
+    memset(t.kernel, 0, sizeof t.kernel);
+    t.peers = read_numbers(theirs, t.theirs, MAX_WORLD);
+    if (read_numbers(functions, f, 4) != 4 || t.peers < 0 || read_numbers(mine, t.mine, MAX_WORLD) != t.peers ||
+        read_numbers(copy, c, 3) < 0 || read_numbers(kernel, t.kernel, 5) < 0 || read_numbers(places, t.places, MAX_PLACES) < 0) {
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "stream_turn: numbers are missing");
+    }
+    t.copy = (copy_function)(uintptr_t)f[0], t.write = (word_function)(uintptr_t)f[1], t.wait = (word_function)(uintptr_t)f[2];
+    t.launch = (launch_function)(uintptr_t)f[3];
+    t.stream = (void *)(uintptr_t)stream, t.value = (uint32_t)value;
+    t.source = c[0], t.target = c[1], t.nbytes = c[2];
+    int result;
+    Py_BEGIN_ALLOW_THREADS;
+    result = play(&t);
+    Py_END_ALLOW_THREADS;
+    return PyLong_FromLong(result);
+}
+
+static PyMethodDef methods[] = {
+    {"stream_turn", stream_turn, METH_VARARGS,
+     "stream_turn(functions, stream, copy, value, theirs, mine, kernel, places) -> the driver's result"},
+    {NULL, NULL, 0, NULL},
+};
+
+int symcomm_add_gpu(PyObject *module) { return PyModule_AddFunctions(module, methods); }

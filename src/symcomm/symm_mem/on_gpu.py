@@ -1,0 +1,241 @@
+"""Symmetric tensors in a GPU's memory: the same calls as on the CPU, in the order of streams.
+
+Signals are words in GPU memory, so that kernels of one's own may use them too. A stream puts a signal by writing 1 once
+the word is 0, and takes it by waiting for 1 and writing 0.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from symcomm import errors
+from symcomm.gpu import devices
+from symcomm.gpu.driver import WAIT_EQUAL, driver
+from symcomm.gpu.group import DeviceGroup, device_group
+from symcomm.gpu.pool import Piece, Raw, opened, pool_of, storage_over
+from symcomm.gpu.watch import Outstanding
+from symcomm.group.process_group import ProcessGroup
+from symcomm.symm_mem import settings
+from symcomm.symm_mem.groups import find_group
+from symcomm.symm_mem.handle import SymmetricMemory, check_alike
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["GpuSymmetricMemory", "empty_strided", "find_piece", "fill_words", "rendezvous", "write_word"]
+
+
+class Allocation:
+    """What is known of a piece of memory, as on the CPU."""
+
+    def __init__(self, device: int, nbytes: int):
+        self.device = device
+        self.nbytes = nbytes
+        self.group_name: Any = None
+        self.meetings: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+_pieces: weakref.WeakValueDictionary[int, Piece] = weakref.WeakValueDictionary()  # by address
+_facts: weakref.WeakKeyDictionary[Piece, Allocation] = weakref.WeakKeyDictionary()
+_kept: dict[tuple[int, int], Piece] = {}  # (device, alloc_id), for ever
+_lent: weakref.WeakValueDictionary[tuple[int, int], Raw] = weakref.WeakValueDictionary()  # while a tensor lives
+
+
+def empty_strided(
+    sizes: Sequence[int], strides: Sequence[int], nbytes: int, dtype: torch.dtype, device: torch.device,
+    group_name: Any, alloc_id: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """``empty_strided_p2p`` on a GPU."""
+    import torch
+
+    devices.need_cuda("symm_mem.empty")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda._lazy_init()
+    piece = _allocate(index, nbytes) if alloc_id is None else _persistent(index, alloc_id, nbytes)
+    _facts[piece].group_name = group_name
+    source: Any = piece
+    if alloc_id is not None:
+        source = _lent[index, alloc_id] = Raw(piece.address, piece.nbytes, piece)
+    return torch.empty(0, dtype=dtype, device=torch.device("cuda", index)).set_(
+        storage_over(source, index), 0, tuple(sizes), tuple(strides)
+    )
+
+
+def _allocate(device: int, nbytes: int) -> Piece:
+    piece = pool_of(device).allocate(nbytes)
+    _pieces[piece.address] = piece
+    _facts[piece] = Allocation(device, nbytes)
+    return piece
+
+
+def _persistent(device: int, alloc_id: int, nbytes: int) -> Piece:
+    call, key = "empty_strided_p2p", (device, alloc_id)
+    if key in _lent:
+        fix = "drop that tensor first, or use another id"
+        raise errors.bad_argument(call, "alloc_id", alloc_id, "one whose tensor is gone", fix)
+    if key not in _kept:
+        _kept[key] = _allocate(device, nbytes)
+    known = _facts[_kept[key]].nbytes
+    if known != nbytes:
+        allowed = f"{known} bytes, as before with alloc_id {alloc_id}"
+        raise errors.bad_argument(call, "size", f"{nbytes} bytes", allowed)
+    return _kept[key]
+
+
+def find_piece(tensor: torch.Tensor) -> Piece | None:
+    """The symmetric memory that a CUDA tensor lies in, or None."""
+    address = tensor.untyped_storage().data_ptr()
+    return _pieces.get(address)
+
+
+# --- rendezvous --------------------------------------------------------------------------------------------------
+
+
+class Meeting:
+    """Where every rank has the same piece of memory, and its signal pad."""
+
+    def __init__(self, gpu: DeviceGroup, piece: Piece, nbytes: int):
+        import torch
+
+        self.gpu = gpu
+        self.nbytes = nbytes
+        self.pad_bytes = settings.get_signal_pad_size()
+        self._pad = pool_of(gpu.device).allocate(self.pad_bytes)
+        place = torch.device("cuda", gpu.device)
+        torch.as_tensor(self._pad, device=place).zero_()
+        torch.cuda.current_stream(place).synchronize()  # nobody signals before it is clear
+        card = {
+            "handle": piece.block.handle.hex(), "offset": piece.offset, "nbytes": nbytes,
+            "pad_handle": self._pad.block.handle.hex(), "pad": self._pad.offset, "pad_bytes": self.pad_bytes,
+        }  # fmt: skip
+        cards = [json.loads(item) for item in gpu.core.all_gather_object(json.dumps(card).encode())]
+        check_alike(gpu.core, "nbytes", "allocated", cards, "allocate the same size on every rank")
+        fix = "call set_signal_pad_size alike on every rank"
+        check_alike(gpu.core, "pad_bytes", "asked for signal pads of", cards, fix)
+        driver().enter(gpu.device)
+        self.buffers = [opened(bytes.fromhex(c["handle"]), f"rank {r}") + c["offset"] for r, c in enumerate(cards)]
+        self.pad_addresses = [
+            opened(bytes.fromhex(c["pad_handle"]), f"rank {r}") + c["pad"] for r, c in enumerate(cards)
+        ]
+        self.buffer_array = torch.tensor(self.buffers, dtype=torch.int64, device=place)
+        self.pad_array = torch.tensor(self.pad_addresses, dtype=torch.int64, device=place)
+
+
+def rendezvous(tensor: torch.Tensor, group: Any = None) -> GpuSymmetricMemory:
+    """See ``symm_mem.rendezvous``."""
+    piece = find_piece(tensor)
+    if piece is None:
+        what = f"a tensor in ordinary memory of {tensor.device}"
+        fix = "allocate it with symm_mem.empty(..., device='cuda')"
+        raise errors.bad_argument("rendezvous", "tensor", what, "in symmetric memory", fix)
+    facts = _facts[piece]
+    chosen = find_group("rendezvous", facts.group_name if group is None else group)
+    meeting = facts.meetings.get(chosen)
+    if meeting is None:
+        chosen._check_usable()
+        meeting = facts.meetings[chosen] = Meeting(device_group(chosen, facts.device), piece, facts.nbytes)
+    offset = tensor.untyped_storage().data_ptr() - piece.address
+    return GpuSymmetricMemory(chosen, piece, meeting, offset)
+
+
+class GpuSymmetricMemory(SymmetricMemory):
+    """The same piece of memory on every rank's GPU. Signals and barriers are in the order of the current stream."""
+
+    def __init__(self, group: ProcessGroup, piece: Piece, meeting: Any, offset: int):
+        super().__init__(group, piece, meeting, offset)
+        self._gpu: DeviceGroup = meeting.gpu
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device("cuda", self._gpu.device)
+
+    @property
+    def buffer_ptrs_dev(self) -> int:
+        """Address, on the GPU, of an array of the buffers' addresses, for kernels."""
+        return self._meeting.buffer_array.data_ptr()
+
+    @property
+    def signal_pad_ptrs_dev(self) -> int:
+        """Address, on the GPU, of an array of the signal pads' addresses, for kernels."""
+        return self._meeting.pad_array.data_ptr()
+
+    def _storage(self, address: int, nbytes: int) -> torch.UntypedStorage:
+        return storage_over(Raw(address, nbytes, self), self._gpu.device)
+
+    # --- signals ------------------------------------------------------------------------------------------------
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        """What comes later in the current stream begins once every rank's stream has come here."""
+        self._check_channel("barrier", channel)
+        others = [r for r in range(self.world_size) if r != self.rank]
+        steps = [self._put(r, channel) for r in others] + [self._take(r, channel) for r in others]
+        self._enqueue(f"barrier(channel={channel})", steps, others, timeout_ms)
+
+    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Signal ``dst_rank``, in the order of the current stream, once it has taken the signal before this one."""
+        self._check_rank("put_signal", "dst_rank", dst_rank)
+        self._check_channel("put_signal", channel)
+        what = f"put_signal(dst_rank={dst_rank}, channel={channel})"
+        self._enqueue(what, [self._put(dst_rank, channel)], [dst_rank], timeout_ms)
+
+    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        """The current stream waits for a signal of ``src_rank`` and takes it."""
+        self._check_rank("wait_signal", "src_rank", src_rank)
+        self._check_channel("wait_signal", channel)
+        what = f"wait_signal(src_rank={src_rank}, channel={channel})"
+        self._enqueue(what, [self._take(src_rank, channel)], [src_rank], timeout_ms)
+
+    def _put(self, rank: int, channel: int) -> tuple[int, int, int]:
+        """(address, the value to wait for, the value to write)"""
+        return self._meeting.pad_addresses[rank] + 4 * (channel * self.world_size + self.rank), 0, 1
+
+    def _take(self, rank: int, channel: int) -> tuple[int, int, int]:
+        return self._meeting.pad_addresses[self.rank] + 4 * (channel * self.world_size + rank), 1, 0
+
+    def _enqueue(self, what: str, steps: Sequence[tuple[int, int, int]], peers: list[int], timeout_ms: int) -> None:
+        import torch
+
+        timeout = self._timeout_ns(what, timeout_ms) / 1e9
+        self._gpu.trouble.check_usable(what)
+        stream = torch.cuda.current_stream(self.device)
+        for address, awaited, written in steps:
+            driver().wait(stream.cuda_stream, address, awaited, WAIT_EQUAL)
+            driver().write(stream.cuda_stream, address, written)
+        passed = torch.cuda.Event()
+        passed.record(stream)
+
+        def release(_: list[int]) -> None:
+            rescue = torch.cuda.Stream(self.device)
+            for address, awaited, _written in steps:
+                if passed.query():
+                    return
+                driver().enter(self._gpu.device)
+                driver().write(rescue.cuda_stream, address, awaited)
+                rescue.synchronize()
+
+        missing: Callable[[], list[int]] = lambda: [] if passed.query() else peers  # noqa: E731
+        self._gpu.trouble.watch.add(Outstanding(what, missing, release, time.monotonic(), timeout))
+
+
+# --- words -------------------------------------------------------------------------------------------------------
+
+
+def fill_words(tensor: torch.Tensor, offset: int, value: int, count: int) -> None:
+    import torch
+
+    stream = torch.cuda.current_stream(tensor.device).cuda_stream
+    driver().fill32(tensor.data_ptr() + 4 * offset, value, count, stream)
+
+
+def write_word(tensor: torch.Tensor, offset: int, value: int) -> None:
+    """In the order of the stream; whoever sees it there sees everything that came before."""
+    import torch
+
+    stream = torch.cuda.current_stream(tensor.device).cuda_stream
+    driver().write(stream, tensor.data_ptr() + 4 * offset, value)

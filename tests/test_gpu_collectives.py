@@ -1,0 +1,160 @@
+"""A DeviceGroup's collectives, messages and symmetric memory on one GPU; the checks are in tests/gpu_checks.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+CHECKS = re.findall(r"^@check\ndef (\w+)", (Path(__file__).parent / "gpu_checks.py").read_text(), re.MULTILINE)
+
+
+def run_all(rank: int, world: int, store: str) -> dict[str, str]:
+    from tests.gpu_checks import run_all
+
+    return run_all(rank, world, store)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def told(request: Any, tmp_path_factory: Any) -> list[dict[str, str]]:
+    """What every rank has to say about every check."""
+    return run_ranks(run_all, request.param, str(tmp_path_factory.mktemp("gpu") / "store"), deadline=110)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_check(name: str, told: list[dict[str, str]]):
+    for rank, said in enumerate(told):
+        assert said.get(name, "did not run") == "", f"rank {rank}: {said.get(name)}"
+
+
+# --- trouble ------------------------------------------------------------------------------------------------------
+
+
+def join(rank: int, world: int, store: str, timeout: float = 30) -> Any:
+    from symcomm.gpu.group import device_group
+    from symcomm.group.default import init
+
+    torch.cuda.set_device(0)
+    core = init(rank=rank, world_size=world, init_method=f"file://{store}", timeout=timeout)
+    gpu = device_group(core, 0)
+    gpu.all_reduce(torch.ones(4, device="cuda"))
+    gpu.synchronize()
+    core.barrier()
+    return gpu
+
+
+def differ(rank: int, world: int, store: str) -> str:
+    gpu = join(rank, world, store)
+    try:
+        if rank == 0:
+            gpu.all_reduce(torch.ones(4, device="cuda"))
+        else:
+            gpu.core.all_reduce(torch.ones(4))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_gpu_call_and_a_cpu_call_are_a_mismatch(tmp_path: Path):
+    for said in run_ranks(differ, 2, str(tmp_path / "store")):
+        assert said.startswith("CollectiveMismatchError")
+        assert "rank 0 called all_reduce(float32 x 4, SUM) on a GPU" in said
+        assert "rank 1 called all_reduce(float32 x 4, SUM) at" in said
+
+
+def die_in_the_stream(rank: int, world: int, store: str) -> tuple[float, str, str, str]:
+    """Rank 1's GPU work never comes: it is busy, and then killed."""
+    gpu = join(rank, world, store)
+    tensor = torch.ones(1000, device="cuda")
+    if rank == 1:
+        torch.cuda._sleep(20_000_000_000)
+        gpu.all_reduce(tensor)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = gpu.all_reduce(tensor, async_op=True)
+    assert not work.is_completed()
+    said = []
+    while gpu.trouble.gone() == []:
+        time.sleep(0.001)
+    died = time.monotonic()
+    for ask in (gpu.synchronize, work.wait, lambda: gpu.all_reduce(tensor)):
+        try:
+            ask()
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    torch.cuda.synchronize()
+    return (time.monotonic() - died, *said)
+
+
+def test_a_rank_that_dies_while_the_gpu_waits_for_it(tmp_path: Path):
+    first, second = run_ranks(die_in_the_stream, 2, str(tmp_path / "store"), outcomes=True)
+    assert second.kind == "died"
+    seconds, synchronized, waited, later = first.value
+    assert seconds < 5
+    assert synchronized.startswith("RankFailedError: all_reduce on cuda:0 of group 'world' failed on rank 0")
+    assert "rank 1 (pid " in synchronized and "died with SIGKILL while the GPU waited for it" in synchronized
+    assert waited.startswith("RankFailedError")
+    assert later.startswith("GroupUnusableError")
+
+
+def be_late(rank: int, world: int, store: str) -> str:
+    gpu = join(rank, world, store)
+    if rank == 1:
+        torch.cuda._sleep(8_000_000_000)  # about 4 s
+    begun = time.monotonic()
+    try:
+        gpu.all_reduce(torch.ones(4, device="cuda"), timeout=1.0)
+        gpu.synchronize()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return f"nothing in {time.monotonic() - begun} s"
+
+
+def test_a_deadline_of_gpu_work(tmp_path: Path):
+    first, _ = run_ranks(be_late, 2, str(tmp_path / "store"))
+    assert first.startswith("DeadlineError: all_reduce on cuda:0 of group 'world' timed out on rank 0 after 1"), first
+    assert "the GPU work of rank 1 did not come so far" in first
+
+
+def refuse_capture(rank: int, world: int, store: str) -> str:
+    gpu = join(rank, world, store)
+    tensor = torch.ones(4, device="cuda")
+    said = ""
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        try:
+            gpu.all_reduce(tensor)
+        except RuntimeError as error:
+            said = str(error)
+    return said
+
+
+def test_capturing_a_graph_is_refused_in_words(tmp_path: Path):
+    assert all("CUDA graph" in said for said in run_ranks(refuse_capture, 2, str(tmp_path / "store")))
+
+
+def test_ranks_that_are_threads():
+    import symcomm
+
+    def rank_of(group: Any) -> float:
+        from symcomm.gpu.group import device_group
+
+        torch.cuda.set_device(0)
+        gpu = device_group(group, 0)
+        tensor = torch.full((1000,), float(gpu.rank), device="cuda")
+        for _ in range(3):
+            gpu.all_reduce(tensor, "max")
+        gpu.all_reduce(tensor)
+        gpu.synchronize()
+        return float(tensor[0])
+
+    assert symcomm.spawn(rank_of, 2, mode="threads", timeout=20, deadline=60) == [2.0, 2.0]

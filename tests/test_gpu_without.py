@@ -1,0 +1,365 @@
+"""What of the GPU parts can be checked where there is none: words, kernels' texts, meetings, the watch, --mps."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import random
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.cli.mps import multi_process_service
+from symcomm.collectives.plan import Collective
+from symcomm.collectives.select import ON_DEVICE, elements_of, signature_count
+from symcomm.gpu.kernels import source_of
+from symcomm.gpu.moves import shard_of
+from symcomm.gpu.pads import is_behind
+from symcomm.gpu.watch import Lane, Outstanding, Watch
+from symcomm.group.failure import describe_call
+from symcomm.types import DType, RedOpType
+
+torch = pytest.importorskip("torch")
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+
+
+def test_loading_needs_no_cuda():
+    code = (
+        "import sys; import symcomm.gpu.group, symcomm.gpu.messages, symcomm.symm_mem.on_gpu;"
+        "assert not {'torch', 'triton', 'cuda'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": "src"})
+
+
+@without_cuda
+def test_words_without_a_gpu():
+    import symcomm
+    from symcomm.gpu import devices
+
+    for call in (lambda: symcomm.symm_mem.empty(4, device="cuda"), lambda: devices.need_cuda("here")):
+        with pytest.raises(errors.ResourceError, match="has no CUDA; install one|finds no CUDA GPU"):
+            call()
+
+
+def test_calls_on_a_gpu_differ_from_calls_on_the_cpu():
+    signature = Collective.ALL_REDUCE | DType.FLOAT32 << 8 | RedOpType.SUM << 16
+    assert describe_call(signature, 12) == "all_reduce(float32 x 12, SUM)"
+    assert describe_call(signature, 12 | ON_DEVICE) == "all_reduce(float32 x 12, SUM) on a GPU"
+    uneven = signature_count([3, 4])
+    assert elements_of(uneven) == elements_of(uneven | ON_DEVICE) == 7
+    assert not uneven & ON_DEVICE or elements_of(uneven) == 7
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("redop", [op for op in RedOpType if op is not RedOpType.PREMUL_SUM])
+def test_every_combination_has_a_kernel_or_is_left_to_torch(dtype: DType, redop: RedOpType):
+    text = source_of(dtype, redop, 3, 2)
+    if not native.reduce_defined(dtype, redop):
+        return
+    exotic = dtype.label.startswith(("complex", "float8"))
+    assert (text is None) == exotic
+    if text is not None:
+        assert "src[3]" in text and "dst[2]" in text and "{" in text and text.count("{") == text.count("}")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [1, 4, 7, 1000, 4096])
+def test_shards_are_whole_packs_and_cover_everything(world: int, count: int):
+    parts = [shard_of(r, world, count, 4) for r in range(world)]
+    assert parts[0][0] == 0 and parts[-1][1] == count
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+    assert all(first % 4 == 0 or first == count for first, _ in parts)
+
+
+def test_words_count_on_beyond_32_bits():
+    assert is_behind(4, 5) and not is_behind(5, 5) and not is_behind(6, 5)
+    assert not is_behind(3, 0xFFFFFFFF) and is_behind(0xFFFFFFFF, 0x100000003)
+
+
+# --- one call to the driver ---------------------------------------------------------------------------------------
+
+
+def test_a_turn_is_copy_write_wait_kernel():
+    said: list[tuple[Any, ...]] = []
+    word = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    copying = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    launching = ctypes.CFUNCTYPE(
+        ctypes.c_int, ctypes.c_uint64, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p),
+        ctypes.c_void_p,
+    )  # fmt: skip
+
+    def launch(kernel: int, gx: int, gy: int, gz: int, bx: int, *rest: Any) -> int:
+        arguments = [ctypes.cast(rest[4][i], ctypes.POINTER(ctypes.c_uint64)) for i in range(3)]
+        said.append(("launch", kernel, gx, bx, arguments[0][:3], arguments[1][0], arguments[2][0]))
+        return 0
+
+    functions = (
+        copying(lambda target, source, n, stream: said.append(("copy", target, source, n, stream)) or 0),
+        word(lambda stream, address, value, flags: said.append(("write", address, value)) or 0),
+        word(lambda stream, address, value, flags: said.append(("wait", address, value)) or (7 if value == 9 else 0)),
+        launching(launch),
+    )
+    addresses = tuple(ctypes.cast(f, ctypes.c_void_p).value for f in functions)
+    kernel = (77, 3, 256, 1000, 250)
+    assert native.stream_turn(addresses, 5, (100, 200, 16), 1, (11, 12), (21, 22), kernel, (1, 2, 3)) == 0
+    assert said == [
+        ("copy", 200, 100, 16, 5), ("write", 11, 1), ("write", 12, 1), ("wait", 21, 1), ("wait", 22, 1),
+        ("launch", 77, 3, 256, [1, 2, 3], 1000, 250),
+    ]  # fmt: skip
+    said.clear()
+    assert native.stream_turn(addresses, 5, (), 9, (11,), (21,), kernel, (1,)) == 7  # what the driver refused ends it
+    assert [item[0] for item in said] == ["write", "wait"]
+    with pytest.raises(ValueError, match="numbers are missing"):
+        native.stream_turn(addresses, 5, (), 9, (11,), (), (), ())
+
+
+# --- the watch ----------------------------------------------------------------------------------------------------
+
+
+class FakePads:
+    world = 3
+
+    def __init__(self) -> None:
+        self.words = [0, 0, 0]
+
+    def arrival_of(self, rank: int) -> int:
+        return self.words[rank]
+
+    def missing(self, value: int) -> list[int]:
+        return [r for r in (1, 2) if is_behind(self.words[r], value)]
+
+    def set_arrival(self, rank: int, value: int) -> None:
+        self.words[rank] = value
+
+
+class FakeMover:
+    meetings = 0
+
+
+def make_watch(gone: list[int]) -> tuple[Watch, Lane, FakePads, FakeMover, list[Any]]:
+    told: list[Any] = []
+    watch = Watch(lambda: gone, lambda item, ranks, died: told.append((item.what, ranks, died)))
+    pads, mover = FakePads(), FakeMover()
+    lane = watch.lane = Lane(pads, mover)
+    lane.what, lane.timeout = "all_reduce", 5.0
+    return watch, lane, pads, mover, told
+
+
+def test_the_watch_ends_a_wait_for_a_dead_rank():
+    gone: list[int] = []
+    watch, _, pads, mover, told = make_watch(gone)
+    assert not watch.look(0.0)
+    mover.meetings = 4
+    pads.words = [0, 4, 3]
+    assert watch.look(1.0) and not told
+    gone.append(2)
+    watch.look(1.1)
+    assert told == [("all_reduce", [2], True)] and pads.words == [0, 4, 4]
+    mover.meetings = 6  # what was already on its way
+    pads.words[1] = 6
+    watch.look(1.2)
+    assert pads.words == [0, 6, 6] and len(told) == 1
+
+
+def test_the_watch_counts_from_the_last_progress():
+    watch, _, pads, mover, told = make_watch([])
+    mover.meetings = 2
+    watch.look(0.0)
+    watch.look(4.0)
+    pads.words = [0, 1, 1]
+    watch.look(6.0)
+    watch.look(10.0)
+    assert not told
+    watch.look(11.5)
+    assert told == [("all_reduce", [1, 2], False)] and pads.words == [0, 2, 2]
+
+
+def test_the_watch_looks_after_single_waits_too():
+    watch, _, _, _, told = make_watch([1])
+    missing, released = [1], []
+    watch._items.append(Outstanding("receive", lambda: missing, lambda ranks: released.append(ranks), 0.0, 9.0))
+    assert watch.look(0.1) and told == [("receive", [1], True)] and released == [[1]]
+    missing.clear()
+    assert not watch.look(0.2) and not watch._items
+
+
+# --- symcomm run --mps ----------------------------------------------------------------------------------------------
+
+
+def test_mps_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    with pytest.raises(errors.CallerError, match="--mps needs nvidia-cuda-mps-control"), multi_process_service():
+        pass
+
+
+def fake_control(tmp_path: Path, script: str) -> None:
+    program = tmp_path / "nvidia-cuda-mps-control"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+
+
+def test_mps_is_started_in_its_own_folders_and_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    log = tmp_path / "log"
+    fake_control(tmp_path, f'echo "$1 $CUDA_MPS_PIPE_DIRECTORY" >> {log}; [ "$1" = -d ] || cat >> {log}')
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    with multi_process_service() as found:
+        pipe = found["CUDA_MPS_PIPE_DIRECTORY"]
+        assert os.path.isdir(pipe) and os.path.isdir(found["CUDA_MPS_LOG_DIRECTORY"])
+    assert not os.path.exists(pipe)
+    assert log.read_text().split("\n") == [f"-d {pipe}", f" {pipe}", "quit", ""]
+
+
+def test_mps_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fake_control(tmp_path, "echo no way >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    with pytest.raises(errors.ResourceError, match=r"did not start \(no way\)"), multi_process_service():
+        pass
+
+
+def test_an_mps_that_runs_already_is_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/somewhere")
+    with multi_process_service() as found:
+        assert found == {}
+
+
+# --- the moves, on ranks that are threads with host memory for a GPU --------------------------------------------------
+
+
+class HostPads:
+    """Pads in host memory; a "stream" runs what it is given at once, so a wait really waits."""
+
+    def __init__(self, rank: int, world: int, words: Any):
+        peers = [r for r in range(world) if r != rank]
+        base = ctypes.addressof(words)
+        self.theirs = tuple(base + 4 * (r * world + rank) for r in peers)
+        self.mine = tuple(base + 4 * (rank * world + r) for r in peers)
+
+
+class HostDriver:
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def turn(
+        self, stream: int, copy: Any, value: int, theirs: Any, mine: Any, kernel: Any = (), places: Any = ()
+    ) -> None:
+        if copy and copy[2]:
+            ctypes.memmove(copy[1], copy[0], copy[2])
+        for address in theirs:
+            ctypes.c_uint32.from_address(address).value = value
+        deadline = time.monotonic() + 20
+        for address in mine:
+            while is_behind(ctypes.c_uint32.from_address(address).value, value):
+                assert time.monotonic() < deadline, "a wait without an end"
+                time.sleep(0)
+        time.sleep(random.random() * 0.002)  # let the others get ahead
+        if kernel:
+            add_floats(places, kernel[0])
+
+
+def add_floats(places: Any, count: int) -> None:
+    """The last ``places[-k:]`` get the sum of the others; for one target, or as many targets as sources."""
+    targets = 1 if len(set(places)) == len(places) else len(places) // 2
+    sources = places[: len(places) - targets]
+    parts = [(ctypes.c_float * count).from_address(a) for a in sources]
+    total = [sum(items) for items in zip(*parts, strict=True)]
+    for address in places[len(places) - targets :]:
+        (ctypes.c_float * count).from_address(address)[:] = total
+
+
+class HostKernel:
+    def launch(self, places: Any, count: int) -> tuple[int, ...]:
+        return (count,)
+
+
+class Rig:
+    """All ranks' movers over host memory."""
+
+    HALF = 256
+
+    def __init__(self, world: int):
+        from symcomm.gpu.moves import Mover
+
+        self.world = world
+        self._words = (ctypes.c_uint32 * (world * world))()
+        self._stages = [ctypes.create_string_buffer(2 * self.HALF) for _ in range(world)]
+        self.movers = []
+        for rank in range(world):
+            mover = Mover.__new__(Mover)
+            mover.rank, mover.world, mover.device = rank, world, 0
+            mover.pads = HostPads(rank, world, self._words)
+            mover.meetings, mover._turn, mover._driver = 0, 0, HostDriver()
+            mover.kernel = lambda *_: HostKernel()
+            mover.use_stage([ctypes.addressof(s) for s in self._stages], self.HALF)
+            self.movers.append(mover)
+
+    def run(self, rank_main: Any) -> list[Any]:
+        with ThreadPoolExecutor(self.world) as pool:
+            return list(pool.map(rank_main, self.movers))
+
+
+def floats(values: Any) -> Any:
+    values = list(values)
+    return (ctypes.c_float * max(len(values), 1))(*values)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["one_shot", "two_shot", "in_place"])
+def test_reductions_move_by_move(world: int, kind: str):
+    rig, n = Rig(world), 150  # three turns of a staging area
+    tensors = [floats(range(n)) for _ in range(world)]
+
+    def rank_main(mover: Any) -> list[float]:
+        mine = tensors[mover.rank]
+        address = ctypes.addressof(mine)
+        for turn in range(4):
+            mine[:] = [float(i * (mover.rank + 1) + turn) for i in range(n)]
+            if kind == "in_place":
+                everyone = [ctypes.addressof(t) for t in tensors]
+                mover.reduce_in_place(DType.FLOAT32, RedOpType.SUM, everyone, n, 0)
+            else:
+                getattr(mover, f"reduce_{kind}")(DType.FLOAT32, RedOpType.SUM, address, address, n, 0)
+            expected = [i * world * (world + 1) / 2 + turn * world for i in range(n)]
+            assert mine[:] == expected, f"rank {mover.rank}, turn {turn}"
+        return mine[:]
+
+    results = rig.run(rank_main)
+    assert all(r == results[0] for r in results)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_copies_move_by_move(world: int):
+    rig = Rig(world)
+    counts = [70 + 13 * r for r in range(world)]
+
+    def rank_main(mover: Any) -> None:
+        me = mover.rank
+        mine = floats(me * 1000 + i for i in range(counts[me]))
+        outs = [floats([0] * c) for c in counts]
+        for _ in range(3):
+            mover.spread(ctypes.addressof(mine), [4 * c for c in counts], [ctypes.addressof(o) for o in outs], 0)
+            assert [o[-1] for o in outs] == [r * 1000 + c - 1 for r, c in enumerate(counts)]
+        matrix = [[4 * (30 * i + 7 * j + 1) for j in range(world)] for i in range(world)]
+        pieces = [floats([me * 10 + j] * (matrix[me][j] // 4)) for j in range(world)]
+        got = [floats([-1] * (matrix[i][me] // 4)) for i in range(world)]
+        where = [[ctypes.addressof(x) for x in some] for some in (pieces, got)]
+        for _ in range(3):
+            mover.exchange(where[0], matrix, where[1], 0)
+            assert [g[:] for g in got] == [[i * 10 + me] * (matrix[i][me] // 4) for i in range(world)]
+        output = floats([0] * counts[me])
+        parts = [floats([me + q] * counts[q]) for q in range(world)]
+        sources = [ctypes.addressof(p) for p in parts]
+        mover.reduce_scatter(DType.FLOAT32, RedOpType.SUM, sources, counts, ctypes.addressof(output), 0)
+        assert output[:] == [sum(r + me for r in range(world))] * counts[me]
+
+    rig.run(rank_main)
