@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -24,7 +25,7 @@ from symcomm.group.process_group import ProcessGroup
 from tests.faults import Outcome, leftovers, run_group
 
 FAULTS = ("kill", "kill later", "exit", "stop", "mismatch")
-STOPPED_TIMEOUT = 0.4  # seconds: how long the others wait for a stopped rank
+STOPPED_TIMEOUT = 1.0  # seconds: how long the others wait for a stopped rank; a starved one must not look like it
 LIMIT = 20.0  # seconds: a scenario that takes longer hangs
 
 
@@ -106,10 +107,20 @@ def continue_later(plan: Scenario) -> Callable[[list[int]], None] | None:
         return None
 
     def during(pids: list[int]) -> None:
-        time.sleep(STOPPED_TIMEOUT + 1.0)
-        os.kill(pids[plan.victim], signal.SIGCONT)
+        """Once it has stopped, however long that takes, give the others time for their deadline; then let it go on."""
+        victim = pids[plan.victim]
+        for _ in range(1500):
+            if is_stopped(victim):
+                break
+            time.sleep(0.01)
+        time.sleep(STOPPED_TIMEOUT + 0.7)
+        os.kill(victim, signal.SIGCONT)
 
     return during
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def judge(plan: Scenario, outcomes: list[Outcome]) -> list[str]:
