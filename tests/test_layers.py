@@ -26,6 +26,7 @@ LAYERS = {
     "backend": 6,
     "ddp": 7,
     "c10d": 8,
+    "compile": 8,
     "cli": 9,
     "__main__": 9,
 }

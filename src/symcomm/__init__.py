@@ -3,6 +3,7 @@
 Where things are (imports point down only)::
 
     cli/          the `symcomm` command: run, bench, demo
+    compile/      torch.compile with our collectives: lowerings, passes, explain
     ddp/          DistributedDataParallel, Reducer, communication hooks
     symm_mem/     symmetric tensors: allocate, rendezvous, signals, symmetrize
     group/        ProcessGroup, Work, spawn, the default group
@@ -45,7 +46,7 @@ _PUBLIC = {
 }  # fmt: skip
 _LAZY = {name: module for module, names in _PUBLIC.items() for name in names}
 
-_MODULES = ("ddp", "symm_mem")  # public modules, loaded on first use as well
+_MODULES = ("compile", "ddp", "symm_mem")  # public modules, loaded on first use as well
 
 __all__ = ["__version__", "errors", *_MODULES, *_LAZY]
 
