@@ -19,15 +19,6 @@ __all__ = [
     "same_each",
     "shard_dim",
 ]
-    "all_gather",
-    "all_gather_each",
-    "all_to_all",
-    "reduce_scatter",
-    "reduce_scatter_each",
-    "same",
-    "same_each",
-    "shard_dim",
-]
 
 
 def same(input: Tensor, *_: object) -> Tensor:
