@@ -1,7 +1,10 @@
-"""Once something is compiled, Inductor is told of our groups; until then it is not even loaded.
+"""Once something is compiled, torch's compiler is told of us; until then it is not even loaded.
 
-A finder at the front of ``sys.meta_path`` waits for Inductor's main module. It asks the other finders,
-and has ``symcomm.compile.install()`` run after the module's own code.
+A finder at the front of ``sys.meta_path`` waits for two of the compiler's modules. It asks the other finders for them,
+and has something done after a module's own code has run:
+
+* Dynamo leaves our own code alone. When C++ calls a group (DDP does, in its forward), it would compile that as well.
+* Inductor gets our lowerings, from ``symcomm.compile``.
 """
 
 from __future__ import annotations
@@ -11,36 +14,66 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 __all__ = ["when_loaded"]
 
-_MODULE = "torch._inductor.compile_fx"
 _installer = "symcomm.compile.install"  # above this layer, so it is loaded by name
 
 
+def _leave_alone(trace_rules: Any) -> None:
+    for package in ("backend", "compile", "group", "symm_mem"):
+        trace_rules.add(f"symcomm.{package}")
+
+
+def _install(_: Any) -> None:
+    importlib.import_module(_installer).install()
+
+
+_THEN: dict[str, Callable[[Any], None]] = {
+    "torch._dynamo.trace_rules": _leave_alone,
+    "torch._inductor.compile_fx": _install,
+}
+_done: set[str] = set()
+
+
 def when_loaded() -> None:
-    """Install our lowerings now if Inductor is loaded, else when it will be. Harmless when called twice."""
-    if _MODULE in sys.modules:
-        importlib.import_module(_installer).install()
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    """Tell the compiler now if it is loaded, else when it will be. Harmless when called twice."""
+    for name in _THEN:
+        if name in sys.modules:
+            _tell(name)
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
+def _tell(name: str) -> None:
+    if name not in _done:
+        _done.add(name)
+        _THEN[name](sys.modules[name])
+
+
 class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self) -> None:
+        self._asking = False
+
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        if name != _MODULE:
+        if name not in _THEN or self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
+    """Another loader, and then something more."""
+
     def __init__(self, theirs: Any):
         self._theirs = theirs
 
@@ -49,7 +82,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._theirs.exec_module(module)
-        importlib.import_module(_installer).install()
+        _tell(module.__name__)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._theirs, name)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch._inductor import comm_lowering, config, ir
-from torch._inductor.utils import is_symbolic
 from torch._inductor.virtualized import V
 
 from symcomm.collectives.select import DEFAULT
@@ -30,7 +29,7 @@ def realize(box: Any, source: Any, group_name: str, direct: bool = True) -> str:
     """
     if not direct:
         return "this collective has no form without copies"
-    if is_symbolic(box.get_numel()):
+    if not getattr(box.get_numel(), "is_number", True):
         return "its size is symbolic"
     nbytes = int(box.get_numel()) * box.get_dtype().itemsize
     if nbytes < DEFAULT.direct_bytes:
