@@ -40,7 +40,11 @@ class Compiled:
     """A function compiled in one graph, called once: its result, its code, and what was done to its collectives."""
 
     def __init__(self, function: Callable[..., Any], *args: Any, dynamic: bool | None = None, **chosen: bool | None):
-        with symcompile.configure(**chosen), report.listening() as self.records, config.patch(force_disable_caches=True):
+        with (
+            symcompile.configure(**chosen),
+            report.listening() as self.records,
+            config.patch(force_disable_caches=True),
+        ):
             self.function = torch.compile(function, fullgraph=True, dynamic=dynamic)
             self.result, self.codes = run_and_get_code(self.function, *args)
         self.code = "\n".join(self.codes)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
+from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -9,6 +13,8 @@ from torch._inductor import config
 
 from symcomm import compile as symcompile
 from symcomm import symm_mem
+from symcomm.backend import symm_reduce
+from symcomm.cli.bench_ddp_worker import memory
 from symcomm.compile import runtime
 from tests.compile_checks import Compiled, alike, as_eager, check
 
@@ -40,16 +46,64 @@ def the_same_memory_again(rank: int) -> None:
     del held, result
     compiled.result = None
     addresses, used = set(), set()
-    for step in range(300):
+    steps, first = int(os.environ.get("SYMCOMM_COMPILE_STEPS", "300")), 0
+    for step in range(steps):
         addresses.add(compiled.function(a, w).data_ptr())
         if step >= 20:
             used.add(symm_mem.memory_stats()["used_bytes"])
+        if step == steps // 2:
+            first = memory("VmRSS:")
     assert len(addresses) <= 6 and len(used) == 1, (addresses, used)
+    assert memory("VmRSS:") - first < 4 << 20, "the second half of the iterations needed more memory"
     kept = runtime.places(dist.group.WORLD.core)
     assert sorted(kept.values()) == [1, 6], kept
     many = [compiled.function(a, w) for _ in range(runtime.MOST + 8)]
     assert len({t.data_ptr() for t in many}) == len(many)
     assert max(runtime.places(dist.group.WORLD.core).values()) == runtime.MOST
+
+
+@check
+def launches_leave_nothing_behind(rank: int) -> None:
+    a, w = torch.randn(64, 64), torch.randn(64, 64) / 8
+    compiled = Compiled(two_layers, a, w, block=False)
+    expected = two_layers(a, w)
+    for _ in range(100):
+        alike(compiled.function(a, w), expected)
+    assert torch._C._distributed_c10d._get_work_registry_size() == 0
+    compiled.result = None
+    compiled.function(a, w)
+    assert max(runtime.places(dist.group.WORLD.core).values()) <= 3
+
+
+@check
+def errors_name_the_call(rank: int) -> None:
+    """A rank that makes another call is an error in the compiled graph of every rank, as in eager code."""
+    size = 64 if rank else 32
+    a, w = torch.randn(size, 64), torch.randn(64, 64)
+    try:
+        torch.compile(two_layers, fullgraph=True)(a, w)
+    except RuntimeError as error:
+        assert "all_reduce" in str(error) and "rank" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+
+
+@check
+def a_missing_rank_is_a_timeout(rank: int) -> None:
+    group = dist.new_group([0, 1], backend="symcomm", timeout=timedelta(seconds=2))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(x @ x, "sum", group)
+
+    compiled = Compiled(function, torch.randn(40, 40))
+    if rank == 0:
+        try:
+            compiled.function(torch.randn(40, 40))
+        except RuntimeError as error:
+            assert "rank 1" in str(error), error
+        else:
+            raise AssertionError("nothing was raised")
+    dist.barrier()
 
 
 @check
@@ -133,6 +187,13 @@ def matmuls_in_pieces(rank: int) -> None:
     assert "fused_matmul_reduce_scatter" in compiled.code, compiled.code
     compiled = as_eager(scatter_after, a, w, exact=False, fuse=False)
     assert "fused" not in compiled.code.split("def call")[1]
+    asked = []
+    with patch.object(symm_reduce, "pays_in_pieces", lambda *given: asked.append(given) or True):
+        for shape in ((64, 32), (6, 4, 32)):
+            a = torch.randn(shape)
+            as_eager(gather_first, a, w, exact=False, fuse=True)
+            as_eager(scatter_after, a, w, exact=False, fuse=True)
+    assert len(asked) >= 4
 
 
 @check

@@ -137,7 +137,7 @@ def sizes_that_change(rank: int) -> None:
     compiled = Compiled(function, torch.randn(64, 32), dynamic=True)
     assert {record.reason for record in compiled.records} == {"its size is symbolic"}
     with torch.compiler.set_stance("fail_on_recompile"):
-        for rows in (2, 10, 4096):
+        for rows in (4, 10, 4096):
             a = torch.randn(rows, 32)
             alike(compiled.function(a), function(a))
 

@@ -24,17 +24,18 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch._inductor import config
 
 from symcomm import symm_mem
+from symcomm.backend.symm_reduce import PIECES_FROM
 from symcomm.compile import cost, options, overlap, report
 from symcomm.compile.lowering import group_of
 
 __all__ = ["settings_for"]
 
 _BUCKETING = ("all_reduces", "all_gathers", "reduce_scatters")
-_FUSED = 1 << 20  # bytes from which pieces of a matmul and of a collective are worth their extra calls
 
 
 def settings_for(graph: Any) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def settings_for(graph: Any) -> dict[str, Any]:
         return {}
     chosen = options.current()
     wanted: dict[str, Any] = {}
-    if chosen.bucket:
+    if chosen.bucket and _sizes_are_known(found):
         for kind in _BUCKETING:
             if getattr(config, f"bucket_{kind}_fx") == "none":
                 wanted[f"bucket_{kind}_fx"] = "all"
@@ -55,6 +56,12 @@ def settings_for(graph: Any) -> dict[str, Any]:
     if _wants_fusing(found) and not config._micro_pipeline_tp:
         wanted["_micro_pipeline_tp"] = True
     return wanted
+
+
+def _sizes_are_known(found: dict[Any, Any]) -> bool:
+    """Ranks whose examples differ in size would join different collectives, and then wait for each other in vain."""
+    values = [n.meta.get("val") for node in found for n in node.all_input_nodes]
+    return not any(isinstance(size, torch.SymInt) for v in values for size in getattr(v, "shape", ()))
 
 
 def _bucket_mb(_: int) -> float:
@@ -68,7 +75,7 @@ def _wants_fusing(found: dict[Any, Any]) -> bool:
     ranks = next(iter(found.values())).size()
     gathers = [n for n in found if "all_gather" in n.target._opname or "reduce_scatter" in n.target._opname]
     largest = max((cost.tensor_bytes(node.meta.get("val")) for node in gathers), default=0)
-    return largest >= _FUSED and cost.has_idle_cores(ranks)
+    return largest >= PIECES_FROM and cost.has_idle_cores(ranks)
 
 
 @contextlib.contextmanager
