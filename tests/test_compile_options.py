@@ -77,6 +77,16 @@ def test_the_compiler_is_told_when_it_loads(tmp_path):
     assert "symcomm compile: all_reduce_ [40, 40] float32 (6400 bytes) on '0' (1 ranks)" in done.stderr
 
 
+def test_install_by_hand_loads_the_compiler(tmp_path):
+    code = ALONE.split("import torch.distributed._functional")[0] + (
+        "from symcomm import compile as symcompile; symcompile.install(); print(symcompile.is_installed())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, env=environment()
+    )
+    assert done.stdout == "True\n", done.stderr[-3000:]
+
+
 def test_costs():
     import torch
 

@@ -8,6 +8,7 @@ and otherwise does what it did before.
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ def is_installed() -> bool:
 
 def install() -> None:
     """Compile collectives of our groups our way. Harmless when called twice; loads Inductor."""
+    importlib.import_module("torch._inductor.compile_fx")  # before the lock: who waits for it to load calls us too
     with _lock:
         if not _undo:
             _install()
@@ -56,6 +58,7 @@ def _replace(owner: Any, name: str, new: Any) -> None:
 
 
 def _lowerings() -> None:
+    import torch
     from torch._inductor.lowering import lowerings
 
     from symcomm.compile import lowering
@@ -73,7 +76,7 @@ def _lowerings() -> None:
             if key in lowerings:
                 put(key, _if_ours(entry, lowerings[key]))
     namespace, name = WAIT.split("::")
-    key = getattr(getattr(__import__("torch").ops, namespace), name).default
+    key = getattr(getattr(torch.ops, namespace), name).default
     put(key, functools.partial(lowering.wait, lowerings[key]))
 
 
