@@ -47,7 +47,14 @@ def in_place_operators(rank: int) -> None:
         dist.all_reduce(b)
         return b, b + 1
 
+    def on_the_input(a: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(a)
+        return a + 1
+
     as_eager(function, torch.randn(40, 40))
+    mine = torch.full((40, 40), rank + 1.0)
+    alike(Compiled(on_the_input, mine).result, torch.full((40, 40), 4.0))
+    alike(mine, torch.full((40, 40), 3.0))
 
 
 @check

@@ -31,11 +31,13 @@ def group_of(node: Any) -> Any:
         return None
     if node.target.namespace not in ("_c10d_functional", "_dtensor"):
         return None
-    for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
-        if argument.name == "group_name":
-            return our_group(given) if isinstance(given, str) else None
     given = node.kwargs.get("group_name")
-    return our_group(given) if isinstance(given, str) else None
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+        given = value if argument.name == "group_name" else given
+    try:
+        return our_group(given) if isinstance(given, str) else None
+    except RuntimeError:
+        return None  # nobody knows a group of that name here: torch's lowering does not need one
 
 
 class BlockingKernel(ir._CollectiveKernel):
@@ -65,8 +67,9 @@ def then_in_place(entry: Any, theirs: Lowering, inputs: Any, *args: Any) -> Any:
     node = V.graph.current_node
     boxes = []
     for box in map(clone, _listed(inputs)):
-        box.realize()
-        V.graph.no_fuse_buffer_names.add(box.get_name())  # as torch has it: fused sideways, it would wait for others
+        if not overlap.blocks(node, group_of):  # as torch has it: fused with others, the launch would wait for them
+            box.realize()
+            V.graph.no_fuse_buffer_names.add(box.get_name())
         boxes.append(ir.ExternKernel.require_contiguous(box))
     operator = getattr(torch.ops._c10d_functional, node.target._opname + "_").default
     sources = [None] * len(boxes)  # the copies are nobody else's

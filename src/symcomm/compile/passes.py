@@ -50,7 +50,7 @@ def settings_for(graph: Any) -> dict[str, Any]:
             if getattr(config, f"bucket_{kind}_fx") == "none":
                 wanted[f"bucket_{kind}_fx"] = "all"
                 wanted[f"bucket_{kind}_fx_bucket_size_determinator"] = _bucket_mb
-    if chosen.overlap is not False and chosen.block is not True and not config.reorder_for_compute_comm_overlap:
+    if _wants_overlap(found) and not config.reorder_for_compute_comm_overlap:
         wanted["reorder_for_compute_comm_overlap"] = True
         wanted["reorder_for_compute_comm_overlap_passes"] = ["raise_comms", "sink_waits", _look]
     if _wants_fusing(found) and not config._micro_pipeline_tp:
@@ -66,6 +66,14 @@ def _sizes_are_known(found: dict[Any, Any]) -> bool:
 
 def _bucket_mb(_: int) -> float:
     return cost.BUCKET_BYTES / 2**20
+
+
+def _wants_overlap(found: dict[Any, Any]) -> bool:
+    """Whether some collective of the graph may be a launch and a wait."""
+    chosen = options.current()
+    if chosen.overlap is not None or chosen.block is not None:
+        return chosen.overlap is not False and chosen.block is not True
+    return any(cost.has_idle_cores(group.size()) for group in found.values())
 
 
 def _wants_fusing(found: dict[Any, Any]) -> bool:
