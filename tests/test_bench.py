@@ -278,7 +278,7 @@ def test_compile_graphs_divide():
             function(lambda tensor, op, here=seen[-1]: here.append(tensor) or tensor, *arguments)
         arguments, function = make(0, 1, 16)
         whole: list[object] = []
-        function(lambda tensor, op: whole.append(tensor) or tensor, *arguments)
+        function(lambda tensor, op, here=whole: here.append(tensor) or tensor, *arguments)
         share = 2 if name == "ddp" else 1
         torch.testing.assert_close((seen[0][0] + seen[1][0]) / share, whole[0], rtol=1e-4, atol=1e-5)
 

@@ -135,8 +135,10 @@ def small_ones_are_joined(rank: int) -> None:
         return reduced + gathered + scattered
 
     a = torch.randn(16, 8)
-    joined = as_eager(function, a)
-    assert len(joined.records) == 3, joined.records
+    joined = as_eager(function, a, block=True)
+    assert len(joined.records) == 3 and "wait_tensor" not in joined.code, joined.records
+    launched = as_eager(function, a, block=False)
+    assert len(launched.records) == 3 and launched.code.count("wait_tensor.default(") == 3, launched.code
     apart = as_eager(function, a, bucket=False)
     assert len(apart.records) == 15
 
@@ -194,6 +196,22 @@ def matmuls_in_pieces(rank: int) -> None:
             as_eager(gather_first, a, w, exact=False, fuse=True)
             as_eager(scatter_after, a, w, exact=False, fuse=True)
     assert len(asked) >= 4
+
+
+@check
+def messages_are_waited_for(rank: int) -> None:
+    """They have no call that blocks, so no wait may be left out."""
+    ops = torch.ops._c10d_functional
+
+    def function(a: torch.Tensor) -> torch.Tensor:
+        if rank == 0:
+            return ops.wait_tensor(ops.isend(a + 1, 1, 0, "0"))
+        return ops.wait_tensor(ops.irecv(torch.empty(64, 64), 0, 0, "0")) * 2
+
+    compiled = Compiled(function, torch.ones(64, 64), block=True)
+    assert "wait_tensor" in compiled.code
+    if rank == 1:
+        alike(compiled.result, torch.full((64, 64), 4.0))
 
 
 @check

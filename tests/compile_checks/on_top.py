@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -42,7 +43,7 @@ def tensor_parallel(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     model = parallelize_module(_model(), mesh, plan)
-    with report.listening() as records:
+    with report.listening() as records, config.patch(force_disable_caches=True):
         got = _train(torch.compile(model, fullgraph=True))  # type: ignore[arg-type]
     alike(got, _train(parallelize_module(_model(), mesh, plan)), exact=False)
     alike(got, _train(_model()), exact=False)
@@ -83,7 +84,7 @@ def ddp_by_functional_collectives(rank: int) -> None:
     model, batch = _model(), torch.randn(16, 32)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    with report.listening() as records:
+    with report.listening() as records, config.patch(force_disable_caches=True):
         got = torch.compile(gradients, fullgraph=True)(copy.deepcopy(model), batch)
     alike(got, gradients(model, batch), exact=False)
     assert 1 <= len(records) < 4, records  # four gradients, the small ones joined

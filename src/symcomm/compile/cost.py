@@ -15,8 +15,8 @@ import torch
 __all__ = ["BUCKET_BYTES", "HANDOFF_US", "collective_us", "kernel_us", "tensor_bytes", "has_idle_cores"]
 
 CALL_US = 3.0  # a blocking collective of 8 bytes: 1.1 in `symcomm bench all_reduce`, and what Python adds
-# What a launch and a wait cost above a blocking call: two switches of threads, a Work and its registration. Assumed; the
-# only measurement, 64 x 64 floats with both cores oversubscribed four times, gave 556.
+# What a launch and a wait cost above a blocking call: two switches of threads, a Work and its registration. Assumed;
+# the only measurement, 64 x 64 floats with both cores oversubscribed four times, gave 556.
 HANDOFF_US = 40.0
 BYTES_PER_US = 8e3  # one core's memcpy
 FLOPS_PER_US = 2e4  # one core's float32 matmul

@@ -20,7 +20,7 @@ from symcomm.backend.functional import _our as our_group
 from symcomm.compile import buffers, options, overlap, report
 from symcomm.compile.codegen import IMPORT, RUNTIME
 
-__all__ = ["Lowering", "group_of", "in_place", "out_of_place", "then_in_place", "unchanged", "wait"]
+__all__ = ["Lowering", "group_of", "in_place", "into", "out_of_place", "then_in_place", "unchanged", "wait"]
 
 Lowering = Callable[..., Any]  # (entry, torch's lowering, *what the operator takes)
 
@@ -120,6 +120,17 @@ def out_of_place(entry: Any, theirs: Lowering, inputs: Any, *args: Any) -> Any:
         result = theirs(given, *args)
     _note(entry, node, group, boxes, reasons, blocking, _listed(result)[0].get_name())
     return result
+
+
+def into(entry: Any, theirs: Lowering, input: Any, *args: Any, out: Any) -> Any:
+    """all_gather_into_tensor_out, which bucketing makes: the input is this rank's part of the result."""
+    node = V.graph.current_node
+    blocking = overlap.blocks(node, group_of)
+    if blocking:
+        BlockingKernel.create_inplace(node.target, input, *args, out=out)
+    reason = "it lies inside another value"
+    _note(entry, node, group_of(node), [input], [reason], blocking, out.get_name())
+    return out if blocking else theirs(input, *args, out=out)
 
 
 def unchanged(entry: Any, theirs: Lowering, inputs: Any, *args: Any, **kwargs: Any) -> Any:

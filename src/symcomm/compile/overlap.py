@@ -27,6 +27,11 @@ from symcomm.compile import cost, options
 
 __all__ = ["blocks", "collectives_of", "is_wait", "some_overlap", "waits_of"]
 
+# Operators for which runtime.py has a call that blocks. Messages, and what torch makes of several calls, have none.
+_CAN_BLOCK = {"all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_gather_into_tensor_out"}
+_CAN_BLOCK |= {"all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "broadcast", "broadcast_"}
+_CAN_BLOCK |= {"all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"}
+
 _decisions: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()  # by FX graph
 
 
@@ -64,8 +69,8 @@ def some_overlap(graph: Any, ours: Callable[[Any], Any]) -> bool:
 
 
 def _blocks(node: Any, group: Any) -> bool:
-    if not waits_of(node):
-        return False  # it is waited for in another graph
+    if node.target._opname not in _CAN_BLOCK or not waits_of(node):  # no waits: they are in another graph
+        return False
     chosen = options.current()
     if chosen.block is not None:
         return chosen.block

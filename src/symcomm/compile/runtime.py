@@ -31,6 +31,7 @@ from symcomm.symm_mem.allocate import empty_strided_p2p
 __all__ = [
     "all_gather_into_tensor",
     "all_gather_into_tensor_coalesced",
+    "all_gather_into_tensor_out",
     "all_reduce_",
     "all_reduce_coalesced_",
     "all_to_all_single",
@@ -135,6 +136,10 @@ def all_gather_into_tensor_coalesced(inputs: list[Tensor], group_size: int, grou
     flat = [input.contiguous() for input in inputs]
     _resolve(group_name).all_gather_single_coalesced(outs, flat, _options(AllgatherOptions))
     return outs
+
+
+def all_gather_into_tensor_out(input: Tensor, group_size: int, group_name: str, *, out: Tensor) -> None:
+    _resolve(group_name).all_gather_single(out, input.contiguous(), _options(AllgatherOptions))
 
 
 def reduce_scatter_tensor(input: Tensor, op: str, group_size: int, group_name: str) -> Tensor:

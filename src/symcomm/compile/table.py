@@ -88,7 +88,7 @@ _ENTRIES = (
           "reduce_scatter_tensor_coalesced", _all_gather, lowering.out_of_place,
           rule="all_gather_into_tensor_coalesced_backward"),
     Entry(_C + "all_gather_into_tensor_out", shapes.all_gather, "all_gather_single", _IN_PLACE, _all_gather,
-          lowering.unchanged),
+          lowering.into),
     Entry(_C + "reduce_scatter_tensor", shapes.reduce_scatter, "reduce_scatter_single_coalesced",
           "all_gather_into_tensor", _reduce_scatter, lowering.out_of_place, rule="reduce_scatter_tensor_backward"),
     Entry(_C + "reduce_scatter_tensor_coalesced", shapes.reduce_scatter_each, "reduce_scatter_single_coalesced",
