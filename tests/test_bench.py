@@ -18,7 +18,16 @@ import pytest
 from typer.testing import CliRunner
 
 from symcomm import errors
-from symcomm.cli import bench, bench_ddp, bench_ddp_worker, bench_peers, bench_run, bench_table, bench_worker
+from symcomm.cli import (
+    bench,
+    bench_compile,
+    bench_ddp,
+    bench_ddp_worker,
+    bench_peers,
+    bench_run,
+    bench_table,
+    bench_worker,
+)
 from symcomm.cli.bench_run import Case, Effort, Result, measure, open_sides
 
 TINY = ["-n", "3", "-w", "1", "--rounds", "1"]
@@ -236,6 +245,42 @@ def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert re.search(r"54\.0 +4\.0 +7%", fastest), fastest
     assert "--rounds must be 1 or more" in refused("ddp", "--rounds", "0")
     assert "2 or more for ddp" in refused("ddp", "--ranks", "1")
+
+
+def test_compile_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked: list[bench_compile.Plan] = []
+    turns = {"alone": 1e-3, "gloo": 3e-3, "eager": 1.5e-3, "symcomm": 1.25e-3}
+
+    def stand_in(plan: bench_compile.Plan, tick: object) -> list[bench_compile.Figures]:
+        asked.append(plan)
+        return [bench_compile.Figures("mlp", side, 1 << 20, 4, 1e-7, [s] * 3) for side, s in turns.items()]
+
+    monkeypatch.setattr(bench_compile, "run_compile_bench", stand_in)
+    path = tmp_path / "compile.json"
+    code, output = cli("compile", "--quick", "--markdown", "--json", str(path))
+    assert code == 0 and asked == [bench_compile.Plan(2, *bench.QUICK_RUNS)]
+    assert "| mlp | 4 | 1024 | symcomm, ours | 1250 | 250 | 8.00x | 2.00x |" in output
+    rows = json.loads(path.read_text())["rows"]
+    assert rows[3]["communication_us"] == pytest.approx(250) and "communication_us" not in rows[0]
+    assert "2, 4 or 8 for compile" in refused("compile", "--ranks", "3")
+
+
+def test_compile_graphs_divide():
+    """Every rank's part, added up, is what one process gives: layers are linear in what is divided."""
+    torch = pytest.importorskip("torch")
+    from symcomm.cli.bench_compile_worker import GRAPHS
+
+    for name, make in GRAPHS.items():
+        seen: list[list[object]] = []
+        for rank in range(2):
+            arguments, function = make(rank, 2, 16)
+            seen.append([])
+            function(lambda tensor, op, here=seen[-1]: here.append(tensor) or tensor, *arguments)
+        arguments, function = make(0, 1, 16)
+        whole: list[object] = []
+        function(lambda tensor, op, here=whole: here.append(tensor) or tensor, *arguments)
+        share = 2 if name == "ddp" else 1
+        torch.testing.assert_close((seen[0][0] + seen[1][0]) / share, whole[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("model", sorted(bench_ddp_worker.MODELS))

@@ -29,6 +29,7 @@ LAYERS = {
     "comm": 6,
     "ddp": 7,
     "c10d": 8,
+    "compile": 8,
     "cli": 9,
     "__main__": 9,
 }

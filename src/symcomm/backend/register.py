@@ -18,10 +18,12 @@ def create(options: Any, backend_options: Any = None) -> Any:
     """Called by torch on every member of a new group."""
     import torch.distributed as dist
 
+    from symcomm.backend import inductor
     from symcomm.backend.functional import install
     from symcomm.backend.group import TorchGroup
 
     install()
+    inductor.when_loaded()
     group = TorchGroup(
         options.store,
         options.group_rank,

@@ -6,6 +6,7 @@ bits.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -31,11 +32,14 @@ __all__ = [
     "one_shot_all_reduce_copy",
     "one_shot_all_reduce_copy_out",
     "one_shot_all_reduce_out",
+    "pays_in_pieces",
     "reduce_scatter_out",
     "tile_reduce",
     "two_shot_all_reduce_",
     "two_shot_all_reduce_out",
 ]
+
+PIECES_FROM = 1 << 20  # bytes of a collective below which handing it to another thread costs more than it hides
 
 
 # --- checks -------------------------------------------------------------------------------------------------
@@ -156,12 +160,54 @@ def _gathered_first(group: ProcessGroup, shard: Tensor, dim: int) -> Tensor:
     return gathered(group, shard.movedim(dim, 0).contiguous())
 
 
+def pays_in_pieces(group: ProcessGroup, nbytes: int) -> bool:
+    """Whether a matmul and a collective of this size should run beside each other: there must be a core for it."""
+    return nbytes >= PIECES_FROM and len(os.sched_getaffinity(0)) > group.size * torch.get_num_threads()
+
+
+def _gather_beside(group: ProcessGroup, A: Tensor, Bs: Sequence[Tensor], dim: int) -> tuple[Tensor, list[Tensor]]:
+    """My own rows are multiplied while the others' arrive. Both results have ``dim`` first."""
+    shard = A.movedim(dim, 0).contiguous()
+    count, rank = shard.shape[0], group.rank
+    full = shard.new_empty(count * group.size, *shard.shape[1:])
+    work = group.all_gather_single(full, shard, async_op=True)
+    products = [shard.new_empty(*full.shape[:-1], B.shape[-1]) for B in Bs]
+    mine, before, after = slice(rank * count, (rank + 1) * count), slice(rank * count), slice((rank + 1) * count, None)
+    for product, B in zip(products, Bs, strict=True):
+        product[mine] = torch.matmul(shard, B)
+    assert work is not None
+    work.wait()
+    for others in (before, after):
+        for product, B in zip(products, Bs, strict=True):
+            product[others] = torch.matmul(full[others], B)
+    return full, products
+
+
+def _scatter_beside(group: ProcessGroup, A: Tensor, B: Tensor, reduce_op: str, dim: int) -> Tensor:
+    """One half of everybody's rows is reduced while the other is multiplied. The result has ``dim`` first."""
+    rows = A.movedim(dim, 0).unflatten(0, (group.size, -1))
+    count = rows.shape[1]
+    out = A.new_empty(count, *rows.shape[2:-1], B.shape[-1])
+    works = []
+    for half in (slice(count // 2), slice(count // 2, None)):
+        product = torch.matmul(rows[:, half], B).flatten(0, 1)
+        works.append(group.reduce_scatter_single(out[half], product, reduce_op, async_op=True))
+    for work in works:
+        assert work is not None
+        work.wait()
+    return out
+
+
 def fused_all_gather_matmul(
     A: Tensor, Bs: Sequence[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
     call = "fused_all_gather_matmul"
     dim = _dim(call, "gather_dim", gather_dim, A)
-    first = _gathered_first(find_group(call, group_name), A, dim)
+    group = find_group(call, group_name)
+    if dim != A.dim() - 1 and pays_in_pieces(group, A.numel() * group.size * A.dtype.itemsize):
+        first, products = _gather_beside(group, A, Bs, dim)
+        return first.movedim(0, dim) if return_A else None, [product.movedim(0, dim) for product in products]
+    first = _gathered_first(group, A, dim)
     if dim == A.dim() - 1:  # the dimension that the product sums over: it has to be whole, and last
         full = first.movedim(0, -1).contiguous()
         return full if return_A else None, [torch.matmul(full, B) for B in Bs]
@@ -171,9 +217,13 @@ def fused_all_gather_matmul(
 
 def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
     call = "fused_matmul_reduce_scatter"
-    product = torch.matmul(A, B)
-    dim = _dim(call, "scatter_dim", scatter_dim, product)
-    return _scattered(call, find_group(call, group_name), product, reduce_op, dim)
+    group = find_group(call, group_name)
+    dim = _dim(call, "scatter_dim", scatter_dim, A)  # the product has as many dimensions
+    nbytes = A.numel() // max(1, A.shape[-1]) * B.shape[-1] * A.dtype.itemsize
+    if dim != A.dim() - 1 and pays_in_pieces(group, nbytes):
+        check_divisible(call, f"size {dim} of the input", A.shape[dim], group.size)
+        return _scatter_beside(group, A, B, reduce_op, dim).movedim(0, dim)
+    return _scattered(call, group, torch.matmul(A, B), reduce_op, dim)
 
 
 def fused_all_gather_scaled_matmul(

@@ -28,7 +28,7 @@ COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
     "p2p",
 )  # fmt: skip
-OTHERS = ("store", "ddp")  # what else can be measured, each in a file of its own
+OTHERS = ("store", "ddp", "compile")  # what else can be measured, each in a file of its own
 # Which forms a collective has: in place, out of place. The first one is what a summary shows.
 PLACES = {
     "all_reduce": (True, False), "reduce": (True, False), "broadcast": (True,), "all_gather": (False, True),
@@ -41,6 +41,7 @@ DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfl
 OPS = ("sum", "prod", "min", "max", "avg")
 QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
 QUICK_TURNS = (4, 2)  # of training: how many, and the steps of each
+QUICK_RUNS = (4, 10)  # the same, of compiled graphs
 QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
 BAD_USAGE, FAILED = 2, 1
 
@@ -234,6 +235,29 @@ def bench_ddp(
         json_file.write_text(json.dumps(ddp.to_json(found, plan), indent=1) + "\n")
 
 
+def bench_compile(
+    ranks: int, rounds: int | None, iters: int, *, quick: bool, markdown: bool, best: bool, json_file: Path | None
+) -> None:
+    _check_numbers(ranks, 0, iters, 0, rounds, "compile")
+    if ranks not in (2, 4, 8):
+        raise errors.bad_argument("symcomm bench", "--ranks", ranks, "2, 4 or 8 for compile, which divides 8 heads")
+    if importlib.util.find_spec("torch") is None:
+        raise errors.ResourceError("symcomm bench: compile needs torch; run `pip install 'symcomm[torch]'`.")
+    module = importlib.import_module("symcomm.cli.bench_compile")
+    usual = module.Plan(ranks, *QUICK_RUNS) if quick else module.Plan(ranks)
+    plan = module.Plan(ranks, rounds or usual.rounds, iters or usual.steps)
+    with progress(plan.turns) as tick:
+        found = module.run_compile_bench(plan, tick)
+    word = bench_table.as_markdown if markdown else bench_table.as_text
+    facts = bench_table.machine()
+    what = "fastest turn" if best else f"median of {plan.rounds} turns of {plan.steps} steps"
+    print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} when done; {what}\n")
+    print(word(module.as_table(found, plan, best)))
+    print(f"# results are at most {max(f.error for f in found):.1g} of their size from those of one process")
+    if json_file:
+        json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
+
+
 # --- the command -------------------------------------------------------------------------------------------------
 
 
@@ -276,7 +300,10 @@ def bench(
     rounds: Annotated[
         int | None,
         typer.Option(
-            "--rounds", metavar="N", help="Turns that the sides take. [default: 3; ddp: 10]", show_default=False
+            "--rounds",
+            metavar="N",
+            help="Turns that the sides take. [default: 3; ddp, compile: 10]",
+            show_default=False,
         ),
     ] = None,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Only tensors in symmetric memory.")] = False,
@@ -306,6 +333,7 @@ def bench(
       symcomm bench all --quick --against gloo,mpich,openmpi --json new.json
       symcomm bench p2p --plot p2p.svg
       symcomm bench ddp
+      symcomm bench compile --quick
     """
     with refusals_in_words():
         if setup:
@@ -314,6 +342,8 @@ def bench(
             bench_store(json_file, quick)
         elif collective == "ddp":
             bench_ddp(ranks, rounds, iters, quick=quick, markdown=markdown, best=best, json_file=json_file)
+        elif collective == "compile":
+            bench_compile(ranks, rounds, iters, quick=quick, markdown=markdown, best=best, json_file=json_file)
         else:
             _check_numbers(ranks, root, iters, warmup, rounds, collective)
             what = What(collective, NCCL_DTYPES.get(dtype, dtype), op, root)
@@ -329,7 +359,7 @@ def bench(
 
 def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:
     call = "symcomm bench"
-    lowest = 2 if collective in ("p2p", "all", "ddp") else 1
+    lowest = 2 if collective in ("p2p", "all", "ddp", "compile") else 1
     if ranks < lowest:
         raise errors.bad_argument(call, "--ranks", ranks, f"{lowest} or more for {collective}")
     if not 0 <= root < ranks:

@@ -1,0 +1,105 @@
+"""Can a value be made straight in symmetric memory, and if not, why.
+
+::
+
+    before   buf0 = empty_strided_cpu(...)           after   buf0 = comm_buffer(...)
+             kernel(..., out=buf0)                           kernel(..., out=buf0)
+             all_reduce_(buf0)    copies buf0                all_reduce_(buf0)    peers read buf0 where it is
+
+torch's comm_lowering realizes a value as a comm buffer; what is asked here first is where that would be wrong, useless
+on a CPU, or slower.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._inductor import comm_lowering, config, ir
+from torch._inductor.virtualized import V
+
+from symcomm.collectives.select import DEFAULT
+
+__all__ = ["leaves_graph", "realize", "whole_view"]
+
+
+def realize(box: Any, source: Any, group_name: str, direct: bool = True) -> str:
+    """Have the value made in symmetric memory. "" if it will be, else the reason why not.
+
+    ``source`` is the node of the FX graph that makes it, ``direct`` whether the collective has a form without copies.
+    """
+    if not direct:
+        return "this collective has no form without copies"
+    if not getattr(box.get_numel(), "is_number", True):
+        return "its size is symbolic"
+    nbytes = int(box.get_numel()) * box.get_dtype().itemsize
+    if nbytes < DEFAULT.direct_bytes:
+        return f"{nbytes} bytes < direct_bytes {DEFAULT.direct_bytes}: copying is faster"
+    if config.cpp_wrapper:
+        return "the C++ wrapper allocates its buffers itself"
+    box.realize()
+    buffer = _buffer_of(box)
+    reason = _why_not(box, buffer) or (_why_kept(source) if source is not None else "")
+    if not reason:
+        comm_lowering.realize_as_comm_buffer(box, ir.CommBufferType.SYMM_MEM, group_name)
+    return reason
+
+
+def _buffer_of(box: Any) -> Any:
+    """TensorBox -> views -> StorageBox -> buffer."""
+    data = box.data
+    while not isinstance(data, ir.Buffer):
+        data = data.unwrap_view() if isinstance(data, ir.BaseView) else data.data
+    return data
+
+
+def _why_not(box: Any, buffer: Any) -> str:
+    layout = buffer.get_output_spec()
+    if isinstance(buffer, ir.InputBuffer) or buffer.get_name() in V.graph.graph_inputs:
+        return "it is an input of the graph"
+    if buffer.get_name() in V.graph.constants:
+        return "it is a constant"
+    if isinstance(box.data, ir.BaseView) and not _covers(box, buffer):
+        return "it is a view of a part of another value"
+    if isinstance(layout, ir.NonOwningLayout):
+        return "it lies inside another value"
+    if not buffer.should_allocate():
+        return f"{_maker(buffer)} allocates it"
+    if isinstance(layout, ir.CommBufferLayout):
+        return ""
+    if not isinstance(layout, (ir.FixedLayout, ir.FlexibleLayout)):
+        return "it is written where another value was"
+    return ""
+
+
+def _covers(box: Any, buffer: Any) -> bool:
+    """Whether a view shows all of a buffer, in its order."""
+    if not isinstance(box.data, ir.ReinterpretView):
+        return False
+    offset = V.graph.sizevars.simplify(box.data.layout.offset)
+    return offset == 0 and V.graph.sizevars.statically_known_equals(box.get_numel(), buffer.get_numel())
+
+
+def _maker(buffer: Any) -> str:
+    return getattr(buffer, "python_kernel_name", None) or type(buffer).__name__
+
+
+def _why_kept(source: Any) -> str:
+    """Comm buffers that leave the graph are copied by torch, so nothing would be won."""
+    return "it is a result of the graph too" if leaves_graph(source) else ""
+
+
+def leaves_graph(node: Any) -> bool:
+    return any(user.op == "output" for user in node.users)
+
+
+def whole_view(box: Any) -> Any:
+    """The same tensor as a view of its buffer, if that is a comm buffer.
+
+    torch copies comm buffers that leave a graph, since theirs must not be seen outside; ours may (runtime.comm_buffer
+    gives memory out again only when nobody has it any more), and views are let through.
+    """
+    if not isinstance(box.data, ir.StorageBox) or not isinstance(box.data.data.get_output_spec(), ir.CommBufferLayout):
+        return box
+    layout = box.get_layout()
+    plain = ir.FixedLayout(layout.device, layout.dtype, layout.size, layout.stride, layout.offset)
+    return ir.TensorBox(ir.ReinterpretView(data=box.data, layout=plain))

@@ -1,0 +1,67 @@
+"""What a collective and a kernel take, roughly: enough to tell 5 microseconds from 500.
+
+Numbers are of Neoverse N1 cores, two ranks on two of them. Near the border both choices take about the same time, and
+results never depend on it. All ranks decide from sizes alone where their calls
+have to match (which collectives are joined); whether a rank blocks or waits later is its own affair.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+__all__ = ["BUCKET_BYTES", "HANDOFF_US", "collective_us", "kernel_us", "tensor_bytes", "has_idle_cores"]
+
+CALL_US = 3.0  # a blocking collective of 8 bytes: 1.1 in `symcomm bench all_reduce`, and what Python adds
+# What a launch and a wait cost above a blocking call: two switches of threads, a Work and its registration. Assumed;
+# the only measurement, 64 x 64 floats with both cores oversubscribed four times, gave 556.
+HANDOFF_US = 40.0
+BYTES_PER_US = 8e3  # one core's memcpy
+FLOPS_PER_US = 2e4  # one core's float32 matmul
+BUCKET_BYTES = 64 << 10  # joining pays while copying this costs less than another call: 8 us
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of a (fake) tensor; symbolic sizes count as their example."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    count = 1
+    for size in value.shape:
+        count *= int(size.node.hint) if isinstance(size, torch.SymInt) and size.node.hint is not None else int(size)
+    return count * value.dtype.itemsize
+
+
+def collective_us(nbytes: int, world: int) -> float:
+    """An all_reduce, all_gather or reduce_scatter that moves ``nbytes`` per rank."""
+    return CALL_US * max(1, world - 1) + nbytes / BYTES_PER_US
+
+
+_MATMULS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
+
+
+def kernel_us(node: Any) -> float:
+    """A node of an FX graph, run alone."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return 0.0
+    out = node.meta.get("val")
+    inputs = [n.meta.get("val") for n in node.all_input_nodes]
+    if node.target.overloadpacket in _MATMULS and isinstance(out, torch.Tensor):
+        left = next((v for v in inputs[::-1][1:2] if isinstance(v, torch.Tensor)), None)  # the last two are factors
+        inner = tensor_bytes(left) / left.dtype.itemsize / max(1, _rows(left)) if left is not None else 1
+        return 2 * tensor_bytes(out) / out.dtype.itemsize * inner / FLOPS_PER_US
+    if torch.Tag.core in node.target.tags and node.target.is_view:
+        return 0.0
+    return (tensor_bytes(out) + sum(map(tensor_bytes, inputs))) / BYTES_PER_US
+
+
+def _rows(tensor: torch.Tensor) -> int:
+    last = tensor.shape[-1]
+    last = int(last.node.hint) if isinstance(last, torch.SymInt) and last.node.hint is not None else int(last)
+    return tensor_bytes(tensor) // tensor.dtype.itemsize // max(1, last)
+
+
+def has_idle_cores(ranks: int) -> bool:
+    """Whether a collective can run beside kernels without taking their core."""
+    return len(os.sched_getaffinity(0)) > ranks * torch.get_num_threads()

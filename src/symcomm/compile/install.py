@@ -1,0 +1,135 @@
+"""Telling Inductor.
+
+Four places of Inductor are changed: the lowerings of the table's operators, the line that allocates a comm buffer, the
+function that compiles one graph (for the passes' settings) and the key of its cache. Each asks whether a group is ours,
+and otherwise does what it did before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["install", "is_installed", "uninstall"]
+
+_lock = threading.Lock()
+_undo: list[Callable[[], None]] = []
+
+
+def is_installed() -> bool:
+    return bool(_undo)
+
+
+def install() -> None:
+    """Compile collectives of our groups our way. Harmless when called twice; loads Inductor."""
+    importlib.import_module("torch._inductor.compile_fx")  # before the lock: who waits for it to load calls us too
+    with _lock:
+        if not _undo:
+            _install()
+
+
+def uninstall() -> None:
+    """Undo install(). What is compiled already stays as it is."""
+    with _lock:
+        while _undo:
+            _undo.pop()()
+
+
+def _install() -> None:
+    from torch._inductor import codecache, compile_fx
+    from torch._inductor.codegen.wrapper import AllocateLine
+
+    from symcomm.compile.codegen import make_allocate
+
+    _lowerings()
+    _replace(AllocateLine, "_codegen_comm_buffer", make_allocate(AllocateLine._codegen_comm_buffer))
+    _replace(compile_fx, "fx_codegen_and_compile", _with_settings(compile_fx.fx_codegen_and_compile))
+    details = codecache.FxGraphHashDetails
+    _replace(details, "__init__", _with_our_key(details.__init__))
+
+
+def _replace(owner: Any, name: str, new: Any) -> None:
+    known = vars(owner)[name]
+    setattr(owner, name, new)
+    _undo.append(lambda: setattr(owner, name, known))
+
+
+def _lowerings() -> None:
+    import torch
+    from torch._inductor.lowering import lowerings
+
+    from symcomm.compile import lowering
+    from symcomm.compile.table import TABLE, WAIT
+
+    def put(key: Any, new: Any) -> None:
+        known = lowerings[key]
+        lowerings[key] = new
+        _undo.append(lambda: lowerings.__setitem__(key, known))
+
+    for entry in TABLE.values():
+        if entry.packet is None:
+            continue
+        for key in (entry.packet, *(getattr(entry.packet, name) for name in entry.packet.overloads())):
+            if key in lowerings:
+                put(key, _if_ours(entry, lowerings[key]))
+    namespace, name = WAIT.split("::")
+    key = getattr(getattr(torch.ops, namespace), name).default
+    put(key, functools.partial(lowering.wait, lowerings[key]))
+
+
+def _if_ours(entry: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._inductor.virtualized import V
+
+    from symcomm.compile.lowering import group_of
+
+    def lower(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        first = inputs[0] if isinstance(inputs, (list, tuple)) and inputs else inputs
+        node = V.graph.current_node
+        on_cpu = hasattr(first, "get_device") and first.get_device().type == "cpu"
+        if not on_cpu or V.graph.cpp_wrapper or group_of(node) is None:
+            return theirs(inputs, *args, **kwargs)
+        return entry.lowering(entry, theirs, inputs, *args, **kwargs)
+
+    return lower
+
+
+def _with_settings(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def compile_graph(gm: Any, *args: Any, **kwargs: Any) -> Any:
+        from symcomm.compile.passes import applied
+
+        with applied(gm.graph):
+            return theirs(gm, *args, **kwargs)
+
+    return compile_graph
+
+
+def _with_our_key(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """The same graph on another backend's group of the same name is another graph."""
+
+    @functools.wraps(theirs)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        theirs(self, *args, **kwargs)
+        self.symcomm = _key()
+
+    return init
+
+
+def _key() -> str:
+    import torch.distributed as dist
+
+    from symcomm import __version__
+    from symcomm.compile import cost, options
+
+    if not dist.is_initialized():
+        return ""
+    ours = [(group.group_name, group.size()) for group in dist.distributed_c10d._world.pg_map if _is_ours(group)]
+    idle = [cost.has_idle_cores(size) for _, size in ours]
+    return f"{__version__} {options.current().key()} {sorted(ours)} {idle}" if ours else ""
+
+
+def _is_ours(group: Any) -> bool:
+    return getattr(group, "is_symcomm", False)

@@ -1,0 +1,97 @@
+"""Which collectives run beside kernels, and which block.
+
+::
+
+    before   t = all_reduce_(a)            nothing else to do     after   all_reduce_(a)      one call that blocks
+             wait(t)                                                      ...
+             use(t)
+
+    before   t = all_reduce_(a)            something else to do   after   t = all_reduce_(a)
+             wait(t)                                                      other()
+             use(t); other()                                              wait(t); use(t)
+
+A launch and a wait cost more than a call that blocks. So each collective is asked: how much work is there that neither
+needs it nor is needed by it? Moving launches up and waits down is torch's (comms.raise_comms, comms.sink_waits), on the
+scheduler's nodes, after kernels are fused; it is switched on for graphs in which some collective does not block.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from symcomm.compile import cost, options
+
+__all__ = ["blocks", "collectives_of", "is_wait", "some_overlap", "waits_of"]
+
+# Operators for which runtime.py has a call that blocks. Messages, and what torch makes of several calls, have none.
+_CAN_BLOCK = {"all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_gather_into_tensor_out"}
+_CAN_BLOCK |= {"all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "broadcast", "broadcast_"}
+_CAN_BLOCK |= {"all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"}
+
+_decisions: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()  # by FX graph
+
+
+def is_wait(node: Any) -> bool:
+    return node.op == "call_function" and node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def waits_of(node: Any) -> list[Any]:
+    """The waits for a collective's results."""
+    found = []
+    for user in node.users:
+        if is_wait(user):
+            found.append(user)
+        elif getattr(user.target, "__name__", "") == "getitem":
+            found += [wait for wait in user.users if is_wait(wait)]
+    return found
+
+
+def collectives_of(graph: Any, ours: Callable[[Any], Any]) -> dict[Any, Any]:
+    """The collectives on groups of ours: node -> group."""
+    return {node: group for node in graph.nodes if (group := ours(node)) is not None}
+
+
+def blocks(node: Any, ours: Callable[[Any], Any]) -> bool:
+    """Whether this collective is one call that blocks."""
+    decided = _decisions.get(node.graph)
+    if decided is None or node not in decided:
+        found = collectives_of(node.graph, ours)
+        decided = _decisions[node.graph] = {n: _blocks(n, group) for n, group in found.items()}
+    return decided.get(node, False)
+
+
+def some_overlap(graph: Any, ours: Callable[[Any], Any]) -> bool:
+    return any(not blocks(node, ours) for node in collectives_of(graph, ours))
+
+
+def _blocks(node: Any, group: Any) -> bool:
+    if node.target._opname not in _CAN_BLOCK or not waits_of(node):  # no waits: they are in another graph
+        return False
+    chosen = options.current()
+    if chosen.block is not None:
+        return chosen.block
+    if chosen.overlap is False or (chosen.overlap is None and not cost.has_idle_cores(group.size())):
+        return True
+    nbytes = sum(cost.tensor_bytes(n.meta.get("val")) for n in node.all_input_nodes)
+    gain = min(cost.collective_us(nbytes, group.size()), _independent_us(node))
+    return gain <= (0.0 if chosen.overlap else cost.HANDOFF_US)
+
+
+def _independent_us(node: Any) -> float:
+    """Kernels that neither need the result of a collective nor are needed for it."""
+    tied = _reached([node], lambda n: n.all_input_nodes) | _reached(waits_of(node), lambda n: n.users)
+    return sum(cost.kernel_us(n) for n in node.graph.nodes if n not in tied and not is_wait(n))
+
+
+def _reached(start: Iterable[Any], step: Callable[[Any], Iterable[Any]]) -> set[Any]:
+    seen, open_ = set(start), list(start)
+    while open_:
+        for neighbour in step(open_.pop()):
+            if neighbour not in seen:
+                seen.add(neighbour)
+                open_.append(neighbour)
+    return seen

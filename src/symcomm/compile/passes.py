@@ -1,0 +1,122 @@
+"""Which of torch's graph passes run on graphs with our collectives, and how.
+
+torch has the passes, all switched off. What is decided here is when each pays with collectives in shared memory. What
+a user has switched on is left as it is.
+
+Bucketing (fx_passes/bucketing.py), for collectives of up to cost.BUCKET_BYTES that follow one another::
+
+    before   x = all_reduce(a); y = all_reduce(b)      after   z = all_reduce(cat(a, b)); x, y = split(z)
+
+Overlap (comms.py, on the scheduler's nodes), when some collective does not block (overlap.py)::
+
+    before   f(a); t = all_gather(b); wait(t); g(t); h(c)    after   t = all_gather(b); f(a); h(c); wait(t); g(t)
+
+Matmuls in pieces (fx_passes/micro_pipeline_tp.py)::
+
+    before   A = all_gather(a); wait(A); C = A @ B           after   A, C = fused_all_gather_matmul(a, B)
+    before   C = A @ B; c = reduce_scatter(C); wait(c)       after   c = fused_matmul_reduce_scatter(A, B)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._inductor import config
+
+from symcomm import symm_mem
+from symcomm.backend.symm_reduce import PIECES_FROM
+from symcomm.compile import cost, options, overlap, report
+from symcomm.compile.lowering import group_of
+
+__all__ = ["settings_for"]
+
+_BUCKETING = ("all_reduces", "all_gathers", "reduce_scatters")
+
+
+def settings_for(graph: Any) -> dict[str, Any]:
+    """Inductor's settings for one graph; nothing for one without collectives of ours."""
+    found = overlap.collectives_of(graph, group_of)
+    if not found:
+        return {}
+    chosen = options.current()
+    wanted: dict[str, Any] = {}
+    if chosen.bucket and _sizes_are_known(found):
+        for kind in _BUCKETING:
+            if getattr(config, f"bucket_{kind}_fx") == "none":
+                wanted[f"bucket_{kind}_fx"] = "all"
+                wanted[f"bucket_{kind}_fx_bucket_size_determinator"] = _bucket_mb
+    if _wants_overlap(found) and not config.reorder_for_compute_comm_overlap:
+        wanted["reorder_for_compute_comm_overlap"] = True
+        wanted["reorder_for_compute_comm_overlap_passes"] = ["raise_comms", "sink_waits", _look]
+    if _wants_fusing(found) and not config._micro_pipeline_tp:
+        wanted["_micro_pipeline_tp"] = True
+    return wanted
+
+
+def _sizes_are_known(found: dict[Any, Any]) -> bool:
+    """Ranks whose examples differ in size would join different collectives, and then wait for each other in vain."""
+    values = [n.meta.get("val") for node in found for n in node.all_input_nodes]
+    return not any(isinstance(size, torch.SymInt) for v in values for size in getattr(v, "shape", ()))
+
+
+def _bucket_mb(_: int) -> float:
+    return cost.BUCKET_BYTES / 2**20
+
+
+def _wants_overlap(found: dict[Any, Any]) -> bool:
+    """Whether some collective of the graph may be a launch and a wait."""
+    chosen = options.current()
+    if chosen.overlap is not None or chosen.block is not None:
+        return chosen.overlap is not False and chosen.block is not True
+    return any(cost.has_idle_cores(group.size()) for group in found.values())
+
+
+def _wants_fusing(found: dict[Any, Any]) -> bool:
+    chosen = options.current().fuse
+    if chosen is not None:
+        return chosen
+    ranks = next(iter(found.values())).size()
+    gathers = [n for n in found if "all_gather" in n.target._opname or "reduce_scatter" in n.target._opname]
+    largest = max((cost.tensor_bytes(node.meta.get("val")) for node in gathers), default=0)
+    return largest >= PIECES_FROM and cost.has_idle_cores(ranks)
+
+
+@contextlib.contextmanager
+def applied(graph: Any) -> Iterator[None]:
+    """The settings for one graph, while it is compiled."""
+    wanted = settings_for(graph)
+    with contextlib.ExitStack() as stack:
+        if wanted:
+            stack.enter_context(config.patch(wanted))
+        if wanted.get("_micro_pipeline_tp"):
+            symm_mem.install()
+            # The pass asks for NCCL, the only backend with these operators when it was written.
+            stack.enter_context(patch.object(dist, "is_nccl_available", lambda: True))
+        yield
+
+
+def _look(nodes: list[Any]) -> list[Any]:
+    """The last pass changes nothing: it reports what the others did."""
+    from torch._inductor.utils import contains_collective, contains_wait
+
+    launched: dict[str, int] = {}
+    kernels = 0
+    for node in nodes:
+        if contains_collective(node):
+            for name in (b.get_name() for b in node.node.inputs) if node.node is not None else ():
+                launched[name] = kernels
+            launched[node.get_name()] = kernels
+            for name in node.get_buffer_names():
+                launched[name] = kernels
+        elif contains_wait(node):
+            name = node.node.inputs[0].get_name()
+            if name in launched:
+                report.placed(name, kernels - launched[name])
+        else:
+            kernels += 1
+    return nodes

@@ -1,0 +1,162 @@
+"""What compiled graphs call.
+
+A graph's generated code has one line for each: where a comm buffer is allocated, and where a collective runs that
+nothing can run beside. Both are called once an iteration, so both are short.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _storage_Use_Count
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+    _resolve_process_group,
+)
+
+from symcomm.compile import shapes
+from symcomm.group.process_group import ProcessGroup
+from symcomm.symm_mem.allocate import empty_strided_p2p
+
+__all__ = [
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
+    "all_gather_into_tensor_out",
+    "all_reduce_",
+    "all_reduce_coalesced_",
+    "all_to_all_single",
+    "broadcast_",
+    "comm_buffer",
+    "places",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+]
+
+_view: Any = torch._C._dynamo.guards._reinterpret_tensor
+_resolve: Any = _resolve_process_group
+
+# --- comm buffers -----------------------------------------------------------------------------------------------------
+
+MOST = 32  # places that one line of code keeps; more are needed only by who collects results without end
+
+
+class Place:
+    """Symmetric memory that one line of generated code allocates again and again. Tensors over it are views."""
+
+    __slots__ = ("idle", "storage", "tensor")
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+        self.storage = tensor.untyped_storage()._cdata
+        self.idle = _storage_Use_Count(self.storage)  # what it is while nobody else has a view
+
+    def is_free(self) -> bool:
+        return _storage_Use_Count(self.storage) == self.idle
+
+
+_places: weakref.WeakKeyDictionary[ProcessGroup, dict[int, list[Place]]] = weakref.WeakKeyDictionary()
+
+
+def comm_buffer(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, group_name: str, line: int) -> Tensor:
+    """An empty tensor in symmetric memory: the same memory each time ``line`` runs, unless a result of an earlier run
+    still lies there. So results may leave the graph without a copy, and peers see the same addresses every iteration.
+    """
+    core = _resolve(group_name).core
+    known = _places.get(core)
+    if known is None:
+        known = _places.setdefault(core, {})
+    kept = known.setdefault(line, [])
+    for _ in range(len(kept)):
+        try:
+            place = kept.pop(0)  # taken out, so that no other thread looks at it meanwhile
+        except IndexError:
+            break
+        tensor = _view(place.tensor, size, stride, 0) if place.is_free() else None
+        kept.append(place)
+        if tensor is not None:
+            return tensor
+    fresh = empty_strided_p2p(size, stride, dtype, "cpu", core)
+    if len(kept) >= MOST:
+        return fresh
+    place = Place(fresh)
+    tensor = _view(fresh, size, stride, 0)
+    kept.append(place)
+    return tensor
+
+
+def places(group: ProcessGroup) -> dict[int, int]:
+    """How many places each line of generated code keeps on this group."""
+    return {line: len(kept) for line, kept in _places.get(group, {}).items()}
+
+
+# --- collectives that block -------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _options(kind: Any, op: str | None = None, root: int | None = None) -> Any:
+    options = kind()
+    options.asyncOp = False
+    if op is not None:
+        options.reduceOp = getattr(torch.distributed.ReduceOp, op.upper())
+    if root is not None:
+        options.rootRank = root
+    return options
+
+
+def all_reduce_(tensor: Tensor, op: str, group_name: str) -> None:
+    _resolve(group_name).allreduce([tensor], _options(AllreduceOptions, op))
+
+
+def all_reduce_coalesced_(tensors: list[Tensor], op: str, group_name: str) -> None:
+    _resolve(group_name).allreduce_coalesced(tensors, _options(AllreduceCoalescedOptions, op))
+
+
+def broadcast_(tensor: Tensor, root: int, group_name: str) -> None:
+    _resolve(group_name).broadcast([tensor], _options(BroadcastOptions, root=root))
+
+
+def all_gather_into_tensor(input: Tensor, group_size: int, group_name: str) -> Tensor:
+    out = shapes.all_gather(input, group_size)
+    _resolve(group_name).all_gather_single(out, input.contiguous(), _options(AllgatherOptions))
+    return out
+
+
+def all_gather_into_tensor_coalesced(inputs: list[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+    outs = [shapes.all_gather(input, group_size) for input in inputs]
+    flat = [input.contiguous() for input in inputs]
+    _resolve(group_name).all_gather_single_coalesced(outs, flat, _options(AllgatherOptions))
+    return outs
+
+
+def all_gather_into_tensor_out(input: Tensor, group_size: int, group_name: str, *, out: Tensor) -> None:
+    _resolve(group_name).all_gather_single(out, input.contiguous(), _options(AllgatherOptions))
+
+
+def reduce_scatter_tensor(input: Tensor, op: str, group_size: int, group_name: str) -> Tensor:
+    out = shapes.reduce_scatter(input, op, group_size)
+    _resolve(group_name).reduce_scatter_single(out, input.contiguous(), _options(ReduceScatterOptions, op))
+    return out
+
+
+def reduce_scatter_tensor_coalesced(inputs: list[Tensor], op: str, group_size: int, group_name: str) -> list[Tensor]:
+    outs = [shapes.reduce_scatter(input, op, group_size) for input in inputs]
+    flat = [input.contiguous() for input in inputs]
+    _resolve(group_name).reduce_scatter_single_coalesced(outs, flat, _options(ReduceScatterOptions, op))
+    return outs
+
+
+def all_to_all_single(input: Tensor, out_splits: list[int], in_splits: list[int], group_name: str) -> Tensor:
+    out = shapes.all_to_all(input, out_splits)
+    group = _resolve(group_name)
+    group.all_to_all_single(out, input.contiguous(), out_splits, in_splits, _options(AllToAllOptions))
+    return out

@@ -1,0 +1,59 @@
+"""The result of each functional collective, empty: for the compiler (meta tensors) and for the call itself.
+
+Each takes what its operator takes, up to the group. Results are contiguous, whatever the input is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+__all__ = [
+    "all_gather",
+    "all_gather_each",
+    "all_to_all",
+    "reduce_scatter",
+    "reduce_scatter_each",
+    "same",
+    "same_each",
+    "shard_dim",
+]
+
+
+def same(input: Tensor, *_: object) -> Tensor:
+    return input.new_empty(input.shape)
+
+
+def same_each(inputs: Sequence[Tensor], *_: object) -> list[Tensor]:
+    return [same(input) for input in inputs]
+
+
+def all_gather(input: Tensor, group_size: int, *_: object) -> Tensor:
+    """The parts one after the other along the first dimension; numbers become a list of them."""
+    rows, rest = (input.shape[0], input.shape[1:]) if input.dim() else (1, ())
+    return input.new_empty((rows * group_size, *rest))
+
+
+def all_gather_each(inputs: Sequence[Tensor], group_size: int, *_: object) -> list[Tensor]:
+    return [all_gather(input, group_size) for input in inputs]
+
+
+def reduce_scatter(input: Tensor, op: str, group_size: int, *_: object) -> Tensor:
+    return input.new_empty((input.shape[0] // group_size, *input.shape[1:]))
+
+
+def reduce_scatter_each(inputs: Sequence[Tensor], op: str, group_size: int, *_: object) -> list[Tensor]:
+    return [reduce_scatter(input, op, group_size) for input in inputs]
+
+
+def all_to_all(input: Tensor, out_splits: Sequence[int], *_: object) -> Tensor:
+    return input.new_empty((sum(out_splits), *input.shape[1:]))
+
+
+def shard_dim(input: Tensor, gather_dim: int, shard_dim: int, group_size: int, *_: object) -> Tensor:
+    """Split along one dimension before, along another one afterwards."""
+    shape = list(input.shape)
+    shape[gather_dim] *= group_size
+    shape[shard_dim] //= group_size
+    return input.new_empty(shape)

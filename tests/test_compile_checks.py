@@ -1,0 +1,56 @@
+"""``torch.compile`` on our backend. The checks themselves are in tests/compile_checks/."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Decorated functions, read from the text: this file needs no torch of its own.
+CHECKS = [
+    name
+    for file in sorted((ROOT / "tests" / "compile_checks").glob("*.py"))
+    for name in re.findall(r"^@check\ndef (\w+)", file.read_text(), re.MULTILINE)
+]
+RANKS = 2
+DEADLINE = 400  # of all together: 60 s on two quiet cores, most of it in the C++ compiler
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Ours, without what a launcher around the tests may have set."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    kept |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    return {**kept, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **extra}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What every rank has to say about every check."""
+    cache = str(tmp_path_factory.mktemp("inductor"))
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.compile_checks"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(TORCHINDUCTOR_CACHE_DIR=cache), cwd=ROOT, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=DEADLINE)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            out, err = process.communicate()
+    told: dict[str, list[str]] = {name: [] for name in CHECKS}
+    for line in out.splitlines():
+        said = json.loads(line)
+        told[said["check"]].append(said["text"])
+    told["stderr"] = [err]
+    return told
+
+
+@pytest.mark.timeout(DEADLINE + 30)
+@pytest.mark.parametrize("name", CHECKS)
+def test_check(name: str, told: dict[str, list[str]]):
+    assert told[name] == [""] * RANKS, "\n".join([*told[name], *told["stderr"]])[-6000:]

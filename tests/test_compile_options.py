@@ -1,0 +1,105 @@
+"""What may be switched off, how the compiler learns of us, and what it must not cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from symcomm import errors
+from tests.test_compile_checks import environment
+
+pytest.importorskip("torch")
+
+
+def test_options(monkeypatch: pytest.MonkeyPatch):
+    from symcomm.compile import options
+
+    monkeypatch.setattr(options, "_current", [])
+    monkeypatch.setenv("SYMCOMM_COMPILE", "no-bucket,overlap,no-zero-copy")
+    chosen = options.current()
+    assert (chosen.bucket, chosen.overlap, chosen.zero_copy, chosen.fuse) == (False, True, False, None)
+    with options.configure(fuse=False, overlap=None) as inner:
+        assert inner is options.current() and inner.fuse is False and inner.overlap is None
+        assert inner.key() != chosen.key()
+    assert options.current() is chosen
+
+
+def test_bad_options(monkeypatch: pytest.MonkeyPatch):
+    from symcomm.compile import options
+
+    monkeypatch.setattr(options, "_current", [])
+    monkeypatch.setenv("SYMCOMM_COMPILE", "no-buckets")
+    with pytest.raises(errors.BadArgumentError, match=r"SYMCOMM_COMPILE must be .*no-bucket.* got 'no-buckets'"):
+        options.current()
+    monkeypatch.delenv("SYMCOMM_COMPILE")
+    for wrong in ({"speed": True}, {"bucket": 3}, {"bucket": None}):
+        with pytest.raises(errors.BadArgumentError, match="symcomm.compile.configure"), options.configure(**wrong):
+            pass
+
+
+ALONE = """
+import json, sys
+import torch, torch.distributed as dist
+from symcomm.backend.register import register
+register()
+register()
+dist.init_process_group("symcomm", store=dist.HashStore(), rank=0, world_size=1)
+before = sorted(sys.modules)
+import torch.distributed._functional_collectives as functional
+compiled = torch.compile(lambda x: functional.all_reduce(x @ x, "sum", "0"), fullgraph=True)
+x = torch.randn(40, 40)
+same = torch.equal(compiled(x), x @ x)
+from symcomm import compile as symcompile
+installed = symcompile.is_installed()
+from torch._inductor.lowering import lowerings
+ours = lowerings[torch.ops._c10d_functional.all_reduce_.default]
+symcompile.uninstall()
+theirs = lowerings[torch.ops._c10d_functional.all_reduce_.default]
+symcompile.install()
+print(json.dumps([before, same, installed, ours is not theirs, symcompile.is_installed()]))
+dist.destroy_process_group()
+"""
+
+
+def test_the_compiler_is_told_when_it_loads(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120, check=False,
+        env=environment(TORCHINDUCTOR_CACHE_DIR=str(tmp_path), SYMCOMM_DEBUG="compile"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, same, installed, replaced, again = json.loads(done.stdout)
+    assert not {"torch._inductor.compile_fx", "torch._dynamo", "symcomm.compile"} & set(before)
+    assert same and installed and replaced and again
+    assert "symcomm compile: all_reduce_ [40, 40] float32 (6400 bytes) on '0' (1 ranks)" in done.stderr
+
+
+def test_install_by_hand_loads_the_compiler(tmp_path):
+    code = ALONE.split("import torch.distributed._functional")[0] + (
+        "from symcomm import compile as symcompile; symcompile.install(); print(symcompile.is_installed())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, env=environment()
+    )
+    assert done.stdout == "True\n", done.stderr[-3000:]
+
+
+def test_costs():
+    import torch
+
+    from symcomm.compile import cost
+
+    graph = torch.fx.Graph()
+    fake = {"a": torch.empty(64, 32, device="meta"), "b": torch.empty(32, 16, device="meta")}
+    nodes = {name: graph.placeholder(name) for name in fake}
+    for name, node in nodes.items():
+        node.meta["val"] = fake[name]
+    product = graph.call_function(torch.ops.aten.mm.default, (nodes["a"], nodes["b"]))
+    product.meta["val"] = fake["a"] @ fake["b"]
+    assert cost.kernel_us(product) == pytest.approx(2 * 64 * 32 * 16 / cost.FLOPS_PER_US)
+    assert cost.kernel_us(nodes["a"]) == 0
+    assert cost.collective_us(1 << 20, 2) > cost.collective_us(8, 2) > 0
+    assert cost.has_idle_cores(len(os.sched_getaffinity(0)) * 2) is False
