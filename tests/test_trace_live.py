@@ -105,9 +105,7 @@ def test_two_jobs_are_told_apart_by_what_they_share():
 
 def test_no_such_job():
     nobody = str(2**22 + 1)
-    with pytest.raises(
-        BadArgumentError, match=f"JOB must be the pid or name of a job; there are: 7 .*, got '{nobody}'"
-    ):
+    with pytest.raises(BadArgumentError, match="JOB must be the pid or name of a job; there are: 7 "):
         choose_jobs("symcomm trace", nobody, [JobFacts("a.py", [7], {"7"})])
     code, text = symcomm_trace("--live", "--pid", nobody)
     assert code == 2 and text.startswith(("symcomm trace: no job found", "symcomm trace: JOB must be"))

@@ -155,12 +155,8 @@ class SimulatedFeed(Feed):
         reading = (("storage.py", 61, "read_exactly"), ("data.py", 118, "next_batch"), ("train.py", 79, "train"))
         reducing = (("train.py", 131, "step"), ("train.py", 84, "train"))
         halted = {self._stuck} if self._halted else set()
-        return {
-            rank: [
-                ThreadStack("MainThread", True, tuple(Frame(*at) for at in (reading if rank in halted else reducing)))
-            ]
-            for rank in ranks
-        }
+        frames = {rank: tuple(Frame(*at) for at in (reading if rank in halted else reducing)) for rank in ranks}
+        return {rank: [ThreadStack("MainThread", True, found)] for rank, found in frames.items()}
 
     def store_keys(self) -> list[str]:
         return ["init/count", "init/cards", *(f"groups/{name}/cards" for name in ("world", "tp0", "tp1")), "epoch"]
