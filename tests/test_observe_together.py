@@ -22,14 +22,15 @@ from symcomm.observe.feed import attach
 from symcomm.observe.jobs import choose_job, find_jobs
 from symcomm.observe.stacks import where
 from symcomm.observe.top.model import Live
+from symcomm.observe.verdict import PATIENCE
 from tests.control_client import ask
 
 SRC = Path(__file__).parent.parent / "src"
 SCRIPT = """
-import os, sys, time, numpy, symcomm
+import os, re, sys, time, numpy, symcomm
 
 def next_batch():
-    time.sleep(100)
+    time.sleep(100) if len(sys.argv) == 2 else re.match(r"(a+)+$", "a" * 60 + "b")  # which lets no other thread run
 
 group = symcomm.init(timeout=float(sys.argv[1]))
 group.all_reduce(numpy.ones(1000, "f"))
@@ -52,9 +53,10 @@ def start(tmp_path, monkeypatch):
     (tmp_path / "job.py").write_text(SCRIPT)
     jobs = []
 
-    def begin(ranks: int, timeout: float, *options: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "symcomm", "run", "-n", str(ranks), *options, "job.py", str(timeout)]
-        jobs.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+    def begin(ranks: int, timeout: float, *options: str, script_options: tuple[str, ...] = ()) -> subprocess.Popen:
+        script = ["job.py", str(timeout), *script_options]
+        launcher = [sys.executable, "-m", "symcomm", "run", "-n", str(ranks), *options]
+        jobs.append(subprocess.Popen([*launcher, *script], stderr=subprocess.PIPE, text=True))
         deadline = time.monotonic() + 60
         while len(list(tmp_path.glob("ready-*"))) < ranks:
             assert time.monotonic() < deadline and jobs[-1].poll() is None, "the ranks did not start"
@@ -76,10 +78,10 @@ def command(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def judged(job: subprocess.Popen, stuck_after: float) -> str:
-    """The banner of the live page of ``job``, as soon as there is one."""
+def judged(job: subprocess.Popen) -> str:
+    """The banner of the live page of ``job``, as soon as there is one; late enough for `trace --live` to agree."""
     facts = choose_job("test", str(job.pid), find_jobs())
-    live = Live(attach(facts.pids, facts.title), stuck_after=stuck_after)
+    live = Live(attach(facts.pids, facts.title), stuck_after=1.5 * PATIENCE)
     deadline = time.monotonic() + 30
     try:
         while time.monotonic() < deadline:
@@ -96,7 +98,7 @@ def test_all_say_the_same_sentence(start):
     """While it hangs: the live page, and `trace --live`. Once the others gave up: the launcher, and `trace DIR`."""
     job = start(3, 20.0, "--trace", "dumps", "--server")
     sentence = STUCK.format("ranks 0, 2")
-    assert judged(job, 0.5) == sentence
+    assert judged(job) == sentence
     code, text = command("trace", "--live", "--job", str(job.pid))
     assert code == 1 and text.splitlines()[0] == sentence
     assert "did not say where it is" not in text and "note:" not in text
@@ -110,10 +112,10 @@ def test_servers_page_and_trace_of_one_job(start):
     """No dumps are asked for: stacks come from the ranks' servers, and metrics too."""
     job = start(2, 60.0, "--server")
     sentence = STUCK.format("rank 0")
-    assert judged(job, 0.5) == sentence
+    assert judged(job) == sentence
     servers = {facts["rank"]: facts for facts in places.on_this_host()}
-    stacks, silent = ask_stacks({rank: facts["pid"] for rank, facts in servers.items()})
-    assert sorted(stacks) == [0, 1] and silent == []
+    stacks = ask_stacks({rank: facts["pid"] for rank, facts in servers.items()})
+    assert sorted(stacks) == [0, 1]
     assert str(where(stacks[1])) == "job.py:5 in next_batch" and stacks[1][0].is_rank
     code, text = command("trace", "--live", "--job", str(job.pid), "--json")
     verdict = json.loads(text)[0]["verdict"]
@@ -125,6 +127,18 @@ def test_servers_page_and_trace_of_one_job(start):
             break
         time.sleep(0.2)
     assert code == 1 and sentence in text and "job.py, 2 processes" in text
+
+
+def test_a_rank_that_cannot_answer(start):
+    """It hangs in native code that keeps the interpreter lock: its server is silent, and that is said in time."""
+    job = start(2, 60.0, "--server", script_options=("native",))
+    sentence = (
+        "rank 1 has not called all_reduce #3 (world), which rank 0 called at job.py:12; it (pid {}) runs no Python "
+        "that could tell where it is."
+    ).format(next(facts["pid"] for facts in places.on_this_host() if facts["rank"] == 1))
+    assert judged(job) == sentence
+    code, text = command("trace", "--live", "--job", str(job.pid))
+    assert code == 1 and text.splitlines()[0] == sentence and "did not say where it is" in text
 
 
 def test_metrics_of_a_rank(start):

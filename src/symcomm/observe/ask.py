@@ -39,16 +39,18 @@ KEYS_SHOWN = 2000
 # --- stacks ----------------------------------------------------------------------------------------------------------
 
 
-def ask_stacks(pids: Mapping[int, int], seconds: float = ANSWER) -> tuple[dict[int, list[ThreadStack]], list[int]]:
-    """Stacks of ranks (given with their processes' ids), and those that could have answered and did not."""
+def ask_stacks(pids: Mapping[int, int], seconds: float = ANSWER) -> dict[int, list[ThreadStack]]:
+    """Stacks of ranks, given with their processes' ids. Of one that could have answered and did not: none, ``[]``."""
     deadline = time.monotonic() + seconds
     servers = _servers_of(pids)
     folders = {rank: folder for rank, pid in pids.items() if rank not in servers and (folder := _folder_of(pid))}
-    found = _from_folders(folders, pids, deadline) if folders else {}
+    found: dict[int, list[ThreadStack]] = {rank: [] for rank in [*servers, *folders]}
     ranks = sorted(servers)
     for first in range(0, len(ranks), AT_ONCE):
         found |= _from_servers({rank: servers[rank] for rank in ranks[first : first + AT_ONCE]}, deadline)
-    return found, sorted({*servers, *folders} - set(found))
+    if folders:
+        found |= _from_folders(folders, pids, deadline)
+    return found
 
 
 def _servers_of(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:

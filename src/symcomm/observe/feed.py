@@ -72,7 +72,7 @@ class Feed(abc.ABC):
         """What is new since the last call."""
 
     def find_stacks(self, ranks: Iterable[int]) -> dict[int, list[ThreadStack]]:
-        """Where ranks are in the program, of those that say it."""
+        """Where ranks are in the program, of those that can be asked; ``[]``: one did not answer."""
         return {}
 
     def stacks(self, rank: int) -> str:
@@ -223,7 +223,7 @@ class SharedMemoryFeed(Feed):
         return Sample(now, ranks, operations, list(groups.values()))
 
     def find_stacks(self, ranks: Iterable[int]) -> dict[int, list[ThreadStack]]:
-        return ask_stacks({rank: self._last[rank] for rank in ranks if rank in self._last})[0]
+        return ask_stacks({rank: self._last[rank] for rank in ranks if rank in self._last})
 
     def stacks(self, rank: int) -> str:
         pid = self._last.get(rank)

@@ -13,9 +13,10 @@ from symcomm.observe.dump import boot_id
 from symcomm.observe.feed import Feed, GroupFacts, Sample, attach
 from symcomm.observe.jobs import JobFacts
 from symcomm.observe.records import Operation
+from symcomm.observe.stacks import ThreadStack
 from symcomm.observe.trace import RankTrace, Trace
 
-__all__ = ["as_trace", "look"]
+__all__ = ["add_stacks", "as_trace", "look"]
 
 CLOCK = 0.1  # seconds over which the rate of the processor's counter is measured before it is trusted
 NO_STACKS = (
@@ -63,12 +64,18 @@ def look(job: JobFacts) -> Trace:
     finally:
         feed.close()
     trace = as_trace(sample, sample.operations)
-    asked = {rank: one.pid for rank, one in trace.ranks.items() if not one.end}
-    stacks, silent = ask_stacks(asked)
-    for rank, found in stacks.items():
-        trace.ranks[rank].stacks = found
-    if not stacks and not silent:
+    stacks = ask_stacks({rank: one.pid for rank, one in trace.ranks.items() if not one.end})
+    add_stacks(trace, stacks)
+    if not stacks:
         trace.problems.append(NO_STACKS)
-    for rank in silent:
-        trace.problems.append(f"rank {rank} (pid {trace.ranks[rank].pid}) did not say where it is.")
+    for rank, found in stacks.items():
+        if not found:
+            trace.problems.append(f"rank {rank} (pid {trace.ranks[rank].pid}) did not say where it is.")
     return trace
+
+
+def add_stacks(trace: Trace, stacks: Mapping[int, list[ThreadStack]]) -> None:
+    """What ranks answered; whoever did not runs no Python, as nothing but that keeps it from answering."""
+    for rank, found in stacks.items():
+        one = trace.ranks[rank]
+        one.stacks, one.end = found, one.end or ("" if found else "silent")

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from symcomm.observe.feed import Feed, GroupFacts, RankFacts, Sample
-from symcomm.observe.live import as_trace
+from symcomm.observe.live import add_stacks, as_trace
 from symcomm.observe.records import Operation
 from symcomm.observe.stacks import ThreadStack
 from symcomm.observe.verdict import Verdict, judge
@@ -278,8 +278,7 @@ class Live:
         found = judge(trace, self.stuck_after)
         if found.kind in ("fine", "unknown"):
             return None
-        for rank, stacks in self._ask(found.ranks[:BLAMED]).items():
-            trace.ranks[rank].stacks = stacks
+        add_stacks(trace, self._ask(found.ranks[:BLAMED]))
         return judge(trace, self.stuck_after)
 
     def _known(self, rank: int) -> list[Operation]:
