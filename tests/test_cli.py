@@ -48,11 +48,11 @@ def test_help_lists_commands_without_loading_them():
     loaded = set(result.stderr.split())
     assert result.returncode == 0 and {"symcomm", "typer"} <= loaded
     assert not loaded & {"torch", "numpy", "symcomm._core", "symcomm.cli.run", "symcomm.cli.launch"}
-    for name in ("run", "version"):
+    for name in ("run", "trace", "top", "doctor", "bench", "demo", "version"):
         assert re.search(rf"^  {name} +\S", result.stdout, re.M)
 
 
-@pytest.mark.parametrize("arguments", [(), ("run",), ("version",)])
+@pytest.mark.parametrize("arguments", [(), *((name,) for name in main.LAZY_COMMANDS)], ids=" ".join)
 def test_every_help_has_an_example(arguments):
     result = symcomm(*arguments, "--help")
     assert result.returncode == 0 and re.search(r"^  Examples?:\n    symcomm ", result.stdout, re.M)

@@ -134,10 +134,11 @@ def test_stacks_and_dump():
     def somewhere(group, get):
         return get("/api/v1/stacks").json, get("/api/v1/dump", "POST").json
 
-    for stacks, dump in on_ranks(somewhere):
+    for rank, (stacks, dump) in enumerate(on_ranks(somewhere)):
         functions = {frame["function"] for stack in stacks for frame in stack["frames"]}
         assert "somewhere" in functions
-        assert stacks[0]["name"] == "MainThread"
+        assert [stack["name"] for stack in stacks if stack["is_rank"]] == [f"symcomm-rank-{rank}"]
+        assert stacks[0]["is_rank"]
         assert set(dump) == {"rank", "groups", "stacks", "operations", "memory", "peers"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,7 +85,24 @@ def test_import_is_light():
     code = "import sys, json; import symcomm; print(json.dumps(sorted(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     loaded = set(json.loads(out.stdout))
-    assert not loaded & {"torch", "numpy", "typer", "rich", "asyncio", "symcomm._core"}
+    assert not loaded & {"torch", "numpy", "typer", "rich", "asyncio", "symcomm._core", "symcomm.observe"}
+
+
+def test_ranks_load_no_observer_unless_asked():
+    """Neither groups nor the torch backend; a variable in the environment asks for one."""
+    code = """
+import json, os, sys, torch, torch.distributed as dist, symcomm
+from symcomm.backend.register import register
+symcomm.spawn(lambda group: group.all_reduce(torch.ones(4)), 2, mode="threads", deadline=30)
+register()
+dist.init_process_group("symcomm", rank=0, world_size=1, store=dist.HashStore())
+dist.all_reduce(torch.ones(3))
+print(json.dumps([name for name in sys.modules if name.startswith("symcomm.observe")]))
+"""
+    asking = ("SYMCOMM_SERVER", "SYMCOMM_TRACE_DIR", "TORCH_FR_", "TORCH_NCCL_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(asking)}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=env)
+    assert json.loads(out.stdout) == []
 
 
 def test_every_public_name_loads():

@@ -139,7 +139,7 @@ def test_keys(visit):
 def test_a_stuck_rank(visit, tmp_path):
     tab, _ = visit(100, stuck=61, straggler=7, stuck_after=-8)
     tab.wait_for_selector("#banner:not([hidden])")
-    assert "for rank 61" in tab.inner_text("#banner") and tab.get_attribute("#banner", "role") == "alert"
+    assert "rank 61 has not called" in tab.inner_text("#banner") and tab.get_attribute("#banner", "role") == "alert"
     assert tab.title().startswith("Stuck: ")
     tab.click("#show")
     tab.click("#stacks")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,12 @@ import torch
 
 import symcomm
 from symcomm.errors import BadArgumentError, ResourceError
+from symcomm.observe import ask
+from symcomm.observe.feed import READ_AT_ONCE, attach
+from symcomm.observe.jobs import JobFacts, arenas_mapped, arenas_of, choose_job, find_jobs
+from symcomm.observe.processes import ancestors_of, command_of
 from symcomm.observe.records import operations_of
-from symcomm.observe.top import ask, find
-from symcomm.observe.top.feed import READ_AT_ONCE, arenas_of, attach
-from symcomm.observe.top.find import JobFacts, ancestors_of, choose_job, find_jobs
+from symcomm.observe.stacks import short_site
 from symcomm.observe.top.model import STATES, Live
 
 SRC = Path(__file__).parent.parent / "src"
@@ -121,19 +122,21 @@ def refreshed_until(live: Live, done, seconds: float = 30.0) -> None:
 
 def test_a_stuck_job_of_processes(job):
     """Found by its launcher's pid; the stuck rank is named, also after it was killed."""
-    facts = choose_job(str(job.pid), find_jobs(skip=os.getpid()), ancestors_of)
+    facts = choose_job("symcomm top", str(job.pid), find_jobs())
     assert len(facts.pids) == 2 and facts.title == "stuck_job.py, 2 processes"
     live = Live(attach(facts.pids, facts.title), stuck_after=0.5)
     live.refresh()
     refreshed_until(live, lambda: live.verdict() is not None)
-    assert (
-        "1 rank has waited" in live.verdict().sentence and "for rank 1, which last finished" in live.verdict().sentence
-    )
+    at = f"at {short_site(f'{job.args[1]}:10')}"
+    assert live.verdict().sentence == f"rank 1 has not called all_reduce #21 (world), which rank 0 called {at}."
     assert [STATES[s] for s in live.states()] == ["waiting", "late"]
     assert "thread" in ask.kernel_stacks(live.ranks[1].pid)
     os.kill(live.ranks[1].pid, signal.SIGKILL)
-    refreshed_until(live, lambda: not live.ranks[1].alive)
-    assert "rank 1 ended" in live.verdict().sentence or "dead" in live.verdict().sentence
+    refreshed_until(live, lambda: live.verdict() is not None and live.verdict().kind == "dead")
+    assert live.verdict().sentence == (
+        f"rank 1 (pid {live.ranks[1].pid}) died after all_reduce #20 (world), while rank 0 waited for it in "
+        f"all_reduce #21 (world) {at}."
+    )
     assert live.feed.stacks(1) == "rank 1 does not run any more."
     live.feed.close()
 
@@ -157,24 +160,17 @@ def test_which_job_is_meant():
     def above(pid):
         return {10: {5, 1}, 20: {6, 1}}.get(pid, set())
 
-    assert choose_job("tag", jobs, above) is jobs[0] and choose_job("6", jobs, above) is jobs[1]
-    assert choose_job(None, jobs[:1], above) is jobs[0]
+    assert (
+        choose_job("symcomm top", "tag", jobs, above) is jobs[0]
+        and choose_job("symcomm top", "6", jobs, above) is jobs[1]
+    )
+    assert choose_job("symcomm top", None, jobs[:1], above) is jobs[0]
     with pytest.raises(BadArgumentError, match=r"there are 2 jobs; name one by a pid: 10 \(a.py, 2 processes\); 20"):
-        choose_job(None, jobs, above)
+        choose_job("symcomm top", None, jobs, above)
     with pytest.raises(BadArgumentError, match="JOB must be the pid or name of a job; there are: 10"):
-        choose_job("other", jobs, above)
+        choose_job("symcomm top", "other", jobs, above)
     with pytest.raises(ResourceError, match="no job found"):
-        choose_job(None, [], above)
-
-
-def test_stacks_of_a_ranks_own_server(monkeypatch):
-    """A rank that runs a server is asked first."""
-    answer = [{"thread": "MainThread", "frames": [{"file": "/x/train.py", "line": 7, "function": "step"}]}]
-    known = [{"pid": 77, "rank": 1, "address": "http://127.0.0.1:1", "token": "secret"}]
-    monkeypatch.setitem(sys.modules, "symcomm.observe.places", types.SimpleNamespace(on_this_host=lambda: known))
-    monkeypatch.setattr(ask, "_get", lambda address, token, path: answer)
-    assert ask.server_stacks(77, 1) == "Thread MainThread\n    step (train.py:7)"
-    assert ask.server_stacks(77, 0) is None and ask.server_stacks(78, 1) is None
+        choose_job("symcomm top", None, [], above)
 
 
 def test_keys_of_the_store(monkeypatch):
@@ -188,5 +184,5 @@ def test_keys_of_the_store(monkeypatch):
 
 
 def test_names_of_commands(tmp_path):
-    assert find._command(os.getpid()) != ""
-    assert find.arenas_mapped(2**22 + 1) == set()
+    assert command_of(os.getpid()) != "" and command_of(2**22 + 1) == ""
+    assert arenas_mapped(2**22 + 1) == set() and arenas_of(2**22 + 1) == []

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
-import types
 
 import pytest
 
 from symcomm.errors import BadArgumentError
+from symcomm.observe.feed import Feed, GroupFacts, RankFacts, Sample
 from symcomm.observe.records import Operation
 from symcomm.observe.top import model
-from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
 from symcomm.observe.top.model import BIN_NS, STATES, Live, end_of_pack
 from symcomm.observe.top.simulate import SimulatedFeed
 from symcomm.observe.top.snapshot import MEETINGS_SENT, RANK_OPERATIONS_SENT, snapshot
@@ -64,37 +62,22 @@ def test_the_pack_is_what_ranks_usually_differ_by():
 def test_a_stuck_rank_gets_a_sentence():
     live, clock = simulated(16, stuck=11, stuck_after=5, seconds=14)
     verdict = live.verdict()
-    assert verdict is not None and verdict.ranks == (11,)
-    assert verdict.sentence.startswith("Stuck: 15 ranks have waited 9 s in ") and clock.now - verdict.since_ns > 8.9e9
-    assert "for rank 11, which last finished" in verdict.sentence and "train.py:" in verdict.sentence
+    assert verdict is not None and verdict.ranks == [11] and clock.now - verdict.since_ns > 8.9e9
+    stuck = live.current[0]
+    assert verdict.sentence == (
+        f"rank 11 has not called {stuck.call} #{stuck.seq} (world), which ranks 0-10, 12-15 called at {stuck.site}; "
+        "it is at storage.py:61 in read_exactly."
+    )
     states = [STATES[s] for s in live.states()]
     assert states[11] == "late" and states.count("waiting") == 15
     assert live.lags()[11] == 1 and sum(live.lags()) == 1
 
 
-def test_words_of_trace_are_used_where_they_are(monkeypatch):
-    asked = []
-
-    @dataclasses.dataclass
-    class RankTrace:
-        rank: int
-        pid: int
-        noted_ns: int
-        end: str
-        operations: list
-        groups: list
-
-    def judge(trace):
-        asked.append(trace)
-        return types.SimpleNamespace(kind="missing", sentence="rank 3 has not called it yet.", ranks=[3])
-
-    stand_in = types.SimpleNamespace(RankTrace=RankTrace, Trace=lambda ranks, live: ranks)
-    monkeypatch.setitem(sys.modules, "symcomm.observe.trace", stand_in)
-    monkeypatch.setitem(sys.modules, "symcomm.observe.verdict", types.SimpleNamespace(judge=judge))
-    live, _ = simulated(4, stuck=3, stuck_after=2, seconds=9)
+def test_a_thousand_ranks_are_judged():
+    live, _ = simulated(1000, stuck=613, stuck_after=20, seconds=50)
     verdict = live.verdict()
-    assert verdict is not None and verdict.sentence == "Stuck: Rank 3 has not called it yet."
-    assert asked[0][0].operations[-1].state == "running" and asked[0][3].operations[-1].state == "completed"
+    assert verdict is not None and (verdict.kind, verdict.ranks) == ("missing", [613])
+    assert "which ranks 0-612, 614-999 called at " in verdict.sentence
 
 
 class Played(Feed):
@@ -138,16 +121,63 @@ def test_a_part_that_was_overwritten_does_not_stay_open():
     assert sum(n.count for n in live.numbers.values()) == 10
 
 
-def test_the_dead_and_the_failed_are_named():
-    groups = [GroupFacts("world", 2, (0, 1))]
-    waiting = {0: operations([0, 1], state="running")[1:], 1: operations([0], rank=1)}
-    live = Live(Played(Sample(SECOND, facts(True, False), waiting, groups)))
+def judged(sample: Sample):
+    live = Live(Played(sample))
     live.refresh()
-    assert live.verdict().sentence.endswith("for rank 1; rank 1 ended.")
-    assert [STATES[s] for s in live.states()] == ["waiting", "dead"]
-    live = Live(Played(Sample(SECOND, facts(True, True), {0: operations([0], state="mismatch")}, groups)))
+    return live.verdict(), [STATES[s] for s in live.states()]
+
+
+GROUPS = [GroupFacts("world", 2, (0, 1))]
+
+
+@pytest.mark.parametrize(
+    ("states", "alive", "sentence"),
+    [
+        (
+            ["dead", "completed"],
+            (True, False),
+            "rank 1 (pid 101) died after all_reduce #0 (world), while rank 0 waited for it in all_reduce #1 (world) "
+            "at a.py:1.",
+        ),
+        (
+            ["left", "completed"],
+            (True, False),
+            "rank 1 left after all_reduce #0 (world) and never called all_reduce #1 (world), which rank 0 called at "
+            "a.py:1.",
+        ),
+        (
+            ["timeout", "completed"],
+            (False, True),
+            "rank 1 has not called all_reduce #1 (world), which rank 0 called at a.py:1.",
+        ),
+        (["completed", "completed"], (True, False), None),  # it has finished first
+    ],
+)
+def test_who_ended_and_why(states, alive, sentence):
+    told = {
+        rank: [*operations([0], rank), *operations([1] if rank == 0 else [], rank, state)]
+        for rank, state in enumerate(states)
+    }
+    verdict, shown = judged(Sample(SECOND, facts(*alive), told, GROUPS))
+    assert (verdict and verdict.sentence) == sentence
+    assert (shown.count("dead"), "failed" in shown) == (1, states[0] != "completed" and alive[0])
+
+
+def test_a_mismatch_is_told_of_ranks_that_are_gone():
+    told = {0: operations([0], 0, "mismatch"), 1: [dataclasses.replace(operations([0], 1, "mismatch")[0], count=5)]}
+    verdict, shown = judged(Sample(SECOND, facts(False, False), told, GROUPS))
+    assert verdict is not None and verdict.kind == "mismatch" and shown == ["dead", "dead"]
+
+
+def test_disjoint_groups_of_one_name_are_told_apart():
+    pairs = [(0, 1), (2, 3)]
+    told = {
+        rank: [dataclasses.replace(op, ranks=pair) for op in operations(range(5 if 0 in pair else 2), at)]
+        for pair in pairs for at, rank in enumerate(pair)
+    }  # fmt: skip
+    live = Live(Played(Sample(SECOND, facts(*[True] * 4), told, [GroupFacts("world", 2, pair) for pair in pairs])))
     live.refresh()
-    assert live.verdict().sentence == "Rank 0 failed in all_reduce #0: mismatch."
+    assert live.lags() == [0, 0, 0, 0] and len(live.over) == 7 and live.verdict() is None
 
 
 def test_memory_is_bounded(monkeypatch):

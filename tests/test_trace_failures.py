@@ -109,7 +109,7 @@ def test_a_rank_that_never_comes(dumps):
     outcomes = run_group(hang_in_the_loader, 3, timeout=1.0, during=during)
     assert [o.kind for o in outcomes] == ["raised", "raised", "died"]
     assert judge(load(dumps)).sentence == (
-        f"rank 2 never called all_reduce #2 (world), which ranks 0, 1 called at {line_of('the others come here')}; "
+        f"rank 2 has not called all_reduce #2 (world), which ranks 0, 1 called at {line_of('the others come here')}; "
         f"it is at {line_of('it hangs here')} in next_batch."
     )
 
@@ -126,8 +126,8 @@ def test_a_rank_that_cannot_say_where_it_is(dumps):
     outcomes = run_group(hang_in_native_code, 2, timeout=1.0, during=during)
     assert [o.kind for o in outcomes] == ["raised", "died"]
     assert judge(load(dumps)).sentence == (
-        f"rank 1 never called all_reduce #2 (world), which rank 0 called at {line_of('for whom Python does not run')}; "
-        f"it (pid {pids[1]}) runs no Python that could tell where it is."
+        f"rank 1 has not called all_reduce #2 (world), which rank 0 called at "
+        f"{line_of('for whom Python does not run')}; it (pid {pids[1]}) runs no Python that could tell where it is."
     )
 
 
@@ -304,7 +304,8 @@ def test_run_with_trace(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENV, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     sentence = (
-        "rank 1 never called all_reduce #3 (world), which rank 0 called at job.py:11; it is at job.py:5 in next_batch."
+        "rank 1 has not called all_reduce #3 (world), which rank 0 called at job.py:11; "
+        "it is at job.py:5 in next_batch."
     )
     assert f"  trace: {sentence}\n  more of it: `symcomm trace {tmp_path}/dumps`\n" in done.stderr
     assert symcomm_trace(str(tmp_path / "dumps"))[1].splitlines()[0] == sentence

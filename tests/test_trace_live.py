@@ -11,11 +11,16 @@ import time
 import pytest
 import torch
 
-from symcomm.errors import BadArgumentError
-from symcomm.observe.live import find_job, live_jobs, look
+from symcomm.errors import BadArgumentError, SymcommError
+from symcomm.observe.jobs import JobFacts, choose_job, choose_jobs, find_jobs
+from symcomm.observe.live import NO_STACKS, look
 from symcomm.observe.verdict import judge
 from tests.faults import run_group
 from tests.test_trace_failures import ENV, symcomm_trace
+
+
+def job_of(pid: int):
+    return choose_job("test", str(pid), find_jobs())
 
 
 def verdict_once(pid: int, kind: str, seconds: float = 20):
@@ -24,11 +29,11 @@ def verdict_once(pid: int, kind: str, seconds: float = 20):
     said = None
     while time.monotonic() < deadline:
         try:
-            trace = look(find_job(pid)[0])
+            trace = look(job_of(pid))
             said = judge(trace)
             if said.kind == kind:
                 return trace, said
-        except BadArgumentError as error:  # it has not started yet
+        except SymcommError as error:  # it has not started yet
             said = error
         time.sleep(0.1)
     raise AssertionError(f"expected {kind}, at last it was {said}")
@@ -54,12 +59,10 @@ def test_a_rank_that_is_late(share, monkeypatch):
     assert [o.value for o in outcomes] == [2, 2, 2]  # being looked at does no harm
     pids, trace, verdict = seen[0]
     assert [trace.ranks[r].pid for r in range(3)] == pids
-    before, after = verdict.sentence.split(" have waited ")
-    assert before == "rank 2 has not called all_reduce #2 (world) yet, for which ranks 0, 1"
+    before, after = verdict.sentence.split(" called at ")
+    assert before == "rank 2 has not called all_reduce #2 (world), which ranks 0, 1"
     assert "test_trace_live.py" in after
-    assert trace.problems == [
-        "ranks tell where they are only when they run with SYMCOMM_TRACE_DIR, or under `symcomm run --trace DIR`."
-    ]
+    assert trace.problems == [NO_STACKS]
 
 
 def stop_in_the_middle(group):
@@ -90,9 +93,9 @@ def test_two_jobs_are_told_apart_by_what_they_share():
             assert pids and others
             deadline = time.monotonic() + 20
             while time.monotonic() < deadline and not seen:
-                jobs = {job.pids for job in live_jobs()}
+                jobs = {tuple(job.pids) for job in find_jobs()}
                 if tuple(sorted(pids)) in jobs and tuple(sorted(others)) in jobs:
-                    seen.append(judge(look(find_job(pids[0])[0])))
+                    seen.append(judge(look(job_of(pids[0]))))
 
         run_group(come_late, 3, during=outer)
 
@@ -101,10 +104,11 @@ def test_two_jobs_are_told_apart_by_what_they_share():
 
 
 def test_no_such_job():
-    with pytest.raises(BadArgumentError, match="there is no running job that process 1 is part of"):
-        find_job(1)
-    code, text = symcomm_trace("--live", "--pid", "1")
-    assert code == 2 and text.startswith("symcomm trace: there is no running job that process 1 is part of")
+    nobody = str(2**22 + 1)
+    with pytest.raises(BadArgumentError, match="JOB must be the pid or name of a job; there are: 7 "):
+        choose_jobs("symcomm trace", nobody, [JobFacts("a.py", [7], {"7"})])
+    code, text = symcomm_trace("--live", "--pid", nobody)
+    assert code == 2 and text.startswith(("symcomm trace: no job found", "symcomm trace: JOB must be"))
 
 
 SCRIPT = """
@@ -141,6 +145,8 @@ def test_where_ranks_are(tmp_path):
             job.wait(30)
     assert code == 1
     first = text.splitlines()[0]
-    assert first.startswith("rank 1 has not called all_reduce #3 (world) yet, for which rank 0 has waited ")
-    assert first.endswith(" at job.py:13; it is at job.py:5 in next_batch.")
+    assert first == (
+        "rank 1 has not called all_reduce #3 (world), which rank 0 called at job.py:13; "
+        "it is at job.py:5 in next_batch."
+    )
     assert os.listdir(tmp_path / "dumps") == []

@@ -52,7 +52,7 @@ def test_missing():
     late = ([call(411)], {"stacks": at("/job/loader.py", 40, "next_batch")})
     verdict = judge(trace_of(stuck, stuck, stuck, late))
     assert verdict.sentence == (
-        "rank 3 never called all_reduce #412 (world), which ranks 0-2 called at train.py:88; "
+        "rank 3 has not called all_reduce #412 (world), which ranks 0-2 called at train.py:88; "
         "it is at loader.py:40 in next_batch."
     )
     assert (verdict.kind, verdict.ranks, verdict.group, verdict.seq) == ("missing", [3], "world", 412)
@@ -62,7 +62,7 @@ def test_missing_with_sites_that_differ():
     stuck = [call(2, state="timeout", size=3)]
     other = [call(2, state="timeout", size=3, site="/job/eval.py:7")]
     assert judge(trace_of(stuck, other, [call(1, size=3)])).sentence == (
-        "rank 2 never called all_reduce #2 (world), which ranks 0, 1 called at eval.py:7 and train.py:88."
+        "rank 2 has not called all_reduce #2 (world), which ranks 0, 1 called at eval.py:7 and train.py:88."
     )
 
 
@@ -71,17 +71,17 @@ def test_two_are_missing():
     a = ([call(1)], {"stacks": at("/job/a.py", 1, "f")})
     b = ([call(1)], {"stacks": at("/job/b.py", 2, "g")})
     assert judge(trace_of(stuck, stuck, a, b)).sentence == (
-        "ranks 2, 3 never called all_reduce #2 (world), which ranks 0, 1 called at train.py:88; "
+        "ranks 2, 3 have not called all_reduce #2 (world), which ranks 0, 1 called at train.py:88; "
         "rank 2 is at a.py:1 in f, rank 3 is at b.py:2 in g."
     )
 
 
-def test_live_words():
+def test_a_running_job_is_given_time():
     stuck = [call(488, state="running")]
     verdict = judge(trace_of(stuck, stuck, stuck, [call(487)], live=True))
-    assert verdict.sentence == (
-        "rank 3 has not called all_reduce #488 (world) yet, for which ranks 0-2 have waited 12 s at train.py:88."
-    )
+    assert verdict.sentence == ("rank 3 has not called all_reduce #488 (world), which ranks 0-2 called at train.py:88.")
+    assert verdict.since_ns == 488 * SECOND
+    assert judge(trace_of(stuck, stuck, stuck, [call(487)], live=True), patience=13).kind == "fine"
     busy = [call(500, state="running")]
     assert judge(trace_of(busy, busy, busy, [call(499)], live=True)).kind == "fine"
 
@@ -89,7 +89,7 @@ def test_live_words():
 def test_no_dump_of_the_missing_rank():
     stuck = [call(412, state="timeout")]
     assert judge(trace_of(stuck, stuck, stuck, None)).sentence == (
-        "rank 3 never called all_reduce #412 (world), which ranks 0-2 called at train.py:88; it left no dump."
+        "rank 3 has not called all_reduce #412 (world), which ranks 0-2 called at train.py:88; it left no dump."
     )
 
 
@@ -112,6 +112,11 @@ def test_mismatch_of_equal_sides():
         "train.py:88; rank 1 called all_reduce(float32 x 10, SUM) at b.py:3."
     )
     assert verdict.ranks == [0, 1]
+
+
+def test_who_ended_after_a_mismatch_did_not_cause_it():
+    one, odd = [call(1, state="mismatch", size=2)], [call(1, "barrier", "mismatch", size=2)]
+    assert judge(trace_of((one, {"end": "exited with code 1"}), odd)).kind == "mismatch"
 
 
 def test_mismatch_of_sizes_in_a_list():
@@ -179,7 +184,7 @@ def test_a_chain_of_waits_leads_to_its_end():
     one = [call(5, state="timeout", group="b", site="/job/b.py:5", ranks=(1, 2))]
     two = ([call(4, group="b", ranks=(1, 2))], {"stacks": at("/job/io.py", 9, "read")})
     assert judge(trace_of(zero, one, two)).sentence == (
-        "rank 2 never called all_reduce #5 (b), which rank 1 called at b.py:5; it is at io.py:9 in read."
+        "rank 2 has not called all_reduce #5 (b), which rank 1 called at b.py:5; it is at io.py:9 in read."
     )
 
 
@@ -195,6 +200,25 @@ def test_all_came_and_it_did_not_end():
     assert judge(trace_of([call(3, state="timeout", size=2)], [call(3, state="running", size=2)])).sentence == (
         "ranks 0, 1 called all_reduce #3 (world) at train.py:88, but it did not end on ranks 0, 1 (timeout)."
     )
+
+
+@pytest.mark.parametrize("lost", [[613], list(range(0, 1000, 2))])
+def test_a_thousand_ranks(lost):
+    """Also when half of them are missing, and in groups that cross."""
+    world = tuple(range(1000))
+    done = [call(seq, ranks=world) for seq in range(1, 9)]
+    stuck = [*done, call(9, ranks=world, state="running")]
+    verdict = judge(trace_of(*(done if rank in lost else stuck for rank in world), live=True))
+    assert (verdict.kind, verdict.ranks, verdict.seq) == ("missing", lost, 9)
+
+
+def test_a_circle_of_a_thousand():
+    def waits(rank):
+        pair = tuple(sorted((rank, (rank + 1) % 1000)))
+        return [call(1, group=f"pair{rank}", ranks=pair, state="running", site=f"/job/a.py:{rank}")]
+
+    verdict = judge(trace_of(*(waits(rank) for rank in range(1000)), live=True))
+    assert (verdict.kind, verdict.ranks) == ("circle", list(range(1000)))
 
 
 def test_fine():

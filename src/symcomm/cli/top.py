@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -10,8 +9,8 @@ from typing import Annotated
 import typer
 
 from symcomm import errors
-from symcomm.observe.top.feed import Feed, attach
-from symcomm.observe.top.find import ancestors_of, choose_job, find_jobs
+from symcomm.observe.feed import Feed, attach
+from symcomm.observe.jobs import choose_job, find_jobs
 from symcomm.observe.top.model import Live
 from symcomm.observe.top.page import LOOPBACK, PageServer
 from symcomm.observe.top.simulate import SimulatedFeed
@@ -30,7 +29,7 @@ def make_feed(job: str | None, simulate: int | None, straggler: int | None, stuc
     for option, value in (("--straggler", straggler), ("--stuck", stuck)):
         if value is not None:
             raise errors.bad_argument("symcomm top", option, value, "left out without --simulate")
-    found = choose_job(job, find_jobs(skip=os.getpid()), ancestors_of)
+    found = choose_job("symcomm top", job, find_jobs())
     return attach(found.pids, found.title)
 
 

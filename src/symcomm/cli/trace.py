@@ -21,8 +21,9 @@ def trace(
         typer.Argument(metavar="DIR", help="Folder with the ranks' dumps, or what their names begin with."),
     ] = "",
     live: Annotated[bool, typer.Option("--live", help="Look at this user's running jobs instead.")] = False,
-    pid: Annotated[
-        int | None, typer.Option("--pid", metavar="PID", help="With --live: only the job of this process.")
+    job: Annotated[
+        str | None,
+        typer.Option("--job", "--pid", metavar="JOB", help="With --live: a pid (rank or launcher) or its --tag."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
     chrome: Annotated[
@@ -45,7 +46,7 @@ def trace(
     from symcomm.observe.verdict import judge
 
     try:
-        traces = _find(place, live, pid)
+        traces = _find(place, live, job)
         if chrome is not None:
             _write_chrome(traces, chrome)
     except SymcommError as error:
@@ -64,13 +65,14 @@ def trace(
     raise typer.Exit(NOTHING_WRONG if all(v.kind == "fine" for v in verdicts) else SOMETHING_WRONG)
 
 
-def _find(place: str, live: bool, pid: int | None) -> list:
+def _find(place: str, live: bool, job: str | None) -> list:
     if live and place:
         raise BadArgumentError(f"symcomm trace: give a folder ({place}) or --live, not both.")
     if live:
-        from symcomm.observe.live import find_job, look
+        from symcomm.observe.jobs import choose_jobs, find_jobs
+        from symcomm.observe.live import look
 
-        return [look(job) for job in find_job(pid)]
+        return [look(job) for job in choose_jobs("symcomm trace", job, find_jobs())]
     if not place:
         raise BadArgumentError("symcomm trace: give the folder with the ranks' dumps, or --live for what runs now.")
     from symcomm.observe.trace import load
@@ -82,7 +84,7 @@ def _write_chrome(traces: list, path: Path) -> None:
     from symcomm.observe.perfetto import chrome_trace
 
     if len(traces) > 1:
-        raise BadArgumentError("symcomm trace: there are several jobs; choose one for --chrome with --pid.")
+        raise BadArgumentError("symcomm trace: there are several jobs; choose one for --chrome with --job.")
     try:
         path.write_text(json.dumps(chrome_trace(traces[0])))
     except OSError as error:

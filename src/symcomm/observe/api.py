@@ -19,7 +19,7 @@ import symcomm
 from symcomm._core import native
 from symcomm.errors import CallerError
 from symcomm.group import registry
-from symcomm.observe import gil, places
+from symcomm.observe import gil, metrics, places  # noqa: F401  (metrics has a route)
 from symcomm.observe.handlers import route
 from symcomm.observe.records import Operation, operations_at
 from symcomm.observe.requests import Request, Response
@@ -133,9 +133,9 @@ def _group(request: Request) -> Any:
 
 
 @route("GET", "/api/v1/stacks")
-def stacks(_request: Request) -> list[dict[str, Any]]:
-    """Every thread's Python stack, innermost frame first; the main thread first."""
-    return [stack.to_dict() for stack in thread_stacks()]
+def stacks(request: Request) -> list[dict[str, Any]]:
+    """Every thread's Python stack, innermost frame first; the rank's thread first."""
+    return [stack.to_dict() for stack in thread_stacks(request.rank.thread)]
 
 
 @route("GET", "/api/v1/memory")

@@ -15,7 +15,7 @@ from symcomm.observe.stacks import ThreadStack
 from symcomm.observe.torch_format import as_pickle, torch_dump
 from symcomm.observe.trace import RankTrace
 
-__all__ = ["note", "prefix_from_environment", "write"]
+__all__ = ["answer_name", "ask_name", "note", "prefix_from_environment", "write"]
 
 FILE = "trace_rank_"
 PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -41,6 +41,15 @@ def boot_id() -> str:
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return socket.gethostname()
+
+
+def ask_name(pid: int) -> str:
+    """A file of this name in the folder of dumps asks a process to tell where it is; it goes when that is done."""
+    return f".ask-{pid}.symcomm"
+
+
+def answer_name(pid: int, rank: int) -> str:
+    return f".answer-{pid}-{rank}.symcomm"
 
 
 def note(rank: int, pid: int, flight: int, stacks: Sequence[ThreadStack] = (), started_wall_ns: int = 0) -> RankTrace:

@@ -1,20 +1,27 @@
 """Numbers for Prometheus, and spans for OpenTelemetry, made from what a feed tells.
 
 Both libraries are optional: ``pip install symcomm[metrics]`` and ``symcomm[otel]``. A ``Meter`` or ``Spans`` is handed
-the model after each refresh (``add``); it counts operations that have ended, each once.
+the model after each refresh (``add``); it counts operations that have ended, each once. `symcomm top` does so for a
+whole job; a rank's server for that rank alone, whenever somebody asks for ``/api/v1/metrics``.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
+from symcomm.observe.handlers import route
 from symcomm.observe.records import Operation
-from symcomm.observe.top.model import Live
+from symcomm.observe.requests import Request, Response
+
+if TYPE_CHECKING:
+    from symcomm.observe.top.model import Live
 
 __all__ = ["Meter", "Spans"]
 
@@ -123,6 +130,52 @@ class Meter:
             raise errors.ResourceError(
                 f"metrics: {target} cannot be written ({error.strerror}); name a file in a directory that is yours."
             ) from error
+
+
+# --- of one rank, from its server ------------------------------------------------------------------------------------
+
+
+class _RankMeter:
+    """Counts one rank's operations from one question to the next."""
+
+    def __init__(self, arena: Any):
+        from symcomm.observe.feed import attach_arena
+        from symcomm.observe.top.model import Live
+
+        self.meter = Meter()
+        feed = attach_arena(arena.fd)
+        weakref.finalize(self, feed.close)
+        self.live = Live(feed)
+        self.lock = threading.Lock()
+
+    def render(self) -> tuple[str, bytes]:
+        with self.lock:
+            self.live.refresh()
+            self.meter.add(self.live)
+            return self.meter.render()
+
+
+_meters: weakref.WeakKeyDictionary[Any, _RankMeter] = weakref.WeakKeyDictionary()  # by arena
+_meters_lock = threading.Lock()
+
+
+@route("GET", "/api/v1/metrics")
+def metrics(request: Request) -> Response:
+    """This rank's numbers, as a Prometheus server reads them."""
+    group = request.rank.group
+    if group is None:
+        raise errors.CallerError("this server knows of no group; start it with group=, or by SYMCOMM_SERVER=1.")
+    try:
+        with _meters_lock:
+            if group._arena not in _meters:
+                _meters[group._arena] = _RankMeter(group._arena)
+            meter = _meters[group._arena]
+    except errors.ResourceError as error:
+        raise errors.CallerError(str(error)) from None
+    kind, text = meter.render()
+    response = Response()
+    response.set_content(text, kind)
+    return response
 
 
 class Spans:

@@ -66,9 +66,26 @@ class Operation:
         return f"{self.call}({', '.join(p for p in parts if p)})"
 
 
+class GroupKeys:
+    """A small number for a group's name and ranks. To hash a long tuple for every call would be most of the work of
+    whoever looks at all calls; the calls of a rank share the tuple, or few do not. For calls that stay in memory."""
+
+    def __init__(self) -> None:
+        self._by_identity: dict[tuple[str, int], int] = {}
+        self._by_value: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def __call__(self, op: Operation) -> int:
+        quick = (op.group, id(op.ranks))
+        number = self._by_identity.get(quick)
+        if number is None:
+            number = self._by_value.setdefault((op.group, op.ranks), len(self._by_value))
+            self._by_identity[quick] = number
+        return number
+
+
 def operations_at(address: int, peek: Peek = native.peek) -> list[Operation]:
     """The operations in the flight recorder at ``address``, oldest first."""
-    return [_operation(entry) for entry in read_flight(address, peek)]
+    return [as_operation(entry) for entry in read_flight(address, peek)]
 
 
 def operations_of(group: Any) -> list[list[Operation]]:
@@ -76,7 +93,8 @@ def operations_of(group: Any) -> list[list[Operation]]:
     return [operations_at(peer.flight) for peer in group._peers]
 
 
-def _operation(entry: FlightEntry) -> Operation:
+def as_operation(entry: FlightEntry) -> Operation:
+    """A raw entry in words."""
     message = entry.path == MESSAGE
     dtype = DType(entry.signature >> 8 & 0xFF)
     side = entry.signature >> 24 & 0xFFFFFFFF

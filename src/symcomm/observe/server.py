@@ -53,6 +53,7 @@ class RankFacts:
 
     def join(self, group: Any, store: Any) -> None:
         self._group = None if group is None else weakref.ref(group)  # a server keeps no group alive
+        self.thread = None if group is None else threading.get_ident()  # the rank's; None: the main one
         self.store = store
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from symcomm.observe.calls import Calls
 from symcomm.observe.clocks import offsets
 from symcomm.observe.records import Operation
 from symcomm.observe.trace import Trace
@@ -56,10 +57,10 @@ def stragglers(trace: Trace) -> list[Straggler]:
 
 
 def _meetings(trace: Trace) -> list[dict[int, Operation]]:
-    """Collectives that all ranks of the group recorded, by rank."""
-    found: dict[tuple, dict[int, Operation]] = {}
-    for rank, operations in trace.operations().items():
-        for op in operations:
-            if not op.is_message and op.state == "completed":
-                found.setdefault((op.group, op.ranks, op.seq), {})[rank] = op
-    return [ops for ops in found.values() if len(ops) == len(next(iter(ops.values())).ranks)]
+    """Collectives that all ranks of the group have recorded and completed, by rank."""
+    return [
+        ops
+        for group in Calls(trace).groups
+        for ops in group.by_seq.values()
+        if len(ops) == len(group.ranks) and all(op.state == "completed" for op in ops.values())
+    ]

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from symcomm.observe.records import Operation
+from symcomm.observe.records import GroupKeys, Operation
 from symcomm.types import DType
 
 __all__ = ["as_json", "as_pickle", "torch_dump"]
@@ -85,12 +85,13 @@ def as_json(dump: dict[str, Any]) -> bytes:
 
 def latest_of_each_group(operations: Sequence[Operation]) -> list[Operation]:
     """Without those of earlier groups of the same name: where the count of collectives starts again."""
-    starts: dict[tuple, tuple[int, int]] = {}  # group -> (last sequence number, number of its first operation)
-    for op in operations:
+    keys = list(map(GroupKeys(), operations))
+    starts: dict[int, tuple[int, int]] = {}  # group -> (last sequence number, number of its first operation)
+    for key, op in zip(keys, operations, strict=True):
         if not op.is_message:
-            last, start = starts.get((op.group, op.ranks), (0, 0))
-            starts[op.group, op.ranks] = (op.seq, start if op.seq > last else op.number)
-    return [op for op in operations if op.number >= starts.get((op.group, op.ranks), (0, 0))[1]]
+            last, start = starts.get(key, (-1, 0))
+            starts[key] = (op.seq, start if op.seq > last else op.number)
+    return [op for key, op in zip(keys, operations, strict=True) if op.number >= starts.get(key, (0, 0))[1]]
 
 
 def _description(facts: dict) -> str:

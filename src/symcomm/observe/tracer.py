@@ -19,31 +19,16 @@ from typing import Any
 from symcomm._core import native
 from symcomm.group import hooks
 from symcomm.group.failure import Status, how_it_ended
-from symcomm.observe.dump import note, prefix_from_environment, write, write_to
+from symcomm.observe.dump import answer_name, ask_name, note, prefix_from_environment, write, write_to
+from symcomm.observe.processes import process_state
 from symcomm.observe.stacks import thread_stacks
 from symcomm.observe.trace import RankTrace
 
-__all__ = ["Tracer", "answer_name", "ask_name", "process_state"]
+__all__ = ["Tracer"]
 
 LOOK = 0.1  # seconds between two looks of the thread
 GRACE = 0.2  # that a rank gets to see a failure by itself, before the thread writes
 OTHERS = 2.0  # that a rank waits for the others' dumps
-
-
-def ask_name(pid: int) -> str:
-    """A file of this name in the folder of dumps asks a process to tell where it is; it goes when that is done."""
-    return f".ask-{pid}.symcomm"
-
-
-def answer_name(pid: int, rank: int) -> str:
-    return f".answer-{pid}-{rank}.symcomm"
-
-
-def process_state(pid: int) -> str:
-    """The letter by which the kernel calls it: "T" is stopped, "Z" dead; "" when there is none."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
-    return ""
 
 
 class _Rank:

@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from symcomm.observe.feed import Feed, GroupFacts, RankFacts, Sample
+from symcomm.observe.live import add_stacks, as_trace
 from symcomm.observe.records import Operation
-from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
-from symcomm.observe.top.verdict import Verdict, find_verdict
+from symcomm.observe.stacks import ThreadStack
+from symcomm.observe.verdict import Verdict, judge
 
 __all__ = ["Live", "Meeting", "STATES"]
 
@@ -25,10 +27,20 @@ BIN_NS = 1_000_000_000  # width of a column of the heat map
 BINS = 60
 USUAL_SPREADS = 4.5  # median deviations (three standard deviations, if they were normal) that are nobody's fault
 RANK_OPERATIONS_KEPT = 400_000  # of all ranks together, in meetings
-RECENT = 8  # operations of each rank that a verdict looks at
+RECENT = 8  # operations of each rank that a verdict looks at, beside its last one in each group
 SAMPLES = 512  # meetings of one collective and size that percentiles are made of
 WAIT_NS = 200_000_000  # whoever waits longer than this is shown as waiting
-STUCK_NS = 5_000_000_000
+STUCK_S = 5.0  # whoever waits longer than this is stuck
+STACKS_S = 5.0  # how long what a rank said about where it is may be repeated
+BLAMED = 3  # ranks that are asked where they are
+
+
+GroupKey = tuple[str, tuple[int, ...]]
+
+
+def group_of(operation: Operation) -> GroupKey:
+    """Name and first rank: disjoint groups may share a name, and to hash all ranks of a large one takes long."""
+    return operation.group, operation.ranks[:1]
 
 
 @dataclass
@@ -54,10 +66,6 @@ class Meeting:
     @property
     def last_start(self) -> int:
         return max(self.starts.values())
-
-    @property
-    def words(self) -> str:
-        return f"{self.first.call} #{self.first.seq} on group {self.first.group!r}"
 
 
 @dataclass
@@ -90,7 +98,7 @@ def percentile(ordered: list[float], part: float) -> float:
 class Live:
     """Call ``refresh()`` now and then; everything else only reads."""
 
-    def __init__(self, feed: Feed, stuck_after: float = STUCK_NS / 1e9):
+    def __init__(self, feed: Feed, stuck_after: float = STUCK_S):
         self.feed = feed
         self.version = 0
         self.sample = Sample(0, [], {})
@@ -99,11 +107,13 @@ class Live:
         self.numbers: dict[tuple[str, int], Numbers] = {}
         self.heat: dict[int, dict[int, int]] = {}  # column -> rank -> nanoseconds behind the pack, at most
         self.late_total: dict[int, list[float]] = {}  # rank -> [times last, seconds others waited for it]
-        self.reached: dict[str, dict[int, int]] = {}  # group -> rank -> number of its last collective
+        self.reached: dict[GroupKey, dict[int, int]] = {}  # group -> rank -> number of its last collective
         self.current: dict[int, Operation] = {}  # rank -> its last operation
         self.recent: dict[int, dict[int, Operation]] = {}  # rank -> its last operations by number
-        self.failures: dict[int, str] = {}
-        self.stuck_ns = int(stuck_after * 1e9)
+        self.latest: dict[int, dict[GroupKey, Operation]] = {}  # rank -> group -> its last collective there
+        self.failed: set[int] = set()  # ranks of which an operation failed
+        self.stuck_after = stuck_after
+        self._told: tuple[int, list[int], dict[int, list[ThreadStack]]] = (0, [], {})  # when, whom, their stacks
         self._judged: tuple[int, Verdict | None] = (0, None)
         self._idents = 0
         self._kept = 0
@@ -128,7 +138,8 @@ class Live:
         if len(recent) > RECENT:
             del recent[min(recent)]
         message = operation.is_message
-        key = (operation.group, operation.seq, rank, operation.call) if message else (operation.group, operation.seq)
+        group = group_of(operation)
+        key = (group, operation.seq, rank, operation.call) if message else (group, operation.seq)
         meeting = self.running.get(key)
         if meeting is None:
             self._idents += 1
@@ -140,9 +151,10 @@ class Live:
             meeting.ends[rank] = operation.finished_ns
         if operation.state not in ("running", "completed"):
             meeting.failure = operation.state
-            self.failures[rank] = f"{operation.call} #{operation.seq}: {operation.state}"
+            self.failed.add(rank)
         if not message:
-            reached = self.reached.setdefault(operation.group, {})
+            self.latest.setdefault(rank, {})[group] = operation
+            reached = self.reached.setdefault(group, {})
             reached[rank] = max(reached.get(rank, -1), operation.seq)
 
     def _size_of(self, operation: Operation) -> int:
@@ -164,7 +176,7 @@ class Live:
                 self._count(meeting)
 
     def _everyone_passed(self, meeting: Meeting) -> bool:
-        reached = self.reached.get(meeting.first.group, {})
+        reached = self.reached.get(group_of(meeting.first), {})
         members = meeting.first.ranks or tuple(reached)
         return all(reached.get(rank, -1) >= meeting.first.seq for rank in members)
 
@@ -209,7 +221,7 @@ class Live:
 
     def absent(self, meeting: Meeting) -> list[int]:
         """Ranks that have not come to a meeting, as far as we know."""
-        reached = self.reached.get(meeting.first.group, {})
+        reached = self.reached.get(group_of(meeting.first), {})
         members = meeting.first.ranks or tuple(fact.rank for fact in self.ranks)
         seq = meeting.first.seq
         return [rank for rank in members if rank not in meeting.starts and reached.get(rank, -1) < seq]
@@ -233,7 +245,7 @@ class Live:
             operation = self.current.get(fact.rank)
             if not fact.alive:
                 state = DEAD
-            elif fact.rank in self.failures:
+            elif fact.rank in self.failed:
                 state = FAILED
             elif fact.rank in awaited and fact.rank not in waiting:
                 state = LATE
@@ -256,10 +268,31 @@ class Live:
         return [behind.get(fact.rank, 0) for fact in self.ranks]
 
     def verdict(self) -> Verdict | None:
-        """What is stuck, in one sentence; None while nothing is wrong. Found once for each refresh."""
+        """What is wrong, in one sentence; None while nothing is. Found once for each refresh."""
         if self._judged[0] != self.version:
-            self._judged = self.version, find_verdict(self)
+            self._judged = self.version, self._judge()
         return self._judged[1]
+
+    def _judge(self) -> Verdict | None:
+        trace = as_trace(self.sample, {rank: self._known(rank) for rank in self.recent})
+        found = judge(trace, self.stuck_after)
+        if found.kind in ("fine", "unknown"):
+            return None
+        add_stacks(trace, self._ask(found.ranks[:BLAMED]))
+        return judge(trace, self.stuck_after)
+
+    def _known(self, rank: int) -> list[Operation]:
+        """Its recent operations and its last ones in each group, in their order."""
+        known = {op.number: op for op in self.latest.get(rank, {}).values()} | self.recent[rank]
+        return [known[number] for number in sorted(known)]
+
+    def _ask(self, blamed: list[int]) -> dict[int, list[ThreadStack]]:
+        """Where those to blame are. They are not asked again at each refresh."""
+        when, whom, _ = self._told
+        if whom != blamed or self.sample.now_ns - when > STACKS_S * 1e9:
+            alive = [fact.rank for fact in self.ranks if fact.rank in blamed and fact.alive and not fact.stopped]
+            self._told = self.sample.now_ns, blamed, self.feed.find_stacks(alive)
+        return self._told[2]
 
     def stragglers(self, most: int = 5) -> list[tuple[int, int, float]]:
         """(rank, how often it was the last, seconds that the middle rank waited for it), the worst first."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from symcomm import errors
+from symcomm.observe.feed import Feed, GroupFacts, RankFacts, Sample
 from symcomm.observe.records import Operation
-from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
+from symcomm.observe.stacks import Frame, ThreadStack
 
 __all__ = ["SimulatedFeed"]
 
@@ -150,16 +151,12 @@ class SimulatedFeed(Feed):
             self._told.pop(seq)
         return done
 
-    def stacks(self, rank: int) -> str:
-        if rank == self._stuck and self._halted:
-            return (
-                'Thread MainThread (rank)\n    read_exactly (storage.py:61)  "self.socket.recv(need)"\n'
-                "    next_batch (data.py:118)\n    train (train.py:79)\n    <module> (train.py:152)"
-            )
-        return (
-            "Thread MainThread (rank)\n    all_reduce (symcomm/group/calls.py:96)\n    step (train.py:131)\n"
-            "    train (train.py:84)\n    <module> (train.py:152)"
-        )
+    def find_stacks(self, ranks: Iterable[int]) -> dict[int, list[ThreadStack]]:
+        reading = (("storage.py", 61, "read_exactly"), ("data.py", 118, "next_batch"), ("train.py", 79, "train"))
+        reducing = (("train.py", 131, "step"), ("train.py", 84, "train"))
+        halted = {self._stuck} if self._halted else set()
+        frames = {rank: tuple(Frame(*at) for at in (reading if rank in halted else reducing)) for rank in ranks}
+        return {rank: [ThreadStack("MainThread", True, found)] for rank, found in frames.items()}
 
     def store_keys(self) -> list[str]:
         return ["init/count", "init/cards", *(f"groups/{name}/cards" for name in ("world", "tp0", "tp1")), "epoch"]

@@ -61,7 +61,10 @@ def _ranks(live: Live) -> dict[str, list]:
 
 def _verdict(live: Live) -> dict[str, Any] | None:
     found = live.verdict()
-    return {"sentence": found.sentence, "ranks": found.ranks, "since": found.since_ns / 1e6} if found else None
+    if found is None:
+        return None
+    since = found.since_ns or live.sample.now_ns
+    return {"kind": found.kind, "sentence": found.sentence, "ranks": found.ranks, "since": since / 1e6}
 
 
 def _pulse(live: Live) -> dict[str, float]:

@@ -12,23 +12,23 @@ import abc
 import contextlib
 import json
 import os
-import re
 import struct
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from symcomm import errors
-from symcomm.memory.arena import MAGIC
 from symcomm.memory.flight import ENTRY, GROUP, GROUPS, SITE, SITES, FlightEntry
 from symcomm.memory.heap import PAGE
-from symcomm.observe.records import Operation, _operation
-from symcomm.observe.top.ask import kernel_stacks, list_store, server_stacks, spied_stacks
+from symcomm.observe.ask import ask_stacks, kernel_stacks, list_store, spied_stacks, words_for_stacks
+from symcomm.observe.jobs import arenas_of
+from symcomm.observe.processes import is_running, process_state
+from symcomm.observe.records import Operation, as_operation
+from symcomm.observe.stacks import ThreadStack
 
-__all__ = ["Feed", "GroupFacts", "RankFacts", "Sample", "SharedMemoryFeed", "arenas_of", "attach"]
+__all__ = ["Feed", "GroupFacts", "RankFacts", "Sample", "SharedMemoryFeed", "attach", "attach_arena"]
 
 READ_AT_ONCE = 4096  # entries of one rank that one poll reads; a faster rank's older ones are counted, not shown
-ARENA = re.compile(r"^/memfd:symcomm\b|/symcomm-[0-9a-f]{32}\b")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class RankFacts:
     operations: int  # ever recorded
     arena_bytes: int  # memory its arena really takes
     missed: int = 0  # operations that were overwritten before anybody read them
+    stopped: bool = False  # by SIGSTOP or a debugger
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,13 @@ class Feed(abc.ABC):
     def poll(self) -> Sample:
         """What is new since the last call."""
 
+    def find_stacks(self, ranks: Iterable[int]) -> dict[int, list[ThreadStack]]:
+        """Where ranks are in the program, of those that can be asked; ``[]``: one did not answer."""
+        return {}
+
     def stacks(self, rank: int) -> str:
-        """Where rank ``rank`` is in its program, as text."""
-        return "this feed has no stacks."
+        """The same of one rank, as text."""
+        return words_for_stacks(self.find_stacks([rank]).get(rank, [])) or "this rank does not say where it is."
 
     def store_keys(self) -> list[str]:
         """Keys of the job's store."""
@@ -104,11 +109,11 @@ class _Recorder:
 
     def read(self) -> None:
         """Copy what is new. Nothing is decoded yet, so that all ranks are read at nearly the same moment."""
-        self.total, self._capacity, self._named, _ = struct.unpack("<4Q", self.bytes_at(0, 32))
+        self.total, self._capacity, self._named, _, forgotten = struct.unpack("<5Q", self.bytes_at(0, 40))
         self._pieces = []
         if not self._capacity:
             return
-        first = max(self._read or 0, self.total - min(self._capacity, READ_AT_ONCE), 0)
+        first = max(self._read or forgotten, self.total - min(self._capacity, READ_AT_ONCE), 0)
         if self._read is not None:  # what was before the first look, nobody has missed
             self.missed += first - self._read
         for number in sorted(self._unsettled):
@@ -136,7 +141,7 @@ class _Recorder:
                 number = first + at // ENTRY.size + 1
                 entry = self._entry(raw, again, at)
                 if entry is not None and entry.number == number:
-                    found.append(_operation(entry))
+                    found.append(as_operation(entry))
                 if entry is None or (entry.number == number and not entry.finished):
                     self._unsettled.add(number)
         if found:
@@ -167,7 +172,8 @@ class _Recorder:
             number, length = struct.unpack_from("<II", raw)
             with contextlib.suppress(ValueError):  # being written
                 if number:
-                    self._groups[number] = json.loads(raw[8 : 8 + length])
+                    facts = json.loads(raw[8 : 8 + length])
+                    self._groups[number] = {**facts, "ranks": tuple(facts["ranks"])}  # one, which operations share
 
     @property
     def world_rank(self) -> int | None:
@@ -197,7 +203,7 @@ class SharedMemoryFeed(Feed):
     def poll(self) -> Sample:
         ranks: list[RankFacts] = []
         operations: dict[int, list[Operation]] = {}
-        groups: dict[str, GroupFacts] = {}
+        groups: dict[tuple, GroupFacts] = {}  # disjoint ones may share a name
         for recorder in self._recorders:
             recorder.read()
         now = time.monotonic_ns()
@@ -208,57 +214,31 @@ class SharedMemoryFeed(Feed):
             other = newest.get(rank)  # a process may still hold the arena of a rank that it was before
             if other is None or recorder.latest_ns >= other.latest_ns:
                 newest[rank], operations[rank] = recorder, new
-                groups.update({g.name: g for g in recorder.groups})
+                groups.update({(g.name, g.ranks): g for g in recorder.groups})
         for rank, recorder in sorted(newest.items()):
             self._last[rank] = recorder.pid
             taken = os.fstat(recorder.fd).st_blocks * 512
-            ranks.append(RankFacts(rank, recorder.pid, is_alive(recorder.pid), recorder.total, taken, recorder.missed))
+            alive, stopped = is_running(recorder.pid), process_state(recorder.pid) in ("T", "t")
+            ranks.append(RankFacts(rank, recorder.pid, alive, recorder.total, taken, recorder.missed, stopped))
         return Sample(now, ranks, operations, list(groups.values()))
+
+    def find_stacks(self, ranks: Iterable[int]) -> dict[int, list[ThreadStack]]:
+        return ask_stacks({rank: self._last[rank] for rank in ranks if rank in self._last})
 
     def stacks(self, rank: int) -> str:
         pid = self._last.get(rank)
-        if pid is None or not is_alive(pid):
+        if pid is None or not is_running(pid):
             return f"rank {rank} does not run any more."
-        return server_stacks(pid, rank) or spied_stacks(pid) or kernel_stacks(pid)
+        told = self.find_stacks([rank]).get(rank)
+        return words_for_stacks(told) if told else spied_stacks(pid) or kernel_stacks(pid)
 
     def store_keys(self) -> list[str]:
-        return list_store(next((r.pid for r in self._recorders if is_alive(r.pid)), None))
+        return list_store(next((r.pid for r in self._recorders if is_running(r.pid)), None))
 
     def close(self) -> None:
         for recorder in self._recorders:
             os.close(recorder.fd)
         self._recorders = []
-
-
-def is_alive(pid: int) -> bool:
-    """False also for zombies."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except (OSError, IndexError):
-        return False
-
-
-def arenas_of(pid: int) -> list[str]:
-    """Paths of the arenas that process ``pid`` owns; none when it is not ours to look at."""
-    folder = f"/proc/{pid}/fd"
-    found = []
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return []
-    for name in sorted(names, key=int):
-        with contextlib.suppress(OSError):
-            if ARENA.search(os.readlink(f"{folder}/{name}")):
-                found.append(f"{folder}/{name}")
-    return found
-
-
-def _numbers_of(pid: int) -> list[int]:
-    """A process's number here, and in the containers that it is in. (A forked child holds its parent's arena too.)"""
-    with open(f"/proc/{pid}/status") as file:
-        line = next((line for line in file if line.startswith("NSpid:")), "")
-    return [int(number) for number in line.split()[1:]] or [pid]
 
 
 def attach(pids: Iterable[int], title: str = "job") -> SharedMemoryFeed:
@@ -270,15 +250,25 @@ def attach(pids: Iterable[int], title: str = "job") -> SharedMemoryFeed:
         for path in arenas_of(pid):
             with contextlib.suppress(OSError):  # it ended meanwhile
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                magic, nonce, owner = struct.unpack("<Q16sQ", os.pread(fd, 32, 0).ljust(32, b"\0"))
-                if magic == MAGIC and nonce not in seen and owner in _numbers_of(pid):
+                nonce = os.pread(fd, 24, 0)[8:]
+                if nonce in seen:
+                    os.close(fd)
+                else:
                     seen.add(nonce)
                     recorders.append(_Recorder(pid, fd))
-                else:
-                    os.close(fd)
     if not recorders:
         raise errors.ResourceError(
             f"symcomm top: no rank found in {'process' if len(pids) == 1 else 'processes'} {pids}; "
             "they must run on this host, as the same user, and have joined a group."
         )
     return SharedMemoryFeed(recorders, title)
+
+
+class _OwnFeed(SharedMemoryFeed):
+    def find_stacks(self, ranks: Iterable[int]) -> dict[int, list[ThreadStack]]:
+        return {}  # nobody asks himself where he is
+
+
+def attach_arena(fd: int, title: str = "rank") -> SharedMemoryFeed:
+    """A feed of one rank of this process, whose arena is open as ``fd``."""
+    return _OwnFeed([_Recorder(os.getpid(), os.dup(fd))], title)

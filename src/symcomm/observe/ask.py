@@ -1,0 +1,188 @@
+"""What is asked of a running job's processes on demand: where its ranks are in the program, and the store's keys.
+
+A rank that runs a server (``symcomm run --server``) is asked over HTTP; one that traces (``symcomm run --trace DIR``)
+finds a question in its folder of dumps, and answers there. Of others, py-spy and the kernel know a little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from symcomm import errors
+from symcomm.observe import places
+from symcomm.observe.dump import PREFIXES, answer_name, ask_name
+from symcomm.observe.processes import environment_of
+from symcomm.observe.stacks import ThreadStack
+from symcomm.observe.trace import read_dump
+
+__all__ = ["ask_stacks", "kernel_stacks", "list_store", "spied_stacks", "words_for_stacks"]
+
+ANSWER = 2.0  # seconds that ranks get to say where they are, all together
+LOOK = 0.02  # seconds between two looks for answers in files
+AT_ONCE = 64  # servers that are asked at the same time
+SPY_DEADLINE = 10.0
+STORE_DEADLINE = 3.0
+KEYS_SHOWN = 2000
+
+
+# --- stacks ----------------------------------------------------------------------------------------------------------
+
+
+def ask_stacks(pids: Mapping[int, int], seconds: float = ANSWER) -> dict[int, list[ThreadStack]]:
+    """Stacks of ranks, given with their processes' ids. Of one that could have answered and did not: none, ``[]``."""
+    deadline = time.monotonic() + seconds
+    servers = _servers_of(pids)
+    folders = {rank: folder for rank, pid in pids.items() if rank not in servers and (folder := _folder_of(pid))}
+    found: dict[int, list[ThreadStack]] = {rank: [] for rank in [*servers, *folders]}
+    ranks = sorted(servers)
+    for first in range(0, len(ranks), AT_ONCE):
+        found |= _from_servers({rank: servers[rank] for rank in ranks[first : first + AT_ONCE]}, deadline)
+    if folders:
+        found |= _from_folders(folders, pids, deadline)
+    return found
+
+
+def _servers_of(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
+    """Where the ranks' own servers are."""
+    try:
+        known = places.on_this_host()
+    except (errors.ResourceError, OSError):  # the directory is not as it should be
+        return {}
+    by_process = {(facts["pid"], facts["rank"]): facts for facts in known}
+    found = {rank: by_process.get((pid, rank)) or by_process.get((pid, None)) for rank, pid in pids.items()}
+    return {rank: facts for rank, facts in found.items() if facts is not None}
+
+
+def _from_servers(servers: Mapping[int, dict[str, Any]], deadline: float) -> dict[int, list[ThreadStack]]:
+    """All are asked before the first answer is read, so that one that hangs keeps nobody waiting but us."""
+    asked: dict[int, http.client.HTTPConnection] = {}
+    found = {}
+    troubles = (OSError, ValueError, KeyError, TypeError, http.client.HTTPException)
+    for rank, facts in servers.items():
+        with contextlib.suppress(*troubles):
+            asked[rank] = _request(facts["address"], facts["token"], "/api/v1/stacks", deadline)
+    for rank, connection in asked.items():
+        with contextlib.closing(connection), contextlib.suppress(*troubles):
+            connection.sock.settimeout(_left(deadline))
+            answer = connection.getresponse()
+            if answer.status == 200:
+                found[rank] = [ThreadStack.from_dict(stack) for stack in json.loads(answer.read())]
+    return found
+
+
+def _left(deadline: float) -> float:
+    return max(0.01, deadline - time.monotonic())
+
+
+def _request(address: str, token: str, path: str, deadline: float) -> http.client.HTTPConnection:
+    """Ask a rank's server at ``unix:/path``, ``http://host:port`` or ``https://host:port``."""
+    place = urlsplit(address)
+    kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+    connection = kind(place.hostname or "localhost", place.port, timeout=_left(deadline))
+    try:
+        if place.scheme == "unix":
+            connection.sock = socket.socket(socket.AF_UNIX)
+            connection.sock.settimeout(_left(deadline))
+            connection.sock.connect(place.path)
+        connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _folder_of(pid: int) -> str | None:
+    """Where the process writes dumps, if it traces."""
+    variables = environment_of(pid)
+    prefix = next((variables[name] for name in PREFIXES if variables.get(name)), None)
+    folder = variables.get("SYMCOMM_TRACE_DIR") or (os.path.dirname(prefix) if prefix is not None else None)
+    with contextlib.suppress(OSError):
+        return None if folder is None else os.path.join(os.readlink(f"/proc/{pid}/cwd"), folder)
+    return None
+
+
+def _from_folders(folders: Mapping[int, str], pids: Mapping[int, int], deadline: float) -> dict[int, list[ThreadStack]]:
+    """Ranks' tracers answer in files; nothing of it stays behind."""
+    found: dict[int, list[ThreadStack]] = {}
+    asked: dict[int, Path] = {}
+    for rank, folder in folders.items():
+        with contextlib.suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
+            Path(folder, ask_name(pids[rank])).touch()
+            asked[rank] = Path(folder, answer_name(pids[rank], rank))
+    while asked and time.monotonic() < deadline:
+        for rank, path in list(asked.items()):
+            if path.exists():
+                with contextlib.suppress(Exception):
+                    found[rank] = read_dump(rank, path).stacks
+                path.unlink(missing_ok=True)
+                del asked[rank]
+        time.sleep(LOOK)
+    for rank, path in asked.items():
+        with contextlib.suppress(OSError):
+            (path.parent / ask_name(pids[rank])).unlink(missing_ok=True)
+    return found
+
+
+def words_for_stacks(stacks: list[ThreadStack]) -> str:
+    """Every thread, innermost frame first."""
+    return "\n\n".join(
+        "\n".join([f"Thread {stack.name}{' (rank)' if stack.is_rank else ''}", *(f"    {f}" for f in stack.frames)])
+        for stack in stacks
+    )
+
+
+def spied_stacks(pid: int) -> str | None:
+    """Python frames of a process that need not help: py-spy reads them, where it is installed and allowed to."""
+    spy = shutil.which("py-spy")
+    if spy is None:
+        return None
+    try:
+        done = subprocess.run([spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=SPY_DEADLINE)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def kernel_stacks(pid: int) -> str:
+    """What the kernel says about each thread: its name, its state, and what it sleeps in."""
+    advice = "for Python frames, start the job with `symcomm run --server`, or `pip install py-spy` here"
+    lines = [f"pid {pid}: what the kernel says ({advice})", ""]
+    with contextlib.suppress(OSError):
+        for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda t: int(t.name)):
+            with contextlib.suppress(OSError):  # the thread ended meanwhile
+                name = (task / "comm").read_text().strip()
+                state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                wait = (task / "wchan").read_text().strip().strip("0") or "-"
+                lines.append(f"  thread {task.name:>7}  {name:<16} {STATES.get(state, state):<10} in {wait}")
+    return "\n".join(lines)
+
+
+STATES = {"R": "running", "S": "sleeping", "D": "in the disk", "T": "stopped", "t": "traced", "Z": "dead", "I": "idle"}
+
+
+def list_store(pid: int | None) -> list[str]:
+    """Keys of the store that process ``pid`` was told to meet at; raises ResourceError where there is none."""
+    env = environment_of(pid) if pid is not None else {}
+    host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        raise errors.ResourceError("the ranks' environment names no store (MASTER_ADDR, MASTER_PORT).")
+    from symcomm.store.tcp import TCPStore
+
+    token = env.get("SYMCOMM_TOKEN") or os.environ.get("SYMCOMM_TOKEN") or None
+    store = TCPStore(host, int(port), is_master=False, timeout=STORE_DEADLINE, token=token, wait_for_workers=False)
+    try:
+        return sorted(store.list_keys())[:KEYS_SHOWN]
+    finally:
+        store.close()

@@ -1,0 +1,68 @@
+"""What the kernel says of a process, under ``/proc``. Of one that is gone, or is not ours to look at: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+__all__ = ["ancestors_of", "command_of", "environment_of", "is_running", "numbers_of", "process_state"]
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of ``/proc/PID/stat`` after the name."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
+
+
+def process_state(pid: int) -> str:
+    """The letter by which the kernel calls it: "T" is stopped, "Z" dead; "" when there is none."""
+    return next(iter(_stat(pid)), "")
+
+
+def is_running(pid: int) -> bool:
+    """False also for the dead whom their parent has not collected."""
+    return process_state(pid) not in ("", "Z", "X")
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment that a process was started with."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    items = raw.decode(errors="replace").split("\0")
+    return {name: value for name, found, value in (item.partition("=") for item in items) if found}
+
+
+def numbers_of(pid: int) -> list[int]:
+    """A process's number here, and in the containers that it is in."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith("NSpid:"):
+                return [int(number) for number in line.split()[1:]]
+    return [pid]
+
+
+def ancestors_of(pid: int) -> set[int]:
+    """The processes above ``pid``."""
+    found: set[int] = set()
+    while pid > 1 and (fields := _stat(pid)):
+        pid = int(fields[1])
+        found.add(pid)
+    return found
+
+
+def command_of(pid: int) -> str:
+    """The script's name, or the program's."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return ""
+    if any("multiprocessing" in word for word in words):  # a child of spawn(): its parent has the name
+        parent = int(next(iter(_stat(pid)[1:]), 0))
+        return command_of(parent) if parent > 1 else "python"
+    script = next((w for w in words[1:] if w.endswith(".py")), "")
+    module = next((words[i + 1] for i, w in enumerate(words[:-1]) if w == "-m"), "")
+    return os.path.basename(script) or module or os.path.basename(words[0])
