@@ -121,8 +121,9 @@ def gloo_for_another_device(rank: int, path: str) -> None:
 
 @check
 def tensors_on_a_gpu(rank: int, path: str) -> None:
-    """Says nothing where there is none. The ranks share one GPU, so NCCL gets groups of one rank."""
-    if not torch.cuda.is_available():
+    """Says nothing where there is none, or where the process that forked this one has used it. The ranks share one GPU,
+    so NCCL gets groups of one rank."""
+    if not torch.cuda.is_available() or torch.cuda._is_in_bad_fork():
         return
     with joined(rank, path, "cpu:symcomm,cuda:gloo"):
         there, here = torch.ones(4, device="cuda:0"), torch.ones(4)

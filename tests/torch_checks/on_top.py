@@ -290,6 +290,8 @@ def functional_collectives_of_our_own(rank: int, path: str) -> None:
             mine, out = torch.full((2,), float(rank)), torch.empty(4)
             assert wait(ops.all_gather_into_tensor_out(mine, WORLD, name, out=out)).data_ptr() == out.data_ptr()
             equal(out, [0.0, 0.0, 1.0, 1.0])
+            if not hasattr(ops, "batch_p2p_ops"):  # before torch 2.12
+                continue
             got = torch.zeros(2)
             sent, came = ops.batch_p2p_ops(["isend", "irecv"], [1 - rank] * 2, [0, 0], [mine, got], name)
             wait(sent)

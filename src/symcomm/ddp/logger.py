@@ -83,7 +83,7 @@ class Logger:
         for name in _ENVIRONMENT + _ENVIRONMENT_OF_GLOO * is_gloo:
             strs[name.lower()] = os.environ.get(name) or "N/A"
         ints["output_device"] = int(output_device)
-        ints["broadcast_buffers"] = int(broadcast_buffers)
+        ints["broadcast_buffers"] = int(bool(broadcast_buffers))
         ints["has_sync_bn"] = int(has_sync_bn)
         ints["world_size"] = group.size()
         ints["rank"] = group.rank()
