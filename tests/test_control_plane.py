@@ -175,7 +175,11 @@ def test_handlers_can_be_called_with_classes_of_ones_own(module, name):
 
     module._get_handler(name)(MyRequest(), MyResponse())
     assert said[-1] in (200, 201)
-    assert said[0][0] in ("pong", "{}", '["body", ["<a>", "<b>", "<c>", "<z>", "<missing>"]]')
+    answers = {"ping": "pong", "test_echo": '["body", ["<a>", "<b>", "<c>", "<z>", "<missing>"]]'}
+    if name in answers:
+        assert said[0][0] == answers[name]
+    else:  # whatever PyTorch has counted in this process so far
+        assert isinstance(json.loads(said[0][0]), dict)
 
 
 def test_handlers_that_only_pytorch_has_are_found(addresses):

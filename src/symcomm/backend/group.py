@@ -78,7 +78,8 @@ class TorchGroup(Life, dist.ProcessGroup):
         self._store = store
         self._global_ranks = global_ranks
         self.options = options if options is not None else Options("symcomm", timeout)
-        if core is None:
+        if core is None:  # else somebody wraps a group of his own, and holds on to the wrapper
+            alive.add(self)
             core = ProcessGroup(
                 rank, size, _exchange_through(store, rank, size, timeout), name, timeout, None, global_ranks
             )
@@ -96,7 +97,6 @@ class TorchGroup(Life, dist.ProcessGroup):
         self._used_for_symmetric_memory = False
         self._engines = Engines(self)
         self._map: dict[str, str] = {}
-        alive.add(self)
 
     __hash__ = object.__hash__
 

@@ -71,6 +71,7 @@ class Life:
         lifetime = timedelta(seconds=core.timeout)
         make: Any = type(self)
         group = make(self._store, core.rank, core.size, lifetime, name, core.global_ranks, options, core)
+        alive.add(group)
         group._desc = desc
         group._map = self._devices()
         return group
