@@ -21,6 +21,7 @@ from symcomm.observe.processes import ancestors_of, command_of
 from symcomm.observe.records import operations_of
 from symcomm.observe.stacks import short_site
 from symcomm.observe.top.model import STATES, Live
+from tests.ranks import run_ranks
 
 SRC = Path(__file__).parent.parent / "src"
 
@@ -46,7 +47,7 @@ def watched(group, feed_of):
     return sample, known
 
 
-def test_a_feed_tells_what_the_recorders_hold():
+def feed_of_two_threads(*_):
     feed: list = []
     sample, known = symcomm.spawn(watched, 2, (feed,), mode="threads", deadline=60)[0]
     for rank in (0, 1):
@@ -58,6 +59,10 @@ def test_a_feed_tells_what_the_recorders_hold():
     assert all(fact.alive and fact.pid == os.getpid() and fact.arena_bytes > 0 for fact in sample.ranks)
     assert ("world", (0, 1)) in [(g.name, g.ranks) for g in sample.groups]
     feed[0].close()
+
+
+def test_a_feed_tells_what_the_recorders_hold():
+    run_ranks(feed_of_two_threads, 1)  # a process of its own: a feed shows all that lives in one
 
 
 def overflow(group, feeds):
@@ -72,7 +77,7 @@ def overflow(group, feeds):
     return feeds[0].poll() if group.rank == 0 else None
 
 
-def test_what_was_too_fast_is_counted():
+def feed_of_many(*_):
     feeds: list = []
     sample = symcomm.spawn(overflow, 2, (feeds,), mode="threads", deadline=100)[0]
     for fact in sample.ranks:
@@ -81,6 +86,10 @@ def test_what_was_too_fast_is_counted():
         assert fact.operations - 4 <= fact.missed + len(told) <= fact.operations + 4
         assert [o.number for o in told] == sorted(o.number for o in told)
     feeds[0].close()
+
+
+def test_what_was_too_fast_is_counted():
+    run_ranks(feed_of_many, 1)
 
 
 JOB = """
