@@ -233,7 +233,7 @@ def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     path = tmp_path / "ddp.json"
     code, output = cli("ddp", "--ranks", "4", "--quick", "--markdown", "--json", str(path))
     assert code == 0, output
-    assert asked == [bench_ddp.Plan(4, *bench.QUICK_TURNS)]
+    assert asked == [bench_ddp.Plan(4, *bench.PROGRAMS["ddp"][0])]
     assert "| linear | 12.60 M | no DDP | 55.0 | - | - | - | 100 | 50 |" in output
     assert "| linear | 12.60 M | torch DDP, gloo | 120.0 | 65.0 | 54% | 1.00x | 100 | 50 |" in output
     assert "| linear | 12.60 M | symcomm DDP | 62.0 | 7.0 | 11% | 9.29x | 100 | 50 |" in output
@@ -258,7 +258,7 @@ def test_compile_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(bench_compile, "run_compile_bench", stand_in)
     path = tmp_path / "compile.json"
     code, output = cli("compile", "--quick", "--markdown", "--json", str(path))
-    assert code == 0 and asked == [bench_compile.Plan(2, *bench.QUICK_RUNS)]
+    assert code == 0 and asked == [bench_compile.Plan(2, *bench.PROGRAMS["compile"][0])]
     assert "| mlp | 4 | 1024 | symcomm, ours | 1250 | 250 | 8.00x | 2.00x |" in output
     rows = json.loads(path.read_text())["rows"]
     assert rows[3]["communication_us"] == pytest.approx(250) and "communication_us" not in rows[0]

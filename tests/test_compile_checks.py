@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.told import tell
 
 ROOT = Path(__file__).parent.parent
 # Decorated functions, read from the text: this file needs no torch of its own.
@@ -33,21 +32,7 @@ def environment(**extra: str) -> dict[str, str]:
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What every rank has to say about every check."""
     cache = str(tmp_path_factory.mktemp("inductor"))
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.compile_checks"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment(TORCHINDUCTOR_CACHE_DIR=cache), cwd=ROOT, start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            out, err = process.communicate(timeout=DEADLINE)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            out, err = process.communicate()
-    told: dict[str, list[str]] = {name: [] for name in CHECKS}
-    for line in out.splitlines():
-        said = json.loads(line)
-        told[said["check"]].append(said["text"])
-    told["stderr"] = [err]
-    return told
+    return tell("tests.compile_checks", CHECKS, environment(TORCHINDUCTOR_CACHE_DIR=cache), DEADLINE)
 
 
 @pytest.mark.timeout(DEADLINE + 30)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.told import tell
 
 ROOT = Path(__file__).parent.parent
 FILES = ("ddp_checks.py", "ddp_more_checks.py")
@@ -23,21 +22,7 @@ def told() -> dict[str, list[str]]:
     pytest.importorskip("torch")
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     environment = {**kept, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.ddp_checks"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment, cwd=ROOT, start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            out, err = process.communicate(timeout=150)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            out, err = process.communicate()
-    told: dict[str, list[str]] = {name: [] for name in CHECKS}
-    for line in out.splitlines():
-        said = json.loads(line)
-        told[said["check"]].append(said["text"])
-    told["stderr"] = [err]
-    return told
+    return tell("tests.ddp_checks", CHECKS, environment, 150)
 
 
 @pytest.mark.timeout(180)

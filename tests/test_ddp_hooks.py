@@ -165,7 +165,6 @@ def test_trains_as_plain_does(name: str, plain: tuple[float, torch.Tensor]):
     assert all(torch.equal(weights, other[1]) for other in ranks[1:])  # the last step ends in a common point
 
 
-@pytest.mark.skipif(not hasattr(symcomm.ddp, "DistributedDataParallel"), reason="there is no DDP of ours")
 @pytest.mark.parametrize("name", ["bf16-ef", "int8-ef", "topk", "powersgd", "diloco-int8"])
 def test_our_ddp_gives_the_same_bits(name: str):
     make, hook = CASES[name][:2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -13,6 +12,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+
+from tests.told import tell
 
 ROOT = Path(__file__).parent.parent
 # Decorated functions, read from the text: this file needs no torch of its own.
@@ -49,21 +50,7 @@ def run_python(code: str, **extra: str) -> str:
 @pytest.fixture(scope="module")
 def told() -> dict[str, list[str]]:
     """What every rank has to say about every check."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.torch_checks"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment(), cwd=ROOT, start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            out, err = process.communicate(timeout=110)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            out, err = process.communicate()
-    told: dict[str, list[str]] = {name: [] for name in CHECKS}
-    for line in out.splitlines():
-        said = json.loads(line)
-        told[said["check"]].append(said["text"])
-    told["stderr"] = [err]
-    return told
+    return tell("tests.torch_checks", CHECKS, environment(), 110)
 
 
 @pytest.mark.timeout(150)

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 
+import symcomm
 from symcomm.errors import BadArgumentError, SymcommError
 from symcomm.observe.jobs import JobFacts, choose_job, choose_jobs, find_jobs
 from symcomm.observe.live import NO_STACKS, look
@@ -86,6 +87,7 @@ def test_a_rank_that_is_stopped():
 
 
 def test_two_jobs_are_told_apart_by_what_they_share():
+    """Also when both were forked by a process that has an arena of its own, which they inherit."""
     seen = []
 
     def inner(pids):
@@ -99,7 +101,11 @@ def test_two_jobs_are_told_apart_by_what_they_share():
 
         run_group(come_late, 3, during=outer)
 
-    run_group(come_late, 2, during=inner)
+    symcomm.init(store=symcomm.HashStore(), rank=0, world_size=1)
+    try:
+        run_group(come_late, 2, during=inner)
+    finally:
+        symcomm.destroy()
     assert seen and seen[0].kind in ("fine", "missing")
 
 

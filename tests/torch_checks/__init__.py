@@ -17,6 +17,7 @@ import torch.distributed as dist
 WORLD = 2
 RANKS = 3  # processes; those that a check does not need have nothing to say about it
 CHECKS: dict[str, tuple[Callable[[int, str], None], int]] = {}
+KEPT: list[Any] = []
 
 
 def check(function: Callable[[int, str], None]) -> Callable[[int, str], None]:
@@ -38,7 +39,14 @@ def joined(rank: int, path: str, backend: str = "symcomm", world: int = WORLD, *
     try:
         yield dist.group.WORLD
     finally:
-        dist.destroy_process_group()
+        leave()
+
+
+def leave() -> None:
+    """Ends all groups but keeps Gloo's objects: PyTorch's destructor joins Gloo's thread while it holds the interpreter
+    lock, which that thread may be waiting for to let go of a tensor (seen with PyTorch 2.13 after ``join``)."""
+    KEPT.extend(g for g, (name, _) in dist.distributed_c10d._world.pg_map.items() if "gloo" in name)
+    dist.destroy_process_group()
 
 
 def refused(call: Callable[[], Any], *words: str) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.common_distributed import simple_sparse_reduce_tests
 
 from symcomm.backend.group import TorchGroup
-from tests.torch_checks import WORLD, check, equal, joined, refused
+from tests.torch_checks import KEPT, WORLD, check, equal, joined, refused
 
 Call = Callable[[Any], Any]
 
@@ -21,6 +21,7 @@ def _pair(rank: int, path: str) -> tuple[Any, TorchGroup]:
     """A group of Gloo's and one of ours."""
     store = dist.FileStore(path, WORLD)
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, WORLD, timedelta(seconds=20))
+    KEPT.append(gloo)
     return gloo, TorchGroup(dist.PrefixStore("ours", store), rank, WORLD, timedelta(seconds=20), "ours")
 
 

@@ -40,8 +40,8 @@ NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
 OPS = ("sum", "prod", "min", "max", "avg")
 QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
-QUICK_TURNS = (4, 2)  # of training: how many, and the steps of each
-QUICK_RUNS = (4, 10)  # the same, of compiled graphs
+# Whole programs: (turns, steps of each) of a quick run, and what is compared before timing.
+PROGRAMS = {"ddp": ((4, 2), "gradients"), "compile": ((4, 10), "results")}
 QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
 BAD_USAGE, FAILED = 2, 1
 
@@ -205,55 +205,41 @@ def answer(
 
 
 def bench_store(json_file: Path | None, quick: bool) -> None:
-    try:
-        store = importlib.import_module("symcomm.cli.bench_store")
-    except ModuleNotFoundError:
-        raise errors.ResourceError("symcomm bench: the store's benchmark is not part of this installation.") from None
+    store = importlib.import_module("symcomm.cli.bench_store")
     found = store.run_store_bench(calls=200, connect=(20,)) if quick else store.run_store_bench()
     if json_file:
         json_file.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def bench_ddp(
-    ranks: int, rounds: int | None, iters: int, *, quick: bool, markdown: bool, best: bool, json_file: Path | None
+def bench_programs(
+    name: str,
+    ranks: int,
+    rounds: int | None,
+    iters: int,
+    *,
+    quick: bool,
+    markdown: bool,
+    best: bool,
+    json_file: Path | None,
 ) -> None:
-    _check_numbers(ranks, 0, iters, 0, rounds, "ddp")
-    if importlib.util.find_spec("torch") is None:
-        raise errors.ResourceError("symcomm bench: ddp needs torch; run `pip install 'symcomm[torch]'`.")
-    ddp = importlib.import_module("symcomm.cli.bench_ddp")
-    usual = ddp.Plan(ranks, *QUICK_TURNS) if quick else ddp.Plan(ranks)
-    plan = ddp.Plan(ranks, rounds or usual.rounds, iters or usual.steps)
-    with progress(plan.turns) as tick:
-        found = ddp.run_ddp_bench(plan, tick)
-    word = bench_table.as_markdown if markdown else bench_table.as_text
-    facts = bench_table.machine()
-    what = "fastest turn" if best else f"median of {plan.rounds} turns of {plan.steps} steps"
-    print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} when done; {what}\n")
-    print(word(ddp.as_table(found, plan, best)))
-    print(f"# gradients are at most {max(f.error for f in found):.1g} of their size from those of one process")
-    if json_file:
-        json_file.write_text(json.dumps(ddp.to_json(found, plan), indent=1) + "\n")
-
-
-def bench_compile(
-    ranks: int, rounds: int | None, iters: int, *, quick: bool, markdown: bool, best: bool, json_file: Path | None
-) -> None:
-    _check_numbers(ranks, 0, iters, 0, rounds, "compile")
-    if ranks not in (2, 4, 8):
+    """Whole programs (training steps, compiled graphs) on several sides, which take turns."""
+    _check_numbers(ranks, 0, iters, 0, rounds, name)
+    if name == "compile" and ranks not in (2, 4, 8):
         raise errors.bad_argument("symcomm bench", "--ranks", ranks, "2, 4 or 8 for compile, which divides 8 heads")
     if importlib.util.find_spec("torch") is None:
-        raise errors.ResourceError("symcomm bench: compile needs torch; run `pip install 'symcomm[torch]'`.")
-    module = importlib.import_module("symcomm.cli.bench_compile")
-    usual = module.Plan(ranks, *QUICK_RUNS) if quick else module.Plan(ranks)
+        raise errors.ResourceError(f"symcomm bench: {name} needs torch; run `pip install 'symcomm[torch]'`.")
+    module = importlib.import_module(f"symcomm.cli.bench_{name}")
+    turns, compared = PROGRAMS[name]
+    usual = module.Plan(ranks, *turns) if quick else module.Plan(ranks)
     plan = module.Plan(ranks, rounds or usual.rounds, iters or usual.steps)
     with progress(plan.turns) as tick:
-        found = module.run_compile_bench(plan, tick)
+        found = getattr(module, f"run_{name}_bench")(plan, tick)
     word = bench_table.as_markdown if markdown else bench_table.as_text
     facts = bench_table.machine()
     what = "fastest turn" if best else f"median of {plan.rounds} turns of {plan.steps} steps"
     print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} when done; {what}\n")
     print(word(module.as_table(found, plan, best)))
-    print(f"# results are at most {max(f.error for f in found):.1g} of their size from those of one process")
+    print(f"# {compared} are at most {max(f.error for f in found):.1g} of their size from those of one process")
     if json_file:
         json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
 
@@ -340,10 +326,10 @@ def bench(
             setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
         elif collective == "store":
             bench_store(json_file, quick)
-        elif collective == "ddp":
-            bench_ddp(ranks, rounds, iters, quick=quick, markdown=markdown, best=best, json_file=json_file)
-        elif collective == "compile":
-            bench_compile(ranks, rounds, iters, quick=quick, markdown=markdown, best=best, json_file=json_file)
+        elif collective in PROGRAMS:
+            bench_programs(
+                collective, ranks, rounds, iters, quick=quick, markdown=markdown, best=best, json_file=json_file
+            )
         else:
             _check_numbers(ranks, root, iters, warmup, rounds, collective)
             what = What(collective, NCCL_DTYPES.get(dtype, dtype), op, root)

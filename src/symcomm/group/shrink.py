@@ -78,11 +78,12 @@ class _RecordExchange:
         native.group_publish(self._group._handle, json.dumps({"dead": self._dead, "items": self._items}).encode())
         round_, deadline = len(self._items) - 1, time.monotonic() + self._timeout
         while True:
-            votes = _votes(self._group)
+            ranks = native.group_report(self._group._handle)["ranks"]
+            votes = _votes(self._group)  # after the report: a rank may leave the old group once it has said its part
             missing = [r for r in self._living if len(votes.get(r, {"items": []})["items"]) <= round_]
             if not missing:
                 return [votes[r]["items"][round_].encode("latin-1") for r in self._living]
-            gone = [r for r in missing if native.group_report(self._group._handle)["ranks"][r]["gone"]]
+            gone = [r for r in missing if ranks[r]["gone"]]
             if gone:
                 raise errors.RankFailedError(
                     f"shrink of group {self._group.name!r}: rank {words_for_ranks(gone)} died meanwhile; "

@@ -1,4 +1,5 @@
-"""Which jobs of this user run on this host: processes that own arenas. Those that map each other's are one job.
+"""Which jobs of this user run on this host: processes that own arenas. Those that map each other's are one job
+(each the other's: a forked child maps what its parent had mapped, too).
 
 A rank's arena is a file that only processes of its job hold. Whoever may look into ``/proc/PID/fd`` (the same user,
 says the kernel) can open it again, read-only, and the ranks need not help.
@@ -39,17 +40,27 @@ class JobFacts:
 def find_jobs() -> list[JobFacts]:
     """All jobs of this user on this host; this process is left out."""
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != os.getpid()]
-    mapped = {pid: arenas_mapped(pid) for pid in pids if arenas_of(pid)}
+    made = {pid: inodes for pid in pids if (inodes := _inodes(arenas_of(pid)))}
+    mapped = {pid: arenas_mapped(pid) for pid in made}
     jobs = []
     while mapped:
-        pid, shared = mapped.popitem()
-        members = {pid}
-        while more := [p for p, theirs in mapped.items() if theirs & shared]:
-            for other in more:
-                members.add(other)
-                shared |= mapped.pop(other)
+        members, fresh = set(), [next(iter(mapped))]
+        while fresh:
+            pid = fresh.pop()
+            members.add(pid)
+            theirs = mapped.pop(pid)
+            peers = [p for p in mapped if made[p] & theirs and made[pid] & mapped[p]]
+            fresh += [p for p in peers if p not in fresh]
         jobs.append(_facts(sorted(members)))
     return sorted(jobs, key=lambda job: job.pids)
+
+
+def _inodes(paths: list[str]) -> set[str]:
+    found = set()
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found.add(str(os.stat(path).st_ino))
+    return found
 
 
 def arenas_of(pid: int) -> list[str]:
