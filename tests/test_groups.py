@@ -12,6 +12,7 @@ import torch
 
 import symcomm
 from symcomm import errors
+from symcomm.collectives.select import Limits
 from symcomm.group.process_group import ProcessGroup, give_back
 from tests.faults import run_group
 
@@ -94,6 +95,28 @@ def _many(g: ProcessGroup) -> None:
 
 def test_a_hundred_groups():
     threads(_many, 2)
+
+
+def _crowded(g: ProcessGroup) -> tuple[int, float]:
+    values = torch.full((2 << 20,), float(g.rank + 1))  # several turns
+    g.all_reduce(values)
+    assert len(values.unique()) == 1
+    return g._limits.chunk_bytes, values[0].item()
+
+
+def test_more_ranks_than_cores_take_larger_chunks():
+    """All ranks alike: they count the cores that any of them may use."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # what threads inherit
+    try:
+        crowded = threads(_crowded, 2)
+    finally:
+        os.sched_setaffinity(0, cores)
+    limits = Limits()
+    assert crowded == [(limits.crowded().chunk_bytes, 3.0)] * 2
+    assert limits.chunk_bytes < limits.crowded().chunk_bytes <= limits.stage_bytes // 3
+    if len(cores) > 1:
+        assert threads(_crowded, 2) == [(limits.chunk_bytes, 3.0)] * 2
 
 
 def test_repr_timeout_and_sequence_number():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
+import operator
 import os
 import threading
 import weakref
@@ -132,18 +134,19 @@ class ProcessGroup(MoreCalls):
         self._before_leaving: list[Callable[[], None]] = []  # what destroy() has to finish first
         self.store: Any = None
         self._arena: Arena = current_arena()
-        self._build(exchange)
+        self._build(exchange, tune=limits is None)
         registry.add(self)
         hooks.made(self)
 
-    def _build(self, exchange: Exchange) -> None:
+    def _build(self, exchange: Exchange, tune: bool) -> None:
         give_back()
         stage, channels, total = _layout(self.size, self._limits)
         self._offset = self._arena.allocate_sparse(total, touched=channels)
         native.poke(self._arena.base + self._offset, bytes(native.CONTROL_BYTES))
         for r in range(self.size):  # only the counters of a channel need to start at zero
             native.poke(self._arena.base + self._offset + channels + r * native.CHANNEL_BYTES, bytes(192))
-        facts = {"offset": self._offset, "total": total}
+        cores = sum(1 << core for core in os.sched_getaffinity(0))
+        facts = {"offset": self._offset, "total": total, "cores": f"{cores:x}"}
         try:
             self._peers, everyone = connect(self.rank, self.size, exchange, facts, self._timeout_ns / 1e9)
         except BaseException:
@@ -153,6 +156,9 @@ class ProcessGroup(MoreCalls):
             raise errors.CollectiveMismatchError(
                 f"group {self.name!r}: ranks use different sizes or versions; make them all the same."
             )
+        all_cores = functools.reduce(operator.or_, (int(f["cores"], 16) for f in everyone))
+        if tune and self.size > all_cores.bit_count():
+            self._limits = self._limits.crowded()
         starts = [peer.base + f["offset"] for peer, f in zip(self._peers, everyone, strict=True)]
         self._handle: Any = native.make_group(
             self.rank, self.size,
