@@ -170,4 +170,13 @@ def test_an_nvidia_smi_that_fails(monkeypatch, tmp_path):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     found = software.gpus()
-    assert found.state == WARN and "NVIDIA-SMI has failed" in found.found
+    assert isinstance(found, Finding) and found.state == WARN and "NVIDIA-SMI has failed" in found.found
+
+
+def test_two_ranks_share_a_device():
+    found = software.share_device("cpu")
+    assert (found.state, found.found) == (OK, "two ranks summed a tensor on cpu")
+    found = software.share_device("nonsense:0")
+    assert (
+        found.state == FAIL and "two ranks cannot share nonsense:0: " in found.found and "nonsense" in found.found[35:]
+    )

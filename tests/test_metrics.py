@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from symcomm.errors import ResourceError
+from symcomm.errors import BadArgumentError, ResourceError
 from symcomm.observe.metrics import Meter, Spans
 from symcomm.observe.top.model import Live
 from symcomm.observe.top.simulate import SimulatedFeed
@@ -105,3 +107,54 @@ def test_spans():
     lengths = sorted(o.finished_ns - o.created_ns for o in ended)
     assert sorted(s.end_time - s.start_time for s in told) == lengths
     assert told[0].attributes["symcomm.group"] == "world" and "train.py" in told[0].attributes["code.location"]
+
+
+def test_spans_go_where_the_environment_says(monkeypatch, capsys):
+    """Here to the console. The ordinary way, OTLP, needs its exporter and a place to send to."""
+    pytest.importorskip("opentelemetry.sdk.trace")
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "my-training")
+    spans, finish = Spans.from_environment()
+    now = [100 * SECOND]
+    live = Live(SimulatedFeed(2, clock=lambda: now[0], history=0))
+    now[0] += SECOND
+    live.refresh()
+    spans.add(live)
+    finish()
+    said = capsys.readouterr().out
+    assert '"symcomm.all_reduce"' in said and '"service.name": "my-training"' in said
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "zipkin")
+    with pytest.raises(BadArgumentError, match="OTEL_TRACES_EXPORTER must be otlp or console, got 'zipkin'"):
+        Spans.from_environment()
+
+
+def test_spans_over_otlp(monkeypatch):
+    """What a collector gets: the exporter's own requests, at the address in the environment."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    got = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            got.append((self.path, self.headers["Content-Type"], self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.delenv("OTEL_TRACES_EXPORTER", raising=False)
+        spans, finish = Spans.from_environment()
+        now = [100 * SECOND]
+        live = Live(SimulatedFeed(2, clock=lambda: now[0], history=0))
+        now[0] += SECOND
+        live.refresh()
+        spans.add(live)
+        finish()
+        server.shutdown()
+        thread.join(10)
+    assert got and {(path, kind) for path, kind, _ in got} == {("/v1/traces", "application/x-protobuf")}
+    assert b"symcomm.all_reduce" in b"".join(body for _, _, body in got)

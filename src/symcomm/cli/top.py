@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +15,9 @@ from symcomm.observe.jobs import choose_job, find_jobs
 from symcomm.observe.top.model import Live
 from symcomm.observe.top.page import LOOPBACK, PageServer
 from symcomm.observe.top.simulate import SimulatedFeed
+
+if TYPE_CHECKING:
+    from symcomm.observe.metrics import Spans
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 BAD_USAGE, FAILED = 2, 1
@@ -47,6 +51,9 @@ def top(
         Path | None,
         typer.Option("--metrics-file", metavar="FILE", help="Also write Prometheus metrics there.", show_default=False),
     ] = None,
+    spans: Annotated[
+        bool, typer.Option("--spans", help="Also send OpenTelemetry spans, to where OTEL_EXPORTER_OTLP_ENDPOINT says.")
+    ] = False,
     simulate: Annotated[
         int | None, typer.Option("--simulate", metavar="N", help="Show a made-up job of N ranks.", show_default=False)
     ] = None,
@@ -71,8 +78,10 @@ def top(
         if terminal:
             from symcomm.cli.top_terminal import show
 
+            if spans:
+                raise errors.bad_argument("symcomm top", "--spans", "--terminal", "the page", "leave out --terminal")
             raise typer.Exit(show(live, once=once))
-        serve(live, host, port, textfile)
+        serve(live, host, port, textfile, spans)
     except errors.SymcommError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(BAD_USAGE if isinstance(error, errors.BadArgumentError) else FAILED) from None
@@ -80,12 +89,15 @@ def top(
         raise typer.Exit(130) from None
 
 
-def serve(live: Live, host: str, port: int, textfile: Path | None) -> None:
+def serve(live: Live, host: str, port: int, textfile: Path | None, spans: bool) -> None:
     """Serve the page, and metrics where the library is installed, until interrupted."""
     if not 0 <= port < 65536:
         raise errors.bad_argument("symcomm top", "--port", port, "0 to 65535")
     meter = make_meter(required=textfile is not None)
-    with PageServer(live, host, port) as server:
+    with contextlib.ExitStack() as stack:
+        observers = [make_spans(stack).add] if spans else []
+        server = stack.enter_context(PageServer(live, host, port))
+        server.observers += observers
         if meter is not None:
             server.attach_meter(meter)
         typer.echo(f"{live.feed.title}\n{server.url}")
@@ -102,6 +114,14 @@ def serve(live: Live, host: str, port: int, textfile: Path | None) -> None:
                 with server.lock:
                     meter.write(textfile)
             time.sleep(TEXTFILE_S)
+
+
+def make_spans(stack: contextlib.ExitStack) -> Spans:
+    from symcomm.observe.metrics import Spans
+
+    made, finish = Spans.from_environment()
+    stack.callback(finish)
+    return made
 
 
 def make_meter(required: bool):

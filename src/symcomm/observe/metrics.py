@@ -8,9 +8,11 @@ whole job; a rank's server for that rank alone, whenever somebody asks for ``/ap
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -184,6 +186,26 @@ class Spans:
     def __init__(self, tracer: Any = None):
         self._trace = _library("opentelemetry.trace", "otel")
         self._tracer = tracer or self._trace.get_tracer("symcomm")
+
+    @classmethod
+    def from_environment(cls) -> tuple[Spans, Callable[[], None]]:
+        """Spans that go where OpenTelemetry's own variables say, and what to call in the end: it sends the last ones.
+
+        ``OTEL_TRACES_EXPORTER`` is otlp (then ``OTEL_EXPORTER_OTLP_ENDPOINT`` says where to) or console."""
+        sdk = _library("opentelemetry.sdk.trace", "otel")
+        export = _library("opentelemetry.sdk.trace.export", "otel")
+        resources = _library("opentelemetry.sdk.resources", "otel")
+        kind = os.environ.get("OTEL_TRACES_EXPORTER", "otlp")
+        if kind == "otlp":
+            exporter = _library("opentelemetry.exporter.otlp.proto.http.trace_exporter", "otel").OTLPSpanExporter()
+        elif kind == "console":
+            exporter = export.ConsoleSpanExporter(out=sys.stdout)
+        else:
+            raise errors.bad_argument("symcomm top", "OTEL_TRACES_EXPORTER", kind, "otlp or console")
+        named = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "symcomm")}
+        provider = sdk.TracerProvider(resource=resources.Resource.create(named))
+        provider.add_span_processor(export.BatchSpanProcessor(exporter))
+        return cls(provider.get_tracer("symcomm")), provider.shutdown
 
     def add(self, live: Live) -> None:
         offset = time.time_ns() - time.monotonic_ns()

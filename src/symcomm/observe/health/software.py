@@ -19,6 +19,7 @@ __all__ = ["CHECKS"]
 OLDEST_TORCH = (2, 10)  # as in pyproject.toml
 NVIDIA_DEADLINE = 20.0
 TRIAL_DEADLINE = 20.0
+DEVICE_DEADLINE = 90.0  # two imports of torch, and CUDA's start
 DRIFT_NS = 10_000_000  # ten milliseconds of a tenth of a second: no counter that works is that far off
 
 
@@ -89,8 +90,8 @@ def entry_point() -> Finding:
     return Finding("torch backend", WARN, "torch does not find the backend by itself", fix)
 
 
-def gpus() -> Finding:
-    """As nvidia-smi tells; whether their memory can be shared depends on the kind and on the container."""
+def gpus() -> Finding | list[Finding]:
+    """As nvidia-smi tells, and whether two ranks can share the memory of one."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return Finding("gpus", OK, "none seen (no nvidia-smi)")
@@ -103,7 +104,24 @@ def gpus() -> Finding:
     if done.returncode or not lines:
         reason = (done.stderr or done.stdout).strip().splitlines()[:1] or ["no GPU listed"]
         return Finding("gpus", WARN, f"nvidia-smi: {reason[0]}", "check the driver, and docker run --gpus all")
-    return judge_gpus(lines)
+    found = judge_gpus(lines)
+    return [found, share_device("cuda:0")] if found.state == OK else found
+
+
+def share_device(device: str) -> Finding:
+    """Two ranks sum a tensor on it; in processes of their own, since a broken driver may take them down."""
+    command = [sys.executable, "-m", "symcomm", "run", "-n", "2", "-m", "symcomm.observe.health.device_ranks", device]
+    fix = "containers: --ipc=host, and the same pid namespace for all ranks; else see docs/gpu.md"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEVICE_DEADLINE)
+    except subprocess.TimeoutExpired:
+        return Finding("gpu memory", FAIL, f"two ranks did not meet on {device} in {DEVICE_DEADLINE:.0f} s", fix)
+    if done.returncode:
+        lines = (
+            [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines() or ["no words"]
+        )
+        return Finding("gpu memory", FAIL, f"two ranks cannot share {device}: {lines[-1].strip()}", fix)
+    return Finding("gpu memory", OK, f"two ranks summed a tensor on {device}")
 
 
 def judge_gpus(lines: list[str]) -> Finding:
@@ -114,7 +132,7 @@ def judge_gpus(lines: list[str]) -> Finding:
         return Finding("gpus", WARN, f"{found}, in an exclusive mode", "several ranks on one: nvidia-smi -c DEFAULT")
     if any(line.rsplit(",", 1)[1].strip() == "Enabled" for line in lines):
         return Finding("gpus", WARN, f"{found}, split (MIG)", "IPC does not cross instances: one rank an instance")
-    return Finding("gpus", OK, found, "ranks share GPU memory by CUDA IPC; in containers that needs --ipc=host")
+    return Finding("gpus", OK, found)
 
 
 def interpreter() -> Finding:
