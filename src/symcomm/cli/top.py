@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ import typer
 from symcomm import errors
 from symcomm.observe.feed import Feed, attach
 from symcomm.observe.jobs import choose_job, find_jobs
+from symcomm.observe.servers_feed import attach_servers
 from symcomm.observe.top.model import Live
 from symcomm.observe.top.page import LOOPBACK, PageServer
 from symcomm.observe.top.simulate import SimulatedFeed
@@ -24,8 +26,15 @@ BAD_USAGE, FAILED = 2, 1
 TEXTFILE_S = 5.0  # how often a metrics file is written
 
 
-def make_feed(job: str | None, simulate: int | None, straggler: int | None, stuck: int | None) -> Feed:
-    """What to look at: a job of this host, or one that does not exist."""
+def make_feed(
+    job: str | None, server: str | None, simulate: int | None, straggler: int | None, stuck: int | None
+) -> Feed:
+    """What to look at: a job of this host, one of any hosts that serves, or one that does not exist."""
+    if server is not None:
+        if job is not None or simulate is not None:
+            given = "JOB" if job is not None else "--simulate"
+            raise errors.bad_argument("symcomm top", given, job or simulate, "left out with --server")
+        return attach_servers(server, os.environ.get("SYMCOMM_TOKEN", ""))
     if simulate is not None:
         if job is not None:
             raise errors.bad_argument("symcomm top", "JOB", job, "left out with --simulate")
@@ -42,6 +51,15 @@ def top(
     job: Annotated[
         str | None,
         typer.Argument(metavar="[JOB]", help="A pid of the job (rank or launcher) or its --tag.", show_default=False),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            "--server",
+            metavar="ADDRESS",
+            show_default=False,
+            help="A job on any hosts, by any of its ranks' servers; SYMCOMM_TOKEN is the job's.",
+        ),
     ] = None,
     port: Annotated[int, typer.Option("--port", metavar="N", help="Port of the page; 0: any free one.")] = 0,
     host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1",
@@ -71,10 +89,11 @@ def top(
     Examples:
       symcomm top                          the only job on this host
       symcomm top 4711 --terminal          the job of process 4711, here
+      SYMCOMM_TOKEN=... symcomm top --server http://10.0.0.7:7000
       symcomm top --simulate 1000 --straggler 7 --stuck 613
     """
     try:
-        live = Live(make_feed(job, simulate, straggler, stuck))
+        live = Live(make_feed(job, server, simulate, straggler, stuck))
         if terminal:
             from symcomm.cli.top_terminal import show
 

@@ -109,6 +109,19 @@ def peers(request: Request) -> list[dict[str, Any]]:
     return [_peer_facts(group, number, peer) for number, peer in enumerate(group._peers)]
 
 
+@route("GET", "/api/v1/servers")
+def servers(request: Request) -> list[dict[str, Any]]:
+    """Where the servers of the job's ranks are, on all hosts, as they have published it in the store."""
+    group = _group(request)
+    own = {**places.facts_of(request.rank), "address": request.rank.address}
+    if request.rank.store is None:
+        return [own]
+    shared = places.root(request.rank.store).clone()  # a connection of our own: the rank's may be waiting
+    shared.set_timeout(timedelta(seconds=STORE_SECONDS))
+    found = {own["rank"]: own} | places.of_job(shared, group.size)
+    return [found[number] for number in sorted(found)]
+
+
 def _peer_facts(group: Any, number: int, peer: Any) -> dict[str, Any]:
     word = int.from_bytes(native.peek(peer.life, 4), sys.byteorder)
     known = operations_at(peer.flight)

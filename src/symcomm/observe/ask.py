@@ -26,7 +26,7 @@ from symcomm.observe.processes import environment_of
 from symcomm.observe.stacks import ThreadStack
 from symcomm.observe.trace import read_dump
 
-__all__ = ["ask_stacks", "kernel_stacks", "list_store", "spied_stacks", "words_for_stacks"]
+__all__ = ["ask_stacks", "kernel_stacks", "list_store", "request", "spied_stacks", "words_for_stacks"]
 
 ANSWER = 2.0  # seconds that ranks get to say where they are, all together
 LOOK = 0.02  # seconds between two looks for answers in files
@@ -71,7 +71,7 @@ def _from_servers(servers: Mapping[int, dict[str, Any]], deadline: float) -> dic
     troubles = (OSError, ValueError, KeyError, TypeError, http.client.HTTPException)
     for rank, facts in servers.items():
         with contextlib.suppress(*troubles):
-            asked[rank] = _request(facts["address"], facts["token"], "/api/v1/stacks", deadline)
+            asked[rank] = request(facts["address"], facts["token"], "/api/v1/stacks", deadline)
     for rank, connection in asked.items():
         with contextlib.closing(connection), contextlib.suppress(*troubles):
             connection.sock.settimeout(_left(deadline))
@@ -85,7 +85,7 @@ def _left(deadline: float) -> float:
     return max(0.01, deadline - time.monotonic())
 
 
-def _request(address: str, token: str, path: str, deadline: float) -> http.client.HTTPConnection:
+def request(address: str, token: str, path: str, deadline: float) -> http.client.HTTPConnection:
     """Ask a rank's server at ``unix:/path``, ``http://host:port`` or ``https://host:port``."""
     place = urlsplit(address)
     kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection

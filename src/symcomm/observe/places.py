@@ -91,17 +91,20 @@ def remover_of(listener: socket.socket) -> Callable[[], None]:
 # --- saying where we are ---------------------------------------------------------------------------
 
 
-def publish(server: Any) -> None:
-    """Write down where ``server`` is: in a file for this user, and in the store for everybody of the job."""
-    rank, group = server.rank.rank, server.rank.group
-    facts = {
-        "address": server.address,
-        "rank": rank,
-        "world_size": None if group is None else group.size,
+def facts_of(rank: Any) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "world_size": None if rank.group is None else rank.group.size,
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "job": job_name(),
     }
+
+
+def publish(server: Any) -> None:
+    """Write down where ``server`` is: in a file for this user, and in the store for everybody of the job."""
+    rank = server.rank.rank
+    facts = {"address": server.address, **facts_of(server.rank)}
     path = os.path.join(run_directory(), f"{job_name()}-{_rank_words(rank)}.json")
     _write_private(path, json.dumps({**facts, "token": server.token}))
     pid, remove_socket = os.getpid(), server._remove

@@ -306,7 +306,9 @@ def start(
 
 
 def start_from_environment(group: Any, store: Any = None) -> Server | None:
-    """What SYMCOMM_SERVER asks for: ``1``, ``unix``, ``tcp``, or ``tcp:PORT``: local ranks count up from PORT."""
+    """What SYMCOMM_SERVER asks for: ``1``, ``unix``, ``tcp``, or ``tcp:PORT``: local ranks count up from PORT.
+
+    SYMCOMM_SERVER_BIND, _CERT and _KEY are ``start``'s arguments."""
     wish = os.environ.get("SYMCOMM_SERVER", "")
     if wish in ("", "0"):
         return None
@@ -315,7 +317,9 @@ def start_from_environment(group: Any, store: Any = None) -> Server | None:
         raise errors.bad_argument("server", "SYMCOMM_SERVER", wish, "1, unix, tcp or tcp:PORT")
     if rest and rest != "0":
         wish = f"tcp:{int(rest) + int(os.environ.get('LOCAL_RANK', group.rank))}"
-    return start("unix" if wish == "1" else wish, group=group, store=store)
+    bind = os.environ.get("SYMCOMM_SERVER_BIND") or "127.0.0.1"
+    cert, key = (os.environ.get(f"SYMCOMM_SERVER_{name}") or None for name in ("CERT", "KEY"))
+    return start("unix" if wish == "1" else wish, group=group, store=store, bind=bind, cert=cert, key=key)
 
 
 def listen_unix(path: str) -> socket.socket:
