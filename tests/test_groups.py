@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -117,6 +119,18 @@ def test_more_ranks_than_cores_take_larger_chunks():
     assert limits.chunk_bytes < limits.crowded().chunk_bytes <= limits.stage_bytes // 3
     if len(cores) > 1:
         assert threads(_crowded, 2) == [(limits.chunk_bytes, 3.0)] * 2
+
+
+def test_a_group_stays_in_its_process():
+    def body(g: ProcessGroup) -> None:
+        for copied in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(
+                TypeError, match="group 'world' cannot be pickled or copied: .* in each process instead"
+            ):
+                copied(g)
+        g.barrier(timeout=10**400)  # for ever, in other words
+
+    threads(body, 1)
 
 
 def test_repr_timeout_and_sequence_number():

@@ -180,6 +180,12 @@ class ProcessGroup(MoreCalls):
     def __repr__(self) -> str:
         return f"<ProcessGroup {self.name!r}: rank {self.rank} of {self.size}>"
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"group {self.name!r} cannot be pickled or copied: it is memory that this process shares with its peers. "
+            "Make a group in each process instead, with symcomm.init() or new_group()."
+        )
+
     # --- state ------------------------------------------------------------------------------------------------
 
     @property

@@ -18,13 +18,14 @@ from symcomm.group.failure import Site, explain
 __all__ = ["Timeout", "Watcher", "Work", "to_ns"]
 
 Timeout = float | timedelta | None
+LONGEST = 1 << 31  # seconds, 68 years: as good as for ever, and nanoseconds of it fit in 64 bits
 
 
 def to_ns(call: str, timeout: float | timedelta) -> int:
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if not isinstance(seconds, (int, float)) or not seconds > 0:
         raise errors.bad_argument(call, "timeout", timeout, "a positive number of seconds or a timedelta")
-    return max(1, int(min(seconds * 1e9, 1 << 61)))
+    return max(1, int(min(seconds, LONGEST) * 1e9))
 
 
 def _new_future() -> Any:
