@@ -124,9 +124,7 @@ def test_more_ranks_than_cores_take_larger_chunks():
 def test_a_group_stays_in_its_process():
     def body(g: ProcessGroup) -> None:
         for copied in (pickle.dumps, copy.deepcopy):
-            with pytest.raises(
-                TypeError, match="group 'world' cannot be pickled or copied: .* in each process instead"
-            ):
+            with pytest.raises(TypeError, match="group 'world' cannot be pickled or copied: .* each process instead"):
                 copied(g)
         g.barrier(timeout=10**400)  # for ever, in other words
 
