@@ -145,3 +145,13 @@ def test_run_serves_its_node_of_a_slurm_job(tmp_path):
     assert sorted(line for output in outputs for line in output.splitlines()) == [
         "0 4 0 127.0.0.1", "1 4 0 127.0.0.1", "2 4 1 127.0.0.1", "3 4 1 127.0.0.1",
     ]  # fmt: skip
+
+
+def test_ray_that_is_not_installed_is_said(monkeypatch):
+    import symcomm.ray
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(
+        SymcommError, match=r"symcomm\.ray\.run: Ray is not installed; run `pip install 'symcomm\[ray\]'`"
+    ):
+        symcomm.ray.run(print, 2)

@@ -166,7 +166,7 @@ def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
 
 
 class _Pod(NamedTuple):
-    index: int
+    number: int
     first: str  # the name of the pod with index 0, or "" when ours does not follow the pattern
     kind: str
 
@@ -194,7 +194,7 @@ def _in_pod(found: Identity, pod: _Pod, world_size: int, environ: Mapping[str, s
     if addr is None and pod.first and domain:
         addr = f"{pod.first}.{domain}"
     port = found.master_port if found.master_port is not None or addr is None else DEFAULT_PORT
-    return Identity(pod.index, world_size, 0, 1, addr, port, pod.kind)
+    return Identity(pod.number, world_size, 0, 1, addr, port, pod.kind)
 
 
 def pod_domain(hostname: str, hosts_file: str = "/etc/hosts") -> str | None:
