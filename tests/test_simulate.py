@@ -16,10 +16,17 @@ from symcomm.errors import BadArgumentError
 from symcomm.simulate import Cluster, Link, Topology, compare, ddp_step, fsdp_step, parse_topology, predict
 from symcomm.simulate import machine as machines
 from symcomm.simulate.calibrate import CALL, CASES, calibrate, fit
-from symcomm.simulate.engines import model_seconds
+from symcomm.simulate.engines import find_engine, model_seconds
 from symcomm.simulate.host import SETTLED, host_seconds, plans_for, plans_seconds
 from symcomm.simulate.predict import ALGORITHMS, estimate
-from symcomm.simulate.rounds import Round, all_gather_rounds, reduce_scatter_rounds, tree
+from symcomm.simulate.rounds import (
+    Round,
+    all_gather_rounds,
+    all_reduce_rounds,
+    direct_broadcast,
+    reduce_scatter_rounds,
+    tree,
+)
 from symcomm.simulate.topology import resized
 from symcomm.simulate.units import parse_bandwidth, parse_bytes, parse_seconds, words_for_bytes, words_for_time
 
@@ -203,7 +210,7 @@ def test_specs_say_what_links_do():
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 3, 4, 6, 8, 13, 64])
-@pytest.mark.parametrize("way", ["ring", "halving"])
+@pytest.mark.parametrize("way", ["direct", "ring", "halving"])
 def test_rounds_move_what_an_algorithm_must(hosts, way):
     """Every host sends (H-1)/H of the tensor; in halving those beyond a power of two hand in all of theirs instead."""
     sent = [0.0] * hosts
@@ -211,7 +218,7 @@ def test_rounds_move_what_an_algorithm_must(hosts, way):
         assert all(a != b for a, b in r.pairs)
         for a, _ in r.pairs:
             sent[a] += r.nbytes * r.times
-    group = hosts if way == "ring" else 1 << (hosts.bit_length() - 1)
+    group = hosts if way != "halving" else 1 << (hosts.bit_length() - 1)
     assert sent == pytest.approx([(group - 1) / group if h < group else 1.0 for h in range(hosts)])
     received = [0.0] * hosts
     for r in all_gather_rounds(way, hosts, 1.0):
@@ -224,7 +231,12 @@ def test_rounds_move_what_an_algorithm_must(hosts, way):
 def test_halving_takes_few_rounds_and_a_ring_many():
     assert sum(r.times for r in reduce_scatter_rounds("halving", 1024, 1.0)) == 10
     assert sum(r.times for r in reduce_scatter_rounds("ring", 1024, 1.0)) == 1023
+    assert sum(r.times for r in reduce_scatter_rounds("direct", 64, 1.0)) == 1
     assert tree(8, 1.0, 4, up=True)[0].times == 3 + 4 - 1
+    (swap,) = all_reduce_rounds("direct", 2, 1.0)
+    assert (swap.nbytes, swap.combined, swap.pairs) == (1.0, 1.0, ((0, 1), (1, 0)))
+    first, second = direct_broadcast(5, 1.0)
+    assert first.nbytes == second.nbytes == 0.25 and len(second.pairs) == 4 * 3
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS["all_reduce"])
@@ -244,12 +256,30 @@ def test_an_all_reduce_between_hosts_of_one_rank(algorithm):
 def test_a_hosts_link_carries_every_ranks_shard():
     free = dataclasses.replace(PLAIN, cached=1e30, memory=1e30)
     one, eight = (Cluster(r, Topology("star", 8, Link(1e9, 0, 0)), free) for r in (1, 8))
-    for algorithm in ("hierarchical ring", "hierarchical halving"):
+    for algorithm in ALGORITHMS["all_reduce"][:3]:
         found = [estimate("all_reduce", algorithm, 8 << 20, c) for c in (one, eight)]
         assert found[0].between == pytest.approx(found[1].between)
-        assert found[1].inside == pytest.approx(
-            host_seconds("reduce_scatter", 8 << 20, 8, free) + host_seconds("all_gather", 8 << 20, 8, free)
-        )
+
+
+def test_chunks_hide_the_hosts_behind_the_network():
+    """Direct, 4 MiB at a time: the first chunk's work in the hosts, and from then on the slower of the two."""
+    cluster = Cluster(2, Topology("star", 2, Link(1e9, 0, 0)), PLAIN)
+    found = estimate("all_reduce", "hierarchical direct", 16 << 20, cluster)
+    chunk = sum(host_seconds(part, 4 << 20, 2, PLAIN) for part in ("reduce_scatter", "all_gather"))
+    network = (4 << 20) / 1e9 + PLAIN.add(2 << 20, 2, False)
+    assert found.chunks == 4
+    assert (found.inside, found.between) == pytest.approx((4 * chunk, 4 * network))
+    assert found.seconds == pytest.approx(chunk + network + 3 * max(chunk, network))
+    for name in ALGORITHMS["all_reduce"][:3]:
+        found = estimate("all_reduce", name, 256 << 20, cluster)
+        assert max(found.inside, found.between) <= found.seconds <= found.inside + found.between
+
+
+def test_everybody_to_everybody_has_a_limit():
+    cluster = Cluster(8, parse_topology("star", 257))
+    assert "hierarchical direct" not in [e.algorithm for e in compare("all_gather", 1 << 20, cluster)]
+    with pytest.raises(BadArgumentError, match="hosts must be at most 256 for hierarchical direct, got 257"):
+        estimate("all_gather", "hierarchical direct", 1 << 20, cluster)
 
 
 def test_one_host_alone_is_its_own_plan():
@@ -279,11 +309,30 @@ def test_predict():
     with pytest.raises(BadArgumentError, match="a topology of 3 hosts"):
         predict("all_reduce", 8, 3, 2, parse_topology("star", 2))
     with pytest.raises(
-        BadArgumentError, match="algorithm must be one of hierarchical tree, flat tree, got 'flat ring'"
+        BadArgumentError, match="must be one of hierarchical direct, hierarchical tree, flat tree, got 'flat ring'"
     ):
         predict("broadcast", 8, 2, 2, LINK, algorithm="flat ring")
     with pytest.raises(BadArgumentError, match="bytes must be 1 or more"):
         predict("all_reduce", 0, 2, 2, LINK)
+
+
+# --- SimGrid -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["star", "fat-tree:4,oversubscription=3", "torus:3x4", "ring"])
+def test_simgrid_agrees(spec):
+    """An independent simulator plays the same rounds; what it knows of max-min sharing is its own."""
+    pytest.importorskip("simgrid", reason="SimGrid is not installed: see docs/simulate.md")
+    topology = parse_topology(spec, 12)
+    ways = [r for way in ("ring", "halving", "direct") for r in reduce_scatter_rounds(way, 12, 1e8)]
+    rounds = [*ways, *tree(12, 1e8, 4, up=True)]
+    assert find_engine("simgrid")(topology, rounds) == pytest.approx(model_seconds(topology, rounds), rel=2e-3)
+
+
+def test_simgrid_that_is_missing_is_said(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BadArgumentError, match=r"needs SimGrid, which is not installed; install 'symcomm\[simulate\]'"):
+        Cluster(8, parse_topology("star", 4), engine="simgrid")
 
 
 # --- training ----------------------------------------------------------------------------------------------

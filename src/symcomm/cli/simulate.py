@@ -148,12 +148,13 @@ Table = tuple[list[str], list[list[str]]]
 
 def rows(found: Sequence[Estimate]) -> Table:
     """One row an algorithm; the fastest of each size is marked. GB/s is nccl-tests' busbw."""
-    head = ["bytes", "algorithm", "time", "in hosts", "between", "rounds", "GB/s", ""]
+    head = ["bytes", "algorithm", "time", "hosts", "network", "rounds", "GB/s", ""]
     best = {e.nbytes: min(x.seconds for x in found if x.nbytes == e.nbytes) for e in found}
     return head, [
         [
             words_for_bytes(e.nbytes), e.algorithm, words_for_time(e.seconds), _or_dash(e.inside), _or_dash(e.between),
-            str(e.messages), f"{e.busbw / 1e9:.2f}", "fastest" if e.seconds == best[e.nbytes] else _times(e, best),
+            f"{e.chunks} x {e.messages}" if e.chunks > 1 else str(e.messages), f"{e.busbw / 1e9:.2f}",
+            "fastest" if e.seconds == best[e.nbytes] else _times(e, best),
         ]
         for e in found
     ]  # fmt: skip
@@ -180,7 +181,7 @@ def step_rows(steps: Sequence[Step]) -> Table:
 
 def as_dict(found: Estimate | Step) -> dict[str, Any]:
     """Seconds and bytes a second."""
-    more = ("seconds", "algbw", "busbw") if isinstance(found, Estimate) else ("seconds", "efficiency")
+    more = ("algbw", "busbw") if isinstance(found, Estimate) else ("seconds", "efficiency")
     return {**asdict(found), **{name: getattr(found, name) for name in more}}
 
 

@@ -34,7 +34,7 @@ class Machine:
     memory: float  # bytes/s: bytes that none holds
     host_memory: float  # bytes/s: what all cores together get from memory
     cache: int = 1 << 20  # bytes: tensors up to here stay in a core's cache between calls
-    switch: float = 40e-6  # seconds: a wait while ranks outnumber cores, two switches of processes
+    switch: float = 11e-6  # seconds that a wait takes longer when ranks outnumber cores (BENCHMARKS.md, 4 ranks on 2)
     cores: int = 0  # of a host; 0: as many as ranks
 
     def __post_init__(self) -> None:

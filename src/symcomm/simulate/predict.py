@@ -2,7 +2,9 @@
 
 hierarchical   all_reduce: every host reduce_scatters in shared memory, so each rank has a shard; ranks with the same
                number all_reduce their shards between hosts, all at once; every host all_gathers. The other collectives
-               are parts of this. ``ring`` and ``halving`` name what happens between hosts.
+               are parts of this. ``direct``, ``ring`` and ``halving`` name what happens between hosts; direct is what
+               groups of several hosts do. Large tensors are worked on in chunks: while one is on the network, the
+               hosts have others in hand.
 flat ring      one ring through all ranks, host by host; only one message a host and round leaves it
 flat tree      one binary tree through all ranks, in chunks
 """
@@ -17,20 +19,30 @@ from symcomm.simulate import machine as machines
 from symcomm.simulate.engines import Engine, find_engine, model_seconds
 from symcomm.simulate.host import host_seconds
 from symcomm.simulate.machine import Machine
-from symcomm.simulate.rounds import Round, all_gather_rounds, reduce_scatter_rounds, ring, tree
+from symcomm.simulate.rounds import (
+    Round,
+    all_gather_rounds,
+    all_reduce_rounds,
+    direct_broadcast,
+    reduce_scatter_rounds,
+    ring,
+    tree,
+)
 from symcomm.simulate.topology import Link, Topology, parse_topology
 
 __all__ = ["ALGORITHMS", "COLLECTIVES", "Cluster", "Estimate", "compare", "estimate", "predict"]
 
-HIERARCHICAL = ("hierarchical ring", "hierarchical halving")
+HIERARCHICAL = ("hierarchical direct", "hierarchical ring", "hierarchical halving")
 ALGORITHMS = {
     "all_reduce": (*HIERARCHICAL, "flat ring", "flat tree"),
     "reduce_scatter": (*HIERARCHICAL, "flat ring"),
     "all_gather": (*HIERARCHICAL, "flat ring"),
-    "broadcast": ("hierarchical tree", "flat tree"),
+    "broadcast": ("hierarchical direct", "hierarchical tree", "flat tree"),
 }
 COLLECTIVES = tuple(ALGORITHMS)
-MOST_CHUNKS = 1 << 12
+MOST_CHUNKS = 1 << 12  # of a tree
+CHUNK = 4 << 20  # bytes, of hierarchical collectives: fewer would not hide a network's latency
+DIRECT_HOSTS = 256  # beyond, everybody to everybody is too many messages to send, and to simulate
 
 
 @dataclass(frozen=True)
@@ -65,13 +77,11 @@ class Estimate:
     algorithm: str
     nbytes: int
     ranks: int
-    inside: float
-    between: float
-    messages: int  # rounds that one rank takes part in, one after the other
-
-    @property
-    def seconds(self) -> float:
-        return self.inside + self.between
+    seconds: float
+    inside: float  # seconds in which hosts work
+    between: float  # seconds in which the network does; the two may overlap
+    chunks: int
+    messages: int  # rounds of one chunk, one after the other
 
     @property
     def algbw(self) -> float:
@@ -96,7 +106,7 @@ def predict(
     machine: Machine | None = None,
     cores_per_host: int = 0,
 ) -> float:
-    """Seconds of one call: of ``algorithm``, or of the best hierarchical one.
+    """Seconds of one call: of ``algorithm``, or of what a group of several hosts does.
 
     ``link``: what joins each host to one switch, or a topology, or the spec of one (``"star,bandwidth=1Gb/s"``).
     ``cores_per_host``: less than ranks_per_host where ranks share cores, as in hosts that are only emulated.
@@ -108,29 +118,31 @@ def predict(
         raise bad_argument("predict", "link", topology, f"a topology of {hosts} hosts")
     found = machine or machines.load()
     cluster = Cluster(ranks_per_host, topology, replace(found, cores=cores_per_host) if cores_per_host else found)
-    if algorithm:
-        return estimate(collective, algorithm, nbytes, cluster).seconds
-    return min(e.seconds for e in compare(collective, nbytes, cluster) if e.algorithm.startswith("hierarchical"))
+    return estimate(collective, algorithm or "hierarchical direct", nbytes, cluster).seconds
 
 
 def compare(collective: str, nbytes: int, cluster: Cluster) -> list[Estimate]:
-    """Every algorithm's estimate, in the order of ALGORITHMS."""
+    """Every algorithm's estimate, in the order of ALGORITHMS; direct only for up to DIRECT_HOSTS hosts."""
     _check(collective, nbytes)
-    return [estimate(collective, algorithm, nbytes, cluster) for algorithm in ALGORITHMS[collective]]
+    small = cluster.hosts <= DIRECT_HOSTS
+    asked = [name for name in ALGORITHMS[collective] if small or name != "hierarchical direct"]
+    return [estimate(collective, name, nbytes, cluster) for name in asked]
 
 
 def estimate(collective: str, algorithm: str, nbytes: int, cluster: Cluster) -> Estimate:
     _check(collective, nbytes)
     if algorithm not in ALGORITHMS[collective]:
         raise bad_argument("simulate", "algorithm", algorithm, f"one of {', '.join(ALGORITHMS[collective])}")
-    engine = find_engine(cluster.engine)
+    if algorithm == "hierarchical direct" and cluster.hosts > DIRECT_HOSTS:
+        raise bad_argument("simulate", "hosts", cluster.hosts, f"at most {DIRECT_HOSTS} for {algorithm}")
     kind, way = algorithm.split()
     if kind == "flat":
-        inside, rounds = 0.0, _flat(collective, way, nbytes, cluster)
-    else:
-        inside, rounds = _hierarchical(collective, way, nbytes, cluster)
-    between = _rounds_seconds(rounds, nbytes, cluster, engine)
-    return Estimate(collective, algorithm, nbytes, cluster.ranks, inside, between, sum(r.times for r in rounds))
+        rounds = _flat(collective, way, nbytes, cluster)
+        between = _rounds_seconds(rounds, nbytes, cluster, find_engine(cluster.engine))
+        return Estimate(
+            collective, algorithm, nbytes, cluster.ranks, between, 0.0, between, 1, sum(r.times for r in rounds)
+        )
+    return _in_chunks(collective, way, nbytes, cluster)
 
 
 def _check(collective: str, nbytes: int) -> None:
@@ -143,24 +155,47 @@ def _check(collective: str, nbytes: int) -> None:
 # --- algorithms ------------------------------------------------------------------------------------
 
 
+def _in_chunks(collective: str, way: str, nbytes: int, cluster: Cluster) -> Estimate:
+    """Chunk after chunk: hosts work on the next while the network carries one, so the slower of the two decides.
+
+    Direct takes chunks of a fixed size, as groups do. The others take as many as pay: their rounds are many.
+    """
+    whole = {"all_gather": CHUNK * cluster.ranks, "reduce_scatter": CHUNK * cluster.hosts}.get(collective, CHUNK)
+    most = max(1, -(-nbytes // whole)) if cluster.hosts > 1 else 1
+
+    def cut(chunks: int, engine: Engine) -> Estimate:
+        inside, rounds = _hierarchical(collective, way, -(-nbytes // chunks), cluster)
+        between = _rounds_seconds(rounds, nbytes, cluster, engine)
+        seconds = inside + between + (chunks - 1) * max(inside, between)
+        return Estimate(
+            collective, f"hierarchical {way}", nbytes, cluster.ranks, seconds, chunks * inside, chunks * between,
+            chunks, sum(r.times for r in rounds),
+        )  # fmt: skip
+
+    if way != "direct":
+        most = min((1 << k for k in range(most.bit_length())), key=lambda n: cut(n, model_seconds).seconds)
+    return cut(most, find_engine(cluster.engine))
+
+
 def _hierarchical(collective: str, way: str, nbytes: int, cluster: Cluster) -> tuple[float, list[Round]]:
     """(seconds inside the hosts, rounds between them). All ranks of a host send at once: their messages add up."""
-    shard = nbytes / cluster.ranks_per_host
+    hosts, shard = cluster.hosts, nbytes / cluster.ranks_per_host
 
     def inside(part: str) -> float:
         return host_seconds(part, nbytes, cluster.ranks_per_host, cluster.machine, cluster.symmetric)
 
-    if collective == "broadcast":  # one rank a host takes part between hosts
-        return inside("broadcast"), _best_tree(nbytes, cluster, lambda n: tree(cluster.hosts, nbytes, n, up=False))
-    seconds, rounds = 0.0, []
-    if collective in ("all_reduce", "reduce_scatter"):
-        seconds += inside("reduce_scatter")
-        rounds += reduce_scatter_rounds(way, cluster.hosts, shard)
-    if collective in ("all_reduce", "all_gather"):
-        seconds += inside("all_gather")
-        rounds += all_gather_rounds(way, cluster.hosts, shard)
-    if cluster.hosts == 1 and collective == "all_reduce":
-        seconds = inside("all_reduce")  # a host alone has a better plan than its two halves
+    if collective == "broadcast" and way == "tree":  # one rank a host takes part between hosts
+        return inside("broadcast"), _best_tree(nbytes, cluster, lambda n: tree(hosts, nbytes, n, up=False))
+    if collective == "broadcast":  # the first host broadcasts, the others gather
+        seconds, rounds = max(inside("broadcast"), inside("all_gather")), direct_broadcast(hosts, shard)
+    elif collective == "reduce_scatter":
+        seconds, rounds = inside("reduce_scatter"), reduce_scatter_rounds(way, hosts, shard)
+    elif collective == "all_gather":
+        seconds, rounds = inside("all_gather"), all_gather_rounds(way, hosts, shard)
+    elif hosts == 1:
+        seconds, rounds = inside("all_reduce"), []  # a host alone has a better plan than its two halves
+    else:
+        seconds, rounds = inside("reduce_scatter") + inside("all_gather"), all_reduce_rounds(way, hosts, shard)
     return seconds, [replace(r, nbytes=r.nbytes * cluster.ranks_per_host) for r in rounds]
 
 

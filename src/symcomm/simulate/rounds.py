@@ -5,6 +5,7 @@ and what was received has been combined. Rounds that repeat are one Round with a
 
 Vocabulary
     hosts     H of them, numbered 0..H-1; a rank's *shard* is what it has of the tensor after its host's part
+    direct    every host sends every other its share of the shard at once; one round, H-1 messages a rank
     ring      host h sends to h+1; H-1 rounds of shard/H for a reduce_scatter, as many for an all_gather
     halving   recursive halving: partners H/2, H/4, ... away exchange half of what is left; log2 H rounds
     doubling  the way back: the same rounds in reverse, for an all_gather
@@ -13,10 +14,23 @@ Vocabulary
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
-__all__ = ["Round", "all_gather_rounds", "halving", "reduce_scatter_rounds", "reversed_rounds", "ring", "tree"]
+__all__ = [
+    "Pairs",
+    "Round",
+    "all_gather_rounds",
+    "all_reduce_rounds",
+    "direct",
+    "direct_broadcast",
+    "halving",
+    "reduce_scatter_rounds",
+    "reversed_rounds",
+    "ring",
+    "tree",
+]
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -26,6 +40,7 @@ class Round:
     """``times`` times: every pair's first host sends ``nbytes`` to its second, who combines ``combined`` of them.
 
     ``inside``: bytes that each rank meanwhile hands to another rank of its host (algorithms that know no hosts).
+    ``sends``: messages that one rank sends in the round, one after the other as far as its software goes.
     """
 
     pairs: Pairs
@@ -33,6 +48,7 @@ class Round:
     times: int = 1
     combined: float = 0
     inside: float = 0
+    sends: int = 1
 
 
 def ring(hosts: int, nbytes: float, combine: bool) -> list[Round]:
@@ -64,12 +80,43 @@ def reversed_rounds(rounds: list[Round]) -> list[Round]:
     return [Round(tuple((b, a) for a, b in r.pairs), r.nbytes, r.times) for r in reversed(rounds)]
 
 
+@functools.cache
+def _everyone(first: int, hosts: int) -> Pairs:
+    return tuple((a, b) for a in range(first, hosts) for b in range(first, hosts) if a != b)
+
+
+def direct(hosts: int, nbytes: float, combine: bool) -> list[Round]:
+    """One round: each host gets its share from all others, or sends its own to all."""
+    if hosts == 1:
+        return []
+    share = nbytes / hosts
+    return [Round(_everyone(0, hosts), share, 1, share * (hosts - 1) if combine else 0, sends=hosts - 1)]
+
+
+def direct_broadcast(hosts: int, nbytes: float) -> list[Round]:
+    """Host 0 sends each other host a share, and they exchange their shares."""
+    if hosts == 1:
+        return []
+    share = nbytes / (hosts - 1)
+    first = Round(tuple((0, host) for host in range(1, hosts)), share, sends=hosts - 1)
+    return [first, Round(_everyone(1, hosts), share, sends=hosts - 2)] if hosts > 2 else [first]
+
+
 def reduce_scatter_rounds(way: str, hosts: int, nbytes: float) -> list[Round]:
-    return ring(hosts, nbytes, True) if way == "ring" else halving(hosts, nbytes, True)
+    return {"direct": direct, "ring": ring, "halving": halving}[way](hosts, nbytes, True)
 
 
 def all_gather_rounds(way: str, hosts: int, nbytes: float) -> list[Round]:
-    return ring(hosts, nbytes, False) if way == "ring" else reversed_rounds(halving(hosts, nbytes, False))
+    if way == "halving":
+        return reversed_rounds(halving(hosts, nbytes, False))
+    return {"direct": direct, "ring": ring}[way](hosts, nbytes, False)
+
+
+def all_reduce_rounds(way: str, hosts: int, nbytes: float) -> list[Round]:
+    """One after the other; two hosts that exchange all they have need no second round."""
+    if way == "direct" and hosts == 2:
+        return [Round(_everyone(0, 2), nbytes, 1, nbytes)]
+    return reduce_scatter_rounds(way, hosts, nbytes) + all_gather_rounds(way, hosts, nbytes)
 
 
 def tree(hosts: int, nbytes: float, chunks: int, up: bool) -> list[Round]:

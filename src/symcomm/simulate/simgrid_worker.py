@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from simgrid import ActivitySet, Actor, Comm, Engine, Host, LinkInRoute
+from simgrid import ActivitySet, Comm, Engine, LinkInRoute
 
 CONFIG = (
     "network/model:CM02",
@@ -41,7 +41,7 @@ def play(hosts: list[Any], rounds: list[dict[str, Any]], times: list[float]) -> 
     for each in rounds:
         began = Engine.clock
         messages = ActivitySet([Comm.sendto_async(hosts[a], hosts[b], int(each["nbytes"])) for a, b in each["pairs"]])
-        messages.await_all()
+        messages.wait_all()
         times.append(Engine.clock - began)
 
 
@@ -50,10 +50,8 @@ def main() -> None:
     engine = Engine(["symcomm", *(f"--cfg={setting}" for setting in CONFIG), "--log=root.thres:error"])
     hosts = build(question, engine)
     times: list[float] = []
-    if hosts:
-        assert isinstance(hosts[0], Host)
-        Actor.create("player", hosts[0], play, hosts, question["rounds"], times)
-        engine.run()
+    hosts[0].add_actor("player", play, hosts, question["rounds"], times)
+    engine.run()
     print(json.dumps(times))
 
 
