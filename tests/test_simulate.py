@@ -15,7 +15,7 @@ from symcomm.cli.main import app
 from symcomm.errors import BadArgumentError
 from symcomm.simulate import Cluster, Link, Topology, compare, ddp_step, fsdp_step, parse_topology, predict
 from symcomm.simulate import machine as machines
-from symcomm.simulate.calibrate import CALL, CASES, calibrate, fit
+from symcomm.simulate.calibrate import CALL, CASES, calibrate, fit, fit_link
 from symcomm.simulate.engines import find_engine, model_seconds
 from symcomm.simulate.host import SETTLED, host_seconds, plans_for, plans_seconds
 from symcomm.simulate.predict import ALGORITHMS, estimate
@@ -389,6 +389,20 @@ def test_calibration_finds_the_machine_that_was_measured():
     found = fit(machines.DEFAULT, measured)
     for name in ("cached", "memory", "meet", "call"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-3)
+
+
+@pytest.mark.parametrize(("hosts", "cores"), [(2, 0), (3, 1), (8, 0)])
+def test_two_calls_make_a_link(hosts, cores):
+    true, machine = Link(125e6, 0, 80e-6), machines.DEFAULT
+    small, large = (
+        (n, predict("all_reduce", n, hosts, 2, true, machine=machine, cores_per_host=cores)) for n in (8, 64 << 20)
+    )
+    found = fit_link(small, large, hosts, 2, machine=machine, cores_per_host=cores)
+    assert found == pytest.approx(true, rel=1e-3)
+    with pytest.raises(BadArgumentError, match="small must be of fewer bytes than large, 8"):
+        fit_link(large, small, hosts, 2)
+    with pytest.raises(BadArgumentError, match=r"large must be \(bytes, seconds\), both more than 0"):
+        fit_link(small, (9, 0.0), hosts, 2)
 
 
 def test_calibrate_measures_and_is_kept(tmp_path, monkeypatch):

@@ -1,5 +1,8 @@
 """Measures this machine with our own collectives.
 
+For hosts too: ``fit_link`` turns two measured calls of a real group of several hosts into a Link, with which other
+sizes and numbers of hosts can be predicted.
+
 Each number is the one with which a plan's walk (host.py) takes as long as the call did: the time to meet from a
 barrier, the rates of a cache and of memory from all_gather.
 """
@@ -15,9 +18,11 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.simulate.host import host_seconds
-from symcomm.simulate.machine import DEFAULT, Machine
+from symcomm.simulate.machine import DEFAULT, Machine, load
+from symcomm.simulate.predict import predict
+from symcomm.simulate.topology import Link
 
-__all__ = ["calibrate", "fit", "measure"]
+__all__ = ["calibrate", "fit", "fit_link", "measure"]
 
 SMALL, LARGE = 256 << 10, 32 << 20  # bytes: in a core's cache, and in none
 # What is measured with two ranks: (collective, bytes, the number that follows from it)
@@ -108,12 +113,59 @@ def _walk(collective: str, nbytes: int) -> Callable[[Machine], float]:
 
 
 def _solve(machine: Machine, name: str, walk: Callable[[Machine], float], seconds: float) -> Machine:
-    """The rate with which the walk takes ``seconds``: a higher rate never takes longer, so halving finds it."""
-    low, high = 1e8, 1e13  # bytes/s
+    """The machine on which the walk takes ``seconds``, by its rate ``name``."""
+
+    def changed(rate: float) -> Machine:
+        values: dict[str, Any] = {name: rate}
+        return dataclasses.replace(machine, **values)
+
+    return changed(_search(lambda rate: walk(changed(rate)), seconds, 1e8, 1e13))
+
+
+def _search(time_of: Callable[[float], float], seconds: float, low: float, high: float) -> float:
+    """The rate at which something takes ``seconds``: a higher rate never takes longer, so halving finds it."""
     for _ in range(50):
         rate = (low * high) ** 0.5
-        if walk(dataclasses.replace(machine, **{name: rate})) > seconds:
+        if time_of(rate) > seconds:
             low = rate
         else:
             high = rate
-    return dataclasses.replace(machine, **{name: (low * high) ** 0.5})
+    return (low * high) ** 0.5
+
+
+def fit_link(
+    small: tuple[int, float],
+    large: tuple[int, float],
+    hosts: int,
+    ranks_per_host: int,
+    *,
+    collective: str = "all_reduce",
+    machine: Machine | None = None,
+    cores_per_host: int = 0,
+) -> Link:
+    """A Link from two measured calls, each (bytes, seconds): the small one says what a message costs, the large one
+    what a link carries. Latency and software cannot be told apart from outside, so ``message`` holds both.
+    """
+    for name, (nbytes, seconds) in (("small", small), ("large", large)):
+        if nbytes < 1 or not seconds > 0:
+            raise errors.bad_argument("fit_link", name, (nbytes, seconds), "(bytes, seconds), both more than 0")
+    if small[0] >= large[0]:
+        raise errors.bad_argument("fit_link", "small", small, f"of fewer bytes than large, {large[0]}")
+    host = machine or load()
+
+    def seconds_with(nbytes: int, link: Link) -> float:
+        return predict(collective, nbytes, hosts, ranks_per_host, link, machine=host, cores_per_host=cores_per_host)
+
+    def with_message(link: Link) -> Link:
+        per_second = _search(lambda n: seconds_with(small[0], link._replace(message=1 / n)), small[1], 1e-1, 1e9)
+        return link._replace(message=1 / per_second)
+
+    def with_bandwidth(link: Link) -> Link:
+        return link._replace(
+            bandwidth=_search(lambda n: seconds_with(large[0], link._replace(bandwidth=n)), large[1], 1e5, 1e13)
+        )
+
+    link = Link(latency=0.0)
+    for _ in range(3):  # each changes the other a little
+        link = with_bandwidth(with_message(link))
+    return link
