@@ -34,11 +34,15 @@ def cluster():
 def add_up(group, scale):
     import numpy as np
 
-    import symcomm
+    import symcomm.store
 
     assert symcomm.default_group() is group
     values = np.full(1000, group.rank + 1, np.float32)
     group.all_reduce(values)
+    met = symcomm.store.rendezvous(timeout=30)  # as a library would that knows nothing of Ray
+    met.store.barrier("here", met.world_size)
+    assert (met.rank, met.local_rank, met.local_world_size) == (group.rank, group.rank, group.size)
+    group.barrier()  # before the store goes away with rank 0
     return group.rank, group.size, float(values[0]) * scale, os.environ["FLAVOUR"]
 
 
@@ -73,9 +77,11 @@ def sleep(group):
 
 
 def test_a_deadline_names_who_is_missing():
-    with pytest.raises(errors.DeadlineError, match=r"timed out after .*: rank 1 did not come") as info:
-        symcomm.ray.run(sleep, 2, deadline=3)
-    assert info.value.missing == [1]
+    with pytest.raises(
+        errors.DeadlineError, match=r"symcomm\.ray\.run timed out after .*: rank.* did not come"
+    ) as info:
+        symcomm.ray.run(sleep, 2, deadline=4)
+    assert 1 in info.value.missing  # and rank 0, where this machine is very busy
 
 
 def test_no_room_is_said():

@@ -2,16 +2,18 @@
 
 Every rank is an actor in a bundle of one placement group. Rank 0 serves the store where they meet, at a port that the
 kernel picks, behind a token that only this run knows. Then each calls ``fn(group, *args)``, with the group also as the
-default one. An actor that dies, a rank that raises, or a deadline ends the run on all of them.
+default one, and torchrun's variables set, so that torch.distributed finds the others too. An actor that dies, a rank
+that raises, or a deadline ends the run on all of them.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from symcomm import errors
 
@@ -53,8 +55,11 @@ def run(
     try:
         actors = _make(ray, n, group, num_cpus, num_gpus, env or {})
         token = secrets.token_urlsafe()
-        where = _start(ray, actors, token, max(1.0, end - time.monotonic()))
-        work = [actor.work.remote(fn, args, rank, n, where, token, timeout) for rank, actor in enumerate(actors)]
+        store_port, ranks = _start(ray, actors, token, max(1.0, end - time.monotonic()))
+        work = [
+            actor.work.remote(fn, args, variables, store_port, token, timeout)
+            for actor, variables in zip(actors, ranks, strict=True)
+        ]
         return _collect(ray, work, deadline)
     finally:
         for actor in actors:
@@ -120,20 +125,42 @@ def _make(ray: Any, n: int, group: Any, num_cpus: float, num_gpus: float, env: M
     ]
 
 
-def _start(ray: Any, actors: list[Any], token: str, seconds: float) -> tuple[str, int]:
-    """Waits until all ranks run, and returns rank 0's address and port."""
+def _start(ray: Any, actors: list[Any], token: str, seconds: float) -> tuple[int, list[dict[str, str]]]:
+    """Waits until all ranks run. Returns the port of rank 0's store, and each rank's variables, named as torchrun's."""
     n = len(actors)
-    starts = [actor.serve.remote(n, token) if rank == 0 else actor.ready.remote() for rank, actor in enumerate(actors)]
+    starts = [actor.start.remote(n, token if rank == 0 else None) for rank, actor in enumerate(actors)]
     _, late = ray.wait(starts, num_returns=n, timeout=seconds)
     if late:
         missing = [rank for rank, start in enumerate(starts) if start in late]
         raise errors.deadline(f"{CALL}: the start of {n} ranks", seconds, missing=missing)
+    places: list[_Place] = []
     for rank, start in enumerate(starts):
         try:
-            ray.get(start)
+            places.append(ray.get(start))
         except ray.exceptions.RayError as error:
             raise _translated(ray, rank, error) from None
-    return ray.get(starts[0])
+    nodes = [place.node for place in places]
+    ranks = [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(n),
+            "LOCAL_RANK": str(nodes[:rank].count(place.node)),
+            "LOCAL_WORLD_SIZE": str(nodes.count(place.node)),
+            "MASTER_ADDR": places[0].address,
+            "MASTER_PORT": str(places[0].free_port),
+        }
+        for rank, place in enumerate(places)
+    ]
+    return places[0].store_port, ranks
+
+
+class _Place(NamedTuple):
+    """Where a rank runs, and on rank 0 the port of the store and another for whoever asks the environment."""
+
+    node: str
+    address: str
+    store_port: int = 0
+    free_port: int = 0
 
 
 class _Rank:
@@ -143,30 +170,35 @@ class _Rank:
         os.environ.update(env)  # before anything that fn needs is loaded
         self.store: Any = None
 
-    def ready(self) -> None:
-        """Answers once the process runs."""
-
-    def serve(self, n: int, token: str) -> tuple[str, int]:
-        """On rank 0: the store where all meet."""
+    def start(self, n: int, token: str | None) -> _Place:
+        """Answers once the process runs; with a token, on rank 0, it also serves the store where all meet."""
+        import ray
         import ray.util
 
         from symcomm.store import TCPStore
 
-        host = ray.util.get_node_ip_address()
+        node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        if token is None:
+            return _Place(node, host)
         self.store = TCPStore(host, 0, n, is_master=True, wait_for_workers=False, token=token, bind=host)
-        return host, self.store.port
+        # MASTER_PORT is for a store that fn may start, such as torch's. Bound but not listening, the kernel gives it to
+        # nobody else, and lets a server that sets SO_REUSEADDR have it.
+        self.held = socket.socket()
+        self.held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.held.bind(("", 0))
+        return _Place(node, host, self.store.port, self.held.getsockname()[1])
 
     def work(
-        self, fn: Callable, args: tuple, rank: int, n: int, where: tuple[str, int], token: str, timeout: float | None
+        self, fn: Callable, args: tuple, variables: dict[str, str], port: int, token: str, timeout: float | None
     ) -> Any:
         """Join the others, call ``fn``, leave."""
         from symcomm.group import default
         from symcomm.store import TCPStore
 
-        host, port = where
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), MASTER_ADDR=host, MASTER_PORT=str(port))
+        os.environ.update(variables)
+        rank, n = int(variables["RANK"]), int(variables["WORLD_SIZE"])
         if self.store is None:
-            self.store = TCPStore(host, port, n, wait_for_workers=False, token=token)
+            self.store = TCPStore(variables["MASTER_ADDR"], port, n, wait_for_workers=False, token=token)
         group = default.init(rank=rank, world_size=n, store=self.store, timeout=timeout)
         try:
             return fn(group, *args)
