@@ -405,11 +405,16 @@ def test_two_calls_make_a_link(hosts, cores):
         fit_link(small, (9, 0.0), hosts, 2)
 
 
-def test_calibrate_measures_and_is_kept(tmp_path, monkeypatch):
+@pytest.mark.parametrize("cores", [2, 4])
+def test_calibrate_measures_and_is_kept(tmp_path, monkeypatch, cores):
+    """With four cores it also learns what a host's memory gives to all of them."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr("symcomm.simulate.calibrate.REPETITIONS", 3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert machines.load() is machines.DEFAULT
     machine = calibrate(seconds=0.01, mode="threads")
     assert 0 < machine.meet < 10 and math.isfinite(machine.memory)
+    assert (machine.host_memory != machines.DEFAULT.host_memory) == (cores == 4)
     assert machines.save(machine) == tmp_path / "symcomm" / "machine.json"
     assert machines.load() == machine
     assert [file.name for file in (tmp_path / "symcomm").iterdir()] == ["machine.json"]
