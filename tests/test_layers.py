@@ -23,6 +23,8 @@ LAYERS = {
     "collectives": 3,
     "group": 4,
     "observe": 5,
+    "simulate": 5,
+    "ray": 5,
     "gpu": 5,
     "symm_mem": 5,
     "backend": 6,
@@ -37,6 +39,7 @@ LAYERS = {
 # Packages below the line never import torch when they are loaded, only inside a function that was handed a tensor.
 TORCH_FREE_AT_IMPORT = {
     "errors", "types", "_core", "store", "memory", "collectives", "group", "observe", "gpu", "symm_mem", "cli",
+    "simulate", "ray",
 }  # fmt: skip
 
 

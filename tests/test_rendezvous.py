@@ -13,7 +13,17 @@ import pytest
 
 from symcomm.errors import BadArgumentError, RendezvousError
 from symcomm.store import FileStore, HashStore, PrefixStore, rendezvous
-from symcomm.store.rendezvous import Identity, first_host, hydra_job, identify, port_for_job
+from symcomm.store.launchers import (
+    Identity,
+    Node,
+    first_host,
+    hydra_job,
+    identify,
+    identify_node,
+    pod_domain,
+    port_for_job,
+    surroundings,
+)
 from tests.ranks import run_ranks
 
 TORCHRUN = {
@@ -46,6 +56,16 @@ SLURM = {
     "SLURM_STEP_NODELIST": "gpu[03-04]",
     "SLURM_JOB_ID": "991",
 }
+MVAPICH = {f"MV2_COMM_WORLD_{name}": value for name, value in
+           (("RANK", "3"), ("SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2"))}  # fmt: skip
+CRAY = {"PMI_RANK": "5", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4"}
+# One rank a pod. The domain is read from the pod's hosts file, see test_pods_learn_their_domain.
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "WORLD_SIZE": "4", "SYMCOMM_POD_DOMAIN": "svc.ns.svc.cluster.local"}
+INDEXED_JOB = POD | {"JOB_COMPLETION_INDEX": "2", "HOSTNAME": "train-2"}
+STATEFUL_SET = POD | {"HOSTNAME": "worker-a-3"}
+PYTORCH_JOB = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "job-worker-0", "RANK": "1", "WORLD_SIZE": "3",
+               "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}  # fmt: skip
+FIRST_POD = "train-0.svc.ns.svc.cluster.local"
 MPIRUN_PORT = port_for_job("prterun-host-77@1")
 
 
@@ -79,12 +99,101 @@ MPIRUN_PORT = port_for_job("prterun-host-77@1")
         ({"RANK": "1"}, Identity(rank=1, source="environment variables")),
         # a step smaller than its job
         (SLURM | {"SLURM_STEP_NUM_TASKS": "6"}, Identity(5, 6, 1, 3, "gpu03", port_for_job("991"), "Slurm")),
+        # more MPIs; hosts as LSF lists them
+        (MVAPICH, Identity(3, 4, 1, 2, None, None, "MVAPICH")),
+        (CRAY, Identity(5, 8, 1, 4, None, None, "MPICH")),
+        (
+            CRAY | {"LSB_HOSTS": "n4 n4 n5 n5", "LSB_JOBID": "77"},
+            Identity(5, 8, 1, 4, "n4", port_for_job("77"), "MPICH"),
+        ),
+        # srun with PMIx: Slurm's own variables say the size
+        (SLURM | {"PMIX_RANK": "5"}, Identity(5, 7, 1, 3, "gpu03", port_for_job("991"), "Slurm")),
+        # Kubernetes
+        (INDEXED_JOB, Identity(2, 4, 0, 1, FIRST_POD, 29500, "Kubernetes Job")),
+        (
+            STATEFUL_SET,
+            Identity(3, 4, 0, 1, "worker-a-0.svc.ns.svc.cluster.local", 29500, "Kubernetes StatefulSet"),
+        ),
+        (PYTORCH_JOB, Identity(1, 3, None, None, "job-master-0", 23456, "environment variables")),
+        (INDEXED_JOB | {"MASTER_ADDR": "m", "MASTER_PORT": "5"}, Identity(2, 4, 0, 1, "m", 5, "Kubernetes Job")),
+        (INDEXED_JOB | {"RANK": "7", "WORLD_SIZE": "9"}, Identity(7, 9, source="environment variables")),
+        (INDEXED_JOB | {"HOSTNAME": "renamed"}, Identity(2, 4, 0, 1, None, None, "Kubernetes Job")),
+        (INDEXED_JOB | {"SYMCOMM_POD_DOMAIN": ""}, Identity(2, 4, 0, 1, None, None, "Kubernetes Job")),
+        (
+            INDEXED_JOB | {"JOB_COMPLETION_INDEX": "0", "HOSTNAME": "j-0", "WORLD_SIZE": "1", "SYMCOMM_POD_DOMAIN": ""},
+            Identity(0, 1, 0, 1, "127.0.0.1", 29500, "Kubernetes Job"),
+        ),
+        (INDEXED_JOB | OPEN_MPI, Identity(1, 4, 1, 4, "127.0.0.1", MPIRUN_PORT, "Open MPI")),  # an MPIJob
+        # a machine called gpu-17, and a pod of a Deployment, are no rank 17
+        ({"HOSTNAME": "gpu-17", "WORLD_SIZE": "4"}, Identity(world_size=4, source="environment variables")),
+        (POD | {"HOSTNAME": "web-7d9c5b-x2x1z"}, Identity(world_size=4, source="environment variables")),
         # empty means not set
         ({"RANK": "", "WORLD_SIZE": "", "MASTER_ADDR": ""}, Identity()),
     ],
 )
 def test_identify(environ, expected):
     assert identify(environ) == expected
+
+
+SLURM_NODE = SLURM | {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "nodes", "expected"),
+    [
+        ({}, None, Node()),
+        (SLURM_NODE, None, Node(2, 1, "gpu03", port_for_job("991"), "Slurm")),
+        (SLURM_NODE | {"MASTER_PORT": "5"}, None, Node(2, 1, "gpu03", 5, "Slurm")),
+        (INDEXED_JOB, None, Node(4, 2, FIRST_POD, 29500, "Kubernetes Job")),
+        ({k: v for k, v in INDEXED_JOB.items() if k != "WORLD_SIZE"}, None, Node()),
+        (
+            {k: v for k, v in INDEXED_JOB.items() if k != "WORLD_SIZE"},
+            8,
+            Node(8, 2, FIRST_POD, 29500, "Kubernetes Job"),
+        ),
+        (PYTORCH_JOB, None, Node(3, 1, "job-master-0", 23456, "environment variables")),
+        (
+            PYTORCH_JOB | {"PET_NNODES": "3", "PET_NODE_RANK": "2", "WORLD_SIZE": "24", "RANK": "16"},
+            None,
+            Node(3, 2, "job-master-0", 23456, "Kubeflow"),
+        ),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, None, Node(4, 1, None, None, "Open MPI")),
+        # variables of ranks, not of nodes
+        (PLAIN, None, Node(source="environment variables")),
+        (TORCHRUN, None, Node(source="torchrun")),
+    ],
+)
+def test_identify_node(environ, nodes, expected):
+    assert identify_node(environ, nodes) == expected
+
+
+def test_several_launchers_on_a_node_are_refused():
+    with pytest.raises(RendezvousError, match=r"Slurm has started 3 processes on this node.*--ntasks-per-node=1"):
+        identify_node(SLURM)
+
+
+def test_pods_learn_their_domain(tmp_path, monkeypatch):
+    """As the kubelet writes it, with and without a headless service."""
+    file = tmp_path / "hosts"
+    file.write_text("127.0.0.1\tlocalhost # train-2.wrong\n10.1.2.3\ttrain-2.svc.ns.svc.cluster.local\ttrain-2\n")
+    assert pod_domain("train-2", str(file)) == "svc.ns.svc.cluster.local"
+    assert pod_domain("train-1", str(file)) is None
+    file.write_text("127.0.0.1\tlocalhost\n10.1.2.3\ttrain-2\n")
+    assert pod_domain("train-2", str(file)) is None
+    assert pod_domain("train-2", str(tmp_path / "missing")) is None
+    monkeypatch.setattr("symcomm.store.launchers.pod_domain", lambda name: f"domain-of-{name}")
+    for name, value in {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "train-2"}.items():
+        monkeypatch.setenv(name, value)
+    assert surroundings()["SYMCOMM_POD_DOMAIN"] == "domain-of-train-2"
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
+    assert "SYMCOMM_POD_DOMAIN" not in surroundings()
+
+
+def test_pbs_lists_its_nodes_in_a_file(tmp_path):
+    (tmp_path / "nodes").write_text("n7.cluster\nn7.cluster\nn8.cluster\n")
+    environ = CRAY | {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_JOBID": "12.server"}
+    assert identify(environ) == Identity(5, 8, 1, 4, "n7.cluster", port_for_job("12.server"), "MPICH")
+    assert identify(environ | {"PBS_NODEFILE": "/nowhere"}).master_addr is None
 
 
 @pytest.mark.parametrize(
@@ -125,7 +234,7 @@ def test_ports_for_jobs_are_stable_and_outside_the_ephemeral_range():
 def test_mpich_jobs_are_told_apart_by_their_launcher(tmp_path):
     """A process called hydra_pmi_proxy, a shell below it, and two ranks below that: both find the one at the top."""
     assert hydra_job() is None
-    code = "from symcomm.store.rendezvous import hydra_job; print(hydra_job(), flush=True)"
+    code = "from symcomm.store.launchers import hydra_job; print(hydra_job(), flush=True)"
     proxy = tmp_path / "hydra_pmi_proxy"
     proxy.symlink_to("/bin/sh")
     rank = f"{sys.executable} -c '{code}'"
@@ -193,6 +302,7 @@ def test_torchruns_store_is_only_at_its_own_address(fake_tcp):
         ("env://?rank=1", {}, PLAIN, ("node0", 1234, 8, False, True)),
         ("tcp://h:1", {"world_size": 2}, {"RANK": "1"}, ("h", 1, 2, False, True)),
         ("env://", {}, SLURM, ("gpu03", port_for_job("991"), 7, False, True)),
+        ("env://", {}, INDEXED_JOB, (FIRST_POD, 29500, 4, False, True)),
         ("env://", {}, MPICH | {"PMI_RANK": "0"}, ("127.0.0.1", 29500, 3, True, True)),
     ],
 )
@@ -234,6 +344,18 @@ def test_file(tmp_path):
         ("env://", {"rank": 0, "world_size": 2}, {}, "meeting place"),
         ("env://", {"world_size": 2}, {}, "nobody says the rank (found"),
         ("env://", {}, {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "meeting place|OMPI_COMM_WORLD_RANK=1"),
+        (
+            "env://",
+            {},
+            INDEXED_JOB | {"SYMCOMM_POD_DOMAIN": ""},
+            "meeting place|headless service|JOB_COMPLETION_INDEX=2",
+        ),
+        (
+            "env://",
+            {},
+            {k: v for k, v in INDEXED_JOB.items() if k != "WORLD_SIZE"},
+            "rank and world size|set WORLD_SIZE",
+        ),
         ("env://", {}, {**PLAIN, "RANK": "8"}, "rank must be from 0 to 7 for world_size 8, got 8 (environment"),
         ("env://", {}, {**PLAIN, "RANK": "one"}, "RANK must be a number, got 'one'"),
         ("env://", {}, {**PLAIN, "MASTER_PORT": "70000"}, "port must be from 1 to 65535, got 70000"),

@@ -8,6 +8,8 @@ Where things are (imports point down only)::
     device/       one process, many devices: broadcast, scatter, gather, DataParallel (symcomm.comm)
     symm_mem/     symmetric tensors: allocate, rendezvous, signals, symmetrize
     gpu/          the same collectives on CUDA tensors of ranks that share a host
+    simulate/     what plans would cost on a cluster that is only described
+    ray.py        ranks on a Ray cluster
     group/        ProcessGroup, Work, spawn, the default group
     collectives/  plans: one file per family of collectives, and the choice between them
     memory/       arenas: memory that all ranks of a host have mapped
@@ -50,7 +52,7 @@ _PUBLIC = {
 }  # fmt: skip
 _LAZY = {name: module for module, names in _PUBLIC.items() for name in names}
 
-_MODULES = ("comm", "compile", "ddp", "symm_mem")  # public modules, loaded on first use as well
+_MODULES = ("comm", "compile", "ddp", "ray", "simulate", "symm_mem")  # public modules, loaded on first use as well
 
 __all__ = ["__version__", "errors", *_MODULES, *_LAZY]
 

@@ -12,6 +12,7 @@ verdict.py     how a rank ended, and the words that say what happened to a job
 keeper.py      finds and kills what is left, even when the launcher itself was killed
 top.py         ``symcomm top``: the live page of a job; top_terminal.py draws the same here
 doctor.py      ``symcomm doctor``: is this machine fit, and what to change
+simulate.py    ``symcomm simulate``: what a collective would take on a cluster that is only described
 version.py     ``symcomm version``
 =============  ===========================================================================
 

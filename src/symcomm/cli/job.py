@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import NamedTuple
 
 from symcomm.cli.keeper import MARK
 from symcomm.errors import BadArgumentError, ResourceError, bad_argument
+from symcomm.store.launchers import identify_node, surroundings
 
 CALL = "symcomm run"
 LOCAL_ADDRESS = "127.0.0.1"
@@ -166,6 +168,47 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     if not match or not 0 < int(match[3]) < 65536:
         raise bad_argument(CALL, "--rdzv-endpoint", text, "host:port with a port of 1 to 65535", "e.g. node0:29500")
     return match[1] or match[2], int(match[3])
+
+
+# --- which node -----------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Which of the job's nodes this is, and where ranks meet."""
+
+    nodes: int
+    node_rank: int
+    endpoint: tuple[str, int] | None
+
+
+def find_place(
+    nnodes: str, node_rank: int | None, endpoint: tuple[str, int] | None, environ: Mapping[str, str] | None = None
+) -> Place:
+    """``--nnodes``, ``--node-rank`` and ``--rdzv-endpoint``; what is not given, a scheduler may have left in the
+    environment. It is asked only when there are several nodes, or with ``--nnodes auto``: a batch script on the first
+    of many nodes may want to run something there alone.
+    """
+    if nnodes != "auto" and not re.fullmatch(r"-?\d{1,6}", nnodes):
+        raise bad_argument(CALL, "--nnodes", nnodes, "a number of 1 or more, or auto")
+    count = None if nnodes == "auto" else int(nnodes)
+    if count is not None and (count <= 1 or (node_rank is not None and endpoint is not None)):
+        return Place(count, node_rank or 0, endpoint)
+    told = identify_node(surroundings() if environ is None else environ, count)
+    nodes = told.nodes if count is None else count
+    if nodes is None:
+        raise BadArgumentError(
+            f"{CALL}: --nnodes auto, but nobody says how many nodes there are (Slurm, MPI, Kubernetes with WORLD_SIZE, "
+            "PET_NNODES); give the number."
+        )
+    if told.nodes not in (None, nodes):
+        raise bad_argument(CALL, "--nnodes", nodes, f"{told.nodes}, which {told.source} says, or auto")
+    mine = told.node_rank if node_rank is None else node_rank
+    if mine is None:
+        fix = f"give each node its own: --node-rank 0 to --node-rank {nodes - 1}"
+        raise BadArgumentError(f"{CALL}: --node-rank is missing; with --nnodes {nodes}, {fix}.")
+    if endpoint is None and nodes > 1 and told.master_addr and told.master_port:
+        endpoint = told.master_addr, told.master_port
+    return Place(nodes, mine, endpoint)
 
 
 # --- how many ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ LAZY_COMMANDS = {
     "trace": ("symcomm.cli.trace", "Say what went wrong with a job, from its dumps or while it runs."),
     "demo": ("symcomm.cli.demo", "Several ranks at work on this machine, explained as they go."),
     "bench": ("symcomm.cli.bench", "Measure this machine."),
+    "simulate": ("symcomm.cli.simulate", "What a collective would take on a cluster that is only described."),
     "top": ("symcomm.cli.top", "Watch a running job: a live page, or in the terminal."),
     "doctor": ("symcomm.cli.doctor", "Check this machine, and say what to change."),
     "version": ("symcomm.cli.version", "Say which Symcomm, Python, C core and torch this is."),

@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from symcomm.cli.job import Job, build_command, parse_count, parse_endpoint, parse_env
+from symcomm.cli.job import Job, build_command, find_place, parse_count, parse_endpoint, parse_env
 from symcomm.cli.launch import launch
 from symcomm.cli.mps import multi_process_service
 from symcomm.cli.output import STDERR, STDOUT, Output, want_color
-from symcomm.errors import BadArgumentError, SymcommError
+from symcomm.errors import SymcommError
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 BAD_USAGE = 2
@@ -33,7 +33,12 @@ def run(
     ] = "1",
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program that is not Python.")] = False,
-    nnodes: Annotated[int, typer.Option("--nnodes", metavar="N", help="Nodes; each runs this command once.")] = 1,
+    nnodes: Annotated[
+        str,
+        typer.Option(
+            "--nnodes", metavar="N", help="Nodes; each runs this command once. auto: what Slurm, Kubernetes or MPI say."
+        ),
+    ] = "1",
     node_rank: Annotated[
         int | None,
         typer.Option("--node-rank", metavar="R", help="Which of the nodes this is, from 0.", show_default=False),
@@ -88,21 +93,20 @@ def run(
       symcomm run -n 4 train.py --lr 0.1
       symcomm run -n gpu --log-dir logs --tag first -m my_package.train
       symcomm run -n 8 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29500 train.py
+      srun --ntasks-per-node=1 symcomm run -n 8 --nnodes auto train.py
       symcomm run -n 2 --no-python ./prog
     """
     try:
-        if nnodes > 1 and node_rank is None:
-            fix = f"give each node its own: --node-rank 0 to --node-rank {nnodes - 1}"
-            raise BadArgumentError(f"symcomm run: --node-rank is missing; with --nnodes {nnodes}, {fix}.")
+        place = find_place(nnodes, node_rank, parse_endpoint(endpoint) if endpoint else None)
         variables = parse_env(env or [])
         if trace is not None:
             variables = {**variables, "SYMCOMM_TRACE_DIR": str(trace.absolute())}
         job = Job(
             command=build_command(program, args or [], module=module, no_python=no_python, env=variables),
             ranks_here=parse_count(count),
-            nodes=nnodes,
-            node_rank=node_rank or 0,
-            endpoint=parse_endpoint(endpoint) if endpoint else None,
+            nodes=place.nodes,
+            node_rank=place.node_rank,
+            endpoint=place.endpoint,
             max_restarts=max_restarts,
             grace=grace,
             tag=tag,

@@ -1,0 +1,268 @@
+"""``symcomm simulate``: what a collective or a training step would take on a cluster that is only described."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from symcomm import errors
+from symcomm.simulate import machine as machines
+from symcomm.simulate.engines import ENGINES
+from symcomm.simulate.predict import COLLECTIVES, Cluster, Estimate, compare
+from symcomm.simulate.topology import Topology, parse_topology, resized
+from symcomm.simulate.training import Step, ddp_step, fsdp_step
+from symcomm.simulate.units import parse_bandwidth, parse_bytes, words_for_bytes, words_for_time
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+CALL = "symcomm simulate"
+STEPS = {"ddp": ddp_step, "fsdp": fsdp_step}
+SWEEP = [8 << k for k in range(12)]  # ranks of a plot: 8 to 16,384
+BAD_USAGE, FAILED = 2, 1
+
+
+@contextlib.contextmanager
+def refusals_in_words() -> Iterator[None]:
+    """An error of ours is one line on stderr and an exit code."""
+    try:
+        yield
+    except errors.SymcommError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(BAD_USAGE if isinstance(error, errors.BadArgumentError) else FAILED) from None
+
+
+@app.command(name="simulate")
+def simulate(
+    what: Annotated[
+        str,
+        typer.Argument(metavar="WHAT", help=f"One of {', '.join((*COLLECTIVES, *STEPS))}."),
+    ] = "all_reduce",
+    hosts: Annotated[int, typer.Option("--hosts", metavar="N", help="Hosts of the cluster.")] = 16,
+    ranks: Annotated[int, typer.Option("--ranks-per-host", metavar="N", help="Ranks on each.")] = 8,
+    sizes: Annotated[str, typer.Option("--bytes", metavar="SIZES", help="The tensor: 64K, 1G, or 1M,64M,1G.")] = "64M",
+    topology: Annotated[
+        str,
+        typer.Option("--topology", metavar="SPEC", help="star, ring, torus:8x8, fat-tree:32; see docs/simulate.md."),
+    ] = "star",
+    engine: Annotated[str, typer.Option("--engine", help=f"Who costs the network: {' or '.join(ENGINES)}.")] = "model",
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="Tensors live in symmetric memory.")] = False,
+    machine_file: Annotated[
+        Path | None,
+        typer.Option("--machine", metavar="FILE", help="A host's numbers. [default: this machine's calibration]"),
+    ] = None,
+    cores: Annotated[
+        int, typer.Option("--cores", metavar="N", help="Cores of a host. [default: one a rank]", show_default=False)
+    ] = 0,
+    memory: Annotated[
+        str, typer.Option("--memory-bandwidth", metavar="RATE", help="Of a whole host: 200GB/s.", show_default=False)
+    ] = "",
+    model_bytes: Annotated[str, typer.Option("--model-bytes", metavar="SIZE", help="ddp, fsdp: the model.")] = "1G",
+    compute: Annotated[
+        float, typer.Option("--compute-ms", metavar="MS", help="ddp, fsdp: a step's computing.")
+    ] = 100.0,
+    bucket: Annotated[str, typer.Option("--bucket-bytes", metavar="SIZE", help="ddp: a bucket; fsdp: a unit.")] = "25M",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE", help="Draw it over 8 to 16,384 ranks: .png or .svg.", show_default=False
+        ),
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine first, and keep its numbers for later.")
+    ] = False,
+) -> None:
+    """What a collective or a training step would take on a cluster that is only described.
+
+    \b
+    Examples:
+      symcomm simulate all_reduce --hosts 1024 --bytes 1G --topology fat-tree:32,oversubscription=2
+      symcomm simulate ddp --model-bytes 14G --compute-ms 400 --hosts 64 --topology star,bandwidth=400Gb/s
+      symcomm simulate all_reduce --bytes 64M --plot all_reduce.svg
+      symcomm simulate --calibrate
+    """
+    with refusals_in_words():
+        if what not in (*COLLECTIVES, *STEPS):
+            raise errors.bad_argument(CALL, "WHAT", what, f"one of {', '.join((*COLLECTIVES, *STEPS))}")
+        if plot_file:
+            check_plot(plot_file)
+        if calibrate:
+            measure_this_machine()
+        machine = _machine(machine_file, cores, memory)
+        cluster = Cluster(ranks, parse_topology(topology, hosts), machine, engine, symmetric)
+        if what in STEPS:
+            model, piece = (
+                parse_bytes(CALL, o, t) for o, t in (("--model-bytes", model_bytes), ("--bucket-bytes", bucket))
+            )
+            steps = [STEPS[what](model, compute / 1e3, piece, cluster)]
+            show(step_rows(steps), cluster, as_json, [as_dict(step) for step in steps])
+            if plot_file:
+                plot_steps(plot_file, [STEPS[what](model, compute / 1e3, piece, c) for c in sweep(cluster)])
+        else:
+            asked = [parse_bytes(CALL, "--bytes", text) for text in sizes.split(",")]
+            found = [e for nbytes in asked for e in compare(what, nbytes, cluster)]
+            show(rows(found), cluster, as_json, [as_dict(e) for e in found])
+            if plot_file:
+                plot_collective(plot_file, [compare(what, asked[-1], c) for c in sweep(cluster)])
+
+
+def _machine(file: Path | None, cores: int, memory: str) -> machines.Machine:
+    machine = machines.load(file)
+    if cores < 0:
+        raise errors.bad_argument(CALL, "--cores", cores, "1 or more")
+    if cores:
+        machine = replace(machine, cores=cores)
+    return replace(machine, host_memory=parse_bandwidth(CALL, "--memory-bandwidth", memory)) if memory else machine
+
+
+def measure_this_machine() -> None:
+    from symcomm.simulate.calibrate import calibrate
+
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    machine = calibrate()
+    path = machines.save(machine)
+    times = ", ".join(f"{name} {getattr(machine, name) * 1e6:.2f} us" for name in ("call", "meet"))
+    rates = ", ".join(f"{name} {getattr(machine, name) / 1e9:.1f} GB/s" for name in machines.RATES)
+    typer.echo(f"{machine.name}: {times}, {rates}; kept in {path}", err=True)
+    if load > cores / 2:
+        words = f"the load was {load:.1f} on {cores} cores, so these are the times of a busy machine"
+        typer.echo(f"{CALL}: {words}; run it again when nothing else works here.", err=True)
+
+
+def sweep(cluster: Cluster) -> list[Cluster]:
+    """The same kind of cluster with 8 to 16,384 ranks."""
+    sizes = [ranks // cluster.ranks_per_host for ranks in SWEEP if ranks % cluster.ranks_per_host == 0]
+    return [replace(cluster, topology=resized(cluster.topology, hosts)) for hosts in sizes if hosts]
+
+
+# --- words ---------------------------------------------------------------------------------------------------------
+
+Table = tuple[list[str], list[list[str]]]
+
+
+def rows(found: Sequence[Estimate]) -> Table:
+    """One row an algorithm; the fastest of each size is marked. GB/s is nccl-tests' busbw."""
+    head = ["bytes", "algorithm", "time", "hosts", "network", "rounds", "GB/s", ""]
+    best = {e.nbytes: min(x.seconds for x in found if x.nbytes == e.nbytes) for e in found}
+    return head, [
+        [
+            words_for_bytes(e.nbytes), e.algorithm, words_for_time(e.seconds), _or_dash(e.inside), _or_dash(e.between),
+            f"{e.chunks} x {e.messages}" if e.chunks > 1 else str(e.messages), f"{e.busbw / 1e9:.2f}",
+            "fastest" if e.seconds == best[e.nbytes] else _times(e, best),
+        ]
+        for e in found
+    ]  # fmt: skip
+
+
+def _or_dash(seconds: float) -> str:
+    return words_for_time(seconds) if seconds else "-"
+
+
+def _times(found: Estimate, best: dict[int, float]) -> str:
+    return f"{found.seconds / best[found.nbytes]:.1f}x" if best[found.nbytes] else "-"
+
+
+def step_rows(steps: Sequence[Step]) -> Table:
+    head = ["step", "computing", "comm", "not hidden", "efficiency", "calls", "algorithm"]
+    return head, [
+        [
+            words_for_time(s.seconds), words_for_time(s.compute), words_for_time(s.communication),
+            _or_dash(s.exposed), f"{s.efficiency:.1%}", str(s.collectives), s.algorithm,
+        ]
+        for s in steps
+    ]  # fmt: skip
+
+
+def as_dict(found: Estimate | Step) -> dict[str, Any]:
+    """Seconds and bytes a second."""
+    more = ("algbw", "busbw") if isinstance(found, Estimate) else ("seconds", "efficiency")
+    return {**asdict(found), **{name: getattr(found, name) for name in more}}
+
+
+def describe(topology: Topology) -> str:
+    shape = ":" + "x".join(map(str, topology.shape)) if topology.shape else ""
+    thinner = f", oversubscription {topology.oversubscription:g}" if topology.oversubscription > 1 else ""
+    link = topology.link
+    speed = f"{link.bandwidth * 8 / 1e9:g} Gb/s, {words_for_time(link.latency)} a link"
+    return f"{topology.kind}{shape}{thinner}, {speed}, {words_for_time(link.message)} a message"
+
+
+def show(table: Table, cluster: Cluster, as_json: bool, found: list[dict[str, Any]]) -> None:
+    if as_json:
+        about = {
+            "hosts": cluster.hosts, "ranks_per_host": cluster.ranks_per_host, "topology": describe(cluster.topology),
+            "engine": cluster.engine, "machine": asdict(cluster.machine), "found": found,
+        }  # fmt: skip
+        typer.echo(json.dumps(about, indent=1))
+        return
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    head, lines = table
+    drawn = RichTable(box=None, header_style="dim", pad_edge=False)
+    for name in head:
+        drawn.add_column(name, justify="left" if name in ("algorithm", "") else "right", no_wrap=True)
+    for line in lines:
+        drawn.add_row(*line)
+    console = Console(highlight=False)
+    ranks = f"{cluster.ranks} ranks: {cluster.hosts} hosts of {cluster.ranks_per_host}"
+    console.print(f"{ranks}; {describe(cluster.topology)}; engine {cluster.engine}", style="dim")
+    console.print(f"hosts as {cluster.machine.name}\n", style="dim")
+    console.print(drawn)
+
+
+# --- pictures ------------------------------------------------------------------------------------------------------
+
+
+def check_plot(path: Path) -> None:
+    """Refuse before anything is worked out what could not be drawn afterwards."""
+    if path.suffix not in (".png", ".svg"):
+        raise errors.bad_argument(CALL, "--plot", str(path), "a file that ends in .png or .svg")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise errors.ResourceError(
+            f"{CALL}: --plot needs matplotlib, which is not installed; run `pip install 'symcomm[plot]'`."
+        ) from None
+
+
+def draw(path: Path, title: str, y: str, curves: dict[str, list[tuple[int, float]]], *, logarithmic: bool) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for name, points in curves.items():
+        axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+    axis.set_xscale("log", base=2)
+    if logarithmic:
+        axis.set_yscale("log")
+    axis.set_xticks(SWEEP, [f"{ranks:,}" for ranks in SWEEP], rotation=45)
+    axis.set(title=title, xlabel="ranks", ylabel=y)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def plot_collective(path: Path, found: list[list[Estimate]]) -> None:
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for e in (e for each in found for e in each if e.seconds):
+        curves.setdefault(e.algorithm, []).append((e.ranks, e.seconds * 1e3))
+    title = f"{found[0][0].collective} of {words_for_bytes(found[0][0].nbytes)}"
+    draw(path, title, "milliseconds", curves, logarithmic=True)
+
+
+def plot_steps(path: Path, steps: list[Step]) -> None:
+    curves = {
+        "computing": [(s.ranks, s.compute * 1e3) for s in steps],
+        "step": [(s.ranks, s.seconds * 1e3) for s in steps],
+    }
+    draw(path, f"a {steps[0].kind} step", "milliseconds", curves, logarithmic=False)

@@ -1,0 +1,171 @@
+"""Measures this machine with our own collectives.
+
+For hosts too: ``fit_link`` turns two measured calls of a real group of several hosts into a Link, with which other
+sizes and numbers of hosts can be predicted.
+
+Each number is the one with which a plan's walk (host.py) takes as long as the call did: the time to meet from a
+barrier, the rates of a cache and of memory from all_gather.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+from symcomm import errors
+from symcomm.simulate.host import host_seconds
+from symcomm.simulate.machine import DEFAULT, Machine, load
+from symcomm.simulate.predict import predict
+from symcomm.simulate.topology import Link
+
+__all__ = ["calibrate", "fit", "fit_link", "measure"]
+
+SMALL, LARGE = 256 << 10, 32 << 20  # bytes: in a core's cache, and in none
+# What is measured with two ranks: (collective, bytes, the number that follows from it)
+CASES = (("all_gather", SMALL, "cached"), ("all_gather", LARGE, "memory"))
+CALL = ("reduce_scatter", 8)  # what is above a barrier's time is what a call with tensors costs
+MANY = 8  # ranks that show what a host's memory gives to all, where there are as many cores
+REPETITIONS = 30
+DEADLINE = 120.0  # seconds for each of the two runs
+
+
+def calibrate(seconds: float = 0.5, mode: str = "processes") -> Machine:
+    """Measure for about ``seconds`` a case, and return the machine."""
+    from symcomm.group.spawn import spawn
+
+    cores = len(os.sched_getaffinity(0))
+    cases = [("barrier", 0), CALL, *((collective, nbytes) for collective, nbytes, _ in CASES)]
+    two = spawn(measure, 2, (cases, seconds), mode=mode, deadline=DEADLINE)[0]
+    machine = fit(_named(cores), dict(zip(cases, two, strict=True)))
+    if cores < 4:
+        return machine  # too few to learn what a host's memory gives: DEFAULT's number stays
+    ranks = min(cores, MANY)
+    cases = [("barrier", 0), ("all_gather", LARGE)]
+    barrier, gather = spawn(measure, ranks, (cases, seconds), mode=mode, deadline=DEADLINE)[0]
+    machine = dataclasses.replace(machine, peer=max(0.0, (barrier - machine.meet) / (ranks - 2)))
+    return _solve(machine, "host_memory", lambda m: host_seconds("all_gather", LARGE, ranks, m), gather)
+
+
+def _named(cores: int) -> Machine:
+    return dataclasses.replace(DEFAULT, name=f"{platform.node()}, {cores} cores, {platform.machine()}")
+
+
+def measure(group: Any, cases: list[tuple[str, int]], seconds: float) -> list[float]:
+    """Seconds of one call, on this rank: the fastest of repetitions, each a barrier and a loop of calls.
+
+    Others may work on this machine meanwhile; the fastest one is the one they disturbed least.
+    """
+    try:
+        import numpy as np
+    except ImportError:
+        raise errors.ResourceError(
+            "simulate: --calibrate needs NumPy, which is not installed; run `pip install 'symcomm[torch]'`."
+        ) from None
+
+    def call_of(collective: str, nbytes: int) -> Callable[[], Any]:
+        piece = np.zeros(nbytes // 4 // group.size, np.float32)
+        whole = np.zeros(len(piece) * group.size, np.float32)
+        if collective == "barrier":
+            return group.barrier
+        if collective == "all_gather":
+            return lambda: group.all_gather_single(whole, piece)
+        return lambda: group.reduce_scatter_single(piece, whole)
+
+    return [_time(group, call_of(collective, nbytes), seconds) for collective, nbytes in cases]
+
+
+def _time(group: Any, call: Callable[[], Any], seconds: float) -> float:
+    """All ranks make the same number of calls, which rank 0's first ones decide."""
+    for _ in range(5):
+        call()  # makes the plan, touches the memory
+    began = time.perf_counter()
+    for _ in range(3):
+        call()
+    each = max((time.perf_counter() - began) / 3, 1e-7)
+    asked = max(1, min(10000, int(seconds / REPETITIONS / each)))
+    calls = int.from_bytes(group.all_gather_object(asked.to_bytes(8, "little"))[0], "little")
+    times = []
+    for _ in range(REPETITIONS):
+        group.barrier()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - began) / calls)
+    return min(times)
+
+
+def fit(machine: Machine, measured: dict[tuple[str, int], float]) -> Machine:
+    """The machine on which two ranks' plans take as long as they did."""
+    meet = measured["barrier", 0]
+    machine = dataclasses.replace(machine, meet=meet, call=max(0.0, measured[CALL] - meet))
+    for collective, nbytes, name in CASES:
+        walk = _walk(collective, nbytes)
+        machine = _solve(machine, name, walk, measured[collective, nbytes])
+    return machine
+
+
+def _walk(collective: str, nbytes: int) -> Callable[[Machine], float]:
+    return lambda machine: host_seconds(collective, nbytes, 2, machine)
+
+
+def _solve(machine: Machine, name: str, walk: Callable[[Machine], float], seconds: float) -> Machine:
+    """The machine on which the walk takes ``seconds``, by its rate ``name``."""
+
+    def changed(rate: float) -> Machine:
+        values: dict[str, Any] = {name: rate}
+        return dataclasses.replace(machine, **values)
+
+    return changed(_search(lambda rate: walk(changed(rate)), seconds, 1e8, 1e13))
+
+
+def _search(time_of: Callable[[float], float], seconds: float, low: float, high: float) -> float:
+    """The rate at which something takes ``seconds``: a higher rate never takes longer, so halving finds it."""
+    for _ in range(50):
+        rate = (low * high) ** 0.5
+        if time_of(rate) > seconds:
+            low = rate
+        else:
+            high = rate
+    return (low * high) ** 0.5
+
+
+def fit_link(
+    small: tuple[int, float],
+    large: tuple[int, float],
+    hosts: int,
+    ranks_per_host: int,
+    *,
+    collective: str = "all_reduce",
+    machine: Machine | None = None,
+    cores_per_host: int = 0,
+) -> Link:
+    """A Link from two measured calls, each (bytes, seconds): the small one says what a message costs, the large one
+    what a link carries. Latency and software cannot be told apart from outside, so ``message`` holds both.
+    """
+    for name, (nbytes, seconds) in (("small", small), ("large", large)):
+        if nbytes < 1 or not seconds > 0:
+            raise errors.bad_argument("fit_link", name, (nbytes, seconds), "(bytes, seconds), both more than 0")
+    if small[0] >= large[0]:
+        raise errors.bad_argument("fit_link", "small", small, f"of fewer bytes than large, {large[0]}")
+    host = machine or load()
+
+    def seconds_with(nbytes: int, link: Link) -> float:
+        return predict(collective, nbytes, hosts, ranks_per_host, link, machine=host, cores_per_host=cores_per_host)
+
+    def with_message(link: Link) -> Link:
+        per_second = _search(lambda n: seconds_with(small[0], link._replace(message=1 / n)), small[1], 1e-1, 1e9)
+        return link._replace(message=1 / per_second)
+
+    def with_bandwidth(link: Link) -> Link:
+        return link._replace(
+            bandwidth=_search(lambda n: seconds_with(large[0], link._replace(bandwidth=n)), large[1], 1e5, 1e13)
+        )
+
+    link = Link(latency=0.0)
+    for _ in range(3):  # each changes the other a little
+        link = with_bandwidth(with_message(link))
+    return link

@@ -1,0 +1,147 @@
+"""What a collective costs on one host: the plans of all its ranks, step by step.
+
+Every rank has a clock. A copy or a reduction moves the clock by what its bytes cost; a signal notes when it was given;
+a wait moves the clock to the moment at which the last of its signals is seen. The slowest rank's clock is the answer.
+
+Long loops are not played to their end: after a few turns every turn takes as long as the one before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from symcomm import collectives
+from symcomm.collectives.plan import ALL, Copy, Loop, Plan, Reduce, Signal, Space, Step, Wait
+from symcomm.errors import InternalError
+from symcomm.simulate.machine import Machine
+from symcomm.types import DType, RedOpType
+
+__all__ = ["host_seconds", "plans_for", "plans_seconds"]
+
+SETTLED = 8  # turns after which a loop runs evenly; pipelines here are two deep
+ELEMENT = DType.FLOAT32
+
+
+@functools.lru_cache(maxsize=4096)
+def host_seconds(collective: str, nbytes: int, ranks: int, machine: Machine, symmetric: bool = False) -> float:
+    """A collective of the ranks of one host. ``nbytes``: the whole tensor, of all pieces together where it has pieces.
+
+    With ``symmetric`` the tensors live in symmetric memory, so nothing is staged.
+    """
+    if ranks == 1:
+        return 0.0  # in place, there is nothing to do
+    return machine.call + plans_seconds(plans_for(collective, nbytes, ranks), nbytes, machine, symmetric)
+
+
+def plans_for(collective: str, nbytes: int, ranks: int) -> list[Plan]:
+    """Every rank's plan for float32, as a call of that size would get it."""
+    item = ELEMENT.itemsize
+    whole, piece = max(1, nbytes // item), (max(1, nbytes // item // ranks),) * ranks
+    made = {
+        "all_reduce": lambda r: collectives.all_reduce(r, ranks, whole, ELEMENT, RedOpType.SUM),
+        "reduce_scatter": lambda r: collectives.reduce_scatter(r, ranks, piece, ELEMENT, RedOpType.SUM),
+        "all_gather": lambda r: collectives.all_gather(r, ranks, piece, ELEMENT),
+        "broadcast": lambda r: collectives.broadcast(r, ranks, whole, ELEMENT, 0),
+        "reduce": lambda r: collectives.reduce(r, ranks, whole, ELEMENT, RedOpType.SUM, 0),
+        "barrier": lambda r: collectives.barrier(r, ranks),
+    }
+    return [made[collective](rank) for rank in range(ranks)]
+
+
+def plans_seconds(plans: Sequence[Plan], nbytes: int, machine: Machine, symmetric: bool = False) -> float:
+    """Play all ranks' plans; what a long loop's remaining turns take follows from those that were played."""
+    longest = [loop.turns for loop in _loops(plans[0], symmetric) if loop.turns > SETTLED]
+    whole = _Host(plans, nbytes, machine, symmetric, SETTLED).play()
+    if not longest:
+        return whole
+    half = _Host(plans, nbytes, machine, symmetric, SETTLED // 2).play()
+    turn = (whole - half) / (SETTLED - SETTLED // 2) / len(longest)
+    return whole + turn * sum(turns - SETTLED for turns in longest)
+
+
+def _body(plan: Plan, symmetric: bool) -> list[Step]:
+    return plan.direct if symmetric and plan.direct is not None else plan.staged
+
+
+def _loops(plan: Plan, symmetric: bool) -> Iterator[Loop]:
+    return (step for step in _body(plan, symmetric) if isinstance(step, Loop))
+
+
+@dataclass
+class _Host:
+    """All ranks of a host while they play their plans."""
+
+    plans: Sequence[Plan]
+    nbytes: int
+    machine: Machine
+    symmetric: bool
+    most_turns: int
+    clocks: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranks = len(self.plans)
+        self.clocks = [0.0] * ranks
+        self.signals: list[dict[int, float]] = [{} for _ in range(ranks)]  # value -> when
+        # what of the user's tensors is in a cache: those that are small stay there from call to call
+        self.small = self.nbytes <= self.machine.cache
+        self.seen = self.machine.wait(ranks)
+        self.moved = False
+
+    def play(self) -> float:
+        """The moment at which the last rank is done."""
+        ranks = len(self.plans)
+        for rank, plan in enumerate(self.plans):
+            if not (self.symmetric and plan.direct is not None):
+                for step in plan.head:
+                    self.move(rank, step)
+        met = max(self.clocks) + self.seen
+        self.clocks = [met] * ranks
+        playing = [self.rank(r) for r in range(ranks)]
+        while playing:
+            self.moved = False
+            left = [steps for steps in playing if next(steps, None) is not None]
+            if len(left) == len(playing) and not self.moved:
+                raise InternalError("simulate: the plans of a host wait for each other; please report it.")
+            playing = left
+        return max(self.clocks)
+
+    def rank(self, rank: int) -> Iterator[bool]:
+        """Yields whenever this rank has to wait for a signal that has not been given yet."""
+        for step in _body(self.plans[rank], self.symmetric):
+            turns, body = (min(step.turns, self.most_turns), step.body) if isinstance(step, Loop) else (1, (step,))
+            for turn in range(turns):
+                for inner in body:
+                    if isinstance(inner, Wait):
+                        while (when := self.given(rank, inner.who, inner.value + inner.stride * turn)) is None:
+                            yield True
+                        self.clocks[rank] = max(self.clocks[rank], when + self.seen)
+                    elif isinstance(inner, Signal):
+                        self.signals[rank][inner.value + inner.stride * turn] = self.clocks[rank]
+                    else:
+                        self.move(rank, inner)
+                    self.moved = True
+
+    def given(self, rank: int, who: int, value: int) -> float | None:
+        """When the last of the signals a wait asks for was given; None when one is missing."""
+        latest = 0.0
+        for peer in range(len(self.plans)) if who == ALL else (who,):
+            if peer != rank:
+                when = self.signals[peer].get(value)
+                if when is None:  # a later signal says at least as much
+                    when = next((at for given, at in self.signals[peer].items() if given > value), None)
+                if when is None:
+                    return None
+                latest = max(latest, when)
+        return latest
+
+    def move(self, rank: int, step: Step) -> None:
+        """A copy or a reduction: every place costs its bytes, once."""
+        assert isinstance(step, Copy | Reduce)
+        sources = step.src if isinstance(step, Reduce) else (step.src,)
+        ranks = len(self.plans)
+        staged = sum(place.space == Space.STAGE for place in (*sources, *step.dst))
+        others = len(sources) + len(step.dst) - staged
+        self.clocks[rank] += self.machine.touch(staged * step.nbytes, ranks, True)
+        self.clocks[rank] += self.machine.touch(others * step.nbytes, ranks, self.small)

@@ -1,0 +1,106 @@
+"""What one host does with bytes, and how long its ranks take to meet.
+
+Numbers come from ``symcomm simulate --calibrate`` (calibrate.py), which writes them to the user's cache directory, or
+from DEFAULT, which is such a measurement of the machine named in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from symcomm.errors import BadArgumentError, bad_argument
+
+__all__ = ["DEFAULT", "Machine", "cache_file", "load", "save"]
+
+RATES = ("cached", "memory", "host_memory")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One host. Rates are bytes a second of one core, counting every byte read and every byte written.
+
+    Additions have no rate of their own: float32 sums of bytes in a cache took no longer than their reads and writes.
+    """
+
+    name: str
+    call: float  # seconds: what a call costs before its plan runs
+    meet: float  # seconds: two ranks say how far they are and see each other (a barrier, or a signal and a wait)
+    peer: float  # seconds that each rank beyond the second adds
+    cached: float  # bytes/s: bytes that a cache holds
+    memory: float  # bytes/s: bytes that none holds
+    host_memory: float  # bytes/s: what all cores together get from memory
+    cache: int = 1 << 20  # bytes: tensors up to here stay in a core's cache between calls
+    switch: float = 11e-6  # seconds that a wait takes longer when ranks outnumber cores (BENCHMARKS.md, 4 ranks on 2)
+    cores: int = 0  # of a host; 0: as many as ranks
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "name" and not (isinstance(value, int | float) and value >= 0):
+                raise bad_argument("Machine", field.name, value, "a number of 0 or more")
+            if field.name in RATES and value == 0:
+                raise bad_argument("Machine", field.name, value, "more than 0")
+
+    def crowding(self, ranks: int) -> float:
+        """Ranks that share a core."""
+        return max(1.0, ranks / self.cores) if self.cores else 1.0
+
+    def wait(self, ranks: int) -> float:
+        """One synchronisation of ``ranks`` ranks."""
+        if ranks < 2:
+            return 0.0
+        return self.meet + self.peer * (ranks - 2) + (self.switch if self.crowding(ranks) > 1 else 0.0)
+
+    def touch(self, nbytes: float, ranks: int, in_cache: bool) -> float:
+        """Reading or writing ``nbytes`` on one rank while ``ranks`` ranks do the same."""
+        busy = min(ranks, self.cores or ranks)
+        rate = self.cached if in_cache else min(self.memory, self.host_memory / busy)
+        return nbytes / rate * self.crowding(ranks)
+
+    def add(self, nbytes: float, ranks: int, in_cache: bool) -> float:
+        """Combining ``nbytes`` that arrived with as many of ours, into ours."""
+        return self.touch(3 * nbytes, ranks, in_cache)
+
+
+DEFAULT = Machine(
+    # what calibrate.py makes of the times in BENCHMARKS.md: 2 ranks on an idle virtual machine
+    name="2 Neoverse N1 cores",
+    call=0.97e-6,
+    meet=0.62e-6,
+    peer=0.1e-6,  # assumed: two cores hold no third rank
+    cached=42.6e9,
+    memory=24.7e9,
+    host_memory=150e9,  # assumed: two cores do not exhaust a host's memory
+)
+
+
+def cache_file() -> Path:
+    """Where a calibration is kept: ``$XDG_CACHE_HOME/symcomm/machine.json``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "symcomm" / "machine.json"
+
+
+def save(machine: Machine, path: Path | None = None) -> Path:
+    path = path or cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh.write_text(json.dumps(dataclasses.asdict(machine), indent=1) + "\n")
+    fresh.replace(path)  # a reader sees the old file or the new one
+    return path
+
+
+def load(path: Path | None = None) -> Machine:
+    """The calibration of this machine, or DEFAULT when there is none. A file that was named must be there."""
+    wanted = path or cache_file()
+    if path is None and not wanted.exists():
+        return DEFAULT
+    try:
+        return Machine(**json.loads(wanted.read_text()))
+    except OSError as error:
+        raise BadArgumentError(f"simulate: {wanted} cannot be read ({error.strerror}).") from None
+    except (TypeError, ValueError) as error:
+        fix = "run `symcomm simulate --calibrate` to write it anew"
+        raise BadArgumentError(f"simulate: {wanted} does not describe a machine ({error}); {fix}.") from None

@@ -1,0 +1,253 @@
+"""Collectives on a cluster: what happens inside the hosts, from their plans, and between them, from rounds.
+
+hierarchical   all_reduce: every host reduce_scatters in shared memory, so each rank has a shard; ranks with the same
+               number all_reduce their shards between hosts, all at once; every host all_gathers. The other collectives
+               are parts of this. ``direct``, ``ring`` and ``halving`` name what happens between hosts; direct is what
+               groups of several hosts do. Large tensors are worked on in chunks: while one is on the network, the
+               hosts have others in hand.
+flat ring      one ring through all ranks, host by host; only one message a host and round leaves it
+flat tree      one binary tree through all ranks, in chunks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from symcomm.errors import bad_argument
+from symcomm.simulate import machine as machines
+from symcomm.simulate.engines import Engine, find_engine, model_seconds
+from symcomm.simulate.host import host_seconds
+from symcomm.simulate.machine import Machine
+from symcomm.simulate.rounds import (
+    Round,
+    all_gather_rounds,
+    all_reduce_rounds,
+    direct_broadcast,
+    reduce_scatter_rounds,
+    ring,
+    tree,
+)
+from symcomm.simulate.topology import Link, Topology, parse_topology
+
+__all__ = ["ALGORITHMS", "COLLECTIVES", "Cluster", "Estimate", "compare", "estimate", "predict"]
+
+HIERARCHICAL = ("hierarchical direct", "hierarchical ring", "hierarchical halving")
+ALGORITHMS = {
+    "all_reduce": (*HIERARCHICAL, "flat ring", "flat tree"),
+    "reduce_scatter": (*HIERARCHICAL, "flat ring"),
+    "all_gather": (*HIERARCHICAL, "flat ring"),
+    "broadcast": ("hierarchical direct", "hierarchical tree", "flat tree"),
+}
+COLLECTIVES = tuple(ALGORITHMS)
+MOST_CHUNKS = 1 << 12  # of a tree
+CHUNK = 4 << 20  # bytes, of hierarchical collectives: fewer would not hide a network's latency
+DIRECT_HOSTS = 256  # beyond, everybody to everybody is too many messages to send, and to simulate
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal hosts, how they are wired, and who works out what rounds cost."""
+
+    ranks_per_host: int
+    topology: Topology
+    machine: Machine = machines.DEFAULT
+    engine: str = "model"
+    symmetric: bool = False  # tensors live in symmetric memory
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ranks_per_host, int) or self.ranks_per_host < 1:
+            raise bad_argument("simulate", "ranks_per_host", self.ranks_per_host, "1 or more")
+        find_engine(self.engine)
+
+    @property
+    def hosts(self) -> int:
+        return self.topology.hosts
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one algorithm takes: in shared memory, between hosts, and together."""
+
+    collective: str
+    algorithm: str
+    nbytes: int
+    ranks: int
+    seconds: float
+    inside: float  # seconds in which hosts work
+    between: float  # seconds in which the network does; the two may overlap
+    chunks: int
+    messages: int  # rounds of one chunk, one after the other
+
+    @property
+    def algbw(self) -> float:
+        """Bytes a second, as the caller counts them."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+    @property
+    def busbw(self) -> float:
+        """The same times nccl-tests' factor, comparable across numbers of ranks."""
+        factors = {"all_reduce": 2 * (self.ranks - 1) / self.ranks, "broadcast": 1.0}
+        return self.algbw * factors.get(self.collective, (self.ranks - 1) / self.ranks)
+
+
+def predict(
+    collective: str,
+    nbytes: int,
+    hosts: int,
+    ranks_per_host: int,
+    link: Link | Topology | str = "star",
+    *,
+    algorithm: str = "",
+    machine: Machine | None = None,
+    cores_per_host: int = 0,
+) -> float:
+    """Seconds of one call: of ``algorithm``, or of what a group of several hosts does.
+
+    ``link``: what joins each host to one switch, or a topology, or the spec of one (``"star,bandwidth=1Gb/s"``).
+    ``cores_per_host``: less than ranks_per_host where ranks share cores, as in hosts that are only emulated.
+    """
+    topology = Topology("star", hosts, link) if isinstance(link, Link) else link
+    if isinstance(topology, str):
+        topology = parse_topology(topology, hosts)
+    if topology.hosts != hosts:
+        raise bad_argument("predict", "link", topology, f"a topology of {hosts} hosts")
+    found = machine or machines.load()
+    cluster = Cluster(ranks_per_host, topology, replace(found, cores=cores_per_host) if cores_per_host else found)
+    return estimate(collective, algorithm or "hierarchical direct", nbytes, cluster).seconds
+
+
+def compare(collective: str, nbytes: int, cluster: Cluster) -> list[Estimate]:
+    """Every algorithm's estimate, in the order of ALGORITHMS; direct only for up to DIRECT_HOSTS hosts."""
+    _check(collective, nbytes)
+    small = cluster.hosts <= DIRECT_HOSTS
+    asked = [name for name in ALGORITHMS[collective] if small or name != "hierarchical direct"]
+    return [estimate(collective, name, nbytes, cluster) for name in asked]
+
+
+def estimate(collective: str, algorithm: str, nbytes: int, cluster: Cluster) -> Estimate:
+    _check(collective, nbytes)
+    if algorithm not in ALGORITHMS[collective]:
+        raise bad_argument("simulate", "algorithm", algorithm, f"one of {', '.join(ALGORITHMS[collective])}")
+    if algorithm == "hierarchical direct" and cluster.hosts > DIRECT_HOSTS:
+        raise bad_argument("simulate", "hosts", cluster.hosts, f"at most {DIRECT_HOSTS} for {algorithm}")
+    kind, way = algorithm.split()
+    if kind == "flat":
+        rounds = _flat(collective, way, nbytes, cluster)
+        between = _rounds_seconds(rounds, nbytes, cluster, find_engine(cluster.engine))
+        return Estimate(
+            collective, algorithm, nbytes, cluster.ranks, between, 0.0, between, 1, sum(r.times for r in rounds)
+        )
+    return _in_chunks(collective, way, nbytes, cluster)
+
+
+def _check(collective: str, nbytes: int) -> None:
+    if collective not in ALGORITHMS:
+        raise bad_argument("simulate", "collective", collective, f"one of {', '.join(ALGORITHMS)}")
+    if not isinstance(nbytes, int) or nbytes < 1:
+        raise bad_argument("simulate", "bytes", nbytes, "1 or more")
+
+
+# --- algorithms ------------------------------------------------------------------------------------
+
+
+def _in_chunks(collective: str, way: str, nbytes: int, cluster: Cluster) -> Estimate:
+    """Chunk after chunk: hosts work on the next while the network carries one, so the slower of the two decides.
+
+    Direct takes chunks of a fixed size, as groups do. The others take as many as pay: their rounds are many.
+    """
+    whole = {"all_gather": CHUNK * cluster.ranks, "reduce_scatter": CHUNK * cluster.hosts}.get(collective, CHUNK)
+    most = max(1, -(-nbytes // whole)) if cluster.hosts > 1 else 1
+
+    def cut(chunks: int, engine: Engine) -> Estimate:
+        inside, rounds = _hierarchical(collective, way, -(-nbytes // chunks), cluster)
+        between = _rounds_seconds(rounds, nbytes, cluster, engine)
+        seconds = inside + between + (chunks - 1) * max(inside, between)
+        return Estimate(
+            collective, f"hierarchical {way}", nbytes, cluster.ranks, seconds, chunks * inside, chunks * between,
+            chunks, sum(r.times for r in rounds),
+        )  # fmt: skip
+
+    if way != "direct":
+        most = min((1 << k for k in range(most.bit_length())), key=lambda n: cut(n, model_seconds).seconds)
+    return cut(most, find_engine(cluster.engine))
+
+
+def _hierarchical(collective: str, way: str, nbytes: int, cluster: Cluster) -> tuple[float, list[Round]]:
+    """(seconds inside the hosts, rounds between them). All ranks of a host send at once: their messages add up."""
+    hosts, shard = cluster.hosts, nbytes / cluster.ranks_per_host
+
+    def inside(part: str) -> float:
+        return host_seconds(part, nbytes, cluster.ranks_per_host, cluster.machine, cluster.symmetric)
+
+    if collective == "broadcast" and way == "tree":  # one rank a host takes part between hosts
+        return inside("broadcast"), _best_tree(nbytes, cluster, lambda n: tree(hosts, nbytes, n, up=False))
+    if collective == "broadcast":  # the first host broadcasts, the others gather
+        seconds, rounds = max(inside("broadcast"), inside("all_gather")), direct_broadcast(hosts, shard)
+    elif collective == "reduce_scatter":
+        seconds, rounds = inside("reduce_scatter"), reduce_scatter_rounds(way, hosts, shard)
+    elif collective == "all_gather":
+        seconds, rounds = inside("all_gather"), all_gather_rounds(way, hosts, shard)
+    elif hosts == 1:
+        seconds, rounds = inside("all_reduce"), []  # a host alone has a better plan than its two halves
+    else:
+        seconds, rounds = inside("reduce_scatter") + inside("all_gather"), all_reduce_rounds(way, hosts, shard)
+    return seconds, [replace(r, nbytes=r.nbytes * cluster.ranks_per_host) for r in rounds]
+
+
+def _flat(collective: str, way: str, nbytes: int, cluster: Cluster) -> list[Round]:
+    """The algorithm among all ranks; what stays within a host leaves the network alone."""
+    ranks = cluster.ranks
+
+    def placed(rounds: Sequence[Round]) -> list[Round]:
+        return [_on_hosts(r, cluster.ranks_per_host) for r in rounds]
+
+    if way == "tree":
+        down = _best_tree(nbytes, cluster, lambda n: placed(tree(ranks, nbytes, n, up=False)))
+        if collective == "broadcast":
+            return down
+        return _best_tree(nbytes, cluster, lambda n: placed(tree(ranks, nbytes, n, up=True))) + down
+    halves = {"all_reduce": (True, False), "reduce_scatter": (True,), "all_gather": (False,)}[collective]
+    return placed([r for combine in halves for r in ring(ranks, nbytes, combine)])
+
+
+def _on_hosts(messages: Round, ranks_per_host: int) -> Round:
+    """Messages between ranks as messages between their hosts, and within them."""
+    pairs = [(a // ranks_per_host, b // ranks_per_host) for a, b in messages.pairs]
+    leaving = tuple(pair for pair in pairs if pair[0] != pair[1])
+    return replace(messages, pairs=leaving, inside=messages.nbytes if len(leaving) < len(pairs) else 0)
+
+
+def _best_tree(nbytes: int, cluster: Cluster, cut: Callable[[int], list[Round]]) -> list[Round]:
+    """As many chunks as pay: more of them fill the pipeline sooner, and cost a message each."""
+    best, least, chunks = cut(1), float("inf"), 1
+    while chunks <= MOST_CHUNKS:
+        rounds = cut(chunks)
+        seconds = _rounds_seconds(rounds, nbytes, cluster, model_seconds)
+        if seconds > least:
+            break  # it falls, and then it grows
+        best, least, chunks = rounds, seconds, chunks * 2
+    return best
+
+
+def _rounds_seconds(rounds: Sequence[Round], nbytes: int, cluster: Cluster, engine: Engine) -> float:
+    """A round's messages leave and stay in their host at the same time; what arrived is then combined.
+
+    What stays passes through a staging area, which a cache holds; the tensor itself may be too large for one.
+    """
+    machine, ranks, small = cluster.machine, cluster.ranks_per_host, nbytes <= cluster.machine.cache
+    total = 0.0
+    for r, network in zip(rounds, engine(cluster.topology, rounds), strict=True):
+        within = combining = 0.0
+        if r.inside:
+            within = (
+                machine.wait(2) + machine.touch(2 * r.inside, ranks, True) + machine.touch(2 * r.inside, ranks, small)
+            )
+        if r.combined:
+            combining = machine.add(r.combined, ranks, small)
+        total += r.times * (max(network, within) + combining)
+    return total
