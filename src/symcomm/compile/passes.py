@@ -31,7 +31,7 @@ from torch._inductor import config
 from symcomm import symm_mem
 from symcomm.backend.symm_reduce import PIECES_FROM
 from symcomm.compile import cost, options, overlap, report
-from symcomm.compile.lowering import group_of
+from symcomm.compile.lowering import group_of, name_groups
 
 __all__ = ["settings_for"]
 
@@ -89,6 +89,7 @@ def _wants_fusing(found: dict[Any, Any]) -> bool:
 @contextlib.contextmanager
 def applied(graph: Any) -> Iterator[None]:
     """The settings for one graph, while it is compiled."""
+    name_groups(graph)
     wanted = settings_for(graph)
     with contextlib.ExitStack() as stack:
         if wanted:
