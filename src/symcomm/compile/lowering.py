@@ -21,7 +21,8 @@ from symcomm.backend.functional import _our as our_group
 from symcomm.compile import buffers, options, overlap, report
 from symcomm.compile.codegen import IMPORT, RUNTIME
 
-__all__ = ["Lowering", "group_of", "in_place", "into", "name_groups", "out_of_place", "then_in_place", "unchanged", "wait"]
+__all__ = ["Lowering", "group_of", "name_groups", "wait"]
+__all__ += ["in_place", "into", "out_of_place", "then_in_place", "unchanged"]
 
 Lowering = Callable[..., Any]  # (entry, torch's lowering, *what the operator takes)
 
