@@ -7,17 +7,20 @@ have to match (which collectives are joined); whether a rank blocks or waits lat
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["BUCKET_BYTES", "HANDOFF_US", "collective_us", "kernel_us", "tensor_bytes", "has_idle_cores"]
+__all__ = ["bucket_bytes", "bucketing_up_to", "collective_us", "has_idle_cores", "kernel_us", "tensor_bytes"]
 
 CALL_US = 3.0  # a blocking collective of 8 bytes: 1.1 in `symcomm bench all_reduce`, and what Python adds
 # What a launch and a wait cost above a blocking call: two switches of threads, a Work and its registration. Assumed;
 # the only measurement, 64 x 64 floats with both cores oversubscribed four times, gave 556.
 HANDOFF_US = 40.0
+COLLECTIVE_BYTES_PER_US = 8e3
 BYTES_PER_US = 8e3  # one core's memcpy
 FLOPS_PER_US = 2e4  # one core's float32 matmul
 BUCKET_BYTES = 64 << 10  # joining pays while copying this costs less than another call: 8 us
@@ -35,7 +38,7 @@ def tensor_bytes(value: Any) -> int:
 
 def collective_us(nbytes: int, world: int) -> float:
     """An all_reduce, all_gather or reduce_scatter that moves ``nbytes`` per rank."""
-    return CALL_US * max(1, world - 1) + nbytes / BYTES_PER_US
+    return CALL_US * max(1, world - 1) + nbytes / COLLECTIVE_BYTES_PER_US
 
 
 _MATMULS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
@@ -65,3 +68,21 @@ def _rows(tensor: torch.Tensor) -> int:
 def has_idle_cores(ranks: int) -> bool:
     """Whether a collective can run beside kernels without taking their core."""
     return len(os.sched_getaffinity(0)) > ranks * torch.get_num_threads()
+
+
+_limits = [BUCKET_BYTES]  # the last one holds
+
+
+def bucket_bytes() -> int:
+    """Up to how many bytes together collectives are joined."""
+    return _limits[-1]
+
+
+@contextlib.contextmanager
+def bucketing_up_to(nbytes: int) -> Iterator[None]:
+    """Another limit, to measure with. On every rank alike."""
+    _limits.append(nbytes)
+    try:
+        yield
+    finally:
+        _limits.pop()

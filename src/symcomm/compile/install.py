@@ -128,7 +128,8 @@ def _key() -> str:
         return ""
     ours = [(group.group_name, group.size()) for group in dist.distributed_c10d._world.pg_map if _is_ours(group)]
     idle = [cost.has_idle_cores(size) for _, size in ours]
-    return f"{__version__} {options.current().key()} {sorted(ours)} {idle}" if ours else ""
+    chosen = f"{options.current().key()} {cost.bucket_bytes()}"
+    return f"{__version__} {chosen} {sorted(ours)} {idle}" if ours else ""
 
 
 def _is_ours(group: Any) -> bool:

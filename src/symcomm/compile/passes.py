@@ -3,7 +3,7 @@
 torch has the passes, all switched off. What is decided here is when each pays with collectives in shared memory. What
 a user has switched on is left as it is.
 
-Bucketing (fx_passes/bucketing.py), for collectives of up to cost.BUCKET_BYTES that follow one another::
+Bucketing (fx_passes/bucketing.py), for collectives of up to cost.bucket_bytes() that follow one another::
 
     before   x = all_reduce(a); y = all_reduce(b)      after   z = all_reduce(cat(a, b)); x, y = split(z)
 
@@ -65,7 +65,7 @@ def _sizes_are_known(found: dict[Any, Any]) -> bool:
 
 
 def _bucket_mb(_: int) -> float:
-    return cost.BUCKET_BYTES / 2**20
+    return cost.bucket_bytes() / 2**20
 
 
 def _wants_overlap(found: dict[Any, Any]) -> bool:
