@@ -15,7 +15,7 @@ from symcomm import compile as symcompile
 from symcomm import symm_mem
 from symcomm.backend import symm_reduce
 from symcomm.cli.bench_ddp_worker import memory
-from symcomm.compile import runtime
+from symcomm.compile import report, runtime
 from tests.compile_checks import Compiled, alike, as_eager, check
 
 
@@ -134,8 +134,10 @@ def small_ones_are_joined(rank: int) -> None:
         scattered = [functional.reduce_scatter_tensor(a - k, "sum", 0, "0") for k in range(5)]
         return reduced + gathered + scattered
 
-    a = torch.randn(16, 8)
-    joined = as_eager(function, a, block=True)
+    a, said = torch.randn(16, 8), []
+    with patch.object(report, "say", said.append):
+        joined = as_eager(function, a, block=True)
+    assert "12 of the graph's 15 collectives were joined with others" in said, said
     assert len(joined.records) == 3 and "wait_tensor" not in joined.code, joined.records
     launched = as_eager(function, a, block=False)
     assert len(launched.records) == 3 and launched.code.count("wait_tensor.default(") == 3, launched.code
@@ -185,6 +187,7 @@ def matmuls_in_pieces(rank: int) -> None:
     a, w = torch.randn(64, 32), torch.randn(32, 48)
     compiled = as_eager(gather_first, a, w, exact=False, fuse=True)
     assert "fused_all_gather_matmul" in compiled.code, compiled.code
+    assert [(r.op, r.shape) for r in compiled.records] == [("fused_all_gather_matmul", (64, 32))], compiled.records
     compiled = as_eager(scatter_after, a, w, exact=False, fuse=True)
     assert "fused_matmul_reduce_scatter" in compiled.code, compiled.code
     compiled = as_eager(scatter_after, a, w, exact=False, fuse=False)

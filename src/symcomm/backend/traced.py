@@ -135,7 +135,7 @@ def _kernel(schema: Any, known: Any, method: str, kind: Any) -> Callable[..., An
         given = dict(zip(names, args, strict=False))
         splits = [list(given[name]) for name in ("output_split_sizes", "input_split_sizes") if name in given]
         _own(group, method)(group, *args[:place], *splits, _options(kind, given))
-        work = c10d.FakeWork().boxed()  # type: ignore[attr-defined]  # it has ended
+        work = c10d.FakeWork().boxed()  # it has ended
         return (args[0], work) if len(schema.returns) == 2 else work
 
     return kernel

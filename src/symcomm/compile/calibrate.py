@@ -51,7 +51,7 @@ def fastest(steps: Sequence[Callable[[], Any]], seconds: float, least: int = 300
 
 def _symmetric(nbytes: int) -> torch.Tensor:
     count = max(1, nbytes // 4)
-    return empty_strided_p2p((count,), (1,), torch.float32, "cpu", dist.group.WORLD.core).zero_()  # type: ignore[union-attr]
+    return empty_strided_p2p((count,), (1,), torch.float32, "cpu", dist.group.WORLD.core).zero_()
 
 
 def call_and_launch_us(nbytes: int, seconds: float) -> tuple[float, float]:
@@ -61,13 +61,14 @@ def call_and_launch_us(nbytes: int, seconds: float) -> tuple[float, float]:
     def launch() -> None:
         ops.wait_tensor(ops.all_reduce_(tensor, "sum", "0"))
 
-    blocking, launched = fastest([lambda: runtime.all_reduce_(tensor, "sum", "0"), launch], seconds)
+    (blocking,) = fastest([lambda: runtime.all_reduce_(tensor, "sum", "0")], seconds)
+    (launched,) = fastest([launch], seconds)  # not in turns: threads that have just been used still spin
     return blocking, launched
 
 
 def copy_bytes_per_us(seconds: float) -> float:
     source, target = torch.zeros(1 << 20), torch.zeros(1 << 20)
-    return 4 * (1 << 20) / fastest([lambda: target.copy_(source)], seconds)[0]
+    return 8 * (1 << 20) / fastest([lambda: target.copy_(source)], seconds)[0]
 
 
 def matmul_flops_per_us(seconds: float) -> float:

@@ -91,6 +91,7 @@ def applied(graph: Any) -> Iterator[None]:
     """The settings for one graph, while it is compiled."""
     name_groups(graph)
     wanted = settings_for(graph)
+    before = len(overlap.collectives_of(graph, group_of))
     with contextlib.ExitStack() as stack:
         if wanted:
             stack.enter_context(config.patch(wanted))
@@ -99,6 +100,34 @@ def applied(graph: Any) -> Iterator[None]:
             # The pass asks for NCCL, the only backend with these operators when it was written.
             stack.enter_context(patch.object(dist, "is_nccl_available", lambda: True))
         yield
+    _tell(graph, before)
+
+
+def _tell(graph: Any, before: int) -> None:
+    """What the passes did to collectives that are not there any more."""
+    fused = [node for node in graph.nodes if str(node.target).startswith("symm_mem.fused_")]
+    for node in fused:
+        report.note(_fused_record(node))
+    joined = before - len(fused) - len(overlap.collectives_of(graph, group_of))
+    if joined > 0:
+        report.say(f"{joined} of the graph's {before} collectives were joined with others")
+
+
+def _fused_record(node: Any) -> report.Record:
+    value = node.args[0].meta.get("val")
+    shape = tuple(size if isinstance(size, int) else str(size) for size in getattr(value, "shape", ()))
+    known = all(isinstance(size, int) for size in shape)
+    return report.Record(
+        op=node.target._opname,
+        shape=shape,
+        dtype=str(getattr(value, "dtype", "")).removeprefix("torch."),
+        nbytes=cost.tensor_bytes(value) if known else None,
+        group=repr(node.args[-1]),
+        plan=f"with its matmul: in pieces from {PIECES_FROM} bytes on, where there is a core for it",
+        zero_copy=False,
+        reason="the operator has its own buffers",
+        wait="beside the matmul",
+    )
 
 
 def _look(nodes: list[Any]) -> list[Any]:
