@@ -235,7 +235,7 @@ def explained(rank: int) -> None:
 @check
 def the_table(rank: int) -> None:
     """Shapes are those of torch's own meta functions; eager methods, gradients and plans exist."""
-    from symcomm.compile.table import TABLE
+    from symcomm.compile.table import TABLE, WAIT
 
     ops = torch.ops._c10d_functional
     a = torch.empty(8, 6, device="meta")
@@ -244,6 +244,7 @@ def the_table(rank: int) -> None:
         "reduce_scatter_tensor": (a, "sum", 2, "0"), "all_to_all_single": (a, [3, 1], [6, 2], "0"),
         "all_gather_into_tensor_coalesced": ([a, a.t()], 2, "0"), "all_reduce_coalesced": ([a, a], "sum", "0"),
         "reduce_scatter_tensor_coalesced": ([a, a.t()], "sum", 2, "0"),
+        "isend": (a, 1, 0, "0"), "irecv": (a, 0, 0, "0"), "batch_p2p_ops": (["isend"], [1], [0], [a], "0"),
     }  # fmt: skip
     for name, given in arguments.items():
         entry = TABLE[f"_c10d_functional::{name}"]
@@ -254,4 +255,6 @@ def the_table(rank: int) -> None:
     for entry in TABLE.values():
         assert entry.packet is not None and callable(getattr(group, entry.eager)) and entry.gradient
         assert entry.autograd is not None or not entry.rule
-        assert entry.plan is not None and entry.plan(rank, 2, 4096, 11).world == 2
+        assert entry.plan is None or entry.plan(rank, 2, 4096, 11).world == 2
+    known = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("_c10d_functional::")}
+    assert known - set(TABLE) == {WAIT, "_c10d_functional::_wrap_tensor_autograd"}

@@ -53,13 +53,16 @@ def watch(proxy_tensor: Any, group_class: type) -> None:
 
     @functools.wraps(enter)
     def entered(self: Any) -> Any:
+        mode = enter(self)
         _count(+1, group_class)
-        return enter(self)
+        return mode
 
     @functools.wraps(leave)
     def left(self: Any, *error: Any) -> Any:
-        _count(-1, group_class)
-        return leave(self, *error)
+        try:
+            return leave(self, *error)
+        finally:
+            _count(-1, group_class)
 
     mode.__enter__, mode.__exit__ = entered, left
 

@@ -22,7 +22,7 @@ from symcomm.compile import buffers, options, overlap, report
 from symcomm.compile.codegen import IMPORT, RUNTIME
 
 __all__ = ["Lowering", "group_of", "name_groups", "wait"]
-__all__ += ["in_place", "into", "out_of_place", "then_in_place", "unchanged"]
+__all__ += ["as_torch_does", "in_place", "into", "out_of_place", "then_in_place", "unchanged"]
 
 Lowering = Callable[..., Any]  # (entry, torch's lowering, *what the operator takes)
 
@@ -155,6 +155,11 @@ def unchanged(entry: Any, theirs: Lowering, inputs: Any, *args: Any, **kwargs: A
     reasons = [_realize(entry, box, source, group) for box, source in zip(boxes, _sources(node), strict=False)]
     _note(entry, node, group, boxes, reasons, False, boxes[0].get_name())
     return theirs(_like(inputs, boxes), *args, **kwargs)
+
+
+def as_torch_does(entry: Any, theirs: Lowering, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Messages: they have neither a form without copies nor one that blocks."""
+    return theirs(inputs, *args, **kwargs)
 
 
 def wait(theirs: Lowering, box: Any) -> Any:
