@@ -15,7 +15,7 @@ from symcomm import compile as symcompile
 from symcomm import symm_mem
 from symcomm.backend import symm_reduce
 from symcomm.cli.bench_ddp_worker import memory
-from symcomm.compile import runtime
+from symcomm.compile import report, runtime
 from tests.compile_checks import Compiled, alike, as_eager, check
 
 
@@ -134,8 +134,10 @@ def small_ones_are_joined(rank: int) -> None:
         scattered = [functional.reduce_scatter_tensor(a - k, "sum", 0, "0") for k in range(5)]
         return reduced + gathered + scattered
 
-    a = torch.randn(16, 8)
-    joined = as_eager(function, a, block=True)
+    a, said = torch.randn(16, 8), []
+    with patch.object(report, "say", said.append):
+        joined = as_eager(function, a, block=True)
+    assert "12 of the graph's 15 collectives were joined with others" in said, said
     assert len(joined.records) == 3 and "wait_tensor" not in joined.code, joined.records
     launched = as_eager(function, a, block=False)
     assert len(launched.records) == 3 and launched.code.count("wait_tensor.default(") == 3, launched.code
@@ -185,6 +187,7 @@ def matmuls_in_pieces(rank: int) -> None:
     a, w = torch.randn(64, 32), torch.randn(32, 48)
     compiled = as_eager(gather_first, a, w, exact=False, fuse=True)
     assert "fused_all_gather_matmul" in compiled.code, compiled.code
+    assert [(r.op, r.shape) for r in compiled.records] == [("fused_all_gather_matmul", (64, 32))], compiled.records
     compiled = as_eager(scatter_after, a, w, exact=False, fuse=True)
     assert "fused_matmul_reduce_scatter" in compiled.code, compiled.code
     compiled = as_eager(scatter_after, a, w, exact=False, fuse=False)
@@ -232,7 +235,7 @@ def explained(rank: int) -> None:
 @check
 def the_table(rank: int) -> None:
     """Shapes are those of torch's own meta functions; eager methods, gradients and plans exist."""
-    from symcomm.compile.table import TABLE
+    from symcomm.compile.table import TABLE, WAIT
 
     ops = torch.ops._c10d_functional
     a = torch.empty(8, 6, device="meta")
@@ -241,6 +244,7 @@ def the_table(rank: int) -> None:
         "reduce_scatter_tensor": (a, "sum", 2, "0"), "all_to_all_single": (a, [3, 1], [6, 2], "0"),
         "all_gather_into_tensor_coalesced": ([a, a.t()], 2, "0"), "all_reduce_coalesced": ([a, a], "sum", "0"),
         "reduce_scatter_tensor_coalesced": ([a, a.t()], "sum", 2, "0"),
+        "isend": (a, 1, 0, "0"), "irecv": (a, 0, 0, "0"), "batch_p2p_ops": (["isend"], [1], [0], [a], "0"),
     }  # fmt: skip
     for name, given in arguments.items():
         entry = TABLE[f"_c10d_functional::{name}"]
@@ -251,4 +255,6 @@ def the_table(rank: int) -> None:
     for entry in TABLE.values():
         assert entry.packet is not None and callable(getattr(group, entry.eager)) and entry.gradient
         assert entry.autograd is not None or not entry.rule
-        assert entry.plan is not None and entry.plan(rank, 2, 4096, 11).world == 2
+        assert entry.plan is None or entry.plan(rank, 2, 4096, 11).world == 2
+    known = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("_c10d_functional::")}
+    assert known - set(TABLE) == {WAIT, "_c10d_functional::_wrap_tensor_autograd"}

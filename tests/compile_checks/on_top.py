@@ -69,6 +69,20 @@ def ddp(rank: int) -> None:
 
 
 @check
+def ddp_with_its_reductions_in_the_graph(rank: int) -> None:
+    """PyTorch's functional form of DDP: forward, backward and reductions in one graph each."""
+    with (
+        torch._dynamo.config.patch(optimize_ddp="python_reducer"),
+        torch._dynamo.compiled_autograd._enable(torch.compile(fullgraph=True)),
+        report.listening() as records,
+        config.patch(force_disable_caches=True),
+    ):
+        got = _train(torch.compile(DistributedDataParallel(_model()), fullgraph=True))  # type: ignore[arg-type]
+    alike(got, _train(DistributedDataParallel(_model())), exact=False)
+    assert records
+
+
+@check
 def ddp_by_functional_collectives(rank: int) -> None:
     """The whole step in one graph: the reductions are in it."""
 

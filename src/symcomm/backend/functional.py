@@ -3,6 +3,9 @@
 ``_c10d_functional`` resolves a group by name and calls it. For two of its operators torch 2.13 looks past a Python
 group for a C++ backend inside it, and finds none. For CPU and CUDA tensors those two get kernels of ours, which do the
 same on our groups and hand every other group to the kernel that was there.
+
+Inside ``allow_inflight_collective_as_graph_input_ctx`` the tensors of asynchronous calls are known to ``wait_tensor``,
+so that a compiled graph can wait for what eager code has begun.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._C._distributed_c10d as c10d
 from torch._C._distributed_c10d import AllgatherOptions, _register_work, _resolve_process_group
 
-__all__ = ["install"]
+__all__ = ["install", "register_work", "waited_for_in_graphs"]
+
+waited_for_in_graphs: Callable[[], bool] = getattr(c10d, "_allow_inflight_collective_as_graph_input", lambda: False)
 
 _installed: list[Any] = []  # the library; its kernels live as long as it does
 
@@ -59,3 +65,10 @@ def _batch(ops: Sequence[str], peers: Sequence[int], tags: Sequence[int], tensor
     functional = torch.ops._c10d_functional
     each = {"isend": functional.isend, "irecv": functional.irecv}
     return [each[op](*message, name) for op, *message in zip(ops, tensors, peers, tags, strict=True)]
+
+
+def register_work(work: Any, tensors: Sequence[Any]) -> None:
+    """``wait_tensor`` of any of these waits for the work."""
+    for tensor in tensors:
+        for one in tensor if isinstance(tensor, (list, tuple)) else [tensor]:
+            _register_work(one, work)

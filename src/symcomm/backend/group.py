@@ -21,6 +21,7 @@ from symcomm.backend.arguments import is_async, once_each, one_list, redop_of, r
 from symcomm.backend.careful import Careful
 from symcomm.backend.checks import single
 from symcomm.backend.engines import Engines
+from symcomm.backend.functional import register_work, waited_for_in_graphs
 from symcomm.backend.life import Life, alive
 from symcomm.backend.profile import Span, describe, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
@@ -149,6 +150,8 @@ class TorchGroup(Life, dist.ProcessGroup):
             work = TorchWork(inner, list(result), name)
             if self._coalescing is not None:
                 self._coalescing.append(work)
+            elif waited_for_in_graphs():
+                register_work(work, result)
         if self._hook is not None:
             self._tell(work, time.monotonic() - begun)
         return work

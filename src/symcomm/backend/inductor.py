@@ -1,8 +1,9 @@
 """Once something is compiled, torch's compiler is told of us; until then it is not even loaded.
 
-A finder at the front of ``sys.meta_path`` waits for two of the compiler's modules. It asks the other finders for them,
+A finder at the front of ``sys.meta_path`` waits for some of the compiler's modules. It asks the other finders for them,
 and has something done after a module's own code has run:
 
+* Calls of our groups become nodes of graphs that ``make_fx`` traces.
 * Dynamo leaves our own code alone. When C++ calls a group (DDP does, in its forward), it would compile that as well.
 * Inductor gets our lowerings, from ``symcomm.compile``.
 """
@@ -32,7 +33,15 @@ def _install(_: Any) -> None:
     importlib.import_module(_installer).install()
 
 
+def _trace(proxy_tensor: Any) -> None:
+    from symcomm.backend.group import TorchGroup
+    from symcomm.backend.traced import watch
+
+    watch(proxy_tensor, TorchGroup)
+
+
 _THEN: dict[str, Callable[[Any], None]] = {
+    "torch.fx.experimental.proxy_tensor": _trace,
     "torch._dynamo.trace_rules": _leave_alone,
     "torch._inductor.compile_fx": _install,
 }

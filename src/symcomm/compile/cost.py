@@ -1,26 +1,34 @@
 """What a collective and a kernel take, roughly: enough to tell 5 microseconds from 500.
 
-Numbers are of Neoverse N1 cores, two ranks on two of them. Near the border both choices take about the same time, and
-results never depend on it. All ranks decide from sizes alone where their calls
-have to match (which collectives are joined); whether a rank blocks or waits later is its own affair.
+Numbers are of Neoverse N1 cores, two ranks on two of them; ``python -m symcomm.compile.calibrate`` measures them on any
+machine. Near the border both choices take about the same time, and results never depend on it. All ranks decide from
+sizes alone where their calls have to match (which collectives are joined); whether a rank blocks or waits later is its
+own affair.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["BUCKET_BYTES", "HANDOFF_US", "collective_us", "kernel_us", "tensor_bytes", "has_idle_cores"]
+__all__ = ["bucket_bytes", "bucketing_up_to", "collective_us", "has_idle_cores", "kernel_us", "tensor_bytes"]
 
-CALL_US = 3.0  # a blocking collective of 8 bytes: 1.1 in `symcomm bench all_reduce`, and what Python adds
-# What a launch and a wait cost above a blocking call: two switches of threads, a Work and its registration. Assumed;
-# the only measurement, 64 x 64 floats with both cores oversubscribed four times, gave 556.
-HANDOFF_US = 40.0
-BYTES_PER_US = 8e3  # one core's memcpy
-FLOPS_PER_US = 2e4  # one core's float32 matmul
-BUCKET_BYTES = 64 << 10  # joining pays while copying this costs less than another call: 8 us
+# A blocking collective of a few bytes, called as graphs call it. calibrate: 5.7, the fastest on a busy machine.
+CALL_US = 6.0
+# What a launch and a wait cost above a blocking call: two changes of thread, a Work and its registration.
+# BENCHMARKS.md, "Through torch.distributed", on a quiet machine: 57 - 9.6. (calibrate on a busy one: 160 to 450.)
+HANDOFF_US = 47.0
+# BENCHMARKS.md, all_reduce of 1 MiB of symmetric memory, quiet: 49.9 us, 1.0 of which it takes for 8 bytes, too.
+COLLECTIVE_BYTES_PER_US = 2.1e4
+BYTES_PER_US = 3.4e4  # read and written by one core. calibrate, 4 MiB copied: 33,658 and 34,313 in two runs
+FLOPS_PER_US = 3.6e4  # one core's float32 matmul. calibrate, 256 x 256: 35,998 and 36,046 in two runs
+# Joining saves a call and costs a copy, so it pays below CALL_US * BYTES_PER_US / 2 = 102,000 bytes; the power of two
+# below that. calibrate, four of 4 to 32 KiB on a busy machine: joined and apart within 4% of each other.
+BUCKET_BYTES = 64 << 10
 
 
 def tensor_bytes(value: Any) -> int:
@@ -35,7 +43,7 @@ def tensor_bytes(value: Any) -> int:
 
 def collective_us(nbytes: int, world: int) -> float:
     """An all_reduce, all_gather or reduce_scatter that moves ``nbytes`` per rank."""
-    return CALL_US * max(1, world - 1) + nbytes / BYTES_PER_US
+    return CALL_US * max(1, world - 1) + nbytes / COLLECTIVE_BYTES_PER_US
 
 
 _MATMULS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
@@ -65,3 +73,21 @@ def _rows(tensor: torch.Tensor) -> int:
 def has_idle_cores(ranks: int) -> bool:
     """Whether a collective can run beside kernels without taking their core."""
     return len(os.sched_getaffinity(0)) > ranks * torch.get_num_threads()
+
+
+_limits = [BUCKET_BYTES]  # the last one holds
+
+
+def bucket_bytes() -> int:
+    """Up to how many bytes together collectives are joined."""
+    return _limits[-1]
+
+
+@contextlib.contextmanager
+def bucketing_up_to(nbytes: int) -> Iterator[None]:
+    """Another limit, to measure with. On every rank alike."""
+    _limits.append(nbytes)
+    try:
+        yield
+    finally:
+        _limits.pop()

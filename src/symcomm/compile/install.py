@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -122,13 +123,16 @@ def _key() -> str:
     import torch.distributed as dist
 
     from symcomm import __version__
-    from symcomm.compile import cost, options
+    from symcomm.compile import cost, options, report
 
     if not dist.is_initialized():
         return ""
     ours = [(group.group_name, group.size()) for group in dist.distributed_c10d._world.pg_map if _is_ours(group)]
     idle = [cost.has_idle_cores(size) for _, size in ours]
-    return f"{__version__} {options.current().key()} {sorted(ours)} {idle}" if ours else ""
+    chosen = f"{options.current().key()} {cost.bucket_bytes()}"
+    if report.is_debugging():  # from a cache there would be nothing to tell
+        chosen += os.urandom(8).hex()
+    return f"{__version__} {chosen} {sorted(ours)} {idle}" if ours else ""
 
 
 def _is_ours(group: Any) -> bool:

@@ -14,13 +14,15 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import clone
 from torch._inductor.virtualized import V
+from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from symcomm.backend.functional import _our as our_group
 from symcomm.compile import buffers, options, overlap, report
 from symcomm.compile.codegen import IMPORT, RUNTIME
 
-__all__ = ["Lowering", "group_of", "in_place", "into", "out_of_place", "then_in_place", "unchanged", "wait"]
+__all__ = ["Lowering", "group_of", "name_groups", "wait"]
+__all__ += ["as_torch_does", "in_place", "into", "out_of_place", "then_in_place", "unchanged"]
 
 Lowering = Callable[..., Any]  # (entry, torch's lowering, *what the operator takes)
 
@@ -34,10 +36,22 @@ def group_of(node: Any) -> Any:
     given = node.kwargs.get("group_name")
     for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
         given = value if argument.name == "group_name" else given
+    if isinstance(given, torch.fx.Node) and given.op == "get_attr":  # graphs of make_fx hold the group itself
+        given = getattr(node.graph.owning_module, str(given.target), None)
     try:
-        return our_group(given) if isinstance(given, str) else None
+        return our_group(given) if isinstance(given, (str, ProcessGroup)) else None
     except RuntimeError:
         return None  # nobody knows a group of that name here: torch's lowering does not need one
+
+
+def name_groups(graph: Any) -> None:
+    """Graphs of make_fx hold groups themselves; where they are ours, their names take their place."""
+    for node in graph.nodes:
+        held = [value for value in node.args if isinstance(value, torch.fx.Node) and value.op == "get_attr"]
+        group = group_of(node) if held else None
+        for value in held:
+            if group is not None and getattr(graph.owning_module, str(value.target), None) is group:
+                node.args = tuple(group.group_name if one is value else one for one in node.args)
 
 
 class BlockingKernel(ir._CollectiveKernel):
@@ -141,6 +155,11 @@ def unchanged(entry: Any, theirs: Lowering, inputs: Any, *args: Any, **kwargs: A
     reasons = [_realize(entry, box, source, group) for box, source in zip(boxes, _sources(node), strict=False)]
     _note(entry, node, group, boxes, reasons, False, boxes[0].get_name())
     return theirs(_like(inputs, boxes), *args, **kwargs)
+
+
+def as_torch_does(entry: Any, theirs: Lowering, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Messages: they have neither a form without copies nor one that blocks."""
+    return theirs(inputs, *args, **kwargs)
 
 
 def wait(theirs: Lowering, box: Any) -> Any:

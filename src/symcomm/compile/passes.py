@@ -3,7 +3,7 @@
 torch has the passes, all switched off. What is decided here is when each pays with collectives in shared memory. What
 a user has switched on is left as it is.
 
-Bucketing (fx_passes/bucketing.py), for collectives of up to cost.BUCKET_BYTES that follow one another::
+Bucketing (fx_passes/bucketing.py), for collectives of up to cost.bucket_bytes() that follow one another::
 
     before   x = all_reduce(a); y = all_reduce(b)      after   z = all_reduce(cat(a, b)); x, y = split(z)
 
@@ -31,7 +31,7 @@ from torch._inductor import config
 from symcomm import symm_mem
 from symcomm.backend.symm_reduce import PIECES_FROM
 from symcomm.compile import cost, options, overlap, report
-from symcomm.compile.lowering import group_of
+from symcomm.compile.lowering import group_of, name_groups
 
 __all__ = ["settings_for"]
 
@@ -65,7 +65,7 @@ def _sizes_are_known(found: dict[Any, Any]) -> bool:
 
 
 def _bucket_mb(_: int) -> float:
-    return cost.BUCKET_BYTES / 2**20
+    return cost.bucket_bytes() / 2**20
 
 
 def _wants_overlap(found: dict[Any, Any]) -> bool:
@@ -89,7 +89,9 @@ def _wants_fusing(found: dict[Any, Any]) -> bool:
 @contextlib.contextmanager
 def applied(graph: Any) -> Iterator[None]:
     """The settings for one graph, while it is compiled."""
+    name_groups(graph)
     wanted = settings_for(graph)
+    before = len(overlap.collectives_of(graph, group_of))
     with contextlib.ExitStack() as stack:
         if wanted:
             stack.enter_context(config.patch(wanted))
@@ -98,6 +100,34 @@ def applied(graph: Any) -> Iterator[None]:
             # The pass asks for NCCL, the only backend with these operators when it was written.
             stack.enter_context(patch.object(dist, "is_nccl_available", lambda: True))
         yield
+    _tell(graph, before)
+
+
+def _tell(graph: Any, before: int) -> None:
+    """What the passes did to collectives that are not there any more."""
+    fused = [node for node in graph.nodes if str(node.target).startswith("symm_mem.fused_")]
+    for node in fused:
+        report.note(_fused_record(node))
+    joined = before - len(fused) - len(overlap.collectives_of(graph, group_of))
+    if joined > 0:
+        report.say(f"{joined} of the graph's {before} collectives were joined with others")
+
+
+def _fused_record(node: Any) -> report.Record:
+    value = node.args[0].meta.get("val")
+    shape = tuple(size if isinstance(size, int) else str(size) for size in getattr(value, "shape", ()))
+    known = all(isinstance(size, int) for size in shape)
+    return report.Record(
+        op=node.target._opname,
+        shape=shape,
+        dtype=str(getattr(value, "dtype", "")).removeprefix("torch."),
+        nbytes=cost.tensor_bytes(value) if known else None,
+        group=repr(node.args[-1]),
+        plan=f"with its matmul: in pieces from {PIECES_FROM} bytes on, where there is a core for it",
+        zero_copy=False,
+        reason="the operator has its own buffers",
+        wait="beside the matmul",
+    )
 
 
 def _look(nodes: list[Any]) -> list[Any]:

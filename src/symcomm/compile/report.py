@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Record", "listening", "note", "say"]
+__all__ = ["Record", "is_debugging", "listening", "note", "placed", "say"]
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Record:
 _listeners: list[list[Record]] = []
 
 
-def _is_debugging() -> bool:
+def is_debugging() -> bool:
     return "compile" in os.environ.get("SYMCOMM_DEBUG", "").split(",")
 
 
@@ -47,7 +47,7 @@ def note(record: Record) -> None:
 
 
 def say(text: str) -> None:
-    if _is_debugging():
+    if is_debugging():
         print(f"symcomm compile: {text}", file=sys.stderr, flush=True)
 
 

@@ -13,10 +13,12 @@ __all__ = [
     "all_gather",
     "all_gather_each",
     "all_to_all",
+    "messages",
     "reduce_scatter",
     "reduce_scatter_each",
     "same",
     "same_each",
+    "sent",
     "shard_dim",
 ]
 
@@ -27,6 +29,17 @@ def same(input: Tensor, *_: object) -> Tensor:
 
 def same_each(inputs: Sequence[Tensor], *_: object) -> list[Tensor]:
     return [same(input) for input in inputs]
+
+
+def sent(input: Tensor, *_: object) -> Tensor:
+    """Nothing comes of a message that is sent; there is something to wait for."""
+    return input.new_empty(0)
+
+
+def messages(
+    ops: Sequence[str], peers: Sequence[int], tags: Sequence[int], tensors: Sequence[Tensor], *_: object
+) -> list[Tensor]:
+    return [same(tensor) if op == "irecv" else sent(tensor) for op, tensor in zip(ops, tensors, strict=True)]
 
 
 def all_gather(input: Tensor, group_size: int, *_: object) -> Tensor:

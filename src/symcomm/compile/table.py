@@ -91,6 +91,8 @@ _ENTRIES = (
           lowering.into),
     Entry(_C + "reduce_scatter_tensor", shapes.reduce_scatter, "reduce_scatter_single_coalesced",
           "all_gather_into_tensor", _reduce_scatter, lowering.out_of_place, rule="reduce_scatter_tensor_backward"),
+    Entry(_C + "reduce_scatter_tensor_out", shapes.reduce_scatter, "reduce_scatter_single", _IN_PLACE, _reduce_scatter,
+          lowering.unchanged),
     Entry(_C + "reduce_scatter_tensor_coalesced", shapes.reduce_scatter_each, "reduce_scatter_single_coalesced",
           "all_gather_into_tensor_coalesced", _reduce_scatter, lowering.out_of_place,
           rule="reduce_scatter_tensor_coalesced_backward"),
@@ -98,6 +100,9 @@ _ENTRIES = (
           lowering.out_of_place, rule="all_to_all_single_backward"),
     Entry(_C + "broadcast", shapes.same, "broadcast", _NONE, _broadcast, lowering.then_in_place),
     Entry(_C + "broadcast_", shapes.same, "broadcast", _NONE, _broadcast, lowering.in_place),
+    Entry(_C + "isend", shapes.sent, "send", _NONE, None, lowering.as_torch_does, direct=False),
+    Entry(_C + "irecv", shapes.same, "recv", _NONE, None, lowering.as_torch_does, direct=False),
+    Entry(_C + "batch_p2p_ops", shapes.messages, "send", _NONE, None, lowering.as_torch_does, direct=False),
     Entry("_dtensor::shard_dim_alltoall", shapes.shard_dim, "all_to_all_single", "by DTensor's own redistribution",
           _all_to_all, lowering.unchanged, direct=False),
 )  # fmt: skip

@@ -1,0 +1,164 @@
+"""``dist.all_reduce`` and the like under ``make_fx``: they become nodes of the graph, as with torch's own groups.
+
+::
+
+    make_fx(f)      f calls group.allreduce      a Python group would just run it, and the graph would lack it
+    while tracing   group.allreduce = ProcessGroup.allreduce, which calls torch.ops.c10d.allreduce_, which is traced
+    the operator    at the end of it all, on real tensors: a kernel of ours, which calls the group's own method
+
+The methods are exchanged only while somebody traces, so calls cost nothing more at other times; the operators get
+kernels when the first call is traced, so other groups' calls cost nothing more in programs that never do this.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+
+from symcomm.backend.work import done
+
+__all__ = ["watch"]
+
+# Operator of torch.ops.c10d -> (the group's method, the kind of its options)
+_OPERATORS = {
+    "allreduce_": ("allreduce", c10d.AllreduceOptions),
+    "broadcast_": ("broadcast", c10d.BroadcastOptions),
+    "reduce_": ("reduce", c10d.ReduceOptions),
+    "allgather_": ("allgather", c10d.AllgatherOptions),
+    "_allgather_base_": ("all_gather_single", c10d.AllgatherOptions),
+    "reduce_scatter_": ("reduce_scatter", c10d.ReduceScatterOptions),
+    "_reduce_scatter_base_": ("reduce_scatter_single", c10d.ReduceScatterOptions),
+    "gather_": ("gather", c10d.GatherOptions),
+    "scatter_": ("scatter", c10d.ScatterOptions),
+    "alltoall_": ("alltoall", c10d.AllToAllOptions),
+    "alltoall_base_": ("all_to_all_single", c10d.AllToAllOptions),
+}
+_lock = threading.RLock()
+_tracing = 0  # how many do, in all threads
+_known: dict[tuple[type, str], Any] = {}  # methods that are exchanged now
+_libraries: list[Any] = []  # kernels live as long as it does
+
+
+def watch(proxy_tensor: Any, group_class: type) -> None:
+    """Have this class of groups traced from now on. ``proxy_tensor`` is torch's module that traces."""
+    mode = proxy_tensor.ProxyTorchDispatchMode
+    enter, leave = mode.__enter__, mode.__exit__
+
+    @functools.wraps(enter)
+    def entered(self: Any) -> Any:
+        mode = enter(self)
+        _count(+1, group_class)
+        return mode
+
+    @functools.wraps(leave)
+    def left(self: Any, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            _count(-1, group_class)
+
+    mode.__enter__, mode.__exit__ = entered, left
+
+
+def _count(change: int, group_class: type) -> None:
+    global _tracing
+    with _lock:
+        _tracing += change
+        if change > 0 and _tracing == 1:
+            for method, ours in _methods(group_class).items():
+                _known[group_class, method] = ours
+                setattr(group_class, method, _dispatched(method, ours))
+        elif _tracing == 0:
+            for (owner, method), ours in _known.items():
+                setattr(owner, method, ours)
+            _known.clear()
+
+
+def _methods(group_class: type) -> dict[str, Any]:
+    """All names by which this version of torch calls the operations."""
+    ours = {vars(group_class)[method] for method, _ in _OPERATORS.values()}
+    theirs = torch.distributed.ProcessGroup
+    return {name: f for name, f in vars(group_class).items() if callable(f) and f in ours and hasattr(theirs, name)}
+
+
+def _dispatched(method: str, ours: Callable[..., Any]) -> Callable[..., Any]:
+    theirs = getattr(torch.distributed.ProcessGroup, method)
+    if ours.__name__ == "all_to_all_single":
+        theirs = _all_to_all_single
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch._C._len_torch_dispatch_stack():  # another thread's tracing is none of our business
+            return ours(self, *args, **kwargs)
+        _add_kernels()
+        return theirs(self, *args, **kwargs)
+
+    # C++ would call the Python method again, unless a function with the name that it looks up is what calls it.
+    looked_up = ours.__name__ if hasattr(torch.distributed.ProcessGroup, "all_gather_single") else method
+    call.__code__ = call.__code__.replace(co_name=looked_up)
+    return call
+
+
+def _all_to_all_single(
+    group: Any, output: Any, input: Any, output_splits: Any = (), input_splits: Any = (), opts: Any = None
+) -> Any:
+    """C++ looks this one up by two names, and would find one of them whoever calls it."""
+    torch.ops.c10d.alltoall_base_(output, input, group.boxed(), list(output_splits), list(input_splits), False)
+    return done
+
+
+def _add_kernels() -> None:
+    with _lock:
+        if _libraries:
+            return
+        library = torch.library.Library("c10d", "IMPL")
+        _libraries.append(library)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            for name, (method, options) in _OPERATORS.items():
+                known = torch.library.get_kernel(f"c10d::{name}", "CPU")
+                schema = getattr(torch.ops.c10d, name).default._schema
+                library.impl(name, _kernel(schema, known, method, options), "CPU", with_keyset=True)
+
+
+def _kernel(schema: Any, known: Any, method: str, kind: Any) -> Callable[..., Any]:
+    names = [argument.name for argument in schema.arguments]
+    place = names.index("process_group")
+
+    def kernel(keys: Any, *args: Any) -> Any:
+        group: Any = torch.distributed.ProcessGroup.unbox(args[place])
+        if not getattr(group, "is_symcomm", False):
+            return known.call_boxed(keys, *args)
+        given = dict(zip(names, args, strict=False))
+        splits = [list(given[name]) for name in ("output_split_sizes", "input_split_sizes") if name in given]
+        _own(group, method)(group, *args[:place], *splits, _options(kind, given))
+        work = c10d.FakeWork().boxed()  # it has ended
+        return (args[0], work) if len(schema.returns) == 2 else work
+
+    return kernel
+
+
+def _own(group: Any, method: str) -> Callable[..., Any]:
+    """The class's own method, also while methods are exchanged."""
+    with _lock:
+        return _known.get((type(group), method)) or getattr(type(group), method)
+
+
+def _options(kind: Any, given: dict[str, Any]) -> Any:
+    options = kind()
+    options.asyncOp = False
+    if "reduce_op" in given:
+        options.reduceOp = torch.distributed.ReduceOp(torch.distributed.ReduceOp.RedOpType(given["reduce_op"].op()))
+    if "root_rank" in given:
+        options.rootRank = given["root_rank"]
+    if "root_tensor" in given:
+        options.rootTensor = given["root_tensor"]
+    if given.get("timeout", -1) > 0:
+        options.timeout = timedelta(milliseconds=given["timeout"])
+    return options
