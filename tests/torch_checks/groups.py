@@ -24,7 +24,7 @@ def init_methods(rank: int, path: str) -> None:
     with joined(rank, path + "-meet") as group:
         ports = torch.tensor([_free_port(), _free_port()])
         dist.broadcast(ports, 0)
-        assert dist.get_backend() == "symcomm" and group.name() == "symcomm"
+        assert dist.get_backend() == "symcomm" and group.name() == "custom"
     tcp, env = ports.tolist()
     with joined(rank, path, init_method=f"tcp://127.0.0.1:{tcp}"):
         dist.barrier()
@@ -90,7 +90,7 @@ def calls_on_the_group(rank: int, path: str) -> None:
         group.reduce(value, root=1, op=dist.ReduceOp.MAX, **patience).wait()
         group.all_to_all_single(torch.zeros(2), torch.ones(2), [1, 1], [1, 1], **patience).wait()
         group.barrier(**patience).wait()
-        assert (group.rank(), group.size(), group.name()) == (rank, WORLD, "symcomm")
+        assert (group.rank(), group.size(), group.name()) == (rank, WORLD, "custom")
 
 
 @check

@@ -114,6 +114,30 @@ def words_of_all_to_all(rank: int, path: str) -> None:
 
 
 @check
+def who_is_late(rank: int, path: str) -> None:
+    """The words of Gloo for an operation that took too long, with the time it had."""
+    store = dist.FileStore(path, WORLD)
+    limit = timedelta(milliseconds=30)
+    calls: list[Call] = [
+        lambda g: g.allreduce([ONE.clone()], _with(dist.AllreduceOptions, timeout=limit)).wait(),
+        lambda g: g.allreduce([ONE.clone()], _with(dist.AllreduceOptions, timeout=limit, asyncOp=False)),
+        lambda g: g.set_timeout(limit) or g.allreduce([ONE.clone()]).wait(),
+        lambda g: g.set_timeout(limit) or g.barrier(_with(dist.BarrierOptions, asyncOp=False)),
+        lambda g: g.set_timeout(limit) or g.recv([ONE.clone()], 1, 7).wait(limit),
+    ]
+    for k, call in enumerate(calls):
+        group = TorchGroup(dist.PrefixStore(str(k), store), rank, WORLD, timedelta(seconds=20), "late")
+        if rank == 0:
+            said = _said(call, group)
+            assert said.startswith("Timed out waiting 30ms: "), said
+            assert "1" in said and "late" in said, said
+            store.set(f"over {k}", "")
+        else:
+            store.wait([f"over {k}"], timedelta(seconds=20))
+        group.shutdown()
+
+
+@check
 def futures_hold_what_gloos_hold(rank: int, path: str) -> None:
     gloo, ours = _pair(rank, path)
     values = []
