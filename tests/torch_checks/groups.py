@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symcomm import errors
 from tests.torch_checks import WORLD, check, check3, equal, joined, refused
 
 
@@ -210,6 +211,15 @@ def newest_interface(rank: int, path: str) -> None:
         group.shutdown()
 
 
+class _Left:
+    """A group of which rank 1 ended, and then, since it had found that, rank 2."""
+
+    rank = 0
+
+    def monitored_barrier(self, *_: Any, **__: Any) -> None:
+        raise errors.RankFailedError("1 and 2 are gone", [1, 2])
+
+
 @check
 def careful_groups(rank: int, path: str) -> None:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL: differences are found before they do harm."""
@@ -232,5 +242,9 @@ def careful_groups(rank: int, path: str) -> None:
             group.set_timeout(timedelta(seconds=0.3))
             if rank == 0:
                 refused(lambda: dist.all_reduce(value), "Ranks 1 failed to pass monitoredBarrier")
+            assert group._careful is not None
+            kept, group._careful._core = group._careful._core, _Left()
+            refused(lambda: dist.all_reduce(value), "Ranks 1 failed to pass monitoredBarrier", "1 and 2 are gone")
+            group._careful._core = kept
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)

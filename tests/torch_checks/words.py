@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import simple_sparse_reduce_tests
 
+from symcomm import errors
 from symcomm.backend.group import TorchGroup
+from symcomm.backend.work import late
 from tests.torch_checks import KEPT, WORLD, check, equal, joined, refused
 
 Call = Callable[[Any], Any]
@@ -135,6 +137,11 @@ def who_is_late(rank: int, path: str) -> None:
         else:
             store.wait([f"over {k}"], timedelta(seconds=20))
         group.shutdown()
+    gone = errors.RankFailedError("rank 1 left", [1])  # when both happened, both are said
+    assert late(gone, 0.03, 0.01) is gone
+    both = late(gone, 0.03, 0.05)
+    assert isinstance(both, errors.RankFailedError) and both.ranks == [1]
+    assert str(both) == "Timed out waiting 30ms: rank 1 left"
 
 
 @check

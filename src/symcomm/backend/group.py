@@ -152,8 +152,8 @@ class TorchGroup(Life, dist.ProcessGroup):
         limit = seconds or self.core.timeout
         try:
             inner = method(*args, async_op=asynchronous, timeout=seconds)
-        except errors.DeadlineError as error:
-            raise late(error, limit) from error
+        except (errors.DeadlineError, errors.RankFailedError) as error:
+            raise late(error, limit, time.monotonic() - begun) from error.__cause__
         work: Any
         if inner is None:
             work = DoneWork(list(result), name, time.monotonic() - begun)
@@ -211,7 +211,7 @@ class TorchGroup(Life, dist.ProcessGroup):
             try:
                 core._ended(status, Kind(call).label)
             except errors.DeadlineError as error:
-                raise late(error, core.timeout) from error
+                raise late(error, core.timeout, core.timeout) from None
         return done if status == 0 else None
 
     def _at_once(self, call: int, detail: Any, source: Any, target: Any) -> Any:
@@ -224,7 +224,7 @@ class TorchGroup(Life, dist.ProcessGroup):
         work = DoneWork(result, Kind(call).label, time.monotonic() - begun)
         if status:
             error = core._failed(status, work._call, call_site(3), None, explain)
-            work.failed(late(error, core.timeout) if isinstance(error, errors.DeadlineError) else error)
+            work.failed(late(error, core.timeout, time.monotonic() - begun))
         return work
 
     def _set_plain(self) -> None:
@@ -466,7 +466,7 @@ class TorchGroup(Life, dist.ProcessGroup):
             try:
                 self.core.barrier()
             except errors.DeadlineError as error:
-                raise late(error, self.core.timeout) from error
+                raise late(error, self.core.timeout, self.core.timeout) from None
             return done
         opts, _, _, timeout = sort_out(opts, timeout)
         return self._call("barrier", self.core.barrier, options=opts, timeout=timeout)

@@ -66,9 +66,15 @@ def _no_source() -> errors.CallerError:
     return errors.CallerError("source_rank: only works of recv have a source.")
 
 
-def late(error: errors.DeadlineError, limit: float) -> errors.DeadlineError:
-    """``error`` behind the words that scripts written for Gloo look for. ``limit``: seconds the operation had."""
-    return errors.DeadlineError(f"Timed out waiting {limit * 1e3:.0f}ms: {error}", error.missing)
+def late(error: errors.SymcommError, limit: float, took: float) -> errors.SymcommError:
+    """The error of an operation that had ``limit`` seconds and took ``took``: behind the words that scripts written for
+    Gloo look for, if it was late, also where a rank that is gone was the reason."""
+    text = f"Timed out waiting {limit * 1e3:.0f}ms: {error}"
+    if isinstance(error, errors.DeadlineError):
+        return errors.DeadlineError(text, error.missing)
+    if isinstance(error, errors.RankFailedError) and took >= limit:
+        return errors.RankFailedError(text, error.ranks)
+    return error
 
 
 def cuda_devices(result: Any) -> list[torch.device]:
@@ -179,8 +185,9 @@ class TorchWork(Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         try:
             return self._inner.wait(timeout if timeout > timedelta(0) else None)
-        except errors.DeadlineError as error:
-            raise late(error, timeout.total_seconds() or self._limit) from error
+        except (errors.DeadlineError, errors.RankFailedError) as error:
+            limit = timeout.total_seconds() or self._limit
+            raise late(error, limit, getattr(self._inner, "seconds", None) or 0.0) from error.__cause__
         finally:
             if self._span is not None:
                 self._span.close()
