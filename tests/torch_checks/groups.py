@@ -92,6 +92,7 @@ def calls_on_the_group(rank: int, path: str) -> None:
         group.all_to_all_single(torch.zeros(2), torch.ones(2), [1, 1], [1, 1], **patience).wait()
         group.barrier(**patience).wait()
         assert (group.rank(), group.size(), group.name()) == (rank, WORLD, "custom")
+        assert group._get_backend_name() == "symcomm" and group.get_backend("cpu") is group._get_backend("cpu") is group
 
 
 @check

@@ -40,9 +40,10 @@ SMALL = 4096  # elements; what an operation of that size takes is about what han
 
 
 def _is_small(tensors: Any) -> bool:
-    if isinstance(tensors, (list, tuple)):
-        return bool(tensors) and tensors[0].numel() * len(tensors) <= SMALL
-    return tensors.numel() <= SMALL
+    """Whether this is a small operation of the group itself: other engines carry tensors of other devices."""
+    if not isinstance(tensors, (list, tuple)):
+        return tensors.is_cpu and tensors.numel() <= SMALL
+    return bool(tensors) and tensors[0].is_cpu and tensors[0].numel() * len(tensors) <= SMALL
 
 
 def _exchange_through(store: Any, rank: int, size: int, timeout: timedelta) -> Exchange:

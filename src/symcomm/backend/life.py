@@ -211,6 +211,8 @@ class Life:
             return self
         return self._engines.on("_get_backend", asked)._get_backend(asked)
 
+    get_backend = _get_backend  # its name after torch 2.13
+
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device(d) for d in ("cpu", *self._engines.device_types())]
