@@ -7,6 +7,7 @@ functional collectives); the end of the class lists them.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import Any
@@ -46,14 +47,20 @@ def _is_small(tensors: Any) -> bool:
     return bool(tensors) and tensors[0].is_cpu and tensors[0].numel() * len(tensors) <= SMALL
 
 
-def _exchange_through(store: Any, rank: int, size: int, timeout: timedelta) -> Exchange:
-    """Everybody's bytes through one of torch's stores. The first byte keeps values from being empty."""
+def _exchange_through(
+    store: Any, rank: int, size: int, timeout: timedelta, members: Sequence[int] | None = None
+) -> Exchange:
+    """Everybody's bytes through one of torch's stores. The first byte keeps values from being empty.
+
+    Ranks that are not in the same groups count them differently, so that torch may give two groups the same name, and
+    with it the same place in the store. Their ``members`` tell them apart."""
     rounds = 0
+    who = "" if members is None else f"{zlib.crc32(repr(list(members)).encode()):x}/"
 
     def exchange(item: bytes) -> list[bytes]:
         nonlocal rounds
         rounds += 1
-        keys = [f"symcomm/{rounds}/{r}" for r in range(size)]
+        keys = [f"symcomm/{who}{rounds}/{r}" for r in range(size)]
         store.set(keys[rank], b"." + item)
         try:
             store.wait(keys, timeout)
@@ -90,7 +97,13 @@ class TorchGroup(Life, dist.ProcessGroup):
         if core is None:  # else somebody wraps a group of his own, and holds on to the wrapper
             alive.add(self)
             core = ProcessGroup(
-                rank, size, _exchange_through(store, rank, size, timeout), name, timeout, None, global_ranks
+                rank,
+                size,
+                _exchange_through(store, rank, size, timeout, global_ranks),
+                name,
+                timeout,
+                None,
+                global_ranks,
             )
             core.barrier()  # nobody reads the store any more, so its host may leave
             hooks.joined(core, store)
