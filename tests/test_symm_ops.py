@@ -455,7 +455,7 @@ def check_refusals(group):
         (lambda: ops.one_shot_all_reduce(t, "sum", "nobody"), "'nobody'"),
         (lambda: ops.one_shot_all_reduce_out(t, "sum", name, t[0]), "out must be"),
         (lambda: ops.one_shot_all_reduce_copy(t[0], t, "sum", name), "symm_buffer must be"),
-        (lambda: ops._low_contention_reduce_scatter(t, "sum", name), "multiple of the group's 2 ranks"),
+        (lambda: ops._low_contention_reduce_scatter(t, "sum", name), "divisible by the group's 2 ranks"),
         (lambda: ops.fused_all_gather_matmul(t, [t.t()], 5, name), "gather_dim"),
         (lambda: ops.all_to_all_vdev(t, t, torch.ones(3, dtype=torch.int64), t, name), "number of splits"),
         (lambda: ops.all_to_all_vdev(t, t, torch.tensor([1, -1]), t, name), "not negative"),

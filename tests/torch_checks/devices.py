@@ -36,7 +36,7 @@ def device_maps(rank: int, path: str) -> None:
             dist.all_reduce(value)
             dist.all_reduce(value, group=dist.new_group([0, 1]))
             equal(value, [4.0] * 3)
-            assert dist.get_backend() == backend and group.name() == "symcomm"
+            assert dist.get_backend() == backend and group.name() == "custom"
             assert dist.get_backend_config() == backend and group._get_backend(torch.device("cpu")) is group
             assert group._device_types == [torch.device("cpu")] or dist.is_nccl_available()
             everyone: list[Any] = [None] * WORLD

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symcomm import errors
+from symcomm.backend.group import TorchGroup, _exchange_through
 from tests.torch_checks import WORLD, check, check3, equal, joined, refused
 
 
@@ -24,7 +26,7 @@ def init_methods(rank: int, path: str) -> None:
     with joined(rank, path + "-meet") as group:
         ports = torch.tensor([_free_port(), _free_port()])
         dist.broadcast(ports, 0)
-        assert dist.get_backend() == "symcomm" and group.name() == "symcomm"
+        assert dist.get_backend() == "symcomm" and group.name() == "custom"
     tcp, env = ports.tolist()
     with joined(rank, path, init_method=f"tcp://127.0.0.1:{tcp}"):
         dist.barrier()
@@ -90,7 +92,8 @@ def calls_on_the_group(rank: int, path: str) -> None:
         group.reduce(value, root=1, op=dist.ReduceOp.MAX, **patience).wait()
         group.all_to_all_single(torch.zeros(2), torch.ones(2), [1, 1], [1, 1], **patience).wait()
         group.barrier(**patience).wait()
-        assert (group.rank(), group.size(), group.name()) == (rank, WORLD, "symcomm")
+        assert (group.rank(), group.size(), group.name()) == (rank, WORLD, "custom")
+        assert group._get_backend_name() == "symcomm" and group.get_backend("cpu") is group._get_backend("cpu") is group
 
 
 @check
@@ -211,6 +214,46 @@ def newest_interface(rank: int, path: str) -> None:
 
 
 @check
+def groups_of_one_name(rank: int, path: str) -> None:
+    """Each rank makes a group of its own under a name that the other uses too, in the same place of the store."""
+    store = dist.FileStore(path, WORLD)
+    met = dist.PrefixStore("3", store)
+    for _ in range(5):
+        group = TorchGroup(met, 0, 1, timedelta(seconds=20), "3", [rank])
+        value = torch.tensor([rank + 1.0])
+        group.allreduce(value).wait()
+        equal(value, [rank + 1.0])
+        assert group.core._peers[0].pid == os.getpid()
+        group.shutdown()
+    keys: list[list[str]] = []
+    for members in ([0], [1]):
+        kept = _Notes()
+        assert _exchange_through(kept, 0, 1, timedelta(seconds=1), members)(b"here") == [b"here"]
+        keys.append(list(kept.values))
+    assert not set(keys[0]) & set(keys[1]), keys
+
+
+class _Notes:
+    """As much of a store as a meeting needs."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.set, self.get = self.values.__setitem__, self.values.__getitem__
+
+    def wait(self, *_: Any) -> None:
+        """What is looked for is there."""
+
+
+class _Left:
+    """A group of which rank 1 ended, and then, since it had found that, rank 2."""
+
+    rank = 0
+
+    def monitored_barrier(self, *_: Any, **__: Any) -> None:
+        raise errors.RankFailedError("1 and 2 are gone", [1, 2])
+
+
+@check
 def careful_groups(rank: int, path: str) -> None:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL: differences are found before they do harm."""
     try:
@@ -232,5 +275,9 @@ def careful_groups(rank: int, path: str) -> None:
             group.set_timeout(timedelta(seconds=0.3))
             if rank == 0:
                 refused(lambda: dist.all_reduce(value), "Ranks 1 failed to pass monitoredBarrier")
+            assert group._careful is not None
+            kept, group._careful._core = group._careful._core, _Left()
+            refused(lambda: dist.all_reduce(value), "Ranks 1 failed to pass monitoredBarrier", "1 and 2 are gone")
+            group._careful._core = kept
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import simple_sparse_reduce_tests
 
+from symcomm import errors
 from symcomm.backend.group import TorchGroup
+from symcomm.backend.work import late
 from tests.torch_checks import KEPT, WORLD, check, equal, joined, refused
 
 Call = Callable[[Any], Any]
@@ -111,6 +113,35 @@ def words_of_all_to_all(rank: int, path: str) -> None:
         refused(lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)), "does not divide equally")
         refused(lambda: dist.all_to_all_single(torch.zeros(2, 2), torch.ones(2, 2).t()), "Tensors must be contiguous")
         dist.barrier()
+
+
+@check
+def who_is_late(rank: int, path: str) -> None:
+    """The words of Gloo for an operation that took too long, with the time it had."""
+    store = dist.FileStore(path, WORLD)
+    limit = timedelta(milliseconds=30)
+    calls: list[Call] = [
+        lambda g: g.allreduce([ONE.clone()], _with(dist.AllreduceOptions, timeout=limit)).wait(),
+        lambda g: g.allreduce([ONE.clone()], _with(dist.AllreduceOptions, timeout=limit, asyncOp=False)),
+        lambda g: g.set_timeout(limit) or g.allreduce([ONE.clone()]).wait(),
+        lambda g: g.set_timeout(limit) or g.barrier(_with(dist.BarrierOptions, asyncOp=False)),
+        lambda g: g.set_timeout(limit) or g.recv([ONE.clone()], 1, 7).wait(limit),
+    ]
+    for k, call in enumerate(calls):
+        group = TorchGroup(dist.PrefixStore(str(k), store), rank, WORLD, timedelta(seconds=20), "late")
+        if rank == 0:
+            said = _said(call, group)
+            assert said.startswith("Timed out waiting 30ms: "), said
+            assert "1" in said and "late" in said, said
+            store.set(f"over {k}", "")
+        else:
+            store.wait([f"over {k}"], timedelta(seconds=20))
+        group.shutdown()
+    gone = errors.RankFailedError("rank 1 left", [1])  # when both happened, both are said
+    assert late(gone, 0.03, 0.01) is gone
+    both = late(gone, 0.03, 0.05)
+    assert isinstance(both, errors.RankFailedError) and both.ranks == [1]
+    assert str(both) == "Timed out waiting 30ms: rank 1 left"
 
 
 @check

@@ -58,7 +58,8 @@ class Careful:
         try:
             self._core.monitored_barrier(self._group.core.timeout, wait_all_ranks=True)
         except (errors.DeadlineError, errors.PeerError) as error:
-            missing = getattr(error, "missing", None) or getattr(error, "ranks", [])
+            # Of several that are gone, the others may have ended because they found the first one gone.
+            missing = getattr(error, "missing", None) or getattr(error, "ranks", [])[:1]
             if self._core.rank == 0:
                 who = f"Ranks {words_for_ranks(missing)} failed to pass monitoredBarrier"
             else:

@@ -7,6 +7,7 @@ functional collectives); the end of the class lists them.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import Any
@@ -25,9 +26,10 @@ from symcomm.backend.functional import register_work, waited_for_in_graphs
 from symcomm.backend.life import Life, alive
 from symcomm.backend.profile import Span, describe, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
-from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, op_type_of
+from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, late, op_type_of
 from symcomm.group import hooks
 from symcomm.group.calls import Kind, rooted, to_redop
+from symcomm.group.failure import call_site, explain
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.share import Exchange
 
@@ -36,16 +38,30 @@ __all__ = ["TorchGroup"]
 Options: Any = Backend.Options
 _ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL = map(int, list(Kind)[:6])
 _ALL_GATHER_LIST, _GATHER, _SCATTER = map(int, list(Kind)[6:9])
+SMALL = 4096  # elements; what an operation of that size takes is about what handing it over takes
 
 
-def _exchange_through(store: Any, rank: int, size: int, timeout: timedelta) -> Exchange:
-    """Everybody's bytes through one of torch's stores. The first byte keeps values from being empty."""
+def _is_small(tensors: Any) -> bool:
+    """Whether this is a small operation of the group itself: other engines carry tensors of other devices."""
+    if not isinstance(tensors, (list, tuple)):
+        return tensors.is_cpu and tensors.numel() <= SMALL
+    return bool(tensors) and tensors[0].is_cpu and tensors[0].numel() * len(tensors) <= SMALL
+
+
+def _exchange_through(
+    store: Any, rank: int, size: int, timeout: timedelta, members: Sequence[int] | None = None
+) -> Exchange:
+    """Everybody's bytes through one of torch's stores. The first byte keeps values from being empty.
+
+    Ranks that are not in the same groups count them differently, so that torch may give two groups the same name, and
+    with it the same place in the store. Their ``members`` tell them apart."""
     rounds = 0
+    who = "" if members is None else f"{zlib.crc32(repr(list(members)).encode()):x}/"
 
     def exchange(item: bytes) -> list[bytes]:
         nonlocal rounds
         rounds += 1
-        keys = [f"symcomm/{rounds}/{r}" for r in range(size)]
+        keys = [f"symcomm/{who}{rounds}/{r}" for r in range(size)]
         store.set(keys[rank], b"." + item)
         try:
             store.wait(keys, timeout)
@@ -82,7 +98,13 @@ class TorchGroup(Life, dist.ProcessGroup):
         if core is None:  # else somebody wraps a group of his own, and holds on to the wrapper
             alive.add(self)
             core = ProcessGroup(
-                rank, size, _exchange_through(store, rank, size, timeout), name, timeout, None, global_ranks
+                rank,
+                size,
+                _exchange_through(store, rank, size, timeout, global_ranks),
+                name,
+                timeout,
+                None,
+                global_ranks,
             )
             core.barrier()  # nobody reads the store any more, so its host may leave
             hooks.joined(core, store)
@@ -141,13 +163,17 @@ class TorchGroup(Life, dist.ProcessGroup):
         self, name: str, method: Callable[..., Any], args: tuple, options: Any, timeout: Any, result: Sequence[Any]
     ) -> Any:
         asynchronous = is_async(options) or self._coalescing is not None
-        begun = time.monotonic()
-        inner = method(*args, async_op=asynchronous, timeout=seconds_of(options, timeout))
+        begun, seconds = time.monotonic(), seconds_of(options, timeout)
+        limit = seconds or self.core.timeout
+        try:
+            inner = method(*args, async_op=asynchronous, timeout=seconds)
+        except (errors.DeadlineError, errors.RankFailedError) as error:
+            raise late(error, limit, time.monotonic() - begun) from error.__cause__
         work: Any
         if inner is None:
             work = DoneWork(list(result), name, time.monotonic() - begun)
         else:
-            work = TorchWork(inner, list(result), name)
+            work = TorchWork(inner, list(result), name, limit)
             if self._coalescing is not None:
                 self._coalescing.append(work)
             elif waited_for_in_graphs():
@@ -182,15 +208,41 @@ class TorchGroup(Life, dist.ProcessGroup):
         except AttributeError:  # plain arguments instead of options
             return False
 
-    def _again(self, call: int, detail: Any, source: Any, target: Any, opts: Any) -> bool:
-        """Run a blocking call of a kind seen before, with nothing but the core; False: it has to go the long way."""
-        if not self._may_be_short(opts):
-            return False
+    def _again(self, call: int, detail: Any, source: Any, target: Any, opts: Any) -> Any:
+        """Run a call of a kind seen before with nothing but the core; None: it has to go the long way.
+
+        That is for calls that block, and for small asynchronous ones that all ranks have come to already: those end
+        here and now, sooner than a thread could take them over."""
+        try:
+            if not self._plain or opts.timeout.days >= 0 or is_profiling():  # unset is -1 ms
+                return None
+            blocks = not opts.asyncOp
+        except AttributeError:  # plain arguments instead of options
+            return None
         core = self.core
+        if not blocks:
+            small = _is_small(source if target is None else target)
+            return self._at_once(call, detail, source, target) if small and core._may_run_here() else None
         status = native.again(core._handle, call, detail, source, target, core._timeout_ns)
         if status > 0:
-            core._ended(status, Kind(call).label)
-        return status == 0
+            try:
+                core._ended(status, Kind(call).label)
+            except errors.DeadlineError as error:
+                raise late(error, core.timeout, core.timeout) from None
+        return done if status == 0 else None
+
+    def _at_once(self, call: int, detail: Any, source: Any, target: Any) -> Any:
+        """Run an asynchronous call here; None as above. Failures wait for whoever waits."""
+        core, begun = self.core, time.monotonic()
+        status = native.again(core._handle, call, detail, source, target, core._timeout_ns)
+        if status < 0:
+            return None
+        result = list(target) if isinstance(target, (list, tuple)) else [] if target is None else [target]
+        work = DoneWork(result, Kind(call).label, time.monotonic() - begun)
+        if status:
+            error = core._failed(status, work._call, call_site(3), None, explain)
+            work.failed(late(error, core.timeout, time.monotonic() - begun))
+        return work
 
     def _set_plain(self) -> None:
         """Whether calls may take the short way."""
@@ -213,8 +265,8 @@ class TorchGroup(Life, dist.ProcessGroup):
         if op is not None or timeout is not None:
             opts, _, op, timeout = sort_out(opts, op, timeout)
         redop = redop_of(opts, op)
-        if timeout is None and self._again(_ALL_REDUCE, redop, tensors, tensors, opts):
-            return done
+        if timeout is None and (work := self._again(_ALL_REDUCE, redop, tensors, tensors, opts)) is not None:
+            return work
         if isinstance(tensors, (list, tuple)) and len(tensors) != 1:
             return lists.all_reduce(self.core, tensors, redop, seconds_of(opts, timeout))
         tensor = single("all_reduce", tensors, "tensor list")
@@ -237,8 +289,9 @@ class TorchGroup(Life, dist.ProcessGroup):
         if root is not None or op is not None or timeout is not None:
             opts, root, op, timeout = sort_out(opts, root, op, timeout)
         origin, redop = root_of(opts, root), redop_of(opts, op)
-        if timeout is None and self._again(_REDUCE, rooted(origin, redop), tensors, tensors, opts):
-            return done
+        detail = rooted(origin, redop)
+        if timeout is None and (work := self._again(_REDUCE, detail, tensors, tensors, opts)) is not None:
+            return work
         checks.root_rank("reduce", origin, self.core.size)
         tensor = single("reduce", tensors, "tensor list")
         checks.root_tensor("reduce", opts, 1)
@@ -261,8 +314,8 @@ class TorchGroup(Life, dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         redop = redop_of(opts)
-        if self._again(_REDUCE_SCATTER, redop, input, output, opts):
-            return done
+        if (work := self._again(_REDUCE_SCATTER, redop, input, output, opts)) is not None:
+            return work
         call = self.core.reduce_scatter_single
         return self._call(
             "reduce_scatter_single", call, output, input, redop, options=opts, inputs=[input], result=[output]
@@ -279,8 +332,8 @@ class TorchGroup(Life, dist.ProcessGroup):
         if root is not None or timeout is not None:
             opts, root, _, timeout = sort_out(opts, root, timeout)
         origin = root_of(opts, root)
-        if timeout is None and self._again(_BROADCAST, origin, tensors, tensors, opts):
-            return done
+        if timeout is None and (work := self._again(_BROADCAST, origin, tensors, tensors, opts)) is not None:
+            return work
         if isinstance(tensors, (list, tuple)) and len(tensors) != 1:
             return lists.broadcast(self.core, tensors, origin, opts, seconds_of(opts, timeout))
         tensor = single("broadcast", tensors, "tensor list")
@@ -295,8 +348,10 @@ class TorchGroup(Life, dist.ProcessGroup):
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         if timeout is not None:
             opts, _, _, timeout = sort_out(opts, timeout)
-        elif output_tensors and self._again(_ALL_GATHER_LIST, 0, input_tensors, output_tensors[0], opts):
-            return done
+        elif output_tensors:
+            work = self._again(_ALL_GATHER_LIST, 0, input_tensors, output_tensors[0], opts)
+            if work is not None:
+                return work
         tensors = input_tensors if isinstance(input_tensors, (list, tuple)) else [input_tensors]
         outputs = checks.all_gather_lists(output_tensors, tensors, self.core.size)
         if len(tensors) > 1:
@@ -310,8 +365,8 @@ class TorchGroup(Life, dist.ProcessGroup):
         )
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        if self._again(_ALL_GATHER, 0, input, output, opts):
-            return done
+        if (work := self._again(_ALL_GATHER, 0, input, output, opts)) is not None:
+            return work
         call = self.core.all_gather_single
         return self._call("all_gather_single", call, output, input, options=opts, inputs=[input], result=[output])
 
@@ -342,8 +397,8 @@ class TorchGroup(Life, dist.ProcessGroup):
             opts, root, _, timeout = sort_out(opts, root, timeout)
         origin = root_of(opts, root)
         target = output_tensors[0] if output_tensors else None
-        if timeout is None and self._again(_GATHER, origin, input_tensors, target, opts):
-            return done
+        if timeout is None and (work := self._again(_GATHER, origin, input_tensors, target, opts)) is not None:
+            return work
         places, tensor = checks.gather(output_tensors, input_tensors, origin, self.core.rank, self.core.size)
         args = (places or None, tensor, origin)
         return self._call(
@@ -357,8 +412,8 @@ class TorchGroup(Life, dist.ProcessGroup):
             opts, root, _, timeout = sort_out(opts, root, timeout)
         origin = root_of(opts, root)
         source = input_tensors[0] if input_tensors else None
-        if timeout is None and self._again(_SCATTER, origin, source, output_tensors, opts):
-            return done
+        if timeout is None and (work := self._again(_SCATTER, origin, source, output_tensors, opts)) is not None:
+            return work
         tensor, pieces = checks.scatter(output_tensors, input_tensors, origin, self.core.rank, self.core.size)
         args = (tensor, pieces or None, origin)
         return self._call(
@@ -382,8 +437,10 @@ class TorchGroup(Life, dist.ProcessGroup):
     ) -> Any:
         if timeout is not None:
             opts, _, _, timeout = sort_out(opts, timeout)
-        elif not output_split_sizes and not input_split_sizes and self._again(_ALL_TO_ALL, 0, input, output, opts):
-            return done
+        elif not output_split_sizes and not input_split_sizes:
+            work = self._again(_ALL_TO_ALL, 0, input, output, opts)
+            if work is not None:
+                return work
         args = (output, input, list(output_split_sizes or []), list(input_split_sizes or []))
         checks.splits(*args, self.core.size)
         call = self.core.all_to_all_single
@@ -401,7 +458,7 @@ class TorchGroup(Life, dist.ProcessGroup):
         ways = (self.core.rank, args[0]) if name == "send" else (args[0], self.core.rank)
         span = self._span(name, [tensor], [tensor], message=ways, is_async=True) if is_profiling() else None
         try:
-            work = TorchWork(start(tensor, *args), [tensor], name)
+            work = TorchWork(start(tensor, *args), [tensor], name, self.core.timeout)
         except BaseException:
             if span is not None:
                 span.close()
@@ -423,7 +480,10 @@ class TorchGroup(Life, dist.ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         if timeout is None and self._may_be_short(opts):
-            self.core.barrier()
+            try:
+                self.core.barrier()
+            except errors.DeadlineError as error:
+                raise late(error, self.core.timeout, self.core.timeout) from None
             return done
         opts, _, _, timeout = sort_out(opts, timeout)
         return self._call("barrier", self.core.barrier, options=opts, timeout=timeout)

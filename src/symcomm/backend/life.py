@@ -149,10 +149,15 @@ class Life:
     def _get_backend_name(self) -> str:
         return "symcomm"
 
-    def name(self) -> str:
+    def known_as(self) -> str:
         """The name that torch made this group under."""
         known = str(c10d._world.pg_map.get(self, ("symcomm",))[0])
         return "symcomm" if ":" in known else known
+
+    def name(self) -> str:
+        """As torch has it: the name of its own backend that we stand in for, else "custom", as for all others."""
+        known = self.known_as()
+        return "custom" if known == "symcomm" else known
 
     def getRank(self) -> int:
         return self.core.rank
@@ -205,6 +210,8 @@ class Life:
         if self._devices().get(asked.type, "symcomm") == "symcomm":
             return self
         return self._engines.on("_get_backend", asked)._get_backend(asked)
+
+    get_backend = _get_backend  # its name after torch 2.13
 
     @property
     def _device_types(self) -> list[torch.device]:

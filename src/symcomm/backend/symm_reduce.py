@@ -53,7 +53,7 @@ def _check_like(call: str, name: str, tensor: Tensor, shape: Sequence[int], dtyp
 
 def check_divisible(call: str, name: str, size: int, by: int) -> None:
     if size % by:
-        raise errors.bad_argument(call, name, size, f"a multiple of the group's {by} ranks")
+        raise errors.bad_argument(call, name, size, f"divisible by the group's {by} ranks")
 
 
 def _dim(call: str, name: str, dim: int, tensor: Tensor) -> int:

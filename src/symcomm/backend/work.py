@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Work
 
 from symcomm import errors
 
-__all__ = ["AllOf", "DoneWork", "TorchWork", "WorkInfo", "done", "op_type_of"]
+__all__ = ["AllOf", "DoneWork", "TorchWork", "WorkInfo", "done", "late", "op_type_of"]
 
 OpType: Any = vars(torch_c10d)["OpType"]  # which torch's own stubs do not list
 # Our calls -> torch's word for them.
@@ -66,15 +66,29 @@ def _no_source() -> errors.CallerError:
     return errors.CallerError("source_rank: only works of recv have a source.")
 
 
+def late(error: errors.SymcommError, limit: float, took: float) -> errors.SymcommError:
+    """The error of an operation that had ``limit`` seconds and took ``took``: behind the words that scripts written for
+    Gloo look for, if it was late, also where a rank that is gone was the reason."""
+    text = f"Timed out waiting {limit * 1e3:.0f}ms: {error}"
+    if isinstance(error, errors.DeadlineError):
+        return errors.DeadlineError(text, error.missing)
+    if isinstance(error, errors.RankFailedError) and took >= limit:
+        return errors.RankFailedError(text, error.ranks)
+    return error
+
+
 def cuda_devices(result: Any) -> list[torch.device]:
     """The GPUs of the tensors in a result; a future must know them."""
     flat = [t for item in result for t in (item if isinstance(item, (list, tuple)) else [item])]
     return sorted({t.device for t in flat if isinstance(t, torch.Tensor) and t.is_cuda}, key=str)
 
 
-def _future_of(result: list[Any]) -> Any:
+def _future_of(result: list[Any], error: BaseException | None = None) -> Any:
     future: Any = torch.futures.Future(devices=cuda_devices(result))
-    future.set_result(result)
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
     return future
 
 
@@ -87,23 +101,32 @@ class DoneWork(Work):
         self._call = call
         self._seconds = seconds
 
+    _error: BaseException | None = None
+
+    def failed(self, error: BaseException) -> DoneWork:
+        """The operation ended with ``error``; who waits for it is told."""
+        self._error = error
+        return self
+
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._error is not None:
+            raise self._error
         return True
 
     def is_completed(self) -> bool:
         return True
 
     def is_success(self) -> bool:
-        return True
+        return self._error is None
 
     def exception(self) -> Any:
-        return None
+        return self._error
 
     def synchronize(self) -> None:
-        return None
+        self.wait()
 
     def block_current_stream(self) -> None:
-        return None
+        self.wait()
 
     def source_rank(self) -> int:
         raise _no_source()
@@ -120,15 +143,18 @@ class DoneWork(Work):
         return self._seconds * 1e3
 
     def result(self) -> list[Any]:
+        self.wait()
         return self._tensors
 
     def get_future(self) -> Any:
-        return _future_of(self._tensors)
+        if self._call == "all_gather" and sys._getframe(1).f_code.co_filename.endswith(_WANTS_STACKED):
+            return _future_of([torch.stack(self._tensors)])
+        return _future_of(self._tensors, self._error)
 
     getFuture = get_future
 
     def get_future_result(self) -> Any:
-        return _future_of([0])
+        return _future_of([0], self._error)
 
     def profiled(self, span: Any) -> DoneWork:
         span.close()
@@ -139,11 +165,12 @@ done = DoneWork()
 
 
 class TorchWork(Work):
-    """An operation on its way; ``inner`` is one of our works."""
+    """An operation on its way; ``inner`` is one of our works, ``limit`` the seconds it has."""
 
-    def __init__(self, inner: Any, result: list[Any], call: str = ""):
+    def __init__(self, inner: Any, result: list[Any], call: str = "", limit: float = 0.0):
         super().__init__()
         self._inner = inner
+        self._limit = limit
         self._call = call
         self._tensors = result
         self._future: Any = None
@@ -158,6 +185,9 @@ class TorchWork(Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         try:
             return self._inner.wait(timeout if timeout > timedelta(0) else None)
+        except (errors.DeadlineError, errors.RankFailedError) as error:
+            limit = timeout.total_seconds() or self._limit
+            raise late(error, limit, getattr(self._inner, "seconds", None) or 0.0) from error.__cause__
         finally:
             if self._span is not None:
                 self._span.close()

@@ -77,9 +77,9 @@ class Logger:
         strs["module_name"] = module_name
         strs["device_ids"] = _listed(device_ids)
         strs["dtypes"] = _listed(dict.fromkeys(_DTYPE_NAMES.get(p.dtype, str(p.dtype)[6:]) for p in params))
-        strs["backend_name"] = group.name()
+        strs["backend_name"] = backend = getattr(group, "known_as", group.name)()
         strs["bucket_sizes"] = _listed(bucket.nbytes for bucket in reducer.buckets)
-        is_gloo = group.name() == "gloo"
+        is_gloo = backend == "gloo"
         for name in _ENVIRONMENT + _ENVIRONMENT_OF_GLOO * is_gloo:
             strs[name.lower()] = os.environ.get(name) or "N/A"
         ints["output_device"] = int(output_device)

@@ -20,6 +20,7 @@ from symcomm.group import hooks, registry
 from symcomm.group.failure import Site, Status, call_site
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
+from symcomm.group.together import MOST_RANKS, WORD_BYTES, Together
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
 from symcomm.memory.arena import Arena, Peer, current_arena
 from symcomm.memory.share import Exchange, connect
@@ -95,7 +96,7 @@ def leave_groups_of(arena: Arena) -> None:
 
 def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
     """(offset of staging, offset of channels, total bytes) of a rank's part of a group."""
-    stage = -(-native.CONTROL_BYTES // 4096) * 4096
+    stage = -(-(native.CONTROL_BYTES + WORD_BYTES) // 4096) * 4096
     channels = stage + 2 * limits.stage_bytes
     return stage, channels, channels + world * native.CHANNEL_BYTES
 
@@ -143,6 +144,7 @@ class ProcessGroup(MoreCalls):
         stage, channels, total = _layout(self.size, self._limits)
         self._offset = self._arena.allocate_sparse(total, touched=channels)
         native.poke(self._arena.base + self._offset, bytes(native.CONTROL_BYTES))
+        native.poke(self._arena.base + self._offset + stage - WORD_BYTES, bytes(WORD_BYTES))
         for r in range(self.size):  # only the counters of a channel need to start at zero
             native.poke(self._arena.base + self._offset + channels + r * native.CHANNEL_BYTES, bytes(192))
         cores = sum(1 << core for core in os.sched_getaffinity(0))
@@ -160,6 +162,8 @@ class ProcessGroup(MoreCalls):
         if tune and self.size > all_cores.bit_count():
             self._limits = self._limits.crowded()
         starts = [peer.base + f["offset"] for peer, f in zip(self._peers, everyone, strict=True)]
+        own_process = sum(p.pid == os.getpid() for p in self._peers) == 1
+        self._together = Together(self.rank, starts, stage, own_process) if self.size <= MOST_RANKS else None
         self._handle: Any = native.make_group(
             self.rank, self.size,
             tuple(starts),
@@ -168,7 +172,7 @@ class ProcessGroup(MoreCalls):
             tuple([p.life for p in self._peers]),
             tuple([s + channels for s in starts]),
             self._arena.flight.address, self._arena.flight.add_group(self.name, self.rank, self.global_ranks),
-            sum(p.pid == os.getpid() for p in self._peers) == 1, SPIN_LOOKS, YIELD_NS,
+            own_process, SPIN_LOOKS, YIELD_NS,
         )  # fmt: skip
         _living.add(self)
         self._retire = weakref.finalize(self, _retire, self._handle, self._arena, self._offset)
@@ -246,6 +250,16 @@ class ProcessGroup(MoreCalls):
             self._failure = errors.GroupUnusableError(f"group {self.name!r} was destroyed.")
         self._retire()
         self._pending = []
+
+    def _may_run_here(self) -> bool:
+        """Whether an asynchronous call may run in this thread: nothing waits before it, and all others are there."""
+        pending = self._pending
+        return (
+            self._together is not None
+            and self._failure is None
+            and (not pending or pending[-1]._settled)  # they end in order
+            and self._together.all_here()
+        )
 
     # --- groups from groups -----------------------------------------------------------------------------------
 

@@ -258,12 +258,16 @@ class SymmetricMemory:
 
     def _check_rank(self, call: str, name: str, rank: int) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise errors.bad_argument(call, name, rank, f"a rank of this group, 0 to {self.world_size - 1}")
+            raise errors.bad_argument(call, name, rank, f"in [0, {self.world_size - 1}], a rank of this group")
 
     def _check_channel(self, call: str, channel: int) -> None:
         channels = self.signal_pad_size // (4 * self.world_size)
         if not isinstance(channel, int) or not 0 <= channel < channels:
-            range_ = f"0 to {channels - 1}" if channels else f"absent: {self.signal_pad_size} bytes have room for none"
+            range_ = (
+                f"0 to {channels - 1}, the maximum supported channel"
+                if channels
+                else (f"absent: {self.signal_pad_size} bytes have room for none")
+            )
             fix = "make more with set_signal_pad_size before rendezvous"
             raise errors.bad_argument(call, "channel", channel, range_, fix)
 

@@ -16,19 +16,21 @@ __all__ = ["memset32", "stream_write_value32"]
 def _check(call: str, tensor: Any, offset: int, val: int, count: int) -> None:
     import torch
 
+    # In the words of torch's own, which scripts may look for.
     good = isinstance(tensor, torch.Tensor) and (tensor.is_cpu or tensor.is_cuda) and tensor.dtype is torch.uint32
     if not (good and tensor.dim() == 1 and tensor.is_contiguous()):
         got = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else tensor
         raise errors.bad_argument(call, "input", got, "a flat, contiguous uint32 tensor on the CPU or a CUDA GPU")
     if offset < 0:
-        raise errors.bad_argument(call, "offset", offset, "0 or more")
+        raise errors.bad_argument(call, "offset", offset, "greater than or equal to 0")
     if count <= 0:
-        raise errors.bad_argument(call, "count", count, "positive")
+        raise errors.bad_argument(call, "count", count, "a positive integer")
     if not 0 <= val <= 0xFFFFFFFF:
-        raise errors.bad_argument(call, "val", val, "0 to 4294967295 (uint32)")
+        raise errors.bad_argument(call, "val", val, "in the range of 0 to 4294967295 (uint32_t)")
     if offset + count > tensor.numel():
-        raise errors.bad_argument(
-            call, "offset + count", offset + count, f"at most {tensor.numel()}, the input's length"
+        raise errors.BadArgumentError(
+            f"{call}: offset + count ({offset} + {count}) exceeded the numel of the input ({tensor.numel()}); "
+            "write fewer words, or write them further in front."
         )
 
 
