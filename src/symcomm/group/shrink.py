@@ -1,9 +1,9 @@
 """How survivors of a failure agree on who goes on, with nothing but the memory they share.
 
-The store may have died with rank 0, so it is not asked. Each survivor publishes the set of ranks it holds for dead, takes
-over every rank the others name, and is done once all that are left say the same. Sets only grow, so this ends. A rank
-that does not come in time counts as dead, and learns that when it does come. Ranks that the callers leave out by name
-count as dead from the start. Where ranks are on several hosts they publish elsewhere (hosts/shrink.py), and agree alike.
+The store may have died with rank 0, so it is not asked. Each survivor publishes the set of ranks it holds for dead,
+takes over every rank the others name, and is done once all that are left say the same. Sets only grow, so this ends. A
+rank that does not come in time counts as dead, and learns that when it does come. Ranks that the callers leave out by
+name count as dead from the start. Ranks on several hosts publish elsewhere (hosts/shrink.py), and agree alike.
 """
 
 from __future__ import annotations
