@@ -49,6 +49,8 @@ _living: weakref.WeakSet[HostsGroup] = weakref.WeakSet()
 def _leave_all() -> None:
     for group in list(_living):
         group._say_goodbye()
+        if group._stopping is not None:
+            group._stopping.join(2.0)
 
 
 def _retire(office: Office, key: str, runner: Runner, engine: Engine) -> None:
@@ -104,6 +106,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self.mail = Mail(self)
         self.ballot = Ballot(self)
         self._goodbye = False
+        self._stopping: threading.Thread | None = None
         self._build(exchange, engine)
 
     def _build(self, exchange: Exchange, engine: str | None = None) -> None:
@@ -256,7 +259,9 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self.trouble.cut_off(transfer.peers, transfer.error)
 
     def stop_engine(self) -> None:
-        threading.Thread(target=self.engine.abort, name="symcomm-abort", daemon=True).start()
+        """End what is on its way. Not here: this may be the office's thread, or the engine's."""
+        self._stopping = threading.Thread(target=self.engine.abort, name="symcomm-abort", daemon=True)
+        self._stopping.start()
 
     # --- the office -------------------------------------------------------------------------------------------
 

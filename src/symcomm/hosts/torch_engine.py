@@ -7,6 +7,7 @@ closes all connections when one of its own deadlines passes. So it is given none
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib.util
@@ -31,6 +32,16 @@ def _bytes_at(address: int, nbytes: int) -> Any:
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
+_connected: set[_TorchEngine] = set()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread must not be inside torch when the interpreter ends: that would take the process down."""
+    for engine in list(_connected):
+        engine.end_threads()
+
+
 class _TorchEngine(Engine):
     def __init__(self, place: Place):
         import torch.distributed as dist
@@ -40,6 +51,8 @@ class _TorchEngine(Engine):
         self._group: Any = None
         self._post = threading.Lock()  # messages of one pair are started in one order
         self._waiting: dict[int, queue.SimpleQueue[tuple[list[Any], Transfer] | None]] = {}  # by tag
+        self._threads: list[threading.Thread] = []
+        self._under_way: set[Transfer] = set()
         self.card = {}
         if place.rank == 0:
             self._store = dist.TCPStore(place.address, 0, is_master=True, wait_for_workers=False)
@@ -56,6 +69,7 @@ class _TorchEngine(Engine):
             )
         self._store.set_timeout(limit)
         self._group = self._make_group()
+        _connected.add(self)
 
     def _make_group(self) -> Any:
         raise AssertionError("made by the engines below")
@@ -68,6 +82,7 @@ class _TorchEngine(Engine):
                 if self._group is None:
                     raise RuntimeError(f"engine {self.name} was closed")
                 works = self._begin(moves)
+                self._under_way.add(transfer)
                 self._waiter(moves[0].tag if moves else 0).put((works, transfer))
         except RuntimeError as error:  # the peer is gone already
             transfer.end(error)
@@ -78,7 +93,9 @@ class _TorchEngine(Engine):
         waiting = self._waiting.get(tag)
         if waiting is None:
             waiting = self._waiting[tag] = queue.SimpleQueue()
-            threading.Thread(target=_attend, args=(waiting,), name=f"symcomm-{self.name}", daemon=True).start()
+            thread = threading.Thread(target=self._attend, args=(waiting,), name=f"symcomm-{self.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
         return waiting
 
     def _begin(self, moves: Sequence[Move]) -> list[Any]:
@@ -89,26 +106,36 @@ class _TorchEngine(Engine):
             works.append(act([_bytes_at(m.address, m.nbytes)], m.peer, m.tag))
         return works
 
+    def _attend(self, waiting: queue.SimpleQueue) -> None:
+        """A thread of the engine: waits for what is on its way, in the order in which it was started."""
+        while (item := waiting.get()) is not None:
+            works, transfer = item
+            error: BaseException | None = None
+            for work in works:
+                try:
+                    work.wait()
+                except RuntimeError as reason:
+                    error = error or reason
+            del item, works
+            self._under_way.discard(transfer)
+            transfer.end(error)
+
     def close(self) -> None:
         with self._post:
             for waiting in self._waiting.values():
                 waiting.put(None)
             self._waiting = {}
-            self._group = self._store = None
+            if not self._under_way:
+                _connected.discard(self)
+                self._group = self._store = None
 
-
-def _attend(waiting: queue.SimpleQueue) -> None:
-    """A thread of the engine: waits for what is on its way, in the order in which it was started."""
-    while (item := waiting.get()) is not None:
-        works, transfer = item
-        error: BaseException | None = None
-        for work in works:
-            try:
-                work.wait()
-            except RuntimeError as reason:
-                error = error or reason
-        del item, works
-        transfer.end(error)
+    def end_threads(self) -> None:
+        """Called when the process ends."""
+        if self._under_way:
+            self.abort()
+        self.close()
+        for thread in self._threads:
+            thread.join(2.0)
 
 
 class GlooEngine(_TorchEngine):
