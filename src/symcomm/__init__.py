@@ -8,6 +8,7 @@ Where things are (imports point down only)::
     device/       one process, many devices: broadcast, scatter, gather, DataParallel (symcomm.comm)
     symm_mem/     symmetric tensors: allocate, rendezvous, signals, symmetrize
     gpu/          the same collectives on CUDA tensors of ranks that share a host
+    hosts/        the same collectives between hosts: Gloo, MPI or NCCL carries what each host has reduced
     group/        ProcessGroup, Work, spawn, the default group
     collectives/  plans: one file per family of collectives, and the choice between them
     memory/       arenas: memory that all ranks of a host have mapped
