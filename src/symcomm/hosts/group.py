@@ -45,6 +45,21 @@ ENGINE_NEWS = 1.0  # seconds for the office to learn who is gone, when the engin
 _living: weakref.WeakSet[HostsGroup] = weakref.WeakSet()
 
 
+def _after_fork_in_child() -> None:
+    """A forked child is not the rank, and has neither its threads nor its connections."""
+    for group in list(_living):
+        group._goodbye = True
+        group.news = threading.Condition()
+        group._failure_lock = threading.RLock()
+        group._failure = errors.GroupUnusableError(
+            f"it belongs to the process that this one was forked from ({os.getppid()}); make groups of its own here."
+        )
+        group._retire.detach()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 @atexit.register
 def _leave_all() -> None:
     for group in list(_living):
@@ -105,6 +120,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self.scratch = Scratch(self._arena)
         self.mail = Mail(self)
         self.ballot = Ballot(self)
+        self._abandoned: list[Operation] = []  # whose memory the engine may still write to
         self._goodbye = False
         self._stopping: threading.Thread | None = None
         self._build(exchange, engine)
@@ -224,8 +240,10 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
             operation.meet(signature)
             body(operation)
         except Stopped:
+            self._abandoned.append(operation)
             raise self._fail(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun) from None
         except BaseException:  # interrupted, or a bug: what the others do cannot be met any more
+            self._abandoned.append(operation)
             self.trouble.abort()
             self._fail(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun)
             raise

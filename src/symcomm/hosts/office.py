@@ -21,6 +21,7 @@ import socket
 import struct
 import threading
 import time
+import traceback
 import weakref
 from typing import Any, NamedTuple, Protocol
 
@@ -31,6 +32,7 @@ __all__ = ["Card", "Office", "host_patience", "office_of"]
 
 LENGTHS = struct.Struct("<II")
 LARGEST_FRAME = 1 << 24
+LARGEST_GREETING = 4096  # of somebody who has not shown the token yet
 EARLY_FRAMES = 100_000  # kept for a group that is not made here yet
 DEFAULT_PATIENCE = 5.0
 
@@ -78,6 +80,16 @@ class _Link:
 
 _offices: weakref.WeakValueDictionary[bytes, Office] = weakref.WeakValueDictionary()
 _offices_lock = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    """A child must not keep connections open after its parent is gone, whose end they are to tell."""
+    for office in list(_offices.values()):
+        office.closed = True
+        office.close_sockets()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def office_of(arena: Arena) -> Office:
@@ -259,12 +271,16 @@ class Office:
         start = 0
         while len(link.inbox) - start >= LENGTHS.size:
             total, head = LENGTHS.unpack_from(link.inbox, start)
-            if total > LARGEST_FRAME or head > total:
+            if total > (LARGEST_FRAME if link.peer is not None else LARGEST_GREETING) or head > total:
                 self._drop(link)
                 return
             if len(link.inbox) - start < 8 + total:
                 break
-            header = json.loads(bytes(link.inbox[start + 8 : start + 8 + head]))
+            try:
+                header = json.loads(bytes(link.inbox[start + 8 : start + 8 + head]))
+            except ValueError:  # not one of us
+                self._drop(link)
+                return
             payload = bytes(link.inbox[start + 8 + head : start + 8 + total])
             start += 8 + total
             if link.peer is None:
@@ -280,7 +296,7 @@ class Office:
         if not isinstance(token, str) or not hmac.compare_digest(token.encode(), self.token.encode()):
             self._drop(link)
             return False
-        link.peer = str(header["from"])
+        link.peer = str(header.get("from"))
         with self._lock:
             self._links.setdefault(link.peer, link)
             self._lost.discard(link.peer)
@@ -297,7 +313,10 @@ class Office:
                 return
         member = found()
         if member is not None:
-            member.on_message(sender, header, payload)
+            try:
+                member.on_message(sender, header, payload)
+            except Exception:  # a bug; other groups need the office all the same
+                traceback.print_exc()
 
     def _drop(self, link: _Link) -> None:
         with link.lock:
@@ -331,11 +350,14 @@ class Office:
             time.sleep(0.005)
 
     def _shut(self) -> None:
+        self.close_sockets()
+        self._selector.close()
+
+    def close_sockets(self) -> None:
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
         self._ring.close()
-        self._selector.close()
 
 
 def _frame(header: dict[str, Any], payload: bytes) -> bytes:

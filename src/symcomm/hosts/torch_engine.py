@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import importlib.util
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -39,7 +40,8 @@ _connected: set[_TorchEngine] = set()
 def _end_all() -> None:
     """A thread must not be inside torch when the interpreter ends: that would take the process down."""
     for engine in list(_connected):
-        engine.end_threads()
+        if engine.pid == os.getpid():
+            engine.end_threads()
 
 
 class _TorchEngine(Engine):
@@ -47,6 +49,7 @@ class _TorchEngine(Engine):
         import torch.distributed as dist
 
         self.place = place
+        self.pid = os.getpid()
         self._store: Any = None
         self._group: Any = None
         self._post = threading.Lock()  # messages of one pair are started in one order
@@ -189,13 +192,18 @@ class NcclEngine(_TorchEngine):
     def _make_group(self) -> Any:
         import torch
         import torch._C._distributed_c10d as torch_c10d
+        import torch.distributed as dist
 
         nccl: Any = vars(torch_c10d)["ProcessGroupNCCL"]
         options = nccl.Options()
         options._timeout = NEVER
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)
-        return nccl(self._store, self.place.rank, self.place.size, options)
+        backend = nccl(self._store, self.place.rank, self.place.size, options)
+        whole = dist.ProcessGroup(self._store, self.place.rank, self.place.size)  # which knows batches
+        whole._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        whole._register_backend(self._device, dist.ProcessGroup.BackendType.NCCL, backend)
+        return whole
 
     def _begin(self, moves: Sequence[Move]) -> list[Any]:
         """One batch, so that sends and receives of a pair do not wait for each other."""

@@ -21,7 +21,7 @@ from symcomm.group.failure import Status, how_it_ended
 __all__ = ["Stopped", "Trouble"]
 
 SURVEY = 0.4  # seconds for everybody's answer; a living rank answers within a few milliseconds
-REACH = 0.3  # seconds for a connection to a rank that was not spoken to before
+REACH = 1.5  # seconds for a connection to a rank that was not spoken to before; a lost packet is sent again after 1
 NEWS = 0.5  # how long a rank whose host was aborted waits for the story
 
 

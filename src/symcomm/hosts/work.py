@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +43,7 @@ class HostsWork(Work):
             if not self._settled:
                 self._error = self._failed_with
                 self._outputs, self._settled = [], True
+                self.seconds = time.monotonic() - self._started
 
     def _await(self) -> None:
         self._ended.wait()
