@@ -79,3 +79,19 @@ def test_networks_are_cleaned_up():
     assert sleeper.poll() is not None
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     assert f"symcomm-net-{os.getpid()}-" not in listed
+
+
+def test_the_benchmark_says_what_the_wire_allows():
+    """Two hosts x 4 ranks: a ring over 8 ranks sends 1.75 times the tensor out of each host, ours once."""
+    from symcomm.cli.bench_hosts import Figures, Plan, as_table, expected_bytes, to_json
+
+    plan = Plan(ranks=4, sizes=(1 << 20,))
+    assert expected_bytes("ours", 1 << 20, 2, 4) == 1 << 20 and expected_bytes("gloo", 1 << 20, 2, 4) == 1.75 * 2**20
+    found = [
+        Figures(1 << 20, "ours", 0.0, 1.1 * 2**20, [0.010, 0.020, 0.012]),
+        Figures(1 << 20, "gloo", 0.0, 1.8 * 2**20, [0.024, 0.018]),
+    ]
+    title, _, [row] = as_table(found, plan)
+    assert title == "all_reduce, 2 hosts x 4 ranks, 1000 Mbit/s each"
+    assert row == ["1 MiB", "12.00", "21.00", "1.75x", "1.75x", "1.10 x size", "1.80 x size", "70%"]
+    assert [r["fastest_ms"] for r in to_json(found, plan)["rows"]] == [10.0, 18.0]

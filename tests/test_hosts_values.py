@@ -30,8 +30,8 @@ def values(rank: int, count: int, dtype=torch.float32) -> torch.Tensor:
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Tensors of some hundred bytes take several chunks."""
-    monkeypatch.setattr(algorithms, "CHUNK", 256)
+    """Tensors of some kilobytes take several chunks."""
+    monkeypatch.setattr(algorithms, "CHUNK", 2048)
 
 
 # --- who is where ------------------------------------------------------------------------------------------------
@@ -102,9 +102,10 @@ def every_collective(group, count: int):
     return said
 
 
+@pytest.mark.parametrize("count", [301, 2000])  # below and above what travels with an arrival
 @pytest.mark.parametrize("hosts", LAYOUTS, ids=ids)
-def test_every_collective(hosts, small_chunks):
-    count, size = 301, sum(hosts)
+def test_every_collective(hosts, count, small_chunks):
+    size = sum(hosts)
     said = run(every_collective, hosts, count)
     inputs = [values(r, count) for r in range(size)]
     for rank, got in enumerate(said):
@@ -157,7 +158,7 @@ def test_every_dtype_and_operation(hosts):
 
 
 def same_bits(group):
-    x = torch.randn(1000, generator=torch.Generator().manual_seed(group.rank))
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(group.rank))
     whole = x.clone()
     group.all_reduce(whole)
     parts = x.clone()

@@ -6,6 +6,7 @@ a wait for the network, during which other chunks go on (Operation.pipeline).
     all_reduce, reduce, broadcast      each lane carries its share of a chunk: L ranks of a host send at once
     all_gather, reduce_scatter         what a rank of another host has or needs is sent once to each host
     gather, scatter, all_to_all        straight from one rank to the other
+    small_all_reduce and others        what a host has to say travels with its arrival: one message to each other host
 
 Values are combined on each host in the order of its ranks, then in the order of hosts, so all ranks get the same bits.
 """
@@ -17,11 +18,17 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from symcomm import collectives
+from symcomm._core import native
 from symcomm.hosts.layout import Layout, split_evenly
 from symcomm.hosts.operation import Chunk, Operation
 from symcomm.types import DType, RedOpType
 
 __all__ = [
+    "SMALL",
+    "barrier",
+    "small_all_gather",
+    "small_all_reduce",
+    "small_broadcast",
     "Levels",
     "all_gather",
     "all_reduce",
@@ -34,6 +41,7 @@ __all__ = [
 ]
 
 CHUNK = 4 << 20  # bytes of a tensor that are worked on at a time; measured: see docs/hosts.md
+SMALL = 4096  # bytes that travel with an arrival; the engine's threads cost more than the network does
 FLOATS = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128}
 
 
@@ -73,6 +81,62 @@ def _finish(op: Operation, address: int, count: int, dtype: DType, levels: Level
         op.combine(address, [address] + [zeros] * (levels.divide - 1), count, dtype, RedOpType.AVG)
 
 
+# --- few bytes -----------------------------------------------------------------------------------------------------
+
+
+def barrier(op: Operation) -> None:
+    op.meet()
+
+
+def small_all_reduce(
+    op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels, root: int | None = None
+) -> None:
+    """Every rank has its host's result, gets those of the others, and combines them itself. ``root``: only that one."""
+    nbytes = count * dtype.itemsize
+    own = op.borrow(nbytes)
+
+    def say() -> bytes:
+        op.local(collectives.all_reduce, [source], [own], count, dtype, levels.inner)
+        return native.peek(own, nbytes) if nbytes else b""
+
+    places = {op.layout.host: own}
+    for host, said in op.meet(say).items():
+        places[host] = op.borrow(nbytes)
+        native.poke(places[host], said)
+    if root in (None, op.layout.rank):
+        op.combine(target, [places[h] for h in range(len(op.layout.hosts))], count, dtype, levels.outer)
+        _finish(op, target, count, dtype, levels)
+
+
+def small_broadcast(op: Operation, address: int, count: int, dtype: DType, root: int) -> None:
+    layout, nbytes = op.layout, count * dtype.itemsize
+    home = layout.host_of[root]
+
+    def say() -> bytes:
+        if layout.host != home:
+            return b""
+        op.local(collectives.broadcast, [address], [address], count, dtype, layout.local_of[root])
+        return native.peek(address, nbytes) if nbytes else b""
+
+    said = op.meet(say)
+    if layout.host != home:
+        native.poke(address, said[home])
+
+
+def small_all_gather(op: Operation, source: int, targets: Sequence[int], counts: Sequence[int], dtype: DType) -> None:
+    layout, item = op.layout, dtype.itemsize
+
+    def say() -> bytes:
+        _share(op, layout.here, source, targets, counts, dtype)
+        return b"".join(native.peek(targets[r], counts[r] * item) for r in layout.here if counts[r])
+
+    for host, said in op.meet(say).items():
+        at = 0
+        for r in layout.hosts[host]:
+            native.poke(targets[r], said[at : at + counts[r] * item])
+            at += counts[r] * item
+
+
 # --- through lanes ------------------------------------------------------------------------------------------------
 
 
@@ -82,6 +146,7 @@ def _lane_counts(layout: Layout, count: int) -> tuple[int, ...]:
 
 
 def all_reduce(op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels) -> None:
+    op.meet()
     item = dtype.itemsize
     op.pipeline(
         _all_reduce_chunk(op, source + start * item, target + start * item, size, dtype, levels)
@@ -160,6 +225,7 @@ def _collect_shares(
 
 
 def reduce(op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels, root: int) -> None:
+    op.meet()
     item = dtype.itemsize
     op.pipeline(
         _reduce_chunk(op, source + start * item, target + start * item, size, dtype, levels, root)
@@ -190,6 +256,7 @@ def _reduce_chunk(
 
 
 def broadcast(op: Operation, address: int, count: int, dtype: DType, root: int) -> None:
+    op.meet()
     item = dtype.itemsize
     op.pipeline(
         _broadcast_chunk(op, address + start * item, size, dtype, root) for start, size in chunks_of(count, dtype)
@@ -233,6 +300,7 @@ def _window(counts: Sequence[int], start: int, size: int) -> list[int]:
 
 def all_gather(op: Operation, source: int, targets: Sequence[int], counts: Sequence[int], dtype: DType) -> None:
     """``targets[r]``: where rank r's ``counts[r]`` elements go."""
+    op.meet()
     item = dtype.itemsize
     op.pipeline(
         _all_gather_chunk(op, source + at * item, [t + at * item for t in targets], _window(counts, at, size), dtype)
@@ -271,6 +339,7 @@ def reduce_scatter(
     op: Operation, sources: Sequence[int], target: int, counts: Sequence[int], dtype: DType, levels: Levels
 ) -> None:
     """``sources[r]``: this rank's piece for rank r, of ``counts[r]`` elements."""
+    op.meet()
     item = dtype.itemsize
     op.pipeline(
         _reduce_scatter_chunk(
@@ -322,6 +391,7 @@ def _combine_here(
 
 def gather(op: Operation, source: int, targets: Sequence[int], nbytes: int, root: int) -> None:
     """``targets``: where the root puts each rank's piece; empty elsewhere."""
+    op.meet()
     layout = op.layout
     home = layout.host_of[root]
     if layout.host != home:
@@ -337,6 +407,7 @@ def gather(op: Operation, source: int, targets: Sequence[int], nbytes: int, root
 
 def scatter(op: Operation, sources: Sequence[int], target: int, nbytes: int, root: int) -> None:
     """``sources``: the root's piece for each rank; empty elsewhere."""
+    op.meet()
     layout = op.layout
     home = layout.host_of[root]
     if layout.host != home:
@@ -354,6 +425,7 @@ def all_to_all(
     op: Operation, sources: Sequence[int], targets: Sequence[int], matrix: Callable[[int, int], int]
 ) -> None:
     """``matrix(i, j)``: bytes that rank i sends to rank j."""
+    op.meet()
     layout = op.layout
     me, here = layout.rank, layout.here
     away = [r for h in layout.others for r in layout.hosts[h]]

@@ -56,8 +56,10 @@ class HostsCalls(CollectiveCalls):
         levels = Levels.of(redop, buffer.dtype, self.layout)
         signature = Signature(Collective.ALL_REDUCE, buffer.dtype, redop, 0, buffer.count)
 
+        act = algorithms.small_all_reduce if buffer.nbytes <= algorithms.SMALL else algorithms.all_reduce
+
         def body(o: Operation) -> None:
-            algorithms.all_reduce(o, source.address, buffer.address, buffer.count, buffer.dtype, levels)
+            act(o, source.address, buffer.address, buffer.count, buffer.dtype, levels)
 
         return self._perform("all_reduce", signature, body, [source], [buffer], [tensor], async_op, timeout)
 
@@ -72,8 +74,10 @@ class HostsCalls(CollectiveCalls):
         levels = Levels.of(redop, buffer.dtype, self.layout)
         signature = Signature(Collective.REDUCE, buffer.dtype, redop, root, buffer.count)
 
+        act = algorithms.small_all_reduce if buffer.nbytes <= algorithms.SMALL else algorithms.reduce
+
         def body(o: Operation) -> None:
-            algorithms.reduce(o, source.address, buffer.address, buffer.count, buffer.dtype, levels, root)
+            act(o, source.address, buffer.address, buffer.count, buffer.dtype, levels, root)
 
         outputs = [buffer] if is_root else []
         return self._perform("reduce", signature, body, [source], outputs, [tensor], async_op, timeout)
@@ -130,8 +134,10 @@ class HostsCalls(CollectiveCalls):
         buffer = (read_buffer if is_root else write_buffer)("broadcast", "tensor", tensor)
         signature = Signature(Collective.BROADCAST, buffer.dtype, 0, root, buffer.count)
 
+        act = algorithms.small_broadcast if buffer.nbytes <= algorithms.SMALL else algorithms.broadcast
+
         def body(o: Operation) -> None:
-            algorithms.broadcast(o, buffer.address, buffer.count, buffer.dtype, root)
+            act(o, buffer.address, buffer.count, buffer.dtype, root)
 
         outputs = [] if is_root else [buffer]
         return self._perform("broadcast", signature, body, [buffer], outputs, [tensor], async_op, timeout)
@@ -165,8 +171,11 @@ class HostsCalls(CollectiveCalls):
         [kept] = self._apart([source], outs)
         signature = Signature(Collective.ALL_GATHER, source.dtype, 0, 0, sum(counts), _detail(counts))
 
+        is_small = sum(counts) * source.dtype.itemsize <= algorithms.SMALL
+        act = algorithms.small_all_gather if is_small else algorithms.all_gather
+
         def body(o: Operation) -> None:
-            algorithms.all_gather(o, kept.address, addresses, counts, source.dtype)
+            act(o, kept.address, addresses, counts, source.dtype)
 
         return self._perform(call, signature, body, [kept], outs, result, async_op, timeout)
 
@@ -294,4 +303,6 @@ class HostsCalls(CollectiveCalls):
 
     def barrier(self, async_op: bool = False, timeout: Timeout = None) -> Work | None:
         """Return once every rank has come."""
-        return self._perform("barrier", Signature(Collective.BARRIER), lambda o: None, [], [], [], async_op, timeout)
+        return self._perform(
+            "barrier", Signature(Collective.BARRIER), algorithms.barrier, [], [], [], async_op, timeout
+        )

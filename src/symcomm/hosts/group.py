@@ -111,7 +111,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self.layout = Layout(hosts, rank)
         self.news = threading.Condition()  # anything that somebody may wait for has happened
         self.trouble = Trouble(self)
-        self.arrivals: dict[tuple[int, int], list[int]] = {}  # (sequence number, rank) -> signature
+        self.arrivals: dict[tuple[int, int], tuple[list[int], bytes]] = {}  # (number, rank) -> signature, few bytes
         self.left: set[int] = set()
         self.doing: tuple[int, str, str] = (0, "", "")  # number, call and place of the last operation
         self._submitted = 0
@@ -235,9 +235,8 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         begun = time.monotonic()
         seq = self.doing[0] + 1
         self.doing = (seq, signature.words(), words_for_site(site))
-        operation = Operation(self, seq, seconds, self._arena.flight.site(site))
+        operation = Operation(self, signature, seq, seconds, self._arena.flight.site(site))
         try:
-            operation.meet(signature)
             body(operation)
         except Stopped:
             self._abandoned.append(operation)
@@ -306,7 +305,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         kind = header.get("kind")
         if kind == "come":
             with self.news:
-                self.arrivals[header["seq"], rank] = header["signature"]
+                self.arrivals[header["seq"], rank] = (header["signature"], payload)
                 self.news.notify_all()
         elif kind == "letter":
             self.mail.on_letter(rank, header, payload)

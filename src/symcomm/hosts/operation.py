@@ -56,8 +56,9 @@ class Signature(NamedTuple):
 class Operation:
     """Made by HostsGroup for each collective; raises Stopped when it cannot go on."""
 
-    def __init__(self, group: Any, seq: int, timeout: float, site: int):
+    def __init__(self, group: Any, signature: Signature, seq: int, timeout: float, site: int):
         self._group = group
+        self.signature = signature
         self._seq = seq
         self._seconds = timeout
         self._deadline = time.monotonic() + timeout
@@ -67,20 +68,24 @@ class Operation:
 
     # --- meeting ----------------------------------------------------------------------------------------------
 
-    def meet(self, signature: Signature) -> None:
-        """All ranks of this host, then one of each other host, which speaks for all of it."""
-        self._run(self._group.meeting_plan(signature), (), ())
-        group = self._group
-        come = {"kind": "come", "seq": self._seq, "signature": list(signature)}
-        for host in self.layout.others:
-            for rank in self.layout.counterparts(host):
-                group.tell(rank, come)
-        awaited = [r for host in self.layout.others for r in self.layout.counterparts(host)]
+    def meet(self, say: Callable[[], bytes] | None = None) -> dict[int, bytes]:
+        """All ranks of this host, then one of each other host, which speaks for all of it.
+
+        ``say`` is called in between and gives what this host has to say to the others, a few bytes; theirs are
+        returned."""
+        self._run(self._group.meeting_plan(self.signature), (), ())
+        said = say() if say is not None else b""
+        group, layout = self._group, self.layout
+        come = {"kind": "come", "seq": self._seq, "signature": list(self.signature)}
+        awaited = {rank: host for host in layout.others for rank in layout.counterparts(host)}
+        for rank in awaited:
+            group.tell(rank, come, said)
         self.wait_for(lambda: [r for r in awaited if (self._seq, r) not in group.arrivals])
-        theirs = [group.arrivals.pop((self._seq, r)) for r in awaited]
-        if any(other != list(signature) for other in theirs):
+        theirs = {host: group.arrivals.pop((self._seq, r)) for r, host in awaited.items()}
+        if any(signature != list(self.signature) for signature, _ in theirs.values()):
             group.trouble.mismatch()
             raise Stopped
+        return {host: payload for host, (_, payload) in theirs.items()}
 
     def wait_for(self, missing: Callable[[], Collection[int]], grace: float = 0.0) -> None:
         """Until ``missing()`` is empty. Ranks in it that are gone, or the deadline, end the operation.
