@@ -89,6 +89,42 @@ def test_contract(name: str, check: str):
         assert said.get(check) == "", f"rank {rank}: {said.get(check, 'did not come so far')}"
 
 
+MPI_PROGRAM = """
+import os, sys
+os.environ["SYMCOMM_HOST_ID"] = str(int(os.environ.get("PMI_RANK") or os.environ["PMIX_RANK"]) // 2)
+import numpy as np
+import symcomm
+
+group = symcomm.init(timeout=60, engine="mpi")
+x = np.full(3_000_000, 1.0 + group.rank, dtype=np.float32)
+group.all_reduce(x)
+y = np.empty(4 * 1000)
+group.all_gather_single(y, np.full(1000, float(group.rank)))
+z = np.empty(20_000)
+works = [group.irecv(z, (group.rank - 1) % 4), group.isend(np.full(20_000, float(group.rank)), (group.rank + 1) % 4)]
+for work in works:
+    work.wait()
+assert (x == 10).all() and (y.reshape(4, 1000) == np.arange(4)[:, None]).all() and (z == (group.rank - 1) % 4).all()
+assert group.engine_name == "mpi" and "torch" not in sys.modules
+group.barrier()
+print("right", flush=True)
+symcomm.destroy()
+"""
+
+
+def test_a_group_on_mpi_needs_no_torch(tmp_path):
+    if reason := why_not("mpi"):
+        pytest.skip(f"engine mpi: {reason}")
+    script = tmp_path / "program.py"
+    script.write_text(MPI_PROGRAM)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MASTER_", "RANK", "WORLD_"))}
+    done = subprocess.run(
+        [str(_mpirun()), "-n", "4", sys.executable, str(script)],
+        env={**env, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.count("right") == 4, done.stdout + done.stderr
+
+
 def test_the_choice(monkeypatch):
     monkeypatch.delenv("SYMCOMM_ENGINE", raising=False)
     assert wanted_engine(None) == "" and available_engines()[0] == "gloo" and "nccl" not in available_engines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from symcomm._core import native
 from symcomm.group.buffers import torch_dtypes
 from symcomm.hosts import algorithms
 from symcomm.hosts.layout import Layout, split_evenly
+from symcomm.memory import share
 from symcomm.types import DType, RedOpType
 
 LAYOUTS = [[2, 2], [1, 1, 1], [1, 3], [3, 1, 2]]
@@ -54,6 +56,40 @@ def test_everybody_speaks_to_every_host(hosts):
                 assert rank in views[other].counterparts(view.host)
             assert sorted(r for wave in view.waves(h) for r in wave) == view.hosts[h]
             assert view.holder(h, rank) in view.hosts[h]
+
+
+def test_memory_that_only_some_can_open_makes_hosts():
+    """Named arenas: who cannot open a file is on another host, and says so where only one is possible."""
+    cards = [{"path": f"/dev/shm/symcomm-{r}"} for r in range(3)]
+    share._check_all_mapped([[0, 1, 2]] * 3, cards)
+    with pytest.raises(share.SeveralHostsError, match="rank 0's memory .* cannot be opened by rank 1; let the") as info:
+        share._check_all_mapped([[0, 2], [1], [0, 2]], cards)
+    assert info.value.hosts == [[0, 2], [1]]
+
+
+def strangers(group):
+    """Somebody connects to an office without its token, or with garbage: nobody else notices."""
+    office = group.office
+    for data in (b"GET / HTTP/1.0\r\n\r\n", b"\x05\0\0\0\x05\0\0\0[1,2]", b'\x0d\0\0\0\x0d\0\0\0{"token":"x"}'):
+        with socket.create_connection(("127.0.0.1", office.port), 10) as sock:
+            sock.sendall(data)
+            assert sock.recv(1) == b""  # hung up
+    group.barrier()
+    return True
+
+
+def test_strangers_are_not_let_in():
+    assert run(strangers, [1, 1]) == [True, True]
+
+
+def test_symmetric_tensors_stay_on_one_host():
+    def meet(group):
+        tensor = symcomm.symm_mem.empty(4)
+        with pytest.raises(errors.ResourceError, match="rendezvous: the ranks of group 'world' are on several hosts"):
+            symcomm.symm_mem.rendezvous(tensor, group)
+        return True
+
+    assert run(meet, [1, 1]) == [True, True]
 
 
 # --- values ------------------------------------------------------------------------------------------------------

@@ -128,9 +128,10 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
     def _build(self, exchange: Exchange, engine: str | None = None) -> None:
         """Meet: offices and engines first, then each host's own group, then the connections between hosts."""
         self.office = office_of(self._arena)
+        wanted = wanted_engine(engine)
         card = {
             "office": self.office.card(own_address()), "pid": os.getpid(), "host": socket.gethostname(),
-            "machine": [_boot_id(), _network()], "wanted": wanted_engine(engine), "engines": available_engines(),
+            "machine": [_boot_id(), _network()], "wanted": wanted, "engines": [] if wanted else available_engines(),
             "key": f"{self.name}/{self._arena.nonce.hex()}/{self._arena.flight.address}/{time.monotonic_ns()}",
         }  # fmt: skip
         self.cards = [json.loads(item) for item in exchange(json.dumps(card).encode())]

@@ -238,7 +238,7 @@ class _FromAnybody(_Remote):
         if self._local.is_completed():
             self._mail.forget(self)
             with self._group.news:
-                error = self._local.exception()
+                error = _Local(self._group, self._local, self._message).exception()
                 if error is None:
                     self.sender = self._group.layout.here[self._local.source]
                     self._buffer.target = None  # which the host's own receive has filled
