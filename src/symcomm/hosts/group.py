@@ -128,13 +128,22 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
     def _build(self, exchange: Exchange, engine: str | None = None) -> None:
         """Meet: offices and engines first, then each host's own group, then the connections between hosts."""
         self.office = office_of(self._arena)
-        wanted = wanted_engine(engine)
+        wanted, refusal = "", None
+        try:
+            wanted = wanted_engine(engine)
+        except errors.SymcommError as error:  # told to the others, who would wait for us
+            refusal = error
         card = {
             "office": self.office.card(own_address()), "pid": os.getpid(), "host": socket.gethostname(),
             "machine": [_boot_id(), _network()], "wanted": wanted, "engines": [] if wanted else available_engines(),
+            "refusal": str(refusal or ""),
             "key": f"{self.name}/{self._arena.nonce.hex()}/{self._arena.flight.address}/{time.monotonic_ns()}",
         }  # fmt: skip
         self.cards = [json.loads(item) for item in exchange(json.dumps(card).encode())]
+        if any(c["refusal"] for c in self.cards):
+            self.office.leave("")
+            rank, text = next((r, c["refusal"]) for r, c in enumerate(self.cards) if c["refusal"])
+            raise refusal or errors.ResourceError(f"rank {rank} cannot take part in group {self.name!r}: {text}")
         self._key = self.cards[0]["key"]  # the first rank names the group for all offices
         same_machine = all(c["machine"] == self.cards[0]["machine"] for c in self.cards)
         self._offices = [
@@ -143,16 +152,23 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         ]
         self._rank_of = {card.nonce: r for r, card in enumerate(self._offices)}
         self.office.join(self._key, self)
+        try:
+            self._connect(exchange)
+        except BaseException:
+            self.office.leave(self._key)
+            raise
+        _living.add(self)
+        registry.add(self)
+        self._retire = weakref.finalize(self, _retire, self.office, self._key, self._runner, self.engine)
+        self._retire.atexit = False
+
+    def _connect(self, exchange: Exchange) -> None:
         self.local = self._make_local(exchange)
         self._make_engine(exchange)
         for host in self.layout.others:  # those we watch, and who watch us
             for rank in self.layout.counterparts(host):
                 if rank > self.rank:
                     self.tell(rank, {"kind": "hello"}, timeout=self.timeout)
-        _living.add(self)
-        registry.add(self)
-        self._retire = weakref.finalize(self, _retire, self.office, self._key, self._runner, self.engine)
-        self._retire.atexit = False
 
     def _make_local(self, exchange: Exchange) -> ProcessGroup:
         """This host's own group. Hosts may need more or fewer rounds of the exchange; all take part in as many."""

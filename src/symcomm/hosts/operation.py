@@ -18,7 +18,7 @@ from symcomm.types import DType, RedOpType
 
 __all__ = ["Chunk", "Operation", "Signature"]
 
-IN_FLIGHT = 3  # chunks: one on the network, one that was just made, one that is being put in place
+IN_FLIGHT = 4  # chunks: two on the network, one that was just made, one that is being put in place
 LATE_BYTES = 1.0  # seconds that data of a rank that ended may still be on its way
 HASHED = 1 << 62  # as in collectives/select.py: a count that carries more than a number
 

@@ -52,7 +52,7 @@ class _TorchEngine(Engine):
         self.pid = os.getpid()
         self._store: Any = None
         self._group: Any = None
-        self._post = threading.Lock()  # messages of one pair are started in one order
+        self._post = threading.RLock()  # messages of one pair are started in one order
         self._waiting: dict[int, queue.SimpleQueue[tuple[list[Any], Transfer] | None]] = {}  # by tag
         self._threads: list[threading.Thread] = []
         self._under_way: set[Transfer] = set()
