@@ -30,6 +30,10 @@ try:
         time.sleep(0.02)
 except errors.RankFailedError as error:
     print("failed", group.rank, sorted(error.ranks), error, flush=True)
+    group = group.shrink()
+    x = torch.ones(3)
+    group.all_reduce(x)
+    print("went on", group.global_ranks, x.tolist(), group.spans_hosts, flush=True)
 """
 
 
@@ -61,6 +65,7 @@ def test_two_nodes_and_a_cable_that_is_pulled(tmp_path):
         other = [2, 3] if host == 0 else [0, 1]
         lines = [line for line in text.read_text().splitlines() if "failed" in line]
         assert len(lines) == 2 and all(f"{other} " in line for line in lines), text.read_text()
+        assert text.read_text().count(f"went on {[2 * host, 2 * host + 1]} [2.0, 2.0, 2.0] False") == 2
         assert f"host {1 - host} (" in lines[0] and "cannot be reached any more" in lines[0]
 
 

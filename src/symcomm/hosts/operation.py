@@ -146,9 +146,7 @@ class Operation:
         group = self._group
         moves = [Move(True, address, nbytes, rank) for rank, address, nbytes in sends if nbytes]
         moves += [Move(False, address, nbytes, rank) for rank, address, nbytes in receives if nbytes]
-        transfer = group.engine.start(moves, group.ring)
-        group.under_way = transfer
-        return transfer
+        return group.engine.start(moves, group.ring)
 
     def finish(self, transfer: Transfer | None) -> None:
         """Wait until bytes are where they belong."""
