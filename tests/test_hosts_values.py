@@ -335,9 +335,9 @@ def test_groups_from_groups():
 # --- refusals ----------------------------------------------------------------------------------------------------
 
 
-def mismatched(group):
+def mismatched(group, odd):
     try:
-        if group.rank == 2:
+        if group.rank == odd:
             group.all_reduce(torch.ones(3))
         else:
             group.all_reduce(torch.ones(4))
@@ -347,10 +347,12 @@ def mismatched(group):
         return str(error)
 
 
-def test_different_calls_on_different_hosts():
-    for text in run(mismatched, [2, 1]):
-        assert "ranks 0, 1 called all_reduce(float32 x 4, SUM) at" in text
-        assert "rank 2 called all_reduce(float32 x 3, SUM) at" in text
+@pytest.mark.parametrize("odd", [1, 2])  # beside a rank of its host, and alone on its own
+def test_different_calls(odd):
+    others = [r for r in range(3) if r != odd]
+    for text in run(mismatched, [2, 1], odd):
+        assert f"ranks {others[0]}, {others[1]} called all_reduce(float32 x 4, SUM) at" in text
+        assert f"rank {odd} called all_reduce(float32 x 3, SUM) at" in text
 
 
 def late(group):
