@@ -22,6 +22,7 @@ LAYERS = {
     "memory": 2,
     "collectives": 3,
     "group": 4,
+    "hosts": 5,
     "observe": 5,
     "simulate": 5,
     "ray": 5,
@@ -38,7 +39,7 @@ LAYERS = {
 }
 # Packages below the line never import torch when they are loaded, only inside a function that was handed a tensor.
 TORCH_FREE_AT_IMPORT = {
-    "errors", "types", "_core", "store", "memory", "collectives", "group", "observe", "gpu", "symm_mem", "cli",
+    "errors", "types", "_core", "store", "memory", "collectives", "group", "hosts", "observe", "gpu", "symm_mem", "cli",
     "simulate", "ray",
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ Where things are (imports point down only)::
     gpu/          the same collectives on CUDA tensors of ranks that share a host
     simulate/     what plans would cost on a cluster that is only described
     ray.py        ranks on a Ray cluster
+    hosts/        the same collectives between hosts: Gloo, MPI or NCCL carries what each host has reduced
     group/        ProcessGroup, Work, spawn, the default group
     collectives/  plans: one file per family of collectives, and the choice between them
     memory/       arenas: memory that all ranks of a host have mapped

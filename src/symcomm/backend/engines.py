@@ -83,6 +83,8 @@ class Engines:
         if wish not in ("", "symcomm", "nccl"):
             raise errors.bad_argument("CUDA tensors", "SYMCOMM_CUDA", wish, "'symcomm' or 'nccl', or not set")
         core = self._group.core
+        if core.spans_hosts:  # NCCL finds its own way between hosts
+            return "nccl"
         if wish or core.size == 1 or not dist.is_nccl_available():
             return wish or "symcomm"
         card = json.dumps(devices.describe(_index(device)))
@@ -114,6 +116,9 @@ class Engines:
         """What carries messages of tensors on ``device``, if it is ours; None for another engine. No rank but the two
         ends of a message takes part, so that nothing can be agreed on here."""
         if not self.is_ours(device) or (self._cuda or os.environ.get("SYMCOMM_CUDA", "symcomm")) == "nccl":
+            return None
+        if self._group.core.spans_hosts:
+            self._cuda = "nccl"
             return None
         return device_mail(self._group.core, _index(device))
 

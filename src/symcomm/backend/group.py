@@ -30,6 +30,7 @@ from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, lat
 from symcomm.group import hooks
 from symcomm.group.calls import Kind, rooted, to_redop
 from symcomm.group.failure import call_site, explain
+from symcomm.group.making import make_group
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.share import Exchange
 
@@ -97,7 +98,7 @@ class TorchGroup(Life, dist.ProcessGroup):
         self.options = options if options is not None else Options("symcomm", timeout)
         if core is None:  # else somebody wraps a group of his own, and holds on to the wrapper
             alive.add(self)
-            core = ProcessGroup(
+            core = make_group(
                 rank,
                 size,
                 _exchange_through(store, rank, size, timeout, global_ranks),
@@ -116,7 +117,7 @@ class TorchGroup(Life, dist.ProcessGroup):
         self._splits = 0
         self._hook: Any = None
         self._careful: Careful | None = None
-        self._plain = True
+        self._plain = not core.spans_hosts
         self._used_for_symmetric_memory = False
         self._engines = Engines(self)
         self._map: dict[str, str] = {}
@@ -246,7 +247,9 @@ class TorchGroup(Life, dist.ProcessGroup):
 
     def _set_plain(self) -> None:
         """Whether calls may take the short way."""
-        self._plain = self._coalescing is None and self._hook is None and self._careful is None
+        self._plain = (
+            not self.core.spans_hosts and self._coalescing is None and self._hook is None and self._careful is None
+        )
 
     def be_careful(self) -> None:
         """From now on ranks compare their calls before they make them. Every rank of the group calls this."""

@@ -28,7 +28,7 @@ COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
     "p2p",
 )  # fmt: skip
-OTHERS = ("store", "ddp", "compile")  # what else can be measured, each in a file of its own
+OTHERS = ("store", "ddp", "compile", "hosts")  # what else can be measured, each in a file of its own
 # Which forms a collective has: in place, out of place. The first one is what a summary shows.
 PLACES = {
     "all_reduce": (True, False), "reduce": (True, False), "broadcast": (True,), "all_gather": (False, True),
@@ -41,7 +41,7 @@ DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfl
 OPS = ("sum", "prod", "min", "max", "avg")
 QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
 # Whole programs: (turns, steps of each) of a quick run, and what is compared before timing.
-PROGRAMS = {"ddp": ((4, 2), "gradients"), "compile": ((4, 10), "results")}
+PROGRAMS = {"ddp": ((4, 2), "gradients"), "compile": ((4, 10), "results"), "hosts": ((3, 1), "results")}
 QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
 BAD_USAGE, FAILED = 2, 1
 
@@ -282,13 +282,13 @@ def bench(
     ] = 0,
     warmup: Annotated[int, typer.Option("-w", "--warmup", metavar="N", help="Calls before timing.")] = 5,
     check: Annotated[int, typer.Option("-c", "--check", metavar="0|1", help="Check values before timing.")] = 1,
-    ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="Ranks on each side.")] = 2,
+    ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="Ranks on each side; hosts: of each.")] = 2,
     rounds: Annotated[
         int | None,
         typer.Option(
             "--rounds",
             metavar="N",
-            help="Turns that the sides take. [default: 3; ddp, compile: 10]",
+            help="Turns that the sides take. [default: 3; ddp, compile: 10; hosts: 5]",
             show_default=False,
         ),
     ] = None,
@@ -320,6 +320,7 @@ def bench(
       symcomm bench p2p --plot p2p.svg
       symcomm bench ddp
       symcomm bench compile --quick
+      symcomm bench hosts --ranks 4
     """
     with refusals_in_words():
         if setup:

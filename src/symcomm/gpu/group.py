@@ -99,6 +99,11 @@ _living: weakref.WeakSet[DeviceGroup] = weakref.WeakSet()
 
 def device_group(core: ProcessGroup, device: int) -> DeviceGroup:
     """The group's DeviceGroup for a GPU of this process, made on first use, by all ranks at once."""
+    if core.spans_hosts:
+        raise errors.ResourceError(
+            f"CUDA tensors on group {core.name!r}: its ranks are on several hosts; "
+            'use backend "cpu:symcomm,cuda:nccl" between hosts.'
+        )
     made = core.__dict__.setdefault("_device_groups", {})
     if device not in made:
         made[device] = DeviceGroup(core, device)

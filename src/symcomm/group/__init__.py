@@ -1,6 +1,7 @@
 """Process groups: ranks that act together.
 
 process_group.py  ProcessGroup: how one comes to be, ends, splits and shrinks
+making.py         make_group(): one of these, or one across hosts (symcomm.hosts)
 calls.py          its collectives
 messages.py       its point-to-point calls
 more_calls.py     coalesced forms and the monitored barrier

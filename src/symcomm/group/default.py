@@ -11,6 +11,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.group import hooks
+from symcomm.group.making import make_group
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.group.work import Timeout, to_ns
 from symcomm.memory.share import Exchange
@@ -41,11 +42,13 @@ def init(
     store: Any = None,
     timeout: Timeout = None,
     name: str = "world",
+    engine: str | None = None,
 ) -> ProcessGroup:
     """Join the other ranks and make the default group.
 
     Under ``symcomm run``, torchrun, mpirun or srun it takes no arguments. ``store`` (with rank and world_size) replaces
-    the meeting place that ``init_method`` names.
+    the meeting place that ``init_method`` names. ``engine`` ("gloo", "mpi", "nccl") carries data where ranks are on
+    several hosts; without it, or SYMCOMM_ENGINE, one that all of them have is chosen.
     """
     if _current() is not None:
         raise errors.GroupUnusableError("init: the default group exists already; call symcomm.destroy() first.")
@@ -57,9 +60,8 @@ def init(
         store, rank, world_size = meeting.store, meeting.rank, meeting.world_size
     elif rank < 0 or world_size < 1:
         raise errors.bad_argument("init", "rank and world_size", (rank, world_size), "given together with store")
-    group = ProcessGroup(
-        rank, world_size, exchange_through(store, rank, world_size, min(seconds, 300.0)), name, timeout
-    )
+    exchange = exchange_through(store, rank, world_size, min(seconds, 300.0))
+    group = make_group(rank, world_size, exchange, name, timeout, engine=engine)
     group.barrier()  # nobody needs the store any more, so the rank that hosts it may end
     group.store = store
     set_default(group)

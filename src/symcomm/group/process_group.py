@@ -104,6 +104,8 @@ def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
 class ProcessGroup(MoreCalls):
     """Made by ``symcomm.init()``, ``new_group()``, ``split()`` or ``shrink()``."""
 
+    spans_hosts = False  # see symcomm.hosts
+
     def __init__(
         self,
         rank: int,
@@ -306,17 +308,12 @@ class ProcessGroup(MoreCalls):
 
         Ranks in ``exclude`` stay behind though they live; they do not call this. Without ``abort`` operations that
         other ranks still have under way end first."""
-        from symcomm.group.shrink import agree_on_survivors
+        from symcomm.group.shrink import Records, agree_on_survivors, check_excluded
 
         if not self._retire.alive:
             raise self._unusable()
-        if any(not isinstance(r, int) or not 0 <= r < self.size for r in exclude):
-            raise errors.bad_argument("shrink", "exclude", list(exclude), f"ranks of this group, 0 to {self.size - 1}")
-        if self.rank in exclude:
-            raise errors.bad_argument(
-                "shrink", "exclude", list(exclude), f"without this rank ({self.rank})", "only ranks that stay call it"
-            )
-        survivors, exchange = agree_on_survivors(self, timeout, exclude, abort)
+        check_excluded(self, exclude)
+        survivors, exchange = agree_on_survivors(Records(self), timeout, exclude, abort)
         return ProcessGroup(
             survivors.index(self.rank), len(survivors), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
             [self.global_ranks[r] for r in survivors],

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -24,9 +24,11 @@ from symcomm import errors
 from symcomm.errors import words_for_exit
 from symcomm.group import hooks
 from symcomm.group.default import exchange_through, set_default
+from symcomm.group.making import make_group
 from symcomm.group.process_group import ProcessGroup, give_back, leave_groups_of
 from symcomm.group.work import Timeout
 from symcomm.memory.arena import Arena, use_arena
+from symcomm.memory.share import pretend_host
 
 __all__ = ["spawn"]
 
@@ -41,15 +43,28 @@ def spawn(
     mode: str = "processes",
     timeout: Timeout = None,
     deadline: float | None = None,
+    hosts: Sequence[int] | None = None,
 ) -> list[Any]:
-    """Run ``fn(group, *args)`` on ``n`` ranks. ``timeout`` is the group's; ``deadline`` (seconds) ends the run."""
+    """Run ``fn(group, *args)`` on ``n`` ranks. ``timeout`` is the group's; ``deadline`` (seconds) ends the run.
+
+    ``hosts``: ranks of each host, as if they were on several, to try out what a job does there: ``hosts=[2, 2]``."""
     if not isinstance(n, int) or n < 1:
         raise errors.bad_argument("spawn", "n", n, "a positive number of ranks")
+    names = _hosts_of_ranks(n, hosts)
     if mode == "threads":
-        return _spawn_threads(fn, n, args, timeout, deadline)
+        return _spawn_threads(fn, n, args, timeout, deadline, names)
     if mode == "processes":
-        return _spawn_processes(fn, n, args, timeout, deadline)
+        return _spawn_processes(fn, n, args, timeout, deadline, names)
     raise errors.bad_argument("spawn", "mode", mode, "'processes' or 'threads'")
+
+
+def _hosts_of_ranks(n: int, hosts: Sequence[int] | None) -> list[str]:
+    """The host that each rank is to count as being on; empty names where they are where they are."""
+    if hosts is None:
+        return [""] * n
+    if any(not isinstance(k, int) or k < 1 for k in hosts) or sum(hosts) != n:
+        raise errors.bad_argument("spawn", "hosts", list(hosts), f"numbers of ranks that add up to {n}")
+    return [f"host{h}" for h, k in enumerate(hosts) for _ in range(k)]
 
 
 # --- threads ---------------------------------------------------------------------------------------
@@ -73,7 +88,9 @@ class _ThreadExchange:
         return exchange
 
 
-def _spawn_threads(fn: Callable, n: int, args: tuple, timeout: Timeout, deadline: float | None) -> list[Any]:
+def _spawn_threads(
+    fn: Callable, n: int, args: tuple, timeout: Timeout, deadline: float | None, hosts: Sequence[str]
+) -> list[Any]:
     meeting = _ThreadExchange(n)
     results: list[Any] = [None] * n
     failures: list[tuple[float, int, BaseException]] = []
@@ -82,7 +99,8 @@ def _spawn_threads(fn: Callable, n: int, args: tuple, timeout: Timeout, deadline
         group: ProcessGroup | None = None
         try:
             use_arena(Arena())
-            group = ProcessGroup(rank, n, meeting.of(rank), timeout=timeout)
+            pretend_host(hosts[rank])
+            group = make_group(rank, n, meeting.of(rank), timeout=timeout)
             set_default(group, of_thread=True)
             results[rank] = fn(group, *args)
         except BaseException as error:
@@ -139,15 +157,19 @@ def _pack(fn: Callable, args: tuple) -> tuple[bytes, str]:
     return packed, "fork"
 
 
-def _rank_main(packed: bytes, fn: Any, args: Any, rank: int, n: int, path: str, timeout: Timeout, conn: Any) -> None:
+def _rank_main(
+    packed: bytes, fn: Any, args: Any, rank: int, n: int, path: str, timeout: Timeout, conn: Any, host: str
+) -> None:
     if packed and fn is None:
         fn, args = pickle.loads(packed)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))
+    if host:
+        os.environ["SYMCOMM_HOST_ID"] = host
     from symcomm.store import FileStore
 
     store = FileStore(path, n)
     try:
-        group = ProcessGroup(rank, n, exchange_through(store, rank, n, 60.0), timeout=timeout)
+        group = make_group(rank, n, exchange_through(store, rank, n, 60.0), timeout=timeout)
         group.store = store
         set_default(group)
         hooks.joined(group, store)
@@ -166,7 +188,9 @@ def _rank_main(packed: bytes, fn: Any, args: Any, rank: int, n: int, path: str, 
     conn.close()
 
 
-def _spawn_processes(fn: Callable, n: int, args: tuple, timeout: Timeout, deadline: float | None) -> list[Any]:
+def _spawn_processes(
+    fn: Callable, n: int, args: tuple, timeout: Timeout, deadline: float | None, hosts: Sequence[str]
+) -> list[Any]:
     packed, method = _pack(fn, args)
     context: Any = multiprocessing.get_context(method)
     folder = tempfile.mkdtemp(prefix="symcomm-")
@@ -175,7 +199,10 @@ def _spawn_processes(fn: Callable, n: int, args: tuple, timeout: Timeout, deadli
     payload = (packed, None, None) if method == "spawn" else (b"", fn, args)
     processes = [
         context.Process(
-            target=_rank_main, args=(*payload, r, n, path, timeout, pipes[r][1]), name=f"symcomm-rank-{r}", daemon=False
+            target=_rank_main,
+            args=(*payload, r, n, path, timeout, pipes[r][1], hosts[r]),
+            name=f"symcomm-rank-{r}",
+            daemon=False,
         )
         for r in range(n)
     ]

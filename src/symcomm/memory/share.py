@@ -5,6 +5,10 @@ arena and get everybody's in return. Both ends check the other's user id. Where 
 separate network namespaces, or SYMCOMM_SHARE=named) arenas are files in SYMCOMM_SHM_DIR (/dev/shm), opened by name and
 unlinked as soon as all have mapped them. Either way every rank then reads each peer's nonce from the mapped memory:
 that, and nothing else, is what counts as being on the same host.
+
+Ranks that cannot share memory are refused with SeveralHostsError, which says who shares with whom: a group across hosts
+(symcomm.hosts) is made of one such group per host. SYMCOMM_HOST_ID makes ranks of one machine count as being on
+different hosts, to try that out.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import os
 import secrets
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,10 +26,34 @@ from typing import Any
 from symcomm import errors
 from symcomm.memory.arena import Arena, Peer, add_peer, current_arena, named_directory, peer_by_nonce
 
-__all__ = ["Exchange", "connect", "named_directory"]
+__all__ = ["Exchange", "SeveralHostsError", "connect", "named_directory", "pretend_host"]
 
 Exchange = Callable[[bytes], list[bytes]]  # everybody's bytes, in rank order
 FDS_PER_MESSAGE = 200  # the kernel takes 253
+
+
+class SeveralHostsError(errors.ResourceError):
+    """The ranks do not all share memory. ``hosts``: the ranks that do, host by host."""
+
+    def __init__(self, message: str, hosts: Sequence[Sequence[int]]):
+        super().__init__(message)
+        self.hosts = [list(ranks) for ranks in hosts]
+
+    def __reduce__(self):
+        return type(self), (str(self), self.hosts)
+
+
+_thread = threading.local()
+
+
+def pretend_host(name: str | None) -> None:
+    """Let the rank that runs in this thread count as being on a host of that name; None: where it really is."""
+    _thread.host = name
+
+
+def _pretended_host() -> str:
+    mine: str | None = getattr(_thread, "host", None)
+    return mine if mine else os.environ.get("SYMCOMM_HOST_ID", "")
 
 
 def _read(path: str) -> str:
@@ -52,6 +81,7 @@ def connect(
         card = {
             "nonce": arena.nonce.hex(), "nbytes": arena.nbytes, "boot": _read("/proc/sys/kernel/random/boot_id"),
             "host": socket.gethostname(), "uid": os.getuid(), "net": _link("/proc/self/ns/net"), "path": arena.path,
+            "named": arena.directory is not None, "host_id": _pretended_host(),
             "socket": listener.getsockname().hex() if listener else None, "extra": extra,
         }  # fmt: skip
         cards = [json.loads(item) for item in exchange(json.dumps(card).encode())]
@@ -61,7 +91,8 @@ def connect(
         if any(lacking):
             if any(c["path"] for c in cards):
                 held += _open_named(cards, [r for r, peer in enumerate(held) if peer is None])
-                exchange(b"mapped")
+                seen = [r for r, c in enumerate(cards) if peer_by_nonce(bytes.fromhex(c["nonce"])) is not None]
+                _check_all_mapped([json.loads(item) for item in exchange(json.dumps(seen).encode())], cards)
                 arena.unlink()
             else:
                 held += _pass_descriptors(rank, arena, listener, cards, timeout)
@@ -72,22 +103,56 @@ def connect(
 
 
 def _check_one_host(cards: Sequence[dict]) -> None:
-    first = cards[0]
-    for r, card in enumerate(cards):
-        if card["boot"] != first["boot"]:
-            raise errors.ResourceError(
-                f"ranks 0 ({first['host']}) and {r} ({card['host']}) are on different hosts; symmetric memory reaches "
-                "no farther than one; use a backend that crosses hosts (gloo, nccl) for this group."
-            )
-        if card["uid"] != first["uid"]:
-            raise errors.ResourceError(
-                f"rank 0 runs as user id {first['uid']} and rank {r} as {card['uid']}; start all ranks as one user."
-            )
-        if card["net"] != first["net"] and not (card["path"] and first["path"]):
-            raise errors.ResourceError(
-                f"ranks 0 and {r} are in different network namespaces, so descriptors cannot be passed; "
-                "set SYMCOMM_SHARE=named on all ranks and let the containers share /dev/shm (--ipc=host)."
-            )
+    """Refuse ranks that cannot share memory; what they say here is proved later, by what they have mapped."""
+    hosts = _alike([_host_key(card) for card in cards])
+    for ranks in hosts:
+        first = cards[ranks[0]]
+        for r in ranks:
+            if cards[r]["uid"] != first["uid"]:
+                raise errors.ResourceError(
+                    f"rank {ranks[0]} runs as user id {first['uid']} and rank {r} as {cards[r]['uid']}; "
+                    "start all ranks as one user."
+                )
+    if len(hosts) == 1:
+        return
+    first, other = cards[0], cards[r := hosts[1][0]]
+    if other["boot"] == first["boot"] and other.get("host_id") == first.get("host_id"):
+        raise SeveralHostsError(
+            f"ranks 0 and {r} are in different network namespaces, so descriptors cannot be passed; "
+            "set SYMCOMM_SHARE=named on all ranks and let the containers share /dev/shm (--ipc=host).",
+            hosts,
+        )
+    raise SeveralHostsError(
+        f"ranks 0 ({first['host']}) and {r} ({other['host']}) are on different hosts; symmetric memory reaches "
+        "no farther than one; use a backend that crosses hosts (gloo, nccl) for this group.",
+        hosts,
+    )
+
+
+def _host_key(card: dict) -> tuple[str, ...]:
+    """Equal for ranks that should be able to map each other's memory."""
+    named = card.get("named", bool(card["path"]))
+    return card.get("host_id", ""), card["boot"], "" if named else card["net"]
+
+
+def _alike(keys: Sequence[Any]) -> list[list[int]]:
+    """Positions of equal keys, in the order in which they first occur."""
+    found: dict[Any, list[int]] = {}
+    for position, key in enumerate(keys):
+        found.setdefault(key, []).append(position)
+    return list(found.values())
+
+
+def _check_all_mapped(seen: Sequence[Sequence[int]], cards: Sequence[dict]) -> None:
+    """``seen[r]``: the ranks whose named memory rank r could open. Who does not see everybody is on another host."""
+    hosts = _alike([min(ranks) for ranks in seen])
+    if len(hosts) > 1:
+        r = hosts[1][0]
+        raise SeveralHostsError(
+            f"rank 0's memory {cards[0]['path']} cannot be opened by rank {r}; "
+            "let the containers share /dev/shm (--ipc=host) or run the ranks in one container.",
+            hosts,
+        )
 
 
 def _prove(cards: Sequence[dict]) -> list[Peer]:
@@ -200,11 +265,14 @@ def _map_unknown(cards: Sequence[dict], descriptors: dict[int, int]) -> list[Pee
 
 
 def _open_named(cards: Sequence[dict], unknown: Sequence[int]) -> list[Peer]:
+    """The memory of those ranks of ``unknown`` whose files are to be found here."""
     peers = []
     for r in unknown:
         path = cards[r]["path"]
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue
         except OSError as error:
             raise errors.ResourceError(
                 f"rank {r}'s memory {path} cannot be opened ({error.strerror}); "

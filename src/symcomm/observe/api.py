@@ -21,7 +21,7 @@ from symcomm.errors import CallerError
 from symcomm.group import registry
 from symcomm.observe import gil, metrics, places  # noqa: F401  (metrics has a route)
 from symcomm.observe.handlers import route
-from symcomm.observe.records import Operation, operations_at
+from symcomm.observe.records import Operation, on_this_host, operations_at
 from symcomm.observe.requests import Request, Response
 from symcomm.observe.stacks import thread_stacks
 
@@ -66,7 +66,10 @@ def operations(request: Request) -> dict[str, Any]:
     since = request.get_number("since", 0, 0, 2**63)
     limit = request.get_number("limit", OPERATIONS, 1, MOST_OPERATIONS)
     of_rank = request.get_number("rank", group.rank, 0, group.size - 1)
-    known = operations_at(group._peers[of_rank].flight)
+    here = on_this_host(group)
+    if group.global_ranks[of_rank] not in here.global_ranks:
+        raise CallerError(f"rank {of_rank} is on another host; ask a server there, see /api/v1/servers.")
+    known = operations_at(here._peers[here.global_ranks.index(group.global_ranks[of_rank])].flight)
     fresh = [op for op in known if op.number > since]
     shown = fresh[:limit]
     running = [op.number for op in shown if op.state == "running"]
@@ -104,8 +107,8 @@ def _group_facts(group: Any) -> dict[str, Any]:
 
 @route("GET", "/api/v1/peers")
 def peers(request: Request) -> list[dict[str, Any]]:
-    """Every rank of the first group as its shared memory shows it, also those that cannot answer any more."""
-    group = _group(request)
+    """Every rank of the first group on this host, as its shared memory shows it, also one that cannot answer."""
+    group = on_this_host(_group(request))
     return [_peer_facts(group, number, peer) for number, peer in enumerate(group._peers)]
 
 

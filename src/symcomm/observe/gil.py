@@ -20,6 +20,7 @@ from typing import Any
 
 from symcomm._core import native
 from symcomm.errors import bad_argument
+from symcomm.observe.records import on_this_host
 
 __all__ = ["seconds_from_environment", "stall_of", "watch"]
 
@@ -51,7 +52,8 @@ def stall_of(peer: Any) -> str | None:
 
 def watch(group: Any, seconds: float, fd: int = STDERR) -> Callable[[], None]:
     """Watch the interpreter lock on behalf of ``group``'s rank. Call what is returned to stop."""
-    peer, pid = group._peers[group.rank], os.getpid()
+    here, pid = on_this_host(group), os.getpid()
+    peer = here._peers[here.rank]
     label = f"rank {group.global_ranks[group.rank]} (pid {pid})"
     handle = native.lockwatch_start(int(seconds * 1e9), fd, peer.base + NOTE, label)
     done = threading.Event()

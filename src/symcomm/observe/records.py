@@ -88,9 +88,14 @@ def operations_at(address: int, peek: Peek = native.peek) -> list[Operation]:
     return [as_operation(entry) for entry in read_flight(address, peek)]
 
 
+def on_this_host(group: Any) -> Any:
+    """The part of a group whose memory this rank can read: all of it, unless its ranks are on several hosts."""
+    return group.local if group.spans_hosts else group
+
+
 def operations_of(group: Any) -> list[list[Operation]]:
-    """What every rank of ``group`` has recorded, by rank; also of ranks that are stuck or dead."""
-    return [operations_at(peer.flight) for peer in group._peers]
+    """What every rank of ``group`` on this host has recorded, by rank; also of ranks that are stuck or dead."""
+    return [operations_at(peer.flight) for peer in on_this_host(group)._peers]
 
 
 def as_operation(entry: FlightEntry) -> Operation:

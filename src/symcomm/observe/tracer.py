@@ -21,6 +21,7 @@ from symcomm.group import hooks
 from symcomm.group.failure import Status, how_it_ended
 from symcomm.observe.dump import answer_name, ask_name, note, prefix_from_environment, write, write_to
 from symcomm.observe.processes import process_state
+from symcomm.observe.records import on_this_host
 from symcomm.observe.stacks import thread_stacks
 from symcomm.observe.trace import RankTrace
 
@@ -95,7 +96,8 @@ class Tracer:
         return trace
 
     def _silent_peers(self, group: Any) -> list[RankTrace]:
-        """What is known of ranks of ``group`` that died, left or are stopped."""
+        """What is known of ranks of ``group`` on this host that died, left or are stopped."""
+        group = on_this_host(group)
         seen = native.group_report(group._handle)["ranks"]
         found = []
         for rank, peer in enumerate(group._peers):
@@ -128,6 +130,7 @@ class Tracer:
 
     def _await_others(self, mine: _Rank, group: Any) -> None:
         """Who does not write in time has no tracer, or is in native code that does not let Python run."""
+        group = on_this_host(group)
         deadline = time.monotonic() + OTHERS
         while time.monotonic() < deadline and not all(self._is_fresh(r) for r in group.global_ranks):
             time.sleep(0.01)

@@ -33,6 +33,11 @@ class Meeting:
     """Where every rank has the same piece of memory, and its signal pad. Lives as long as our own piece does."""
 
     def __init__(self, group: ProcessGroup, offset: int, nbytes: int):
+        if group.spans_hosts:
+            raise errors.ResourceError(
+                f"rendezvous: the ranks of group {group.name!r} are on several hosts, and symmetric memory reaches no "
+                "farther than one; use a group of one host's ranks."
+            )
         self.nbytes = nbytes
         self.pad_bytes = settings.get_signal_pad_size()
         self._pad = group._arena.buffer(_pad_total(self.pad_bytes))

@@ -1,0 +1,18 @@
+"""Groups whose ranks are on several hosts.
+
+layout.py       which ranks share a host, and who of one host answers to whom of another
+group.py        HostsGroup: how one comes to be, ends, splits and shrinks
+calls.py        its collectives: tensors in, checked, handed to
+algorithms.py   what happens to them: symmetric memory on each host, the engine between hosts, in chunks
+operation.py    one collective on its way: its deadline, its meeting, its steps
+messages.py     point-to-point
+work.py         asynchronous operations
+scratch.py      memory that operations borrow
+engine.py       what carries bytes between hosts, and the choice of one; torch_engine.py, mpi_engine.py
+office.py       small messages between ranks, and who of them is gone
+trouble.py      what went wrong, in words, the same on every rank
+shrink.py       how ranks on several hosts agree without a store: survivors, members of a new group
+address.py      where other hosts reach this one
+
+A HostsGroup is a ProcessGroup on each host, an engine between them, and an office at every rank.
+"""

@@ -1,0 +1,437 @@
+"""What collectives do across hosts: symmetric memory on each host, the engine between hosts.
+
+One algorithm a function. Those on large tensors work chunk by chunk; a generator is one chunk's way, and each ``yield``
+a wait for the network, during which other chunks go on (Operation.pipeline).
+
+    all_reduce, reduce, broadcast      each lane carries its share of a chunk: L ranks of a host send at once
+    all_gather, reduce_scatter         what a rank of another host has or needs is sent once to each host
+    gather, scatter, all_to_all        straight from one rank to the other
+    small_all_reduce and others        what a host has to say travels with its arrival: one message to each other host
+
+Values are combined on each host in the order of its ranks, then in the order of hosts, so all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from symcomm import collectives
+from symcomm._core import native
+from symcomm.hosts.layout import Layout, split_evenly
+from symcomm.hosts.operation import Chunk, Operation
+from symcomm.types import DType, RedOpType
+
+__all__ = [
+    "SMALL",
+    "barrier",
+    "small_all_gather",
+    "small_all_reduce",
+    "small_broadcast",
+    "Levels",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+# Bytes of a tensor that are worked on at a time. Measured at 1 Gbit/s, 2 x 2 ranks, 2 loaded cores: chunks of 1 MiB
+# made 54 % of the link's speed from 32 MiB, 2 MiB 67 %, 4 MiB 77 %, 8 MiB 79 %; from 8 MiB, 4 MiB was best.
+CHUNK = 4 << 20
+SMALL = 4096  # bytes that travel with an arrival; the engine's threads cost more than the network does
+FLOATS = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128}
+
+
+def chunks_of(count: int, dtype: DType, parts: int = 1) -> Iterator[tuple[int, int]]:
+    """(first element, number of elements) of each chunk, the same on all hosts; ``parts``: tensors that are in one."""
+    size = max(1, CHUNK // (dtype.itemsize * parts))
+    for start in range(0, count, size):
+        yield start, min(size, count - start)
+
+
+def starts_of(sizes: Sequence[int]) -> list[int]:
+    return [0, *accumulate(sizes)][:-1]
+
+
+class Levels(NamedTuple):
+    """An operation as one on each host, one between hosts, and a division at the end (1: none)."""
+
+    inner: RedOpType
+    outer: RedOpType
+    divide: int = 1
+
+    @classmethod
+    def of(cls, redop: RedOpType, dtype: DType, layout: Layout) -> Levels:
+        if redop is RedOpType.PREMUL_SUM:  # inputs are multiplied already
+            return cls(RedOpType.SUM, RedOpType.SUM)
+        if redop is not RedOpType.AVG:
+            return cls(redop, redop)
+        if layout.is_even and dtype in FLOATS:  # averages of averages: no sum that could overflow a small type
+            return cls(RedOpType.AVG, RedOpType.AVG)
+        return cls(RedOpType.SUM, RedOpType.SUM, layout.size)
+
+
+def _finish(op: Operation, address: int, count: int, dtype: DType, levels: Levels) -> None:
+    """Divide a sum: the average of it and of as many zeros as there are other ranks."""
+    if levels.divide > 1 and count:
+        zeros = op.zeros(count * dtype.itemsize)
+        op.combine(address, [address] + [zeros] * (levels.divide - 1), count, dtype, RedOpType.AVG)
+
+
+# --- few bytes -----------------------------------------------------------------------------------------------------
+
+
+def barrier(op: Operation) -> None:
+    op.meet()
+
+
+def small_all_reduce(
+    op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels, root: int | None = None
+) -> None:
+    """Every rank has its host's result, gets those of the others, and combines them itself. ``root``: only that one."""
+    nbytes = count * dtype.itemsize
+    own = op.borrow(nbytes)
+
+    def say() -> bytes:
+        op.local(collectives.all_reduce, [source], [own], count, dtype, levels.inner)
+        return native.peek(own, nbytes) if nbytes else b""
+
+    places = {op.layout.host: own}
+    for host, said in op.meet(say).items():
+        places[host] = op.borrow(nbytes)
+        native.poke(places[host], said)
+    if root in (None, op.layout.rank):
+        op.combine(target, [places[h] for h in range(len(op.layout.hosts))], count, dtype, levels.outer)
+        _finish(op, target, count, dtype, levels)
+
+
+def small_broadcast(op: Operation, address: int, count: int, dtype: DType, root: int) -> None:
+    layout, nbytes = op.layout, count * dtype.itemsize
+    home = layout.host_of[root]
+
+    def say() -> bytes:
+        if layout.host != home:
+            return b""
+        op.local(collectives.broadcast, [address], [address], count, dtype, layout.local_of[root])
+        return native.peek(address, nbytes) if nbytes else b""
+
+    said = op.meet(say)
+    if layout.host != home:
+        native.poke(address, said[home])
+
+
+def small_all_gather(op: Operation, source: int, targets: Sequence[int], counts: Sequence[int], dtype: DType) -> None:
+    layout, item = op.layout, dtype.itemsize
+
+    def say() -> bytes:
+        _share(op, layout.here, source, targets, counts, dtype)
+        return b"".join(native.peek(targets[r], counts[r] * item) for r in layout.here if counts[r])
+
+    for host, said in op.meet(say).items():
+        at = 0
+        for r in layout.hosts[host]:
+            native.poke(targets[r], said[at : at + counts[r] * item])
+            at += counts[r] * item
+
+
+# --- through lanes ------------------------------------------------------------------------------------------------
+
+
+def _lane_counts(layout: Layout, count: int) -> tuple[int, ...]:
+    """Elements of a chunk for each rank of this host: those without a lane get none."""
+    return (*split_evenly(count, layout.lanes), *[0] * (len(layout.here) - layout.lanes))
+
+
+def all_reduce(op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels) -> None:
+    op.meet()
+    item = dtype.itemsize
+    op.pipeline(
+        _all_reduce_chunk(op, source + start * item, target + start * item, size, dtype, levels)
+        for start, size in chunks_of(count, dtype)
+    )
+
+
+def _all_reduce_chunk(op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels) -> Chunk:
+    counts = _lane_counts(op.layout, count)
+    mine = counts[op.layout.local]
+    piece = op.borrow(mine * dtype.itemsize)
+    op.local(collectives.reduce_scatter, [source], [piece], counts, dtype, levels.inner)
+    yield from _combine_across(op, piece, mine, dtype, levels)
+    op.local(collectives.all_gather, [piece], [target], counts, dtype)
+    op.give_back(piece)
+
+
+def _combine_across(op: Operation, piece: int, count: int, dtype: DType, levels: Levels) -> Chunk:
+    """Combine the lane's piece over all hosts, in place."""
+    if not op.layout.has_lane:  # as many turns as the others take
+        for _ in range(1 if len(op.layout.hosts) == 2 else 2):
+            yield None
+    elif len(op.layout.hosts) == 2:
+        yield from _swap(op, piece, count, dtype, levels)
+    else:
+        starts, sizes = _shares(op, count)
+        yield from _reduce_shares(op, piece, starts, sizes, dtype, levels)
+        yield _collect_shares(op, piece, starts, sizes, dtype, range(len(op.layout.hosts)))
+
+
+def _swap(op: Operation, piece: int, count: int, dtype: DType, levels: Levels) -> Chunk:
+    """Two hosts: each sends all it has. As many bytes as any other way, and half the waits."""
+    layout, nbytes = op.layout, count * dtype.itemsize
+    theirs, peer = op.borrow(nbytes), layout.lane(layout.others[0])
+    yield op.start([(peer, piece, nbytes)], [(peer, theirs, nbytes)])
+    order = [piece, theirs] if layout.host == 0 else [theirs, piece]
+    op.combine(piece, order, count, dtype, levels.outer)
+    _finish(op, piece, count, dtype, levels)
+    op.give_back(theirs)
+
+
+def _shares(op: Operation, count: int) -> tuple[list[int], list[int]]:
+    """(starts, sizes) of the share of a lane's piece that each host is to combine."""
+    sizes = split_evenly(count, len(op.layout.hosts))
+    return starts_of(sizes), sizes
+
+
+def _reduce_shares(
+    op: Operation, piece: int, starts: Sequence[int], sizes: Sequence[int], dtype: DType, levels: Levels
+) -> Chunk:
+    """Every host combines its share of the piece: it gets that share from each other host, and sends them theirs."""
+    layout, item = op.layout, dtype.itemsize
+    mine = sizes[layout.host]
+    came = op.borrow(mine * item * len(layout.others))
+    places = {h: came + k * mine * item for k, h in enumerate(layout.others)}
+    yield op.start(
+        [(layout.lane(h), piece + starts[h] * item, sizes[h] * item) for h in layout.others],
+        [(layout.lane(h), places[h], mine * item) for h in layout.others],
+    )
+    own = piece + starts[layout.host] * item
+    order = [places.get(h, own) for h in range(len(layout.hosts))]
+    op.combine(own, order, mine, dtype, levels.outer)
+    _finish(op, own, mine, dtype, levels)
+    op.give_back(came)
+
+
+def _collect_shares(
+    op: Operation, piece: int, starts: Sequence[int], sizes: Sequence[int], dtype: DType, hosts: Sequence[int]
+):
+    """Send this host's share to ``hosts``; where this is one of them, get all others' shares."""
+    layout, item = op.layout, dtype.itemsize
+    me = layout.host
+    sends = [(layout.lane(h), piece + starts[me] * item, sizes[me] * item) for h in hosts if h != me]
+    receives = [(layout.lane(h), piece + starts[h] * item, sizes[h] * item) for h in layout.others]
+    return op.start(sends, receives if me in hosts else [])
+
+
+def reduce(op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels, root: int) -> None:
+    op.meet()
+    item = dtype.itemsize
+    op.pipeline(
+        _reduce_chunk(op, source + start * item, target + start * item, size, dtype, levels, root)
+        for start, size in chunks_of(count, dtype)
+    )
+
+
+def _reduce_chunk(
+    op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels, root: int
+) -> Chunk:
+    layout = op.layout
+    home = layout.host_of[root]
+    counts = _lane_counts(layout, count)
+    mine = counts[layout.local]
+    piece = op.borrow(mine * dtype.itemsize)
+    op.local(collectives.reduce_scatter, [source], [piece], counts, dtype, levels.inner)
+    if layout.has_lane:
+        starts, sizes = _shares(op, mine)
+        yield from _reduce_shares(op, piece, starts, sizes, dtype, levels)
+        yield _collect_shares(op, piece, starts, sizes, dtype, [home])
+    else:
+        yield None
+        yield None
+    if layout.host == home:
+        outs = [target] if layout.rank == root else []
+        op.local(collectives.gather, [piece], outs, counts, dtype, layout.local_of[root], False)
+    op.give_back(piece)
+
+
+def broadcast(op: Operation, address: int, count: int, dtype: DType, root: int) -> None:
+    op.meet()
+    item = dtype.itemsize
+    op.pipeline(
+        _broadcast_chunk(op, address + start * item, size, dtype, root) for start, size in chunks_of(count, dtype)
+    )
+
+
+def _broadcast_chunk(op: Operation, address: int, count: int, dtype: DType, root: int) -> Chunk:
+    """The root's host has it from the root. Each other host gets a share from there, and the rest from the others."""
+    layout, item = op.layout, dtype.itemsize
+    home = layout.host_of[root]
+    counts = _lane_counts(layout, count)
+    piece, mine = address + starts_of(counts)[layout.local] * item, counts[layout.local]
+    away = [h for h in range(len(layout.hosts)) if h != home]
+    sizes = split_evenly(mine, len(away))
+    share = {
+        h: (piece + start * item, size * item) for h, start, size in zip(away, starts_of(sizes), sizes, strict=True)
+    }
+    if layout.host == home:
+        op.local(collectives.broadcast, [address], [address], count, dtype, layout.local_of[root])
+        yield op.start([(layout.lane(h), *share[h]) for h in away], []) if layout.has_lane else None
+        return
+    me = layout.host
+    yield op.start([], [(layout.lane(home), *share[me])]) if layout.has_lane else None
+    if len(away) > 1:
+        peers = [h for h in away if h != me]
+        yield (
+            op.start([(layout.lane(h), *share[me]) for h in peers], [(layout.lane(h), *share[h]) for h in peers])
+            if layout.has_lane
+            else None
+        )
+    op.local(collectives.all_gather, [piece], [address], counts, dtype)
+
+
+# --- a piece for each rank ----------------------------------------------------------------------------------------
+
+
+def _window(counts: Sequence[int], start: int, size: int) -> list[int]:
+    """How many of each rank's elements lie in a window of ``size`` elements."""
+    return [max(0, min(n - start, size)) for n in counts]
+
+
+def all_gather(op: Operation, source: int, targets: Sequence[int], counts: Sequence[int], dtype: DType) -> None:
+    """``targets[r]``: where rank r's ``counts[r]`` elements go."""
+    op.meet()
+    item = dtype.itemsize
+    op.pipeline(
+        _all_gather_chunk(op, source + at * item, [t + at * item for t in targets], _window(counts, at, size), dtype)
+        for at, size in chunks_of(max(counts), dtype)
+    )
+
+
+def _all_gather_chunk(op: Operation, source: int, targets: Sequence[int], counts: Sequence[int], dtype: DType) -> Chunk:
+    """Each rank sends what it has to one rank of each other host, which shares it with its host."""
+    layout, item = op.layout, dtype.itemsize
+    me, here = layout.rank, layout.here
+    held = [r for h in layout.others for r in layout.hosts[h] if layout.holder(layout.host, r) == me]
+    transfer = op.start(
+        [(layout.holder(h, me), source, counts[me] * item) for h in layout.others],
+        [(r, targets[r], counts[r] * item) for r in held],
+    )
+    _share(op, here, source, targets, counts, dtype)
+    yield transfer
+    for host in layout.others:
+        for ranks in layout.waves(host):
+            held_one = targets[ranks[layout.local]] if layout.local < len(ranks) else targets[me]
+            _share(op, ranks, held_one, targets, counts, dtype)
+
+
+def _share(
+    op: Operation, ranks: Sequence[int], source: int, targets: Sequence[int], counts: Sequence[int], dtype: DType
+) -> None:
+    """The i-th rank of this host has ``ranks[i]``'s piece, and all of them get it."""
+    spare = len(op.layout.here) - len(ranks)
+    sizes = (*[counts[r] for r in ranks], *[0] * spare)
+    outs = [targets[r] for r in ranks] + [targets[op.layout.rank]] * spare
+    op.local(collectives.all_gather, [source], outs, sizes, dtype, True)
+
+
+def reduce_scatter(
+    op: Operation, sources: Sequence[int], target: int, counts: Sequence[int], dtype: DType, levels: Levels
+) -> None:
+    """``sources[r]``: this rank's piece for rank r, of ``counts[r]`` elements."""
+    op.meet()
+    item = dtype.itemsize
+    op.pipeline(
+        _reduce_scatter_chunk(
+            op, [s + at * item for s in sources], target + at * item, _window(counts, at, size), dtype, levels
+        )
+        for at, size in chunks_of(max(counts), dtype, parts=op.layout.widest)
+    )
+
+
+def _reduce_scatter_chunk(
+    op: Operation, sources: Sequence[int], target: int, counts: Sequence[int], dtype: DType, levels: Levels
+) -> Chunk:
+    """Each host combines the pieces for the ranks of others and sends them there; each rank combines what comes."""
+    layout, item = op.layout, dtype.itemsize
+    me, mine = layout.rank, counts[layout.rank]
+    sends, lent = [], []
+    for host in layout.others:
+        for ranks in layout.waves(host):
+            to = ranks[layout.local] if layout.local < len(ranks) else None
+            nbytes = counts[to] * item if to is not None else 0
+            lent.append(op.borrow(nbytes))
+            _combine_here(op, ranks, sources, lent[-1], counts, dtype, levels)
+            if to is not None:
+                sends.append((to, lent[-1], nbytes))
+    came = {h: op.borrow(mine * item) for h in layout.others}
+    transfer = op.start(sends, [(layout.holder(h, me), came[h], mine * item) for h in layout.others])
+    own = op.borrow(mine * item)
+    _combine_here(op, layout.here, sources, own, counts, dtype, levels)
+    yield transfer
+    op.combine(target, [came.get(h, own) for h in range(len(layout.hosts))], mine, dtype, levels.outer)
+    _finish(op, target, mine, dtype, levels)
+    for piece in (*lent, *came.values(), own):
+        op.give_back(piece)
+
+
+def _combine_here(
+    op: Operation, ranks: Sequence[int], sources: Sequence[int], target: int, counts: Sequence[int], dtype: DType,
+    levels: Levels,
+) -> None:  # fmt: skip
+    """The i-th rank of this host gets the combination of all its ranks' pieces for ``ranks[i]``."""
+    spare = len(op.layout.here) - len(ranks)
+    sizes = (*[counts[r] for r in ranks], *[0] * spare)
+    ins = [sources[r] for r in ranks] + [sources[op.layout.rank]] * spare
+    op.local(collectives.reduce_scatter, ins, [target], sizes, dtype, levels.inner, True)
+
+
+# --- from one rank to another -------------------------------------------------------------------------------------
+
+
+def gather(op: Operation, source: int, targets: Sequence[int], nbytes: int, root: int) -> None:
+    """``targets``: where the root puts each rank's piece; empty elsewhere."""
+    op.meet()
+    layout = op.layout
+    home = layout.host_of[root]
+    if layout.host != home:
+        op.finish(op.start([(root, source, nbytes)], []))
+        return
+    away = [r for h in layout.others for r in layout.hosts[h]]
+    transfer = op.start([], [(r, targets[r], nbytes) for r in away]) if layout.rank == root else None
+    counts = (nbytes,) * len(layout.here)
+    outs = [targets[r] for r in layout.here] if layout.rank == root else []
+    op.local(collectives.gather, [source], outs, counts, DType.UINT8, layout.local_of[root])
+    op.finish(transfer)
+
+
+def scatter(op: Operation, sources: Sequence[int], target: int, nbytes: int, root: int) -> None:
+    """``sources``: the root's piece for each rank; empty elsewhere."""
+    op.meet()
+    layout = op.layout
+    home = layout.host_of[root]
+    if layout.host != home:
+        op.finish(op.start([], [(root, target, nbytes)]))
+        return
+    away = [r for h in layout.others for r in layout.hosts[h]]
+    transfer = op.start([(r, sources[r], nbytes) for r in away], []) if layout.rank == root else None
+    counts = (nbytes,) * len(layout.here)
+    ins = [sources[r] for r in layout.here] if layout.rank == root else []
+    op.local(collectives.scatter, ins, [target], counts, DType.UINT8, layout.local_of[root])
+    op.finish(transfer)
+
+
+def all_to_all(
+    op: Operation, sources: Sequence[int], targets: Sequence[int], matrix: Callable[[int, int], int]
+) -> None:
+    """``matrix(i, j)``: bytes that rank i sends to rank j."""
+    op.meet()
+    layout = op.layout
+    me, here = layout.rank, layout.here
+    away = [r for h in layout.others for r in layout.hosts[h]]
+    transfer = op.start([(r, sources[r], matrix(me, r)) for r in away], [(r, targets[r], matrix(r, me)) for r in away])
+    rows = tuple(tuple(matrix(i, j) for j in here) for i in here)
+    op.local(collectives.all_to_all, [sources[r] for r in here], [targets[r] for r in here], rows, DType.UINT8, True)
+    op.finish(transfer)

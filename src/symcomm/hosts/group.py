@@ -1,0 +1,453 @@
+"""HostsGroup: a group whose ranks are on several hosts, with the methods of ProcessGroup."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.collectives.plan import Plan
+from symcomm.collectives.select import Limits
+from symcomm.group import hooks, registry
+from symcomm.group.buffers import Buffer
+from symcomm.group.failure import Site, call_site, words_for_site
+from symcomm.group.making import make_group
+from symcomm.group.messages import MessageWork
+from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
+from symcomm.group.work import Timeout, Watcher, Work, to_ns
+from symcomm.hosts.address import LOOPBACK, own_address
+from symcomm.hosts.calls import HostsCalls
+from symcomm.hosts.engine import Engine, Place, Transfer, available_engines, engine_class, wanted_engine
+from symcomm.hosts.layout import Layout
+from symcomm.hosts.messages import HostsMessages, Mail
+from symcomm.hosts.office import Card, Office, office_of
+from symcomm.hosts.operation import Operation, Signature
+from symcomm.hosts.scratch import Scratch
+from symcomm.hosts.shrink import Ballot
+from symcomm.hosts.trouble import Stopped, Trouble
+from symcomm.hosts.work import HostsWork, Runner
+from symcomm.memory.arena import Arena, current_arena
+from symcomm.memory.share import Exchange
+
+__all__ = ["HostsGroup"]
+
+LOCAL_ROUNDS = 3  # of the exchange, at most, to make a host's own group
+ENGINE_NEWS = 1.0  # seconds for the office to learn who is gone, when the engine has noticed first
+
+_living: weakref.WeakSet[HostsGroup] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A forked child is not the rank, and has neither its threads nor its connections."""
+    for group in list(_living):
+        group._goodbye = True
+        group.news = threading.Condition()
+        group._failure_lock = threading.RLock()
+        group._failure = errors.GroupUnusableError(
+            f"it belongs to the process that this one was forked from ({os.getppid()}); make groups of its own here."
+        )
+        group._retire.detach()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@atexit.register
+def _leave_all() -> None:
+    for group in list(_living):
+        group._say_goodbye()
+        if group._stopping is not None:
+            group._stopping.join(2.0)
+
+
+def _retire(office: Office, key: str, runner: Runner, engine: Engine) -> None:
+    office.leave(key)
+    runner.stop()
+    engine.close()
+
+
+class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
+    """Made by ``make_group`` where ranks turn out to be on several hosts.
+
+    ``hosts``: the ranks that share memory, host by host; ``exchange``: everybody's bytes. All ranks make it at once."""
+
+    spans_hosts = True
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        exchange: Exchange,
+        hosts: Sequence[Sequence[int]],
+        name: str = "world",
+        timeout: Timeout = None,
+        limits: Limits | None = None,
+        global_ranks: Sequence[int] | None = None,
+        engine: str | None = None,
+    ):
+        self.rank, self.size, self.name = rank, size, name
+        self.global_ranks = list(global_ranks) if global_ranks is not None else list(range(size))
+        self._limits = limits or Limits()
+        self._timeout_ns = to_ns("HostsGroup", DEFAULT_TIMEOUT if timeout is None else timeout)
+        self._plans: dict[Any, Any] = {}
+        self._pending: list[Work] = []
+        self._watcher = Watcher()
+        self._in_flight: list[MessageWork] = []
+        self._keep_lock = threading.Lock()
+        self._failure: errors.SymcommError | None = None
+        self._failure_lock = threading.RLock()
+        self._children = self._barriers = 0
+        self._together = None  # asynchronous operations have a thread of their own
+        self._before_leaving: list[Callable[[], None]] = []
+        self.store: Any = None
+        self._arena: Arena = current_arena()
+        self.layout = Layout(hosts, rank)
+        self.news = threading.Condition()  # anything that somebody may wait for has happened
+        self.trouble = Trouble(self)
+        self.arrivals: dict[tuple[int, int], tuple[list[int], bytes]] = {}  # (number, rank) -> signature, few bytes
+        self.left: set[int] = set()
+        self.doing: tuple[int, str, str] = (0, "", "")  # number, call and place of the last operation
+        self._submitted = 0
+        self._turn = threading.RLock()
+        self._runner = Runner()
+        self.scratch = Scratch(self._arena)
+        self.mail = Mail(self)
+        self.ballot = Ballot(self)
+        self._abandoned: list[Operation] = []  # whose memory the engine may still write to
+        self._goodbye = False
+        self._stopping: threading.Thread | None = None
+        self._meet(exchange, engine)
+
+    def _meet(self, exchange: Exchange, engine: str | None = None) -> None:
+        """Meet: offices and engines first, then each host's own group, then the connections between hosts."""
+        self.office = office_of(self._arena)
+        wanted, refusal = "", None
+        try:
+            wanted = wanted_engine(engine)
+        except errors.SymcommError as error:  # told to the others, who would wait for us
+            refusal = error
+        card = {
+            "office": self.office.card(own_address()), "pid": os.getpid(), "host": socket.gethostname(),
+            "machine": [_boot_id(), _network()], "wanted": wanted, "engines": [] if wanted else available_engines(),
+            "refusal": str(refusal or ""),
+            "key": f"{self.name}/{self._arena.nonce.hex()}/{self._arena.flight.address}/{time.monotonic_ns()}",
+        }  # fmt: skip
+        self.cards = [json.loads(item) for item in exchange(json.dumps(card).encode())]
+        if any(c["refusal"] for c in self.cards):
+            self.office.leave("")
+            rank, text = next((r, c["refusal"]) for r, c in enumerate(self.cards) if c["refusal"])
+            raise refusal or errors.ResourceError(f"rank {rank} cannot take part in group {self.name!r}: {text}")
+        self._key = self.cards[0]["key"]  # the first rank names the group for all offices
+        same_machine = all(c["machine"] == self.cards[0]["machine"] for c in self.cards)
+        self._offices = [
+            Card(nonce, LOOPBACK if same_machine else address, port, token)
+            for nonce, address, port, token in (c["office"] for c in self.cards)
+        ]
+        self._rank_of = {card.nonce: r for r, card in enumerate(self._offices)}
+        self.office.join(self._key, self)
+        try:
+            self._connect(exchange)
+        except BaseException:
+            self.office.leave(self._key)
+            raise
+        _living.add(self)
+        registry.add(self)
+        self._retire = weakref.finalize(self, _retire, self.office, self._key, self._runner, self.engine)
+        self._retire.atexit = False
+
+    def _connect(self, exchange: Exchange) -> None:
+        self.local = self._make_local(exchange)
+        self._make_engine(exchange)
+        for host in self.layout.others:  # those we watch, and who watch us
+            for rank in self.layout.counterparts(host):
+                if rank > self.rank:
+                    self.tell(rank, {"kind": "hello"}, timeout=self.timeout)
+
+    def _make_local(self, exchange: Exchange) -> ProcessGroup:
+        """This host's own group. Hosts may need more or fewer rounds of the exchange; all take part in as many."""
+        rounds = 0
+
+        def exchange_here(item: bytes) -> list[bytes]:
+            nonlocal rounds
+            rounds += 1
+            everyone = exchange(item)
+            return [everyone[r] for r in self.layout.here]
+
+        here = self.layout.here
+        local = ProcessGroup(
+            self.layout.local, len(here), exchange_here, f"{self.name}@{self.layout.host}", self.timeout, self._limits,
+            [self.global_ranks[r] for r in here],
+        )  # fmt: skip
+        while rounds < LOCAL_ROUNDS:
+            exchange_here(b"")
+        self._handle, self._peers = local._handle, local._peers
+        return local
+
+    def _make_engine(self, exchange: Exchange) -> None:
+        self.engine_name = _agree_on_engine(self.cards)
+        place = Place(self.rank, self.size, self._offices[self.rank].address)
+        self.engine = engine_class(self.engine_name)(place)
+        cards = [json.loads(item) for item in exchange(json.dumps(self.engine.card).encode())]
+        self.engine.connect(cards, self.timeout)
+
+    def __repr__(self) -> str:
+        hosts = len(self.layout.hosts)
+        return f"<HostsGroup {self.name!r}: rank {self.rank} of {self.size}, host {self.layout.host} of {hosts}>"
+
+    # --- running ----------------------------------------------------------------------------------------------
+
+    def meeting_plan(self, signature: Signature) -> Any:
+        plan = self._plans.get(signature)
+        if plan is None:
+            if len(self._plans) > 4096:
+                self._plans.clear()
+            s, layout = signature, self.layout
+            made = Plan(s.collective, layout.local, len(layout.here), s.local_count(), s.dtype, s.redop, 0, "arrival")
+            plan = self._plans[signature] = native.make_plan(made.encode())
+        return plan
+
+    def _perform(
+        self, call: str, signature: Signature, body: Callable[[Operation], None], inputs: Sequence[Buffer],
+        outputs: Sequence[Buffer], result: Sequence[Any], async_op: bool, timeout: Timeout,
+    ) -> Work | None:  # fmt: skip
+        """Run an operation: here and now, or in the group's thread where that has some to run already."""
+        seconds = (self._timeout_ns if timeout is None else to_ns(call, timeout)) / 1e9
+        self._check_usable()
+        site = call_site(3)
+        self._submitted += 1
+        queued = async_op or any(not work.is_completed() for work in self._pending)
+
+        def act() -> None:
+            with self._turn:
+                if queued:  # operations before this one may have changed what was copied
+                    for buffer in (*inputs, *outputs):
+                        buffer.refresh()
+                self._operate(call, signature, body, seconds, site)
+            for buffer in outputs:
+                buffer.finish()
+
+        if not queued:
+            act()
+            return None
+        work = HostsWork(self, call, site, act, outputs, result)
+        work._keep = (inputs, outputs)
+        self._runner.submit(work)
+        self._keep(work)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _operate(
+        self, call: str, signature: Signature, body: Callable[[Operation], None], seconds: float, site: Site
+    ) -> None:
+        self._check_usable()
+        begun = time.monotonic()
+        seq = self.doing[0] + 1
+        self.doing = (seq, signature.words(), words_for_site(site))
+        operation = Operation(self, signature, seq, seconds, self._arena.flight.site(site))
+        try:
+            body(operation)
+        except Stopped:
+            self._abandoned.append(operation)
+            raise self._fail(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun) from None
+        except BaseException:  # interrupted, or a bug: what the others do cannot be met any more
+            self._abandoned.append(operation)
+            self.trouble.abort()
+            self._fail(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun)
+            raise
+        operation.end()
+
+    def _fail(self, what: str, seconds: float) -> errors.SymcommError:
+        """This rank's exception for the group's trouble. The first one tells the story, later ones refer to it."""
+        with self._failure_lock:
+            if self._failure is not None:
+                return self._unusable()
+            error = self._failure = self.trouble.error(what, seconds)
+        hooks.failed(self.local, error)
+        return error
+
+    def _check_usable(self) -> None:
+        if self._failure is None and self.trouble.verdict is not None and self.trouble.verdict["fault"] != "gone":
+            self._failure = self.trouble.error(f"an operation on group {self.name!r}", 0.0)
+        if self._failure is not None:
+            raise self._unusable()
+
+    def trouble_with(self, transfer: Transfer) -> None:
+        """The engine failed: because a rank is gone, which the office learns about as well, or for its own reasons."""
+        deadline = time.monotonic() + ENGINE_NEWS
+        while self.trouble.verdict is None and time.monotonic() < deadline:
+            gone = [r for r in transfer.peers if self.is_gone(r)]
+            if gone:
+                self.trouble.gone(gone)
+                return
+            time.sleep(0.005)
+        assert transfer.error is not None
+        self.trouble.cut_off(transfer.peers, transfer.error)
+
+    def stop_engine(self) -> None:
+        """End what is on its way. Not here: this may be the office's thread, or the engine's."""
+        self._stopping = threading.Thread(target=self.engine.abort, name="symcomm-abort", daemon=True)
+        self._stopping.start()
+
+    # --- the office -------------------------------------------------------------------------------------------
+
+    def office_card(self, rank: int) -> Card:
+        return self._offices[rank]
+
+    def tell(self, rank: int, header: dict[str, Any], payload: bytes = b"", timeout: float = 10.0) -> bool:
+        """Send a small message to a rank's office; False when it cannot be reached."""
+        return self.office.send(self._offices[rank], {"group": self._key, **header}, payload, timeout)
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether a rank left, or its connection to us broke."""
+        return rank in self.left or self.office.is_lost(self._offices[rank].nonce)
+
+    def ring(self, _: Any = None) -> None:
+        with self.news:
+            self.news.notify_all()
+
+    def on_message(self, sender: str, header: dict[str, Any], payload: bytes) -> None:
+        """Called by the office, in its thread."""
+        rank = self._rank_of.get(sender)
+        if rank is None:
+            return
+        kind = header.get("kind")
+        if kind == "come":
+            with self.news:
+                self.arrivals[header["seq"], rank] = (header["signature"], payload)
+                self.news.notify_all()
+        elif kind == "letter":
+            self.mail.on_letter(rank, header, payload)
+        elif kind == "clear":
+            self.mail.on_clear(rank, header)
+        elif kind == "refused":
+            self.mail.on_refused(header)
+        elif kind == "withdrawn":
+            self.mail.on_withdrawn(rank, header)
+        elif kind == "ask":
+            self.trouble.answer(rank, header)
+        elif kind == "answer":
+            self.trouble.note_answer(rank, header)
+        elif kind == "fail":
+            self.trouble.accept(header)
+        elif kind == "vote":
+            self.ballot.note(rank, header)
+        elif kind == "bye":
+            self.left.add(rank)
+            self.ring()
+
+    def on_lost(self, nonce: str) -> None:
+        if nonce in self._rank_of:
+            self.ring()
+
+    # --- life -------------------------------------------------------------------------------------------------
+
+    @property
+    def sequence_number(self) -> int:
+        """How many collectives this rank has started on the group."""
+        return self._submitted
+
+    def abort(self) -> None:
+        """Make every rank's pending and later operations on this group fail now."""
+        self.trouble.abort()
+
+    def destroy(self) -> None:
+        """Leave the group. Pending asynchronous operations end first; peers that still wait for us are told."""
+        if self._failure is None:
+            for work in list(self._pending):
+                work._poll(self._timeout_ns)
+            for finish in self._before_leaving:
+                finish()
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._goodbye:
+            return
+        if self._failure is None:
+            self._failure = errors.GroupUnusableError(f"group {self.name!r} was destroyed.")
+        self._say_goodbye()
+        self._retire()
+        self.local._leave()
+        self._pending = []
+
+    def _say_goodbye(self) -> None:
+        """Others learn that we left, and did not die."""
+        if self._goodbye:
+            return
+        self._goodbye = True
+        for rank in range(self.size):
+            if rank != self.rank and self.office.knows(self._offices[rank].nonce):
+                self.tell(rank, {"kind": "bye"})
+
+    # --- groups from groups -----------------------------------------------------------------------------------
+
+    def _subgroup(self, choice: dict[int, tuple[int, int]], name: str, timeout: Timeout) -> Any:
+        """As in ProcessGroup; members of one host form a plain ProcessGroup."""
+        self._children += 1
+        mine = choice.get(self.rank)
+        ranks = [r for _, r in sorted((k, r) for r, (c, k) in choice.items() if mine is not None and c == mine[0])]
+        label = name or f"{self.name}/{self._children}"
+        if not name and mine and len({c for c, _ in choice.values()}) > 1:
+            label += f".{mine[0]}"
+        key = f"sub/{self._children}/{mine[0] if mine else ''}"
+        if mine is None:
+            return None
+        exchange = self.ballot.exchange_among(
+            ranks, key, self.timeout if timeout is None else to_ns(key, timeout) / 1e9
+        )
+        return make_group(
+            ranks.index(self.rank), len(ranks), exchange, label, self.timeout if timeout is None else timeout,
+            self._limits, [self.global_ranks[r] for r in ranks], self.engine_name,
+        )  # fmt: skip
+
+    def shrink(self, timeout: float = 5.0, exclude: Sequence[int] = (), abort: bool = True) -> Any:
+        """After a failure: the ranks that still live, and come here within ``timeout``, go on in a new group.
+
+        Ranks in ``exclude`` stay behind though they live; they do not call this. Without ``abort`` operations that
+        other ranks still have under way end first."""
+        from symcomm.group.shrink import agree_on_survivors, check_excluded
+
+        if self._goodbye:
+            raise self._unusable()
+        check_excluded(self, exclude)
+        survivors, exchange = agree_on_survivors(self.ballot, timeout, exclude, abort)
+        return make_group(
+            survivors.index(self.rank), len(survivors), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
+            [self.global_ranks[r] for r in survivors], self.engine_name,
+        )  # fmt: skip
+
+
+def _agree_on_engine(cards: Sequence[dict[str, Any]]) -> str:
+    wanted = {card["wanted"] for card in cards}
+    if len(wanted) > 1:
+        told = ", ".join(sorted(name or "none" for name in wanted))
+        raise errors.CollectiveMismatchError(
+            f"groups across hosts: ranks ask for different engines ({told}); ask alike."
+        )
+    [name] = wanted
+    if name:
+        return name
+    for name in cards[0]["engines"]:
+        if all(name in card["engines"] for card in cards):
+            return name
+    raise errors.ResourceError(
+        "the ranks are on several hosts, and no engine that crosses them is on all; install torch (Gloo) or mpi4py."
+    )
+
+
+def _boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+def _network() -> str:
+    return os.readlink("/proc/self/ns/net")

@@ -1,0 +1,55 @@
+"""Which ranks share a host, and who of one host answers to whom of another. Nothing here communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["Layout", "split_evenly"]
+
+
+def split_evenly(count: int, parts: int) -> list[int]:
+    """Sizes of ``parts`` pieces of ``count`` elements; they differ by one at most, larger ones first."""
+    size, more = divmod(count, parts)
+    return [size + (i < more) for i in range(parts)]
+
+
+class Layout:
+    """``hosts[h]`` are the ranks of host h, ascending; hosts are ordered by their first rank.
+
+    Lane i is the i-th rank of every host; there are as many lanes as the smallest host has ranks. Counterparts are
+    wider: every rank has at least one on every other host, so that each host speaks to each rank of the others."""
+
+    def __init__(self, hosts: Sequence[Sequence[int]], rank: int):
+        self.hosts = sorted(sorted(ranks) for ranks in hosts)
+        self.size = sum(map(len, self.hosts))
+        self.host_of = {rank: h for h, ranks in enumerate(self.hosts) for rank in ranks}
+        self.local_of = {rank: i for ranks in self.hosts for i, rank in enumerate(ranks)}
+        self.rank = rank
+        self.host, self.local = self.host_of[rank], self.local_of[rank]
+        self.here = self.hosts[self.host]
+        self.others = [h for h in range(len(self.hosts)) if h != self.host]
+        self.lanes, self.widest = min(map(len, self.hosts)), max(map(len, self.hosts))
+        self.is_even = len({len(ranks) for ranks in self.hosts}) == 1
+
+    def lane(self, host: int) -> int:
+        """The rank of this rank's lane on another host."""
+        return self.hosts[host][self.local]
+
+    @property
+    def has_lane(self) -> bool:
+        return self.local < self.lanes
+
+    def holder(self, host: int, rank: int) -> int:
+        """Who on ``host`` receives and sends on behalf of ``rank``, which is on another."""
+        return self.hosts[host][self.local_of[rank] % len(self.hosts[host])]
+
+    def counterparts(self, host: int) -> list[int]:
+        """The ranks of another host that this rank speaks to, each of which also speaks to this one."""
+        mine, theirs = len(self.here), self.hosts[host]
+        pairs = [(i % mine, i % len(theirs)) for i in range(max(mine, len(theirs)))]
+        return [theirs[j] for i, j in pairs if i == self.local]
+
+    def waves(self, host: int) -> list[list[int]]:
+        """The ranks of another host, as many at a time as there are ranks here to hold something for them."""
+        ranks, here = self.hosts[host], len(self.here)
+        return [ranks[start : start + here] for start in range(0, len(ranks), here)]

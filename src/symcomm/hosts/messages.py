@@ -1,0 +1,494 @@
+"""Point-to-point between ranks of several hosts.
+
+Ranks of one host use the mailboxes of their ProcessGroup. Between hosts the sender's office announces a message; its
+bytes travel with the announcement where they are few, otherwise through the engine, once the receiver has a place for
+them and has said so. So the engine never carries anything that nobody waits for, and a receive can be withdrawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.errors import words_for_seconds
+from symcomm.group.buffers import Buffer, read_buffer, write_buffer
+from symcomm.group.failure import Status
+from symcomm.group.messages import ANY_SOURCE, Message, MessageCalls, MessageWork
+from symcomm.group.work import Timeout, to_ns
+from symcomm.hosts.engine import Move, Transfer
+from symcomm.types import DType
+
+__all__ = ["HostsMessages", "Mail"]
+
+INLINE = 4096  # bytes that travel with the announcement
+EAGER = 64 << 10  # a send of so many bytes is copied and returns at once
+BACKLOG = 1 << 20  # bytes of announcements that may wait for a slow receiver
+TAG = 1  # of the engine's; collectives use 0
+SLICE = 0.002  # seconds between looks at the host's mailbox, for receives from anybody
+
+
+class _Letter:
+    """A message that was announced to us and not taken yet."""
+
+    def __init__(self, sender: int, header: dict[str, Any], payload: bytes):
+        self.sender, self.number, self.tag = sender, header["number"], header["tag"]
+        self.dtype, self.nbytes = header["dtype"], header["nbytes"]
+        self.payload = payload if header["inline"] else None
+
+
+class _Remote:
+    """One end of a message between hosts."""
+
+    def __init__(self, mail: Mail, message: Message, buffer: Buffer):
+        self._mail = mail
+        self._group = mail.group
+        self._message = message
+        self._buffer = buffer
+        self._started = time.monotonic()
+        self.ended = False
+        self.moving = False  # the engine has it
+        self.error: BaseException | None = None
+        self.sender = message.peer
+        self.is_copied = False  # the caller need not wait
+
+    @property
+    def what(self) -> str:
+        m = self._message
+        peer = "any rank" if m.peer == ANY_SOURCE else f"rank {m.peer}"
+        return f"send to {peer}, tag {m.tag}," if m.is_send else f"receive from {peer}, tag {m.tag},"
+
+    def end(self, error: BaseException | None = None) -> None:
+        """With the group's news held."""
+        self.error, self.ended = error, True
+        self._group.news.notify_all()
+
+    def _awaited(self) -> list[int]:
+        return [self.sender] if self.sender != ANY_SOURCE else []
+
+    def wait(self, timeout: Timeout = None) -> bool:
+        """Block until the message has left (send) or is there (receive)."""
+        seconds = self._group.timeout if not timeout else to_ns("wait", timeout) / 1e9
+        deadline = time.monotonic() + seconds
+        group = self._group
+        with group.news:
+            while not self.ended:
+                now = time.monotonic()
+                if group.trouble.verdict is not None or any(group.is_gone(r) for r in self._awaited()):
+                    break
+                if now >= deadline and (not self.moving or now >= deadline + seconds):
+                    break
+                group.news.wait(min(1.0, max(0.001, deadline - now)))
+            ended = self.ended
+        if not ended:
+            self._give_up(seconds)
+        self._settle()
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def _give_up(self, seconds: float) -> None:
+        """Gone, stopped or late. A message that is only late is withdrawn, which does not harm the group."""
+        group = self._group
+        gone = [r for r in self._awaited() if group.is_gone(r)]
+        if group.trouble.verdict is None and gone:
+            group.trouble.gone(gone)
+        if group.trouble.verdict is None and not self._mail.withdraw(self):
+            group.trouble.late(0, seconds, self._awaited())
+        with group.news:
+            if self.ended:
+                return
+            if group.trouble.verdict is not None:
+                self.end(group._fail(f"{self.what} on group {group.name!r}", time.monotonic() - self._started))
+            else:
+                self.end(
+                    errors.DeadlineError(
+                        f"{self.what} on group {group.name!r} timed out after {words_for_seconds(seconds)}: "
+                        "the other side did not come. The group can still be used.",
+                        self._awaited(),
+                    )
+                )
+
+    def _settle(self) -> None:
+        if not self._message.is_send and self.error is None and self._buffer.target is not None:
+            self._buffer.finish()
+            self._buffer.target = None
+
+    def is_completed(self) -> bool:
+        if self.ended:
+            self._settle()
+        elif self._group.trouble.verdict is not None:
+            self._give_up(0.0)
+        return self.ended
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.error is None
+
+    def exception(self) -> BaseException | None:
+        self.is_completed()
+        return self.error
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return [self._message.tensor]
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """``callback()`` runs once the message has left or arrived, or has failed."""
+        _call_when_done(self, callback)
+
+    @property
+    def source(self) -> int:
+        """The rank a receive's message came from."""
+        self.wait()
+        return self.sender
+
+
+def _call_when_done(work: Any, callback: Callable[[], None]) -> None:
+    def attend() -> None:
+        with contextlib.suppress(BaseException):  # exception() tells it to whoever asks
+            work.wait()
+        callback()
+
+    if work.is_completed():
+        callback()
+    else:
+        threading.Thread(target=attend, name="symcomm-future", daemon=True).start()
+
+
+class _Local:
+    """A message between ranks of one host, with the group's ranks instead of the host's."""
+
+    def __init__(self, group: Any, work: MessageWork, message: Message):
+        self._group, self._work, self._message = group, work, message
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: Timeout = None) -> bool:
+        if self._error is None:
+            try:
+                return self._work.wait(timeout if timeout else self._group.timeout)
+            except errors.BadArgumentError:
+                raise
+            except errors.SymcommError as error:
+                self._error = self._translated(error)
+        raise self._error
+
+    def _translated(self, error: errors.SymcommError) -> BaseException:
+        m, group = self._message, self._group
+        what = f"{'send to' if m.is_send else 'receive from'} rank {m.peer}, tag {m.tag}, on group {group.name!r}"
+        if isinstance(error, errors.DeadlineError) and group.local._failure is None:
+            return errors.DeadlineError(
+                f"{what} timed out: the other side did not come. The group can still be used.", [m.peer]
+            )
+        if isinstance(error, errors.RankFailedError):
+            group.trouble.gone([group.layout.here[r] for r in error.ranks])
+        elif isinstance(error, errors.DeadlineError):
+            group.trouble.late(0, group.timeout, [m.peer])
+        else:
+            group.trouble.await_news()
+        return group._fail(what, time.monotonic() - self._work._started)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        error = self._work.exception()
+        if error is not None and self._error is None and isinstance(error, errors.SymcommError):
+            self._error = error if isinstance(error, errors.BadArgumentError) else self._translated(error)
+        return self._error
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return [self._message.tensor]
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        _call_when_done(self, callback)
+
+    @property
+    def source(self) -> int:
+        self.wait()
+        return self._group.layout.here[self._work.source]
+
+
+class _FromAnybody(_Remote):
+    """A receive from whoever sends first. Who of this host sends is found by looking, here, when somebody waits."""
+
+    def __init__(self, mail: Mail, message: Message, buffer: Buffer, local: MessageWork):
+        super().__init__(mail, message, buffer)
+        self._local = local
+
+    def _awaited(self) -> list[int]:
+        group = self._group
+        living = [r for r in range(group.size) if r != group.rank and not group.is_gone(r)]
+        return [] if living else [r for r in range(group.size) if r != group.rank]
+
+    def look(self) -> bool:
+        """Whether it is there: from this host, or (after taking the receive back there) from another."""
+        if self.ended or self.moving:
+            return self.ended
+        if self._local.is_completed():
+            self._mail.forget(self)
+            with self._group.news:
+                error = _Local(self._group, self._local, self._message).exception()
+                if error is None:
+                    self.sender = self._group.layout.here[self._local.source]
+                    self._buffer.target = None  # which the host's own receive has filled
+                self.end(error)
+            return True
+        if self._mail.has_letter_for(self):
+            outcome = native.mail_wait(self._local._op, 1, True)
+            if outcome[0] == Status.TIMEOUT:
+                self._local._outcome = outcome
+                self._mail.take_letter(self)
+            else:
+                self._local._settle(outcome)
+        return self.ended
+
+    def wait(self, timeout: Timeout = None) -> bool:
+        seconds = self._group.timeout if not timeout else to_ns("wait", timeout) / 1e9
+        deadline = time.monotonic() + seconds
+        while not self.look():
+            left = deadline - time.monotonic()
+            if self.moving:
+                return super().wait(max(left, 1.0))
+            if left <= 0 or self._group.trouble.verdict is not None:
+                outcome = native.mail_wait(self._local._op, 1, True)
+                if outcome[0] != Status.TIMEOUT:
+                    self._local._settle(outcome)
+                    continue
+                return super().wait(1e-3)
+            with self._group.news:
+                self._group.news.wait(SLICE)
+        self._settle()
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return self.look() and super().is_completed()
+
+
+class Mail:
+    """A rank's messages to and from other hosts. Everything is guarded by the group's ``news``."""
+
+    def __init__(self, group: Any):
+        self.group = group
+        self._numbers = itertools.count()
+        self._sends: dict[int, _Remote] = {}  # announced, the receiver has no place yet
+        self._receives: list[_Remote] = []  # no letter yet
+        self._letters: deque[_Letter] = deque()  # no receive yet
+
+    # --- sending ----------------------------------------------------------------------------------------------
+
+    def send(self, message: Message, buffer: Buffer) -> _Remote:
+        work, group = _Remote(self, message, buffer), self.group
+        number, nbytes = next(self._numbers), buffer.nbytes
+        inline = nbytes <= INLINE
+        to = group.office_card(message.peer)
+        header = {
+            "kind": "letter", "number": number, "tag": message.tag, "dtype": int(buffer.dtype), "nbytes": nbytes,
+            "inline": inline,
+        }  # fmt: skip
+        payload = native.peek(buffer.address, nbytes) if inline and nbytes else b""
+        if inline:
+            self._hold_back(to.nonce)
+        else:
+            with group.news:
+                self._sends[number] = work
+        if group.tell(message.peer, header, payload) and inline:  # otherwise its wait finds the rank gone
+            with group.news:
+                work.end()
+        return work
+
+    def _hold_back(self, nonce: str) -> None:
+        """Announcements wait for a receiver that does not read them; not without limit."""
+        deadline = time.monotonic() + self.group.timeout
+        while self.group.office.backlog(nonce) > BACKLOG and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def on_clear(self, rank: int, header: dict[str, Any]) -> None:
+        """The receiver has a place."""
+        with self.group.news:
+            work = self._sends.pop(header["number"], None)
+            if work is None:  # withdrawn at the very moment: the receiver must know
+                self.group.tell(rank, {"kind": "withdrawn", "number": header["number"], "moving": True})
+                return
+            self._move(work, rank)
+
+    # --- receiving --------------------------------------------------------------------------------------------
+
+    def receive(self, work: _Remote) -> _Remote:
+        with self.group.news:
+            if isinstance(work, _FromAnybody) or not self.take_letter(work):
+                self._receives.append(work)
+        return work
+
+    def on_letter(self, rank: int, header: dict[str, Any], payload: bytes) -> None:
+        letter = _Letter(rank, header, payload)
+        with self.group.news:
+            for work in self._receives:
+                if not isinstance(work, _FromAnybody) and _fits(work, letter):
+                    self._receives.remove(work)
+                    self._accept(work, letter)
+                    return
+            self._letters.append(letter)
+            self.group.news.notify_all()  # for receives from anybody
+
+    def has_letter_for(self, work: _Remote) -> bool:
+        with self.group.news:
+            return any(_fits(work, letter) for letter in self._letters)
+
+    def take_letter(self, work: _Remote) -> bool:
+        with self.group.news:
+            letter = next((item for item in self._letters if _fits(work, item)), None)
+            if letter is None:
+                return False
+            self._letters.remove(letter)
+            self.forget(work)
+            self._accept(work, letter)
+            return True
+
+    def forget(self, work: _Remote) -> None:
+        with self.group.news:
+            if work in self._receives:
+                self._receives.remove(work)
+
+    def _accept(self, work: _Remote, letter: _Letter) -> None:
+        work.sender = letter.sender
+        buffer = work._buffer
+        if letter.nbytes != buffer.nbytes or letter.dtype != buffer.dtype:
+            work.end(
+                errors.BadArgumentError(
+                    f"{work.what} on group {self.group.name!r}: rank {letter.sender} sent {letter.nbytes} bytes of "
+                    f"{DType(letter.dtype).label}, the tensor here has {buffer.nbytes} of {buffer.dtype.label}; "
+                    "make size and dtype equal."
+                )
+            )
+            self.group.tell(letter.sender, {"kind": "refused", "number": letter.number})
+        elif letter.payload is not None:
+            if letter.payload:
+                native.poke(buffer.address, letter.payload)
+            work.end()
+        else:
+            self.group.tell(letter.sender, {"kind": "clear", "number": letter.number})
+            self._move(work, letter.sender)
+
+    def on_refused(self, header: dict[str, Any]) -> None:
+        """The receiver had a place of another size: for the sender the message is gone."""
+        with self.group.news:
+            work = self._sends.pop(header["number"], None)
+            if work is not None:
+                work.end()
+
+    def _move(self, work: _Remote, rank: int) -> None:
+        """Both ends are there: let the engine carry it. Both start their moves in one order, that of the clearances."""
+        work.moving = True
+        group, message = self.group, work._message
+        move = Move(message.is_send, work._buffer.address, work._buffer.nbytes, rank, TAG)
+
+        def then(transfer: Transfer) -> None:
+            if transfer.error is not None:
+                group.trouble_with(transfer)
+                return
+            with group.news:
+                work.end()
+
+        group.engine.start([move], then)
+
+    # --- taking back ------------------------------------------------------------------------------------------
+
+    def withdraw(self, work: _Remote) -> bool:
+        """Take a message back that nobody has met yet; False when it is on its way."""
+        with self.group.news:
+            if work.ended or work in self._receives:
+                self.forget(work)
+                return True
+            for number, other in list(self._sends.items()):
+                if other is work:
+                    del self._sends[number]
+                    self.group.tell(work._message.peer, {"kind": "withdrawn", "number": number})
+                    return True
+            return not work.moving
+
+    def on_withdrawn(self, rank: int, header: dict[str, Any]) -> None:
+        with self.group.news:
+            for letter in self._letters:
+                if letter.sender == rank and letter.number == header["number"]:
+                    self._letters.remove(letter)
+                    return
+        if header.get("moving"):  # we had a place and wait for it in the engine
+            self.group.trouble.abort()
+
+
+def _fits(work: _Remote, letter: _Letter) -> bool:
+    m = work._message
+    return m.tag == letter.tag and m.peer in (ANY_SOURCE, letter.sender)
+
+
+class HostsMessages(MessageCalls):
+    """Mixed into HostsGroup."""
+
+    local: Any
+    layout: Any
+    mail: Mail
+
+    def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
+        """Returns once ``tensor`` may be changed again."""
+        if timeout is not None:
+            to_ns("send", timeout)
+        work = self._post(Message.send(tensor, peer, tag), "send", True, True)
+        if not getattr(work, "is_copied", False):
+            work.wait(timeout)
+
+    def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
+        """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank."""
+        if timeout is not None:
+            to_ns("recv", timeout)
+        work = self._post(Message.receive(tensor, peer, tag), "recv", True)
+        work.wait(timeout)
+        return work.source
+
+    def batch(self, messages: Sequence[Message]) -> list[Any]:
+        """Start several sends and receives at once."""
+        return [self._post(m, "batch", True) for m in messages]
+
+    def _post(self, message: Message, call: str, background: bool, may_copy: bool = False) -> Any:
+        self._check_usable()
+        self._check_message(call, message)
+        buffer = (read_buffer if message.is_send else write_buffer)(call, "tensor", message.tensor)
+        here = self.layout.host_of.get(message.peer) == self.layout.host
+        if here or message.peer == ANY_SOURCE:
+            peer = self.layout.local_of[message.peer] if here else ANY_SOURCE
+            local = self.local._post(Message(message.is_send, message.tensor, peer, message.tag), call, True)
+            if here:
+                return _Local(self, local, message)
+            return self.mail.receive(_FromAnybody(self.mail, message, buffer, local))
+        if message.is_send:
+            copies = may_copy and INLINE < buffer.nbytes <= EAGER
+            work = self.mail.send(message, _copied(buffer) if copies else buffer)
+            work.is_copied = copies
+            return work
+        return self.mail.receive(_Remote(self.mail, message, buffer))
+
+    def _check_message(self, call: str, message: Message) -> None:
+        lowest = 0 if message.is_send else ANY_SOURCE
+        if not isinstance(message.peer, int) or not lowest <= message.peer < self.size:
+            also = "" if message.is_send else ", or ANY_SOURCE (-1)"
+            raise errors.bad_argument(call, "peer", message.peer, f"a rank of this group, 0 to {self.size - 1}{also}")
+        if not isinstance(message.tag, int) or not -(1 << 63) <= message.tag < 1 << 63:
+            raise errors.bad_argument(call, "tag", message.tag, "a whole number of at most 64 bits")
+
+
+def _copied(buffer: Buffer) -> Buffer:
+    """So that the sender may go on before the receiver has come."""
+    memory = ctypes.create_string_buffer(native.peek(buffer.address, buffer.nbytes), buffer.nbytes)
+    return Buffer(ctypes.addressof(memory), buffer.count, buffer.dtype, memory)

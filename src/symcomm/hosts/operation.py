@@ -1,0 +1,205 @@
+"""One collective on its way: its deadline, its meeting with the others, and the steps it is made of."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from symcomm._core import native
+from symcomm.collectives.plan import Collective, Plan
+from symcomm.group.failure import REDUCING, ROOTED, Status
+from symcomm.hosts.engine import Move, Transfer
+from symcomm.hosts.trouble import Stopped
+from symcomm.types import DType, RedOpType
+
+__all__ = ["Chunk", "Operation", "Signature"]
+
+IN_FLIGHT = 4  # chunks: two on the network, one that was just made, one that is being put in place
+LATE_BYTES = 1.0  # seconds that data of a rank that ended may still be on its way
+HASHED = 1 << 62  # as in collectives/select.py: a count that carries more than a number
+
+Chunk = Generator["Transfer | None", None, None]  # works on one chunk, and gives what it has to wait for
+
+
+class Signature(NamedTuple):
+    """What ranks compare. ``detail``: whatever else must be the same, as a number."""
+
+    collective: Collective
+    dtype: DType = DType.UINT8
+    redop: int = 0
+    root: int = 0
+    elements: int = 0
+    detail: int = 0
+
+    def words(self) -> str:
+        """``all_reduce(float32 x 1024, SUM)``"""
+        if self.collective is Collective.BARRIER:
+            return "barrier()"
+        parts = [f"{self.dtype.label} x {self.elements}"]
+        if self.collective in REDUCING:
+            parts.append(RedOpType(self.redop).name)
+        if self.collective in ROOTED:
+            parts.append(f"root {self.root}")
+        return f"{self.collective.label}({', '.join(parts)})"
+
+    def local_count(self) -> int:
+        """The count for the signature of the host's own meeting, which has no place for roots of other hosts."""
+        if not (self.root or self.detail):
+            return self.elements
+        return HASHED | (zlib.crc32(array("q", [*self]).tobytes()) & 0x3FFFFFFF) << 32 | self.elements & 0xFFFFFFFF
+
+
+class Operation:
+    """Made by HostsGroup for each collective; raises Stopped when it cannot go on."""
+
+    def __init__(self, group: Any, signature: Signature, seq: int, timeout: float, site: int):
+        self._group = group
+        self.signature = signature
+        self._seq = seq
+        self._seconds = timeout
+        self._deadline = time.monotonic() + timeout
+        self._site = site
+        self._borrowed: list[Any] = []
+        self.layout = group.layout
+
+    # --- meeting ----------------------------------------------------------------------------------------------
+
+    def meet(self, say: Callable[[], bytes] | None = None) -> dict[int, bytes]:
+        """All ranks of this host, then one of each other host, which speaks for all of it.
+
+        ``say`` is called in between and gives what this host has to say to the others, a few bytes; theirs are
+        returned."""
+        self._run(self._group.meeting_plan(self.signature), (), ())
+        said = say() if say is not None else b""
+        group, layout = self._group, self.layout
+        come = {"kind": "come", "seq": self._seq, "signature": list(self.signature)}
+        awaited = {rank: host for host in layout.others for rank in layout.counterparts(host)}
+        for rank in awaited:
+            group.tell(rank, come, said)
+        self.wait_for(lambda: [r for r in awaited if (self._seq, r) not in group.arrivals])
+        theirs = {host: group.arrivals.pop((self._seq, r)) for r, host in awaited.items()}
+        if any(signature != list(self.signature) for signature, _ in theirs.values()):
+            group.trouble.mismatch()
+            raise Stopped
+        return {host: payload for host, (_, payload) in theirs.items()}
+
+    def wait_for(self, missing: Callable[[], Collection[int]], grace: float = 0.0) -> None:
+        """Until ``missing()`` is empty. Ranks in it that are gone, or the deadline, end the operation.
+
+        ``grace``: seconds that something of a rank that ended may still arrive."""
+        group, gone_since = self._group, None
+        with group.news:
+            while whom := missing():
+                now = time.monotonic()
+                if group.trouble.verdict is not None:
+                    raise Stopped
+                gone = [r for r in whom if group.is_gone(r)]
+                if gone and gone_since is None:
+                    gone_since = now
+                if (gone and now - (gone_since or now) >= grace) or now >= self._deadline:
+                    break
+                group.news.wait(min(self._deadline - now, 0.05 if gone else 5.0))
+            else:
+                return
+        if gone:
+            group.trouble.gone(gone)
+        else:
+            group.trouble.late(self._seq, self._seconds, whom)
+        raise Stopped
+
+    # --- on this host -----------------------------------------------------------------------------------------
+
+    def local(self, build: Callable[..., Plan], ins: Sequence[int], outs: Sequence[int], *args: Any) -> None:
+        """Run a collective of this host's ranks on memory at these addresses. ``args``: what its plan depends on."""
+        self._run(self._group.local._plan(build, *args), tuple(ins), tuple(outs))
+
+    def _run(self, plan: Any, ins: tuple[int, ...], outs: tuple[int, ...]) -> None:
+        group = self._group
+        left = max(1, int((self._deadline - time.monotonic()) * 1e9))
+        status = native.run(group.local._handle, plan, ins, outs, left, self._site) & 0xFF
+        if not status:
+            return
+        if status in (Status.DEAD, Status.LEFT):
+            report = native.group_report(group.local._handle)["ranks"]
+            group.trouble.gone([self.layout.here[seen["rank"]] for seen in report if seen["gone"]])
+        elif status == Status.TIMEOUT:
+            group.trouble.late(self._seq, self._seconds, [r for r in self.layout.here if r != self.layout.rank])
+        elif status == Status.MISMATCH:
+            group.trouble.mismatch()
+        else:
+            group.trouble.await_news()
+        raise Stopped
+
+    def combine(self, target: int, sources: Sequence[int], count: int, dtype: int, redop: int) -> None:
+        """Memory at ``sources``, in that order, into ``target``, which may be one of them."""
+        if count:
+            native.reduce(dtype, redop, target, list(sources), count, 0.0)
+
+    # --- between hosts ----------------------------------------------------------------------------------------
+
+    def start(self, sends: Iterable[tuple[int, int, int]], receives: Iterable[tuple[int, int, int]]) -> Transfer:
+        """Begin to move bytes; each is (rank, address, bytes)."""
+        group = self._group
+        moves = [Move(True, address, nbytes, rank) for rank, address, nbytes in sends if nbytes]
+        moves += [Move(False, address, nbytes, rank) for rank, address, nbytes in receives if nbytes]
+        return group.engine.start(moves, group.ring)
+
+    def finish(self, transfer: Transfer | None) -> None:
+        """Wait until bytes are where they belong."""
+        if transfer is None:
+            return
+        self.wait_for(lambda: [] if transfer.ended else transfer.peers or [self.layout.rank], LATE_BYTES)
+        if transfer.error is not None:
+            self._group.trouble_with(transfer)
+            raise Stopped
+
+    # --- memory -----------------------------------------------------------------------------------------------
+
+    def borrow(self, nbytes: int) -> int:
+        """Address of memory that all ranks of the host can read; the operation's until ``give_back`` or its end."""
+        piece = self._group.scratch.take(nbytes)
+        self._borrowed.append(piece)
+        return piece.address
+
+    def zeros(self, nbytes: int) -> int:
+        """Address of so many bytes of zeros, which nobody writes."""
+        return self._group.scratch.zeros(nbytes)
+
+    def give_back(self, address: int) -> None:
+        piece = next(p for p in self._borrowed if p.address == address)
+        self._borrowed.remove(piece)
+        self._group.scratch.give(piece)
+
+    def end(self) -> None:
+        """Give all memory back. After a failure it is kept instead, since the engine may still write there."""
+        for piece in self._borrowed:
+            self._group.scratch.give(piece)
+        self._borrowed = []
+
+    # --- chunks -----------------------------------------------------------------------------------------------
+
+    def pipeline(self, chunks: Iterable[Chunk]) -> None:
+        """Work on several chunks in turns, so that the network has one to carry while the host works on others.
+
+        All ranks take the same turns, whatever arrives first, since their hosts' collectives must keep one order."""
+        under_way: deque[tuple[Chunk, Transfer | None]] = deque()
+        coming = iter(chunks)
+        while True:
+            while len(under_way) < IN_FLIGHT and (chunk := next(coming, None)) is not None:
+                self._advance(chunk, under_way)
+            if not under_way:
+                return
+            chunk, transfer = under_way.popleft()
+            self.finish(transfer)
+            self._advance(chunk, under_way)
+
+    @staticmethod
+    def _advance(chunk: Chunk, under_way: deque) -> None:
+        try:
+            under_way.append((chunk, next(chunk)))
+        except StopIteration:
+            pass

@@ -1,0 +1,51 @@
+"""Memory that operations borrow: in the rank's arena, so that the host's other ranks read it where it is."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+from symcomm._core import native
+from symcomm.memory.arena import Arena
+
+__all__ = ["Piece", "Scratch"]
+
+KEEP_BYTES = 64 << 20  # what is kept for the next operation
+
+
+class Piece:
+    def __init__(self, memory: ctypes.Array):
+        self.memory = memory
+        self.address = ctypes.addressof(memory)
+        self.nbytes = len(memory)
+
+
+class Scratch:
+    """Pieces by their size, a power of two."""
+
+    def __init__(self, arena: Arena):
+        self._arena = arena
+        self._free: dict[int, list[Piece]] = {}
+        self._kept = 0
+        self._zeros: Piece | None = None
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Piece:
+        size = 1 << max(12, (nbytes - 1).bit_length())
+        with self._lock:
+            if pieces := self._free.get(size):
+                self._kept -= size
+                return pieces.pop()
+        return Piece(self._arena.buffer(size))
+
+    def give(self, piece: Piece) -> None:
+        with self._lock:
+            if self._kept + piece.nbytes <= KEEP_BYTES:
+                self._free.setdefault(piece.nbytes, []).append(piece)
+                self._kept += piece.nbytes
+
+    def zeros(self, nbytes: int) -> int:
+        if self._zeros is None or self._zeros.nbytes < nbytes:
+            self._zeros = self.take(nbytes)
+            native.poke(self._zeros.address, bytes(self._zeros.nbytes))
+        return self._zeros.address

@@ -1,0 +1,245 @@
+"""Engines that torch brings along: Gloo for any network, NCCL through GPUs.
+
+Both are torch's own C++ process groups, used for nothing but sends and receives of bytes. They meet in a TCPStore of
+torch's that the first rank serves. A thread waits for what is on its way, since a wait cannot be taken back: Gloo
+closes all connections when one of its own deadlines passes. So it is given none, except to end everything.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib.util
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from symcomm.hosts.engine import Engine, Move, Place, Transfer
+
+__all__ = ["GlooEngine", "NcclEngine"]
+
+NEVER = timedelta(days=365)
+ABORT_TAG = (1 << 31) - 2
+
+
+def _bytes_at(address: int, nbytes: int) -> Any:
+    """Memory as a torch tensor. Whoever starts a transfer keeps the memory alive."""
+    import torch
+
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+
+_connected: set[_TorchEngine] = set()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread must not be inside torch when the interpreter ends: that would take the process down."""
+    for engine in list(_connected):
+        if engine.pid == os.getpid():
+            engine.end_threads()
+
+
+class _TorchEngine(Engine):
+    def __init__(self, place: Place):
+        import torch.distributed as dist
+
+        self.place = place
+        self.pid = os.getpid()
+        self._store: Any = None
+        self._group: Any = None
+        self._post = threading.RLock()  # messages of one pair are started in one order
+        self._waiting: dict[int, queue.SimpleQueue[tuple[list[Any], Transfer] | None]] = {}  # by tag
+        self._threads: list[threading.Thread] = []
+        self._under_way: set[Transfer] = set()
+        self.card = {}
+        if place.rank == 0:
+            self._store = dist.TCPStore(place.address, 0, is_master=True, wait_for_workers=False)
+            self.card = {"address": place.address, "port": self._store.port}
+
+    def connect(self, cards: Sequence[dict[str, Any]], timeout: float) -> None:
+        import torch.distributed as dist
+
+        limit = timedelta(seconds=timeout)
+        if self._store is None:
+            first = cards[0]
+            self._store = dist.TCPStore(
+                first["address"], first["port"], is_master=False, wait_for_workers=False, timeout=limit
+            )
+        self._store.set_timeout(limit)
+        self._group = self._make_group()
+        _connected.add(self)
+
+    def _make_group(self) -> Any:
+        raise AssertionError("made by the engines below")
+
+    def start(self, moves: Sequence[Move], then: Callable[[Transfer], None] | None = None) -> Transfer:
+        transfer = Transfer([m.peer for m in moves], then)
+        moves = [m for m in moves if m.nbytes]
+        try:
+            with self._post:
+                if self._group is None:
+                    raise RuntimeError(f"engine {self.name} was closed")
+                works = self._begin(moves)
+                self._under_way.add(transfer)
+                self._waiter(moves[0].tag if moves else 0).put((works, transfer))
+        except RuntimeError as error:  # the peer is gone already
+            transfer.end(error)
+        return transfer
+
+    def _waiter(self, tag: int) -> queue.SimpleQueue:
+        """What the thread for transfers of one tag reads. Those of one tag end about in the order of their start."""
+        waiting = self._waiting.get(tag)
+        if waiting is None:
+            waiting = self._waiting[tag] = queue.SimpleQueue()
+            thread = threading.Thread(target=self._attend, args=(waiting,), name=f"symcomm-{self.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return waiting
+
+    def _begin(self, moves: Sequence[Move]) -> list[Any]:
+        """Works to wait for. Receives first: what arrives then has a place."""
+        works = []
+        for m in sorted(moves, key=lambda m: m.is_send):
+            act = self._group.send if m.is_send else self._group.recv
+            works.append(act([_bytes_at(m.address, m.nbytes)], m.peer, m.tag))
+        return works
+
+    def _attend(self, waiting: queue.SimpleQueue) -> None:
+        """A thread of the engine: waits for what is on its way, in the order in which it was started."""
+        while (item := waiting.get()) is not None:
+            works, transfer = item
+            error: BaseException | None = None
+            for work in works:
+                try:
+                    work.wait()
+                except RuntimeError as reason:
+                    error = error or reason
+            del item, works
+            self._under_way.discard(transfer)
+            transfer.end(error)
+
+    def close(self) -> None:
+        with self._post:
+            for waiting in self._waiting.values():
+                waiting.put(None)
+            self._waiting = {}
+            if not self._under_way:
+                _connected.discard(self)
+                self._group = self._store = None
+
+    def end_threads(self) -> None:
+        """Called when the process ends."""
+        if self._under_way:
+            self.abort()
+        self.close()
+        for thread in self._threads:
+            thread.join(2.0)
+
+
+class GlooEngine(_TorchEngine):
+    name = "gloo"
+
+    @staticmethod
+    def why_not() -> str:
+        if importlib.util.find_spec("torch") is None:
+            return "it comes with torch, which is not installed"
+        import torch.distributed as dist
+
+        return "" if dist.is_available() and dist.is_gloo_available() else "this build of torch has no Gloo"
+
+    def _make_group(self) -> Any:
+        from torch._C._distributed_c10d import ProcessGroupGloo
+
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = NEVER
+        options._devices = [gloo.create_device(hostname=self.place.address)]
+        return gloo(self._store, self.place.rank, self.place.size, options)
+
+    def abort(self) -> None:
+        """A wait whose time is over closes all connections, and so ends all waits, here and at the peers."""
+        group, size = self._group, self.place.size
+        if group is None or size == 1:
+            return
+        nothing = bytearray(1)
+        place = (ctypes.c_char * 1).from_buffer(nothing)
+        with contextlib.suppress(RuntimeError):
+            peer = (self.place.rank + 1) % size
+            group.recv([_bytes_at(ctypes.addressof(place), 1)], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
+
+
+class NcclEngine(_TorchEngine):
+    """For hosts whose fast network only NCCL knows: bytes pass through the memory of this rank's GPU."""
+
+    name = "nccl"
+
+    @staticmethod
+    def why_not() -> str:
+        if importlib.util.find_spec("torch") is None:
+            return "it comes with torch, which is not installed"
+        import torch
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_nccl_available()):
+            return "this build of torch has no NCCL"
+        return "" if torch.cuda.is_available() else "this machine has no GPU"
+
+    def _make_group(self) -> Any:
+        import torch
+        import torch._C._distributed_c10d as torch_c10d
+        import torch.distributed as dist
+
+        nccl: Any = vars(torch_c10d)["ProcessGroupNCCL"]
+        options = nccl.Options()
+        options._timeout = NEVER
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self._device)
+        backend = nccl(self._store, self.place.rank, self.place.size, options)
+        whole = dist.ProcessGroup(self._store, self.place.rank, self.place.size)  # which knows batches
+        whole._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        whole._register_backend(self._device, dist.ProcessGroup.BackendType.NCCL, backend)
+        return whole
+
+    def _begin(self, moves: Sequence[Move]) -> list[Any]:
+        """One batch, so that sends and receives of a pair do not wait for each other."""
+        import torch
+
+        if not moves:
+            return []
+        with torch.cuda.stream(self._stream):
+            hosts = [_bytes_at(m.address, m.nbytes) for m in moves]
+            staged = [
+                host.to(self._device) if m.is_send else torch.empty(m.nbytes, dtype=torch.uint8, device=self._device)
+                for host, m in zip(hosts, moves, strict=True)
+            ]
+            self._group._start_coalescing(self._device)
+            for m, piece in zip(moves, staged, strict=True):
+                (self._group.send if m.is_send else self._group.recv)([piece], m.peer, m.tag)
+            work = self._group._end_coalescing(self._device)
+        pairs = [(h, s) for m, h, s in zip(moves, hosts, staged, strict=True) if not m.is_send]
+        return [_Fetch(work, pairs, staged, self._stream)]
+
+    def abort(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+
+
+class _Fetch:
+    """Waits for a batch of NCCL's and copies what came to the host."""
+
+    def __init__(self, work: Any, pairs: list[tuple[Any, Any]], staged: list[Any], stream: Any):
+        self._work, self._pairs, self._staged, self._stream = work, pairs, staged, stream
+
+    def wait(self) -> None:
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            self._work.wait()
+            for host, piece in self._pairs:
+                host.copy_(piece)
+        self._stream.synchronize()

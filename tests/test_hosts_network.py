@@ -1,0 +1,102 @@
+"""Hosts with a network between them: namespaces of this machine, real cables (veth), real launchers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.namespaces import network
+
+ROOT = Path(__file__).parent.parent
+
+SCRIPT = """
+import os, sys, time
+import torch
+import symcomm
+from symcomm import errors
+
+group = symcomm.init(timeout=60)
+x = torch.full((300_000,), 1.0 + group.rank)
+group.all_reduce(x)
+assert (x == 10.0).all() and [len(ranks) for ranks in group.layout.hosts] == [2, 2], group
+print("summed", flush=True)
+try:
+    while True:
+        group.all_reduce(x)
+        group.barrier()
+        time.sleep(0.02)
+except errors.RankFailedError as error:
+    print("failed", group.rank, sorted(error.ranks), error, flush=True)
+    group = group.shrink()
+    x = torch.ones(3)
+    group.all_reduce(x)
+    print("went on", group.global_ranks, x.tolist(), group.spans_hosts, flush=True)
+"""
+
+
+def test_two_nodes_and_a_cable_that_is_pulled(tmp_path):
+    """`symcomm run` on two hosts; each side then names the ranks of the other, long before the deadline of 60 s."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "SYMCOMM_HOST_TIMEOUT": "2", "OMP_NUM_THREADS": "1"}
+    texts = [tmp_path / f"out{host}" for host in range(2)]
+    with network(2) as net:
+        nodes = [
+            net.start(
+                host,
+                [
+                    sys.executable, "-m", "symcomm", "run", "-n", "2", "--nnodes", "2", "--node-rank", str(host),
+                    "--rdzv-endpoint", f"{net.address(0)}:29400", str(script),
+                ],
+                env, stdout=text.open("w"), stderr=subprocess.STDOUT, cwd=tmp_path,
+            )
+            for host, text in enumerate(texts)
+        ]  # fmt: skip
+        _until(lambda: all(t.read_text().count("summed") == 2 for t in texts), texts)
+        net.set_link(1, up=False)
+        begun = time.monotonic()
+        _until(lambda: all(t.read_text().count("failed") >= 2 for t in texts), texts)
+        assert time.monotonic() - begun < 30
+        assert [node.wait(30) for node in nodes] == [0, 0], "\n".join(t.read_text() for t in texts)
+    for host, text in enumerate(texts):
+        other = [2, 3] if host == 0 else [0, 1]
+        lines = [line for line in text.read_text().splitlines() if "failed" in line]
+        assert len(lines) == 2 and all(f"{other} " in line for line in lines), text.read_text()
+        assert text.read_text().count(f"went on {[2 * host, 2 * host + 1]} [2.0, 2.0, 2.0] False") == 2
+        assert f"host {1 - host} (" in lines[0] and "cannot be reached any more" in lines[0]
+
+
+def _until(condition, texts, seconds: float = 80.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        told = "\n".join(f"--- {t.name}\n{t.read_text()}" for t in texts)
+        assert time.monotonic() < deadline, told
+        time.sleep(0.05)
+
+
+def test_networks_are_cleaned_up():
+    with network(2) as net:
+        assert net.start(0, ["true"]).wait(10) == 0
+        sleeper = net.start(1, ["sleep", "600"])
+    assert sleeper.poll() is not None
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert f"symcomm-net-{os.getpid()}-" not in listed
+
+
+def test_the_benchmark_says_what_the_wire_allows():
+    """Two hosts x 4 ranks: a ring over 8 ranks sends 1.75 times the tensor out of each host, ours once."""
+    from symcomm.cli.bench_hosts import Figures, Plan, as_table, expected_bytes, to_json
+
+    plan = Plan(ranks=4, sizes=(1 << 20,))
+    assert expected_bytes("ours", 1 << 20, 2, 4) == 1 << 20 and expected_bytes("gloo", 1 << 20, 2, 4) == 1.75 * 2**20
+    found = [
+        Figures(1 << 20, "ours", 0.0, 1.1 * 2**20, [0.010, 0.020, 0.012]),
+        Figures(1 << 20, "gloo", 0.0, 1.8 * 2**20, [0.024, 0.018]),
+    ]
+    title, _, [row] = as_table(found, plan)
+    assert title == "all_reduce, 2 hosts x 4 ranks, 1000 Mbit/s each"
+    assert row == ["1 MiB", "12.00", "21.00", "1.75x", "1.75x", "1.10 x size", "1.80 x size", "70%"]
+    assert [r["fastest_ms"] for r in to_json(found, plan)["rows"]] == [10.0, 18.0]
