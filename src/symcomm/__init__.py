@@ -41,7 +41,7 @@ _PUBLIC = {
     "symcomm.group.work": ("Work",),
     "symcomm.group.spawn": ("spawn",),
     "symcomm.group.default": (
-        "init", "destroy", "default_group", "is_initialized", "rank", "world_size",
+        "init", "join", "destroy", "default_group", "is_initialized", "rank", "world_size",
         "all_gather", "all_gather_coalesced", "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all",
         "all_to_all_single", "barrier", "batch", "broadcast", "gather", "irecv", "isend", "monitored_barrier",
         "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_coalesced", "reduce_scatter_single", "scatter",

@@ -6,6 +6,8 @@ messages.py       its point-to-point calls
 more_calls.py     coalesced forms and the monitored barrier
 buffers.py        any tensor -> address, count, dtype
 work.py           operations that run while the caller goes on
+shrink.py         how survivors agree on who goes on
+grow.py           how newcomers come in
 registry.py       groups by name
 events.py         what observers may want to know
 failure.py        what went wrong, in words
