@@ -19,10 +19,14 @@ from pathlib import Path
 from symcomm.cli.keeper import MARK
 from symcomm.errors import BadArgumentError, ResourceError, bad_argument
 
+JOIN = "SYMCOMM_JOIN"  # as in group/default.py, which is not loaded here: a rank joins those of that attempt
+
 CALL = "symcomm run"
+RESTARTS = ("all", "failed")
 LOCAL_ADDRESS = "127.0.0.1"
+AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the launcher keeps the store, so it outlives any rank
 # A torchrun around us would have set these for its own ranks; ours host their store themselves.
-NOT_INHERITED = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE")
+NOT_INHERITED = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", *AGENT_STORE, JOIN)
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Job:
     node_rank: int = 0
     endpoint: tuple[str, int] | None = None
     max_restarts: int = 0
+    restart: str = "all"  # or "failed": only the rank that failed starts again, and joins the others
     grace: float = 5.0
     tag: str = ""
     log_dir: Path | None = None
@@ -73,9 +78,11 @@ class Job:
             raise bad_argument(CALL, "--max-restarts", self.max_restarts, "0 with more than one node", fix)
         if self.max_restarts < 0:
             raise bad_argument(CALL, "--max-restarts", self.max_restarts, "0 or more")
+        if self.restart not in RESTARTS:
+            raise bad_argument(CALL, "--restart", self.restart, " or ".join(RESTARTS))
         if self.grace < 0:
             raise bad_argument(CALL, "--grace", self.grace, "0 or more seconds")
-        if taken := sorted(set(self.env) & set(self.assigned(0, 0, "", 0))):
+        if taken := sorted(set(self.env) & {*self.assigned(0, 0, "", 0), *AGENT_STORE, JOIN}):
             raise bad_argument(CALL, "--env", taken[0], "a variable that the launcher does not set itself")
         if not re.fullmatch(r"[\w.+=-]*", self.tag) or self.tag in (".", ".."):
             raise bad_argument(CALL, "--tag", self.tag, "letters, digits and any of . _ + = -", "it names a directory")
@@ -106,8 +113,16 @@ class Job:
         }
         return {key: str(value) for key, value in values.items()}
 
-    def environment(self, local_rank: int, attempt: int, address: str, port: int) -> dict[str, str]:
-        """The whole environment of one rank: ours, torchrun's variables, and what the user asked for."""
+    @property
+    def keeps_store(self) -> bool:
+        """Whether the launcher serves the ranks' store itself: ranks that come and go need one that stays."""
+        return self.restart == "failed"
+
+    def environment(
+        self, local_rank: int, attempt: int, address: str, port: int, joins: int | None = None
+    ) -> dict[str, str]:
+        """The whole environment of one rank: ours, torchrun's variables, and what the user asked for. ``joins``: the
+        attempt whose ranks it is to join."""
         defaults = {
             "OMP_NUM_THREADS": str(max(1, cores() // self.ranks_here)),
             "PYTHONUNBUFFERED": "1",
@@ -116,7 +131,12 @@ class Job:
         inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
         if self.server:
             defaults |= self.server_variables(inherited)
-        return {**defaults, **inherited, **self.env, **self.assigned(local_rank, attempt, address, port)}
+        assigned = self.assigned(local_rank, attempt, address, port)
+        if self.keeps_store:
+            assigned |= AGENT_STORE
+        if joins is not None:
+            assigned[JOIN] = str(joins)
+        return {**defaults, **inherited, **self.env, **assigned}
 
     def server_variables(self, inherited: dict[str, str]) -> dict[str, str]:
         """What --server adds. The launchers of several nodes do not talk, so there a token must come from outside."""

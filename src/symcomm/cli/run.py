@@ -43,8 +43,14 @@ def run(
         typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Where ranks meet: a free port of node 0."),
     ] = "",
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", metavar="K", help="Start all ranks again, up to K times, when one fails.")
+        int, typer.Option("--max-restarts", metavar="K", help="Start again, up to K times, when a rank fails.")
     ] = 0,
+    restart: Annotated[
+        str,
+        typer.Option(
+            "--restart", metavar="all|failed", help="What starts again: all ranks, or the failed one, to join the others."
+        ),
+    ] = "all",
     grace: Annotated[
         float, typer.Option("--grace", metavar="SECONDS", help="Between SIGTERM and SIGKILL, when a rank has failed.")
     ] = 5.0,
@@ -104,6 +110,7 @@ def run(
             node_rank=node_rank or 0,
             endpoint=parse_endpoint(endpoint) if endpoint else None,
             max_restarts=max_restarts,
+            restart=restart,
             grace=grace,
             tag=tag,
             log_dir=log_dir,
