@@ -181,8 +181,7 @@ def test_a_newcomer_that_dies_is_left_behind(tmp_path, where):
     assert returned([one, two, other]) == [(r, 3, [0, 1, 2], [2], 6.0) for r in range(3)]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("where", ["turn 1", "turn 2", "turn 3", "verdict"])
+@pytest.mark.parametrize(("victim", "where"), [(0, "turn 1"), (1, "turn 2"), (0, "turn 3"), (1, "verdict")])
 def test_a_member_that_dies_splits_nobody(tmp_path, victim, where):
     """The others all stay in the old group, or all are in the new one; either way they shrink together and go on."""
 

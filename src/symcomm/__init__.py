@@ -4,6 +4,7 @@ Where things are (imports point down only)::
 
     cli/          the `symcomm` command: run, bench, demo
     compile/      torch.compile with our collectives: lowerings, passes, explain
+    elastic/      training that outlives its ranks
     ddp/          DistributedDataParallel, Reducer, communication hooks
     device/       one process, many devices: broadcast, scatter, gather, DataParallel (symcomm.comm)
     symm_mem/     symmetric tensors: allocate, rendezvous, signals, symmetrize
@@ -50,7 +51,7 @@ _PUBLIC = {
 }  # fmt: skip
 _LAZY = {name: module for module, names in _PUBLIC.items() for name in names}
 
-_MODULES = ("comm", "compile", "ddp", "symm_mem")  # public modules, loaded on first use as well
+_MODULES = ("comm", "compile", "ddp", "elastic", "symm_mem")  # public modules, loaded on first use as well
 
 __all__ = ["__version__", "errors", *_MODULES, *_LAZY]
 

@@ -48,7 +48,9 @@ def run(
     restart: Annotated[
         str,
         typer.Option(
-            "--restart", metavar="all|failed", help="What starts again: all ranks, or the failed one, to join the others."
+            "--restart",
+            metavar="all|failed",
+            help="What starts again: all ranks, or the failed one, to join the others.",
         ),
     ] = "all",
     grace: Annotated[
