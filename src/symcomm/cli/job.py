@@ -36,6 +36,7 @@ class Job:
     command: Sequence[str]
     ranks_here: int
     nodes: int = 1
+    min_nodes: int | None = None  # nodes may come and go, between this many and ``nodes``
     node_rank: int = 0
     endpoint: tuple[str, int] | None = None
     max_restarts: int = 0
@@ -67,15 +68,19 @@ class Job:
         if not 0 <= self.node_rank < self.nodes:
             allowed = f"0 to {self.nodes - 1}" if self.nodes > 1 else "0"
             raise bad_argument(CALL, "--node-rank", self.node_rank, allowed, f"the job has --nnodes {self.nodes}")
-        if self.nodes > 1 and self.endpoint is None:
+        if self.min_nodes is not None and not 1 <= self.min_nodes <= self.nodes:
+            raise bad_argument(CALL, "--nnodes", f"{self.min_nodes}:{self.nodes}", "MIN:MAX with 1 <= MIN <= MAX")
+        if (self.nodes > 1 or self.min_nodes is not None) and self.endpoint is None:
             example = f"`--rdzv-endpoint {socket.gethostname()}:29500`"
+            count = self.nodes if self.min_nodes is None else f"{self.min_nodes}:{self.nodes}"
             raise BadArgumentError(
-                f"{CALL}: --rdzv-endpoint is missing; with --nnodes {self.nodes}, give every node the same one, "
+                f"{CALL}: --rdzv-endpoint is missing; with --nnodes {count}, give every node the same one, "
                 f"a free port of node 0: {example}."
             )
-        if self.nodes > 1 and self.max_restarts:
-            fix = "the launchers of several nodes do not talk to each other, so restart the job on all of them"
-            raise bad_argument(CALL, "--max-restarts", self.max_restarts, "0 with more than one node", fix)
+        if self.nodes > 1 and self.min_nodes is None and (self.max_restarts or self.restart == "failed"):
+            fix = f"write --nnodes {self.nodes}:{self.nodes}, and the launchers of the nodes talk to each other"
+            name, got = ("--max-restarts", self.max_restarts) if self.max_restarts else ("--restart", self.restart)
+            raise bad_argument(CALL, name, got, f"{0 if self.max_restarts else 'all'} with --nnodes {self.nodes}", fix)
         if self.max_restarts < 0:
             raise bad_argument(CALL, "--max-restarts", self.max_restarts, "0 or more")
         if self.restart not in RESTARTS:
@@ -108,7 +113,7 @@ class Job:
             "TORCHELASTIC_RESTART_COUNT": attempt,
             "TORCHELASTIC_MAX_RESTARTS": self.max_restarts,
             # must be the same on every node, and the nodes' launchers do not talk to each other
-            "TORCHELASTIC_RUN_ID": self.tag or (self.mark if self.nodes == 1 else "none"),
+            "TORCHELASTIC_RUN_ID": self.tag or (self.mark if self.is_alone else "none"),
             MARK: self.mark,
         }
         return {key: str(value) for key, value in values.items()}
@@ -116,7 +121,12 @@ class Job:
     @property
     def keeps_store(self) -> bool:
         """Whether the launcher serves the ranks' store itself: ranks that come and go need one that stays."""
-        return self.restart == "failed"
+        return self.restart == "failed" or self.min_nodes is not None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other launcher has a part in the job."""
+        return self.nodes == 1 and self.min_nodes is None
 
     def environment(
         self, local_rank: int, attempt: int, address: str, port: int, joins: int | None = None
@@ -142,7 +152,7 @@ class Job:
         """What --server adds. The launchers of several nodes do not talk, so there a token must come from outside."""
         if inherited.get("SYMCOMM_SERVER") in ("", "0"):
             del inherited["SYMCOMM_SERVER"]
-        return {"SYMCOMM_SERVER": "1", **({"SYMCOMM_TOKEN": self.token} if self.nodes == 1 else {})}
+        return {"SYMCOMM_SERVER": "1", **({"SYMCOMM_TOKEN": self.token} if self.is_alone else {})}
 
 
 # --- the port ------------------------------------------------------------------------------------
@@ -186,6 +196,14 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     if not match or not 0 < int(match[3]) < 65536:
         raise bad_argument(CALL, "--rdzv-endpoint", text, "host:port with a port of 1 to 65535", "e.g. node0:29500")
     return match[1] or match[2], int(match[3])
+
+
+def parse_nodes(text: str) -> tuple[int | None, int]:
+    """``--nnodes``: ``4``, or ``MIN:MAX`` as torchrun writes it; (MIN or None, MAX)."""
+    match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})", text)
+    if not match:
+        raise bad_argument(CALL, "--nnodes", text, "a number of nodes, or MIN:MAX")
+    return int(match[1]) if match[1] else None, int(match[2])
 
 
 # --- how many ------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from symcomm.errors import InternalError, ResourceError
 # within milliseconds; a Python traceback and exit take about 0.1 s), before they get SIGTERM.
 SETTLE_S = 0.3
 IDLE_S = 1.0  # the loop turns at least this often
+LOOK_S = 0.2  # and this often where other launchers have a say
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # forwarded to process groups; the second one kills
 PASSING = (signal.SIGUSR1, signal.SIGUSR2)  # forwarded to the ranks only: their helpers would die of it
 PR_SET_PDEATHSIG = 1
@@ -94,7 +95,17 @@ class StopRequest:
 class Attempt:
     """All ranks of this node, started once."""
 
-    def __init__(self, job: Job, number: int, output: Output, keeper: Keeper, stop: StopRequest):
+    def __init__(
+        self,
+        job: Job,
+        number: int,
+        output: Output,
+        keeper: Keeper,
+        stop: StopRequest,
+        look: Callable[[], str] | None = None,
+        late: bool = False,
+    ):
+        """``look`` is asked again and again why the ranks have to end, or ""; ``late`` ranks join those that run."""
         self.job = job
         self.number = number
         self.first_failed: Rank | None = None
@@ -110,6 +121,9 @@ class Attempt:
         self.restarts = number  # so far: those of attempts before this one, and ranks replaced in this one
         self._lost: list[Rank] = []  # failed, to be replaced at ...
         self._replace_at = 0.0
+        self._look = look
+        self._late = late
+        self.cut_short = ""  # why somebody else ended the attempt
         self._start_one: Callable[[int, int | None], None] = self._unstarted
 
     # -- running ----------------------------------------------------------------------------------
@@ -117,7 +131,7 @@ class Attempt:
     def run(self) -> None:
         """Returns when every rank, and every process that a rank has left behind, is gone."""
         host, port = self.job.endpoint or (LOCAL_ADDRESS, 0)
-        hosts_store = self.job.node_rank == 0
+        hosts_store = self.job.node_rank == 0 and self.job.min_nodes is None
         holder = reserve_port(port) if hosts_store else None
         store: Any = None
         try:
@@ -171,7 +185,7 @@ class Attempt:
         for local_rank in range(self.job.ranks_here):
             if self._stop.signum:
                 break
-            start_one(local_rank)
+            start_one(local_rank, self.number if self._late else None)
         self._started = True
         if self._stop.signum:  # it came while we were starting
             self.forward_stop(self._stop.signum)
@@ -196,6 +210,8 @@ class Attempt:
             timeout = min(timeout, max(0.0, self._next_step[0] - now))
         if self._lost:
             timeout = min(timeout, max(0.0, self._replace_at - now))
+        if self._look:
+            timeout = min(timeout, LOOK_S)
         live = self._live()
         if any(rank.pidfd is None for rank in live):
             timeout = min(timeout, 0.05)
@@ -212,6 +228,10 @@ class Attempt:
             self._next_step[1]()
         if self._lost and time.monotonic() >= self._replace_at:
             self._replace_lost()
+        if self._look and not self.cut_short and (why := self._look()):
+            self.cut_short = why
+            self._lost = []
+            self._terminate()
 
     def _live(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.ended is None]
@@ -242,7 +262,7 @@ class Attempt:
         rank.returncode = how.si_status if how.si_code == os.CLD_EXITED else -how.si_status
         if rank.pidfd is not None:
             self._selector.unregister(rank.pidfd)
-        if rank.returncode == 0 or self.first_failed:
+        if rank.returncode == 0 or self.first_failed or (self.cut_short and rank.stopping):
             return
         if self.job.restart == "failed" and not self._stop.signum:
             self._lost.append(rank)
@@ -357,7 +377,7 @@ def launch(job: Job, output: Output) -> int:
                 stop.attempt = attempt
                 attempt.run()
                 stop.attempt = None
-                code = _judge(attempt, stop.signum, output)
+                code = judge(attempt, stop.signum, output)
                 restarts = attempt.restarts + 1
                 if code == 0 or stop.signum or restarts > job.max_restarts:
                     break
@@ -367,7 +387,7 @@ def launch(job: Job, output: Output) -> int:
     return code
 
 
-def _judge(attempt: Attempt, stopped_by: int, output: Output) -> int:
+def judge(attempt: Attempt, stopped_by: int, output: Output) -> int:
     """The exit code of an attempt; says why when it did not end well."""
     job, ends = attempt.job, attempt.ends()
     first = attempt.first_failed

@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
-from symcomm.cli.job import Job, build_command, parse_count, parse_endpoint, parse_env
+from symcomm.cli.job import Job, build_command, parse_count, parse_endpoint, parse_env, parse_nodes
 from symcomm.cli.launch import launch
 from symcomm.cli.mps import multi_process_service
+from symcomm.cli.nodes import launch_nodes
 from symcomm.cli.output import STDERR, STDOUT, Output, want_color
 from symcomm.errors import BadArgumentError, SymcommError
 
@@ -33,7 +34,10 @@ def run(
     ] = "1",
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program that is not Python.")] = False,
-    nnodes: Annotated[int, typer.Option("--nnodes", metavar="N", help="Nodes; each runs this command once.")] = 1,
+    nnodes: Annotated[
+        str,
+        typer.Option("--nnodes", metavar="N|MIN:MAX", help="Nodes, each runs this command once; MIN:MAX come and go."),
+    ] = "1",
     node_rank: Annotated[
         int | None,
         typer.Option("--node-rank", metavar="R", help="Which of the nodes this is, from 0.", show_default=False),
@@ -99,8 +103,9 @@ def run(
       symcomm run -n 2 --no-python ./prog
     """
     try:
-        if nnodes > 1 and node_rank is None:
-            fix = f"give each node its own: --node-rank 0 to --node-rank {nnodes - 1}"
+        least, nodes = parse_nodes(nnodes)
+        if nodes > 1 and least is None and node_rank is None:
+            fix = f"give each node its own: --node-rank 0 to --node-rank {nodes - 1}"
             raise BadArgumentError(f"symcomm run: --node-rank is missing; with --nnodes {nnodes}, {fix}.")
         variables = parse_env(env or [])
         if trace is not None:
@@ -108,7 +113,8 @@ def run(
         job = Job(
             command=build_command(program, args or [], module=module, no_python=no_python, env=variables),
             ranks_here=parse_count(count),
-            nodes=nnodes,
+            nodes=nodes,
+            min_nodes=least,
             node_rank=node_rank or 0,
             endpoint=parse_endpoint(endpoint) if endpoint else None,
             max_restarts=max_restarts,
@@ -122,7 +128,8 @@ def run(
         on_terminal = os.isatty(STDOUT) and os.isatty(STDERR)
         output = Output(color=want_color(color, os.environ, on_terminal), prefix=prefix, quiet=quiet)
         with multi_process_service() if mps else contextlib.nullcontext({}) as found:
-            code = launch(replace(job, env={**variables, **found}), output)
+            start = launch if least is None else launch_nodes
+            code = start(replace(job, env={**variables, **found}), output)
     except SymcommError as error:
         typer.echo(str(error), err=True)
         code = BAD_USAGE
