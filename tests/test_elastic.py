@@ -18,6 +18,7 @@ import symcomm
 from symcomm import elastic, errors
 from symcomm.elastic import state as states
 from symcomm.group import grow as growing
+from symcomm.store import FileStore
 from tests.comers import Crowd, die, returned
 from tests.test_examples import losses, run_example
 
@@ -255,6 +256,33 @@ def test_one_dies_in_grow(tmp_path, undisturbed, who):
     crowd.newcomer(newcomer)
     crowd.newcomer(second)
     check(crowd.outcomes(), undisturbed, [0, 1, 2], died=2)
+
+
+class LostStore(symcomm.HashStore):
+    """As if the rank that served it had died."""
+
+    def add(self, key: str, amount: int) -> int:
+        raise errors.StoreConnectionError("the store is gone")
+
+
+def test_without_a_store_ranks_only_go(tmp_path, undisturbed):
+    def member(group: Any) -> tuple:
+        group.store = FileStore(str(tmp_path / "deaths"))
+        session, step = trainer(lambda: group, dies(1, "before"))
+
+        def with_lost_store(session: Any) -> float:
+            if session.step == AT - 1:
+                session.group.store = LostStore()
+                session.group._meeting = None
+                session.group.store.set = lambda *_: None
+            return step(session)
+
+        return session.run(with_lost_store, STEPS), session.group.global_ranks
+
+    crowd = Crowd(tmp_path)
+    for rank in range(3):
+        crowd.member(member, rank, 3)
+    check(crowd.outcomes(), undisturbed, [0, 2], died=1)
 
 
 def test_too_few_are_left(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -51,6 +52,19 @@ def test_members_keep_their_order_and_newcomers_come_after(tmp_path):
     values = returned(crowd.outcomes())
     assert [v[1:] for v in values] == [(4, [0, 1, 5, 7], [2, 3], 10.0)] * 4
     assert [v[0] for v in values] == [0, 1, 3, 2]
+
+
+def test_named_memory(tmp_path, monkeypatch):
+    """Where arenas are files, the members' have lost their names long ago; descriptors are passed instead."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        monkeypatch.setenv("SYMCOMM_SHARE", "named")
+        monkeypatch.setenv("SYMCOMM_SHM_DIR", folder)
+        crowd = Crowd(tmp_path)
+        for rank in range(2):
+            crowd.member(grown, rank, 2, 3)
+        crowd.newcomer(joined)
+        assert returned(crowd.outcomes()) == [(r, 3, [0, 1, 2], [2], 6.0) for r in range(3)]
+        assert os.listdir(folder) == []
 
 
 def test_nobody_waits(tmp_path):

@@ -8,6 +8,7 @@ rank may have finished the step in which another one failed; then its state is t
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -22,7 +23,7 @@ from symcomm.group.process_group import ProcessGroup
 __all__ = ["Session"]
 
 log = logging.getLogger(__name__)
-NO_STATE = -1  # the step of a rank that has no state yet
+NO_STATE, FRESH = -2, -1  # steps of a rank that has just come: to a job under way, or with the others at its start
 
 
 def _enter() -> ProcessGroup:
@@ -71,17 +72,19 @@ class Session:
         self._on_change, self._enter = on_change, enter
         self._full = 0  # as many ranks as there were at most
         self._settled = False
-        self._admits = True
+        self._lost = False  # a rank, just now
+        self._admits = True  # newcomers can find us
 
     # --- what a step uses -------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        return self.group.rank
+        """In the group as it is now; -1 in a newcomer that came too late."""
+        return -1 if self.group is None else self.group.rank
 
     @property
     def size(self) -> int:
-        return self.group.size
+        return 0 if self.group is None else self.group.size
 
     def share(self, count: int) -> slice:
         """This rank's part of ``count`` items. The parts of all ranks are everything, and nothing twice."""
@@ -106,6 +109,7 @@ class Session:
                     break
                 if self._admit():
                     continue  # newcomers begin at the top of this loop, and so do all with them
+                self._check_size()
                 result = step(self)
             except Exception as error:
                 self._recover(error)
@@ -113,18 +117,15 @@ class Session:
             self.results.append(result)
             self.step += 1
             self._snapshot.take()
-        close(self.group)
+        if self.group.store is not None:
+            close(self.group)
         return self.results
 
     def _begin(self) -> None:
         self._use(self._enter())
-        self._full = self.group.size
+        self._admits = self.group.store is not None
         self._snapshot.take()
-        if self.rank in self.group.newcomers:
-            self.step = NO_STATE
-        else:
-            # what is drawn at random must be the same everywhere, as DistributedDataParallel makes it
-            self._snapshot.send(self.group, 0)
+        self.step = NO_STATE if self.rank in self.group.newcomers else FRESH
 
     def _use(self, group: ProcessGroup) -> None:
         if self.group is not None and group is not self.group:
@@ -136,53 +137,60 @@ class Session:
     # --- coming and going -------------------------------------------------------------------------------------
 
     def _admit(self) -> bool:
-        """Let newcomers in, if any wait; says whether there were any."""
-        if not self._admits or self.step % self._admit_every:
+        """Before a step: let newcomers in, if any wait; says whether there were any."""
+        waits = self._lost and self._wait > 0 and self.size < self._full
+        self._lost = False
+        if not self._admits or not (waits or self.step % self._admit_every == 0):
             return False
         try:
-            self._use(self.group.grow())
+            self._use(self.group.grow(wait=self._wait, size=self._full) if waits else self.group.grow())
         except errors.StoreConnectionError as error:
             self._admits = False  # on all ranks: they get the same answer
             log.warning("no more ranks can join: %s", error)
         return not self._settled
 
-    def _recover(self, error: Exception) -> None:
-        """Go on without the ranks that were lost; raises ``error`` if that is not what it is about."""
-        while True:
-            self._check_is_loss(error)
-            try:
-                self._use(self.group.shrink())
-                if self._wait and self.size < self._full and self._admits:
-                    self._use(self.group.grow(wait=self._wait, size=self._full))
-                break
-            except errors.SymcommError as another:
-                error = another
+    def _check_size(self) -> None:
         if self.size < self._min_size:
             raise errors.RankFailedError(
                 f"{self.size} of {self._full} ranks are left, which is less than min_size={self._min_size}."
-            ) from error
+            )
+
+    def _recover(self, error: Exception) -> None:
+        """Go on without the ranks that were lost; raises ``error`` if that is not what it is about."""
+        self._lost = True
+        while True:
+            self._check_is_loss(error)
+            try:
+                return self._use(self.group.shrink())
+            except errors.SymcommError as another:
+                error = another
 
     def _check_is_loss(self, error: Exception) -> None:
         """Whether the group failed because a rank died, left, or did not come in time."""
         failure = self.group._failure
         lost = isinstance(failure, (errors.PeerError, errors.DeadlineError, errors.GroupUnusableError))
         left_out = isinstance(error, errors.RankFailedError) and error.ranks == [self.rank]
-        if not lost or left_out:
+        if not lost or left_out or not self.group._retire.alive:
             raise error
 
     def _settle(self) -> None:
-        """All ranks go on from the same step, with the state of the one that is farthest."""
+        """All ranks go on from the same step, with the state of the one that is farthest.
+
+        On every new group this comes first, and ranks decide by what they agree on here alone: a newcomer, or a rank
+        that was cut short in this very place, may know less than others."""
         if self._settled:
             return
-        everyone = [int(item) for item in self.group.all_gather_object(str(self.step).encode())]
-        farthest = max(everyone)
+        mine = json.dumps([self.step, self._full, self._lost, self._admits])
+        told = [json.loads(item) for item in self.group.all_gather_object(mine.encode())]
+        places, most, lost, admits = zip(*told, strict=True)
+        farthest = max(places)
         if farthest == NO_STATE:
             raise errors.SymcommError("every rank that had the state is gone; start again from a checkpoint.")
-        if min(everyone) < farthest:
-            told = (farthest, self.results, self._full)
-            self.step, self.results, self._full = self._snapshot.send(self.group, everyone.index(farthest), told)
+        self._full, self._lost, self._admits = max(*most, self.size), any(lost), all(admits)
+        if min(places) < farthest or farthest == FRESH:
+            results = self._snapshot.send(self.group, places.index(farthest), self.results)
+            self.step, self.results = max(farthest, 0), results
         self._snapshot.put_back()
-        self._full = max(self._full, self.size)
         self._wrap_model()
         if self._on_change is not None:
             self._on_change(self)

@@ -277,6 +277,8 @@ def _plan(
             "limits": asdict(group._limits),
         }
         plan["name"] = f"{group._family}+{plan['round']}"
+        for ticket in lifelines.keys() - set(chosen):
+            lifelines[ticket].close()
         return plan, [lifelines[t] for t in chosen]
     except (errors.PeerError, errors.DeadlineError) as error:
         return {

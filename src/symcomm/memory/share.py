@@ -65,6 +65,7 @@ def connect(
                 arena.unlink()
             else:
                 held += _pass_descriptors(rank, arena, listener, cards, timeout)
+                arena.unlink()  # all have it
     finally:
         if listener is not None:
             listener.close()
