@@ -143,7 +143,7 @@ def test_module_directory_and_program(tmp_path):
         (["--rdzv-endpoint", "here", "script.py"], "--rdzv-endpoint must be host:port .*, got 'here'"),
         (
             ["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "h:1", "--max-restarts", "1", "script.py"],
-            "--max-restarts must be 0 with more than one node, got 1",
+            "--max-restarts must be 0 with --nnodes 2, got 1; write --nnodes 2:2",
         ),
         (["--max-restarts", "-1", "script.py"], "--max-restarts must be 0 or more, got -1"),
         (["--grace", "-1", "script.py"], "--grace must be 0 or more seconds, got -1"),

@@ -19,7 +19,7 @@ ENVIRONMENT = {
 }
 
 
-def run_example(name: str, *args: str, ranks: int = 2) -> list[str]:
+def run_example(name: str, *args: str, ranks: int = 2, options: tuple[str, ...] = ()) -> list[str]:
     command = [
         sys.executable,
         "-m",
@@ -28,6 +28,7 @@ def run_example(name: str, *args: str, ranks: int = 2) -> list[str]:
         "-n",
         str(ranks),
         "--no-prefix",
+        *options,
         str(ROOT / "examples" / name),
         *args,
     ]

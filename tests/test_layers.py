@@ -34,6 +34,7 @@ LAYERS = {
     "ddp": 7,
     "c10d": 8,
     "compile": 8,
+    "elastic": 8,
     "cli": 9,
     "__main__": 9,
 }

@@ -4,6 +4,7 @@ Where things are (imports point down only)::
 
     cli/          the `symcomm` command: run, bench, demo
     compile/      torch.compile with our collectives: lowerings, passes, explain
+    elastic/      training that outlives its ranks
     ddp/          DistributedDataParallel, Reducer, communication hooks
     device/       one process, many devices: broadcast, scatter, gather, DataParallel (symcomm.comm)
     symm_mem/     symmetric tensors: allocate, rendezvous, signals, symmetrize
@@ -44,7 +45,7 @@ _PUBLIC = {
     "symcomm.group.work": ("Work",),
     "symcomm.group.spawn": ("spawn",),
     "symcomm.group.default": (
-        "init", "destroy", "default_group", "is_initialized", "rank", "world_size",
+        "init", "join", "destroy", "default_group", "is_initialized", "rank", "world_size",
         "all_gather", "all_gather_coalesced", "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all",
         "all_to_all_single", "barrier", "batch", "broadcast", "gather", "irecv", "isend", "monitored_barrier",
         "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_coalesced", "reduce_scatter_single", "scatter",
@@ -53,7 +54,15 @@ _PUBLIC = {
 }  # fmt: skip
 _LAZY = {name: module for module, names in _PUBLIC.items() for name in names}
 
-_MODULES = ("comm", "compile", "ddp", "ray", "simulate", "symm_mem")  # public modules, loaded on first use as well
+_MODULES = (
+    "comm",
+    "compile",
+    "ddp",
+    "elastic",
+    "ray",
+    "simulate",
+    "symm_mem",
+)  # loaded on first use as well
 
 __all__ = ["__version__", "errors", *_MODULES, *_LAZY]
 

@@ -21,10 +21,14 @@ from symcomm.cli.keeper import MARK
 from symcomm.errors import BadArgumentError, ResourceError, bad_argument
 from symcomm.store.launchers import identify_node, surroundings
 
+JOIN = "SYMCOMM_JOIN"  # as in group/default.py, which is not loaded here: a rank joins those of that attempt
+
 CALL = "symcomm run"
+RESTARTS = ("all", "failed")
 LOCAL_ADDRESS = "127.0.0.1"
+AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the launcher keeps the store, so it outlives any rank
 # A torchrun around us would have set these for its own ranks; ours host their store themselves.
-NOT_INHERITED = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE")
+NOT_INHERITED = ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", *AGENT_STORE, JOIN)
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,11 @@ class Job:
     command: Sequence[str]
     ranks_here: int
     nodes: int = 1
+    min_nodes: int | None = None  # nodes may come and go, between this many and ``nodes``
     node_rank: int = 0
     endpoint: tuple[str, int] | None = None
     max_restarts: int = 0
+    restart: str = "all"  # or "failed": only the rank that failed starts again, and joins the others
     grace: float = 5.0
     tag: str = ""
     log_dir: Path | None = None
@@ -64,20 +70,26 @@ class Job:
         if not 0 <= self.node_rank < self.nodes:
             allowed = f"0 to {self.nodes - 1}" if self.nodes > 1 else "0"
             raise bad_argument(CALL, "--node-rank", self.node_rank, allowed, f"the job has --nnodes {self.nodes}")
-        if self.nodes > 1 and self.endpoint is None:
+        if self.min_nodes is not None and not 1 <= self.min_nodes <= self.nodes:
+            raise bad_argument(CALL, "--nnodes", f"{self.min_nodes}:{self.nodes}", "MIN:MAX with 1 <= MIN <= MAX")
+        if (self.nodes > 1 or self.min_nodes is not None) and self.endpoint is None:
             example = f"`--rdzv-endpoint {socket.gethostname()}:29500`"
+            count = self.nodes if self.min_nodes is None else f"{self.min_nodes}:{self.nodes}"
             raise BadArgumentError(
-                f"{CALL}: --rdzv-endpoint is missing; with --nnodes {self.nodes}, give every node the same one, "
+                f"{CALL}: --rdzv-endpoint is missing; with --nnodes {count}, give every node the same one, "
                 f"a free port of node 0: {example}."
             )
-        if self.nodes > 1 and self.max_restarts:
-            fix = "the launchers of several nodes do not talk to each other, so restart the job on all of them"
-            raise bad_argument(CALL, "--max-restarts", self.max_restarts, "0 with more than one node", fix)
+        if self.nodes > 1 and self.min_nodes is None and (self.max_restarts or self.restart == "failed"):
+            fix = f"write --nnodes {self.nodes}:{self.nodes}, and the launchers of the nodes talk to each other"
+            name, got = ("--max-restarts", self.max_restarts) if self.max_restarts else ("--restart", self.restart)
+            raise bad_argument(CALL, name, got, f"{0 if self.max_restarts else 'all'} with --nnodes {self.nodes}", fix)
         if self.max_restarts < 0:
             raise bad_argument(CALL, "--max-restarts", self.max_restarts, "0 or more")
+        if self.restart not in RESTARTS:
+            raise bad_argument(CALL, "--restart", self.restart, " or ".join(RESTARTS))
         if self.grace < 0:
             raise bad_argument(CALL, "--grace", self.grace, "0 or more seconds")
-        if taken := sorted(set(self.env) & set(self.assigned(0, 0, "", 0))):
+        if taken := sorted(set(self.env) & {*self.assigned(0, 0, "", 0), *AGENT_STORE, JOIN}):
             raise bad_argument(CALL, "--env", taken[0], "a variable that the launcher does not set itself")
         if not re.fullmatch(r"[\w.+=-]*", self.tag) or self.tag in (".", ".."):
             raise bad_argument(CALL, "--tag", self.tag, "letters, digits and any of . _ + = -", "it names a directory")
@@ -103,13 +115,26 @@ class Job:
             "TORCHELASTIC_RESTART_COUNT": attempt,
             "TORCHELASTIC_MAX_RESTARTS": self.max_restarts,
             # must be the same on every node, and the nodes' launchers do not talk to each other
-            "TORCHELASTIC_RUN_ID": self.tag or (self.mark if self.nodes == 1 else "none"),
+            "TORCHELASTIC_RUN_ID": self.tag or (self.mark if self.is_alone else "none"),
             MARK: self.mark,
         }
         return {key: str(value) for key, value in values.items()}
 
-    def environment(self, local_rank: int, attempt: int, address: str, port: int) -> dict[str, str]:
-        """The whole environment of one rank: ours, torchrun's variables, and what the user asked for."""
+    @property
+    def keeps_store(self) -> bool:
+        """Whether the launcher serves the ranks' store itself: ranks that come and go need one that stays."""
+        return self.restart == "failed" or self.min_nodes is not None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other launcher has a part in the job."""
+        return self.nodes == 1 and self.min_nodes is None
+
+    def environment(
+        self, local_rank: int, attempt: int, address: str, port: int, joins: int | None = None
+    ) -> dict[str, str]:
+        """The whole environment of one rank: ours, torchrun's variables, and what the user asked for. ``joins``: the
+        attempt whose ranks it is to join."""
         defaults = {
             "OMP_NUM_THREADS": str(max(1, cores() // self.ranks_here)),
             "PYTHONUNBUFFERED": "1",
@@ -118,13 +143,18 @@ class Job:
         inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
         if self.server:
             defaults |= self.server_variables(inherited)
-        return {**defaults, **inherited, **self.env, **self.assigned(local_rank, attempt, address, port)}
+        assigned = self.assigned(local_rank, attempt, address, port)
+        if self.keeps_store:
+            assigned |= AGENT_STORE
+        if joins is not None:
+            assigned[JOIN] = str(joins)
+        return {**defaults, **inherited, **self.env, **assigned}
 
     def server_variables(self, inherited: dict[str, str]) -> dict[str, str]:
         """What --server adds. The launchers of several nodes do not talk, so there a token must come from outside."""
         if inherited.get("SYMCOMM_SERVER") in ("", "0"):
             del inherited["SYMCOMM_SERVER"]
-        return {"SYMCOMM_SERVER": "1", **({"SYMCOMM_TOKEN": self.token} if self.nodes == 1 else {})}
+        return {"SYMCOMM_SERVER": "1", **({"SYMCOMM_TOKEN": self.token} if self.is_alone else {})}
 
 
 # --- the port ------------------------------------------------------------------------------------
@@ -189,7 +219,7 @@ def find_place(
     of many nodes may want to run something there alone.
     """
     if nnodes != "auto" and not re.fullmatch(r"-?\d{1,6}", nnodes):
-        raise bad_argument(CALL, "--nnodes", nnodes, "a number of 1 or more, or auto")
+        raise bad_argument(CALL, "--nnodes", nnodes, "a number of 1 or more, auto, or MIN:MAX")
     count = None if nnodes == "auto" else int(nnodes)
     if count is not None and (count <= 1 or (node_rank is not None and endpoint is not None)):
         return Place(count, node_rank or 0, endpoint)
@@ -209,6 +239,14 @@ def find_place(
     if endpoint is None and nodes > 1 and told.master_addr and told.master_port:
         endpoint = told.master_addr, told.master_port
     return Place(nodes, mine, endpoint)
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """``--nnodes MIN:MAX``, as torchrun writes it."""
+    match = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text)
+    if not match:
+        raise bad_argument(CALL, "--nnodes", text, "a number of nodes, auto, or MIN:MAX")
+    return int(match[1]), int(match[2])
 
 
 # --- how many ------------------------------------------------------------------------------------

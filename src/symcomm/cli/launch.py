@@ -23,12 +23,13 @@ from symcomm.cli import verdict
 from symcomm.cli.job import CALL, LOCAL_ADDRESS, Job, reserve_port
 from symcomm.cli.keeper import KILL_DEADLINE_S, Keeper, find_processes, kill_processes, signal_processes
 from symcomm.cli.output import STDERR, STDOUT, Output
-from symcomm.errors import ResourceError
+from symcomm.errors import InternalError, ResourceError
 
 # After a rank failed, the others get this long to fail by themselves and print why (a lost peer breaks every wait
 # within milliseconds; a Python traceback and exit take about 0.1 s), before they get SIGTERM.
 SETTLE_S = 0.3
 IDLE_S = 1.0  # the loop turns at least this often
+LOOK_S = 0.2  # and this often where other launchers have a say
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # forwarded to process groups; the second one kills
 PASSING = (signal.SIGUSR1, signal.SIGUSR2)  # forwarded to the ranks only: their helpers would die of it
 PR_SET_PDEATHSIG = 1
@@ -45,6 +46,7 @@ class Rank:
     returncode: int | None = None
     stopping: int = 0  # the last signal with which we tried to stop it
     pidfd: int | None = None
+    replaced: bool = False  # another process has its place
 
     def end(self, now: float) -> verdict.RankEnd:
         seconds = (self.ended or now) - self.started
@@ -93,7 +95,17 @@ class StopRequest:
 class Attempt:
     """All ranks of this node, started once."""
 
-    def __init__(self, job: Job, number: int, output: Output, keeper: Keeper, stop: StopRequest):
+    def __init__(
+        self,
+        job: Job,
+        number: int,
+        output: Output,
+        keeper: Keeper,
+        stop: StopRequest,
+        look: Callable[[], str] | None = None,
+        late: bool = False,
+    ):
+        """``look`` is asked again and again why the ranks have to end, or ""; ``late`` ranks join those that run."""
         self.job = job
         self.number = number
         self.first_failed: Rank | None = None
@@ -106,17 +118,27 @@ class Attempt:
         self._next_step: tuple[float, Callable[[], None]] | None = None  # when to get rougher, and how
         self._killing = False
         self._given_up = False
+        self.restarts = number  # so far: those of attempts before this one, and ranks replaced in this one
+        self._lost: list[Rank] = []  # failed, to be replaced at ...
+        self._replace_at = 0.0
+        self._look = look
+        self._late = late
+        self.cut_short = ""  # why somebody else ended the attempt
+        self._start_one: Callable[[int, int | None], None] = self._unstarted
 
     # -- running ----------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Returns when every rank, and every process that a rank has left behind, is gone."""
         host, port = self.job.endpoint or (LOCAL_ADDRESS, 0)
-        hosts_store = self.job.node_rank == 0
+        hosts_store = self.job.node_rank == 0 and self.job.min_nodes is None
         holder = reserve_port(port) if hosts_store else None
+        store: Any = None
         try:
-            self._start(host, holder.getsockname()[1] if holder else port)
-            while self._live() and not self._given_up:
+            port = holder.getsockname()[1] if holder else port
+            store = self._serve_store(host, port) if hosts_store and self.job.keeps_store else None
+            self._start(host, port)
+            while (self._live() or self._lost) and not self._given_up:
                 self._turn(IDLE_S)
             self._end_leftovers()
         finally:
@@ -129,29 +151,48 @@ class Attempt:
                 if rank.pidfd is not None:
                     os.close(rank.pidfd)
             self._selector.close()
+            if store:
+                store.close()
             if holder:
                 holder.close()
 
     def ends(self) -> list[verdict.RankEnd]:
         now = time.monotonic()
-        return [rank.end(now) for rank in self.ranks]
+        return [rank.end(now) for rank in self.ranks if not rank.replaced]
+
+    def _serve_store(self, host: str, port: int) -> Any:
+        """The ranks' store, in this process."""
+        from symcomm.store.tcp import TCPStore
+
+        token = self.job.environment(0, 0, host, port).get("SYMCOMM_TOKEN", "")
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, token=token)
 
     def _start(self, address: str, port: int) -> None:
-        log_dir = self.job.log_directory(self.number)
         prepare = functools.partial(_die_with_parent, ctypes.CDLL(None), os.getpid())
-        for local_rank in range(self.job.ranks_here):
-            if self._stop.signum:
-                break
+
+        def start_one(local_rank: int, joins: int | None = None) -> None:
             number = self.job.first_rank + local_rank
+            log_dir = self.job.log_directory(self.restarts)
             self._output.begin(number, self.job.world_size - 1, self.job.tag, log_dir)
-            process = _spawn(self.job, self.job.environment(local_rank, self.number, address, port), prepare)
+            environment = self.job.environment(local_rank, self.restarts, address, port, joins)
+            process = _spawn(self.job, environment, prepare)
             self._keeper.watch(process.pid)
             rank = Rank(number, process, time.monotonic())
             self.ranks.append(rank)
             self._watch(rank)
+
+        self._start_one = start_one
+        for local_rank in range(self.job.ranks_here):
+            if self._stop.signum:
+                break
+            start_one(local_rank, self.number if self._late else None)
         self._started = True
         if self._stop.signum:  # it came while we were starting
             self.forward_stop(self._stop.signum)
+
+    @staticmethod
+    def _unstarted(local_rank: int, joins: int | None) -> None:
+        raise InternalError("a rank is to be replaced before any was started. Please report it.")
 
     def _watch(self, rank: Rank) -> None:
         for which, pipe in ((STDOUT, rank.process.stdout), (STDERR, rank.process.stderr)):
@@ -167,6 +208,10 @@ class Attempt:
         now = time.monotonic()
         if self._next_step:
             timeout = min(timeout, max(0.0, self._next_step[0] - now))
+        if self._lost:
+            timeout = min(timeout, max(0.0, self._replace_at - now))
+        if self._look:
+            timeout = min(timeout, LOOK_S)
         live = self._live()
         if any(rank.pidfd is None for rank in live):
             timeout = min(timeout, 0.05)
@@ -181,6 +226,12 @@ class Attempt:
             self._terminate()
         if self._next_step and time.monotonic() >= self._next_step[0]:
             self._next_step[1]()
+        if self._lost and time.monotonic() >= self._replace_at:
+            self._replace_lost()
+        if self._look and not self.cut_short and (why := self._look()):
+            self.cut_short = why
+            self._lost = []
+            self._terminate()
 
     def _live(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.ended is None]
@@ -211,13 +262,47 @@ class Attempt:
         rank.returncode = how.si_status if how.si_code == os.CLD_EXITED else -how.si_status
         if rank.pidfd is not None:
             self._selector.unregister(rank.pidfd)
-        if rank.returncode == 0 or self.first_failed:
+        if rank.returncode == 0 or self.first_failed or (self.cut_short and rank.stopping):
             return
+        if self.job.restart == "failed" and not self._stop.signum:
+            self._lost.append(rank)
+            self._replace_at = rank.ended + SETTLE_S
+        else:
+            self._fail(rank)
+
+    def _fail(self, rank: Rank) -> None:
+        """A failure that ends the attempt."""
+        assert rank.ended is not None
         self.first_failed = rank
         if self._stop.signum:  # it was asked to stop: SIGTERM now could break what the others save
             self._next_step = self._next_step or (rank.ended + self.job.grace, self.kill)
         else:
             self._next_step = (rank.ended + SETTLE_S, self._terminate)
+
+    # -- replacing --------------------------------------------------------------------------------
+
+    def _replace_lost(self) -> None:
+        """Starts ranks in the place of those that failed, if any is left that they can join."""
+        lost, self._lost = self._lost, []
+        others = [rank for rank in self.ranks if rank not in lost and not rank.replaced]
+        left = self.job.max_restarts - self.restarts
+        if self._stop.signum or len(lost) > left or not any(r.ended is None or r.returncode == 0 for r in others):
+            self._fail(lost[0])
+            return
+        for rank in lost:
+            self.restarts += 1
+            words = verdict.failure_words(rank.end(0.0), [], self._output.tail(rank.number), self.job.grace)
+            again = f"  starting another rank {rank.number} that joins the others"
+            self._output.say([*words, f"{again} (restart {self.restarts} of {self.job.max_restarts})."], bad=False)
+            rank.replaced = True
+            self._end_streams(rank)
+            self._start_one(rank.number - self.job.first_rank, self.number)
+
+    def _end_streams(self, ended: Rank) -> None:
+        """Shows what is still in a rank's pipes, and lets go of them."""
+        for key in list(self._selector.get_map().values()):
+            if not isinstance(key.fileobj, int) and key.data.args[0] is ended:
+                self._empty(*key.data.args)
 
     # -- ending -----------------------------------------------------------------------------------
 
@@ -267,14 +352,16 @@ class Attempt:
     def _drain(self) -> None:
         """Shows what is still in the pipes, when no process is left to write to them."""
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, int):
-                continue
-            rank, which, pipe = key.data.args
-            while self._read(rank, which, pipe):
-                pass
-            if not pipe.closed:  # a process that we cannot end holds the other side
-                pipe.close()
-                self._output.finish(rank.number, which)
+            if not isinstance(key.fileobj, int):
+                self._empty(*key.data.args)
+
+    def _empty(self, rank: Rank, which: int, pipe: Any) -> None:
+        while self._read(rank, which, pipe):
+            pass
+        if not pipe.closed:  # a process that we cannot end, or that the rank left behind, holds the other side
+            self._selector.unregister(pipe)
+            pipe.close()
+            self._output.finish(rank.number, which)
 
 
 def launch(job: Job, output: Output) -> int:
@@ -284,22 +371,23 @@ def launch(job: Job, output: Output) -> int:
     with stop.listening():
         keeper = Keeper(job.mark)
         try:
-            for number in range(job.max_restarts + 1):
-                attempt = Attempt(job, number, output, keeper, stop)
+            restarts = 0
+            while True:
+                attempt = Attempt(job, restarts, output, keeper, stop)
                 stop.attempt = attempt
                 attempt.run()
                 stop.attempt = None
-                code = _judge(attempt, stop.signum, output)
-                if code == 0 or stop.signum:
+                code = judge(attempt, stop.signum, output)
+                restarts = attempt.restarts + 1
+                if code == 0 or stop.signum or restarts > job.max_restarts:
                     break
-                if number < job.max_restarts:
-                    output.say([f"restarting all ranks (restart {number + 1} of {job.max_restarts})."], bad=False)
+                output.say([f"restarting all ranks (restart {restarts} of {job.max_restarts})."], bad=False)
         finally:
             keeper.dismiss()
     return code
 
 
-def _judge(attempt: Attempt, stopped_by: int, output: Output) -> int:
+def judge(attempt: Attempt, stopped_by: int, output: Output) -> int:
     """The exit code of an attempt; says why when it did not end well."""
     job, ends = attempt.job, attempt.ends()
     first = attempt.first_failed

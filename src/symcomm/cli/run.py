@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
-from symcomm.cli.job import Job, build_command, find_place, parse_count, parse_endpoint, parse_env
+from symcomm.cli.job import Job, Place, build_command, find_place, parse_count, parse_endpoint, parse_env, parse_range
 from symcomm.cli.launch import launch
 from symcomm.cli.mps import multi_process_service
+from symcomm.cli.nodes import launch_nodes
 from symcomm.cli.output import STDERR, STDOUT, Output, want_color
 from symcomm.errors import SymcommError
 
@@ -36,7 +37,9 @@ def run(
     nnodes: Annotated[
         str,
         typer.Option(
-            "--nnodes", metavar="N", help="Nodes; each runs this command once. auto: what Slurm, Kubernetes or MPI say."
+            "--nnodes",
+            metavar="N|auto|MIN:MAX",
+            help="Nodes, each runs this command once. auto: what Slurm, Kubernetes or MPI say; MIN:MAX come and go.",
         ),
     ] = "1",
     node_rank: Annotated[
@@ -48,8 +51,16 @@ def run(
         typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Where ranks meet: a free port of node 0."),
     ] = "",
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", metavar="K", help="Start all ranks again, up to K times, when one fails.")
+        int, typer.Option("--max-restarts", metavar="K", help="Start again, up to K times, when a rank fails.")
     ] = 0,
+    restart: Annotated[
+        str,
+        typer.Option(
+            "--restart",
+            metavar="all|failed",
+            help="What starts again: all ranks, or the failed one, to join the others.",
+        ),
+    ] = "all",
     grace: Annotated[
         float, typer.Option("--grace", metavar="SECONDS", help="Between SIGTERM and SIGKILL, when a rank has failed.")
     ] = 5.0,
@@ -97,7 +108,9 @@ def run(
       symcomm run -n 2 --no-python ./prog
     """
     try:
-        place = find_place(nnodes, node_rank, parse_endpoint(endpoint) if endpoint else None)
+        meet = parse_endpoint(endpoint) if endpoint else None
+        least, most = parse_range(nnodes) if ":" in nnodes else (None, 0)
+        place = find_place(nnodes, node_rank, meet) if least is None else Place(most, node_rank or 0, meet)
         variables = parse_env(env or [])
         if trace is not None:
             variables = {**variables, "SYMCOMM_TRACE_DIR": str(trace.absolute())}
@@ -105,9 +118,11 @@ def run(
             command=build_command(program, args or [], module=module, no_python=no_python, env=variables),
             ranks_here=parse_count(count),
             nodes=place.nodes,
+            min_nodes=least,
             node_rank=place.node_rank,
             endpoint=place.endpoint,
             max_restarts=max_restarts,
+            restart=restart,
             grace=grace,
             tag=tag,
             log_dir=log_dir,
@@ -117,7 +132,8 @@ def run(
         on_terminal = os.isatty(STDOUT) and os.isatty(STDERR)
         output = Output(color=want_color(color, os.environ, on_terminal), prefix=prefix, quiet=quiet)
         with multi_process_service() if mps else contextlib.nullcontext({}) as found:
-            code = launch(replace(job, env={**variables, **found}), output)
+            start = launch if least is None else launch_nodes
+            code = start(replace(job, env={**variables, **found}), output)
     except SymcommError as error:
         typer.echo(str(error), err=True)
         code = BAD_USAGE

@@ -8,8 +8,10 @@ more_calls.py     coalesced forms and the monitored barrier
 buffers.py        any tensor -> address, count, dtype
 work.py           operations that run while the caller goes on
 together.py       whether such an operation may run in its caller's thread
+shrink.py         how survivors agree on who goes on
+grow.py           how newcomers come in
 registry.py       groups by name
-events.py         what observers may want to know
+hooks.py          what observers may want to know
 failure.py        what went wrong, in words
 default.py        init(), the default group and the functions on it
 spawn.py          ranks from one Python function, as processes or threads

@@ -5,8 +5,10 @@ Where threads are ranks, each thread has a default group of its own.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from symcomm import errors
@@ -16,6 +18,7 @@ from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.group.work import Timeout, to_ns
 from symcomm.memory.share import Exchange
 
+JOIN = "SYMCOMM_JOIN"  # set by the launcher in newcomers: the attempt at which those that run were started
 _process_group: ProcessGroup | None = None
 _thread = threading.local()
 
@@ -53,6 +56,11 @@ def init(
     if _current() is not None:
         raise errors.GroupUnusableError("init: the default group exists already; call symcomm.destroy() first.")
     seconds = DEFAULT_TIMEOUT if timeout is None else to_ns("init", timeout) / 1e9
+    if store is None and is_newcomer():
+        raise errors.RendezvousError(
+            "init: this process was started to join ranks that already run (SYMCOMM_JOIN is set), which do not wait "
+            "in init(); call symcomm.join() here, or let symcomm.elastic.Session choose."
+        )
     if store is None:
         from symcomm.store.rendezvous import rendezvous
 
@@ -66,6 +74,33 @@ def init(
     group.store = store
     set_default(group)
     hooks.joined(group, store)
+    return group
+
+
+def is_newcomer() -> bool:
+    """Whether the launcher started this process to join ranks that already run."""
+    return JOIN in os.environ
+
+
+def join(store: Any = None, name: str = "world", timeout: float | timedelta = 300.0) -> ProcessGroup:
+    """Join ranks that already run: comes in when they call ``group.grow()``, and makes the default group.
+
+    Under ``symcomm run`` it takes no arguments; else ``store`` is the one that they met in. Raises GroupUnusableError
+    when they have ended the job, and DeadlineError when nobody let this process in for ``timeout`` seconds."""
+    from symcomm.group.grow import join_through
+
+    if _current() is not None:
+        raise errors.GroupUnusableError("join: the default group exists already; call symcomm.destroy() first.")
+    rank = None
+    if store is None:
+        from symcomm.store.rendezvous import rendezvous
+
+        # the ranks that run began at that attempt, and their keys are marked with it
+        environ = {**os.environ, "TORCHELASTIC_RESTART_COUNT": os.environ.get(JOIN, "0")}
+        meeting = rendezvous(timeout=min(to_ns("join", timeout) / 1e9, 300.0), environ=environ)
+        store, rank = meeting.store, meeting.rank
+    group = join_through(store, name, timeout, rank)
+    set_default(group)
     return group
 
 

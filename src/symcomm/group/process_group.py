@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
 from symcomm._core import native
@@ -24,6 +24,9 @@ from symcomm.group.together import MOST_RANKS, WORD_BYTES, Together
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
 from symcomm.memory.arena import Arena, Peer, current_arena
 from symcomm.memory.share import Exchange, connect
+
+if TYPE_CHECKING:
+    from symcomm.group.grow import Meeting
 
 __all__ = ["DEFAULT_TIMEOUT", "ProcessGroup"]
 
@@ -102,7 +105,7 @@ def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
 
 
 class ProcessGroup(MoreCalls):
-    """Made by ``symcomm.init()``, ``new_group()``, ``split()`` or ``shrink()``."""
+    """Made by ``symcomm.init()``, ``join()``, ``new_group()``, ``split()``, ``shrink()`` or ``grow()``."""
 
     spans_hosts = False  # see symcomm.hosts
 
@@ -135,7 +138,10 @@ class ProcessGroup(MoreCalls):
         self._children = 0
         self._barriers = 0
         self._before_leaving: list[Callable[[], None]] = []  # what destroy() has to finish first
-        self.store: Any = None
+        self.store: Any = None  # where the ranks met, and where newcomers find them
+        self.newcomers: list[int] = []  # the ranks that came in when grow() made this group
+        self._family = name  # what newcomers call it, through all its shrinking and growing
+        self._meeting: Meeting | None = None
         self._arena: Arena = current_arena()
         self._build(exchange, tune=limits is None)
         registry.add(self)
@@ -314,7 +320,27 @@ class ProcessGroup(MoreCalls):
             raise self._unusable()
         check_excluded(self, exclude)
         survivors, exchange = agree_on_survivors(Records(self), timeout, exclude, abort)
-        return ProcessGroup(
+        smaller = ProcessGroup(
             survivors.index(self.rank), len(survivors), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
             [self.global_ranks[r] for r in survivors],
         )  # fmt: skip
+        smaller.store, smaller._family = self.store, self._family
+        return smaller
+
+    def _gone(self) -> list[int]:
+        """Ranks that died, or left."""
+        return [r["rank"] for r in native.group_report(self._handle)["ranks"] if r["gone"]]
+
+    def grow(self, timeout: float = 10.0, wait: float = 0.0, size: int | None = None) -> ProcessGroup:
+        """Between two steps: let in who waits in ``symcomm.join()``. Every rank of this group calls it.
+
+        Returns a new group, members first in their old order, then the newcomers; this very group when nobody waits, or
+        when a newcomer fails to come in within ``timeout`` seconds (it is then dropped, with a warning). The answer is
+        the same on every rank. ``wait``: seconds to wait for newcomers, until there is one, or ``size`` ranks in all;
+        no more than ``size`` are let in."""
+        from symcomm.group.grow import grow
+
+        self._check_usable()
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise errors.bad_argument("grow", "size", size, "a number of ranks, 1 or more")
+        return grow(self, to_ns("grow", timeout) / 1e9, to_ns("grow", wait) / 1e9 if wait else 0.0, size)

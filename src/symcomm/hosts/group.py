@@ -108,6 +108,8 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self._together = None  # asynchronous operations have a thread of their own
         self._before_leaving: list[Callable[[], None]] = []
         self.store: Any = None
+        self.newcomers: list[int] = []
+        self._family, self._meeting = name, None
         self._arena: Arena = current_arena()
         self.layout = Layout(hosts, rank)
         self.news = threading.Condition()  # anything that somebody may wait for has happened
@@ -420,10 +422,15 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
             raise self._unusable()
         check_excluded(self, exclude)
         survivors, exchange = agree_on_survivors(self.ballot, timeout, exclude, abort)
-        return make_group(
+        smaller = make_group(
             survivors.index(self.rank), len(survivors), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
             [self.global_ranks[r] for r in survivors], self.engine_name,
         )  # fmt: skip
+        smaller.store, smaller._family = self.store, self._family
+        return smaller
+
+    def _gone(self) -> list[int]:
+        return sorted(self.ballot.gone())
 
 
 def _agree_on_engine(cards: Sequence[dict[str, Any]]) -> str:

@@ -76,7 +76,7 @@ def connect(
 ) -> tuple[list[Peer], list[dict]]:
     """Map every rank's arena. Returns the peers and each rank's ``extra``. Collective over ``exchange``."""
     arena = current_arena()
-    listener = _listen() if rank == 0 and world > 1 and arena.path is None else None
+    listener = _listen() if rank == 0 and world > 1 else None
     try:
         card = {
             "nonce": arena.nonce.hex(), "nbytes": arena.nbytes, "boot": _read("/proc/sys/kernel/random/boot_id"),
@@ -89,13 +89,14 @@ def connect(
         held = [peer_by_nonce(bytes.fromhex(c["nonce"])) for c in cards]  # what nobody holds is unmapped
         lacking = exchange(b"x" if None in held else b"")
         if any(lacking):
-            if any(c["path"] for c in cards):
+            if all(c["path"] for c in cards):  # a rank that has been in a group before has no name any more
                 held += _open_named(cards, [r for r, peer in enumerate(held) if peer is None])
                 seen = [r for r, c in enumerate(cards) if peer_by_nonce(bytes.fromhex(c["nonce"])) is not None]
                 _check_all_mapped([json.loads(item) for item in exchange(json.dumps(seen).encode())], cards)
                 arena.unlink()
             else:
                 held += _pass_descriptors(rank, arena, listener, cards, timeout)
+                arena.unlink()  # all have it
     finally:
         if listener is not None:
             listener.close()

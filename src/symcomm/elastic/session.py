@@ -1,0 +1,226 @@
+"""Session: a training loop whose ranks may die and come back.
+
+Between two steps newcomers are let in and get the state. When a rank is lost in the middle of a step, the others shrink
+the group, put back the state they had before that step, and run it again: the global batch is then shared by fewer. A
+rank may have finished the step in which another one failed; then its state is the one that all go on from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from symcomm import errors
+from symcomm.elastic.state import RandomState, Snapshot, Stateful
+from symcomm.group import default
+from symcomm.group.grow import close
+from symcomm.group.process_group import ProcessGroup
+
+__all__ = ["Session"]
+
+log = logging.getLogger(__name__)
+NO_STATE, FRESH = -2, -1  # steps of a rank that has just come: to a job under way, or with the others at its start
+
+
+def _enter() -> ProcessGroup:
+    """The group of this process's job: joined late, if the launcher says so."""
+    return default.join() if default.is_newcomer() else default.init()
+
+
+class Session:
+    """``Session(model=..., optimizer=...).run(step, steps)`` calls ``step(session)`` until ``steps`` are done.
+
+    ``others``         more things with state_dict() and load_state_dict(): schedulers, scalers, samplers
+    ``data_parallel``  True, or arguments for symcomm.DistributedDataParallel; ``session.model`` is then one
+    ``wait``           seconds to wait for another rank after one was lost, before going on with fewer
+    ``min_size``       with fewer ranks than this the run ends with RankFailedError
+    ``admit_every``    newcomers are looked for before every so many steps
+    ``on_change``      called with the session whenever ranks have come or gone, also at the start
+    ``enter``          returns the group to begin with; unless given, what init() or, in a newcomer, join() returns
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        others: Mapping[str, Stateful] | None = None,
+        data_parallel: bool | Mapping[str, Any] = False,
+        wait: float = 0.0,
+        min_size: int = 1,
+        admit_every: int = 1,
+        on_change: Callable[[Session], None] | None = None,
+        enter: Callable[[], ProcessGroup] = _enter,
+    ):
+        if data_parallel and model is None:
+            raise errors.bad_argument("Session", "data_parallel", data_parallel, "given together with model")
+        if admit_every < 1:
+            raise errors.bad_argument("Session", "admit_every", admit_every, "1 or more")
+        things = {"model": model, "optimizer": optimizer, "random": RandomState(), **(others or {})}
+        self.model = model
+        self.group: Any = None
+        self.step = 0
+        self.results: list[Any] = []  # what step() returned, for every step done
+        self._module = model
+        self._wrap = None if not data_parallel else {} if data_parallel is True else dict(data_parallel)
+        self._snapshot = Snapshot({name: thing for name, thing in things.items() if thing is not None})
+        self._wait, self._min_size, self._admit_every = wait, min_size, admit_every
+        self._on_change, self._enter = on_change, enter
+        self._full = 0  # as many ranks as there were at most
+        self._settled = False
+        self._lost = False  # a rank, just now
+        self._admits = True  # newcomers can find us
+
+    # --- what a step uses -------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """In the group as it is now; -1 in a newcomer that came too late."""
+        return -1 if self.group is None else self.group.rank
+
+    @property
+    def size(self) -> int:
+        return 0 if self.group is None else self.group.size
+
+    def share(self, count: int) -> slice:
+        """This rank's part of ``count`` items. The parts of all ranks are everything, and nothing twice."""
+        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    def run(self, step: Callable[[Session], Any], steps: int) -> list[Any]:
+        """Returns what the steps returned, in order, on every rank; nothing in a newcomer to a job that is over."""
+        try:
+            self._begin()
+        except errors.GroupUnusableError as error:
+            if not default.is_newcomer():
+                raise
+            log.warning("%s", error)
+            return self.results
+        while True:
+            try:
+                self._settle()
+                if self.step >= steps:
+                    self.group.barrier()  # nobody leaves while others may still need its state
+                    break
+                if self._admit():
+                    continue  # newcomers begin at the top of this loop, and so do all with them
+                self._check_size()
+                result = step(self)
+            except Exception as error:
+                self._recover(error)
+                continue
+            self.results.append(result)
+            self.step += 1
+            self._snapshot.take()
+        if self.group.store is not None:
+            close(self.group)
+        return self.results
+
+    def _begin(self) -> None:
+        self._use(self._enter())
+        self._admits = self.group.store is not None
+        self._snapshot.take()
+        self.step = NO_STATE if self.rank in self.group.newcomers else FRESH
+
+    def _use(self, group: ProcessGroup) -> None:
+        if self.group is not None and group is not self.group:
+            self.group._leave()
+        if group is not self.group:
+            self.group, self._settled = group, False
+            default.set_default(group)
+
+    # --- coming and going -------------------------------------------------------------------------------------
+
+    def _admit(self) -> bool:
+        """Before a step: let newcomers in, if any wait; says whether there were any."""
+        waits = self._lost and self._wait > 0 and self.size < self._full
+        self._lost = False
+        if not self._admits or not (waits or self.step % self._admit_every == 0):
+            return False
+        try:
+            self._use(self.group.grow(wait=self._wait, size=self._full) if waits else self.group.grow())
+        except errors.StoreConnectionError as error:
+            self._admits = False  # on all ranks: they get the same answer
+            log.warning("no more ranks can join: %s", error)
+        return not self._settled
+
+    def _check_size(self) -> None:
+        if self.size < self._min_size:
+            raise errors.RankFailedError(
+                f"{self.size} of {self._full} ranks are left, which is less than min_size={self._min_size}."
+            )
+
+    def _recover(self, error: Exception) -> None:
+        """Go on without the ranks that were lost; raises ``error`` if that is not what it is about."""
+        self._lost = True
+        while True:
+            self._check_is_loss(error)
+            try:
+                return self._use(self.group.shrink())
+            except errors.SymcommError as another:
+                error = another
+
+    def _check_is_loss(self, error: Exception) -> None:
+        """Whether the group failed because a rank died, left, or did not come in time."""
+        failure = self.group._failure
+        lost = isinstance(failure, (errors.PeerError, errors.DeadlineError, errors.GroupUnusableError))
+        left_out = isinstance(error, errors.RankFailedError) and error.ranks == [self.rank]
+        if not lost or left_out or not self.group._retire.alive:
+            raise error
+
+    def _settle(self) -> None:
+        """All ranks go on from the same step, with the state of the one that is farthest.
+
+        On every new group this comes first, and ranks decide by what they agree on here alone: a newcomer, or a rank
+        that was cut short in this very place, may know less than others."""
+        if self._settled:
+            return
+        mine = json.dumps([self.step, self._full, self._lost, self._admits])
+        told = [json.loads(item) for item in self.group.all_gather_object(mine.encode())]
+        places, most, lost, admits = zip(*told, strict=True)
+        farthest = max(places)
+        if farthest == NO_STATE:
+            raise errors.SymcommError("every rank that had the state is gone; start again from a checkpoint.")
+        self._full, self._lost, self._admits = max(*most, self.size), any(lost), all(admits)
+        if min(places) < farthest or farthest == FRESH:
+            results = self._snapshot.send(self.group, places.index(farthest), self.results)
+            self.step, self.results = max(farthest, 0), results
+        self._snapshot.put_back()
+        self._wrap_model()
+        if self._on_change is not None:
+            self._on_change(self)
+        self._settled = True
+
+    def _wrap_model(self) -> None:
+        """A fresh DistributedDataParallel on the group as it is now, on all ranks alike."""
+        if self._wrap is None:
+            return
+        from symcomm.backend.group import TorchGroup
+        from symcomm.ddp.module import DistributedDataParallel
+
+        if self.model is not self._module:
+            self.model.reducer._remove_autograd_hooks()
+        for parameter in self._module.parameters():
+            parameter.grad = None  # it may lie in a bucket of the reducer before
+        core = self.group
+        lifetime = timedelta(seconds=core.timeout)
+        group = TorchGroup(core.store, core.rank, core.size, lifetime, core.name, core.global_ranks, core=core)
+        self.model = DistributedDataParallel(self._module, process_group=group, init_sync=False, **self._wrap)
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the group."""
+        if self.group is not None:
+            with contextlib.suppress(errors.SymcommError):
+                self.group.destroy()
+            if default.is_initialized() and default.default_group() is self.group:
+                default.set_default(None)

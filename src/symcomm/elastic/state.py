@@ -1,0 +1,126 @@
+"""A copy of a training's state that can be put back, or sent to other ranks.
+
+The state of anything with ``state_dict()`` and ``load_state_dict()`` is taken apart into tensors and the rest. Tensors
+are copied, and travel through symmetric memory; the rest is pickled, between ranks of one job only.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from symcomm import symm_mem
+from symcomm.group.process_group import ProcessGroup
+
+__all__ = ["Snapshot", "Stateful"]
+
+Stateful = Any  # has state_dict() and load_state_dict()
+PIECE_BYTES = 32 << 20  # of tensors sent at a time: bounds what the buffer takes
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor was."""
+
+    index: int
+
+
+def take_apart(thing: Any, tensors: list[torch.Tensor]) -> Any:
+    """A copy of nested containers, in which tensors are replaced by slots; the tensors themselves go to the list."""
+    if isinstance(thing, torch.Tensor):
+        tensors.append(thing.detach())
+        return _Slot(len(tensors) - 1)
+    if isinstance(thing, Mapping):
+        return {key: take_apart(value, tensors) for key, value in thing.items()}
+    if type(thing) in (list, tuple):
+        return type(thing)(take_apart(value, tensors) for value in thing)
+    return copy.deepcopy(thing)
+
+
+def put_together(thing: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(thing, _Slot):
+        return tensors[thing.index].clone()
+    if isinstance(thing, dict):
+        return {key: put_together(value, tensors) for key, value in thing.items()}
+    if type(thing) in (list, tuple):
+        return type(thing)(put_together(value, tensors) for value in thing)
+    return copy.deepcopy(thing)
+
+
+class RandomState:
+    """The random generators of torch, Python and, if it is loaded, numpy."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        if torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        if "numpy" in sys.modules:
+            state["numpy"] = sys.modules["numpy"].random.get_state()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["torch"].cpu())
+        random.setstate(state["python"])
+        if "cuda" in state and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state_all(state["cuda"])
+        if "numpy" in state and "numpy" in sys.modules:
+            sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+class Snapshot:
+    """The state of ``things`` at one moment. Taking it again reuses its memory."""
+
+    def __init__(self, things: Mapping[str, Stateful]):
+        self.things = things
+        self._tensors: list[torch.Tensor] = []
+        self._rest: Any = None
+
+    def take(self) -> None:
+        found: list[torch.Tensor] = []
+        rest = {name: take_apart(thing.state_dict(), found) for name, thing in self.things.items()}
+        if [(t.shape, t.dtype, t.device) for t in found] == [(t.shape, t.dtype, t.device) for t in self._tensors]:
+            if found:
+                torch._foreach_copy_(self._tensors, found)
+        else:
+            self._tensors = [t.clone() for t in found]
+        self._rest = rest
+
+    def put_back(self) -> None:
+        for name, thing in self.things.items():
+            thing.load_state_dict(put_together(self._rest[name], self._tensors))
+
+    def send(self, group: ProcessGroup, root: int, extra: Any = None) -> Any:
+        """Everybody's snapshot becomes that of rank ``root``; returns root's ``extra``. Nothing is put back yet, and a
+        failure on the way leaves every snapshot as it was."""
+        is_root = group.rank == root
+        told = b""
+        if is_root:
+            shapes = [(t.shape, t.dtype) for t in self._tensors]
+            told = pickle.dumps((self._rest, shapes, extra))
+        rest, shapes, extra = pickle.loads(group.all_gather_object(told)[root])
+        tensors = self._tensors if is_root else [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+        _broadcast(group, root, tensors)
+        if not is_root:
+            self._rest, self._tensors = rest, tensors
+        return extra
+
+
+def _broadcast(group: ProcessGroup, root: int, tensors: list[torch.Tensor]) -> None:
+    """Piece by piece through one buffer of symmetric memory, whatever dtype or device the tensors have."""
+    flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
+    buffer = symm_mem.empty(max((min(t.numel(), PIECE_BYTES) for t in flat), default=0), dtype=torch.uint8)
+    for data in flat:
+        for piece in data.split(PIECE_BYTES):
+            part = buffer[: piece.numel()]
+            if group.rank == root:
+                part.copy_(piece)
+            group.broadcast(part, root)
+            if group.rank != root:
+                piece.copy_(part)

@@ -1,0 +1,344 @@
+"""Newcomers join a running group: who is in it afterwards, and that no death on the way hangs or splits the members."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import symcomm
+from symcomm import errors
+from symcomm.group import default
+from symcomm.group import grow as growing
+from symcomm.memory import share
+from symcomm.memory.arena import Arena, use_arena
+from symcomm.store import HashStore
+from tests.comers import Crowd, die, returned
+
+WAIT = 15.0
+
+
+def facts(group: Any) -> tuple:
+    """Who is in it, and that it works."""
+    total = torch.tensor([float(group.rank + 1)])
+    group.all_reduce(total)
+    return group.rank, group.size, group.global_ranks, group.newcomers, total.item()
+
+
+def grown(group: Any, size: int) -> tuple:
+    bigger = group.grow(wait=WAIT, size=size)
+    assert bigger is not group and bigger.timeout == group.timeout
+    return facts(bigger)
+
+
+def joined(store: Any, rank: int | None = None) -> tuple:
+    return facts(growing.join_through(store, "world", WAIT, rank))
+
+
+def test_members_keep_their_order_and_newcomers_come_after(tmp_path):
+    crowd = Crowd(tmp_path)
+    for rank in range(2):
+        crowd.member(grown, rank, 2, 4)
+    crowd.newcomer(joined, 7)
+    crowd.newcomer(joined, 5)
+    values = returned(crowd.outcomes())
+    assert [v[1:] for v in values] == [(4, [0, 1, 5, 7], [2, 3], 10.0)] * 4
+    assert [v[0] for v in values] == [0, 1, 3, 2]
+
+
+def joined_elsewhere(store: Any) -> tuple:
+    os.environ["SYMCOMM_HOST_ID"] = "another"
+    return joined(store)
+
+
+def grown_and_shrunk(group: Any, size: int) -> tuple:
+    bigger = group.grow(wait=WAIT, size=size)
+    told = (bigger.spans_hosts, *facts(bigger))
+    smaller = bigger.shrink(exclude=[size - 1])
+    return (*told, *facts(smaller))
+
+
+def test_a_newcomer_on_another_host(tmp_path):
+    """The group spans two hosts from then on; without the newcomer, it is one host's again, and can grow again."""
+    crowd = Crowd(tmp_path)
+    for rank in range(2):
+        crowd.member(grown_and_shrunk, rank, 2, 3)
+    crowd.newcomer(joined_elsewhere)
+    members = returned(crowd.outcomes())
+    assert [v[1:6] for v in members[:2]] == [(r, 3, [0, 1, 2], [2], 6.0) for r in range(2)]
+    assert [v[0] for v in members[:2]] == [True, True]
+    assert [v[6:] for v in members[:2]] == [(r, 2, [0, 1], [], 3.0) for r in range(2)]
+    assert members[2] == (2, 3, [0, 1, 2], [2], 6.0)
+
+
+def test_named_memory(tmp_path, monkeypatch):
+    """Where arenas are files, the members' have lost their names long ago; descriptors are passed instead."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        monkeypatch.setenv("SYMCOMM_SHARE", "named")
+        monkeypatch.setenv("SYMCOMM_SHM_DIR", folder)
+        crowd = Crowd(tmp_path)
+        for rank in range(2):
+            crowd.member(grown, rank, 2, 3)
+        crowd.newcomer(joined)
+        assert returned(crowd.outcomes()) == [(r, 3, [0, 1, 2], [2], 6.0) for r in range(3)]
+        assert os.listdir(folder) == []
+
+
+def test_nobody_waits(tmp_path):
+    def member(group: Any) -> bool:
+        return group.grow() is group and group.grow(wait=0.05, size=9) is group and group.size == 2
+
+    crowd = Crowd(tmp_path)
+    for rank in range(2):
+        crowd.member(member, rank, 2)
+    assert returned(crowd.outcomes()) == [True, True]
+
+
+def test_shrink_then_grow_then_again(tmp_path):
+    """Rank 0 dies, which is nothing special: the file remembers. The newcomer takes its place, at the end."""
+
+    def member(group: Any) -> tuple:
+        if group.rank == 0:
+            die()
+        with pytest.raises(errors.RankFailedError):
+            group.barrier()
+        smaller = group.shrink()
+        bigger = smaller.grow(wait=WAIT, size=3)
+        assert bigger.name == "world+1"
+        return facts(bigger.grow(wait=WAIT, size=4))
+
+    def newcomer(store: Any) -> tuple:
+        return facts(growing.join_through(store, "world", WAIT, 0).grow(wait=WAIT, size=4))
+
+    def late(store: Any) -> tuple:
+        while not store.check(["grow/world/1/verdict"]):
+            time.sleep(0.01)
+        return joined(store)
+
+    crowd = Crowd(tmp_path)
+    for rank in range(3):
+        crowd.member(member, rank, 3)
+    crowd.newcomer(newcomer)
+    crowd.newcomer(late)
+    dead, *others = crowd.outcomes()
+    assert dead.kind == "died" and dead.value == -signal.SIGKILL
+    assert returned(others) == [(r, 4, [1, 2, 0, 3], [3], 10.0) for r in range(4)]
+
+
+def test_no_more_than_there_is_room_for(tmp_path):
+    def member(group: Any) -> tuple:
+        return facts(group.grow(wait=WAIT, size=2))
+
+    def newcomer(store: Any) -> Any:
+        try:
+            return facts(growing.join_through(store, "world", 2.0))
+        except errors.DeadlineError as error:
+            return str(error)
+
+    crowd = Crowd(tmp_path)
+    crowd.member(member, 0, 1)
+    crowd.newcomer(newcomer)
+    crowd.newcomer(newcomer)
+    member_saw, *newcomers = returned(crowd.outcomes())
+    assert member_saw == (0, 2, [0, 1], [1], 3.0)
+    late = next(n for n in newcomers if isinstance(n, str))
+    assert late == (
+        "join of group 'world' timed out after 2 s. Nobody let this process in: "
+        "the members have to call group.grow() between steps."
+    )
+
+
+# --- deaths ----------------------------------------------------------------------------------------
+
+
+def dying(store: Any, where: str) -> None:
+    """A newcomer that dies at a scripted point of joining."""
+    exchange, apply, build = growing.Round.exchange, growing.Meeting.apply, growing.Round.build
+
+    def exchange_dying(self: Any, item: bytes) -> list[bytes]:
+        if where == f"turn {self._turn + 1}":
+            die()
+        return exchange(self, item)
+
+    def pass_dying(*_: Any) -> None:
+        die()
+
+    def apply_dying(self: Any, card: Any) -> int:
+        ticket = apply(self, card)
+        if where == "card":
+            die()
+        return ticket
+
+    def build_dying(self: Any, make: Any) -> Any:
+        if where == "invited":
+            die()
+        return build(self, make)
+
+    growing.Round.exchange, growing.Meeting.apply, growing.Round.build = exchange_dying, apply_dying, build_dying
+    if where == "descriptors":
+        share._pass_descriptors = pass_dying
+    growing.join_through(store, "world", WAIT)
+
+
+def members_of_a_dying_newcomer(group: Any, where: str) -> tuple:
+    """One call in which a newcomer dies, then one that takes another one in."""
+    store = group.store
+    if where == "card":  # it is dead before anybody looks
+        while not store.check(["grow/world/card/1"]):
+            time.sleep(0.01)
+        time.sleep(0.2)
+    same = group.grow(timeout=1.0, wait=0.0 if where == "card" else WAIT)
+    assert same is group, "a group with a dead rank in it"
+    group.barrier()
+    store.set("next", "x")
+    return facts(group.grow(wait=WAIT))
+
+
+def next_one(store: Any) -> tuple:
+    while not store.check(["next"]):
+        time.sleep(0.01)
+    return joined(store)
+
+
+@pytest.mark.parametrize("where", ["card", "invited", "turn 1", "turn 2", "descriptors", "turn 3"])
+def test_a_newcomer_that_dies_is_left_behind(tmp_path, where):
+    crowd = Crowd(tmp_path)
+    for rank in range(2):
+        crowd.member(members_of_a_dying_newcomer, rank, 2, where)
+    crowd.newcomer(dying, where)
+    crowd.newcomer(next_one)
+    one, two, dead, other = crowd.outcomes()
+    assert dead.kind == "died" and dead.value == -signal.SIGKILL, str(dead)
+    assert returned([one, two, other]) == [(r, 3, [0, 1, 2], [2], 6.0) for r in range(3)]
+
+
+@pytest.mark.parametrize(("victim", "where"), [(0, "turn 1"), (1, "turn 2"), (0, "turn 3"), (1, "verdict")])
+def test_a_member_that_dies_splits_nobody(tmp_path, victim, where):
+    """The others all stay in the old group, or all are in the new one; either way they shrink together and go on."""
+
+    def member(group: Any) -> tuple:
+        if group.rank == victim:
+            exchange, decide = growing.Round.exchange, growing.Round.decide
+
+            def exchange_dying(self: Any, item: bytes) -> list[bytes]:
+                if where == f"turn {self._turn + 1}":
+                    die()
+                return exchange(self, item)
+
+            def decide_dying(self: Any, verdict: str) -> str:
+                decide(self, verdict)
+                die()
+                return verdict
+
+            growing.Round.exchange = exchange_dying
+            growing.Round.decide = decide_dying if where == "verdict" else decide
+        after = group.grow(timeout=5.0, wait=WAIT)
+        assert (after is not group) == (where == "verdict")
+        with pytest.raises(errors.RankFailedError):
+            after.barrier()
+        return facts(after.shrink().grow(wait=WAIT, size=3))
+
+    def newcomer(store: Any) -> tuple:
+        group = growing.join_through(store, "world", WAIT)
+        if group.name == "world+1":  # it came in before the member died
+            with pytest.raises(errors.RankFailedError):
+                group.barrier()
+            group = group.shrink().grow(wait=WAIT, size=3)
+        return facts(group)
+
+    crowd = Crowd(tmp_path)
+    for rank in range(3):
+        crowd.member(member, rank, 3)
+    crowd.newcomer(newcomer)
+    outcomes = crowd.outcomes()
+    dead = outcomes.pop(victim)
+    assert dead.kind == "died" and dead.value == -signal.SIGKILL, str(dead)
+    ranks = [r for r in range(3) if r != victim]
+    assert returned(outcomes) == [(r, 3, [*ranks, 3], [] if where == "verdict" else [2], 6.0) for r in range(3)]
+
+
+def test_a_stopped_newcomer_costs_the_deadline_and_comes_in_later(tmp_path):
+    def stopping(store: Any) -> tuple:
+        exchange, stopped = growing.Round.exchange, []
+
+        def stop_once(self: Any, item: bytes) -> list[bytes]:
+            if not stopped:
+                stopped.append(True)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return exchange(self, item)
+
+        growing.Round.exchange = stop_once
+        return joined(store)
+
+    def member(group: Any) -> tuple:
+        assert group.grow(timeout=0.5, wait=WAIT) is group
+        pid = json.loads(group.store.get("grow/world/card/1"))["pid"]
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGCONT)
+        return facts(group.grow(wait=WAIT))
+
+    crowd = Crowd(tmp_path)
+    crowd.member(member, 0, 1)
+    crowd.newcomer(stopping)
+    assert returned(crowd.outcomes()) == [(r, 2, [0, 1], [1], 3.0) for r in range(2)]
+
+
+# --- words, threads --------------------------------------------------------------------------------
+
+
+def test_a_job_that_is_over_takes_nobody_in(tmp_path):
+    def member(group: Any) -> None:
+        growing.close(group)
+
+    def newcomer(store: Any) -> str:
+        with pytest.raises(errors.GroupUnusableError) as caught:
+            growing.join_through(store, "world", WAIT)
+        return str(caught.value)
+
+    crowd = Crowd(tmp_path)
+    crowd.member(member, 0, 1)
+    crowd.newcomer(newcomer)
+    assert returned(crowd.outcomes()) == [None, "join: the job is over; there is nothing to join."]
+
+
+def test_threads_join_threads():
+    store = HashStore()
+    results: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        use_arena(Arena())
+        if rank == 0:
+            group = symcomm.ProcessGroup(0, 1, lambda item: [item])
+            group.store = store
+            results[0] = facts(group.grow(wait=WAIT, size=3))
+        else:
+            results[rank] = facts(growing.join_through(store, "world", WAIT, rank))
+        use_arena(None)
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == {r: (r, 3, [0, 1, 2], [1, 2], 6.0) for r in range(3)}
+
+
+def test_words_of_refusals(monkeypatch):
+    group = symcomm.ProcessGroup(0, 1, lambda item: [item])
+    with pytest.raises(errors.CallerError, match="it has no store, so newcomers could not find it; grow the group"):
+        group.grow()
+    with pytest.raises(errors.BadArgumentError, match="grow: size must be a number of ranks, 1 or more, got 0"):
+        group.grow(size=0)
+    monkeypatch.setenv("SYMCOMM_JOIN", "0")
+    with pytest.raises(errors.RendezvousError, match=r"call symcomm.join\(\) here"):
+        default.init()
+    group.destroy()
