@@ -40,8 +40,9 @@ __all__ = [
     "scatter",
 ]
 
-# Bytes of a tensor that are worked on at a time. Measured at 1 Gbit/s, 2 x 2 ranks, 2 loaded cores: chunks of 1 MiB
-# made 54 % of the link's speed from 32 MiB, 2 MiB 67 %, 4 MiB 77 %, 8 MiB 79 %; from 8 MiB, 4 MiB was best.
+# Bytes of a tensor that are worked on at a time. One run each at 1 Gbit/s, 2 x 2 ranks, 2 loaded cores, 3 to 6 chunks
+# under way: 1 MiB made 54 % of the link's speed from 32 MiB, 2 MiB 67 %, 4 MiB 74 and 77 %, 8 MiB 79 %; from 8 MiB, 4
+# MiB was best.
 CHUNK = 4 << 20
 SMALL = 4096  # bytes that travel with an arrival; the engine's threads cost more than the network does
 FLOATS = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128}
