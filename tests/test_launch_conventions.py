@@ -53,7 +53,7 @@ def test_find_place(given, environ, expected):
 @pytest.mark.parametrize(
     ("given", "environ", "words"),
     [
-        (("two", None, None), {}, "--nnodes must be a number of 1 or more, or auto, got 'two'"),
+        (("two", None, None), {}, "--nnodes must be a number of 1 or more, auto, or MIN:MAX, got 'two'"),
         (("auto", None, None), {}, "nobody says how many nodes there are"),
         (("auto", None, None), INDEXED_JOB, "Kubernetes with WORLD_SIZE"),
         (("2", None, None), {}, "--node-rank is missing; with --nnodes 2"),
