@@ -30,8 +30,8 @@ demo: $(BUILT) ## a language model trained on two ranks, beside Gloo, and what f
 	@mkdir -p build
 	@$(BIN)/symcomm demo --picture build/demo.png
 
-test: $(BUILT) lint ## lint, types and all tests (about ten minutes on 2 cores)
-	$(BIN)/python -m pytest -q
+test: $(BUILT) lint ## lint, types and all tests (about twenty minutes on 2 cores)
+	$(BIN)/python -m pytest -q --durations=15
 
 lint: $(BUILT) ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .
