@@ -211,9 +211,10 @@ def test_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert "2 sites x 1 ranks, 100 Mbit/s, round trip 50 ms" in output
     assert "| plain DDP | 40.0 | 1.00x | 80 | 500 | 320.0 | 2.10 |" in output
     assert "| DiLoCo | 10.0 | 4.00x | 100 | 100 | 20.5 | 2.20 |" in output
+    assert "to a loss of 2.4" in output
     assert "| top 2 % | not in 32.0 | - | 160 | 200 | 9.0 | 2.50 |" in output
     saved = json.loads(path.read_text())
-    assert saved["rows"][0]["curve"][-1] == [80, 40.0, 2.1] and saved["plan"]["target"] == 2.2
+    assert saved["rows"][0]["curve"][-1] == [80, 40.0, 2.1] and saved["plan"]["target"] == 2.4
     code, output = cli("--quick", "--ranks", "2")
     assert code == 0 and asked[1] == Plan(2, **bench_sites.QUICK) and re.search(r"DiLoCo +10\.0 +4\.00x", output)
     code, output = cli("--ranks", "0")

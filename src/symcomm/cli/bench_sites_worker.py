@@ -153,6 +153,8 @@ def main() -> None:
         result.write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # all is said; models and groups go with the process
 
 
 if __name__ == "__main__":
