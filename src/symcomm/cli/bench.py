@@ -28,7 +28,7 @@ COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
     "p2p",
 )  # fmt: skip
-OTHERS = ("store", "ddp", "compile", "hosts")  # what else can be measured, each in a file of its own
+OTHERS = ("store", "ddp", "compile", "hosts", "sites")  # what else can be measured, each in a file of its own
 # Which forms a collective has: in place, out of place. The first one is what a summary shows.
 PLACES = {
     "all_reduce": (True, False), "reduce": (True, False), "broadcast": (True,), "all_gather": (False, True),
@@ -211,6 +211,26 @@ def bench_store(json_file: Path | None, quick: bool) -> None:
         json_file.write_text(json.dumps(found, indent=1) + "\n")
 
 
+def bench_sites(ranks: int, *, quick: bool, markdown: bool, json_file: Path | None) -> None:
+    """Training across a slow link, method after method."""
+    _check_numbers(ranks, 0, 0, 0, None, "sites")
+    _need_torch("sites")
+    module = importlib.import_module("symcomm.cli.bench_sites")
+    plan = module.Plan(ranks, **(module.QUICK if quick else {}))
+    with progress(plan.turns) as tick:
+        found = module.run_sites_bench(plan, tick)
+    facts = bench_table.machine()
+    print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} when done\n")
+    print((bench_table.as_markdown if markdown else bench_table.as_text)(module.as_table(found, plan)))
+    if json_file:
+        json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
+
+
+def _need_torch(name: str) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise errors.ResourceError(f"symcomm bench: {name} needs torch; run `pip install 'symcomm[torch]'`.")
+
+
 def bench_programs(
     name: str,
     ranks: int,
@@ -226,8 +246,7 @@ def bench_programs(
     _check_numbers(ranks, 0, iters, 0, rounds, name)
     if name == "compile" and ranks not in (2, 4, 8):
         raise errors.bad_argument("symcomm bench", "--ranks", ranks, "2, 4 or 8 for compile, which divides 8 heads")
-    if importlib.util.find_spec("torch") is None:
-        raise errors.ResourceError(f"symcomm bench: {name} needs torch; run `pip install 'symcomm[torch]'`.")
+    _need_torch(name)
     module = importlib.import_module(f"symcomm.cli.bench_{name}")
     turns, compared = PROGRAMS[name]
     usual = module.Plan(ranks, *turns) if quick else module.Plan(ranks)
@@ -282,7 +301,15 @@ def bench(
     ] = 0,
     warmup: Annotated[int, typer.Option("-w", "--warmup", metavar="N", help="Calls before timing.")] = 5,
     check: Annotated[int, typer.Option("-c", "--check", metavar="0|1", help="Check values before timing.")] = 1,
-    ranks: Annotated[int, typer.Option("--ranks", metavar="N", help="Ranks on each side; hosts: of each.")] = 2,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            metavar="N",
+            help="Ranks on each side; hosts, sites: of each. [default: 2; sites: 1]",
+            show_default=False,
+        ),
+    ] = None,
     rounds: Annotated[
         int | None,
         typer.Option(
@@ -321,12 +348,17 @@ def bench(
       symcomm bench ddp
       symcomm bench compile --quick
       symcomm bench hosts --ranks 4
+      symcomm bench sites
     """
+    if ranks is None:
+        ranks = 1 if collective == "sites" else 2
     with refusals_in_words():
         if setup:
             setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
         elif collective == "store":
             bench_store(json_file, quick)
+        elif collective == "sites":
+            bench_sites(ranks, quick=quick, markdown=markdown, json_file=json_file)
         elif collective in PROGRAMS:
             bench_programs(
                 collective, ranks, rounds, iters, quick=quick, markdown=markdown, best=best, json_file=json_file

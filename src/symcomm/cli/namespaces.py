@@ -1,7 +1,9 @@
-"""Hosts that are network namespaces of this machine: a switch, a link to each host, and a limit on its speed.
+"""Hosts that are network namespaces of this machine, and a network between them.
 
-    with Network(hosts=2, mbits=1000) as network:
+    with Network(hosts=2, mbits=1000) as network:  # a switch, a link to each host, and a limit on its speed
         network.start(0, ["python", "rank.py"])
+    with SlowNetwork(hosts=2, mbits=100, round_trip_ms=50) as network:  # far from each other: see relay.py
+        ...
 
 Everything is in namespaces of its own; when the last one is gone, so are links and limits. Names carry the process id
 of their maker, so that what a killed one has left behind is found and removed by the next.
@@ -9,24 +11,30 @@ of their maker, so that what a killed one has left behind is found and removed b
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from symcomm import errors
+from symcomm.cli.relay import TUN
 
-__all__ = ["Network", "why_no_namespaces"]
+__all__ = ["Network", "SlowNetwork", "why_no_namespaces", "why_no_slow_network"]
 
 NAME = "symcomm-net"
 NETWORK = "10.213.7"  # seen only inside the namespaces
 BURST = "64kb"  # what may leave at once; small beside what is measured
 QUEUE = "50ms"  # how long a packet may wait before it is dropped
+START_DEADLINE = 30.0
+PACKET = 9000  # bytes, on slow networks: each costs the relay some microseconds
 
 
 def _call(*words: str) -> str:
@@ -57,6 +65,15 @@ def why_no_namespaces() -> str:
     return ""
 
 
+def why_no_slow_network() -> str:
+    """The same for a network with delay."""
+    try:
+        os.close(os.open(TUN, os.O_RDWR))
+    except OSError as error:
+        return f"{TUN}: {error.strerror}"
+    return why_no_namespaces()
+
+
 def _sweep() -> None:
     """Remove the namespaces of makers that are gone."""
     for line in _call("ip", "netns", "list").splitlines():
@@ -66,28 +83,31 @@ def _sweep() -> None:
                 _call("ip", "netns", "del", found[1])
 
 
-class Network:
-    """``mbits``: of each host's link, in each direction; 0: as fast as the kernel is."""
+Made = TypeVar("Made", bound="_Hosts")
 
-    def __init__(self, hosts: int, mbits: int = 0):
+
+class _Hosts(abc.ABC):
+    """Namespaces, and the processes in them. A subclass connects them."""
+
+    def __init__(self, hosts: int, mbits: int):
         self.hosts, self.mbits = hosts, mbits
-        self._switch = f"{NAME}-{os.getpid()}-switch"
         self._names = [f"{NAME}-{os.getpid()}-{h}" for h in range(hosts)]
         self._made: list[str] = []
         self._started: list[subprocess.Popen] = []
 
+    @abc.abstractmethod
+    def _connect_all(self) -> None:
+        """Give each host a device ``net0`` with its address. What is started or added here goes with the rest."""
+
     def address(self, host: int) -> str:
         return f"{NETWORK}.{host + 1}"
 
-    def __enter__(self) -> Network:
+    def __enter__(self: Made) -> Made:
         _sweep()
         try:
-            self._add(self._switch)
-            _call("ip", "-n", self._switch, "link", "add", "name", "br0", "type", "bridge")
-            _call("ip", "-n", self._switch, "link", "set", "br0", "up")
-            for host, name in enumerate(self._names):
+            for name in self._names:
                 self._add(name)
-                self._connect(host, name)
+            self._connect_all()
         except BaseException:
             self.close()
             raise
@@ -100,24 +120,6 @@ class Network:
         _call("ip", "netns", "add", name)
         self._made.append(name)
         _call("ip", "-n", name, "link", "set", "lo", "up")
-
-    def _connect(self, host: int, name: str) -> None:
-        """A cable from the host to the switch, slowed down at both ends."""
-        port = f"port{host}"
-        _call(
-            "ip", "-n", name, "link", "add", "name", "net0", "type", "veth", "peer", "name", port, "netns", self._switch
-        )
-        _call("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "net0")
-        _call("ip", "-n", self._switch, "link", "set", port, "master", "br0")
-        for space, device in ((name, "net0"), (self._switch, port)):
-            _call("ip", "-n", space, "link", "set", device, "up")
-            if self.mbits:
-                _call("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{self.mbits}mbit",
-                      "burst", BURST, "latency", QUEUE)  # fmt: skip
-
-    def set_link(self, host: int, up: bool) -> None:
-        """Pull a host's cable, or put it back."""
-        _call("ip", "-n", self._switch, "link", "set", f"port{host}", "up" if up else "down")
 
     def sent_bytes(self, host: int) -> int:
         """Bytes that have left a host so far, as its network card counts them."""
@@ -144,3 +146,64 @@ class Network:
                     break
                 time.sleep(0.05)
         self._made = []
+
+
+class Network(_Hosts):
+    """``mbits``: of each host's link, in each direction; 0: as fast as the kernel is."""
+
+    def __init__(self, hosts: int, mbits: int = 0):
+        super().__init__(hosts, mbits)
+        self._switch = f"{NAME}-{os.getpid()}-switch"
+
+    def _connect_all(self) -> None:
+        self._add(self._switch)
+        _call("ip", "-n", self._switch, "link", "add", "name", "br0", "type", "bridge")
+        _call("ip", "-n", self._switch, "link", "set", "br0", "up")
+        for host, name in enumerate(self._names):
+            self._connect(host, name)
+
+    def _connect(self, host: int, name: str) -> None:
+        """A cable from the host to the switch, slowed down at both ends."""
+        port = f"port{host}"
+        _call(
+            "ip", "-n", name, "link", "add", "name", "net0", "type", "veth", "peer", "name", port, "netns", self._switch
+        )
+        _call("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "net0")
+        _call("ip", "-n", self._switch, "link", "set", port, "master", "br0")
+        for space, device in ((name, "net0"), (self._switch, port)):
+            _call("ip", "-n", space, "link", "set", device, "up")
+            if self.mbits:
+                _call("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{self.mbits}mbit",
+                      "burst", BURST, "latency", QUEUE)  # fmt: skip
+
+    def set_link(self, host: int, up: bool) -> None:
+        """Pull a host's cable, or put it back."""
+        _call("ip", "-n", self._switch, "link", "set", f"port{host}", "up" if up else "down")
+
+
+class SlowNetwork(_Hosts):
+    """Hosts far from each other. ``mbits``: that each can send; ``round_trip_ms``: there and back, half each way.
+
+    A program carries the packets (this needs no kernel module); it ends with this process, whatever becomes of it.
+    """
+
+    def __init__(self, hosts: int, mbits: int, round_trip_ms: float):
+        super().__init__(hosts, mbits)
+        self.round_trip_ms = round_trip_ms
+
+    def _connect_all(self) -> None:
+        places = [f"{name}={self.address(host)}" for host, name in enumerate(self._names)]
+        relay = subprocess.Popen(
+            [sys.executable, "-m", "symcomm.cli.relay", str(self.mbits), str(self.round_trip_ms / 2), *places],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )  # fmt: skip
+        self._started.append(relay)
+        assert relay.stdout is not None and relay.stderr is not None
+        if not select.select([relay.stdout], [], [], START_DEADLINE)[0]:
+            raise errors.deadline("SlowNetwork: starting the relay", START_DEADLINE)
+        if relay.stdout.readline() != "ready\n":
+            raise errors.ResourceError(f"SlowNetwork: the relay failed: {relay.stderr.read().strip()[-500:]}")
+        for host, name in enumerate(self._names):
+            _call("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "net0")
+            _call("ip", "-n", name, "link", "set", "net0", "mtu", str(PACKET), "up")

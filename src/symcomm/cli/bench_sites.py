@@ -1,0 +1,135 @@
+"""``symcomm bench sites``: training across two sites with a slow link between them, as time to a loss.
+
+The sites are network namespaces of this machine, joined by a link of 100 Mbit/s and a round trip of 50 ms. A small
+language model is trained by plain data parallel steps, with hooks that compress gradients, and with DiLoCo's outer
+steps: the same first parameters, the same texts, until the loss on the same texts is at the target.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from symcomm import errors
+from symcomm.cli import bench_table
+from symcomm.cli.bench_sites_worker import METHODS
+from symcomm.cli.namespaces import SlowNetwork, why_no_slow_network
+
+__all__ = ["QUICK", "Figures", "Plan", "as_table", "run_sites_bench", "to_json"]
+
+WORKER = "symcomm.cli.bench_sites_worker"
+PORT = 29610  # inside namespaces of our own
+DEADLINE = 30.0  # for the ranks to end once the first has said its last word
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The link, the model, and when to stop: at ``target``, or after ``limit`` steps."""
+
+    ranks: int = 1  # of each site
+    sites: int = 2
+    mbits: int = 100
+    round_trip_ms: float = 50.0
+    width: int = 192
+    layers: int = 2
+    context: int = 64
+    batch: int = 4  # texts for each rank and step
+    rate: float = 3e-3
+    period: int = 20  # steps between DiLoCo's meetings
+    every: int = 10  # steps between checks of the loss
+    target: float = 2.4
+    limit: int = 120
+    methods: Sequence[str] = tuple(METHODS)
+
+    @property
+    def turns(self) -> int:
+        """Checks of the loss, at most."""
+        return sum(self.limit // (self.period if "diloco" in method else self.every) for method in self.methods)
+
+
+QUICK: dict[str, Any] = {"target": 2.7, "limit": 60, "methods": ("plain", "int8", "diloco")}
+
+
+@dataclass
+class Figures:
+    """One method: its way down, and what left the first site meanwhile."""
+
+    method: str
+    curve: list[tuple[int, float, float]]  # (steps, seconds, loss) at every check
+    sent: int  # bytes
+
+    @property
+    def steps(self) -> int:
+        return self.curve[-1][0]
+
+    @property
+    def seconds(self) -> float:
+        return self.curve[-1][1]
+
+    @property
+    def loss(self) -> float:
+        return self.curve[-1][2]
+
+
+def run_sites_bench(plan: Plan, tick: Callable[[str], None] = lambda what: None) -> list[Figures]:
+    """Train with every method; ``tick`` is told at every check of the loss."""
+    if reason := why_no_slow_network():
+        raise errors.ResourceError(f"symcomm bench: sites needs network namespaces and TUN devices: {reason}.")
+    with (
+        SlowNetwork(plan.sites, plan.mbits, plan.round_trip_ms) as network,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        result, log = Path(folder) / "result", Path(folder) / "log"
+        first = _start(network, plan, result, log)
+        for line in first.stdout:
+            tick(line.strip())
+        if first.wait(DEADLINE) or not result.exists():
+            raise errors.SymcommError(f"symcomm bench: the ranks failed: {log.read_text()[-2000:]}")
+        return [Figures(**row) for row in json.loads(result.read_text())]
+
+
+def _start(network: SlowNetwork, plan: Plan, result: Path, log: Path) -> Any:
+    """All ranks; the first one's process, whose output tells how far they are."""
+    world = plan.sites * plan.ranks
+    processes = []
+    for rank in range(world):
+        env = {
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": network.address(0),
+            "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "net0", "OMP_NUM_THREADS": "1", "LOGLEVEL": "ERROR",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }  # fmt: skip
+        words = [sys.executable, "-m", WORKER, json.dumps(asdict(plan)), str(result)]
+        out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        with log.open("a") as said:
+            processes.append(network.start(rank // plan.ranks, words, env, stdout=out, stderr=said, text=True))
+    return processes[0]
+
+
+def as_table(found: Sequence[Figures], plan: Plan) -> bench_table.Table:
+    head = ["method", "seconds", "faster", "steps", "ms a step", "MB sent", "loss"]
+    plain = next((f for f in found if f.method == "plain" and f.loss <= plan.target), None)
+    rows = []
+    for f in found:
+        there = f.loss <= plan.target
+        faster = plain.seconds / f.seconds if plain and there else None
+        rows.append([
+            METHODS[f.method], f"{f.seconds:.1f}" if there else f"not in {f.seconds:.1f}", bench_table.times(faster),
+            str(f.steps), f"{f.seconds / f.steps * 1e3:.0f}", f"{f.sent / 1e6:.1f}", f"{f.loss:.2f}",
+        ])  # fmt: skip
+    title = (
+        f"to a loss of {plan.target:g}: {plan.sites} sites x {plan.ranks} ranks, {plan.mbits} Mbit/s, "
+        f"round trip {plan.round_trip_ms:g} ms, DiLoCo meets every {plan.period} steps"
+    )
+    return title, head, rows
+
+
+def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
+    """Everything measured."""
+    return {"machine": bench_table.machine(), "plan": asdict(plan), "rows": [asdict(f) for f in found]}
