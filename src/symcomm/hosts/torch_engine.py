@@ -114,12 +114,13 @@ class _TorchEngine(Engine):
         while (item := waiting.get()) is not None:
             works, transfer = item
             error: BaseException | None = None
+            work = None
             for work in works:
                 try:
                     work.wait()
                 except RuntimeError as reason:
                     error = error or reason
-            del item, works
+            del item, works, work  # they must not be the last to go, in a thread that outlives the group
             self._under_way.discard(transfer)
             transfer.end(error)
 
@@ -128,17 +129,24 @@ class _TorchEngine(Engine):
             for waiting in self._waiting.values():
                 waiting.put(None)
             self._waiting = {}
-            if not self._under_way:
+            over = not self._under_way
+        if over:  # their threads have nothing left to do; one that Python kills inside PyTorch ends the process
+            self._join_threads()
+            with self._post:
                 _connected.discard(self)
                 self._group = self._store = None
+
+    def _join_threads(self) -> None:
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2.0)
 
     def end_threads(self) -> None:
         """Called when the process ends."""
         if self._under_way:
             self.abort()
         self.close()
-        for thread in self._threads:
-            thread.join(2.0)
+        self._join_threads()
 
 
 class GlooEngine(_TorchEngine):
