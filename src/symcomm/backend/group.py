@@ -28,7 +28,8 @@ from symcomm.backend.profile import Span, describe, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, late, op_type_of
 from symcomm.group import hooks
-from symcomm.group.calls import Kind, rooted, to_redop
+from symcomm.group.arguments import to_redop
+from symcomm.group.calls import Kind, rooted
 from symcomm.group.failure import call_site, explain
 from symcomm.group.making import make_group
 from symcomm.group.process_group import ProcessGroup

@@ -15,7 +15,7 @@ from symcomm import errors
 from symcomm.backend import checks
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import DoneWork
-from symcomm.group.calls import to_redop
+from symcomm.group.arguments import to_redop
 from symcomm.types import RedOpType
 
 __all__ = ["all_gather", "all_reduce", "broadcast"]

@@ -15,7 +15,7 @@ import torch
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm.c10d.words import wrong_type
-from symcomm.group.calls import to_redop
+from symcomm.group.arguments import to_redop
 from symcomm.types import RedOpType, ReduceOp
 
 __all__ = [

@@ -13,7 +13,7 @@ from symcomm._core import native
 from symcomm.collectives.plan import Collective
 from symcomm.collectives.select import signature_count
 from symcomm.gpu.places import Place, check_same_dtype, place, place_list
-from symcomm.group.calls import to_redop
+from symcomm.group.arguments import to_redop
 from symcomm.group.messages import ANY_SOURCE
 from symcomm.group.work import Timeout
 from symcomm.types import DType, RedOpType

@@ -3,6 +3,7 @@
 process_group.py  ProcessGroup: how one comes to be, ends, splits and shrinks
 making.py         make_group(): one of these, or one across hosts (symcomm.hosts)
 calls.py          its collectives
+arguments.py      what these are given, checked
 messages.py       its point-to-point calls
 more_calls.py     coalesced forms and the monitored barrier
 buffers.py        any tensor -> address, count, dtype

@@ -16,10 +16,11 @@ from typing import Any
 from symcomm import collectives, errors
 from symcomm._core import native
 from symcomm.collectives.plan import Plan
-from symcomm.group.buffers import Buffer, keep_apart, read_buffer, read_list, write_buffer, write_list
+from symcomm.group.arguments import Arguments
+from symcomm.group.buffers import Buffer, keep_apart, write_buffer
 from symcomm.group.failure import call_site, explain
 from symcomm.group.work import Timeout, Work, to_ns
-from symcomm.types import DType, RedOpType, ReduceOp
+from symcomm.types import DType, RedOpType
 
 
 class Kind(enum.IntEnum):
@@ -55,35 +56,9 @@ def _or_none(tensors: Any) -> Any:
     return None if type(tensors) is list and not tensors else tensors
 
 
-def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
-    """(operation, factor) of our ReduceOp, torch's, or a name such as "sum"."""
-    if type(op) is RedOpType:
-        return op, None
-    if type(op) is ReduceOp:
-        return op.op, op._factor
-    try:
-        if isinstance(op, str):
-            return RedOpType[op.upper()], None
-        redop = RedOpType(int(getattr(op, "op", op)))
-        return redop, op.__getstate__()[1] if redop is RedOpType.PREMUL_SUM else None  # .factor is new in torch 2.13
-    except (KeyError, ValueError, TypeError):
-        names = ", ".join(o.name for o in RedOpType)
-        raise errors.bad_argument(call, "op", op, f"one of {names}") from None
-
-
-def check_same_dtype(call: str, buffers: Sequence[Buffer]) -> DType:
-    dtypes = {b.dtype for b in buffers}
-    if len(dtypes) > 1:
-        labels = ", ".join(sorted(d.label for d in dtypes))
-        raise errors.bad_argument(call, "tensors", f"dtypes {labels}", "all of one dtype", "convert them first")
-    return buffers[0].dtype
-
-
-class CollectiveCalls:
+class CollectiveCalls(Arguments):
     """Mixed into ProcessGroup, which provides rank, size, name, the core's handle and time-outs."""
 
-    rank: int
-    size: int
     name: str
     _handle: Any
     _timeout_ns: int
@@ -193,20 +168,6 @@ class CollectiveCalls:
             native.remember(self._handle, _ALL_REDUCE, op, tensor, tensor, plan, self._site(2))
         return self._run("all_reduce", plan, [source], [buffer], [tensor], async_op, timeout)
 
-    def _reduction(self, call: str, op: Any, buffer: Buffer) -> tuple[RedOpType, Buffer]:
-        """The operation and what to read: for PREMUL_SUM the input times its factor, in a stand-in."""
-        redop, factor = to_redop(call, op)
-        if not native.reduce_defined(buffer.dtype, redop):
-            raise errors.bad_argument(call, "op", redop.name, f"one that is defined for {buffer.dtype.label}")
-        if redop is not RedOpType.PREMUL_SUM:
-            return redop, buffer
-        if factor is None:
-            raise errors.bad_argument(call, "op", "PREMUL_SUM without a factor", "made by make_premul_sum(factor)")
-        scaled = buffer.owner * factor
-        if hasattr(scaled, "to"):
-            scaled = scaled.to(buffer.owner.dtype)
-        return redop, read_buffer(call, "tensor", scaled)
-
     def reduce(
         self, tensor: Any, root: int = 0, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
@@ -216,14 +177,11 @@ class CollectiveCalls:
             if status >= 0:
                 self._ended(status, "reduce")
                 return None
-        self._check_root("reduce", root)
-        is_root = self.rank == root
-        buffer = (write_buffer if is_root else read_buffer)("reduce", "tensor", tensor)
-        redop, source = self._reduction("reduce", op, buffer)
+        source, buffer, redop = self._of_reduce(tensor, root, op)
         plan = self._plan(collectives.reduce, buffer.count, buffer.dtype, redop, root)
         if redop is not RedOpType.PREMUL_SUM:
             native.remember(self._handle, _REDUCE, rooted(root, op), tensor, tensor, plan, self._site(2))
-        return self._run("reduce", plan, [source], [buffer] if is_root else [], [tensor], async_op, timeout)
+        return self._run("reduce", plan, [source], [buffer] if self.rank == root else [], [tensor], async_op, timeout)
 
     def reduce_scatter_single(
         self, output: Any, input: Any, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
@@ -235,10 +193,7 @@ class CollectiveCalls:
             if status >= 0:
                 self._ended(status, "reduce_scatter_single")
                 return None
-        source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
-        check_same_dtype(call, [source, out])
-        self._check_count(call, "input", source.count, out.count * self.size, f"{self.size} times output's")
-        redop, source = self._reduction(call, op, source)
+        source, out, redop = self._of_reduce_scatter_single(call, output, input, op)
         plan = self._plan(collectives.reduce_scatter, (out.count,) * self.size, out.dtype, redop)
         if redop is not RedOpType.PREMUL_SUM:
             native.remember(self._handle, _REDUCE_SCATTER, op, input, output, plan, self._site(2))
@@ -254,12 +209,8 @@ class CollectiveCalls:
     ) -> Work | None:
         """Like reduce_scatter_single, with a list of pieces; they may differ in size."""
         call = "reduce_scatter"
-        out, pieces = write_buffer(call, "output", output), read_list(call, "inputs", inputs, self.size)
-        check_same_dtype(call, [out, *pieces])
-        self._check_count(call, "output", out.count, pieces[self.rank].count, f"that of inputs[{self.rank}]")
-        redop = to_redop(call, op)[0]
-        sources = [self._reduction(call, op, piece)[1] for piece in pieces]
-        counts = tuple([p.count for p in pieces])
+        sources, out, redop = self._of_reduce_scatter(call, output, inputs, op)
+        counts = tuple([s.count for s in sources])
         plan = self._plan(collectives.reduce_scatter, counts, out.dtype, redop, True)
         return self._run(call, plan, sources, [out], [output], async_op, timeout)
 
@@ -272,9 +223,7 @@ class CollectiveCalls:
             if status >= 0:
                 self._ended(status, "broadcast")
                 return None
-        self._check_root("broadcast", root)
-        is_root = self.rank == root
-        buffer = (read_buffer if is_root else write_buffer)("broadcast", "tensor", tensor)
+        buffer = self._of_broadcast(tensor, root)
         plan = self._plan(collectives.broadcast, buffer.count, buffer.dtype, root)
         native.remember(self._handle, _BROADCAST, root, tensor, tensor, plan, self._site(2))
         return self._run("broadcast", plan, [buffer], [buffer], [tensor], async_op, timeout)
@@ -289,9 +238,7 @@ class CollectiveCalls:
             if status >= 0:
                 self._ended(status, call)
                 return None
-        source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
-        check_same_dtype(call, [source, out])
-        self._check_count(call, "output", out.count, source.count * self.size, f"{self.size} times input's")
+        source, out = self._of_all_gather_single(call, output, input)
         plan = self._plan(collectives.all_gather, (source.count,) * self.size, source.dtype)
         native.remember(self._handle, _ALL_GATHER, 0, input, output, plan, self._site(2))
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
@@ -306,9 +253,7 @@ class CollectiveCalls:
             if status >= 0:
                 self._ended(status, call)
                 return None
-        source, outs = read_buffer(call, "input", input), write_list(call, "outputs", outputs, self.size)
-        check_same_dtype(call, [source, *outs])
-        self._check_count(call, f"outputs[{self.rank}]", outs[self.rank].count, source.count, "input's")
+        source, outs = self._of_all_gather(call, outputs, input)
         plan = self._plan(collectives.all_gather, tuple([o.count for o in outs]), source.dtype, True)
         native.remember(self._handle, _ALL_GATHER_LIST, 0, input, outputs, plan, self._site(2))
         return self._run(call, plan, [source], outs, outputs, async_op, timeout)
@@ -323,16 +268,7 @@ class CollectiveCalls:
             if status >= 0:
                 self._ended(status, call)
                 return None
-        self._check_root(call, root)
-        source = read_buffer(call, "input", input)
-        outs = (
-            write_list(call, "outputs", outputs, self.size)
-            if self.rank == root
-            else self._refuse_list(call, "outputs", outputs)
-        )
-        check_same_dtype(call, [source, *outs])
-        for k, out in enumerate(outs):
-            self._check_count(call, f"outputs[{k}]", out.count, source.count, "input's")
+        source, outs = self._of_gather(call, outputs, input, root)
         plan = self._plan(collectives.gather, (source.count,) * self.size, source.dtype, root)
         native.remember(self._handle, _GATHER, root, input, _or_none(outputs), plan, self._site(2))
         return self._run(call, plan, [source], outs, outputs or [], async_op, timeout)
@@ -347,16 +283,7 @@ class CollectiveCalls:
             if status >= 0:
                 self._ended(status, call)
                 return None
-        self._check_root(call, root)
-        out = write_buffer(call, "output", output)
-        sources = (
-            read_list(call, "inputs", inputs, self.size)
-            if self.rank == root
-            else self._refuse_list(call, "inputs", inputs)
-        )
-        check_same_dtype(call, [out, *sources])
-        for k, source in enumerate(sources):
-            self._check_count(call, f"inputs[{k}]", source.count, out.count, "output's")
+        sources, out = self._of_scatter(call, output, inputs, root)
         plan = self._plan(collectives.scatter, (out.count,) * self.size, out.dtype, root)
         native.remember(self._handle, _SCATTER, root, _or_none(inputs), output, plan, self._site(2))
         return self._run(call, plan, sources, [out], [output], async_op, timeout)
@@ -382,12 +309,8 @@ class CollectiveCalls:
             if status >= 0:
                 self._ended(status, call)
                 return None
-        source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
-        check_same_dtype(call, [source, out])
-        sent = self._split_counts(call, "input", input, source.count, input_splits)
-        got = self._split_counts(call, "output", output, out.count, output_splits)
+        source, out, sent, got = self._of_all_to_all_single(call, output, input, output_splits, input_splits)
         if even:
-            self._check_count(call, "output", out.count, source.count, "input's")
             plan = self._plan(collectives.all_to_all, sent[0], source.dtype)
             native.remember(self._handle, _ALL_TO_ALL, 0, input, output, plan, self._site(2))
         else:
@@ -399,28 +322,10 @@ class CollectiveCalls:
     ) -> Work | None:
         """``inputs[k]`` goes to rank k, ``outputs[k]`` comes from rank k; sizes may differ."""
         call = "all_to_all"
-        sources, outs = read_list(call, "inputs", inputs, self.size), write_list(call, "outputs", outputs, self.size)
-        dtype = check_same_dtype(call, [*sources, *outs])
+        sources, outs, dtype = self._of_all_to_all(call, outputs, inputs)
         matrix = self._agree_on_splits(call, [s.count for s in sources], [o.count for o in outs], timeout)
         plan = self._plan(collectives.all_to_all, matrix, dtype, True)
         return self._run(call, plan, sources, outs, outputs, async_op, timeout)
-
-    def _split_counts(self, call: str, name: str, tensor: Any, count: int, splits: Sequence[int] | None) -> list[int]:
-        rows = tensor.shape[0] if len(tensor.shape) else 1
-        if not splits:
-            if rows % self.size:
-                raise errors.bad_argument(
-                    call, name, f"{rows} rows", f"divisible by the group's {self.size} ranks", f"give {name}_splits"
-                )
-            return [count // self.size] * self.size
-        if len(splits) != self.size or any(s < 0 for s in splits) or sum(splits) != rows:
-            raise errors.bad_argument(
-                call,
-                f"{name}_splits",
-                list(splits),
-                f"{self.size} non-negative numbers that add up to {name}'s {rows} rows",
-            )
-        return [s * (count // rows if rows else 0) for s in splits]
 
     def _agree_on_splits(
         self, call: str, sent: Sequence[int], got: Sequence[int], timeout: Timeout
@@ -473,20 +378,3 @@ class CollectiveCalls:
         self._run("all_gather_object", plan, [a], [b], [], False, timeout)
         ends = [sum(lengths[: r + 1]) for r in range(self.size)]
         return [everyone[end - n : end].tobytes() for end, n in zip(ends, lengths, strict=True)]
-
-    # --- checks -----------------------------------------------------------------------------------------------
-
-    def _check_root(self, call: str, root: Any) -> None:
-        if not isinstance(root, int) or not 0 <= root < self.size:
-            raise errors.bad_argument(call, "root", root, f"a rank of this group, 0 to {self.size - 1}")
-
-    def _check_count(self, call: str, name: str, got: int, expected: int, like: str) -> None:
-        if got != expected:
-            raise errors.bad_argument(call, name, f"{got} elements", f"{expected} elements ({like})")
-
-    def _refuse_list(self, call: str, name: str, tensors: Any) -> list[Buffer]:
-        if tensors:
-            raise errors.bad_argument(
-                call, name, f"a list on rank {self.rank}", "given on the root only", "pass None elsewhere"
-            )
-        return []

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from symcomm.collectives.plan import Collective
-from symcomm.group.buffers import Buffer, keep_apart, read_buffer, read_list, write_buffer, write_list
-from symcomm.group.calls import CollectiveCalls, check_same_dtype, to_redop
+from symcomm.group.buffers import Buffer, keep_apart, write_buffer
+from symcomm.group.calls import CollectiveCalls
 from symcomm.group.work import Timeout, Work
 from symcomm.hosts import algorithms
 from symcomm.hosts.algorithms import Levels, starts_of
@@ -67,10 +67,7 @@ class HostsCalls(CollectiveCalls):
         self, tensor: Any, root: int = 0, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """Combine ``tensor`` over all ranks into ``root``'s; the others' stay as they are."""
-        self._check_root("reduce", root)
-        is_root = self.rank == root
-        buffer = (write_buffer if is_root else read_buffer)("reduce", "tensor", tensor)
-        redop, source = self._reduction("reduce", op, buffer)
+        source, buffer, redop = self._of_reduce(tensor, root, op)
         levels = Levels.of(redop, buffer.dtype, self.layout)
         signature = Signature(Collective.REDUCE, buffer.dtype, redop, root, buffer.count)
 
@@ -79,7 +76,7 @@ class HostsCalls(CollectiveCalls):
         def body(o: Operation) -> None:
             act(o, source.address, buffer.address, buffer.count, buffer.dtype, levels, root)
 
-        outputs = [buffer] if is_root else []
+        outputs = [buffer] if self.rank == root else []
         return self._perform("reduce", signature, body, [source], outputs, [tensor], async_op, timeout)
 
     def reduce_scatter_single(
@@ -87,10 +84,7 @@ class HostsCalls(CollectiveCalls):
     ) -> Work | None:
         """``input`` is one piece per rank, one after the other; rank k gets the combination of all k-th pieces."""
         call = "reduce_scatter_single"
-        source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
-        check_same_dtype(call, [source, out])
-        self._check_count(call, "input", source.count, out.count * self.size, f"{self.size} times output's")
-        redop, source = self._reduction(call, op, source)
+        source, out, redop = self._of_reduce_scatter_single(call, output, input, op)
         counts = [out.count] * self.size
         [kept] = self._apart([source], [out])
         return self._reduce_scatter(call, [kept], _each(kept, counts), out, counts, redop, output, async_op, timeout)
@@ -105,11 +99,8 @@ class HostsCalls(CollectiveCalls):
     ) -> Work | None:
         """Like reduce_scatter_single, with a list of pieces; they may differ in size."""
         call = "reduce_scatter"
-        out, pieces = write_buffer(call, "output", output), read_list(call, "inputs", inputs, self.size)
-        check_same_dtype(call, [out, *pieces])
-        self._check_count(call, "output", out.count, pieces[self.rank].count, f"that of inputs[{self.rank}]")
-        redop = to_redop(call, op)[0]
-        sources = self._apart([self._reduction(call, op, piece)[1] for piece in pieces], [out])
+        pieces, out, redop = self._of_reduce_scatter(call, output, inputs, op)
+        sources = self._apart(pieces, [out])
         addresses, counts = [s.address for s in sources], [p.count for p in pieces]
         return self._reduce_scatter(call, sources, addresses, out, counts, redop, output, async_op, timeout)
 
@@ -129,9 +120,7 @@ class HostsCalls(CollectiveCalls):
 
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None) -> Work | None:
         """Everybody's ``tensor`` becomes ``root``'s."""
-        self._check_root("broadcast", root)
-        is_root = self.rank == root
-        buffer = (read_buffer if is_root else write_buffer)("broadcast", "tensor", tensor)
+        buffer = self._of_broadcast(tensor, root)
         signature = Signature(Collective.BROADCAST, buffer.dtype, 0, root, buffer.count)
 
         act = algorithms.small_broadcast if buffer.nbytes <= algorithms.SMALL else algorithms.broadcast
@@ -139,7 +128,7 @@ class HostsCalls(CollectiveCalls):
         def body(o: Operation) -> None:
             act(o, buffer.address, buffer.count, buffer.dtype, root)
 
-        outputs = [] if is_root else [buffer]
+        outputs = [] if self.rank == root else [buffer]
         return self._perform("broadcast", signature, body, [buffer], outputs, [tensor], async_op, timeout)
 
     def all_gather_single(
@@ -147,9 +136,7 @@ class HostsCalls(CollectiveCalls):
     ) -> Work | None:
         """``output`` becomes all ranks' ``input``, one after the other."""
         call = "all_gather_single"
-        source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
-        check_same_dtype(call, [source, out])
-        self._check_count(call, "output", out.count, source.count * self.size, f"{self.size} times input's")
+        source, out = self._of_all_gather_single(call, output, input)
         counts = [source.count] * self.size
         return self._all_gather(call, source, [out], _each(out, counts), counts, [output], async_op, timeout)
 
@@ -158,9 +145,7 @@ class HostsCalls(CollectiveCalls):
     ) -> Work | None:
         """``outputs[k]`` becomes rank k's ``input``; sizes may differ between ranks."""
         call = "all_gather"
-        source, outs = read_buffer(call, "input", input), write_list(call, "outputs", outputs, self.size)
-        check_same_dtype(call, [source, *outs])
-        self._check_count(call, f"outputs[{self.rank}]", outs[self.rank].count, source.count, "input's")
+        source, outs = self._of_all_gather(call, outputs, input)
         addresses, counts = [o.address for o in outs], [o.count for o in outs]
         return self._all_gather(call, source, outs, addresses, counts, outputs, async_op, timeout)
 
@@ -184,16 +169,7 @@ class HostsCalls(CollectiveCalls):
     ) -> Work | None:
         """At ``root``, ``outputs[k]`` becomes rank k's ``input``; the others pass None."""
         call = "gather"
-        self._check_root(call, root)
-        source = read_buffer(call, "input", input)
-        outs = (
-            write_list(call, "outputs", outputs, self.size)
-            if self.rank == root
-            else self._refuse_list(call, "outputs", outputs)
-        )
-        check_same_dtype(call, [source, *outs])
-        for k, out in enumerate(outs):
-            self._check_count(call, f"outputs[{k}]", out.count, source.count, "input's")
+        source, outs = self._of_gather(call, outputs, input, root)
         signature = Signature(Collective.GATHER, source.dtype, 0, root, source.count * self.size)
         [kept] = self._apart([source], outs)
         body: Body = partial(
@@ -206,16 +182,7 @@ class HostsCalls(CollectiveCalls):
     ) -> Work | None:
         """Rank k's ``output`` becomes ``root``'s ``inputs[k]``; the others pass None."""
         call = "scatter"
-        self._check_root(call, root)
-        out = write_buffer(call, "output", output)
-        sources = (
-            read_list(call, "inputs", inputs, self.size)
-            if self.rank == root
-            else self._refuse_list(call, "inputs", inputs)
-        )
-        check_same_dtype(call, [out, *sources])
-        for k, source in enumerate(sources):
-            self._check_count(call, f"inputs[{k}]", source.count, out.count, "output's")
+        sources, out = self._of_scatter(call, output, inputs, root)
         signature = Signature(Collective.SCATTER, out.dtype, 0, root, out.count * self.size)
         kept = self._apart(sources, [out])
         body: Body = partial(
@@ -238,16 +205,10 @@ class HostsCalls(CollectiveCalls):
 
         Splits count rows of dimension 0, as in torch; without them the pieces are equal."""
         call = "all_to_all_single"
-        source, out = read_buffer(call, "input", input), write_buffer(call, "output", output)
-        check_same_dtype(call, [source, out])
-        sent = self._split_counts(call, "input", input, source.count, input_splits)
-        got = self._split_counts(call, "output", output, out.count, output_splits)
+        source, out, sent, got = self._of_all_to_all_single(call, output, input, output_splits, input_splits)
         [kept] = self._apart([source], [out])
-        matrix: Sequence[Sequence[int]] = ()
-        if output_splits or input_splits:
-            matrix = self._agree_on_splits(call, sent, got, timeout)
-        else:
-            self._check_count(call, "output", out.count, source.count, "input's")
+        uneven = output_splits or input_splits
+        matrix = self._agree_on_splits(call, sent, got, timeout) if uneven else ()
         return self._all_to_all(
             call, [kept], _each(kept, sent), [out], _each(out, got), sent, matrix, [output], async_op, timeout
         )
@@ -257,8 +218,7 @@ class HostsCalls(CollectiveCalls):
     ) -> Work | None:
         """``inputs[k]`` goes to rank k, ``outputs[k]`` comes from rank k; sizes may differ."""
         call = "all_to_all"
-        sources, outs = read_list(call, "inputs", inputs, self.size), write_list(call, "outputs", outputs, self.size)
-        check_same_dtype(call, [*sources, *outs])
+        sources, outs, _ = self._of_all_to_all(call, outputs, inputs)
         sent = [s.count for s in sources]
         matrix = self._agree_on_splits(call, sent, [o.count for o in outs], timeout)
         kept = self._apart(sources, outs)
