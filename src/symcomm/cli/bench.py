@@ -12,23 +12,20 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from symcomm import errors
+from symcomm.cli import bench_options as options
 from symcomm.cli import bench_table
+from symcomm.cli.bench_options import COLLECTIVES, OTHERS
 from symcomm.cli.bench_peers import parse_peers, setup_peers
 from symcomm.cli.bench_run import OURS, Case, Effort, Result, measure, open_sides
+from symcomm.cli.refusals import refusals_in_words
 from symcomm.types import DType
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
-COLLECTIVES = (
-    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
-    "p2p",
-)  # fmt: skip
-OTHERS = ("store", "ddp", "compile", "hosts", "sites")  # what else can be measured, each in a file of its own
 # Which forms a collective has: in place, out of place. The first one is what a summary shows.
 PLACES = {
     "all_reduce": (True, False), "reduce": (True, False), "broadcast": (True,), "all_gather": (False, True),
@@ -43,7 +40,6 @@ QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
 # Whole programs: (turns, steps of each) of a quick run, and what is compared before timing.
 PROGRAMS = {"ddp": ((4, 2), "gradients"), "compile": ((4, 10), "results"), "hosts": ((3, 1), "results")}
 QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
-BAD_USAGE, FAILED = 2, 1
 
 
 # --- reading options ---------------------------------------------------------------------------------------------
@@ -266,77 +262,31 @@ def bench_programs(
 # --- the command -------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def refusals_in_words() -> Iterator[None]:
-    """An error of ours is one line on stderr and an exit code."""
-    try:
-        yield
-    except errors.SymcommError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(BAD_USAGE if isinstance(error, errors.BadArgumentError) else FAILED) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-
-
 @app.command(name="bench")
 def bench(
-    collective: Annotated[
-        str,
-        typer.Argument(
-            metavar="WHAT", help=f"One of {', '.join(COLLECTIVES)}, all, {', '.join(OTHERS)}.", show_default=True
-        ),
-    ] = "all_reduce",
-    minbytes: Annotated[str, typer.Option("-b", "--minbytes", metavar="SIZE", help="Smallest size.")] = "8",
-    maxbytes: Annotated[str, typer.Option("-e", "--maxbytes", metavar="SIZE", help="Largest size.")] = "64M",
-    factor: Annotated[int, typer.Option("-f", "--stepfactor", metavar="N", help="Each size is N times the last.")] = 2,
-    step: Annotated[str, typer.Option("-i", "--stepbytes", metavar="SIZE", help="Add this instead.")] = "",
-    dtype: Annotated[str, typer.Option("-d", "--datatype", help="Element type, torch's name or NCCL's.")] = "float32",
-    op: Annotated[str, typer.Option("-o", "--op", help="sum, prod, min, max or avg.")] = "sum",
-    root: Annotated[int, typer.Option("-r", "--root", help="Root of broadcast, reduce, gather, scatter.")] = 0,
-    iters: Annotated[
-        int,
-        typer.Option(
-            "-n", "--iters", metavar="N", help="Calls per repetition. [default: what fills 25 ms]", show_default=False
-        ),
-    ] = 0,
-    warmup: Annotated[int, typer.Option("-w", "--warmup", metavar="N", help="Calls before timing.")] = 5,
-    check: Annotated[int, typer.Option("-c", "--check", metavar="0|1", help="Check values before timing.")] = 1,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks",
-            metavar="N",
-            help="Ranks on each side; hosts, sites: of each. [default: 2; sites: 1]",
-            show_default=False,
-        ),
-    ] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(
-            "--rounds",
-            metavar="N",
-            help="Turns that the sides take. [default: 3; ddp, compile: 10; hosts: 5]",
-            show_default=False,
-        ),
-    ] = None,
-    symmetric: Annotated[bool, typer.Option("--symmetric", help="Only tensors in symmetric memory.")] = False,
-    ordinary: Annotated[bool, typer.Option("--ordinary", help="Only ordinary tensors.")] = False,
-    against: Annotated[
-        str, typer.Option("--against", metavar="NAMES", help="Also measure gloo, mpich, openmpi (with commas).")
-    ] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Seven sizes, short repetitions, one summary.")] = False,
-    best: Annotated[bool, typer.Option("--best", help="Show fastest repetitions: for noisy machines.")] = False,
-    pin: Annotated[
-        bool, typer.Option("--pin/--no-pin", help="Keep each rank, of every side, on a core of its own if it can.")
-    ] = True,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print tables as Markdown.")] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.", show_default=False)
-    ] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw them: .png or .svg.", show_default=False)
-    ] = None,
-    setup: Annotated[bool, typer.Option("--setup-peers", help="Install the MPIs to measure against.")] = False,
+    collective: options.Collective = "all_reduce",
+    minbytes: options.Minbytes = "8",
+    maxbytes: options.Maxbytes = "64M",
+    factor: options.Factor = 2,
+    step: options.Step = "",
+    dtype: options.Dtype = "float32",
+    op: options.Op = "sum",
+    root: options.Root = 0,
+    iters: options.Iters = 0,
+    warmup: options.Warmup = 5,
+    check: options.Check = 1,
+    ranks: options.Ranks = None,
+    rounds: options.Rounds = None,
+    symmetric: options.Symmetric = False,
+    ordinary: options.Ordinary = False,
+    against: options.Against = "",
+    quick: options.Quick = False,
+    best: options.Best = False,
+    pin: options.Pin = True,
+    markdown: options.Markdown = False,
+    json_file: options.JsonFile = None,
+    plot_file: options.PlotFile = None,
+    setup: options.Setup = False,
 ) -> None:
     """Measure this machine: collectives, messages, the store, data parallel training; ours alone or beside others.
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from symcomm.cli import run_options as options
 from symcomm.cli.job import Job, Place, build_command, find_place, parse_count, parse_endpoint, parse_env, parse_range
 from symcomm.cli.launch import launch
 from symcomm.cli.mps import multi_process_service
@@ -24,75 +23,26 @@ BAD_USAGE = 2
 # Everything from the script's name on belongs to the script, hence no interspersed options.
 @app.command(name="run", context_settings={"allow_interspersed_args": False})
 def run(
-    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="What every rank runs.", show_default=False)],
-    args: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGS", help="Passed on to it as they are.", show_default=False),
-    ] = None,
-    count: Annotated[
-        str, typer.Option("-n", "--nproc-per-node", metavar="N", help="Ranks on this node: a number, auto, cpu or gpu.")
-    ] = "1",
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")] = False,
-    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program that is not Python.")] = False,
-    nnodes: Annotated[
-        str,
-        typer.Option(
-            "--nnodes",
-            metavar="N|auto|MIN:MAX",
-            help="Nodes, each runs this command once. auto: what Slurm, Kubernetes or MPI say; MIN:MAX come and go.",
-        ),
-    ] = "1",
-    node_rank: Annotated[
-        int | None,
-        typer.Option("--node-rank", metavar="R", help="Which of the nodes this is, from 0.", show_default=False),
-    ] = None,
-    endpoint: Annotated[
-        str,
-        typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Where ranks meet: a free port of node 0."),
-    ] = "",
-    max_restarts: Annotated[
-        int, typer.Option("--max-restarts", metavar="K", help="Start again, up to K times, when a rank fails.")
-    ] = 0,
-    restart: Annotated[
-        str,
-        typer.Option(
-            "--restart",
-            metavar="all|failed",
-            help="What starts again: all ranks, or the failed one, to join the others.",
-        ),
-    ] = "all",
-    grace: Annotated[
-        float, typer.Option("--grace", metavar="SECONDS", help="Between SIGTERM and SIGKILL, when a rank has failed.")
-    ] = 5.0,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option("--log-dir", metavar="DIR", help="Also write DIR/[TAG/]attempt-0/rank-0.out and .err."),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace", metavar="DIR", help="When one fails, ranks write there what they did, for symcomm trace."
-        ),
-    ] = None,
-    tag: Annotated[str, typer.Option("--tag", metavar="TAG", help="The job's name, in prefixes and log files.")] = "",
-    env: Annotated[
-        list[str] | None,
-        typer.Option("--env", metavar="KEY=VALUE", help="Set a variable in every rank; may be repeated."),
-    ] = None,
-    server: Annotated[
-        bool,
-        typer.Option("--server", help="Every rank serves what it does, to this user only; see docs/control-plane.md."),
-    ] = False,
-    mps: Annotated[
-        bool,
-        typer.Option("--mps", help="Start NVIDIA's MPS for the job: ranks on one GPU then use it at the same time."),
-    ] = False,
-    prefix: Annotated[bool, typer.Option("--prefix/--no-prefix", help="Say which rank wrote a line.")] = True,
-    color: Annotated[
-        bool | None,
-        typer.Option("--color/--no-color", help="Colour the prefixes. [default: on a terminal]", show_default=False),
-    ] = None,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Show nothing of the ranks but the verdict.")] = False,
+    program: options.Program,
+    args: options.Args = None,
+    count: options.Count = "1",
+    module: options.Module = False,
+    no_python: options.NoPython = False,
+    nnodes: options.Nnodes = "1",
+    node_rank: options.NodeRank = None,
+    endpoint: options.Endpoint = "",
+    max_restarts: options.MaxRestarts = 0,
+    restart: options.Restart = "all",
+    grace: options.Grace = 5.0,
+    log_dir: options.LogDir = None,
+    trace: options.Trace = None,
+    tag: options.Tag = "",
+    env: options.Env = None,
+    server: options.Server = False,
+    mps: options.Mps = False,
+    prefix: options.Prefix = True,
+    color: options.Color = None,
+    quiet: options.Quiet = False,
 ) -> None:
     """Start a script as N ranks, with torchrun's environment variables.
 

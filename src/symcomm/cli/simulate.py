@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from symcomm import errors
+from symcomm.cli.refusals import refusals_in_words
 from symcomm.simulate import machine as machines
 from symcomm.simulate.engines import ENGINES
 from symcomm.simulate.predict import COLLECTIVES, Cluster, Estimate, compare
@@ -24,17 +24,6 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 CALL = "symcomm simulate"
 STEPS = {"ddp": ddp_step, "fsdp": fsdp_step}
 SWEEP = [8 << k for k in range(12)]  # ranks of a plot: 8 to 16,384
-BAD_USAGE, FAILED = 2, 1
-
-
-@contextlib.contextmanager
-def refusals_in_words() -> Iterator[None]:
-    """An error of ours is one line on stderr and an exit code."""
-    try:
-        yield
-    except errors.SymcommError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(BAD_USAGE if isinstance(error, errors.BadArgumentError) else FAILED) from None
 
 
 @app.command(name="simulate")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from symcomm import errors
+from symcomm.cli.refusals import refusals_in_words
 from symcomm.observe.feed import Feed, attach
 from symcomm.observe.jobs import choose_job, find_jobs
 from symcomm.observe.servers_feed import attach_servers
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from symcomm.observe.metrics import Spans
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-BAD_USAGE, FAILED = 2, 1
 TEXTFILE_S = 5.0  # how often a metrics file is written
 
 
@@ -92,7 +92,7 @@ def top(
       SYMCOMM_TOKEN=... symcomm top --server http://10.0.0.7:7000
       symcomm top --simulate 1000 --straggler 7 --stuck 613
     """
-    try:
+    with refusals_in_words():
         live = Live(make_feed(job, server, simulate, straggler, stuck))
         if terminal:
             from symcomm.cli.top_terminal import show
@@ -101,11 +101,6 @@ def top(
                 raise errors.bad_argument("symcomm top", "--spans", "--terminal", "the page", "leave out --terminal")
             raise typer.Exit(show(live, once=once))
         serve(live, host, port, textfile, spans)
-    except errors.SymcommError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(BAD_USAGE if isinstance(error, errors.BadArgumentError) else FAILED) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
 
 
 def serve(live: Live, host: str, port: int, textfile: Path | None, spans: bool) -> None:

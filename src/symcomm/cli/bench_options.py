@@ -1,0 +1,72 @@
+"""What ``symcomm bench`` can be asked for: the options, their names and helps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+COLLECTIVES = (
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
+    "p2p",
+)  # fmt: skip
+OTHERS = ("store", "ddp", "compile", "hosts", "sites")  # what else can be measured, each in a file of its own
+
+Collective = Annotated[
+    str,
+    typer.Argument(
+        metavar="WHAT", help=f"One of {', '.join(COLLECTIVES)}, all, {', '.join(OTHERS)}.", show_default=True
+    ),
+]
+Minbytes = Annotated[str, typer.Option("-b", "--minbytes", metavar="SIZE", help="Smallest size.")]
+Maxbytes = Annotated[str, typer.Option("-e", "--maxbytes", metavar="SIZE", help="Largest size.")]
+Factor = Annotated[int, typer.Option("-f", "--stepfactor", metavar="N", help="Each size is N times the last.")]
+Step = Annotated[str, typer.Option("-i", "--stepbytes", metavar="SIZE", help="Add this instead.")]
+Dtype = Annotated[str, typer.Option("-d", "--datatype", help="Element type, torch's name or NCCL's.")]
+Op = Annotated[str, typer.Option("-o", "--op", help="sum, prod, min, max or avg.")]
+Root = Annotated[int, typer.Option("-r", "--root", help="Root of broadcast, reduce, gather, scatter.")]
+Iters = Annotated[
+    int,
+    typer.Option(
+        "-n", "--iters", metavar="N", help="Calls per repetition. [default: what fills 25 ms]", show_default=False
+    ),
+]
+Warmup = Annotated[int, typer.Option("-w", "--warmup", metavar="N", help="Calls before timing.")]
+Check = Annotated[int, typer.Option("-c", "--check", metavar="0|1", help="Check values before timing.")]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        metavar="N",
+        help="Ranks on each side; hosts, sites: of each. [default: 2; sites: 1]",
+        show_default=False,
+    ),
+]
+Rounds = Annotated[
+    int | None,
+    typer.Option(
+        "--rounds",
+        metavar="N",
+        help="Turns that the sides take. [default: 3; ddp, compile: 10; hosts: 5]",
+        show_default=False,
+    ),
+]
+Symmetric = Annotated[bool, typer.Option("--symmetric", help="Only tensors in symmetric memory.")]
+Ordinary = Annotated[bool, typer.Option("--ordinary", help="Only ordinary tensors.")]
+Against = Annotated[
+    str, typer.Option("--against", metavar="NAMES", help="Also measure gloo, mpich, openmpi (with commas).")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Seven sizes, short repetitions, one summary.")]
+Best = Annotated[bool, typer.Option("--best", help="Show fastest repetitions: for noisy machines.")]
+Pin = Annotated[
+    bool, typer.Option("--pin/--no-pin", help="Keep each rank, of every side, on a core of its own if it can.")
+]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print tables as Markdown.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there.", show_default=False)
+]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw them: .png or .svg.", show_default=False)
+]
+Setup = Annotated[bool, typer.Option("--setup-peers", help="Install the MPIs to measure against.")]
