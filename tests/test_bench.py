@@ -27,6 +27,7 @@ from symcomm.cli import (
     bench_run,
     bench_table,
     bench_worker,
+    refusals,
 )
 from symcomm.cli.bench_run import Case, Effort, Result, measure, open_sides
 
@@ -41,7 +42,7 @@ def cli(*args: str) -> tuple[int, str]:
 
 def refused(*args: str) -> str:
     code, output = cli(*args)
-    assert code in (bench.BAD_USAGE, bench.FAILED), output
+    assert code in (refusals.BAD_USAGE, refusals.FAILED), output
     assert output.count("\n") == 1, output
     return output
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -109,18 +110,23 @@ def test_spans():
     assert told[0].attributes["symcomm.group"] == "world" and "train.py" in told[0].attributes["code.location"]
 
 
-def test_spans_go_where_the_environment_says(monkeypatch, capsys):
-    """Here to the console. The ordinary way, OTLP, needs its exporter and a place to send to."""
-    pytest.importorskip("opentelemetry.sdk.trace")
-    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "my-training")
-    spans, finish = Spans.from_environment()
+def tell(spans: Spans, finish: Callable[[], None]) -> None:
+    """One second of two ranks."""
     now = [100 * SECOND]
     live = Live(SimulatedFeed(2, clock=lambda: now[0], history=0))
     now[0] += SECOND
     live.refresh()
     spans.add(live)
     finish()
+
+
+def test_spans_go_where_the_environment_says(monkeypatch, capsys):
+    """Here to the console. The ordinary way, OTLP, needs its exporter and a place to send to."""
+    pytest.importorskip("opentelemetry.sdk.trace")
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "my-training")
+    spans, finish = Spans.from_environment()
+    tell(spans, finish)
     said = capsys.readouterr().out
     assert '"symcomm.all_reduce"' in said and '"service.name": "my-training"' in said
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "zipkin")
@@ -148,12 +154,7 @@ def test_spans_over_otlp(monkeypatch):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.delenv("OTEL_TRACES_EXPORTER", raising=False)
         spans, finish = Spans.from_environment()
-        now = [100 * SECOND]
-        live = Live(SimulatedFeed(2, clock=lambda: now[0], history=0))
-        now[0] += SECOND
-        live.refresh()
-        spans.add(live)
-        finish()
+        tell(spans, finish)
         server.shutdown()
         thread.join(10)
     assert got and {(path, kind) for path, kind, _ in got} == {("/v1/traces", "application/x-protobuf")}

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from symcomm.cli import bench, bench_sites, relay
+from symcomm.cli import bench, bench_sites, refusals, relay
 from symcomm.cli.bench_sites import Figures, Plan
 from symcomm.cli.namespaces import SlowNetwork, why_no_slow_network
 
@@ -218,7 +218,7 @@ def test_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     code, output = cli("--quick", "--ranks", "2")
     assert code == 0 and asked[1] == Plan(2, **bench_sites.QUICK) and re.search(r"DiLoCo +10\.0 +4\.00x", output)
     code, output = cli("--ranks", "0")
-    assert code == bench.BAD_USAGE and "1 or more for sites" in output
+    assert code == refusals.BAD_USAGE and "1 or more for sites" in output
 
 
 def test_every_method_trains_across_sites():

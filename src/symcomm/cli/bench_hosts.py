@@ -7,14 +7,9 @@ be expected where the network is what limits; what it did move is read from the 
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from symcomm import errors
@@ -25,7 +20,6 @@ __all__ = ["Figures", "Plan", "as_table", "expected_bytes", "run_hosts_bench", "
 
 SIDES = {"ours": "symcomm", "gloo": "flat gloo"}
 WORKER = "symcomm.cli.bench_hosts_worker"
-PORT = 29600  # inside namespaces of our own
 DEADLINE = 900.0
 
 
@@ -69,32 +63,9 @@ def run_hosts_bench(plan: Plan, tick: Callable[[str], None] = lambda what: None)
     """Measure both sides at every size; ``tick`` is told after every turn."""
     if reason := why_no_namespaces():
         raise errors.ResourceError(f"symcomm bench: hosts needs network namespaces: {reason}.")
-    with Network(plan.hosts, plan.mbits) as network, tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result"
-        first = _start(network, plan, result)
-        for line in first.stdout:
-            tick(line.strip())
-        if first.wait(DEADLINE) or not result.exists():
-            raise errors.SymcommError(f"symcomm bench: rank 0 failed: {first.stderr.read()[-2000:]}")
-        return [Figures(**row) for row in json.loads(result.read_text())]
-
-
-def _start(network: Network, plan: Plan, result: Path) -> Any:
-    """All ranks; the first one's process, whose output tells how far they are."""
-    import subprocess
-
-    world = plan.hosts * plan.ranks
-    processes = []
-    for rank in range(world):
-        env = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": network.address(0),
-            "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "net0", "OMP_NUM_THREADS": "1", "LOGLEVEL": "ERROR",
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }  # fmt: skip
-        words = [sys.executable, "-m", WORKER, json.dumps(asdict(plan)), str(result)]
-        pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-        processes.append(network.start(rank // plan.ranks, words, env, stdout=pipe, stderr=pipe, text=True))
-    return processes[0]
+    with Network(plan.hosts, plan.mbits) as network:
+        rows = network.run_ranks(plan.ranks, WORKER, plan, DEADLINE, tick)
+    return [Figures(**row) for row in rows]
 
 
 def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_table.Table:

@@ -7,14 +7,8 @@ steps: the same first parameters, the same texts, until the loss on the same tex
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from symcomm import errors
@@ -25,7 +19,6 @@ from symcomm.cli.namespaces import SlowNetwork, why_no_slow_network
 __all__ = ["QUICK", "Figures", "Plan", "as_table", "run_sites_bench", "to_json"]
 
 WORKER = "symcomm.cli.bench_sites_worker"
-PORT = 29610  # inside namespaces of our own
 DEADLINE = 30.0  # for the ranks to end once the first has said its last word
 
 
@@ -82,34 +75,9 @@ def run_sites_bench(plan: Plan, tick: Callable[[str], None] = lambda what: None)
     """Train with every method; ``tick`` is told at every check of the loss."""
     if reason := why_no_slow_network():
         raise errors.ResourceError(f"symcomm bench: sites needs network namespaces and TUN devices: {reason}.")
-    with (
-        SlowNetwork(plan.sites, plan.mbits, plan.round_trip_ms) as network,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        result, log = Path(folder) / "result", Path(folder) / "log"
-        first = _start(network, plan, result, log)
-        for line in first.stdout:
-            tick(line.strip())
-        if first.wait(DEADLINE) or not result.exists():
-            raise errors.SymcommError(f"symcomm bench: the ranks failed: {log.read_text()[-2000:]}")
-        return [Figures(**row) for row in json.loads(result.read_text())]
-
-
-def _start(network: SlowNetwork, plan: Plan, result: Path, log: Path) -> Any:
-    """All ranks; the first one's process, whose output tells how far they are."""
-    world = plan.sites * plan.ranks
-    processes = []
-    for rank in range(world):
-        env = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": network.address(0),
-            "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "net0", "OMP_NUM_THREADS": "1", "LOGLEVEL": "ERROR",
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }  # fmt: skip
-        words = [sys.executable, "-m", WORKER, json.dumps(asdict(plan)), str(result)]
-        out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-        with log.open("a") as said:
-            processes.append(network.start(rank // plan.ranks, words, env, stdout=out, stderr=said, text=True))
-    return processes[0]
+    with SlowNetwork(plan.sites, plan.mbits, plan.round_trip_ms) as network:
+        rows = network.run_ranks(plan.ranks, WORKER, plan, DEADLINE, tick)
+    return [Figures(**row) for row in rows]
 
 
 def as_table(found: Sequence[Figures], plan: Plan) -> bench_table.Table:

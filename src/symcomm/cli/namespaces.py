@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import json
 import os
 import re
 import select
@@ -20,8 +21,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeVar
 
 from symcomm import errors
@@ -31,6 +36,7 @@ __all__ = ["Network", "SlowNetwork", "why_no_namespaces", "why_no_slow_network"]
 
 NAME = "symcomm-net"
 NETWORK = "10.213.7"  # seen only inside the namespaces
+PORT = "29600"  # the same
 BURST = "64kb"  # what may leave at once; small beside what is measured
 QUEUE = "50ms"  # how long a packet may wait before it is dropped
 START_DEADLINE = 30.0
@@ -133,11 +139,46 @@ class _Hosts(abc.ABC):
         self._started.append(process)
         return process
 
-    def close(self) -> None:
+    def run_ranks(self, ranks: int, module: str, plan: Any, seconds: float, tick: Callable[[str], None]) -> Any:
+        """Run ``module`` as ``ranks`` ranks on each host, told the plan and a file for the first one's result, as JSON.
+
+        ``tick`` gets each line that the first one writes. Whoever still runs after ``seconds`` is killed."""
+        world = ranks * len(self._names)
+        common = {
+            "WORLD_SIZE": str(world), "MASTER_ADDR": self.address(0), "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "net0",
+            "OMP_NUM_THREADS": "1", "LOGLEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            result, log = Path(folder) / "result", Path(folder) / "log"
+            words = [sys.executable, "-m", module, json.dumps(asdict(plan)), str(result)]
+            processes = []
+            for rank in range(world):
+                out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+                env = {**os.environ, **common, "RANK": str(rank)}
+                with log.open("a") as said:
+                    processes.append(self.start(rank // ranks, words, env, stdout=out, stderr=said, text=True))
+            late = threading.Timer(seconds, self._kill)
+            late.start()
+            try:
+                for line in processes[0].stdout:
+                    tick(line.strip())
+                code = processes[0].wait()
+            finally:
+                late.cancel()
+            if code or not result.exists():
+                raise errors.SymcommError(f"symcomm bench: the ranks failed: {log.read_text()[-2000:]}")
+            return json.loads(result.read_text())
+
+    def _kill(self) -> None:
         for process in self._started:
             if process.poll() is None:
                 with contextlib.suppress(OSError):
                     os.killpg(process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self._kill()
+        for process in self._started:
             process.wait(10)
         for name in reversed(self._made):
             for _ in range(20):  # a process that was just killed may still be in there

@@ -44,7 +44,32 @@ class _Letter:
         self.payload = payload if header["inline"] else None
 
 
-class _Remote:
+class _MessageWork:
+    """What all works of messages have in common."""
+
+    _message: Message
+    wait: Callable[..., bool]
+    is_completed: Callable[[], bool]
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return [self._message.tensor]
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """``callback()`` runs once the message has left or arrived, or has failed."""
+
+        def attend() -> None:
+            with contextlib.suppress(BaseException):  # exception() tells it to whoever asks
+                self.wait()
+            callback()
+
+        if self.is_completed():
+            callback()
+        else:
+            threading.Thread(target=attend, name="symcomm-future", daemon=True).start()
+
+
+class _Remote(_MessageWork):
     """One end of a message between hosts."""
 
     def __init__(self, mail: Mail, message: Message, buffer: Buffer):
@@ -135,14 +160,6 @@ class _Remote:
         self.is_completed()
         return self.error
 
-    def result(self) -> list[Any]:
-        self.wait()
-        return [self._message.tensor]
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """``callback()`` runs once the message has left or arrived, or has failed."""
-        _call_when_done(self, callback)
-
     @property
     def source(self) -> int:
         """The rank a receive's message came from."""
@@ -150,19 +167,7 @@ class _Remote:
         return self.sender
 
 
-def _call_when_done(work: Any, callback: Callable[[], None]) -> None:
-    def attend() -> None:
-        with contextlib.suppress(BaseException):  # exception() tells it to whoever asks
-            work.wait()
-        callback()
-
-    if work.is_completed():
-        callback()
-    else:
-        threading.Thread(target=attend, name="symcomm-future", daemon=True).start()
-
-
-class _Local:
+class _Local(_MessageWork):
     """A message between ranks of one host, with the group's ranks instead of the host's."""
 
     def __init__(self, group: Any, work: MessageWork, message: Message):
@@ -205,13 +210,6 @@ class _Local:
         if error is not None and self._error is None and isinstance(error, errors.SymcommError):
             self._error = error if isinstance(error, errors.BadArgumentError) else self._translated(error)
         return self._error
-
-    def result(self) -> list[Any]:
-        self.wait()
-        return [self._message.tensor]
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        _call_when_done(self, callback)
 
     @property
     def source(self) -> int:
