@@ -112,14 +112,14 @@ def every_collective(group, count: int):
     out = torch.full((size * count,), -9.0)
     group.all_gather_single(out, mine)
     said["all_gather_single"] = out
-    outs = [torch.full((r + 1,), -9.0) for r in range(size)]
-    group.all_gather(outs, values(rank, rank + 1))
+    outs = [torch.full(((r + 1) * count,), -9.0) for r in range(size)]
+    group.all_gather(outs, values(rank, (rank + 1) * count))
     said["all_gather"] = torch.cat(outs)
     out = torch.empty(count)
     group.reduce_scatter_single(out, values(rank, count * size))
     said["reduce_scatter_single"] = out
-    out = torch.empty(rank + 1)
-    group.reduce_scatter(out, [values(10 * rank + r, r + 1) for r in range(size)], "min")
+    out = torch.empty((rank + 1) * count)
+    group.reduce_scatter(out, [values(10 * rank + r, (r + 1) * count) for r in range(size)], "min")
     said["reduce_scatter"] = out
     outs = [torch.empty(count) for _ in range(size)] if rank == 1 else None
     group.gather(outs, mine, 1)
@@ -127,18 +127,18 @@ def every_collective(group, count: int):
     out = torch.empty(count)
     group.scatter(out, [values(50 + r, count) for r in range(size)] if rank == 2 else None, 2)
     said["scatter"] = out
-    out = torch.empty(size * 3)
-    group.all_to_all_single(out, values(rank, size * 3))
+    out = torch.empty(size * count)
+    group.all_to_all_single(out, values(rank, size * count))
     said["all_to_all_single"] = out
-    outs = [torch.empty(1 + (r + rank) % 3) for r in range(size)]
-    group.all_to_all(outs, [values(10 * rank + r, 1 + (r + rank) % 3) for r in range(size)])
+    outs = [torch.empty((1 + (r + rank) % 3) * count) for r in range(size)]
+    group.all_to_all(outs, [values(10 * rank + r, (1 + (r + rank) % 3) * count) for r in range(size)])
     said["all_to_all"] = torch.cat(outs)
     group.barrier()
     said["object"] = group.all_gather_object(b"." * rank)
     return said
 
 
-@pytest.mark.parametrize("count", [301, 2000])  # below and above what travels with an arrival
+@pytest.mark.parametrize("count", [3, 301, 2000])  # all, some and none travel with an arrival
 @pytest.mark.parametrize("hosts", LAYOUTS, ids=ids)
 def test_every_collective(hosts, count, small_chunks):
     size = sum(hosts)
@@ -150,17 +150,18 @@ def test_every_collective(hosts, count, small_chunks):
         assert torch.equal(got["reduce"], wanted)
         assert torch.equal(got["broadcast"], inputs[-1])
         assert torch.equal(got["all_gather_single"], torch.cat(inputs))
-        assert torch.equal(got["all_gather"], torch.cat([values(r, r + 1) for r in range(size)]))
+        assert torch.equal(got["all_gather"], torch.cat([values(r, (r + 1) * count) for r in range(size)]))
         whole = sum(values(r, count * size) for r in range(size))
         assert torch.equal(got["reduce_scatter_single"], whole[rank * count : (rank + 1) * count])
-        pieces = [values(10 * r + rank, rank + 1) for r in range(size)]
+        pieces = [values(10 * r + rank, (rank + 1) * count) for r in range(size)]
         assert torch.equal(got["reduce_scatter"], functools.reduce(torch.minimum, pieces))
         assert got["gather"] is None if rank != 1 else torch.equal(got["gather"], torch.cat(inputs))
         assert torch.equal(got["scatter"], values(50 + rank, count))
         assert torch.equal(
-            got["all_to_all_single"], torch.cat([values(r, size * 3)[rank * 3 : rank * 3 + 3] for r in range(size)])
+            got["all_to_all_single"],
+            torch.cat([values(r, size * count)[rank * count : (rank + 1) * count] for r in range(size)]),
         )
-        wanted = torch.cat([values(10 * r + rank, 1 + (r + rank) % 3) for r in range(size)])
+        wanted = torch.cat([values(10 * r + rank, (1 + (r + rank) % 3) * count) for r in range(size)])
         assert torch.equal(got["all_to_all"], wanted)
         assert got["object"] == [b"." * r for r in range(size)]
     assert [got["host"] for got in said] == [(h, i) for h, k in enumerate(hosts) for i in range(k)]

@@ -111,8 +111,11 @@ class HostsCalls(CollectiveCalls):
         levels = Levels.of(redop, out.dtype, self.layout)
         signature = Signature(Collective.REDUCE_SCATTER, out.dtype, redop, 0, sum(counts), _detail(counts))
 
+        is_small = sum(counts) * out.dtype.itemsize <= algorithms.SMALL
+        act = algorithms.small_reduce_scatter if is_small else algorithms.reduce_scatter
+
         def body(o: Operation) -> None:
-            algorithms.reduce_scatter(o, addresses, out.address, counts, out.dtype, levels)
+            act(o, addresses, out.address, counts, out.dtype, levels)
 
         return self._perform(call, signature, body, sources, [out], [output], async_op, timeout)
 
@@ -172,8 +175,10 @@ class HostsCalls(CollectiveCalls):
         source, outs = self._of_gather(call, outputs, input, root)
         signature = Signature(Collective.GATHER, source.dtype, 0, root, source.count * self.size)
         [kept] = self._apart([source], outs)
+        is_small = source.nbytes * self.size <= algorithms.SMALL
+        act = algorithms.small_gather if is_small else algorithms.gather
         body: Body = partial(
-            algorithms.gather, source=kept.address, targets=[o.address for o in outs], nbytes=source.nbytes, root=root
+            act, source=kept.address, targets=[o.address for o in outs], nbytes=source.nbytes, root=root
         )
         return self._perform(call, signature, body, [kept], outs, outputs or [], async_op, timeout)
 
@@ -185,9 +190,9 @@ class HostsCalls(CollectiveCalls):
         sources, out = self._of_scatter(call, output, inputs, root)
         signature = Signature(Collective.SCATTER, out.dtype, 0, root, out.count * self.size)
         kept = self._apart(sources, [out])
-        body: Body = partial(
-            algorithms.scatter, sources=[s.address for s in kept], target=out.address, nbytes=out.nbytes, root=root
-        )
+        is_small = out.nbytes * self.size <= algorithms.SMALL
+        act = algorithms.small_scatter if is_small else algorithms.scatter
+        body: Body = partial(act, sources=[s.address for s in kept], target=out.address, nbytes=out.nbytes, root=root)
         return self._perform(call, signature, body, kept, [out], [output], async_op, timeout)
 
     # --- all to all -------------------------------------------------------------------------------------------
@@ -237,7 +242,8 @@ class HostsCalls(CollectiveCalls):
         total = sum(flat) if flat else sum(sent) * self.size
         signature = Signature(Collective.ALL_TO_ALL, dtype, 0, 0, total, _detail(flat))
         nbytes = (lambda i, j: matrix[i][j] * item) if matrix else (lambda i, j: sent[0] * item)
-        body: Body = partial(algorithms.all_to_all, sources=places, targets=targets, matrix=nbytes)
+        act = algorithms.small_all_to_all if total * item <= algorithms.SMALL else algorithms.all_to_all
+        body: Body = partial(act, sources=places, targets=targets, matrix=nbytes)
         return self._perform(call, signature, body, sources, outs, result, async_op, timeout)
 
     # --- the rest ---------------------------------------------------------------------------------------------

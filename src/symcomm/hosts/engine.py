@@ -82,6 +82,9 @@ class Engine(ABC):
 
     name: str = ""
     card: dict[str, Any]
+    # Whether receives may be started long before the sends that they wait for, and others start and end meanwhile.
+    # Where they may, data is on its way half a round trip sooner.
+    receives_may_wait = False
 
     @staticmethod
     @abstractmethod

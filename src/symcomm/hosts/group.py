@@ -123,7 +123,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self.scratch = Scratch(self._arena)
         self.mail = Mail(self)
         self.ballot = Ballot(self)
-        self._abandoned: list[Operation] = []  # whose memory the engine may still write to
+        self._abandoned: list[Any] = []  # operations and tensors whose memory the engine may still write to
         self._goodbye = False
         self._stopping: threading.Thread | None = None
         self._meet(exchange, engine)
@@ -232,7 +232,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
                 if queued:  # operations before this one may have changed what was copied
                     for buffer in (*inputs, *outputs):
                         buffer.refresh()
-                self._operate(call, signature, body, seconds, site)
+                self._operate(call, signature, body, seconds, site, (inputs, outputs))
             for buffer in outputs:
                 buffer.finish()
 
@@ -249,8 +249,9 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         return None
 
     def _operate(
-        self, call: str, signature: Signature, body: Callable[[Operation], None], seconds: float, site: Site
+        self, call: str, signature: Signature, body: Callable[[Operation], None], seconds: float, site: Site, on: Any
     ) -> None:
+        """``on``: the buffers that ``body`` works on."""
         self._check_usable()
         begun = time.monotonic()
         seq = self.doing[0] + 1
@@ -259,10 +260,10 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         try:
             body(operation)
         except Stopped:
-            self._abandoned.append(operation)
+            self._abandoned.append((operation, on))
             raise self._fail(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun) from None
         except BaseException:  # interrupted, or a bug: what the others do cannot be met any more
-            self._abandoned.append(operation)
+            self._abandoned.append((operation, on))
             self.trouble.abort()
             self._fail(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun)
             raise

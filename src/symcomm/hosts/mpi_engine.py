@@ -30,6 +30,7 @@ LARGEST_TAG = 32767  # what every MPI takes
 
 class MpiEngine(Engine):
     name = "mpi"
+    receives_may_wait = True
 
     @staticmethod
     def why_not() -> str:

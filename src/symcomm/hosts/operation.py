@@ -7,6 +7,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from symcomm._core import native
@@ -16,13 +17,15 @@ from symcomm.hosts.engine import Move, Transfer
 from symcomm.hosts.trouble import Stopped
 from symcomm.types import DType, RedOpType
 
-__all__ = ["Chunk", "Operation", "Signature"]
+__all__ = ["Chunk", "Incoming", "Operation", "Signature"]
 
 IN_FLIGHT = 4  # chunks: two on the network, one that was just made, one that is being put in place
 LATE_BYTES = 1.0  # seconds that data of a rank that ended may still be on its way
 HASHED = 1 << 62  # as in collectives/select.py: a count that carries more than a number
 
-Chunk = Generator["Transfer | None", None, None]  # works on one chunk, and gives what it has to wait for
+# Works on one chunk, and gives what it has to wait for: nothing at first, when it has said what it expects.
+Chunk = Generator["Sequence[Transfer]", None, None]
+Pieces = Iterable[tuple[int, int, int]]  # (rank, address, bytes)
 
 
 class Signature(NamedTuple):
@@ -51,6 +54,13 @@ class Signature(NamedTuple):
         if not (self.root or self.detail):
             return self.elements
         return HASHED | (zlib.crc32(array("q", [*self]).tobytes()) & 0x3FFFFFFF) << 32 | self.elements & 0xFFFFFFFF
+
+
+class Incoming(NamedTuple):
+    """What was expected, and is on its way already where the engine allows that."""
+
+    moves: list[Move]
+    transfer: Transfer | None
 
 
 class Operation:
@@ -141,21 +151,32 @@ class Operation:
 
     # --- between hosts ----------------------------------------------------------------------------------------
 
-    def start(self, sends: Iterable[tuple[int, int, int]], receives: Iterable[tuple[int, int, int]]) -> Transfer:
-        """Begin to move bytes; each is (rank, address, bytes)."""
+    def expect(self, receives: Pieces) -> Incoming:
+        """Make room for bytes that others will send. Before ranks meet, so that the first bytes need not wait for it:
+        nobody sends to a host that has not come."""
+        moves = [Move(False, address, nbytes, rank) for rank, address, nbytes in receives if nbytes]
+        group = self._group
+        early = bool(moves) and group.engine.receives_may_wait
+        return Incoming(moves, group.engine.start(moves, group.ring) if early else None)
+
+    def start(self, sends: Pieces, incoming: Incoming | None = None) -> list[Transfer]:
+        """Begin to send, and go on with what was expected."""
         group = self._group
         moves = [Move(True, address, nbytes, rank) for rank, address, nbytes in sends if nbytes]
-        moves += [Move(False, address, nbytes, rank) for rank, address, nbytes in receives if nbytes]
-        return group.engine.start(moves, group.ring)
+        transfers = []
+        if incoming is not None and incoming.transfer is not None:
+            transfers.append(incoming.transfer)
+        elif incoming is not None:
+            moves += incoming.moves
+        return [*transfers, group.engine.start(moves, group.ring)] if moves else transfers
 
-    def finish(self, transfer: Transfer | None) -> None:
+    def finish(self, transfers: Iterable[Transfer]) -> None:
         """Wait until bytes are where they belong."""
-        if transfer is None:
-            return
-        self.wait_for(lambda: [] if transfer.ended else transfer.peers or [self.layout.rank], LATE_BYTES)
-        if transfer.error is not None:
-            self._group.trouble_with(transfer)
-            raise Stopped
+        for transfer in transfers:
+            self.wait_for(lambda t=transfer: [] if t.ended else t.peers, LATE_BYTES)  # type: ignore[misc]
+            if transfer.error is not None:
+                self._group.trouble_with(transfer)
+                raise Stopped
 
     # --- memory -----------------------------------------------------------------------------------------------
 
@@ -183,23 +204,20 @@ class Operation:
     # --- chunks -----------------------------------------------------------------------------------------------
 
     def pipeline(self, chunks: Iterable[Chunk]) -> None:
-        """Work on several chunks in turns, so that the network has one to carry while the host works on others.
+        """Meet, then work on several chunks in turns: the network carries one while the host works on others.
 
         All ranks take the same turns, whatever arrives first, since their hosts' collectives must keep one order."""
-        under_way: deque[tuple[Chunk, Transfer | None]] = deque()
+        under_way: deque[tuple[Chunk, Sequence[Transfer]]] = deque()
         coming = iter(chunks)
-        while True:
-            while len(under_way) < IN_FLIGHT and (chunk := next(coming, None)) is not None:
-                self._advance(chunk, under_way)
-            if not under_way:
-                return
-            chunk, transfer = under_way.popleft()
-            self.finish(transfer)
-            self._advance(chunk, under_way)
-
-    @staticmethod
-    def _advance(chunk: Chunk, under_way: deque) -> None:
-        try:
+        for chunk in islice(coming, IN_FLIGHT):
             under_way.append((chunk, next(chunk)))
-        except StopIteration:
-            pass
+        self.meet()
+        while under_way:
+            chunk, transfers = under_way.popleft()
+            self.finish(transfers)
+            awaited = next(chunk, None)
+            if awaited is None and (further := next(coming, None)) is not None:
+                chunk, _ = further, next(further)
+                awaited = next(chunk, None)
+            if awaited is not None:
+                under_way.append((chunk, awaited))

@@ -151,6 +151,7 @@ class _TorchEngine(Engine):
 
 class GlooEngine(_TorchEngine):
     name = "gloo"
+    receives_may_wait = True
 
     @staticmethod
     def why_not() -> str:
