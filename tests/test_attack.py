@@ -133,8 +133,8 @@ def test_ctrl_c_is_not_lost_while_a_waiting_call_looks_where_it_was_made() -> No
 # --- tensors --------------------------------------------------------------------------------------------------------
 
 
-def _freed() -> torch.Tensor:
-    tensor = torch.ones(10)[2:]
+def _freed(start: int = 2) -> torch.Tensor:
+    tensor = torch.ones(start + 8)[start:]
     tensor.untyped_storage().resize_(0)
     return tensor
 
@@ -144,7 +144,7 @@ def _fake() -> torch.Tensor:
         return torch.ones(3)
 
 
-@pytest.mark.parametrize("make", [_freed, _fake, lambda: torch._efficientzerotensor((3,))])
+@pytest.mark.parametrize("make", [_freed, lambda: _freed(1_000_000), _fake, lambda: torch._efficientzerotensor((3,))])
 def test_tensors_without_memory_are_refused(make: Any) -> None:
     def rank(group: Any) -> float:
         for call in (group.all_reduce, lambda t: group.isend(t, 0), lambda t: group.recv(t, 0)):

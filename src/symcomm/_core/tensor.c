@@ -71,7 +71,9 @@ static bool is_negated(PyObject *tensor) {
     return negated;
 }
 
-#define LEAST_ADDRESS 65536 /* Linux maps nothing below; storage that was given away, and zeros that are only promised, lie there */
+/* Storage that was given away starts at 0, and so do zeros that are only promised. Memory is hardly ever below; where it
+   is, Python looks closer. */
+#define LEAST_ADDRESS ((uintptr_t)1 << 32)
 
 int tensor_view(PyObject *tensor, struct tensor_view *view) {
     PyTypeObject *type = Py_TYPE(tensor);

@@ -128,7 +128,8 @@ def _from_torch(call: str, name: str, tensor: Any, write: bool) -> Buffer:
     return Buffer(copy.data_ptr(), copy.numel(), dtype, copy, tensor if write else None, tensor)
 
 
-LEAST_ADDRESS = 65536  # Linux maps nothing below; where a tensor's storage was given away, its address lies there
+# Storage that was given away starts at 0; a tensor that began far inside it lies somewhat higher. As in tensor.c.
+LEAST_ADDRESS = 1 << 32
 
 
 def _with_memory(call: str, name: str, tensor: Any, write: bool) -> Any:
@@ -136,7 +137,7 @@ def _with_memory(call: str, name: str, tensor: Any, write: bool) -> Any:
     if not write and tensor._is_zerotensor():
         return tensor.clone()
     try:
-        if tensor.numel() == 0 or tensor.data_ptr() >= LEAST_ADDRESS:
+        if tensor.numel() == 0 or tensor.data_ptr() >= LEAST_ADDRESS or tensor.untyped_storage().data_ptr():
             return tensor
     except RuntimeError:  # torch.func's wrappers: vmap, grad
         pass
