@@ -50,7 +50,7 @@ def _card() -> list[int]:
 
 
 def measure(case: Case, plan: dict[str, Any], sides: dict[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
-    """Values first, which also warms everything up; then the sides take turns."""
+    """Values first, and one more call, so that all is warm; then the sides take turns."""
     ready = {name: Bench(side, SimpleNamespace(**asdict(case), kind="ordinary")) for name, side in sides.items()}
     rows: dict[str, dict[str, Any]] = {
         name: {"collective": case.collective, "nbytes": case.nbytes, "side": name, "sent": 0.0, "turns": []}
@@ -62,6 +62,7 @@ def measure(case: Case, plan: dict[str, Any], sides: dict[str, Any], ranks: Rank
         elif wrong := sum(ranks.everybodys(bench.check())):
             raise SystemExit(f"{case.collective} of {case.nbytes} bytes on {name}: {wrong} elements are wrong")
         bench.clear()
+        bench.call()
     for number in range(plan["rounds"]):
         for name in list(sides)[:: -1 if number % 2 else 1]:
             seconds, moved = ranks.timed(ready[name].call, plan["steps"])

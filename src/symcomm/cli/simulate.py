@@ -209,7 +209,7 @@ def show(table: Table, cluster: Cluster, as_json: bool, found: list[dict[str, An
 
     console = Console(highlight=False)
     ranks = f"{cluster.ranks} ranks: {cluster.hosts} hosts of {cluster.ranks_per_host}"
-    console.print(f"{ranks}; {describe(cluster.topology)}; engine {cluster.engine}", style="dim")
+    console.print(f"{ranks}; {describe(cluster.topology)}; engine {cluster.engine}", style="dim", soft_wrap=True)
     console.print(f"hosts as {cluster.machine.name}\n", style="dim")
     draw_table(*table)
 

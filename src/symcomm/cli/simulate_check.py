@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,11 +21,14 @@ __all__ = ["draw_table", "show_check", "table", "words_for_link", "worst"]
 def show_check(files: Sequence[Path], machine: Machine, as_json: bool) -> None:
     link, found = check([read(file) for file in files], machine)
     if as_json:
-        rows = [{**asdict(row), "ratio": row.ratio} for row in found]
-        typer.echo(json.dumps({"link": link._asdict(), "machine": asdict(machine), "rows": rows}, indent=1))
+        written = [{**asdict(row), "ratio": row.ratio} for row in found]
+        typer.echo(json.dumps({"link": link._asdict(), "machine": asdict(machine), "rows": written}, indent=1))
         return
-    typer.echo(f"link: {words_for_link(link)}; hosts as {machine.name}\n")
-    draw_table(*table(found))
+    typer.echo(f"link: {words_for_link(link)}; hosts as {machine.name}")
+    for name, rows in itertools.groupby(found, lambda row: row.run):
+        of_file = list(rows)
+        typer.echo(f"\n{name}: {of_file[0].hosts} hosts x {of_file[0].ranks_per_host} ranks")
+        draw_table(*table(of_file))
     typer.echo(f"\nworst: {worst(found)}")
 
 
@@ -34,7 +38,7 @@ def draw_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
     drawn = Table(box=None, header_style="dim", pad_edge=False)
     for name in head:
-        left = name in ("algorithm", "file", "collective", "")
+        left = name in ("algorithm", "collective", "")
         drawn.add_column(name, justify="left" if left else "right", no_wrap=True)
     for row in rows:
         drawn.add_row(*row)
@@ -47,12 +51,11 @@ def words_for_link(link: Link) -> str:
 
 
 def table(found: Sequence[Checked]) -> tuple[list[str], list[list[str]]]:
-    head = ["file", "hosts", "collective", "bytes", "measured", "predicted", "ratio", ""]
+    head = ["collective", "bytes", "measured", "predicted", "ratio", ""]
     return head, [
         [
-            row.run, f"{row.hosts} x {row.ranks_per_host}", row.collective, words_for_bytes(row.nbytes),
-            words_for_time(row.measured), words_for_time(row.predicted), f"{row.ratio:.2f}x",
-            "fitted" if row.fitted else "",
+            row.collective, words_for_bytes(row.nbytes), words_for_time(row.measured), words_for_time(row.predicted),
+            f"{row.ratio:.2f}x", "fitted" if row.fitted else "",
         ]
         for row in found
     ]  # fmt: skip

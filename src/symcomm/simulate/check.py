@@ -70,7 +70,7 @@ def read(path: Path) -> Measured:
         seconds = {
             (row["collective"], row["nbytes"]): row["ms"] / 1e3 for row in found["rows"] if row["side"] == "ours"
         }
-        return Measured(path.name, plan["hosts"], plan["ranks"], found["machine"]["cores"] / plan["hosts"], seconds)
+        return Measured(str(path), plan["hosts"], plan["ranks"], found["machine"]["cores"] / plan["hosts"], seconds)
     except OSError as error:
         raise BadArgumentError(f"simulate: --check: {path} cannot be read ({error.strerror}).") from None
     except (ValueError, KeyError, TypeError) as error:
