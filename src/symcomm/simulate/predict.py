@@ -46,7 +46,8 @@ CHUNK = 4 << 20  # bytes, of hierarchical collectives: fewer would not hide a ne
 SMALL = 4096  # bytes of a tensor that travels with the arrival of its host, in these collectives:
 SMALL_ONES = ("all_reduce", "all_gather", "broadcast")
 # Ranks that share a core take turns: their arrivals take as many times longer, and their messages, which pass through
-# several threads, longer still. Two hosts of one core, 16 and 64 KiB: 2.9 to 3.5 times as long with 4 ranks as with 2.
+# several threads, longer still. Two hosts of one core, 16 and 64 KiB, a loaded machine: 2.9 to 3.5 times as long with 4
+# ranks as with 2 (exponents of 1.5 to 1.8), but 5 to 5.5 times with 4 as with 1 (1.2). Chosen in between.
 MESSAGE_CROWDING = 1.5
 DIRECT_HOSTS = 256  # beyond, everybody to everybody is too many messages to send, and to simulate
 
