@@ -60,11 +60,11 @@ def test_sizes():
 
 def test_sizes_count_as_in_nccl_tests():
     """Where every rank has a piece, the size is that of all pieces; a size too small still has one element."""
-    [case] = bench.make_cases("all_gather", [1024], 4, "float32", "sum", 0, one_place=True)
+    [case] = bench_run.make_cases("all_gather", [1024], 4, "float32", "sum", 0, one_place=True)
     assert (case.nbytes, case.count) == (1024, 64)
-    [case] = bench.make_cases("all_reduce", [1024], 4, "float64", "sum", 0, one_place=True)
+    [case] = bench_run.make_cases("all_reduce", [1024], 4, "float64", "sum", 0, one_place=True)
     assert (case.nbytes, case.count) == (1024, 128)
-    [case] = bench.make_cases("reduce_scatter", [8], 4, "float32", "sum", 0, one_place=True)
+    [case] = bench_run.make_cases("reduce_scatter", [8], 4, "float32", "sum", 0, one_place=True)
     assert (case.nbytes, case.count) == (16, 1)
 
 
@@ -101,7 +101,7 @@ def test_a_call_that_does_nothing_is_wrong_everywhere():
         def call(self, case, source, result):
             return lambda: None
 
-    for collective, places in bench.PLACES.items():
+    for collective, places in bench_run.PLACES.items():
         for in_place in places:
             case = {
                 "collective": collective,
@@ -148,7 +148,7 @@ def test_every_collective(tmp_path: Path, ranks: int, sizes: int, more: list[str
     assert code == 0, output
     assert "# wrong elements: 0" in output
     rows = check_rows(path, ranks, {"ordinary", "symmetric"})
-    for collective, places in bench.PLACES.items():
+    for collective, places in bench_run.PLACES.items():
         mine = [row for row in rows if row["collective"] == collective]
         assert {row["in_place"] for row in mine} == set(places)
         assert len(mine) == 2 * len(places) * (1 if collective == "barrier" else sizes)

@@ -8,6 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from symcomm.cli import bench
+from symcomm.cli.bench import pick_collectives
+from symcomm.cli.bench_hosts import Figures, Plan, as_table, expected_bytes, run_hosts_bench, to_json
+from symcomm.cli.namespaces import why_no_namespaces
 from tests.namespaces import network
 
 ROOT = Path(__file__).parent.parent
@@ -88,15 +95,62 @@ def test_networks_are_cleaned_up():
 
 def test_the_benchmark_says_what_the_wire_allows():
     """Two hosts x 4 ranks: a ring over 8 ranks sends 1.75 times the tensor out of each host, ours once."""
-    from symcomm.cli.bench_hosts import Figures, Plan, as_table, expected_bytes, to_json
-
     plan = Plan(ranks=4, sizes=(1 << 20,))
-    assert expected_bytes("ours", 1 << 20, 2, 4) == 1 << 20 and expected_bytes("gloo", 1 << 20, 2, 4) == 1.75 * 2**20
+    assert expected_bytes("ours", "all_reduce", 1 << 20, 2, 4) == 1 << 20
+    assert expected_bytes("gloo", "all_reduce", 1 << 20, 2, 4) == 1.75 * 2**20
     found = [
-        Figures(1 << 20, "ours", 0.0, 1.1 * 2**20, [0.010, 0.020, 0.012]),
-        Figures(1 << 20, "gloo", 0.0, 1.8 * 2**20, [0.024, 0.018]),
+        Figures("all_reduce", 1 << 20, "ours", 1.1 * 2**20, [0.010, 0.020, 0.012]),
+        Figures("all_reduce", 1 << 20, "gloo", 1.8 * 2**20, [0.024, 0.018]),
+        Figures("barrier", 0, "ours", 650.0, [0.001]),
+        Figures("barrier", 0, "gloo", 1160.0, [0.002]),
     ]
-    title, _, [row] = as_table(found, plan)
-    assert title == "all_reduce, 2 hosts x 4 ranks, 1000 Mbit/s each"
-    assert row == ["1 MiB", "12.00", "21.00", "1.75x", "1.75x", "1.10 x size", "1.80 x size", "70%"]
-    assert [r["fastest_ms"] for r in to_json(found, plan)["rows"]] == [10.0, 18.0]
+    title, _, rows = as_table(found, plan)
+    assert title == "2 hosts x 4 ranks, 1000 Mbit/s each"
+    assert rows[0] == ["all_reduce", "1 MiB", "12.00", "21.00", "1.75x", "1.75x", "1.10 x size", "1.80 x size", "70%"]
+    assert rows[1] == ["barrier", "", "1.00", "2.00", "2.00x", "-", "650 B", "1160 B", "-"]
+    written = to_json(found, plan)["rows"]
+    assert [r["fastest_ms"] for r in written] == [10.0, 18.0, 1.0, 2.0]
+    assert [r["expected"] for r in written] == [1 << 20, 1.75 * 2**20, None, None]
+
+
+@pytest.mark.parametrize(
+    ("collective", "ours", "gloo"),
+    [
+        ("all_reduce", 4 / 3, 5 / 3), ("reduce_scatter", 2 / 3, 5 / 3), ("all_gather", 2 / 3, 5 / 6),
+        ("broadcast", 1, 4), ("reduce", 4 / 3, 3 / 2), ("gather", 2 / 3, 2 / 3), ("scatter", 2 / 3, 2 / 3),
+        ("all_to_all", 4 / 3, 4 / 3),
+    ],
+)  # fmt: skip
+def test_what_three_hosts_must_move(collective, ours, gloo):
+    """Of three hosts x 2 ranks: as a real run's network cards counted, less 4 % of headers."""
+    assert [expected_bytes(side, collective, 6 << 20, 3, 2) for side in ("ours", "gloo")] == pytest.approx(
+        [ours * (6 << 20), gloo * (6 << 20)]
+    )
+    assert expected_bytes("ours", collective, 6 << 20, 1, 2) == 0
+
+
+def test_every_collective_moves_what_it_must():
+    """A real run on both sides: values are right, and the network card counts what algorithms say, and headers."""
+    if reason := why_no_namespaces():
+        pytest.skip(f"several hosts: {reason}")
+    plan = Plan(2, rounds=1, steps=1, sizes=(4 << 10, 1 << 20), collectives=pick_collectives("all"))
+    ticks: list[str] = []
+    found = run_hosts_bench(plan, ticks.append)
+    assert len(found) == len(ticks) == plan.turns == 2 * (8 * 2 + 1)
+    assert {f.collective for f in found} == set(plan.collectives) and all(min(f.turns) > 0 for f in found)
+    for f in found:
+        if f.nbytes == 1 << 20:
+            wanted = expected_bytes(f.side, f.collective, f.nbytes, 2, 2)
+            assert wanted < f.sent < 1.3 * wanted, f
+
+
+def test_which_collectives(monkeypatch):
+    asked = []
+    monkeypatch.setattr("symcomm.cli.bench_hosts.run_hosts_bench", lambda plan, tick: asked.append(plan) or [])
+    for words in ([], ["--collectives", "all_gather, barrier"], ["--collectives", "all"]):
+        out = CliRunner().invoke(bench.app, ["hosts", "--quick", *words])
+        assert out.exit_code == 0 and "all values were right" in out.output
+    names = [plan.collectives for plan in asked]
+    assert names[:2] == [("all_reduce",), ("all_gather", "barrier")] and len(names[2]) == 9
+    out = CliRunner().invoke(bench.app, ["hosts", "--collectives", "all_reduce,p2p"])
+    assert out.exit_code == 2 and "--collectives must be one of all_reduce" in out.output and "'p2p'" in out.output

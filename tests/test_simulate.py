@@ -13,12 +13,13 @@ from typer.testing import CliRunner
 
 from symcomm.cli.main import app
 from symcomm.errors import BadArgumentError
+from symcomm.hosts import algorithms
 from symcomm.simulate import Cluster, Link, Topology, compare, ddp_step, fsdp_step, parse_topology, predict
 from symcomm.simulate import machine as machines
-from symcomm.simulate.calibrate import CALL, CASES, calibrate, fit, fit_link
+from symcomm.simulate.calibrate import CALL, CASES, calibrate, fit, fit_link, fitted_sizes
 from symcomm.simulate.engines import find_engine, model_seconds
 from symcomm.simulate.host import SETTLED, host_seconds, plans_for, plans_seconds
-from symcomm.simulate.predict import ALGORITHMS, estimate
+from symcomm.simulate.predict import ALGORITHMS, CHUNK, SMALL, estimate
 from symcomm.simulate.rounds import (
     Round,
     all_gather_rounds,
@@ -33,7 +34,7 @@ from symcomm.simulate.units import parse_bandwidth, parse_bytes, parse_seconds, 
 # A machine whose numbers make sums easy: a byte that is touched takes a nanosecond, waits nothing.
 PLAIN = machines.Machine("plain", call=0, meet=0, peer=0, cached=1e9, memory=1e9, host_memory=1e30)
 WAITS = dataclasses.replace(PLAIN, meet=1e-3, cached=1e30, memory=1e30)
-LINK = Link(bandwidth=1e9, latency=1e-6, message=0)
+LINK = Link(bandwidth=1e9, latency=1e-6, message=0, arrival=0)
 
 # --- one host: plans ---------------------------------------------------------------------------------------
 
@@ -164,7 +165,7 @@ def max_min_seconds(topology: Topology, pairs, nbytes: float) -> float:
 def test_the_busiest_wire_decides_what_fair_sharing_gives(spec, pairs):
     pairs = tuple(pair for pair in pairs if pair[0] != pair[1])
     if pairs:
-        topology = dataclasses.replace(parse_topology(spec, 12), link=Link(1e9, 0, 0))
+        topology = dataclasses.replace(parse_topology(spec, 12), link=Link(1e9, 0, 0, 0))
         got = model_seconds(topology, [Round(pairs, 1e6)])[0]
         assert got == pytest.approx(max_min_seconds(topology, pairs, 1e6))
 
@@ -197,9 +198,11 @@ def test_bad_specs_get_one_sentence(spec, words):
 
 
 def test_specs_say_what_links_do():
-    found = parse_topology("fat-tree:8x4, bandwidth=400Gb/s, latency=500ns, message=2us, oversubscription=4", 64)
+    found = parse_topology(
+        "fat-tree:8x4,bandwidth=400Gb/s, latency=500ns, message=2us, arrival=9us, oversubscription=4", 64
+    )
     assert (found.kind, found.hosts, found.shape, found.oversubscription) == ("fat-tree", 64, (8, 4), 4.0)
-    assert found.link == pytest.approx((50e9, 500e-9, 2e-6))
+    assert found.link == pytest.approx((50e9, 500e-9, 2e-6, 9e-6))
     assert found.route(0, 8)[1].bandwidth == 8 * 50e9 / 4
     assert resized(parse_topology("torus:4x4", 16), 32).shape == (4, 8)
     with pytest.raises(BadArgumentError, match="hosts must be 1 or more, got 0"):
@@ -243,7 +246,7 @@ def test_halving_takes_few_rounds_and_a_ring_many():
 def test_an_all_reduce_between_hosts_of_one_rank(algorithm):
     """Nothing inside hosts, free combining: 2 (H-1)/H of the tensor over each link, as the books say."""
     free = dataclasses.replace(PLAIN, cached=1e30, memory=1e30)
-    cluster = Cluster(1, Topology("star", 8, Link(1e9, 0, 0)), free)
+    cluster = Cluster(1, Topology("star", 8, Link(1e9, 0, 0, 0)), free)
     got = estimate("all_reduce", algorithm, 8_000_000, cluster)
     assert got.inside == 0
     if algorithm == "flat tree":  # a parent receives from two children: twice the tensor up, and twice down
@@ -255,7 +258,7 @@ def test_an_all_reduce_between_hosts_of_one_rank(algorithm):
 
 def test_a_hosts_link_carries_every_ranks_shard():
     free = dataclasses.replace(PLAIN, cached=1e30, memory=1e30)
-    one, eight = (Cluster(r, Topology("star", 8, Link(1e9, 0, 0)), free) for r in (1, 8))
+    one, eight = (Cluster(r, Topology("star", 8, Link(1e9, 0, 0, 0)), free) for r in (1, 8))
     for algorithm in ALGORITHMS["all_reduce"][:3]:
         found = [estimate("all_reduce", algorithm, 8 << 20, c) for c in (one, eight)]
         assert found[0].between == pytest.approx(found[1].between)
@@ -263,7 +266,7 @@ def test_a_hosts_link_carries_every_ranks_shard():
 
 def test_chunks_hide_the_hosts_behind_the_network():
     """Direct, 4 MiB at a time: the first chunk's work in the hosts, and from then on the slower of the two."""
-    cluster = Cluster(2, Topology("star", 2, Link(1e9, 0, 0)), PLAIN)
+    cluster = Cluster(2, Topology("star", 2, Link(1e9, 0, 0, 0)), PLAIN)
     found = estimate("all_reduce", "hierarchical direct", 16 << 20, cluster)
     chunk = sum(host_seconds(part, 4 << 20, 2, PLAIN) for part in ("reduce_scatter", "all_gather"))
     network = (4 << 20) / 1e9 + PLAIN.add(2 << 20, 2, False)
@@ -314,6 +317,100 @@ def test_predict():
         predict("broadcast", 8, 2, 2, LINK, algorithm="flat ring")
     with pytest.raises(BadArgumentError, match="bytes must be 1 or more"):
         predict("all_reduce", 0, 2, 2, LINK)
+
+
+# --- hosts that were measured ------------------------------------------------------------------------------
+
+# Milliseconds of an all_reduce between two hosts of one core each, 1 Gbit/s, from BENCHMARKS.md: by ranks a host.
+HOSTS = {
+    2: {4 << 10: 1.34, 64 << 10: 3.30, 1 << 20: 12.42, 8 << 20: 76.83, 32 << 20: 290.84},
+    4: {4 << 10: 2.77, 64 << 10: 8.17, 1 << 20: 16.71, 8 << 20: 83.86, 32 << 20: 302.30},
+}
+
+
+@pytest.mark.parametrize(("ranks", "nbytes"), [(ranks, nbytes) for ranks in HOSTS for nbytes in HOSTS[ranks]])
+def test_three_figures_predict_the_others(ranks, nbytes):
+    how = {"machine": machines.DEFAULT, "cores_per_host": 1}
+    fitted = {n: HOSTS[2][n] / 1e3 for n in (4 << 10, 64 << 10, 32 << 20)}
+    link = fit_link(fitted, 2, 2, **how)
+    exact = ranks == 2 and nbytes in fitted
+    got = predict("all_reduce", nbytes, 2, ranks, link, **how) * 1e3
+    assert got == pytest.approx(HOSTS[ranks][nbytes], rel=0.001 if exact else 0.2)
+
+
+def test_sizes_are_those_of_groups_of_several_hosts():
+    assert (CHUNK, SMALL) == (algorithms.CHUNK, algorithms.SMALL)
+
+
+def test_hosts_meet_first_and_small_tensors_travel_along():
+    """Free hosts: the arrival, two links' latency, and what all ranks of a host tell over its link; then messages."""
+    free = dataclasses.replace(PLAIN, cached=1e30, memory=1e30)
+    cluster = Cluster(2, Topology("star", 3, Link(1e9, 1e-5, 1e-3, 1e-2)), free)
+
+    def seconds(collective: str, nbytes: int, cluster: Cluster = cluster) -> float:
+        return estimate(collective, "hierarchical direct", nbytes, cluster).seconds
+
+    assert seconds("all_reduce", 4096) == pytest.approx(10.02e-3 + 2 * 2 * 4096e-9)  # to two hosts, by two ranks
+    assert seconds("all_gather", 3072) == pytest.approx(10.02e-3 + 2 * 2 * 1024e-9)
+    assert seconds("broadcast", 4096) == pytest.approx(10.02e-3 + 2 * 2 * 4096e-9)
+    two = (1 + 1 / 3) * 1e-3  # messages at a time
+    assert seconds("reduce_scatter", 3072) == pytest.approx(10.04e-3 + two + 2 * 1024e-9)
+    assert seconds("all_gather", 6144) == pytest.approx(10.04e-3 + two + 2 * 2048e-9)
+    assert seconds("broadcast", 8192) == pytest.approx(10.06e-3 + two / 2 + 1e-3 + 8192e-9 + 4096e-9)
+    alone = Cluster(2, Topology("star", 1, Link(arrival=1.0)), free)
+    assert seconds("all_reduce", 4096, alone) < 1e-9
+
+
+def test_software_takes_longer_where_ranks_share_cores():
+    free = dataclasses.replace(PLAIN, cached=1e30, memory=1e30, switch=0.0, cores=1)
+    link = Link(1e30, 0, message=1e-3, arrival=1e-2)
+    one, four = (Cluster(ranks, Topology("star", 2, link), free).network.link for ranks in (1, 4))
+    assert (one.message, one.arrival) == (1e-3, 1e-2)
+    assert (four.message, four.arrival) == pytest.approx((8e-3, 4e-2))
+
+
+def bench_file(path, ranks, seconds, hosts=2, cores=2):
+    """As `symcomm bench hosts --json` writes it."""
+    rows = [
+        {"collective": c, "nbytes": n, "side": side, "ms": s * 1e3 if side == "ours" else 1.0}
+        for (c, n), s in seconds.items()
+        for side in ("ours", "gloo")
+    ]
+    found = {"machine": {"cores": cores}, "plan": {"hosts": hosts, "ranks": ranks}, "rows": rows}
+    path.write_text(json.dumps(found))
+    return str(path)
+
+
+def test_check_compares_with_what_was_measured(tmp_path, monkeypatch):
+    """Figures that the model itself has made, one of which is wrong by half."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    true = Link(100e6, 0, 1e-3, 2e-3)
+    files = []
+    for ranks in (2, 4):
+        cases = [(c, n) for c in ("all_reduce", "broadcast") for n in (4096, 65536, 1 << 20, 32 << 20)]
+        how = {"machine": machines.DEFAULT, "cores_per_host": 1}
+        seconds = {(c, n): predict(c, n, 2, ranks, true, **how) for c, n in cases} | {("barrier", 0): 1.0}
+        if ranks == 4:
+            seconds["broadcast", 65536] *= 2
+        files.append(bench_file(tmp_path / f"{ranks}.json", ranks, seconds))
+    out = ask("--check", files[0], "--check", files[1])
+    assert out.exit_code == 0, out.output
+    assert "link: 0.8 Gb/s, arrival 2.00 ms, message 1.00 ms" in out.output
+    assert out.output.count("fitted\n") == 3 and out.output.count("1.00x") == 15
+    worst = "worst: 0.50x (broadcast of 64 KiB, 2 x 4 ranks); 12 of 13 that were not fitted are within 20 %"
+    assert worst in out.output
+    found = json.loads(ask("--check", files[1], "--json").output)
+    assert len(found["rows"]) == 8 and sum(row["fitted"] for row in found["rows"]) == 3
+    assert found["link"]["bandwidth"] == pytest.approx(100e6, rel=1e-3)
+
+
+def test_check_refuses_what_is_no_measurement(tmp_path):
+    assert "cannot be read" in ask("--check", str(tmp_path / "none.json")).output
+    (tmp_path / "other.json").write_text('{"rows": []}')
+    out = ask("--check", str(tmp_path / "other.json"))
+    assert out.exit_code == 2 and "write it with `symcomm bench hosts --json FILE`" in out.output
+    out = ask("--check", bench_file(tmp_path / "few.json", 2, {("all_gather", 65536): 1.0}))
+    assert out.exit_code == 2 and "of two sizes or more above 4096 bytes, got []" in out.output
 
 
 # --- SimGrid -----------------------------------------------------------------------------------------------
@@ -391,18 +488,27 @@ def test_calibration_finds_the_machine_that_was_measured():
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-3)
 
 
-@pytest.mark.parametrize(("hosts", "cores"), [(2, 0), (3, 1), (8, 0)])
-def test_two_calls_make_a_link(hosts, cores):
-    true, machine = Link(125e6, 0, 80e-6), machines.DEFAULT
-    small, large = (
-        (n, predict("all_reduce", n, hosts, 2, true, machine=machine, cores_per_host=cores)) for n in (8, 64 << 20)
-    )
-    found = fit_link(small, large, hosts, 2, machine=machine, cores_per_host=cores)
-    assert found == pytest.approx(true, rel=1e-3)
-    with pytest.raises(BadArgumentError, match="small must be of fewer bytes than large, 8"):
-        fit_link(large, small, hosts, 2)
-    with pytest.raises(BadArgumentError, match=r"large must be \(bytes, seconds\), both more than 0"):
-        fit_link(small, (9, 0.0), hosts, 2)
+@pytest.mark.parametrize(("hosts", "cores"), [(2, 0), (3, 1), (8, 0), (3, 2 / 3)])
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "broadcast"])
+def test_three_calls_make_a_link(hosts, cores, collective):
+    true, how = Link(125e6, 0, 80e-6, 200e-6), {"machine": machines.DEFAULT, "cores_per_host": cores}
+    sizes = (8, 4096, 16384, 1 << 20, 64 << 20)
+    measured = {n: predict(collective, n, hosts, 2, true, **how) for n in sizes}
+    assert fitted_sizes(sizes) == [4096, 16384, 64 << 20]
+    assert fit_link(measured, hosts, 2, collective=collective, **how) == pytest.approx(true, rel=1e-3)
+
+
+def test_two_calls_make_a_link_whose_messages_hold_the_arrival():
+    true, how = Link(125e6, 0, 80e-6, 200e-6), {"machine": machines.DEFAULT}
+    measured = {n: predict("all_reduce", n, 2, 2, true, **how) for n in (8192, 64 << 20)}
+    found = fit_link(measured, 2, 2, **how)
+    assert found.arrival == 0 and found.message == pytest.approx(280e-6, rel=0.01)
+    with pytest.raises(
+        BadArgumentError, match=r"measured must be of two sizes or more above 4096 bytes, got \[8, 64\]"
+    ):
+        fit_link({64: 1.0, 8: 1.0}, 2, 2)
+    with pytest.raises(BadArgumentError, match="measured must be bytes and seconds of more than 0"):
+        fit_link({8192: 1.0, 16384: 0.0}, 2, 2)
 
 
 @pytest.mark.parametrize("cores", [2, 4])

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -20,25 +21,17 @@ from symcomm.cli import bench_options as options
 from symcomm.cli import bench_table
 from symcomm.cli.bench_options import COLLECTIVES, OTHERS
 from symcomm.cli.bench_peers import parse_peers, setup_peers
-from symcomm.cli.bench_run import OURS, Case, Effort, Result, measure, open_sides
+from symcomm.cli.bench_run import OURS, Case, Effort, Result, make_cases, measure, open_sides
 from symcomm.cli.refusals import refusals_in_words
-from symcomm.types import DType
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
-# Which forms a collective has: in place, out of place. The first one is what a summary shows.
-PLACES = {
-    "all_reduce": (True, False), "reduce": (True, False), "broadcast": (True,), "all_gather": (False, True),
-    "reduce_scatter": (False, True), "gather": (False, True), "scatter": (False, True), "all_to_all": (False,),
-    "barrier": (True,), "p2p": (False,),
-}  # fmt: skip
-ONE_PIECE = ("all_reduce", "reduce", "broadcast", "p2p")  # the others' sizes count one piece per rank
 NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
 OPS = ("sum", "prod", "min", "max", "avg")
 QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
-# Whole programs: (turns, steps of each) of a quick run, and what is compared before timing.
-PROGRAMS = {"ddp": ((4, 2), "gradients"), "compile": ((4, 10), "results"), "hosts": ((3, 1), "results")}
+# Whole programs: (turns, steps of each) of a quick run, and what is compared before timing; hosts' values are exact.
+PROGRAMS = {"ddp": ((4, 2), "gradients"), "compile": ((4, 10), "results"), "hosts": ((3, 1), "")}
 QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
 
 
@@ -74,17 +67,11 @@ def check_choice(option: str, value: str, allowed: Sequence[str]) -> str:
     return value
 
 
-def make_cases(
-    collective: str, sizes: Sequence[int], world: int, dtype: str, op: str, root: int, one_place: bool
-) -> list[Case]:
-    """The rows of one collective: every size, in every form it has."""
-    if collective == "barrier":
-        return [Case("barrier", 0, 0, dtype, op, root, True)]
-    places = PLACES[collective][:1] if one_place else PLACES[collective]
-    pieces = 1 if collective in ONE_PIECE else world
-    item = DType[dtype.upper()].itemsize
-    counts = dict.fromkeys(max(1, nbytes // (item * pieces)) for nbytes in sizes)
-    return [Case(collective, n * item * pieces, n, dtype, op, root, place) for n in counts for place in places]
+def pick_collectives(text: str) -> tuple[str, ...]:
+    """Names with commas between them, or ``all``, of what ``hosts`` can measure."""
+    allowed = [name for name in COLLECTIVES if name != "p2p"]
+    names = [name.strip() for name in text.split(",")]
+    return tuple(allowed if names == ["all"] else (check_choice("--collectives", n, [*allowed, "all"]) for n in names))
 
 
 @dataclass(frozen=True)
@@ -237,8 +224,9 @@ def bench_programs(
     markdown: bool,
     best: bool,
     json_file: Path | None,
+    **more: Any,
 ) -> None:
-    """Whole programs (training steps, compiled graphs) on several sides, which take turns."""
+    """Whole programs (training steps, compiled graphs) on several sides, which take turns. ``more``: for their plan."""
     _check_numbers(ranks, 0, iters, 0, rounds, name)
     if name == "compile" and ranks not in (2, 4, 8):
         raise errors.bad_argument("symcomm bench", "--ranks", ranks, "2, 4 or 8 for compile, which divides 8 heads")
@@ -246,7 +234,7 @@ def bench_programs(
     module = importlib.import_module(f"symcomm.cli.bench_{name}")
     turns, compared = PROGRAMS[name]
     usual = module.Plan(ranks, *turns) if quick else module.Plan(ranks)
-    plan = module.Plan(ranks, rounds or usual.rounds, iters or usual.steps)
+    plan = module.Plan(ranks, rounds or usual.rounds, iters or usual.steps, **more)
     with progress(plan.turns) as tick:
         found = getattr(module, f"run_{name}_bench")(plan, tick)
     word = bench_table.as_markdown if markdown else bench_table.as_text
@@ -254,7 +242,10 @@ def bench_programs(
     what = "fastest turn" if best else f"median of {plan.rounds} turns of {plan.steps} steps"
     print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} when done; {what}\n")
     print(word(module.as_table(found, plan, best)))
-    print(f"# {compared} are at most {max(f.error for f in found):.1g} of their size from those of one process")
+    if compared:
+        print(f"# {compared} are at most {max(f.error for f in found):.1g} of their size from those of one process")
+    else:
+        print("# all values were right, on all ranks, before anything was timed")
     if json_file:
         json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
 
@@ -280,6 +271,7 @@ def bench(
     symmetric: options.Symmetric = False,
     ordinary: options.Ordinary = False,
     against: options.Against = "",
+    collectives: options.Collectives = "all_reduce",
     quick: options.Quick = False,
     best: options.Best = False,
     pin: options.Pin = True,
@@ -297,7 +289,7 @@ def bench(
       symcomm bench p2p --plot p2p.svg
       symcomm bench ddp
       symcomm bench compile --quick
-      symcomm bench hosts --ranks 4
+      symcomm bench hosts --ranks 4 --collectives all_reduce,all_gather
       symcomm bench sites
     """
     if ranks is None:
@@ -310,8 +302,9 @@ def bench(
         elif collective == "sites":
             bench_sites(ranks, quick=quick, markdown=markdown, json_file=json_file)
         elif collective in PROGRAMS:
+            more = {"collectives": pick_collectives(collectives)} if collective == "hosts" else {}
             bench_programs(
-                collective, ranks, rounds, iters, quick=quick, markdown=markdown, best=best, json_file=json_file
+                collective, ranks, rounds, iters, quick=quick, markdown=markdown, best=best, json_file=json_file, **more
             )
         else:
             _check_numbers(ranks, root, iters, warmup, rounds, collective)

@@ -7,69 +7,104 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-CARD = Path("/sys/class/net/net0/statistics/tx_bytes")
+from symcomm.cli.bench_run import Case, make_cases
+from symcomm.cli.bench_worker import Bench, GlooSide, SymcommSide
+
+__all__ = ["Ranks", "main", "measure"]
+
+CARD = Path("/sys/class/net/net0/statistics")
+TIMEOUT = 300.0
+
+
+class Ranks:
+    """All ranks of the run: what each has found, and what crosses the busiest host's link meanwhile."""
+
+    def __init__(self, group: Any):
+        self.group, self.idle = group, 0
+        self.idle = min(self.timed(lambda: None, 1)[1] for _ in range(3))  # what this class itself sends
+
+    def everybodys(self, value: Any) -> list[Any]:
+        return [json.loads(item) for item in self.group.all_gather_object(json.dumps(value).encode())]
+
+    def timed(self, call: Callable[[], Any], calls: int) -> tuple[float, int]:
+        """(seconds of a call, of the slowest rank; bytes of all calls, of the host that sent or received most)."""
+        self.group.barrier()
+        before, begun = _card(), time.perf_counter()
+        for _ in range(calls):
+            call()
+        seconds = max(self.everybodys((time.perf_counter() - begun) / calls))
+        after = _card()  # everybody is done: nothing is on its way any more
+        moved = max(max(pair) for pair in self.everybodys([b - a for a, b in zip(before, after, strict=True)]))
+        return seconds, max(0, moved - self.idle)
+
+
+def _card() -> list[int]:
+    """Bytes that this host has sent and received so far."""
+    return [int((CARD / name).read_text()) if CARD.exists() else 0 for name in ("tx_bytes", "rx_bytes")]
+
+
+def measure(case: Case, plan: dict[str, Any], sides: dict[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
+    """Values first, and one more call, so that all is warm; then the sides take turns."""
+    ready = {name: Bench(side, SimpleNamespace(**asdict(case), kind="ordinary")) for name, side in sides.items()}
+    rows: dict[str, dict[str, Any]] = {
+        name: {"collective": case.collective, "nbytes": case.nbytes, "side": name, "sent": 0.0, "turns": []}
+        for name in sides
+    }  # fmt: skip
+    for name, bench in ready.items():
+        if case.collective == "barrier":
+            _check_barrier(name, bench.call, ranks)
+        elif wrong := sum(ranks.everybodys(bench.check())):
+            raise SystemExit(f"{case.collective} of {case.nbytes} bytes on {name}: {wrong} elements are wrong")
+        bench.clear()
+        bench.call()
+    for number in range(plan["rounds"]):
+        for name in list(sides)[:: -1 if number % 2 else 1]:
+            seconds, moved = ranks.timed(ready[name].call, plan["steps"])
+            rows[name]["turns"].append(seconds)
+            rows[name]["sent"] = moved / plan["steps"]
+            if ranks.group.rank == 0:
+                print(f"{case.collective}, {case.nbytes} bytes, {name}", flush=True)
+    return list(rows.values())
+
+
+def _check_barrier(name: str, barrier: Callable[[], Any], ranks: Ranks) -> None:
+    """Nobody leaves before the last has come. The hosts are one machine, which has one clock."""
+    if ranks.group.rank == ranks.group.size - 1:
+        time.sleep(0.05)
+    came = time.monotonic()
+    barrier()
+    left = time.monotonic()
+    if min(ranks.everybodys(left)) < max(ranks.everybodys(came)):
+        raise SystemExit(f"barrier on {name}: a rank left before the last one came")
 
 
 def main() -> None:
     plan, result = json.loads(sys.argv[1]), Path(sys.argv[2])
-    import torch
     import torch.distributed as dist
 
     import symcomm
 
-    group = symcomm.init(timeout=300)
+    group = symcomm.init(timeout=TIMEOUT)
     meeting = f"tcp://{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1}"
     dist.init_process_group(
-        "gloo", init_method=meeting, rank=group.rank, world_size=group.size, timeout=timedelta(seconds=300)
+        "gloo", init_method=meeting, rank=group.rank, world_size=group.size, timeout=timedelta(seconds=TIMEOUT)
     )
-    sides: dict[str, Callable[[Any], Any]] = {"ours": group.all_reduce, "gloo": dist.all_reduce}
+    sides, ranks = {"ours": SymcommSide(group), "gloo": GlooSide()}, Ranks(group)
     rows: list[dict[str, Any]] = []
-    for nbytes in plan["sizes"]:
-        found = {side: _check(call, nbytes, group) for side, call in sides.items()}
-        tensor = torch.zeros(nbytes // 4)
-        for number in range(plan["rounds"]):
-            for side in list(sides)[:: -1 if number % 2 else 1]:
-                seconds, sent = _turn(sides[side], tensor, plan["steps"], group)
-                found[side]["turns"].append(seconds)
-                found[side]["sent"] = sent
-                if group.rank == 0:
-                    print(f"{nbytes} bytes, {side}", flush=True)
-        rows += [{"nbytes": nbytes, "side": side, **figures} for side, figures in found.items()]
+    for collective in plan["collectives"]:
+        for case in make_cases(collective, plan["sizes"], group.size, "float32", "sum", 0, one_place=True):
+            rows += measure(case, plan, sides, ranks)
     if group.rank == 0:
         result.write_text(json.dumps(rows))
     group.barrier()
     dist.destroy_process_group()
     symcomm.destroy()
-
-
-def _check(call: Callable[[Any], Any], nbytes: int, group: Any) -> dict[str, Any]:
-    """Values first; this is also what warms everything up."""
-    import torch
-
-    inputs = [torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(r)) for r in range(group.size)]
-    wanted = sum(inputs)
-    tensor = inputs[group.rank].clone()
-    call(tensor)
-    error = float((tensor - wanted).abs().max() / torch.as_tensor(wanted).abs().max())
-    if not error < 1e-5:
-        raise SystemExit(f"values are {error:.2g} of their size from the sum")
-    return {"error": error, "turns": [], "sent": 0.0}
-
-
-def _turn(call: Callable[[Any], Any], tensor: Any, steps: int, group: Any) -> tuple[float, float]:
-    """(seconds of a call, of the slowest rank; bytes that it made this host send)."""
-    group.barrier()
-    before, begun = int(CARD.read_text()), time.perf_counter()
-    for _ in range(steps):
-        call(tensor)
-    seconds = (time.perf_counter() - begun) / steps
-    sent = (int(CARD.read_text()) - before) / steps
-    everyone = [json.loads(item) for item in group.all_gather_object(json.dumps(seconds).encode())]
-    return max(everyone), sent
 
 
 if __name__ == "__main__":

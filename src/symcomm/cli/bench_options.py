@@ -57,6 +57,9 @@ Ordinary = Annotated[bool, typer.Option("--ordinary", help="Only ordinary tensor
 Against = Annotated[
     str, typer.Option("--against", metavar="NAMES", help="Also measure gloo, mpich, openmpi (with commas).")
 ]
+Collectives = Annotated[
+    str, typer.Option("--collectives", metavar="NAMES", help="hosts: which, with commas, or all but p2p: all.")
+]
 Quick = Annotated[bool, typer.Option("--quick", help="Seven sizes, short repetitions, one summary.")]
 Best = Annotated[bool, typer.Option("--best", help="Show fastest repetitions: for noisy machines.")]
 Pin = Annotated[

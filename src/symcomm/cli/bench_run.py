@@ -26,10 +26,18 @@ from typing import Any
 from symcomm import errors
 from symcomm.cli.bench_peers import start_of
 from symcomm.errors import words_for_exit
+from symcomm.types import DType
 
-__all__ = ["OURS", "Case", "Effort", "Result", "measure", "open_sides"]
+__all__ = ["OURS", "PLACES", "Case", "Effort", "Result", "make_cases", "measure", "open_sides"]
 
 OURS = ("ordinary", "symmetric")  # series of our own side; every other series is a side of that name
+# Which forms a collective has: in place, out of place. The first one is what a summary shows.
+PLACES = {
+    "all_reduce": (True, False), "reduce": (True, False), "broadcast": (True,), "all_gather": (False, True),
+    "reduce_scatter": (False, True), "gather": (False, True), "scatter": (False, True), "all_to_all": (False,),
+    "barrier": (True,), "p2p": (False,),
+}  # fmt: skip
+ONE_PIECE = ("all_reduce", "reduce", "broadcast", "p2p")  # the others' sizes count one piece per rank
 WORKER = "symcomm.cli.bench_worker"
 START_DEADLINE = 60.0
 ORDER_DEADLINE = 120.0  # for one order, on top of what the work itself is expected to take
@@ -46,6 +54,19 @@ class Case:
     op: str
     root: int
     in_place: bool
+
+
+def make_cases(
+    collective: str, sizes: Sequence[int], world: int, dtype: str, op: str, root: int, one_place: bool
+) -> list[Case]:
+    """The rows of one collective: every size, in every form it has."""
+    if collective == "barrier":
+        return [Case("barrier", 0, 0, dtype, op, root, True)]
+    places = PLACES[collective][:1] if one_place else PLACES[collective]
+    pieces = 1 if collective in ONE_PIECE else world
+    item = DType[dtype.upper()].itemsize
+    counts = dict.fromkeys(max(1, nbytes // (item * pieces)) for nbytes in sizes)
+    return [Case(collective, n * item * pieces, n, dtype, op, root, place) for n in counts for place in places]
 
 
 @dataclass(frozen=True)

@@ -145,15 +145,20 @@ TORCH_OPS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg":
 
 
 class SymcommSide(TorchSide):
-    def __init__(self, args: SimpleNamespace):
+    def __init__(self, group: Any):
         super().__init__()
         import symcomm
 
+        self.group, self.ops = group, symcomm.ReduceOp
+        self.rank, self.world = group.rank, group.size
+        self.barrier = group.barrier
+
+    @classmethod
+    def joined(cls, args: SimpleNamespace) -> SymcommSide:
+        import symcomm
+
         store = symcomm.FileStore(args.store, args.world)
-        self.group = symcomm.init(store=store, rank=args.rank, world_size=args.world, timeout=GROUP_TIMEOUT)
-        self.ops = symcomm.ReduceOp
-        self.rank, self.world = args.rank, args.world
-        self.barrier = self.group.barrier
+        return cls(symcomm.init(store=store, rank=args.rank, world_size=args.world, timeout=GROUP_TIMEOUT))
 
     def empty(self, count: int, dtype: str, kind: str) -> Any:
         if kind != "symmetric":
@@ -179,17 +184,25 @@ class SymcommSide(TorchSide):
 
 
 class GlooSide(TorchSide):
-    def __init__(self, args: SimpleNamespace):
+    """torch.distributed's default group, whoever made it."""
+
+    def __init__(self) -> None:
         super().__init__()
+        import torch.distributed as dist
+
+        self.dist = dist
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.barrier = dist.barrier
+
+    @classmethod
+    def joined(cls, args: SimpleNamespace) -> GlooSide:
         from datetime import timedelta
 
         import torch.distributed as dist
 
-        self.dist = dist
         store, seconds = dist.FileStore(args.store, args.world), timedelta(seconds=GROUP_TIMEOUT)
         dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.world, timeout=seconds)
-        self.rank, self.world = args.rank, args.world
-        self.barrier = dist.barrier
+        return cls()
 
     def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list | None) -> Callable:
         dist, root, make = self.dist, case.root, functools.partial
@@ -268,8 +281,8 @@ class MPISide:
 
 
 SIDES: dict[str, Callable[[SimpleNamespace], Any]] = {
-    "symcomm": SymcommSide,
-    "gloo": GlooSide,
+    "symcomm": SymcommSide.joined,
+    "gloo": GlooSide.joined,
     "mpich": MPISide,
     "openmpi": MPISide,
 }
@@ -356,12 +369,16 @@ class Bench:
         self.side.assign(scratch, numbers)
         return self.side.numbers(scratch)
 
-    def time(self, iterations: int, repetitions: int, warmup: int) -> list[float]:
-        """Nanoseconds of one call, the mean of each repetition. Zeros stay zeros under every operation."""
+    def clear(self) -> None:
+        """Zeros stay zeros under every operation, however often it is repeated."""
         for tensor in (self.source, self.result):
             if tensor is not None and not self.zeroed:
                 self.side.zero(tensor)
         self.zeroed = True
+
+    def time(self, iterations: int, repetitions: int, warmup: int) -> list[float]:
+        """Nanoseconds of one call, the mean of each repetition."""
+        self.clear()
         call, barrier, now = self.call, self.side.barrier, time.perf_counter_ns
         for _ in range(warmup):
             call()

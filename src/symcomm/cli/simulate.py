@@ -13,6 +13,7 @@ import typer
 
 from symcomm import errors
 from symcomm.cli.refusals import refusals_in_words
+from symcomm.cli.simulate_check import draw_table, show_check
 from symcomm.simulate import machine as machines
 from symcomm.simulate.engines import ENGINES
 from symcomm.simulate.predict import COLLECTIVES, Cluster, Estimate, compare
@@ -63,6 +64,15 @@ def simulate(
             "--plot", metavar="FILE", help="Draw it over 8 to 16,384 ranks: .png or .svg.", show_default=False
         ),
     ] = None,
+    checked: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--check",
+            metavar="FILE",
+            help="Predict what `bench hosts --json` measured; several times.",
+            show_default=False,
+        ),
+    ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine first, and keep its numbers for later.")
     ] = False,
@@ -75,6 +85,7 @@ def simulate(
       symcomm simulate ddp --model-bytes 14G --compute-ms 400 --hosts 64 --topology star,bandwidth=400Gb/s
       symcomm simulate all_reduce --bytes 64M --plot all_reduce.svg
       symcomm simulate --calibrate
+      symcomm simulate --check two.json --check four.json
     """
     with refusals_in_words():
         if what not in (*COLLECTIVES, *STEPS):
@@ -84,6 +95,9 @@ def simulate(
         if calibrate:
             measure_this_machine()
         machine = _machine(machine_file, cores, memory)
+        if checked:
+            show_check(checked, machine, as_json)
+            return
         cluster = Cluster(ranks, parse_topology(topology, hosts), machine, engine, symmetric)
         if what in STEPS:
             model, piece = (
@@ -179,7 +193,8 @@ def describe(topology: Topology) -> str:
     thinner = f", oversubscription {topology.oversubscription:g}" if topology.oversubscription > 1 else ""
     link = topology.link
     speed = f"{link.bandwidth * 8 / 1e9:g} Gb/s, {words_for_time(link.latency)} a link"
-    return f"{topology.kind}{shape}{thinner}, {speed}, {words_for_time(link.message)} a message"
+    software = f"{words_for_time(link.message)} a message, {words_for_time(link.arrival)} to meet"
+    return f"{topology.kind}{shape}{thinner}, {speed}, {software}"
 
 
 def show(table: Table, cluster: Cluster, as_json: bool, found: list[dict[str, Any]]) -> None:
@@ -191,19 +206,12 @@ def show(table: Table, cluster: Cluster, as_json: bool, found: list[dict[str, An
         typer.echo(json.dumps(about, indent=1))
         return
     from rich.console import Console
-    from rich.table import Table as RichTable
 
-    head, lines = table
-    drawn = RichTable(box=None, header_style="dim", pad_edge=False)
-    for name in head:
-        drawn.add_column(name, justify="left" if name in ("algorithm", "") else "right", no_wrap=True)
-    for line in lines:
-        drawn.add_row(*line)
     console = Console(highlight=False)
     ranks = f"{cluster.ranks} ranks: {cluster.hosts} hosts of {cluster.ranks_per_host}"
-    console.print(f"{ranks}; {describe(cluster.topology)}; engine {cluster.engine}", style="dim")
+    console.print(f"{ranks}; {describe(cluster.topology)}; engine {cluster.engine}", style="dim", soft_wrap=True)
     console.print(f"hosts as {cluster.machine.name}\n", style="dim")
-    console.print(drawn)
+    draw_table(*table)
 
 
 # --- pictures ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@
     engines.py    what a round costs: our model of shared links, or SimGrid's
     predict.py    collectives from both parts; ``predict`` and ``compare``
     training.py   a training step whose communication hides behind its computation
-    calibrate.py  measures this machine with our own collectives
+    calibrate.py  measures this machine with our own collectives; a link from measured ones of several hosts
+    check.py      predictions beside what `symcomm bench hosts` measured
 
 Plans are data, so the single-host part is no formula: the steps that the C core would run are the steps that are
 costed.

@@ -1,7 +1,7 @@
 """Measures this machine with our own collectives.
 
-For hosts too: ``fit_link`` turns two measured calls of a real group of several hosts into a Link, with which other
-sizes and numbers of hosts can be predicted.
+For hosts too: ``fit_link`` turns two or three measured calls of a real group of several hosts into a Link, with which
+other sizes, collectives and numbers of hosts can be predicted.
 
 Each number is the one with which a plan's walk (host.py) takes as long as the call did: the time to meet from a
 barrier, the rates of a cache and of memory from all_gather.
@@ -13,16 +13,16 @@ import dataclasses
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from symcomm import errors
 from symcomm.simulate.host import host_seconds
 from symcomm.simulate.machine import DEFAULT, Machine, load
-from symcomm.simulate.predict import predict
+from symcomm.simulate.predict import predict, travels
 from symcomm.simulate.topology import Link
 
-__all__ = ["calibrate", "fit", "fit_link", "measure"]
+__all__ = ["calibrate", "fit", "fit_link", "fitted_sizes", "measure"]
 
 SMALL, LARGE = 256 << 10, 32 << 20  # bytes: in a core's cache, and in none
 # What is measured with two ranks: (collective, bytes, the number that follows from it)
@@ -133,39 +133,52 @@ def _search(time_of: Callable[[float], float], seconds: float, low: float, high:
     return (low * high) ** 0.5
 
 
+def fitted_sizes(sizes: Iterable[int], collective: str = "all_reduce") -> list[int]:
+    """Which of the measured sizes say what a link does: the largest that travels with the arrival, the smallest that
+    does not, and the largest of all. Three, or the last two."""
+    small = [n for n in sizes if travels(collective, n)]
+    large = [n for n in sizes if not travels(collective, n)]
+    if len(large) < 2:
+        raise errors.bad_argument("fit_link", "measured", sorted(sizes), "of two sizes or more above 4096 bytes")
+    return [*([max(small)] if small else []), min(large), max(large)]
+
+
 def fit_link(
-    small: tuple[int, float],
-    large: tuple[int, float],
+    measured: Mapping[int, float],
     hosts: int,
     ranks_per_host: int,
     *,
     collective: str = "all_reduce",
     machine: Machine | None = None,
-    cores_per_host: int = 0,
+    cores_per_host: float = 0,
 ) -> Link:
-    """A Link from two measured calls, each (bytes, seconds): the small one says what a message costs, the large one
-    what a link carries. Latency and software cannot be told apart from outside, so ``message`` holds both.
+    """A Link from measured calls of real hosts, ``{bytes: seconds}``; ``fitted_sizes`` says which of them are used.
+
+    One that travels with the arrival says what it costs hosts to meet, the next what a message costs, the largest what
+    a link carries. Latency cannot be told from software's time, nor headers from a slower link: they are in there. So
+    is the arrival in ``message``, where no size says more.
     """
-    for name, (nbytes, seconds) in (("small", small), ("large", large)):
+    for nbytes, seconds in measured.items():
         if nbytes < 1 or not seconds > 0:
-            raise errors.bad_argument("fit_link", name, (nbytes, seconds), "(bytes, seconds), both more than 0")
-    if small[0] >= large[0]:
-        raise errors.bad_argument("fit_link", "small", small, f"of fewer bytes than large, {large[0]}")
+            raise errors.bad_argument("fit_link", "measured", {nbytes: seconds}, "bytes and seconds of more than 0")
+    *small, middle, large = fitted_sizes(measured, collective)
     host = machine or load()
 
-    def seconds_with(nbytes: int, link: Link) -> float:
-        return predict(collective, nbytes, hosts, ranks_per_host, link, machine=host, cores_per_host=cores_per_host)
+    def fitted(link: Link, name: str, nbytes: int, *, low: float, high: float, is_rate: bool) -> Link:
+        def changed(rate: float) -> Link:
+            return link._replace(**{name: rate if is_rate else 1 / rate})
 
-    def with_message(link: Link) -> Link:
-        per_second = _search(lambda n: seconds_with(small[0], link._replace(message=1 / n)), small[1], 1e-1, 1e9)
-        return link._replace(message=1 / per_second)
+        def seconds_at(rate: float) -> float:
+            return predict(
+                collective, nbytes, hosts, ranks_per_host, changed(rate), machine=host, cores_per_host=cores_per_host
+            )
 
-    def with_bandwidth(link: Link) -> Link:
-        return link._replace(
-            bandwidth=_search(lambda n: seconds_with(large[0], link._replace(bandwidth=n)), large[1], 1e5, 1e13)
-        )
+        return changed(_search(seconds_at, measured[nbytes], low, high))
 
-    link = Link(latency=0.0)
-    for _ in range(3):  # each changes the other a little
-        link = with_bandwidth(with_message(link))
+    link = Link(latency=0.0, arrival=0.0)
+    for _ in range(4):  # each changes the others a little
+        if small:
+            link = fitted(link, "arrival", small[0], low=1e-1, high=1e9, is_rate=False)
+        link = fitted(link, "message", middle, low=1e-1, high=1e9, is_rate=False)
+        link = fitted(link, "bandwidth", large, low=1e5, high=1e13, is_rate=True)
     return link

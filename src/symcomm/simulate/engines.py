@@ -36,7 +36,7 @@ def model_seconds(topology: Topology, rounds: Sequence[Round]) -> list[float]:
 
 def _message_seconds(topology: Topology, messages: Round) -> float:
     hops, seconds_a_byte = _longest_and_busiest(topology, messages.pairs)
-    return messages.sends * topology.link.message + hops * topology.link.latency + messages.nbytes * seconds_a_byte
+    return messages.software * topology.link.message + hops * topology.link.latency + messages.nbytes * seconds_a_byte
 
 
 @functools.lru_cache(maxsize=256)
@@ -67,7 +67,7 @@ def simgrid_seconds(topology: Topology, rounds: Sequence[Round]) -> list[float]:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise ResourceError(f"simulate: SimGrid ended with code {done.returncode}: {last}")
     times = json.loads(done.stdout.splitlines()[-1])
-    return [r.sends * topology.link.message + t if r.pairs else 0.0 for r, t in zip(rounds, times, strict=True)]
+    return [r.software * topology.link.message + t if r.pairs else 0.0 for r, t in zip(rounds, times, strict=True)]
 
 
 def _as_platform(topology: Topology, rounds: Sequence[Round]) -> dict:

@@ -35,7 +35,7 @@ class Machine:
     host_memory: float  # bytes/s: what all cores together get from memory
     cache: int = 1 << 20  # bytes: tensors up to here stay in a core's cache between calls
     switch: float = 11e-6  # seconds that a wait takes longer when ranks outnumber cores (BENCHMARKS.md, 4 ranks on 2)
-    cores: int = 0  # of a host; 0: as many as ranks
+    cores: float = 0  # of a host; 0: as many as ranks; a fraction where hosts share cores, as emulated ones do
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -4,7 +4,7 @@ hierarchical   all_reduce: every host reduce_scatters in shared memory, so each 
                number all_reduce their shards between hosts, all at once; every host all_gathers. The other collectives
                are parts of this. ``direct``, ``ring`` and ``halving`` name what happens between hosts; direct is what
                groups of several hosts do. Large tensors are worked on in chunks: while one is on the network, the
-               hosts have others in hand.
+               hosts have others in hand. Hosts meet first; small tensors travel with what they say then.
 flat ring      one ring through all ranks, host by host; only one message a host and round leaves it
 flat tree      one binary tree through all ranks, in chunks
 """
@@ -26,11 +26,12 @@ from symcomm.simulate.rounds import (
     direct_broadcast,
     reduce_scatter_rounds,
     ring,
+    told,
     tree,
 )
 from symcomm.simulate.topology import Link, Topology, parse_topology
 
-__all__ = ["ALGORITHMS", "COLLECTIVES", "Cluster", "Estimate", "compare", "estimate", "predict"]
+__all__ = ["ALGORITHMS", "COLLECTIVES", "Cluster", "Estimate", "compare", "estimate", "predict", "travels"]
 
 HIERARCHICAL = ("hierarchical direct", "hierarchical ring", "hierarchical halving")
 ALGORITHMS = {
@@ -42,6 +43,12 @@ ALGORITHMS = {
 COLLECTIVES = tuple(ALGORITHMS)
 MOST_CHUNKS = 1 << 12  # of a tree
 CHUNK = 4 << 20  # bytes, of hierarchical collectives: fewer would not hide a network's latency
+SMALL = 4096  # bytes of a tensor that travels with the arrival of its host, in these collectives:
+SMALL_ONES = ("all_reduce", "all_gather", "broadcast")
+# Ranks that share a core take turns: their arrivals take as many times longer, and their messages, which pass through
+# several threads, longer still. Two hosts of one core, 16 and 64 KiB, a loaded machine: 2.9 to 3.5 times as long with 4
+# ranks as with 2 (exponents of 1.5 to 1.8), but 5 to 5.5 times with 4 as with 1 (1.2). Chosen in between.
+MESSAGE_CROWDING = 1.5
 DIRECT_HOSTS = 256  # beyond, everybody to everybody is too many messages to send, and to simulate
 
 
@@ -65,6 +72,13 @@ class Cluster:
         return self.topology.hosts
 
     @property
+    def network(self) -> Topology:
+        """The topology as its messages find it: what software does takes longer where ranks share cores."""
+        link, crowding = self.topology.link, self.machine.crowding(self.ranks_per_host)
+        slowed = link._replace(message=link.message * crowding**MESSAGE_CROWDING, arrival=link.arrival * crowding)
+        return replace(self.topology, link=slowed)
+
+    @property
     def ranks(self) -> int:
         return self.hosts * self.ranks_per_host
 
@@ -79,7 +93,7 @@ class Estimate:
     ranks: int
     seconds: float
     inside: float  # seconds in which hosts work
-    between: float  # seconds in which the network does; the two may overlap
+    between: float  # seconds in which the network does, and hosts meet; the two may overlap
     chunks: int
     messages: int  # rounds of one chunk, one after the other
 
@@ -104,7 +118,7 @@ def predict(
     *,
     algorithm: str = "",
     machine: Machine | None = None,
-    cores_per_host: int = 0,
+    cores_per_host: float = 0,
 ) -> float:
     """Seconds of one call: of ``algorithm``, or of what a group of several hosts does.
 
@@ -142,7 +156,14 @@ def estimate(collective: str, algorithm: str, nbytes: int, cluster: Cluster) -> 
         return Estimate(
             collective, algorithm, nbytes, cluster.ranks, between, 0.0, between, 1, sum(r.times for r in rounds)
         )
+    if way == "direct" and cluster.hosts > 1 and travels(collective, nbytes):
+        return _with_arrival(collective, nbytes, cluster)
     return _in_chunks(collective, way, nbytes, cluster)
+
+
+def travels(collective: str, nbytes: int) -> bool:
+    """Whether a group of several hosts sends these bytes with the arrival of a host, without its engine."""
+    return collective in SMALL_ONES and nbytes <= SMALL
 
 
 def _check(collective: str, nbytes: int) -> None:
@@ -162,14 +183,15 @@ def _in_chunks(collective: str, way: str, nbytes: int, cluster: Cluster) -> Esti
     """
     whole = {"all_gather": CHUNK * cluster.ranks, "reduce_scatter": CHUNK * cluster.hosts}.get(collective, CHUNK)
     most = max(1, -(-nbytes // whole)) if cluster.hosts > 1 else 1
+    arrival = _arrival(cluster)
 
     def cut(chunks: int, engine: Engine) -> Estimate:
-        inside, rounds = _hierarchical(collective, way, -(-nbytes // chunks), cluster)
+        first, further, rounds = _hierarchical(collective, way, -(-nbytes // chunks), cluster)
         between = _rounds_seconds(rounds, nbytes, cluster, engine)
-        seconds = inside + between + (chunks - 1) * max(inside, between)
+        seconds = arrival + first + between + (chunks - 1) * max(further, between)
         return Estimate(
-            collective, f"hierarchical {way}", nbytes, cluster.ranks, seconds, chunks * inside, chunks * between,
-            chunks, sum(r.times for r in rounds),
+            collective, f"hierarchical {way}", nbytes, cluster.ranks, seconds, first + (chunks - 1) * further,
+            arrival + chunks * between, chunks, sum(r.times for r in rounds),
         )  # fmt: skip
 
     if way != "direct":
@@ -177,26 +199,53 @@ def _in_chunks(collective: str, way: str, nbytes: int, cluster: Cluster) -> Esti
     return cut(most, find_engine(cluster.engine))
 
 
-def _hierarchical(collective: str, way: str, nbytes: int, cluster: Cluster) -> tuple[float, list[Round]]:
-    """(seconds inside the hosts, rounds between them). All ranks of a host send at once: their messages add up."""
+def _arrival(cluster: Cluster) -> float:
+    """Hosts tell each other that they have come, and with what: a small message each way, before anything else."""
+    if cluster.hosts == 1:
+        return 0.0
+    link = cluster.network.link
+    return link.arrival + link.latency * max(len(cluster.topology.route(0, h)) for h in range(1, cluster.hosts))
+
+
+def _with_arrival(collective: str, nbytes: int, cluster: Cluster) -> Estimate:
+    """Few bytes: every rank tells one of each other host what its own host has, when it says that it has come."""
+    ranks, hosts = cluster.ranks_per_host, cluster.hosts
+    own = -(-nbytes // hosts) if collective == "all_gather" else nbytes  # of its host
+    inside = host_seconds(collective, own, ranks, cluster.machine, cluster.symmetric)
+    combined = nbytes * (hosts - 1) if collective == "all_reduce" else 0
+    rounds = [told(hosts, ranks * own, combined, by_all=collective != "broadcast")]
+    carried = _rounds_seconds(rounds, nbytes, cluster, find_engine(cluster.engine))
+    between = cluster.network.link.arrival + carried
+    return Estimate(collective, "hierarchical direct", nbytes, cluster.ranks, inside + between, inside, between, 1, 1)
+
+
+def _hierarchical(collective: str, way: str, nbytes: int, cluster: Cluster) -> tuple[float, float, list[Round]]:
+    """One chunk: (seconds inside hosts before and after the network; of the host that works most, which is what each
+    further chunk waits for; rounds between hosts). All ranks of a host send at once: their messages add up."""
     hosts, shard = cluster.hosts, nbytes / cluster.ranks_per_host
 
-    def inside(part: str) -> float:
-        return host_seconds(part, nbytes, cluster.ranks_per_host, cluster.machine, cluster.symmetric)
+    def inside(part: str, pieces: int = 1) -> float:
+        """A part of so many pieces of the tensor, one after the other."""
+        whole = host_seconds(part, -(-nbytes // pieces), cluster.ranks_per_host, cluster.machine, cluster.symmetric)
+        return pieces * whole
 
     if collective == "broadcast" and way == "tree":  # one rank a host takes part between hosts
-        return inside("broadcast"), _best_tree(nbytes, cluster, lambda n: tree(hosts, nbytes, n, up=False))
-    if collective == "broadcast":  # the first host broadcasts, the others gather
-        seconds, rounds = max(inside("broadcast"), inside("all_gather")), direct_broadcast(hosts, shard)
+        down = _best_tree(nbytes, cluster, lambda n: tree(hosts, nbytes, n, up=False))
+        return inside("broadcast"), inside("broadcast"), down
+    parts = hosts if way == "direct" else 1  # direct: what is to go to each host, or came from there, host by host
+    if hosts == 1:
+        steps, rounds = [inside(collective)], []  # a host alone has a better plan than its two halves
+    elif collective == "broadcast":
+        steps, rounds = [inside("broadcast"), inside("all_gather")], direct_broadcast(hosts, shard)
     elif collective == "reduce_scatter":
-        seconds, rounds = inside("reduce_scatter"), reduce_scatter_rounds(way, hosts, shard)
+        steps, rounds = [inside("reduce_scatter", parts)], reduce_scatter_rounds(way, hosts, shard)
     elif collective == "all_gather":
-        seconds, rounds = inside("all_gather"), all_gather_rounds(way, hosts, shard)
-    elif hosts == 1:
-        seconds, rounds = inside("all_reduce"), []  # a host alone has a better plan than its two halves
+        steps, rounds = [inside("all_gather", parts)], all_gather_rounds(way, hosts, shard)
     else:
-        seconds, rounds = inside("reduce_scatter") + inside("all_gather"), all_reduce_rounds(way, hosts, shard)
-    return seconds, [replace(r, nbytes=r.nbytes * cluster.ranks_per_host) for r in rounds]
+        steps, rounds = [inside("reduce_scatter"), inside("all_gather")], all_reduce_rounds(way, hosts, shard)
+    apart = collective == "broadcast"  # the first host broadcasts, the others gather
+    rounds = [replace(r, nbytes=r.nbytes * cluster.ranks_per_host) for r in rounds]
+    return sum(steps), max(steps) if apart else sum(steps), rounds
 
 
 def _flat(collective: str, way: str, nbytes: int, cluster: Cluster) -> list[Round]:
@@ -241,7 +290,7 @@ def _rounds_seconds(rounds: Sequence[Round], nbytes: int, cluster: Cluster, engi
     """
     machine, ranks, small = cluster.machine, cluster.ranks_per_host, nbytes <= cluster.machine.cache
     total = 0.0
-    for r, network in zip(rounds, engine(cluster.topology, rounds), strict=True):
+    for r, network in zip(rounds, engine(cluster.network, rounds), strict=True):
         within = combining = 0.0
         if r.inside:
             within = (

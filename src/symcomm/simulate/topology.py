@@ -8,8 +8,8 @@ Specs are ``kind[:shape][,key=value...]``::
     fat-tree:32                              32 hosts a leaf switch, leaves joined by spines
     fat-tree:32x16,oversubscription=2        32 hosts a leaf, 16 leaves a pod; leaves have half the uplinks they need
 
-and the keys of all of them are ``bandwidth`` (100Gb/s), ``latency`` of a link (1us) and ``message``, what sending or
-receiving one costs the host's software (5us).
+and the keys of all of them are ``bandwidth`` (100Gb/s), ``latency`` of a link (1us), ``message``, what sending one and
+receiving one costs the host's software (5us), and ``arrival``, what it costs hosts to meet before a collective (100us).
 
 A link has one direction: messages that go both ways do not disturb each other. The parallel links between two levels
 of a fat-tree are one link here, as wide as all of them: messages are assumed to be spread evenly.
@@ -33,11 +33,15 @@ KINDS = "star, ring, torus:AxB or fat-tree:HOSTS_PER_LEAF[xLEAVES_PER_POD]"
 
 
 class Link(NamedTuple):
-    """What one link can do, and what a message costs beside it. Bytes a second and seconds."""
+    """What one link can do, and what software adds: to each message, and once to each collective of several hosts.
+
+    Bytes a second and seconds. Software's are those of a rank with a core of its own: where ranks share one, they take
+    turns."""
 
     bandwidth: float = 12.5e9  # 100 Gb/s
     latency: float = 1e-6
     message: float = 5e-6  # assumed, between RDMA (2 us) and TCP (30 us)
+    arrival: float = 100e-6  # assumed; hosts of one rank each on two loaded cores took 0.34 ms to meet
 
 
 class Wire(NamedTuple):
@@ -141,13 +145,14 @@ def parse_topology(spec: str, hosts: int) -> Topology:
         parse_bandwidth(CALL, "bandwidth", given.pop("bandwidth")) if "bandwidth" in given else usual.bandwidth,
         parse_seconds(CALL, "latency", given.pop("latency")) if "latency" in given else usual.latency,
         parse_seconds(CALL, "message", given.pop("message")) if "message" in given else usual.message,
+        parse_seconds(CALL, "arrival", given.pop("arrival")) if "arrival" in given else usual.arrival,
     )
     if kind == "fat-tree":
         thinner = _number(given.pop("oversubscription", "1"))
     else:
         thinner = 1.0
     if given:
-        allowed = "bandwidth, latency, message" + (", oversubscription" if kind == "fat-tree" else "")
+        allowed = "bandwidth, latency, message, arrival" + (", oversubscription" if kind == "fat-tree" else "")
         raise bad_argument(CALL, "topology", spec, f"{kind} with some of {allowed}", f"{next(iter(given))!r} is none")
     return Topology(kind, hosts, link, _shape(spec, kind, text, hosts), thinner)
 
