@@ -65,6 +65,26 @@ def tags_do_not_wait_for_each_other(engine: Engine, rank: int, size: int) -> Non
     assert early == numbers(before, 10)
 
 
+def what_was_expected_arrives(engine: Engine, rank: int, size: int) -> None:
+    """Receives that belong to later starts; other transfers start and end before those."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+    sent, came = [numbers(rank + i, 500) for i in range(3)], [array.array("q", bytes(4000)) for _ in range(3)]
+    expected = [engine.expect([Move(False, *place_of(data), before, 3)]) for data in came]
+    swap(engine, rank, size, 10, tag=4)
+    transfers = [
+        engine.start([Move(True, *place_of(data), after, 3)], expected=e)
+        for data, e in zip(sent, expected, strict=True)
+    ]
+    last = array.array("q", bytes(800))
+    transfers.append(engine.start([], expected=engine.expect([Move(False, *place_of(last), before, 3)])))
+    mine = numbers(rank, 100)
+    engine.send(*place_of(mine), after, 3, timeout=30)
+    for transfer in transfers:
+        transfer.wait(30)
+    assert came == [numbers(before + i, 500) for i in range(3)] and last == numbers(before, 100)
+    assert transfers[0].peers == sorted({before, after}) and transfers[-1].peers == [before]
+
+
 def callbacks_are_called_once(engine: Engine, rank: int, size: int) -> None:
     called = threading.Semaphore(0)
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -120,8 +140,8 @@ def abort_ends_what_is_on_its_way(engine: Engine, rank: int, size: int) -> None:
 CHECKS: dict[str, Callable[[Engine, int, int], None]] = {
     check.__name__: check
     for check in (
-        messages_of_all_sizes, order_is_kept, tags_do_not_wait_for_each_other, callbacks_are_called_once,
-        threads_may_share_it, abort_ends_what_is_on_its_way,
+        messages_of_all_sizes, order_is_kept, tags_do_not_wait_for_each_other, what_was_expected_arrives,
+        callbacks_are_called_once, threads_may_share_it, abort_ends_what_is_on_its_way,
     )
 }  # fmt: skip
 

@@ -354,7 +354,8 @@ def test_hosts_meet_first_and_small_tensors_travel_along():
     assert seconds("all_gather", 3072) == pytest.approx(10.02e-3 + 2 * 2 * 1024e-9)
     assert seconds("broadcast", 4096) == pytest.approx(10.02e-3 + 2 * 2 * 4096e-9)
     two = (1 + 1 / 3) * 1e-3  # messages at a time
-    assert seconds("reduce_scatter", 3072) == pytest.approx(10.04e-3 + two + 2 * 1024e-9)
+    assert seconds("reduce_scatter", 3072) == pytest.approx(10.02e-3 + 2 * 2 * 3072e-9)
+    assert seconds("reduce_scatter", 6144) == pytest.approx(10.04e-3 + two + 2 * 2048e-9)
     assert seconds("all_gather", 6144) == pytest.approx(10.04e-3 + two + 2 * 2048e-9)
     assert seconds("broadcast", 8192) == pytest.approx(10.06e-3 + two / 2 + 1e-3 + 8192e-9 + 4096e-9)
     alone = Cluster(2, Topology("star", 1, Link(arrival=1.0)), free)

@@ -64,9 +64,12 @@ def expected_bytes(side: str, collective: str, nbytes: int, hosts: int, ranks: i
     if collective == "barrier":
         return None
     away = (hosts - 1) / hosts  # the part of all pieces that other hosts' ranks have or get
-    straight = {"gather": away, "scatter": away, "all_to_all": ranks * away}  # from one rank to the other
-    ways = _gloos_way(hosts, ranks) if side == "gloo" else _our_way(hosts, ranks, nbytes <= SMALL)
-    return nbytes * (straight | ways)[collective]
+    factors = {"gather": away, "scatter": away, "all_to_all": ranks * away}  # from one rank to the other
+    factors |= _gloos_way(hosts, ranks) if side == "gloo" else _our_way(hosts)
+    everything = nbytes * (hosts * ranks if collective == "all_to_all" else 1)
+    if side != "gloo" and everything <= SMALL:
+        factors |= _said(hosts, ranks)
+    return nbytes * factors[collective]
 
 
 def _gloos_way(hosts: int, ranks: int) -> dict[str, float]:
@@ -82,15 +85,20 @@ def _gloos_way(hosts: int, ranks: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _our_way(hosts: int, ranks: int, small: bool) -> dict[str, float]:
-    """Hosts send what they have reduced or gathered. ``small``: each rank says all of it to one of each other host."""
+def _our_way(hosts: int) -> dict[str, float]:
+    """Hosts send what they have reduced or gathered."""
     away = (hosts - 1) / hosts
-    large = {
+    return {
         "all_reduce": 2 * away, "reduce": 2 * away, "broadcast": 1.0 if hosts > 1 else 0.0, "all_gather": away,
         "reduce_scatter": away,
     }  # fmt: skip
-    said = dict.fromkeys(("all_reduce", "reduce", "broadcast"), float(ranks * (hosts - 1)))
-    return large | said | {"all_gather": ranks * away} if small else large
+
+
+def _said(hosts: int, ranks: int) -> dict[str, float]:
+    """Few bytes, which travel with an arrival: each rank says all that its host has to one of each other host."""
+    away, others = (hosts - 1) / hosts, float(ranks * (hosts - 1))
+    whole = dict.fromkeys(("all_reduce", "reduce", "reduce_scatter", "broadcast", "scatter"), others)
+    return whole | {"all_gather": ranks * away, "gather": ranks * away, "all_to_all": ranks * others}
 
 
 def run_hosts_bench(plan: Plan, tick: Callable[[str], None] = lambda what: None) -> list[Figures]:

@@ -244,7 +244,7 @@ def _combine_across(op: Operation, piece: int, count: int, dtype: DType, levels:
 def _idle(turns: int) -> Chunk:
     """A rank without a lane takes as many turns as the others."""
     for _ in range(turns):
-        yield ()
+        yield None
 
 
 def _swap(op: Operation, piece: int, count: int, dtype: DType, levels: Levels, hosts: Sequence[int]) -> Chunk:
@@ -253,9 +253,9 @@ def _swap(op: Operation, piece: int, count: int, dtype: DType, levels: Levels, h
     layout, nbytes = op.layout, count * dtype.itemsize
     other = layout.others[0]
     theirs, peer = op.borrow(nbytes), layout.lane(other)
-    incoming = op.expect([(peer, theirs, nbytes)] if layout.host in hosts else [])
-    yield ()
-    yield op.start([(peer, piece, nbytes)] if other in hosts else [], incoming)
+    expected = op.expect([(peer, theirs, nbytes)] if layout.host in hosts else [])
+    yield None
+    yield op.start([(peer, piece, nbytes)] if other in hosts else [], expected)
     if layout.host in hosts:
         order = [piece, theirs] if layout.host == 0 else [theirs, piece]
         op.combine(piece, order, count, dtype, levels.outer)
@@ -277,9 +277,9 @@ def _reduce_shares(
     mine = sizes[layout.host]
     came = op.borrow(mine * item * len(layout.others))
     places = {h: came + k * mine * item for k, h in enumerate(layout.others)}
-    incoming = op.expect((layout.lane(h), places[h], mine * item) for h in layout.others)
-    yield ()
-    yield op.start([(layout.lane(h), piece + starts[h] * item, sizes[h] * item) for h in layout.others], incoming)
+    expected = op.expect((layout.lane(h), places[h], mine * item) for h in layout.others)
+    yield None
+    yield op.start([(layout.lane(h), piece + starts[h] * item, sizes[h] * item) for h in layout.others], expected)
     own = piece + starts[layout.host] * item
     order = [places.get(h, own) for h in range(len(layout.hosts))]
     op.combine(own, order, mine, dtype, levels.outer)
@@ -289,7 +289,7 @@ def _reduce_shares(
 
 def _collect_shares(
     op: Operation, piece: int, starts: Sequence[int], sizes: Sequence[int], dtype: DType, hosts: Sequence[int]
-) -> list[Transfer]:
+) -> Transfer | None:
     """Send this host's share to ``hosts``; where this is one of them, get all others' shares."""
     layout, item = op.layout, dtype.itemsize
     me = layout.host
@@ -344,17 +344,17 @@ def _broadcast_chunk(op: Operation, address: int, count: int, dtype: DType, root
     }
     me, lane = layout.host, layout.has_lane
     if me == home:
-        yield ()
+        yield None
         op.local(collectives.broadcast, [address], [address], count, dtype, layout.local_of[root])
         yield op.start([(layout.lane(h), *share[h]) for h in away] if lane else [])
         return
-    incoming = op.expect([(layout.lane(home), *share[me])] if lane else [])
-    yield ()
-    yield op.start([], incoming)
+    expected = op.expect([(layout.lane(home), *share[me])] if lane else [])
+    yield None
+    yield op.start([], expected)
     if len(away) > 1:
         peers = [h for h in away if h != me] if lane else []
-        incoming = op.expect((layout.lane(h), *share[h]) for h in peers)
-        yield op.start([(layout.lane(h), *share[me]) for h in peers], incoming)
+        expected = op.expect((layout.lane(h), *share[h]) for h in peers)
+        yield op.start([(layout.lane(h), *share[me]) for h in peers], expected)
     op.local(collectives.all_gather, [piece], [address], counts, dtype)
 
 
@@ -380,11 +380,11 @@ def _all_gather_chunk(op: Operation, source: int, targets: Sequence[int], counts
     layout, item = op.layout, dtype.itemsize
     me, here = layout.rank, layout.here
     held = [r for h in layout.others for r in layout.hosts[h] if layout.holder(layout.host, r) == me]
-    incoming = op.expect((r, targets[r], counts[r] * item) for r in held)
-    yield ()
-    transfers = op.start([(layout.holder(h, me), source, counts[me] * item) for h in layout.others], incoming)
+    expected = op.expect((r, targets[r], counts[r] * item) for r in held)
+    yield None
+    transfer = op.start([(layout.holder(h, me), source, counts[me] * item) for h in layout.others], expected)
     _share(op, here, source, targets, counts, dtype)
-    yield transfers
+    yield transfer
     for host in layout.others:
         for ranks in layout.waves(host):
             held_one = targets[ranks[layout.local]] if layout.local < len(ranks) else targets[me]
@@ -421,8 +421,8 @@ def _reduce_scatter_chunk(
     layout, item = op.layout, dtype.itemsize
     me, mine = layout.rank, counts[layout.rank]
     came = {h: op.borrow(mine * item) for h in layout.others}
-    incoming = op.expect((layout.holder(h, me), came[h], mine * item) for h in layout.others)
-    yield ()
+    expected = op.expect((layout.holder(h, me), came[h], mine * item) for h in layout.others)
+    yield None
     sends, lent = [], []
     for host in layout.others:
         for ranks in layout.waves(host):
@@ -432,10 +432,10 @@ def _reduce_scatter_chunk(
             _combine_here(op, ranks, sources, lent[-1], counts, dtype, levels)
             if to is not None:
                 sends.append((to, lent[-1], nbytes))
-    transfers = op.start(sends, incoming)
+    transfer = op.start(sends, expected)
     own = op.borrow(mine * item)
     _combine_here(op, layout.here, sources, own, counts, dtype, levels)
-    yield transfers
+    yield transfer
     op.combine(target, [came.get(h, own) for h in range(len(layout.hosts))], mine, dtype, levels.outer)
     _finish(op, target, mine, dtype, levels)
     for piece in (*lent, *came.values(), own):
@@ -460,7 +460,7 @@ def gather(op: Operation, source: int, targets: Sequence[int], nbytes: int, root
     """``targets``: where the root puts each rank's piece; empty elsewhere."""
     layout = op.layout
     away = _away(layout) if layout.rank == root else []
-    incoming = op.expect((r, targets[r], nbytes) for r in away)
+    expected = op.expect((r, targets[r], nbytes) for r in away)
     op.meet()
     if layout.host != layout.host_of[root]:
         op.finish(op.start([(root, source, nbytes)]))
@@ -468,23 +468,23 @@ def gather(op: Operation, source: int, targets: Sequence[int], nbytes: int, root
     counts = (nbytes,) * len(layout.here)
     outs = [targets[r] for r in layout.here] if layout.rank == root else []
     op.local(collectives.gather, [source], outs, counts, DType.UINT8, layout.local_of[root])
-    op.finish(op.start([], incoming))
+    op.finish(op.start([], expected))
 
 
 def scatter(op: Operation, sources: Sequence[int], target: int, nbytes: int, root: int) -> None:
     """``sources``: the root's piece for each rank; empty elsewhere."""
     layout = op.layout
     if layout.host != layout.host_of[root]:
-        incoming = op.expect([(root, target, nbytes)])
+        expected = op.expect([(root, target, nbytes)])
         op.meet()
-        op.finish(op.start([], incoming))
+        op.finish(op.start([], expected))
         return
     op.meet()
-    transfers = op.start((r, sources[r], nbytes) for r in _away(layout)) if layout.rank == root else ()
+    transfer = op.start((r, sources[r], nbytes) for r in _away(layout)) if layout.rank == root else None
     counts = (nbytes,) * len(layout.here)
     ins = [sources[r] for r in layout.here] if layout.rank == root else []
     op.local(collectives.scatter, ins, [target], counts, DType.UINT8, layout.local_of[root])
-    op.finish(transfers)
+    op.finish(transfer)
 
 
 def all_to_all(
@@ -493,12 +493,12 @@ def all_to_all(
     """``matrix(i, j)``: bytes that rank i sends to rank j."""
     layout = op.layout
     me, here, away = layout.rank, layout.here, _away(layout)
-    incoming = op.expect((r, targets[r], matrix(r, me)) for r in away)
+    expected = op.expect((r, targets[r], matrix(r, me)) for r in away)
     op.meet()
-    transfers = op.start([(r, sources[r], matrix(me, r)) for r in away], incoming)
+    transfer = op.start([(r, sources[r], matrix(me, r)) for r in away], expected)
     rows = tuple(tuple(matrix(i, j) for j in here) for i in here)
     op.local(collectives.all_to_all, [sources[r] for r in here], [targets[r] for r in here], rows, DType.UINT8, True)
-    op.finish(transfers)
+    op.finish(transfer)
 
 
 def _away(layout: Layout) -> list[int]:

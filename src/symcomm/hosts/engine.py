@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from symcomm import errors
 
-__all__ = ["Engine", "Move", "Place", "Transfer", "available_engines", "engine_class", "wanted_engine"]
+__all__ = ["Engine", "Expected", "Move", "Place", "Transfer", "available_engines", "engine_class", "wanted_engine"]
 
 # Ours, the best first. The modules are loaded when an engine is asked for.
 BUILT_IN = {
@@ -47,6 +47,14 @@ class Place:
     rank: int
     size: int
     address: str
+
+
+class Expected:
+    """Receives that belong to a later start, and what the engine has begun of them."""
+
+    def __init__(self, moves: Sequence[Move]):
+        self.moves = [m for m in moves if m.nbytes]
+        self.begun: list[Any] = []
 
 
 class Transfer:
@@ -82,9 +90,6 @@ class Engine(ABC):
 
     name: str = ""
     card: dict[str, Any]
-    # Whether receives may be started long before the sends that they wait for, and others start and end meanwhile.
-    # Where they may, data is on its way half a round trip sooner.
-    receives_may_wait = False
 
     @staticmethod
     @abstractmethod
@@ -100,8 +105,12 @@ class Engine(ABC):
         """Called by all ranks at once with everybody's card."""
 
     @abstractmethod
-    def start(self, moves: Sequence[Move], then: Callable[[Transfer], None] | None = None) -> Transfer:
-        """Begin all ``moves``, which proceed at the same time, and return. May be called by several threads."""
+    def start(
+        self, moves: Sequence[Move], then: Callable[[Transfer], None] | None = None, expected: Expected | None = None
+    ) -> Transfer:
+        """Begin all ``moves``, which proceed at the same time, and return. May be called by several threads.
+
+        ``expected``: receives that are part of it, begun already or not."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -110,6 +119,11 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of connections and threads. Nothing is on its way any more."""
+
+    def expect(self, moves: Sequence[Move]) -> Expected:
+        """Receives that a later ``start`` will be given. An engine that can begin them now, while others start and end,
+        has its bytes half a round trip sooner."""
+        return Expected(moves)
 
     # --- in terms of the above --------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from symcomm import errors
-from symcomm.hosts.engine import Engine, Move, Place, Transfer
+from symcomm.hosts.engine import Engine, Expected, Move, Place, Transfer
 
 __all__ = ["MpiEngine"]
 
@@ -30,7 +30,6 @@ LARGEST_TAG = 32767  # what every MPI takes
 
 class MpiEngine(Engine):
     name = "mpi"
-    receives_may_wait = True
 
     @staticmethod
     def why_not() -> str:
@@ -49,7 +48,7 @@ class MpiEngine(Engine):
         self._mpi: Any = MPI
         self._comm: Any = None
         self.card = {"world_rank": MPI.COMM_WORLD.Get_rank()}
-        self._requests: queue.SimpleQueue[tuple[list[Move], Transfer] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[list[Move], Transfer | None, Expected | None] | None] = queue.SimpleQueue()
         self._aborted = False
 
     def connect(self, cards: Sequence[dict[str, Any]], timeout: float) -> None:
@@ -59,9 +58,17 @@ class MpiEngine(Engine):
         self._thread = threading.Thread(target=self._work, name="symcomm-mpi", daemon=True)
         self._thread.start()
 
-    def start(self, moves: Sequence[Move], then: Callable[[Transfer], None] | None = None) -> Transfer:
-        transfer = Transfer([m.peer for m in moves], then)
-        self._requests.put(([m for m in moves if m.nbytes], transfer))
+    def expect(self, moves: Sequence[Move]) -> Expected:
+        expected = Expected(moves)
+        self._asked.put(([], None, expected))
+        return expected
+
+    def start(
+        self, moves: Sequence[Move], then: Callable[[Transfer], None] | None = None, expected: Expected | None = None
+    ) -> Transfer:
+        awaited = expected.moves if expected is not None else []
+        transfer = Transfer([m.peer for m in (*moves, *awaited)], then)
+        self._asked.put(([m for m in moves if m.nbytes], transfer, expected))
         return transfer
 
     def _work(self) -> None:
@@ -70,10 +77,15 @@ class MpiEngine(Engine):
         nap = 0.0
         while True:
             try:
-                item = self._requests.get(block=not under_way)
+                item = self._asked.get(block=not under_way)
                 if item is None:
                     break
-                under_way.append((self._begin(item[0]), item[1]))
+                moves, transfer, expected = item
+                if transfer is None and expected is not None:
+                    expected.begun = self._begin(expected.moves)
+                elif transfer is not None:
+                    begun = expected.begun if expected is not None else []
+                    under_way.append((begun + self._begin(moves), transfer))
                 nap = 0.0
             except queue.Empty:
                 pass
@@ -112,15 +124,15 @@ class MpiEngine(Engine):
             transfer.end(errors.GroupUnusableError("engine mpi was aborted."))
         while True:
             try:
-                item = self._requests.get_nowait()
+                item = self._asked.get_nowait()
             except queue.Empty:
                 return
-            if item is not None:
+            if item is not None and item[1] is not None:
                 item[1].end(errors.GroupUnusableError("engine mpi was aborted."))
 
     def abort(self) -> None:
         self._aborted = True
-        self._requests.put(None)
+        self._asked.put(None)
 
     def close(self) -> None:
-        self._requests.put(None)
+        self._asked.put(None)

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 from symcomm._core import native
 from symcomm.collectives.plan import Collective, Plan
 from symcomm.group.failure import REDUCING, ROOTED, Status
-from symcomm.hosts.engine import Move, Transfer
+from symcomm.hosts.engine import Expected, Move, Transfer
 from symcomm.hosts.trouble import Stopped
 from symcomm.types import DType, RedOpType
 
-__all__ = ["Chunk", "Incoming", "Operation", "Signature"]
+__all__ = ["Chunk", "Operation", "Signature"]
 
 IN_FLIGHT = 4  # chunks: two on the network, one that was just made, one that is being put in place
 LATE_BYTES = 1.0  # seconds that data of a rank that ended may still be on its way
 HASHED = 1 << 62  # as in collectives/select.py: a count that carries more than a number
 
 # Works on one chunk, and gives what it has to wait for: nothing at first, when it has said what it expects.
-Chunk = Generator["Sequence[Transfer]", None, None]
+Chunk = Generator["Transfer | None", None, None]
 Pieces = Iterable[tuple[int, int, int]]  # (rank, address, bytes)
 
 
@@ -54,13 +54,6 @@ class Signature(NamedTuple):
         if not (self.root or self.detail):
             return self.elements
         return HASHED | (zlib.crc32(array("q", [*self]).tobytes()) & 0x3FFFFFFF) << 32 | self.elements & 0xFFFFFFFF
-
-
-class Incoming(NamedTuple):
-    """What was expected, and is on its way already where the engine allows that."""
-
-    moves: list[Move]
-    transfer: Transfer | None
 
 
 class Operation:
@@ -151,32 +144,26 @@ class Operation:
 
     # --- between hosts ----------------------------------------------------------------------------------------
 
-    def expect(self, receives: Pieces) -> Incoming:
+    def expect(self, receives: Pieces) -> Expected | None:
         """Make room for bytes that others will send. Before ranks meet, so that the first bytes need not wait for it:
         nobody sends to a host that has not come."""
         moves = [Move(False, address, nbytes, rank) for rank, address, nbytes in receives if nbytes]
-        group = self._group
-        early = bool(moves) and group.engine.receives_may_wait
-        return Incoming(moves, group.engine.start(moves, group.ring) if early else None)
+        return self._group.engine.expect(moves) if moves else None
 
-    def start(self, sends: Pieces, incoming: Incoming | None = None) -> list[Transfer]:
-        """Begin to send, and go on with what was expected."""
+    def start(self, sends: Pieces, expected: Expected | None = None) -> Transfer | None:
+        """Begin to send, and go on with what was expected. None: nothing moves."""
         group = self._group
         moves = [Move(True, address, nbytes, rank) for rank, address, nbytes in sends if nbytes]
-        transfers = []
-        if incoming is not None and incoming.transfer is not None:
-            transfers.append(incoming.transfer)
-        elif incoming is not None:
-            moves += incoming.moves
-        return [*transfers, group.engine.start(moves, group.ring)] if moves else transfers
+        return group.engine.start(moves, group.ring, expected) if moves or expected is not None else None
 
-    def finish(self, transfers: Iterable[Transfer]) -> None:
+    def finish(self, transfer: Transfer | None) -> None:
         """Wait until bytes are where they belong."""
-        for transfer in transfers:
-            self.wait_for(lambda t=transfer: [] if t.ended else t.peers, LATE_BYTES)  # type: ignore[misc]
-            if transfer.error is not None:
-                self._group.trouble_with(transfer)
-                raise Stopped
+        if transfer is None:
+            return
+        self.wait_for(lambda: [] if transfer.ended else transfer.peers, LATE_BYTES)
+        if transfer.error is not None:
+            self._group.trouble_with(transfer)
+            raise Stopped
 
     # --- memory -----------------------------------------------------------------------------------------------
 
@@ -207,17 +194,22 @@ class Operation:
         """Meet, then work on several chunks in turns: the network carries one while the host works on others.
 
         All ranks take the same turns, whatever arrives first, since their hosts' collectives must keep one order."""
-        under_way: deque[tuple[Chunk, Sequence[Transfer]]] = deque()
+        under_way: deque[tuple[Chunk, Transfer | None]] = deque()
         coming = iter(chunks)
         for chunk in islice(coming, IN_FLIGHT):
             under_way.append((chunk, next(chunk)))
         self.meet()
         while under_way:
-            chunk, transfers = under_way.popleft()
-            self.finish(transfers)
-            awaited = next(chunk, None)
-            if awaited is None and (further := next(coming, None)) is not None:
-                chunk, _ = further, next(further)
-                awaited = next(chunk, None)
-            if awaited is not None:
-                under_way.append((chunk, awaited))
+            chunk, transfer = under_way.popleft()
+            self.finish(transfer)
+            if not self._goes_on(chunk, under_way) and (further := next(coming, None)) is not None:
+                next(further)
+                self._goes_on(further, under_way)
+
+    @staticmethod
+    def _goes_on(chunk: Chunk, under_way: deque[tuple[Chunk, Transfer | None]]) -> bool:
+        """Work on a chunk until it has to wait; False when it is done."""
+        for awaited in chunk:
+            under_way.append((chunk, awaited))
+            return True
+        return False

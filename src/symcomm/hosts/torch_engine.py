@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from symcomm.hosts.engine import Engine, Move, Place, Transfer
+from symcomm.hosts.engine import Engine, Expected, Move, Place, Transfer
 
 __all__ = ["GlooEngine", "NcclEngine"]
 
@@ -77,16 +77,23 @@ class _TorchEngine(Engine):
     def _make_group(self) -> Any:
         raise AssertionError("made by the engines below")
 
-    def start(self, moves: Sequence[Move], then: Callable[[Transfer], None] | None = None) -> Transfer:
-        transfer = Transfer([m.peer for m in moves], then)
-        moves = [m for m in moves if m.nbytes]
+    def start(
+        self, moves: Sequence[Move], then: Callable[[Transfer], None] | None = None, expected: Expected | None = None
+    ) -> Transfer:
+        moves, begun = [m for m in moves if m.nbytes], []
+        awaited = expected.moves if expected is not None else []
+        transfer = Transfer([m.peer for m in (*moves, *awaited)], then)
         try:
             with self._post:
+                if expected is not None and expected.begun:
+                    begun = expected.begun
+                else:
+                    moves += awaited
                 if self._group is None:
                     raise RuntimeError(f"engine {self.name} was closed")
-                works = self._begin(moves)
+                works = begun + self._begin(moves)
                 self._under_way.add(transfer)
-                self._waiter(moves[0].tag if moves else 0).put((works, transfer))
+                self._waiter(next((m.tag for m in (*moves, *awaited)), 0)).put((works, transfer))
         except RuntimeError as error:  # the peer is gone already
             transfer.end(error)
         return transfer
@@ -151,7 +158,6 @@ class _TorchEngine(Engine):
 
 class GlooEngine(_TorchEngine):
     name = "gloo"
-    receives_may_wait = True
 
     @staticmethod
     def why_not() -> str:
@@ -169,6 +175,13 @@ class GlooEngine(_TorchEngine):
         options._timeout = NEVER
         options._devices = [gloo.create_device(hostname=self.place.address)]
         return gloo(self._store, self.place.rank, self.place.size, options)
+
+    def expect(self, moves: Sequence[Move]) -> Expected:
+        expected = Expected(moves)
+        with self._post, contextlib.suppress(RuntimeError):  # the peer is gone, as start will find
+            if self._group is not None:
+                expected.begun = self._begin(expected.moves)
+        return expected
 
     def abort(self) -> None:
         """A wait whose time is over closes all connections, and so ends all waits, here and at the peers."""

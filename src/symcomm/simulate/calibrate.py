@@ -133,11 +133,11 @@ def _search(time_of: Callable[[float], float], seconds: float, low: float, high:
     return (low * high) ** 0.5
 
 
-def fitted_sizes(sizes: Iterable[int], collective: str = "all_reduce") -> list[int]:
+def fitted_sizes(sizes: Iterable[int]) -> list[int]:
     """Which of the measured sizes say what a link does: the largest that travels with the arrival, the smallest that
     does not, and the largest of all. Three, or the last two."""
-    small = [n for n in sizes if travels(collective, n)]
-    large = [n for n in sizes if not travels(collective, n)]
+    small = [n for n in sizes if travels(n)]
+    large = [n for n in sizes if not travels(n)]
     if len(large) < 2:
         raise errors.bad_argument("fit_link", "measured", sorted(sizes), "of two sizes or more above 4096 bytes")
     return [*([max(small)] if small else []), min(large), max(large)]
@@ -161,7 +161,7 @@ def fit_link(
     for nbytes, seconds in measured.items():
         if nbytes < 1 or not seconds > 0:
             raise errors.bad_argument("fit_link", "measured", {nbytes: seconds}, "bytes and seconds of more than 0")
-    *small, middle, large = fitted_sizes(measured, collective)
+    *small, middle, large = fitted_sizes(measured)
     host = machine or load()
 
     def fitted(link: Link, name: str, nbytes: int, *, low: float, high: float, is_rate: bool) -> Link:

@@ -43,8 +43,7 @@ ALGORITHMS = {
 COLLECTIVES = tuple(ALGORITHMS)
 MOST_CHUNKS = 1 << 12  # of a tree
 CHUNK = 4 << 20  # bytes, of hierarchical collectives: fewer would not hide a network's latency
-SMALL = 4096  # bytes of a tensor that travels with the arrival of its host, in these collectives:
-SMALL_ONES = ("all_reduce", "all_gather", "broadcast")
+SMALL = 4096  # bytes of a tensor that travels with the arrival of its host
 # Ranks that share a core take turns: their arrivals take as many times longer, and their messages, which pass through
 # several threads, longer still. Two hosts of one core, 16 and 64 KiB, a loaded machine: 2.9 to 3.5 times as long with 4
 # ranks as with 2 (exponents of 1.5 to 1.8), but 5 to 5.5 times with 4 as with 1 (1.2). Chosen in between.
@@ -156,14 +155,14 @@ def estimate(collective: str, algorithm: str, nbytes: int, cluster: Cluster) -> 
         return Estimate(
             collective, algorithm, nbytes, cluster.ranks, between, 0.0, between, 1, sum(r.times for r in rounds)
         )
-    if way == "direct" and cluster.hosts > 1 and travels(collective, nbytes):
+    if way == "direct" and cluster.hosts > 1 and travels(nbytes):
         return _with_arrival(collective, nbytes, cluster)
     return _in_chunks(collective, way, nbytes, cluster)
 
 
-def travels(collective: str, nbytes: int) -> bool:
+def travels(nbytes: int) -> bool:
     """Whether a group of several hosts sends these bytes with the arrival of a host, without its engine."""
-    return collective in SMALL_ONES and nbytes <= SMALL
+    return nbytes <= SMALL
 
 
 def _check(collective: str, nbytes: int) -> None:
@@ -211,8 +210,9 @@ def _with_arrival(collective: str, nbytes: int, cluster: Cluster) -> Estimate:
     """Few bytes: every rank tells one of each other host what its own host has, when it says that it has come."""
     ranks, hosts = cluster.ranks_per_host, cluster.hosts
     own = -(-nbytes // hosts) if collective == "all_gather" else nbytes  # of its host
-    inside = host_seconds(collective, own, ranks, cluster.machine, cluster.symmetric)
-    combined = nbytes * (hosts - 1) if collective == "all_reduce" else 0
+    part = "all_reduce" if collective == "reduce_scatter" else collective  # of which each rank takes its piece
+    inside = host_seconds(part, own, ranks, cluster.machine, cluster.symmetric)
+    combined = nbytes * (hosts - 1) if part == "all_reduce" else 0
     rounds = [told(hosts, ranks * own, combined, by_all=collective != "broadcast")]
     carried = _rounds_seconds(rounds, nbytes, cluster, find_engine(cluster.engine))
     between = cluster.network.link.arrival + carried
