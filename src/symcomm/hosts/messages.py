@@ -12,6 +12,7 @@ import ctypes
 import itertools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +43,11 @@ class _Letter:
         self.sender, self.number, self.tag = sender, header["number"], header["tag"]
         self.dtype, self.nbytes = header["dtype"], header["nbytes"]
         self.payload = payload if header["inline"] else None
+
+
+def _words_for(m: Message) -> str:
+    peer = "any rank" if m.peer == ANY_SOURCE else f"rank {m.peer}"
+    return f"send to {peer}, tag {m.tag}," if m.is_send else f"receive from {peer}, tag {m.tag},"
 
 
 class _MessageWork:
@@ -86,9 +92,7 @@ class _Remote(_MessageWork):
 
     @property
     def what(self) -> str:
-        m = self._message
-        peer = "any rank" if m.peer == ANY_SOURCE else f"rank {m.peer}"
-        return f"send to {peer}, tag {m.tag}," if m.is_send else f"receive from {peer}, tag {m.tag},"
+        return _words_for(self._message)
 
     def end(self, error: BaseException | None = None) -> None:
         """With the group's news held."""
@@ -176,20 +180,23 @@ class _Local(_MessageWork):
 
     def wait(self, timeout: Timeout = None) -> bool:
         if self._error is None:
+            seconds = to_ns("wait", timeout) / 1e9 if timeout else self._group.timeout
             try:
-                return self._work.wait(timeout if timeout else self._group.timeout)
+                return self._work.wait(seconds)
             except errors.BadArgumentError:
                 raise
             except errors.SymcommError as error:
-                self._error = self._translated(error)
+                self._error = self._translated(error, seconds)
         raise self._error
 
-    def _translated(self, error: errors.SymcommError) -> BaseException:
+    def _translated(self, error: errors.SymcommError, seconds: float) -> BaseException:
         m, group = self._message, self._group
-        what = f"{'send to' if m.is_send else 'receive from'} rank {m.peer}, tag {m.tag}, on group {group.name!r}"
+        what = f"{_words_for(m)} on group {group.name!r}"
         if isinstance(error, errors.DeadlineError) and group.local._failure is None:
             return errors.DeadlineError(
-                f"{what} timed out: the other side did not come. The group can still be used.", [m.peer]
+                f"{what} timed out after {words_for_seconds(seconds)}: the other side did not come. "
+                "The group can still be used.",
+                [m.peer],
             )
         if isinstance(error, errors.RankFailedError):
             group.trouble.gone([group.layout.here[r] for r in error.ranks])
@@ -208,7 +215,9 @@ class _Local(_MessageWork):
     def exception(self) -> BaseException | None:
         error = self._work.exception()
         if error is not None and self._error is None and isinstance(error, errors.SymcommError):
-            self._error = error if isinstance(error, errors.BadArgumentError) else self._translated(error)
+            self._error = (
+                error if isinstance(error, errors.BadArgumentError) else self._translated(error, self._group.timeout)
+            )
         return self._error
 
     @property
@@ -258,12 +267,14 @@ class _FromAnybody(_Remote):
             left = deadline - time.monotonic()
             if self.moving:
                 return super().wait(max(left, 1.0))
-            if left <= 0 or self._group.trouble.verdict is not None:
+            is_alone = any(self._group.is_gone(r) for r in self._awaited())
+            if left <= 0 or is_alone or self._group.trouble.verdict is not None:
                 outcome = native.mail_wait(self._local._op, 1, True)
                 if outcome[0] != Status.TIMEOUT:
                     self._local._settle(outcome)
                     continue
-                return super().wait(1e-3)
+                self._give_up(seconds)
+                break
             with self._group.news:
                 self._group.news.wait(SLICE)
         self._settle()
@@ -279,11 +290,15 @@ class Mail:
     """A rank's messages to and from other hosts. Everything is guarded by the group's ``news``."""
 
     def __init__(self, group: Any):
-        self.group = group
+        self._ref = weakref.ref(group)
         self._numbers = itertools.count()
         self._sends: dict[int, _Remote] = {}  # announced, the receiver has no place yet
         self._receives: list[_Remote] = []  # no letter yet
         self._letters: deque[_Letter] = deque()  # no receive yet
+
+    @property
+    def group(self) -> Any:
+        return self._ref()
 
     # --- sending ----------------------------------------------------------------------------------------------
 
