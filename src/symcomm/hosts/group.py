@@ -213,7 +213,14 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         place = Place(self.rank, self.size, self._offices[self.rank].address)
         self.engine = engine_class(self.engine_name)(place)
         cards = [json.loads(item) for item in exchange(json.dumps(self.engine.card).encode())]
-        self.engine.connect(cards, self.timeout)
+        try:
+            self.engine.connect(cards, self.timeout)
+        except RuntimeError as error:  # torch's
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise errors.RankFailedError(
+                f"group {self.name!r}: {self.engine_name} could not connect rank {self.rank} to the others ({why}); "
+                "a rank that ended meanwhile, or a network that does not let them through."
+            ) from error
 
     def __repr__(self) -> str:
         hosts = len(self.layout.hosts)
@@ -408,9 +415,10 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         if self._goodbye:
             return
         self._goodbye = True
+        watching = {r for host in self.layout.others for r in self.layout.counterparts(host)}
         for nonce in self._untold:
-            if self.office.knows(nonce):
-                self.tell(self._rank_of[nonce], {"kind": "bye"})
+            if self.office.knows(nonce) or self._rank_of[nonce] in watching:
+                self.tell(self._rank_of[nonce], {"kind": "bye"}, timeout=1.0)
         self._untold.clear()
 
     # --- groups from groups -----------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ them and has said so. So the engine never carries anything that nobody waits for
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import threading
 import time
@@ -30,7 +29,7 @@ from symcomm.types import DType
 __all__ = ["HostsMessages", "Mail"]
 
 INLINE = 4096  # bytes that travel with the announcement
-EAGER = 64 << 10  # a send of so many bytes is copied and returns at once
+EAGER = 64 << 10  # bytes that do so where the sender waits: it may go on, and even leave, before they are received
 BACKLOG = 1 << 20  # bytes of announcements that may wait for a slow receiver
 TAG = 1  # of the engine's; collectives use 0
 SLICE = 0.002  # seconds between looks at the host's mailbox, for receives from anybody
@@ -88,7 +87,6 @@ class _Remote(_MessageWork):
         self.moving = False  # the engine has it
         self.error: BaseException | None = None
         self.sender = message.peer
-        self.is_copied = False  # the caller need not wait
 
     @property
     def what(self) -> str:
@@ -302,10 +300,10 @@ class Mail:
 
     # --- sending ----------------------------------------------------------------------------------------------
 
-    def send(self, message: Message, buffer: Buffer) -> _Remote:
+    def send(self, message: Message, buffer: Buffer, most_inline: int) -> _Remote:
         work, group = _Remote(self, message, buffer), self.group
         number, nbytes = next(self._numbers), buffer.nbytes
-        inline = nbytes <= INLINE
+        inline = nbytes <= most_inline
         to = group.office_card(message.peer)
         header = {
             "kind": "letter", "number": number, "tag": message.tag, "dtype": int(buffer.dtype), "nbytes": nbytes,
@@ -458,9 +456,7 @@ class HostsMessages(MessageCalls):
         """Returns once ``tensor`` may be changed again."""
         if timeout is not None:
             to_ns("send", timeout)
-        work = self._post(Message.send(tensor, peer, tag), "send", True, True)
-        if not getattr(work, "is_copied", False):
-            work.wait(timeout)
+        self._post(Message.send(tensor, peer, tag), "send", True, EAGER).wait(timeout)
 
     def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
         """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank."""
@@ -474,7 +470,7 @@ class HostsMessages(MessageCalls):
         """Start several sends and receives at once."""
         return [self._post(m, "batch", True) for m in messages]
 
-    def _post(self, message: Message, call: str, background: bool, may_copy: bool = False) -> Any:
+    def _post(self, message: Message, call: str, background: bool, most_inline: int = INLINE) -> Any:
         self._check_usable()
         self._check_message(call, message)
         buffer = (read_buffer if message.is_send else write_buffer)(call, "tensor", message.tensor)
@@ -486,10 +482,7 @@ class HostsMessages(MessageCalls):
                 return _Local(self, local, message)
             return self.mail.receive(_FromAnybody(self.mail, message, buffer, local))
         if message.is_send:
-            copies = may_copy and INLINE < buffer.nbytes <= EAGER
-            work = self.mail.send(message, _copied(buffer) if copies else buffer)
-            work.is_copied = copies
-            return work
+            return self.mail.send(message, buffer, most_inline)
         return self.mail.receive(_Remote(self.mail, message, buffer))
 
     def _check_message(self, call: str, message: Message) -> None:
@@ -499,9 +492,3 @@ class HostsMessages(MessageCalls):
             raise errors.bad_argument(call, "peer", message.peer, f"a rank of this group, 0 to {self.size - 1}{also}")
         if not isinstance(message.tag, int) or not -(1 << 63) <= message.tag < 1 << 63:
             raise errors.bad_argument(call, "tag", message.tag, "a whole number of at most 64 bits")
-
-
-def _copied(buffer: Buffer) -> Buffer:
-    """So that the sender may go on before the receiver has come."""
-    memory = ctypes.create_string_buffer(native.peek(buffer.address, buffer.nbytes), buffer.nbytes)
-    return Buffer(ctypes.addressof(memory), buffer.count, buffer.dtype, memory)
