@@ -7,7 +7,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -96,7 +95,7 @@ class _Round:
         elif victims:
             victim = self.dice.choice(victims)
             self.killed.add(victim)
-            os.kill(self.ranks[victim].pid, signal.SIGKILL)
+            self.ranks[victim].kill()
 
     def run(self) -> list[Any]:
         """What each rank told: its losses, or None."""
