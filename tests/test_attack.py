@@ -21,6 +21,7 @@ from symcomm import errors, symm_mem
 from symcomm._core import native
 from symcomm.ddp import hooks
 from symcomm.group import process_group
+from symcomm.memory.arena import current_arena
 from symcomm.memory.flight import Flight, flight_bytes, read_flight
 
 # --- forks ----------------------------------------------------------------------------------------------------------
@@ -128,6 +129,29 @@ def test_ctrl_c_is_not_lost_while_a_waiting_call_looks_where_it_was_made() -> No
         assert symcomm.spawn(rank, 2, mode="threads", deadline=60) == ["KeyboardInterrupt", "GroupUnusableError"]
     finally:
         native.use_locator(process_group._locate)
+
+
+def test_a_group_is_collected_while_another_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may run anywhere, also in the middle of giving memory back."""
+
+    def rank(group: Any) -> tuple[bool, int]:
+        before = current_arena().used_bytes
+        one, other = group.new_group([0]), group.new_group([0])
+        detach, inner = native.group_detach, []
+
+        def collecting(handle: Any) -> bool:
+            if not inner:
+                inner.append(True)
+                other._retire()
+            return detach(handle)
+
+        monkeypatch.setattr(native, "group_detach", collecting)
+        one.destroy()
+        monkeypatch.undo()
+        process_group.give_back()
+        return other._retire.alive, current_arena().used_bytes - before
+
+    assert symcomm.spawn(rank, 1, mode="threads", deadline=20) == [(False, 0)]
 
 
 # --- tensors --------------------------------------------------------------------------------------------------------

@@ -69,7 +69,13 @@ def _started(pid: int) -> str:
 
 def _my_card(rank: int | None) -> dict[str, Any]:
     pid = os.getpid()
-    return {"pid": pid, "started": _started(pid), "names": os.readlink("/proc/self/ns/pid"), "rank": rank}
+    return {"pid": pid, "started": _started(pid), "names": _names(), "rank": rank}
+
+
+def _names() -> str:
+    """Where a process's number means the same: in one namespace of one machine, since it was started."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 class Lifeline:
@@ -79,8 +85,8 @@ class Lifeline:
         self.pid = card["pid"]
         self.dead = False
         self._fd: int | None = None
-        if card["names"] != os.readlink("/proc/self/ns/pid"):
-            return  # in another container: only the deadline will tell
+        if card["names"] != _names():
+            return  # in another container, or on another host: only the deadline will tell
         try:
             self._fd = os.pidfd_open(self.pid)
             self.dead = _started(self.pid) != card["started"] or self._ended()

@@ -9,6 +9,7 @@ import operator
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -58,8 +59,6 @@ def _leave_all() -> None:
 
 def _after_fork_in_child() -> None:
     """A forked child is not the rank: whatever it does with its copies of groups must not reach the others."""
-    global _retired_lock
-    _retired_lock = threading.Lock()  # a thread that did not come along may hold it
     for group in list(_living):
         native.group_forked(group._handle)
         group._failure_lock = threading.RLock()
@@ -70,25 +69,27 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-_retired: list[tuple[Any, Arena, int]] = []  # groups left, whose part of the arena others may still look at
-_retired_lock = threading.Lock()
+_retired: deque[tuple[Any, Arena, int]] = deque()  # groups left, whose part of the arena others may still look at
 
 
 def _retire(handle: Any, arena: Arena, offset: int) -> None:
     """Leave a group, and give its memory back once everybody has left it."""
     native.group_leave(handle)
-    with _retired_lock:
-        _retired.append((handle, arena, offset))
+    _retired.append((handle, arena, offset))
     give_back()
 
 
 def give_back() -> None:
-    """Free the memory of groups that everybody has left."""
-    with _retired_lock:
-        over = [item for item in _retired if native.group_detach(item[0])]
-        _retired[:] = [item for item in _retired if item not in over]
-    for _, arena, offset in over:
-        arena.free(offset)
+    """Free the memory of groups that everybody has left. No lock: the garbage collector may call this within itself."""
+    for _ in range(len(_retired)):
+        try:
+            handle, arena, offset = _retired.popleft()
+        except IndexError:  # another thread took it
+            return
+        if native.group_detach(handle):
+            arena.free(offset)
+        else:
+            _retired.append((handle, arena, offset))
 
 
 def leave_groups_of(arena: Arena) -> None:

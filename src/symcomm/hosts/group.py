@@ -18,7 +18,7 @@ from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
 from symcomm.group.buffers import Buffer
-from symcomm.group.failure import Site, call_site, words_for_site
+from symcomm.group.failure import Site, Status, call_site, explain, words_for_site
 from symcomm.group.making import make_group
 from symcomm.group.messages import MessageWork
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
@@ -60,16 +60,22 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-@atexit.register
 def _leave_all() -> None:
     for group in list(_living):
         group._say_goodbye()
+        group.trouble.end()
         if group._stopping is not None:
             group._stopping.join(2.0)
 
 
-def _retire(office: Office, key: str, runner: Runner, engine: Engine) -> None:
-    office.leave(key)
+def _leave_first_at_exit() -> None:
+    """Before engines end, whose broken transfers would be news otherwise: what is registered last runs first."""
+    atexit.unregister(_leave_all)
+    atexit.register(_leave_all)
+
+
+def _retire(office: Office, key: str, runner: Runner, engine: Engine, untold: list[str]) -> None:
+    office.leave(key, untold)
     runner.stop()
     engine.close()
 
@@ -125,26 +131,41 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self.ballot = Ballot(self)
         self._abandoned: list[Any] = []  # operations and tensors whose memory the engine may still write to
         self._goodbye = False
+        self._acting = 0  # the thread that performs an operation
+        self._key = ""
         self._stopping: threading.Thread | None = None
         self._meet(exchange, engine)
 
     def _meet(self, exchange: Exchange, engine: str | None = None) -> None:
         """Meet: offices and engines first, then each host's own group, then the connections between hosts."""
-        self.office = office_of(self._arena)
         wanted, refusal = "", None
         try:
             wanted = wanted_engine(engine)
         except errors.SymcommError as error:  # told to the others, who would wait for us
             refusal = error
+        key = f"{self.name}/{self._arena.nonce.hex()}/{self._arena.flight.address}/{time.monotonic_ns()}"
+        self.office = office_of(self._arena, key, self)
+        try:
+            self._exchange_cards(exchange, key, wanted, refusal)
+            self._connect(exchange)
+        except BaseException:
+            self.office.leave(key)
+            self.office.leave(self._key)
+            raise
+        _living.add(self)
+        registry.add(self)
+        self._retire = weakref.finalize(self, _retire, self.office, self._key, self._runner, self.engine, self._untold)
+        self._retire.atexit = False
+        _leave_first_at_exit()
+
+    def _exchange_cards(self, exchange: Exchange, key: str, wanted: str, refusal: errors.SymcommError | None) -> None:
         card = {
             "office": self.office.card(own_address()), "pid": os.getpid(), "host": socket.gethostname(),
             "machine": [_boot_id(), _network()], "wanted": wanted, "engines": [] if wanted else available_engines(),
-            "refusal": str(refusal or ""),
-            "key": f"{self.name}/{self._arena.nonce.hex()}/{self._arena.flight.address}/{time.monotonic_ns()}",
+            "refusal": str(refusal or ""), "key": key,
         }  # fmt: skip
         self.cards = [json.loads(item) for item in exchange(json.dumps(card).encode())]
         if any(c["refusal"] for c in self.cards):
-            self.office.leave("")
             rank, text = next((r, c["refusal"]) for r, c in enumerate(self.cards) if c["refusal"])
             raise refusal or errors.ResourceError(f"rank {rank} cannot take part in group {self.name!r}: {text}")
         self._key = self.cards[0]["key"]  # the first rank names the group for all offices
@@ -154,16 +175,10 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
             for nonce, address, port, token in (c["office"] for c in self.cards)
         ]
         self._rank_of = {card.nonce: r for r, card in enumerate(self._offices)}
+        self._untold = [card.nonce for r, card in enumerate(self._offices) if r != self.rank]
         self.office.join(self._key, self)
-        try:
-            self._connect(exchange)
-        except BaseException:
-            self.office.leave(self._key)
-            raise
-        _living.add(self)
-        registry.add(self)
-        self._retire = weakref.finalize(self, _retire, self.office, self._key, self._runner, self.engine)
-        self._retire.atexit = False
+        if self._key != key:
+            self.office.leave(key)
 
     def _connect(self, exchange: Exchange) -> None:
         self.local = self._make_local(exchange)
@@ -198,7 +213,14 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         place = Place(self.rank, self.size, self._offices[self.rank].address)
         self.engine = engine_class(self.engine_name)(place)
         cards = [json.loads(item) for item in exchange(json.dumps(self.engine.card).encode())]
-        self.engine.connect(cards, self.timeout)
+        try:
+            self.engine.connect(cards, self.timeout)
+        except RuntimeError as error:  # torch's
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise errors.RankFailedError(
+                f"group {self.name!r}: {self.engine_name} could not connect rank {self.rank} to the others ({why}); "
+                "a rank that ended meanwhile, or a network that does not let them through."
+            ) from error
 
     def __repr__(self) -> str:
         hosts = len(self.layout.hosts)
@@ -223,6 +245,8 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         """Run an operation: here and now, or in the group's thread where that has some to run already."""
         seconds = (self._timeout_ns if timeout is None else to_ns(call, timeout)) / 1e9
         self._check_usable()
+        if self._acting == threading.get_ident():
+            raise self._failed(Status.NESTED, call, call_site(3), None, explain)
         site = call_site(3)
         self._submitted += 1
         queued = async_op or any(not work.is_completed() for work in self._pending)
@@ -232,7 +256,11 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
                 if queued:  # operations before this one may have changed what was copied
                     for buffer in (*inputs, *outputs):
                         buffer.refresh()
-                self._operate(call, signature, body, seconds, site, (inputs, outputs))
+                self._acting = threading.get_ident()
+                try:
+                    self._operate(call, signature, body, seconds, site, (inputs, outputs))
+                finally:
+                    self._acting = 0
             for buffer in outputs:
                 buffer.finish()
 
@@ -378,6 +406,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         if self._failure is None:
             self._failure = errors.GroupUnusableError(f"group {self.name!r} was destroyed.")
         self._say_goodbye()
+        self.trouble.end()
         self._retire()
         self.local._leave()
         self._pending = []
@@ -387,14 +416,17 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         if self._goodbye:
             return
         self._goodbye = True
-        for rank in range(self.size):
-            if rank != self.rank and self.office.knows(self._offices[rank].nonce):
-                self.tell(rank, {"kind": "bye"})
+        watching = {r for host in self.layout.others for r in self.layout.counterparts(host)}
+        for nonce in self._untold:
+            if self.office.knows(nonce) or self._rank_of[nonce] in watching:
+                self.tell(self._rank_of[nonce], {"kind": "bye"}, timeout=1.0)
+        self._untold.clear()
 
     # --- groups from groups -----------------------------------------------------------------------------------
 
     def _subgroup(self, choice: dict[int, tuple[int, int]], name: str, timeout: Timeout) -> Any:
         """As in ProcessGroup; members of one host form a plain ProcessGroup."""
+        self._check_usable()
         self._children += 1
         mine = choice.get(self.rank)
         ranks = [r for _, r in sorted((k, r) for r, (c, k) in choice.items() if mine is not None and c == mine[0])]

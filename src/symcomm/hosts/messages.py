@@ -8,10 +8,10 @@ them and has said so. So the engine never carries anything that nobody waits for
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ from symcomm.types import DType
 __all__ = ["HostsMessages", "Mail"]
 
 INLINE = 4096  # bytes that travel with the announcement
-EAGER = 64 << 10  # a send of so many bytes is copied and returns at once
+EAGER = 64 << 10  # bytes that do so where the sender waits: it may go on, and even leave, before they are received
 BACKLOG = 1 << 20  # bytes of announcements that may wait for a slow receiver
 TAG = 1  # of the engine's; collectives use 0
 SLICE = 0.002  # seconds between looks at the host's mailbox, for receives from anybody
@@ -42,6 +42,11 @@ class _Letter:
         self.sender, self.number, self.tag = sender, header["number"], header["tag"]
         self.dtype, self.nbytes = header["dtype"], header["nbytes"]
         self.payload = payload if header["inline"] else None
+
+
+def _words_for(m: Message) -> str:
+    peer = "any rank" if m.peer == ANY_SOURCE else f"rank {m.peer}"
+    return f"send to {peer}, tag {m.tag}," if m.is_send else f"receive from {peer}, tag {m.tag},"
 
 
 class _MessageWork:
@@ -82,13 +87,10 @@ class _Remote(_MessageWork):
         self.moving = False  # the engine has it
         self.error: BaseException | None = None
         self.sender = message.peer
-        self.is_copied = False  # the caller need not wait
 
     @property
     def what(self) -> str:
-        m = self._message
-        peer = "any rank" if m.peer == ANY_SOURCE else f"rank {m.peer}"
-        return f"send to {peer}, tag {m.tag}," if m.is_send else f"receive from {peer}, tag {m.tag},"
+        return _words_for(self._message)
 
     def end(self, error: BaseException | None = None) -> None:
         """With the group's news held."""
@@ -176,20 +178,23 @@ class _Local(_MessageWork):
 
     def wait(self, timeout: Timeout = None) -> bool:
         if self._error is None:
+            seconds = to_ns("wait", timeout) / 1e9 if timeout else self._group.timeout
             try:
-                return self._work.wait(timeout if timeout else self._group.timeout)
+                return self._work.wait(seconds)
             except errors.BadArgumentError:
                 raise
             except errors.SymcommError as error:
-                self._error = self._translated(error)
+                self._error = self._translated(error, seconds)
         raise self._error
 
-    def _translated(self, error: errors.SymcommError) -> BaseException:
+    def _translated(self, error: errors.SymcommError, seconds: float) -> BaseException:
         m, group = self._message, self._group
-        what = f"{'send to' if m.is_send else 'receive from'} rank {m.peer}, tag {m.tag}, on group {group.name!r}"
+        what = f"{_words_for(m)} on group {group.name!r}"
         if isinstance(error, errors.DeadlineError) and group.local._failure is None:
             return errors.DeadlineError(
-                f"{what} timed out: the other side did not come. The group can still be used.", [m.peer]
+                f"{what} timed out after {words_for_seconds(seconds)}: the other side did not come. "
+                "The group can still be used.",
+                [m.peer],
             )
         if isinstance(error, errors.RankFailedError):
             group.trouble.gone([group.layout.here[r] for r in error.ranks])
@@ -208,7 +213,9 @@ class _Local(_MessageWork):
     def exception(self) -> BaseException | None:
         error = self._work.exception()
         if error is not None and self._error is None and isinstance(error, errors.SymcommError):
-            self._error = error if isinstance(error, errors.BadArgumentError) else self._translated(error)
+            self._error = (
+                error if isinstance(error, errors.BadArgumentError) else self._translated(error, self._group.timeout)
+            )
         return self._error
 
     @property
@@ -258,12 +265,14 @@ class _FromAnybody(_Remote):
             left = deadline - time.monotonic()
             if self.moving:
                 return super().wait(max(left, 1.0))
-            if left <= 0 or self._group.trouble.verdict is not None:
+            is_alone = any(self._group.is_gone(r) for r in self._awaited())
+            if left <= 0 or is_alone or self._group.trouble.verdict is not None:
                 outcome = native.mail_wait(self._local._op, 1, True)
                 if outcome[0] != Status.TIMEOUT:
                     self._local._settle(outcome)
                     continue
-                return super().wait(1e-3)
+                self._give_up(seconds)
+                break
             with self._group.news:
                 self._group.news.wait(SLICE)
         self._settle()
@@ -279,18 +288,22 @@ class Mail:
     """A rank's messages to and from other hosts. Everything is guarded by the group's ``news``."""
 
     def __init__(self, group: Any):
-        self.group = group
+        self._ref = weakref.ref(group)
         self._numbers = itertools.count()
         self._sends: dict[int, _Remote] = {}  # announced, the receiver has no place yet
         self._receives: list[_Remote] = []  # no letter yet
         self._letters: deque[_Letter] = deque()  # no receive yet
 
+    @property
+    def group(self) -> Any:
+        return self._ref()
+
     # --- sending ----------------------------------------------------------------------------------------------
 
-    def send(self, message: Message, buffer: Buffer) -> _Remote:
+    def send(self, message: Message, buffer: Buffer, most_inline: int) -> _Remote:
         work, group = _Remote(self, message, buffer), self.group
         number, nbytes = next(self._numbers), buffer.nbytes
-        inline = nbytes <= INLINE
+        inline = nbytes <= most_inline
         to = group.office_card(message.peer)
         header = {
             "kind": "letter", "number": number, "tag": message.tag, "dtype": int(buffer.dtype), "nbytes": nbytes,
@@ -443,9 +456,7 @@ class HostsMessages(MessageCalls):
         """Returns once ``tensor`` may be changed again."""
         if timeout is not None:
             to_ns("send", timeout)
-        work = self._post(Message.send(tensor, peer, tag), "send", True, True)
-        if not getattr(work, "is_copied", False):
-            work.wait(timeout)
+        self._post(Message.send(tensor, peer, tag), "send", True, EAGER).wait(timeout)
 
     def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
         """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank."""
@@ -459,7 +470,7 @@ class HostsMessages(MessageCalls):
         """Start several sends and receives at once."""
         return [self._post(m, "batch", True) for m in messages]
 
-    def _post(self, message: Message, call: str, background: bool, may_copy: bool = False) -> Any:
+    def _post(self, message: Message, call: str, background: bool, most_inline: int = INLINE) -> Any:
         self._check_usable()
         self._check_message(call, message)
         buffer = (read_buffer if message.is_send else write_buffer)(call, "tensor", message.tensor)
@@ -471,10 +482,7 @@ class HostsMessages(MessageCalls):
                 return _Local(self, local, message)
             return self.mail.receive(_FromAnybody(self.mail, message, buffer, local))
         if message.is_send:
-            copies = may_copy and INLINE < buffer.nbytes <= EAGER
-            work = self.mail.send(message, _copied(buffer) if copies else buffer)
-            work.is_copied = copies
-            return work
+            return self.mail.send(message, buffer, most_inline)
         return self.mail.receive(_Remote(self.mail, message, buffer))
 
     def _check_message(self, call: str, message: Message) -> None:
@@ -484,9 +492,3 @@ class HostsMessages(MessageCalls):
             raise errors.bad_argument(call, "peer", message.peer, f"a rank of this group, 0 to {self.size - 1}{also}")
         if not isinstance(message.tag, int) or not -(1 << 63) <= message.tag < 1 << 63:
             raise errors.bad_argument(call, "tag", message.tag, "a whole number of at most 64 bits")
-
-
-def _copied(buffer: Buffer) -> Buffer:
-    """So that the sender may go on before the receiver has come."""
-    memory = ctypes.create_string_buffer(native.peek(buffer.address, buffer.nbytes), buffer.nbytes)
-    return Buffer(ctypes.addressof(memory), buffer.count, buffer.dtype, memory)

@@ -11,6 +11,7 @@ carries the token of the office that is called; it travelled through the store, 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hmac
 import json
@@ -23,6 +24,8 @@ import threading
 import time
 import traceback
 import weakref
+from collections import deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 from symcomm import errors
@@ -34,6 +37,7 @@ LENGTHS = struct.Struct("<II")
 LARGEST_FRAME = 1 << 24
 LARGEST_GREETING = 4096  # of somebody who has not shown the token yet
 EARLY_FRAMES = 100_000  # kept for a group that is not made here yet
+PAST_GROUPS = 1000  # remembered, so that nothing is kept for them
 DEFAULT_PATIENCE = 5.0
 
 
@@ -92,13 +96,23 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def office_of(arena: Arena) -> Office:
-    """The one office of the rank that owns ``arena``; it lives as long as a group holds it."""
+def office_of(arena: Arena, key: str, member: Member) -> Office:
+    """The one office of the rank that owns ``arena``, joined; it lives as long as a group has joined it."""
     with _offices_lock:
         office = _offices.get(arena.nonce)
-        if office is None or office.closed or office.pid != os.getpid():
-            office = _offices[arena.nonce] = Office(arena.nonce.hex())
+        if office is None or office.pid != os.getpid() or not office.join(key, member):
+            # A name of its own: those that lost the rank's last office must not take this one for lost as well.
+            office = _offices[arena.nonce] = Office(f"{arena.nonce.hex()}.{secrets.token_hex(4)}")
+            office.join(key, member)
         return office
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread must not be at work when the interpreter ends: inside the engine, that would take the process down."""
+    for office in list(_offices.values()):
+        if office.pid == os.getpid():
+            office.close()
 
 
 class Office:
@@ -107,6 +121,7 @@ class Office:
         self.pid = os.getpid()
         self.token = secrets.token_hex(16)
         self.closed = False
+        self._deserted = False  # the last group has left: nobody may join any more
         self._patience = host_patience()
         self._listener = socket.create_server(("", 0), backlog=1024)
         self._listener.setblocking(False)
@@ -117,6 +132,8 @@ class Office:
         self._lost: set[str] = set()
         self._members: dict[str, weakref.ref[Any]] = {}  # a group that was forgotten goes away
         self._early: dict[str, list[tuple[str, dict[str, Any], bytes]]] = {}
+        self._past: dict[str, None] = {}  # groups that were left, whose messages come too late
+        self._farewells: deque[tuple[str, str]] = deque()  # (to whom, from which group)
         self._lock = threading.RLock()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._alarm, selectors.EVENT_READ, None)
@@ -129,18 +146,30 @@ class Office:
 
     # --- groups -----------------------------------------------------------------------------------------------
 
-    def join(self, key: str, member: Member) -> None:
-        """From now on ``member`` gets the messages that carry ``key``, those that came early first."""
+    def join(self, key: str, member: Member) -> bool:
+        """From now on ``member`` gets the messages that carry ``key``, those that came early first.
+
+        False: this office is about to close."""
         with self._lock:
+            if self.closed or self._deserted:
+                return False
             for item in self._early.pop(key, []):
                 member.on_message(*item)
             self._members[key] = weakref.ref(member)
+            return True
 
-    def leave(self, key: str) -> None:
-        """The last group to leave closes the office."""
+    def leave(self, key: str, peers: Iterable[str] = ()) -> None:
+        """The last group to leave closes the office. ``peers`` are told, by the office's thread: the garbage collector
+        may call this while this one sends something else."""
+        self._farewells.extend((nonce, key) for nonce in peers)
+        if self._farewells:
+            self._wake()
         with self._lock:
             self._members.pop(key, None)
-            last = not self._members
+            self._past[key] = None
+            if len(self._past) > PAST_GROUPS:
+                del self._past[next(iter(self._past))]
+            last = self._deserted = not self._members
         if last:
             self.close()
 
@@ -230,7 +259,15 @@ class Office:
                 changes, self._changes = self._changes, []
             for link in changes:
                 self._watch(link)
+            self._bid_farewell()
+        self._bid_farewell()
         self._shut()
+
+    def _bid_farewell(self) -> None:
+        while self._farewells:
+            nonce, key = self._farewells.popleft()
+            if (link := self._links.get(nonce)) is not None:
+                self._push(link, _frame({"group": key, "kind": "bye"}, b""))
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -306,6 +343,8 @@ class Office:
         key = header.get("group", "")
         with self._lock:
             found = self._members.get(key)
+            if found is None and key in self._past:
+                return
             if found is None:
                 early = self._early.setdefault(key, [])
                 if len(early) < EARLY_FRAMES:
@@ -346,7 +385,9 @@ class Office:
             self._thread.join(2.0)
 
     def _flush(self, deadline: float) -> None:
-        while any(link.outbox for link in list(self._links.values())) and time.monotonic() < deadline:
+        while (
+            self._farewells or any(link.outbox for link in list(self._links.values()))
+        ) and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def _shut(self) -> None:

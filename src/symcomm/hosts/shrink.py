@@ -6,12 +6,12 @@ Used by ``shrink()`` (who is left), and by whatever makes a group of some ranks 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.errors import words_for_ranks
 from symcomm.memory.share import Exchange
 
 __all__ = ["Ballot"]
@@ -21,9 +21,13 @@ class Ballot:
     """What each rank of a group said, by topic. The record of ``agree_on_survivors`` for ranks that share no memory."""
 
     def __init__(self, group: Any):
-        self._group = group
+        self._ref = weakref.ref(group)
         self.rank, self.size, self.name = group.rank, group.size, group.name
         self._said: dict[tuple[str, int], Any] = {}
+
+    @property
+    def _group(self) -> Any:
+        return self._ref()
 
     def note(self, rank: int, header: dict[str, Any]) -> None:
         with self._group.news:
@@ -75,15 +79,19 @@ class Ballot:
         return exchange
 
     def _await(self, place: str, ranks: Sequence[int], timeout: float) -> None:
-        deadline, group = time.monotonic() + timeout, self._group
+        begun, group, gone = time.monotonic(), self._group, []
+        what = f"new group from group {self.name!r}"
         with group.news:
             while missing := [r for r in ranks if (place, r) not in self._said]:
                 gone = [r for r in missing if r != self.rank and group.is_gone(r)]
-                if gone:
-                    raise errors.RankFailedError(
-                        f"new group from group {self.name!r}: rank {words_for_ranks(gone)} is gone.", gone
-                    )
-                left = deadline - time.monotonic()
+                if gone or group.trouble.verdict is not None:
+                    break
+                left = begun + timeout - time.monotonic()
                 if left <= 0:
-                    raise errors.deadline(f"new group from group {self.name!r}", timeout, missing=missing)
+                    raise errors.deadline(what, timeout, missing=missing)
                 group.news.wait(min(left, 0.5))
+            else:
+                return
+        if gone:
+            group.trouble.gone(gone)
+        raise group._fail(what, time.monotonic() - begun)

@@ -1,7 +1,8 @@
 """Engines that torch brings along: Gloo for any network, NCCL through GPUs.
 
-Both are torch's own C++ process groups, used for nothing but sends and receives of bytes. They meet in a TCPStore of
-torch's that the first rank serves. A thread waits for what is on its way, since a wait cannot be taken back: Gloo
+Both are torch's own C++ process groups, used for nothing but sends and receives of bytes. They meet in a TCPStore that
+the first rank serves: our own, since a client of torch's asks the name server who 127.0.0.1 is, and waits for seconds
+where that does not answer. A thread waits for what is on its way, since a wait cannot be taken back: Gloo
 closes all connections when one of its own deadlines passes. So it is given none, except to end everything.
 """
 
@@ -13,12 +14,14 @@ import ctypes
 import importlib.util
 import os
 import queue
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from symcomm.hosts.engine import Engine, Expected, Move, Place, Transfer
+from symcomm.store import TCPStore
 
 __all__ = ["GlooEngine", "NcclEngine"]
 
@@ -31,6 +34,21 @@ def _bytes_at(address: int, nbytes: int) -> Any:
     import torch
 
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def _dressed(store: TCPStore) -> Any:
+    """Our store as one of torch's. C++ keeps its half only: whoever uses it keeps this one."""
+    import torch.distributed as dist
+
+    class Dressed(dist.Store):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("set", "get", "add", "check", "wait", "compare_set", "delete_key", "multi_get", "multi_set"):
+                setattr(self, name, getattr(store, name))
+            self.deleteKey, self.getNumKeys = store.delete_key, store.num_keys  # C++ knows them so
+            self.set_timeout = store.set_timeout
+
+    return Dressed()
 
 
 _connected: set[_TorchEngine] = set()
@@ -46,10 +64,9 @@ def _end_all() -> None:
 
 class _TorchEngine(Engine):
     def __init__(self, place: Place):
-        import torch.distributed as dist
-
         self.place = place
         self.pid = os.getpid()
+        self._served: TCPStore | None = None
         self._store: Any = None
         self._group: Any = None
         self._post = threading.RLock()  # messages of one pair are started in one order
@@ -58,19 +75,15 @@ class _TorchEngine(Engine):
         self._under_way: set[Transfer] = set()
         self.card = {}
         if place.rank == 0:
-            self._store = dist.TCPStore(place.address, 0, is_master=True, wait_for_workers=False)
-            self.card = {"address": place.address, "port": self._store.port}
+            token = secrets.token_hex(16)
+            self._served = TCPStore(place.address, 0, is_master=True, token=token)
+            self.card = {"address": place.address, "port": self._served.port, "token": token}
 
     def connect(self, cards: Sequence[dict[str, Any]], timeout: float) -> None:
-        import torch.distributed as dist
-
-        limit = timedelta(seconds=timeout)
-        if self._store is None:
-            first = cards[0]
-            self._store = dist.TCPStore(
-                first["address"], first["port"], is_master=False, wait_for_workers=False, timeout=limit
-            )
-        self._store.set_timeout(limit)
+        first, limit = cards[0], timedelta(seconds=timeout)
+        store = self._served or TCPStore(first["address"], first["port"], timeout=limit, token=first["token"])
+        store.set_timeout(limit)
+        self._store = _dressed(store)
         self._group = self._make_group()
         _connected.add(self)
 
@@ -141,7 +154,7 @@ class _TorchEngine(Engine):
             self._join_threads()
             with self._post:
                 _connected.discard(self)
-                self._group = self._store = None
+                self._group = self._store = self._served = None
 
     def _join_threads(self) -> None:
         for thread in self._threads:

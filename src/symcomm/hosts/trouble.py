@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -33,11 +34,15 @@ class Trouble:
     """The failures of one group. ``verdict`` is the story that counts, once there is one."""
 
     def __init__(self, group: Any):
-        self._group = group
+        self._ref = weakref.ref(group)  # a group that is forgotten goes away at once
         self.verdict: dict[str, Any] | None = None
         self._answers: dict[int, dict[str, Any]] = {}
         self._survey = 0
         self._lock = threading.RLock()
+
+    @property
+    def _group(self) -> Any:
+        return self._ref()
 
     # --- asking -----------------------------------------------------------------------------------------------
 
@@ -74,8 +79,10 @@ class Trouble:
     def answer(self, rank: int, header: dict[str, Any]) -> None:
         """Somebody asks. Looking how a process ended may take a moment, which the office does not have."""
 
+        group = self._group
+
         def reply() -> None:
-            self._group.tell(rank, {"kind": "answer", "survey": header["survey"], **self.own_answer()}, timeout=REACH)
+            group.tell(rank, {"kind": "answer", "survey": header["survey"], **self.own_answer()}, timeout=REACH)
 
         threading.Thread(target=reply, name="symcomm-answer", daemon=True).start()
 
@@ -152,6 +159,13 @@ class Trouble:
         first = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
         story = f"the connection to rank {words_for_ranks(ranks)} broke ({self._group.engine_name}: {first})"
         self._spread("gone", story, sorted(ranks))
+
+    def end(self) -> None:
+        """This rank leaves: its own waits end, nobody is told."""
+        with self._lock:
+            if self.verdict is None:
+                self.verdict = {"fault": "aborted", "story": "", "ranks": [], "origin": self._group.rank}
+        self._group.ring()
 
     def abort(self) -> None:
         self._spread("aborted", "", [self._group.rank])
