@@ -307,8 +307,10 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         return error
 
     def _check_usable(self) -> None:
-        if self._failure is None and self.trouble.verdict is not None and self.trouble.verdict["fault"] != "gone":
-            self._failure = self.trouble.error(f"an operation on group {self.name!r}", 0.0)
+        """The first call after others have failed hears their story; later ones are referred to it."""
+        verdict = self.trouble.verdict
+        if self._failure is None and verdict is not None and verdict["fault"] != "gone":
+            raise self._fail(f"an operation on group {self.name!r}", 0.0)
         if self._failure is not None:
             raise self._unusable()
 
