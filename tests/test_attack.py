@@ -154,6 +154,16 @@ def test_a_group_is_collected_while_another_is_given_back(monkeypatch: pytest.Mo
     assert symcomm.spawn(rank, 1, mode="threads", deadline=20) == [(False, 0)]
 
 
+def test_a_batch_of_something_else() -> None:
+    def rank(group: Any) -> bool:
+        with pytest.raises(errors.BadArgumentError, match=r"batch: messages must be a list of Message, got None"):
+            group.batch([None])
+        return True
+
+    assert symcomm.spawn(rank, 2, mode="threads", deadline=30) == [True, True]
+    assert symcomm.spawn(rank, 2, mode="threads", hosts=[1, 1], deadline=30) == [True, True]
+
+
 # --- tensors --------------------------------------------------------------------------------------------------------
 
 

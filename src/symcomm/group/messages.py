@@ -41,7 +41,32 @@ class Message:
         return cls(False, tensor, peer, tag)
 
 
-class MessageWork:
+class AnyMessageWork:
+    """What works of messages have in common, wherever the messages go."""
+
+    _message: Message
+    wait: Callable[..., bool]
+    is_completed: Callable[[], bool]
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return [self._message.tensor]
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """``callback()`` runs once the message has left or arrived, or has failed."""
+
+        def attend() -> None:
+            with contextlib.suppress(BaseException):  # exception() tells it to whoever asks
+                self.wait()
+            callback()
+
+        if self.is_completed():
+            callback()
+        else:
+            threading.Thread(target=attend, name="symcomm-future", daemon=True).start()
+
+
+class MessageWork(AnyMessageWork):
     """A send or receive on its way."""
 
     def __init__(self, group: Any, op: Any, message: Message, buffer: Buffer, site: Site):
@@ -110,23 +135,6 @@ class MessageWork:
         self.is_completed()
         return self._error
 
-    def result(self) -> list[Any]:
-        self.wait()
-        return [self._message.tensor]
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """``callback()`` runs once the message has left or arrived, or has failed."""
-
-        def attend() -> None:
-            with contextlib.suppress(BaseException):  # exception() tells it to whoever asks
-                self.wait()
-            callback()
-
-        if self.is_completed():
-            callback()
-        else:
-            threading.Thread(target=attend, name="symcomm-future", daemon=True).start()
-
     @property
     def source(self) -> int:
         """The rank a receive's message came from."""
@@ -194,23 +202,26 @@ class MessageCalls:
         """Start several sends and receives at once."""
         return [self._post(m, "batch", True) for m in messages]
 
-    def _post(self, message: Message, call: str, background: bool) -> MessageWork:
-        self._check_usable()
-        peer = message.peer
+    def _check_message(self, call: str, message: Message) -> None:
+        if not isinstance(message, Message):
+            fix = "make them with Message.send and Message.receive"
+            raise errors.bad_argument(call, "messages", message, "a list of Message", fix)
         lowest = 0 if message.is_send else ANY_SOURCE
-        if not isinstance(peer, int) or not lowest <= peer < self.size:
-            allowed = f"a rank of this group, 0 to {self.size - 1}" + (
-                "" if message.is_send else ", or ANY_SOURCE (-1)"
-            )
-            raise errors.bad_argument(call, "peer", peer, allowed)
+        if not isinstance(message.peer, int) or not lowest <= message.peer < self.size:
+            also = "" if message.is_send else ", or ANY_SOURCE (-1)"
+            raise errors.bad_argument(call, "peer", message.peer, f"a rank of this group, 0 to {self.size - 1}{also}")
         if not isinstance(message.tag, int) or not -(1 << 63) <= message.tag < 1 << 63:
             raise errors.bad_argument(call, "tag", message.tag, "a whole number of at most 64 bits")
+
+    def _post(self, message: Message, call: str, background: bool) -> MessageWork:
+        self._check_usable()
+        self._check_message(call, message)
         buffer = (read_buffer if message.is_send else write_buffer)(call, "tensor", message.tensor)
         site = call_site(3)
         op = native.mail_post(
             self._handle,
             message.is_send,
-            peer,
+            message.peer,
             message.tag,
             buffer.dtype,
             buffer.address,

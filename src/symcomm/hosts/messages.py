@@ -7,13 +7,11 @@ them and has said so. So the engine never carries anything that nobody waits for
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from symcomm import errors
@@ -21,7 +19,7 @@ from symcomm._core import native
 from symcomm.errors import words_for_seconds
 from symcomm.group.buffers import Buffer, read_buffer, write_buffer
 from symcomm.group.failure import Status
-from symcomm.group.messages import ANY_SOURCE, Message, MessageCalls, MessageWork
+from symcomm.group.messages import ANY_SOURCE, AnyMessageWork, Message, MessageCalls, MessageWork
 from symcomm.group.work import Timeout, to_ns
 from symcomm.hosts.engine import Move, Transfer
 from symcomm.types import DType
@@ -49,32 +47,7 @@ def _words_for(m: Message) -> str:
     return f"send to {peer}, tag {m.tag}," if m.is_send else f"receive from {peer}, tag {m.tag},"
 
 
-class _MessageWork:
-    """What all works of messages have in common."""
-
-    _message: Message
-    wait: Callable[..., bool]
-    is_completed: Callable[[], bool]
-
-    def result(self) -> list[Any]:
-        self.wait()
-        return [self._message.tensor]
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """``callback()`` runs once the message has left or arrived, or has failed."""
-
-        def attend() -> None:
-            with contextlib.suppress(BaseException):  # exception() tells it to whoever asks
-                self.wait()
-            callback()
-
-        if self.is_completed():
-            callback()
-        else:
-            threading.Thread(target=attend, name="symcomm-future", daemon=True).start()
-
-
-class _Remote(_MessageWork):
+class _Remote(AnyMessageWork):
     """One end of a message between hosts."""
 
     def __init__(self, mail: Mail, message: Message, buffer: Buffer):
@@ -169,7 +142,7 @@ class _Remote(_MessageWork):
         return self.sender
 
 
-class _Local(_MessageWork):
+class _Local(AnyMessageWork):
     """A message between ranks of one host, with the group's ranks instead of the host's."""
 
     def __init__(self, group: Any, work: MessageWork, message: Message):
@@ -484,11 +457,3 @@ class HostsMessages(MessageCalls):
         if message.is_send:
             return self.mail.send(message, buffer, most_inline)
         return self.mail.receive(_Remote(self.mail, message, buffer))
-
-    def _check_message(self, call: str, message: Message) -> None:
-        lowest = 0 if message.is_send else ANY_SOURCE
-        if not isinstance(message.peer, int) or not lowest <= message.peer < self.size:
-            also = "" if message.is_send else ", or ANY_SOURCE (-1)"
-            raise errors.bad_argument(call, "peer", message.peer, f"a rank of this group, 0 to {self.size - 1}{also}")
-        if not isinstance(message.tag, int) or not -(1 << 63) <= message.tag < 1 << 63:
-            raise errors.bad_argument(call, "tag", message.tag, "a whole number of at most 64 bits")
