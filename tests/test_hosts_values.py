@@ -12,8 +12,8 @@ import symcomm
 from symcomm import errors
 from symcomm._core import native
 from symcomm.group.buffers import torch_dtypes
-from symcomm.hosts import algorithms
-from symcomm.hosts.layout import Layout, split_evenly
+from symcomm.hosts import algorithms, layout
+from symcomm.hosts.layout import Layout, split_evenly, travels
 from symcomm.memory import share
 from symcomm.types import DType, RedOpType
 
@@ -32,8 +32,9 @@ def values(rank: int, count: int, dtype=torch.float32) -> torch.Tensor:
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Tensors of some kilobytes take several chunks."""
+    """Tensors of some kilobytes take several chunks, and the engine."""
     monkeypatch.setattr(algorithms, "CHUNK", 2048)
+    monkeypatch.setattr(layout, "FEW_OF_A_HOST", 0)
 
 
 # --- who is where ------------------------------------------------------------------------------------------------
@@ -44,6 +45,13 @@ def test_pieces_differ_by_one_at_most():
         for parts in range(1, 6):
             sizes = split_evenly(count, parts)
             assert sum(sizes) == count and max(sizes) - min(sizes) <= 1
+
+
+def test_few_bytes_travel_with_the_arrival():
+    assert travels(4096, 8, 1000) and not travels(4097, 8, 1000)
+    assert travels(64 << 10, 2, 2) and not travels((64 << 10) + 1, 2, 2) and not travels(64 << 10, 2, 3)
+    assert Layout([[0, 1], [2]], 0).carries(64 << 10)
+    assert Layout([[0, 1], [2]], 2).most_of_a_host([1, 2, 4]) == 4
 
 
 @pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 3], [1], [2, 4, 5]], [[0], [1, 2, 3]]])

@@ -15,7 +15,7 @@ from typing import Any
 from symcomm import errors
 from symcomm.cli import bench_table
 from symcomm.cli.namespaces import Network, why_no_namespaces
-from symcomm.hosts.algorithms import SMALL
+from symcomm.hosts.layout import travels
 
 __all__ = ["Figures", "Plan", "as_table", "expected_bytes", "run_hosts_bench", "to_json"]
 
@@ -33,7 +33,7 @@ class Plan:
     steps: int = 3
     hosts: int = 2
     mbits: int = 1000
-    sizes: Sequence[int] = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 32 << 20)
+    sizes: Sequence[int] = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20, 32 << 20)
     collectives: Sequence[str] = ("all_reduce",)
 
     @property
@@ -66,8 +66,8 @@ def expected_bytes(side: str, collective: str, nbytes: int, hosts: int, ranks: i
     away = (hosts - 1) / hosts  # the part of all pieces that other hosts' ranks have or get
     factors = {"gather": away, "scatter": away, "all_to_all": ranks * away}  # from one rank to the other
     factors |= _gloos_way(hosts, ranks) if side == "gloo" else _our_way(hosts)
-    everything = nbytes * (hosts * ranks if collective == "all_to_all" else 1)
-    if side != "gloo" and everything <= SMALL:
+    said = nbytes * {"all_gather": 1 / hosts, "gather": 1 / hosts, "all_to_all": ranks}.get(collective, 1)
+    if side != "gloo" and travels(int(said), ranks, hosts):
         factors |= _said(hosts, ranks)
     return nbytes * factors[collective]
 

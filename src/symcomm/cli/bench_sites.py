@@ -19,7 +19,7 @@ from symcomm.cli.namespaces import SlowNetwork, why_no_slow_network
 __all__ = ["QUICK", "Figures", "Plan", "as_table", "run_sites_bench", "to_json"]
 
 WORKER = "symcomm.cli.bench_sites_worker"
-DEADLINE = 30.0  # for the ranks to end once the first has said its last word
+DEADLINE = 300.0  # for each method
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def run_sites_bench(plan: Plan, tick: Callable[[str], None] = lambda what: None)
     if reason := why_no_slow_network():
         raise errors.ResourceError(f"symcomm bench: sites needs network namespaces and TUN devices: {reason}.")
     with SlowNetwork(plan.sites, plan.mbits, plan.round_trip_ms) as network:
-        rows = network.run_ranks(plan.ranks, WORKER, plan, DEADLINE, tick)
+        rows = network.run_ranks(plan.ranks, WORKER, plan, DEADLINE * len(plan.methods), tick)
     return [Figures(**row) for row in rows]
 
 

@@ -159,6 +159,7 @@ class _Hosts(abc.ABC):
                 with log.open("a") as said:
                     processes.append(self.start(rank // ranks, words, env, stdout=out, stderr=said, text=True))
             late = threading.Timer(seconds, self._kill)
+            begun = time.monotonic()
             late.start()
             try:
                 for line in processes[0].stdout:
@@ -166,6 +167,8 @@ class _Hosts(abc.ABC):
                 code = processes[0].wait()
             finally:
                 late.cancel()
+            if code == -signal.SIGKILL and time.monotonic() - begun >= seconds:
+                raise errors.deadline("symcomm bench: the ranks", seconds)
             if code or not result.exists():
                 raise errors.SymcommError(f"symcomm bench: the ranks failed: {log.read_text()[-2000:]}")
             return json.loads(result.read_text())

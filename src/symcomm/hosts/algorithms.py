@@ -26,7 +26,6 @@ from symcomm.hosts.operation import Chunk, Operation
 from symcomm.types import DType, RedOpType
 
 __all__ = [
-    "SMALL",
     "barrier",
     "small_all_gather",
     "small_all_reduce",
@@ -50,7 +49,6 @@ __all__ = [
 # under way: 1 MiB made 54 % of the link's speed from 32 MiB, 2 MiB 67 %, 4 MiB 74 and 77 %, 8 MiB 79 %; from 8 MiB, 4
 # MiB was best.
 CHUNK = 4 << 20
-SMALL = 4096  # bytes that travel with an arrival; the engine's threads cost more than the network does
 FLOATS = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128}
 
 

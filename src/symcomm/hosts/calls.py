@@ -56,7 +56,7 @@ class HostsCalls(CollectiveCalls):
         levels = Levels.of(redop, buffer.dtype, self.layout)
         signature = Signature(Collective.ALL_REDUCE, buffer.dtype, redop, 0, buffer.count)
 
-        act = algorithms.small_all_reduce if buffer.nbytes <= algorithms.SMALL else algorithms.all_reduce
+        act = algorithms.small_all_reduce if self.layout.carries(buffer.nbytes) else algorithms.all_reduce
 
         def body(o: Operation) -> None:
             act(o, source.address, buffer.address, buffer.count, buffer.dtype, levels)
@@ -71,7 +71,7 @@ class HostsCalls(CollectiveCalls):
         levels = Levels.of(redop, buffer.dtype, self.layout)
         signature = Signature(Collective.REDUCE, buffer.dtype, redop, root, buffer.count)
 
-        act = algorithms.small_all_reduce if buffer.nbytes <= algorithms.SMALL else algorithms.reduce
+        act = algorithms.small_all_reduce if self.layout.carries(buffer.nbytes) else algorithms.reduce
 
         def body(o: Operation) -> None:
             act(o, source.address, buffer.address, buffer.count, buffer.dtype, levels, root)
@@ -111,7 +111,7 @@ class HostsCalls(CollectiveCalls):
         levels = Levels.of(redop, out.dtype, self.layout)
         signature = Signature(Collective.REDUCE_SCATTER, out.dtype, redop, 0, sum(counts), _detail(counts))
 
-        is_small = sum(counts) * out.dtype.itemsize <= algorithms.SMALL
+        is_small = self.layout.carries(sum(counts) * out.dtype.itemsize)
         act = algorithms.small_reduce_scatter if is_small else algorithms.reduce_scatter
 
         def body(o: Operation) -> None:
@@ -126,7 +126,7 @@ class HostsCalls(CollectiveCalls):
         buffer = self._of_broadcast(tensor, root)
         signature = Signature(Collective.BROADCAST, buffer.dtype, 0, root, buffer.count)
 
-        act = algorithms.small_broadcast if buffer.nbytes <= algorithms.SMALL else algorithms.broadcast
+        act = algorithms.small_broadcast if self.layout.carries(buffer.nbytes) else algorithms.broadcast
 
         def body(o: Operation) -> None:
             act(o, buffer.address, buffer.count, buffer.dtype, root)
@@ -159,7 +159,7 @@ class HostsCalls(CollectiveCalls):
         [kept] = self._apart([source], outs)
         signature = Signature(Collective.ALL_GATHER, source.dtype, 0, 0, sum(counts), _detail(counts))
 
-        is_small = sum(counts) * source.dtype.itemsize <= algorithms.SMALL
+        is_small = self.layout.carries(self.layout.most_of_a_host(counts) * source.dtype.itemsize)
         act = algorithms.small_all_gather if is_small else algorithms.all_gather
 
         def body(o: Operation) -> None:
@@ -175,7 +175,7 @@ class HostsCalls(CollectiveCalls):
         source, outs = self._of_gather(call, outputs, input, root)
         signature = Signature(Collective.GATHER, source.dtype, 0, root, source.count * self.size)
         [kept] = self._apart([source], outs)
-        is_small = source.nbytes * self.size <= algorithms.SMALL
+        is_small = self.layout.carries(source.nbytes * self.layout.widest)
         act = algorithms.small_gather if is_small else algorithms.gather
         body: Body = partial(
             act, source=kept.address, targets=[o.address for o in outs], nbytes=source.nbytes, root=root
@@ -190,7 +190,7 @@ class HostsCalls(CollectiveCalls):
         sources, out = self._of_scatter(call, output, inputs, root)
         signature = Signature(Collective.SCATTER, out.dtype, 0, root, out.count * self.size)
         kept = self._apart(sources, [out])
-        is_small = out.nbytes * self.size <= algorithms.SMALL
+        is_small = self.layout.carries(out.nbytes * self.size)
         act = algorithms.small_scatter if is_small else algorithms.scatter
         body: Body = partial(act, sources=[s.address for s in kept], target=out.address, nbytes=out.nbytes, root=root)
         return self._perform(call, signature, body, kept, [out], [output], async_op, timeout)
@@ -242,7 +242,9 @@ class HostsCalls(CollectiveCalls):
         total = sum(flat) if flat else sum(sent) * self.size
         signature = Signature(Collective.ALL_TO_ALL, dtype, 0, 0, total, _detail(flat))
         nbytes = (lambda i, j: matrix[i][j] * item) if matrix else (lambda i, j: sent[0] * item)
-        act = algorithms.small_all_to_all if total * item <= algorithms.SMALL else algorithms.all_to_all
+        rows = [sum(row) for row in matrix] or [sum(sent)] * self.size
+        is_small = self.layout.carries(self.layout.most_of_a_host(rows) * item)
+        act = algorithms.small_all_to_all if is_small else algorithms.all_to_all
         body: Body = partial(act, sources=places, targets=targets, matrix=nbytes)
         return self._perform(call, signature, body, sources, outs, result, async_op, timeout)
 

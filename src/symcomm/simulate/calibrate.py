@@ -19,7 +19,7 @@ from typing import Any
 from symcomm import errors
 from symcomm.simulate.host import host_seconds
 from symcomm.simulate.machine import DEFAULT, Machine, load
-from symcomm.simulate.predict import predict, travels
+from symcomm.simulate.predict import predict, travels_along
 from symcomm.simulate.topology import Link
 
 __all__ = ["calibrate", "fit", "fit_link", "fitted_sizes", "measure"]
@@ -133,14 +133,14 @@ def _search(time_of: Callable[[float], float], seconds: float, low: float, high:
     return (low * high) ** 0.5
 
 
-def fitted_sizes(sizes: Iterable[int]) -> list[int]:
-    """Which of the measured sizes say what a link does: the largest that travels with the arrival, the smallest that
-    does not, and the largest of all. Three, or the last two."""
-    small = [n for n in sizes if travels(n)]
-    large = [n for n in sizes if not travels(n)]
+def fitted_sizes(sizes: Iterable[int], hosts: int, ranks_per_host: int, collective: str = "all_reduce") -> list[int]:
+    """Which of the measured sizes say what a link does: the smallest of those that travel with the arrival and of
+    those that do not, and the largest of all. Three, or the last two."""
+    small = [n for n in sizes if travels_along(collective, n, hosts, ranks_per_host)]
+    large = sorted(set(sizes) - set(small))
     if len(large) < 2:
-        raise errors.bad_argument("fit_link", "measured", sorted(sizes), "of two sizes or more above 4096 bytes")
-    return [*([max(small)] if small else []), min(large), max(large)]
+        raise errors.bad_argument("fit_link", "measured", sorted(sizes), "of two sizes or more that an engine carries")
+    return [*([min(small)] if small else []), min(large), max(large)]
 
 
 def fit_link(
@@ -161,7 +161,7 @@ def fit_link(
     for nbytes, seconds in measured.items():
         if nbytes < 1 or not seconds > 0:
             raise errors.bad_argument("fit_link", "measured", {nbytes: seconds}, "bytes and seconds of more than 0")
-    *small, middle, large = fitted_sizes(measured)
+    *small, middle, large = fitted_sizes(measured, hosts, ranks_per_host, collective)
     host = machine or load()
 
     def fitted(link: Link, name: str, nbytes: int, *, low: float, high: float, is_rate: bool) -> Link:
@@ -176,7 +176,7 @@ def fit_link(
         return changed(_search(seconds_at, measured[nbytes], low, high))
 
     link = Link(latency=0.0, arrival=0.0)
-    for _ in range(4):  # each changes the others a little
+    for _ in range(10):  # each changes the others a little
         if small:
             link = fitted(link, "arrival", small[0], low=1e-1, high=1e9, is_rate=False)
         link = fitted(link, "message", middle, low=1e-1, high=1e9, is_rate=False)

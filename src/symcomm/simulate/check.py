@@ -36,7 +36,7 @@ class Measured:
         """(the link on which its all_reduces take as long as they did, the sizes that say so)."""
         found = {nbytes: s for (collective, nbytes), s in self.seconds.items() if collective == FITTED}
         link = fit_link(found, self.hosts, self.ranks_per_host, machine=machine, cores_per_host=self.cores_per_host)
-        return link, fitted_sizes(found)
+        return link, fitted_sizes(found, self.hosts, self.ranks_per_host)
 
 
 @dataclass(frozen=True)

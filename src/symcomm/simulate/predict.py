@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from symcomm.errors import bad_argument
+from symcomm.hosts.layout import travels
 from symcomm.simulate import machine as machines
 from symcomm.simulate.engines import Engine, find_engine, model_seconds
 from symcomm.simulate.host import host_seconds
@@ -31,7 +32,7 @@ from symcomm.simulate.rounds import (
 )
 from symcomm.simulate.topology import Link, Topology, parse_topology
 
-__all__ = ["ALGORITHMS", "COLLECTIVES", "Cluster", "Estimate", "compare", "estimate", "predict", "travels"]
+__all__ = ["ALGORITHMS", "COLLECTIVES", "Cluster", "Estimate", "compare", "estimate", "predict", "travels_along"]
 
 HIERARCHICAL = ("hierarchical direct", "hierarchical ring", "hierarchical halving")
 ALGORITHMS = {
@@ -43,11 +44,9 @@ ALGORITHMS = {
 COLLECTIVES = tuple(ALGORITHMS)
 MOST_CHUNKS = 1 << 12  # of a tree
 CHUNK = 4 << 20  # bytes, of hierarchical collectives: fewer would not hide a network's latency
-SMALL = 4096  # bytes of a tensor that travels with the arrival of its host
-# Ranks that share a core take turns: their arrivals take as many times longer, and their messages, which pass through
-# several threads, longer still. Two hosts of one core, 16 and 64 KiB, a loaded machine: 2.9 to 3.5 times as long with 4
-# ranks as with 2 (exponents of 1.5 to 1.8), but 5 to 5.5 times with 4 as with 1 (1.2). Chosen in between.
-MESSAGE_CROWDING = 1.5
+# Ranks that share a core take turns: a message takes as many times longer, and meeting, which all ranks of a host have
+# to do, longer still. Two hosts of one core, 4 ranks beside 2: 2.9 times as long at 4 KiB, twice as long for messages.
+ARRIVAL_CROWDING = 1.5
 DIRECT_HOSTS = 256  # beyond, everybody to everybody is too many messages to send, and to simulate
 
 
@@ -74,7 +73,7 @@ class Cluster:
     def network(self) -> Topology:
         """The topology as its messages find it: what software does takes longer where ranks share cores."""
         link, crowding = self.topology.link, self.machine.crowding(self.ranks_per_host)
-        slowed = link._replace(message=link.message * crowding**MESSAGE_CROWDING, arrival=link.arrival * crowding)
+        slowed = link._replace(message=link.message * crowding, arrival=link.arrival * crowding**ARRIVAL_CROWDING)
         return replace(self.topology, link=slowed)
 
     @property
@@ -155,14 +154,19 @@ def estimate(collective: str, algorithm: str, nbytes: int, cluster: Cluster) -> 
         return Estimate(
             collective, algorithm, nbytes, cluster.ranks, between, 0.0, between, 1, sum(r.times for r in rounds)
         )
-    if way == "direct" and cluster.hosts > 1 and travels(nbytes):
+    if way == "direct" and travels_along(collective, nbytes, cluster.hosts, cluster.ranks_per_host):
         return _with_arrival(collective, nbytes, cluster)
     return _in_chunks(collective, way, nbytes, cluster)
 
 
-def travels(nbytes: int) -> bool:
+def travels_along(collective: str, nbytes: int, hosts: int, ranks_per_host: int) -> bool:
     """Whether a group of several hosts sends these bytes with the arrival of a host, without its engine."""
-    return nbytes <= SMALL
+    return hosts > 1 and travels(_said(collective, nbytes, hosts), ranks_per_host, hosts)
+
+
+def _said(collective: str, nbytes: int, hosts: int) -> int:
+    """What a host has to say: its ranks' pieces, or all."""
+    return -(-nbytes // hosts) if collective == "all_gather" else nbytes
 
 
 def _check(collective: str, nbytes: int) -> None:
@@ -209,7 +213,7 @@ def _arrival(cluster: Cluster) -> float:
 def _with_arrival(collective: str, nbytes: int, cluster: Cluster) -> Estimate:
     """Few bytes: every rank tells one of each other host what its own host has, when it says that it has come."""
     ranks, hosts = cluster.ranks_per_host, cluster.hosts
-    own = -(-nbytes // hosts) if collective == "all_gather" else nbytes  # of its host
+    own = _said(collective, nbytes, hosts)
     part = "all_reduce" if collective == "reduce_scatter" else collective  # of which each rank takes its piece
     inside = host_seconds(part, own, ranks, cluster.machine, cluster.symmetric)
     combined = nbytes * (hosts - 1) if part == "all_reduce" else 0
