@@ -38,7 +38,7 @@ class Plan:
     period: int = 20  # steps between DiLoCo's meetings
     every: int = 10  # steps between checks of the loss
     target: float = 2.4
-    limit: int = 120
+    limit: int = 160
     methods: Sequence[str] = tuple(METHODS)
 
     @property
