@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-dist.init_process_group(sys.argv[1])
+dist.init_process_group(sys.argv[1] if len(sys.argv) > 1 else "symcomm")
 torch.set_num_threads(1)
 torch.manual_seed(0)
 accelerator = Accelerator(cpu=True)

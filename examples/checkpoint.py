@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-dist.init_process_group(sys.argv[1])
+dist.init_process_group(sys.argv[1] if len(sys.argv) > 1 else "symcomm")
 torch.set_num_threads(1)
 rank = dist.get_rank()
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -37,7 +37,7 @@ if __name__ == "__main__":
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=DDPStrategy(process_group_backend=sys.argv[1]),
+        strategy=DDPStrategy(process_group_backend=sys.argv[1] if len(sys.argv) > 1 else "symcomm"),
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-dist.init_process_group(sys.argv[1])
+dist.init_process_group(sys.argv[1] if len(sys.argv) > 1 else "symcomm")
 torch.set_num_threads(1)
 torch.manual_seed(0)
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))

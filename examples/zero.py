@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-dist.init_process_group(sys.argv[1])
+dist.init_process_group(sys.argv[1] if len(sys.argv) > 1 else "symcomm")
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 1)))

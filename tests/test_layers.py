@@ -93,6 +93,22 @@ def test_import_is_light():
     assert not loaded & {"torch", "numpy", "typer", "rich", "asyncio", "symcomm._core", "symcomm.observe"}
 
 
+def test_names_that_need_torch_say_so():
+    code = """
+import sys
+sys.modules["torch"] = None
+import symcomm
+for name in ("DistributedDataParallel", "comm"):
+    try:
+        getattr(symcomm, name)
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    fix = "needs torch, which is not installed; run `pip install 'symcomm[torch]'`."
+    assert out.stdout.splitlines() == [f"symcomm.DistributedDataParallel {fix}", f"symcomm.comm {fix}"]
+
+
 def test_ranks_load_no_observer_unless_asked():
     """Neither groups nor the torch backend; a variable in the environment asks for one."""
     code = """

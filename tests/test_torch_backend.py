@@ -94,6 +94,18 @@ def test_gloo_can_be_replaced_from_outside():
     assert "TorchGroup [1.0, 1.0]" in out[0]
 
 
+def test_a_backend_that_cannot_be_replaced_is_told():
+    said = run_python(
+        "import warnings\n"
+        "from symcomm.backend.register import register\n"
+        "with warnings.catch_warnings(record=True) as found: register()\n"
+        "print(*[w.message for w in found])\n",
+        SYMCOMM_REPLACE="glo",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert "SYMCOMM_REPLACE must be gloo, got 'glo': nothing is replaced." in said
+
+
 def test_gloo_stays_gloo_when_nobody_asks():
     out = run_python(ONE_RANK.format(backend="gloo"), SYMCOMM_REPLACE="").split("\n")
     assert out[0] == "gloo ProcessGroup [1.0, 1.0]" and out[1] == "ProcessGroup"

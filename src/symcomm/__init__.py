@@ -67,13 +67,23 @@ _MODULES = (
 __all__ = ["__version__", "errors", *_MODULES, *_LAZY]
 
 
+def _load(module: str, name: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        needs = f"symcomm.{name} needs torch, which is not installed; run `pip install 'symcomm[torch]'`."
+        raise ModuleNotFoundError(needs, name="torch") from None
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"symcomm.{name}")
+        return _load(f"symcomm.{name}", name)
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'symcomm' has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
+    value = getattr(_load(module, name), name)
     globals()[name] = value
     return value
 

@@ -9,6 +9,7 @@ the group's code is loaded when the first group is made.
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 __all__ = ["autoload", "register"]
@@ -56,8 +57,11 @@ def register() -> None:
         return
     dist.Backend.register_backend("symcomm", create, extended_api=True, devices=["cpu", "cuda"])
     teach()
-    if "gloo" in os.environ.get("SYMCOMM_REPLACE", "").lower().split(","):
+    wanted = os.environ.get("SYMCOMM_REPLACE", "")
+    if "gloo" in wanted.lower().split(","):
         _replace_gloo()
+    elif wanted:
+        warnings.warn(f"SYMCOMM_REPLACE must be gloo, got {wanted!r}: nothing is replaced.", stacklevel=2)
 
 
 def _replace_gloo() -> None:

@@ -1,6 +1,6 @@
 """Numbers for Prometheus, and spans for OpenTelemetry, made from what a feed tells.
 
-Both libraries are optional: ``pip install symcomm[metrics]`` and ``symcomm[otel]``. A ``Meter`` or ``Spans`` is handed
+Both libraries are optional: ``pip install 'symcomm[metrics]'``, ``'symcomm[otel]'``. A ``Meter`` or ``Spans`` is handed
 the model after each refresh (``add``); it counts operations that have ended, each once. `symcomm top` does so for a
 whole job; a rank's server for that rank alone, whenever somebody asks for ``/api/v1/metrics``.
 """

@@ -71,7 +71,7 @@ def torch() -> list[Finding]:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return [Finding("torch", WARN, "not installed", "pip install symcomm[torch]")]
+        return [Finding("torch", WARN, "not installed", "pip install 'symcomm[torch]'")]
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_TORCH:
         least = ".".join(map(str, OLDEST_TORCH))
