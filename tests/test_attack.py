@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import symcomm
 from symcomm import errors, symm_mem
 from symcomm._core import native
-from symcomm.ddp import hooks
+from symcomm.ddp import DistributedDataParallel, hooks
 from symcomm.group import process_group
 from symcomm.memory.arena import current_arena
 from symcomm.memory.flight import Flight, flight_bytes, read_flight
@@ -315,3 +315,11 @@ def test_after_an_exception_in_a_hook_the_next_iteration_says_so() -> None:
 
     for said in symcomm.spawn(rank, 2, mode="threads", deadline=60):
         assert "All gradients came" in said and "No gradient came" not in said
+
+
+def test_data_parallel_of_a_group_that_is_not_torchs() -> None:
+    def rank(group: Any) -> None:
+        with pytest.raises(errors.BadArgumentError, match="process_group must be a group of torch.distributed"):
+            DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+
+    symcomm.spawn(rank, 1, mode="threads", deadline=20)
