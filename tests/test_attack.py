@@ -323,3 +323,29 @@ def test_data_parallel_of_a_group_that_is_not_torchs() -> None:
             DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
 
     symcomm.spawn(rank, 1, mode="threads", deadline=20)
+
+
+def test_sizes_of_symmetric_tensors_are_whole_numbers() -> None:
+    for size in (2.5, "3", None):
+        with pytest.raises(errors.BadArgumentError, match="size must be a sequence of ints"):
+            symm_mem.empty(size)
+
+
+def test_parameters_without_elements() -> None:
+    """Such a parameter may be the only one of its dtype, and so have a bucket to itself."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+            self.none = torch.nn.Parameter(torch.ones(0, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight * x).sum() + self.none.sum()
+
+    def rank(group: Any) -> list[Any]:
+        model = DistributedDataParallel(Model(), process_group=hooks.CastState(torch.bfloat16).process_group)
+        model(torch.full((2,), group.rank + 1.0)).backward()
+        return [parameter.grad.tolist() for parameter in model.parameters()]
+
+    assert symcomm.spawn(rank, 2, mode="threads", deadline=60) == [[[1.5, 1.5], []]] * 2

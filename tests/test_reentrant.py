@@ -19,10 +19,12 @@ import torch
 import symcomm
 from symcomm import errors
 from symcomm.group import hooks
+from symcomm.group.buffers import Buffer
 from symcomm.group.messages import MessageWork
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.work import Work
 from symcomm.memory import arena as arenas
+from symcomm.memory.heap import Heap
 from symcomm.store import FileStore, TCPStore
 from symcomm.store import file as file_store
 
@@ -132,6 +134,32 @@ def test_asynchronous_calls_within_asynchronous_calls(monkeypatch: pytest.Monkey
     group.destroy()
 
 
+def test_an_operation_within_the_copying_of_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for its turn behind the core's thread, which must not wait for the copying."""
+    group, finish = ProcessGroup(0, 1, lambda item: [item]), Buffer.finish
+    copying, inner = threading.Event(), []
+
+    def interrupted(buffer: Buffer) -> None:
+        if threading.current_thread() is threading.main_thread() and not inner:
+            inner.append(True)
+            copying.set()
+            time.sleep(0.1)
+            group.all_reduce(torch.ones(1))
+        finish(buffer)
+
+    copy_out = Work._copy_out_in_core
+
+    def late(work: Work, status: int) -> None:
+        copying.wait(10)
+        copy_out(work, status)
+
+    monkeypatch.setattr(Buffer, "finish", interrupted)
+    monkeypatch.setattr(Work, "_copy_out_in_core", late)
+    group.all_reduce(torch.ones(4)[::2], async_op=True).wait()
+    assert inner
+    group.destroy()
+
+
 def test_messages_within_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     def rank(group: Any) -> float:
         inner: list[Any] = []
@@ -189,6 +217,20 @@ def test_a_signal_comes_while_a_thread_looks_for_its_arena() -> None:
     mine = arenas.current_arena()
     with arenas._arena_lock:
         assert arenas.current_arena() is mine
+
+
+def test_memory_asked_for_while_memory_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = arenas.Arena()
+    find = Heap.allocate
+
+    def interrupted(heap: Heap, nbytes: int) -> int | None:
+        with pytest.raises(errors.CallerError, match="by a signal handler"):
+            arena.allocate(64)
+        return find(heap, nbytes)
+
+    monkeypatch.setattr(Heap, "allocate", interrupted)
+    arena.free(arena.allocate(64))
+    assert arena.used_bytes == 0
 
 
 def test_a_child_forked_by_a_rank_that_is_a_thread_has_memory_of_its_own() -> None:

@@ -115,7 +115,7 @@ class CollectiveCalls(Arguments):
             return None
         site = call_site(2)
         work = Work(self, call, site, outputs, result, (inputs, plan))
-        callback = work._copy_out if any(b.target is not None for b in outputs) else None
+        callback = work._copy_out_in_core if any(b.target is not None for b in outputs) else None
         where = self._arena.flight.site(site)
         try:
             work._request = native.submit(self._handle, plan, ins, outs, timeout_ns, where, callback)

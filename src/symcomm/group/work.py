@@ -140,6 +140,15 @@ class Work:
             self.seconds = time.monotonic() - self._started
             self._keep = None
 
+    def _copy_out_in_core(self, status: int) -> None:
+        """In the core's own thread. That never waits for a thread that copies already: a signal handler or a finalizer
+        may have interrupted it there with an operation that this very thread is to run."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._copy_out(status)
+            finally:
+                self._lock.release()
+
     def _settle(self, status: int) -> None:
         self._copy_out(status)
         with self._lock:

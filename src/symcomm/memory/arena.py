@@ -29,10 +29,11 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from symcomm._core import native
-from symcomm.errors import ResourceError
+from symcomm.errors import CallerError, ResourceError
 from symcomm.memory.flight import CAPACITY, Flight, flight_bytes
 from symcomm.memory.heap import PAGE, Heap
 from symcomm.memory.limits import check_room, physical_bytes, words_for_bytes
@@ -153,6 +154,7 @@ class Arena:
         self.flight = Flight(base + PAGE, CAPACITY)
         self._heap = Heap(PAGE + flight_bytes(CAPACITY), self.nbytes)
         self._lock = threading.Lock()
+        self._holder = 0  # the thread that has it
         self._dropped: deque[int] = deque()  # offsets to take back once the lock is free
         self._idle = 0  # freed bytes whose pages were kept, about
         self._unasked = ASK_BYTES  # allocated since we last asked how much memory is left
@@ -180,7 +182,7 @@ class Arena:
         """Like allocate, but only the first ``touched`` bytes get pages now, the rest when they are first used."""
         self._check_room(touched)
         self._settle()
-        with self._lock:
+        with self._locked():
             offset = self._heap.allocate(nbytes)
             if offset is not None:
                 self._idle = max(0, self._idle - self._heap.length_of(offset))
@@ -199,6 +201,21 @@ class Arena:
                 "free memory or allocate less."
             ) from error
         return offset
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        me = threading.get_ident()
+        if self._holder == me:
+            raise CallerError(
+                "symmetric memory: asked for by a signal handler (or a finalizer) while its thread is allocating. "
+                "Set a flag there and allocate later."
+            )
+        with self._lock:
+            self._holder = me
+            try:
+                yield
+            finally:
+                self._holder = 0
 
     def _check_room(self, nbytes: int) -> None:
         self._unasked += nbytes
@@ -235,7 +252,7 @@ class Arena:
     def trim(self) -> int:
         """Return the pages of all freed ranges to the kernel; says how many bytes that were."""
         self._settle()
-        with self._lock:
+        with self._locked():
             before = self.reserved_bytes
             for start, length in self._heap.free_ranges:
                 native.set_pages(self.fd, start, length, False)
