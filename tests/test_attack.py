@@ -7,6 +7,8 @@ import gc
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -349,3 +351,13 @@ def test_parameters_without_elements() -> None:
         return [parameter.grad.tolist() for parameter in model.parameters()]
 
     assert symcomm.spawn(rank, 2, mode="threads", deadline=60) == [[[1.5, 1.5], []]] * 2
+
+
+# --- launcher -------------------------------------------------------------------------------------------------------
+
+
+def test_output_that_a_full_disk_refuses() -> None:
+    command = [sys.executable, "-m", "symcomm", "run", "-n", "1", "--no-python", "echo", "hello"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30)
+    assert done.returncode == 141 and "could not be written: No space left on device" in done.stderr

@@ -153,8 +153,8 @@ class Arena:
         self.base = base
         self.flight = Flight(base + PAGE, CAPACITY)
         self._heap = Heap(PAGE + flight_bytes(CAPACITY), self.nbytes)
-        self._lock = threading.Lock()
-        self._holder = 0  # the thread that has it
+        self._lock = threading.RLock()
+        self._busy = False  # whoever has the lock is in the middle of it
         self._dropped: deque[int] = deque()  # offsets to take back once the lock is free
         self._idle = 0  # freed bytes whose pages were kept, about
         self._unasked = ASK_BYTES  # allocated since we last asked how much memory is left
@@ -182,7 +182,7 @@ class Arena:
         """Like allocate, but only the first ``touched`` bytes get pages now, the rest when they are first used."""
         self._check_room(touched)
         self._settle()
-        with self._locked():
+        with self._lock, self._alone():
             offset = self._heap.allocate(nbytes)
             if offset is not None:
                 self._idle = max(0, self._idle - self._heap.length_of(offset))
@@ -203,19 +203,18 @@ class Arena:
         return offset
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        me = threading.get_ident()
-        if self._holder == me:
+    def _alone(self) -> Iterator[None]:
+        """With the lock held: work on the heap. The lock itself would let the same thread in once more."""
+        if self._busy:
             raise CallerError(
                 "symmetric memory: asked for by a signal handler (or a finalizer) while its thread is allocating. "
                 "Set a flag there and allocate later."
             )
-        with self._lock:
-            self._holder = me
-            try:
-                yield
-            finally:
-                self._holder = 0
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
 
     def _check_room(self, nbytes: int) -> None:
         self._unasked += nbytes
@@ -231,12 +230,15 @@ class Arena:
         self._settle()
 
     def _settle(self) -> None:
-        """Take back what was dropped. Never waits: the garbage collector may call us while this very thread holds the
-        lock, and then whoever holds it settles when it is done."""
+        """Take back what was dropped. Never waits: the garbage collector may call us while this very thread is in the
+        middle of it, and then whoever is settles when it is done."""
         while self._dropped and self._lock.acquire(blocking=False):
             try:
-                while self._dropped:
-                    self._take_back(self._dropped.popleft())
+                if self._busy:
+                    return
+                with self._alone():
+                    while self._dropped:
+                        self._take_back(self._dropped.popleft())
             finally:
                 self._lock.release()
 
@@ -252,7 +254,7 @@ class Arena:
     def trim(self) -> int:
         """Return the pages of all freed ranges to the kernel; says how many bytes that were."""
         self._settle()
-        with self._locked():
+        with self._lock, self._alone():
             before = self.reserved_bytes
             for start, length in self._heap.free_ranges:
                 native.set_pages(self.fd, start, length, False)

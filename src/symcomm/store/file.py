@@ -147,8 +147,8 @@ class Log:
                 "FileStore", "file_name", self.path, f"a file we can read and write ({error.strerror})"
             ) from None
         self.pid = os.getpid()
-        self.threads = threading.Lock()
-        self.holder = 0  # the thread that has it
+        self.threads = threading.RLock()
+        self.busy = False  # whoever has it is in the middle of a call
         self._start_over()
 
     def _start_over(self) -> None:
@@ -186,16 +186,15 @@ class Log:
         """Keep the other threads of this process off the table."""
         if self.pid != os.getpid():
             self._reopen_after_fork()
-        me = threading.get_ident()
-        if self.holder == me or getattr(_thread, "holds", "") == self.path:
-            raise CallerError(
-                f"FileStore: called by a signal handler (or a finalizer) while its thread is in another call on "
-                f"{self.path}. Set a flag there and make the call later."
-            )
+        if getattr(_thread, "holds", "") == self.path:
+            raise self._nested()
         if not self.threads.acquire(timeout=seconds):
             raise deadline(f"FileStore: waiting for another thread at {self.path}", seconds)
+        if self.busy:  # by this very thread
+            self.threads.release()
+            raise self._nested()
         try:
-            self.holder = me
+            self.busy = True
             yield
         except SymcommError:
             raise
@@ -203,8 +202,14 @@ class Log:
             self._start_over()  # an interrupt may have come between a change and our note of it
             raise
         finally:
-            self.holder = 0
+            self.busy = False
             self.threads.release()
+
+    def _nested(self) -> CallerError:
+        return CallerError(
+            "FileStore: called by a signal handler (or a finalizer) while its thread is in another call on "
+            f"{self.path}. Set a flag there and make the call later."
+        )
 
     @contextlib.contextmanager
     def locked(self, seconds: float) -> Iterator[None]:
