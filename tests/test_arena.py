@@ -142,7 +142,7 @@ def test_fresh_pages_are_zero_after_trim(arena):
 def test_a_finalizer_may_run_while_the_lock_is_held(arena):
     """The garbage collector runs where it likes, also in the middle of allocate()."""
     view = arena.buffer(PAGE)
-    with arena._lock:
+    with arena._lock, arena._alone():
         del view
         gc.collect()
         assert arena.used_bytes == PAGE, "cannot be taken back yet"

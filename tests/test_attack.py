@@ -7,6 +7,8 @@ import gc
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -19,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import symcomm
 from symcomm import errors, symm_mem
 from symcomm._core import native
-from symcomm.ddp import hooks
+from symcomm.ddp import DistributedDataParallel, hooks
 from symcomm.group import process_group
 from symcomm.memory.arena import current_arena
 from symcomm.memory.flight import Flight, flight_bytes, read_flight
@@ -315,3 +317,47 @@ def test_after_an_exception_in_a_hook_the_next_iteration_says_so() -> None:
 
     for said in symcomm.spawn(rank, 2, mode="threads", deadline=60):
         assert "All gradients came" in said and "No gradient came" not in said
+
+
+def test_data_parallel_of_a_group_that_is_not_torchs() -> None:
+    def rank(group: Any) -> None:
+        with pytest.raises(errors.BadArgumentError, match="process_group must be a group of torch.distributed"):
+            DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
+
+    symcomm.spawn(rank, 1, mode="threads", deadline=20)
+
+
+def test_sizes_of_symmetric_tensors_are_whole_numbers() -> None:
+    for size in (2.5, "3", None):
+        with pytest.raises(errors.BadArgumentError, match="size must be a sequence of ints"):
+            symm_mem.empty(size)
+
+
+def test_parameters_without_elements() -> None:
+    """Such a parameter may be the only one of its dtype, and so have a bucket to itself."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+            self.none = torch.nn.Parameter(torch.ones(0, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight * x).sum() + self.none.sum()
+
+    def rank(group: Any) -> list[Any]:
+        model = DistributedDataParallel(Model(), process_group=hooks.CastState(torch.bfloat16).process_group)
+        model(torch.full((2,), group.rank + 1.0)).backward()
+        return [parameter.grad.tolist() for parameter in model.parameters()]
+
+    assert symcomm.spawn(rank, 2, mode="threads", deadline=60) == [[[1.5, 1.5], []]] * 2
+
+
+# --- launcher -------------------------------------------------------------------------------------------------------
+
+
+def test_output_that_a_full_disk_refuses() -> None:
+    command = [sys.executable, "-m", "symcomm", "run", "-n", "1", "--no-python", "echo", "hello"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30)
+    assert done.returncode == 141 and "could not be written: No space left on device" in done.stderr

@@ -13,7 +13,9 @@ struct worker {
     pthread_cond_t changed;
     struct request *first, *last;
     _Atomic int pending; /* queued or running */
-    bool stopping;
+    bool stopping, joined;
+    void (*farewell)(void *); /* called by the thread itself at its end, once nobody else knows the group any more */
+    void *argument;
 };
 
 static struct request *take(struct worker *w) {
@@ -30,7 +32,7 @@ static void *work(void *argument) {
     struct worker *w = g->worker;
     struct request *r;
     while ((r = take(w)) != NULL) {
-        r->status = exec_run(g, r->plan, &r->buffers, r->timeout, r->from);
+        r->status = g->left ? STATUS_LEFT : exec_run(g, r->plan, &r->buffers, r->timeout, r->from);
         bool more = r->finished != NULL; /* which is part of it: blocking calls come after */
         if (!more) atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
         atomic_store_explicit(&r->done, 1, memory_order_release);
@@ -40,6 +42,11 @@ static void *work(void *argument) {
             atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
         }
         async_release(r);
+    }
+    if (w->farewell) {
+        pthread_detach(w->thread);
+        w->joined = true;
+        w->farewell(w->argument);
     }
     return NULL;
 }
@@ -64,15 +71,22 @@ static struct worker *start(struct group *g) {
 int async_submit(struct group *g, struct request *r) {
     struct worker *w = g->worker ? g->worker : start(g);
     if (w == NULL) return -1;
-    atomic_fetch_add_explicit(&r->references, 1, memory_order_relaxed);
     r->from.created = symcomm_ticks();
-    atomic_fetch_add_explicit(&w->pending, 1, memory_order_relaxed);
     pthread_mutex_lock(&w->lock);
-    if (w->last) w->last->next = r;
-    else w->first = r;
-    w->last = r;
-    pthread_cond_signal(&w->changed);
+    bool late = w->stopping; /* another thread leaves the group at this moment: nobody would take it */
+    if (!late) {
+        atomic_fetch_add_explicit(&r->references, 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&w->pending, 1, memory_order_relaxed);
+        if (w->last) w->last->next = r;
+        else w->first = r;
+        w->last = r;
+        pthread_cond_signal(&w->changed);
+    }
     pthread_mutex_unlock(&w->lock);
+    if (!late) return 0;
+    r->status = STATUS_LEFT;
+    atomic_store_explicit(&r->done, 1, memory_order_release);
+    if (r->finished) r->finished(r);
     return 0;
 }
 
@@ -99,18 +113,33 @@ void async_release(struct request *r) {
     free(r);
 }
 
+bool async_inside(struct group *g) { return g->worker != NULL && pthread_equal(g->worker->thread, pthread_self()); }
+
 void async_stop(struct group *g) {
     struct worker *w = g->worker;
-    if (w == NULL) return;
+    if (w == NULL || w->joined) return;
     pthread_mutex_lock(&w->lock);
     w->stopping = true;
     pthread_cond_signal(&w->changed);
     pthread_mutex_unlock(&w->lock);
+    if (async_inside(g)) return;
     pthread_join(w->thread, NULL);
+    w->joined = true;
+}
+
+void async_free(struct group *g) {
+    struct worker *w = g->worker;
+    if (w == NULL) return;
     pthread_mutex_destroy(&w->lock);
     pthread_cond_destroy(&w->changed);
     free(w);
     g->worker = NULL;
+}
+
+void async_at_end(struct group *g, void (*farewell)(void *), void *argument) {
+    g->worker->argument = argument;
+    g->worker->farewell = farewell;
+    async_stop(g);
 }
 
 /* Leaves a blocking call behind asynchronous ones in the queue, so that operations keep their order. */

@@ -27,7 +27,12 @@ bool async_idle(struct group *g);
 /* True when r is done; waits until then or for timeout ns (0: for ever). */
 bool async_wait(struct request *r, int64_t timeout);
 void async_release(struct request *r);
-/* Ends the thread after what is queued; the group must have failed or be idle. */
+/* Ends the thread after what is queued; the group must have failed or be idle. Called by that very thread (what it calls
+ * back may leave the group) it does not wait. Operations that come later are refused. */
 void async_stop(struct group *g);
+void async_free(struct group *g);
+/* Whether the caller is the group's own thread; and then: what that is to do at its end, when the group is gone. */
+bool async_inside(struct group *g);
+void async_at_end(struct group *g, void (*farewell)(void *), void *argument);
 
 #endif

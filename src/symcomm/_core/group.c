@@ -107,13 +107,13 @@ static void free_group(struct group *g) {
     free(g->arena);
     free(g->own_copy);
     free((void *)g->life);
+    async_free(g);
     pthread_mutex_destroy(&g->lock);
     free(g);
 }
 
 /* Nobody refers to the group any more. What still runs on it could wait for ever, so it is ended. */
-static void drop_group(PyObject *capsule) {
-    struct group *g = PyCapsule_GetPointer(capsule, GROUP);
+static void drop_now(struct group *g) {
     Py_BEGIN_ALLOW_THREADS;
     if (!async_idle(g)) sync_fail(g, STATUS_ABORTED, g->rank);
     atomic_store(&g->control[g->rank]->state, CONTROL_LEFT);
@@ -121,8 +121,22 @@ static void drop_group(PyObject *capsule) {
     mail_drop(g);
     Py_END_ALLOW_THREADS;
     quick_drop(g);
+    PyObject *kept = g->kept;
     free_group(g);
-    Py_XDECREF((PyObject *)PyCapsule_GetContext(capsule)); /* only now: the above used the memory this keeps mapped */
+    Py_XDECREF(kept); /* only now: the above used the memory this keeps mapped */
+}
+
+static void drop_at_end(void *group) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    drop_now(group);
+    PyGILState_Release(state);
+}
+
+static void drop_group(PyObject *capsule) {
+    struct group *g = PyCapsule_GetPointer(capsule, GROUP);
+    g->kept = PyCapsule_GetContext(capsule);
+    if (async_inside(g)) async_at_end(g, drop_at_end, g); /* the last who knew it was called back by its thread */
+    else drop_now(g);
 }
 
 static int fill(PyObject *tuple, int world, void **into) {
@@ -381,7 +395,7 @@ static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t n_args
     PyObject *capsule = PyCapsule_New(r, REQUEST, drop_request);
     if (capsule && async_submit(g, r) < 0) {
         Py_DECREF(capsule);
-        return PyErr_Format(PyExc_OSError, "no thread could be started for asynchronous operations");
+        return PyErr_Format(PyExc_OSError, "can't start new thread");
     }
     return capsule;
 }

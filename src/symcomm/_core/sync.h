@@ -79,6 +79,7 @@ struct group {
     bool left;                     /* group_leave() was called */
     struct control *own_copy;      /* of my block, once its memory was given back */
     pthread_mutex_t lock;          /* one operation at a time */
+    void *kept;                    /* what it held on to, once it is dropped */
     _Atomic(const void *) holder;  /* names the thread that holds it */
     struct flight *flight;         /* the rank's recorder, see flight.h */
     uint32_t flight_group;         /* this group's number there */

@@ -227,8 +227,10 @@ class Life:
 
     def allocate_tensor(self, size: int, *, dtype: Any, device: Any = "cpu") -> Any:
         """A tensor in symmetric memory, for buffers that collectives use again and again."""
+        if size == 0:
+            return torch.empty(0, dtype=dtype)
         nbytes = size * torch.empty((), dtype=dtype).element_size()
-        return torch.frombuffer(self.core._arena.buffer(max(nbytes, 1)), dtype=dtype, count=size)
+        return torch.frombuffer(self.core._arena.buffer(nbytes), dtype=dtype, count=size)
 
     def memory_stats(self) -> dict[str, int]:
         return {"symmetric_used_bytes": self.core._arena.used_bytes}

@@ -396,7 +396,8 @@ def judge(attempt: Attempt, stopped_by: int, output: Output) -> int:
     cut_short = stopped_by == signal.SIGPIPE or len(ends) < job.ranks_here or any(e.returncode is None for e in ends)
     failed_before = first is not None and not first.stopping
     if stopped_by and (first or cut_short) and not failed_before:
-        output.say(verdict.stopped_words(stopped_by, ends, job.grace))
+        why = [f"  What ranks print could not be written: {output.trouble}."] if output.trouble else []
+        output.say([*verdict.stopped_words(stopped_by, ends, job.grace), *why])
         return verdict.exit_code(first.end(0.0)) if first and not cut_short else 128 + stopped_by
     if first is None:
         return 0

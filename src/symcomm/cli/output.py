@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import time
@@ -98,6 +99,7 @@ class Output:
         self, *, color: bool = False, prefix: bool = True, quiet: bool = False, out: int = STDOUT, err: int = STDERR
     ):
         self.broken = False  # nobody reads what we write any more
+        self.trouble = ""  # why not, if it is not that the reader went away
         self._color = color
         self._prefix = prefix
         self._quiet = quiet
@@ -158,8 +160,10 @@ class Output:
         try:
             if not self.broken:
                 _write_all(descriptor, data)
-        except OSError:  # the reader went away (`| head`), or the terminal did
+        except OSError as error:  # the reader went away (`| head`), or the terminal did, or the disk is full
             self.broken = True
+            if error.errno != errno.EPIPE:
+                self.trouble = str(error.strerror)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

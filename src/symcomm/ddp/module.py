@@ -21,6 +21,7 @@ from symcomm.ddp.comm_hook import CommHook, register_builtin_comm_hook, register
 from symcomm.ddp.logger import Logger
 from symcomm.ddp.reducer import FIRST_BUCKET_BYTES, Reducer
 from symcomm.ddp.verify import verify_params
+from symcomm.errors import bad_argument
 
 __all__ = ["DistributedDataParallel"]
 
@@ -48,6 +49,12 @@ class DistributedDataParallel(TorchDDP):
         }
         given = _SIGNATURE.bind(self, module, *args, **kwargs).arguments
         given.pop("self")
+        group = given.get("process_group")
+        if group is not None and not callable(getattr(group, "rank", None)):
+            raise bad_argument(
+                "DistributedDataParallel", "process_group", group, "a group of torch.distributed",
+                'call init_process_group("symcomm") and leave it out, or pass what dist.new_group() returns',
+            )  # fmt: skip
         given.setdefault("gradient_as_bucket_view", True)
         sync_buffers = given.get("forward_sync_buffers", newer.get("forward_sync_buffers"))
         if newer.pop("forward_sync_buffers", None) is not None:

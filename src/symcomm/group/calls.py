@@ -8,6 +8,7 @@ the plan and runs it in one call.
 from __future__ import annotations
 
 import enum
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from symcomm.collectives.plan import Plan
 from symcomm.group.arguments import Arguments
 from symcomm.group.buffers import Buffer, keep_apart, write_buffer
 from symcomm.group.failure import call_site, explain
-from symcomm.group.work import Timeout, Work, to_ns
+from symcomm.group.work import Timeout, Work, no_thread, to_ns
 from symcomm.types import DType, RedOpType
 
 
@@ -114,10 +115,12 @@ class CollectiveCalls(Arguments):
             return None
         site = call_site(2)
         work = Work(self, call, site, outputs, result, (inputs, plan))
-        callback = work._copy_out if any(b.target is not None for b in outputs) else None
-        work._request = native.submit(
-            self._handle, plan, ins, outs, timeout_ns, self._arena.flight.site(site), callback
-        )
+        callback = work._copy_out_in_core if any(b.target is not None for b in outputs) else None
+        where = self._arena.flight.site(site)
+        try:
+            work._request = native.submit(self._handle, plan, ins, outs, timeout_ns, where, callback)
+        except OSError as error:
+            raise no_thread("asynchronous operations", error) from None
         self._keep(work)
         return work
 
@@ -136,14 +139,17 @@ class CollectiveCalls(Arguments):
 
     def _keep(self, work: Work) -> None:
         """Whether or not the caller keeps ``work``, the core uses its tensors until it is done."""
-        with self._keep_lock:
-            before, self._pending = self._pending, [work]
-        # They end in order. One with callbacks is left to the watcher, so that those never run in a caller's thread.
-        done = next(
-            (i for i, w in enumerate(before) if not w._settled and (w._callbacks or not w._poll(-1))), len(before)
-        )
-        with self._keep_lock:
-            self._pending = before[done:] + self._pending
+        pending = self._pending
+        pending.append(work)
+        if not self._keep_lock.acquire(blocking=False):
+            return  # somebody looks already; it may be this very thread, which a signal handler interrupted
+        try:
+            # They end in order. One with callbacks is left to the watcher: those never run in a caller's thread.
+            before = len(pending) - 1
+            each = enumerate(itertools.islice(pending, before))
+            del pending[: next((i for i, w in each if not w._settled and (w._callbacks or not w._poll(-1))), before)]
+        finally:
+            self._keep_lock.release()
 
     def _ended(self, status: int, call: str) -> None:
         """What native.again() found: nothing to say, or why the operation failed."""

@@ -235,12 +235,12 @@ class MessageCalls:
         return work
 
     def _keep_message(self, work: MessageWork) -> None:
-        with self._keep_lock:
-            self._in_flight.append(work)
-            if len(self._in_flight) < self._sweep_at:
-                return
-            before, self._in_flight = self._in_flight, []
-        unfinished = [w for w in before if not w.is_completed()]
-        with self._keep_lock:
-            self._in_flight += unfinished
+        self._in_flight.append(work)
+        if len(self._in_flight) < self._sweep_at or not self._keep_lock.acquire(blocking=False):
+            return  # or somebody looks already; it may be this very thread, which a signal handler interrupted
+        try:
+            before = list(self._in_flight)
+            self._in_flight[: len(before)] = [w for w in before if not w.is_completed()]
             self._sweep_at = 2 * len(self._in_flight) + 16  # so that many in flight are not looked at for each new one
+        finally:
+            self._keep_lock.release()

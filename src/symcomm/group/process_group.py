@@ -247,7 +247,7 @@ class ProcessGroup(MoreCalls):
     def destroy(self) -> None:
         """Leave the group. Pending asynchronous operations end first; peers that still wait for us are told."""
         if self._failure is None:
-            for work in self._pending:
+            for work in list(self._pending):
                 work._poll(self._timeout_ns)
             for finish in self._before_leaving:
                 finish()
@@ -262,11 +262,11 @@ class ProcessGroup(MoreCalls):
 
     def _may_run_here(self) -> bool:
         """Whether an asynchronous call may run in this thread: nothing waits before it, and all others are there."""
-        pending = self._pending
+        last = self._pending[-1:]
         return (
             self._together is not None
             and self._failure is None
-            and (not pending or pending[-1]._settled)  # they end in order
+            and (not last or last[0]._settled)  # they end in order
             and self._together.all_here()
         )
 

@@ -26,7 +26,7 @@ from symcomm.group import hooks
 from symcomm.group.default import exchange_through, set_default
 from symcomm.group.making import make_group
 from symcomm.group.process_group import ProcessGroup, give_back, leave_groups_of
-from symcomm.group.work import Timeout
+from symcomm.group.work import Timeout, no_thread
 from symcomm.memory.arena import Arena, use_arena
 from symcomm.memory.share import pretend_host
 
@@ -117,8 +117,12 @@ def _spawn_threads(
             use_arena(None)
 
     threads = [threading.Thread(target=run, args=(r,), name=f"symcomm-rank-{r}", daemon=True) for r in range(n)]
-    for thread in threads:
-        thread.start()
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError as error:
+        meeting.barrier.abort()
+        raise no_thread(f"{n} ranks", error) from None
     end = None if deadline is None else time.monotonic() + deadline
     for thread in threads:
         thread.join(None if end is None else max(0.0, end - time.monotonic()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from symcomm._core import native
 from symcomm.group.buffers import Buffer
 from symcomm.group.failure import Site, explain
 
-__all__ = ["Timeout", "Watcher", "Work", "to_ns"]
+__all__ = ["Timeout", "Watcher", "Work", "no_thread", "to_ns"]
 
 Timeout = float | timedelta | None
 LONGEST = 1 << 31  # seconds, 68 years: as good as for ever, and nanoseconds of it fit in 64 bits
@@ -26,6 +27,13 @@ def to_ns(call: str, timeout: float | timedelta) -> int:
     if not isinstance(seconds, (int, float)) or not seconds > 0:
         raise errors.bad_argument(call, "timeout", timeout, "a positive number of seconds or a timedelta")
     return max(1, int(min(seconds, LONGEST) * 1e9))
+
+
+def no_thread(what: str, error: Exception) -> errors.ResourceError:
+    return errors.ResourceError(
+        f"no thread could be started for {what} ({error}); raise the limit on threads "
+        "(ulimit -u, or the container's limit on processes)."
+    )
 
 
 def _new_future() -> Any:
@@ -55,7 +63,11 @@ class Watcher:
     def watch(self, work: Work) -> None:
         with self._change:
             self._works.append(work)
-            self._find_leader()
+            try:
+                self._find_leader()
+            except RuntimeError as error:
+                self._works.remove(work)
+                raise no_thread(f"callbacks of {work._call}", error) from None
 
     def _find_leader(self) -> None:
         if self._led or not self._works:
@@ -65,7 +77,11 @@ class Watcher:
             self._called += 1
             self._change.notify()
         else:
-            threading.Thread(target=self._attend, name="symcomm-futures", daemon=True).start()
+            try:
+                threading.Thread(target=self._attend, name="symcomm-futures", daemon=True).start()
+            except RuntimeError:
+                self._led = False
+                raise
 
     def _attend(self) -> None:
         """Begins as the leader, and goes on as the leader each time it was called again."""
@@ -75,7 +91,8 @@ class Watcher:
             work._await()
             with self._change:
                 self._led = False
-                self._find_leader()
+                with contextlib.suppress(RuntimeError):  # no thread to be had: we lead again, after these callbacks
+                    self._find_leader()
             work._poll(0)
             with self._change:
                 if not self._led and self._works:
@@ -102,7 +119,7 @@ class Work:
         self._started = time.monotonic()
         self.seconds: float | None = None  # from the call to its end, once that is known
         self._request: Any = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler, or who is told of a failure, may ask while we hold it
         self._settled = False
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -122,6 +139,15 @@ class Work:
             self._settled = True
             self.seconds = time.monotonic() - self._started
             self._keep = None
+
+    def _copy_out_in_core(self, status: int) -> None:
+        """In the core's own thread. That never waits for a thread that copies already: a signal handler or a finalizer
+        may have interrupted it there with an operation that this very thread is to run."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._copy_out(status)
+            finally:
+                self._lock.release()
 
     def _settle(self, status: int) -> None:
         self._copy_out(status)
@@ -180,7 +206,11 @@ class Work:
         if ended:
             callback()
         elif first:
-            self._group._watcher.watch(self)
+            try:
+                self._group._watcher.watch(self)
+            except errors.ResourceError:
+                self._callbacks.remove(callback)
+                raise
 
     def get_future(self) -> Any:
         """A future of the output tensors (torch's kind where torch is loaded)."""

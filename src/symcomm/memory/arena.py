@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import os
@@ -28,10 +29,11 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from symcomm._core import native
-from symcomm.errors import ResourceError
+from symcomm.errors import CallerError, ResourceError
 from symcomm.memory.flight import CAPACITY, Flight, flight_bytes
 from symcomm.memory.heap import PAGE, Heap
 from symcomm.memory.limits import check_room, physical_bytes, words_for_bytes
@@ -55,6 +57,17 @@ KEEP_BYTES = 256 << 20  # freed pages kept for the next allocation before they g
 def bytes_type(nbytes: int) -> type[ctypes.Array]:
     """The ctypes array type of so many bytes. Making one takes 0.1 ms, and programs use the same sizes again."""
     return ctypes.c_char * nbytes
+
+
+def _no_arena(error: OSError, directory: str | None) -> str:
+    where = f" in {directory} (SYMCOMM_SHM_DIR)" if directory is not None else ""
+    fixes = {
+        errno.EMFILE: "; raise the limit on open files (ulimit -n)",
+        errno.EFBIG: "; raise the limit on the size of files (ulimit -f unlimited)",
+        errno.EAGAIN: "; raise the limit on threads (ulimit -u, or the container's limit on processes)",
+        errno.ENOENT: "; name a folder that exists",
+    }
+    return f"symmetric memory: none can be made{where}: {error.strerror}{fixes.get(error.errno or 0, '')}."
 
 
 def _map(fd: int, nbytes: int) -> int:
@@ -100,7 +113,7 @@ class Peer:
 
 
 _peers: weakref.WeakValueDictionary[bytes, Peer] = weakref.WeakValueDictionary()  # arenas mapped by this process
-_peers_lock = threading.Lock()
+_peers_lock = threading.RLock()
 
 
 def peer_by_nonce(nonce: bytes) -> Peer | None:
@@ -121,34 +134,45 @@ class Arena:
         self.directory = directory
         self.path: str | None = None
         self.nbytes = min(physical_bytes(), MAX_ADDRESSES // RANKS_PLANNED_FOR) & -HUGE
-        if directory is None:
-            self.fd = os.memfd_create("symcomm", os.MFD_CLOEXEC)
-        else:
-            sweep(directory)
-            self.path = os.path.join(directory, f"{NAME}{self.nonce.hex()}")
-            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until we are gone, however we go
+        self.fd, base = -1, 0
         try:
-            os.ftruncate(self.fd, self.nbytes)
-            native.set_pages(self.fd, 0, 2 * PAGE, True)
+            self._make_file()
             base = _map(self.fd, self.nbytes)
-        except BaseException:
-            os.close(self.fd)
+            life = native.life_start(base + LIFE)
+        except BaseException as error:
+            if base:
+                native.unmap(base, self.nbytes)
+            if self.fd >= 0:
+                os.close(self.fd)
             self.unlink()
+            if isinstance(error, OSError):
+                raise ResourceError(_no_arena(error, directory)) from error
             raise
         native.poke(base, struct.pack("<Q16sQ", MAGIC, self.nonce, os.getpid()))
         self.peer = add_peer(Peer(self.nonce, os.getpid(), base, self.nbytes))
         self.base = base
         self.flight = Flight(base + PAGE, CAPACITY)
         self._heap = Heap(PAGE + flight_bytes(CAPACITY), self.nbytes)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._busy = False  # whoever has the lock is in the middle of it
         self._dropped: deque[int] = deque()  # offsets to take back once the lock is free
         self._idle = 0  # freed bytes whose pages were kept, about
         self._unasked = ASK_BYTES  # allocated since we last asked how much memory is left
         self._pid = os.getpid()
-        life = native.life_start(base + LIFE)
         weakref.finalize(self, _close, self._pid, self.fd, life, self.peer).atexit = False
         self.huge_pages = native.advise_huge(base, self.nbytes)
+
+    def _make_file(self) -> None:
+        if self.directory is None:
+            self.fd = os.memfd_create("symcomm", os.MFD_CLOEXEC)
+        else:
+            sweep(self.directory)
+            path = os.path.join(self.directory, f"{NAME}{self.nonce.hex()}")
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self.path = path
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until we are gone, however we go
+        os.ftruncate(self.fd, self.nbytes)
+        native.set_pages(self.fd, 0, 2 * PAGE, True)
 
     def allocate(self, nbytes: int) -> int:
         """Offset of ``nbytes`` bytes whose pages exist; raises ResourceError when there is no room."""
@@ -158,7 +182,7 @@ class Arena:
         """Like allocate, but only the first ``touched`` bytes get pages now, the rest when they are first used."""
         self._check_room(touched)
         self._settle()
-        with self._lock:
+        with self._lock, self._alone():
             offset = self._heap.allocate(nbytes)
             if offset is not None:
                 self._idle = max(0, self._idle - self._heap.length_of(offset))
@@ -178,6 +202,20 @@ class Arena:
             ) from error
         return offset
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """With the lock held: work on the heap. The lock itself would let the same thread in once more."""
+        if self._busy:
+            raise CallerError(
+                "symmetric memory: asked for by a signal handler (or a finalizer) while its thread is allocating. "
+                "Set a flag there and allocate later."
+            )
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
     def _check_room(self, nbytes: int) -> None:
         self._unasked += nbytes
         if self._unasked >= ASK_BYTES:
@@ -192,12 +230,15 @@ class Arena:
         self._settle()
 
     def _settle(self) -> None:
-        """Take back what was dropped. Never waits: the garbage collector may call us while this very thread holds the
-        lock, and then whoever holds it settles when it is done."""
+        """Take back what was dropped. Never waits: the garbage collector may call us while this very thread is in the
+        middle of it, and then whoever is settles when it is done."""
         while self._dropped and self._lock.acquire(blocking=False):
             try:
-                while self._dropped:
-                    self._take_back(self._dropped.popleft())
+                if self._busy:
+                    return
+                with self._alone():
+                    while self._dropped:
+                        self._take_back(self._dropped.popleft())
             finally:
                 self._lock.release()
 
@@ -213,7 +254,7 @@ class Arena:
     def trim(self) -> int:
         """Return the pages of all freed ranges to the kernel; says how many bytes that were."""
         self._settle()
-        with self._lock:
+        with self._lock, self._alone():
             before = self.reserved_bytes
             for start, length in self._heap.free_ranges:
                 native.set_pages(self.fd, start, length, False)
@@ -279,7 +320,7 @@ def sweep(directory: str) -> None:
 
 _process_arena: Arena | None = None
 _thread = threading.local()
-_arena_lock = threading.Lock()
+_arena_lock = threading.RLock()  # making an arena may collect garbage, and finalizers may ask
 
 
 def named_directory() -> str | None:
@@ -292,19 +333,34 @@ def named_directory() -> str | None:
 def current_arena() -> Arena:
     """The arena of the rank that runs here: the thread's where threads are ranks, else the process's."""
     global _process_arena
-    mine = getattr(_thread, "arena", None)
-    if mine is not None:
+    mine = _own_arena()
+    if mine is not None:  # without the lock: a signal handler may ask while its thread holds it
         return mine
     with _arena_lock:
-        if _process_arena is None or _process_arena._pid != os.getpid():
-            _process_arena = Arena(named_directory())
-        return _process_arena
+        if (mine := _own_arena()) is None:
+            mine = _process_arena = Arena(named_directory())
+        return mine
+
+
+def _own_arena() -> Arena | None:
+    """The arena of the rank that runs here, if it has one. A forked child is not the rank it was forked from."""
+    mine = getattr(_thread, "arena", None) or _process_arena
+    return mine if mine is not None and mine._pid == os.getpid() else None
 
 
 def has_arena() -> bool:
     """Whether the rank that runs here has made its arena yet."""
-    mine = getattr(_thread, "arena", None)
-    return mine is not None or (_process_arena is not None and _process_arena._pid == os.getpid())
+    return _own_arena() is not None
+
+
+def _after_fork_in_child() -> None:
+    """Another thread may have held the locks."""
+    global _arena_lock, _peers_lock
+    _arena_lock, _peers_lock = threading.RLock(), threading.RLock()
+    _thread.arena = None
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def use_arena(arena: Arena | None) -> None:

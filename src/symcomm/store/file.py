@@ -23,9 +23,11 @@ import threading
 import time
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from symcomm.errors import (
+    CallerError,
     ResourceError,
     StoreConnectionError,
     SymcommError,
@@ -40,6 +42,8 @@ __all__ = ["FileStore"]
 MAGIC = b"SymStor1"
 HEAD = struct.Struct("<III")
 CHANGE = struct.Struct("<BII")
+_leaving: deque[tuple[Log, int]] = deque()  # logs to leave once their thread holds no file's lock
+_thread = threading.local()  # .holds: the file whose lock this thread holds, or ""
 KINDS = ("set", "append", "delete", "push", "pop", "open", "close")
 
 Change = tuple[str, str, bytes]
@@ -143,7 +147,8 @@ class Log:
                 "FileStore", "file_name", self.path, f"a file we can read and write ({error.strerror})"
             ) from None
         self.pid = os.getpid()
-        self.threads = threading.Lock()
+        self.threads = threading.RLock()
+        self.busy = False  # whoever has it is in the middle of a call
         self._start_over()
 
     def _start_over(self) -> None:
@@ -162,7 +167,12 @@ class Log:
             self._open(self.path)
 
     def leave(self, world_size: int) -> None:
-        """Count ourselves out; the last of ``world_size`` users removes the file. Never raises: we are closing."""
+        """Count ourselves out; the last of ``world_size`` users removes the file. Never raises: we are closing.
+
+        The garbage collector may call this in a thread that holds the lock of the same file for another store."""
+        if getattr(_thread, "holds", ""):
+            _leaving.append((self, world_size))
+            return
         with contextlib.suppress(OSError, SymcommError):
             if os.getpid() == self.owner and os.fstat(self.fd).st_nlink > 0:
                 with self.locked(5.0):
@@ -176,9 +186,15 @@ class Log:
         """Keep the other threads of this process off the table."""
         if self.pid != os.getpid():
             self._reopen_after_fork()
+        if getattr(_thread, "holds", "") == self.path:
+            raise self._nested()
         if not self.threads.acquire(timeout=seconds):
             raise deadline(f"FileStore: waiting for another thread at {self.path}", seconds)
+        if self.busy:  # by this very thread
+            self.threads.release()
+            raise self._nested()
         try:
+            self.busy = True
             yield
         except SymcommError:
             raise
@@ -186,7 +202,14 @@ class Log:
             self._start_over()  # an interrupt may have come between a change and our note of it
             raise
         finally:
+            self.busy = False
             self.threads.release()
+
+    def _nested(self) -> CallerError:
+        return CallerError(
+            "FileStore: called by a signal handler (or a finalizer) while its thread is in another call on "
+            f"{self.path}. Set a flag there and make the call later."
+        )
 
     @contextlib.contextmanager
     def locked(self, seconds: float) -> Iterator[None]:
@@ -194,9 +217,15 @@ class Log:
         with self.mine(seconds):
             self._lock(seconds)
             try:
+                _thread.holds = self.path
                 yield
             finally:
                 fcntl.flock(self.fd, fcntl.LOCK_UN)
+                _thread.holds = ""
+        while _leaving:
+            with contextlib.suppress(IndexError):  # another thread took it
+                log, world_size = _leaving.popleft()
+                log.leave(world_size)
 
     def _lock(self, seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -47,7 +47,8 @@ _stores: weakref.WeakSet[TCPStore] = weakref.WeakSet()
 def _after_fork_in_child() -> None:
     """A connection cannot be shared: the child makes its own at its next call."""
     for store in list(_stores):
-        store._lock = threading.Lock()
+        store._lock = threading.RLock()
+        store._in_call = False
         store._server = None
         store._drop()
 
@@ -85,7 +86,8 @@ class TCPStore(Store):
         self._host = host_name
         self._token, self._own_token = _find_token(token)
         self._use_libuv = bool(use_libuv)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._in_call = False  # the connection waits for an answer; see _aside()
         self._connection: Connection | None = None
         self._wait_before_get = not use_libuv  # see get()
         self._unanswered = ""  # the last call, if it was one that gets no answer
@@ -275,20 +277,28 @@ class TCPStore(Store):
     def _call(self, call: str, command: int, keys: Any, body: Any, shape: str) -> Any:
         """One frame (the command, its keys, what follows them), one answer; see store_client.c."""
         with self._lock:
+            if self._in_call:
+                return self._aside(lambda twin: twin._call(call, command, keys, body, shape))
             connection = self._connection or self._reconnect()
             try:
+                self._in_call = True
                 answer = native.store_call(connection.fd, command, keys, body, shape, self._timeout_s)
                 self._unanswered = call if shape == "-" else ""
                 return answer
             except BaseException as error:
                 self._drop()  # whatever it was, an answer may still be under way
                 raise self._explain(call, keys, error) from None
+            finally:
+                self._in_call = False
 
     def _wait_call(self, call: str, command: int, keys: Any, body: Any, seconds: float) -> bool:
         """A call that is answered by one byte once something has happened; False if it did not in time."""
         with self._lock:
+            if self._in_call:
+                return self._aside(lambda twin: twin._wait_call(call, command, keys, body, seconds))
             connection = self._connection or self._reconnect()
             try:
+                self._in_call = True
                 try:
                     native.store_call(connection.fd, command, keys, body, "1", seconds)
                     return True
@@ -300,6 +310,17 @@ class TCPStore(Store):
             except BaseException as error:
                 self._drop()
                 raise self._explain(call, keys, error) from None
+            finally:
+                self._in_call = False
+
+    def _aside(self, step: Callable[[TCPStore], Any]) -> Any:
+        """A call by a signal handler (or a finalizer) while its own thread is in another one, whose answer is still
+        under way: it gets a connection of its own."""
+        twin = self.clone()
+        try:
+            return step(twin)
+        finally:
+            twin.close()
 
     def _explain(self, call: str, keys: Any, error: BaseException) -> BaseException:
         if isinstance(error, TypeError | UnicodeError):

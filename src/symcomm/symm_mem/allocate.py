@@ -7,6 +7,7 @@ storage over it lives; when the last one goes, the piece returns to the arena.
 from __future__ import annotations
 
 import ctypes
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -89,7 +90,7 @@ def storage_over(buffer: Any) -> torch.UntypedStorage:
 
 def _to_sizes(call: str, name: str, values: Any) -> tuple[int, ...]:
     try:
-        sizes = tuple(int(v) for v in values)
+        sizes = tuple(operator.index(v) for v in values)
     except TypeError:
         raise errors.bad_argument(call, name, values, "a sequence of ints") from None
     if any(s < 0 for s in sizes):
