@@ -249,7 +249,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
             raise self._failed(Status.NESTED, call, call_site(3), None, explain)
         site = call_site(3)
         self._submitted += 1
-        queued = async_op or any(not work.is_completed() for work in self._pending)
+        queued = async_op or any(not work.is_completed() for work in list(self._pending))
 
         def act() -> None:
             with self._turn:
