@@ -342,7 +342,7 @@ def different_models_are_refused(rank: int, path: str) -> None:
         )  # fmt: skip
         refused(
             lambda: DistributedDataParallel(nn.Linear(3, 3).to([torch.float32, torch.float64][rank])),
-            "params[0]", "float32", "float64",
+            "params[0]", "('weight')", "float32", "float64",
         )  # fmt: skip
         DistributedDataParallel(nn.Linear(3, 3))  # the group goes on
 

@@ -402,14 +402,14 @@ def judge(attempt: Attempt, stopped_by: int, output: Output) -> int:
     if first is None:
         return 0
     log_dir = job.log_directory(attempt.number)
-    log = f"{log_dir / f'rank-{first.number}'}.out, .err" if log_dir else ""
-    others = [end for end in ends if end.rank != first.number]
-    tail = output.tail(first.number)
-    words = verdict.failure_words(first.end(0.0), others, tail, job.grace, log)
+    cause = verdict.find_cause(first.end(0.0), ends, output.tail, one_node=job.nodes == 1)
+    log = f"{log_dir / f'rank-{cause.rank}'}.out, .err" if log_dir else ""
+    others = [end for end in ends if end.rank != cause.rank]
+    words = verdict.failure_words(cause, others, output.tail(cause.rank), job.grace, log)
     if folder := job.env.get("SYMCOMM_TRACE_DIR") or os.environ.get("SYMCOMM_TRACE_DIR"):
         words += verdict.trace_words(folder, max(end.seconds for end in ends))
     output.say(words)
-    return verdict.exit_code(first.end(0.0))
+    return verdict.exit_code(cause)
 
 
 def _spawn(job: Job, env: dict[str, str], prepare: Callable[[], None]) -> subprocess.Popen:

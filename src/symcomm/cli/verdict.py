@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from symcomm.errors import SymcommError, words_for_exit, words_for_ranks, words_for_seconds
@@ -18,6 +19,10 @@ HINTS: dict[int, str] = {
     signal.SIGSEGV: "a crash in native code: run with `--env PYTHONFAULTHANDLER=1` to see where.",
     signal.SIGABRT: "native code gave up: run with `--env PYTHONFAULTHANDLER=1` to see where.",
 }
+
+# How a traceback of the error that blames another rank ends (torch puts a rank before it), and how it names that rank.
+_BLAMES = re.compile(r"(\[rank\d+\]: )?(\w+\.)*RankFailedError: ")
+_BLAMED = re.compile(r"\brank (\d+) \(pid (\d+)\)")
 
 
 @dataclass
@@ -40,6 +45,33 @@ def exit_code(end: RankEnd) -> int:
     if end.returncode is None:
         return 128 + signal.SIGKILL
     return end.returncode if end.returncode >= 0 else 128 - end.returncode
+
+
+def find_cause(
+    first: RankEnd, ends: Sequence[RankEnd], tail_of: Callable[[int], Sequence[str]], one_node: bool
+) -> RankEnd:
+    """The failure behind the first end. A rank that left may still be on its way out when a rank that missed it ends:
+    so whoever ended with a RankFailedError gives way to the rank that it names, if that one failed by itself too."""
+    failed = {end.pid: end for end in ends if end.failed_by_itself}
+    cause, seen = first, {first.pid}
+    while blamed := _find_blamed(tail_of(cause.rank), failed, one_node):
+        if blamed.pid in seen:  # they blame each other: nothing is better than the order of ends
+            return first
+        seen.add(blamed.pid)
+        cause = blamed
+    return cause
+
+
+def _find_blamed(tail: Sequence[str], failed: dict[int, RankEnd], one_node: bool) -> RankEnd | None:
+    last = next((line for line in reversed(tail) if line.strip()), "")
+    if not _BLAMES.match(last):
+        return None
+    for number, pid in _BLAMED.findall(last):
+        end = failed.get(int(pid))
+        # Numbers are those of a group, which may be a part of the job; pids are those of a node.
+        if end and (one_node or end.rank == int(number)):
+            return end
+    return None
 
 
 def failure_words(

@@ -52,6 +52,7 @@ def _refuse(logger: Any, text: str) -> errors.CollectiveMismatchError:
 def verify_params(process_group: Any, params: Sequence[Any], names: Mapping[int, str], logger: Any = None) -> None:
     """Raise on every rank, naming the first parameter that differs, unless all ranks' parameters agree."""
     me, device = process_group.rank(), params[0].device if params else torch.device("cpu")
+    names = {index: name.lstrip(".") for index, name in names.items()}  # a bare layer's come as ".weight"
     described = [number for param in params for number in _describe(param)]
     sizes = _gather(process_group, [len(params), len(described)], device)
     for rank, (count, _) in enumerate(sizes):

@@ -384,7 +384,8 @@ class TCPStore(Store):
             if time.monotonic() >= end:
                 raise DeadlineError(
                     f"TCPStore: {came} of {world_size} workers joined the store on port {self._port} "
-                    f"in {words_for_seconds(self._timeout_s)}."
+                    f"in {words_for_seconds(self._timeout_s)}; start the missing ranks with the same MASTER_ADDR and "
+                    "MASTER_PORT, or lower WORLD_SIZE."
                 )
             time.sleep(_JOIN_PAUSE)
             came = self._count_workers(0)
