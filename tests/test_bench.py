@@ -316,6 +316,12 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert "2 or more for p2p" in refused("p2p", "--ranks", "1")
     assert "some of gloo, mpich, openmpi" in refused("--against", "nccl")
     assert ".png or .svg" in refused("--plot", "figure.doc")
+    monkeypatch.setattr(bench, "run", None)  # refused before anything is measured
+    for mode in ("all_reduce", "store", "ddp", "compile", "hosts", "sites"):
+        words = refused(mode, "--json", str(tmp_path / "nodir" / "x.json"))
+        assert words.startswith("symcomm bench: --json must be a file in a folder that exists, got '"), words
+        assert f"; make {tmp_path / 'nodir'} first" in words
+    assert "--plot must be a file in a folder that exists" in refused("--plot", str(tmp_path / "nodir" / "x.svg"))
     monkeypatch.setenv("SYMCOMM_PEERS_DIR", str(tmp_path))
     assert "symcomm bench --setup-peers" in refused("--against", "mpich")
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -153,6 +153,11 @@ def test_module_directory_and_program(tmp_path):
             "--env must be a variable that the launcher does not set itself, got 'RANK'",
         ),
         (["--tag", "a/b", "script.py"], "--tag must be letters, digits and any of"),
+        (
+            ["--trace", "/proc/nothing/dumps", "script.py"],
+            "--trace must be a folder that can be written or made, got '/proc/nothing/dumps'; .* /proc cannot",
+        ),
+        (["--trace", "plain/dumps", "script.py"], r"--trace must be a folder .* \(Not a directory\)"),
         (["--log-dir", "/proc/nothing", "script.py"], "--log-dir: /proc/nothing/.* cannot be written"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -44,6 +44,7 @@ def test_refusals(tmp_path: Path):
         (["--steps", "0"], "--steps must be 1 or more, got 0"),
         (["--picture", "figure.doc"], "ends in .png or .svg"),
         (["--picture", str(tmp_path / "nowhere" / "figure.svg")], "in a folder that exists"),
+        (["--picture", "/proc/figure.svg"], "must be a file in a folder that can be written, got '/proc/figure.svg'"),
     ):
         result = CliRunner().invoke(demo.app, arguments)
         assert result.exit_code == 2 and words in result.output and result.output.count("\n") == 1, result.output

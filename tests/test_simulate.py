@@ -569,6 +569,7 @@ def test_json_and_steps():
         (["--engine", "guess"], "--engine must be one of model"),
         (["--ranks-per-host", "0"], "ranks_per_host must be 1 or more"),
         (["--plot", "out.gif"], "--plot must be a file that ends in .png or .svg"),
+        (["--plot", "nodir/out.svg"], "--plot must be a file in a folder that exists, got 'nodir/out.svg'; make "),
         (["--machine", "/nowhere/x.json"], "cannot be read"),
     ],
 )

@@ -162,6 +162,7 @@ def test_in_the_terminal():
         (("17", "--simulate", "4"), "JOB must be left out with --simulate"),
         (("--stuck", "1"), "--stuck must be left out without --simulate"),
         (("--simulate", "2", "--port", "70000"), "--port must be 0 to 65535, got 70000"),
+        (("--simulate", "2", "--terminal"), "--terminal draws on a terminal, and the output is none; add --once"),
     ],
 )
 def test_bad_arguments(arguments, words):

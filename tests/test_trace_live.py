@@ -156,3 +156,16 @@ def test_where_ranks_are(tmp_path):
         "it is at job.py:5 in next_batch."
     )
     assert os.listdir(tmp_path / "dumps") == []
+
+
+def test_jobs_that_end_while_we_look(monkeypatch):
+    """Those are skipped; where none is left, the sentence is of the command that was called."""
+    from symcomm.cli.trace import _look_at
+    from symcomm.observe import live
+
+    gone = JobFacts("gone", [2**22 + 1, 2**22 + 2])  # more than any process's number
+    with pytest.raises(SymcommError, match=r"^symcomm trace: no rank found in processes 4194305, 4194306; they must"):
+        _look_at([gone])
+    real = live.look
+    monkeypatch.setattr(live, "look", lambda job, call: "still there" if job is not gone else real(job, call))
+    assert _look_at([gone, JobFacts("runs", [1])]) == ["still there"]

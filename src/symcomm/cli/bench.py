@@ -22,7 +22,7 @@ from symcomm.cli import bench_table
 from symcomm.cli.bench_options import COLLECTIVES, OTHERS
 from symcomm.cli.bench_peers import parse_peers, setup_peers
 from symcomm.cli.bench_run import OURS, Case, Effort, Result, make_cases, measure, open_sides
-from symcomm.cli.refusals import refusals_in_words
+from symcomm.cli.refusals import check_output_file, refusals_in_words
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -295,6 +295,8 @@ def bench(
     if ranks is None:
         ranks = 1 if collective == "sites" else 2
     with refusals_in_words():
+        if json_file:
+            check_output_file("symcomm bench", "--json", json_file)
         if setup:
             setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
         elif collective == "store":

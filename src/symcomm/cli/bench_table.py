@@ -16,6 +16,7 @@ from typing import Any
 import symcomm
 from symcomm import errors
 from symcomm.cli.bench_run import OURS, Case, Result
+from symcomm.cli.refusals import check_output_file
 
 __all__ = ["bandwidths", "case_tables", "pick", "plot", "short_size", "summary_table", "to_json"]
 
@@ -221,6 +222,7 @@ def check_plot(path: Path) -> None:
     """Refuse before anything is measured what could not be drawn afterwards."""
     if path.suffix not in (".png", ".svg"):
         raise errors.bad_argument("symcomm bench", "--plot", str(path), "a file that ends in .png or .svg")
+    check_output_file("symcomm bench", "--plot", path)
     try:
         import matplotlib  # noqa: F401
     except ImportError:

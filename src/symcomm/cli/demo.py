@@ -18,6 +18,7 @@ from rich.text import Text
 
 from symcomm.cli.bench_run import open_sides
 from symcomm.cli.demo_plot import draw_picture, smooth, text_plot
+from symcomm.cli.refusals import check_output_file
 from symcomm.errors import BadArgumentError, SymcommError, bad_argument
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -202,6 +203,6 @@ def demo(
 def check_options(steps: int, picture: Path) -> None:
     if steps < 1:
         raise bad_argument("symcomm demo", "--steps", steps, "1 or more")
-    if picture.suffix not in (".png", ".svg") or not picture.absolute().parent.is_dir():
-        allowed = "a file that ends in .png or .svg, in a folder that exists"
-        raise bad_argument("symcomm demo", "--picture", str(picture), allowed)
+    if picture.suffix not in (".png", ".svg"):
+        raise bad_argument("symcomm demo", "--picture", str(picture), "a file that ends in .png or .svg")
+    check_output_file("symcomm demo", "--picture", picture)

@@ -14,6 +14,7 @@ from symcomm.cli.launch import launch
 from symcomm.cli.mps import multi_process_service
 from symcomm.cli.nodes import launch_nodes
 from symcomm.cli.output import STDERR, STDOUT, Output, want_color
+from symcomm.cli.refusals import check_output_folder
 from symcomm.errors import SymcommError
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -63,6 +64,7 @@ def run(
         place = find_place(nnodes, node_rank, meet) if least is None else Place(most, node_rank or 0, meet)
         variables = parse_env(env or [])
         if trace is not None:
+            check_output_folder("symcomm run", "--trace", trace)
             variables = {**variables, "SYMCOMM_TRACE_DIR": str(trace.absolute())}
         job = Job(
             command=build_command(program, args or [], module=module, no_python=no_python, env=variables),

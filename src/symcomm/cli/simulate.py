@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from symcomm import errors
-from symcomm.cli.refusals import refusals_in_words
+from symcomm.cli.refusals import check_output_file, refusals_in_words
 from symcomm.cli.simulate_check import draw_table, show_check
 from symcomm.simulate import machine as machines
 from symcomm.simulate.engines import ENGINES
@@ -221,6 +221,7 @@ def check_plot(path: Path) -> None:
     """Refuse before anything is worked out what could not be drawn afterwards."""
     if path.suffix not in (".png", ".svg"):
         raise errors.bad_argument(CALL, "--plot", str(path), "a file that ends in .png or .svg")
+    check_output_file(CALL, "--plot", path)
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,7 +44,7 @@ def make_feed(
         if value is not None:
             raise errors.bad_argument("symcomm top", option, value, "left out without --simulate")
     found = choose_job("symcomm top", job, find_jobs())
-    return attach(found.pids, found.title)
+    return attach(found.pids, found.title, call="symcomm top")
 
 
 @app.command(name="top")
@@ -93,6 +94,10 @@ def top(
       symcomm top --simulate 1000 --straggler 7 --stuck 613
     """
     with refusals_in_words():
+        if terminal and not once and not sys.stdout.isatty():
+            raise errors.BadArgumentError(
+                "symcomm top: --terminal draws on a terminal, and the output is none; add --once to print once."
+            )
         live = Live(make_feed(job, server, simulate, straggler, stuck))
         if terminal:
             from symcomm.cli.top_terminal import show

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from symcomm.errors import BadArgumentError, SymcommError
+from symcomm.errors import BadArgumentError, ResourceError, SymcommError
+
+if TYPE_CHECKING:
+    from symcomm.observe.jobs import JobFacts
+    from symcomm.observe.trace import Trace
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 NOTHING_WRONG, SOMETHING_WRONG, BAD_USAGE = 0, 1, 2
@@ -65,14 +69,13 @@ def trace(
     raise typer.Exit(NOTHING_WRONG if all(v.kind == "fine" for v in verdicts) else SOMETHING_WRONG)
 
 
-def _find(place: str, live: bool, job: str | None) -> list:
+def _find(place: str, live: bool, job: str | None) -> list[Trace]:
     if live and place:
         raise BadArgumentError(f"symcomm trace: give a folder ({place}) or --live, not both.")
     if live:
         from symcomm.observe.jobs import choose_jobs, find_jobs
-        from symcomm.observe.live import look
 
-        return [look(job) for job in choose_jobs("symcomm trace", job, find_jobs())]
+        return _look_at(choose_jobs("symcomm trace", job, find_jobs()))
     if not place:
         raise BadArgumentError("symcomm trace: give the folder with the ranks' dumps, or --live for what runs now.")
     from symcomm.observe.trace import load
@@ -80,7 +83,22 @@ def _find(place: str, live: bool, job: str | None) -> list:
     return [load(place)]
 
 
-def _write_chrome(traces: list, path: Path) -> None:
+def _look_at(jobs: list[JobFacts]) -> list[Trace]:
+    """Those that still run: a job may end while we look. Refused where all did."""
+    from symcomm.observe.live import look
+
+    traces, ended = [], None
+    for job in jobs:
+        try:
+            traces.append(look(job, call="symcomm trace"))
+        except ResourceError as error:
+            ended = error
+    if ended and not traces:
+        raise ended
+    return traces
+
+
+def _write_chrome(traces: list[Trace], path: Path) -> None:
     from symcomm.observe.perfetto import chrome_trace
 
     if len(traces) > 1:

@@ -241,8 +241,8 @@ class SharedMemoryFeed(Feed):
         self._recorders = []
 
 
-def attach(pids: Iterable[int], title: str = "job") -> SharedMemoryFeed:
-    """A feed of the ranks in these processes (a process whose ranks are threads has several)."""
+def attach(pids: Iterable[int], title: str = "job", *, call: str = "attach") -> SharedMemoryFeed:
+    """A feed of the ranks in these processes (a process whose ranks are threads has several). ``call``: who asks."""
     recorders: list[_Recorder] = []
     seen: set[bytes] = set()
     pids = list(pids)
@@ -258,8 +258,8 @@ def attach(pids: Iterable[int], title: str = "job") -> SharedMemoryFeed:
                     recorders.append(_Recorder(pid, fd))
     if not recorders:
         raise errors.ResourceError(
-            f"symcomm top: no rank found in {'process' if len(pids) == 1 else 'processes'} {pids}; "
-            "they must run on this host, as the same user, and have joined a group."
+            f"{call}: no rank found in {'process' if len(pids) == 1 else 'processes'} {', '.join(map(str, pids))}; "
+            "they must still run on this host, as the same user, and have joined a group."
         )
     return SharedMemoryFeed(recorders, title)
 

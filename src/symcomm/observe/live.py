@@ -55,9 +55,9 @@ def _group_facts(group: GroupFacts) -> dict:
     return {"name": group.name, "rank": 0, "size": group.size, "ranks": list(group.ranks), "description": ""}
 
 
-def look(job: JobFacts) -> Trace:
-    """All that the ranks of a job have recorded, and where they are."""
-    feed: Feed = attach(job.pids, job.title)
+def look(job: JobFacts, call: str = "look") -> Trace:
+    """All that the ranks of a job have recorded, and where they are. ``call`` is who asks, for errors."""
+    feed: Feed = attach(job.pids, job.title, call=call)
     try:
         time.sleep(CLOCK)
         sample = feed.poll()
