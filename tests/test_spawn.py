@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -161,3 +164,11 @@ def test_a_thread_rank_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(arena.native, "life_start", refuse)
     with pytest.raises(errors.ResourceError, match="none left"):
         symcomm.spawn(lambda g: None, 2, mode="threads", deadline=20)
+
+
+def test_a_script_that_calls_spawn_when_it_is_imported(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import symcomm\ndef work(group): return 1\nsymcomm.spawn(work, 2, deadline=50)\n")
+    out = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert "put it under `if __name__ == '__main__':`, or use mode='threads'." in out.stderr
+    assert re.search(r"RankFailedError: rank [01] exited with code 1; what it printed says why", out.stderr), out.stderr

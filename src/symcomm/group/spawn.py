@@ -195,6 +195,11 @@ def _rank_main(
 def _spawn_processes(
     fn: Callable, n: int, args: tuple, timeout: Timeout, deadline: float | None, hosts: Sequence[str]
 ) -> list[Any]:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise errors.CallerError(
+            "spawn: this rank's process imports the script that started it, and comes to the same call; "
+            "put it under `if __name__ == '__main__':`, or use mode='threads'."
+        )
     packed, method = _pack(fn, args)
     context: Any = multiprocessing.get_context(method)
     folder = tempfile.mkdtemp(prefix="symcomm-")
@@ -257,4 +262,5 @@ def _outcome(process: Any, conn: Any, rank: int) -> tuple[bool, Any]:
         return pickle.loads(conn.recv_bytes())
     except EOFError:
         process.join(5)
-        return False, errors.RankFailedError(f"rank {rank} {words_for_exit(process.exitcode or 0)}.", [rank])
+        why = "; what it printed says why" if process.exitcode == 1 else ""
+        return False, errors.RankFailedError(f"rank {rank} {words_for_exit(process.exitcode or 0)}{why}.", [rank])
