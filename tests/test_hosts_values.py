@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import socket
 
 import pytest
@@ -358,9 +359,10 @@ def mismatched(group, odd):
 
 @pytest.mark.parametrize("odd", [1, 2])  # beside a rank of its host, and alone on its own
 def test_different_calls(odd):
-    others = [r for r in range(3) if r != odd]
+    """Two ranks of a host may differ, and tell, before one of another host has come."""
+    others = "ranks? 0(, 2)?" if odd == 1 else "ranks 0, 1"
     for text in run(mismatched, [2, 1], odd):
-        assert f"ranks {others[0]}, {others[1]} called all_reduce(float32 x 4, SUM) at" in text
+        assert re.search(rf"{others} called all_reduce\(float32 x 4, SUM\) at", text), text
         assert f"rank {odd} called all_reduce(float32 x 3, SUM) at" in text
 
 

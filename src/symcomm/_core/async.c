@@ -113,7 +113,11 @@ void async_release(struct request *r) {
     free(r);
 }
 
-bool async_inside(struct group *g) { return g->worker != NULL && pthread_equal(g->worker->thread, pthread_self()); }
+/* Once a thread was joined, another may go by its name. */
+bool async_inside(struct group *g) {
+    struct worker *w = g->worker;
+    return w != NULL && !w->joined && pthread_equal(w->thread, pthread_self());
+}
 
 void async_stop(struct group *g) {
     struct worker *w = g->worker;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import json
 import operator
 import os
@@ -70,26 +71,35 @@ def _after_fork_in_child() -> None:
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
 _retired: deque[tuple[Any, Arena, int]] = deque()  # groups left, whose part of the arena others may still look at
+_leavings = itertools.count(1)
+_last_leaving = 0
 
 
 def _retire(handle: Any, arena: Arena, offset: int) -> None:
     """Leave a group, and give its memory back once everybody has left it."""
+    global _last_leaving
     native.group_leave(handle)
     _retired.append((handle, arena, offset))
+    _last_leaving = next(_leavings)
     give_back()
 
 
 def give_back() -> None:
-    """Free the memory of groups that everybody has left. No lock: the garbage collector may call this within itself."""
-    for _ in range(len(_retired)):
-        try:
-            handle, arena, offset = _retired.popleft()
-        except IndexError:  # another thread took it
-            return
-        if native.group_detach(handle):
-            arena.free(offset)
-        else:
-            _retired.append((handle, arena, offset))
+    """Free the memory of groups that everybody has left. No lock: the garbage collector may call this within itself.
+
+    Whoever left while we had a group in hand did not find it: then we look again."""
+    seen = 0
+    while seen != _last_leaving:
+        seen = _last_leaving
+        for _ in range(len(_retired)):
+            try:
+                handle, arena, offset = _retired.popleft()
+            except IndexError:  # another thread took it
+                break
+            if native.group_detach(handle):
+                arena.free(offset)
+            else:
+                _retired.append((handle, arena, offset))
 
 
 def leave_groups_of(arena: Arena) -> None:
