@@ -108,8 +108,9 @@ def _call_in_handler(group: Any) -> str:
     return f"{t.item()} {said}"
 
 
-def test_a_signal_handler_that_calls_the_group_its_thread_waits_in_is_told_so() -> None:
-    first, second = symcomm.spawn(_call_in_handler, 2, deadline=60)
+@pytest.mark.parametrize("hosts", [None, [1, 1]])
+def test_a_signal_handler_that_calls_the_group_its_thread_waits_in_is_told_so(hosts: Any) -> None:
+    first, second = symcomm.spawn(_call_in_handler, 2, hosts=hosts, deadline=60, timeout=20)
     assert first.startswith("4.0 barrier on group 'world': called by a signal handler") and second == "4.0 "
 
 

@@ -8,7 +8,6 @@ import gc
 import itertools
 import os
 import pickle
-import signal
 import threading
 import time
 from typing import Any
@@ -316,29 +315,6 @@ def test_messages_of_many_threads_and_a_batch_to_everybody() -> None:
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
-
-
-def _call_in_handler(g: Any) -> str:
-    said = ""
-    t = torch.ones(1)
-    if g.rank == 0:
-
-        def handler(*_: Any) -> None:
-            nonlocal said
-            said = attempt(g.barrier)[1]
-
-        signal.signal(signal.SIGUSR1, handler)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-    else:
-        time.sleep(0.6)
-    g.all_reduce(t)
-    g.all_reduce(t)
-    return f"{t.item()} {said}"
-
-
-def test_a_signal_handler_that_calls_the_group_its_thread_waits_in_is_told_so() -> None:
-    first, second = symcomm.spawn(_call_in_handler, 2, hosts=[1, 1], deadline=60, timeout=20)
-    assert first.startswith("4.0 barrier on group 'world': called by a signal handler") and second == "4.0 "
 
 
 def test_cards_of_other_hosts_are_not_looked_up_here() -> None:

@@ -100,19 +100,27 @@ def simulate(
             return
         cluster = Cluster(ranks, parse_topology(topology, hosts), machine, engine, symmetric)
         if what in STEPS:
-            model, piece = (
-                parse_bytes(CALL, o, t) for o, t in (("--model-bytes", model_bytes), ("--bucket-bytes", bucket))
-            )
-            steps = [STEPS[what](model, compute / 1e3, piece, cluster)]
-            show(step_rows(steps), cluster, as_json, [as_dict(step) for step in steps])
-            if plot_file:
-                plot_steps(plot_file, [STEPS[what](model, compute / 1e3, piece, c) for c in sweep(cluster)])
+            _simulate_step(what, cluster, model_bytes, compute / 1e3, bucket, as_json, plot_file)
         else:
-            asked = [parse_bytes(CALL, "--bytes", text) for text in sizes.split(",")]
-            found = [e for nbytes in asked for e in compare(what, nbytes, cluster)]
-            show(rows(found), cluster, as_json, [as_dict(e) for e in found])
-            if plot_file:
-                plot_collective(plot_file, [compare(what, asked[-1], c) for c in sweep(cluster)])
+            _simulate_collective(what, cluster, sizes, as_json, plot_file)
+
+
+def _simulate_step(
+    what: str, cluster: Cluster, model_bytes: str, compute: float, bucket: str, as_json: bool, plot_file: Path | None
+) -> None:
+    model, piece = parse_bytes(CALL, "--model-bytes", model_bytes), parse_bytes(CALL, "--bucket-bytes", bucket)
+    steps = [STEPS[what](model, compute, piece, cluster)]
+    show(step_rows(steps), cluster, as_json, [as_dict(step) for step in steps])
+    if plot_file:
+        plot_steps(plot_file, [STEPS[what](model, compute, piece, c) for c in sweep(cluster)])
+
+
+def _simulate_collective(what: str, cluster: Cluster, sizes: str, as_json: bool, plot_file: Path | None) -> None:
+    asked = [parse_bytes(CALL, "--bytes", text) for text in sizes.split(",")]
+    found = [e for nbytes in asked for e in compare(what, nbytes, cluster)]
+    show(rows(found), cluster, as_json, [as_dict(e) for e in found])
+    if plot_file:
+        plot_collective(plot_file, [compare(what, asked[-1], c) for c in sweep(cluster)])
 
 
 def _machine(file: Path | None, cores: int, memory: str) -> machines.Machine:
