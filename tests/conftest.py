@@ -1,16 +1,27 @@
-"""How the test process ends."""
+"""How the test process ends, and what it says last."""
 
 from __future__ import annotations
 
 import os
 import sys
 
+import pytest
+
+LINES, WIDTH = 12, 400  # of a failure that is told again
 _status = 0
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:
     global _status
     _status = int(exitstatus)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Failures once more, in a few lines each: what is printed last is what people see, and what logs keep."""
+    for report in terminalreporter.getreports("failed") + terminalreporter.getreports("error"):
+        terminalreporter.section(f"{report.nodeid}, {report.when}", "-", red=True)
+        told = [line for line in report.longreprtext.splitlines() if line.startswith(("E ", "> "))]
+        terminalreporter.write_line("\n".join(line[:WIDTH] for line in told[-LINES:]))
 
 
 def pytest_unconfigure() -> None:

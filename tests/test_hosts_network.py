@@ -133,15 +133,15 @@ def test_every_collective_moves_what_it_must():
     """A real run on both sides: values are right, and the network card counts what algorithms say, and headers."""
     if reason := why_no_namespaces():
         pytest.skip(f"several hosts: {reason}")
-    plan = Plan(2, rounds=1, steps=1, sizes=(4 << 10, 1 << 20), collectives=pick_collectives("all"))
+    plan = Plan(2, rounds=3, steps=1, sizes=(4 << 10, 1 << 20), collectives=pick_collectives("all"))
     ticks: list[str] = []
     found = run_hosts_bench(plan, ticks.append)
-    assert len(found) == len(ticks) == plan.turns == 2 * (8 * 2 + 1)
+    assert 3 * len(found) == len(ticks) == plan.turns == 3 * 2 * (8 * 2 + 1)
     assert {f.collective for f in found} == set(plan.collectives) and all(min(f.turns) > 0 for f in found)
     for f in found:
         if f.nbytes == 1 << 20:
             wanted = expected_bytes(f.side, f.collective, f.nbytes, 2, 2)
-            assert wanted < f.sent < 1.3 * wanted, f
+            assert 0.95 * wanted < f.sent < 1.4 * wanted, (f, wanted)
 
 
 def test_which_collectives(monkeypatch):

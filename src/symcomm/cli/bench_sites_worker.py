@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from symcomm.cli.demo_model import decoder, own_source
+from symcomm.cli.namespaces import carried
 
 __all__ = ["METHODS", "Training", "main"]
 
-CARD = Path("/sys/class/net/net0/statistics/tx_bytes")
 WARM_UP = 20  # steps in which the learning rate rises
 CHECKED = 32  # texts on which every method is judged
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.5  # of DiLoCo; more momentum needs more meetings than a short run has
@@ -107,7 +107,7 @@ def train(method: str, plan: dict[str, Any], data: Any, rank: int) -> dict[str, 
     training = Training(method, plan, data, rank)
     between = plan["period"] if training.outer is not None else plan["every"]
     seconds, curve = 0.0, [(0, 0.0, training.check())]
-    before = sent_bytes()
+    before = carried()[0]
     while training.done < plan["limit"]:
         dist.barrier()
         begun = time.perf_counter()
@@ -122,17 +122,12 @@ def train(method: str, plan: dict[str, Any], data: Any, rank: int) -> dict[str, 
             break
     for _ in range(training.done, plan["limit"], between):
         say(rank, f"{METHODS[method]}, done")  # checks that are not needed any more: the bar counts them
-    return {"method": method, "curve": curve, "sent": sent_bytes() - before}
+    return {"method": method, "curve": curve, "sent": carried()[0] - before}
 
 
 def say(rank: int, line: str) -> None:
     if rank == 0:
         print(line, flush=True)
-
-
-def sent_bytes() -> int:
-    """What has left this site so far."""
-    return int(CARD.read_text()) if CARD.exists() else 0
 
 
 def main() -> None:

@@ -32,11 +32,12 @@ from typing import Any, TypeVar
 from symcomm import errors
 from symcomm.cli.relay import TUN
 
-__all__ = ["Network", "SlowNetwork", "why_no_namespaces", "why_no_slow_network"]
+__all__ = ["Network", "SlowNetwork", "carried", "why_no_namespaces", "why_no_slow_network"]
 
 NAME = "symcomm-net"
 NETWORK = "10.213.7"  # seen only inside the namespaces
 PORT = "29600"  # the same
+CARDS = Path("/proc/self/net/dev")  # of the reader's namespace, whatever is mounted where
 BURST = "64kb"  # what may leave at once; small beside what is measured
 QUEUE = "50ms"  # how long a packet may wait before it is dropped
 START_DEADLINE = 30.0
@@ -78,6 +79,15 @@ def why_no_slow_network() -> str:
     except OSError as error:
         return f"{TUN}: {error.strerror}"
     return why_no_namespaces()
+
+
+def carried() -> list[int]:
+    """Bytes that the host of this process has sent and received over its link so far; zeros where it has none."""
+    for line in CARDS.read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "net0":
+            return [int(counts.split()[8]), int(counts.split()[0])]
+    return [0, 0]
 
 
 def _sweep() -> None:
