@@ -23,7 +23,7 @@ DTYPES = [
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.uint16, torch.uint32, torch.bool, torch.complex64, torch.float8_e4m3fn,
 ]  # fmt: skip
-SIZES = [0, 1, 7, 1000, 70_001]
+SIZES = [0, 1, 7, 1000, 70_001]  # the last is, in most dtypes, too large to go through host memory
 SEED = 11
 
 
@@ -107,13 +107,58 @@ def symmetric_parts(gpu: Any, core: Any) -> None:
 
 
 @check
+def the_same_kind_again(gpu: Any, core: Any) -> None:
+    """The short way of calls seen before, at addresses that are multiples of anything and that are not."""
+    for n, begin in itertools.product((1, 5, 1000, 4099, 500_000, 1_000_000), (0, 1)):
+        wholes = [torch.zeros(n + 1, device="cuda") for _ in range(3)]
+        mine = random_tensor(core, n, torch.float32)
+        for whole in wholes:
+            whole[begin : begin + n].copy_(mine)
+            gpu.all_reduce(whole[begin : begin + n])
+        core.all_reduce(mine)
+        for whole in wholes:
+            same(whole[begin : begin + n], mine, (n, begin))
+            assert whole[-1 - begin * n] == 0  # the element beside it
+
+
+@check
+def aligned_on_some_ranks_only(gpu: Any, core: Any) -> None:
+    for n in (3, 1000, 300_000):
+        whole = torch.zeros(n + core.size, device="cuda")
+        part = whole[core.rank : core.rank + n]
+        for _ in range(3):
+            mine = random_tensor(core, n, torch.float32)
+            part.copy_(mine)
+            core.all_reduce(mine)
+            gpu.all_reduce(part)
+            same(part, mine, n)
+
+
+@check
+def large_and_small_in_turns(gpu: Any, core: Any) -> None:
+    """Whatever way each takes, it sees what was before it and is seen by what follows."""
+    sizes = [10, 3_000_000, 100_000, 1, 60_000, 400_000]
+    tensors = [torch.zeros(n, device="cuda") for n in sizes]
+    gathered = torch.zeros(100 * core.size, device="cuda")
+    for turn in range(20):
+        for tensor in tensors:
+            tensor.fill_(core.rank + turn)
+            gpu.all_reduce(tensor)
+            gpu.all_gather_single(gathered, tensor[:100] if tensor.numel() >= 100 else gathered[:100] * 0)
+    expected = float(sum(r + 19 for r in range(core.size)))
+    for tensor in tensors:
+        assert torch.equal(tensor, torch.full_like(tensor, expected)), (tensor.numel(), tensor[:5])
+
+
+@check
 def premul_sum(gpu: Any, core: Any) -> None:
     op = symcomm.make_premul_sum(0.5)
-    mine = random_tensor(core, 100, torch.float32)
-    on_gpu = mine.cuda()
-    core.all_reduce(mine, op)
-    gpu.all_reduce(on_gpu, op)
-    same(on_gpu, mine)
+    for dtype, n in itertools.product((torch.float32, torch.complex64), (100, 100_000)):
+        mine = random_tensor(core, n, dtype)
+        on_gpu = mine.cuda()
+        core.all_reduce(mine, op)
+        gpu.all_reduce(on_gpu, op)
+        close_or_same(on_gpu, mine, (dtype, n))
 
 
 @check

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from symcomm.errors import SymcommError
 from tests.ranks import run_ranks
 
 torch = pytest.importorskip("torch")
@@ -24,10 +27,28 @@ def run_all(rank: int, world: int, store: str) -> dict[str, str]:
     return run_all(rank, world, store)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@contextlib.contextmanager
+def sharing(mps: bool) -> Iterator[None]:
+    """Ranks started in here use the GPU at the same time, or take turns."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        if mps:
+            from symcomm.cli.mps import multi_process_service
+
+            try:
+                found = stack.enter_context(multi_process_service())
+            except SymcommError as error:
+                pytest.skip(f"no MPS here: {error}")
+            for name, value in found.items():
+                patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module", params=["2", "4", "2 mps", "3 mps"])
 def told(request: Any, tmp_path_factory: Any) -> list[dict[str, str]]:
     """What every rank has to say about every check."""
-    return run_ranks(run_all, request.param, str(tmp_path_factory.mktemp("gpu") / "store"), deadline=110)
+    world, _, mps = request.param.partition(" ")
+    with sharing(bool(mps)):
+        return run_ranks(run_all, int(world), str(tmp_path_factory.mktemp("gpu") / "store"), deadline=110)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -96,8 +117,10 @@ def die_in_the_stream(rank: int, world: int, store: str) -> tuple[float, str, st
     return (time.monotonic() - died, *said)
 
 
-def test_a_rank_that_dies_while_the_gpu_waits_for_it(tmp_path: Path):
-    first, second = run_ranks(die_in_the_stream, 2, str(tmp_path / "store"), outcomes=True)
+@pytest.mark.parametrize("mps", [False, True], ids=["turns", "mps"])
+def test_a_rank_that_dies_while_the_gpu_waits_for_it(tmp_path: Path, mps: bool):
+    with sharing(mps):
+        first, second = run_ranks(die_in_the_stream, 2, str(tmp_path / "store"), outcomes=True)
     assert second.kind == "died"
     seconds, synchronized, waited, later = first.value
     assert seconds < 5
@@ -120,8 +143,10 @@ def be_late(rank: int, world: int, store: str) -> str:
     return f"nothing in {time.monotonic() - begun} s"
 
 
-def test_a_deadline_of_gpu_work(tmp_path: Path):
-    first, _ = run_ranks(be_late, 2, str(tmp_path / "store"))
+@pytest.mark.parametrize("mps", [False, True], ids=["turns", "mps"])
+def test_a_deadline_of_gpu_work(tmp_path: Path, mps: bool):
+    with sharing(mps):
+        first, _ = run_ranks(be_late, 2, str(tmp_path / "store"))
     assert first.startswith("DeadlineError: all_reduce on cuda:0 of group 'world' timed out on rank 0 after 1"), first
     assert "the GPU work of rank 1 did not come so far" in first
 

@@ -20,9 +20,11 @@ from symcomm._core import native
 from symcomm.cli.mps import multi_process_service
 from symcomm.collectives.plan import Collective
 from symcomm.collectives.select import ON_DEVICE, elements_of, signature_count
-from symcomm.gpu.kernels import source_of
-from symcomm.gpu.moves import shard_of
+from symcomm.gpu.kernels import source_of, spinning_source_of
+from symcomm.gpu.moves import Meetings, Mover, shard_of
 from symcomm.gpu.pads import is_behind
+from symcomm.gpu.spinning import MOST_BLOCKS, most_blocks
+from symcomm.gpu.through_host import STAGE_BYTES, HostMover
 from symcomm.gpu.watch import Lane, Outstanding, Watch
 from symcomm.group.failure import describe_call
 from symcomm.types import DType, RedOpType
@@ -61,13 +63,20 @@ def test_calls_on_a_gpu_differ_from_calls_on_the_cpu():
 @pytest.mark.parametrize("dtype", list(DType))
 @pytest.mark.parametrize("redop", [op for op in RedOpType if op is not RedOpType.PREMUL_SUM])
 def test_every_combination_has_a_kernel_or_is_left_to_torch(dtype: DType, redop: RedOpType):
-    text = source_of(dtype, redop, 3, 2)
+    text, whole = source_of(dtype, redop, 3, 2), spinning_source_of(dtype, redop, 3)
     if not native.reduce_defined(dtype, redop):
         return
     exotic = dtype.label.startswith(("complex", "float8"))
-    assert (text is None) == exotic
-    if text is not None:
-        assert "src[3]" in text and "dst[2]" in text and "{" in text and text.count("{") == text.count("}")
+    assert (text is None) == (whole is None) == exotic
+    if text is not None and whole is not None:
+        assert "src[3]" in text and "dst[2]" in text and "half[3]" in whole
+        assert all("{" in t and t.count("{") == t.count("}") and t.count("(") == t.count(")") for t in (text, whole))
+
+
+def test_blocks_that_wait_for_each_other_are_all_on_the_gpu():
+    for multiprocessors, world in itertools.product((1, 14, 132), range(2, 65)):
+        blocks = most_blocks(multiprocessors, world)
+        assert 1 <= blocks <= MOST_BLOCKS and (blocks * world <= multiprocessors or blocks == 1)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
@@ -121,6 +130,18 @@ def test_a_turn_is_copy_write_wait_kernel():
         native.stream_turn(addresses, 5, (), 9, (11,), (), (), ())
 
 
+def test_the_host_combines_in_the_order_of_a_stream():
+    parts = [floats([1.0, 2.0, 3.0]), floats([10.0, 20.0, 30.0])]
+    total = floats([0.0] * 3)
+    where = tuple(ctypes.addressof(p) for p in parts)
+    for stream, result, expected in ((99, 7, [0.0] * 3), (5, 0, [11.0, 22.0, 33.0])):
+        given = (RUN_AT_ONCE, stream, DType.FLOAT32, RedOpType.SUM, where, ctypes.addressof(total), 3)
+        assert native.stream_combine(*given) == result and list(total) == expected
+    for dtype, op, sources in ((DType.FLOAT32, RedOpType.BAND, where), (DType.FLOAT32, RedOpType.SUM, ())):
+        with pytest.raises(ValueError, match="stream_combine: dtype"):
+            native.stream_combine(RUN_AT_ONCE, 0, dtype, op, sources, ctypes.addressof(total), 3)
+
+
 # --- the watch ----------------------------------------------------------------------------------------------------
 
 
@@ -139,39 +160,44 @@ class FakePads:
     def set_arrival(self, rank: int, value: int) -> None:
         self.words[rank] = value
 
+    stopped = False
 
-class FakeMover:
-    meetings = 0
+    def stop_waiting(self) -> None:
+        self.stopped = True
 
 
-def make_watch(gone: list[int]) -> tuple[Watch, Lane, FakePads, FakeMover, list[Any]]:
+class FakeMeetings:
+    count = 0
+
+
+def make_watch(gone: list[int]) -> tuple[Watch, Lane, FakePads, FakeMeetings, list[Any]]:
     told: list[Any] = []
     watch = Watch(lambda: gone, lambda item, ranks, died: told.append((item.what, ranks, died)))
-    pads, mover = FakePads(), FakeMover()
-    lane = watch.lane = Lane(pads, mover)
+    pads, meetings = FakePads(), FakeMeetings()
+    lane = watch.lane = Lane(pads, meetings)
     lane.what, lane.timeout = "all_reduce", 5.0
-    return watch, lane, pads, mover, told
+    return watch, lane, pads, meetings, told
 
 
 def test_the_watch_ends_a_wait_for_a_dead_rank():
     gone: list[int] = []
-    watch, _, pads, mover, told = make_watch(gone)
+    watch, _, pads, meetings, told = make_watch(gone)
     assert not watch.look(0.0)
-    mover.meetings = 4
+    meetings.count = 4
     pads.words = [0, 4, 3]
-    assert watch.look(1.0) and not told
+    assert watch.look(1.0) and not told and not pads.stopped
     gone.append(2)
     watch.look(1.1)
-    assert told == [("all_reduce", [2], True)] and pads.words == [0, 4, 4]
-    mover.meetings = 6  # what was already on its way
+    assert told == [("all_reduce", [2], True)] and pads.words == [0, 4, 4] and pads.stopped
+    meetings.count = 6  # what was already on its way
     pads.words[1] = 6
     watch.look(1.2)
     assert pads.words == [0, 6, 6] and len(told) == 1
 
 
 def test_the_watch_counts_from_the_last_progress():
-    watch, _, pads, mover, told = make_watch([])
-    mover.meetings = 2
+    watch, _, pads, meetings, told = make_watch([])
+    meetings.count = 2
     watch.look(0.0)
     watch.look(4.0)
     pads.words = [0, 1, 1]
@@ -246,7 +272,22 @@ class HostPads:
         self.mine = tuple(base + 4 * (rank * world + r) for r in peers)
 
 
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+def run_at_once(stream: int, function: int, argument: int) -> int:
+    """As cuLaunchHostFunc does, later, in a thread of the driver; refuses stream 99."""
+    if stream == 99:
+        return 7
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)
+    return 0
+
+
+RUN_AT_ONCE = ctypes.cast(run_at_once, ctypes.c_void_p).value
+
+
 class HostDriver:
+    def combine_on_host(self, stream: int, dtype: int, op: int, sources: Any, out: int, count: int) -> None:
+        assert native.stream_combine(RUN_AT_ONCE, stream, dtype, op, sources, out, count) == 0
+
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         ctypes.memmove(target, source, nbytes)
 
@@ -287,20 +328,21 @@ class Rig:
 
     HALF = 256
 
-    def __init__(self, world: int):
-        from symcomm.gpu.moves import Mover
-
+    def __init__(self, world: int, through_host: bool = False):
         self.world = world
         self._words = (ctypes.c_uint32 * (world * world))()
-        self._stages = [ctypes.create_string_buffer(2 * self.HALF) for _ in range(world)]
-        self.movers = []
+        size = STAGE_BYTES if through_host else 2 * self.HALF
+        self._stages = [ctypes.create_string_buffer(size) for _ in range(world)]
+        stages = [ctypes.addressof(s) for s in self._stages]
+        self.movers: list[Any] = []
         for rank in range(world):
-            mover = Mover.__new__(Mover)
-            mover.rank, mover.world, mover.device = rank, world, 0
-            mover.pads = HostPads(rank, world, self._words)
-            mover.meetings, mover._turn, mover._driver = 0, 0, HostDriver()
+            meetings = Meetings(HostPads(rank, world, self._words), HostDriver())
+            if through_host:
+                self.movers.append(HostMover(rank, world, 0, meetings, stages))
+                continue
+            mover: Any = Mover(rank, world, 0, meetings)
             mover.kernel = lambda *_: HostKernel()
-            mover.use_stage([ctypes.addressof(s) for s in self._stages], self.HALF)
+            mover.use_stage(stages, self.HALF)
             self.movers.append(mover)
 
     def run(self, rank_main: Any) -> list[Any]:
@@ -314,9 +356,10 @@ def floats(values: Any) -> Any:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["one_shot", "two_shot", "in_place"])
+@pytest.mark.parametrize("kind", ["one_shot", "two_shot", "in_place", "one_shot through the host"])
 def test_reductions_move_by_move(world: int, kind: str):
-    rig, n = Rig(world), 150  # three turns of a staging area
+    rig, n = Rig(world, "host" in kind), 150  # three turns of a staging area
+    kind = kind.partition(" ")[0]
     tensors = [floats(range(n)) for _ in range(world)]
 
     def rank_main(mover: Any) -> list[float]:
@@ -338,8 +381,9 @@ def test_reductions_move_by_move(world: int, kind: str):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_copies_move_by_move(world: int):
-    rig = Rig(world)
+@pytest.mark.parametrize("through_host", [False, True], ids=["", "through the host"])
+def test_copies_move_by_move(world: int, through_host: bool):
+    rig = Rig(world, through_host)
     counts = [70 + 13 * r for r in range(world)]
 
     def rank_main(mover: Any) -> None:

@@ -1,13 +1,15 @@
 /* What a GPU collective asks of the driver most often, in one call.
  *
- * The core knows nothing of CUDA: it is handed the addresses of four driver functions by gpu/driver.py, which found them in
+ * The core knows nothing of CUDA: it is handed the addresses of driver functions by gpu/driver.py, which found them in
  * the driver's library. The interpreter lock is released meanwhile: the driver makes a caller wait when a stream is full. */
 #include "common.h"
+#include "reduce.h"
 
-typedef int (*copy_function)(uint64_t target, uint64_t source, size_t nbytes, void *stream); /* cuMemcpyDtoDAsync */
+typedef int (*copy_function)(uint64_t target, uint64_t source, size_t nbytes, void *stream); /* cuMemcpyAsync */
 typedef int (*word_function)(void *stream, uint64_t address, uint32_t value, unsigned flags); /* cuStream{Write,Wait}Value32 */
 typedef int (*launch_function)(uint64_t kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                                unsigned shared, void *stream, void **arguments, void **extra); /* cuLaunchKernel */
+typedef int (*host_function)(void *stream, void (*function)(void *), void *argument); /* cuLaunchHostFunc */
 
 #define MAX_PLACES 500 /* a kernel takes 4 KiB of arguments */
 
@@ -78,7 +80,50 @@ static PyObject *stream_turn(PyObject *self, PyObject *args) {
     return PyLong_FromLong(result);
 }
 
+struct sum {
+    int dtype, op, world;
+    size_t count;
+    void *out;
+    const void *sources[];
+};
+
+/* Runs in a thread of the driver, when the stream has come so far. */
+static void add_up(void *argument) {
+    struct sum *s = argument;
+    symcomm_reduce(s->dtype, s->op, s->out, s->sources, s->world, s->count, 1.0);
+    free(s);
+}
+
+/* stream_combine(function, stream, dtype, op, sources, out, count) -> the driver's result, 0 for success.
+ * The host combines `count` elements of host memory at every address in `sources` into `out`, in the order of the stream. */
+static PyObject *stream_combine(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long function, stream, out, count;
+    int dtype, op;
+    PyObject *sources;
+    if (!PyArg_ParseTuple(args, "KKiiOKK", &function, &stream, &dtype, &op, &sources, &out, &count)) return NULL;
+    Py_ssize_t world = PyTuple_Size(sources);
+    if (world < 0) return NULL;
+    if (world < 1 || world > MAX_WORLD || !symcomm_reduce_defined(dtype, op)) {
+        return PyErr_Format(PyExc_ValueError, "stream_combine: dtype %d, op %d, %zd sources", dtype, op, world);
+    }
+    uint64_t places[MAX_WORLD];
+    if (read_numbers(sources, places, MAX_WORLD) < 0) return NULL;
+    struct sum *s = malloc(sizeof *s + (size_t)world * sizeof s->sources[0]);
+    if (!s) return PyErr_NoMemory();
+    *s = (struct sum){.dtype = dtype, .op = op, .world = (int)world, .count = count, .out = (void *)(uintptr_t)out};
+    for (Py_ssize_t i = 0; i < world; i++) s->sources[i] = (const void *)(uintptr_t)places[i];
+    int result;
+    Py_BEGIN_ALLOW_THREADS;
+    result = ((host_function)(uintptr_t)function)((void *)(uintptr_t)stream, add_up, s);
+    Py_END_ALLOW_THREADS;
+    if (result) free(s);
+    return PyLong_FromLong(result);
+}
+
 static PyMethodDef methods[] = {
+    {"stream_combine", stream_combine, METH_VARARGS,
+     "stream_combine(function, stream, dtype, op, sources, out, count) -> the driver's result"},
     {"stream_turn", stream_turn, METH_VARARGS,
      "stream_turn(functions, stream, copy, value, theirs, mine, kernel, places) -> the driver's result"},
     {NULL, NULL, 0, NULL},

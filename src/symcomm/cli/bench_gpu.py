@@ -20,7 +20,7 @@ from typing import Any
 from symcomm.cli.mps import multi_process_service
 from symcomm.errors import SymcommError
 
-SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 ROUNDS = 5
 LIMIT_S = 90  # for all sizes of one mode
 BUDGET_S = 0.05  # per side, size and round

@@ -41,6 +41,7 @@ class DeviceCalls:
     mover: Any
     limits: Any
     prefers_one_shot: bool
+    _mover_for: Callable[[int], Any]
     _perform: Callable[..., Any]
     _again: Callable[[Any, Any], bool]
     _remember: Callable[..., None]
@@ -52,22 +53,24 @@ class DeviceCalls:
         if not async_op and timeout is None and self._again(tensor, op):
             return None
         out = place("all_reduce", "tensor", tensor, self.device, True)
-        redop, source = self._reduction("all_reduce", op, out)
         nbytes = out.nbytes
+        count, dtype, mover = out.count, out.dtype, self._mover_for(nbytes)
+        redop, how, source = self._reduction("all_reduce", op, out, mover)
         one_shot = nbytes * self.size <= self.limits.one_shot_bytes or self.size == 1
-        count, dtype, mover = out.count, out.dtype, self.mover
         if not one_shot:
-            mover.kernel(dtype, redop, self.size, self.size)
+            mover.kernel(dtype, how, self.size, self.size)
 
         def enqueue(stream: int, symmetric: list[int] | None) -> None:
             if self.size == 1:
-                mover.combine(dtype, redop, [source.address], [out.address], count, stream)
+                mover.combine(dtype, how, [source.address], [out.address], count, stream)
             elif symmetric is not None:
-                mover.reduce_in_place(dtype, redop, symmetric, count, stream)
-            elif one_shot or self.prefers_one_shot:
-                mover.reduce_one_shot(dtype, redop, source.address, out.address, count, stream)
+                mover.reduce_in_place(dtype, how, symmetric, count, stream)
+            elif one_shot:
+                mover.reduce_to_all(dtype, how, source.address, out.address, count, stream)
+            elif self.prefers_one_shot:
+                mover.reduce_one_shot(dtype, how, source.address, out.address, count, stream)
             else:
-                mover.reduce_two_shot(dtype, redop, source.address, out.address, count, stream)
+                mover.reduce_two_shot(dtype, how, source.address, out.address, count, stream)
 
         in_place = out if source is out and out.target is None else None
         signature = Signature(Collective.ALL_REDUCE, count, dtype, redop)
@@ -76,20 +79,21 @@ class DeviceCalls:
             not one_shot,
         )  # fmt: skip
         if one_shot and in_place is not None:
-            self._remember(tensor, op, signature, dtype, redop)
+            self._remember(tensor, op, signature, dtype, mover)
         return work
 
-    def _reduction(self, call: str, op: Any, source: Place) -> tuple[RedOpType, Place]:
-        """The operation and what to read: for PREMUL_SUM the input times its factor, in a stand-in."""
+    def _reduction(self, call: str, op: Any, source: Place, mover: Any) -> tuple[RedOpType, RedOpType, Place]:
+        """The operation, how to combine, and what to read: for PREMUL_SUM the input times its factor, in a stand-in."""
         redop, factor = to_redop(call, op)
         if not native.reduce_defined(source.dtype, redop):
             raise errors.bad_argument(call, "op", redop.name, f"one that is defined for {source.dtype.label}")
-        self.mover.kernel(source.dtype, redop, self.size, 1)
-        if redop is not RedOpType.PREMUL_SUM:
-            return redop, source
+        how = RedOpType.SUM if redop is RedOpType.PREMUL_SUM else redop
+        mover.kernel(source.dtype, how, self.size, 1)
+        if redop is how:
+            return redop, how, source
         if factor is None:
             raise errors.bad_argument(call, "op", "PREMUL_SUM without a factor", "made by make_premul_sum(factor)")
-        return redop, place(call, "tensor", (source.owner * factor).to(source.owner.dtype), self.device)
+        return redop, how, place(call, "tensor", (source.owner * factor).to(source.owner.dtype), self.device)
 
     def reduce(
         self, tensor: Any, root: int = 0, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
@@ -98,14 +102,15 @@ class DeviceCalls:
         self.core._check_root("reduce", root)
         is_root = self.rank == root
         out = place("reduce", "tensor", tensor, self.device, is_root)
-        redop, source = self._reduction("reduce", op, out)
+        mover = self._mover_for(out.nbytes)
+        redop, how, source = self._reduction("reduce", op, out, mover)
         target = out.address if is_root else None
 
         def enqueue(stream: int, _: Any) -> None:
             if self.size == 1:
-                self.mover.combine(out.dtype, redop, [source.address], [out.address], out.count, stream)
+                mover.combine(out.dtype, how, [source.address], [out.address], out.count, stream)
             else:
-                self.mover.reduce_one_shot(out.dtype, redop, source.address, target, out.count, stream)
+                mover.reduce_one_shot(out.dtype, how, source.address, target, out.count, stream)
 
         signature = Signature(Collective.REDUCE, out.count, out.dtype, redop, root)
         outputs = [out] if is_root else []
@@ -121,17 +126,18 @@ class DeviceCalls:
         given, out = place(call, "input", input, self.device), place(call, "output", output, self.device, True)
         check_same_dtype(call, [given, out])
         self.core._check_count(call, "input", given.count, out.count * self.size, f"{self.size} times output's")
-        redop, source = self._reduction(call, op, given)
+        mover = self._mover_for(self._slots(out.nbytes))
+        redop, how, source = self._reduction(call, op, given, mover)
         dtype, count = out.dtype, out.count
         pieces = [source.address + q * out.nbytes for q in range(self.size)]
 
         def enqueue(stream: int, symmetric: list[int] | None) -> None:
             if self.size == 1:
-                self.mover.combine(dtype, redop, pieces, [out.address], count, stream)
+                mover.combine(dtype, how, pieces, [out.address], count, stream)
             elif symmetric is not None:
-                self.mover.reduce_scatter_direct(dtype, redop, symmetric, count, out.address, stream)
+                mover.reduce_scatter_direct(dtype, how, symmetric, count, out.address, stream)
             else:
-                self.mover.reduce_scatter(dtype, redop, pieces, [count] * self.size, out.address, stream)
+                mover.reduce_scatter(dtype, how, pieces, [count] * self.size, out.address, stream)
 
         signature = Signature(Collective.REDUCE_SCATTER, source.count, dtype, redop)
         in_place = source if source is given else None
@@ -149,19 +155,21 @@ class DeviceCalls:
         out, pieces = place(call, "output", output, self.device, True), self._list(call, "inputs", inputs)
         check_same_dtype(call, [out, *pieces])
         self.core._check_count(call, "output", out.count, pieces[self.rank].count, f"that of inputs[{self.rank}]")
-        redop = to_redop(call, op)[0]
-        sources = [self._reduction(call, op, piece)[1] for piece in pieces]
         counts = [piece.count for piece in pieces]
+        need = self._slots(max(counts) * out.dtype.itemsize)
+        mover = self._mover_for(need)
+        reductions = [self._reduction(call, op, piece, mover) for piece in pieces]
+        redop, how, _ = reductions[0]
+        sources = [source for _, _, source in reductions]
 
         def enqueue(stream: int, _: Any) -> None:
             where = [s.address for s in sources]
             if self.size == 1:
-                self.mover.combine(out.dtype, redop, where, [out.address], out.count, stream)
+                mover.combine(out.dtype, how, where, [out.address], out.count, stream)
             else:
-                self.mover.reduce_scatter(out.dtype, redop, where, counts, out.address, stream)
+                mover.reduce_scatter(out.dtype, how, where, counts, out.address, stream)
 
         signature = Signature(Collective.REDUCE_SCATTER, signature_count(counts), out.dtype, redop)
-        need = self._slots(max(counts) * out.dtype.itemsize)
         return self._perform(call, signature, need, enqueue, [out], [output], (sources, out), async_op, timeout)
 
     # --- copies -----------------------------------------------------------------------------------------------
@@ -183,15 +191,16 @@ class DeviceCalls:
         outputs: Sequence[Place], result: Sequence[Any], async_op: bool, timeout: Timeout, may_be_direct: bool = False,
     ) -> Any:  # fmt: skip
         """Rank q shows its ``sizes[q]`` bytes to all; ``targets[q]``: where I want them."""
+        mover = self._mover_for(max(sizes))
 
         def enqueue(stream: int, symmetric: list[int] | None) -> None:
             if self.size == 1:
                 if targets[0] is not None:
-                    self.mover.copy(targets[0], source.address, source.nbytes, stream)
+                    mover.copy(targets[0], source.address, source.nbytes, stream)
             elif symmetric is not None:
-                self.mover.spread_direct(symmetric, sizes, targets, stream)
+                mover.spread_direct(symmetric, sizes, targets, stream)
             else:
-                self.mover.spread(source.address, sizes, targets, stream)
+                mover.spread(source.address, sizes, targets, stream)
 
         return self._perform(
             call, signature, max(sizes), enqueue, outputs, result, (source, outputs), async_op, timeout, source,
@@ -311,15 +320,16 @@ class DeviceCalls:
         async_op: bool, timeout: Timeout,
     ) -> Any:  # fmt: skip
         """Rank i has ``matrix[i][j]`` bytes for rank j."""
+        need = self._slots(max(map(max, matrix)))
+        mover = self._mover_for(need)
 
         def enqueue(stream: int, _: Any) -> None:
             if self.size == 1:
                 if sources[0] is not None and targets[0] is not None:
-                    self.mover.copy(targets[0], sources[0], matrix[0][0], stream)
+                    mover.copy(targets[0], sources[0], matrix[0][0], stream)
             else:
-                self.mover.exchange(sources, matrix, targets, stream)
+                mover.exchange(sources, matrix, targets, stream)
 
-        need = self._slots(max(map(max, matrix)))
         return self._perform(call, signature, need, enqueue, outputs, result, (inputs, outputs), async_op, timeout)
 
     # --- several at once ----------------------------------------------------------------------------------------

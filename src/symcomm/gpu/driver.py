@@ -41,15 +41,20 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cuIpcOpenMemHandle_v2": [ctypes.POINTER(_ADDRESS), _Handle, _FLAGS],
     "cuMemHostRegister_v2": [_ADDRESS, _SIZE, _FLAGS],
     "cuMemHostGetDevicePointer_v2": [ctypes.POINTER(_ADDRESS), _ADDRESS, _FLAGS],
-    "cuMemcpyDtoDAsync_v2": [_ADDRESS, _ADDRESS, _SIZE, _ADDRESS],
+    "cuMemcpyAsync": [_ADDRESS, _ADDRESS, _SIZE, _ADDRESS],
     "cuMemsetD32Async": [_ADDRESS, _WORD, _SIZE, _ADDRESS],
     "cuStreamWriteValue32_v2": [_ADDRESS, _ADDRESS, _WORD, _FLAGS],
     "cuStreamWaitValue32_v2": [_ADDRESS, _ADDRESS, _WORD, _FLAGS],
+    "cuLaunchHostFunc": [_ADDRESS, ctypes.c_void_p, ctypes.c_void_p],
     "cuModuleLoadData": [ctypes.POINTER(_ADDRESS), ctypes.c_char_p],
     "cuModuleGetFunction": [ctypes.POINTER(_ADDRESS), _ADDRESS, ctypes.c_char_p],
     "cuLaunchKernel": [_ADDRESS, *[_FLAGS] * 7, _ADDRESS, ctypes.c_void_p, ctypes.c_void_p],
 }
 OUT_OF_MEMORY, ALREADY_REGISTERED = 2, 712
+
+
+def _address_of(function: Any) -> int:
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
 @functools.cache
@@ -74,8 +79,9 @@ class Driver:
                 raise errors.ResourceError(f"GPU memory: the NVIDIA driver of this machine has no {name}; update it.")
             function.argtypes = arguments
             setattr(self, "_" + name.partition("_")[0], function)
-        used = (self._cuMemcpyDtoDAsync, self._cuStreamWriteValue32, self._cuStreamWaitValue32, self._cuLaunchKernel)
-        self._addresses = tuple(int(ctypes.cast(f, ctypes.c_void_p).value or 0) for f in used)
+        used = (self._cuMemcpyAsync, self._cuStreamWriteValue32, self._cuStreamWaitValue32, self._cuLaunchKernel)
+        self._addresses = tuple(_address_of(f) for f in used)
+        self._host_function = _address_of(self._cuLaunchHostFunc)
         self._check("starting the driver", self._cuInit(0))
 
     def __getattr__(self, name: str) -> Any:  # for type checkers: the functions above
@@ -157,7 +163,8 @@ class Driver:
     # --- in the order of a stream -----------------------------------------------------------------------------
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        self._check("copying", self._cuMemcpyDtoDAsync(target, source, nbytes, stream))
+        """From GPU or host memory to either; host memory that was not registered makes the caller wait."""
+        self._check("copying", self._cuMemcpyAsync(target, source, nbytes, stream))
 
     def fill32(self, address: int, value: int, count: int, stream: int) -> None:
         self._check("filling", self._cuMemsetD32Async(address, value, count, stream))
@@ -185,6 +192,12 @@ class Driver:
         result = native.stream_turn(self._addresses, stream, copy, value & 0xFFFFFFFF, theirs, mine, kernel, places)
         if result:
             self._check("meeting the other ranks on the GPU", result)
+
+    def combine_on_host(self, stream: int, dtype: int, op: int, sources: tuple[int, ...], out: int, count: int) -> None:
+        """The CPU combines ``count`` elements of host memory into ``out`` when the stream has come so far."""
+        result = native.stream_combine(self._host_function, stream, dtype, op, sources, out, count)
+        if result:
+            self._check("having the host combine what ranks have", result)
 
     # --- kernels ----------------------------------------------------------------------------------------------
 

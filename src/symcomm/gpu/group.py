@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import functools
 import json
 import threading
 import time
@@ -29,15 +28,17 @@ from symcomm.collectives.all_gather import streamed_all_gather
 from symcomm.collectives.chunks import Pieces
 from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import ON_DEVICE
-from symcomm.gpu import devices
+from symcomm.gpu import devices, kernels
 from symcomm.gpu.calls import DeviceCalls, Signature
 from symcomm.gpu.driver import HANDLE_BYTES, driver
 from symcomm.gpu.kernels import PACK
 from symcomm.gpu.messages import device_mail
-from symcomm.gpu.moves import Mover
-from symcomm.gpu.pads import Pads, pad_bytes
+from symcomm.gpu.moves import Meetings, Mover
+from symcomm.gpu.pads import Pads, pad_bytes, show
 from symcomm.gpu.places import Place, torch_stream
 from symcomm.gpu.pool import Piece, find_block, opened, pool_of
+from symcomm.gpu.spinning import MOST_RANKS, SpinningMover, flags_bytes, most_blocks
+from symcomm.gpu.through_host import STAGE_BYTES, HostMover
 from symcomm.gpu.trouble import trouble_of
 from symcomm.gpu.watch import Lane
 from symcomm.gpu.work import DeviceWork
@@ -80,20 +81,6 @@ NOTHING = bytes(HANDLE_BYTES)
 Enqueue = Callable[[int, "list[int] | None"], None]  # (stream, where all ranks' symmetric tensors are)
 
 
-@functools.cache
-def _current_stream() -> Callable[[int], int]:
-    """torch's own function for the number of a device's current stream."""
-    import torch
-
-    return torch._C._cuda_getCurrentRawStream
-
-
-def _is_capturing() -> bool:
-    import torch
-
-    return torch._C._cuda_isCurrentStreamCapturing()
-
-
 _living: weakref.WeakSet[DeviceGroup] = weakref.WeakSet()
 
 
@@ -129,6 +116,7 @@ class DeviceGroup(DeviceCalls):
         self.core = core
         self.rank, self.size, self.name = core.rank, core.size, core.name
         self.device = device
+        self._stream_of, self._captures = torch._C._cuda_getCurrentRawStream, torch._C._cuda_isCurrentStreamCapturing
         driver().enter(device)
         everyone = self._introduce(core, device)
         devices.check_reach(core, device, everyone)
@@ -143,7 +131,10 @@ class DeviceGroup(DeviceCalls):
         self._aside = len(set(pids)) < core.size
         host = [peer.base + c["pad"] for peer, c in zip(core._peers, everyone, strict=True)]
         self.pads = Pads(core.rank, core.size, host, list(core._peers))
-        self.mover = Mover(core.rank, core.size, device, self.pads)
+        self.meetings = Meetings(self.pads, driver())
+        spins = len(gpus) == 1 and not self.time_sliced and all(c["spins"] for c in everyone) and not self._aside
+        self.mover = self._make_spinning_mover() if spins else Mover(core.rank, core.size, device, self.meetings)
+        self._small = self._make_host_mover() if self.time_sliced else self.mover
         self._lock = threading.RLock()
         self._stage: Piece | None = None
         self._plans: dict[Any, Any] = {}
@@ -152,7 +143,7 @@ class DeviceGroup(DeviceCalls):
         self._pending: deque[DeviceWork] = deque()
         self._side: Any = None
         self.trouble = trouble_of(core, device)
-        self._lane = self.trouble.watch.lane = Lane(self.pads, self.mover)
+        self._lane = self.trouble.watch.lane = Lane(self.pads, self.meetings)
         self._watch = self.trouble.watch
         self.mail = device_mail(core, device)
         self._recipes: dict[Any, Any] = {}  # all_reduces seen before, see again()
@@ -165,8 +156,41 @@ class DeviceGroup(DeviceCalls):
         nbytes = pad_bytes(core.size)
         self._pad_offset = core._arena.allocate(nbytes)
         native.poke(core._arena.base + self._pad_offset, bytes(nbytes))
-        card = {**devices.describe(device), "mps": driver().has_mps(device), "pad": self._pad_offset}
-        return [json.loads(item) for item in core.all_gather_object(json.dumps(card).encode())]
+        mps = driver().has_mps(device)
+        spins = mps and kernels.can_spin(device) and 1 < core.size <= MOST_RANKS
+        return self._tell({**devices.describe(device), "mps": mps, "spins": spins, "pad": self._pad_offset})
+
+    def _tell(self, card: dict[str, Any]) -> list[dict[str, Any]]:
+        """What all ranks tell, in rank order."""
+        return [json.loads(item) for item in self.core.all_gather_object(json.dumps(card).encode())]
+
+    def _make_host_mover(self) -> HostMover:
+        """For small operations of ranks that take turns on a GPU."""
+        everyone = self._tell({"stage": self.core._arena.allocate(STAGE_BYTES)})
+        stages = [peer.base + card["stage"] for peer, card in zip(self.core._peers, everyone, strict=True)]
+        for stage, peer in zip(stages, self.core._peers, strict=True):
+            show(stage, STAGE_BYTES, peer)
+        return HostMover(self.rank, self.size, self.device, self.meetings, stages)
+
+    def _make_spinning_mover(self) -> SpinningMover:
+        """For small all_reduces of ranks that share a GPU at the same time."""
+        import torch
+
+        piece = pool_of(self.device).allocate(flags_bytes(self.size))
+        driver().fill32(piece.address, 0, piece.nbytes // 4, 0)
+        torch.cuda.synchronize(self.device)
+        units = torch.cuda.get_device_properties(self.device).multi_processor_count
+        everyone = self._tell({"handle": piece.block.handle.hex(), "offset": piece.offset, "units": units})
+        flags = [
+            piece.address if r == self.rank else self._open(r, bytes.fromhex(c["handle"])) + c["offset"]
+            for r, c in enumerate(everyone)
+        ]
+        blocks = most_blocks(min(c["units"] for c in everyone), self.size)
+        return SpinningMover(self.rank, self.size, self.device, self.meetings, flags, blocks, piece)
+
+    def _mover_for(self, nbytes: int) -> Mover:
+        """Whoever moves ``nbytes`` of each rank's: the same on all ranks."""
+        return self._small if nbytes <= self._small.half else self.mover
 
     def __repr__(self) -> str:
         return f"<DeviceGroup {self.name!r}: rank {self.rank} of {self.size} on cuda:{self.device}>"
@@ -208,7 +232,8 @@ class DeviceGroup(DeviceCalls):
 
         timeout_ns = self.core._timeout_ns if timeout is None else to_ns(call, timeout)
         self.trouble.check_usable(call)
-        grow = need > self.mover.half and self.mover.half < self.limits.most_half and self.size > 1
+        half = self._mover_for(need).half
+        grow = need > half and half < self.limits.most_half and self.size > 1
         cards = _Cards(self.size) if grow or may_be_direct else None
         new_stage = self._fill(cards, self.rank, need if grow else 0, symmetric) if cards is not None else None
         ins, outs = (cards.mine, cards.all) if cards is not None else ((), ())
@@ -241,39 +266,37 @@ class DeviceGroup(DeviceCalls):
         work.wait()
         return None
 
-    def _remember(self, tensor: Any, op: Any, signature: Signature, dtype: DType, redop: RedOpType) -> None:
+    def _remember(self, tensor: Any, op: Any, signature: Signature, dtype: DType, mover: Mover) -> None:
         """Let the next call of this kind take the short way."""
-        if not 0 < signature.elements * dtype.itemsize <= self.mover.half or self.size == 1 or self._aside:
+        redop = RedOpType(signature.redop)
+        if not signature.elements or self.size == 1 or self._aside or redop is RedOpType.PREMUL_SUM:
             return
-        kernel = self.mover.kernel(dtype, redop, self.size, 1)
-        if kernel is None or redop is RedOpType.PREMUL_SUM:
+        put = mover.again(dtype, redop, signature.elements)
+        if put is None:
             return
         if len(self._recipes) > 1024:
             self._recipes.clear()
-        nbytes = signature.elements * dtype.itemsize
-        launch = kernel.launch((), signature.elements)
-        self._recipes[tensor.dtype, signature.elements, op] = (self._plan(signature, False), launch, nbytes)
+        plan, site = self._plan(signature, False), self.core._site(2)  # of the first call of this kind
+        self._recipes[tensor.dtype, signature.elements, op] = (plan, put, site)
 
     def _again(self, tensor: Any, op: Any) -> bool:
         """A blocking one-shot all_reduce of a kind seen before, with as little as possible around it; False: it has to
         go the long way."""
         try:
-            plan, launch, nbytes = self._recipes[tensor.dtype, tensor.numel(), op]
+            plan, put, site = self._recipes[tensor.dtype, tensor.numel(), op]
         except (KeyError, AttributeError, TypeError):
             return False
-        stream, address = _current_stream()(self.device), tensor.data_ptr()
+        core, stream, address = self.core, self._stream_of(self.device), tensor.data_ptr()
         if (
-            stream != self._last or address % PACK or self._queued or self.core._failure is not None
-            or tensor.get_device() != self.device or not tensor.is_contiguous() or tensor.is_neg() or _is_capturing()
+            stream != self._last or address % PACK or self._queued or core._failure is not None
+            or tensor.get_device() != self.device or not tensor.is_contiguous() or tensor.is_neg() or self._captures()
         ):  # fmt: skip
             return False
-        core = self.core
         with self._lock:
-            status = native.run(core._handle, plan, (), (), core._timeout_ns, core._site(1))
+            status = native.run(core._handle, plan, (), (), core._timeout_ns, site)
             if status:
                 raise core._failed(status, "all_reduce", call_site(1), None, explain)
-            halves = self.mover.halves()
-            self.mover.meet(stream, (address, halves[self.rank], nbytes), launch, (*halves, address))
+            put(stream, address)
             self._note("all_reduce", core._timeout_ns / 1e9)
         return True
 

@@ -22,9 +22,11 @@ from symcomm.gpu.driver import driver
 from symcomm.gpu.pool import Raw
 from symcomm.types import ITEMSIZE, DType, RedOpType
 
-__all__ = ["Combine", "combine", "source_of"]
+__all__ = ["Combine", "combine", "source_of", "spinning_source_of"]
 
 THREADS = 256
+SPINNING_THREADS = 512
+OLDEST_THAT_SPINS = 7  # generation of GPUs whose kernels can tell each other something in a defined order
 MOST_BLOCKS = 1056  # eight for each of an H200's 132 multiprocessors; fewer on smaller data
 PACK = 16  # bytes a thread loads at once
 MOST_PLACES = 500  # a kernel takes 4 KiB of arguments
@@ -59,15 +61,18 @@ __device__ unsigned short narrow(float x) {
 """,
 }
 
-_KERNEL = """
+_TYPES = """
 typedef {type} T;
 typedef {wide} A;
 {convert}
-struct Places {{ const T *src[{sources}]; T *dst[{targets}]; }};
 union Pack {{ uint4 whole; T item[{per_pack}]; }};
 __device__ A widened(T x) {{ return {widen}; }}
 __device__ A joined(A a, A b) {{ return {join}; }}
 __device__ T finished(A a) {{ return {finish}; }}
+"""
+
+_KERNEL = """
+struct Places {{ const T *src[{sources}]; T *dst[{targets}]; }};
 
 extern "C" __global__ void combine(const Places p, const unsigned long long n, const unsigned long long packs) {{
     const unsigned long long first = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x;
@@ -96,14 +101,83 @@ extern "C" __global__ void combine(const Places p, const unsigned long long n, c
 """
 
 
+# A whole all_reduce; spinning.py tells how. Flags are 64 bits, so that they never come round.
+_SPINNING = """
+typedef unsigned long long u64;
+struct Turn {{
+    const T *src; T *dst; T *half[{sources}]; u64 *told[{sources}]; const u64 *mine; volatile unsigned *pad[{sources}];
+    volatile unsigned *stop; u64 rank, value;
+}};
+__device__ void tell(u64 *at, u64 value) {{
+    asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(at), "l"(value) : "memory");
+}}
+__device__ u64 heard(const u64 *at) {{
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+    return value;
+}}
+__device__ void meet(const Turn &t) {{
+    __syncthreads();
+    const unsigned peer = threadIdx.x;
+    if (peer < {sources} && peer != t.rank) {{
+        tell(t.told[peer] + blockIdx.x * {sources}, t.value);
+        if (blockIdx.x == 0) *t.pad[peer] = (unsigned)t.value;
+        for (unsigned looks = 1; heard(t.mine + blockIdx.x * {sources} + peer) < t.value; looks++)
+            if (looks % 1024 == 0 && *t.stop) break;
+    }}
+    __syncthreads();
+}}
+
+extern "C" __global__ void all_reduce(const Turn t, const u64 n, const u64 aligned) {{
+    const u64 packs = n / {per_pack}, first = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    const u64 stride = (u64)gridDim.x * blockDim.x, last = packs * {per_pack} + first;
+    uint4 *const mine = (uint4 *)t.half[t.rank];
+    for (u64 i = first; i < packs; i += stride) {{
+        Pack in;
+        if (aligned) in.whole = ((const uint4 *)t.src)[i];
+        else for (int k = 0; k < {per_pack}; k++) in.item[k] = t.src[i * {per_pack} + k];
+        mine[i] = in.whole;
+    }}
+    if (last < n) t.half[t.rank][last] = t.src[last];
+    meet(t);
+    for (u64 i = first; i < packs; i += stride) {{
+        Pack in[{sources}], out;
+#pragma unroll
+        for (int s = 0; s < {sources}; s++) in[s].whole = ((const uint4 *)t.half[s])[i];
+#pragma unroll
+        for (int k = 0; k < {per_pack}; k++) {{
+            A a = widened(in[0].item[k]);
+#pragma unroll
+            for (int s = 1; s < {sources}; s++) a = joined(a, widened(in[s].item[k]));
+            out.item[k] = finished(a);
+        }}
+        if (aligned) ((uint4 *)t.dst)[i] = out.whole;
+        else for (int k = 0; k < {per_pack}; k++) t.dst[i * {per_pack} + k] = out.item[k];
+    }}
+    if (last < n) {{
+        A a = widened(t.half[0][last]);
+        for (int s = 1; s < {sources}; s++) a = joined(a, widened(t.half[s][last]));
+        t.dst[last] = finished(a);
+    }}
+}}
+"""
+
+
 def source_of(dtype: DType, redop: RedOpType, sources: int, targets: int) -> str | None:
-    """The kernel's text, or None for what is left to torch."""
-    if dtype not in _C_TYPES:
-        return None
-    parts = _words(dtype, redop, sources)
+    """The text of the kernel that combines, or None for what is left to torch."""
+    return _filled(_TYPES + _KERNEL, dtype, redop, sources, targets=targets)
+
+
+def spinning_source_of(dtype: DType, redop: RedOpType, world: int) -> str | None:
+    """The text of the kernel that does a whole all_reduce, or None for what is left to others."""
+    return _filled(_TYPES + _SPINNING, dtype, redop, world)
+
+
+def _filled(text: str, dtype: DType, redop: RedOpType, sources: int, **more: int) -> str | None:
+    parts = _words(dtype, redop, sources) if dtype in _C_TYPES else None
     if parts is None:
         return None
-    return _KERNEL.format(sources=sources, targets=targets, per_pack=PACK // ITEMSIZE[dtype], **parts)
+    return text.format(sources=sources, per_pack=PACK // ITEMSIZE[dtype], **parts, **more)
 
 
 def _words(dtype: DType, redop: RedOpType, sources: int) -> dict[str, str] | None:
@@ -221,6 +295,29 @@ def _function(device: int, dtype: DType, redop: RedOpType, sources: int, targets
         return None
     driver().enter(device)
     return driver().load(image, "combine")
+
+
+@functools.cache
+def _spinning_function(device: int, dtype: DType, redop: RedOpType, world: int) -> int | None:
+    text = spinning_source_of(dtype, redop, world)
+    image = _compile(text, device) if text is not None else None
+    if image is None:
+        return None
+    driver().enter(device)
+    return driver().load(image, "all_reduce")
+
+
+def can_spin(device: int) -> bool:
+    """Whether this machine can make kernels that wait for each other."""
+    import torch
+
+    return _compiler() is not None and torch.cuda.get_device_capability(device)[0] >= OLDEST_THAT_SPINS
+
+
+def spinning(device: int, dtype: DType, redop: RedOpType, world: int) -> int | None:
+    """The kernel of a whole all_reduce, or None."""
+    with _compiling:
+        return _spinning_function(device, dtype, redop, world)
 
 
 def kernel(device: int, dtype: DType, redop: RedOpType, sources: int, targets: int) -> Combine | None:

@@ -10,16 +10,15 @@ Where all ranks' tensors are symmetric, and large, peers read and write them in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from symcomm.gpu import kernels
-from symcomm.gpu.driver import driver
 from symcomm.gpu.kernels import PACK
 from symcomm.gpu.places import torch_stream
 from symcomm.types import DType, RedOpType
 
-__all__ = ["Mover", "shard_of"]
+__all__ = ["Meetings", "Mover", "shard_of"]
 
 
 def shard_of(rank: int, world: int, count: int, per_pack: int) -> tuple[int, int]:
@@ -28,25 +27,33 @@ def shard_of(rank: int, world: int, count: int, per_pack: int) -> tuple[int, int
     return min(rank * part, count), min((rank + 1) * part, count)
 
 
-class Mover:
-    """The stream operations of one group. The group's lock is held while one is put into a stream."""
+class Meetings:
+    """Where the streams of a group wait for each other. ``count``: meetings that this rank's were sent to."""
 
-    def __init__(self, rank: int, world: int, device: int, pads: Any):
-        self.rank, self.world, self.device = rank, world, device
-        self.pads = pads
-        self.half = 0  # bytes of half a staging area
-        self._halves: list[list[int]] = [[], []]  # where each rank's are
-        self.meetings = 0  # that this rank's streams have been sent to
-        self._turn = 0
-        self._kernels: dict[Any, Any] = {}
-        self._driver = driver()
-
-    # --- steps ------------------------------------------------------------------------------------------------
+    def __init__(self, pads: Any, driver: Any):
+        self.pads, self.driver = pads, driver
+        self.count = 0
 
     def meet(self, stream: int, copy: tuple[int, ...] = (), kernel: tuple[int, ...] = (), places: Any = ()) -> None:
         """All ranks' streams come to this point before any goes on; what to copy before, which kernel to start then."""
-        self.meetings += 1
-        self._driver.turn(stream, copy, self.meetings, self.pads.theirs, self.pads.mine, kernel, places)
+        self.count += 1
+        self.driver.turn(stream, copy, self.count, self.pads.theirs, self.pads.mine, kernel, places)
+
+
+class Mover:
+    """The stream operations of one group. The group's lock is held while one is put into a stream."""
+
+    def __init__(self, rank: int, world: int, device: int, meetings: Meetings):
+        self.rank, self.world, self.device = rank, world, device
+        self.meetings = meetings
+        self.meet = meetings.meet
+        self.half = 0  # bytes of half a staging area
+        self._halves: list[list[int]] = [[], []]  # where each rank's are
+        self._turn = 0
+        self._kernels: dict[Any, Any] = {}
+        self._driver = meetings.driver
+
+    # --- steps ------------------------------------------------------------------------------------------------
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         if nbytes and target != source:
@@ -57,8 +64,6 @@ class Mover:
 
         Callers ask for it before the hosts meet: loading one makes the driver wait for all streams of the process, and
         one of those may be a stream of another rank, a thread, that waits for us."""
-        if redop is RedOpType.PREMUL_SUM:
-            redop = RedOpType.SUM  # the factor is in the sources already
         key = (dtype, redop, sources, targets)
         if key not in self._kernels:
             self._kernels[key] = kernels.kernel(self.device, *key)
@@ -87,7 +92,28 @@ class Mover:
         self.half = half
         self._halves = [list(stage), [address + half for address in stage]]
 
+    def again(self, dtype: DType, redop: RedOpType, count: int) -> Callable[[int, int], None] | None:
+        """all_reduces of this kind, ready to be put into a stream: called with it and the tensor's address, a multiple
+        of PACK. None where there is no quicker way than the usual one."""
+        kernel = self.kernel(dtype, redop, self.world, 1)
+        nbytes = count * dtype.itemsize
+        if kernel is None or nbytes > self.half:
+            return None
+        launch = kernel.launch((), count)
+
+        def put(stream: int, address: int) -> None:
+            halves = self.halves()
+            self.meet(stream, (address, halves[self.rank], nbytes), launch, (*halves, address))
+
+        return put
+
     # --- reductions -------------------------------------------------------------------------------------------
+
+    through_host = False  # whether staging areas are host memory
+
+    def reduce_to_all(self, dtype: DType, redop: RedOpType, source: int, target: int, count: int, stream: int) -> None:
+        """A small all_reduce."""
+        self.reduce_one_shot(dtype, redop, source, target, count, stream)
 
     def reduce_one_shot(
         self, dtype: DType, redop: RedOpType, source: int, target: int | None, count: int, stream: int
@@ -164,13 +190,11 @@ class Mover:
         for start in range(0, max(sizes), max(1, self.half)):
             halves = self.halves()
             part = [min(self.half, max(0, size - start)) for size in sizes]
-            mine = targets[self.rank]
             self.meet(stream, (source + start, halves[self.rank], part[self.rank]))
             for q, target in enumerate(targets):
-                if target is not None and q != self.rank:
-                    self.copy(target + start, halves[q], part[q], stream)
-            if mine is not None:
-                self.copy(mine + start, source + start, part[self.rank], stream)
+                if target is not None:
+                    place = source + start if q == self.rank and not self.through_host else halves[q]
+                    self.copy(target + start, place, part[q], stream)
 
     def spread_direct(
         self, sources: Sequence[int], sizes: Sequence[int], targets: Sequence[int | None], stream: int

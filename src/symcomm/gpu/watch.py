@@ -35,20 +35,21 @@ class Lane:
 
     Its deadline counts from the last time that a word moved."""
 
-    def __init__(self, pads: Any, mover: Any):
+    def __init__(self, pads: Any, meetings: Any):
         self._pads = pads
-        self._mover = mover
+        self._meetings = meetings
         self._seen: list[int] = []
         self.what = ""
         self.timeout = 0.0
         self.begun = 0.0
 
     def missing(self) -> list[int]:
-        return self._pads.missing(self._mover.meetings)
+        return self._pads.missing(self._meetings.count)
 
     def release(self, ranks: list[int]) -> None:
+        self._pads.stop_waiting()
         for rank in ranks:
-            self._pads.set_arrival(rank, self._mover.meetings)
+            self._pads.set_arrival(rank, self._meetings.count)
 
     def note_progress(self, now: float) -> None:
         """Called at every look while something is missing."""

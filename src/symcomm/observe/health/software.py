@@ -110,7 +110,7 @@ def gpus() -> Finding | list[Finding]:
 
 def share_device(device: str) -> Finding:
     """Two ranks sum a tensor on it; in processes of their own, since a broken driver may take them down."""
-    command = [sys.executable, "-m", "symcomm", "run", "-n", "2", "-m", "symcomm.observe.health.device_ranks", device]
+    command = [sys.executable, "-m", "symcomm", "run", "-n", "2", "-m", "symcomm.cli.doctor_ranks", device]
     fix = "containers: --ipc=host, and the same pid namespace for all ranks; else see docs/gpu.md"
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEVICE_DEADLINE)
