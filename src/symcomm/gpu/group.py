@@ -63,6 +63,7 @@ class Limits:
 
 
 SLICED = Limits(one_shot_bytes=128 << 20, direct_bytes=128 << 20)  # a meeting costs 150 us: one, not two, up to 64 MiB
+SPINNING = Limits(one_shot_bytes=32 << 20)  # one kernel: 54 us at 16 MiB, where meetings and a kernel take 59 to 80
 
 
 class Card(ctypes.Structure):
@@ -126,13 +127,13 @@ class DeviceGroup(DeviceCalls):
         # On one GPU, one-shot moves W * (W + 3) times the tensor's bytes, two-shot through staging areas W * 6 times.
         self.prefers_one_shot = len(gpus) == 1 and core.size <= 3
         self.time_sliced = shares_gpu and not all(c["mps"] for c in everyone) and len(set(pids)) > 1
-        self.limits = limits or (SLICED if self.time_sliced else Limits())
         # Ranks that are threads share their default stream, in which one's wait would block the other's signal.
         self._aside = len(set(pids)) < core.size
         host = [peer.base + c["pad"] for peer, c in zip(core._peers, everyone, strict=True)]
         self.pads = Pads(core.rank, core.size, host, list(core._peers))
         self.meetings = Meetings(self.pads, driver())
         spins = len(gpus) == 1 and not self.time_sliced and all(c["spins"] for c in everyone) and not self._aside
+        self.limits = limits or (SLICED if self.time_sliced else SPINNING if spins else Limits())
         self.mover = self._make_spinning_mover() if spins else Mover(core.rank, core.size, device, self.meetings)
         self._small = self._make_host_mover() if self.time_sliced else self.mover
         self._lock = threading.RLock()
