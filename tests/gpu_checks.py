@@ -333,6 +333,12 @@ def messages(gpu: Any, core: Any) -> None:
         gpu.recv(second, other, 2)
         gpu.recv(first, other, 1)
         assert first.tolist() == [1.0] * 4 and second.tolist() == [2.0] * 4
+        for number in range(50):  # none taken yet
+            gpu.isend(torch.full((50_000,), float(number + me), device="cuda"), other)
+        for number in range(50):
+            got = torch.empty(50_000, device="cuda")
+            gpu.recv(got, other)
+            assert torch.equal(got, torch.full_like(got, float(number + other))), number
     core.barrier()
 
 
