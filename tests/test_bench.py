@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +27,7 @@ from symcomm.cli import (
     bench_ddp_worker,
     bench_peers,
     bench_run,
+    bench_store,
     bench_table,
     bench_worker,
     refusals,
@@ -188,12 +191,40 @@ def test_what_a_peer_cannot_do_is_a_dash_with_its_reason(tmp_path: Path):
     assert bench_table.reasons([result]) == [f"gloo, all_reduce: {result.reason}"]
 
 
-def test_the_store_has_its_own_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    stand_in = SimpleNamespace(run_store_bench=lambda **options: {"options": sorted(options)})
-    monkeypatch.setitem(sys.modules, "symcomm.cli.bench_store", stand_in)
+def test_the_store_on_real_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Ours alone (PyTorch's asks a resolver, which may take seconds); progress is told as often as was promised."""
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def progress(turns: int) -> Iterator[Callable[[str], None]]:
+        yield told.append
+        assert len(told) == turns
+
+    monkeypatch.setattr(bench, "progress", progress)
+    few = {"clients": (1, 2), "calls": 20, "connect": (4,), "sides": ("ours",)}
+    monkeypatch.setattr(bench_store, "QUICK", few)
     path = tmp_path / "store.json"
-    assert cli("store", "--quick", "--json", str(path))[0] == 0
-    assert json.loads(path.read_text()) == {"options": ["calls", "connect"]}
+    code, output = cli("store", "--quick", "--markdown", "--json", str(path))
+    assert code == 0, output
+    assert "| call | clients | ours (us) | ours (calls/s) |" in output
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["what"] for row in rows[-3:]] == ["set until a waiter goes on", "connect", "connect 4 at once"]
+    assert all(row["ours_us"] > 0 for row in rows)
+    assert {"set, ours, 1 client", "set, ours, 2 clients", "waking, ours", "connecting 4 at once, ours"} <= set(told)
+
+
+STORE_ROWS = [
+    {"what": "set", "clients": 8, "ours_us": 12.0, "torch_us": 30.0, "ours_per_s": 4e5, "torch_per_s": 1e5},
+    {"what": "connect", "clients": 1, "ours_us": 200.0, "torch_us": 500.0},
+]
+
+
+def test_the_store_beside_pytorchs():
+    assert bench_table.as_text(bench_store.as_table(STORE_ROWS, bench_store.Plan())).splitlines()[1:] == [
+        "#    call  clients  ours (us)  PyTorch (us)  ratio  ours (calls/s)  PyTorch (calls/s)  ratio",
+        "      set        8      12.00         30.00  2.50x         400,000            100,000  4.00x",
+        "  connect        1      200.0         500.0  2.50x               -                  -      -",
+    ]
 
 
 # --- data parallel training --------------------------------------------------------------------------------------
@@ -234,7 +265,7 @@ def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     path = tmp_path / "ddp.json"
     code, output = cli("ddp", "--ranks", "4", "--quick", "--markdown", "--json", str(path))
     assert code == 0, output
-    assert asked == [bench_ddp.Plan(4, *bench.PROGRAMS["ddp"][0])]
+    assert asked == [bench_ddp.Plan(4, *bench.PROGRAMS["ddp"])]
     assert "| linear | 12.60 M | no DDP | 55.0 | - | - | - | 100 | 50 |" in output
     assert "| linear | 12.60 M | torch DDP, gloo | 120.0 | 65.0 | 54% | 1.00x | 100 | 50 |" in output
     assert "| linear | 12.60 M | symcomm DDP | 62.0 | 7.0 | 11% | 9.29x | 100 | 50 |" in output
@@ -259,7 +290,7 @@ def test_compile_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(bench_compile, "run_compile_bench", stand_in)
     path = tmp_path / "compile.json"
     code, output = cli("compile", "--quick", "--markdown", "--json", str(path))
-    assert code == 0 and asked == [bench_compile.Plan(2, *bench.PROGRAMS["compile"][0])]
+    assert code == 0 and asked == [bench_compile.Plan(2, *bench.PROGRAMS["compile"])]
     assert "| mlp | 4 | 1024 | symcomm, ours | 1250 | 250 | 8.00x | 2.00x |" in output
     rows = json.loads(path.read_text())["rows"]
     assert rows[3]["communication_us"] == pytest.approx(250) and "communication_us" not in rows[0]

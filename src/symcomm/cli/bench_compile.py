@@ -17,7 +17,7 @@ from symcomm.cli import bench_table
 from symcomm.cli.bench_compile_worker import GRAPHS
 from symcomm.cli.bench_run import open_sides
 
-__all__ = ["SIDES", "Figures", "Plan", "as_table", "run_compile_bench", "to_json"]
+__all__ = ["SIDES", "Figures", "Plan", "as_table", "note", "run_compile_bench", "to_json"]
 
 SIDES = {
     "alone": "no communication",
@@ -118,6 +118,10 @@ def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_
             row += [f"{mine * 1e6:.0f}", *map(bench_table.times, ratios)]
         rows.append(row)
     return f"compiled graphs, {plan.ranks} ranks", head, rows
+
+
+def note(found: Sequence[Figures]) -> str:
+    return f"results are at most {max(f.error for f in found):.1g} of their size from those of one process"
 
 
 def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
