@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -25,8 +26,10 @@ from symcomm.cli import (
     bench_compile,
     bench_ddp,
     bench_ddp_worker,
+    bench_hosts,
     bench_peers,
     bench_run,
+    bench_sites,
     bench_store,
     bench_table,
     bench_worker,
@@ -168,7 +171,8 @@ def test_against_gloo_with_plot_and_markdown(tmp_path: Path):
     rows = check_rows(path, 2, {"ordinary", "gloo"})
     assert [row["size"] for row in rows if row["series"] == "gloo"] == [8, 1024, 16384]
     assert "| collective | size | ordinary (us) | gloo (us) | ordinary vs gloo |" in output
-    assert "<svg" in picture.read_text()
+    drawn = picture.read_text()
+    assert "<svg" in drawn and all(f"<!-- {words} -->" in drawn for words in ("8 B", "1 KiB", "16 KiB", "gloo"))
 
 
 @pytest.mark.parametrize("mpi", sorted(bench_peers.MPIS))
@@ -227,6 +231,34 @@ def test_the_store_beside_pytorchs():
     ]
 
 
+# --- pictures ----------------------------------------------------------------------------------------------------
+
+
+def test_every_benchmark_has_a_picture():
+    case = Case("all_gather", 1024, 2, "float32", "sum", 0, False)
+    results = [Result(case, name, 2e-6, 1e-6) for name in ("gloo", "ordinary")]
+    results.append(Result(Case("barrier", 0, 0, "float32", "sum", 0, True), "gloo", 5e-6, 5e-6))
+    [curves, bars] = bench_table.picture(results, ["ordinary", "gloo"], best=False)
+    assert curves.lines == {"symcomm, ordinary tensors": [(1024, 2.0)], "gloo": [(1024, 2.0)]}
+    assert bars.groups == {"": {"gloo": 5.0}}  # a barrier has no size
+    [calls, others] = bench_store.picture(STORE_ROWS, bench_store.Plan())
+    assert (calls.title, calls.groups) == ("8 clients", {"set": {"ours": 12.0, "PyTorch": 30.0}})
+    assert list(others.groups) == ["connect"]
+    plan = bench_hosts.Plan(ranks=2, hosts=2, mbits=1000, collectives=("all_reduce",))
+    found = [bench_hosts.Figures("all_reduce", 1 << 20, side, 1.0, [0.01, 0.03]) for side in ("ours", "gloo")]
+    [curves] = bench_hosts.picture(found, plan, best=True)
+    assert curves.lines["symcomm"] == curves.lines["flat gloo"] == [(1 << 20, 10.0)]
+    assert curves.lines[bench_hosts.LINK] == [(1 << 20, pytest.approx((1 << 20) * 8 / 1e6))]
+    [curves] = bench_sites.picture([bench_sites.Figures("plain", [(10, 2.0, 3.5)], 0)], bench_sites.Plan())
+    assert curves.lines["plain DDP"] == [(2.0, 3.5)] and curves.lines["target"] == [(0.0, 2.4), (2.0, 2.4)]
+    [steps, above] = bench_ddp.picture(fake_figures(bench_ddp.Plan()), bench_ddp.Plan(), best=True)
+    assert steps.groups["linear"]["no DDP"] == 50.0 and above.groups["linear"]["symcomm DDP"] == pytest.approx(4.0)
+    plan = bench_compile.Plan()
+    found = [bench_compile.Figures("mlp", side, 8, 4, 0.0, [s]) for side, s in (("alone", 1e-3), ("gloo", 3e-3))]
+    [steps, above] = bench_compile.picture(found, plan)
+    assert steps.groups["mlp"]["gloo"] == pytest.approx(3000) and above.groups["mlp"] == {"gloo": pytest.approx(2000)}
+
+
 # --- data parallel training --------------------------------------------------------------------------------------
 
 
@@ -263,7 +295,8 @@ def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     monkeypatch.setattr(bench_ddp, "run_ddp_bench", stand_in)
     path = tmp_path / "ddp.json"
-    code, output = cli("ddp", "--ranks", "4", "--quick", "--markdown", "--json", str(path))
+    picture = ["--plot", str(tmp_path / "ddp.svg")] if importlib.util.find_spec("matplotlib") else []
+    code, output = cli("ddp", "--ranks", "4", "--quick", "--markdown", "--json", str(path), *picture)
     assert code == 0, output
     assert asked == [bench_ddp.Plan(4, *bench.PROGRAMS["ddp"])]
     assert "| linear | 12.60 M | no DDP | 55.0 | - | - | - | 100 | 50 |" in output
@@ -277,6 +310,8 @@ def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert re.search(r"54\.0 +4\.0 +7%", fastest), fastest
     assert "--rounds must be 1 or more" in refused("ddp", "--rounds", "0")
     assert "2 or more for ddp" in refused("ddp", "--ranks", "1")
+    if picture:
+        assert (tmp_path / "ddp.svg").read_text().count("<!-- symcomm DDP -->") == 1  # one legend for both panels
 
 
 def test_compile_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -349,10 +384,10 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert ".png or .svg" in refused("--plot", "figure.doc")
     monkeypatch.setattr(bench, "run", None)  # refused before anything is measured
     for mode in ("all_reduce", "store", "ddp", "compile", "hosts", "sites"):
-        words = refused(mode, "--json", str(tmp_path / "nodir" / "x.json"))
-        assert words.startswith("symcomm bench: --json must be a file in a folder that exists, got '"), words
-        assert f"; make {tmp_path / 'nodir'} first" in words
-    assert "--plot must be a file in a folder that exists" in refused("--plot", str(tmp_path / "nodir" / "x.svg"))
+        for option in ("--json", "--plot"):
+            words = refused(mode, option, str(tmp_path / "nodir" / "x.svg"))
+            assert words.startswith(f"symcomm bench: {option} must be a file in a folder that exists, got '"), words
+            assert f"; make {tmp_path / 'nodir'} first" in words
     monkeypatch.setenv("SYMCOMM_PEERS_DIR", str(tmp_path))
     assert "symcomm bench --setup-peers" in refused("--against", "mpich")
     monkeypatch.setitem(sys.modules, "matplotlib", None)

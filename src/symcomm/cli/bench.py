@@ -18,7 +18,7 @@ import typer
 
 from symcomm import errors
 from symcomm.cli import bench_options as options
-from symcomm.cli import bench_table
+from symcomm.cli import bench_table, pictures
 from symcomm.cli.bench_options import COLLECTIVES, OTHERS
 from symcomm.cli.bench_peers import parse_peers, setup_peers
 from symcomm.cli.bench_run import OURS, Case, Effort, Result, make_cases, measure, open_sides
@@ -185,15 +185,14 @@ def show(question: Question, results: list[Result], *, summary: bool, markdown: 
 
 def answer(question: Question, wanted: Wanted, *, summary: bool) -> None:
     """Measure, print, write."""
-    if wanted.plot_file:
-        bench_table.check_plot(wanted.plot_file)
     results = run(question)
     show(question, results, summary=summary, markdown=wanted.markdown, best=wanted.best)
     if wanted.json_file:
         found = bench_table.to_json(results, question.world, question.pinned)
         wanted.json_file.write_text(json.dumps(found, indent=1) + "\n")
-    if wanted.plot_file:
-        bench_table.plot(results, question.series, question.world, wanted.plot_file, wanted.best)
+    if wanted.plot_file and (panels := bench_table.picture(results, question.series, wanted.best)):
+        heading = f"{question.world} ranks on {os.uname().nodename}: time of one call, lower is better"
+        pictures.draw(wanted.plot_file, heading, panels)
 
 
 def bench_program(name: str, plan: Any, wanted: Wanted, how: str = "") -> None:
@@ -204,12 +203,14 @@ def bench_program(name: str, plan: Any, wanted: Wanted, how: str = "") -> None:
     facts = bench_table.machine()
     load = f"load {facts['load']:.1f} when done"
     print(f"# free on {facts['cores']} cores, {facts['system']}, {load}{how and '; '}{how}\n")
-    word = bench_table.as_markdown if wanted.markdown else bench_table.as_text
-    print(word(module.as_table(found, plan, wanted.best)))
+    table = module.as_table(found, plan, wanted.best)
+    print((bench_table.as_markdown if wanted.markdown else bench_table.as_text)(table))
     if note := module.note(found):
         print(f"# {note}")
     if wanted.json_file:
         wanted.json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
+    if wanted.plot_file:
+        pictures.draw(wanted.plot_file, table[0], module.picture(found, plan, wanted.best))
 
 
 def bench_turns(
@@ -297,6 +298,8 @@ def bench(
     with refusals_in_words():
         if json_file:
             check_output_file("symcomm bench", "--json", json_file)
+        if plot_file:
+            pictures.check_picture("symcomm bench", "--plot", plot_file)
         if setup:
             setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
         elif collective == "store":

@@ -16,9 +16,10 @@ from datetime import timedelta
 from typing import Any
 
 from symcomm.cli import bench_table
+from symcomm.cli.pictures import Bars, Panel
 from symcomm.errors import ResourceError
 
-__all__ = ["QUICK", "SIDES", "Plan", "as_table", "note", "run_store_bench", "to_json"]
+__all__ = ["QUICK", "SIDES", "Plan", "as_table", "note", "picture", "run_store_bench", "to_json"]
 
 SIDES = {"ours": "ours", "torch": "PyTorch"}
 
@@ -305,7 +306,7 @@ def as_table(rows: Sequence[Row], plan: Plan, best: bool = False) -> bench_table
     head = ["call", "clients"]
     for unit in ("us", "calls/s"):
         head += [f"{SIDES[side]} ({unit})" for side in plan.sides] + ["ratio"] * (len(plan.sides) > 1)
-    title = "TCPStore: median time of a call, calls per second of all clients together"
+    title = "TCPStore, ours beside PyTorch's" if len(plan.sides) > 1 else "TCPStore"
     return title, head, [_cells(row, plan.sides) for row in rows]
 
 
@@ -322,8 +323,18 @@ def _cells(row: Row, sides: Sequence[str]) -> list[str]:
     return cells
 
 
+def picture(rows: Sequence[Row], plan: Plan, best: bool = False) -> list[Panel]:
+    """Times of calls, a panel for each number of clients; waking and connecting in one of their own."""
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        clients = f"{row['clients']} client{'s' * (row['clients'] > 1)}"
+        title = clients if row["what"] in _CALLS else "waking and connecting"
+        panels.setdefault(title, {})[row["what"]] = {SIDES[side]: row[f"{side}_us"] for side in plan.sides}
+    return [Bars(title, "microseconds", groups, logarithmic=True) for title, groups in panels.items()]
+
+
 def note(rows: Sequence[Row]) -> str:
-    return "a ratio above 1 means that ours is faster"
+    return "us: the median of all calls; calls/s: of all clients together; a ratio above 1: ours is faster"
 
 
 def to_json(rows: Sequence[Row], plan: Plan) -> dict[str, Any]:
