@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import json
 import os
 import sys
@@ -22,7 +21,7 @@ from symcomm.cli import bench_table, pictures
 from symcomm.cli.bench_options import COLLECTIVES, OTHERS
 from symcomm.cli.bench_peers import parse_peers, setup_peers
 from symcomm.cli.bench_run import OURS, Case, Effort, Result, make_cases, measure, open_sides
-from symcomm.cli.refusals import check_output_file, refusals_in_words
+from symcomm.cli.refusals import check_output_file, has_torch, need_torch, refusals_in_words
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -220,7 +219,7 @@ def bench_turns(
     _check_numbers(ranks, 0, iters, 0, rounds, name)
     if name == "compile" and ranks not in (2, 4, 8):
         raise errors.bad_argument("symcomm bench", "--ranks", ranks, "2, 4 or 8 for compile, which divides 8 heads")
-    _need_torch(name)
+    need_torch(f"symcomm bench {name}")
     module = _module_of(name)
     usual = module.Plan(ranks, *PROGRAMS[name]) if quick else module.Plan(ranks)
     plan = module.Plan(ranks, rounds or usual.rounds, iters or usual.steps, **more)
@@ -231,23 +230,20 @@ def bench_turns(
 def bench_sites(ranks: int, wanted: Wanted, *, quick: bool) -> None:
     """Training across a slow link, method after method."""
     _check_numbers(ranks, 0, 0, 0, None, "sites")
-    _need_torch("sites")
+    need_torch("symcomm bench sites")
     module = _module_of("sites")
     bench_program("sites", module.Plan(ranks, **(module.QUICK if quick else {})), wanted)
 
 
 def bench_store(wanted: Wanted, *, quick: bool) -> None:
+    """Beside PyTorch's, where that is installed."""
     module = _module_of("store")
-    bench_program("store", module.Plan(**(module.QUICK if quick else {})), wanted)
+    sides = {"sides": tuple(module.SIDES) if has_torch() else ("ours",)}
+    bench_program("store", module.Plan(**sides | (module.QUICK if quick else {})), wanted)
 
 
 def _module_of(name: str) -> Any:
     return importlib.import_module(f"symcomm.cli.bench_{name}")
-
-
-def _need_torch(name: str) -> None:
-    if importlib.util.find_spec("torch") is None:
-        raise errors.ResourceError(f"symcomm bench: {name} needs torch; run `pip install 'symcomm[torch]'`.")
 
 
 # --- the command -------------------------------------------------------------------------------------------------
@@ -319,6 +315,7 @@ def bench(
             )
             kinds = [kind for kind in OURS if ordinary == symmetric or ordinary == (kind == "ordinary")]
             question = make_question(what, sizes, ranks, kinds, against, effort, pin=pin, one_place=quick)
+            need_torch(f"symcomm bench {collective}")
             answer(question, wanted, summary=quick)
 
 

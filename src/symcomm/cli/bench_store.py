@@ -17,6 +17,7 @@ from typing import Any
 
 from symcomm.cli import bench_table
 from symcomm.cli.pictures import Bars, Panel
+from symcomm.cli.refusals import INSTALL_TORCH
 from symcomm.errors import ResourceError
 
 __all__ = ["QUICK", "SIDES", "Plan", "as_table", "note", "picture", "run_store_bench", "to_json"]
@@ -334,6 +335,8 @@ def picture(rows: Sequence[Row], plan: Plan, best: bool = False) -> list[Panel]:
 
 
 def note(rows: Sequence[Row]) -> str:
+    if not any("torch_us" in row for row in rows):
+        return f"ours alone, since torch is not installed; `{INSTALL_TORCH}` to see PyTorch's beside it"
     return "us: the median of all calls; calls/s: of all clients together; a ratio above 1: ours is faster"
 
 

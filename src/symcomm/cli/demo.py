@@ -18,8 +18,8 @@ from rich.text import Text
 
 from symcomm.cli.bench_run import open_sides
 from symcomm.cli.demo_plot import draw_picture, smooth, text_plot
-from symcomm.cli.refusals import check_output_file
-from symcomm.errors import BadArgumentError, SymcommError, bad_argument
+from symcomm.cli.refusals import check_output_file, need_torch, refusals_in_words
+from symcomm.errors import SymcommError, bad_argument
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 console = Console(highlight=False)
@@ -186,18 +186,14 @@ def demo(
       symcomm demo
       symcomm demo --steps 100 --picture losses.svg
     """
-    try:
+    with refusals_in_words():
         check_options(steps, picture)
+        need_torch("symcomm demo")
         console.print("[bold]Symcomm[/bold]: PyTorch's communication layer on symmetric memory.\n")
         show_collective()
         show_training(steps, picture)
         show_failures()
         console.print("\nNext: `symcomm run -n 2 your_script.py`, `symcomm bench --help`, docs/.")
-    except SymcommError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2 if isinstance(error, BadArgumentError) else 1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
 
 
 def check_options(steps: int, picture: Path) -> None:
