@@ -372,6 +372,7 @@ def test_ranks_that_do_not_communicate_are_noticed(model: str):
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert "one of all_reduce, all_gather" in refused("all_the_things")
+    assert refused("all_redcue").endswith(", got 'all_redcue'; did you mean all_reduce?\n")
     assert "'8Q'" in refused("-b", "8Q")
     assert "at most --maxbytes, 8" in refused("-b", "9", "-e", "8")
     assert "2 or more" in refused("-f", "1")

@@ -65,6 +65,19 @@ def test_launcher_never_loads_torch(tmp_path):
     assert (result.returncode, result.stdout) == (0, "[rank 0] fine\n")
 
 
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("bnech", "; did you mean bench?"), ("Doctor", "; did you mean doctor?"), ("nonsense", "."),
+        ("train.py", "; a script is started with `symcomm run train.py`."),
+    ],
+)  # fmt: skip
+def test_an_unknown_command_names_the_nearest(name, end):
+    result = symcomm(name)
+    sentence = f"symcomm: COMMAND must be one of {', '.join(main.LAZY_COMMANDS)}, got {name!r}{end}\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", sentence)
+
+
 @pytest.mark.parametrize("arguments", [["demo"], ["bench"], *(["bench", name] for name in ("p2p", "ddp", "sites"))])
 def test_commands_that_need_torch_say_so(arguments):
     code = "import sys; sys.modules['torch'] = None; from symcomm.cli.main import main; main()"

@@ -45,6 +45,15 @@ def test_bad_argument_is_one_sentence():
     assert isinstance(error, ValueError)
 
 
+@pytest.mark.parametrize(
+    ("got", "end"),
+    [("all_redcue", "; did you mean all_reduce?"), ("AllReduce", "; did you mean all_reduce?"), ("nothing", ".")],
+)
+def test_a_bad_choice_names_the_nearest(got: str, end: str):
+    error = errors.bad_choice("bench", "WHAT", got, ["all_reduce", "barrier"])
+    assert str(error) == f"bench: WHAT must be one of all_reduce, barrier, got {got!r}{end}"
+
+
 def test_deadline_names_who_is_missing():
     error = errors.deadline("barrier 'x'", 1.5, missing=[2, 3, 4], arrived=[0, 1])
     assert str(error) == "barrier 'x' timed out after 1.5 s: ranks 2-4 did not come (there: 0, 1)."

@@ -156,7 +156,17 @@ def words_for_exit(returncode: int) -> str:
 def bad_argument(call: str, argument: str, got: object, allowed: str, fix: str = "") -> BadArgumentError:
     """One sentence: the call, the argument, what it was, what is allowed, what to do."""
     text = f"{call}: {argument} must be {allowed}, got {got!r}"
-    return BadArgumentError(f"{text}; {fix}." if fix else f"{text}.")
+    end = "" if fix.endswith("?") else "."
+    return BadArgumentError(f"{text}; {fix}{end}" if fix else f"{text}.")
+
+
+def bad_choice(call: str, argument: str, got: str, allowed: Sequence[str], how_many: str = "one") -> BadArgumentError:
+    """The same for a name that is not among those ``allowed``; if it is nearly one of them, that is the way out."""
+    import difflib
+
+    near = difflib.get_close_matches(got.lower(), allowed, n=1)
+    fix = f"did you mean {near[0]}?" if near else ""
+    return bad_argument(call, argument, got, f"{how_many} of {', '.join(allowed)}", fix)
 
 
 def deadline(

@@ -61,7 +61,7 @@ def sizes_between(low: int, high: int, factor: int, step: int) -> list[int]:
 
 def check_choice(option: str, value: str, allowed: Sequence[str]) -> str:
     if value not in allowed:
-        raise errors.bad_argument("symcomm bench", option, value, f"one of {', '.join(allowed)}")
+        raise errors.bad_choice("symcomm bench", option, value, allowed)
     return value
 
 

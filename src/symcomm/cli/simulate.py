@@ -90,7 +90,7 @@ def simulate(
     """
     with refusals_in_words():
         if what not in (*COLLECTIVES, *STEPS):
-            raise errors.bad_argument(CALL, "WHAT", what, f"one of {', '.join((*COLLECTIVES, *STEPS))}")
+            raise errors.bad_choice(CALL, "WHAT", what, (*COLLECTIVES, *STEPS))
         if plot_file:
             check_picture(CALL, "--plot", plot_file)
         if calibrate:
