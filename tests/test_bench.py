@@ -64,6 +64,12 @@ def test_sizes():
     assert bench.sizes_between(8, 32, 2, 10) == [8, 18, 28]
 
 
+def test_the_example_in_the_help_ends_at_its_end():
+    low, high, factor = re.search(r"-b (\S+) -e (\S+) -f (\d+)", bench.bench.__doc__).groups()
+    end = bench.parse_size("-e", high)
+    assert bench.sizes_between(bench.parse_size("-b", low), end, int(factor), 0)[-1] == end
+
+
 def test_sizes_count_as_in_nccl_tests():
     """Where every rank has a piece, the size is that of all pieces; a size too small still has one element."""
     [case] = bench_run.make_cases("all_gather", [1024], 4, "float32", "sum", 0, one_place=True)

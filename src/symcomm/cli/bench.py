@@ -280,7 +280,7 @@ def bench(
 
     \b
     Examples:
-      symcomm bench all_reduce -b 8 -e 64M -f 4
+      symcomm bench all_reduce -b 4 -e 64M -f 4
       symcomm bench all --quick --against gloo,mpich,openmpi --json new.json
       symcomm bench p2p --plot p2p.svg
       symcomm bench ddp
