@@ -25,7 +25,7 @@ for inputs, wanted in loader:
     optimizer.step()
     everyone = accelerator.gather(loss.detach().reshape(1))
     if accelerator.is_main_process:
-        print("loss", everyone.mean().item().hex(), flush=True)
+        print("loss", everyone.mean().item(), flush=True)
 accelerator.end_training()
 if dist.is_initialized():  # older versions leave that to us
     dist.destroy_process_group()

@@ -34,7 +34,7 @@ def train(model, optimizer, steps):
         total = loss.detach().clone()
         dist.all_reduce(total)
         if rank == 0:
-            print("loss", total.item().hex(), flush=True)
+            print("loss", total.item(), flush=True)
 
 
 folder = [tempfile.mkdtemp() if rank == 0 else None]

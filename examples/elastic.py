@@ -63,4 +63,4 @@ with elastic.Session(
     losses = session.run(train_step, STEPS)
     if session.rank == 0:
         for loss in losses:
-            print("loss", loss.hex(), flush=True)
+            print("loss", loss, flush=True)

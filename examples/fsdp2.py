@@ -29,5 +29,5 @@ for _ in range(10):
     total = loss.detach().clone()
     dist.all_reduce(total)
     if dist.get_rank() == 0:
-        print("loss", total.item().hex(), flush=True)
+        print("loss", total.item(), flush=True)
 dist.destroy_process_group()

@@ -24,5 +24,5 @@ for _ in range(10):
     loss.backward()
     optimizer.step()
     if dist.get_rank() == 0:
-        print("loss", loss.item().hex(), flush=True)
+        print("loss", loss.item(), flush=True)
 dist.destroy_process_group()

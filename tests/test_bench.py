@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,8 +26,11 @@ from symcomm.cli import (
     bench_compile,
     bench_ddp,
     bench_ddp_worker,
+    bench_hosts,
     bench_peers,
     bench_run,
+    bench_sites,
+    bench_store,
     bench_table,
     bench_worker,
     refusals,
@@ -56,6 +62,12 @@ def test_sizes():
     assert bench.parse_size("-b", "2M") == 2 << 20
     assert bench.sizes_between(8, 100, 2, 0) == [8, 16, 32, 64]
     assert bench.sizes_between(8, 32, 2, 10) == [8, 18, 28]
+
+
+def test_the_example_in_the_help_ends_at_its_end():
+    low, high, factor = re.search(r"-b (\S+) -e (\S+) -f (\d+)", bench.bench.__doc__).groups()
+    end = bench.parse_size("-e", high)
+    assert bench.sizes_between(bench.parse_size("-b", low), end, int(factor), 0)[-1] == end
 
 
 def test_sizes_count_as_in_nccl_tests():
@@ -165,7 +177,8 @@ def test_against_gloo_with_plot_and_markdown(tmp_path: Path):
     rows = check_rows(path, 2, {"ordinary", "gloo"})
     assert [row["size"] for row in rows if row["series"] == "gloo"] == [8, 1024, 16384]
     assert "| collective | size | ordinary (us) | gloo (us) | ordinary vs gloo |" in output
-    assert "<svg" in picture.read_text()
+    drawn = picture.read_text()
+    assert "<svg" in drawn and all(f"<!-- {words} -->" in drawn for words in ("8 B", "1 KiB", "16 KiB", "gloo"))
 
 
 @pytest.mark.parametrize("mpi", sorted(bench_peers.MPIS))
@@ -188,12 +201,68 @@ def test_what_a_peer_cannot_do_is_a_dash_with_its_reason(tmp_path: Path):
     assert bench_table.reasons([result]) == [f"gloo, all_reduce: {result.reason}"]
 
 
-def test_the_store_has_its_own_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    stand_in = SimpleNamespace(run_store_bench=lambda **options: {"options": sorted(options)})
-    monkeypatch.setitem(sys.modules, "symcomm.cli.bench_store", stand_in)
+def test_the_store_on_real_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Ours alone (PyTorch's asks a resolver, which may take seconds); progress is told as often as was promised."""
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def progress(turns: int) -> Iterator[Callable[[str], None]]:
+        yield told.append
+        assert len(told) == turns
+
+    monkeypatch.setattr(bench, "progress", progress)
+    few = {"clients": (1, 2), "calls": 20, "connect": (4,), "sides": ("ours",)}
+    monkeypatch.setattr(bench_store, "QUICK", few)
     path = tmp_path / "store.json"
-    assert cli("store", "--quick", "--json", str(path))[0] == 0
-    assert json.loads(path.read_text()) == {"options": ["calls", "connect"]}
+    code, output = cli("store", "--quick", "--markdown", "--json", str(path))
+    assert code == 0, output
+    assert "| call | clients | ours (us) | ours (calls/s) |" in output
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["what"] for row in rows[-3:]] == ["set until a waiter goes on", "connect", "connect 4 at once"]
+    assert all(row["ours_us"] > 0 for row in rows)
+    assert {"set, ours, 1 client", "set, ours, 2 clients", "waking, ours", "connecting 4 at once, ours"} <= set(told)
+
+
+STORE_ROWS = [
+    {"what": "set", "clients": 8, "ours_us": 12.0, "torch_us": 30.0, "ours_per_s": 4e5, "torch_per_s": 1e5},
+    {"what": "connect", "clients": 1, "ours_us": 200.0, "torch_us": 500.0},
+]
+
+
+def test_the_store_beside_pytorchs():
+    assert bench_table.as_text(bench_store.as_table(STORE_ROWS, bench_store.Plan())).splitlines()[1:] == [
+        "#    call  clients  ours (us)  PyTorch (us)  ratio  ours (calls/s)  PyTorch (calls/s)  ratio",
+        "      set        8      12.00         30.00  2.50x         400,000            100,000  4.00x",
+        "  connect        1      200.0         500.0  2.50x               -                  -      -",
+    ]
+
+
+# --- pictures ----------------------------------------------------------------------------------------------------
+
+
+def test_every_benchmark_has_a_picture():
+    case = Case("all_gather", 1024, 2, "float32", "sum", 0, False)
+    results = [Result(case, name, 2e-6, 1e-6) for name in ("gloo", "ordinary")]
+    results.append(Result(Case("barrier", 0, 0, "float32", "sum", 0, True), "gloo", 5e-6, 5e-6))
+    [curves, bars] = bench_table.picture(results, ["ordinary", "gloo"], best=False)
+    assert curves.lines == {"symcomm, ordinary tensors": [(1024, 2.0)], "gloo": [(1024, 2.0)]}
+    assert bars.groups == {"": {"gloo": 5.0}}  # a barrier has no size
+    [calls, others] = bench_store.picture(STORE_ROWS, bench_store.Plan())
+    assert (calls.title, calls.groups) == ("8 clients", {"set": {"ours": 12.0, "PyTorch": 30.0}})
+    assert list(others.groups) == ["connect"]
+    plan = bench_hosts.Plan(ranks=2, hosts=2, mbits=1000, collectives=("all_reduce",))
+    found = [bench_hosts.Figures("all_reduce", 1 << 20, side, 1.0, [0.01, 0.03]) for side in ("ours", "gloo")]
+    [curves] = bench_hosts.picture(found, plan, best=True)
+    assert curves.lines["symcomm"] == curves.lines["flat gloo"] == [(1 << 20, 10.0)]
+    assert curves.lines[bench_hosts.LINK] == [(1 << 20, pytest.approx((1 << 20) * 8 / 1e6))]
+    [curves] = bench_sites.picture([bench_sites.Figures("plain", [(10, 2.0, 3.5)], 0)], bench_sites.Plan())
+    assert curves.lines["plain DDP"] == [(2.0, 3.5)] and curves.lines["target"] == [(0.0, 2.4), (2.0, 2.4)]
+    [steps, above] = bench_ddp.picture(fake_figures(bench_ddp.Plan()), bench_ddp.Plan(), best=True)
+    assert steps.groups["linear"]["no DDP"] == 50.0 and above.groups["linear"]["symcomm DDP"] == pytest.approx(4.0)
+    plan = bench_compile.Plan()
+    found = [bench_compile.Figures("mlp", side, 8, 4, 0.0, [s]) for side, s in (("alone", 1e-3), ("gloo", 3e-3))]
+    [steps, above] = bench_compile.picture(found, plan)
+    assert steps.groups["mlp"]["gloo"] == pytest.approx(3000) and above.groups["mlp"] == {"gloo": pytest.approx(2000)}
 
 
 # --- data parallel training --------------------------------------------------------------------------------------
@@ -232,9 +301,10 @@ def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     monkeypatch.setattr(bench_ddp, "run_ddp_bench", stand_in)
     path = tmp_path / "ddp.json"
-    code, output = cli("ddp", "--ranks", "4", "--quick", "--markdown", "--json", str(path))
+    picture = ["--plot", str(tmp_path / "ddp.svg")] if importlib.util.find_spec("matplotlib") else []
+    code, output = cli("ddp", "--ranks", "4", "--quick", "--markdown", "--json", str(path), *picture)
     assert code == 0, output
-    assert asked == [bench_ddp.Plan(4, *bench.PROGRAMS["ddp"][0])]
+    assert asked == [bench_ddp.Plan(4, *bench.PROGRAMS["ddp"])]
     assert "| linear | 12.60 M | no DDP | 55.0 | - | - | - | 100 | 50 |" in output
     assert "| linear | 12.60 M | torch DDP, gloo | 120.0 | 65.0 | 54% | 1.00x | 100 | 50 |" in output
     assert "| linear | 12.60 M | symcomm DDP | 62.0 | 7.0 | 11% | 9.29x | 100 | 50 |" in output
@@ -246,6 +316,8 @@ def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert re.search(r"54\.0 +4\.0 +7%", fastest), fastest
     assert "--rounds must be 1 or more" in refused("ddp", "--rounds", "0")
     assert "2 or more for ddp" in refused("ddp", "--ranks", "1")
+    if picture:
+        assert (tmp_path / "ddp.svg").read_text().count("<!-- symcomm DDP -->") == 1  # one legend for both panels
 
 
 def test_compile_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -259,7 +331,7 @@ def test_compile_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(bench_compile, "run_compile_bench", stand_in)
     path = tmp_path / "compile.json"
     code, output = cli("compile", "--quick", "--markdown", "--json", str(path))
-    assert code == 0 and asked == [bench_compile.Plan(2, *bench.PROGRAMS["compile"][0])]
+    assert code == 0 and asked == [bench_compile.Plan(2, *bench.PROGRAMS["compile"])]
     assert "| mlp | 4 | 1024 | symcomm, ours | 1250 | 250 | 8.00x | 2.00x |" in output
     rows = json.loads(path.read_text())["rows"]
     assert rows[3]["communication_us"] == pytest.approx(250) and "communication_us" not in rows[0]
@@ -306,6 +378,7 @@ def test_ranks_that_do_not_communicate_are_noticed(model: str):
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert "one of all_reduce, all_gather" in refused("all_the_things")
+    assert refused("all_redcue").endswith(", got 'all_redcue'; did you mean all_reduce?\n")
     assert "'8Q'" in refused("-b", "8Q")
     assert "at most --maxbytes, 8" in refused("-b", "9", "-e", "8")
     assert "2 or more" in refused("-f", "1")
@@ -318,10 +391,10 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert ".png or .svg" in refused("--plot", "figure.doc")
     monkeypatch.setattr(bench, "run", None)  # refused before anything is measured
     for mode in ("all_reduce", "store", "ddp", "compile", "hosts", "sites"):
-        words = refused(mode, "--json", str(tmp_path / "nodir" / "x.json"))
-        assert words.startswith("symcomm bench: --json must be a file in a folder that exists, got '"), words
-        assert f"; make {tmp_path / 'nodir'} first" in words
-    assert "--plot must be a file in a folder that exists" in refused("--plot", str(tmp_path / "nodir" / "x.svg"))
+        for option in ("--json", "--plot"):
+            words = refused(mode, option, str(tmp_path / "nodir" / "x.svg"))
+            assert words.startswith(f"symcomm bench: {option} must be a file in a folder that exists, got '"), words
+            assert f"; make {tmp_path / 'nodir'} first" in words
     monkeypatch.setenv("SYMCOMM_PEERS_DIR", str(tmp_path))
     assert "symcomm bench --setup-peers" in refused("--against", "mpich")
     monkeypatch.setitem(sys.modules, "matplotlib", None)

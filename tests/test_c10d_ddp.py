@@ -152,3 +152,20 @@ def test_hooks_go_with_the_reducer(group):
     del reducer
     param.sum().backward()
     assert param.grad.tolist() == [3, 3, 3]
+
+
+def test_parameters_of_a_bare_layer_have_no_leading_dot(group, monkeypatch):
+    """torch's DistributedDataParallel names them ".weight"; every sentence of ours says "weight"."""
+    monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.INFO)
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    names = {0: ".weight", 1: ".bias"}
+    reducer = ours.Reducer(params, [[0, 1]], [100], group, param_to_name_mapping=names)
+    reducer.prepare_for_backward([])
+    params[0].sum().backward()
+    with pytest.raises(RuntimeError) as twice:
+        params[0].sum().backward()
+    with pytest.raises(RuntimeError) as unused:
+        reducer._check_reducer_finalized()
+    assert "Parameter at index 0 with name weight has been marked" in str(twice.value)
+    assert "No gradient came for bias (parameter 1) on rank 0" in str(unused.value)
+    assert "Parameters which did not receive grad for rank 0: bias\n" in str(unused.value)

@@ -65,6 +65,34 @@ def test_launcher_never_loads_torch(tmp_path):
     assert (result.returncode, result.stdout) == (0, "[rank 0] fine\n")
 
 
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("bnech", "; did you mean bench?"), ("Doctor", "; did you mean doctor?"), ("nonsense", "."),
+        ("train.py", "; a script is started with `symcomm run train.py`."),
+    ],
+)  # fmt: skip
+def test_an_unknown_command_names_the_nearest(name, end):
+    result = symcomm(name)
+    sentence = f"symcomm: COMMAND must be one of {', '.join(main.LAZY_COMMANDS)}, got {name!r}{end}\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", sentence)
+
+
+@pytest.mark.parametrize("arguments", [["demo"], ["bench"], *(["bench", name] for name in ("p2p", "ddp", "sites"))])
+def test_commands_that_need_torch_say_so(arguments):
+    code = "import sys; sys.modules['torch'] = None; from symcomm.cli.main import main; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    words = " ".join(arguments if arguments != ["bench"] else ["bench", "all_reduce"])
+    sentence = f"symcomm {words} needs torch, which is not installed; run `pip install 'symcomm[torch]'`.\n"
+    assert (result.returncode, result.stdout, result.stderr) == (1, "", sentence)
+
+
 def test_version_says_what_a_bug_report_needs():
     result = symcomm("version")
     assert result.returncode == 0 and symcomm("--version").stdout == result.stdout.splitlines()[0] + "\n"

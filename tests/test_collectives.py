@@ -343,7 +343,10 @@ def test_foreign_and_lazy_tensors(world: int):
 # --- what is refused -----------------------------------------------------------------------------------------
 
 BAD = {
-    "meta": (lambda g: g.all_reduce(torch.ones(3, device="meta")), "must be a CPU tensor, got 'a tensor on meta'"),
+    "meta": (
+        lambda g: g.all_reduce(torch.ones(3, device="meta")),
+        "must be a CPU tensor, got 'a tensor on meta'; it has no values; make one on the CPU",
+    ),
     "sparse": (lambda g: g.all_reduce(torch.ones(3).to_sparse()), "must be dense, got 'a torch.sparse_coo tensor'"),
     "expanded": (lambda g: g.all_reduce(torch.ones(1).expand(4)), "an expanded tensor.*; pass a .clone"),
     "expanded array": (lambda g: g.all_reduce(np.broadcast_to(np.ones(1), 4)), "must be writable"),

@@ -88,6 +88,22 @@ def test_the_share_of_communication():
     assert clock.share() == 0
 
 
+def test_speed_is_told_as_it_was_measured():
+    def words(mine: tuple[float, float], other: tuple[float, float], load: float) -> str:
+        ours, theirs = ({"seconds": seconds, "share": share} for seconds, share in (mine, other))
+        return demo.words_for_speed(ours, theirs, load, 2)
+
+    assert words((20.0, 0.03), (26.0, 0.2), 9.0) == "gloo took 1.30 times as long as symcomm."
+    calm = words((20.0, 0.03), (20.1, 0.095), 2.1)
+    assert calm.startswith("symcomm took 20.0 s, gloo 20.1 s: no faster in this run.\nCommunication was 3.0% of a step")
+    assert "9.5% on gloo. Those are medians" in calm and "busy" not in calm
+    assert words((21.0, 0.1), (20.0, 0.095), 2.1).endswith("was 10.0% of a step on symcomm and 9.5% on gloo.")
+    for share in (0.03, 0.1):
+        assert words((21.0, share), (20.0, 0.095), 5.1).endswith(
+            "\nThis machine is busy (load 5.1 on 2 cores): run it again when nothing else works here."
+        )
+
+
 def test_smoothing_starts_at_the_first_value():
     assert demo_plot.smooth([4.0, 4.0, 4.0]) == pytest.approx([4.0, 4.0, 4.0])
     assert demo_plot.smooth([4.0, 2.0], weight=0.5) == pytest.approx([4.0, 8 / 3])

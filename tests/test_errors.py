@@ -18,8 +18,13 @@ def test_words_for_ranks(ranks, words):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"), [(0.03, "0.03 s"), (5, "5 s"), (12, "12 s"), (12.34, "12.3 s"), (1800, "30 min")]
-)
+    ("seconds", "words"),
+    [
+        (0, "0 s"), (4e-7, "0.4 us"), (1.2e-05, "12 us"), (0.0034, "3.4 ms"), (0.03, "30 ms"), (0.301, "300 ms"),
+        (0.991, "990 ms"), (0.996, "1 s"), (999.7e-6, "1 ms"), (0.001, "1 ms"), (1.5, "1.5 s"), (5, "5 s"),
+        (9.99, "10 s"), (12, "12 s"), (12.34, "12.3 s"), (1800, "30 min"),
+    ],
+)  # fmt: skip
 def test_words_for_seconds(seconds, words):
     assert errors.words_for_seconds(seconds) == words
 
@@ -38,6 +43,15 @@ def test_bad_argument_is_one_sentence():
     error = errors.bad_argument("all_reduce", "root", 7, "0 to 3", "pass a rank of this group")
     assert str(error) == "all_reduce: root must be 0 to 3, got 7; pass a rank of this group."
     assert isinstance(error, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("got", "end"),
+    [("all_redcue", "; did you mean all_reduce?"), ("AllReduce", "; did you mean all_reduce?"), ("nothing", ".")],
+)
+def test_a_bad_choice_names_the_nearest(got: str, end: str):
+    error = errors.bad_choice("bench", "WHAT", got, ["all_reduce", "barrier"])
+    assert str(error) == f"bench: WHAT must be one of all_reduce, barrier, got {got!r}{end}"
 
 
 def test_deadline_names_who_is_missing():

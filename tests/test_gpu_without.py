@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,22 @@ def test_words_without_a_gpu():
     for call in (lambda: symcomm.symm_mem.empty(4, device="cuda"), lambda: devices.need_cuda("here")):
         with pytest.raises(errors.ResourceError, match="has no CUDA; install one|finds no CUDA GPU"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("meta", "must be a CPU or CUDA tensor, got 'a tensor on meta'; it has no values; make one on the CPU."),
+        ("xpu:0", "got 'a tensor on xpu:0'; .*name an engine for its device: \"cpu:symcomm,xpu:xccl\"."),
+        ("mps", "must be a CPU or CUDA tensor, got 'a tensor on mps'; move it with .cpu()."),
+    ],
+)
+def test_devices_that_nobody_carries(device: str, words: str):
+    from symcomm.backend.engines import Engines
+
+    nothing: Any = SimpleNamespace(_devices=dict)
+    with pytest.raises(errors.BadArgumentError, match=words):
+        Engines(nothing).on("all_reduce", torch.device(device))
 
 
 def test_calls_on_a_gpu_differ_from_calls_on_the_cpu():

@@ -191,7 +191,7 @@ def test_monitored_barrier_names_late_ranks(wait_all: bool):
     assert all(o.kind == "returned" for o in outcomes), "\n".join(map(str, outcomes))
     who = "ranks 1, 3 did not come" if wait_all else "rank 1 did not come"
     for rank in (0, 2):
-        assert f"monitored_barrier #2 on group 'world' timed out after 0.3 s: {who}" in outcomes[rank].value
+        assert f"monitored_barrier #2 on group 'world' timed out after 300 ms: {who}" in outcomes[rank].value
 
 
 def _monitored_death(g: ProcessGroup) -> None:

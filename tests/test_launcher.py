@@ -285,7 +285,7 @@ time.sleep(600)
     assert result.returncode == 42
     verdict = result.stderr[result.stderr.index("symcomm run:") :].splitlines()
     assert re.fullmatch(
-        r"symcomm run: rank 2 failed first: it exited with code 42 after [\d.]+ s \(pid \d+\)\.", verdict[0]
+        r"symcomm run: rank 2 failed first: it exited with code 42 after [\d.]+ m?s \(pid \d+\)\.", verdict[0]
     )
     assert verdict[1:] == [
         "  its last lines on stderr:",
@@ -353,7 +353,7 @@ sys.exit(9)
 """
     result = jobs.run(script, "-n", "2", "--grace", "0.5")
     assert result.returncode == 9 and "[rank 0] not me" in result.stdout
-    assert "others: rank 0 had to be killed (grace 0.5 s)." in result.stderr
+    assert "others: rank 0 had to be killed (grace 500 ms)." in result.stderr
     jobs.assert_all_gone()
 
 

@@ -411,7 +411,7 @@ def test_timeout_names_the_missing_keys(store):
     store.set("here", "1")
     with pytest.raises(RuntimeError) as info:
         store.wait(["here", "absent"], SHORT)
-    assert "absent" in str(info.value) and "0.2 s" in str(info.value)
+    assert "absent" in str(info.value) and "200 ms" in str(info.value)
     assert "here" not in str(info.value)
 
 

@@ -507,7 +507,7 @@ def _channels(group):
         handle.put_signal(1, channel=last)
         handle.put_signal(1, channel=0)
         with pytest.raises(
-            errors.DeadlineError, match=r"put_signal\(dst_rank=1, channel=0\) .*0.05 s: rank 1 did not"
+            errors.DeadlineError, match=r"put_signal\(dst_rank=1, channel=0\) .*50 ms: rank 1 did not"
         ) as e:
             handle.put_signal(1, channel=0, timeout_ms=50)  # the first one was not taken yet
         assert e.value.missing == [1]

@@ -376,7 +376,7 @@ def test_a_client_may_come_before_the_server():
 def test_nobody_answers():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(DeadlineError, match=rf"no store answered at 127.0.0.1:{port} in 0.2 s.*refused.*is_master"):
+    with pytest.raises(DeadlineError, match=rf"no store answered at 127.0.0.1:{port} in 200 ms.*refused.*is_master"):
         client(port, timeout=0.2)
 
 
@@ -411,7 +411,7 @@ def test_clone_pickle_and_properties(store):
     assert store.server_stats()["clients"] == 3 and copy.server_stats() == {}
     assert "serving" in repr(store) and "serving" not in repr(copy)
     store.set_timeout(timedelta(milliseconds=20))
-    with pytest.raises(DeadlineError, match=r"0.02 s"):
+    with pytest.raises(DeadlineError, match=r"20 ms"):
         store.get("absent")
 
 

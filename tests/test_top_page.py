@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import re
 import socket
@@ -12,7 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from symcomm.cli.top_terminal import show
 from symcomm.errors import ResourceError
 from symcomm.observe.metrics import Meter
 from symcomm.observe.top.model import Live
@@ -153,6 +156,24 @@ def test_in_the_terminal():
     assert done.returncode == 0, done.stderr
     assert "simulated job, 40 ranks" in done.stdout and "waited for most: rank 3" in done.stdout
     assert "all_reduce" in done.stdout and "24 more" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("width", "first", "kept"),
+    [(40, "rank", ["state", "does"]), (24, "rank", ["state"]), (10, "rank", []), (40, "collective", ["up to", "p50"])],
+)
+def test_a_narrow_terminal_keeps_what_matters(width: int, first: str, kept: list[str]):
+    """Columns that remain are whole; the one that says whose row it is goes last."""
+    live = Live(SimulatedFeed(4, straggler=3))
+    console = Console(width=width, file=io.StringIO())
+    show(live, once=True, console=console)
+    lines = console.file.getvalue().splitlines()
+    head = next(line for line in lines if line.split()[:1] == [first])
+    assert all(name in head for name in kept), head
+    rows = lines[lines.index(head) + 1 :][:4]
+    assert all(len(line) <= width for line in rows)
+    if first == "rank":
+        assert [row.split()[0] for row in rows] == list("0123")
 
 
 @pytest.mark.parametrize(

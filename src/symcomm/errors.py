@@ -131,12 +131,16 @@ def words_for_ranks(ranks: Iterable[int]) -> str:
 
 
 def words_for_seconds(seconds: float) -> str:
-    """A duration as a person would write it: ``0.03 s``, ``12 s``, ``30 min``."""
+    """A duration as a person would write it: ``12 us``, ``3.4 ms``, ``1.5 s``, ``30 min``."""
     if seconds >= 120:
         return f"{seconds / 60:g} min" if seconds % 60 == 0 else f"{seconds / 60:.1f} min"
     if seconds >= 10:
         return f"{seconds:.0f} s" if float(seconds).is_integer() else f"{seconds:.1f} s"
-    return f"{seconds:.2g} s"
+    rounded = float(f"{seconds:.2g}")  # two digits are enough, and what was meant to take 0.3 s takes 301 ms
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if 0 < rounded * factor < 999.5:
+            return f"{rounded * factor:.3g} {unit}"
+    return f"{rounded:g} s"
 
 
 def words_for_exit(returncode: int) -> str:
@@ -152,7 +156,17 @@ def words_for_exit(returncode: int) -> str:
 def bad_argument(call: str, argument: str, got: object, allowed: str, fix: str = "") -> BadArgumentError:
     """One sentence: the call, the argument, what it was, what is allowed, what to do."""
     text = f"{call}: {argument} must be {allowed}, got {got!r}"
-    return BadArgumentError(f"{text}; {fix}." if fix else f"{text}.")
+    end = "" if fix.endswith("?") else "."
+    return BadArgumentError(f"{text}; {fix}{end}" if fix else f"{text}.")
+
+
+def bad_choice(call: str, argument: str, got: str, allowed: Sequence[str], how_many: str = "one") -> BadArgumentError:
+    """The same for a name that is not among those ``allowed``; if it is nearly one of them, that is the way out."""
+    import difflib
+
+    near = difflib.get_close_matches(got.lower(), allowed, n=1)
+    fix = f"did you mean {near[0]}?" if near else ""
+    return bad_argument(call, argument, got, f"{how_many} of {', '.join(allowed)}", fix)
 
 
 def deadline(

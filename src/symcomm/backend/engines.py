@@ -101,10 +101,7 @@ class Engines:
             if name == "symcomm" and self._cuda == "nccl" and device.type == "cuda":
                 name = "nccl"
             if name == "symcomm":
-                raise errors.bad_argument(
-                    call, "tensor", f"a tensor on {device}", "a CPU tensor",
-                    f'move it with .cpu(), or name an engine for its device: "cpu:symcomm,{device.type}:nccl"',
-                )  # fmt: skip
+                raise _carried_by_nobody(call, device)
             made = self._made[device.type] = self._make(call, name, device.type)
         return made
 
@@ -151,6 +148,18 @@ class Engines:
         whole._set_group_name(f"{group.group_name}:{device_type}")
         whole._set_group_desc(group.group_desc)
         return whole
+
+
+def _carried_by_nobody(call: str, device: torch.device) -> errors.BadArgumentError:
+    engine = {"cuda": "nccl", "xpu": "xccl"}.get(device.type)
+    if device.type == "meta":
+        fix = "it has no values; make one on the CPU"
+    elif engine:
+        fix = f'move it with .cpu(), or name an engine for its device: "cpu:symcomm,{device.type}:{engine}"'
+    else:
+        fix = "move it with .cpu()"
+    allowed = "a CPU tensor" if device.type == "cuda" else "a CPU or CUDA tensor"
+    return errors.bad_argument(call, "tensor", f"a tensor on {device}", allowed, fix)
 
 
 def _index(device: torch.device) -> int:

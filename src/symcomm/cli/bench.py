@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import json
 import os
 import sys
@@ -18,11 +17,11 @@ import typer
 
 from symcomm import errors
 from symcomm.cli import bench_options as options
-from symcomm.cli import bench_table
+from symcomm.cli import bench_table, pictures
 from symcomm.cli.bench_options import COLLECTIVES, OTHERS
 from symcomm.cli.bench_peers import parse_peers, setup_peers
 from symcomm.cli.bench_run import OURS, Case, Effort, Result, make_cases, measure, open_sides
-from symcomm.cli.refusals import check_output_file, refusals_in_words
+from symcomm.cli.refusals import check_output_file, has_torch, need_torch, refusals_in_words
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -30,8 +29,7 @@ NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
 OPS = ("sum", "prod", "min", "max", "avg")
 QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
-# Whole programs: (turns, steps of each) of a quick run, and what is compared before timing; hosts' values are exact.
-PROGRAMS = {"ddp": ((4, 2), "gradients"), "compile": ((4, 10), "results"), "hosts": ((3, 1), "")}
+PROGRAMS = {"ddp": (4, 2), "compile": (4, 10), "hosts": (3, 1)}  # whole programs: turns of a quick run, steps of each
 QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
 
 
@@ -63,7 +61,7 @@ def sizes_between(low: int, high: int, factor: int, step: int) -> list[int]:
 
 def check_choice(option: str, value: str, allowed: Sequence[str]) -> str:
     if value not in allowed:
-        raise errors.bad_argument("symcomm bench", option, value, f"one of {', '.join(allowed)}")
+        raise errors.bad_choice("symcomm bench", option, value, allowed)
     return value
 
 
@@ -82,6 +80,16 @@ class What:
     dtype: str
     op: str
     root: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How results are to be handed over, whatever was measured."""
+
+    markdown: bool
+    best: bool
+    json_file: Path | None
+    plot_file: Path | None
 
 
 @dataclass
@@ -133,9 +141,11 @@ def progress(turns: int) -> Iterator[Callable[[str], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    # Drawn at every turn, not by a thread, which would work while others are measured, and while processes are forked.
+    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
         task = bar.add_task("starting", total=turns)
-        yield lambda what: bar.update(task, advance=1, description=what)
+        bar.refresh()
+        yield lambda what: bar.update(task, advance=1, description=what, refresh=True)
 
 
 def run(question: Question) -> list[Result]:
@@ -172,82 +182,68 @@ def show(question: Question, results: list[Result], *, summary: bool, markdown: 
         print(f"# ratios: their time / our time; {bench_table.MISSED} marks what is below {goals}")
 
 
-def answer(
-    question: Question, *, summary: bool, markdown: bool, best: bool, json_file: Path | None, plot_file: Path | None
-) -> None:
+def answer(question: Question, wanted: Wanted, *, summary: bool) -> None:
     """Measure, print, write."""
-    if plot_file:
-        bench_table.check_plot(plot_file)
     results = run(question)
-    show(question, results, summary=summary, markdown=markdown, best=best)
-    if json_file:
+    show(question, results, summary=summary, markdown=wanted.markdown, best=wanted.best)
+    if wanted.json_file:
         found = bench_table.to_json(results, question.world, question.pinned)
-        json_file.write_text(json.dumps(found, indent=1) + "\n")
-    if plot_file:
-        bench_table.plot(results, question.series, question.world, plot_file, best)
+        wanted.json_file.write_text(json.dumps(found, indent=1) + "\n")
+    if wanted.plot_file and (panels := bench_table.picture(results, question.series, wanted.best)):
+        heading = f"{question.world} ranks on {os.uname().nodename}: time of one call, lower is better"
+        pictures.draw(wanted.plot_file, heading, panels)
 
 
-def bench_store(json_file: Path | None, quick: bool) -> None:
-    store = importlib.import_module("symcomm.cli.bench_store")
-    found = store.run_store_bench(calls=200, connect=(20,)) if quick else store.run_store_bench()
-    if json_file:
-        json_file.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def bench_sites(ranks: int, *, quick: bool, markdown: bool, json_file: Path | None) -> None:
-    """Training across a slow link, method after method."""
-    _check_numbers(ranks, 0, 0, 0, None, "sites")
-    _need_torch("sites")
-    module = importlib.import_module("symcomm.cli.bench_sites")
-    plan = module.Plan(ranks, **(module.QUICK if quick else {}))
+def bench_program(name: str, plan: Any, wanted: Wanted, how: str = "") -> None:
+    """Measure with a module of its own, which says what there is to see; ``how`` the figures came about."""
+    module = _module_of(name)
     with progress(plan.turns) as tick:
-        found = module.run_sites_bench(plan, tick)
+        found = getattr(module, f"run_{name}_bench")(plan, tick)
     facts = bench_table.machine()
-    print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} when done\n")
-    print((bench_table.as_markdown if markdown else bench_table.as_text)(module.as_table(found, plan)))
-    if json_file:
-        json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
+    load = f"load {facts['load']:.1f} when done"
+    print(f"# free on {facts['cores']} cores, {facts['system']}, {load}{how and '; '}{how}\n")
+    table = module.as_table(found, plan, wanted.best)
+    print((bench_table.as_markdown if wanted.markdown else bench_table.as_text)(table))
+    if note := module.note(found):
+        print(f"# {note}")
+    if wanted.json_file:
+        wanted.json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
+    if wanted.plot_file:
+        pictures.draw(wanted.plot_file, table[0], module.picture(found, plan, wanted.best))
 
 
-def _need_torch(name: str) -> None:
-    if importlib.util.find_spec("torch") is None:
-        raise errors.ResourceError(f"symcomm bench: {name} needs torch; run `pip install 'symcomm[torch]'`.")
-
-
-def bench_programs(
-    name: str,
-    ranks: int,
-    rounds: int | None,
-    iters: int,
-    *,
-    quick: bool,
-    markdown: bool,
-    best: bool,
-    json_file: Path | None,
-    **more: Any,
+def bench_turns(
+    name: str, ranks: int, rounds: int | None, iters: int, wanted: Wanted, *, quick: bool, **more: Any
 ) -> None:
     """Whole programs (training steps, compiled graphs) on several sides, which take turns. ``more``: for their plan."""
     _check_numbers(ranks, 0, iters, 0, rounds, name)
     if name == "compile" and ranks not in (2, 4, 8):
         raise errors.bad_argument("symcomm bench", "--ranks", ranks, "2, 4 or 8 for compile, which divides 8 heads")
-    _need_torch(name)
-    module = importlib.import_module(f"symcomm.cli.bench_{name}")
-    turns, compared = PROGRAMS[name]
-    usual = module.Plan(ranks, *turns) if quick else module.Plan(ranks)
+    need_torch(f"symcomm bench {name}")
+    module = _module_of(name)
+    usual = module.Plan(ranks, *PROGRAMS[name]) if quick else module.Plan(ranks)
     plan = module.Plan(ranks, rounds or usual.rounds, iters or usual.steps, **more)
-    with progress(plan.turns) as tick:
-        found = getattr(module, f"run_{name}_bench")(plan, tick)
-    word = bench_table.as_markdown if markdown else bench_table.as_text
-    facts = bench_table.machine()
-    what = "fastest turn" if best else f"median of {plan.rounds} turns of {plan.steps} steps"
-    print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} when done; {what}\n")
-    print(word(module.as_table(found, plan, best)))
-    if compared:
-        print(f"# {compared} are at most {max(f.error for f in found):.1g} of their size from those of one process")
-    else:
-        print("# all values were right, on all ranks, before anything was timed")
-    if json_file:
-        json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
+    how = "fastest turn" if wanted.best else f"median of {plan.rounds} turns of {plan.steps} steps"
+    bench_program(name, plan, wanted, how)
+
+
+def bench_sites(ranks: int, wanted: Wanted, *, quick: bool) -> None:
+    """Training across a slow link, method after method."""
+    _check_numbers(ranks, 0, 0, 0, None, "sites")
+    need_torch("symcomm bench sites")
+    module = _module_of("sites")
+    bench_program("sites", module.Plan(ranks, **(module.QUICK if quick else {})), wanted)
+
+
+def bench_store(wanted: Wanted, *, quick: bool) -> None:
+    """Beside PyTorch's, where that is installed."""
+    module = _module_of("store")
+    sides = {"sides": tuple(module.SIDES) if has_torch() else ("ours",)}
+    bench_program("store", module.Plan(**sides | (module.QUICK if quick else {})), wanted)
+
+
+def _module_of(name: str) -> Any:
+    return importlib.import_module(f"symcomm.cli.bench_{name}")
 
 
 # --- the command -------------------------------------------------------------------------------------------------
@@ -284,7 +280,7 @@ def bench(
 
     \b
     Examples:
-      symcomm bench all_reduce -b 8 -e 64M -f 4
+      symcomm bench all_reduce -b 4 -e 64M -f 4
       symcomm bench all --quick --against gloo,mpich,openmpi --json new.json
       symcomm bench p2p --plot p2p.svg
       symcomm bench ddp
@@ -294,20 +290,21 @@ def bench(
     """
     if ranks is None:
         ranks = 1 if collective == "sites" else 2
+    wanted = Wanted(markdown, best, json_file, plot_file)
     with refusals_in_words():
         if json_file:
             check_output_file("symcomm bench", "--json", json_file)
+        if plot_file:
+            pictures.check_picture("symcomm bench", "--plot", plot_file)
         if setup:
             setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
         elif collective == "store":
-            bench_store(json_file, quick)
+            bench_store(wanted, quick=quick)
         elif collective == "sites":
-            bench_sites(ranks, quick=quick, markdown=markdown, json_file=json_file)
+            bench_sites(ranks, wanted, quick=quick)
         elif collective in PROGRAMS:
             more = {"collectives": pick_collectives(collectives)} if collective == "hosts" else {}
-            bench_programs(
-                collective, ranks, rounds, iters, quick=quick, markdown=markdown, best=best, json_file=json_file, **more
-            )
+            bench_turns(collective, ranks, rounds, iters, wanted, quick=quick, **more)
         else:
             _check_numbers(ranks, root, iters, warmup, rounds, collective)
             what = What(collective, NCCL_DTYPES.get(dtype, dtype), op, root)
@@ -318,7 +315,8 @@ def bench(
             )
             kinds = [kind for kind in OURS if ordinary == symmetric or ordinary == (kind == "ordinary")]
             question = make_question(what, sizes, ranks, kinds, against, effort, pin=pin, one_place=quick)
-            answer(question, summary=quick, markdown=markdown, best=best, json_file=json_file, plot_file=plot_file)
+            need_torch(f"symcomm bench {collective}")
+            answer(question, wanted, summary=quick)
 
 
 def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:

@@ -16,8 +16,9 @@ from symcomm import errors
 from symcomm.cli import bench_table
 from symcomm.cli.bench_compile_worker import GRAPHS
 from symcomm.cli.bench_run import open_sides
+from symcomm.cli.pictures import Bars, Panel
 
-__all__ = ["SIDES", "Figures", "Plan", "as_table", "run_compile_bench", "to_json"]
+__all__ = ["SIDES", "Figures", "Plan", "as_table", "note", "picture", "run_compile_bench", "to_json"]
 
 SIDES = {
     "alone": "no communication",
@@ -118,6 +119,21 @@ def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_
             row += [f"{mine * 1e6:.0f}", *map(bench_table.times, ratios)]
         rows.append(row)
     return f"compiled graphs, {plan.ranks} ranks", head, rows
+
+
+def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Panel]:
+    """What a step takes, and what of it is communication."""
+    steps: dict[str, dict[str, float]] = {}
+    above: dict[str, dict[str, float]] = {}
+    for f in found:
+        steps.setdefault(f.graph, {})[SIDES[f.side]] = f.seconds(best) * 1e6
+    for (graph, side), seconds in communication(found, best).items():
+        above.setdefault(graph, {})[SIDES[side]] = seconds * 1e6
+    return [Bars("a step", "microseconds", steps), Bars("of it communication", "microseconds", above)]
+
+
+def note(found: Sequence[Figures]) -> str:
+    return f"results are at most {max(f.error for f in found):.1g} of their size from those of one process"
 
 
 def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:

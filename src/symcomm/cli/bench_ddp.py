@@ -16,8 +16,9 @@ from symcomm import errors
 from symcomm.cli import bench_table
 from symcomm.cli.bench_ddp_worker import MODELS
 from symcomm.cli.bench_run import Side, open_sides
+from symcomm.cli.pictures import Bars, Panel
 
-__all__ = ["SIDES", "Figures", "Plan", "as_table", "disagreement", "run_ddp_bench", "to_json"]
+__all__ = ["SIDES", "Figures", "Plan", "as_table", "disagreement", "note", "picture", "run_ddp_bench", "to_json"]
 
 SIDES = {
     "alone": "no DDP",
@@ -153,6 +154,21 @@ def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_
             row += [f"{mine * 1e3:.1f}", f"{mine / seconds:.0%}", bench_table.times(ratio)]
         rows.append([*row, f"{figures.peak / 2**20:.0f}", f"{figures.share / 2**20:.0f}"])
     return f"data parallel training, {plan.ranks} ranks", head, rows
+
+
+def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Panel]:
+    """What a step takes, and what of it is communication."""
+    steps: dict[str, dict[str, float]] = {}
+    above: dict[str, dict[str, float]] = {}
+    for f in found:
+        steps.setdefault(f.model, {})[SIDES[f.side]] = f.seconds(best) * 1e3
+    for (model, side), seconds in communication(found, best).items():
+        above.setdefault(model, {})[SIDES[side]] = seconds * 1e3
+    return [Bars("a step", "milliseconds", steps), Bars("of it communication", "milliseconds", above)]
+
+
+def note(found: Sequence[Figures]) -> str:
+    return f"gradients are at most {max(f.error for f in found):.1g} of their size from those of one process"
 
 
 def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:

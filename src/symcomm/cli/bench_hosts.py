@@ -15,11 +15,13 @@ from typing import Any
 from symcomm import errors
 from symcomm.cli import bench_table
 from symcomm.cli.namespaces import Network, why_no_namespaces
+from symcomm.cli.pictures import Panel
 from symcomm.hosts.layout import travels
 
-__all__ = ["Figures", "Plan", "as_table", "expected_bytes", "run_hosts_bench", "to_json"]
+__all__ = ["Figures", "Plan", "as_table", "expected_bytes", "note", "picture", "run_hosts_bench", "to_json"]
 
 SIDES = {"ours": "symcomm", "gloo": "flat gloo"}
+LINK = "the link alone"
 WORKER = "symcomm.cli.bench_hosts_worker"
 DEADLINE = 900.0  # for each collective
 
@@ -138,6 +140,24 @@ def _cells(ours: Figures, gloo: Figures, plan: Plan, best: bool) -> list[str]:
         *(f"{f.sent / f.nbytes:.2f} x size" if f.nbytes else f"{f.sent:.0f} B" for f in (ours, gloo)),
         f"{wanted * 8 / (plan.mbits * 1e6) / times[0]:.0%}" if wanted else "-",
     ]
+
+
+def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Panel]:
+    """Time over size, and the least time in which the link could carry what we send."""
+    panels = []
+    for collective in plan.collectives:
+        mine = [figures for figures in found if figures.collective == collective]
+        lines = {
+            name: [(f.nbytes, f.seconds(best) * 1e3) for f in mine if f.side == side] for side, name in SIDES.items()
+        }
+        wanted = {f.nbytes: expected_bytes("ours", collective, f.nbytes, plan.hosts, plan.ranks) for f in mine}
+        at_best = [(n, sent * 8 / (plan.mbits * 1e3)) for n, sent in wanted.items() if sent]
+        panels.append(bench_table.over_size(collective, "milliseconds", lines | ({LINK: at_best} if at_best else {})))
+    return panels
+
+
+def note(found: Sequence[Figures]) -> str:
+    return "all values were right, on all ranks, before anything was timed"
 
 
 def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:

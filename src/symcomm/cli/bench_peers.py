@@ -41,7 +41,7 @@ def parse_peers(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in PEERS:
-            raise errors.bad_argument("symcomm bench", "--against", name, f"some of {', '.join(PEERS)}")
+            raise errors.bad_choice("symcomm bench", "--against", name, PEERS, "some")
         if name in MPIS and not (peers_dir() / name / "bin" / MPIS[name]).exists():
             raise errors.ResourceError(f"symcomm bench: {name} is not set up in {peers_dir()}; run `{SETUP}` first.")
     return list(dict.fromkeys(names))

@@ -15,8 +15,9 @@ from symcomm import errors
 from symcomm.cli import bench_table
 from symcomm.cli.bench_sites_worker import METHODS
 from symcomm.cli.namespaces import SlowNetwork, why_no_slow_network
+from symcomm.cli.pictures import Curves, Panel
 
-__all__ = ["QUICK", "Figures", "Plan", "as_table", "run_sites_bench", "to_json"]
+__all__ = ["QUICK", "Figures", "Plan", "as_table", "note", "picture", "run_sites_bench", "to_json"]
 
 WORKER = "symcomm.cli.bench_sites_worker"
 DEADLINE = 300.0  # for each method
@@ -80,7 +81,7 @@ def run_sites_bench(plan: Plan, tick: Callable[[str], None] = lambda what: None)
     return [Figures(**row) for row in rows]
 
 
-def as_table(found: Sequence[Figures], plan: Plan) -> bench_table.Table:
+def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_table.Table:
     head = ["method", "seconds", "faster", "steps", "ms a step", "MB sent", "loss"]
     plain = next((f for f in found if f.method == "plain" and f.loss <= plan.target), None)
     rows = []
@@ -96,6 +97,17 @@ def as_table(found: Sequence[Figures], plan: Plan) -> bench_table.Table:
         f"round trip {plan.round_trip_ms:g} ms, DiLoCo meets every {plan.period} steps"
     )
     return title, head, rows
+
+
+def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Panel]:
+    lines = {METHODS[f.method]: [(seconds, loss) for _, seconds, loss in f.curve] for f in found}
+    last = max(f.seconds for f in found)
+    lines["target"] = [(0.0, plan.target), (last, plan.target)]
+    return [Curves("the loss on its way down", "seconds of training", "loss", lines, logarithmic=False)]
+
+
+def note(found: Sequence[Figures]) -> str:
+    return ""
 
 
 def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:

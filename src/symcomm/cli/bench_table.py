@@ -1,4 +1,4 @@
-"""Benchmark results as text, Markdown, JSON and plots.
+"""Benchmark results as text, Markdown, JSON and pictures.
 
 Columns and bandwidths are those of nccl-tests: algbw is size / time; busbw is algbw times a factor that says how much
 of the data has to cross from one rank to another, so that it can be held against what the memory can do.
@@ -6,19 +6,16 @@ of the data has to cross from one rank to another, so that it can be held agains
 
 from __future__ import annotations
 
-import math
 import os
 import platform
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import symcomm
-from symcomm import errors
 from symcomm.cli.bench_run import OURS, Case, Result
-from symcomm.cli.refusals import check_output_file
+from symcomm.cli.pictures import Bars, Curves, Panel
 
-__all__ = ["bandwidths", "case_tables", "pick", "plot", "short_size", "summary_table", "to_json"]
+__all__ = ["bandwidths", "case_tables", "over_size", "pick", "picture", "short_size", "summary_table", "to_json"]
 
 MPI_GOAL, GLOO_GOAL = 1.0, 3.0  # how many times faster than the best MPI, and than Gloo, we mean to be
 MISSED = "!"
@@ -218,49 +215,28 @@ def to_json(results: Sequence[Result], world: int, pinned: bool) -> dict[str, An
     return {"machine": machine(), "ranks": world, "pinned": pinned, "rows": rows}
 
 
-def check_plot(path: Path) -> None:
-    """Refuse before anything is measured what could not be drawn afterwards."""
-    if path.suffix not in (".png", ".svg"):
-        raise errors.bad_argument("symcomm bench", "--plot", str(path), "a file that ends in .png or .svg")
-    check_output_file("symcomm bench", "--plot", path)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise errors.ResourceError(
-            "symcomm bench: --plot needs matplotlib, which is not installed; run `pip install 'symcomm[plot]'`."
-        ) from None
+# --- pictures ----------------------------------------------------------------------------------------------------
 
 
-def plot(results: Sequence[Result], series: Sequence[str], world: int, path: Path, best: bool) -> None:
-    """Time over size, one picture per collective, both axes logarithmic."""
-    check_plot(path)
-    import matplotlib
+def over_size(title: str, y: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> Panel:
+    """Figures over sizes, both axes logarithmic; bars for what has no size, a barrier."""
+    if not any(nbytes for points in lines.values() for nbytes, _ in points):
+        return Bars(title, y, {"": {name: value for name, points in lines.items() for _, value in points}})
+    return Curves(title, "size", y, lines, tick=short_size)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    drawn = [r for r in results if r.seconds is not None and r.case.collective != "barrier"] or list(results)
-    collectives = list(dict.fromkeys(r.case.collective for r in drawn))
-    across = min(3, len(collectives))
-    figure, axes = pyplot.subplots(
-        math.ceil(len(collectives) / across), across, figsize=(5 * across, 3.6 * math.ceil(len(collectives) / across)),
-        squeeze=False, layout="constrained",
-    )  # fmt: skip
-    for axis in axes.flat[len(collectives) :]:
-        axis.set_visible(False)
-    for axis, collective in zip(axes.flat, collectives, strict=False):
-        places = {r.case.in_place for r in drawn if r.case.collective == collective}
-        for name in series:
-            mine = [
-                r for r in drawn if (r.case.collective, r.series, r.case.in_place) == (collective, name, max(places))
-            ]
-            label = f"symcomm, {name} tensors" if name in OURS else name
-            points = [(r.case.nbytes, s * 1e6) for r in mine if (s := pick(r, best)) is not None]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
-        axis.set(title=collective, xlabel="bytes", ylabel="microseconds", xscale="log", yscale="log")
-        axis.grid(alpha=0.3)
-    axes.flat[0].legend(fontsize=8)
-    figure.suptitle(f"{world} ranks on {os.uname().nodename}: time of one call, lower is better")
-    figure.savefig(path)
-    pyplot.close(figure)
+def picture(results: Sequence[Result], series: Sequence[str], best: bool) -> list[Panel]:
+    """Time over size, one panel per collective, of the form that a summary shows."""
+    panels = []
+    for collective in dict.fromkeys(result.case.collective for result in results):
+        mine = [result for result in results if result.case.collective == collective]
+        shown = mine[0].case.in_place
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for result in sorted(mine, key=lambda result: series.index(result.series)):
+            seconds = pick(result, best)
+            if seconds is not None and result.case.in_place is shown:
+                label = f"symcomm, {result.series} tensors" if result.series in OURS else result.series
+                lines.setdefault(label, []).append((result.case.nbytes, seconds * 1e6))
+        if lines:
+            panels.append(over_size(collective, "microseconds", lines))
+    return panels

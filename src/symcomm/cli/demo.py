@@ -18,14 +18,17 @@ from rich.text import Text
 
 from symcomm.cli.bench_run import open_sides
 from symcomm.cli.demo_plot import draw_picture, smooth, text_plot
-from symcomm.cli.refusals import check_output_file
-from symcomm.errors import BadArgumentError, SymcommError, bad_argument
+from symcomm.cli.refusals import check_output_file, need_torch, refusals_in_words
+from symcomm.errors import SymcommError, bad_argument
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 console = Console(highlight=False)
 RANKS = 4
 STEPS = 700  # about half a minute on each backend, on two slow cores
 COLORS = {"symcomm": "green", "gloo": "yellow"}
+TRAINERS = 2  # ranks of each backend; one backend works at a time
+WORKER = "symcomm.cli.demo_train"
+FASTER = 1.02  # a smaller difference is noise
 TURN = 10  # steps that a backend makes before it is the other's turn
 
 
@@ -90,7 +93,7 @@ def show_training(steps: int, picture: Path) -> None:
         "whatever else this machine does slows both alike. Starting two ranks of each ...\n"
     )
     runs: dict[str, list[dict[str, Any]]] = {backend: [] for backend in COLORS}
-    with open_sides(list(COLORS), 2, pinned=False, worker="symcomm.cli.demo_train", call="symcomm demo") as sides:
+    with open_sides(list(COLORS), TRAINERS, pinned=False, worker=WORKER, call="symcomm demo") as sides:
         with Live(console=console, auto_refresh=False) as live:
             for begin in range(0, steps, TURN):
                 order = {"do": "train", "count": min(TURN, steps - begin), "steps": steps}
@@ -136,10 +139,23 @@ def say_differences(runs: dict[str, list[dict[str, Any]]]) -> None:
     ours, theirs = runs.values()
     apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True))
     same = "the same, bit for bit" if apart == 0 else f"at most {apart:.1g} apart"
-    ratio = theirs[-1]["seconds"] / ours[-1]["seconds"]
-    faster, slower = list(runs) if ratio >= 1 else list(runs)[::-1]
-    longer = f"{slower} took {max(ratio, 1 / ratio):.2f} times as long as {faster}"
-    console.print(f"\nThe losses of all {len(ours)} steps are {same}; {longer}.")
+    speed = words_for_speed(ours[-1], theirs[-1], os.getloadavg()[0], len(os.sched_getaffinity(0)))
+    console.print(f"\nThe losses of all {len(ours)} steps are {same}; {speed}")
+
+
+def words_for_speed(ours: dict[str, Any], theirs: dict[str, Any], load: float, cores: int) -> str:
+    """What the last lines of both trainings say; where ours was not faster, that, and what else was measured."""
+    ratio = theirs["seconds"] / ours["seconds"]
+    if ratio >= FASTER:
+        return f"gloo took {ratio:.2f} times as long as symcomm."
+    words = f"symcomm took {ours['seconds']:.1f} s, gloo {theirs['seconds']:.1f} s: no faster in this run.\n"
+    words += f"Communication was {ours['share']:.1%} of a step on symcomm and {theirs['share']:.1%} on gloo."
+    if ours["share"] < theirs["share"]:
+        words += " Those are medians; the times are sums, in which all counts that others did here meanwhile."
+    if load > max(cores, TRAINERS) + 0.5:  # our own ranks are a load too
+        busy = f"This machine is busy (load {load:.1f} on {cores} cores)"
+        words += f"\n{busy}: run it again when nothing else works here."
+    return words
 
 
 def show_failures() -> None:
@@ -186,18 +202,14 @@ def demo(
       symcomm demo
       symcomm demo --steps 100 --picture losses.svg
     """
-    try:
+    with refusals_in_words():
         check_options(steps, picture)
+        need_torch("symcomm demo")
         console.print("[bold]Symcomm[/bold]: PyTorch's communication layer on symmetric memory.\n")
         show_collective()
         show_training(steps, picture)
         show_failures()
         console.print("\nNext: `symcomm run -n 2 your_script.py`, `symcomm bench --help`, docs/.")
-    except SymcommError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2 if isinstance(error, BadArgumentError) else 1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
 
 
 def check_options(steps: int, picture: Path) -> None:

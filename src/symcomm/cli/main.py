@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from symcomm import __version__
+from symcomm import __version__, errors
+from symcomm.cli.refusals import refusals_in_words
 
 # name -> (module, one line for the list). A module has an ``app``, a Typer of one command or of several.
 # One that is not installed is left out.
@@ -38,6 +39,8 @@ class LazyGroup(TyperGroup):
         return TyperCommand(cmd_name, short_help=LAZY_COMMANDS[cmd_name][1], rich_markup_mode=None)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if not ctx.resilient_parsing and not args[0].startswith("-"):
+            _check_command(args[0], self.list_commands(ctx))
         name, command, rest = super().resolve_command(ctx, args)
         if name is None or command is None:
             return name, command, rest
@@ -45,6 +48,15 @@ class LazyGroup(TyperGroup):
         loaded = typer.main.get_command(module.app)
         loaded.name = name
         return name, loaded, rest
+
+
+def _check_command(name: str, known: list[str]) -> None:
+    with refusals_in_words():
+        if name.endswith(".py"):
+            fix = f"a script is started with `symcomm run {name}`"
+            raise errors.bad_argument("symcomm", "COMMAND", name, f"one of {', '.join(known)}", fix)
+        if name not in known:
+            raise errors.bad_choice("symcomm", "COMMAND", name, known)
 
 
 app = typer.Typer(

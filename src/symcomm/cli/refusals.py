@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator
@@ -12,9 +13,10 @@ import typer
 
 from symcomm import errors
 
-__all__ = ["check_output_file", "check_output_folder", "refusals_in_words"]
+__all__ = ["INSTALL_TORCH", "check_output_file", "check_output_folder", "has_torch", "need_torch", "refusals_in_words"]
 
 BAD_USAGE, FAILED, INTERRUPTED = 2, 1, 130
+INSTALL_TORCH = "pip install 'symcomm[torch]'"
 
 
 @contextlib.contextmanager
@@ -26,6 +28,16 @@ def refusals_in_words() -> Iterator[None]:
         raise typer.Exit(BAD_USAGE if isinstance(error, errors.BadArgumentError) else FAILED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+
+
+def has_torch() -> bool:
+    """Whether it is installed; it is not loaded."""
+    return importlib.util.find_spec("torch") is not None
+
+
+def need_torch(what: str) -> None:
+    if not has_torch():
+        raise errors.ResourceError(f"{what} needs torch, which is not installed; run `{INSTALL_TORCH}`.")
 
 
 def check_output_file(call: str, option: str, path: Path) -> None:

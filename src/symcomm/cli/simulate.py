@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from symcomm import errors
-from symcomm.cli.refusals import check_output_file, refusals_in_words
+from symcomm.cli.pictures import Curves, check_picture, draw
+from symcomm.cli.refusals import refusals_in_words
 from symcomm.cli.simulate_check import draw_table, show_check
 from symcomm.simulate import machine as machines
 from symcomm.simulate.engines import ENGINES
@@ -89,9 +90,9 @@ def simulate(
     """
     with refusals_in_words():
         if what not in (*COLLECTIVES, *STEPS):
-            raise errors.bad_argument(CALL, "WHAT", what, f"one of {', '.join((*COLLECTIVES, *STEPS))}")
+            raise errors.bad_choice(CALL, "WHAT", what, (*COLLECTIVES, *STEPS))
         if plot_file:
-            check_plot(plot_file)
+            check_picture(CALL, "--plot", plot_file)
         if calibrate:
             measure_this_machine()
         machine = _machine(machine_file, cores, memory)
@@ -225,45 +226,12 @@ def show(table: Table, cluster: Cluster, as_json: bool, found: list[dict[str, An
 # --- pictures ------------------------------------------------------------------------------------------------------
 
 
-def check_plot(path: Path) -> None:
-    """Refuse before anything is worked out what could not be drawn afterwards."""
-    if path.suffix not in (".png", ".svg"):
-        raise errors.bad_argument(CALL, "--plot", str(path), "a file that ends in .png or .svg")
-    check_output_file(CALL, "--plot", path)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise errors.ResourceError(
-            f"{CALL}: --plot needs matplotlib, which is not installed; run `pip install 'symcomm[plot]'`."
-        ) from None
-
-
-def draw(path: Path, title: str, y: str, curves: dict[str, list[tuple[int, float]]], *, logarithmic: bool) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for name, points in curves.items():
-        axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-    axis.set_xscale("log", base=2)
-    if logarithmic:
-        axis.set_yscale("log")
-    axis.set_xticks(SWEEP, [f"{ranks:,}" for ranks in SWEEP], rotation=45)
-    axis.set(title=title, xlabel="ranks", ylabel=y)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    figure.savefig(path)
-    pyplot.close(figure)
-
-
 def plot_collective(path: Path, found: list[list[Estimate]]) -> None:
     curves: dict[str, list[tuple[int, float]]] = {}
     for e in (e for each in found for e in each if e.seconds):
         curves.setdefault(e.algorithm, []).append((e.ranks, e.seconds * 1e3))
     title = f"{found[0][0].collective} of {words_for_bytes(found[0][0].nbytes)}"
-    draw(path, title, "milliseconds", curves, logarithmic=True)
+    draw(path, title, [Curves("", "ranks", "milliseconds", curves, tick="{:,}".format)])
 
 
 def plot_steps(path: Path, steps: list[Step]) -> None:
@@ -271,4 +239,5 @@ def plot_steps(path: Path, steps: list[Step]) -> None:
         "computing": [(s.ranks, s.compute * 1e3) for s in steps],
         "step": [(s.ranks, s.seconds * 1e3) for s in steps],
     }
-    draw(path, f"a {steps[0].kind} step", "milliseconds", curves, logarithmic=False)
+    panel = Curves("", "ranks", "milliseconds", curves, tick="{:,}".format, logarithmic=False)
+    draw(path, f"a {steps[0].kind} step", [panel])

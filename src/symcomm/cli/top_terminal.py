@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live as Screen
 from rich.panel import Panel
@@ -44,7 +48,7 @@ def render(live: Live, width: int) -> RenderableType:
     parts: list[RenderableType] = [_heading(live)]
     if verdict := live.verdict():
         parts.append(Panel(Text(verdict.sentence), style="bold white on red"))
-    parts += [_grid(live, width), _ranks(live), _numbers(live), _stragglers(live)]
+    parts += [_grid(live, width), _ranks(live, width), _numbers(live, width), _stragglers(live)]
     return Group(*parts)
 
 
@@ -70,34 +74,76 @@ def _grid(live: Live, width: int) -> Text:
     return text
 
 
-def _ranks(live: Live) -> Table:
+def _ranks(live: Live, width: int) -> Table:
     """All ranks of a small job; of a large one those that need attention."""
     urgent = {LATE: 0, FAILED: 1, DEAD: 2, WAITING: 3, IDLE: 5, COMPUTING: 5}
-    rows = list(zip(live.ranks, live.states(), live.lags(), strict=True))
-    rows.sort(key=lambda row: (urgent.get(row[1], 4) if len(rows) > ROWS else 0, row[0].rank))
-    table = Table(box=None, header_style="dim")
-    for name, width in (("rank", 4), ("state", 13), ("lag", 3), ("does", 0), ("since", 8), ("at", 0), ("pid", 7)):
-        table.add_column(name, no_wrap=True, min_width=width or None)
-    for fact, state, lag, *_ in rows[:ROWS]:
+    ranks = list(zip(live.ranks, live.states(), live.lags(), strict=True))
+    ranks.sort(key=lambda row: (urgent.get(row[1], 4) if len(ranks) > ROWS else 0, row[0].rank))
+    rows: list[list[str | Text]] = []
+    for fact, state, lag, *_ in ranks[:ROWS]:
         now = live.current.get(fact.rank)
         doing = f"{now.call} #{now.seq} on {now.group}" if now else "-"
         since = seconds((live.sample.now_ns - (now.finished_ns or now.created_ns)) / 1e9) if now else "-"
-        style = MARKS[STATES[state]][1] if state in (LATE, FAILED, DEAD) else None
+        style = MARKS[STATES[state]][1] if state in (LATE, FAILED, DEAD) else ""
         where = os.path.basename(now.site) if now else ""
-        table.add_row(str(fact.rank), Text(STATES[state], style or ""), str(lag), doing, since, where, str(fact.pid))
-    if len(rows) > ROWS:
-        table.add_row("...", f"{len(rows) - ROWS} more", *[""] * 5)
-    return table
+        rows.append([str(fact.rank), Text(STATES[state], style), str(lag), doing, since, where, str(fact.pid)])
+    if len(ranks) > ROWS:
+        rows.append(["...", f"{len(ranks) - ROWS} more", *[""] * 5])
+    return _fitting(RANK_COLUMNS, rows, width)
 
 
-def _numbers(live: Live) -> Table:
-    table = Table("collective", "up to", "times", "p50", "p90", "p99", "waited", "GB/s", box=None, header_style="dim")
-    for column in table.columns[1:]:
-        column.justify = "right"
+def _numbers(live: Live, width: int) -> Table:
+    rows = []
     for (call, _), numbers in sorted(live.numbers.items()):
         row = numbers.row()
         times = [seconds(row[name]) for name in ("p50", "p90", "p99", "waited")]
-        table.add_row(call, words_for_bytes(numbers.nbytes), str(numbers.count), *times, f"{row['rate'] / 1e9:.2f}")
+        rate = f"{row['rate'] / 1e9:.2f}"
+        rows.append([call, words_for_bytes(numbers.nbytes), str(numbers.count), *times, rate])
+    return _fitting(NUMBER_COLUMNS, rows, width)
+
+
+@dataclass(frozen=True)
+class Column:
+    """``matters``: 0 goes last when the terminal is narrow. ``cut``: so much is enough of a longer text; 0: all."""
+
+    name: str
+    matters: int
+    least: int = 0  # so that columns do not move when a value gets longer
+    cut: int = 0
+    right: bool = False
+
+
+RANK_COLUMNS = (
+    Column("rank", 0, 4), Column("state", 1, 13), Column("lag", 4, 3), Column("does", 2, cut=12),
+    Column("since", 3, 8), Column("at", 5), Column("pid", 6, 7),
+)  # fmt: skip
+NUMBER_COLUMNS = (
+    Column("collective", 0), Column("up to", 1, right=True), Column("times", 6, right=True),
+    Column("p50", 2, right=True), Column("p90", 7, right=True), Column("p99", 4, right=True),
+    Column("waited", 3, right=True), Column("GB/s", 5, right=True),
+)  # fmt: skip
+PADDING = 2  # of a column, left and right together
+
+
+def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], width: int) -> Table:
+    """A table of those columns for which there is room, whole ones; those that matter most are seated first."""
+    wide = [
+        max([column.least, *(cell_len(str(cell)) for cell in (column.name, *(row[i] for row in rows)))])
+        for i, column in enumerate(columns)
+    ]
+    kept: dict[int, int] = {}  # column -> its width
+    for i in sorted(range(len(columns)), key=lambda i: columns[i].matters):
+        need = min(wide[i], columns[i].cut or wide[i])
+        if not kept or sum(kept.values()) + PADDING * (len(kept) + 1) + need <= width:
+            kept[i] = need
+    spare = width - sum(kept.values()) - PADDING * len(kept)
+    table = Table(box=None, header_style="dim")
+    for i in sorted(kept):
+        more = min(max(spare, 0), wide[i] - kept[i])  # only a column that was cut wants more
+        justify: Literal["left", "right"] = "right" if columns[i].right else "left"
+        table.add_column(columns[i].name, no_wrap=True, width=kept[i] + more, justify=justify)
+    for row in rows:
+        table.add_row(*(row[i] for i in sorted(kept)))
     return table
 
 

@@ -85,7 +85,7 @@ class Reducer(Filler):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self._sparse = sparse
-        self._names = dict(param_to_name_mapping or {})
+        self._names = dict(param_to_name_mapping or {})  # as torch writes them, which sparse metadata have too
         self._limits = list(bucket_bytes_cap_list) or [first_bucket_bytes_cap, bucket_bytes_cap]
         self._skips_unused = skip_all_reduce_unused_params
         self._batches = batched_grad_copy
@@ -244,7 +244,7 @@ class Reducer(Filler):
     def _search_unused(self, outputs: Sequence[Any]) -> None:
         self.unused = search_unused(outputs, self._accumulators)
         if self.unused and dist.get_debug_level() == dist.DebugLevel.DETAIL:
-            names = ", ".join(self._names.get(i, str(i)) for i in self.unused)
+            names = ", ".join(self._name(i) for i in self.unused)
             log.info("rank %d: no output leads to %s", self.process_group.rank(), names)
         if self._graph_seems_static:
             if self.iterations > 1 and self.unused != self._unused_before:
@@ -297,7 +297,7 @@ class Reducer(Filler):
 
     def _mark_ready(self, index: int) -> None:
         if index in self._ready:
-            raise self._fault(marked_twice(index, self._names, self.find_unused_parameters))
+            raise self._fault(marked_twice(index, self._shown_names(), self.find_unused_parameters))
         self._ready.add(index)
         self._backward_stats[index] = time.monotonic_ns() - self._stats_start
         self._unfinished = True
@@ -399,6 +399,10 @@ class Reducer(Filler):
 
     # --- errors -----------------------------------------------------------------------------------------------
 
+    def _shown_names(self) -> dict[int, str]:
+        """For words: torch joins names with a dot, so that parameters of a bare layer come as ".weight"."""
+        return {index: name.lstrip(".") for index, name in self._names.items()}
+
     def _name(self, index: int) -> str:
         return self._names.get(index, f"parameter {index}").lstrip(".")
 
@@ -417,7 +421,7 @@ class Reducer(Filler):
             names = ", ".join(self._name(i) for i in missing)
             log.warning("rank %d: no gradient came for %s", self.process_group.rank(), names)
         error = unfinished(
-            self.process_group, self.iterations, missing, self._names,
+            self.process_group, self.iterations, missing, self._shown_names(),
             find_unused=self.find_unused_parameters, static_graph=self.static_graph, quiet=quiet,
         )  # fmt: skip
         raise self._fault(error)

@@ -71,7 +71,7 @@ def _by_rank(told: Mapping[int, list[int]], size: int, names: Mapping[int, str])
             ranks_of.setdefault(index, []).append(rank)
     parts = []
     for index, ranks in sorted(ranks_of.items()):
-        name = names.get(index, f"parameter {index}").lstrip(".")
+        name = names.get(index, f"parameter {index}")
         module = name.rpartition(".")[0]
         where = f" of module {module}" if module else ""
         parts.append(

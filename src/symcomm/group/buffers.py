@@ -101,15 +101,17 @@ def _is_torch(tensor: Any) -> bool:
     return torch is not None and isinstance(tensor, torch.Tensor)
 
 
+# What to do with a tensor that is not on the CPU, by the type of its device.
+_ELSEWHERE = {
+    "cuda": "CUDA tensors go through symcomm.gpu.group.device_group(group, device), or torch.distributed on 'symcomm'",
+    "meta": "it has no values; make one on the CPU",
+}
+
+
 def _from_torch(call: str, name: str, tensor: Any, write: bool) -> Buffer:
     if not tensor.is_cpu:
-        raise errors.bad_argument(
-            call,
-            name,
-            f"a tensor on {tensor.device}",
-            "a CPU tensor",
-            "move it with .cpu(), or use nccl for GPU tensors",
-        )
+        fix = _ELSEWHERE.get(tensor.device.type, "move it with .cpu()")
+        raise errors.bad_argument(call, name, f"a tensor on {tensor.device}", "a CPU tensor", fix)
     if tensor.layout is not sys.modules["torch"].strided:
         raise errors.bad_argument(
             call, name, f"a {tensor.layout} tensor", "dense", "use .to_dense(), or gloo for sparse sums"
