@@ -110,6 +110,26 @@ def test_words_count_on_beyond_32_bits():
     assert not is_behind(3, 0xFFFFFFFF) and is_behind(0xFFFFFFFF, 0x100000003)
 
 
+# --- who carries messages ------------------------------------------------------------------------------------------
+
+
+def test_messages_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch):
+    from symcomm.backend import engines
+
+    group = SimpleNamespace(core=SimpleNamespace(spans_hosts=False), _devices=lambda: {"cuda": "symcomm"})
+    monkeypatch.setattr(engines, "device_mail", lambda core, index: f"mail {index}")
+    monkeypatch.setattr(engines.Engines, "_make", lambda self, call, name, kind: f"{call} by {name}")
+    device = torch.device("cuda", 1)
+    for wish, mail in (("", "mail 1"), ("symcomm", "mail 1"), ("nccl", None)):
+        monkeypatch.setenv("SYMCOMM_CUDA", wish)
+        assert engines.Engines(group).mail(device) == mail
+    first = engines.Engines(group)  # of all calls a message
+    assert first.mail(device) is None and first.on("send", device) == "send by nccl"
+    monkeypatch.setenv("SYMCOMM_CUDA", "gloo")
+    with pytest.raises(errors.BadArgumentError, match="SYMCOMM_CUDA must be 'symcomm' or 'nccl'"):
+        engines.Engines(group).mail(device)
+
+
 # --- one call to the driver ---------------------------------------------------------------------------------------
 
 

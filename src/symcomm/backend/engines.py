@@ -79,10 +79,7 @@ class Engines:
         return device_group(self._group.core, _index(device)) if self._cuda == "symcomm" else None
 
     def _choose(self, device: torch.device) -> str:
-        wish = os.environ.get("SYMCOMM_CUDA", "")
-        if wish not in ("", "symcomm", "nccl"):
-            raise errors.bad_argument("CUDA tensors", "SYMCOMM_CUDA", wish, "'symcomm' or 'nccl', or not set")
-        core = self._group.core
+        core, wish = self._group.core, _wish()
         if core.spans_hosts:  # NCCL finds its own way between hosts
             return "nccl"
         if wish or core.size == 1 or not dist.is_nccl_available():
@@ -112,12 +109,11 @@ class Engines:
     def mail(self, device: torch.device) -> Any:
         """What carries messages of tensors on ``device``, if it is ours; None for another engine. No rank but the two
         ends of a message takes part, so that nothing can be agreed on here."""
-        if not self.is_ours(device) or (self._cuda or os.environ.get("SYMCOMM_CUDA", "symcomm")) == "nccl":
+        if not self.is_ours(device):
             return None
-        if self._group.core.spans_hosts:
+        if not self._cuda and (self._group.core.spans_hosts or _wish() == "nccl"):
             self._cuda = "nccl"
-            return None
-        return device_mail(self._group.core, _index(device))
+        return device_mail(self._group.core, _index(device)) if self._cuda != "nccl" else None
 
     def message(self, call: str, tensor: Any, args: tuple) -> Any:
         """send, recv, or recv from anybody, on another engine."""
@@ -160,6 +156,14 @@ def _carried_by_nobody(call: str, device: torch.device) -> errors.BadArgumentErr
         fix = "move it with .cpu()"
     allowed = "a CPU tensor" if device.type == "cuda" else "a CPU or CUDA tensor"
     return errors.bad_argument(call, "tensor", f"a tensor on {device}", allowed, fix)
+
+
+def _wish() -> str:
+    """Who shall carry CUDA tensors, as the environment has it; empty: whoever can."""
+    wish = os.environ.get("SYMCOMM_CUDA", "")
+    if wish not in ("", "symcomm", "nccl"):
+        raise errors.bad_argument("CUDA tensors", "SYMCOMM_CUDA", wish, "'symcomm' or 'nccl', or not set")
+    return wish
 
 
 def _index(device: torch.device) -> int:
