@@ -235,6 +235,15 @@ def bench_sites(ranks: int, wanted: Wanted, *, quick: bool) -> None:
     bench_program("sites", module.Plan(ranks, **(module.QUICK if quick else {})), wanted)
 
 
+def bench_gpu(ranks: int, rounds: int | None, wanted: Wanted, *, quick: bool) -> None:
+    """Ranks that share a GPU."""
+    _check_numbers(ranks, 0, 0, 0, rounds, "gpu")
+    need_torch("symcomm bench gpu")
+    module = _module_of("gpu")
+    more = {"rounds": rounds} if rounds else {}
+    bench_program("gpu", module.Plan(ranks, **(module.QUICK if quick else {}) | more), wanted)
+
+
 def bench_store(wanted: Wanted, *, quick: bool) -> None:
     """Beside PyTorch's, where that is installed."""
     module = _module_of("store")
@@ -285,6 +294,7 @@ def bench(
       symcomm bench p2p --plot p2p.svg
       symcomm bench ddp
       symcomm bench compile --quick
+      symcomm bench gpu
       symcomm bench hosts --ranks 4 --collectives all_reduce,all_gather
       symcomm bench sites
     """
@@ -300,6 +310,8 @@ def bench(
             setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
         elif collective == "store":
             bench_store(wanted, quick=quick)
+        elif collective == "gpu":
+            bench_gpu(ranks, rounds, wanted, quick=quick)
         elif collective == "sites":
             bench_sites(ranks, wanted, quick=quick)
         elif collective in PROGRAMS:
@@ -321,7 +333,7 @@ def bench(
 
 def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:
     call = "symcomm bench"
-    lowest = 2 if collective in ("p2p", "all", "ddp", "compile") else 1
+    lowest = 2 if collective in ("p2p", "all", "ddp", "compile", "gpu") else 1
     if ranks < lowest:
         raise errors.bad_argument(call, "--ranks", ranks, f"{lowest} or more for {collective}")
     if not 0 <= root < ranks:

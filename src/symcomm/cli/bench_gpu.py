@@ -1,7 +1,8 @@
-"""``python -m symcomm.cli.bench_gpu``: all_reduce of two ranks on one GPU, ours beside Gloo's and torch's.
+"""``symcomm bench gpu``: all_reduce of ranks that share a GPU, ours beside Gloo's and torch's symmetric memory.
 
-All sides run in the same two processes, in turns, so that they meet the same machine. Times are medians, per operation:
-"in a row" without waiting for the GPU in between, "one by one" with a wait for it after each.
+All sides run in the same processes, in turns, so that they meet the same machine; once where the processes take turns
+on the GPU, and once where they use it at the same time (MPS). Times are per operation: "in a row" without waiting for
+the GPU in between, "one by one" with a wait for it after each.
 """
 
 from __future__ import annotations
@@ -13,150 +14,154 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from symcomm import errors
+from symcomm.cli import bench_table
 from symcomm.cli.mps import multi_process_service
-from symcomm.errors import SymcommError
+from symcomm.cli.pictures import Curves, Panel
+from symcomm.gpu.devices import need_cuda
 
-SIZES = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-ROUNDS = 5
-LIMIT_S = 90  # for all sizes of one mode
-BUDGET_S = 0.05  # per side, size and round
-LATENCY_RUNS = 5
+__all__ = ["QUICK", "SIDES", "Figures", "Plan", "as_table", "note", "picture", "run_gpu_bench", "to_json"]
 
-
-# --- a rank ---------------------------------------------------------------------------------------------------------
-
-
-def _sides(count: int, gpu: Any, dist: Any) -> dict[str, Callable[[], Any]]:
-    """Name -> one all_reduce of ``count`` floats."""
-    import torch
-
-    from symcomm import symm_mem
-
-    plain, ours = torch.zeros(count, device="cuda"), symm_mem.zeros(count, device="cuda")
-    sides: dict[str, Callable[[], Any]] = {
-        "symcomm, any tensor": lambda: gpu.all_reduce(plain),
-        "symcomm, symmetric": lambda: gpu.all_reduce(ours),
-        "Gloo": lambda: dist.all_reduce(plain),
-    }
-    with contextlib.suppress(Exception):  # where torch refuses two ranks on one GPU, the column stays empty
-        from torch.distributed import _symmetric_memory
-
-        theirs = _symmetric_memory.empty(count, device="cuda").zero_()
-        _symmetric_memory.rendezvous(theirs, dist.group.WORLD)
-        reduce = torch.ops.symm_mem.two_shot_all_reduce_
-        sides["torch symmetric"] = lambda: reduce(theirs, "sum", dist.group.WORLD.group_name)
-        sides["torch symmetric"]()
-        torch.cuda.synchronize()
-    return sides
+SIDES = {"ordinary": "ordinary", "symmetric": "symmetric", "gloo": "gloo", "torch": "torch's symmetric memory"}
+TURNS, MPS = "in turns", "MPS"  # how processes share the GPU
+WORKER = "symcomm.cli.bench_gpu_worker"
+QUICK = {"rounds": 2, "sizes": (4 << 10, 1 << 20, 64 << 20)}
+START_S, TURN_S = 60.0, 2.0  # deadlines: of starting, and of a turn of one side
 
 
-def _time(run: Callable[[], Any], core: Any) -> tuple[float, float]:
-    """(seconds each in a row, seconds each one by one)"""
-    import torch
+@dataclass(frozen=True)
+class Plan:
+    """What to measure: ``rounds`` turns of every side at every size."""
 
-    def once(count: int, wait: bool) -> float:
-        core.barrier()
-        begun = time.perf_counter()
-        for _ in range(count):
-            run()
-            if wait:
-                torch.cuda.synchronize()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - begun) / count
+    ranks: int = 2
+    rounds: int = 5
+    sizes: Sequence[int] = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 
-    mine = json.dumps(once(1, True)).encode()
-    first = max(map(json.loads, core.all_gather_object(mine)))  # all ranks make the same number of calls
-    return once(max(3, min(100, int(BUDGET_S / first))), False), once(LATENCY_RUNS, True)
+    @property
+    def turns(self) -> int:
+        return 2 * len(self.sizes) * len(SIDES) * self.rounds
 
 
-def rank_main(folder: str) -> None:
-    """One of the two ranks; rank 0 prints a JSON line for each size."""
-    import torch
-    import torch.distributed as dist
+@dataclass
+class Figures:
+    """One size on one side. ``row`` and ``single``: seconds of an operation, once for every turn."""
 
-    from symcomm.gpu.group import device_group
-    from symcomm.group.default import init
+    sharing: str
+    nbytes: int
+    side: str
+    row: list[float] = field(default_factory=list)
+    single: list[float] = field(default_factory=list)
 
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(0)
-    core = init(f"file://{folder}/ours", rank, world, timeout=60)
-    dist.init_process_group("cpu:gloo,cuda:gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=world)
-    gpu = device_group(core, 0)
-    for nbytes in SIZES:
-        sides = _sides(nbytes // 4, gpu, dist)
-        everyone = [json.loads(names) for names in core.all_gather_object(json.dumps(list(sides)).encode())]
-        shared = [name for name in sides if all(name in names for names in everyone)]
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in shared}
-        for _ in range(ROUNDS):
-            for name in shared:
-                times[name].append(_time(sides[name], core))
-        if rank == 0:
-            medians = {n: [statistics.median(t) * 1e6 for t in zip(*ts, strict=True)] for n, ts in times.items()}
-            print(json.dumps({"nbytes": nbytes, "sliced": gpu.time_sliced, "us": medians}), flush=True)
-    core.barrier()
-    os._exit(0)  # nothing is left to do, and torch's own groups may take their time
+    def seconds(self, best: bool = False) -> tuple[float, float]:
+        """(in a row, one by one)"""
+        pick: Callable[[list[float]], float] = min if best else statistics.median
+        return pick(self.row), pick(self.single)
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
-
-
-def measure(environment: dict[str, str]) -> list[dict[str, Any]]:
-    """Run two ranks; what rank 0 printed until the time was up."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "symcomm.cli.bench_gpu", "rank", folder]
-        base = {**os.environ, **environment, "WORLD_SIZE": "2", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-        ranks = [
-            subprocess.Popen(
-                command, env={**base, "RANK": str(r)}, stdout=subprocess.PIPE if r == 0 else None, text=True
-            )
-            for r in range(2)
-        ]
+def run_gpu_bench(plan: Plan, tick: Callable[[str], None] = lambda what: None) -> list[Figures]:
+    """Measure both ways to share the GPU; without MPS on this machine, only the one that needs none."""
+    need_cuda("symcomm bench gpu")
+    found = _measure(plan, TURNS, {}, tick)
+    with contextlib.ExitStack() as stack:
         try:
-            out = ranks[0].communicate(timeout=LIMIT_S)[0]
-        except subprocess.TimeoutExpired:
-            ranks[0].kill()
-            out = ranks[0].communicate()[0]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+            environment = stack.enter_context(multi_process_service())
+        except (errors.CallerError, errors.ResourceError) as error:
+            print(f"# with MPS: not measured. {error}", file=sys.stderr)
+            return found
+        return found + _measure(plan, MPS, environment, tick)
 
 
-def words_for_size(nbytes: int) -> str:
-    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+def _measure(plan: Plan, sharing: str, environment: Mapping[str, str], tick: Callable[[str], None]) -> list[Figures]:
+    """Run the ranks; the first one writes a line for each turn of each side."""
+    found: dict[tuple[int, str], Figures] = {}
+    seconds = START_S + TURN_S * plan.turns
+    with tempfile.TemporaryDirectory() as folder, _ranks(plan, environment, Path(folder), seconds) as first:
+        for line in first.stdout:
+            turn = json.loads(line)
+            nbytes, side = turn["nbytes"], turn["side"]
+            figures = found.setdefault((nbytes, side), Figures(sharing, nbytes, side))
+            figures.row.append(turn["row"])
+            figures.single.append(turn["single"])
+            tick(f"{bench_table.short_size(nbytes)}, {SIDES[side]}")
+        if first.wait():
+            told = "\n".join(log.read_text()[-1000:] for log in sorted(Path(folder).glob("log*"))).strip()
+            raise errors.SymcommError(f"symcomm bench gpu: the ranks failed, or took more than {seconds:.0f} s: {told}")
+    return list(found.values())
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table: in a row / one by one, in microseconds."""
-    names = list(dict.fromkeys(name for row in rows for name in row["us"]))
-    lines = ["| size | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
-    for row in rows:
-        cells = [f"{row['us'][n][0]:.0f} / {row['us'][n][1]:.0f}" if n in row["us"] else "" for n in names]
-        lines.append(f"| {words_for_size(row['nbytes'])} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+@contextlib.contextmanager
+def _ranks(plan: Plan, environment: Mapping[str, str], folder: Path, seconds: float) -> Iterator[Any]:
+    """Starts them, gives the first one, and ends all: when they are done with, or after ``seconds``."""
+    words = [sys.executable, "-m", WORKER, str(folder), json.dumps(asdict(plan))]
+    common = {"WORLD_SIZE": str(plan.ranks), "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    ranks: list[subprocess.Popen] = []
 
+    def end() -> None:
+        for rank in ranks:
+            rank.kill()
 
-def main() -> int:
-    if sys.argv[1:2] == ["rank"]:
-        rank_main(sys.argv[2])
-        return 0
-    print("all_reduce, float32 sum, 2 ranks on one GPU; us in a row / one by one")
-    print("\nwithout MPS: the processes take turns on the GPU\n")
-    rows = measure({})
-    print(table(rows), flush=True)
+    late = threading.Timer(seconds, end)
     try:
-        with multi_process_service() as found:
-            print("\nwith MPS\n")
-            print(table(measure(found)))
-    except SymcommError as error:
-        print(f"\nwith MPS: not measured. {error}")
-    return 0 if rows else 1
+        for number in range(plan.ranks):
+            env = {**os.environ, **environment, **common, "RANK": str(number)}
+            out = subprocess.PIPE if number == 0 else subprocess.DEVNULL
+            with (folder / f"log{number}").open("w") as said:
+                ranks.append(subprocess.Popen(words, env=env, stdout=out, stderr=said, text=True))
+        late.start()
+        yield ranks[0]
+    finally:
+        late.cancel()
+        end()
+        for rank in ranks:
+            rank.wait()
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_table.Table:
+    """Microseconds in a row / one by one; ratios are of ordinary tensors."""
+    head = ["GPU shared", "size", *(f"{words} (us)" for words in SIDES.values()), "gloo / ours", "torch's / ours"]
+    cases: dict[tuple[str, int], dict[str, Figures]] = {}
+    for figures in found:
+        cases.setdefault((figures.sharing, figures.nbytes), {})[figures.side] = figures
+    rows = []
+    for (sharing, nbytes), sides in cases.items():
+        times = {side: figures.seconds(best) for side, figures in sides.items()}
+        cells = ["{:.0f} / {:.0f}".format(*(s * 1e6 for s in times[side])) if side in times else "-" for side in SIDES]
+        for side in ("gloo", "torch"):
+            pairs = zip(times[side], times["ordinary"], strict=True) if side in times else ()
+            cells.append(" / ".join(bench_table.times(theirs / ours) for theirs, ours in pairs) or "-")
+        rows.append([sharing, bench_table.short_size(nbytes), *cells])
+    return f"all_reduce, float32 sum, {plan.ranks} ranks on one GPU: in a row / one by one", head, rows
+
+
+def note(found: Sequence[Figures]) -> str:
+    sides = {figures.side for figures in found}
+    return "" if "torch" in sides else "torch's symmetric memory refused ranks that share a GPU"
+
+
+def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Panel]:
+    panels: list[Panel] = []
+    for sharing in dict.fromkeys(f.sharing for f in found):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for f in found:
+            if f.sharing == sharing:
+                lines.setdefault(SIDES[f.side], []).append((f.nbytes, f.seconds(best)[0] * 1e6))
+        panels.append(Curves(f"GPU shared: {sharing}", "size", "microseconds in a row", lines, bench_table.short_size))
+    return panels
+
+
+def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
+    """Everything measured, in microseconds."""
+    rows = [
+        {
+            "sharing": f.sharing, "nbytes": f.nbytes, "side": f.side,
+            "row_us": [s * 1e6 for s in f.row], "single_us": [s * 1e6 for s in f.single],
+        }
+        for f in found
+    ]  # fmt: skip
+    return {"machine": bench_table.machine(), "plan": asdict(plan), "rows": rows}

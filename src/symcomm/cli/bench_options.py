@@ -11,7 +11,7 @@ COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
     "p2p",
 )  # fmt: skip
-OTHERS = ("store", "ddp", "compile", "hosts", "sites")  # what else can be measured, each in a file of its own
+OTHERS = ("store", "ddp", "compile", "gpu", "hosts", "sites")  # what else can be measured, each in a file of its own
 
 Collective = Annotated[
     str,
