@@ -107,6 +107,13 @@ def test_arguments_and_outputs_of_any_shape():
         assert got["rows"][1] == expected["rows"][1]
 
 
+def test_an_empty_argument_takes_no_rows_from_the_others():
+    x = torch.randn(6, 3)
+    got = symcomm.DataParallel(Arguments(), CPU2)(x, extra=x[:0])
+    assert torch.equal(got["out"], x)
+    assert symcomm.DataParallel(nn.Linear(3, 2), CPU2)(x[:0]).shape == (0, 2)
+
+
 def test_no_arguments_run_once():
     class Constant(nn.Module):
         def forward(self):

@@ -83,8 +83,8 @@ def scatter(
 ) -> tuple[torch.Tensor, ...]:
     """Consecutive pieces of ``tensor`` along ``dim``, one on each of ``devices`` or in each tensor of ``out``.
 
-    Unless ``chunk_sizes`` says otherwise pieces are equal but for the last, and there are fewer of them than devices
-    when there is too little to share. A piece whose device is the tensor's own is a view of it. ``streams`` holds one
+    Unless ``chunk_sizes`` says otherwise pieces are those of ``torch.chunk``: equal but for the last, and fewer than
+    devices when there is too little to share; of nothing, an empty one for each. A piece whose device is the tensor's own is a view of it. ``streams`` holds one
     stream or None per device; the copy then runs on it, after what the tensor's current stream has been given so far.
     """
     check_tensor("scatter", "tensor", tensor)
@@ -109,7 +109,7 @@ def scatter(
 
 def _equal_sizes(total: int, parts: int) -> list[int]:
     size = max(1, -(-total // parts))
-    return [min(size, total - start) for start in range(0, total, size)] or [0]
+    return [min(size, total - start) for start in range(0, total, size)] or [0] * parts
 
 
 def _pieces(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> Iterator[torch.Tensor]:
