@@ -58,6 +58,22 @@ def test_fewer_pieces_than_devices():
     assert len(inputs) == len(kwargs) == 2 and kwargs[1]["mask"].tolist() == [1]
 
 
+def test_no_rows_are_lost():
+    x = torch.arange(8.0)
+    with refuses(
+        r"scatter_kwargs: kwargs\['y'\] must be of a size in dimension 0 that splits into 2 as inputs\[0\], of size 8, "
+        r"does, got 'size 1, which splits into 1'; pass"
+    ):
+        comm.scatter_kwargs((x,), {"y": x[:1]}, CPU2)
+    with refuses(r"scatter_nested: value\[1\]\['k'\] must be of a size .* got 'size 2, which splits into 2'"):
+        comm.scatter_nested((x, {"k": x[:2]}), ["cpu"] * 4)
+    with refuses(r"value\['t'\] must be a tensor that can be split, got 'a tensor without dimensions'; pass a number"):
+        comm.scatter_nested({"t": torch.tensor(1.0)}, CPU2)
+    with refuses(r"dim must be from -1 to 0 for value\[1\], got 1"):
+        comm.scatter_nested((x.reshape(2, 4), x), CPU2, dim=1)
+    assert len(comm.scatter_nested((x[:1], x[:0]), CPU2)) == 1  # of an empty one nothing can be lost
+
+
 def test_arguments_are_paired():
     x = torch.arange(4.0)
     assert comm.scatter_kwargs((), None, CPU2) == ((), ())

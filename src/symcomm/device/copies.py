@@ -84,8 +84,9 @@ def scatter(
     """Consecutive pieces of ``tensor`` along ``dim``, one on each of ``devices`` or in each tensor of ``out``.
 
     Unless ``chunk_sizes`` says otherwise pieces are those of ``torch.chunk``: equal but for the last, and fewer than
-    devices when there is too little to share; of nothing, an empty one for each. A piece whose device is the tensor's own is a view of it. ``streams`` holds one
-    stream or None per device; the copy then runs on it, after what the tensor's current stream has been given so far.
+    devices when there is too little to share; of nothing, an empty one for each. A piece whose device is the tensor's
+    own is a view of it. ``streams`` holds one stream or None per device; the copy then runs on it, after what the
+    tensor's current stream has been given so far.
     """
     check_tensor("scatter", "tensor", tensor)
     dim = wrap_dim("scatter", dim, tensor.dim())
@@ -95,7 +96,7 @@ def scatter(
                 raise errors.bad_argument("scatter", name, value, "left out when out is given")
         return _scatter_into(tensor, as_tensors("scatter", "out", out), dim, streams)
     targets = as_devices("scatter", "devices", devices)
-    sizes = _equal_sizes(tensor.size(dim), len(targets)) if chunk_sizes is None else list(chunk_sizes)
+    sizes = equal_sizes(tensor.size(dim), len(targets)) if chunk_sizes is None else list(chunk_sizes)
     if chunk_sizes is not None:
         _check_sizes(sizes, tensor, dim, len(targets))
     streams = _check_streams(streams, targets)
@@ -107,7 +108,7 @@ def scatter(
     return tuple(pieces)
 
 
-def _equal_sizes(total: int, parts: int) -> list[int]:
+def equal_sizes(total: int, parts: int) -> list[int]:
     size = max(1, -(-total // parts))
     return [min(size, total - start) for start in range(0, total, size)] or [0] * parts
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from symcomm import errors
 from symcomm.device import copies
-from symcomm.device.devices import as_device, as_devices
+from symcomm.device.devices import as_device, as_devices, wrap_dim
 from symcomm.device.functions import Gather, Scatter
 
 
@@ -24,9 +25,40 @@ def is_namedtuple(value: Any) -> bool:
 def scatter_nested(value: Any, devices: Any, dim: int = 0) -> list[Any]:
     """``value`` once per device, its tensors split along ``dim``, everything else shared.
 
-    There are as many as the shortest tensor gives pieces.
+    There are as many as the tensors give pieces: all of them the same number, or rows would be lost.
     """
-    return _scatter(value, as_devices("scatter_nested", "devices", devices), dim)
+    targets = as_devices("scatter_nested", "devices", devices)
+    _check_pieces("scatter_nested", _tensors_in(value, "value"), len(targets), dim)
+    return _scatter(value, targets, dim)
+
+
+def _tensors_in(value: Any, where: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield where, value
+    elif isinstance(value, (tuple, list)):
+        for i, item in enumerate(value):
+            yield from _tensors_in(item, f"{where}[{i}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors_in(item, f"{where}[{key!r}]")
+
+
+def _check_pieces(call: str, tensors: Iterable[tuple[str, torch.Tensor]], parts: int, dim: int) -> None:
+    """Refuse tensors of which some give fewer pieces than others. What is empty has no rows to lose."""
+    first = None
+    for where, tensor in tensors:
+        if tensor.dim() == 0:
+            fix = "pass a number, which all devices get"
+            raise errors.bad_argument(call, where, "a tensor without dimensions", "a tensor that can be split", fix)
+        size = tensor.size(wrap_dim(call, dim, tensor.dim(), of=where))
+        pieces = len(copies.equal_sizes(size, parts))
+        if first is None and size:
+            first = where, size, pieces
+        elif first is not None and size and pieces != first[2]:
+            other, its_size, its_pieces = first
+            allowed = f"of a size in dimension {dim} that splits into {its_pieces} as {other}, of size {its_size}, does"
+            fix = "pass what is not to be split as another type than a tensor, or expand it"
+            raise errors.bad_argument(call, where, f"size {size}, which splits into {pieces}", allowed, fix)
 
 
 def _scatter(value: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
@@ -56,8 +88,11 @@ def scatter_kwargs(
     inputs: Sequence[Any], kwargs: dict[str, Any] | None, devices: Any, dim: int = 0
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
     """Positional and keyword arguments for each device; as many as both of them have pieces."""
-    rows = scatter_nested(tuple(inputs), devices, dim) if inputs else []
-    named = scatter_nested(dict(kwargs), devices, dim) if kwargs else []
+    targets = as_devices("scatter_kwargs", "devices", devices)
+    tensors = chain(_tensors_in(inputs, "inputs"), _tensors_in(kwargs, "kwargs"))
+    _check_pieces("scatter_kwargs", tensors, len(targets), dim)
+    rows = _scatter(tuple(inputs), targets, dim) if inputs else []
+    named = _scatter(dict(kwargs), targets, dim) if kwargs else []
     if rows and named:
         count = min(len(rows), len(named))
     else:
