@@ -191,6 +191,8 @@ def test_sums_on_meta_are_shapes():
 
 def test_reduce_refusals():
     x = torch.zeros(2)
+    with refuses("inputs must be a list of tensors for each device, got <class 'int'>"):
+        comm.reduce_add_coalesced(5)
     with refuses("inputs must be at least one list of tensors"):
         comm.reduce_add_coalesced([])
     with refuses(r"inputs\[1\] must be a list of 2 tensors, as many as in inputs\[0\], got '1 tensors'"):

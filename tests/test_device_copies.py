@@ -160,6 +160,26 @@ def test_scatter_refusals():
     with refuses("streams must be one stream or None for each of 2 devices"):
         comm.scatter(x, ["cpu", "cpu"], streams=[None])
     assert len(comm.scatter(x, ["cpu", "cpu"], streams=[None, None])) == 2
+    with refuses(r"streams\[1\] must be None, since the CPU has no streams, got 3"):
+        comm.scatter(x, ["cpu", "cpu"], streams=[None, 3])
+    with refuses("streams must be a list, one stream or None for each of 2 devices, got 5"):
+        comm.scatter(x, ["cpu", "cpu"], streams=5)
+    with refuses("chunk_sizes must be a list, one size for each of 2 devices, got 3"):
+        comm.scatter(x, ["cpu", "cpu"], 3)
+    with refuses(r"tensor must be dense, to be split, got torch.sparse_coo; use .to_dense\(\) first"):
+        comm.scatter(x.to_sparse(), ["cpu", "cpu"])
+    with refuses("Scatter: tensor must be a tensor, got <class 'int'>"):
+        comm.Scatter.apply(["cpu"], None, 0, 5)
+    with refuses(r"Broadcast: tensors\[1\] must be a tensor, got <class 'str'>"):
+        comm.Broadcast.apply(["cpu"], x, "x")
+
+
+def test_integers_of_other_kinds():
+    x, numpy = numbers(6, 4), pytest.importorskip("numpy")
+    assert [len(p) for p in comm.scatter(x, ["cpu", "cpu"], numpy.array([2, 4]), numpy.int64(0))] == [2, 4]
+    assert [len(p) for p in comm.scatter(x, ["cpu", "cpu"], torch.tensor([2, 4]))] == [2, 4]
+    assert comm.gather([x, x], numpy.int32(1)).shape == (6, 8)
+    assert comm.broadcast_coalesced([x], ["cpu"], numpy.int64(64))[0][0] is x
 
 
 # --- gather ----------------------------------------------------------------------------------------------------

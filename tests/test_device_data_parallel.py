@@ -231,6 +231,8 @@ def test_meta_devices():
 def test_refusals():
     with pytest.raises(BadArgumentError, match="DataParallel: module must be a torch.nn.Module"):
         symcomm.DataParallel(lambda x: x, CPU2)
+    with pytest.raises(BadArgumentError, match="data_parallel: module must be a torch.nn.Module"):
+        comm.data_parallel(lambda x: x, torch.ones(2), CPU2)
     with pytest.raises(BadArgumentError, match="device_ids must be at least one device"):
         symcomm.DataParallel(net(), [])
     with pytest.raises(BadArgumentError, match="module.0.weight must be on meta, which is device_ids"):

@@ -6,7 +6,7 @@ another. ``Broadcast`` and ``ReduceAddCoalesced`` in functions.py are the differ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.device import packing
 from symcomm.device.copies import copy_to
-from symcomm.device.devices import as_destination, as_devices, as_tensors, check_has_data
+from symcomm.device.devices import as_destination, as_devices, as_integer, as_tensors, check_has_data
 from symcomm.device.sums import NARROW, add_on, check_same
 from symcomm.group.buffers import torch_dtypes
 
@@ -24,9 +24,10 @@ GRAIN = 32768  # elements; torch adds larger tensors with several threads, and o
 
 
 def _check_buffer_size(call: str, buffer_size: Any) -> int:
-    if not isinstance(buffer_size, int) or buffer_size < 1:
+    limit = as_integer(buffer_size)
+    if limit is None or limit < 1:
         raise errors.bad_argument(call, "buffer_size", buffer_size, "a number of bytes, 1 or more")
-    return buffer_size
+    return limit
 
 
 # --- broadcast -----------------------------------------------------------------------------------------------
@@ -103,6 +104,8 @@ def reduce_add_coalesced(
     """
     call = "reduce_add_coalesced"
     limit = _check_buffer_size(call, buffer_size)
+    if not isinstance(inputs, Iterable):
+        raise errors.bad_argument(call, "inputs", type(inputs), "a list of tensors for each device")
     lists = [as_tensors(call, f"inputs[{d}]", tensors) for d, tensors in enumerate(inputs)]
     _check_lists(call, lists)
     if not lists[0]:
