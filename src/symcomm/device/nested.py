@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -17,6 +18,11 @@ from symcomm.device.functions import Gather, Scatter
 
 def is_namedtuple(value: Any) -> bool:
     return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def _made_like(template: Any, items: Iterable[Any]) -> Any:
+    """A namedtuple of the template's type, whatever its constructor takes."""
+    return type(template)._make(items)
 
 
 # --- scatter -------------------------------------------------------------------------------------------------
@@ -69,7 +75,7 @@ def _scatter(value: Any, devices: Sequence[torch.device], dim: int) -> list[Any]
     if isinstance(value, (tuple, list)) and value:
         rows = zip(*(_scatter(item, devices, dim) for item in value), strict=False)
         if is_namedtuple(value):
-            return [type(value)(*row) for row in rows]
+            return [_made_like(value, row) for row in rows]
         return [tuple(row) if isinstance(value, tuple) else list(row) for row in rows]
     if isinstance(value, dict) and value:
         rows = zip(*(_scatter(item, devices, dim) for item in value.values()), strict=False)
@@ -105,15 +111,18 @@ def scatter_kwargs(
 # --- gather --------------------------------------------------------------------------------------------------
 
 
-def gather_nested(outputs: Sequence[Any], destination: Any, dim: int = 0) -> Any:
+def gather_nested(outputs: Iterable[Any], destination: Any, dim: int = 0) -> Any:
     """One value from those of all devices: tensors joined along ``dim`` on ``destination``.
 
     The values must have one structure. What is not a tensor must be the same in all.
     """
+    if isinstance(outputs, torch.Tensor) or not isinstance(outputs, Iterable):
+        raise errors.bad_argument("gather_nested", "outputs", type(outputs), "a list, one output for each device")
+    outputs = list(outputs)
     if not outputs:
         raise errors.bad_argument("gather_nested", "outputs", outputs, "at least one output")
     device = as_device("gather_nested", "destination", destination, minus_one_is_cpu=True)
-    return _gather(list(outputs), device, dim, "outputs[{}]")
+    return _gather(outputs, device, dim, "outputs[{}]")
 
 
 def _gather(values: list[Any], device: torch.device, dim: int, where: str) -> Any:
@@ -138,7 +147,7 @@ def _gather(values: list[Any], device: torch.device, dim: int, where: str) -> An
                 allowed = f"of length {len(first)} as {where.format(0)} is"
                 raise errors.bad_argument("gather_nested", where.format(i), value, allowed)
         items = [_gather(list(v), device, dim, f"{where}[{k}]") for k, v in enumerate(zip(*values, strict=True))]
-        return type(first)(*items) if is_namedtuple(first) else type(first)(items)
+        return _made_like(first, items) if is_namedtuple(first) else type(first)(items)
     return _same(values, where)
 
 
@@ -149,7 +158,18 @@ def _braced(key: Any) -> str:
 def _same(values: list[Any], where: str) -> Any:
     """What is no tensor and no container: the value that all devices agree on."""
     for i, value in enumerate(values):
-        if value is not values[0] and value != values[0]:
+        if not _is_same(value, values[0]):
             allowed = f"a tensor, or the same as {where.format(0)}, which is {values[0]!r}"
             raise errors.bad_argument("gather_nested", where.format(i), value, allowed)
     return values[0]
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Alike: arrays in all elements, NaN as NaN, and what cannot be compared only with itself."""
+    if a is b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)):
+        return True
+    try:
+        alike = a == b
+        return bool(alike.all() if hasattr(alike, "all") else alike)
+    except (RuntimeError, TypeError, ValueError):  # arrays of different shapes, tensors in objects of one's own
+        return False
