@@ -160,7 +160,7 @@ def test_scatter_refusals():
     with refuses("streams must be one stream or None for each of 2 devices"):
         comm.scatter(x, ["cpu", "cpu"], streams=[None])
     assert len(comm.scatter(x, ["cpu", "cpu"], streams=[None, None])) == 2
-    with refuses(r"streams\[1\] must be None, since the CPU has no streams, got 3"):
+    with refuses(r"streams\[1\] must be a stream of cpu, or None, got 3"):
         comm.scatter(x, ["cpu", "cpu"], streams=[None, 3])
     with refuses("streams must be a list, one stream or None for each of 2 devices, got 5"):
         comm.scatter(x, ["cpu", "cpu"], streams=5)

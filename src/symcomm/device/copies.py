@@ -160,9 +160,8 @@ def _check_streams(streams: Any, devices: Sequence[torch.device]) -> list[Any]:
     if len(streams) != len(devices):
         raise errors.bad_argument("scatter", "streams", streams, each)
     for i, (stream, device) in enumerate(zip(streams, devices, strict=True)):
-        if stream is not None and not (isinstance(stream, torch.Stream) and stream.device == device):
-            allowed = "None, since the CPU has no streams" if device.type == "cpu" else f"a stream of {device}, or None"
-            raise errors.bad_argument("scatter", f"streams[{i}]", stream, allowed)
+        if stream is not None and getattr(stream, "device", None) != device:
+            raise errors.bad_argument("scatter", f"streams[{i}]", stream, f"a stream of {device}, or None")
     return streams
 
 
