@@ -110,6 +110,16 @@ def test_sparse_gradients_are_added():
     assert table.grad.to_dense().sum(1).tolist() == [0, 2, 2, 0, 2, 2]
 
 
+def test_sparse_leaves():
+    table = torch.eye(3).to_sparse().requires_grad_()
+    weight = torch.ones(3, requires_grad=True)
+    first, _, second, _ = comm.Broadcast.apply(CPU2, table, weight)
+    assert first._values().data_ptr() == table._values().data_ptr()
+    x = torch.arange(6.0).reshape(3, 2)
+    (torch.sparse.mm(first, x) + 2 * torch.sparse.mm(second, x)).sum().backward()
+    assert torch.equal(table.grad.to_dense().diag(), 3 * x.sum(1))
+
+
 def test_meta_goes_through():
     weight = torch.empty(3, device="meta", requires_grad=True)
     outputs = comm.Broadcast.apply(["meta", "meta"], weight)

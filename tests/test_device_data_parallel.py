@@ -132,6 +132,7 @@ def test_other_dimension_and_output_device():
     x = torch.randn(3, 5)
     wrapped = symcomm.DataParallel(Double(), CPU2, output_device="meta", dim=1)
     assert wrapped(x).shape == (3, 5) and wrapped(x).device.type == "meta"
+    assert wrapped.src_device_obj == torch.device("cpu")
     wrapped = symcomm.DataParallel(Double(), CPU2, output_device=-1, dim=-1)
     torch.testing.assert_close(wrapped(x), 2 * x)
 

@@ -38,6 +38,7 @@ class DataParallel(nn.Module):
             self.output_device: torch.device | None = None
             return
         self.output_device = _output_device("DataParallel", output_device, self.device_ids)
+        self.src_device_obj = self.device_ids[0]  # where the module is; subclasses look for it by torch's name
         _warn_of_imbalance(self.device_ids)
         if len(self.device_ids) == 1:
             self.module.to(self.device_ids[0])

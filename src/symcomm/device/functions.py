@@ -29,11 +29,14 @@ class Broadcast(Function):
             return ()
         ctx.source = as_tensors("Broadcast", "tensors", inputs)[0].device
         outputs = broadcast_coalesced(inputs, ctx.devices)
-        if getattr(forward_ad, "_current_level", -1) >= 0:
-            # Forward mode: a tangent is not a requires_grad; and after an input given back as it is, torch (2.13)
-            # drops tangents of later outputs, so the first device gets the same memory under a new name.
-            own = own_entry(ctx.source, ctx.devices)
-            outputs = [[t.data for t in copies] if d == own else copies for d, copies in enumerate(outputs)]
+        forward_mode = getattr(forward_ad, "_current_level", -1) >= 0
+        own = own_entry(ctx.source, ctx.devices)
+        if own is not None:
+            # An input given back as it is becomes a view of itself, which torch cannot make of a sparse one; and in
+            # forward mode torch (2.13) drops the tangents of later outputs. The same memory under a new name helps.
+            renamed = [t.data if forward_mode or t.layout is not torch.strided else t for t in outputs[own]]
+            outputs[own] = renamed
+        if forward_mode:  # a tangent is not a requires_grad
             wanted = [t.is_floating_point() or t.is_complex() for t in inputs]
         else:
             wanted = ctx.needs_input_grad[1:]
