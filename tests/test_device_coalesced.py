@@ -167,6 +167,11 @@ def test_float8_is_added_wide():
     assert total.dtype == x.dtype and total.float().tolist() == [3, 6]
 
 
+def test_more_lists_than_the_core_adds_at_once():
+    counts = comm.reduce_add_coalesced([[torch.ones(2), torch.ones(1, dtype=torch.int32)]] * (coalesce.MOST_LISTS + 1))
+    assert [c.tolist() for c in counts] == [[1025, 1025], [1025]]
+
+
 def test_a_column_of_dense_and_sparse_is_dense():
     x = torch.tensor([[0.0, 1.0]])
     totals = comm.reduce_add_coalesced([[x, x.to_sparse()], [x.to_sparse(), x.to_sparse()]], "cpu")

@@ -20,6 +20,7 @@ from symcomm.device.sums import NARROW, add_on, check_same
 from symcomm.group.buffers import torch_dtypes
 
 BUFFER_SIZE = 10 << 20  # bytes, as in PyTorch
+MOST_LISTS = 1024  # that the core adds in one pass
 GRAIN = 32768  # elements; torch adds larger tensors with several threads, and our core with one
 
 
@@ -140,7 +141,8 @@ def _check_lists(call: str, lists: list[list[torch.Tensor]]) -> None:
 def _add_in_core(lists: list[list[torch.Tensor]], device: torch.device) -> tuple[list[torch.Tensor], Sequence[int]]:
     """Sums in one pass over all sources, in C, where all are on the CPU; and the indices of those it did not take."""
     first = lists[0]
-    if len(lists) == 1 or device.type != "cpu" or any(tensors[0].device.type != "cpu" for tensors in lists):
+    on_cpu = device.type == "cpu" and all(tensors[0].device.type == "cpu" for tensors in lists)
+    if not on_cpu or not 1 < len(lists) <= MOST_LISTS:
         return list(first), range(len(first))
     torch_dtypes()  # the core knows torch's tensors from then on
     sums = [torch.empty_like(t) for t in first]
