@@ -263,6 +263,16 @@ def test_what_crosses_devices_is_packed_and_split(limit):
         torch.testing.assert_close(total, comm.reduce_add([tensor] * 3))
 
 
+def test_parts_of_one_buffer_have_versions_of_their_own():
+    tensors, cpu = [torch.randn(3) for _ in range(3)], torch.device("cpu")
+    sums = coalesce.add_packed(cpu, [[t, t] for t in tensors], 1 << 20)
+    for parts in (*packing.packed_copies(tensors, [cpu, cpu], 1 << 20), sums):
+        assert len({part.untyped_storage().data_ptr() for part in parts}) == 1  # one buffer carried them
+        before = [part._version for part in parts]
+        parts[1].zero_()
+        assert [part._version - old for part, old in zip(parts, before, strict=True)] == [0, 1, 0]
+
+
 def test_copies_and_sums_by_dtype(monkeypatch):
     """What GPUs do with tensors that stay on them, done by the meta device for shapes and by the CPU for values."""
     tensors = [t for t in mixture() if t.layout is torch.strided]
