@@ -7,6 +7,7 @@ import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from symcomm import comm
+from symcomm.device import nccl
 
 CPU2, CPU3 = ["cpu"] * 2, ["cpu"] * 3
 
@@ -140,3 +141,11 @@ def test_functional_transforms_agree():
     assert torch.allclose(jacobian, torch.diag(2 * x))
     jacobian = torch.func.jacfwd(lambda v: comm.reduce_add([v * v, v]))(x)
     assert torch.allclose(jacobian, torch.diag(2 * x + 1))
+
+
+def test_nccl_gets_nothing_that_is_differentiated():
+    x = leaf(2)
+    assert nccl.recorded([x]) and not nccl.recorded([x.detach()])
+    with torch.no_grad(), forward_ad.dual_level():
+        assert not nccl.recorded([x])
+        assert nccl.recorded([forward_ad.make_dual(torch.ones(2), torch.ones(2))])

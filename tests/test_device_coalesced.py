@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -308,6 +310,28 @@ def test_nccl_carries_buffers_between_gpus(monkeypatch):
     totals = coalesce.add_packed(cpu, [[t, t] for t in tensors], 1 << 20)
     assert all(torch.equal(a, 2 * b) for a, b in zip(totals, tensors, strict=True))
     assert asked == [("reduce", 2, 0), ("reduce", 2, 0)]
+
+
+def test_what_nccl_can_carry(monkeypatch):
+    """Asked of a stand-in for a tensor on a GPU."""
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+
+    def gpu_tensor(**other):
+        facts = {"is_cuda": True, "layout": torch.strided, "is_complex": lambda: False, "device": first, **other}
+        return SimpleNamespace(**facts)
+
+    monkeypatch.setattr(nccl, "recorded", lambda tensors: False)
+    monkeypatch.setattr(nccl.nccl, "is_available", lambda tensors: True)
+    assert nccl.can_broadcast(gpu_tensor(), [first, second])
+    for devices in ([first], [first, second, second], [second, torch.device("cuda", 2)], [first, torch.device("cpu")]):
+        assert not nccl.can_broadcast(gpu_tensor(), devices)
+    odd = [{"is_cuda": False}, {"layout": torch.sparse_coo}, {"is_complex": lambda: True}]
+    assert not any(nccl.can_broadcast(gpu_tensor(**facts), [first, second]) for facts in odd)
+    pair = [gpu_tensor(), gpu_tensor(device=second)]
+    assert nccl.can_add(pair, second) and not nccl.can_add(pair[:1], first)
+    assert not nccl.can_add(pair, torch.device("cuda", 2)) and not nccl.can_add(
+        [*pair, gpu_tensor(is_cuda=False)], first
+    )
 
 
 def test_the_core_leaves_what_it_does_not_know():
