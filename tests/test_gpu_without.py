@@ -177,6 +177,20 @@ def test_words_are_written_on_the_tensors_own_gpu(monkeypatch: pytest.MonkeyPatc
     assert said == [("device", 1), ("enter", 1), ("fill", 1004, 5, 3, 0), "before"]
 
 
+def test_a_tensor_inside_a_piece_is_symmetric(monkeypatch: pytest.MonkeyPatch):
+    from symcomm.symm_mem import on_gpu
+
+    piece: Any = SimpleNamespace(nbytes=100)
+    monkeypatch.setattr(on_gpu, "_pieces", {1000: piece})
+    monkeypatch.setattr(on_gpu, "find_block", lambda device, address: (None, 0) if address < 2000 else None)
+
+    def tensor_at(address: int) -> Any:
+        storage = SimpleNamespace(data_ptr=lambda: address)
+        return SimpleNamespace(untyped_storage=lambda: storage, get_device=lambda: 0)
+
+    assert [on_gpu.find_piece(tensor_at(a)) is piece for a in (1000, 1099, 1100, 5000)] == [True, True, False, False]
+
+
 def test_ranks_that_are_threads_have_their_own_alloc_ids(monkeypatch: pytest.MonkeyPatch):
     from symcomm.symm_mem import on_gpu
 

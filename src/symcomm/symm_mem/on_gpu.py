@@ -17,7 +17,7 @@ from symcomm import errors
 from symcomm.gpu import devices
 from symcomm.gpu.driver import WAIT_EQUAL, driver
 from symcomm.gpu.group import DeviceGroup, device_group
-from symcomm.gpu.pool import Piece, Raw, opened, pool_of, storage_over
+from symcomm.gpu.pool import Piece, Raw, find_block, opened, pool_of, storage_over
 from symcomm.gpu.watch import Outstanding
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import current_arena
@@ -105,7 +105,11 @@ def _persistent(key: _Id, nbytes: int) -> Piece:
 def find_piece(tensor: torch.Tensor) -> Piece | None:
     """The symmetric memory that a CUDA tensor lies in, or None."""
     address = tensor.untyped_storage().data_ptr()
-    return _pieces.get(address)
+    piece = _pieces.get(address)
+    if piece is not None or find_block(tensor.get_device(), address) is None:
+        return piece
+    # An address inside, as get_buffer() with an offset makes them.
+    return next((p for start, p in list(_pieces.items()) if start <= address < start + p.nbytes), None)
 
 
 # --- rendezvous --------------------------------------------------------------------------------------------------
