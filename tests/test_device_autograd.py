@@ -7,6 +7,7 @@ import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from symcomm import comm
+from symcomm.device import nccl
 
 CPU2, CPU3 = ["cpu"] * 2, ["cpu"] * 3
 
@@ -110,6 +111,16 @@ def test_sparse_gradients_are_added():
     assert table.grad.to_dense().sum(1).tolist() == [0, 2, 2, 0, 2, 2]
 
 
+def test_sparse_leaves():
+    table = torch.eye(3).to_sparse().requires_grad_()
+    weight = torch.ones(3, requires_grad=True)
+    first, _, second, _ = comm.Broadcast.apply(CPU2, table, weight)
+    assert first._values().data_ptr() == table._values().data_ptr()
+    x = torch.arange(6.0).reshape(3, 2)
+    (torch.sparse.mm(first, x) + 2 * torch.sparse.mm(second, x)).sum().backward()
+    assert torch.equal(table.grad.to_dense().diag(), 3 * x.sum(1))
+
+
 def test_meta_goes_through():
     weight = torch.empty(3, device="meta", requires_grad=True)
     outputs = comm.Broadcast.apply(["meta", "meta"], weight)
@@ -130,3 +141,11 @@ def test_functional_transforms_agree():
     assert torch.allclose(jacobian, torch.diag(2 * x))
     jacobian = torch.func.jacfwd(lambda v: comm.reduce_add([v * v, v]))(x)
     assert torch.allclose(jacobian, torch.diag(2 * x + 1))
+
+
+def test_nccl_gets_nothing_that_is_differentiated():
+    x = leaf(2)
+    assert nccl.recorded([x]) and not nccl.recorded([x.detach()])
+    with torch.no_grad(), forward_ad.dual_level():
+        assert not nccl.recorded([x])
+        assert nccl.recorded([forward_ad.make_dual(torch.ones(2), torch.ones(2))])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -167,6 +169,11 @@ def test_float8_is_added_wide():
     assert total.dtype == x.dtype and total.float().tolist() == [3, 6]
 
 
+def test_more_lists_than_the_core_adds_at_once():
+    counts = comm.reduce_add_coalesced([[torch.ones(2), torch.ones(1, dtype=torch.int32)]] * (coalesce.MOST_LISTS + 1))
+    assert [c.tolist() for c in counts] == [[1025, 1025], [1025]]
+
+
 def test_a_column_of_dense_and_sparse_is_dense():
     x = torch.tensor([[0.0, 1.0]])
     totals = comm.reduce_add_coalesced([[x, x.to_sparse()], [x.to_sparse(), x.to_sparse()]], "cpu")
@@ -191,6 +198,8 @@ def test_sums_on_meta_are_shapes():
 
 def test_reduce_refusals():
     x = torch.zeros(2)
+    with refuses("inputs must be a list of tensors for each device, got <class 'int'>"):
+        comm.reduce_add_coalesced(5)
     with refuses("inputs must be at least one list of tensors"):
         comm.reduce_add_coalesced([])
     with refuses(r"inputs\[1\] must be a list of 2 tensors, as many as in inputs\[0\], got '1 tensors'"):
@@ -256,6 +265,16 @@ def test_what_crosses_devices_is_packed_and_split(limit):
         torch.testing.assert_close(total, comm.reduce_add([tensor] * 3))
 
 
+def test_parts_of_one_buffer_have_versions_of_their_own():
+    tensors, cpu = [torch.randn(3) for _ in range(3)], torch.device("cpu")
+    sums = coalesce.add_packed(cpu, [[t, t] for t in tensors], 1 << 20)
+    for parts in (*packing.packed_copies(tensors, [cpu, cpu], 1 << 20), sums):
+        assert len({part.untyped_storage().data_ptr() for part in parts}) == 1  # one buffer carried them
+        before = [part._version for part in parts]
+        parts[1].zero_()
+        assert [part._version - old for part, old in zip(parts, before, strict=True)] == [0, 1, 0]
+
+
 def test_copies_and_sums_by_dtype(monkeypatch):
     """What GPUs do with tensors that stay on them, done by the meta device for shapes and by the CPU for values."""
     tensors = [t for t in mixture() if t.layout is torch.strided]
@@ -291,6 +310,28 @@ def test_nccl_carries_buffers_between_gpus(monkeypatch):
     totals = coalesce.add_packed(cpu, [[t, t] for t in tensors], 1 << 20)
     assert all(torch.equal(a, 2 * b) for a, b in zip(totals, tensors, strict=True))
     assert asked == [("reduce", 2, 0), ("reduce", 2, 0)]
+
+
+def test_what_nccl_can_carry(monkeypatch):
+    """Asked of a stand-in for a tensor on a GPU."""
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+
+    def gpu_tensor(**other):
+        facts = {"is_cuda": True, "layout": torch.strided, "is_complex": lambda: False, "device": first, **other}
+        return SimpleNamespace(**facts)
+
+    monkeypatch.setattr(nccl, "recorded", lambda tensors: False)
+    monkeypatch.setattr(nccl.nccl, "is_available", lambda tensors: True)
+    assert nccl.can_broadcast(gpu_tensor(), [first, second])
+    for devices in ([first], [first, second, second], [second, torch.device("cuda", 2)], [first, torch.device("cpu")]):
+        assert not nccl.can_broadcast(gpu_tensor(), devices)
+    odd = [{"is_cuda": False}, {"layout": torch.sparse_coo}, {"is_complex": lambda: True}]
+    assert not any(nccl.can_broadcast(gpu_tensor(**facts), [first, second]) for facts in odd)
+    pair = [gpu_tensor(), gpu_tensor(device=second)]
+    assert nccl.can_add(pair, second) and not nccl.can_add(pair[:1], first)
+    assert not nccl.can_add(pair, torch.device("cuda", 2)) and not nccl.can_add(
+        [*pair, gpu_tensor(is_cuda=False)], first
+    )
 
 
 def test_the_core_leaves_what_it_does_not_know():

@@ -107,6 +107,13 @@ def test_arguments_and_outputs_of_any_shape():
         assert got["rows"][1] == expected["rows"][1]
 
 
+def test_an_empty_argument_takes_no_rows_from_the_others():
+    x = torch.randn(6, 3)
+    got = symcomm.DataParallel(Arguments(), CPU2)(x, extra=x[:0])
+    assert torch.equal(got["out"], x)
+    assert symcomm.DataParallel(nn.Linear(3, 2), CPU2)(x[:0]).shape == (0, 2)
+
+
 def test_no_arguments_run_once():
     class Constant(nn.Module):
         def forward(self):
@@ -125,6 +132,7 @@ def test_other_dimension_and_output_device():
     x = torch.randn(3, 5)
     wrapped = symcomm.DataParallel(Double(), CPU2, output_device="meta", dim=1)
     assert wrapped(x).shape == (3, 5) and wrapped(x).device.type == "meta"
+    assert wrapped.src_device_obj == torch.device("cpu")
     wrapped = symcomm.DataParallel(Double(), CPU2, output_device=-1, dim=-1)
     torch.testing.assert_close(wrapped(x), 2 * x)
 
@@ -224,6 +232,8 @@ def test_meta_devices():
 def test_refusals():
     with pytest.raises(BadArgumentError, match="DataParallel: module must be a torch.nn.Module"):
         symcomm.DataParallel(lambda x: x, CPU2)
+    with pytest.raises(BadArgumentError, match="data_parallel: module must be a torch.nn.Module"):
+        comm.data_parallel(lambda x: x, torch.ones(2), CPU2)
     with pytest.raises(BadArgumentError, match="device_ids must be at least one device"):
         symcomm.DataParallel(net(), [])
     with pytest.raises(BadArgumentError, match="module.0.weight must be on meta, which is device_ids"):

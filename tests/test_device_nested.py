@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from typing import NamedTuple
 
 import pytest
@@ -22,6 +23,16 @@ def refuses(words: str):
 class Pair(NamedTuple):
     a: torch.Tensor
     b: list
+
+
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
+
+
+class FromPair(collections.namedtuple("FromPair", "left right")):
+    def __new__(cls, pair):
+        return super().__new__(cls, *pair)
 
 
 def test_scatter_splits_tensors_and_shares_the_rest():
@@ -58,6 +69,22 @@ def test_fewer_pieces_than_devices():
     assert len(inputs) == len(kwargs) == 2 and kwargs[1]["mask"].tolist() == [1]
 
 
+def test_no_rows_are_lost():
+    x = torch.arange(8.0)
+    with refuses(
+        r"scatter_kwargs: kwargs\['y'\] must be of a size in dimension 0 that splits into 2 as inputs\[0\], of size 8, "
+        r"does, got 'size 1, which splits into 1'; pass"
+    ):
+        comm.scatter_kwargs((x,), {"y": x[:1]}, CPU2)
+    with refuses(r"scatter_nested: value\[1\]\['k'\] must be of a size .* got 'size 2, which splits into 2'"):
+        comm.scatter_nested((x, {"k": x[:2]}), ["cpu"] * 4)
+    with refuses(r"value\['t'\] must be a tensor that can be split, got 'a tensor without dimensions'; pass a number"):
+        comm.scatter_nested({"t": torch.tensor(1.0)}, CPU2)
+    with refuses(r"dim must be from -1 to 0 for value\[1\], got 1"):
+        comm.scatter_nested((x.reshape(2, 4), x), CPU2, dim=1)
+    assert len(comm.scatter_nested((x[:1], x[:0]), CPU2)) == 1  # of an empty one nothing can be lost
+
+
 def test_arguments_are_paired():
     x = torch.arange(4.0)
     assert comm.scatter_kwargs((), None, CPU2) == ((), ())
@@ -92,6 +119,30 @@ def test_gather_names_what_differs():
         comm.gather_nested([[0.5], [0.75]], "cpu")
     with refuses("outputs must be at least one output"):
         comm.gather_nested([], "cpu")
+    with refuses("outputs must be a list, one output for each device, got <class 'torch.Tensor'>"):
+        comm.gather_nested(x, "cpu")
+
+
+def test_gather_of_what_is_no_tensor():
+    numpy = pytest.importorskip("numpy")
+    nan, array = float("nan"), numpy.arange(3)
+    assert comm.gather_nested([nan, nan + 1], "cpu") != comm.gather_nested([0.5, 0.5], "cpu")
+    assert comm.gather_nested([array, array.copy()], "cpu") is array
+    with refuses(r"outputs\[1\] must be a tensor, or the same as outputs\[0\].*got array\(\[0, 1, 3\]\)"):
+        comm.gather_nested([array, numpy.array([0, 1, 3])], "cpu")
+    with refuses(r"outputs\[1\] must be a tensor, or the same as outputs\[0\]"):
+        comm.gather_nested([array, array[:2]], "cpu")
+    first, second = Record(torch.zeros(2)), Record(torch.ones(2))
+    with refuses(r"outputs\[1\] must be a tensor, or the same as outputs\[0\], which is .*Record\(x=tensor"):
+        comm.gather_nested([first, second], "cpu")
+    assert comm.gather_nested([first, first], "cpu") is first
+
+
+def test_namedtuples_that_are_made_differently():
+    one, two = comm.scatter_nested(FromPair((torch.arange(4.0), 1)), CPU2)
+    assert isinstance(two, FromPair) and two.left.tolist() == [2, 3]
+    joined = comm.gather_nested([one, two], "cpu")
+    assert isinstance(joined, FromPair) and joined.left.tolist() == [0, 1, 2, 3] and joined.right == 1
 
 
 # --- modules side by side ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -211,6 +212,74 @@ def test_the_host_combines_in_the_order_of_a_stream():
     for dtype, op, sources in ((DType.FLOAT32, RedOpType.BAND, where), (DType.FLOAT32, RedOpType.SUM, ())):
         with pytest.raises(ValueError, match="stream_combine: dtype"):
             native.stream_combine(RUN_AT_ONCE, 0, dtype, op, sources, ctypes.addressof(total), 3)
+
+
+def test_words_are_written_on_the_tensors_own_gpu(monkeypatch: pytest.MonkeyPatch):
+    """The number of a default stream is 0 on every GPU, so which one is meant has to be said."""
+    from symcomm.symm_mem import on_gpu
+
+    said: list[Any] = []
+
+    class Driver:
+        def enter(self, device: int) -> None:
+            said.append(("enter", device))
+
+        def write(self, stream: int, address: int, value: int) -> None:
+            said.append(("write", stream, address, value))
+
+        def fill32(self, address: int, value: int, count: int, stream: int) -> None:
+            said.append(("fill", address, value, count, stream))
+
+    @contextlib.contextmanager
+    def using(device: Any):
+        said.append(("device", device.index))
+        yield
+        said.append("before")
+
+    monkeypatch.setattr(on_gpu, "driver", lambda: Driver())
+    monkeypatch.setattr(torch.cuda, "device", using)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    tensor: Any = SimpleNamespace(device=torch.device("cuda", 1), data_ptr=lambda: 1000)
+    on_gpu.write_word(tensor, 2, 7)
+    assert said == [("device", 1), ("enter", 1), ("write", 0, 1008, 7), "before"]
+    said.clear()
+    on_gpu.fill_words(tensor, 1, 5, 3)
+    assert said == [("device", 1), ("enter", 1), ("fill", 1004, 5, 3, 0), "before"]
+
+
+def test_a_tensor_inside_a_piece_is_symmetric(monkeypatch: pytest.MonkeyPatch):
+    from symcomm.symm_mem import on_gpu
+
+    piece: Any = SimpleNamespace(nbytes=100)
+    monkeypatch.setattr(on_gpu, "_pieces", {1000: piece})
+    monkeypatch.setattr(on_gpu, "find_block", lambda device, address: (None, 0) if address < 2000 else None)
+
+    def tensor_at(address: int) -> Any:
+        storage = SimpleNamespace(data_ptr=lambda: address)
+        return SimpleNamespace(untyped_storage=lambda: storage, get_device=lambda: 0)
+
+    assert [on_gpu.find_piece(tensor_at(a)) is piece for a in (1000, 1099, 1100, 5000)] == [True, True, False, False]
+
+
+def test_ranks_that_are_threads_have_their_own_alloc_ids(monkeypatch: pytest.MonkeyPatch):
+    from symcomm.symm_mem import on_gpu
+
+    class Memory:
+        pass
+
+    facts: dict[Any, Any] = {}
+
+    def allocate(device: int, nbytes: int) -> Any:
+        piece = Memory()
+        facts[piece] = SimpleNamespace(nbytes=nbytes)
+        return piece
+
+    for name, stand_in in (("_allocate", allocate), ("_kept", {}), ("_facts", facts)):
+        monkeypatch.setattr(on_gpu, name, stand_in)
+    mine, again, theirs = (on_gpu._persistent((rank, 0, 5), 8) for rank in (b"me", b"me", b"you"))
+    assert mine is again is not theirs
+    with pytest.raises(errors.BadArgumentError, match="size must be 8 bytes, as before with alloc_id 5, got '4 bytes'"):
+        on_gpu._persistent((b"me", 0, 5), 4)
 
 
 # --- the watch ----------------------------------------------------------------------------------------------------

@@ -106,6 +106,9 @@ def test_another_default_device():
     [
         (lambda: symm_mem.empty(-1), r"size must be a sequence of ints that are not negative, got \(-1,\)"),
         (lambda: symm_mem.empty(2, device="meta"), "device must be 'cpu' or 'cuda', got 'meta'"),
+        (lambda: symm_mem.empty(2, device="gpu"), "device must be 'cpu' or 'cuda', got 'gpu'"),
+        (lambda: symm_mem.empty(2, dtype="int8"), "dtype must be a torch.dtype, got 'int8'"),
+        (lambda: symm_mem.memset32(symm_mem.zeros(2, dtype=torch.uint32), 0, 1.5), "val must be an int, got 1.5"),
         (lambda: symm_mem.empty_strided_p2p((2, 2), (1,), torch.int8), r"stride must be as long as size \(2, 2\)"),
         (lambda: symm_mem.empty_strided_p2p(2, (1,), torch.int8), "size must be a sequence of ints, got 2"),
     ],
@@ -215,13 +218,15 @@ def test_every_name_of_torch_is_there():
 
 def test_backend():
     assert symm_mem.get_backend("cpu") == "symcomm"
-    assert symm_mem.get_backend(torch.device("cuda", 0)) is None
+    assert symm_mem.get_backend(torch.device("cuda", 0)) == ("symcomm" if torch.cuda.is_available() else None)
     symm_mem.set_backend("symcomm")
     with pytest.raises(errors.BadArgumentError, match="name must be 'symcomm', got 'NVSHMEM'"):
         symm_mem.set_backend("NVSHMEM")
     assert symm_mem.has_multicast_support(torch._C._autograd.DeviceType.CPU, 0) is False
     with pytest.raises(errors.BadArgumentError, match="symm_mem.empty"):
         symm_mem.get_mempool_allocator("cpu")
+    with pytest.raises(errors.BadArgumentError, match="got 'cuda'; allocate with symm_mem.empty.device='cuda'"):
+        symm_mem.get_mempool_allocator("cuda")
 
 
 def _pad_of(group, sizes):
@@ -423,7 +428,15 @@ def _views(group):
         (lambda: handle.get_buffer(1, (1,), torch.int64), r"rank must be in \[0, 0\], a rank of this group, got 1"),
         (lambda: handle.get_buffer(0, (5,), torch.int64), r"\(5,\), up to byte 40"),
         (lambda: handle.get_buffer(0, (1,), torch.int64, 4), "within the 32 bytes allocated"),
-        (lambda: handle.get_buffer(0, (1,), torch.int64, -1), "not negative"),
+        (lambda: handle.get_buffer(0, (1,), torch.int64, -1), "storage_offset must be .*not negative, got -1"),
+        (
+            lambda: handle.get_buffer(0, (1,), torch.int64, 0.5),
+            "storage_offset must be a number of elements, .*got 0.5",
+        ),
+        (lambda: handle.get_buffer(0, 1, torch.int64), "get_buffer: sizes must be a sequence of ints, got 1"),
+        (lambda: handle.get_buffer(0, (-1,), torch.int64), r"sizes must be .* that are not negative, got \(-1,\)"),
+        (lambda: handle.get_buffer(0, (1,), "int64"), "get_buffer: dtype must be a torch.dtype, got 'int64'"),
+        (lambda: handle.barrier(0, 0.5), "timeout_ms must be 0 .the group's timeout. or more, got 0.5"),
         (lambda: handle.get_remote_tensor(-1, (1,), torch.int64), r"peer must be in \[0"),
         (lambda: handle.get_signal_pad(0, (1 << 20,)), "within the 9216 bytes allocated"),
     ):

@@ -6,7 +6,7 @@ another. ``Broadcast`` and ``ReduceAddCoalesced`` in functions.py are the differ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,18 +15,20 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.device import packing
 from symcomm.device.copies import copy_to
-from symcomm.device.devices import as_destination, as_devices, as_tensors, check_has_data
+from symcomm.device.devices import as_destination, as_devices, as_integer, as_tensors, check_has_data
 from symcomm.device.sums import NARROW, add_on, check_same
 from symcomm.group.buffers import torch_dtypes
 
 BUFFER_SIZE = 10 << 20  # bytes, as in PyTorch
+MOST_LISTS = 1024  # that the core adds in one pass
 GRAIN = 32768  # elements; torch adds larger tensors with several threads, and our core with one
 
 
 def _check_buffer_size(call: str, buffer_size: Any) -> int:
-    if not isinstance(buffer_size, int) or buffer_size < 1:
+    limit = as_integer(buffer_size)
+    if limit is None or limit < 1:
         raise errors.bad_argument(call, "buffer_size", buffer_size, "a number of bytes, 1 or more")
-    return buffer_size
+    return limit
 
 
 # --- broadcast -----------------------------------------------------------------------------------------------
@@ -103,6 +105,8 @@ def reduce_add_coalesced(
     """
     call = "reduce_add_coalesced"
     limit = _check_buffer_size(call, buffer_size)
+    if not isinstance(inputs, Iterable):
+        raise errors.bad_argument(call, "inputs", type(inputs), "a list of tensors for each device")
     lists = [as_tensors(call, f"inputs[{d}]", tensors) for d, tensors in enumerate(inputs)]
     _check_lists(call, lists)
     if not lists[0]:
@@ -137,7 +141,8 @@ def _check_lists(call: str, lists: list[list[torch.Tensor]]) -> None:
 def _add_in_core(lists: list[list[torch.Tensor]], device: torch.device) -> tuple[list[torch.Tensor], Sequence[int]]:
     """Sums in one pass over all sources, in C, where all are on the CPU; and the indices of those it did not take."""
     first = lists[0]
-    if len(lists) == 1 or device.type != "cpu" or any(tensors[0].device.type != "cpu" for tensors in lists):
+    on_cpu = device.type == "cpu" and all(tensors[0].device.type == "cpu" for tensors in lists)
+    if not on_cpu or not 1 < len(lists) <= MOST_LISTS:
         return list(first), range(len(first))
     torch_dtypes()  # the core knows torch's tensors from then on
     sums = [torch.empty_like(t) for t in first]

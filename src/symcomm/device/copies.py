@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from symcomm import errors
 from symcomm.device import nccl
-from symcomm.device.devices import as_destination, as_devices, as_tensors, check_has_data, check_tensor, wrap_dim
+from symcomm.device.devices import (
+    as_destination,
+    as_devices,
+    as_integer,
+    as_tensors,
+    check_has_data,
+    check_tensor,
+    wrap_dim,
+)
 
 
 def waits(device: torch.device) -> bool:
@@ -83,11 +91,14 @@ def scatter(
 ) -> tuple[torch.Tensor, ...]:
     """Consecutive pieces of ``tensor`` along ``dim``, one on each of ``devices`` or in each tensor of ``out``.
 
-    Unless ``chunk_sizes`` says otherwise pieces are equal but for the last, and there are fewer of them than devices
-    when there is too little to share. A piece whose device is the tensor's own is a view of it. ``streams`` holds one
-    stream or None per device; the copy then runs on it, after what the tensor's current stream has been given so far.
+    Unless ``chunk_sizes`` says otherwise pieces are those of ``torch.chunk``: equal but for the last, and fewer than
+    devices when there is too little to share; of nothing, an empty one for each. A piece whose device is the tensor's
+    own is a view of it. ``streams`` holds one stream or None per device; the copy then runs on it, after what the
+    tensor's current stream has been given so far.
     """
     check_tensor("scatter", "tensor", tensor)
+    if tensor.layout is not torch.strided:
+        raise errors.bad_argument("scatter", "tensor", tensor.layout, "dense, to be split", "use .to_dense() first")
     dim = wrap_dim("scatter", dim, tensor.dim())
     if out is not None:
         for name, value in (("devices", devices), ("chunk_sizes", chunk_sizes)):
@@ -95,21 +106,23 @@ def scatter(
                 raise errors.bad_argument("scatter", name, value, "left out when out is given")
         return _scatter_into(tensor, as_tensors("scatter", "out", out), dim, streams)
     targets = as_devices("scatter", "devices", devices)
-    sizes = _equal_sizes(tensor.size(dim), len(targets)) if chunk_sizes is None else list(chunk_sizes)
-    if chunk_sizes is not None:
-        _check_sizes(sizes, tensor, dim, len(targets))
+    if chunk_sizes is None:
+        sizes = equal_sizes(tensor.size(dim), len(targets))
+    else:
+        sizes = _check_sizes(chunk_sizes, tensor, dim, len(targets))
     streams = _check_streams(streams, targets)
+    for target in targets:
+        check_has_data("scatter", "tensor", tensor, target)
     pieces = []
     for piece, target, stream in zip(_pieces(tensor, sizes, dim), targets, streams, strict=False):
-        check_has_data("scatter", "tensor", tensor, target)
         with _on_stream(stream, tensor):
             pieces.append(piece.to(target, non_blocking=waits(target)))
     return tuple(pieces)
 
 
-def _equal_sizes(total: int, parts: int) -> list[int]:
+def equal_sizes(total: int, parts: int) -> list[int]:
     size = max(1, -(-total // parts))
-    return [min(size, total - start) for start in range(0, total, size)] or [0]
+    return [min(size, total - start) for start in range(0, total, size)] or [0] * parts
 
 
 def _pieces(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> Iterator[torch.Tensor]:
@@ -119,27 +132,35 @@ def _pieces(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> Iterator[to
         start += size
 
 
-def _check_sizes(sizes: list[int], tensor: torch.Tensor, dim: int, count: int) -> None:
+def _check_sizes(given: Any, tensor: torch.Tensor, dim: int, count: int) -> list[int]:
+    each = f"one size for each of {count} devices"
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise errors.bad_argument("scatter", "chunk_sizes", given, f"a list, {each}")
+    sizes = []
+    for i, value in enumerate(given):
+        size = as_integer(value)
+        if size is None or size < 0:
+            raise errors.bad_argument("scatter", f"chunk_sizes[{i}]", value, "a size of 0 or more")
+        sizes.append(size)
     if len(sizes) != count:
-        raise errors.bad_argument("scatter", "chunk_sizes", sizes, f"one size for each of {count} devices")
-    for i, size in enumerate(sizes):
-        if not isinstance(size, int) or size < 0:
-            raise errors.bad_argument("scatter", f"chunk_sizes[{i}]", size, "a size of 0 or more")
+        raise errors.bad_argument("scatter", "chunk_sizes", sizes, each)
     if sum(sizes) != tensor.size(dim):
         allowed = f"sizes that add up to {tensor.size(dim)}, the tensor's size in dimension {dim}"
         raise errors.bad_argument("scatter", "chunk_sizes", sizes, allowed, f"they add up to {sum(sizes)}")
+    return sizes
 
 
 def _check_streams(streams: Any, devices: Sequence[torch.device]) -> list[Any]:
     if streams is None:
         return [None] * len(devices)
+    each = f"one stream or None for each of {len(devices)} devices"
+    if not isinstance(streams, Iterable):
+        raise errors.bad_argument("scatter", "streams", streams, f"a list, {each}")
     streams = list(streams)
     if len(streams) != len(devices):
-        raise errors.bad_argument(
-            "scatter", "streams", streams, f"one stream or None for each of {len(devices)} devices"
-        )
+        raise errors.bad_argument("scatter", "streams", streams, each)
     for i, (stream, device) in enumerate(zip(streams, devices, strict=True)):
-        if stream is not None and stream.device != device:
+        if stream is not None and getattr(stream, "device", None) != device:
             raise errors.bad_argument("scatter", f"streams[{i}]", stream, f"a stream of {device}, or None")
     return streams
 

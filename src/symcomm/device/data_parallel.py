@@ -30,8 +30,7 @@ class DataParallel(nn.Module):
 
     def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0):
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise errors.bad_argument("DataParallel", "module", type(module), "a torch.nn.Module")
+        _check_module("DataParallel", module)
         self.module = module
         self.dim = dim
         self.device_ids = _devices("DataParallel", device_ids)
@@ -39,6 +38,7 @@ class DataParallel(nn.Module):
             self.output_device: torch.device | None = None
             return
         self.output_device = _output_device("DataParallel", output_device, self.device_ids)
+        self.src_device_obj = self.device_ids[0]  # where the module is; subclasses look for it by torch's name
         _warn_of_imbalance(self.device_ids)
         if len(self.device_ids) == 1:
             self.module.to(self.device_ids[0])
@@ -79,6 +79,7 @@ def data_parallel(
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """One such forward, without a wrapper around the module."""
+    _check_module("data_parallel", module)
     arguments = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     devices = _devices("data_parallel", device_ids)
     if not devices:
@@ -91,6 +92,11 @@ def data_parallel(
         return module(*rows[0], **named[0])
     replicas = replicate(module, devices[: len(rows)])
     return gather_nested(parallel_apply(replicas, rows, named, devices[: len(rows)]), target, dim)
+
+
+def _check_module(call: str, module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise errors.bad_argument(call, "module", type(module), "a torch.nn.Module")
 
 
 def _devices(call: str, device_ids: Any) -> list[torch.device]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -111,9 +112,19 @@ def check_has_data(call: str, argument: str, tensor: torch.Tensor, device: torch
         raise errors.bad_argument(call, argument, tensor.device, allowed, "a meta tensor has none to copy")
 
 
-def wrap_dim(call: str, dim: Any, dims: int) -> int:
-    """``dim`` counted from the front."""
-    if not isinstance(dim, int) or not -dims <= dim < dims:
-        allowed = f"from {-dims} to {dims - 1}" if dims else "of a tensor that has dimensions"
+def as_integer(value: Any) -> int | None:
+    """An int of Python's, NumPy's or torch's as Python's; None for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def wrap_dim(call: str, dim: Any, dims: int, of: str = "") -> int:
+    """``dim`` counted from the front, for a tensor of ``dims`` dimensions, which ``of`` names."""
+    number = as_integer(dim)
+    if number is None or not -dims <= number < dims:
+        whose = f" for {of}" if of else ""
+        allowed = f"from {-dims} to {dims - 1}{whose}" if dims else "of a tensor that has dimensions"
         raise errors.bad_argument(call, "dim", dim, allowed)
-    return dim % dims
+    return number % dims

@@ -15,7 +15,7 @@ from torch.autograd import Function, forward_ad
 from symcomm import errors
 from symcomm.device.coalesce import broadcast_coalesced, own_entry, reduce_add_coalesced
 from symcomm.device.copies import gather, scatter
-from symcomm.device.devices import as_devices
+from symcomm.device.devices import as_devices, as_tensors, check_tensor
 
 
 class Broadcast(Function):
@@ -27,13 +27,16 @@ class Broadcast(Function):
         ctx.count = len(inputs)
         if not inputs:
             return ()
-        ctx.source = inputs[0].device
+        ctx.source = as_tensors("Broadcast", "tensors", inputs)[0].device
         outputs = broadcast_coalesced(inputs, ctx.devices)
-        if getattr(forward_ad, "_current_level", -1) >= 0:
-            # Forward mode: a tangent is not a requires_grad; and after an input given back as it is, torch (2.13)
-            # drops tangents of later outputs, so the first device gets the same memory under a new name.
-            own = own_entry(ctx.source, ctx.devices)
-            outputs = [[t.data for t in copies] if d == own else copies for d, copies in enumerate(outputs)]
+        forward_mode = getattr(forward_ad, "_current_level", -1) >= 0
+        own = own_entry(ctx.source, ctx.devices)
+        if own is not None:
+            # An input given back as it is becomes a view of itself, which torch cannot make of a sparse one; and in
+            # forward mode torch (2.13) drops the tangents of later outputs. The same memory under a new name helps.
+            renamed = [t.data if forward_mode or t.layout is not torch.strided else t for t in outputs[own]]
+            outputs[own] = renamed
+        if forward_mode:  # a tangent is not a requires_grad
             wanted = [t.is_floating_point() or t.is_complex() for t in inputs]
         else:
             wanted = ctx.needs_input_grad[1:]
@@ -66,6 +69,7 @@ class ReduceAddCoalesced(Function):
         if not isinstance(count, int) or count < 1 or len(tensors) % count:
             allowed = f"a number of tensors per device that divides {len(tensors)}"
             raise errors.bad_argument("ReduceAddCoalesced", "count", count, allowed)
+        as_tensors("ReduceAddCoalesced", "tensors", tensors)
         ctx.destination, ctx.count = destination, count
         ctx.devices = [tensors[start].device for start in range(0, len(tensors), count)]
         return _sums(destination, count, tensors)
@@ -91,6 +95,7 @@ class Scatter(Function):
     @staticmethod
     def forward(ctx: Any, devices: Any, chunk_sizes: Any, dim: int, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         targets = as_devices("Scatter", "devices", devices)
+        check_tensor("Scatter", "tensor", tensor)
         ctx.dim, ctx.source, ctx.devices, ctx.chunk_sizes = dim, tensor.device, targets, chunk_sizes
         return _scatter_beside(tensor, targets, chunk_sizes, dim)
 
@@ -109,7 +114,7 @@ class Gather(Function):
     @staticmethod
     def forward(ctx: Any, destination: Any, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.destination, ctx.dim = destination, dim
-        ctx.devices = [t.device for t in tensors]
+        ctx.devices = [t.device for t in as_tensors("Gather", "tensors", tensors)]
         ctx.scalars = bool(tensors) and all(t.dim() == 0 for t in tensors)
         result = gather(tensors, dim, destination)
         ctx.sizes = [1 if ctx.scalars else t.size(dim) for t in tensors]

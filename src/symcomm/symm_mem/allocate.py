@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Allocation",
     "allocate",
+    "check_dtype",
     "empty",
     "empty_strided_p2p",
     "find_memory",
@@ -29,6 +30,7 @@ __all__ = [
     "memory_stats",
     "part_of",
     "storage_over",
+    "to_sizes",
     "trim",
     "zeros",
 ]
@@ -88,7 +90,7 @@ def storage_over(buffer: Any) -> torch.UntypedStorage:
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
-def _to_sizes(call: str, name: str, values: Any) -> tuple[int, ...]:
+def to_sizes(call: str, name: str, values: Any) -> tuple[int, ...]:
     try:
         sizes = tuple(operator.index(v) for v in values)
     except TypeError:
@@ -98,13 +100,23 @@ def _to_sizes(call: str, name: str, values: Any) -> tuple[int, ...]:
     return sizes
 
 
+def check_dtype(call: str, dtype: Any) -> None:
+    import torch
+
+    if not isinstance(dtype, torch.dtype):
+        raise errors.bad_argument(call, "dtype", dtype, "a torch.dtype")
+
+
 def _check_device(call: str, device: Any) -> torch.device:
     import torch
 
-    device = torch.get_default_device() if device is None else torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise errors.bad_argument(call, "device", str(device), "'cpu' or 'cuda'")
-    return device
+    try:
+        place = torch.get_default_device() if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise errors.bad_argument(call, "device", device, "'cpu' or 'cuda'") from None
+    if place.type not in ("cpu", "cuda"):
+        raise errors.bad_argument(call, "device", str(place), "'cpu' or 'cuda'")
+    return place
 
 
 def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
@@ -113,7 +125,7 @@ def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None) -> t
 
     if len(size) == 1 and isinstance(size[0], Sequence):
         size = tuple(size[0])
-    sizes = _to_sizes("symm_mem.empty", "size", size)
+    sizes = to_sizes("symm_mem.empty", "size", size)
     stride = torch._prims_common.make_contiguous_strides_for(sizes)
     return empty_strided_p2p(sizes, stride, torch.get_default_dtype() if dtype is None else dtype, device)
 
@@ -141,7 +153,8 @@ def empty_strided_p2p(
 
     call = "empty_strided_p2p"
     place = _check_device(call, device)
-    sizes, strides = _to_sizes(call, "size", size), _to_sizes(call, "stride", stride)
+    check_dtype(call, dtype)
+    sizes, strides = to_sizes(call, "size", size), to_sizes(call, "stride", stride)
     if len(sizes) != len(strides):
         raise errors.bad_argument(call, "stride", strides, f"as long as size {sizes}")
     last = 0 if 0 in sizes else 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))

@@ -15,7 +15,7 @@ from symcomm.group.failure import Status, how_it_ended
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import bytes_type
 from symcomm.symm_mem import settings
-from symcomm.symm_mem.allocate import find_memory, storage_over
+from symcomm.symm_mem.allocate import check_dtype, find_memory, storage_over, to_sizes
 from symcomm.symm_mem.groups import find_group
 
 if TYPE_CHECKING:
@@ -71,6 +71,14 @@ def check_alike(group: ProcessGroup, key: str, verb: str, cards: Sequence[dict],
             for size, ranks in by_size.items()
         )
         raise errors.CollectiveMismatchError(f"rendezvous on group {group.name!r}: sizes differ: {sides}; {fix}.")
+
+
+def _start_of(call: str, storage_offset: Any, dtype: Any) -> int:
+    """The byte that element ``storage_offset`` begins at."""
+    check_dtype(call, dtype)
+    if not hasattr(storage_offset, "__index__") or storage_offset < 0:
+        raise errors.bad_argument(call, "storage_offset", storage_offset, "a number of elements, not negative")
+    return storage_offset * dtype.itemsize
 
 
 def rendezvous(tensor: torch.Tensor, group: Any = None) -> SymmetricMemory:
@@ -184,7 +192,7 @@ class SymmetricMemory:
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
         """A contiguous tensor over ``rank``'s buffer, from element ``storage_offset`` on."""
-        start = storage_offset * dtype.itemsize
+        start = _start_of("get_buffer", storage_offset, dtype)
         return self._view("get_buffer", "rank", self._meeting.buffers, self.buffer_size, rank, sizes, dtype, start)
 
     def get_remote_tensor(self, peer: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -199,8 +207,8 @@ class SymmetricMemory:
         import torch
 
         dtype = torch.uint32 if dtype is None else dtype
-        sizes = tuple(sizes) or (self.signal_pad_size // dtype.itemsize,)
-        start = storage_offset * dtype.itemsize
+        start = _start_of("get_signal_pad", storage_offset, dtype)
+        sizes = to_sizes("get_signal_pad", "sizes", sizes) or (self.signal_pad_size // dtype.itemsize,)
         pads = self._meeting.pad_addresses
         return self._view("get_signal_pad", "rank", pads, self.signal_pad_size, rank, sizes, dtype, start)
 
@@ -218,16 +226,14 @@ class SymmetricMemory:
         import torch
 
         self._check_rank(call, name, rank)
-        if start < 0 or any(s < 0 for s in sizes):
-            raise errors.bad_argument(call, "sizes and storage_offset", (tuple(sizes), start), "not negative")
+        check_dtype(call, dtype)
+        sizes = to_sizes(call, "sizes", sizes)
         end = start + math.prod(sizes) * dtype.itemsize
         if end > room:
-            raise errors.bad_argument(
-                call, "sizes", f"{tuple(sizes)}, up to byte {end}", f"within the {room} bytes allocated"
-            )
+            raise errors.bad_argument(call, "sizes", f"{sizes}, up to byte {end}", f"within the {room} bytes allocated")
         storage = self._storage(bases[rank] + start, max(end - start, 1))
-        strides = torch._prims_common.make_contiguous_strides_for(tuple(sizes))
-        return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, tuple(sizes), strides)
+        strides = torch._prims_common.make_contiguous_strides_for(sizes)
+        return torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, sizes, strides)
 
     def _storage(self, address: int, nbytes: int) -> torch.UntypedStorage:
         """Bytes of some rank's buffer or pad; they keep this handle."""
@@ -277,7 +283,7 @@ class SymmetricMemory:
             raise errors.bad_argument(call, "channel", channel, range_, fix)
 
     def _timeout_ns(self, call: str, timeout_ms: int) -> int:
-        if timeout_ms < 0:
+        if not hasattr(timeout_ms, "__index__") or timeout_ms < 0:
             raise errors.bad_argument(call, "timeout_ms", timeout_ms, "0 (the group's timeout) or more")
         return timeout_ms * 1_000_000 or self.group._timeout_ns
 

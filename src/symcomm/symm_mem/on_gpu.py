@@ -6,19 +6,21 @@ the word is 0, and takes it by waiting for 1 and writing 0.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
 from symcomm.gpu import devices
 from symcomm.gpu.driver import WAIT_EQUAL, driver
 from symcomm.gpu.group import DeviceGroup, device_group
-from symcomm.gpu.pool import Piece, Raw, opened, pool_of, storage_over
+from symcomm.gpu.pool import Piece, Raw, find_block, opened, pool_of, storage_over
 from symcomm.gpu.watch import Outstanding
 from symcomm.group.process_group import ProcessGroup
+from symcomm.memory.arena import current_arena
 from symcomm.symm_mem import settings
 from symcomm.symm_mem.groups import find_group
 from symcomm.symm_mem.handle import SymmetricMemory, check_alike
@@ -41,8 +43,19 @@ class Allocation:
 
 _pieces: weakref.WeakValueDictionary[int, Piece] = weakref.WeakValueDictionary()  # by address
 _facts: weakref.WeakKeyDictionary[Piece, Allocation] = weakref.WeakKeyDictionary()
-_kept: dict[tuple[int, int], Piece] = {}  # (device, alloc_id), for ever
-_lent: weakref.WeakValueDictionary[tuple[int, int], Raw] = weakref.WeakValueDictionary()  # while a tensor lives
+_Id = tuple[bytes, int, int]  # the rank's arena (ranks may be threads), device, alloc_id
+_kept: dict[_Id, Piece] = {}  # for ever
+_lent: weakref.WeakValueDictionary[_Id, Raw] = weakref.WeakValueDictionary()  # while a tensor lives
+
+
+@contextlib.contextmanager
+def _using(device: torch.device) -> Iterator[None]:
+    """The driver's calls are about ``device``: its default stream has the number 0, as every other GPU's has."""
+    import torch
+
+    with torch.cuda.device(device):
+        driver().enter(device.index)
+        yield
 
 
 def empty_strided(
@@ -55,11 +68,14 @@ def empty_strided(
     devices.need_cuda("symm_mem.empty")
     index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda._lazy_init()
-    piece = _allocate(index, nbytes) if alloc_id is None else _persistent(index, alloc_id, nbytes)
+    source: Any
+    if alloc_id is None:
+        source = piece = _allocate(index, nbytes)
+    else:
+        key = (current_arena().nonce, index, alloc_id)
+        piece = _persistent(key, nbytes)
+        source = _lent[key] = Raw(piece.address, piece.nbytes, piece)
     _facts[piece].group_name = group_name
-    source: Any = piece
-    if alloc_id is not None:
-        source = _lent[index, alloc_id] = Raw(piece.address, piece.nbytes, piece)
     return torch.empty(0, dtype=dtype, device=torch.device("cuda", index)).set_(
         storage_over(source, index), 0, tuple(sizes), tuple(strides)
     )
@@ -72,8 +88,8 @@ def _allocate(device: int, nbytes: int) -> Piece:
     return piece
 
 
-def _persistent(device: int, alloc_id: int, nbytes: int) -> Piece:
-    call, key = "empty_strided_p2p", (device, alloc_id)
+def _persistent(key: _Id, nbytes: int) -> Piece:
+    call, (_, device, alloc_id) = "empty_strided_p2p", key
     if key in _lent:
         fix = "drop that tensor first, or use another id"
         raise errors.bad_argument(call, "alloc_id", alloc_id, "one whose tensor is gone", fix)
@@ -89,7 +105,11 @@ def _persistent(device: int, alloc_id: int, nbytes: int) -> Piece:
 def find_piece(tensor: torch.Tensor) -> Piece | None:
     """The symmetric memory that a CUDA tensor lies in, or None."""
     address = tensor.untyped_storage().data_ptr()
-    return _pieces.get(address)
+    piece = _pieces.get(address)
+    if piece is not None or find_block(tensor.get_device(), address) is None:
+        return piece
+    # An address inside, as get_buffer() with an offset makes them.
+    return next((p for start, p in list(_pieces.items()) if start <= address < start + p.nbytes), None)
 
 
 # --- rendezvous --------------------------------------------------------------------------------------------------
@@ -204,11 +224,12 @@ class GpuSymmetricMemory(SymmetricMemory):
         timeout = self._timeout_ns(what, timeout_ms) / 1e9
         self._gpu.trouble.check_usable(what)
         stream = torch.cuda.current_stream(self.device)
-        for address, awaited, written in steps:
-            driver().wait(stream.cuda_stream, address, awaited, WAIT_EQUAL)
-            driver().write(stream.cuda_stream, address, written)
-        passed = torch.cuda.Event()
-        passed.record(stream)
+        with _using(self.device):
+            for address, awaited, written in steps:
+                driver().wait(stream.cuda_stream, address, awaited, WAIT_EQUAL)
+                driver().write(stream.cuda_stream, address, written)
+            passed = torch.cuda.Event()
+            passed.record(stream)
 
         def release(_: list[int]) -> None:
             rescue = torch.cuda.Stream(self.device)
@@ -230,7 +251,8 @@ def fill_words(tensor: torch.Tensor, offset: int, value: int, count: int) -> Non
     import torch
 
     stream = torch.cuda.current_stream(tensor.device).cuda_stream
-    driver().fill32(tensor.data_ptr() + 4 * offset, value, count, stream)
+    with _using(tensor.device):
+        driver().fill32(tensor.data_ptr() + 4 * offset, value, count, stream)
 
 
 def write_word(tensor: torch.Tensor, offset: int, value: int) -> None:
@@ -238,4 +260,5 @@ def write_word(tensor: torch.Tensor, offset: int, value: int) -> None:
     import torch
 
     stream = torch.cuda.current_stream(tensor.device).cuda_stream
-    driver().write(stream, tensor.data_ptr() + 4 * offset, value)
+    with _using(tensor.device):
+        driver().write(stream, tensor.data_ptr() + 4 * offset, value)

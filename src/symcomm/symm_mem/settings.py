@@ -45,10 +45,16 @@ def has_multicast_support(device_type: Any, device_idx: int = 0) -> bool:
 
 
 def get_mempool_allocator(device: Any) -> Any:
-    """torch has memory pools for CUDA only, so this always raises; ``symm_mem.empty`` reuses freed memory by itself."""
-    raise errors.bad_argument(
-        "get_mempool_allocator", "device", str(device), "a CUDA device", "on the CPU allocate with symm_mem.empty"
-    )
+    """Always raises: torch has memory pools for CUDA only, and these take an allocator of torch's own.
+
+    ``symm_mem.empty`` needs none, since it gives out freed memory again by itself, on the CPU and on GPUs."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        fix = "allocate with symm_mem.empty(device='cuda'), or use torch.distributed._symmetric_memory for a pool"
+        raise errors.bad_argument("get_mempool_allocator", "device", str(device), "one of torch's own backends'", fix)
+    fix = "on the CPU allocate with symm_mem.empty"
+    raise errors.bad_argument("get_mempool_allocator", "device", str(device), "a CUDA device", fix)
 
 
 def get_signal_pad_size() -> int:

@@ -21,6 +21,9 @@ def _check(call: str, tensor: Any, offset: int, val: int, count: int) -> None:
     if not (good and tensor.dim() == 1 and tensor.is_contiguous()):
         got = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else tensor
         raise errors.bad_argument(call, "input", got, "a flat, contiguous uint32 tensor on the CPU or a CUDA GPU")
+    for name, number in (("offset", offset), ("val", val), ("count", count)):
+        if not hasattr(number, "__index__"):
+            raise errors.bad_argument(call, name, number, "an int")
     if offset < 0:
         raise errors.bad_argument(call, "offset", offset, "greater than or equal to 0")
     if count <= 0:
