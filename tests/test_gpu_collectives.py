@@ -130,6 +130,34 @@ def test_a_rank_that_dies_while_the_gpu_waits_for_it(tmp_path: Path, mps: bool):
     assert later.startswith("GroupUnusableError")
 
 
+def grow_while_others_are_late(rank: int, world: int, store: str) -> list[float]:
+    """The first operations of a group need a staging area; one rank submits the second when the first has met."""
+    from symcomm.gpu.group import device_group
+    from symcomm.group.default import init
+
+    torch.cuda.set_device(0)
+    core = init(rank=rank, world_size=world, init_method=f"file://{store}", timeout=20)
+    gpu = device_group(core, 0)
+    tensors = [torch.full((1 << 18,), rank + 1.0, device="cuda") for _ in range(2)]
+    if rank == 1:
+        time.sleep(0.5)
+    works = []
+    for tensor in tensors:
+        works.append(gpu.all_reduce(tensor, async_op=True))
+        if rank == 1:
+            time.sleep(0.2)
+    for work in works:
+        work.wait()
+    gpu.synchronize()
+    return [float(t.max()) for t in tensors] + [float(t.min()) for t in tensors]
+
+
+@pytest.mark.parametrize("mps", [False, True], ids=["turns", "mps"])
+def test_a_staging_area_that_grows_while_a_rank_is_late(tmp_path: Path, mps: bool):
+    with sharing(mps):
+        assert run_ranks(grow_while_others_are_late, 2, str(tmp_path / "store")) == [[3.0] * 4] * 2
+
+
 def be_late(rank: int, world: int, store: str) -> str:
     gpu = join(rank, world, store)
     if rank == 1:

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from symcomm import errors
 from symcomm.errors import words_for_ranks
 
-__all__ = ["check_reach", "describe", "need_cuda"]
+__all__ = ["check_reach", "current", "describe", "need_cuda", "on_its_device"]
+
+Result = TypeVar("Result")
+
+
+def current(device: int) -> Any:
+    """Within it ``device`` is the current GPU, which is what driver calls and streams without a name are about."""
+    import torch
+
+    return torch.cuda.device(device)
+
+
+def on_its_device(method: Callable[..., Result]) -> Callable[..., Result]:
+    """Runs a method with the GPU of its object as the current one, whichever the caller's is."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **more: Any) -> Result:
+        with current(self.device):
+            return method(self, *args, **more)
+
+    return run
 
 
 def need_cuda(call: str) -> None:

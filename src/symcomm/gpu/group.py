@@ -94,7 +94,9 @@ def device_group(core: ProcessGroup, device: int) -> DeviceGroup:
         )
     made = core.__dict__.setdefault("_device_groups", {})
     if device not in made:
-        made[device] = DeviceGroup(core, device)
+        devices.need_cuda("DeviceGroup")
+        with devices.current(device):
+            made[device] = DeviceGroup(core, device)
     return made[device]
 
 
@@ -118,6 +120,7 @@ class DeviceGroup(DeviceCalls):
         self.rank, self.size, self.name = core.rank, core.size, core.name
         self.device = device
         self._stream_of, self._captures = torch._C._cuda_getCurrentRawStream, torch._C._cuda_isCurrentStreamCapturing
+        self._device_here = torch._C._cuda_getDevice
         driver().enter(device)
         everyone = self._introduce(core, device)
         devices.check_reach(core, device, everyone)
@@ -137,7 +140,7 @@ class DeviceGroup(DeviceCalls):
         self.mover = self._make_spinning_mover() if spins else Mover(core.rank, core.size, device, self.meetings)
         self._small = self._make_host_mover() if self.time_sliced else self.mover
         self._lock = threading.RLock()
-        self._stage: Piece | None = None
+        self._stages: list[Piece] = []
         self._plans: dict[Any, Any] = {}
         self._last: int | None = None  # the stream of the last operation
         self._queued = 0  # operations whose hosts have not met yet
@@ -212,6 +215,7 @@ class DeviceGroup(DeviceCalls):
             plan = self._plans[key] = native.make_plan(made.encode())
         return plan
 
+    @devices.on_its_device
     def _perform(
         self,
         call: str,
@@ -233,8 +237,10 @@ class DeviceGroup(DeviceCalls):
 
         timeout_ns = self.core._timeout_ns if timeout is None else to_ns(call, timeout)
         self.trouble.check_usable(call)
-        half = self._mover_for(need).half
+        half = self._promised if self._mover_for(need) is self.mover else self._small.half
         grow = need > half and half < self.limits.most_half and self.size > 1
+        if grow:
+            self._promised = self._grown(need)
         cards = _Cards(self.size) if grow or may_be_direct else None
         new_stage = self._fill(cards, self.rank, need if grow else 0, symmetric) if cards is not None else None
         ins, outs = (cards.mine, cards.all) if cards is not None else ((), ())
@@ -272,6 +278,8 @@ class DeviceGroup(DeviceCalls):
         redop = RedOpType(signature.redop)
         if not signature.elements or self.size == 1 or self._aside or redop is RedOpType.PREMUL_SUM:
             return
+        if tensor.dtype.is_complex:  # they may be conjugated
+            return
         put = mover.again(dtype, redop, signature.elements)
         if put is None:
             return
@@ -289,11 +297,13 @@ class DeviceGroup(DeviceCalls):
             return False
         core, stream, address = self.core, self._stream_of(self.device), tensor.data_ptr()
         if (
-            stream != self._last or address % PACK or self._queued or core._failure is not None
-            or tensor.get_device() != self.device or not tensor.is_contiguous() or tensor.is_neg() or self._captures()
+            address % PACK or core._failure is not None or tensor.get_device() != self.device
+            or self._device_here() != self.device or not tensor.is_contiguous() or tensor.is_neg() or self._captures()
         ):  # fmt: skip
             return False
         with self._lock:
+            if stream != self._last or self._queued:
+                return False
             status = native.run(core._handle, plan, (), (), core._timeout_ns, site)
             if status:
                 raise core._failed(status, "all_reduce", call_site(1), None, explain)
@@ -372,10 +382,7 @@ class DeviceGroup(DeviceCalls):
             card.offset = found[1]
         if not need:
             return None
-        half = self.limits.first_half
-        while half < min(need, self.limits.most_half):
-            half *= 2
-        stage = pool_of(self.device).allocate(2 * half)
+        stage = pool_of(self.device).allocate(2 * self._grown(need))
         card.stage_handle[:] = stage.block.handle
         card.stage_offset = stage.offset
         return stage
@@ -389,9 +396,16 @@ class DeviceGroup(DeviceCalls):
         ]
         self.mover.use_stage(places, stage.nbytes // 2)
         self._recipes.clear()
-        self._stage, self._old_stage = stage, self._stage  # the old one lives until the next: peers may be reading it
+        self._stages.append(stage)  # the old ones live on, since peers may be reading them; each is twice the last
 
-    _old_stage: Piece | None = None
+    _promised = 0  # bytes of half a staging area once all operations so far have met: the same on all ranks
+
+    def _grown(self, need: int) -> int:
+        """Bytes of half a staging area in which ``need`` have room, as far as one may grow."""
+        half = self.limits.first_half
+        while half < min(need, self.limits.most_half):
+            half *= 2
+        return half
 
     def _symmetric(self, cards: _Cards) -> list[int] | None:
         """Where all ranks' tensors are, when all of them are symmetric."""
@@ -415,6 +429,7 @@ class DeviceGroup(DeviceCalls):
 
     # --- the end ----------------------------------------------------------------------------------------------
 
+    @devices.on_its_device
     def synchronize(self, timeout: Timeout = None) -> None:
         """The host waits until the GPU has done all operations of this group; raises if one of them failed."""
         import torch

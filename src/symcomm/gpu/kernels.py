@@ -106,7 +106,7 @@ _SPINNING = """
 typedef unsigned long long u64;
 struct Turn {{
     const T *src; T *dst; T *half[{sources}]; u64 *told[{sources}]; const u64 *mine; volatile unsigned *pad[{sources}];
-    volatile unsigned *stop; u64 rank, value;
+    volatile unsigned *stop; unsigned *count; u64 rank, value;
 }};
 __device__ void tell(u64 *at, u64 value) {{
     asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(at), "l"(value) : "memory");
@@ -119,16 +119,22 @@ __device__ u64 heard(const u64 *at) {{
 __device__ void meet(const Turn &t) {{
     __syncthreads();
     const unsigned peer = threadIdx.x;
-    if (peer < {sources} && peer != t.rank) {{
-        tell(t.told[peer] + blockIdx.x * {sources}, t.value);
-        if (blockIdx.x == 0) *t.pad[peer] = (unsigned)t.value;
+    const bool meets = peer < {sources} && peer != t.rank;
+    if (meets) tell(t.told[peer] + blockIdx.x * {sources}, t.value);
+    __syncthreads();
+    if (peer == 0 && atomicAdd(t.count, 1) == gridDim.x - 1) {{
+        *t.count = 0;
+        __threadfence_system();
+        for (int q = 0; q < {sources}; q++) if (q != t.rank) *t.pad[q] = (unsigned)t.value;
+    }}
+    if (meets) {{
         for (unsigned looks = 1; heard(t.mine + blockIdx.x * {sources} + peer) < t.value; looks++)
             if (looks % 1024 == 0 && *t.stop) break;
     }}
     __syncthreads();
 }}
 
-extern "C" __global__ void all_reduce(const Turn t, const u64 n, const u64 aligned) {{
+extern "C" __global__ void __launch_bounds__({threads}) all_reduce(const Turn t, const u64 n, const u64 aligned) {{
     const u64 packs = n / {per_pack}, first = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     const u64 stride = (u64)gridDim.x * blockDim.x, last = packs * {per_pack} + first;
     uint4 *const mine = (uint4 *)t.half[t.rank];
@@ -170,7 +176,7 @@ def source_of(dtype: DType, redop: RedOpType, sources: int, targets: int) -> str
 
 def spinning_source_of(dtype: DType, redop: RedOpType, world: int) -> str | None:
     """The text of the kernel that does a whole all_reduce, or None for what is left to others."""
-    return _filled(_TYPES + _SPINNING, dtype, redop, world)
+    return _filled(_TYPES + _SPINNING, dtype, redop, world, threads=SPINNING_THREADS)
 
 
 def _filled(text: str, dtype: DType, redop: RedOpType, sources: int, **more: int) -> str | None:
@@ -300,9 +306,14 @@ def _function(device: int, dtype: DType, redop: RedOpType, sources: int, targets
 @functools.cache
 def _spinning_function(device: int, dtype: DType, redop: RedOpType, world: int) -> int | None:
     text = spinning_source_of(dtype, redop, world)
-    image = _compile(text, device) if text is not None else None
-    if image is None:
+    if text is None:
         return None
+    image = _compile(text, device)
+    if image is None:  # the other ranks' kernels would wait for ours
+        raise errors.ResourceError(
+            f"all_reduce of {dtype.label} on cuda:{device}: NVRTC could not compile the kernel; "
+            "reinstall torch's CUDA packages, or run without MPS."
+        )
     driver().enter(device)
     return driver().load(image, "all_reduce")
 
@@ -315,7 +326,7 @@ def can_spin(device: int) -> bool:
 
 
 def spinning(device: int, dtype: DType, redop: RedOpType, world: int) -> int | None:
-    """The kernel of a whole all_reduce, or None."""
+    """The kernel of a whole all_reduce, or None for what has none on any rank."""
     with _compiling:
         return _spinning_function(device, dtype, redop, world)
 

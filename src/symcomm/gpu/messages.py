@@ -43,7 +43,9 @@ def device_mail(core: ProcessGroup, device: int) -> DeviceMail:
     """A rank's messages on a GPU, made on first use, by it alone."""
     made = core.__dict__.setdefault("_device_mails", {})
     if device not in made:
-        made[device] = DeviceMail(core, device)
+        devices.need_cuda("messages of CUDA tensors")
+        with devices.current(device):
+            made[device] = DeviceMail(core, device)
     return made[device]
 
 
@@ -94,7 +96,6 @@ class DeviceMail:
     def __init__(self, core: ProcessGroup, device: int):
         import torch
 
-        devices.need_cuda("messages of CUDA tensors")
         torch.cuda._lazy_init()
         driver().enter(device)
         self.core = core
@@ -119,6 +120,7 @@ class DeviceMail:
         """``tensor`` may be changed, by what comes later in the current stream, when this returns."""
         self.isend(tensor, peer, tag).wait(timeout)
 
+    @devices.on_its_device
     def isend(self, tensor: Any, peer: int, tag: int = 0) -> DeviceSend:
         import torch
 
@@ -138,7 +140,9 @@ class DeviceMail:
             driver().write(stream, self._pad.sent(peer), self._sent[peer] & 0xFFFFFFFF)
             note = self._note_of(memory, source, slot, self._sent[peer])
             self._on_the_way[slot] = (memory, self._number, (self.core.isend(note, peer, tag), note))
-        return DeviceSend(self._trouble, tensor)
+            copied = torch.cuda.Event()
+            copied.record(torch_stream(stream, self.device))
+        return DeviceSend(self._trouble, tensor, copied, self.device)
 
     def _in_order_with_others(self, stream: int) -> None:
         """Messages are counted, so the streams they come from follow each other."""
@@ -199,6 +203,7 @@ class DeviceMail:
         note = torch.zeros(8 * WORDS + HANDLE_BYTES, dtype=torch.uint8)
         return DeviceReceive(self, target, tensor, self.core.irecv(note, peer, tag), note)
 
+    @devices.on_its_device
     def _take(self, note: Any, source: int, target: Place, timeout: float) -> None:
         """Put the receive's copy into the current stream, behind the sender's."""
         import torch
@@ -257,16 +262,22 @@ class DeviceSend:
     seconds: float | None = 0.0
     _error: BaseException | None = None
 
-    def __init__(self, trouble: Trouble, tensor: Any):
+    def __init__(self, trouble: Trouble, tensor: Any, copied: Any, device: int):
         self._trouble = trouble
         self._tensor = tensor
+        self._copied = copied
+        self._device = device
 
     def wait(self, timeout: Timeout = None) -> bool:
+        """The tensor may be changed by what comes later in the current stream."""
+        import torch
+
         self._trouble.look()
+        torch.cuda.current_stream(self._device).wait_event(self._copied)
         return True
 
     def is_completed(self) -> bool:
-        return True
+        return self._copied.query()
 
     is_success = is_completed
 

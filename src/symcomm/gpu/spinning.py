@@ -5,9 +5,9 @@ kernel, waits until all of those have told it, and combines the part. On an H200
 streams with a kernel behind it. Where processes take turns on a GPU it is not used: a kernel that waits keeps the
 others from coming.
 
-Blocks tell each other by flags in GPU memory, ``flags[block * world + rank]``, that only ever grow. Besides, the first
-block writes the pads in host memory, where the watch sees who has come; a kernel that waits for a dead rank looks at
-the pad's stop word now and then.
+Blocks tell each other by flags in GPU memory, ``flags[block * world + rank]``, that only ever grow. Besides, the last
+block to tell writes the pads in host memory, where the watch sees who has come; a kernel that waits for a dead rank
+looks at the pad's stop word now and then. Behind the flags lies the count of blocks that have told.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FLAG_BYTES = 8
 
 
 def flags_bytes(world: int) -> int:
-    return FLAG_BYTES * MOST_BLOCKS * world
+    return FLAG_BYTES * (MOST_BLOCKS * world + 1)
 
 
 def most_blocks(multiprocessors: int, world: int) -> int:
@@ -49,7 +49,8 @@ class SpinningMover(Mover):
         pads = meetings.pads
         by_rank = dict(zip((r for r in range(world) if r != rank), pads.theirs, strict=True))
         told = [place + FLAG_BYTES * rank for place in flags]
-        self._where = (*told, flags[rank], *(by_rank.get(r, 0) for r in range(world)), pads.stop, rank)
+        count = flags[rank] + FLAG_BYTES * MOST_BLOCKS * world
+        self._where = (*told, flags[rank], *(by_rank.get(r, 0) for r in range(world)), pads.stop, count, rank)
         self._spinning: dict[Any, int | None] = {}
 
     def _function(self, dtype: DType, redop: RedOpType) -> int | None:

@@ -1,7 +1,7 @@
 """A thread that ends waits of the GPU when a rank has died, or the time is up.
 
 A stream that waits for a word knows nothing of processes. So while something is outstanding this thread looks, every
-10 ms, whether the ranks live and whether deadlines are kept. It reads host memory only: the GPU is never asked.
+10 ms, whether the ranks live and whether deadlines are kept. It never waits for the GPU.
 """
 
 from __future__ import annotations
@@ -62,6 +62,14 @@ class Lane:
         self._seen = []
 
 
+def _missing(item: Any) -> list[int]:
+    """For whom it waits. A GPU that is broken says so to whoever uses it: others are looked after all the same."""
+    try:
+        return item.missing()
+    except Exception:
+        return []
+
+
 class Watch:
     """``gone()`` gives the ranks that have died or left; ``fail(item, ranks, died)`` is told once what went wrong."""
 
@@ -103,7 +111,7 @@ class Watch:
 
     def look(self, now: float) -> bool:
         """Whether anything is outstanding; ends the waits for ranks that will not come."""
-        waiting: list[Any] = [item for item in list(self._items) if item.missing()]
+        waiting: list[Any] = [item for item in list(self._items) if _missing(item)]
         for item in [item for item in list(self._items) if item not in waiting]:
             self._items.remove(item)
         lane = self.lane
@@ -114,7 +122,7 @@ class Watch:
             lane.rest()
         gone = set(self._gone()) | self._failed if waiting else set()
         for item in waiting:
-            missing = item.missing()
+            missing = _missing(item)
             lost = [r for r in missing if r in gone]
             late = [] if lost or now - item.begun < item.timeout else missing
             if not lost and not late:
