@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Layout", "split_evenly", "travels"]
+__all__ = ["SPEAKER", "Layout", "split_evenly", "travels"]
+
+SPEAKER = 0  # of a host's ranks: the one that meets the other hosts. Whatever the call, so that different ones meet
 
 # What travels with the arrivals of hosts, in bytes: so many that one rank says, always, and so many that leave a host.
 # An engine's threads cost more than the network takes for these. 2 x 2 ranks at 1 Gbit/s, ms with arrivals and with
@@ -12,9 +14,9 @@ __all__ = ["Layout", "split_evenly", "travels"]
 FEW, FEW_OF_A_HOST = 4 << 10, 128 << 10
 
 
-def travels(said: int, ranks: int, hosts: int) -> bool:
-    """Whether arrivals carry what each of a host's ``ranks`` has to say to one of each other: ``said`` bytes."""
-    return said <= FEW or said * ranks * (hosts - 1) <= FEW_OF_A_HOST
+def travels(said: int, hosts: int) -> bool:
+    """Whether arrivals carry what a host has to say to each other: ``said`` bytes."""
+    return said <= FEW or said * (hosts - 1) <= FEW_OF_A_HOST
 
 
 def split_evenly(count: int, parts: int) -> list[int]:
@@ -42,8 +44,8 @@ class Layout:
         self.is_even = len({len(ranks) for ranks in self.hosts}) == 1
 
     def carries(self, said: int) -> bool:
-        """Whether so many bytes, said by each rank, travel with arrivals: the same on all ranks."""
-        return travels(said, self.widest, len(self.hosts))
+        """Whether so many bytes, from one host to another, travel with arrivals: the same on all ranks."""
+        return travels(said, len(self.hosts))
 
     def most_of_a_host(self, counts: Sequence[int]) -> int:
         """``counts[r]``: what rank r has. The sum of the host whose ranks have most."""
@@ -60,6 +62,14 @@ class Layout:
     def holder(self, host: int, rank: int) -> int:
         """Who on ``host`` receives and sends on behalf of ``rank``, which is on another."""
         return self.hosts[host][self.local_of[rank] % len(self.hosts[host])]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank meets the other hosts, on behalf of its own."""
+        return self.local == SPEAKER
+
+    def speaker(self, host: int) -> int:
+        return self.hosts[host][SPEAKER]
 
     def counterparts(self, host: int) -> list[int]:
         """The ranks of another host that this rank speaks to, each of which also speaks to this one."""
