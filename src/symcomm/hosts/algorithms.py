@@ -308,32 +308,25 @@ def _combine_here(
 def gather(op: Operation, source: int, targets: Sequence[int], nbytes: int, root: int) -> None:
     """``targets``: where the root puts each rank's piece; empty elsewhere."""
     layout = op.layout
-    away = _away(layout) if layout.rank == root else []
-    expected = op.expect((r, targets[r], nbytes) for r in away)
-    op.meet()
     if layout.host != layout.host_of[root]:
-        op.finish(op.start([(root, source, nbytes)]))
+        op.finish(op.meet(sends=[(root, source, nbytes)]))
         return
-    counts = (nbytes,) * len(layout.here)
-    outs = [targets[r] for r in layout.here] if layout.rank == root else []
-    op.local(collectives.gather, [source], outs, counts, DType.UINT8, layout.local_of[root])
-    op.finish(op.start([], expected))
+    expected = op.expect((r, targets[r], nbytes) for r in _away(layout)) if layout.rank == root else None
+    outs, counts = [targets[r] for r in layout.here] if targets else [], (nbytes,) * len(layout.here)
+    here = (collectives.gather, [source], outs, counts, DType.UINT8, layout.local_of[root])
+    op.finish(op.meet(*here, expected=expected))
 
 
 def scatter(op: Operation, sources: Sequence[int], target: int, nbytes: int, root: int) -> None:
     """``sources``: the root's piece for each rank; empty elsewhere."""
     layout = op.layout
     if layout.host != layout.host_of[root]:
-        expected = op.expect([(root, target, nbytes)])
-        op.meet()
-        op.finish(op.start([], expected))
+        op.finish(op.meet(expected=op.expect([(root, target, nbytes)])))
         return
-    op.meet()
-    transfer = op.start((r, sources[r], nbytes) for r in _away(layout)) if layout.rank == root else None
-    counts = (nbytes,) * len(layout.here)
-    ins = [sources[r] for r in layout.here] if layout.rank == root else []
-    op.local(collectives.scatter, ins, [target], counts, DType.UINT8, layout.local_of[root])
-    op.finish(transfer)
+    sends = [(r, sources[r], nbytes) for r in _away(layout)] if layout.rank == root else []
+    ins, counts = [sources[r] for r in layout.here] if sources else [], (nbytes,) * len(layout.here)
+    here = (collectives.scatter, ins, [target], counts, DType.UINT8, layout.local_of[root])
+    op.finish(op.meet(*here, sends=sends))
 
 
 def all_to_all(
@@ -343,11 +336,10 @@ def all_to_all(
     layout = op.layout
     me, here, away = layout.rank, layout.here, _away(layout)
     expected = op.expect((r, targets[r], matrix(r, me)) for r in away)
-    op.meet()
-    transfer = op.start([(r, sources[r], matrix(me, r)) for r in away], expected)
     rows = tuple(tuple(matrix(i, j) for j in here) for i in here)
-    op.local(collectives.all_to_all, [sources[r] for r in here], [targets[r] for r in here], rows, DType.UINT8, True)
-    op.finish(transfer)
+    ins, outs = [sources[r] for r in here], [targets[r] for r in here]
+    sends = [(r, sources[r], matrix(me, r)) for r in away]
+    op.finish(op.meet(collectives.all_to_all, ins, outs, rows, DType.UINT8, True, sends=sends, expected=expected))
 
 
 def _away(layout: Layout) -> list[int]:

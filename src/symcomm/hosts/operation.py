@@ -65,6 +65,7 @@ class Operation:
         self._group = group
         self.signature = signature
         self._seq = seq
+        self._match = zlib.crc32(array("q", [seq, *signature]).tobytes()) >> 5  # tells its bytes from other operations'
         self._seconds = timeout
         self._deadline = time.monotonic() + timeout
         self._site = site
@@ -73,12 +74,21 @@ class Operation:
 
     # --- meeting ----------------------------------------------------------------------------------------------
 
-    def meet(self) -> None:
-        """Return once all ranks of all hosts have come, with the same call."""
-        self.come()
+    def meet(
+        self, build: Callable[..., Plan] | None = None, ins: Sequence[int] = (), outs: Sequence[int] = (), *args: Any,
+        sends: Pieces = (), expected: Expected | None = None,
+    ) -> Transfer | None:  # fmt: skip
+        """Return once all ranks of all hosts have come, with the same call; on the way, a collective of this host's.
+
+        ``sends`` leave at once: only the same operation of the receiver can take them. Where the engine cannot tell
+        operations apart, they leave when it is known to be the same."""
+        at_once = self._group.engine.has_tags
+        transfer = self.start(sends, expected) if at_once else None
+        self.come(build, ins, outs, *args)
         if self.layout.speaks:
             self.exchange({})
         self.part()
+        return transfer if at_once else self.start(sends, expected)
 
     def come(
         self, build: Callable[..., Plan] | None = None, ins: Sequence[int] = (), outs: Sequence[int] = (), *args: Any
@@ -187,15 +197,14 @@ class Operation:
     # --- between hosts ----------------------------------------------------------------------------------------
 
     def expect(self, receives: Pieces) -> Expected | None:
-        """Make room for bytes that others will send. Before ranks meet, so that the first bytes need not wait for it:
-        nobody sends to a host that has not come."""
-        moves = [Move(False, address, nbytes, rank) for rank, address, nbytes in receives if nbytes]
+        """Make room for bytes that others will send: before ranks meet, so that the first need not wait for that."""
+        moves = [Move(False, address, nbytes, rank, 0, self._match) for rank, address, nbytes in receives if nbytes]
         return self._group.engine.expect(moves) if moves else None
 
     def start(self, sends: Pieces, expected: Expected | None = None) -> Transfer | None:
         """Begin to send, and go on with what was expected. None: nothing moves."""
         group = self._group
-        moves = [Move(True, address, nbytes, rank) for rank, address, nbytes in sends if nbytes]
+        moves = [Move(True, address, nbytes, rank, 0, self._match) for rank, address, nbytes in sends if nbytes]
         return group.engine.start(moves, group.ring, expected) if moves or expected is not None else None
 
     def finish(self, transfer: Transfer | None) -> None:
