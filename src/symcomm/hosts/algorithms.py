@@ -311,7 +311,7 @@ def gather(op: Operation, source: int, targets: Sequence[int], nbytes: int, root
     if layout.host != layout.host_of[root]:
         op.finish(op.meet(sends=[(root, source, nbytes)]))
         return
-    expected = op.expect((r, targets[r], nbytes) for r in _away(layout)) if layout.rank == root else None
+    expected = op.expect((r, targets[r], nbytes) for r in layout.away) if layout.rank == root else None
     outs, counts = [targets[r] for r in layout.here] if targets else [], (nbytes,) * len(layout.here)
     here = (collectives.gather, [source], outs, counts, DType.UINT8, layout.local_of[root])
     op.finish(op.meet(*here, expected=expected))
@@ -323,7 +323,7 @@ def scatter(op: Operation, sources: Sequence[int], target: int, nbytes: int, roo
     if layout.host != layout.host_of[root]:
         op.finish(op.meet(expected=op.expect([(root, target, nbytes)])))
         return
-    sends = [(r, sources[r], nbytes) for r in _away(layout)] if layout.rank == root else []
+    sends = [(r, sources[r], nbytes) for r in layout.away] if layout.rank == root else []
     ins, counts = [sources[r] for r in layout.here] if sources else [], (nbytes,) * len(layout.here)
     here = (collectives.scatter, ins, [target], counts, DType.UINT8, layout.local_of[root])
     op.finish(op.meet(*here, sends=sends))
@@ -334,13 +334,9 @@ def all_to_all(
 ) -> None:
     """``matrix(i, j)``: bytes that rank i sends to rank j."""
     layout = op.layout
-    me, here, away = layout.rank, layout.here, _away(layout)
+    me, here, away = layout.rank, layout.here, layout.away
     expected = op.expect((r, targets[r], matrix(r, me)) for r in away)
     rows = tuple(tuple(matrix(i, j) for j in here) for i in here)
     ins, outs = [sources[r] for r in here], [targets[r] for r in here]
     sends = [(r, sources[r], matrix(me, r)) for r in away]
     op.finish(op.meet(collectives.all_to_all, ins, outs, rows, DType.UINT8, True, sends=sends, expected=expected))
-
-
-def _away(layout: Layout) -> list[int]:
-    return [r for h in layout.others for r in layout.hosts[h]]

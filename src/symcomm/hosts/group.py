@@ -85,6 +85,12 @@ def _retire(office: Office, key: str, runner: Runner, engine: Engine, lines: Lin
     engine.close()
 
 
+class _HostGroup(ProcessGroup):
+    """The ranks of one host. What they wait for is on the network, mostly: longer than offering the core pays."""
+
+    _yield_ns = 5_000
+
+
 class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
     """Made by ``make_group`` where ranks turn out to be on several hosts.
 
@@ -126,6 +132,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self.news = threading.Condition()  # anything that somebody may wait for has happened
         self.trouble = Trouble(self)
         self.arrivals: dict[tuple[int, int], tuple[list[int], bytes | bytearray]] = {}  # (number, speaker) -> signature
+        self.ahead: dict[tuple[int, int], bytes | bytearray] = {}  # what came before the arrival it belongs to
         self.lines = _lines_of(self)
         self.left: set[int] = set()
         self.doing: tuple[int, str, str] = (0, "", "")  # number, call and place of the last operation
@@ -207,7 +214,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
             return [everyone[r] for r in self.layout.here]
 
         here = self.layout.here
-        local = ProcessGroup(
+        local = _HostGroup(
             self.layout.local, len(here), exchange_here, f"{self.name}@{self.layout.host}", self.timeout, self._limits,
             [self.global_ranks[r] for r in here],
         )  # fmt: skip
@@ -488,15 +495,18 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
 
 def _lines_of(group: HostsGroup) -> Lines:
     """They do not keep the group alive."""
-    arrivals, ref = group.arrivals, weakref.ref(group)
+    arrivals, ahead, ref = group.arrivals, group.ahead, weakref.ref(group)
 
     def call(rank: int) -> Link | None:
         found = ref()
         return found.office.call(found._offices[rank], found._key) if found is not None else None
 
     def hear(rank: int, frame: Frame) -> None:
-        (header, payload) = frame
-        arrivals[header["seq"], rank] = (header["signature"], payload)
+        header, payload = frame
+        if "signature" in header:
+            arrivals[header["seq"], rank] = (header["signature"], payload)
+        else:
+            ahead[header["seq"], rank] = payload
 
     return Lines(group.rank, call, hear)
 

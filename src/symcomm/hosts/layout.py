@@ -11,7 +11,7 @@ SPEAKER = 0  # of a host's ranks: the one that meets the other hosts. Whatever t
 # What travels with the arrivals of hosts, in bytes: so many that one rank says, always, and so many that leave a host.
 # An engine's threads cost more than the network takes for these. 2 x 2 ranks at 1 Gbit/s, ms with arrivals and with
 # Gloo as engine: all_reduce of 16 KiB 1.1 and 2.7, of 64 KiB 1.7 and 3.2; all_gather of 64 KiB 1.0 and 2.4.
-FEW, FEW_OF_A_HOST = 4 << 10, 256 << 10
+FEW, FEW_OF_A_HOST = 4 << 10, 512 << 10
 
 
 def travels(said: int, hosts: int) -> bool:
@@ -40,6 +40,7 @@ class Layout:
         self.host, self.local = self.host_of[rank], self.local_of[rank]
         self.here = self.hosts[self.host]
         self.others = [h for h in range(len(self.hosts)) if h != self.host]
+        self.away = [r for h in self.others for r in self.hosts[h]]  # ranks of other hosts, host by host
         self.lanes, self.widest = min(map(len, self.hosts)), max(map(len, self.hosts))
         self.is_even = len({len(ranks) for ranks in self.hosts}) == 1
 

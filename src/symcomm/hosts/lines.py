@@ -72,37 +72,40 @@ class Lines:
         return rank in self._waiting or (rank in self._lines and self._lines[rank].has_backlog)
 
     def is_over(self, rank: int) -> bool:
-        """Whether nothing can come from there any more."""
-        return rank not in self._lines or self._lines[rank].closed
+        """Whether there was a line, and nothing can come from there any more."""
+        return rank in self._lines and self._lines[rank].closed
 
     def listen(self, ranks: Sequence[int], left: Callable[[], float]) -> None:
         """Read what these ranks send until ``left()`` is 0: the seconds until it is to be asked again."""
         self._listener = threading.get_ident()
         try:
-            ready = list(ranks)
+            ready, poll = list(ranks), select.poll()
+            poll.register(self._bell.fd, select.POLLIN)
             while True:
                 for rank in ready:
                     self._attend(rank)
                 if not (seconds := left()):
                     return
-                ready = self._wait(ranks, seconds)
+                ready = self._wait(poll, ranks, seconds)
         finally:
             self._listener = 0
 
-    def _wait(self, ranks: Sequence[int], seconds: float) -> list[int]:
+    def _wait(self, poll: Any, ranks: Sequence[int], seconds: float) -> list[int]:
         """Ranks whose lines are ready, or new."""
-        poll, by_fd = select.poll(), {}
-        poll.register(self._bell.fd, select.POLLIN)
+        by_fd = {}
         for rank in ranks:
             link = self._lines.get(rank)
             if link is not None and not link.closed:
                 by_fd[link.fd] = rank
                 poll.register(link.fd, select.POLLIN | (select.POLLOUT if link.has_backlog else 0))
         found = [fd for fd, _ in poll.poll(max(1, int(seconds * 1000)))]
-        if self._bell.fd in found:
-            self._bell.hush()
-            return list(ranks)
-        return [by_fd[fd] for fd in found]
+        for fd in found:
+            if fd == self._bell.fd:
+                self._bell.hush()
+                return list(ranks)
+            if fd not in by_fd:  # closed meanwhile
+                poll.unregister(fd)
+        return [by_fd[fd] for fd in found if fd in by_fd]
 
     def _attend(self, rank: int) -> None:
         link = self._lines.get(rank)

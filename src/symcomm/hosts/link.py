@@ -22,6 +22,7 @@ LARGEST_FRAME = 1 << 24
 LARGEST_GREETING = 4096  # of somebody who has not shown the token yet
 MOST_AT_ONCE = 1 << 16  # bytes read before it is known where they belong
 PARTS_AT_ONCE = 64  # of frames that the kernel is handed at a time
+WORTH_WAKING = 128 << 10  # bytes of a payload for which whoever reads is woken before it is whole
 
 Frame = tuple[dict[str, Any], "bytes | bytearray"]
 
@@ -44,6 +45,7 @@ class Link:
         self._inbox = bytearray()
         self._awaited: tuple[dict[str, Any], bytearray] | None = None  # a frame of which a part is there
         self._rest = memoryview(b"")  # where the others go
+        self._fewest = 1
 
     # --- sending ----------------------------------------------------------------------------------------------
 
@@ -108,6 +110,7 @@ class Link:
         if self._awaited is not None:
             got = self.sock.recv_into(self._rest)
             self._rest = self._rest[got:]
+            self._wake_for(len(self._rest))
         else:
             data = self.sock.recv(MOST_AT_ONCE)
             got = len(data)
@@ -143,4 +146,12 @@ class Link:
         payload = bytearray(total - head)
         payload[: len(here)] = here
         self._awaited, self._rest = (header, payload), memoryview(payload)[len(here) :]
+        self._wake_for(len(self._rest))
         return None
+
+    def _wake_for(self, nbytes: int) -> None:
+        """Whoever waits for this socket is woken when so much is there, or a large part of it."""
+        fewest = min(nbytes, WORTH_WAKING) or 1
+        if fewest != self._fewest:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, fewest)
+            self._fewest = fewest

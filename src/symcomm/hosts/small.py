@@ -73,9 +73,11 @@ def broadcast(op: Operation, address: int, count: int, dtype: DType, root: int) 
     layout, nbytes = op.layout, count * dtype.itemsize
     home = layout.host_of[root]
     if layout.host == home:
-        op.come(collectives.broadcast, [address], [address], count, dtype, layout.local_of[root])
-        if layout.speaks:
-            op.exchange(dict.fromkeys(layout.others, _read(address, nbytes)))
+        _tell(
+            op, root,
+            lambda: dict.fromkeys(layout.others, _read(address, nbytes)),
+            lambda: op.come(collectives.broadcast, [address], [address], count, dtype, layout.local_of[root]),
+        )  # fmt: skip
         op.part()
         return
     op.come()
@@ -84,13 +86,23 @@ def broadcast(op: Operation, address: int, count: int, dtype: DType, root: int) 
     op.local(collectives.broadcast, [address], [address], count, dtype, SPEAKER)
 
 
+def _tell(op: Operation, root: int, say: Callable[[], dict[int, bytes]], come: Callable[[], None]) -> None:
+    """On the root's host, whose ranks ``come`` and whose speaker then has to ``say`` what the root has. A root that is
+    the speaker has it before: what is large leaves then."""
+    knows = op.layout.speaks and op.layout.rank == root
+    left = op.ahead(say()) if knows else {}
+    come()
+    if op.layout.speaks:
+        op.exchange(left if knows else say())
+
+
 def all_gather(op: Operation, source: int, targets: Sequence[int], counts: Sequence[int], dtype: DType) -> None:
     layout, sizes = op.layout, [n * dtype.itemsize for n in counts]
     here = tuple(sizes[r] for r in layout.here)
     outs = [targets[r] for r in layout.here] if op.layout.speaks else []
     op.come(collectives.gather, [source], outs, here, DType.UINT8, SPEAKER)
     if op.layout.speaks:
-        own = b"".join(map(_read, outs, here))
+        own = b"".join(map(_view, outs, here))
         for host, said in op.exchange(dict.fromkeys(layout.others, own)).items():
             _write([targets[r] for r in layout.hosts[host]], [sizes[r] for r in layout.hosts[host]], said)
     whole = _together(op, targets, sizes) if op.layout.speaks else _room(op, targets, sizes)
@@ -108,7 +120,7 @@ def reduce_scatter(
     op.come(collectives.reduce, [whole], [own] if op.layout.speaks else [], sum(counts), dtype, levels.inner, SPEAKER)
     pieces: list[int] = []
     if op.layout.speaks:
-        parts = [b"".join(_read(starts[r], sizes[r]) for r in ranks) for ranks in layout.hosts]
+        parts = [b"".join(_view(starts[r], sizes[r]) for r in ranks) for ranks in layout.hosts]
         result = bytearray(parts[layout.host])
         said = op.exchange({h: parts[h] for h in layout.others})
         order = [_place(result if h == layout.host else said[h]) for h in range(len(layout.hosts))]
@@ -131,7 +143,7 @@ def gather(op: Operation, source: int, targets: Sequence[int], nbytes: int, root
         return
     outs = [targets[r] for r in layout.here] if targets else []
     op.come(collectives.gather, [source], outs, here, DType.UINT8, layout.local_of[root])
-    away = [r for h in layout.others for r in layout.hosts[h]]
+    away = layout.away
     sizes = [nbytes] * len(away)
     came = b"".join(op.exchange({}).values()) if layout.speaks else b""
     room = _place(came) if layout.speaks or layout.rank != root else op.borrow(sum(sizes))
@@ -151,13 +163,15 @@ def scatter(op: Operation, sources: Sequence[int], target: int, nbytes: int, roo
         pieces = [_place(said) + start for start in _starts(here)] if layout.speaks else []
         op.local(collectives.scatter, pieces, [target], here, DType.UINT8, SPEAKER)
         return
-    away = [r for h in layout.others for r in layout.hosts[h]]
+    away = layout.away
     own = _together(op, [sources[r] for r in away], [nbytes] * len(away)) if sources else 0
     room = op.borrow(nbytes * len(away)) if layout.speaks and layout.rank != root else own
-    _hand(op, layout.local_of[root], SPEAKER, own, room, nbytes * len(away), first=True)
-    if layout.speaks:
-        places = dict(zip(away, _starts([nbytes] * len(away)), strict=True))
-        op.exchange({h: _read(room + places[layout.hosts[h][0]], nbytes * len(layout.hosts[h])) for h in layout.others})
+    starts = dict(zip(away, _starts([nbytes] * len(away)), strict=True))
+    _tell(
+        op, root,
+        lambda: {h: _read(room + starts[r[0]], nbytes * len(r)) for h, r in enumerate(layout.hosts) if h != home},
+        lambda: _hand(op, layout.local_of[root], SPEAKER, own, room, nbytes * len(away), first=True),
+    )  # fmt: skip
     pieces = [sources[r] for r in layout.here] if sources else []
     op.local(collectives.scatter, pieces, [target], here, DType.UINT8, layout.local_of[root])
 
@@ -175,36 +189,47 @@ def _hand(op: Operation, giver: int, taker: int, source: int, target: int, nbyte
 def all_to_all(
     op: Operation, sources: Sequence[int], targets: Sequence[int], matrix: Callable[[int, int], int]
 ) -> None:
-    """``matrix(i, j)``: bytes that rank i has for rank j. A speaker has all rows of its host, and sends each other host
-    those parts of them that are for its ranks."""
-    layout, me, everyone = op.layout, op.layout.rank, range(op.layout.size)
-    rows = {i: [matrix(i, j) for j in everyone] for i in layout.here}
-    columns = {j: [matrix(i, j) for i in everyone] for j in layout.here}
-    own, here = _together(op, sources, rows[me]), tuple(sum(rows[i]) for i in layout.here)
-    places = _places(op, here) if op.layout.speaks else []
-    op.come(collectives.gather, [own], places, here, DType.UINT8, SPEAKER)
-    pieces: list[bytearray] = []
-    if op.layout.speaks:
-        at = {i: [place + start for start in _starts(rows[i])] for i, place in zip(layout.here, places, strict=True)}
-        parts = [b"".join(_read(at[i][j], rows[i][j]) for i in layout.here for j in ranks) for ranks in layout.hosts]
-        said: dict[int, Data] = op.exchange({h: parts[h] for h in layout.others})
-        said[layout.host] = parts[layout.host]
-        pieces = _columns(op, said, columns)
-    sizes = tuple(sum(columns[j]) for j in layout.here)
-    whole = _room(op, targets, columns[me])
+    """``matrix(i, j)``: bytes that rank i has for rank j. A speaker has what its host's ranks have for others, and gets
+    what others have for them; meanwhile they exchange what is for each other."""
+    layout, me, here, away = op.layout, op.layout.rank, op.layout.here, op.layout.away
+    rows = {i: [matrix(i, j) for j in away] for i in here}
+    columns = {j: [matrix(i, j) for i in away] for j in here}
+    own, sizes = _together(op, [sources[r] for r in away], rows[me]), tuple(sum(row) for row in rows.values())
+    places = _places(op, sizes) if layout.speaks else []
+    op.come(collectives.gather, [own], places, sizes, DType.UINT8, SPEAKER)
+    if layout.speaks:
+        op.speak(_rows_by_host(op, places, rows))
+    local = tuple(tuple(matrix(i, j) for j in here) for i in here)
+    op.local(collectives.all_to_all, [sources[r] for r in here], [targets[r] for r in here], local, DType.UINT8, True)
+    pieces = _columns(op, op.hear(), columns) if layout.speaks else []
+    outs, sizes = [targets[r] for r in away], tuple(sum(column) for column in columns.values())
+    whole = _room(op, outs, columns[me])
     op.local(collectives.scatter, [_place(p) for p in pieces], [whole], sizes, DType.UINT8, SPEAKER)
-    _apart(whole, targets, columns[me])
+    _apart(whole, outs, columns[me])
+
+
+def _rows_by_host(op: Operation, places: Sequence[int], rows: dict[int, list[int]]) -> dict[int, bytes]:
+    """Of each row, which is at its place, the part for each other host's ranks."""
+    said, at = {}, list(places)
+    first = 0
+    for host in op.layout.others:
+        last = first + len(op.layout.hosts[host])
+        sizes = [sum(row[first:last]) for row in rows.values()]
+        said[host] = b"".join(map(_view, at, sizes))
+        at, first = [a + n for a, n in zip(at, sizes, strict=True)], last
+    return said
 
 
 def _columns(op: Operation, said: dict[int, Data], columns: dict[int, list[int]]) -> list[bytearray]:
-    """What all ranks have for each rank of this host, in their order. ``said[h]``: row by row, those of host h."""
-    found = {j: [b""] * op.layout.size for j in columns}
-    for host, data in said.items():
-        view, at = memoryview(data), 0
+    """What ranks of other hosts have for each of this one, in their order. ``said[h]``: row by row, those of host h."""
+    found: dict[int, list[memoryview]] = {j: [] for j in columns}
+    number = dict(zip(op.layout.away, range(op.layout.size), strict=False))
+    for host in op.layout.others:
+        view, at = memoryview(said[host]), 0
         for i in op.layout.hosts[host]:
             for j, sizes in columns.items():
-                found[j][i] = view[at : at + sizes[i]]
-                at += sizes[i]
+                found[j].append(view[at : at + sizes[number[i]]])
+                at += sizes[number[i]]
     return [bytearray(b"").join(parts) for parts in found.values()]
 
 
@@ -217,6 +242,10 @@ def _starts(sizes: Sequence[int]) -> list[int]:
 
 def _read(address: int, nbytes: int) -> bytes:
     return native.peek(address, nbytes) if nbytes else b""
+
+
+def _view(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address))
 
 
 def _place(data: Data) -> int:
