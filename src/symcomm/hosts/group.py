@@ -53,7 +53,7 @@ def _after_fork_in_child() -> None:
     for group in list(_living):
         group._goodbye = True
         group.news = threading.Condition()
-        group.lines.close()
+        group.lines.forget()
         group._failure_lock = threading.RLock()
         group._failure = errors.GroupUnusableError(
             f"it belongs to the process that this one was forked from ({os.getppid()}); make groups of its own here."

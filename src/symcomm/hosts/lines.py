@@ -121,6 +121,11 @@ class Lines:
         except Broken:
             link.close()
 
+    def forget(self) -> None:
+        """In a child that was forked: the connections are the parent's, and locks may be held by threads it has not."""
+        for link in list(self._lines.values()):
+            link.sock.close()
+
     def close(self) -> None:
         self._closed = True
         for link in list(self._lines.values()):

@@ -143,7 +143,7 @@ class Operation:
         """Until ``missing()`` is empty. Ranks in it that are gone, or the deadline, end the operation.
 
         ``grace``: seconds that something of a rank that ended may still arrive. ``listen_to``: ranks whose lines this
-        thread reads meanwhile; what is over has nothing left to arrive."""
+        thread reads meanwhile; when one is over, it may take a moment until it is known that its rank is gone."""
         group, gone_since = self._group, 0.0
         whom: Collection[int] = ()
         gone: list[int] = []
@@ -156,10 +156,12 @@ class Operation:
             if group.trouble.verdict is not None:
                 raise Stopped
             now = time.monotonic()
-            if gone := [r for r in whom if group.is_gone(r)]:
+            over = [r for r in whom if listen_to and group.lines.is_over(r)]
+            if gone := [r for r in whom if r in over or group.is_gone(r)]:
                 gone_since = gone_since or now
-            over = listen_to and any(group.lines.is_over(r) for r in gone)
-            if (gone and (over or now - gone_since >= grace)) or now >= self._deadline:
+                if now - gone_since >= grace or any(group.is_gone(r) for r in over):
+                    return 0.0
+            if now >= self._deadline:
                 return 0.0
             return min(self._deadline - now, 0.05 if gone else 5.0)
 

@@ -39,7 +39,7 @@ def barrier(op: Operation) -> None:
 
 def all_reduce(op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels) -> None:
     """Every host's speaker combines the results of all hosts."""
-    _combine(op, source, target, count, dtype, levels, op.layout.others)
+    _combine(op, source, target, count, dtype, levels, range(len(op.layout.hosts)))
     op.local(collectives.broadcast, [target], [target], count, dtype, SPEAKER)
 
 
@@ -58,14 +58,15 @@ def reduce(op: Operation, source: int, target: int, count: int, dtype: DType, le
 def _combine(
     op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels, hosts: Sequence[int]
 ) -> None:
-    """Into the target of the speakers of ``hosts``; what other speakers have there is of no use."""
+    """Into ``target`` of the speakers of ``hosts``."""
     layout, nbytes = op.layout, count * dtype.itemsize
-    op.come(collectives.reduce, [source], [target] if layout.speaks else [], count, dtype, levels.inner, SPEAKER)
+    own = op.borrow(nbytes)  # the target stays as it is until all have come
+    op.come(collectives.reduce, [source], [own] if layout.speaks else [], count, dtype, levels.inner, SPEAKER)
     if not layout.speaks:
         return
-    said = op.exchange({h: _read(target, nbytes) for h in hosts if h != layout.host})
-    if all(len(data) == nbytes for data in said.values()) and nbytes:  # this is one of those hosts
-        order = [target if h == layout.host else _place(said[h]) for h in range(len(layout.hosts))]
+    said = op.exchange({h: _read(own, nbytes) for h in hosts if h != layout.host})
+    if layout.host in hosts:
+        order = [own if h == layout.host else _place(said[h]) for h in range(len(layout.hosts))]
         levels.combine(op, target, order, count, dtype)
 
 
@@ -99,13 +100,13 @@ def _tell(op: Operation, root: int, say: Callable[[], dict[int, bytes]], come: C
 def all_gather(op: Operation, source: int, targets: Sequence[int], counts: Sequence[int], dtype: DType) -> None:
     layout, sizes = op.layout, [n * dtype.itemsize for n in counts]
     here = tuple(sizes[r] for r in layout.here)
-    outs = [targets[r] for r in layout.here] if op.layout.speaks else []
+    outs = [targets[r] for r in layout.here] if layout.speaks else []
     op.come(collectives.gather, [source], outs, here, DType.UINT8, SPEAKER)
-    if op.layout.speaks:
+    if layout.speaks:
         own = b"".join(map(_view, outs, here))
         for host, said in op.exchange(dict.fromkeys(layout.others, own)).items():
             _write([targets[r] for r in layout.hosts[host]], [sizes[r] for r in layout.hosts[host]], said)
-    whole = _together(op, targets, sizes) if op.layout.speaks else _room(op, targets, sizes)
+    whole = _together(op, targets, sizes) if layout.speaks else _room(op, targets, sizes)
     op.local(collectives.broadcast, [whole], [whole], sum(sizes), DType.UINT8, SPEAKER)
     _apart(whole, targets, sizes)
 
@@ -117,7 +118,7 @@ def reduce_scatter(
     layout, sizes = op.layout, [n * dtype.itemsize for n in counts]
     own = op.borrow(sum(sizes))
     whole, starts = _together(op, sources, sizes), [own + start for start in _starts(sizes)]
-    op.come(collectives.reduce, [whole], [own] if op.layout.speaks else [], sum(counts), dtype, levels.inner, SPEAKER)
+    op.come(collectives.reduce, [whole], [own] if layout.speaks else [], sum(counts), dtype, levels.inner, SPEAKER)
     pieces: list[int] = []
     if op.layout.speaks:
         parts = [b"".join(_view(starts[r], sizes[r]) for r in ranks) for ranks in layout.hosts]
