@@ -132,7 +132,6 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self.news = threading.Condition()  # anything that somebody may wait for has happened
         self.trouble = Trouble(self)
         self.arrivals: dict[tuple[int, int], tuple[list[int], bytes | bytearray]] = {}  # (number, speaker) -> signature
-        self.ahead: dict[tuple[int, int], bytes | bytearray] = {}  # what came before the arrival it belongs to
         self.lines = _lines_of(self)
         self.left: set[int] = set()
         self.doing: tuple[int, str, str] = (0, "", "")  # number, call and place of the last operation
@@ -495,7 +494,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
 
 def _lines_of(group: HostsGroup) -> Lines:
     """They do not keep the group alive."""
-    arrivals, ahead, ref = group.arrivals, group.ahead, weakref.ref(group)
+    arrivals, ref = group.arrivals, weakref.ref(group)
 
     def call(rank: int) -> Link | None:
         found = ref()
@@ -503,10 +502,7 @@ def _lines_of(group: HostsGroup) -> Lines:
 
     def hear(rank: int, frame: Frame) -> None:
         header, payload = frame
-        if "signature" in header:
-            arrivals[header["seq"], rank] = (header["signature"], payload)
-        else:
-            ahead[header["seq"], rank] = payload
+        arrivals[header["seq"], rank] = (header["signature"], payload)
 
     return Lines(group.rank, call, hear)
 

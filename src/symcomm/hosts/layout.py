@@ -11,7 +11,7 @@ SPEAKER = 0  # of a host's ranks: the one that meets the other hosts. Whatever t
 # What travels with the arrivals of hosts, in bytes: so many that one rank says, always, and so many that leave a host.
 # An engine's threads cost more than the network takes for these. 2 x 2 ranks at 1 Gbit/s, ms with arrivals and with
 # Gloo as engine: all_reduce of 16 KiB 1.1 and 2.7, of 64 KiB 1.7 and 3.2; all_gather of 64 KiB 1.0 and 2.4.
-FEW, FEW_OF_A_HOST = 4 << 10, 512 << 10
+FEW, FEW_OF_A_HOST = 4 << 10, 1 << 20
 
 
 def travels(said: int, hosts: int) -> bool:

@@ -20,7 +20,6 @@ from symcomm.types import DType, RedOpType
 __all__ = ["Chunk", "Operation", "Signature"]
 
 IN_FLIGHT = 4  # chunks: two on the network, one that was just made, one that is being put in place
-WORTH_A_MESSAGE = 32 << 10  # bytes that do not wait for the arrival which they could travel with
 LATE_BYTES = 1.0  # seconds that data of a rank that ended may still be on its way
 HASHED = 1 << 62  # as in collectives/select.py: a count that carries more than a number
 
@@ -97,14 +96,6 @@ class Operation:
         """Until all ranks of this host have come, with the same call; in the same step, a collective of theirs."""
         self._run(self._group.first_plan(self.signature, build, args), tuple(ins), tuple(outs))
 
-    def ahead(self, say: dict[int, bytes]) -> dict[int, bytes]:
-        """A speaker's large parts leave before its host has come; the others use them when it has. What is left to
-        say then is returned."""
-        large = {host: part for host, part in say.items() if len(part) >= WORTH_A_MESSAGE}
-        for host, part in large.items():
-            self._group.lines.send(self.layout.speaker(host), {"seq": self._seq}, part)
-        return {host: part for host, part in say.items() if host not in large}
-
     def exchange(self, say: dict[int, bytes]) -> dict[int, bytes | bytearray]:
         """Called by speakers only: tell other hosts that this one has come, and a few bytes; theirs are returned."""
         self.speak(say)
@@ -128,9 +119,7 @@ class Operation:
         if any(signature != list(self.signature) for signature, _ in theirs.values()):
             group.trouble.mismatch()
             raise Stopped
-        return {
-            host: group.ahead.pop((self._seq, self.layout.speaker(host)), said) for host, (_, said) in theirs.items()
-        }
+        return {host: payload for host, (_, payload) in theirs.items()}
 
     def part(self) -> None:
         """Wait for this host's speaker, which has heard of all others."""

@@ -74,27 +74,15 @@ def broadcast(op: Operation, address: int, count: int, dtype: DType, root: int) 
     layout, nbytes = op.layout, count * dtype.itemsize
     home = layout.host_of[root]
     if layout.host == home:
-        _tell(
-            op, root,
-            lambda: dict.fromkeys(layout.others, _read(address, nbytes)),
-            lambda: op.come(collectives.broadcast, [address], [address], count, dtype, layout.local_of[root]),
-        )  # fmt: skip
+        op.come(collectives.broadcast, [address], [address], count, dtype, layout.local_of[root])
+        if layout.speaks:
+            op.exchange(dict.fromkeys(layout.others, _read(address, nbytes)))
         op.part()
         return
     op.come()
     if layout.speaks:
         _write([address], [nbytes], op.exchange({})[home])
     op.local(collectives.broadcast, [address], [address], count, dtype, SPEAKER)
-
-
-def _tell(op: Operation, root: int, say: Callable[[], dict[int, bytes]], come: Callable[[], None]) -> None:
-    """On the root's host, whose ranks ``come`` and whose speaker then has to ``say`` what the root has. A root that is
-    the speaker has it before: what is large leaves then."""
-    knows = op.layout.speaks and op.layout.rank == root
-    left = op.ahead(say()) if knows else {}
-    come()
-    if op.layout.speaks:
-        op.exchange(left if knows else say())
 
 
 def all_gather(op: Operation, source: int, targets: Sequence[int], counts: Sequence[int], dtype: DType) -> None:
@@ -116,18 +104,17 @@ def reduce_scatter(
 ) -> None:
     """A host's speaker combines what all hosts have for its ranks."""
     layout, sizes = op.layout, [n * dtype.itemsize for n in counts]
-    own = op.borrow(sum(sizes))
-    whole, starts = _together(op, sources, sizes), [own + start for start in _starts(sizes)]
+    here, own = tuple(sizes[r] for r in layout.here), op.borrow(sum(sizes))
+    whole, starts = _together(op, sources, sizes), _from(own, sizes)
     op.come(collectives.reduce, [whole], [own] if layout.speaks else [], sum(counts), dtype, levels.inner, SPEAKER)
     pieces: list[int] = []
-    if op.layout.speaks:
+    if layout.speaks:
         parts = [b"".join(_view(starts[r], sizes[r]) for r in ranks) for ranks in layout.hosts]
         result = bytearray(parts[layout.host])
         said = op.exchange({h: parts[h] for h in layout.others})
         order = [_place(result if h == layout.host else said[h]) for h in range(len(layout.hosts))]
         levels.combine(op, _place(result), order, sum(counts[r] for r in layout.here), dtype)
-        pieces = [_place(result) + start for start in _starts([sizes[r] for r in layout.here])]
-    here = tuple(sizes[r] for r in layout.here)
+        pieces = _from(_place(result), here)
     op.local(collectives.scatter, pieces, [target], here, DType.UINT8, SPEAKER)
 
 
@@ -161,18 +148,16 @@ def scatter(op: Operation, sources: Sequence[int], target: int, nbytes: int, roo
     if layout.host != home:
         op.come()
         said = op.exchange({})[home] if layout.speaks else b""
-        pieces = [_place(said) + start for start in _starts(here)] if layout.speaks else []
+        pieces = _from(_place(said), here) if layout.speaks else []
         op.local(collectives.scatter, pieces, [target], here, DType.UINT8, SPEAKER)
         return
     away = layout.away
     own = _together(op, [sources[r] for r in away], [nbytes] * len(away)) if sources else 0
     room = op.borrow(nbytes * len(away)) if layout.speaks and layout.rank != root else own
-    starts = dict(zip(away, _starts([nbytes] * len(away)), strict=True))
-    _tell(
-        op, root,
-        lambda: {h: _read(room + starts[r[0]], nbytes * len(r)) for h, r in enumerate(layout.hosts) if h != home},
-        lambda: _hand(op, layout.local_of[root], SPEAKER, own, room, nbytes * len(away), first=True),
-    )  # fmt: skip
+    _hand(op, layout.local_of[root], SPEAKER, own, room, nbytes * len(away), first=True)
+    if layout.speaks:
+        starts = dict(zip(away, _starts([nbytes] * len(away)), strict=True))
+        op.exchange({h: _read(room + starts[layout.hosts[h][0]], nbytes * len(layout.hosts[h])) for h in layout.others})
     pieces = [sources[r] for r in layout.here] if sources else []
     op.local(collectives.scatter, pieces, [target], here, DType.UINT8, layout.local_of[root])
 
@@ -199,39 +184,45 @@ def all_to_all(
     places = _places(op, sizes) if layout.speaks else []
     op.come(collectives.gather, [own], places, sizes, DType.UINT8, SPEAKER)
     if layout.speaks:
-        op.speak(_rows_by_host(op, places, rows))
+        op.speak(_by_receiver(op, places, rows))
     local = tuple(tuple(matrix(i, j) for j in here) for i in here)
     op.local(collectives.all_to_all, [sources[r] for r in here], [targets[r] for r in here], local, DType.UINT8, True)
-    pieces = _columns(op, op.hear(), columns) if layout.speaks else []
+    came = _columns(op, op.hear(), columns) if layout.speaks else b""
     outs, sizes = [targets[r] for r in away], tuple(sum(column) for column in columns.values())
+    pieces = _from(_place(came), sizes) if layout.speaks else []
     whole = _room(op, outs, columns[me])
-    op.local(collectives.scatter, [_place(p) for p in pieces], [whole], sizes, DType.UINT8, SPEAKER)
+    op.local(collectives.scatter, pieces, [whole], sizes, DType.UINT8, SPEAKER)
     _apart(whole, outs, columns[me])
 
 
-def _rows_by_host(op: Operation, places: Sequence[int], rows: dict[int, list[int]]) -> dict[int, bytes]:
-    """Of each row, which is at its place, the part for each other host's ranks."""
-    said, at = {}, list(places)
-    first = 0
+def _by_receiver(op: Operation, places: Sequence[int], rows: dict[int, list[int]]) -> dict[int, bytes]:
+    """What this host's ranks, whose rows are at these places, have for each other host: one of its ranks after the
+    other, and for each in the order of senders."""
+    said, pieces = (
+        {},
+        [list(map(_view, _from(place, row), row)) for place, row in zip(places, rows.values(), strict=True)],
+    )
+    columns = iter(zip(*pieces, strict=True))  # in the order of ranks that are away
     for host in op.layout.others:
-        last = first + len(op.layout.hosts[host])
-        sizes = [sum(row[first:last]) for row in rows.values()]
-        said[host] = b"".join(map(_view, at, sizes))
-        at, first = [a + n for a, n in zip(at, sizes, strict=True)], last
+        said[host] = b"".join(piece for _ in op.layout.hosts[host] for piece in next(columns))
     return said
 
 
-def _columns(op: Operation, said: dict[int, Data], columns: dict[int, list[int]]) -> list[bytearray]:
-    """What ranks of other hosts have for each of this one, in their order. ``said[h]``: row by row, those of host h."""
+def _columns(op: Operation, said: dict[int, Data], columns: dict[int, list[int]]) -> Data:
+    """What ranks of other hosts have for each of this one, one after the other, and for each in the order of senders.
+    That of one host alone is in that order already."""
+    if len(said) == 1:
+        return next(iter(said.values()))
     found: dict[int, list[memoryview]] = {j: [] for j in columns}
-    number = dict(zip(op.layout.away, range(op.layout.size), strict=False))
+    first = 0
     for host in op.layout.others:
-        view, at = memoryview(said[host]), 0
-        for i in op.layout.hosts[host]:
-            for j, sizes in columns.items():
-                found[j].append(view[at : at + sizes[number[i]]])
-                at += sizes[number[i]]
-    return [bytearray(b"").join(parts) for parts in found.values()]
+        last = first + len(op.layout.hosts[host])
+        sizes = [sum(column[first:last]) for column in columns.values()]
+        view = memoryview(said[host])
+        for j, start, nbytes in zip(columns, _starts(sizes), sizes, strict=True):
+            found[j].append(view[start : start + nbytes])
+        first = last
+    return b"".join(part for parts in found.values() for part in parts)
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -239,6 +230,11 @@ def _columns(op: Operation, said: dict[int, Data], columns: dict[int, list[int]]
 
 def _starts(sizes: Sequence[int]) -> list[int]:
     return [0, *accumulate(sizes)][:-1]
+
+
+def _from(address: int, sizes: Sequence[int]) -> list[int]:
+    """Where pieces of these sizes are that begin there, one after the other."""
+    return [address + start for start in _starts(sizes)]
 
 
 def _read(address: int, nbytes: int) -> bytes:
@@ -270,8 +266,7 @@ def _copy(target: int, source: int, nbytes: int) -> None:
 
 def _places(op: Operation, sizes: Sequence[int]) -> list[int]:
     """Borrowed memory for pieces, one after the other."""
-    first = op.borrow(sum(sizes))
-    return [first + start for start in _starts(sizes)]
+    return _from(op.borrow(sum(sizes)), sizes)
 
 
 def _room(op: Operation, addresses: Sequence[int], sizes: Sequence[int]) -> int:
