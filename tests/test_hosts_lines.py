@@ -61,6 +61,20 @@ def test_what_is_no_frame_ends_the_connection(data):
         read(other, 1)
 
 
+def test_what_was_read_before_the_end_is_not_lost():
+    """One thread reads the greeting, and more with it; another takes over when the other side has hung up."""
+    one, other = pair()
+    for k in range(3):
+        one.send({"number": k})
+    first = next(iter(other.receive()))
+    one.close()
+    rest = []
+    with pytest.raises(Broken):
+        for frame in other.receive():
+            rest.append(frame)
+    assert [header["number"] for header, _ in [first, *rest]] == [0, 1, 2]
+
+
 def test_strangers_may_not_say_much():
     one, other = pair()
     other.peer = None

@@ -66,10 +66,10 @@ def expected_bytes(side: str, collective: str, nbytes: int, hosts: int, ranks: i
     away = (hosts - 1) / hosts  # the part of all pieces that other hosts' ranks have or get
     factors = {"gather": away, "scatter": away, "all_to_all": ranks * away}  # from one rank to the other
     factors |= _gloos_way(hosts, ranks) if side == "gloo" else _our_way(hosts)
-    pieces = {name: 1 / hosts for name in ("all_gather", "gather", "scatter", "reduce_scatter")}
-    said = nbytes * (pieces | {"all_to_all": ranks / hosts}).get(collective, 1)
-    if side != "gloo" and travels(int(said), hosts):
-        factors |= dict.fromkeys(("all_reduce", "reduce", "broadcast"), hosts - 1)  # all of it to each other host
+    whole = ("all_reduce", "reduce", "broadcast")
+    said = nbytes if collective in whole else nbytes * (ranks if collective == "all_to_all" else 1) // hosts
+    if side != "gloo" and travels(said, hosts, collective in whole):
+        factors |= dict.fromkeys(whole, hosts - 1)  # all of it to each other host; of the rest, what it needs
     return nbytes * factors[collective]
 
 

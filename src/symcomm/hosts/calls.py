@@ -57,7 +57,7 @@ class HostsCalls(CollectiveCalls):
         levels = Levels.of(redop, buffer.dtype, self.layout)
         signature = Signature(Collective.ALL_REDUCE, buffer.dtype, redop, 0, buffer.count)
 
-        act = small.all_reduce if self.layout.carries(buffer.nbytes) else algorithms.all_reduce
+        act = small.all_reduce if self.layout.carries(buffer.nbytes, is_whole=True) else algorithms.all_reduce
 
         def body(o: Operation) -> None:
             act(o, source.address, buffer.address, buffer.count, buffer.dtype, levels)
@@ -72,7 +72,7 @@ class HostsCalls(CollectiveCalls):
         levels = Levels.of(redop, buffer.dtype, self.layout)
         signature = Signature(Collective.REDUCE, buffer.dtype, redop, root, buffer.count)
 
-        act = small.reduce if self.layout.carries(buffer.nbytes) else algorithms.reduce
+        act = small.reduce if self.layout.carries(buffer.nbytes, is_whole=True) else algorithms.reduce
 
         def body(o: Operation) -> None:
             act(o, source.address, buffer.address, buffer.count, buffer.dtype, levels, root)
@@ -127,7 +127,7 @@ class HostsCalls(CollectiveCalls):
         buffer = self._of_broadcast(tensor, root)
         signature = Signature(Collective.BROADCAST, buffer.dtype, 0, root, buffer.count)
 
-        act = small.broadcast if self.layout.carries(buffer.nbytes) else algorithms.broadcast
+        act = small.broadcast if self.layout.carries(buffer.nbytes, is_whole=True) else algorithms.broadcast
 
         def body(o: Operation) -> None:
             act(o, buffer.address, buffer.count, buffer.dtype, root)

@@ -96,15 +96,18 @@ class Link:
     # --- receiving --------------------------------------------------------------------------------------------
 
     def receive(self) -> Iterator[Frame]:
-        """Read what is there, once, and give the frames that are whole by now. Raises Broken."""
+        """Read what is there, once, and give the frames that are whole by now; then raise Broken, if it is over."""
+        over: Exception | None = None
         try:
             self._read()
         except BlockingIOError:
             pass
-        except OSError as error:
-            raise Broken from error
+        except (OSError, Broken) as error:
+            over = error
         while (frame := self._next()) is not None:
             yield frame
+        if over is not None:
+            raise Broken from over
 
     def _read(self) -> None:
         if self._awaited is not None:

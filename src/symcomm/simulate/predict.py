@@ -161,7 +161,7 @@ def estimate(collective: str, algorithm: str, nbytes: int, cluster: Cluster) -> 
 
 def travels_along(collective: str, nbytes: int, hosts: int, ranks_per_host: int) -> bool:
     """Whether a group of several hosts sends these bytes with the arrival of a host, without its engine."""
-    return hosts > 1 and travels(_said(collective, nbytes, hosts), hosts)
+    return hosts > 1 and travels(_said(collective, nbytes, hosts), hosts, collective in ("all_reduce", "broadcast"))
 
 
 def _said(collective: str, nbytes: int, hosts: int) -> int:
