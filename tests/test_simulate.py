@@ -321,8 +321,8 @@ def test_predict():
 
 # --- hosts that were measured ------------------------------------------------------------------------------
 
-# Milliseconds of an all_reduce between two hosts of one core each, 1 Gbit/s, as `symcomm bench hosts` measured them on a
-# quiet machine: by ranks a host.
+# Milliseconds of an all_reduce between two hosts of one core each, 1 Gbit/s, as `symcomm bench hosts` measured them on
+# a quiet machine: by ranks a host.
 HOSTS = {
     2: {4 << 10: 0.65, 64 << 10: 0.94, 256 << 10: 2.91, 1 << 20: 11.50, 8 << 20: 77.70, 32 << 20: 291.04},
     3: {4 << 10: 1.07, 64 << 10: 1.58, 256 << 10: 3.52, 1 << 20: 13.35, 8 << 20: 80.18, 32 << 20: 294.93},
