@@ -49,6 +49,15 @@ def _one_call(group, kind: str, count: int) -> None:
         out = torch.empty(count * size)
         group.all_to_all_single(out, torch.full((count * size,), float(rank)))
         assert (out.view(size, count) == torch.arange(size).view(size, 1)).all()
+    elif kind == "scatter":
+        out, root = torch.empty(count), count % size
+        group.scatter(out, [torch.full((count,), float(r)) for r in range(size)] if rank == root else None, root)
+        assert (out == rank).all()
+    elif kind == "gather":
+        root = count % size
+        outs = [torch.empty(count) for _ in range(size)] if rank == root else None
+        group.gather(outs, torch.full((count,), float(rank)), root)
+        assert all((out == r).all() for r, out in enumerate(outs or []))
     elif kind == "ring":
         x, y = torch.full((count,), float(rank)), torch.empty(count)
         works = [group.irecv(y, (rank - 1) % size, 3), group.isend(x, (rank + 1) % size, 3)]
@@ -59,7 +68,10 @@ def _one_call(group, kind: str, count: int) -> None:
         group.barrier()
 
 
-KINDS = ("all_reduce", "async", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "ring", "barrier")
+KINDS = (
+    "all_reduce", "async", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "scatter", "gather", "ring",
+    "barrier",
+)  # fmt: skip
 
 
 def _rank(rank: int, world: int, path: str, seed: int, hosts: list[int]):

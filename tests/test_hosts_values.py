@@ -14,7 +14,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.group.buffers import torch_dtypes
 from symcomm.hosts import algorithms, layout
-from symcomm.hosts.layout import Layout, split_evenly, travels
+from symcomm.hosts.layout import FEW_OF_A_HOST, Layout, split_evenly, travels
 from symcomm.memory import share
 from symcomm.types import DType, RedOpType
 
@@ -49,9 +49,10 @@ def test_pieces_differ_by_one_at_most():
 
 
 def test_few_bytes_travel_with_the_arrival():
-    assert travels(4096, 8, 1000) and not travels(4097, 8, 1000)
-    assert travels(64 << 10, 2, 2) and not travels((64 << 10) + 1, 2, 2) and not travels(64 << 10, 2, 3)
-    assert Layout([[0, 1], [2]], 0).carries(64 << 10)
+    assert travels(4096, 1000) and not travels(4097, 1000)
+    assert travels(FEW_OF_A_HOST, 2) and not travels(FEW_OF_A_HOST + 1, 2) and not travels(FEW_OF_A_HOST, 3)
+    assert travels(128 << 10, 3, is_whole=True) and not travels((128 << 10) + 1, 3, is_whole=True)
+    assert Layout([[0, 1], [2]], 0).carries(FEW_OF_A_HOST, is_whole=True)
     assert Layout([[0, 1], [2]], 2).most_of_a_host([1, 2, 4]) == 4
 
 

@@ -68,9 +68,10 @@ def expected_bytes(side: str, collective: str, nbytes: int, hosts: int, ranks: i
     away = (hosts - 1) / hosts  # the part of all pieces that other hosts' ranks have or get
     factors = {"gather": away, "scatter": away, "all_to_all": ranks * away}  # from one rank to the other
     factors |= _gloos_way(hosts, ranks) if side == "gloo" else _our_way(hosts)
-    said = nbytes * {"all_gather": 1 / hosts, "gather": 1 / hosts, "all_to_all": ranks}.get(collective, 1)
-    if side != "gloo" and travels(int(said), ranks, hosts):
-        factors |= _said(hosts, ranks)
+    whole = ("all_reduce", "reduce", "broadcast")
+    said = nbytes if collective in whole else nbytes * (ranks if collective == "all_to_all" else 1) // hosts
+    if side != "gloo" and travels(said, hosts, collective in whole):
+        factors |= dict.fromkeys(whole, hosts - 1)  # all of it to each other host; of the rest, what it needs
     return nbytes * factors[collective]
 
 
@@ -94,13 +95,6 @@ def _our_way(hosts: int) -> dict[str, float]:
         "all_reduce": 2 * away, "reduce": 2 * away, "broadcast": 1.0 if hosts > 1 else 0.0, "all_gather": away,
         "reduce_scatter": away,
     }  # fmt: skip
-
-
-def _said(hosts: int, ranks: int) -> dict[str, float]:
-    """Few bytes, which travel with an arrival: each rank says all that its host has to one of each other host."""
-    away, others = (hosts - 1) / hosts, float(ranks * (hosts - 1))
-    whole = dict.fromkeys(("all_reduce", "reduce", "reduce_scatter", "broadcast", "scatter"), others)
-    return whole | {"all_gather": ranks * away, "gather": ranks * away, "all_to_all": ranks * others}
 
 
 def run_hosts_bench(plan: Plan, tick: Callable[[str], None] = lambda what: None) -> list[Figures]:

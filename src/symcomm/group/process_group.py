@@ -119,6 +119,7 @@ class ProcessGroup(MoreCalls):
     """Made by ``symcomm.init()``, ``join()``, ``new_group()``, ``split()``, ``shrink()`` or ``grow()``."""
 
     spans_hosts = False  # see symcomm.hosts
+    _yield_ns = YIELD_NS
 
     def __init__(
         self,
@@ -191,7 +192,7 @@ class ProcessGroup(MoreCalls):
             tuple([p.life for p in self._peers]),
             tuple([s + channels for s in starts]),
             self._arena.flight.address, self._arena.flight.add_group(self.name, self.rank, self.global_ranks),
-            own_process, SPIN_LOOKS, YIELD_NS,
+            own_process, SPIN_LOOKS, self._yield_ns,
         )  # fmt: skip
         _living.add(self)
         self._retire = weakref.finalize(self, _retire, self._handle, self._arena, self._offset)

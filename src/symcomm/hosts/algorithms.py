@@ -7,7 +7,8 @@ it expects from other hosts; after that each ``yield`` is a wait for the network
     all_reduce, reduce, broadcast      each lane carries its share of a chunk: L ranks of a host send at once
     all_gather, reduce_scatter         what a rank of another host has or needs is sent once to each host
     gather, scatter, all_to_all        straight from one rank to the other
-    small_all_reduce and others        what a host has to say travels with its arrival: one message to each other host
+
+Tensors of few bytes have algorithms of their own (small.py).
 
 Values are combined on each host in the order of its ranks, then in the order of hosts, so all ranks get the same bits.
 """
@@ -16,25 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 from symcomm import collectives
-from symcomm._core import native
 from symcomm.hosts.engine import Transfer
 from symcomm.hosts.layout import Layout, split_evenly
+from symcomm.hosts.levels import Levels
 from symcomm.hosts.operation import Chunk, Operation
-from symcomm.types import DType, RedOpType
+from symcomm.types import DType
 
 __all__ = [
-    "barrier",
-    "small_all_gather",
-    "small_all_reduce",
-    "small_all_to_all",
-    "small_broadcast",
-    "small_gather",
-    "small_reduce_scatter",
-    "small_scatter",
-    "Levels",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -49,7 +40,6 @@ __all__ = [
 # under way: 1 MiB made 54 % of the link's speed from 32 MiB, 2 MiB 67 %, 4 MiB 74 and 77 %, 8 MiB 79 %; from 8 MiB, 4
 # MiB was best.
 CHUNK = 4 << 20
-FLOATS = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128}
 
 
 def chunks_of(count: int, dtype: DType, parts: int = 1) -> Iterator[tuple[int, int]]:
@@ -61,142 +51,6 @@ def chunks_of(count: int, dtype: DType, parts: int = 1) -> Iterator[tuple[int, i
 
 def starts_of(sizes: Sequence[int]) -> list[int]:
     return [0, *accumulate(sizes)][:-1]
-
-
-class Levels(NamedTuple):
-    """An operation as one on each host, one between hosts, and a division at the end (1: none)."""
-
-    inner: RedOpType
-    outer: RedOpType
-    divide: int = 1
-
-    @classmethod
-    def of(cls, redop: RedOpType, dtype: DType, layout: Layout) -> Levels:
-        if redop is RedOpType.PREMUL_SUM:  # inputs are multiplied already
-            return cls(RedOpType.SUM, RedOpType.SUM)
-        if redop is not RedOpType.AVG:
-            return cls(redop, redop)
-        if layout.is_even and dtype in FLOATS:  # averages of averages: no sum that could overflow a small type
-            return cls(RedOpType.AVG, RedOpType.AVG)
-        return cls(RedOpType.SUM, RedOpType.SUM, layout.size)
-
-
-def _finish(op: Operation, address: int, count: int, dtype: DType, levels: Levels) -> None:
-    """Divide a sum: the average of it and of as many zeros as there are other ranks."""
-    if levels.divide > 1 and count:
-        zeros = op.zeros(count * dtype.itemsize)
-        op.combine(address, [address] + [zeros] * (levels.divide - 1), count, dtype, RedOpType.AVG)
-
-
-# --- few bytes -----------------------------------------------------------------------------------------------------
-
-
-def barrier(op: Operation) -> None:
-    op.meet()
-
-
-def small_all_reduce(
-    op: Operation, source: int, target: int, count: int, dtype: DType, levels: Levels, root: int | None = None
-) -> None:
-    """Every rank has its host's result, gets those of the others, and combines them itself. ``root``: only that one."""
-    nbytes = count * dtype.itemsize
-    own = op.borrow(nbytes)
-
-    def say() -> bytes:
-        op.local(collectives.all_reduce, [source], [own], count, dtype, levels.inner)
-        return native.peek(own, nbytes) if nbytes else b""
-
-    places = {op.layout.host: own}
-    for host, said in op.meet(say).items():
-        places[host] = op.borrow(nbytes)
-        native.poke(places[host], said)
-    if root in (None, op.layout.rank):
-        op.combine(target, [places[h] for h in range(len(op.layout.hosts))], count, dtype, levels.outer)
-        _finish(op, target, count, dtype, levels)
-
-
-def small_broadcast(op: Operation, address: int, count: int, dtype: DType, root: int) -> None:
-    layout, nbytes = op.layout, count * dtype.itemsize
-    home = layout.host_of[root]
-
-    def say() -> bytes:
-        if layout.host != home:
-            return b""
-        op.local(collectives.broadcast, [address], [address], count, dtype, layout.local_of[root])
-        return native.peek(address, nbytes) if nbytes else b""
-
-    said = op.meet(say)
-    if layout.host != home:
-        native.poke(address, said[home])
-
-
-def small_all_gather(op: Operation, source: int, targets: Sequence[int], counts: Sequence[int], dtype: DType) -> None:
-    layout, item = op.layout, dtype.itemsize
-
-    def say() -> bytes:
-        _share(op, layout.here, source, targets, counts, dtype)
-        return b"".join(native.peek(targets[r], counts[r] * item) for r in layout.here if counts[r])
-
-    for host, said in op.meet(say).items():
-        at = 0
-        for r in layout.hosts[host]:
-            native.poke(targets[r], said[at : at + counts[r] * item])
-            at += counts[r] * item
-
-
-def small_reduce_scatter(
-    op: Operation, sources: Sequence[int], target: int, counts: Sequence[int], dtype: DType, levels: Levels
-) -> None:
-    """Every rank gets the combination of all pieces, and takes its own."""
-    item, me = dtype.itemsize, op.layout.rank
-    whole = op.borrow(sum(counts) * item)
-    starts = [whole + start * item for start in starts_of(counts)]
-    for place, source, count in zip(starts, sources, counts, strict=True):
-        _copy(place, source, count * item)
-    small_all_reduce(op, whole, whole, sum(counts), dtype, levels)
-    _copy(target, starts[me], counts[me] * item)
-
-
-def small_gather(op: Operation, source: int, targets: Sequence[int], nbytes: int, root: int) -> None:
-    """Every rank gets all pieces; the root has a use for them."""
-    places = targets if op.layout.rank == root else _places(op, nbytes)
-    small_all_gather(op, source, places, [nbytes] * op.layout.size, DType.UINT8)
-
-
-def small_scatter(op: Operation, sources: Sequence[int], target: int, nbytes: int, root: int) -> None:
-    """Every rank gets all pieces, and takes its own."""
-    places = _places(op, nbytes)
-    for place, source in zip(places, sources, strict=False):
-        _copy(place, source, nbytes)
-    small_broadcast(op, places[0], nbytes * op.layout.size, DType.UINT8, root)
-    _copy(target, places[op.layout.rank], nbytes)
-
-
-def small_all_to_all(
-    op: Operation, sources: Sequence[int], targets: Sequence[int], matrix: Callable[[int, int], int]
-) -> None:
-    """Every rank gets all that ranks have for each other, and takes what is for it."""
-    everyone, me = range(op.layout.size), op.layout.rank
-    sizes = [[matrix(i, j) for j in everyone] for i in everyone]
-    totals = [sum(row) for row in sizes]
-    own, whole = op.borrow(totals[me]), op.borrow(sum(totals))
-    for source, start, nbytes in zip(sources, starts_of(sizes[me]), sizes[me], strict=True):
-        _copy(own + start, source, nbytes)
-    rows = [whole + start for start in starts_of(totals)]
-    small_all_gather(op, own, rows, totals, DType.UINT8)
-    for i in everyone:
-        _copy(targets[i], rows[i] + starts_of(sizes[i])[me], sizes[i][me])
-
-
-def _places(op: Operation, nbytes: int) -> list[int]:
-    """Borrowed memory for a piece of each rank, one after the other."""
-    first = op.borrow(nbytes * op.layout.size)
-    return [first + r * nbytes for r in range(op.layout.size)]
-
-
-def _copy(target: int, source: int, nbytes: int) -> None:
-    if nbytes and target != source:
-        native.poke(target, native.peek(source, nbytes))
 
 
 # --- through lanes ------------------------------------------------------------------------------------------------
@@ -256,8 +110,7 @@ def _swap(op: Operation, piece: int, count: int, dtype: DType, levels: Levels, h
     yield op.start([(peer, piece, nbytes)] if other in hosts else [], expected)
     if layout.host in hosts:
         order = [piece, theirs] if layout.host == 0 else [theirs, piece]
-        op.combine(piece, order, count, dtype, levels.outer)
-        _finish(op, piece, count, dtype, levels)
+        levels.combine(op, piece, order, count, dtype)
     op.give_back(theirs)
 
 
@@ -280,8 +133,7 @@ def _reduce_shares(
     yield op.start([(layout.lane(h), piece + starts[h] * item, sizes[h] * item) for h in layout.others], expected)
     own = piece + starts[layout.host] * item
     order = [places.get(h, own) for h in range(len(layout.hosts))]
-    op.combine(own, order, mine, dtype, levels.outer)
-    _finish(op, own, mine, dtype, levels)
+    levels.combine(op, own, order, mine, dtype)
     op.give_back(came)
 
 
@@ -434,8 +286,7 @@ def _reduce_scatter_chunk(
     own = op.borrow(mine * item)
     _combine_here(op, layout.here, sources, own, counts, dtype, levels)
     yield transfer
-    op.combine(target, [came.get(h, own) for h in range(len(layout.hosts))], mine, dtype, levels.outer)
-    _finish(op, target, mine, dtype, levels)
+    levels.combine(op, target, [came.get(h, own) for h in range(len(layout.hosts))], mine, dtype)
     for piece in (*lent, *came.values(), own):
         op.give_back(piece)
 
@@ -457,32 +308,25 @@ def _combine_here(
 def gather(op: Operation, source: int, targets: Sequence[int], nbytes: int, root: int) -> None:
     """``targets``: where the root puts each rank's piece; empty elsewhere."""
     layout = op.layout
-    away = _away(layout) if layout.rank == root else []
-    expected = op.expect((r, targets[r], nbytes) for r in away)
-    op.meet()
     if layout.host != layout.host_of[root]:
-        op.finish(op.start([(root, source, nbytes)]))
+        op.finish(op.meet(sends=[(root, source, nbytes)]))
         return
-    counts = (nbytes,) * len(layout.here)
-    outs = [targets[r] for r in layout.here] if layout.rank == root else []
-    op.local(collectives.gather, [source], outs, counts, DType.UINT8, layout.local_of[root])
-    op.finish(op.start([], expected))
+    expected = op.expect((r, targets[r], nbytes) for r in layout.away) if layout.rank == root else None
+    outs, counts = [targets[r] for r in layout.here] if targets else [], (nbytes,) * len(layout.here)
+    here = (collectives.gather, [source], outs, counts, DType.UINT8, layout.local_of[root])
+    op.finish(op.meet(*here, expected=expected))
 
 
 def scatter(op: Operation, sources: Sequence[int], target: int, nbytes: int, root: int) -> None:
     """``sources``: the root's piece for each rank; empty elsewhere."""
     layout = op.layout
     if layout.host != layout.host_of[root]:
-        expected = op.expect([(root, target, nbytes)])
-        op.meet()
-        op.finish(op.start([], expected))
+        op.finish(op.meet(expected=op.expect([(root, target, nbytes)])))
         return
-    op.meet()
-    transfer = op.start((r, sources[r], nbytes) for r in _away(layout)) if layout.rank == root else None
-    counts = (nbytes,) * len(layout.here)
-    ins = [sources[r] for r in layout.here] if layout.rank == root else []
-    op.local(collectives.scatter, ins, [target], counts, DType.UINT8, layout.local_of[root])
-    op.finish(transfer)
+    sends = [(r, sources[r], nbytes) for r in layout.away] if layout.rank == root else []
+    ins, counts = [sources[r] for r in layout.here] if sources else [], (nbytes,) * len(layout.here)
+    here = (collectives.scatter, ins, [target], counts, DType.UINT8, layout.local_of[root])
+    op.finish(op.meet(*here, sends=sends))
 
 
 def all_to_all(
@@ -490,14 +334,9 @@ def all_to_all(
 ) -> None:
     """``matrix(i, j)``: bytes that rank i sends to rank j."""
     layout = op.layout
-    me, here, away = layout.rank, layout.here, _away(layout)
+    me, here, away = layout.rank, layout.here, layout.away
     expected = op.expect((r, targets[r], matrix(r, me)) for r in away)
-    op.meet()
-    transfer = op.start([(r, sources[r], matrix(me, r)) for r in away], expected)
     rows = tuple(tuple(matrix(i, j) for j in here) for i in here)
-    op.local(collectives.all_to_all, [sources[r] for r in here], [targets[r] for r in here], rows, DType.UINT8, True)
-    op.finish(transfer)
-
-
-def _away(layout: Layout) -> list[int]:
-    return [r for h in layout.others for r in layout.hosts[h]]
+    ins, outs = [sources[r] for r in here], [targets[r] for r in here]
+    sends = [(r, sources[r], matrix(me, r)) for r in away]
+    op.finish(op.meet(collectives.all_to_all, ins, outs, rows, DType.UINT8, True, sends=sends, expected=expected))

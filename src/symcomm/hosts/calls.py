@@ -14,9 +14,10 @@ from symcomm.collectives.plan import Collective
 from symcomm.group.buffers import Buffer, keep_apart, write_buffer
 from symcomm.group.calls import CollectiveCalls
 from symcomm.group.work import Timeout, Work
-from symcomm.hosts import algorithms
-from symcomm.hosts.algorithms import Levels, starts_of
+from symcomm.hosts import algorithms, small
+from symcomm.hosts.algorithms import starts_of
 from symcomm.hosts.layout import Layout
+from symcomm.hosts.levels import Levels
 from symcomm.hosts.operation import Operation, Signature
 from symcomm.types import RedOpType
 
@@ -56,7 +57,7 @@ class HostsCalls(CollectiveCalls):
         levels = Levels.of(redop, buffer.dtype, self.layout)
         signature = Signature(Collective.ALL_REDUCE, buffer.dtype, redop, 0, buffer.count)
 
-        act = algorithms.small_all_reduce if self.layout.carries(buffer.nbytes) else algorithms.all_reduce
+        act = small.all_reduce if self.layout.carries(buffer.nbytes, is_whole=True) else algorithms.all_reduce
 
         def body(o: Operation) -> None:
             act(o, source.address, buffer.address, buffer.count, buffer.dtype, levels)
@@ -71,7 +72,7 @@ class HostsCalls(CollectiveCalls):
         levels = Levels.of(redop, buffer.dtype, self.layout)
         signature = Signature(Collective.REDUCE, buffer.dtype, redop, root, buffer.count)
 
-        act = algorithms.small_all_reduce if self.layout.carries(buffer.nbytes) else algorithms.reduce
+        act = small.reduce if self.layout.carries(buffer.nbytes, is_whole=True) else algorithms.reduce
 
         def body(o: Operation) -> None:
             act(o, source.address, buffer.address, buffer.count, buffer.dtype, levels, root)
@@ -111,8 +112,8 @@ class HostsCalls(CollectiveCalls):
         levels = Levels.of(redop, out.dtype, self.layout)
         signature = Signature(Collective.REDUCE_SCATTER, out.dtype, redop, 0, sum(counts), _detail(counts))
 
-        is_small = self.layout.carries(sum(counts) * out.dtype.itemsize)
-        act = algorithms.small_reduce_scatter if is_small else algorithms.reduce_scatter
+        is_small = self.layout.carries(self.layout.most_of_a_host(counts) * out.dtype.itemsize)
+        act = small.reduce_scatter if is_small else algorithms.reduce_scatter
 
         def body(o: Operation) -> None:
             act(o, addresses, out.address, counts, out.dtype, levels)
@@ -126,7 +127,7 @@ class HostsCalls(CollectiveCalls):
         buffer = self._of_broadcast(tensor, root)
         signature = Signature(Collective.BROADCAST, buffer.dtype, 0, root, buffer.count)
 
-        act = algorithms.small_broadcast if self.layout.carries(buffer.nbytes) else algorithms.broadcast
+        act = small.broadcast if self.layout.carries(buffer.nbytes, is_whole=True) else algorithms.broadcast
 
         def body(o: Operation) -> None:
             act(o, buffer.address, buffer.count, buffer.dtype, root)
@@ -160,7 +161,7 @@ class HostsCalls(CollectiveCalls):
         signature = Signature(Collective.ALL_GATHER, source.dtype, 0, 0, sum(counts), _detail(counts))
 
         is_small = self.layout.carries(self.layout.most_of_a_host(counts) * source.dtype.itemsize)
-        act = algorithms.small_all_gather if is_small else algorithms.all_gather
+        act = small.all_gather if is_small else algorithms.all_gather
 
         def body(o: Operation) -> None:
             act(o, kept.address, addresses, counts, source.dtype)
@@ -176,7 +177,7 @@ class HostsCalls(CollectiveCalls):
         signature = Signature(Collective.GATHER, source.dtype, 0, root, source.count * self.size)
         [kept] = self._apart([source], outs)
         is_small = self.layout.carries(source.nbytes * self.layout.widest)
-        act = algorithms.small_gather if is_small else algorithms.gather
+        act = small.gather if is_small else algorithms.gather
         body: Body = partial(
             act, source=kept.address, targets=[o.address for o in outs], nbytes=source.nbytes, root=root
         )
@@ -190,8 +191,8 @@ class HostsCalls(CollectiveCalls):
         sources, out = self._of_scatter(call, output, inputs, root)
         signature = Signature(Collective.SCATTER, out.dtype, 0, root, out.count * self.size)
         kept = self._apart(sources, [out])
-        is_small = self.layout.carries(out.nbytes * self.size)
-        act = algorithms.small_scatter if is_small else algorithms.scatter
+        is_small = self.layout.carries(out.nbytes * self.layout.widest)
+        act = small.scatter if is_small else algorithms.scatter
         body: Body = partial(act, sources=[s.address for s in kept], target=out.address, nbytes=out.nbytes, root=root)
         return self._perform(call, signature, body, kept, [out], [output], async_op, timeout)
 
@@ -242,9 +243,9 @@ class HostsCalls(CollectiveCalls):
         total = sum(flat) if flat else sum(sent) * self.size
         signature = Signature(Collective.ALL_TO_ALL, dtype, 0, 0, total, _detail(flat))
         nbytes = (lambda i, j: matrix[i][j] * item) if matrix else (lambda i, j: sent[0] * item)
-        rows = [sum(row) for row in matrix] or [sum(sent)] * self.size
+        rows = [self.layout.most_of_a_host(row) for row in matrix] or [sent[0] * self.layout.widest] * self.size
         is_small = self.layout.carries(self.layout.most_of_a_host(rows) * item)
-        act = algorithms.small_all_to_all if is_small else algorithms.all_to_all
+        act = small.all_to_all if is_small else algorithms.all_to_all
         body: Body = partial(act, sources=places, targets=targets, matrix=nbytes)
         return self._perform(call, signature, body, sources, outs, result, async_op, timeout)
 
@@ -271,6 +272,4 @@ class HostsCalls(CollectiveCalls):
 
     def barrier(self, async_op: bool = False, timeout: Timeout = None) -> Work | None:
         """Return once every rank has come."""
-        return self._perform(
-            "barrier", Signature(Collective.BARRIER), algorithms.barrier, [], [], [], async_op, timeout
-        )
+        return self._perform("barrier", Signature(Collective.BARRIER), small.barrier, [], [], [], async_op, timeout)

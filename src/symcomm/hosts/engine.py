@@ -27,17 +27,25 @@ BUILT_IN = {
     "nccl": ("symcomm.hosts.torch_engine", "NcclEngine"),
 }
 ENTRY_POINTS = "symcomm.engines"
+TAGS = 8
 
 
 class Move(NamedTuple):
     """One message. Between two ranks, messages of one tag arrive in the order in which they were started; those of one
-    tag do not wait for those of another. All moves of a batch have the same tag."""
+    tag do not wait for those of another. All moves of a batch have the same tag, one of TAGS, and the same ``match``.
+
+    ``match``: both ends must have the same number here, or they do not mean each other; up to 27 bits."""
 
     is_send: bool
     address: int
     nbytes: int
     peer: int
     tag: int = 0
+    match: int = 0
+
+    def label(self, most: int) -> int:
+        """Tag and match as one number, for networks that know one. ``most``: the largest they take."""
+        return self.tag + TAGS * (self.match % (most // TAGS))
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,7 @@ class Engine(ABC):
 
     name: str = ""
     card: dict[str, Any]
+    has_tags = True  # False: messages find receives in the order in which both were started, whatever their tag
 
     @staticmethod
     @abstractmethod

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from symcomm import errors
@@ -27,6 +28,8 @@ from symcomm.hosts.address import LOOPBACK, own_address
 from symcomm.hosts.calls import HostsCalls
 from symcomm.hosts.engine import Engine, Place, Transfer, available_engines, engine_class, wanted_engine
 from symcomm.hosts.layout import Layout
+from symcomm.hosts.lines import Lines
+from symcomm.hosts.link import Frame, Link
 from symcomm.hosts.messages import HostsMessages, Mail
 from symcomm.hosts.office import Card, Office, office_of
 from symcomm.hosts.operation import Operation, Signature
@@ -50,6 +53,7 @@ def _after_fork_in_child() -> None:
     for group in list(_living):
         group._goodbye = True
         group.news = threading.Condition()
+        group.lines.forget()
         group._failure_lock = threading.RLock()
         group._failure = errors.GroupUnusableError(
             f"it belongs to the process that this one was forked from ({os.getppid()}); make groups of its own here."
@@ -74,10 +78,17 @@ def _leave_first_at_exit() -> None:
     atexit.register(_leave_all)
 
 
-def _retire(office: Office, key: str, runner: Runner, engine: Engine, untold: list[str]) -> None:
+def _retire(office: Office, key: str, runner: Runner, engine: Engine, lines: Lines, untold: list[str]) -> None:
     office.leave(key, untold)
+    lines.close()
     runner.stop()
     engine.close()
+
+
+class _HostGroup(ProcessGroup):
+    """The ranks of one host. What they wait for is on the network, mostly: longer than offering the core pays."""
+
+    _yield_ns = 5_000
 
 
 class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
@@ -120,7 +131,8 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self.layout = Layout(hosts, rank)
         self.news = threading.Condition()  # anything that somebody may wait for has happened
         self.trouble = Trouble(self)
-        self.arrivals: dict[tuple[int, int], tuple[list[int], bytes]] = {}  # (number, rank) -> signature, few bytes
+        self.arrivals: dict[tuple[int, int], tuple[list[int], bytes | bytearray]] = {}  # (number, speaker) -> signature
+        self.lines = _lines_of(self)
         self.left: set[int] = set()
         self.doing: tuple[int, str, str] = (0, "", "")  # number, call and place of the last operation
         self._submitted = 0
@@ -154,7 +166,9 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
             raise
         _living.add(self)
         registry.add(self)
-        self._retire = weakref.finalize(self, _retire, self.office, self._key, self._runner, self.engine, self._untold)
+        self._retire = weakref.finalize(
+            self, _retire, self.office, self._key, self._runner, self.engine, self.lines, self._untold
+        )
         self._retire.atexit = False
         _leave_first_at_exit()
 
@@ -199,7 +213,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
             return [everyone[r] for r in self.layout.here]
 
         here = self.layout.here
-        local = ProcessGroup(
+        local = _HostGroup(
             self.layout.local, len(here), exchange_here, f"{self.name}@{self.layout.host}", self.timeout, self._limits,
             [self.global_ranks[r] for r in here],
         )  # fmt: skip
@@ -228,14 +242,20 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
 
     # --- running ----------------------------------------------------------------------------------------------
 
-    def meeting_plan(self, signature: Signature) -> Any:
-        plan = self._plans.get(signature)
+    def first_plan(self, signature: Signature, build: Callable[..., Plan] | None = None, args: tuple = ()) -> Any:
+        """What this host's ranks begin an operation with: they compare its signature, and maybe do a part of it."""
+        key = (signature, build, args)
+        plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) > 4096:
                 self._plans.clear()
-            s, layout = signature, self.layout
-            made = Plan(s.collective, layout.local, len(layout.here), s.local_count(), s.dtype, s.redop, 0, "arrival")
-            plan = self._plans[signature] = native.make_plan(made.encode())
+            s, rank, world = signature, self.layout.local, len(self.layout.here)
+            if build is None:
+                made = Plan(s.collective, rank, world, s.local_count(), s.dtype, s.redop, 0, "arrival")
+            else:
+                made = build(rank, world, *args, limits=self.local._limits)
+                made = replace(made, collective=s.collective, count=s.local_count(is_whole=False))
+            plan = self._plans[key] = native.make_plan(made.encode())
         return plan
 
     def _perform(
@@ -345,20 +365,18 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         return rank in self.left or self.office.is_lost(self._offices[rank].nonce)
 
     def ring(self, _: Any = None) -> None:
+        """Something has happened: whoever waits looks again."""
         with self.news:
             self.news.notify_all()
+        self.lines.ring()
 
-    def on_message(self, sender: str, header: dict[str, Any], payload: bytes) -> None:
+    def on_message(self, sender: str, header: dict[str, Any], payload: bytes | bytearray) -> None:
         """Called by the office, in its thread."""
         rank = self._rank_of.get(sender)
         if rank is None:
             return
         kind = header.get("kind")
-        if kind == "come":
-            with self.news:
-                self.arrivals[header["seq"], rank] = (header["signature"], payload)
-                self.news.notify_all()
-        elif kind == "letter":
+        if kind == "letter":
             self.mail.on_letter(rank, header, payload)
         elif kind == "clear":
             self.mail.on_clear(rank, header)
@@ -377,6 +395,12 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         elif kind == "bye":
             self.left.add(rank)
             self.ring()
+
+    def on_line(self, sender: str, line: Link) -> None:
+        if sender in self._rank_of:
+            self.lines.add(self._rank_of[sender], line)
+        else:
+            line.close()
 
     def on_lost(self, nonce: str) -> None:
         if nonce in self._rank_of:
@@ -466,6 +490,21 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
 
     def _gone(self) -> list[int]:
         return sorted(self.ballot.gone())
+
+
+def _lines_of(group: HostsGroup) -> Lines:
+    """They do not keep the group alive."""
+    arrivals, ref = group.arrivals, weakref.ref(group)
+
+    def call(rank: int) -> Link | None:
+        found = ref()
+        return found.office.call(found._offices[rank], found._key) if found is not None else None
+
+    def hear(rank: int, frame: Frame) -> None:
+        header, payload = frame
+        arrivals[header["seq"], rank] = (header["signature"], payload)
+
+    return Lines(group.rank, call, hear)
 
 
 def _agree_on_engine(cards: Sequence[dict[str, Any]]) -> str:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Layout", "split_evenly", "travels"]
+__all__ = ["SPEAKER", "Layout", "split_evenly", "travels"]
 
-# What travels with the arrivals of hosts, in bytes: so many that one rank says, always, and so many that leave a host.
-# An engine's threads cost more than the network takes for these. 2 x 2 ranks at 1 Gbit/s, ms with arrivals and with
-# Gloo as engine: all_reduce of 16 KiB 1.1 and 2.7, of 64 KiB 1.7 and 3.2; all_gather of 64 KiB 1.0 and 2.4.
-FEW, FEW_OF_A_HOST = 4 << 10, 128 << 10
+SPEAKER = 0  # of a host's ranks: the one that meets the other hosts. Whatever the call, so that different ones meet
+
+# What travels with the arrivals of hosts, in bytes: so many that a host says to another, always, and so many that leave
+# it. An engine's threads, and a second trip, cost more than the network takes for these. 2 x 2 ranks at 1 Gbit/s, ms
+# with arrivals and with Gloo as engine: all_reduce of 256 KiB 2.9 and 5.9, of 512 KiB 6.7 and 7.6; gather of 1 MiB,
+# half of which crosses, 4.5 and 4.7. From 1 MiB on a speaker has much to copy: all_to_all 10 to 13 and 11 to 15.
+FEW, FEW_OF_A_HOST = 4 << 10, 512 << 10
+FEW_IN_VAIN = 128 << 10  # bytes that leave a host and would not with an engine, which sends a part of it to each host
 
 
-def travels(said: int, ranks: int, hosts: int) -> bool:
-    """Whether arrivals carry what each of a host's ``ranks`` has to say to one of each other: ``said`` bytes."""
-    return said <= FEW or said * ranks * (hosts - 1) <= FEW_OF_A_HOST
+def travels(said: int, hosts: int, is_whole: bool = False) -> bool:
+    """Whether arrivals carry what a host has to say to each other: ``said`` bytes. ``is_whole``: the same to each."""
+    in_vain = said * (hosts - 2) if is_whole else 0
+    return said <= FEW or (said * (hosts - 1) <= FEW_OF_A_HOST and in_vain <= FEW_IN_VAIN)
 
 
 def split_evenly(count: int, parts: int) -> list[int]:
@@ -38,12 +43,13 @@ class Layout:
         self.host, self.local = self.host_of[rank], self.local_of[rank]
         self.here = self.hosts[self.host]
         self.others = [h for h in range(len(self.hosts)) if h != self.host]
+        self.away = [r for h in self.others for r in self.hosts[h]]  # ranks of other hosts, host by host
         self.lanes, self.widest = min(map(len, self.hosts)), max(map(len, self.hosts))
         self.is_even = len({len(ranks) for ranks in self.hosts}) == 1
 
-    def carries(self, said: int) -> bool:
-        """Whether so many bytes, said by each rank, travel with arrivals: the same on all ranks."""
-        return travels(said, self.widest, len(self.hosts))
+    def carries(self, said: int, is_whole: bool = False) -> bool:
+        """Whether so many bytes, from one host to another, travel with arrivals: the same on all ranks."""
+        return travels(said, len(self.hosts), is_whole)
 
     def most_of_a_host(self, counts: Sequence[int]) -> int:
         """``counts[r]``: what rank r has. The sum of the host whose ranks have most."""
@@ -60,6 +66,14 @@ class Layout:
     def holder(self, host: int, rank: int) -> int:
         """Who on ``host`` receives and sends on behalf of ``rank``, which is on another."""
         return self.hosts[host][self.local_of[rank] % len(self.hosts[host])]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank meets the other hosts, on behalf of its own."""
+        return self.local == SPEAKER
+
+    def speaker(self, host: int) -> int:
+        return self.hosts[host][SPEAKER]
 
     def counterparts(self, host: int) -> list[int]:
         """The ranks of another host that this rank speaks to, each of which also speaks to this one."""

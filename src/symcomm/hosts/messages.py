@@ -36,10 +36,10 @@ SLICE = 0.002  # seconds between looks at the host's mailbox, for receives from 
 class _Letter:
     """A message that was announced to us and not taken yet."""
 
-    def __init__(self, sender: int, header: dict[str, Any], payload: bytes):
+    def __init__(self, sender: int, header: dict[str, Any], payload: bytes | bytearray):
         self.sender, self.number, self.tag = sender, header["number"], header["tag"]
         self.dtype, self.nbytes = header["dtype"], header["nbytes"]
-        self.payload = payload if header["inline"] else None
+        self.payload = bytes(payload) if header["inline"] else None
 
 
 def _words_for(m: Message) -> str:
@@ -316,7 +316,7 @@ class Mail:
                 self._receives.append(work)
         return work
 
-    def on_letter(self, rank: int, header: dict[str, Any], payload: bytes) -> None:
+    def on_letter(self, rank: int, header: dict[str, Any], payload: bytes | bytearray) -> None:
         letter = _Letter(rank, header, payload)
         with self.group.news:
             for work in self._receives:

@@ -103,7 +103,7 @@ class MpiEngine(Engine):
         for m in moves:
             memory = (ctypes.c_char * m.nbytes).from_address(m.address)
             act = self._comm.Isend if m.is_send else self._comm.Irecv
-            requests.append(act([memory, self._mpi.BYTE], m.peer, m.tag % LARGEST_TAG))
+            requests.append(act([memory, self._mpi.BYTE], m.peer, m.label(LARGEST_TAG)))
         return requests
 
     def _has_ended(self, requests: list[Any], transfer: Transfer) -> bool:

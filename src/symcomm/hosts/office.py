@@ -1,12 +1,12 @@
 """Small messages between ranks of different hosts, and the news of who is gone.
 
 Every rank has one office: a listening socket, a thread, and a connection to each rank it has spoken to. It carries what
-groups have to say to each other (arrivals, envelopes of messages, failures), never their data. A process that dies
+groups have to say to each other (envelopes of messages, failures), never their data. A process that dies
 closes its connections, which the others read at once; a host that vanishes is noticed by the kernel's keep-alive
 probes, which a stopped or busy process still answers.
 
-A frame is: length of all that follows, length of the header, header (JSON), payload. The first frame of a connection
-carries the token of the office that is called; it travelled through the store, so only the job's ranks know it.
+The first frame of a connection carries the token of the office that is called; it travelled through the store, so only
+the job's ranks know it. Where it names a group, the connection is that group's own from then on (lines.py).
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hmac
-import json
 import os
 import secrets
-import selectors
+import select
 import socket
-import struct
 import threading
 import time
 import traceback
@@ -29,13 +27,11 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 from symcomm import errors
+from symcomm.hosts.link import Broken, Link
 from symcomm.memory.arena import Arena
 
 __all__ = ["Card", "Office", "host_patience", "office_of"]
 
-LENGTHS = struct.Struct("<II")
-LARGEST_FRAME = 1 << 24
-LARGEST_GREETING = 4096  # of somebody who has not shown the token yet
 EARLY_FRAMES = 100_000  # kept for a group that is not made here yet
 PAST_GROUPS = 1000  # remembered, so that nothing is kept for them
 DEFAULT_PATIENCE = 5.0
@@ -63,23 +59,13 @@ class Card(NamedTuple):
 
 
 class Member(Protocol):
-    """A group, as its rank's office knows it. Both are called in the office's thread and must not block."""
+    """A group, as its rank's office knows it. All are called in the office's thread and must not block."""
 
-    def on_message(self, sender: str, header: dict[str, Any], payload: bytes) -> None: ...
+    def on_message(self, sender: str, header: dict[str, Any], payload: bytes | bytearray) -> None: ...
+
+    def on_line(self, sender: str, line: Link) -> None: ...
 
     def on_lost(self, nonce: str) -> None: ...
-
-
-class _Link:
-    """A connection. Sending never blocks: what the kernel does not take waits in ``outbox``."""
-
-    def __init__(self, sock: socket.socket, peer: str | None):
-        self.sock = sock
-        self.peer = peer  # nonce; None until an incoming connection has said who it is
-        self.inbox = bytearray()
-        self.outbox = bytearray()
-        self.lock = threading.Lock()
-        self.closed = False
 
 
 _offices: weakref.WeakValueDictionary[bytes, Office] = weakref.WeakValueDictionary()
@@ -126,18 +112,18 @@ class Office:
         self._listener = socket.create_server(("", 0), backlog=1024)
         self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
-        self._selector = selectors.DefaultSelector()
+        self._watched = select.epoll()
         self._alarm, self._ring = socket.socketpair()
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, Link] = {}
+        self._by_fd: dict[int, Link] = {}
         self._lost: set[str] = set()
         self._members: dict[str, weakref.ref[Any]] = {}  # a group that was forgotten goes away
-        self._early: dict[str, list[tuple[str, dict[str, Any], bytes]]] = {}
+        self._early: dict[str, list[tuple[str, dict[str, Any], bytes | bytearray]]] = {}
         self._past: dict[str, None] = {}  # groups that were left, whose messages come too late
         self._farewells: deque[tuple[str, str]] = deque()  # (to whom, from which group)
         self._lock = threading.RLock()
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._selector.register(self._alarm, selectors.EVENT_READ, None)
-        self._changes: list[_Link] = []  # links to be looked at anew by the thread
+        self._watched.register(self._listener, select.EPOLLIN)
+        self._watched.register(self._alarm, select.EPOLLIN)
         self._thread = threading.Thread(target=self._serve, name="symcomm-office", daemon=True)
         self._thread.start()
 
@@ -182,7 +168,7 @@ class Office:
             if to.nonce in self._lost:
                 return False
             link = self._connect(to, timeout)
-        return link is not None and self._push(link, _frame(header, payload))
+        return link is not None and self._push(link, header, payload)
 
     def knows(self, nonce: str) -> bool:
         """Whether there is a connection to that rank."""
@@ -194,21 +180,33 @@ class Office:
     def backlog(self, nonce: str) -> int:
         """Bytes that wait for a slow receiver."""
         link = self._links.get(nonce)
-        return len(link.outbox) if link is not None else 0
+        return link.backlog if link is not None else 0
 
-    def _connect(self, to: Card, timeout: float) -> _Link | None:
+    def call(self, to: Card, key: str, timeout: float = 10.0) -> Link | None:
+        """A line to ``to``'s group of that name, which this office does not look after. None: it cannot be reached."""
+        return None if to.nonce in self._lost else self._greet(to, timeout, {"line": key})
+
+    def _greet(self, to: Card, timeout: float, more: dict[str, Any]) -> Link | None:
         try:
             sock = socket.create_connection((to.address, to.port), timeout)
         except OSError:
             self._lose(to.nonce)
             return None
         self._prepare(sock)
-        link = _Link(sock, to.nonce)
-        self._push(link, _frame({"token": to.token, "from": self.nonce}, b""))
+        link = Link(sock, to.nonce)
+        link.send({"token": to.token, "from": self.nonce, **more})
+        return link
+
+    def _connect(self, to: Card, timeout: float) -> Link | None:
+        link = self._greet(to, timeout, {})
+        if link is None:
+            return None
         with self._lock:
+            if self.closed:
+                link.close()
+                return None
             known = self._links.setdefault(to.nonce, link)
-            self._changes.append(link)
-        self._wake()
+            self._add(link)
         return known
 
     def _prepare(self, sock: socket.socket) -> None:
@@ -220,25 +218,11 @@ class Office:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, int(self._patience) - 1))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._patience * 1000))
 
-    def _push(self, link: _Link, data: bytes) -> bool:
-        with link.lock:
-            if link.closed:
-                return False
-            sent = 0
-            if not link.outbox:
-                try:
-                    sent = link.sock.send(data)
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    return False  # the thread reads the same, and tells
-            if sent == len(data):
-                return True
-            link.outbox += data[sent:]
-        with self._lock:
-            self._changes.append(link)
-        self._wake()
-        return True
+    def _push(self, link: Link, header: dict[str, Any], payload: bytes = b"") -> bool:
+        sent = link.send(header, payload)
+        if link.has_backlog:
+            self._watch(link)
+        return sent
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it will wake anyhow; closed: nobody to wake
@@ -248,98 +232,83 @@ class Office:
 
     def _serve(self) -> None:
         while not self.closed:
-            for key, events in self._selector.select(1.0):
-                if key.fileobj is self._listener:
+            for fd, events in self._watched.poll(1.0):
+                if fd == self._listener.fileno():
                     self._accept()
-                elif key.fileobj is self._alarm:
+                elif fd == self._alarm.fileno():
                     self._alarm.recv(4096)
-                else:
-                    self._attend(key.data, events)
-            with self._lock:
-                changes, self._changes = self._changes, []
-            for link in changes:
-                self._watch(link)
+                elif (link := self._by_fd.get(fd)) is not None:
+                    self._attend(link, events)
             self._bid_farewell()
         self._bid_farewell()
-        self._shut()
+        self.close_sockets()
 
     def _bid_farewell(self) -> None:
         while self._farewells:
             nonce, key = self._farewells.popleft()
             if (link := self._links.get(nonce)) is not None:
-                self._push(link, _frame({"group": key, "kind": "bye"}, b""))
+                self._push(link, {"group": key, "kind": "bye"})
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
             self._prepare(sock)
-            self._selector.register(sock, selectors.EVENT_READ, _Link(sock, None))
+            self._add(Link(sock, None))
 
-    def _watch(self, link: _Link) -> None:
-        if link.closed:
-            return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.outbox else 0)
-        with contextlib.suppress(OSError, ValueError):
-            if link.sock.fileno() in self._selector.get_map():
-                self._selector.modify(link.sock, events, link)
-            else:
-                self._selector.register(link.sock, events, link)
-
-    def _attend(self, link: _Link, events: int) -> None:
-        if events & selectors.EVENT_WRITE:
-            with link.lock, contextlib.suppress(OSError):
-                del link.outbox[: link.sock.send(link.outbox)]
-            self._watch(link)
-        if events & selectors.EVENT_READ:
-            try:
-                data = link.sock.recv(1 << 18)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._drop(link)
-                return
-            link.inbox += data
-            self._read_frames(link)
-
-    def _read_frames(self, link: _Link) -> None:
-        """Deliver every whole frame of the inbox."""
-        start = 0
-        while len(link.inbox) - start >= LENGTHS.size:
-            total, head = LENGTHS.unpack_from(link.inbox, start)
-            if total > (LARGEST_FRAME if link.peer is not None else LARGEST_GREETING) or head > total:
-                self._drop(link)
-                return
-            if len(link.inbox) - start < 8 + total:
-                break
-            try:
-                header = json.loads(bytes(link.inbox[start + 8 : start + 8 + head]))
-            except ValueError:  # not one of us
-                self._drop(link)
-                return
-            payload = bytes(link.inbox[start + 8 + head : start + 8 + total])
-            start += 8 + total
-            if link.peer is None:
-                if not self._admit(link, header):
-                    return
-            else:
-                self._deliver(link.peer, header, payload)
-        del link.inbox[:start]
-
-    def _admit(self, link: _Link, header: Any) -> bool:
-        """The first frame of an incoming connection must show our token."""
-        token = header.get("token") if isinstance(header, dict) else None
-        if not isinstance(token, str) or not hmac.compare_digest(token.encode(), self.token.encode()):
-            self._drop(link)
-            return False
-        link.peer = str(header.get("from"))
+    def _add(self, link: Link) -> None:
         with self._lock:
-            self._links.setdefault(link.peer, link)
-            self._lost.discard(link.peer)
-        return True
+            self._by_fd[link.fd] = link
+            self._watched.register(link.fd, select.EPOLLIN)
+            self._watch(link)
 
-    def _deliver(self, sender: str, header: dict[str, Any], payload: bytes) -> None:
+    def _watch(self, link: Link) -> None:
+        """What the office's thread is to look at."""
+        with self._lock, contextlib.suppress(OSError, ValueError):  # the office was closed
+            if not link.closed:
+                wanted = select.EPOLLIN | (select.EPOLLOUT if link.has_backlog else 0)
+                self._watched.modify(link.fd, wanted)
+
+    def _attend(self, link: Link, events: int) -> None:
+        if events & select.EPOLLOUT:
+            link.push()
+            self._watch(link)
+        if events & ~select.EPOLLOUT and not link.closed:
+            try:
+                for header, payload in link.receive():
+                    if link.peer is None:
+                        self._admit(link, header)
+                        if "line" in header:
+                            self._hand_over(link, header["line"])
+                            return
+                    else:
+                        self._deliver(link.peer, header, payload)
+            except Broken:
+                self._drop(link)
+
+    def _admit(self, link: Link, header: dict[str, Any]) -> None:
+        """The first frame of an incoming connection must show our token."""
+        token = header.get("token")
+        if not isinstance(token, str) or not hmac.compare_digest(token.encode(), self.token.encode()):
+            raise Broken
+        link.peer = str(header.get("from"))
+        if "line" not in header:
+            with self._lock:
+                self._links.setdefault(link.peer, link)
+                self._lost.discard(link.peer)
+
+    def _hand_over(self, link: Link, key: str) -> None:
+        """It is a group's from now on. All ranks of a group have joined before one of them can call another."""
+        with self._lock:
+            del self._by_fd[link.fd]
+            self._watched.unregister(link.fd)
+            found = self._members.get(key)
+        member = found() if found is not None else None
+        if member is not None and link.peer is not None:
+            member.on_line(link.peer, link)
+        else:
+            link.close()
+
+    def _deliver(self, sender: str, header: dict[str, Any], payload: bytes | bytearray) -> None:
         key = header.get("group", "")
         with self._lock:
             found = self._members.get(key)
@@ -357,12 +326,12 @@ class Office:
             except Exception:  # a bug; other groups need the office all the same
                 traceback.print_exc()
 
-    def _drop(self, link: _Link) -> None:
-        with link.lock:
-            link.closed = True
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(link.sock)
-        link.sock.close()
+    def _drop(self, link: Link) -> None:
+        with self._lock:
+            self._by_fd.pop(link.fd, None)
+            with contextlib.suppress(OSError, ValueError):
+                self._watched.unregister(link.fd)
+            link.close()
         if link.peer is not None and self._links.get(link.peer) is link:
             self._lose(link.peer)
 
@@ -386,21 +355,13 @@ class Office:
 
     def _flush(self, deadline: float) -> None:
         while (
-            self._farewells or any(link.outbox for link in list(self._links.values()))
+            self._farewells or any(link.has_backlog for link in list(self._links.values()))
         ) and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    def _shut(self) -> None:
-        self.close_sockets()
-        self._selector.close()
-
     def close_sockets(self) -> None:
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
-        self._ring.close()
-
-
-def _frame(header: dict[str, Any], payload: bytes) -> bytes:
-    head = json.dumps(header).encode()
-    return LENGTHS.pack(len(head) + len(payload), len(head)) + head + payload
+        for link in list(self._by_fd.values()):
+            link.sock.close()
+        for sock in (self._listener, self._alarm, self._ring):
+            sock.close()
+        self._watched.close()

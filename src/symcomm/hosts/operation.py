@@ -49,9 +49,11 @@ class Signature(NamedTuple):
             parts.append(f"root {self.root}")
         return f"{self.collective.label}({', '.join(parts)})"
 
-    def local_count(self) -> int:
-        """The count for the signature of the host's own meeting, which has no place for roots of other hosts."""
-        if not (self.root or self.detail):
+    def local_count(self, is_whole: bool = True) -> int:
+        """The count for the signature of the host's own meeting, which has no place for roots of other hosts.
+
+        ``is_whole``: dtype and operation have theirs."""
+        if is_whole and not (self.root or self.detail):
             return self.elements
         return HASHED | (zlib.crc32(array("q", [*self]).tobytes()) & 0x3FFFFFFF) << 32 | self.elements & 0xFFFFFFFF
 
@@ -63,6 +65,7 @@ class Operation:
         self._group = group
         self.signature = signature
         self._seq = seq
+        self._match = zlib.crc32(array("q", [seq, *signature]).tobytes()) >> 5  # tells its bytes from other operations'
         self._seconds = timeout
         self._deadline = time.monotonic() + timeout
         self._site = site
@@ -71,43 +74,94 @@ class Operation:
 
     # --- meeting ----------------------------------------------------------------------------------------------
 
-    def meet(self, say: Callable[[], bytes] | None = None) -> dict[int, bytes]:
-        """All ranks of this host, then one of each other host, which speaks for all of it.
+    def meet(
+        self, build: Callable[..., Plan] | None = None, ins: Sequence[int] = (), outs: Sequence[int] = (), *args: Any,
+        sends: Pieces = (), expected: Expected | None = None,
+    ) -> Transfer | None:  # fmt: skip
+        """Return once all ranks of all hosts have come, with the same call; on the way, a collective of this host's.
 
-        ``say`` is called in between and gives what this host has to say to the others, a few bytes; theirs are
-        returned."""
-        self._run(self._group.meeting_plan(self.signature), (), ())
-        said = say() if say is not None else b""
-        group, layout = self._group, self.layout
-        come = {"kind": "come", "seq": self._seq, "signature": list(self.signature)}
-        awaited = {rank: host for host in layout.others for rank in layout.counterparts(host)}
-        for rank in awaited:
-            group.tell(rank, come, said)
-        self.wait_for(lambda: [r for r in awaited if (self._seq, r) not in group.arrivals])
+        ``sends`` leave at once: only the same operation of the receiver can take them. Where the engine cannot tell
+        operations apart, they leave when it is known to be the same."""
+        at_once = self._group.engine.has_tags
+        transfer = self.start(sends, expected) if at_once else None
+        self.come(build, ins, outs, *args)
+        if self.layout.speaks:
+            self.exchange({})
+        self.part()
+        return transfer if at_once else self.start(sends, expected)
+
+    def come(
+        self, build: Callable[..., Plan] | None = None, ins: Sequence[int] = (), outs: Sequence[int] = (), *args: Any
+    ) -> None:
+        """Until all ranks of this host have come, with the same call; in the same step, a collective of theirs."""
+        self._run(self._group.first_plan(self.signature, build, args), tuple(ins), tuple(outs))
+
+    def exchange(self, say: dict[int, bytes]) -> dict[int, bytes | bytearray]:
+        """Called by speakers only: tell other hosts that this one has come, and a few bytes; theirs are returned."""
+        self.speak(say)
+        return self.hear()
+
+    def speak(self, say: dict[int, bytes]) -> None:
+        come = {"seq": self._seq, "signature": self.signature}
+        for host in self.layout.others:
+            self._group.lines.send(self.layout.speaker(host), come, say.get(host, b""))
+
+    def hear(self) -> dict[int, bytes | bytearray]:
+        """What the other hosts' speakers said. What this one said has left by then."""
+        group, lines = self._group, self._group.lines
+        awaited = {self.layout.speaker(h): h for h in self.layout.others}
+        self.wait_for(
+            lambda: [r for r in awaited if (self._seq, r) not in group.arrivals or lines.has_backlog(r)],
+            LATE_BYTES,
+            list(awaited),
+        )
         theirs = {host: group.arrivals.pop((self._seq, r)) for r, host in awaited.items()}
         if any(signature != list(self.signature) for signature, _ in theirs.values()):
             group.trouble.mismatch()
             raise Stopped
         return {host: payload for host, (_, payload) in theirs.items()}
 
-    def wait_for(self, missing: Callable[[], Collection[int]], grace: float = 0.0) -> None:
+    def part(self) -> None:
+        """Wait for this host's speaker, which has heard of all others."""
+        if len(self.layout.here) > 1:
+            self._run(self._group.first_plan(self.signature), (), ())
+
+    def wait_for(
+        self, missing: Callable[[], Collection[int]], grace: float = 0.0, listen_to: Sequence[int] = ()
+    ) -> None:
         """Until ``missing()`` is empty. Ranks in it that are gone, or the deadline, end the operation.
 
-        ``grace``: seconds that something of a rank that ended may still arrive."""
-        group, gone_since = self._group, None
-        with group.news:
-            while whom := missing():
-                now = time.monotonic()
-                if group.trouble.verdict is not None:
-                    raise Stopped
-                gone = [r for r in whom if group.is_gone(r)]
-                if gone and gone_since is None:
-                    gone_since = now
-                if (gone and now - (gone_since or now) >= grace) or now >= self._deadline:
-                    break
-                group.news.wait(min(self._deadline - now, 0.05 if gone else 5.0))
-            else:
-                return
+        ``grace``: seconds that something of a rank that ended may still arrive. ``listen_to``: ranks whose lines this
+        thread reads meanwhile; when one is over, it may take a moment until it is known that its rank is gone."""
+        group, gone_since = self._group, 0.0
+        whom: Collection[int] = ()
+        gone: list[int] = []
+
+        def left() -> float:
+            """Seconds until it is to be looked again, 0 when there is nothing to wait for any more."""
+            nonlocal whom, gone, gone_since
+            if not (whom := missing()):
+                return 0.0
+            if group.trouble.verdict is not None:
+                raise Stopped
+            now = time.monotonic()
+            over = [r for r in whom if listen_to and group.lines.is_over(r)]
+            if gone := [r for r in whom if r in over or group.is_gone(r)]:
+                gone_since = gone_since or now
+                if now - gone_since >= grace or any(group.is_gone(r) for r in over):
+                    return 0.0
+            if now >= self._deadline:
+                return 0.0
+            return min(self._deadline - now, 0.05 if gone else 5.0)
+
+        if listen_to:
+            group.lines.listen(listen_to, left)
+        else:
+            with group.news:
+                while seconds := left():
+                    group.news.wait(seconds)
+        if not whom:
+            return
         if gone:
             group.trouble.gone(gone)
         else:
@@ -145,15 +199,14 @@ class Operation:
     # --- between hosts ----------------------------------------------------------------------------------------
 
     def expect(self, receives: Pieces) -> Expected | None:
-        """Make room for bytes that others will send. Before ranks meet, so that the first bytes need not wait for it:
-        nobody sends to a host that has not come."""
-        moves = [Move(False, address, nbytes, rank) for rank, address, nbytes in receives if nbytes]
+        """Make room for bytes that others will send: before ranks meet, so that the first need not wait for that."""
+        moves = [Move(False, address, nbytes, rank, 0, self._match) for rank, address, nbytes in receives if nbytes]
         return self._group.engine.expect(moves) if moves else None
 
     def start(self, sends: Pieces, expected: Expected | None = None) -> Transfer | None:
         """Begin to send, and go on with what was expected. None: nothing moves."""
         group = self._group
-        moves = [Move(True, address, nbytes, rank) for rank, address, nbytes in sends if nbytes]
+        moves = [Move(True, address, nbytes, rank, 0, self._match) for rank, address, nbytes in sends if nbytes]
         return group.engine.start(moves, group.ring, expected) if moves or expected is not None else None
 
     def finish(self, transfer: Transfer | None) -> None:

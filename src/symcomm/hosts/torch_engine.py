@@ -26,6 +26,7 @@ from symcomm.store import TCPStore
 __all__ = ["GlooEngine", "NcclEngine"]
 
 NEVER = timedelta(days=365)
+LARGEST_TAG = 1 << 30
 ABORT_TAG = (1 << 31) - 2
 
 
@@ -126,7 +127,7 @@ class _TorchEngine(Engine):
         works = []
         for m in sorted(moves, key=lambda m: m.is_send):
             act = self._group.send if m.is_send else self._group.recv
-            works.append(act([_bytes_at(m.address, m.nbytes)], m.peer, m.tag))
+            works.append(act([_bytes_at(m.address, m.nbytes)], m.peer, m.label(LARGEST_TAG)))
         return works
 
     def _attend(self, waiting: queue.SimpleQueue) -> None:
@@ -212,6 +213,7 @@ class NcclEngine(_TorchEngine):
     """For hosts whose fast network only NCCL knows: bytes pass through the memory of this rank's GPU."""
 
     name = "nccl"
+    has_tags = False
 
     @staticmethod
     def why_not() -> str:

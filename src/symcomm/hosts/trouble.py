@@ -191,8 +191,7 @@ class Trouble:
             self.verdict = verdict
         native.group_abort(self._group.local._handle)
         self._group.stop_engine()
-        with self._group.news:
-            self._group.news.notify_all()
+        self._group.ring()
         return True
 
     def await_news(self) -> None:

@@ -176,7 +176,7 @@ def fit_link(
         return changed(_search(seconds_at, measured[nbytes], low, high))
 
     link = Link(latency=0.0, arrival=0.0)
-    for _ in range(10):  # each changes the others a little
+    for _ in range(20):  # each changes the others a little
         if small:
             link = fitted(link, "arrival", small[0], low=1e-1, high=1e9, is_rate=False)
         link = fitted(link, "message", middle, low=1e-1, high=1e9, is_rate=False)

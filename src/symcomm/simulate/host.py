@@ -45,6 +45,8 @@ def plans_for(collective: str, nbytes: int, ranks: int) -> list[Plan]:
         "all_gather": lambda r: collectives.all_gather(r, ranks, piece, ELEMENT),
         "broadcast": lambda r: collectives.broadcast(r, ranks, whole, ELEMENT, 0),
         "reduce": lambda r: collectives.reduce(r, ranks, whole, ELEMENT, RedOpType.SUM, 0),
+        "gather": lambda r: collectives.gather(r, ranks, piece, ELEMENT, 0),
+        "scatter": lambda r: collectives.scatter(r, ranks, piece, ELEMENT, 0),
         "barrier": lambda r: collectives.barrier(r, ranks),
     }
     return [made[collective](rank) for rank in range(ranks)]

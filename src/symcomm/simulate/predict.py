@@ -161,12 +161,12 @@ def estimate(collective: str, algorithm: str, nbytes: int, cluster: Cluster) -> 
 
 def travels_along(collective: str, nbytes: int, hosts: int, ranks_per_host: int) -> bool:
     """Whether a group of several hosts sends these bytes with the arrival of a host, without its engine."""
-    return hosts > 1 and travels(_said(collective, nbytes, hosts), ranks_per_host, hosts)
+    return hosts > 1 and travels(_said(collective, nbytes, hosts), hosts, collective in ("all_reduce", "broadcast"))
 
 
 def _said(collective: str, nbytes: int, hosts: int) -> int:
-    """What a host has to say: its ranks' pieces, or all."""
-    return -(-nbytes // hosts) if collective == "all_gather" else nbytes
+    """What a host has to say to another: its ranks' pieces, those for the other's, or all."""
+    return -(-nbytes // hosts) if collective in ("all_gather", "reduce_scatter") else nbytes
 
 
 def _check(collective: str, nbytes: int) -> None:
@@ -211,13 +211,18 @@ def _arrival(cluster: Cluster) -> float:
 
 
 def _with_arrival(collective: str, nbytes: int, cluster: Cluster) -> Estimate:
-    """Few bytes: every rank tells one of each other host what its own host has, when it says that it has come."""
+    """Few bytes: ranks hand them to their host's speaker, which tells the other hosts when it says that its own has
+    come; what that comes to is shared with the host."""
     ranks, hosts = cluster.ranks_per_host, cluster.hosts
     own = _said(collective, nbytes, hosts)
-    part = "all_reduce" if collective == "reduce_scatter" else collective  # of which each rank takes its piece
-    inside = host_seconds(part, own, ranks, cluster.machine, cluster.symmetric)
-    combined = nbytes * (hosts - 1) if part == "all_reduce" else 0
-    rounds = [told(hosts, ranks * own, combined, by_all=collective != "broadcast")]
+    reduces = collective in ("all_reduce", "reduce_scatter")
+    up, down = ("reduce" if reduces else "gather", nbytes if reduces else own), ("broadcast", nbytes)
+    if collective == "reduce_scatter":
+        down = ("scatter", own)
+    elif collective == "broadcast":
+        up = down  # on the root's host; the other hosts' is the last step
+    inside = sum(host_seconds(part, size, ranks, cluster.machine, cluster.symmetric) for part, size in (up, down))
+    rounds = [told(hosts, own, own * (hosts - 1) if reduces else 0, by_all=collective != "broadcast")]
     carried = _rounds_seconds(rounds, nbytes, cluster, find_engine(cluster.engine))
     between = cluster.network.link.arrival + carried
     return Estimate(collective, "hierarchical direct", nbytes, cluster.ranks, inside + between, inside, between, 1, 1)
