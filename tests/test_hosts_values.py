@@ -52,7 +52,10 @@ def test_few_bytes_travel_with_the_arrival():
     assert travels(4096, 1000) and not travels(4097, 1000)
     assert travels(FEW_OF_A_HOST, 2) and not travels(FEW_OF_A_HOST + 1, 2) and not travels(FEW_OF_A_HOST, 3)
     assert travels(128 << 10, 3, is_whole=True) and not travels((128 << 10) + 1, 3, is_whole=True)
-    assert Layout([[0, 1], [2]], 0).carries(FEW_OF_A_HOST, is_whole=True)
+    layout = Layout([[0, 1], [2]], 0)
+    assert layout.carries(FEW_OF_A_HOST, is_whole=True)
+    layout.most_with_arrivals = 5000  # as an engine may say
+    assert layout.carries(5000) and not layout.carries(5001)
     assert Layout([[0, 1], [2]], 2).most_of_a_host([1, 2, 4]) == 4
 
 

@@ -98,6 +98,9 @@ class Engine(ABC):
 
     name: str = ""
     card: dict[str, Any]
+    # Bytes of a host that travel with its arrival, over TCP, though the engine could carry them. Gloo, which has TCP
+    # itself, wants more; for networks that are faster this is a guess.
+    most_with_arrivals = 32 << 10
     has_tags = True  # False: messages find receives in the order in which both were started, whatever their tag
 
     @staticmethod

@@ -226,6 +226,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self.engine_name = _agree_on_engine(self.cards)
         place = Place(self.rank, self.size, self._offices[self.rank].address)
         self.engine = engine_class(self.engine_name)(place)
+        self.layout.most_with_arrivals = self.engine.most_with_arrivals
         cards = [json.loads(item) for item in exchange(json.dumps(self.engine.card).encode())]
         try:
             self.engine.connect(cards, self.timeout)

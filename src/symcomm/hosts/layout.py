@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["SPEAKER", "Layout", "split_evenly", "travels"]
+__all__ = ["FEW_OF_A_HOST", "SPEAKER", "Layout", "split_evenly", "travels"]
 
 SPEAKER = 0  # of a host's ranks: the one that meets the other hosts. Whatever the call, so that different ones meet
 
@@ -16,10 +16,11 @@ FEW, FEW_OF_A_HOST = 4 << 10, 512 << 10
 FEW_IN_VAIN = 128 << 10  # bytes that leave a host and would not with an engine, which sends a part of it to each host
 
 
-def travels(said: int, hosts: int, is_whole: bool = False) -> bool:
-    """Whether arrivals carry what a host has to say to each other: ``said`` bytes. ``is_whole``: the same to each."""
+def travels(said: int, hosts: int, is_whole: bool = False, most: int = FEW_OF_A_HOST) -> bool:
+    """Whether arrivals carry what a host has to say to each other: ``said`` bytes. ``is_whole``: the same to each;
+    ``most``: that leave a host so, which an engine may want to be less."""
     in_vain = said * (hosts - 2) if is_whole else 0
-    return said <= FEW or (said * (hosts - 1) <= FEW_OF_A_HOST and in_vain <= FEW_IN_VAIN)
+    return said <= FEW or (said * (hosts - 1) <= most and in_vain <= FEW_IN_VAIN)
 
 
 def split_evenly(count: int, parts: int) -> list[int]:
@@ -46,10 +47,11 @@ class Layout:
         self.away = [r for h in self.others for r in self.hosts[h]]  # ranks of other hosts, host by host
         self.lanes, self.widest = min(map(len, self.hosts)), max(map(len, self.hosts))
         self.is_even = len({len(ranks) for ranks in self.hosts}) == 1
+        self.most_with_arrivals = FEW_OF_A_HOST
 
     def carries(self, said: int, is_whole: bool = False) -> bool:
         """Whether so many bytes, from one host to another, travel with arrivals: the same on all ranks."""
-        return travels(said, len(self.hosts), is_whole)
+        return travels(said, len(self.hosts), is_whole, self.most_with_arrivals)
 
     def most_of_a_host(self, counts: Sequence[int]) -> int:
         """``counts[r]``: what rank r has. The sum of the host whose ranks have most."""

@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from symcomm.hosts.engine import Engine, Expected, Move, Place, Transfer
+from symcomm.hosts.layout import FEW_OF_A_HOST
 from symcomm.store import TCPStore
 
 __all__ = ["GlooEngine", "NcclEngine"]
@@ -172,6 +173,7 @@ class _TorchEngine(Engine):
 
 class GlooEngine(_TorchEngine):
     name = "gloo"
+    most_with_arrivals = FEW_OF_A_HOST
 
     @staticmethod
     def why_not() -> str:
