@@ -21,6 +21,7 @@ from symcomm.cli.namespaces import carried
 __all__ = ["Ranks", "main", "measure"]
 
 TIMEOUT = 300.0
+SMALL, MORE_STEPS = 256 << 10, 5  # bytes, up to which a turn has so many times the steps: these take a moment
 
 
 class Ranks:
@@ -59,11 +60,12 @@ def measure(case: Case, plan: dict[str, Any], sides: dict[str, Any], ranks: Rank
             raise SystemExit(f"{case.collective} of {case.nbytes} bytes on {name}: {wrong} elements are wrong")
         bench.clear()
         bench.call()
+    steps = plan["steps"] * (MORE_STEPS if case.nbytes <= SMALL else 1)
     for number in range(plan["rounds"]):
         for name in list(sides)[:: -1 if number % 2 else 1]:
-            seconds, moved = ranks.timed(ready[name].call, plan["steps"])
+            seconds, moved = ranks.timed(ready[name].call, steps)
             rows[name]["turns"].append(seconds)
-            rows[name]["sent"] = min(rows[name]["sent"], moved / plan["steps"])  # less what TCP had to send twice
+            rows[name]["sent"] = min(rows[name]["sent"], moved / steps)  # less what TCP had to send twice
             if ranks.group.rank == 0:
                 print(f"{case.collective}, {case.nbytes} bytes, {name}", flush=True)
     return list(rows.values())
