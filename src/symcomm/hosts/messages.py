@@ -22,6 +22,7 @@ from symcomm.group.failure import Status
 from symcomm.group.messages import ANY_SOURCE, AnyMessageWork, Message, MessageCalls, MessageWork
 from symcomm.group.work import Timeout, to_ns
 from symcomm.hosts.engine import Move, Transfer
+from symcomm.hosts.operation import LATE_BYTES
 from symcomm.types import DType
 
 __all__ = ["HostsMessages", "Mail"]
@@ -77,15 +78,17 @@ class _Remote(AnyMessageWork):
         """Block until the message has left (send) or is there (receive)."""
         seconds = self._group.timeout if not timeout else to_ns("wait", timeout) / 1e9
         deadline = time.monotonic() + seconds
-        group = self._group
+        group, gone_since = self._group, 0.0
         with group.news:
-            while not self.ended:
+            while not self.ended and group.trouble.verdict is None:
                 now = time.monotonic()
-                if group.trouble.verdict is not None or any(group.is_gone(r) for r in self._awaited()):
-                    break
+                if any(group.is_gone(r) for r in self._awaited()):
+                    gone_since = gone_since or now  # a receiver that has everything may leave before the engine says so
+                    if not self.moving or now - gone_since >= LATE_BYTES:
+                        break
                 if now >= deadline and (not self.moving or now >= deadline + seconds):
                     break
-                group.news.wait(min(1.0, max(0.001, deadline - now)))
+                group.news.wait(0.05 if gone_since else min(1.0, max(0.001, deadline - now)))
             ended = self.ended
         if not ended:
             self._give_up(seconds)
