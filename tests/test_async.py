@@ -202,11 +202,15 @@ def test_several_groups_from_several_threads():
 
 
 def _threads_submit(g: ProcessGroup) -> None:
-    """Two threads of a rank submit to one group and drop the works: none may be lost while it runs."""
+    """Three threads of a rank submit to one group and drop the works: none may be lost while it runs."""
+    sums: list[torch.Tensor] = []
 
     def submit() -> None:
-        for _ in range(300):
-            g.all_reduce(torch.ones(100), async_op=True)
+        for number in range(300):
+            tensor = torch.ones(100)
+            g.all_reduce(tensor, async_op=True)
+            if number % 50 == 0:
+                sums.append(tensor)
 
     team = [threading.Thread(target=submit) for _ in range(3)]
     for thread in team:
@@ -215,6 +219,7 @@ def _threads_submit(g: ProcessGroup) -> None:
         thread.join()
     gc.collect()
     g.barrier()
+    assert len(sums) == 18 and all(tensor.unique().tolist() == [float(g.size)] for tensor in sums)
 
 
 def test_threads_that_submit_at_once():
@@ -265,7 +270,7 @@ ENDS = {
 @pytest.mark.parametrize("what", ENDS)
 def test_the_interpreter_ends_with(what: str):
     """Rank 0 ends without a word; rank 1 waits for it and must be told, not left."""
-    run_script(
+    said = run_script(
         f"""
         import os, sys, tempfile, time, torch
         from symcomm import errors
@@ -276,15 +281,16 @@ def test_the_interpreter_ends_with(what: str):
         if child:
             {ENDS[what]}
             time.sleep(0.2)
-            sys.exit(0)
+            sys.exit(0)  # its output stays open until rank 1 has ended too
         try:
             time.sleep(0.4)
             g.recv(torch.ones(1), 0, tag=5)
-        except errors.PeerError:
-            pass
+        except errors.PeerError as error:
+            os.write(1, f"told of {{error.ranks}}".encode())
         os._exit(0)
         """
     )
+    assert said == "told of [0]"
 
 
 def test_a_group_that_nobody_refers_to_is_left():

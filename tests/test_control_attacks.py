@@ -345,6 +345,7 @@ def test_answers_to_clients_that_go_away(tcp):
             client.sendall(with_token("GET /api/v1/stacks HTTP/1.1\r\n\r\n"))
     with connect(tcp) as client:
         client.sendall(with_token("POST /handler/ping HTTP/1.1\r\nContent-Length: 100\r\n\r\n") + b"x")
+    assert ask(tcp, "GET", "/", token=TOKEN).status == 200  # others are answered all the same
 
 
 # --- the end ---------------------------------------------------------------------------------------
