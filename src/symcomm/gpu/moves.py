@@ -43,6 +43,8 @@ class Meetings:
 class Mover:
     """The stream operations of one group. The group's lock is held while one is put into a stream."""
 
+    through_host = False  # whether staging areas are host memory
+
     def __init__(self, rank: int, world: int, device: int, meetings: Meetings):
         self.rank, self.world, self.device = rank, world, device
         self.meetings = meetings
@@ -108,8 +110,6 @@ class Mover:
         return put
 
     # --- reductions -------------------------------------------------------------------------------------------
-
-    through_host = False  # whether staging areas are host memory
 
     def reduce_to_all(self, dtype: DType, redop: RedOpType, source: int, target: int, count: int, stream: int) -> None:
         """A small all_reduce."""

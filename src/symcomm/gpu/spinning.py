@@ -21,11 +21,11 @@ from symcomm.types import DType, RedOpType
 
 __all__ = ["FLAG_BYTES", "MOST_RANKS", "SpinningMover", "flags_bytes", "most_blocks"]
 
-_kept: list[Any] = []  # the flags of all groups: a peer that is late for an operation that failed still writes them
-
 MOST_RANKS = 64
 MOST_BLOCKS = 64  # of 512 threads: 4 MiB take 12 us, with half as many 14
 FLAG_BYTES = 8
+
+_kept: list[Any] = []  # the flags of all groups: a peer that is late for an operation that failed still writes them
 
 
 def flags_bytes(world: int) -> int:

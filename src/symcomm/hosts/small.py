@@ -198,14 +198,9 @@ def all_to_all(
 def _by_receiver(op: Operation, places: Sequence[int], rows: dict[int, list[int]]) -> dict[int, bytes]:
     """What this host's ranks, whose rows are at these places, have for each other host: one of its ranks after the
     other, and for each in the order of senders."""
-    said, pieces = (
-        {},
-        [list(map(_view, _from(place, row), row)) for place, row in zip(places, rows.values(), strict=True)],
-    )
+    pieces = [list(map(_view, _from(place, row), row)) for place, row in zip(places, rows.values(), strict=True)]
     columns = iter(zip(*pieces, strict=True))  # in the order of ranks that are away
-    for host in op.layout.others:
-        said[host] = b"".join(piece for _ in op.layout.hosts[host] for piece in next(columns))
-    return said
+    return {h: b"".join(piece for _ in op.layout.hosts[h] for piece in next(columns)) for h in op.layout.others}
 
 
 def _columns(op: Operation, said: dict[int, Data], columns: dict[int, list[int]]) -> Data:
