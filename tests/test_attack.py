@@ -3,6 +3,7 @@ nothing. Each of these once crashed, hung or gave wrong values."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -47,6 +48,33 @@ def _in_child(do: Any) -> int:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return 99
+
+
+class _OfTheParent:
+    def __init__(self):
+        self.pid = os.getpid()
+
+    def __del__(self):
+        if os.getpid() != self.pid:
+            os._exit(7)
+
+
+def _fails(group: Any, kept: list) -> None:
+    def call(of_this_frame: Any) -> None:
+        group.all_reduce(torch.ones(3 + group.rank))
+
+    kept.append(group)
+    with contextlib.suppress(errors.CollectiveMismatchError):
+        call(_OfTheParent())
+
+
+@pytest.mark.parametrize("hosts", [None, [1, 1]])
+def test_fork_frees_nothing_that_a_failed_group_holds(hosts):
+    kept: list = []
+    symcomm.spawn(_fails, 2, (kept,), mode="threads", hosts=hosts, deadline=30)
+    gc.collect()
+    assert len(kept) == 2 and all(group._failure is not None for group in kept)
+    assert _in_child(lambda: None) == 0
 
 
 def _refused(call: Any) -> None:

@@ -321,6 +321,30 @@ def test_messages_that_nobody_answers_or_of_another_size():
     assert run(wrong_messages, [2, 1])[0] == [[2]]
 
 
+def taken_back_too_late(group, source):
+    """The receiver accepts a message before it hears that the sender has taken it back."""
+    said = []
+    if group.rank == 1:
+        with pytest.raises(errors.DeadlineError, match="can still be used"):
+            group.send(torch.ones(100_000), 0, 9, timeout=0.1)
+        group.barrier()
+        group.send(torch.full((100_000,), 2.0), 0, 9)
+    else:
+        group.mail.on_withdrawn = lambda rank, header: None
+        group.barrier()
+        x = torch.empty(100_000)
+        said = [group.recv(x, source, 9, timeout=20), x.mean().item()]
+        with pytest.raises(errors.DeadlineError, match="can still be used"):
+            group.recv(x, source, 9, timeout=0.1)
+    group.barrier()
+    return said
+
+
+@pytest.mark.parametrize("source", [1, symcomm.ANY_SOURCE])
+def test_message_that_is_taken_back_while_it_is_accepted(source):
+    assert run(taken_back_too_late, [1, 1], source)[0] == [1, 2.0]
+
+
 def groups(group):
     inside = group.new_group([0, 1])
     across = group.new_group([1, 3], name="across")

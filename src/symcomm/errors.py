@@ -21,6 +21,7 @@ All of them are RuntimeErrors, since that is what ``torch.distributed`` raises a
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterable, Sequence
 
@@ -151,6 +152,19 @@ def words_for_exit(returncode: int) -> str:
         return f"died with {signal.Signals(-returncode).name}"
     except ValueError:
         return f"died with signal {-returncode}"
+
+
+_failures_of_the_parent: list[BaseException | None] = []
+
+
+def forked(failure: BaseException | None) -> GroupUnusableError:
+    """In a forked child: why its copy of a group, which may have failed before, cannot be used.
+
+    That failure is kept: its traceback holds what threads of the parent work with, which must not be freed here."""
+    _failures_of_the_parent.append(failure)
+    return GroupUnusableError(
+        f"it belongs to the process that this one was forked from ({os.getppid()}); make groups of its own here."
+    )
 
 
 def bad_argument(call: str, argument: str, got: object, allowed: str, fix: str = "") -> BadArgumentError:

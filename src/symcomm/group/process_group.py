@@ -64,9 +64,7 @@ def _after_fork_in_child() -> None:
         native.group_forked(group._handle)
         group._failure_lock = threading.RLock()
         group._keep_lock = threading.Lock()
-        group._failure = errors.GroupUnusableError(
-            f"it belongs to the process that this one was forked from ({os.getppid()}); make groups of its own here."
-        )
+        group._failure = errors.forked(group._failure)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

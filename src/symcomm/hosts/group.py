@@ -55,9 +55,7 @@ def _after_fork_in_child() -> None:
         group.news = threading.Condition()
         group.lines.forget()
         group._failure_lock = threading.RLock()
-        group._failure = errors.GroupUnusableError(
-            f"it belongs to the process that this one was forked from ({os.getppid()}); make groups of its own here."
-        )
+        group._failure = errors.forked(group._failure)
         group._retire.detach()
 
 
@@ -383,6 +381,8 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
             self.mail.on_clear(rank, header)
         elif kind == "refused":
             self.mail.on_refused(header)
+        elif kind == "going":
+            self.mail.on_going(rank, header)
         elif kind == "withdrawn":
             self.mail.on_withdrawn(rank, header)
         elif kind == "ask":

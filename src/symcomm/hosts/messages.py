@@ -2,11 +2,13 @@
 
 Ranks of one host use the mailboxes of their ProcessGroup. Between hosts the sender's office announces a message; its
 bytes travel with the announcement where they are few, otherwise through the engine, once the receiver has a place for
-them and has said so. So the engine never carries anything that nobody waits for, and a receive can be withdrawn.
+them and has said so. So the engine never carries anything that nobody waits for, and a receive can be withdrawn. A
+send may be withdrawn while its receiver says so: then zeros travel, and the sender says that they are not the message.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import time
 import weakref
@@ -31,6 +33,7 @@ INLINE = 4096  # bytes that travel with the announcement
 EAGER = 64 << 10  # bytes that do so where the sender waits: it may go on, and even leave, before they are received
 BACKLOG = 1 << 20  # bytes of announcements that may wait for a slow receiver
 TAG = 1  # of the engine's; collectives use 0
+ARRIVING = 10.0  # seconds beyond a deadline, at least, for a message that has set out: to give up on it ends the group
 SLICE = 0.002  # seconds between looks at the host's mailbox, for receives from anybody
 
 
@@ -59,6 +62,8 @@ class _Remote(AnyMessageWork):
         self._started = time.monotonic()
         self.ended = False
         self.moving = False  # the engine has it
+        self.moved = False  # and has carried it
+        self.is_real: bool | None = None  # a receive: whether what the engine carries is the message, once we know
         self.error: BaseException | None = None
         self.sender = message.peer
 
@@ -77,25 +82,31 @@ class _Remote(AnyMessageWork):
     def wait(self, timeout: Timeout = None) -> bool:
         """Block until the message has left (send) or is there (receive)."""
         seconds = self._group.timeout if not timeout else to_ns("wait", timeout) / 1e9
-        deadline = time.monotonic() + seconds
-        group, gone_since = self._group, 0.0
-        with group.news:
-            while not self.ended and group.trouble.verdict is None:
-                now = time.monotonic()
-                if any(group.is_gone(r) for r in self._awaited()):
-                    gone_since = gone_since or now  # a receiver that has everything may leave before the engine says so
-                    if not self.moving or now - gone_since >= LATE_BYTES:
-                        break
-                if now >= deadline and (not self.moving or now >= deadline + seconds):
-                    break
-                group.news.wait(0.05 if gone_since else min(1.0, max(0.001, deadline - now)))
-            ended = self.ended
-        if not ended:
+        if not self._await(time.monotonic() + seconds, seconds):
             self._give_up(seconds)
         self._settle()
         if self.error is not None:
             raise self.error
         return True
+
+    def _await(self, deadline: float, seconds: float, while_moving: bool = False) -> bool:
+        """Until it ends or there is no hope; with ``while_moving`` only as long as the engine has it."""
+        group, gone_since = self._group, 0.0
+        with group.news:
+            while not self.ended and group.trouble.verdict is None and (self.moving or not while_moving):
+                now = time.monotonic()
+                if any(group.is_gone(r) for r in self._awaited()):
+                    gone_since = gone_since or now  # a receiver that has everything may leave before the engine says so
+                    if not self.moving or now - gone_since >= LATE_BYTES:
+                        break
+                if now >= deadline and (not self.moving or now >= deadline + max(seconds, ARRIVING)):
+                    break
+                group.news.wait(0.05 if gone_since else min(1.0, max(0.001, deadline - now)))
+            return self.ended
+
+    def again(self) -> None:
+        """What came was not the message."""
+        self.moving, self.moved, self.is_real, self.sender = False, False, None, self._message.peer
 
     def _give_up(self, seconds: float) -> None:
         """Gone, stopped or late. A message that is only late is withdrawn, which does not harm the group."""
@@ -238,9 +249,10 @@ class _FromAnybody(_Remote):
         seconds = self._group.timeout if not timeout else to_ns("wait", timeout) / 1e9
         deadline = time.monotonic() + seconds
         while not self.look():
+            if self.moving and not self._await(deadline, seconds, while_moving=True) and self.moving:
+                self._give_up(seconds)
+                break
             left = deadline - time.monotonic()
-            if self.moving:
-                return super().wait(max(left, 1.0))
             is_alone = any(self._group.is_gone(r) for r in self._awaited())
             if left <= 0 or is_alone or self._group.trouble.verdict is not None:
                 outcome = native.mail_wait(self._local._op, 1, True)
@@ -256,6 +268,11 @@ class _FromAnybody(_Remote):
             raise self.error
         return True
 
+    def again(self) -> None:
+        super().again()
+        m = self._message
+        self._local = self._group.local._post(Message(False, m.tensor, ANY_SOURCE, m.tag), "recv", True)
+
     def is_completed(self) -> bool:
         return self.look() and super().is_completed()
 
@@ -268,6 +285,7 @@ class Mail:
         self._numbers = itertools.count()
         self._sends: dict[int, _Remote] = {}  # announced, the receiver has no place yet
         self._receives: list[_Remote] = []  # no letter yet
+        self._coming: dict[tuple[int, int], _Remote] = {}  # by sender and number: what we have a place for
         self._letters: deque[_Letter] = deque()  # no receive yet
 
     @property
@@ -303,12 +321,14 @@ class Mail:
             time.sleep(0.001)
 
     def on_clear(self, rank: int, header: dict[str, Any]) -> None:
-        """The receiver has a place."""
+        """The receiver has a place, and its engine waits: if the message was withdrawn meanwhile, zeros go there."""
         with self.group.news:
             work = self._sends.pop(header["number"], None)
-            if work is None:  # withdrawn at the very moment: the receiver must know
-                self.group.tell(rank, {"kind": "withdrawn", "number": header["number"], "moving": True})
-                return
+            self.group.tell(rank, {"kind": "going", "number": header["number"], "real": work is not None})
+            if work is None:
+                zeros = (ctypes.c_uint8 * header["nbytes"])()
+                buffer = Buffer(ctypes.addressof(zeros), len(zeros), DType.UINT8, zeros)
+                work = _Remote(self, Message.send(zeros, rank), buffer)
             self._move(work, rank)
 
     # --- receiving --------------------------------------------------------------------------------------------
@@ -366,8 +386,28 @@ class Mail:
                 native.poke(buffer.address, letter.payload)
             work.end()
         else:
-            self.group.tell(letter.sender, {"kind": "clear", "number": letter.number})
-            self._move(work, letter.sender)
+            self._coming[letter.sender, letter.number] = work
+            self.group.tell(letter.sender, {"kind": "clear", "number": letter.number, "nbytes": letter.nbytes})
+            self._move(work, letter.sender, letter.number)
+
+    def on_going(self, rank: int, header: dict[str, Any]) -> None:
+        """The sender says whether what it sends is the message."""
+        with self.group.news:
+            if (work := self._coming.get((rank, header["number"]))) is not None:
+                work.is_real = header["real"]
+                self._received(work, rank, header["number"])
+
+    def _received(self, work: _Remote, rank: int, number: int) -> None:
+        """The engine has carried something, or we know what it carries: when both, the receive ends or starts anew."""
+        if not work.moved or work.is_real is None:
+            return
+        del self._coming[rank, number]
+        if work.is_real:
+            work.end()
+        else:
+            work.again()
+            self.receive(work)
+            self.group.news.notify_all()
 
     def on_refused(self, header: dict[str, Any]) -> None:
         """The receiver had a place of another size: for the sender the message is gone."""
@@ -376,7 +416,7 @@ class Mail:
             if work is not None:
                 work.end()
 
-    def _move(self, work: _Remote, rank: int) -> None:
+    def _move(self, work: _Remote, rank: int, number: int = 0) -> None:
         """Both ends are there: let the engine carry it. Both start their moves in one order, that of the clearances."""
         work.moving = True
         group, message = self.group, work._message
@@ -387,7 +427,11 @@ class Mail:
                 group.trouble_with(transfer)
                 return
             with group.news:
-                work.end()
+                work.moved = True
+                if message.is_send:
+                    work.end()
+                else:
+                    self._received(work, rank, number)
 
         group.engine.start([move], then)
 
@@ -412,8 +456,6 @@ class Mail:
                 if letter.sender == rank and letter.number == header["number"]:
                     self._letters.remove(letter)
                     return
-        if header.get("moving"):  # we had a place and wait for it in the engine
-            self.group.trouble.abort()
 
 
 def _fits(work: _Remote, letter: _Letter) -> bool:
