@@ -22,7 +22,7 @@ from symcomm import errors
 from symcomm.group.process_group import ProcessGroup
 from tests.faults import Outcome, leftovers, run_group
 
-PROMPT = 2.0  # seconds: 100 ms are promised; a busy test machine gets a wide margin
+PROMPT = 5.0  # seconds, far below every deadline here: 100 ms are promised, and a test machine may be busy
 _clock = mmap.mmap(-1, 4096)  # shared with forked ranks: when the fault happened
 
 
@@ -280,7 +280,7 @@ def _stopped(g: ProcessGroup) -> None:
     g.barrier()
     if g.rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
-    g.all_reduce(torch.ones(100), timeout=0.3)
+    g.all_reduce(torch.ones(100), timeout=1.0)
 
 
 def _continue_after(seconds: float, rank: int) -> Callable[[list[int]], None]:
@@ -292,12 +292,12 @@ def _continue_after(seconds: float, rank: int) -> Callable[[list[int]], None]:
 
 
 def test_a_stopped_rank_is_named_at_the_deadline():
-    outcomes = run_group(_stopped, 3, during=_continue_after(1.5, 2))
+    outcomes = run_group(_stopped, 3, during=_continue_after(2.5, 2))
     messages = expect(outcomes, errors.DeadlineError)
     for message in messages:
         assert "did not come: 2; arrived: 0, 1; rank 2 was last seen after barrier() #1" in message
     for rank in (0, 1):
-        assert re.search(r"after 3\d0 ms", messages[rank]) or "deadline)" in messages[rank], messages[rank]
+        assert re.search(r"after [1-9](\.\d+)? s", messages[rank]) or "deadline)" in messages[rank], messages[rank]
     assert all(o.error.missing == [2] for o in outcomes)
 
 
@@ -328,7 +328,7 @@ def _shrink(g: ProcessGroup, victims: list[int], stopped: int) -> tuple:
         os.kill(os.getpid(), signal.SIGSTOP)
     with pytest.raises((errors.RankFailedError, errors.DeadlineError)):
         g.all_reduce(t, timeout=0.5)
-    small = g.shrink(timeout=1.0)
+    small = g.shrink(timeout=10.0 if stopped < 0 else 1.5)
     t = torch.full((100_000,), float(g.rank + 1))
     small.all_reduce(t)
     ranks = small.all_gather_object(str(g.rank).encode())
@@ -351,7 +351,7 @@ def test_shrink_goes_on_with_the_right_values(victims: list[int]):
 
 
 def test_shrink_leaves_a_stopped_rank_behind_and_tells_it():
-    outcomes = run_group(_shrink, 4, [], 2, during=_continue_after(2.5, 2))
+    outcomes = run_group(_shrink, 4, [], 2, during=_continue_after(3.5, 2))
     for rank in (0, 1, 3):
         assert outcomes[rank].kind == "returned", outcomes[rank]
         assert outcomes[rank].value[3] == [0, 1, 3]

@@ -257,7 +257,8 @@ def test_wait_needs_all_keys(store):
 )
 def test_deadlines_name_what_is_missing_and_the_connection_goes_on(store, call, words):
     store.set("there", "1")
-    short = client(store.port, timeout=0.05)
+    short = client(store.port)
+    short.set_timeout(0.3)
     with pytest.raises(DeadlineError, match=words):
         call(short)
     assert short.get("there") == b"1"
