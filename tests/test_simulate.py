@@ -571,7 +571,7 @@ def test_json_and_steps():
         (["--ranks-per-host", "0"], "ranks_per_host must be 1 or more"),
         (["--plot", "out.gif"], "--plot must be a file that ends in .png or .svg"),
         (["--plot", "nodir/out.svg"], "--plot must be a file in a folder that exists, got 'nodir/out.svg'; make "),
-        (["--machine", "/nowhere/x.json"], "cannot be read"),
+        (["--machine", "/nowhere/x.json"], "symcomm simulate: /nowhere/x.json cannot be read"),
     ],
 )
 def test_mistakes_are_one_line_and_code_2(args, words):

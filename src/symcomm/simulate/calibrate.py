@@ -63,7 +63,7 @@ def measure(group: Any, cases: list[tuple[str, int]], seconds: float) -> list[fl
         import numpy as np
     except ImportError:
         raise errors.ResourceError(
-            "simulate: --calibrate needs NumPy, which is not installed; run `pip install 'symcomm[torch]'`."
+            "symcomm simulate: --calibrate needs NumPy, which is not installed; run `pip install 'symcomm[torch]'`."
         ) from None
 
     def call_of(collective: str, nbytes: int) -> Callable[[], Any]:

@@ -72,10 +72,12 @@ def read(path: Path) -> Measured:
         }
         return Measured(str(path), plan["hosts"], plan["ranks"], found["machine"]["cores"] / plan["hosts"], seconds)
     except OSError as error:
-        raise BadArgumentError(f"simulate: --check: {path} cannot be read ({error.strerror}).") from None
+        raise BadArgumentError(f"symcomm simulate: --check: {path} cannot be read ({error.strerror}).") from None
     except (ValueError, KeyError, TypeError) as error:
         fix = "write it with `symcomm bench hosts --json FILE`"
-        raise BadArgumentError(f"simulate: --check: {path} is no such measurement ({error!r}); {fix}.") from None
+        raise BadArgumentError(
+            f"symcomm simulate: --check: {path} is no such measurement ({error!r}); {fix}."
+        ) from None
 
 
 def check(runs: Sequence[Measured], machine: Machine) -> tuple[Link, list[Checked]]:

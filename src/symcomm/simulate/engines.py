@@ -62,10 +62,10 @@ def simgrid_seconds(topology: Topology, rounds: Sequence[Round]) -> list[float]:
         )
     except subprocess.TimeoutExpired:
         fix = "Ask for fewer hosts, or use --engine model."
-        raise deadline("simulate: SimGrid", SIMGRID_DEADLINE, fix=fix) from None
+        raise deadline("symcomm simulate: SimGrid", SIMGRID_DEADLINE, fix=fix) from None
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise ResourceError(f"simulate: SimGrid ended with code {done.returncode}: {last}")
+        raise ResourceError(f"symcomm simulate: SimGrid ended with code {done.returncode}: {last}")
     times = json.loads(done.stdout.splitlines()[-1])
     return [r.software * topology.link.message + t if r.pairs else 0.0 for r, t in zip(rounds, times, strict=True)]
 
@@ -99,7 +99,7 @@ def find_engine(name: str) -> Engine:
         raise bad_argument("simulate", "--engine", name, f"one of {', '.join(ENGINES)}")
     if name == "simgrid" and importlib.util.find_spec("simgrid") is None:
         raise BadArgumentError(
-            "simulate: --engine simgrid needs SimGrid, which is not installed; install 'symcomm[simulate]' as "
+            "symcomm simulate: --engine simgrid needs SimGrid, which is not installed; install 'symcomm[simulate]' as "
             "docs/simulate.md says, or use --engine model."
         )
     return ENGINES[name]

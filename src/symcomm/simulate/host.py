@@ -105,7 +105,7 @@ class _Host:
             self.moved = False
             left = [steps for steps in playing if next(steps, None) is not None]
             if len(left) == len(playing) and not self.moved:
-                raise InternalError("simulate: the plans of a host wait for each other; please report it.")
+                raise InternalError("symcomm simulate: the plans of a host wait for each other; please report it.")
             playing = left
         return max(self.clocks)
 

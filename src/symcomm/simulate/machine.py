@@ -100,7 +100,7 @@ def load(path: Path | None = None) -> Machine:
     try:
         return Machine(**json.loads(wanted.read_text()))
     except OSError as error:
-        raise BadArgumentError(f"simulate: {wanted} cannot be read ({error.strerror}).") from None
+        raise BadArgumentError(f"symcomm simulate: {wanted} cannot be read ({error.strerror}).") from None
     except (TypeError, ValueError) as error:
         fix = "run `symcomm simulate --calibrate` to write it anew"
-        raise BadArgumentError(f"simulate: {wanted} does not describe a machine ({error}); {fix}.") from None
+        raise BadArgumentError(f"symcomm simulate: {wanted} does not describe a machine ({error}); {fix}.") from None
