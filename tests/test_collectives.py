@@ -332,6 +332,10 @@ def _lazy_views(g: ProcessGroup) -> None:
         g.all_reduce(one.clone().imag)
         g.all_reduce(one.conj().imag)
         assert one.tolist() == [1 + 2j * g.size]
+        two, sums = torch.tensor([1 + 2j, 3 + 4j]).conj(), torch.zeros(g.size)
+        for negated in (two.imag[1:], two[1].imag, two.imag[1:].unsqueeze(0), two.imag[1:].view(1).squeeze()):
+            g.all_gather_single(sums, negated)
+            assert sums.tolist() == [-4.0] * g.size
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
