@@ -2,6 +2,7 @@
 
 register.py  tells torch about us; torch calls it by itself through the ``torch.backends`` entry point
 teach.py     functions of torch that know other backends by name: split_group, shrink_group, monitored_barrier
+stores.py    our stores where torch wants its own
 group.py     TorchGroup: torch's ProcessGroup on ours
 life.py      the rest of TorchGroup: its end, groups made from it, what torch asks about it
 engines.py   tensors on other devices, for maps such as "cpu:symcomm,cuda:nccl"
