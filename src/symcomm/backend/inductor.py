@@ -3,7 +3,7 @@
 A finder at the front of ``sys.meta_path`` waits for some of the compiler's modules. It asks the other finders for them,
 and has something done after a module's own code has run:
 
-* Calls of our groups become nodes of graphs that ``make_fx`` traces.
+* Calls of our groups become nodes of graphs that ``make_fx`` traces, and ``CommDebugMode`` counts them.
 * Dynamo leaves our own code alone. When C++ calls a group (DDP does, in its forward), it would compile that as well.
 * Inductor gets our lowerings, from ``symcomm.compile``.
 """
@@ -33,15 +33,16 @@ def _install(_: Any) -> None:
     importlib.import_module(_installer).install()
 
 
-def _trace(proxy_tensor: Any) -> None:
+def _dispatch_in(mode: type) -> None:
     from symcomm.backend.group import TorchGroup
     from symcomm.backend.traced import watch
 
-    watch(proxy_tensor, TorchGroup)
+    watch(mode, TorchGroup)
 
 
 _THEN: dict[str, Callable[[Any], None]] = {
-    "torch.fx.experimental.proxy_tensor": _trace,
+    "torch.fx.experimental.proxy_tensor": lambda module: _dispatch_in(module.ProxyTorchDispatchMode),
+    "torch.distributed.tensor.debug._comm_mode": lambda module: _dispatch_in(module.CommDebugMode),
     "torch._dynamo.trace_rules": _leave_alone,
     "torch._inductor.compile_fx": _install,
 }
