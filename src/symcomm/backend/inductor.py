@@ -33,16 +33,23 @@ def _install(_: Any) -> None:
     importlib.import_module(_installer).install()
 
 
-def _dispatch_in(mode: type) -> None:
+def _trace(proxy_tensor: Any) -> None:
     from symcomm.backend.group import TorchGroup
     from symcomm.backend.traced import watch
 
-    watch(mode, TorchGroup)
+    watch(proxy_tensor, TorchGroup)
+
+
+def _count(comm_mode: Any) -> None:
+    from symcomm.backend.counted import watch
+    from symcomm.backend.group import TorchGroup
+
+    watch(comm_mode.CommDebugMode, TorchGroup)
 
 
 _THEN: dict[str, Callable[[Any], None]] = {
-    "torch.fx.experimental.proxy_tensor": lambda module: _dispatch_in(module.ProxyTorchDispatchMode),
-    "torch.distributed.tensor.debug._comm_mode": lambda module: _dispatch_in(module.CommDebugMode),
+    "torch.fx.experimental.proxy_tensor": _trace,
+    "torch.distributed.tensor.debug._comm_mode": _count,
     "torch._dynamo.trace_rules": _leave_alone,
     "torch._inductor.compile_fx": _install,
 }

@@ -1,5 +1,4 @@
-"""``dist.all_reduce`` and the like under ``make_fx`` and ``CommDebugMode``: nodes of the graph, or counted, as with
-torch's own groups.
+"""``dist.all_reduce`` and the like under ``make_fx``: they become nodes of the graph, as with torch's own groups.
 
 ::
 
@@ -7,17 +6,16 @@ torch's own groups.
     while tracing   group.allreduce = ProcessGroup.allreduce, which calls torch.ops.c10d.allreduce_, which is traced
     the operator    at the end of it all, on real tensors: a kernel of ours, which calls the group's own method
 
-The methods are exchanged only while somebody traces or counts, so calls cost nothing more at other times; the operators
-get kernels when the first call is traced, so other groups' calls cost nothing more in programs that never do this.
+The methods are exchanged only while somebody traces, so calls cost nothing more at other times; the operators get
+kernels when the first call is traced, so other groups' calls cost nothing more in programs that never do this.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -28,8 +26,7 @@ from symcomm.backend.work import done
 
 __all__ = ["watch"]
 
-# Operator of torch.ops.c10d -> (the group's method, the kind of its options). reduce_scatter_tensor_coalesced_ is not
-# among them: C++ looks its method up by two names (see _BY_TWO_NAMES), and Python cannot make the ReduceOp it takes.
+# Operator of torch.ops.c10d -> (the group's method, the kind of its options)
 _OPERATORS = {
     "allreduce_": ("allreduce", c10d.AllreduceOptions),
     "broadcast_": ("broadcast", c10d.BroadcastOptions),
@@ -42,27 +39,23 @@ _OPERATORS = {
     "scatter_": ("scatter", c10d.ScatterOptions),
     "alltoall_": ("alltoall", c10d.AllToAllOptions),
     "alltoall_base_": ("all_to_all_single", c10d.AllToAllOptions),
-    "allreduce_coalesced_": ("allreduce_coalesced", c10d.AllreduceCoalescedOptions),
-    "allgather_coalesced_": ("allgather_coalesced", c10d.AllgatherOptions),
-    "allgather_into_tensor_coalesced_": ("all_gather_single_coalesced", c10d.AllgatherOptions),
 }
-_DEVICES = ("CPU", "CUDA")
 _lock = threading.RLock()
 _tracing = 0  # how many do, in all threads
 _known: dict[tuple[type, str], Any] = {}  # methods that are exchanged now
 _libraries: list[Any] = []  # kernels live as long as it does
-_thread = threading.local()  # .work: of the operation that this thread has just run
 
 
-def watch(mode: Any, group_class: type) -> None:
-    """Have calls of this class of groups be operators wherever ``mode``, one of torch's, wants to see them."""
+def watch(proxy_tensor: Any, group_class: type) -> None:
+    """Have this class of groups traced from now on. ``proxy_tensor`` is torch's module that traces."""
+    mode = proxy_tensor.ProxyTorchDispatchMode
     enter, leave = mode.__enter__, mode.__exit__
 
     @functools.wraps(enter)
     def entered(self: Any) -> Any:
-        entered_mode = enter(self)
+        mode = enter(self)
         _count(+1, group_class)
-        return entered_mode
+        return mode
 
     @functools.wraps(leave)
     def left(self: Any, *error: Any) -> Any:
@@ -96,15 +89,15 @@ def _methods(group_class: type) -> dict[str, Any]:
 
 
 def _dispatched(method: str, ours: Callable[..., Any]) -> Callable[..., Any]:
-    theirs: Any = _BY_TWO_NAMES.get(ours.__name__) or getattr(torch.distributed.ProcessGroup, method)
+    theirs = getattr(torch.distributed.ProcessGroup, method)
+    if ours.__name__ == "all_to_all_single":
+        theirs = _all_to_all_single
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch._C._len_torch_dispatch_stack() or not all(map(_has_kernels, _tensors(args))):
-            return ours(self, *args, **kwargs)  # another thread's tracing is none of our business
+        if not torch._C._len_torch_dispatch_stack():  # another thread's tracing is none of our business
+            return ours(self, *args, **kwargs)
         _add_kernels()
-        _thread.work = None
-        work = theirs(self, *args, **kwargs)
-        return _thread.work or work  # an operator's work has no outputs, which DDP asks for
+        return theirs(self, *args, **kwargs)
 
     # C++ would call the Python method again, unless a function with the name that it looks up is what calls it.
     looked_up = ours.__name__ if hasattr(torch.distributed.ProcessGroup, "all_gather_single") else method
@@ -112,35 +105,12 @@ def _dispatched(method: str, ours: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _tensors(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
-def _has_kernels(tensor: Any) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type.upper() in _DEVICES
-
-
 def _all_to_all_single(
     group: Any, output: Any, input: Any, output_splits: Any = (), input_splits: Any = (), opts: Any = None
 ) -> Any:
+    """C++ looks this one up by two names, and would find one of them whoever calls it."""
     torch.ops.c10d.alltoall_base_(output, input, group.boxed(), list(output_splits), list(input_splits), False)
     return done
-
-
-def _all_gather_single_coalesced(group: Any, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-    torch.ops.c10d.allgather_into_tensor_coalesced_(outputs, inputs, group.boxed(), False)
-    return done
-
-
-# C++ looks these up by two names, and would find one of them whoever calls it.
-_BY_TWO_NAMES: dict[str, Callable[..., Any]] = {
-    "all_to_all_single": _all_to_all_single,
-    "all_gather_single_coalesced": _all_gather_single_coalesced,
-}
 
 
 def _add_kernels() -> None:
@@ -151,10 +121,10 @@ def _add_kernels() -> None:
         _libraries.append(library)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
-            for (name, (method, options)), device in itertools.product(_OPERATORS.items(), _DEVICES):
-                known = torch.library.get_kernel(f"c10d::{name}", device)
+            for name, (method, options) in _OPERATORS.items():
+                known = torch.library.get_kernel(f"c10d::{name}", "CPU")
                 schema = getattr(torch.ops.c10d, name).default._schema
-                library.impl(name, _kernel(schema, known, method, options), device, with_keyset=True)
+                library.impl(name, _kernel(schema, known, method, options), "CPU", with_keyset=True)
 
 
 def _kernel(schema: Any, known: Any, method: str, kind: Any) -> Callable[..., Any]:
@@ -167,8 +137,7 @@ def _kernel(schema: Any, known: Any, method: str, kind: Any) -> Callable[..., An
             return known.call_boxed(keys, *args)
         given = dict(zip(names, args, strict=False))
         splits = [list(given[name]) for name in ("output_split_sizes", "input_split_sizes") if name in given]
-        _thread.work = _own(group, method)(group, *args[:place], *splits, _options(kind, given))
-        _thread.work.wait()
+        _own(group, method)(group, *args[:place], *splits, _options(kind, given))
         work = c10d.FakeWork().boxed()  # it has ended
         return (args[0], work) if len(schema.returns) == 2 else work
 
@@ -183,6 +152,7 @@ def _own(group: Any, method: str) -> Callable[..., Any]:
 
 def _options(kind: Any, given: dict[str, Any]) -> Any:
     options = kind()
+    options.asyncOp = False
     if "reduce_op" in given:
         options.reduceOp = torch.distributed.ReduceOp(torch.distributed.ReduceOp.RedOpType(given["reduce_op"].op()))
     if "root_rank" in given:
