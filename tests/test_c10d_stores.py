@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 from datetime import timedelta
 
@@ -12,7 +13,8 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from symcomm.errors import DeadlineError
+from symcomm.backend.register import register
+from symcomm.errors import DeadlineError, SymcommError
 from tests.c10d_compare import ours, outcome, plain, same, theirs
 
 CONSTRUCTORS = """
@@ -115,6 +117,46 @@ def test_as_torch_store_leaves_pytorchs_alone():
         ours.as_torch_store(3)
 
 
+def wait_in_vain(store) -> None:
+    store.set_timeout(timedelta(milliseconds=20))
+    store.get("never")
+
+
+FAILURES = {
+    "a key": (lambda _: wait_in_vain(ours.HashStore()), dist.DistStoreError),
+    "a key in a file": (lambda tmp: wait_in_vain(ours.FileStore(str(tmp / "store"), 1)), dist.DistStoreError),
+    "a key of a server": (lambda _: wait_in_vain(ours.TCPStore("localhost", 0, 1, True)), dist.DistStoreError),
+    "a part": (lambda _: wait_in_vain(ours.PrefixStore("p", ours.HashStore())), dist.DistStoreError),
+    "a barrier": (lambda _: ours.HashStore().barrier("b", 2, timedelta(milliseconds=20)), dist.DistStoreError),
+    "a queue": (lambda _: ours.HashStore().queue_pop("q", False), dist.QueueEmptyError),
+    "workers": (lambda _: ours.TCPStore("localhost", 0, 2, True, timedelta(milliseconds=20)), dist.DistStoreError),
+    "a server": (lambda _: ours.TCPStore("localhost", 1, timeout=timedelta(milliseconds=20)), dist.DistNetworkError),
+    "a port": (lambda _: [ours.TCPStore("localhost", s.port, 1, True) for s in [serve()]], dist.DistNetworkError),
+    "the server's end": (lambda _: get_from_the_dead(), dist.DistNetworkError),
+}
+
+
+def serve():
+    return ours.TCPStore("localhost", 0, 1, True, timedelta(seconds=20))
+
+
+def get_from_the_dead() -> None:
+    server = serve()
+    client = ours.TCPStore("localhost", server.port)
+    server.close()
+    client.get("a")
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_failures_can_be_caught_by_pytorchs_names(what: str, tmp_path):
+    fail, theirs_is = FAILURES[what]
+    with pytest.raises(theirs_is) as info:
+        fail(tmp_path)
+    assert isinstance(info.value, dist.DistError) and isinstance(info.value, SymcommError)
+    again = pickle.loads(pickle.dumps(info.value))
+    assert type(again) is type(info.value) and str(again) == str(info.value)
+
+
 def test_empty_queue_in_words_of_both():
     with pytest.raises(dist.QueueEmptyError):
         ours.as_torch_store(ours.HashStore()).queue_pop("q", block=False)
@@ -147,6 +189,28 @@ def test_init_process_group_with_our_store():
         assert got == [{"a": 1}]
     finally:
         dist.destroy_process_group()
+
+
+def test_init_process_group_takes_our_stores_as_they_are(tmp_path):
+    register()
+    for store in (serve(), ours.FileStore(str(tmp_path / "store"), 1), ours.PrefixStore("p", ours.HashStore())):
+        dist.init_process_group("symcomm", store=store, rank=0, world_size=1)
+        try:
+            dist.barrier()
+            inner = dist.distributed_c10d._get_default_store()
+            while isinstance(inner, dist.PrefixStore):
+                inner = inner.underlying_store
+            assert inner.store is store
+        finally:
+            dist.destroy_process_group()
+
+
+def test_a_dressed_store_tells_what_the_store_has():
+    store = serve()
+    dressed = ours.as_torch_store(store)
+    assert (dressed.host, dressed.port, dressed.libuvBackend) == ("localhost", store.port, True)
+    with pytest.raises(AttributeError, match="nonsense"):
+        dressed.nonsense  # noqa: B018
 
 
 # --- Python subclasses --------------------------------------------------------------------------------------------
@@ -196,6 +260,54 @@ def test_a_store_written_in_python_passes_both_tests():
     theirs._test_python_store(ours.as_torch_store(make_subclass(ours.Store)))
     theirs._test_python_store(ours.as_torch_store(ours.HashStore()))
     same("m._test_python_store(3)")
+
+
+def make_small(base):
+    """What a store has to define at least, and strict about what it is given."""
+
+    class Small(base):
+        def __init__(self):
+            super().__init__()
+            self.data = {}
+
+        def set(self, key, value):
+            assert type(key) is str and type(value) is bytes
+            self.data[key] = value
+
+        def get(self, key):
+            return self.data[key]
+
+        def add(self, key, amount):
+            self.data[key] = b"%d" % (int(self.data.get(key, 0)) + amount)
+            return int(self.data[key])
+
+        def compare_set(self, key, expected, desired):
+            assert type(expected) is type(desired) is bytes
+            if self.data.get(key, b"") == expected:
+                self.data[key] = desired
+            return self.data.get(key, expected)
+
+        def clone(self):
+            return self
+
+    return Small()
+
+
+@pytest.mark.parametrize("module", [ours, theirs], ids=["ours", "theirs"])
+def test_a_small_store_gets_bytes_and_need_not_define_the_rest(module):
+    store = make_small(module.Store)
+    module._test_python_store(store)
+    part = module.PrefixStore("p", store)
+    part.set("a", "1")
+    part.append("b", "2")
+    part.append("b", "3")
+    part.multi_set(["c", "d"], ["4", b"5"])
+    assert part.compare_set("a", "1", "6") == b"6"
+    assert part.multi_get(["a", "b", "c", "d"]) == [b"6", b"23", b"4", b"5"]
+    for call in ("queue_push('q', 'x')", "queue_pop('q')", "queue_len('q')", "list_keys()"):
+        for s in (store, part):
+            with pytest.raises(NotImplementedError):
+                eval(f"s.{call}", {"s": s})
 
 
 def test_a_store_that_forgets_is_noticed():

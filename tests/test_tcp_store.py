@@ -550,7 +550,36 @@ def test_a_name_that_is_not_ours_listens_everywhere_and_says_so(caplog):
     with pytest.raises(StoreConnectionError, match=r"cannot listen on 192.0.2.7"):
         TCPStore("127.0.0.1", 0, is_master=True, bind="192.0.2.7")
     with pytest.raises(StoreConnectionError, match="has no address"):
-        TCPStore("no-such-host.invalid", 0, is_master=True)
+        TCPStore("no-such-host.invalid", 0, is_master=True, timeout=timedelta(milliseconds=50))
+
+
+def test_a_name_may_come_to_be_known_later(monkeypatch, caplog):
+    """Names of pods are not known to the cluster before they have started."""
+    known, asked = socket.getaddrinfo, []
+
+    def late(host, *args, **kwargs):
+        asked.append(host)
+        if asked.count("pod-0") < 3 and host == "pod-0":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known("127.0.0.1" if host == "pod-0" else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    monkeypatch.setattr("symcomm.store.tcp_server._NAME_PAUSE", 0.01)
+    store = TCPStore("pod-0", 0, 1, is_master=True, timeout=TEN)
+    assert store.add("n", 1) == 1 and asked.count("pod-0") >= 3
+    assert caplog.text.count("'pod-0' has no address") == 1 and "Trying again for 10 s" in caplog.text
+
+
+def test_where_the_agent_serves_everybody_is_a_client(monkeypatch):
+    agents = TCPStore("localhost", 0, 1, is_master=True, timeout=TEN)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_PORT", str(agents.port + 1))
+    with pytest.raises(StoreConnectionError, match="Address already in use"):
+        TCPStore("localhost", agents.port, 1, is_master=True, timeout=TEN)
+    monkeypatch.setenv("MASTER_PORT", str(agents.port))
+    worker = TCPStore("localhost", agents.port, 1, is_master=True, timeout=TEN)
+    worker.set("k", "v")
+    assert agents.get("k") == b"v" and worker.server_stats() == {}
 
 
 def test_every_address_of_localhost_has_the_same_port():

@@ -8,15 +8,19 @@ The tree says whose fault it is::
         CollectiveMismatchError     ranks made different calls
         GroupUnusableError          the group was destroyed, aborted, or failed before
         RendezvousError             the environment does not say who we are
+        QueueEmptyError             a queue of a store had nothing to take
       PeerError                   someone else went away
         RankFailedError             a rank died or left
         StoreConnectionError        the store cannot be reached (also a ConnectionError)
+          StoreUnreachableError       not even in the time there was (also a DeadlineError)
         StoreAuthError              the store and we do not hold the same job token
       DeadlineError               the clock ran out (also a TimeoutError)
+        StoreDeadlineError          while waiting for something in a store
       ResourceError               this machine has too little of something
       InternalError               a bug of ours: please report it
 
-All of them are RuntimeErrors, since that is what ``torch.distributed`` raises and what scripts catch.
+All of them are RuntimeErrors, since that is what ``torch.distributed`` raises and what scripts catch. Those of stores
+are also what PyTorch's stores raise (DistStoreError and its kin) as soon as torch knows us: see backend/teach.py.
 """
 
 from __future__ import annotations
@@ -33,11 +37,14 @@ __all__ = [
     "GroupUnusableError",
     "InternalError",
     "PeerError",
+    "QueueEmptyError",
     "RankFailedError",
     "RendezvousError",
     "ResourceError",
     "StoreAuthError",
     "StoreConnectionError",
+    "StoreDeadlineError",
+    "StoreUnreachableError",
     "SymcommError",
 ]
 
@@ -64,6 +71,10 @@ class GroupUnusableError(CallerError):
 
 class RendezvousError(CallerError):
     """Rank, world size or meeting place could not be found."""
+
+
+class QueueEmptyError(CallerError):
+    """``queue_pop(key, block=False)`` of a store found nothing."""
 
 
 class PeerError(SymcommError):
@@ -98,6 +109,14 @@ class DeadlineError(SymcommError, TimeoutError):
 
     def __reduce__(self):
         return type(self), (str(self), self.missing)
+
+
+class StoreDeadlineError(DeadlineError):
+    """What a call of a store waited for did not come in time."""
+
+
+class StoreUnreachableError(StoreConnectionError, DeadlineError):
+    """No server of a store answered in time."""
 
 
 class ResourceError(SymcommError):
@@ -184,7 +203,13 @@ def bad_choice(call: str, argument: str, got: str, allowed: Sequence[str], how_m
 
 
 def deadline(
-    what: str, seconds: float, *, missing: Sequence[int] = (), arrived: Sequence[int] = (), fix: str = ""
+    what: str,
+    seconds: float,
+    *,
+    missing: Sequence[int] = (),
+    arrived: Sequence[int] = (),
+    fix: str = "",
+    kind: type[DeadlineError] = DeadlineError,
 ) -> DeadlineError:
     """``what`` did not finish in ``seconds``; who was missing and who was there, where known."""
     text = f"{what} timed out after {words_for_seconds(seconds)}"
@@ -193,4 +218,4 @@ def deadline(
         text += f": {noun} {words_for_ranks(missing)} did not come"
         if arrived:
             text += f" (there: {words_for_ranks(arrived)})"
-    return DeadlineError(f"{text}. {fix}" if fix else f"{text}.", missing)
+    return kind(f"{text}. {fix}" if fix else f"{text}.", missing)

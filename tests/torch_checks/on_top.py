@@ -121,6 +121,39 @@ def fsdp2(rank: int, path: str) -> None:
 
 
 @check
+def communication_is_counted(rank: int, path: str) -> None:
+    """``CommDebugMode`` sees on our groups what it sees on Gloo's, and what it watches goes on as usual."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    def counted(group: Any) -> dict[str, int]:
+        one, two = torch.full((4,), float(rank)), [torch.zeros(4), torch.zeros(4)]
+        torch.manual_seed(0)
+        parallel = nn.parallel.DistributedDataParallel(_model(), process_group=group)
+        mesh = dist.DeviceMesh.from_group(group, "cpu", mesh_dim_names=(group.group_name,))  # equal to no other mesh
+        sharded = fully_shard(_model(), mesh=mesh)
+        with CommDebugMode() as seen:
+            dist.all_reduce(one, group=group)
+            result = dist.all_reduce(one, group=group, async_op=True).get_future().wait()
+            dist.all_gather(two, one, group=group)
+            dist.all_gather_object([None, None], rank, group=group)
+            dist.all_reduce(torch.ones(2).to_sparse(), group=group)
+            with dist._coalescing_manager(group):
+                dist.all_gather_into_tensor(torch.zeros(8), one, group=group)
+                dist.all_gather_into_tensor(torch.zeros(8), one, group=group)
+            for model in (parallel, sharded):
+                model(_batch(rank)).sum().backward()
+        equal(torch.stack([*result, *two]), torch.full((3, 4), 2.0))
+        for got, wanted in zip(sharded.parameters(), parallel.module.parameters(), strict=True):
+            assert torch.allclose(got.grad.to_local(), wanted.grad.chunk(WORLD)[rank])
+        return {str(operator): count for operator, count in seen.get_comm_counts().items() if count}
+
+    with joined(rank, path) as ours:
+        gloo = counted(dist.new_group(backend="gloo"))
+        assert counted(ours) == gloo and gloo["c10d._allgather_base_"] and gloo["c10d._reduce_scatter_base_"]
+
+
+@check
 def ddp_variants(rank: int, path: str) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel

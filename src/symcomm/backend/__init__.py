@@ -2,6 +2,7 @@
 
 register.py  tells torch about us; torch calls it by itself through the ``torch.backends`` entry point
 teach.py     functions of torch that know other backends by name: split_group, shrink_group, monitored_barrier
+stores.py    our stores where torch wants its own
 group.py     TorchGroup: torch's ProcessGroup on ours
 life.py      the rest of TorchGroup: its end, groups made from it, what torch asks about it
 engines.py   tensors on other devices, for maps such as "cpu:symcomm,cuda:nccl"
@@ -10,6 +11,7 @@ checks.py    wrong arguments, in the words that scripts look for
 work.py      what torch expects of a Work and of its future
 sparse.py    sums of sparse tensors
 functional.py operators of functional collectives that torch does not bring to us by itself
+counted.py   calls that CommDebugMode counts
 inductor.py  tells torch's compiler, once it is loaded
 careful.py   what TORCH_DISTRIBUTED_DEBUG=DETAIL adds
 lists.py     calls with several tensors of one rank

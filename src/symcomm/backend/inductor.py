@@ -3,7 +3,7 @@
 A finder at the front of ``sys.meta_path`` waits for some of the compiler's modules. It asks the other finders for them,
 and has something done after a module's own code has run:
 
-* Calls of our groups become nodes of graphs that ``make_fx`` traces.
+* Calls of our groups become nodes of graphs that ``make_fx`` traces, and ``CommDebugMode`` counts them.
 * Dynamo leaves our own code alone. When C++ calls a group (DDP does, in its forward), it would compile that as well.
 * Inductor gets our lowerings, from ``symcomm.compile``.
 """
@@ -40,8 +40,16 @@ def _trace(proxy_tensor: Any) -> None:
     watch(proxy_tensor, TorchGroup)
 
 
+def _count(comm_mode: Any) -> None:
+    from symcomm.backend.counted import watch
+    from symcomm.backend.group import TorchGroup
+
+    watch(comm_mode.CommDebugMode, TorchGroup)
+
+
 _THEN: dict[str, Callable[[Any], None]] = {
     "torch.fx.experimental.proxy_tensor": _trace,
+    "torch.distributed.tensor.debug._comm_mode": _count,
     "torch._dynamo.trace_rules": _leave_alone,
     "torch._inductor.compile_fx": _install,
 }

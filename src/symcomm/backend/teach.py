@@ -1,12 +1,13 @@
 """Functions of torch that refuse every backend but those they know by name, before they ask the group.
 
 Each is replaced by one that does the work when the group is ours, and otherwise calls what was there. This module is
-loaded while torch is being imported, so it imports nothing of ours until a group is made.
+loaded while torch is being imported, so it imports nothing of ours but errors until a group is made.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["known_to_dist2", "teach"]
+__all__ = ["errors_by_pytorchs_names", "known_to_dist2", "teach"]
 
 
 def teach() -> None:
@@ -27,7 +28,24 @@ def teach() -> None:
             if hasattr(dist, name):
                 setattr(dist, name, taught)
     known_to_dist2()["symcomm"] = _dist2_group
+    errors_by_pytorchs_names()
+    _take_our_stores()
     _keep_works_of_reducers()
+
+
+def errors_by_pytorchs_names() -> None:
+    """Scripts catch a store's exceptions by PyTorch's names, which ours then are, too."""
+    from symcomm import errors
+
+    for ours, theirs in (
+        (errors.StoreDeadlineError, dist.DistStoreError),
+        (errors.StoreConnectionError, dist.DistNetworkError),
+        (errors.StoreAuthError, dist.DistNetworkError),
+        (errors.QueueEmptyError, dist.QueueEmptyError),
+    ):
+        if not issubclass(ours, theirs):
+            first, *others = ours.__bases__
+            ours.__bases__ = (first, theirs, *others)  # others may be OSErrors, which come after RuntimeErrors
 
 
 def _taught(known: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,6 +55,25 @@ def _taught(known: Callable[..., Any], ours: Callable[..., Any]) -> Callable[...
         return known(*args, **kwargs) if answer is NotImplemented else answer
 
     return either
+
+
+def _take_our_stores() -> None:
+    """``init_process_group(store=...)`` hands the store to C++, which takes PyTorch's only."""
+    known = c10d.init_process_group
+
+    def dressed(value: Any) -> Any:
+        base = sys.modules.get("symcomm.store.base")  # loaded by whoever made a store of ours
+        if base is None or not isinstance(value, base.Store):
+            return value
+        from symcomm.backend.stores import as_torch_store
+
+        return as_torch_store(value)
+
+    @functools.wraps(known)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        return known(*map(dressed, args), **{name: dressed(value) for name, value in kwargs.items()})
+
+    c10d.init_process_group = dist.init_process_group = init_process_group
 
 
 _kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

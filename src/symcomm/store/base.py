@@ -4,8 +4,8 @@ A subclass defines the primitives it can (``set``, ``get``, ``check``, ``add``, 
 ``list_keys``, ``queue_*``). ``wait``, ``append``, ``multi_get``, ``multi_set``, ``num_keys``, ``barrier`` and
 ``clone`` then work by themselves; a subclass overrides them where it has something better.
 
-Keys are text. Values go in as str or bytes and come out as bytes. A call that waits raises DeadlineError, naming the
-keys that did not come, when ``timeout`` seconds (300 unless set) have passed.
+Keys are text. Values go in as str or bytes and come out as bytes. A call that waits raises StoreDeadlineError, naming
+the keys that did not come, when ``timeout`` seconds (300 unless set) have passed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
-from symcomm.errors import CallerError, DeadlineError, bad_argument, words_for_seconds
+from symcomm.errors import (
+    CallerError,
+    DeadlineError,
+    QueueEmptyError,
+    StoreDeadlineError,
+    bad_argument,
+    words_for_seconds,
+)
 
-__all__ = ["DEFAULT_TIMEOUT", "QueueEmptyError", "Store", "Timeout", "Value"]
+__all__ = ["DEFAULT_TIMEOUT", "NotOfferedError", "QueueEmptyError", "Store", "Timeout", "Value"]
 
 Value = str | bytes | bytearray | memoryview
 Timeout = timedelta | float
@@ -31,8 +38,8 @@ _NUMBER = re.compile(rb"\s*[+-]?\d+\s*\Z")
 _POLL_FIRST, _POLL_LAST = 0.001, 0.020  # seconds between two looks at a store that cannot wake us
 
 
-class QueueEmptyError(CallerError):
-    """``queue_pop(key, block=False)`` found nothing."""
+class NotOfferedError(CallerError, NotImplementedError):
+    """This class of store does not have the call."""
 
 
 class Store:
@@ -103,7 +110,10 @@ class Store:
         """Put ``value`` after what is already there, atomically; an absent key counts as empty."""
         tail = to_bytes(f"{type(self).__name__}.append", value)
         with self._exclusively(key, self._seconds(None)):
-            before = self.get(key) if self.check([key]) else b""
+            try:
+                before = self.get(key) if self.check([key]) else b""
+            except NotOfferedError:
+                before = b""  # PyTorch's stores can be without check(), and get() may wait: compare_set() tells, too
             while (now := self.compare_set(key, before, before + tail)) != before + tail:
                 before = now
 
@@ -142,7 +152,7 @@ class Store:
             came = self._withdraw(counter, (turn + 1) * world_size)
             if came is not None:
                 here = came - turn * world_size
-                raise DeadlineError(
+                raise StoreDeadlineError(
                     f"{call}({key!r}) timed out after {words_for_seconds(seconds)}: {here} of {world_size} came."
                 ) from None
 
@@ -168,9 +178,11 @@ class Store:
     def _seconds(self, timeout: Timeout | None) -> float:
         return to_seconds(self.timeout if timeout is None else timeout)
 
-    def _lacks(self, call: str) -> CallerError:
+    def _lacks(self, call: str) -> NotOfferedError:
         name = type(self).__name__
-        return CallerError(f"{name}.{call}: this store class does not define {call}(); define it in {name} to use it.")
+        return NotOfferedError(
+            f"{name}.{call}: this store class does not define {call}(); define it in {name} to use it."
+        )
 
     def _forget(self, key: str) -> bool:
         """Delete ``key``, if this store can delete; whether it can."""
@@ -192,7 +204,7 @@ class Store:
             if self.compare_set(lock, b"", token) == token:
                 break
         else:
-            raise DeadlineError(f"{type(self).__name__}: {lock!r} was taken for {words_for_seconds(seconds)}.")
+            raise StoreDeadlineError(f"{type(self).__name__}: {lock!r} was taken for {words_for_seconds(seconds)}.")
         try:
             yield
         finally:
@@ -288,7 +300,7 @@ def keys_missing(store: Store, call: str, keys: Sequence[str], seconds: float) -
     names = ", ".join(repr(key) for key in keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
     what = "key" if len(keys) == 1 else "keys"
     where = f"{type(store).__name__}.{call}"
-    return DeadlineError(f"{where} timed out after {words_for_seconds(seconds)}: nobody set {what} {names}.")
+    return StoreDeadlineError(f"{where} timed out after {words_for_seconds(seconds)}: nobody set {what} {names}.")
 
 
 def _marker(key: str, turn: int) -> str:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from symcomm.errors import CallerError, DeadlineError, bad_argument, deadline
+from symcomm.errors import CallerError, DeadlineError, StoreDeadlineError, bad_argument, deadline
 from symcomm.store.base import DEFAULT_TIMEOUT, Store, Timeout, Value, to_amount, to_bytes, to_key, to_seconds
 
 __all__ = ["StoreCollectives"]
@@ -117,7 +117,8 @@ class StoreCollectives:
 
     def _receive(self, what: str, key: str, name: str, seconds: float) -> bytes:
         if not self._came([name], seconds):
-            raise deadline(f"{what}_recv({key!r})", seconds, fix=f"No rank has called {what}_send({key!r}, ...).")
+            nobody = f"No rank has called {what}_send({key!r}, ...)."
+            raise deadline(f"{what}_recv({key!r})", seconds, fix=nobody, kind=StoreDeadlineError)
         return self._store.get(name)
 
     def _came(self, names: list[str], seconds: float) -> bool:
@@ -138,4 +139,4 @@ class StoreCollectives:
         here = [rank for rank in ranks if self._store.check([f"{key}/{rank}"])]
         arrived = sorted({*here, self._rank})
         missing = [rank for rank in ranks if rank not in arrived]
-        return deadline(call, seconds, missing=missing, arrived=arrived)
+        return deadline(call, seconds, missing=missing, arrived=arrived, kind=StoreDeadlineError)

@@ -30,6 +30,7 @@ from symcomm.errors import (
     CallerError,
     ResourceError,
     StoreConnectionError,
+    StoreDeadlineError,
     SymcommError,
     bad_argument,
     deadline,
@@ -189,7 +190,7 @@ class Log:
         if getattr(_thread, "holds", "") == self.path:
             raise self._nested()
         if not self.threads.acquire(timeout=seconds):
-            raise deadline(f"FileStore: waiting for another thread at {self.path}", seconds)
+            raise deadline(f"FileStore: waiting for another thread at {self.path}", seconds, kind=StoreDeadlineError)
         if self.busy:  # by this very thread
             self.threads.release()
             raise self._nested()
@@ -236,7 +237,10 @@ class Log:
             except BlockingIOError:
                 if time.monotonic() >= end:
                     raise deadline(
-                        f"FileStore: locking {self.path}", seconds, fix="Another process holds it; is one stopped?"
+                        f"FileStore: locking {self.path}",
+                        seconds,
+                        fix="Another process holds it; is one stopped?",
+                        kind=StoreDeadlineError,
                     ) from None
             except OSError as error:
                 raise ResourceError(f"FileStore: this file system cannot lock {self.path}: {error.strerror}.") from None

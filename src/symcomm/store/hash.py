@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from symcomm.errors import DeadlineError, words_for_seconds
+from symcomm.errors import StoreDeadlineError, words_for_seconds
 from symcomm.store.base import (
     QueueEmptyError,
     Store,
@@ -192,7 +192,8 @@ class TableStore(Store):
         call = self._call("queue_pop")
         if seconds is None:
             return QueueEmptyError(f"{call}: queue {queue!r} is empty.")
-        return DeadlineError(f"{call} timed out after {words_for_seconds(seconds)}: nobody pushed to queue {queue!r}.")
+        waited = words_for_seconds(seconds)
+        return StoreDeadlineError(f"{call} timed out after {waited}: nobody pushed to queue {queue!r}.")
 
     def _call(self, method: str) -> str:
         return f"{type(self).__name__}.{method}"

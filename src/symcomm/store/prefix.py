@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from symcomm.errors import bad_argument
-from symcomm.store.base import Store, Timeout, Value, to_key, to_keys
+from symcomm.store.base import Store, Timeout, Value, to_bytes, to_key, to_keys, to_pairs
 
 __all__ = ["PrefixStore"]
 
@@ -14,7 +14,8 @@ __all__ = ["PrefixStore"]
 class PrefixStore(Store):
     """Passes every call on to ``store`` with ``prefix/`` before the keys, so that users of a store cannot collide.
 
-    ``store`` may be any object with a store's methods, also one of PyTorch's. The timeout is the inner store's.
+    ``store`` may be any object with a store's methods, also one of PyTorch's; it is given values as bytes. The timeout
+    is the inner store's.
     ``list_keys`` shows the keys under the prefix only; ``num_keys`` counts the whole inner store, as in PyTorch.
     """
 
@@ -38,7 +39,7 @@ class PrefixStore(Store):
         return inner._underlying_non_prefix_store if isinstance(inner, PrefixStore) else inner
 
     def set(self, key: str, value: Value) -> None:
-        self._store.set(self._name(key), value)
+        self._store.set(self._name(key), to_bytes("PrefixStore.set", value))
 
     def get(self, key: str) -> bytes:
         return self._store.get(self._name(key))
@@ -56,16 +57,18 @@ class PrefixStore(Store):
         return self._store.add(self._name(key), amount)
 
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        return self._store.compare_set(self._name(key), expected, desired)
+        call = "PrefixStore.compare_set"
+        return self._store.compare_set(self._name(key), to_bytes(call, expected), to_bytes(call, desired))
 
     def append(self, key: str, value: Value) -> None:
-        self._store.append(self._name(key), value)
+        self._store.append(self._name(key), to_bytes("PrefixStore.append", value))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return self._store.multi_get(self._names(keys))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
-        self._store.multi_set(self._names(keys), values)
+        pairs = to_pairs("PrefixStore.multi_set", keys, values)
+        self._store.multi_set([self._name(key) for key, _ in pairs], [value for _, value in pairs])
 
     def delete_key(self, key: str) -> bool:
         return self._store.delete_key(self._name(key))
@@ -78,7 +81,7 @@ class PrefixStore(Store):
         return self._store.num_keys()
 
     def queue_push(self, key: str, value: Value) -> None:
-        self._store.queue_push(self._name(key), value)
+        self._store.queue_push(self._name(key), to_bytes("PrefixStore.queue_push", value))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         return self._store.queue_pop(self._name(key), block)

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from symcomm._core import native
-from symcomm.errors import BadArgumentError, DeadlineError, StoreConnectionError, bad_argument, words_for_seconds
+from symcomm.errors import BadArgumentError, StoreConnectionError, StoreDeadlineError, bad_argument, words_for_seconds
 from symcomm.store import tcp_wire as wire
 from symcomm.store.base import (
     DEFAULT_TIMEOUT,
@@ -93,16 +93,21 @@ class TCPStore(Store):
         self._unanswered = ""  # the last call, if it was one that gets no answer
         self._server: Server | None = None
         if is_master:
-            self._server = start_server(
-                host_name,
-                port,
-                bind=bind,
-                listen_fd=master_listen_fd,
-                token=self._token,
-                limits=limits or StoreLimits(),
-                world_size=workers,
-                multi_tenant=multi_tenant,
-            )
+            try:
+                self._server = start_server(
+                    host_name,
+                    port,
+                    bind=bind,
+                    listen_fd=master_listen_fd,
+                    token=self._token,
+                    limits=limits or StoreLimits(),
+                    world_size=workers,
+                    multi_tenant=multi_tenant,
+                    seconds=self._timeout_s,
+                )
+            except StoreConnectionError:
+                if not _agent_serves(port):
+                    raise
         self._port = self._server.port if self._server else port
         self._connect_host = self._server.connect_host if self._server else host_name
         self._connection = wire.connect(self._connect_host, self._port, self._timeout_s, self._token)
@@ -191,7 +196,7 @@ class TCPStore(Store):
             raise bad_argument("TCPStore.barrier", "world_size", world_size, "a positive int")
         seconds = self._timeout_s if timeout is None else to_seconds(timeout, "TCPStore.barrier")
         if not self._wait_call("barrier", wire.BARRIER, key, world_size, seconds):
-            raise DeadlineError(
+            raise StoreDeadlineError(
                 f"TCPStore.barrier({key!r}) timed out after {words_for_seconds(seconds)}: fewer than {world_size} came."
             )
 
@@ -214,7 +219,7 @@ class TCPStore(Store):
             end = end or time.monotonic() + self._timeout_s
             left = max(end - time.monotonic(), 0.0)  # somebody may have been quicker than we: wait again
             if not self._wait_call("queue_pop", wire.WAIT, [key], None, left):
-                raise DeadlineError(
+                raise StoreDeadlineError(
                     f"TCPStore.queue_pop({key!r}) timed out after {words_for_seconds(self._timeout_s)}: "
                     "nobody pushed a value."
                 )
@@ -328,7 +333,7 @@ class TCPStore(Store):
         named = "" if keys is _NO_KEYS else ", ".join(map(repr, keys[:4] if isinstance(keys, list) else [keys]))
         where = f"{self._host}:{self._port}"
         if isinstance(error, native.StoreLate):
-            return DeadlineError(
+            return StoreDeadlineError(
                 f"the store at {where} did not answer {call}({named}) in {words_for_seconds(self._timeout_s)}."
             )
         if isinstance(error, native.StoreGone):
@@ -382,7 +387,7 @@ class TCPStore(Store):
         end = time.monotonic() + self._timeout_s
         while self._server is not None and came < world_size:
             if time.monotonic() >= end:
-                raise DeadlineError(
+                raise StoreDeadlineError(
                     f"TCPStore: {came} of {world_size} workers joined the store on port {self._port} "
                     f"in {words_for_seconds(self._timeout_s)}; start the missing ranks with the same MASTER_ADDR and "
                     "MASTER_PORT, or lower WORLD_SIZE."
@@ -434,6 +439,12 @@ def _check_arguments(host_name: object, port: object, world_size: object) -> Non
         raise bad_argument("TCPStore", "port", port, "an int from 0 to 65535")
     if world_size is not None and (not isinstance(world_size, int) or world_size == 0):
         raise bad_argument("TCPStore", "world_size", world_size, "a positive int, or None (or negative) for any number")
+
+
+def _agent_serves(port: int) -> bool:
+    """Whether torchrun's agent keeps a store on ``port``: then everybody else there is a client, rank 0 included."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("1", "t", "true", "y", "yes")
+    return agent and os.environ.get("MASTER_PORT") == str(port)
 
 
 def _find_token(token: str | bytes | None) -> tuple[bytes | None, bool]:

@@ -14,13 +14,14 @@ import weakref
 from dataclasses import dataclass
 
 from symcomm._core import native
-from symcomm.errors import ResourceError, StoreConnectionError, bad_argument
+from symcomm.errors import ResourceError, StoreConnectionError, bad_argument, words_for_seconds
 
 __all__ = ["Server", "StoreLimits", "start_server"]
 
 log = logging.getLogger("symcomm.store")
 
 _SPARE_DESCRIPTORS = 64  # for everything in the process that is not a store client
+_NAME_PAUSE = 0.5  # seconds between two questions for an address
 _LINES_A_SECOND = 20  # of complaints that are logged one by one
 
 
@@ -96,15 +97,16 @@ def start_server(
     limits: StoreLimits,
     world_size: int | None,
     multi_tenant: bool,
+    seconds: float,
 ) -> Server:
     """Start a server, or join the one that this process already runs on ``port`` if that is multi-tenant."""
     _ensure_descriptors(world_size or 0)
     if not multi_tenant:
-        return Server(_sockets(host, port, bind, listen_fd), token, limits)
+        return Server(_sockets(host, port, bind, listen_fd, seconds), token, limits)
     with _shared_lock:
         server = _shared.get(port) if port else None
         if server is None:
-            server = Server(_sockets(host, port, bind, listen_fd), token, limits)
+            server = Server(_sockets(host, port, bind, listen_fd, seconds), token, limits)
             _shared[server.port] = server
         return server
 
@@ -125,10 +127,12 @@ def _ensure_descriptors(clients: int) -> None:
 # --- where to listen -----------------------------------------------------------------------------------
 
 
-def _sockets(host: str, port: int, bind: str | list[str] | None, listen_fd: int | None) -> list[socket.socket]:
+def _sockets(
+    host: str, port: int, bind: str | list[str] | None, listen_fd: int | None, seconds: float
+) -> list[socket.socket]:
     if listen_fd is not None:
         return [_adopt(listen_fd, port)]
-    addresses = _bind_addresses(host, bind)
+    addresses = _bind_addresses(host, bind) if bind is not None else _addresses_in_time(host, seconds)
     try:
         return _listen(addresses, port)
     except OSError as error:
@@ -167,6 +171,23 @@ def _bind_addresses(host: str, bind: str | list[str] | None) -> list[str]:
     if own_name and any(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in addresses):
         return ["::"]  # /etc/hosts maps a machine's own name to 127.0.1.1, where its peers could never reach it
     return addresses
+
+
+def _addresses_in_time(host: str, seconds: float) -> list[str]:
+    """The same for ``host`` as soon as it is known: the name of a pod that starts can take a while to be."""
+    end = time.monotonic() + seconds
+    warned = False
+    while True:
+        try:
+            return _bind_addresses(host, None)
+        except StoreConnectionError as error:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise
+            if not warned:
+                log.warning("%s Trying again for %s.", error, words_for_seconds(seconds))
+                warned = True
+            time.sleep(min(left, _NAME_PAUSE))
 
 
 def _is_literal(host: str) -> bool:

@@ -17,7 +17,13 @@ import struct
 import time
 
 from symcomm._core import native
-from symcomm.errors import DeadlineError, ResourceError, StoreAuthError, StoreConnectionError, words_for_seconds
+from symcomm.errors import (
+    ResourceError,
+    StoreAuthError,
+    StoreConnectionError,
+    StoreUnreachableError,
+    words_for_seconds,
+)
 
 __all__ = ["Connection", "Refused", "connect", "sign"]
 
@@ -160,11 +166,11 @@ def _raise_if_hopeless(host: str, port: int, error: OSError) -> None:
         ) from None
 
 
-def _cannot_connect(host: str, port: int, seconds: float | None, problem: Exception):
+def _cannot_connect(host: str, port: int, seconds: float | None, problem: Exception) -> StoreConnectionError:
     reason = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
     if seconds is None:
         return StoreConnectionError(f"the store at {host}:{port} is gone: {reason}.")
-    return DeadlineError(
+    return StoreUnreachableError(
         f"no store answered at {host}:{port} in {words_for_seconds(seconds)} (last try: {reason}). "
         "Check the address, that the process with is_master=True runs, and that no firewall is in between."
     )

@@ -1,0 +1,106 @@
+"""``CommDebugMode`` counts torch's operators, which calls of our groups are not: while one counts, every call shows
+itself to it as the operator that torch's own groups would call.
+
+The methods are exchanged only meanwhile, so calls cost nothing more at other times.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+__all__ = ["watch"]
+
+# The group's method -> operator of torch.ops.c10d
+_OPERATORS = {
+    "allreduce": "allreduce_",
+    "allreduce_coalesced": "allreduce_coalesced_",
+    "broadcast": "broadcast_",
+    "reduce": "reduce_",
+    "allgather": "allgather_",
+    "allgather_coalesced": "allgather_coalesced_",
+    "all_gather_single": "_allgather_base_",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
+    "reduce_scatter": "reduce_scatter_",
+    "reduce_scatter_single": "_reduce_scatter_base_",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
+    "gather": "gather_",
+    "scatter": "scatter_",
+    "alltoall": "alltoall_",
+    "all_to_all_single": "alltoall_base_",
+}
+_TRACES = torch._C._TorchDispatchModeKey.PROXY  # see traced.py: what it traces are operators, which count by themselves
+_lock = threading.RLock()
+_counting = 0  # how many do, in all threads
+_known: dict[str, Any] = {}  # methods that are exchanged now
+
+
+class _Shown:
+    """What a mode is given for an operator; to call it is to make the group's call."""
+
+    def __init__(self, operator: Any, call: Callable[[], Any]):
+        self._overloadpacket = operator
+        self._call = call
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self._call()
+
+    def __repr__(self) -> str:
+        return f"{self._overloadpacket}.default"
+
+
+def watch(mode: Any, group_class: type) -> None:
+    """Have ``mode``, which is CommDebugMode, count the calls of this class of groups from now on."""
+    enter, leave = mode.__enter__, mode.__exit__
+
+    @functools.wraps(enter)
+    def entered(self: Any) -> Any:
+        counter = enter(self)
+        _count(+1, mode, group_class)
+        return counter
+
+    @functools.wraps(leave)
+    def left(self: Any, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            _count(-1, mode, group_class)
+
+    mode.__enter__, mode.__exit__ = entered, left
+
+
+def _count(change: int, mode: type, group_class: type) -> None:
+    global _counting
+    with _lock:
+        _counting += change
+        if change > 0 and _counting == 1:
+            operators = {vars(group_class)[method]: operator for method, operator in _OPERATORS.items()}
+            for name, ours in list(vars(group_class).items()):  # torch's versions know some by other names
+                if callable(ours) and ours in operators:
+                    _known[name] = ours
+                    setattr(group_class, name, _counted(ours, getattr(torch.ops.c10d, operators[ours]), mode))
+        elif _counting == 0:
+            for name, ours in _known.items():
+                setattr(group_class, name, ours)
+            _known.clear()
+
+
+def _counted(ours: Callable[..., Any], operator: Any, mode: type) -> Callable[..., Any]:
+    @functools.wraps(ours)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        modes = _get_current_dispatch_mode_stack()  # of this thread
+        counters = [m for m in modes if isinstance(m, mode)]
+        if not counters or any(getattr(m, "_mode_key", None) == _TRACES for m in modes):
+            return ours(self, *args, **kwargs)
+        run: Any = functools.partial(ours, self, *args, **kwargs)
+        for counter in counters:
+            run = functools.partial(counter.__torch_dispatch__, _Shown(operator, run), (), args)  # type: ignore[attr-defined]
+        with _disable_current_modes():  # calls that this one is made of do not count
+            return run()
+
+    return call
