@@ -37,13 +37,14 @@ def errors_by_pytorchs_names() -> None:
     """Scripts catch a store's exceptions by PyTorch's names, which ours then are, too."""
     from symcomm import errors
 
-    for ours, theirs in (
-        (errors.StoreDeadlineError, dist.DistStoreError),
-        (errors.StoreConnectionError, dist.DistNetworkError),
-        (errors.StoreAuthError, dist.DistNetworkError),
-        (errors.QueueEmptyError, dist.QueueEmptyError),
+    for ours, name in (
+        (errors.StoreDeadlineError, "DistStoreError"),
+        (errors.StoreConnectionError, "DistNetworkError"),
+        (errors.StoreAuthError, "DistNetworkError"),
+        (errors.QueueEmptyError, "QueueEmptyError"),
     ):
-        if not issubclass(ours, theirs):
+        theirs = getattr(dist, name, None)  # older versions know fewer
+        if theirs is not None and not issubclass(ours, theirs):
             first, *others = ours.__bases__
             ours.__bases__ = (first, theirs, *others)  # others may be OSErrors, which come after RuntimeErrors
 
