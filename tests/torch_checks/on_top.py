@@ -45,6 +45,35 @@ def functional_collectives(rank: int, path: str) -> None:
 
 
 @check
+def results_on_their_way_are_tensors_too(rank: int, path: str) -> None:
+    """What functional collectives return may be passed on before anybody has waited for it."""
+    with joined(rank, path) as group:
+
+        def begun() -> torch.Tensor:
+            return funcol.all_reduce(torch.ones(2), "sum", group)
+
+        assert type(begun()) is funcol.AsyncCollectiveTensor
+        value, other = begun(), begun()
+        dist.all_reduce(value)
+        dist.all_reduce_coalesced([value, other])
+        equal(value.wait(), [8.0, 8.0])
+        equal(other.wait(), [4.0, 4.0])
+        gathered, parts = torch.empty(4), [torch.empty(2), torch.empty(2)]
+        dist.all_gather_into_tensor(gathered, begun())
+        equal(gathered, [2.0] * 4)
+        dist.all_gather(parts, begun() * (rank + 1), async_op=True).wait()
+        equal(torch.cat(parts), [2.0, 2.0, 4.0, 4.0])
+        whole = begun()
+        dist.all_to_all(parts, [whole[:1].expand(2), whole])
+        equal(torch.cat(parts), [2.0] * 4)
+        received = begun()
+        messages = [(dist.isend, begun() + rank), (dist.irecv, received)]
+        for work in dist.batch_isend_irecv([dist.P2POp(do, tensor, 1 - rank) for do, tensor in messages]):
+            work.wait()
+        equal(received.wait(), [3.0 - rank] * 2)
+
+
+@check
 def dtensor(rank: int, path: str) -> None:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

@@ -11,6 +11,7 @@ from typing import Any
 from torch._C._distributed_c10d import ReduceOp
 
 from symcomm import errors
+from symcomm.group.buffers import arrived
 from symcomm.types import RedOpType
 from symcomm.types import ReduceOp as OwnReduceOp
 
@@ -67,7 +68,7 @@ def is_async(options: Any) -> bool:
 def once_each(tensors: Any) -> list[Any]:
     """A tensor that is in the list twice is reduced once, as if all were reduced in one step."""
     seen: set[Any] = set()
-    places = [(t.data_ptr(), t.shape, t.stride()) if t.numel() else object() for t in tensors]
+    places = [(arrived(t).data_ptr(), t.shape, t.stride()) if t.numel() else object() for t in tensors]
     return [t for t, place in zip(tensors, places, strict=True) if not (place in seen or seen.add(place))]  # type: ignore[func-returns-value]
 
 

@@ -295,7 +295,7 @@ class DeviceGroup(DeviceCalls):
             return False
         core, stream, address = self.core, self._stream_of(self.device), tensor.data_ptr()
         if (
-            address % PACK or core._failure is not None or tensor.get_device() != self.device
+            not address or address % PACK or core._failure is not None or tensor.get_device() != self.device
             or self._device_here() != self.device or not tensor.is_contiguous() or tensor.is_neg() or self._captures()
         ):  # fmt: skip
             return False

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from symcomm import errors
-from symcomm.group.buffers import torch_dtypes
+from symcomm.group.buffers import arrived, torch_dtypes
 from symcomm.types import DType
 
 __all__ = ["Place", "check_same_dtype", "place", "place_list", "torch_stream"]
@@ -49,6 +49,7 @@ def place(call: str, name: str, tensor: Any, device: int, write: bool = False) -
 
     if not isinstance(tensor, torch.Tensor):
         raise errors.bad_argument(call, name, type(tensor).__name__, f"a tensor on cuda:{device}")
+    tensor = arrived(tensor)
     if not tensor.is_cuda or tensor.get_device() != device:
         raise errors.bad_argument(
             call,

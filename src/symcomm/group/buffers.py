@@ -15,7 +15,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.types import DType
 
-__all__ = ["Buffer", "keep_apart", "read_buffer", "read_list", "write_buffer", "write_list"]
+__all__ = ["Buffer", "arrived", "keep_apart", "read_buffer", "read_list", "write_buffer", "write_list"]
 
 _NUMPY = {
     "|u1": DType.UINT8, "|i1": DType.INT8, "<u2": DType.UINT16, "<i2": DType.INT16, "<u4": DType.UINT32,
@@ -108,7 +108,13 @@ _ELSEWHERE = {
 }
 
 
+def arrived(tensor: Any) -> Any:
+    """What torch's functional collectives return stands for a tensor that may be on its way: wait, and take that."""
+    return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
+
+
 def _from_torch(call: str, name: str, tensor: Any, write: bool) -> Buffer:
+    tensor = arrived(tensor)
     if not tensor.is_cpu:
         fix = _ELSEWHERE.get(tensor.device.type, "move it with .cpu()")
         raise errors.bad_argument(call, name, f"a tensor on {tensor.device}", "a CPU tensor", fix)
