@@ -40,9 +40,16 @@ _OPERATORS = {
     "alltoall_": ("alltoall", c10d.AllToAllOptions),
     "alltoall_base_": ("all_to_all_single", c10d.AllToAllOptions),
 }
+# What a Backend of torch's calls these methods
+_OF_BACKENDS = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+}
 _lock = threading.RLock()
 _tracing = 0  # how many do, in all threads
 _known: dict[tuple[type, str], Any] = {}  # methods that are exchanged now
+_PREMUL_SUM = int(torch.distributed.ReduceOp.RedOpType.PREMUL_SUM)
 _libraries: list[Any] = []  # kernels live as long as it does
 
 
@@ -133,15 +140,36 @@ def _kernel(schema: Any, known: Any, method: str, kind: Any) -> Callable[..., An
 
     def kernel(keys: Any, *args: Any) -> Any:
         group: Any = torch.distributed.ProcessGroup.unbox(args[place])
-        if not getattr(group, "is_symcomm", False):
-            return known.call_boxed(keys, *args)
         given = dict(zip(names, args, strict=False))
         splits = [list(given[name]) for name in ("output_split_sizes", "input_split_sizes") if name in given]
-        _own(group, method)(group, *args[:place], *splits, _options(kind, given))
-        work = c10d.FakeWork().boxed()  # it has ended
-        return (args[0], work) if len(schema.returns) == 2 else work
+        if getattr(group, "is_symcomm", False):
+            _own(group, method)(group, *args[:place], *splits, _options(kind, given, False))
+            work = c10d.FakeWork()  # it has ended
+        elif (theirs := _of_backend(group, method, given)) is not None:
+            work = theirs(
+                *args[:place], *splits, _options(kind, given, given.get("async_op", given.get("asyncOp", True)))
+            )
+        else:
+            return known.call_boxed(keys, *args)
+        return (args[0], work.boxed()) if len(schema.returns) == 2 else work.boxed()
 
     return kernel
+
+
+def _of_backend(group: Any, method: str, given: dict[str, Any]) -> Callable[..., Any] | None:
+    """What the operator's own kernel would call, for a group that is not ours.
+
+    That kernel itself runs with the interpreter's lock held when Python calls it. Gloo's thread may want that lock
+    while it holds the one that the call needs."""
+    if "reduce_op" in given and given["reduce_op"].op() == _PREMUL_SUM:  # has a factor, which we are not told
+        return None
+    if given.get("sparse_indices") is not None:
+        return None
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # a group in Python, as ours is
+        return None
+    return getattr(backend, _OF_BACKENDS.get(method, method), None)
 
 
 def _own(group: Any, method: str) -> Callable[..., Any]:
@@ -150,9 +178,9 @@ def _own(group: Any, method: str) -> Callable[..., Any]:
         return _known.get((type(group), method)) or getattr(type(group), method)
 
 
-def _options(kind: Any, given: dict[str, Any]) -> Any:
+def _options(kind: Any, given: dict[str, Any], is_async: bool) -> Any:
     options = kind()
-    options.asyncOp = False
+    options.asyncOp = is_async
     if "reduce_op" in given:
         options.reduceOp = torch.distributed.ReduceOp(torch.distributed.ReduceOp.RedOpType(given["reduce_op"].op()))
     if "root_rank" in given:
