@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from symcomm.backend import exchange
 from tests.told import tell
 
 ROOT = Path(__file__).parent.parent
@@ -190,3 +191,38 @@ def test_under_mpirun(script: str):
     place |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     place |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PMIX_MCA_gds": "hash"}
     assert said(run(mpirun, "-n", "2", sys.executable, script, **place)) == EXPECTED
+
+
+def test_methods_are_wrapped_while_modes_are_entered_in_any_order():
+    class Base:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+    class Mode(Base):
+        pass
+
+    class Other(Base):
+        pass
+
+    class Group:
+        def call(self):
+            return "own"
+
+        alias = call
+
+    own = Group.call
+    for mode, letter in ((Mode, "a"), (Other, "b")):
+        exchange.wrap_inside(
+            mode, Group, lambda name, _, now, s=letter: (lambda self: s + now(self)) if name == "call" else None
+        )
+    first, second = Mode(), Other()
+    said = [Group().call()]
+    for step in (first.__enter__, second.__enter__, first.__exit__, first.__enter__, second.__exit__, first.__exit__):
+        step()
+        said.append(Group().call())
+        assert Group().alias() == "own" and exchange.own(Group, "call") is own
+    assert said == ["own", "aown", "baown", "bown", "baown", "aown", "own"]
+    assert vars(Group)["call"] is own

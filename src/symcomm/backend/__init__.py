@@ -11,7 +11,9 @@ checks.py    wrong arguments, in the words that scripts look for
 work.py      what torch expects of a Work and of its future
 sparse.py    sums of sparse tensors
 functional.py operators of functional collectives that torch does not bring to us by itself
+traced.py    calls that make_fx traces
 counted.py   calls that CommDebugMode counts
+exchange.py  methods that are others meanwhile
 inductor.py  tells torch's compiler, once it is loaded
 careful.py   what TORCH_DISTRIBUTED_DEBUG=DETAIL adds
 lists.py     calls with several tensors of one rank

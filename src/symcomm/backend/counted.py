@@ -1,18 +1,17 @@
 """``CommDebugMode`` counts torch's operators, which calls of our groups are not: while one counts, every call shows
 itself to it as the operator that torch's own groups would call.
-
-The methods are exchanged only meanwhile, so calls cost nothing more at other times.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from symcomm.backend import exchange
 
 __all__ = ["watch"]
 
@@ -35,9 +34,6 @@ _OPERATORS = {
     "all_to_all_single": "alltoall_base_",
 }
 _TRACES = torch._C._TorchDispatchModeKey.PROXY  # see traced.py: what it traces are operators, which count by themselves
-_lock = threading.RLock()
-_counting = 0  # how many do, in all threads
-_known: dict[str, Any] = {}  # methods that are exchanged now
 
 
 class _Shown:
@@ -56,38 +52,12 @@ class _Shown:
 
 def watch(mode: Any, group_class: type) -> None:
     """Have ``mode``, which is CommDebugMode, count the calls of this class of groups from now on."""
-    enter, leave = mode.__enter__, mode.__exit__
+    operators = {exchange.own(group_class, method): operator for method, operator in _OPERATORS.items()}
 
-    @functools.wraps(enter)
-    def entered(self: Any) -> Any:
-        counter = enter(self)
-        _count(+1, mode, group_class)
-        return counter
+    def counted(_: str, own: Callable[..., Any], now: Callable[..., Any]) -> Callable[..., Any] | None:
+        return _counted(now, getattr(torch.ops.c10d, operators[own]), mode) if own in operators else None
 
-    @functools.wraps(leave)
-    def left(self: Any, *error: Any) -> Any:
-        try:
-            return leave(self, *error)
-        finally:
-            _count(-1, mode, group_class)
-
-    mode.__enter__, mode.__exit__ = entered, left
-
-
-def _count(change: int, mode: type, group_class: type) -> None:
-    global _counting
-    with _lock:
-        _counting += change
-        if change > 0 and _counting == 1:
-            operators = {vars(group_class)[method]: operator for method, operator in _OPERATORS.items()}
-            for name, ours in list(vars(group_class).items()):  # torch's versions know some by other names
-                if callable(ours) and ours in operators:
-                    _known[name] = ours
-                    setattr(group_class, name, _counted(ours, getattr(torch.ops.c10d, operators[ours]), mode))
-        elif _counting == 0:
-            for name, ours in _known.items():
-                setattr(group_class, name, ours)
-            _known.clear()
+    exchange.wrap_inside(mode, group_class, counted)
 
 
 def _counted(ours: Callable[..., Any], operator: Any, mode: type) -> Callable[..., Any]:

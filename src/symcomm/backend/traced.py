@@ -6,13 +6,12 @@
     while tracing   group.allreduce = ProcessGroup.allreduce, which calls torch.ops.c10d.allreduce_, which is traced
     the operator    at the end of it all, on real tensors: a kernel of ours, which calls the group's own method
 
-The methods are exchanged only while somebody traces, so calls cost nothing more at other times; the operators get
-kernels when the first call is traced, so other groups' calls cost nothing more in programs that never do this.
+The methods are exchanged only while somebody traces (see exchange.py); the operators get kernels when the first call
+is traced, so other groups' calls cost nothing more in programs that never do this.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as c10d
 
+from symcomm.backend import exchange
 from symcomm.backend.work import done
 
 __all__ = ["watch"]
@@ -46,68 +46,36 @@ _OF_BACKENDS = {
     "reduce_scatter_single": "_reduce_scatter_base",
     "all_to_all_single": "alltoall_base",
 }
-_lock = threading.RLock()
-_tracing = 0  # how many do, in all threads
-_known: dict[tuple[type, str], Any] = {}  # methods that are exchanged now
+_lock = threading.Lock()
 _PREMUL_SUM = int(torch.distributed.ReduceOp.RedOpType.PREMUL_SUM)
 _libraries: list[Any] = []  # kernels live as long as it does
 
 
 def watch(proxy_tensor: Any, group_class: type) -> None:
     """Have this class of groups traced from now on. ``proxy_tensor`` is torch's module that traces."""
-    mode = proxy_tensor.ProxyTorchDispatchMode
-    enter, leave = mode.__enter__, mode.__exit__
+    operations = {exchange.own(group_class, method) for method, _ in _OPERATORS.values()}
 
-    @functools.wraps(enter)
-    def entered(self: Any) -> Any:
-        mode = enter(self)
-        _count(+1, group_class)
-        return mode
+    def traced(name: str, own: Callable[..., Any], now: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Operations by all names that this version of torch calls them by."""
+        is_called = own in operations and hasattr(torch.distributed.ProcessGroup, name)
+        return _dispatched(name, own, now) if is_called else None
 
-    @functools.wraps(leave)
-    def left(self: Any, *error: Any) -> Any:
-        try:
-            return leave(self, *error)
-        finally:
-            _count(-1, group_class)
-
-    mode.__enter__, mode.__exit__ = entered, left
+    exchange.wrap_inside(proxy_tensor.ProxyTorchDispatchMode, group_class, traced)
 
 
-def _count(change: int, group_class: type) -> None:
-    global _tracing
-    with _lock:
-        _tracing += change
-        if change > 0 and _tracing == 1:
-            for method, ours in _methods(group_class).items():
-                _known[group_class, method] = ours
-                setattr(group_class, method, _dispatched(method, ours))
-        elif _tracing == 0:
-            for (owner, method), ours in _known.items():
-                setattr(owner, method, ours)
-            _known.clear()
-
-
-def _methods(group_class: type) -> dict[str, Any]:
-    """All names by which this version of torch calls the operations."""
-    ours = {vars(group_class)[method] for method, _ in _OPERATORS.values()}
-    theirs = torch.distributed.ProcessGroup
-    return {name: f for name, f in vars(group_class).items() if callable(f) and f in ours and hasattr(theirs, name)}
-
-
-def _dispatched(method: str, ours: Callable[..., Any]) -> Callable[..., Any]:
+def _dispatched(method: str, own: Callable[..., Any], now: Callable[..., Any]) -> Callable[..., Any]:
     theirs = getattr(torch.distributed.ProcessGroup, method)
-    if ours.__name__ == "all_to_all_single":
+    if own.__name__ == "all_to_all_single":
         theirs = _all_to_all_single
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch._C._len_torch_dispatch_stack():  # another thread's tracing is none of our business
-            return ours(self, *args, **kwargs)
+            return now(self, *args, **kwargs)
         _add_kernels()
         return theirs(self, *args, **kwargs)
 
     # C++ would call the Python method again, unless a function with the name that it looks up is what calls it.
-    looked_up = ours.__name__ if hasattr(torch.distributed.ProcessGroup, "all_gather_single") else method
+    looked_up = own.__name__ if hasattr(torch.distributed.ProcessGroup, "all_gather_single") else method
     call.__code__ = call.__code__.replace(co_name=looked_up)
     return call
 
@@ -143,7 +111,7 @@ def _kernel(schema: Any, known: Any, method: str, kind: Any) -> Callable[..., An
         given = dict(zip(names, args, strict=False))
         splits = [list(given[name]) for name in ("output_split_sizes", "input_split_sizes") if name in given]
         if getattr(group, "is_symcomm", False):
-            _own(group, method)(group, *args[:place], *splits, _options(kind, given, False))
+            exchange.own(type(group), method)(group, *args[:place], *splits, _options(kind, given, False))
             work = c10d.FakeWork()  # it has ended
         elif (theirs := _of_backend(group, method, given)) is not None:
             work = theirs(
@@ -170,12 +138,6 @@ def _of_backend(group: Any, method: str, given: dict[str, Any]) -> Callable[...,
     except RuntimeError:  # a group in Python, as ours is
         return None
     return getattr(backend, _OF_BACKENDS.get(method, method), None)
-
-
-def _own(group: Any, method: str) -> Callable[..., Any]:
-    """The class's own method, also while methods are exchanged."""
-    with _lock:
-        return _known.get((type(group), method)) or getattr(type(group), method)
 
 
 def _options(kind: Any, given: dict[str, Any], is_async: bool) -> Any:
