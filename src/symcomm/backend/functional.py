@@ -14,19 +14,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch._C._distributed_c10d as c10d
 from torch._C._distributed_c10d import AllgatherOptions, _register_work, _resolve_process_group
 
-__all__ = ["install", "register_work", "waited_for_in_graphs"]
+from symcomm.backend import versions
 
-waited_for_in_graphs: Callable[[], bool] = getattr(c10d, "_allow_inflight_collective_as_graph_input", lambda: False)
+__all__ = ["install", "register_work"]
 
 _installed: list[Any] = []  # the library; its kernels live as long as it does
 
 
 def install() -> None:
     """Once a process, when the first group is made."""
-    if _installed or not hasattr(torch.library, "get_kernel"):
+    if _installed or not versions.CAN_REPLACE_KERNELS:
         return
     library = torch.library.Library("_c10d_functional", "IMPL")
     _installed.append(library)

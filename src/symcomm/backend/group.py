@@ -17,12 +17,12 @@ from torch._C._distributed_c10d import Backend
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.backend import checks, lists
+from symcomm.backend import checks, lists, versions
 from symcomm.backend.arguments import is_async, once_each, one_list, redop_of, root_of, seconds_of, sort_out
 from symcomm.backend.careful import Careful
 from symcomm.backend.checks import single
 from symcomm.backend.engines import Engines
-from symcomm.backend.functional import register_work, waited_for_in_graphs
+from symcomm.backend.functional import register_work
 from symcomm.backend.life import Life, alive
 from symcomm.backend.profile import Span, describe, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
@@ -122,6 +122,11 @@ class TorchGroup(Life, dist.ProcessGroup):
         self._used_for_symmetric_memory = False
         self._engines = Engines(self)
         self._map: dict[str, str] = {}
+        self.watchers = 0  # of torch's hooks, see inner.py
+        if versions.HAS_PYTHON_BACKENDS:
+            from symcomm.backend.inner import put_inside
+
+            put_inside(self, ["cpu", *self._engines.device_types()])
 
     __hash__ = object.__hash__
 
@@ -178,7 +183,7 @@ class TorchGroup(Life, dist.ProcessGroup):
             work = TorchWork(inner, list(result), name, limit)
             if self._coalescing is not None:
                 self._coalescing.append(work)
-            elif waited_for_in_graphs():
+            elif versions.ACCEPTS_IN_FLIGHT_INPUTS():
                 register_work(work, result)
         if self._hook is not None:
             self._tell(work, time.monotonic() - begun)

@@ -19,10 +19,11 @@ def create(options: Any, backend_options: Any = None) -> Any:
     """Called by torch on every member of a new group."""
     import torch.distributed as dist
 
-    from symcomm.backend import inductor
+    from symcomm.backend import inductor, versions
     from symcomm.backend.functional import install
     from symcomm.backend.group import TorchGroup
 
+    versions.warn_if_untested()
     install()
     inductor.when_loaded()
     group = TorchGroup(

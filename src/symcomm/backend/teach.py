@@ -121,6 +121,11 @@ def _wrapper(wrapped_pg: Any, *_: Any, **__: Any) -> Any:
     return wrapped_pg
 
 
+def _recorder(pg: Any, *_: Any, **__: Any) -> Any:
+    """Our own recorder sees every call; torch's would send each of them through C++. Who wants it attaches it."""
+    return None if getattr(pg, "is_symcomm", False) else NotImplemented
+
+
 # --- groups from groups -----------------------------------------------------------------------------------------------
 
 
@@ -246,4 +251,5 @@ _OURS: dict[str, Callable[..., Any]] = {
     "shrink_group": _shrink_group,
     "_set_pg_timeout": _set_timeout,
     "_create_process_group_wrapper": _wrapper,
+    "_maybe_attach_flight_recorder": _recorder,
 }

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as c10d
 
-from symcomm.backend import exchange
+from symcomm.backend import exchange, versions
 from symcomm.backend.work import done
 
 __all__ = ["watch"]
@@ -75,7 +75,7 @@ def _dispatched(method: str, own: Callable[..., Any], now: Callable[..., Any]) -
         return theirs(self, *args, **kwargs)
 
     # C++ would call the Python method again, unless a function with the name that it looks up is what calls it.
-    looked_up = own.__name__ if hasattr(torch.distributed.ProcessGroup, "all_gather_single") else method
+    looked_up = versions.looked_up_by_cpp(own.__name__, method)
     call.__code__ = call.__code__.replace(co_name=looked_up)
     return call
 

@@ -17,6 +17,7 @@ import torch._C._distributed_c10d as torch_c10d
 from torch._C._distributed_c10d import Work
 
 from symcomm import errors
+from symcomm.backend import versions
 
 __all__ = ["AllOf", "DoneWork", "TorchWork", "WorkInfo", "done", "late", "op_type_of"]
 
@@ -28,7 +29,7 @@ _OP_TYPES = {
     "reduce": OpType.REDUCE,
     "reduce_scatter": OpType.REDUCE_SCATTER,
     "reduce_scatter_single": OpType._REDUCE_SCATTER_BASE,
-    "reduce_scatter_coalesced": getattr(OpType, "REDUCE_SCATTER_TENSOR_COALESCED", OpType.COALESCED),  # since 2.13
+    "reduce_scatter_coalesced": versions.op_type("REDUCE_SCATTER_TENSOR_COALESCED", "COALESCED"),
     "broadcast": OpType.BROADCAST,
     "all_gather": OpType.ALLGATHER,
     "all_gather_single": OpType._ALLGATHER_BASE,

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symcomm.backend import versions
+
 __all__ = [
     "all_gather",
     "all_reduce_bytes",
@@ -34,9 +36,6 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 def all_reduce_bytes(nbytes: int, world: int) -> int:
     """What a rank sends in an all-reduce of ``nbytes``."""
     return 2 * (world - 1) * nbytes // world
-
-
-_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -78,5 +77,5 @@ def all_to_all(rows: torch.Tensor, group: Any) -> torch.Tensor:
 def all_gather(row: torch.Tensor, group: Any) -> tuple[Any, torch.Tensor]:
     """Start to give ``row`` to everybody; the work, and where everybody's rows will be."""
     rows = row.new_empty(group.size(), row.numel())
-    work = _gather_into(rows, row.reshape(1, -1), group=group, async_op=True)
+    work = versions.all_gather_single(rows, row.reshape(1, -1), group=group, async_op=True)
     return work, rows

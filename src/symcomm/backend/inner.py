@@ -1,0 +1,167 @@
+"""The Backend that torch's C++ finds inside a TorchGroup, where Python classes can be one (torch 2.15).
+
+A call of a TorchGroup goes straight from Python to our core, which costs a fifth of the way through C++ (BENCHMARKS.md
+has both). C++ itself needs a Backend: for a group's name, for hooks that are told of aborts, for operators that ask
+the group for one. So each TorchGroup carries one, which only hands calls back::
+
+    dist.all_reduce -> TorchGroup.allreduce -> core                                     the rule
+    dist.all_reduce -> WatchedGroup -> C++: hooks, dispatcher -> InnerBackend -> core   while torch's hooks watch
+
+FlightRecorderHook and NanCheckHook are C++ objects that see only what passes through C++. When one is attached, the
+group becomes a WatchedGroup until the last of them is removed.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as torch_c10d
+import torch.distributed as dist
+
+from symcomm.backend.group import TorchGroup
+
+__all__ = ["InnerBackend", "WatchedGroup", "put_inside"]
+
+OPERATIONS = (
+    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced", "all_gather_single",
+    "all_gather_single_coalesced", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
+    "gather", "gather_single", "scatter", "alltoall", "all_to_all_single", "send", "recv", "recv_anysource", "barrier",
+)  # fmt: skip
+_CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
+
+
+class InnerBackend(torch_c10d.Backend):
+    """Hands every call to the group that it is inside of, which it does not keep alive."""
+
+    def __init__(self, group: TorchGroup):
+        super().__init__(group.getRank(), group.getSize())
+        self._group = weakref.ref(group)
+        self._options = group.options
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of_group(), name)
+
+    def _of_group(self) -> TorchGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("symcomm: the group of this backend is gone.")
+        return group
+
+    @property
+    def options(self) -> Any:
+        return self._options
+
+    def getBackendName(self) -> str:
+        return "symcomm"
+
+    def start_coalescing(self) -> None:
+        self._of_group().start_coalescing()
+
+    def end_coalescing(self) -> Any:
+        return self._of_group().end_coalescing()
+
+
+def _handed_on(name: str) -> Callable[..., Any]:
+    own = getattr(TorchGroup, name)  # not the WatchedGroup's, which would come back here
+
+    @functools.wraps(own)
+    def call(self: InnerBackend, *args: Any) -> Any:
+        return own(self._of_group(), *args)
+
+    return call
+
+
+# Facts and calls that Backend has a say of its own about, so that __getattr__ is not asked.
+FACTS = ("supports_splitting", "supports_coalescing", "supports_shrinking", "supports_window", "supports_reconfigure")
+CALLS = (
+    "abort", "shutdown", "set_timeout", "_set_default_timeout", "get_error", "allocate_tensor", "supports_tensor_alloc",
+    "eager_connect_single_device", "new_window", "get_reconfigure_handle", "reconfigure", "shrink", "split", "merge",
+    "monitored_barrier", "memory_stats", "register_abort_hook", "unregister_abort_hook", "_add_ephemeral_timeout",
+    "_start_time_estimate", "_end_time_estimate", "_get_sequence_number_for_group", "_set_sequence_number_for_group",
+)  # fmt: skip
+
+
+def _fill() -> None:
+    for name in (*OPERATIONS, *CALLS):
+        if hasattr(TorchGroup, name):
+            setattr(InnerBackend, name, _handed_on(name))
+    for name in (*FACTS, "supports_abort_hooks", "supports_completion_hooks", "_supports_time_estimate"):
+        if hasattr(TorchGroup, name):
+            setattr(InnerBackend, name, property(lambda self, name=name: getattr(self._of_group(), name)))
+
+
+_fill()
+
+
+def put_inside(group: TorchGroup, device_types: list[str]) -> None:
+    """Let C++ find a Backend in ``group`` for tensors on these devices."""
+    _notice_hooks()
+    inner = InnerBackend(group)
+    group._set_default_backend(_CUSTOM)
+    for device_type in device_types:
+        group._register_backend(torch.device(device_type), _CUSTOM, inner)
+
+
+# --- groups that torch's hooks watch ----------------------------------------------------------------------------------
+
+
+class WatchedGroup(TorchGroup):
+    """A TorchGroup whose calls go through C++, where hooks see them."""
+
+
+def _through_cpp(name: str) -> Callable[..., Any]:
+    theirs = getattr(dist.ProcessGroup, name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return theirs(self, *args, **kwargs)
+
+    # C++ calls a Python method of this name, unless it is that method that calls C++.
+    call.__code__ = call.__code__.replace(co_name=name)
+    call.__name__ = name
+    return call
+
+
+for _name in OPERATIONS:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(WatchedGroup, _name, _through_cpp(_name))
+
+
+@functools.cache
+def _notice_hooks() -> None:
+    """Have groups of ours notice that one of torch's hooks was attached to them, or removed."""
+    for kind in (torch_c10d.FlightRecorderHook, torch_c10d.NanCheckHook):
+        kind.attach = staticmethod(_attaching(kind.attach))
+        kind.remove = _removing(kind.remove)
+
+
+_watching: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # hook -> the group that it watches
+
+
+def _attaching(attach: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(attach)
+    def attached(pg: Any, *args: Any, **kwargs: Any) -> Any:
+        hook = attach(pg, *args, **kwargs)
+        if getattr(pg, "is_symcomm", False):
+            pg.__class__ = WatchedGroup
+            pg.watchers += 1
+            _watching[hook] = weakref.ref(pg)
+        return hook
+
+    return attached
+
+
+def _removing(remove: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(remove)
+    def removed(hook: Any) -> None:
+        remove(hook)
+        group = _watching.pop(hook, lambda: None)()
+        if group is not None:
+            group.watchers -= 1
+            if not group.watchers:
+                group.__class__ = TorchGroup
+
+    return removed
