@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -51,12 +52,20 @@ class Engines:
     """The engines of one group, by device type."""
 
     def __init__(self, group: Any):
-        self._group = group
+        self._of = weakref.ref(group)  # which has this object, and should go when its last user lets go of it
         self._made: dict[str, Any] = {}
         self._cuda = ""  # who carries CUDA tensors that are ours: "symcomm" or "nccl"
 
+    @property
+    def _group(self) -> Any:
+        return self._of()
+
     def made(self) -> list[Any]:
         return list(self._made.values())
+
+    def shutdown(self) -> None:
+        while self._made:
+            self._made.popitem()[1].shutdown()
 
     def device_types(self) -> list[str]:
         """Other device types that this group can serve in this build of torch."""

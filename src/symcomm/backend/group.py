@@ -23,7 +23,7 @@ from symcomm.backend.careful import Careful
 from symcomm.backend.checks import single
 from symcomm.backend.engines import Engines
 from symcomm.backend.functional import register_work
-from symcomm.backend.life import Life, alive
+from symcomm.backend.life import Life
 from symcomm.backend.profile import Span, describe, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, late, op_type_of
@@ -33,7 +33,7 @@ from symcomm.group.calls import Kind, rooted
 from symcomm.group.failure import call_site, explain
 from symcomm.group.making import make_group
 from symcomm.group.process_group import ProcessGroup
-from symcomm.memory.share import Exchange
+from symcomm.store.handshake import Exchange, handshake
 
 __all__ = ["TorchGroup"]
 
@@ -50,31 +50,19 @@ def _is_small(tensors: Any) -> bool:
     return bool(tensors) and tensors[0].is_cpu and tensors[0].numel() * len(tensors) <= SMALL
 
 
-def _exchange_through(
-    store: Any, rank: int, size: int, timeout: timedelta, members: Sequence[int] | None = None
-) -> Exchange:
-    """Everybody's bytes through one of torch's stores. The first byte keeps values from being empty.
+def _meet(store: Any, rank: int, size: int, timeout: timedelta, name: str, members: Sequence[int] | None) -> Any:
+    """Our group of the ranks that torch makes one of.
 
     Ranks that are not in the same groups count them differently, so that torch may give two groups the same name, and
     with it the same place in the store. Their ``members`` tell them apart."""
-    rounds = 0
-    who = "" if members is None else f"{zlib.crc32(repr(list(members)).encode()):x}/"
+    prefix = "symcomm" if members is None else f"symcomm/{zlib.crc32(repr(list(members)).encode()):x}"
 
-    def exchange(item: bytes) -> list[bytes]:
-        nonlocal rounds
-        rounds += 1
-        keys = [f"symcomm/{who}{rounds}/{r}" for r in range(size)]
-        store.set(keys[rank], b"." + item)
-        try:
-            store.wait(keys, timeout)
-        except RuntimeError as error:
-            missing = [r for r, key in enumerate(keys) if not store.check([key])]
-            if not missing:
-                raise
-            raise errors.deadline("init_process_group", timeout.total_seconds(), missing=missing) from error
-        return [store.get(key)[1:] for key in keys]
+    def build(exchange: Exchange) -> Any:
+        core = make_group(rank, size, exchange, name, timeout, None, members)
+        core.barrier()  # nobody reads the store any more, so its host may leave
+        return core
 
-    return exchange
+    return handshake(store, prefix, rank, size, timeout.total_seconds(), build, "init_process_group")
 
 
 class TorchGroup(Life, dist.ProcessGroup):
@@ -97,18 +85,9 @@ class TorchGroup(Life, dist.ProcessGroup):
         self._store = store
         self._global_ranks = global_ranks
         self.options = options if options is not None else Options("symcomm", timeout)
-        if core is None:  # else somebody wraps a group of his own, and holds on to the wrapper
-            alive.add(self)
-            core = make_group(
-                rank,
-                size,
-                _exchange_through(store, rank, size, timeout, global_ranks),
-                name,
-                timeout,
-                None,
-                global_ranks,
-            )
-            core.barrier()  # nobody reads the store any more, so its host may leave
+        self._is_default = core is None and global_ranks is None
+        if core is None:
+            core = _meet(store, rank, size, timeout, name, global_ranks)
             hooks.joined(core, store)
         self._operations_before = core.sequence_number
         self.core = core

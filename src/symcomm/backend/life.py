@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from symcomm import errors
+from symcomm.backend import stores
 from symcomm.backend.arguments import seconds_of
 from symcomm.backend.careful import Careful
 from symcomm.backend.engines import Engines, device_map
 from symcomm.backend.work import WorkInfo
 from symcomm.group.process_group import ProcessGroup
+from symcomm.store.lease import root_of
 
-__all__ = ["Life", "alive"]
+__all__ = ["Life", "await_previous_group"]
 
-alive: set[Any] = set()  # torch's registry holds groups weakly
+
+LAG = 10.0  # seconds for the others to leave a group before this rank looks for them in the next one
+_previous: list[Callable[[float], None]] = []  # waits until all ranks have left the last default group
+
+
+def await_previous_group() -> None:
+    """Wait until rank 0 has left the last default group, whose store's server would be mistaken for the next one's."""
+    while _previous:
+        _previous.pop()(LAG)
 
 
 class Life:
@@ -38,6 +50,7 @@ class Life:
     _map: dict[str, str]
     _used_for_symmetric_memory: bool
     _set_plain: Callable[[], None]
+    _is_default: bool
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -47,12 +60,28 @@ class Life:
             engine.abort()
 
     def shutdown(self) -> None:
-        self.core.destroy()
+        """Leave, and keep nothing: whoever still holds this object holds no store, memory or thread by it."""
         if self._careful is not None:
             self._careful.close()
-        for engine in self._engines.made():
-            engine.shutdown()
-        alive.discard(self)
+        if self._meets_at_rank_0():
+            if self.core.rank == 0:
+                self.core.await_departures()
+            else:
+                _previous.append(self.core.departures())
+        self.core.destroy()
+        self._engines.shutdown()
+        self._store = None
+        if self._is_default:
+            stores.take_back()
+
+    def _meets_at_rank_0(self) -> bool:
+        """Whether the ranks' store ends when rank 0 has destroyed this group."""
+        return (
+            self._is_default
+            and self.core.is_usable
+            and isinstance(root_of(self._store), dist.TCPStore)
+            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        )
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.core.set_timeout(timeout)
@@ -71,7 +100,6 @@ class Life:
         lifetime = timedelta(seconds=core.timeout)
         make: Any = type(self)
         group = make(self._store, core.rank, core.size, lifetime, name, core.global_ranks, options, core)
-        alive.add(group)
         group._desc = desc
         group._map = self._devices()
         return group

@@ -12,9 +12,12 @@ from torch.distributed import Store as TorchStore
 from symcomm.backend.kinds import wrong_type
 from symcomm.store import Store
 
-__all__ = ["as_torch_store"]
+__all__ = ["as_torch_store", "lend_to_default_group", "take_back"]
 
-_alive: list[Any] = []  # C++ keeps its half of a dressed store only, so the Python half lives as long as the process
+# C++ keeps its half of a dressed store only, and does not say how long. So the Python half lives as long as the
+# process, or as the default group where only that group uses it.
+_alive: list[Any] = []
+_of_default_group: list[Any] = []
 
 
 def _passed_on(name: str) -> Callable[..., Any]:
@@ -31,7 +34,6 @@ class _DressedStore(TorchStore):
     def __init__(self, store: Any):
         super().__init__()
         self.store = store
-        _alive.append(self)
 
     set = _passed_on("set")
     get = _passed_on("get")
@@ -57,7 +59,7 @@ class _DressedStore(TorchStore):
         return self.store.timeout
 
     def clone(self) -> _DressedStore:
-        return _DressedStore(self.store.clone())
+        return as_torch_store(self.store.clone())
 
     def __getattr__(self, name: str) -> Any:
         """What only some stores have: ``host``, ``port``, ``path``, ``underlying_store``."""
@@ -68,9 +70,26 @@ class _DressedStore(TorchStore):
 
 def as_torch_store(store: Any) -> Any:
     """``store`` as a ``torch.distributed.Store``; PyTorch's own come back as they are."""
+    return _dressed(store, _alive)
+
+
+def lend_to_default_group(store: Any) -> Any:
+    """The same, until the default group is destroyed."""
+    return _dressed(store, _of_default_group)
+
+
+def take_back() -> None:
+    """The default group is destroyed."""
+    _of_default_group.clear()
+
+
+def _dressed(store: Any, keep: list[Any]) -> Any:
     if isinstance(store, TorchStore):
         return store
     if not isinstance(store, Store):
         raise wrong_type("as_torch_store", "store", store, "a Store")
-    known = next((dressed for dressed in _alive if dressed.store is store), None)
-    return known or _DressedStore(store)
+    known = next((dressed for dressed in (*_alive, *_of_default_group) if dressed.store is store), None)
+    if known is None:
+        known = _DressedStore(store)
+        keep.append(known)
+    return known

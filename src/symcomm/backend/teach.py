@@ -7,7 +7,10 @@ loaded while torch is being imported, so it imports nothing of ours but errors u
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -29,7 +32,7 @@ def teach() -> None:
                 setattr(dist, name, taught)
     known_to_dist2()["symcomm"] = _dist2_group
     errors_by_pytorchs_names()
-    _take_our_stores()
+    _init_process_group()
     _keep_works_of_reducers()
 
 
@@ -58,23 +61,42 @@ def _taught(known: Callable[..., Any], ours: Callable[..., Any]) -> Callable[...
     return either
 
 
-def _take_our_stores() -> None:
-    """``init_process_group(store=...)`` hands the store to C++, which takes PyTorch's only."""
+def _init_process_group() -> None:
+    """Two things that init_process_group does for our groups only.
+
+    It takes our stores, where C++ takes PyTorch's only. And a rank that destroys a group and makes the next one before
+    rank 0 does finds the server of the one that ends: when that goes away, it looks again."""
     known = c10d.init_process_group
 
-    def dressed(value: Any) -> Any:
+    def lent(value: Any) -> Any:
         base = sys.modules.get("symcomm.store.base")  # loaded by whoever made a store of ours
         if base is None or not isinstance(value, base.Store):
             return value
-        from symcomm.backend.stores import as_torch_store
+        from symcomm.backend.stores import lend_to_default_group
 
-        return as_torch_store(value)
+        return lend_to_default_group(value)
 
     @functools.wraps(known)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        return known(*map(dressed, args), **{name: dressed(value) for name, value in kwargs.items()})
+        args, kwargs = tuple(map(lent, args)), {name: lent(value) for name, value in kwargs.items()}
+        asked = inspect.signature(known).bind(*args, **kwargs).arguments
+        if (life := sys.modules.get("symcomm.backend.life")) is not None:
+            life.await_previous_group()
+        end = time.monotonic() + (asked.get("timeout") or c10d.default_pg_timeout).total_seconds()
+        while True:
+            try:
+                return known(*args, **kwargs)
+            except dist.DistNetworkError:
+                if asked.get("store") is not None or not _is_ours(asked.get("backend")) or time.monotonic() > end:
+                    raise
+                c10d._world.group_count = 0  # the next attempt's group has the same name, and so the same keys
 
     c10d.init_process_group = dist.init_process_group = init_process_group
+
+
+def _is_ours(backend: Any) -> bool:
+    """Whether init_process_group(backend) asks for us."""
+    return backend is not None and "symcomm" in str(dist.Backend(str(backend)))
 
 
 _kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -235,14 +257,16 @@ def known_to_dist2() -> dict[str, Callable[..., Any]]:
     return _dist2._BACKENDS
 
 
+_dist2_groups = itertools.count(1)
+
+
 def _dist2_group(store: Any, rank: int, world_size: int, timeout: timedelta, device: Any, **options: Any) -> Any:
     from symcomm import errors
     from symcomm.backend.group import TorchGroup
 
     if options:
         raise errors.bad_argument("new_group", "options", sorted(options), "none: symcomm has no options of its own")
-    number = store.add(f"symcomm/groups/{rank}", 1)  # several groups may meet in one store, on all ranks in one order
-    return TorchGroup(dist.PrefixStore(f"symcomm/group{number}", store), rank, world_size, timeout, f"dist2:{number}")
+    return TorchGroup(store, rank, world_size, timeout, f"dist2:{next(_dist2_groups)}")
 
 
 _OURS: dict[str, Callable[..., Any]] = {

@@ -60,6 +60,6 @@ def warn_if_untested() -> None:
     if release(torch.__version__) > release(NEWEST) and not _warned:
         _warned.append(torch.__version__)
         warnings.warn(
-            f"symcomm was tested with torch up to {NEWEST}, this is {torch.__version__}; `symcomm doctor` tries it out.",
+            f"symcomm was tested with torch up to {NEWEST}; this is {torch.__version__}. `symcomm doctor` tries it.",
             stacklevel=3,
         )

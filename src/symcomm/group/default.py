@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from symcomm import errors
@@ -16,26 +18,13 @@ from symcomm.group import hooks
 from symcomm.group.making import make_group
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.group.work import Timeout, to_ns
-from symcomm.memory.share import Exchange
+from symcomm.store.handshake import Exchange, handshake
+from symcomm.store.lease import Lease
 
 JOIN = "SYMCOMM_JOIN"  # set by the launcher in newcomers: the attempt at which those that run were started
+MEETING_SECONDS = 300.0  # the most that ranks wait for each other, unless the group's time-out is shorter
 _process_group: ProcessGroup | None = None
 _thread = threading.local()
-
-
-def exchange_through(store: Any, rank: int, world: int, timeout: float) -> Exchange:
-    """Rounds of "everybody's bytes" through a store; a rank that does not come is named."""
-    from symcomm.store.collectives import StoreCollectives
-
-    rounds = 0
-    collectives = StoreCollectives(store, rank, world)
-
-    def exchange(item: bytes) -> list[bytes]:
-        nonlocal rounds
-        rounds += 1
-        return collectives.all_gather(f"exchange/{rounds}", item, timeout)
-
-    return exchange
 
 
 def init(
@@ -61,20 +50,54 @@ def init(
             "init: this process was started to join ranks that already run (SYMCOMM_JOIN is set), which do not wait "
             "in init(); call symcomm.join() here, or let symcomm.elastic.Session choose."
         )
-    if store is None:
-        from symcomm.store.rendezvous import rendezvous
-
-        meeting = rendezvous(init_method, rank, world_size, timeout=min(seconds, 300.0))
-        store, rank, world_size = meeting.store, meeting.rank, meeting.world_size
-    elif rank < 0 or world_size < 1:
+    if store is not None and (rank < 0 or world_size < 1):
         raise errors.bad_argument("init", "rank and world_size", (rank, world_size), "given together with store")
-    exchange = exchange_through(store, rank, world_size, min(seconds, 300.0))
-    group = make_group(rank, world_size, exchange, name, timeout, engine=engine)
-    group.barrier()  # nobody needs the store any more, so the rank that hosts it may end
-    group.store = store
+    make = partial(make_group, name=name, timeout=timeout, engine=engine)
+    if store is not None:
+        group = join_ranks(store, rank, world_size, min(seconds, MEETING_SECONDS), make)
+    else:
+        group = _init_anywhere(init_method, rank, world_size, min(seconds, MEETING_SECONDS), make)
     set_default(group)
-    hooks.joined(group, store)
+    hooks.joined(group, group.store)
     return group
+
+
+def join_ranks(store: Any, rank: int, world_size: int, seconds: float, make: Callable[..., Any]) -> Any:
+    """The group that ``make(rank, size, exchange)`` makes together with the other ranks that come to ``store``."""
+
+    def build(exchange: Exchange) -> Any:
+        group = make(rank, world_size, exchange)
+        group.barrier()  # nobody needs the store any more, so the rank that hosts it may end
+        return group
+
+    group = handshake(store, "symcomm/init", rank, world_size, seconds, build)
+    group.store = store
+    return group
+
+
+def _init_anywhere(init_method: str, rank: int, world_size: int, seconds: float, make: Callable[..., Any]) -> Any:
+    """Like join_ranks, in a store that this finds or serves, and that ends with the group.
+
+    A rank that leaves one group and comes to the next before the others may find the server of the one that ends:
+    when that goes away it looks again."""
+    from symcomm.store.rendezvous import rendezvous
+
+    end = time.monotonic() + seconds
+    while True:
+        place = rendezvous(init_method, rank, world_size, timeout=max(1.0, end - time.monotonic()))
+        lease = Lease(place.store)
+        try:
+            group = join_ranks(place.store, place.rank, place.world_size, max(1.0, end - time.monotonic()), make)
+        except errors.StoreConnectionError:
+            lease.release()
+            if time.monotonic() > end:
+                raise
+            continue
+        except BaseException:
+            lease.release()
+            raise
+        group.lease = lease
+        return group
 
 
 def is_newcomer() -> bool:

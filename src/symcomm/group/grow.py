@@ -314,7 +314,8 @@ def _grow_by(group: ProcessGroup, meeting: Meeting, plan: dict[str, Any], lifeli
     if bigger is None:
         log.warning("grow of group %r: %s; the group stays as it is.", group.name, round_.why)
         return group
-    return _dress(bigger, group.store, group._family, plan)
+    bigger.inherit(group)
+    return _with_newcomers(bigger, plan)
 
 
 def _make(round_: Round, plan: dict[str, Any]) -> ProcessGroup:
@@ -329,8 +330,7 @@ def _make(round_: Round, plan: dict[str, Any]) -> ProcessGroup:
     return group
 
 
-def _dress(group: ProcessGroup, store: Any, family: str, plan: dict[str, Any]) -> ProcessGroup:
-    group.store, group._family = store, family
+def _with_newcomers(group: ProcessGroup, plan: dict[str, Any]) -> ProcessGroup:
     group.newcomers = list(range(plan["members"], group.size))
     return group
 
@@ -352,7 +352,8 @@ def join_through(store: Any, name: str, timeout: float | timedelta, rank: int | 
         round_ = meeting.round(plan["round"], plan["index"], plan["members"] + len(plan["tickets"]), plan["seconds"])
         group = round_.build(partial(_make, plan=plan))
         if group is not None:
-            _dress(group, store, name, plan)
+            group.store, group._family = store, name
+            _with_newcomers(group, plan)
             hooks.joined(group, store)
             return group
         why = f"last time {round_.why}"

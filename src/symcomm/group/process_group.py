@@ -9,6 +9,7 @@ import json
 import operator
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,10 +30,12 @@ from symcomm.memory.share import Exchange, connect
 
 if TYPE_CHECKING:
     from symcomm.group.grow import Meeting
+    from symcomm.store.lease import Lease
 
 __all__ = ["DEFAULT_TIMEOUT", "ProcessGroup"]
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, as in PyTorch
+FAREWELL = 5.0  # seconds for the others to leave before the rank that serves their store does
 
 # How often a waiting rank looks, at most, before it offers its core (about 10 us), and how long it offers before it
 # sleeps. Looking costs the core, sleeping two context switches (about 10 us). The core looks less where that does not
@@ -100,6 +103,14 @@ def give_back() -> None:
                 _retired.append((handle, arena, offset))
 
 
+def await_departures_from(handle: Any, seconds: float) -> None:
+    """Return once all ranks have left a group that this one has left, or when the time is over."""
+    end = time.monotonic() + seconds
+    while any(left is handle for left, *_ in list(_retired)) and time.monotonic() < end:
+        time.sleep(0.001)
+        give_back()
+
+
 def leave_groups_of(arena: Arena) -> None:
     """Leave all groups of one rank at once: it has failed."""
     for group in [g for g in list(_living) if g._arena is arena]:
@@ -149,6 +160,7 @@ class ProcessGroup(MoreCalls):
         self._barriers = 0
         self._before_leaving: list[Callable[[], None]] = []  # what destroy() has to finish first
         self.store: Any = None  # where the ranks met, and where newcomers find them
+        self.lease: Lease | None = None  # on that store, if it ends with its groups
         self.newcomers: list[int] = []  # the ranks that came in when grow() made this group
         self._family = name  # what newcomers call it, through all its shrinking and growing
         self._meeting: Meeting | None = None
@@ -245,6 +257,11 @@ class ProcessGroup(MoreCalls):
         error.__cause__ = self._failure
         return error
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether it was neither destroyed nor aborted, and no operation on it has failed here."""
+        return self._failure is None
+
     def _check_usable(self) -> None:
         if self._failure is not None:
             raise self._unusable()
@@ -260,7 +277,26 @@ class ProcessGroup(MoreCalls):
                 work._poll(self._timeout_ns)
             for finish in self._before_leaving:
                 finish()
+            if self.lease is not None and self.lease.serves_others:
+                self.await_departures()
         self._leave()
+        if self.lease is not None:
+            self.lease.release()
+        self.store = self.lease = None
+
+    def await_departures(self, seconds: float = FAREWELL) -> None:
+        """Give the others time to leave the group, too: what this process serves ends when it has."""
+        end, others = time.monotonic() + seconds, self._seen_leaving()
+        while not others <= set(self._gone()) and time.monotonic() < end:
+            time.sleep(0.001)
+
+    def departures(self) -> Callable[[float], None]:
+        """Waits, so many seconds at most, until all ranks of this host have left; for after this one has."""
+        return functools.partial(await_departures_from, self._handle)
+
+    def _seen_leaving(self) -> set[int]:
+        """The ranks of which this one learns that they left."""
+        return set(range(self.size)) - {self.rank}
 
     def _leave(self) -> None:
         """Leave at once: what is pending here fails."""
@@ -334,8 +370,13 @@ class ProcessGroup(MoreCalls):
             survivors.index(self.rank), len(survivors), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
             [self.global_ranks[r] for r in survivors],
         )  # fmt: skip
-        smaller.store, smaller._family = self.store, self._family
+        smaller.inherit(self)
         return smaller
+
+    def inherit(self, older: ProcessGroup) -> None:
+        """Take the place of a group that this one was made from: newcomers find it where they would have found that."""
+        self.store, self._family = older.store, older._family
+        self.lease = older.lease.share() if older.lease is not None else None
 
     def _gone(self) -> list[int]:
         """Ranks that died, or left."""

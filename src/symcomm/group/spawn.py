@@ -17,13 +17,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
 from symcomm import errors
 from symcomm.errors import words_for_exit
 from symcomm.group import hooks
-from symcomm.group.default import exchange_through, set_default
+from symcomm.group.default import join_ranks, set_default
 from symcomm.group.making import make_group
 from symcomm.group.process_group import ProcessGroup, give_back, leave_groups_of
 from symcomm.group.work import Timeout, no_thread
@@ -173,8 +174,7 @@ def _rank_main(
 
     store = FileStore(path, n)
     try:
-        group = make_group(rank, n, exchange_through(store, rank, n, 60.0), timeout=timeout)
-        group.store = store
+        group = join_ranks(store, rank, n, 60.0, partial(make_group, timeout=timeout))
         set_default(group)
         hooks.joined(group, store)
         result: tuple[bool, Any] = (True, fn(group, *args))

@@ -123,6 +123,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self._together = None  # asynchronous operations have a thread of their own
         self._before_leaving: list[Callable[[], None]] = []
         self.store: Any = None
+        self.lease = None
         self.newcomers: list[int] = []
         self._family, self._meeting = name, None
         self._arena: Arena = current_arena()
@@ -418,15 +419,6 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         """Make every rank's pending and later operations on this group fail now."""
         self.trouble.abort()
 
-    def destroy(self) -> None:
-        """Leave the group. Pending asynchronous operations end first; peers that still wait for us are told."""
-        if self._failure is None:
-            for work in list(self._pending):
-                work._poll(self._timeout_ns)
-            for finish in self._before_leaving:
-                finish()
-        self._leave()
-
     def _leave(self) -> None:
         if self._goodbye:
             return
@@ -486,11 +478,15 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
             survivors.index(self.rank), len(survivors), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
             [self.global_ranks[r] for r in survivors], self.engine_name,
         )  # fmt: skip
-        smaller.store, smaller._family = self.store, self._family
+        smaller.inherit(self)
         return smaller
 
     def _gone(self) -> list[int]:
         return sorted(self.ballot.gone())
+
+    def _seen_leaving(self) -> set[int]:
+        counterparts = {r for host in self.layout.others for r in self.layout.counterparts(host)}
+        return (counterparts | set(self.layout.here)) - {self.rank}
 
 
 def _lines_of(group: HostsGroup) -> Lines:

@@ -24,6 +24,7 @@ from symcomm.observe.handlers import route
 from symcomm.observe.records import Operation, on_this_host, operations_at
 from symcomm.observe.requests import Request, Response
 from symcomm.observe.stacks import thread_stacks
+from symcomm.store.lease import root_of
 
 OPERATIONS, MOST_OPERATIONS = 500, 5000  # in one answer: unless asked otherwise, and at most
 KEYS, VALUE_BYTES = 1000, 64 << 10
@@ -119,7 +120,7 @@ def servers(request: Request) -> list[dict[str, Any]]:
     own = {**places.facts_of(request.rank), "address": request.rank.address}
     if request.rank.store is None:
         return [own]
-    shared = places.root(request.rank.store).clone()  # a connection of our own: the rank's may be waiting
+    shared = root_of(request.rank.store).clone()  # a connection of our own: the rank's may be waiting
     shared.set_timeout(timedelta(seconds=STORE_SECONDS))
     found = {own["rank"]: own} | places.of_job(shared, group.size)
     return [found[number] for number in sorted(found)]
@@ -178,7 +179,7 @@ def store(request: Request) -> Any:
         refused = Response()
         refused.set_json({"error": "a store's values are shown only to who sends the job's token."}, 401)
         return refused
-    shared = places.root(request.rank.store).clone()  # a connection of our own: the rank's may be waiting
+    shared = root_of(request.rank.store).clone()  # a connection of our own: the rank's may be waiting
     shared.set_timeout(timedelta(seconds=STORE_SECONDS))
     if key:
         if not shared.check([key]):

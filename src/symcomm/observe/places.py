@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 from symcomm.errors import ResourceError
+from symcomm.store.lease import root_of
 
 __all__ = ["PREFIX", "job_name", "of_job", "on_this_host", "run_directory", "socket_path"]
 
@@ -118,7 +119,7 @@ def publish(server: Any) -> None:
     server._remove = remove
     if server.rank.store is not None and rank is not None:
         with contextlib.suppress(Exception):  # the store may be gone: others then look on the host
-            root(server.rank.store).set(f"{PREFIX}{rank}", json.dumps(facts))
+            root_of(server.rank.store).set(f"{PREFIX}{rank}", json.dumps(facts))
 
 
 def _write_private(path: str, text: str) -> None:
@@ -126,13 +127,6 @@ def _write_private(path: str, text: str) -> None:
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
     os.replace(draft, path)
-
-
-def root(store: Any) -> Any:
-    """The store itself, below the prefixes that groups put before their keys."""
-    while (inner := getattr(store, "underlying_store", None)) is not None:
-        store = inner
-    return store
 
 
 # --- finding ---------------------------------------------------------------------------------------
@@ -169,7 +163,7 @@ def _lives(pid: int) -> bool:
 
 def of_job(store: Any, world_size: int, timeout: float = STORE_SECONDS) -> dict[int, dict[str, Any]]:
     """The servers that ranks have published in the job's store; ranks without one are left out."""
-    store = root(store)
+    store = root_of(store)
     keys = {rank: f"{PREFIX}{rank}" for rank in range(world_size)}
     there = [rank for rank, key in keys.items() if store.check([key])]
     if there:

@@ -262,6 +262,11 @@ class TCPStore(Store):
         """What the server in this process has to say of itself (empty for a mere client)."""
         return self._server.stats() if self._server else {}
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether the server is in this process, and this object keeps it."""
+        return self._server is not None
+
     def close(self) -> None:
         """End the connection, and the server if it is ours and nobody shares it. A client's next call reconnects."""
         with self._lock:

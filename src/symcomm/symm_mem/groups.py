@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 from symcomm import errors
 from symcomm.group import registry
-from symcomm.group.default import default_group, exchange_through, is_initialized
+from symcomm.group.default import default_group, is_initialized, join_ranks
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.memory.arena import current_arena
 
@@ -68,7 +69,7 @@ def _announced_group(name: str) -> ProcessGroup | None:
     from symcomm.store import PrefixStore
 
     meeting_place = PrefixStore(f"symm_mem/{name}", store)
-    _made[key] = ProcessGroup(rank, world, exchange_through(meeting_place, rank, world, DEFAULT_TIMEOUT), name)
+    _made[key] = join_ranks(meeting_place, rank, world, DEFAULT_TIMEOUT, partial(ProcessGroup, name=name))
     return _made[key]
 
 

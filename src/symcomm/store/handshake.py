@@ -1,0 +1,217 @@
+"""How the ranks of a new group tell each other what they need to know, through a store.
+
+Any store will do, ours or PyTorch's. The same ranks may meet under the same prefix again and again, also after an
+attempt that failed, and however far apart they come. So nothing is ever read that was not written for this meeting:
+whoever arrives brings a fresh token, and the leader (rank 0) opens a *generation* for the tokens that it found::
+
+    here/R        rank R's token and first item; "!" before the token: R gave up
+    go/TOKEN      for the rank that brought this token: the generation
+    G/T/R         in generation G, turn T: rank R's item
+    G/T/all       everybody's items
+
+A rank removes its keys when they are done with. If a rank arrives once more while others are still in a generation
+that it belonged to, that generation is dead, and they start over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from symcomm import errors
+from symcomm.errors import words_for_ranks
+
+__all__ = ["Exchange", "handshake"]
+
+Exchange = Callable[[bytes], list[bytes]]  # everybody's bytes, in rank order
+T = TypeVar("T")
+
+LOOK_FIRST, LOOK_LAST = 0.0001, 0.02  # seconds between two looks
+LOOK_FOR_STALE = 0.25  # seconds between two looks whether another rank has started over
+ABSENT = "-"
+TOKEN = 16  # characters
+POLL = 0.005  # seconds between two looks at the arrival of a rank that had given up
+
+
+def handshake(
+    store: Any, prefix: str, rank: int, size: int, timeout: float, build: Callable[[Exchange], T], call: str = "init"
+) -> T:
+    """What ``build(exchange)`` makes, together with the other ranks that call this on the same ``prefix``.
+
+    When it returns, all ranks must have seen that all have built theirs (a barrier does), since keys are removed then.
+    Raises DeadlineError, naming the ranks that did not come within ``timeout`` seconds."""
+    if size == 1:
+        return build(lambda item: [item])
+    deadline = time.monotonic() + timeout
+    while True:
+        attempt = _Attempt(store, prefix, rank, size, deadline, timeout, call)
+        try:
+            built = build(attempt.exchange)
+        except _StartOver:
+            continue
+        except BaseException as error:
+            if isinstance(error, errors.SymcommError) and attempt.is_stale() and time.monotonic() < deadline:
+                continue  # with what somebody who started over left behind
+            attempt.withdraw()
+            raise
+        attempt.clean_up()
+        return built
+
+
+class _StartOver(errors.PeerError):
+    """Another rank has left this generation, and arrived anew."""
+
+
+class _Attempt:
+    """One rank's part in one meeting."""
+
+    def __init__(self, store: Any, prefix: str, rank: int, size: int, deadline: float, timeout: float, call: str):
+        self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
+        self._deadline, self._timeout, self._call = deadline, timeout, call
+        self._token = secrets.token_hex(TOKEN // 2)
+        self._tokens: list[str] = []  # of the generation's ranks, once there is one
+        self._generation = ""
+        self._turn = 0
+        self._mine: list[str] = []  # keys that we wrote and nobody removes for us
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _here(self, rank: int) -> str:
+        return self._key(f"here/{rank}")
+
+    def exchange(self, item: bytes) -> list[bytes]:
+        """Everybody's items of this turn."""
+        self._turn += 1
+        if self._turn == 1:
+            return self._lead(item) if self._rank == 0 else self._arrive(item)
+        whole = self._key(f"{self._generation}/{self._turn}/all")
+        if self._rank:
+            self._set(self._key(f"{self._generation}/{self._turn}/{self._rank}"), item)
+            self._watch([whole])
+            return _unpack(self._store.get(whole))
+        keys = [self._key(f"{self._generation}/{self._turn}/{r}") for r in range(1, self._size)]
+        self._watch(keys)
+        items = [item, *(bytes(self._store.get(key))[1:] for key in keys)]
+        self._set(whole, _pack(items))
+        return items
+
+    # --- the first turn ---------------------------------------------------------------------------------------
+
+    def _arrive(self, item: bytes) -> list[bytes]:
+        self._store.set(self._here(self._rank), self._token.encode() + item)
+        answer = self._key(f"go/{self._token}")
+        self._await([answer])
+        self._generation, self._tokens = json.loads(bytes(self._store.get(answer)))
+        self._remove(answer, self._here(self._rank))
+        return _unpack(self._store.get(self._key(f"{self._generation}/1/all")))
+
+    def _lead(self, item: bytes) -> list[bytes]:
+        self._store.set(self._here(0), self._token.encode())
+        arrivals = [self._arrival_of(r) for r in range(1, self._size)]
+        items = [item, *(value[TOKEN:] for value in arrivals)]
+        tokens = [self._token, *(value[:TOKEN].decode() for value in arrivals)]
+        self._generation, self._tokens = self._token, tokens
+        self._set(self._key(f"{self._generation}/1/all"), _pack(items))
+        for token in tokens[1:]:
+            self._store.set(self._key(f"go/{token}"), json.dumps([self._generation, tokens]))
+        return items
+
+    def _arrival_of(self, rank: int) -> bytes:
+        """A rank's token and item, once it is there; one that gave up may come again."""
+        self._await([self._here(rank)])
+        while (value := bytes(self._store.get(self._here(rank)))).startswith(b"!"):
+            if time.monotonic() > self._deadline:
+                raise errors.deadline(self._call, self._timeout, missing=[rank])
+            time.sleep(POLL)
+        return value
+
+    # --- waiting ----------------------------------------------------------------------------------------------
+
+    def _await(self, keys: list[str]) -> None:
+        """Wait for the others to arrive, which may take them long."""
+        try:
+            self._store.wait(keys, timedelta(seconds=max(0.001, self._deadline - time.monotonic())))
+        except errors.PeerError:
+            raise
+        except RuntimeError:  # the time is over, or PyTorch's store is lost: then this raises, too
+            if not self._store.check(keys):
+                raise errors.deadline(self._call, self._timeout, missing=self._missing()) from None
+
+    def _watch(self, keys: list[str]) -> None:
+        """Wait for ranks that are in the generation, and look whether they still are."""
+        pause, look_at = LOOK_FIRST, time.monotonic() + LOOK_FOR_STALE
+        while not self._store.check(keys):
+            now = time.monotonic()
+            if now > self._deadline:
+                raise errors.deadline(self._call, self._timeout, missing=self._missing())
+            if now > look_at:
+                self._check_others()
+                look_at = now + LOOK_FOR_STALE
+            time.sleep(pause)
+            pause = min(1.5 * pause, LOOK_LAST)
+
+    def is_stale(self) -> bool:
+        """Whether another rank of our generation has arrived anew since."""
+        marks = {b"", *(token.encode() for token in self._tokens), *(f"!{token}".encode() for token in self._tokens)}
+        return any(mark not in marks for mark in self._marks().values())
+
+    def _marks(self) -> dict[int, bytes]:
+        """What the other ranks of our generation have left where they arrive: a token, one after "!", or nothing."""
+        marks: dict[int, bytes] = {}
+        for rank in (r for r in range(len(self._tokens)) if r != self._rank):
+            with contextlib.suppress(RuntimeError, errors.SymcommError):  # no store any more, or one that cannot tell
+                value = bytes(self._store.compare_set(self._here(rank), ABSENT, ABSENT))  # a get that does not wait
+                marks[rank] = b"" if value == ABSENT.encode() else value[: TOKEN + value.startswith(b"!")]
+        return marks
+
+    def _check_others(self) -> None:
+        if self.is_stale():
+            raise _StartOver(f"{self._call}: another rank started over.")
+        gone = [rank for rank, mark in self._marks().items() if mark == f"!{self._tokens[rank]}".encode()]
+        if gone:
+            raise errors.RankFailedError(f"{self._call}: rank {words_for_ranks(gone)} gave up meanwhile.", gone)
+
+    def _missing(self) -> list[int]:
+        """Who has not come to this turn, as far as this rank can tell."""
+        if self._turn == 1:
+            keys = {r: self._here(r) for r in range(self._size)}
+        else:  # the leader writes no item of its own
+            keys = {r: self._key(f"{self._generation}/{self._turn}/{r}") for r in range(1, self._size)}
+        missing = [r for r, key in keys.items() if r != self._rank and not self._store.check([key])]
+        return missing or ([0] if self._rank else [])
+
+    # --- keys -------------------------------------------------------------------------------------------------
+
+    def _set(self, key: str, item: bytes) -> None:
+        self._mine.append(key)
+        self._store.set(key, b"." + item)  # not every store takes empty values
+
+    def _remove(self, *keys: str) -> None:
+        for key in keys:
+            with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
+                self._store.delete_key(key)
+
+    def clean_up(self) -> None:
+        """Everybody has read everything."""
+        self._remove(*self._mine)
+        if self._rank == 0:  # until now, so that ranks in a dead generation could see it change
+            self._remove(self._here(0))
+
+    def withdraw(self) -> None:
+        """Let the others know that this rank does not go on. What it wrote stays: they may be reading it."""
+        with contextlib.suppress(RuntimeError, errors.SymcommError):  # the store may be what failed
+            self._store.set(self._here(self._rank), "!" + self._token)
+
+
+def _pack(items: list[bytes]) -> bytes:
+    return json.dumps([item.decode("latin-1") for item in items]).encode()
+
+
+def _unpack(value: Any) -> list[bytes]:
+    return [item.encode("latin-1") for item in json.loads(bytes(value)[1:])]
