@@ -14,12 +14,13 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from symcomm.group.default import exchange_through
+from symcomm.group.default import join_ranks
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store import FileStore
 from tests.faults import Outcome
@@ -36,9 +37,7 @@ class Crowd:
     def member(self, fn: Callable, rank: int, world: int, *args: Any) -> int:
         def run() -> Any:
             store = FileStore(self.path)
-            exchange = exchange_through(store, rank, world, 20.0)
-            group = ProcessGroup(rank, world, exchange, timeout=self.timeout)
-            group.store = store
+            group = join_ranks(store, rank, world, 20.0, partial(ProcessGroup, timeout=self.timeout))
             return fn(group, *args)
 
         return self._fork(run)

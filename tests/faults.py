@@ -17,12 +17,13 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from symcomm.collectives.select import Limits
-from symcomm.group.default import exchange_through
+from symcomm.group.default import join_ranks
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store import FileStore
 
@@ -44,8 +45,8 @@ class Outcome:
 
 def join_group(rank: int, world: int, folder: str, timeout: float, limits: Limits | None = None) -> ProcessGroup:
     """The group of ranks that meet in a file of ``folder``."""
-    exchange = exchange_through(FileStore(os.path.join(folder, "store"), world), rank, world, 30.0)
-    return ProcessGroup(rank, world, exchange, timeout=timeout, limits=limits)
+    store = FileStore(os.path.join(folder, "store"), world)
+    return join_ranks(store, rank, world, 30.0, partial(ProcessGroup, timeout=timeout, limits=limits))
 
 
 def _child(

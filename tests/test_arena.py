@@ -361,10 +361,10 @@ def test_what_is_not_an_arena_is_refused(tmp_path):
 
 def _fill_and_say(rank: int, world: int, path: str, nbytes: int) -> None:
     import symcomm
-    from symcomm.group.default import exchange_through
+    from symcomm.group.default import join_ranks
     from symcomm.store import FileStore
 
-    group = symcomm.ProcessGroup(rank, world, exchange_through(FileStore(path, world), rank, world, 30.0))
+    group = join_ranks(FileStore(path, world), rank, world, 30.0, symcomm.ProcessGroup)
     view = group._arena.buffer(nbytes)
     ctypes.memset(view, 1, nbytes)
     assert native.peek(group._peers[1 - rank].base, 8), "the peer's memory is mapped"

@@ -10,6 +10,7 @@ import signal
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from torch._C._distributed_c10d import _SymmetricMemory as TorchSymmetricMemory
 
 import symcomm
 from symcomm import errors, symm_mem
-from symcomm.group.default import exchange_through, set_default
+from symcomm.group.default import join_ranks, set_default
 from symcomm.memory.arena import current_arena
 from symcomm.store import FileStore, HashStore
 from tests.ranks import run_ranks
@@ -40,7 +41,7 @@ def spawn(fn, n, *args, mode="threads"):
 
 def join(rank: int, world: int, path: str) -> symcomm.ProcessGroup:
     store = FileStore(path, world)
-    group = symcomm.ProcessGroup(rank, world, exchange_through(store, rank, world, 30.0), timeout=20)
+    group = join_ranks(store, rank, world, 30.0, partial(symcomm.ProcessGroup, timeout=20))
     set_default(group)
     return group
 

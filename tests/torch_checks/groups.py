@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.backend.group import TorchGroup, _exchange_through
+from symcomm.backend.group import TorchGroup, place_in_store
 from tests.torch_checks import WORLD, check, check3, equal, joined, refused
 
 
@@ -225,23 +225,7 @@ def groups_of_one_name(rank: int, path: str) -> None:
         equal(value, [rank + 1.0])
         assert group.core._peers[0].pid == os.getpid()
         group.shutdown()
-    keys: list[list[str]] = []
-    for members in ([0], [1]):
-        kept = _Notes()
-        assert _exchange_through(kept, 0, 1, timedelta(seconds=1), members)(b"here") == [b"here"]
-        keys.append(list(kept.values))
-    assert not set(keys[0]) & set(keys[1]), keys
-
-
-class _Notes:
-    """As much of a store as a meeting needs."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.set, self.get = self.values.__setitem__, self.values.__getitem__
-
-    def wait(self, *_: Any) -> None:
-        """What is looked for is there."""
+    assert place_in_store([0, 1]) != place_in_store([2, 3])
 
 
 class _Left:

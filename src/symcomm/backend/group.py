@@ -50,19 +50,21 @@ def _is_small(tensors: Any) -> bool:
     return bool(tensors) and tensors[0].is_cpu and tensors[0].numel() * len(tensors) <= SMALL
 
 
-def _meet(store: Any, rank: int, size: int, timeout: timedelta, name: str, members: Sequence[int] | None) -> Any:
-    """Our group of the ranks that torch makes one of.
+def place_in_store(members: Sequence[int] | None) -> str:
+    """Ranks that are not in the same groups count them differently, so that torch may give two groups the same name,
+    and with it the same part of the store. Their members tell them apart."""
+    return "symcomm" if members is None else f"symcomm/{zlib.crc32(repr(list(members)).encode()):x}"
 
-    Ranks that are not in the same groups count them differently, so that torch may give two groups the same name, and
-    with it the same place in the store. Their ``members`` tell them apart."""
-    prefix = "symcomm" if members is None else f"symcomm/{zlib.crc32(repr(list(members)).encode()):x}"
+
+def _meet(store: Any, rank: int, size: int, timeout: timedelta, name: str, members: Sequence[int] | None) -> Any:
+    """Our group of the ranks that torch makes one of."""
 
     def build(exchange: Exchange) -> Any:
         core = make_group(rank, size, exchange, name, timeout, None, members)
         core.barrier()  # nobody reads the store any more, so its host may leave
         return core
 
-    return handshake(store, prefix, rank, size, timeout.total_seconds(), build, "init_process_group")
+    return handshake(store, place_in_store(members), rank, size, timeout.total_seconds(), build, "init_process_group")
 
 
 class TorchGroup(Life, dist.ProcessGroup):
