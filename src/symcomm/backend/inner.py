@@ -85,13 +85,17 @@ CALLS = (
 )  # fmt: skip
 
 
+def _fact(name: str, inner: InnerBackend) -> Any:
+    return getattr(inner._of_group(), name)
+
+
 def _fill() -> None:
     for name in (*OPERATIONS, *CALLS):
         if hasattr(TorchGroup, name):
             setattr(InnerBackend, name, _handed_on(name))
     for name in (*FACTS, "supports_abort_hooks", "supports_completion_hooks", "_supports_time_estimate"):
         if hasattr(TorchGroup, name):
-            setattr(InnerBackend, name, property(lambda self, name=name: getattr(self._of_group(), name)))
+            setattr(InnerBackend, name, property(functools.partial(_fact, name)))
 
 
 _fill()
@@ -133,7 +137,7 @@ for _name in OPERATIONS:
 @functools.cache
 def _notice_hooks() -> None:
     """Have groups of ours notice that one of torch's hooks was attached to them, or removed."""
-    for kind in (torch_c10d.FlightRecorderHook, torch_c10d.NanCheckHook):
+    for kind in (vars(torch_c10d)["FlightRecorderHook"], vars(torch_c10d)["NanCheckHook"]):
         kind.attach = staticmethod(_attaching(kind.attach))
         kind.remove = _removing(kind.remove)
 

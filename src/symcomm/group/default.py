@@ -82,22 +82,21 @@ def _init_anywhere(init_method: str, rank: int, world_size: int, seconds: float,
     when that goes away it looks again."""
     from symcomm.store.rendezvous import rendezvous
 
-    end = time.monotonic() + seconds
+    end, lease = time.monotonic() + seconds, None
     while True:
-        place = rendezvous(init_method, rank, world_size, timeout=max(1.0, end - time.monotonic()))
-        lease = Lease(place.store)
         try:
+            place = rendezvous(init_method, rank, world_size, timeout=max(1.0, end - time.monotonic()))
+            lease = Lease(place.store)
             group = join_ranks(place.store, place.rank, place.world_size, max(1.0, end - time.monotonic()), make)
-        except errors.StoreConnectionError:
-            lease.release()
-            if time.monotonic() > end:
+        except BaseException as error:
+            if lease is not None:
+                lease.release()
+                lease = None
+            if not isinstance(error, errors.StoreConnectionError) or time.monotonic() > end:
                 raise
-            continue
-        except BaseException:
-            lease.release()
-            raise
-        group.lease = lease
-        return group
+        else:
+            group.lease = lease
+            return group
 
 
 def is_newcomer() -> bool:

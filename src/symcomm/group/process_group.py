@@ -103,6 +103,11 @@ def give_back() -> None:
                 _retired.append((handle, arena, offset))
 
 
+def retired_count() -> int:
+    """How many groups this process has left whose memory others may still look at."""
+    return len(_retired)
+
+
 def await_departures_from(handle: Any, seconds: float) -> None:
     """Return once all ranks have left a group that this one has left, or when the time is over."""
     end = time.monotonic() + seconds

@@ -110,7 +110,8 @@ class Work:
     """What ``async_op=True`` returns. ``wait()`` blocks until the operation is done and raises if it failed."""
 
     def __init__(self, group: Any, call: str, site: Site, outputs: Sequence[Buffer], result: Sequence[Any], keep: Any):
-        self._group = group
+        self._group = group  # until it has ended: a group keeps its works, and would keep itself
+        self._group_name = group.name
         self._call = call
         self._site = site
         self._outputs = outputs
@@ -138,7 +139,7 @@ class Work:
                     buffer.finish()
             self._settled = True
             self.seconds = time.monotonic() - self._started
-            self._keep = None
+            self._keep = self._group = None
 
     def _copy_out_in_core(self, status: int) -> None:
         """In the core's own thread. That never waits for a thread that copies already: a signal handler or a finalizer
@@ -174,7 +175,7 @@ class Work:
         if timeout:
             given = to_ns("wait", timeout)
             if not self._poll(given):
-                raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", given / 1e9)
+                raise errors.deadline(f"waiting for {self._call} on group {self._group_name!r}", given / 1e9)
         else:
             self._poll(0)
         if self._error is not None:
@@ -199,7 +200,7 @@ class Work:
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """``callback()`` runs once the operation has ended, at once if it has already."""
         with self._lock:
-            ended = self._settled
+            ended, group = self._settled, self._group
             if not ended:
                 self._callbacks.append(callback)
             first = len(self._callbacks) == 1
@@ -207,7 +208,7 @@ class Work:
             callback()
         elif first:
             try:
-                self._group._watcher.watch(self)
+                group._watcher.watch(self)
             except errors.ResourceError:
                 self._callbacks.remove(callback)
                 raise

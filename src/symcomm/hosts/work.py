@@ -42,7 +42,7 @@ class HostsWork(Work):
         with self._lock:
             if not self._settled:
                 self._error = self._failed_with
-                self._outputs, self._settled = [], True
+                self._outputs, self._settled, self._group = [], True, None
                 self.seconds = time.monotonic() - self._started
 
     def _await(self) -> None:

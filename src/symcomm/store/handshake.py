@@ -4,7 +4,7 @@ Any store will do, ours or PyTorch's. The same ranks may meet under the same pre
 attempt that failed, and however far apart they come. So nothing is ever read that was not written for this meeting:
 whoever arrives brings a fresh token, and the leader (rank 0) opens a *generation* for the tokens that it found::
 
-    here/R        rank R's token and first item; "!" before the token: R gave up
+    here/R        rank R's token and first item; "!" before the token: R gave up, and why
     go/TOKEN      for the rank that brought this token: the generation
     G/T/R         in generation G, turn T: rank R's item
     G/T/all       everybody's items
@@ -24,7 +24,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from symcomm import errors
-from symcomm.errors import words_for_ranks
 
 __all__ = ["Exchange", "handshake"]
 
@@ -57,7 +56,8 @@ def handshake(
         except BaseException as error:
             if isinstance(error, errors.SymcommError) and attempt.is_stale() and time.monotonic() < deadline:
                 continue  # with what somebody who started over left behind
-            attempt.withdraw()
+            if not isinstance(error, _GaveUp):
+                attempt.withdraw(str(error) or type(error).__name__)
             raise
         attempt.clean_up()
         return built
@@ -65,6 +65,10 @@ def handshake(
 
 class _StartOver(errors.PeerError):
     """Another rank has left this generation, and arrived anew."""
+
+
+class _GaveUp(errors.RankFailedError):
+    """Another rank will not go on; everybody sees that for themselves."""
 
 
 class _Attempt:
@@ -163,19 +167,24 @@ class _Attempt:
 
     def _marks(self) -> dict[int, bytes]:
         """What the other ranks of our generation have left where they arrive: a token, one after "!", or nothing."""
-        marks: dict[int, bytes] = {}
+        return {rank: value[: TOKEN + value.startswith(b"!")] for rank, value in self._left_here().items()}
+
+    def _left_here(self) -> dict[int, bytes]:
+        found: dict[int, bytes] = {}
         for rank in (r for r in range(len(self._tokens)) if r != self._rank):
             with contextlib.suppress(RuntimeError, errors.SymcommError):  # no store any more, or one that cannot tell
                 value = bytes(self._store.compare_set(self._here(rank), ABSENT, ABSENT))  # a get that does not wait
-                marks[rank] = b"" if value == ABSENT.encode() else value[: TOKEN + value.startswith(b"!")]
-        return marks
+                found[rank] = b"" if value == ABSENT.encode() else value
+        return found
 
     def _check_others(self) -> None:
         if self.is_stale():
             raise _StartOver(f"{self._call}: another rank started over.")
-        gone = [rank for rank, mark in self._marks().items() if mark == f"!{self._tokens[rank]}".encode()]
-        if gone:
-            raise errors.RankFailedError(f"{self._call}: rank {words_for_ranks(gone)} gave up meanwhile.", gone)
+        for rank, value in self._left_here().items():
+            mark = f"!{self._tokens[rank]}".encode()
+            if value.startswith(mark):
+                why = value.removeprefix(mark).decode(errors="replace")
+                raise _GaveUp(f"{self._call}: rank {rank} gave up: {why}", [rank])
 
     def _missing(self) -> list[int]:
         """Who has not come to this turn, as far as this rank can tell."""
@@ -203,10 +212,10 @@ class _Attempt:
         if self._rank == 0:  # until now, so that ranks in a dead generation could see it change
             self._remove(self._here(0))
 
-    def withdraw(self) -> None:
+    def withdraw(self, why: str) -> None:
         """Let the others know that this rank does not go on. What it wrote stays: they may be reading it."""
         with contextlib.suppress(RuntimeError, errors.SymcommError):  # the store may be what failed
-            self._store.set(self._here(self._rank), "!" + self._token)
+            self._store.set(self._here(self._rank), f"!{self._token}{why}")
 
 
 def _pack(items: list[bytes]) -> bytes:

@@ -75,7 +75,7 @@ def connect(host: str, port: int, seconds: float, token: bytes | None, *, patien
             return _connect_once(host, port, end, token)
         except Refused as error:
             refusals += 1
-            problem: Exception = error
+            reason = _reason(error)
             if token is not None and refusals >= 3:
                 raise StoreAuthError(
                     f"the store at {host}:{port} closed the connection when asked to prove the job token: it has none "
@@ -83,10 +83,10 @@ def connect(host: str, port: int, seconds: float, token: bytes | None, *, patien
                 ) from None
         except OSError as error:
             _raise_if_hopeless(host, port, error)
-            problem = error
+            reason = _reason(error)  # not the error: its traceback would keep this frame, and our callers'
         left = end - time.monotonic()
         if not patient or left <= 0:
-            raise _cannot_connect(host, port, seconds if patient else None, problem) from None
+            raise _cannot_connect(host, port, seconds if patient else None, reason) from None
         time.sleep(min(left, pause * random.uniform(0.5, 1.0)))  # spread out: a thousand clients may be retrying
         pause = min(pause * 2, _LAST_PAUSE)
 
@@ -109,7 +109,10 @@ def _connect_once(host: str, port: int, end: float, token: bytes | None) -> Conn
         except BaseException:
             sock.close()
             raise
-    raise problem
+    try:
+        raise problem
+    finally:
+        del problem  # as in connect()
 
 
 def _say_hello(connection: Connection, where: str, seconds: float, token: bytes | None) -> None:
@@ -166,8 +169,11 @@ def _raise_if_hopeless(host: str, port: int, error: OSError) -> None:
         ) from None
 
 
-def _cannot_connect(host: str, port: int, seconds: float | None, problem: Exception) -> StoreConnectionError:
-    reason = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _cannot_connect(host: str, port: int, seconds: float | None, reason: str) -> StoreConnectionError:
     if seconds is None:
         return StoreConnectionError(f"the store at {host}:{port} is gone: {reason}.")
     return StoreUnreachableError(
