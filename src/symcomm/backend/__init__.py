@@ -4,6 +4,8 @@ register.py  tells torch about us; torch calls it by itself through the ``torch.
 teach.py     functions of torch that know other backends by name: split_group, shrink_group, monitored_barrier
 stores.py    our stores where torch wants its own
 group.py     TorchGroup: torch's ProcessGroup on ours
+inner.py     the Backend that torch's C++ finds inside a TorchGroup (torch 2.15)
+versions.py  what differs between versions of torch
 life.py      the rest of TorchGroup: its end, groups made from it, what torch asks about it
 engines.py   tensors on other devices, for maps such as "cpu:symcomm,cuda:nccl"
 arguments.py what torch passes -> what ours takes

@@ -6,6 +6,8 @@ file.py         FileStore: processes that share a file system
 tcp.py          TCPStore: processes on any host
 prefix.py       PrefixStore: a part of another store, for its own use
 collectives.py  StoreCollectives: barrier, broadcast, gather, scatter, sum with nothing but a store
+handshake.py    how the ranks of a new group tell each other what they need to know
+lease.py        who may still need a store that we opened
 rendezvous.py   rendezvous("env://" | "tcp://..." | "file://..."): rank, world size and a store
 """
 
