@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
@@ -19,7 +19,6 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.backend import checks, lists, versions
 from symcomm.backend.arguments import is_async, once_each, one_list, redop_of, root_of, seconds_of, sort_out
-from symcomm.backend.careful import Careful
 from symcomm.backend.checks import single
 from symcomm.backend.engines import Engines
 from symcomm.backend.functional import register_work
@@ -34,6 +33,9 @@ from symcomm.group.failure import call_site, explain
 from symcomm.group.making import make_group
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store.handshake import Exchange, handshake
+
+if TYPE_CHECKING:
+    from symcomm.backend.careful import Careful
 
 __all__ = ["TorchGroup"]
 
@@ -240,6 +242,8 @@ class TorchGroup(Life, dist.ProcessGroup):
 
     def be_careful(self) -> None:
         """From now on ranks compare their calls before they make them. Every rank of the group calls this."""
+        from symcomm.backend.careful import Careful
+
         self._careful = Careful(self)
         self._set_plain()
 

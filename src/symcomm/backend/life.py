@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,13 @@ from torch.distributed import distributed_c10d as c10d
 from symcomm import errors
 from symcomm.backend import stores
 from symcomm.backend.arguments import seconds_of
-from symcomm.backend.careful import Careful
 from symcomm.backend.engines import Engines, device_map
 from symcomm.backend.work import WorkInfo
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store.lease import root_of
+
+if TYPE_CHECKING:
+    from symcomm.backend.careful import Careful
 
 __all__ = ["Life", "await_previous_group"]
 
