@@ -84,18 +84,20 @@ class TorchGroup(Life, dist.ProcessGroup):
         global_ranks: Sequence[int] | None = None,
         options: Any = None,
         core: ProcessGroup | None = None,
+        label: str = "",
     ):
+        """``label``: what messages and traces call the group, where ``name`` is a number that torch gave it."""
         super().__init__(rank, size)
         self._store = store
         self._global_ranks = global_ranks
         self.options = options if options is not None else Options("symcomm", timeout)
         self._is_default = core is None and global_ranks is None
         if core is None:
-            core = _meet(store, rank, size, timeout, name, global_ranks)
+            core = _meet(store, rank, size, timeout, label or name, global_ranks)
             hooks.joined(core, store)
         self._operations_before = core.sequence_number
         self.core = core
-        self._name = name
+        self._name, self._label = name, label
         self._desc = ""
         self._coalescing: list[Any] | None = None
         self._splits = 0

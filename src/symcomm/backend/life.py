@@ -43,6 +43,7 @@ class Life:
     options: Any
     _store: Any
     _name: str
+    _label: str
     _desc: str
     _splits: int
     _operations_before: int
@@ -199,7 +200,9 @@ class Life:
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        self._name = self.core.name = name
+        self._name = name
+        if not self._label:
+            self.core.name = name
 
     def getGroupDesc(self) -> str:
         return self._desc
