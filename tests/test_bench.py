@@ -26,6 +26,7 @@ from symcomm.cli import (
     bench_compile,
     bench_ddp,
     bench_ddp_worker,
+    bench_groups,
     bench_hosts,
     bench_peers,
     bench_run,
@@ -320,6 +321,37 @@ def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         assert (tmp_path / "ddp.svg").read_text().count("<!-- symcomm DDP -->") == 1  # one legend for both panels
 
 
+def test_groups_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked: list[bench_groups.Plan] = []
+    made = {"gloo": [2e-3, 4e-3, 9e-3], "symcomm": [1e-3, 2e-3, 3e-3], "ours": [5e-4] * 3}
+
+    def stand_in(plan: bench_groups.Plan, tick: object) -> list[bench_groups.Figures]:
+        asked.append(plan)
+        return [bench_groups.Figures(side, 14 << 10, 512, s, [1e-4] * 3) for side, s in made.items()]
+
+    monkeypatch.setattr(bench_groups, "run_groups_bench", stand_in)
+    path = tmp_path / "groups.json"
+    code, output = cli("groups", "--ranks", "4", "--quick", "--markdown", "--json", str(path))
+    assert code == 0 and asked == [bench_groups.Plan(4, *bench.PROGRAMS["groups"])], output
+    assert "| torch, gloo | 4.00 | 1.00x | 0.10 | 14.0 | 0.50 |" in output
+    assert "| torch, symcomm | 2.00 | 2.00x | 0.10 | 14.0 | 0.50 |" in output
+    rows = json.loads(path.read_text())["rows"]
+    assert (rows[1]["make_ms"], rows[1]["fastest_make_ms"]) == (pytest.approx(2), pytest.approx(1))
+    [bars] = bench_groups.picture(stand_in(asked[0], None), asked[0], best=True)
+    assert bars.groups["new_group"]["symcomm"] == pytest.approx(0.5)
+    assert "2 or more for groups" in refused("groups", "--ranks", "1")
+
+
+@pytest.mark.slow
+def test_groups_on_every_side():
+    ticks: list[str] = []
+    plan = bench_groups.Plan(ranks=2, rounds=1, steps=2, held=4)
+    found = {f.side: f for f in bench_groups.run_groups_bench(plan, ticks.append)}
+    assert list(found) == list(bench_groups.SIDES) and len(ticks) == plan.turns
+    assert all(min(f.made) > 0 and min(f.dropped) > 0 for f in found.values())
+    assert 0 < found["ours"].idle < 1 << 20
+
+
 def test_compile_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked: list[bench_compile.Plan] = []
     turns = {"alone": 1e-3, "gloo": 3e-3, "eager": 1.5e-3, "symcomm": 1.25e-3}
@@ -385,7 +417,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert "one of int8, uint8" in refused("-d", "float7")
     assert "one of sum, prod" in refused("-o", "median")
     assert "a rank, 0 to 1" in refused("-r", "2")
-    assert "store, ddp" in refused("all_the_things")
+    assert "store, groups, ddp" in refused("all_the_things")
     assert "2 or more for p2p" in refused("p2p", "--ranks", "1")
     assert "some of gloo, mpich, openmpi" in refused("--against", "nccl")
     assert ".png or .svg" in refused("--plot", "figure.doc")

@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
@@ -19,7 +19,6 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.backend import checks, lists, versions
 from symcomm.backend.arguments import is_async, once_each, one_list, redop_of, root_of, seconds_of, sort_out
-from symcomm.backend.careful import Careful
 from symcomm.backend.checks import single
 from symcomm.backend.engines import Engines
 from symcomm.backend.functional import register_work
@@ -34,6 +33,9 @@ from symcomm.group.failure import call_site, explain
 from symcomm.group.making import make_group
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store.handshake import Exchange, handshake
+
+if TYPE_CHECKING:
+    from symcomm.backend.careful import Careful
 
 __all__ = ["TorchGroup"]
 
@@ -82,18 +84,20 @@ class TorchGroup(Life, dist.ProcessGroup):
         global_ranks: Sequence[int] | None = None,
         options: Any = None,
         core: ProcessGroup | None = None,
+        label: str = "",
     ):
+        """``label``: what messages and traces call the group, where ``name`` is a number that torch gave it."""
         super().__init__(rank, size)
         self._store = store
         self._global_ranks = global_ranks
         self.options = options if options is not None else Options("symcomm", timeout)
         self._is_default = core is None and global_ranks is None
         if core is None:
-            core = _meet(store, rank, size, timeout, name, global_ranks)
+            core = _meet(store, rank, size, timeout, label or name, global_ranks)
             hooks.joined(core, store)
         self._operations_before = core.sequence_number
         self.core = core
-        self._name = name
+        self._name, self._label = name, label
         self._desc = ""
         self._coalescing: list[Any] | None = None
         self._splits = 0
@@ -240,6 +244,8 @@ class TorchGroup(Life, dist.ProcessGroup):
 
     def be_careful(self) -> None:
         """From now on ranks compare their calls before they make them. Every rank of the group calls this."""
+        from symcomm.backend.careful import Careful
+
         self._careful = Careful(self)
         self._set_plain()
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,13 @@ from torch.distributed import distributed_c10d as c10d
 from symcomm import errors
 from symcomm.backend import stores
 from symcomm.backend.arguments import seconds_of
-from symcomm.backend.careful import Careful
 from symcomm.backend.engines import Engines, device_map
 from symcomm.backend.work import WorkInfo
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store.lease import root_of
+
+if TYPE_CHECKING:
+    from symcomm.backend.careful import Careful
 
 __all__ = ["Life", "await_previous_group"]
 
@@ -41,6 +43,7 @@ class Life:
     options: Any
     _store: Any
     _name: str
+    _label: str
     _desc: str
     _splits: int
     _operations_before: int
@@ -197,7 +200,9 @@ class Life:
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        self._name = self.core.name = name
+        self._name = name
+        if not self._label:
+            self.core.name = name
 
     def getGroupDesc(self) -> str:
         return self._desc

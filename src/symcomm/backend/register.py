@@ -26,14 +26,16 @@ def create(options: Any, backend_options: Any = None) -> Any:
     versions.warn_if_untested()
     install()
     inductor.when_loaded()
+    members = list(options.global_ranks_in_group) or None  # torch names none for the default group
     group = TorchGroup(
         options.store,
         options.group_rank,
         options.group_size,
         options.timeout,
         str(options.group_id),
-        list(options.global_ranks_in_group) or None,
+        members,
         backend_options,
+        label="" if members else "world",
     )
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         group.be_careful()

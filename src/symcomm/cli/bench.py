@@ -29,7 +29,12 @@ NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
 OPS = ("sum", "prod", "min", "max", "avg")
 QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
-PROGRAMS = {"ddp": (4, 2), "compile": (4, 10), "hosts": (3, 1)}  # whole programs: turns of a quick run, steps of each
+PROGRAMS = {
+    "ddp": (4, 2),
+    "compile": (4, 10),
+    "groups": (4, 10),
+    "hosts": (3, 1),
+}  # turns of a quick run, steps of each
 QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
 
 
@@ -292,6 +297,7 @@ def bench(
       symcomm bench all_reduce -b 4 -e 64M -f 4
       symcomm bench all --quick --against gloo,mpich,openmpi --json new.json
       symcomm bench p2p --plot p2p.svg
+      symcomm bench groups --ranks 4
       symcomm bench ddp
       symcomm bench compile --quick
       symcomm bench gpu
@@ -333,7 +339,7 @@ def bench(
 
 def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:
     call = "symcomm bench"
-    lowest = 2 if collective in ("p2p", "all", "ddp", "compile", "gpu") else 1
+    lowest = 2 if collective in ("p2p", "all", "groups", "ddp", "compile", "gpu") else 1
     if ranks < lowest:
         raise errors.bad_argument(call, "--ranks", ranks, f"{lowest} or more for {collective}")
     if not 0 <= root < ranks:

@@ -11,7 +11,15 @@ COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
     "p2p",
 )  # fmt: skip
-OTHERS = ("store", "ddp", "compile", "gpu", "hosts", "sites")  # what else can be measured, each in a file of its own
+OTHERS = (
+    "store",
+    "groups",
+    "ddp",
+    "compile",
+    "gpu",
+    "hosts",
+    "sites",
+)  # each in a file of its own
 
 Collective = Annotated[
     str,
@@ -48,7 +56,7 @@ Rounds = Annotated[
     typer.Option(
         "--rounds",
         metavar="N",
-        help="Turns that the sides take. [default: 3; ddp, compile: 10; hosts: 5]",
+        help="Turns that the sides take. [default: 3; ddp, compile, groups: 10; hosts: 5]",
         show_default=False,
     ),
 ]

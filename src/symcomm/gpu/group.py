@@ -210,7 +210,7 @@ class DeviceGroup(DeviceCalls):
             made = Plan(s.collective, self.rank, self.size, s.elements | ON_DEVICE, s.dtype, s.redop, s.root, "arrival")
             if with_cards and self.size > 1:
                 streamed_all_gather(made, Pieces((CARD_BYTES,) * self.size, False), self.core._limits)
-            plan = self._plans[key] = native.make_plan(made.encode())
+            plan = self._plans[key] = self.core.load_plan(made)
         return plan
 
     @devices.on_its_device

@@ -79,9 +79,10 @@ class CollectiveCalls(Arguments):
         if plan is None:
             if len(self._plans) > 4096:
                 self._plans.clear()
-            plan = self._plans[key] = native.make_plan(build(self.rank, self.size, *args, limits=self._limits).encode())
+            plan = self._plans[key] = self.load_plan(build(self.rank, self.size, *args, limits=self._limits))
         return plan
 
+    load_plan: Callable[[Plan], Any]
     _limits: Any
     _arena: Any
 
@@ -365,7 +366,7 @@ class CollectiveCalls(Arguments):
                 return None
         plan = self._plans.get("barrier")
         if plan is None:
-            plan = self._plans["barrier"] = native.make_plan(collectives.barrier(self.rank, self.size).encode())
+            plan = self._plans["barrier"] = self.load_plan(collectives.barrier(self.rank, self.size))
         native.remember(self._handle, _BARRIER, 0, None, None, plan, self._site(2))
         return self._run("barrier", plan, [], [], [], async_op, timeout)
 

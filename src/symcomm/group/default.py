@@ -80,7 +80,7 @@ def _init_anywhere(init_method: str, rank: int, world_size: int, seconds: float,
 
     A rank that leaves one group and comes to the next before the others may find the server of the one that ends:
     when that goes away it looks again."""
-    from symcomm.store.rendezvous import rendezvous
+    from symcomm.store.bootstrap import rendezvous
 
     end, lease = time.monotonic() + seconds, None
     while True:
@@ -115,7 +115,7 @@ def join(store: Any = None, name: str = "world", timeout: float | timedelta = 30
         raise errors.GroupUnusableError("join: the default group exists already; call symcomm.destroy() first.")
     rank = None
     if store is None:
-        from symcomm.store.rendezvous import rendezvous
+        from symcomm.store.bootstrap import rendezvous
 
         # the ranks that run began at that attempt, and their keys are marked with it
         environ = {**os.environ, "TORCHELASTIC_RESTART_COUNT": os.environ.get(JOIN, "0")}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
 from symcomm._core import native
+from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
 from symcomm.group.failure import Site, Status, call_site
@@ -42,6 +43,7 @@ FAREWELL = 5.0  # seconds for the others to leave before the rank that serves th
 # pay: with more ranks than cores it only delays the rank one waits for.
 SPIN_LOOKS = 4000
 YIELD_NS = 100_000
+FIRST_STAGE = 16 << 10  # bytes of a staging half that the first call that stages anything reserves; then it doubles
 
 
 def _locate() -> int:
@@ -144,7 +146,9 @@ class ProcessGroup(MoreCalls):
         timeout: Timeout = None,
         limits: Limits | None = None,
         global_ranks: Sequence[int] | None = None,
+        peers: Sequence[Peer] | None = None,
     ):
+        """``peers``: the members' arenas, where all members have mapped them already."""
         if not 0 <= rank < size:
             raise errors.bad_argument("ProcessGroup", "rank", rank, f"0 to {size - 1}")
         self.rank = rank
@@ -170,29 +174,24 @@ class ProcessGroup(MoreCalls):
         self._family = name  # what newcomers call it, through all its shrinking and growing
         self._meeting: Meeting | None = None
         self._arena: Arena = current_arena()
-        self._build(exchange, tune=limits is None)
+        self._build(exchange, peers, tune=limits is None)
         registry.add(self)
         hooks.made(self)
 
-    def _build(self, exchange: Exchange, tune: bool) -> None:
+    def _build(self, exchange: Exchange, peers: Sequence[Peer] | None, tune: bool) -> None:
         give_back()
         stage, channels, total = _layout(self.size, self._limits)
-        self._offset = self._arena.allocate_sparse(total, touched=channels)
+        self._offset = self._arena.allocate_sparse(total, touched=stage)
+        self._stage, self._reserved = self._offset + stage, 0
         native.poke(self._arena.base + self._offset, bytes(native.CONTROL_BYTES))
         native.poke(self._arena.base + self._offset + stage - WORD_BYTES, bytes(WORD_BYTES))
         for r in range(self.size):  # only the counters of a channel need to start at zero
             native.poke(self._arena.base + self._offset + channels + r * native.CHANNEL_BYTES, bytes(192))
-        cores = sum(1 << core for core in os.sched_getaffinity(0))
-        facts = {"offset": self._offset, "total": total, "cores": f"{cores:x}"}
         try:
-            self._peers, everyone = connect(self.rank, self.size, exchange, facts, self._timeout_ns / 1e9)
+            everyone = self._introduce(exchange, peers, total)
         except BaseException:
             self._arena.free(self._offset)
             raise
-        if any(f["total"] != total for f in everyone):
-            raise errors.CollectiveMismatchError(
-                f"group {self.name!r}: ranks use different sizes or versions; make them all the same."
-            )
         all_cores = functools.reduce(operator.or_, (int(f["cores"], 16) for f in everyone))
         if tune and self.size > all_cores.bit_count():
             self._limits = self._limits.crowded()
@@ -213,6 +212,39 @@ class ProcessGroup(MoreCalls):
         self._retire = weakref.finalize(self, _retire, self._handle, self._arena, self._offset)
         self._retire.atexit = False  # the kernel takes it all
         native.group_keep(self._handle, (self._arena, *self._peers))
+
+    def _introduce(self, exchange: Exchange, peers: Sequence[Peer] | None, total: int) -> list[dict]:
+        """Learn where the others' parts of the group lie, mapping their arenas where ``peers`` are not given."""
+        cores = sum(1 << core for core in os.sched_getaffinity(0))
+        facts = {"offset": self._offset, "total": total, "cores": f"{cores:x}"}
+        if peers is not None:
+            everyone = [json.loads(item) for item in exchange(json.dumps(facts).encode())]
+            self._peers = list(peers)
+        else:
+            self._peers, everyone = connect(self.rank, self.size, exchange, facts, self._timeout_ns / 1e9)
+        if any(f["total"] != total for f in everyone):
+            raise errors.CollectiveMismatchError(
+                f"group {self.name!r}: ranks use different sizes or versions; make them all the same."
+            )
+        return everyone
+
+    def load_plan(self, plan: Plan) -> Any:
+        """``plan`` as the core runs it. The memory that it stages in is reserved here, so that running out of it is an
+        error at this line. A group that stages nothing has none."""
+        loaded = native.make_plan(plan.encode())
+        self._reserve_stage(native.plan_stage(loaded))
+        return loaded
+
+    def _reserve_stage(self, nbytes: int) -> None:
+        """Make the pages of ``nbytes`` of each half of this rank's staging area exist."""
+        if nbytes <= self._reserved:
+            return
+        half = self._limits.stage_bytes
+        reach = min(half, max(FIRST_STAGE, 1 << (nbytes - 1).bit_length()))
+        for start in (0, half):
+            self._arena.reserve(self._stage + start, reach)
+        native.group_reserved(self._handle, reach)
+        self._reserved = max(self._reserved, reach)
 
     _peers: list[Peer]
 
@@ -352,12 +384,11 @@ class ProcessGroup(MoreCalls):
             return [everyone[r] for r in ranks]
 
         if mine is None:
-            for _ in range(2):
-                self.all_gather_object(b"", timeout)
+            self.all_gather_object(b"", timeout)
             return None
         return ProcessGroup(
             ranks.index(self.rank), len(ranks), exchange, label, self.timeout if timeout is None else timeout,
-            self._limits, [self.global_ranks[r] for r in ranks],
+            self._limits, [self.global_ranks[r] for r in ranks], [self._peers[r] for r in ranks],
         )  # fmt: skip
 
     def shrink(self, timeout: float = 5.0, exclude: Sequence[int] = (), abort: bool = True) -> ProcessGroup:
@@ -373,7 +404,7 @@ class ProcessGroup(MoreCalls):
         survivors, exchange = agree_on_survivors(Records(self), timeout, exclude, abort)
         smaller = ProcessGroup(
             survivors.index(self.rank), len(survivors), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
-            [self.global_ranks[r] for r in survivors],
+            [self.global_ranks[r] for r in survivors], [self._peers[r] for r in survivors],
         )  # fmt: skip
         smaller.inherit(self)
         return smaller

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from symcomm import errors
-from symcomm._core import native
 from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
@@ -255,7 +254,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
             else:
                 made = build(rank, world, *args, limits=self.local._limits)
                 made = replace(made, collective=s.collective, count=s.local_count(is_whole=False))
-            plan = self._plans[key] = native.make_plan(made.encode())
+            plan = self._plans[key] = self.local.load_plan(made)
         return plan
 
     def _perform(
