@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import itertools
 import json
 import operator
@@ -36,6 +37,7 @@ __all__ = ["DEFAULT_TIMEOUT", "ProcessGroup"]
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, as in PyTorch
 FAREWELL = 5.0  # seconds for the others to leave before the rank that serves their store does
+WINDOWS = "symcomm.windows"  # a layer above: loaded by name when it is asked for
 
 # How often a waiting rank looks, at most, before it offers its core (about 10 us), and how long it offers before it
 # sleeps. Looking costs the core, sleeping two context switches (about 10 us). The core looks less where that does not
@@ -271,6 +273,10 @@ class ProcessGroup(MoreCalls):
         if self._failure is not None:
             raise self._unusable()
 
+    def check_usable(self) -> None:
+        """Raise if the group was destroyed, or has failed."""
+        self._check_usable()
+
     def abort(self) -> None:
         """Make every rank's pending and later operations on this group fail now."""
         native.group_abort(self._handle)
@@ -319,6 +325,12 @@ class ProcessGroup(MoreCalls):
             and (not last or last[0]._settled)  # they end in order
             and self._together.all_here()
         )
+
+    def new_window(self, tensor: Any = None) -> Any:
+        """A window into every rank's tensor, for one-sided puts and signals. Every rank of the group calls it.
+
+        Without ``tensor``, every rank calls ``tensor_register`` of the window later. See docs/windows.md."""
+        return importlib.import_module(WINDOWS).new_window(self, tensor)
 
     # --- groups from groups -----------------------------------------------------------------------------------
 
