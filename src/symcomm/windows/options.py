@@ -1,17 +1,15 @@
-"""What the calls of a window take and tell, with the names of torch 2.15."""
+"""What a window tells about itself, with the names of torch 2.15, and how its calls are told their deadline."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from symcomm.group.work import to_ns
+from symcomm.group.work import Timeout, to_ns
 
-__all__ = ["PutOptions", "SignalOptions", "WaitSignalOptions", "WindowAccessType", "WindowAttr", "seconds_of"]
-
-UNSET = timedelta(milliseconds=-1)  # the group's timeout
+__all__ = ["WindowAccessType", "WindowAttr", "seconds_of"]
 
 
 class WindowAccessType(enum.IntEnum):
@@ -26,27 +24,9 @@ class WindowAttr:
     access_type: WindowAccessType = WindowAccessType.UNIFIED
 
 
-@dataclass(slots=True)
-class PutOptions:
-    timeout: timedelta = UNSET
-    hints: dict[str, str] = field(default_factory=dict)  # for other backends; ours needs none
-
-
-@dataclass(slots=True)
-class SignalOptions:
-    timeout: timedelta = UNSET
-    hints: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class WaitSignalOptions:
-    timeout: timedelta = UNSET
-    hints: dict[str, str] = field(default_factory=dict)
-
-
-def seconds_of(call: str, opts: Any) -> float | None:
-    """The timeout in options of ours or torch's; None: the group's."""
-    timeout = getattr(opts, "timeout", None)
-    if timeout is None or (isinstance(timeout, timedelta) and timeout.days < 0):
+def seconds_of(call: str, opts: Any, timeout: Timeout) -> float | None:
+    """The caller's deadline, from ``timeout`` or from PutOptions and its kin (ours or torch's); None: the group's."""
+    given = getattr(opts, "timeout", None) if timeout is None else timeout
+    if given is None or (timeout is None and isinstance(given, timedelta) and given.days < 0):  # unset is -1 ms
         return None
-    return to_ns(call, timeout) / 1e9
+    return to_ns(call, given) / 1e9

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from symcomm import errors
 from symcomm.errors import words_for_ranks
 from symcomm.group.buffers import torch_dtypes
+from symcomm.group.work import Timeout
 from symcomm.types import DType
 from symcomm.windows.memory import HostMemory, Shortcut, no_shortcut
 from symcomm.windows.options import WindowAccessType, WindowAttr, seconds_of
@@ -113,24 +114,32 @@ class Window:
 
     # --- one-sided calls --------------------------------------------------------------------------------------
 
+    # ``opts``: torch's PutOptions, SignalOptions and WaitSignalOptions, or ours of these names, for their timeout.
+
     def put(
-        self, tensor: Any, dst_rank: int, target_offset_nelems: int = 0, async_op: bool = False, opts: Any = None
+        self,
+        tensor: Any,
+        dst_rank: int,
+        target_offset_nelems: int = 0,
+        async_op: bool = False,
+        opts: Any = None,
+        timeout: Timeout = None,
     ) -> Any:
         """Write ``tensor`` into ``dst_rank``'s memory, from element ``target_offset_nelems`` on.
 
         ``dst_rank`` takes no part. It sees what was put once it has taken a signal that was sent later. ``tensor`` may
         be changed when the work has ended, which on the CPU is when this returns."""
-        if opts is None and self._short_put(tensor, dst_rank, target_offset_nelems) == 0:
+        if opts is None and timeout is None and self._short_put(tensor, dst_rank, target_offset_nelems) == 0:
             return self._done
         memory = self._registered("put")
         self._check_rank("put", "dst_rank", dst_rank)
-        status = self._put(memory, tensor, dst_rank, target_offset_nelems, opts)
+        seconds = self._seconds("put", opts, timeout)
+        status = self._put(memory, tensor, dst_rank, target_offset_nelems, seconds)
         if status:
-            raise memory.explain(f"put(dst_rank={dst_rank})", status, dst_rank, self.group.timeout)
+            raise memory.explain(f"put(dst_rank={dst_rank})", status, dst_rank, seconds)
         return self._done
 
-    def _put(self, memory: Any, tensor: Any, rank: int, offset: int, opts: Any) -> int:
-        seconds = self._seconds("put", opts)
+    def _put(self, memory: Any, tensor: Any, rank: int, offset: int, seconds: float) -> int:
         source, target = memory.source(tensor), memory.cards[rank]
         wanted = DType(target["dtype"])
         if source.dtype != wanted:
@@ -149,22 +158,23 @@ class Window:
             raise errors.bad_argument("put", "target_offset_nelems", offset, allowed)
         return memory.put(source, rank, start, seconds)
 
-    def signal(self, peer_rank: int, async_op: bool = False, opts: Any = None) -> Any:
+    def signal(self, peer_rank: int, async_op: bool = False, opts: Any = None, timeout: Timeout = None) -> Any:
         """Send ``peer_rank`` a signal. It never waits: signals are counted until they are taken."""
-        if opts is None and self._short_signal(peer_rank) == 0:
+        if opts is None and timeout is None and self._short_signal(peer_rank) == 0:
             return self._done
         memory = self._registered("signal")
         self._check_rank("signal", "peer_rank", peer_rank)
-        status = memory.signal(peer_rank, self._seconds("signal", opts))
+        seconds = self._seconds("signal", opts, timeout)
+        status = memory.signal(peer_rank, seconds)
         if status:
-            raise memory.explain(f"signal(peer_rank={peer_rank})", status, peer_rank, self.group.timeout)
+            raise memory.explain(f"signal(peer_rank={peer_rank})", status, peer_rank, seconds)
         return self._done
 
-    def wait_signal(self, peer_rank: int, async_op: bool = False, opts: Any = None) -> Any:
+    def wait_signal(self, peer_rank: int, async_op: bool = False, opts: Any = None, timeout: Timeout = None) -> Any:
         """Take one signal of ``peer_rank``, waiting for it. What that rank put before it is here then."""
         memory = self._registered("wait_signal")
         self._check_rank("wait_signal", "peer_rank", peer_rank)
-        seconds = self._seconds("wait_signal", opts)
+        seconds = self._seconds("wait_signal", opts, timeout)
         work = memory.wait_signal(f"wait_signal(peer_rank={peer_rank})", peer_rank, async_op, seconds)
         return self._done if work is None else self._dressed("wait_signal", work, seconds)
 
@@ -185,8 +195,8 @@ class Window:
         if not isinstance(rank, int) or not 0 <= rank < self.group.size:
             raise errors.bad_argument(call, name, rank, f"in [0, {self.group.size - 1}], a rank of this group")
 
-    def _seconds(self, call: str, opts: Any) -> float:
-        seconds = None if opts is None else seconds_of(call, opts)
+    def _seconds(self, call: str, opts: Any, timeout: Timeout) -> float:
+        seconds = seconds_of(call, opts, timeout)
         return self.group.timeout if seconds is None else seconds
 
 
