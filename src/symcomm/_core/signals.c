@@ -102,8 +102,11 @@ void counter_add(const struct counter *c) {
 
 int counter_take(struct group *g, const struct counter *c, int peer, int64_t timeout) {
     struct signal s = {.word = c->word, .sleepers = c->sleepers, .counted = true};
-    if (flip(&s)) return STATUS_OK;
-    if (timeout < 0) {
+    int looks = timeout >= 0 && g->own_process ? g->spin_now : 0; /* ranks that are threads need the lock to signal us */
+    bool done = flip(&s);
+    for (int i = 0; i < looks && !(done = done || flip(&s)); i++) symcomm_relax();
+    if (done) return STATUS_OK;
+    if (timeout <= 0) {
         int status = sync_aborted(g);
         if (!status && peer != g->rank) status = sync_gone(g, peer);
         return flip(&s) ? STATUS_OK : status ? status : STATUS_TIMEOUT;

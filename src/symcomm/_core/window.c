@@ -140,15 +140,15 @@ static PyObject *window_signal(PyObject *self, PyObject *const *args, Py_ssize_t
     return PyLong_FromLong(status);
 }
 
-/* window_wait(window, peer, timeout_ns) -> status; a negative timeout only looks. */
+/* window_wait(window, peer, timeout_ns=0) -> status, None: Python has to look. See counter_take for timeouts up to 0. */
 static PyObject *window_wait(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    struct window *w = n == 3 ? PyCapsule_GetPointer(args[0], WINDOW) : NULL;
-    if (w == NULL) return n == 3 ? NULL : PyErr_Format(PyExc_TypeError, "window_wait takes 3 arguments");
+    struct window *w = n == 2 || n == 3 ? PyCapsule_GetPointer(args[0], WINDOW) : NULL;
+    if (w == NULL) return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "window_wait takes 2 or 3 arguments");
     int peer = rank_of(w, args[1]), status;
-    int64_t timeout = PyLong_AsLongLong(args[2]);
+    int64_t timeout = n == 3 ? PyLong_AsLongLong(args[2]) : 0;
     if (PyErr_Occurred()) return NULL;
-    if (peer < 0) return PyErr_Format(PyExc_ValueError, "not a rank of the window");
+    if (peer < 0 || w->group->left) Py_RETURN_NONE;
     struct counter c = counter_of(w, w->group->rank, peer);
     WITHOUT_LOCK_UNLESS(true, status = counter_take(w->group, &c, peer, timeout));
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
@@ -162,7 +162,7 @@ static PyMethodDef methods[] = {
     {"window_write", window_write, METH_VARARGS, "window_write(window, peer, offset, address, nbytes) -> status"},
     {"window_signal", (PyCFunction)(void (*)(void))window_signal, METH_FASTCALL,
      "window_signal(window, peer) -> status, or None when Python must look"},
-    {"window_wait", (PyCFunction)(void (*)(void))window_wait, METH_FASTCALL, "window_wait(window, peer, timeout_ns) -> status"},
+    {"window_wait", (PyCFunction)(void (*)(void))window_wait, METH_FASTCALL, "window_wait(window, peer, timeout_ns=0) -> status, or None when Python must look"},
     {NULL, NULL, 0, NULL},
 };
 

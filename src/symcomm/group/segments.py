@@ -9,8 +9,9 @@ from typing import Any
 
 from symcomm._core import native
 
-__all__ = ["Segment", "owner_of"]
+__all__ = ["Segment", "Shortcut", "owner_of"]
 
+Shortcut = Callable[..., int | None]  # a Status; None: nothing was done, since arguments have to be looked at
 LINE = 64
 WORD = 4  # bytes of a signal count; each rank has one for every sender
 
@@ -58,10 +59,11 @@ class Segment:
     def pid_of(self, rank: int) -> int:
         return self._group._peers[rank].pid
 
-    def shortcuts(self) -> tuple[Callable[..., int | None], Callable[..., int | None]]:
-        """put(tensor, rank, offset) and signal(rank) with nothing but the core. They return a Status; None where
-        nothing happened, since arguments have to be looked at."""
-        return partial(native.window_put, self._window), partial(native.window_signal, self._window)
+    def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
+        """put(tensor, rank, offset), signal(rank) and wait_signal(rank) with nothing but the core. The last one only
+        takes what comes within microseconds."""
+        calls = (native.window_put, native.window_signal, native.window_wait)
+        return tuple(partial(call, self._window) for call in calls)  # type: ignore[return-value]
 
     # Each of these returns a Status.
 

@@ -20,10 +20,10 @@ from symcomm.gpu.watch import Outstanding
 from symcomm.gpu.work import DeviceWork
 from symcomm.group.buffers import torch_dtypes
 from symcomm.group.failure import explain_peer
-from symcomm.group.segments import Segment
+from symcomm.group.segments import Segment, Shortcut
 from symcomm.symm_mem.on_gpu import find_piece
 from symcomm.types import DType
-from symcomm.windows.memory import Shortcut, no_shortcut
+from symcomm.windows.memory import no_shortcut
 
 if TYPE_CHECKING:
     import torch
@@ -90,8 +90,8 @@ class CudaMemory:
                 opened(bytes.fromhex(c["words_handle"]), f"rank {r}") + c["words"] for r, c in enumerate(cards)
             ]
 
-    def shortcuts(self) -> tuple[Shortcut, Shortcut]:
-        return no_shortcut, no_shortcut
+    def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
+        return no_shortcut, no_shortcut, no_shortcut
 
     def close(self) -> None:
         for event in self._puts.values():

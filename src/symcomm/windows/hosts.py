@@ -18,7 +18,8 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.group.buffers import Buffer
 from symcomm.group.failure import Status
-from symcomm.windows.memory import HostMemory, Shortcut, no_shortcut
+from symcomm.group.segments import Shortcut
+from symcomm.windows.memory import HostMemory, no_shortcut
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,8 +99,8 @@ class HostsMemory(HostMemory):
         self.cards = cards
         self._segment.connect([cards[r] for r in self.group.layout.here])
 
-    def shortcuts(self) -> tuple[Shortcut, Shortcut]:
-        return no_shortcut, no_shortcut  # where a rank is has to be looked at first
+    def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
+        return no_shortcut, no_shortcut, no_shortcut  # where a rank is has to be looked at first
 
     def is_mapped(self, rank: int) -> bool:
         return self.group.layout.host_of[rank] == self.group.layout.host

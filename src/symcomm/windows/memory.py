@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
 from symcomm.group.buffers import Buffer, read_buffer, torch_dtypes
 from symcomm.group.failure import explain_peer
-from symcomm.group.segments import Segment, owner_of
+from symcomm.group.segments import Segment, Shortcut, owner_of
 from symcomm.memory.arena import bytes_type
 from symcomm.symm_mem.allocate import storage_over
 from symcomm.symm_mem.symmetrize import symmetrize
@@ -19,9 +19,7 @@ from symcomm.windows.works import SignalWork
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostMemory", "Shortcut", "no_shortcut"]
-
-Shortcut = Callable[..., int | None]  # a Status; None: nothing was done
+__all__ = ["HostMemory", "no_shortcut"]
 
 
 def no_shortcut(*_: Any) -> int | None:
@@ -52,7 +50,7 @@ class HostMemory:
         local = self._local_group()
         _place(local, tensor)
         self._segment = Segment(local, tensor.data_ptr(), tensor.numel(), torch_dtypes()[tensor.dtype])
-        self._last: dict[int, SignalWork] = {}  # by rank: the last asynchronous wait for a signal of it
+        self._last: dict[int, SignalWork] = {}  # by rank: the last asynchronous wait for its signals
         self.card = {"device": "cpu", "shape": list(tensor.shape), **self._segment.card}
         self.cards: Sequence[dict[str, Any]] = []
 
@@ -64,8 +62,8 @@ class HostMemory:
         self.cards = cards
         self._segment.connect(cards)
 
-    def shortcuts(self) -> tuple[Shortcut, Shortcut]:
-        """put and signal for arguments that need no look."""
+    def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
+        """put, signal and wait_signal for arguments that need no look; the last one until a wait is asynchronous."""
         return self._segment.shortcuts()
 
     def close(self) -> None:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from symcomm import errors
 from symcomm.errors import words_for_ranks
 from symcomm.group.buffers import torch_dtypes
+from symcomm.group.segments import Shortcut
 from symcomm.group.work import Timeout
 from symcomm.types import DType
-from symcomm.windows.memory import HostMemory, Shortcut, no_shortcut
+from symcomm.windows.memory import HostMemory, no_shortcut
 from symcomm.windows.options import WindowAccessType, WindowAttr, seconds_of
 from symcomm.windows.works import DONE
 
@@ -50,6 +51,7 @@ class Window:
         self._tensor: Any = None
         self._short_put: Shortcut = no_shortcut
         self._short_signal: Shortcut = no_shortcut
+        self._short_wait: Shortcut = no_shortcut
 
     def __repr__(self) -> str:
         state = "without a tensor" if self._memory is None else f"of {self._memory.card['count']} elements here"
@@ -80,7 +82,7 @@ class Window:
         assert memory is not None
         memory.connect(cards)
         self._memory = memory
-        self._short_put, self._short_signal = memory.shortcuts()
+        self._short_put, self._short_signal, self._short_wait = memory.shortcuts()
         self._tensor = tensor.detach() if owning else None
 
     def tensor_deregister(self) -> None:
@@ -90,7 +92,7 @@ class Window:
             memory.close()
         finally:  # also on a group that has failed: there is nothing else to be done with it
             self._memory = self._tensor = None
-            self._short_put = self._short_signal = no_shortcut
+            self._short_put = self._short_signal = self._short_wait = no_shortcut
 
     def map_remote_tensor(self, rank: int) -> torch.Tensor:
         """A tensor over ``rank``'s memory, to read and to write."""
@@ -172,9 +174,13 @@ class Window:
 
     def wait_signal(self, peer_rank: int, async_op: bool = False, opts: Any = None, timeout: Timeout = None) -> Any:
         """Take one signal of ``peer_rank``, waiting for it. What that rank put before it is here then."""
+        if not async_op and opts is None and timeout is None and self._short_wait(peer_rank) == 0:
+            return self._done
         memory = self._registered("wait_signal")
         self._check_rank("wait_signal", "peer_rank", peer_rank)
         seconds = self._seconds("wait_signal", opts, timeout)
+        if async_op:
+            self._short_wait = no_shortcut  # from now on waits may have to end in order
         work = memory.wait_signal(f"wait_signal(peer_rank={peer_rank})", peer_rank, async_op, seconds)
         return self._done if work is None else self._dressed("wait_signal", work, seconds)
 
