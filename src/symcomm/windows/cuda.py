@@ -93,6 +93,10 @@ class CudaMemory:
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
         return no_shortcut, no_shortcut, no_shortcut
 
+    def check_usable(self, call: str) -> None:
+        """Also raises what was found while the GPU waited, to the first who asks."""
+        self._gpu.trouble.check_usable(call)
+
     def close(self) -> None:
         for event in self._puts.values():
             event.synchronize()
@@ -126,7 +130,6 @@ class CudaMemory:
         """In the order of the current stream."""
         import torch
 
-        self._gpu.trouble.check_usable("put")
         if status := self._host.write(rank, 0, 0, 0):
             return status
         stream = torch.cuda.current_stream(self.device)
@@ -156,7 +159,6 @@ class CudaMemory:
         """In the order of the current stream, and after all signals to that rank before."""
         import torch
 
-        self._gpu.trouble.check_usable("signal")
         if status := self._host.write(rank, 0, 0, 0):
             return status
         stream = torch.cuda.current_stream(self.device)
@@ -176,7 +178,6 @@ class CudaMemory:
         """The current stream waits; with ``async_op`` one of our own does, and the work's ``wait()`` joins it."""
         import torch
 
-        self._gpu.trouble.check_usable("wait_signal")
         stream = self._side(rank) if async_op else torch.cuda.current_stream(self.device)
         self._awaited[rank] += 1
         address, count = self._word_addresses[self.group.rank] + WORD * rank, self._awaited[rank] & 0xFFFFFFFF

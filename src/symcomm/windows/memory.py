@@ -66,6 +66,9 @@ class HostMemory:
         """put, signal and wait_signal for arguments that need no look; the last one until a wait is asynchronous."""
         return self._segment.shortcuts()
 
+    def check_usable(self, call: str) -> None:
+        self.group.check_usable()
+
     def close(self) -> None:
         """Once everybody is here, all puts have ended."""
         self.group.barrier()

@@ -194,7 +194,7 @@ class Window:
         """The window's memory, if the window can be used."""
         if self._memory is None:
             raise errors.CallerError(f"{call}: the window has no tensor; call tensor_register on every rank first.")
-        self.group.check_usable()
+        self._memory.check_usable(call)
         return self._memory
 
     def _check_rank(self, call: str, name: str, rank: Any) -> None:
