@@ -166,6 +166,7 @@ class ProcessGroup(MoreCalls):
         self._children = 0
         self._barriers = 0
         self._before_leaving: list[Callable[[], None]] = []  # what destroy() has to finish first
+        self.exposed: dict[int, Any] = {}  # memory that peers may write to, by window
         self.store: Any = None  # where the ranks met, and where newcomers find them
         self.lease: Lease | None = None  # on that store, if it ends with its groups
         self.newcomers: list[int] = []  # the ranks that came in when grow() made this group

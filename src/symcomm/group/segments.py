@@ -32,13 +32,13 @@ class Segment:
         self._group = group
         arena = group._arena
         self._words_bytes = -(-WORD * group.size // LINE) * LINE  # then one line that counts who sleeps
-        self._words = arena.buffer(self._words_bytes + LINE)
-        ctypes.memset(self._words, 0, len(self._words))
+        self.words = arena.buffer(self._words_bytes + LINE)  # peers write to them: whoever may signal keeps them
+        ctypes.memset(self.words, 0, len(self.words))
         self.card = {
             "offset": address - arena.base if count else 0,
             "count": count,
             "dtype": dtype,
-            "words": ctypes.addressof(self._words) - arena.base,
+            "words": ctypes.addressof(self.words) - arena.base,
         }
         self._addresses: list[int] = []
         self._window: Any = None

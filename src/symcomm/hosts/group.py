@@ -123,6 +123,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self._children = self._barriers = 0
         self._together = None  # asynchronous operations have a thread of their own
         self._before_leaving: list[Callable[[], None]] = []
+        self.exposed: dict[int, Any] = {}
         self.store: Any = None
         self.lease = None
         self.newcomers: list[int] = []

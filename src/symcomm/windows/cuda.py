@@ -61,15 +61,15 @@ class CudaMemory:
         self.group = group
         self.device = tensor.device
         self._piece = piece or pool_of(tensor.get_device()).allocate(1)
-        self._words = pool_of(tensor.get_device()).allocate(WORD * group.size)
-        torch.as_tensor(self._words, device=tensor.device).zero_()
+        self.words = pool_of(tensor.get_device()).allocate(WORD * group.size)
+        torch.as_tensor(self.words, device=tensor.device).zero_()
         torch.cuda.current_stream(tensor.device).synchronize()  # nobody signals before it is clear
         self._host = Segment(group, 0, 0, DType.UINT8)  # tells whether a rank is still there
         self.card = {
             "device": "cuda", "shape": list(tensor.shape), "count": tensor.numel(),
             "dtype": torch_dtypes()[tensor.dtype], "handle": self._piece.block.handle.hex(),
             "offset": tensor.data_ptr() - self._piece.block.address if piece else self._piece.offset,
-            "words_handle": self._words.block.handle.hex(), "words": self._words.offset, "host": self._host.card,
+            "words_handle": self.words.block.handle.hex(), "words": self.words.offset, "host": self._host.card,
         }  # fmt: skip
         self.cards: Sequence[dict[str, Any]] = []
         self._sent: Counter[int] = Counter()  # signals, by target

@@ -41,17 +41,17 @@ class Arrivals:
         self._address = address
         self._nbytes = nbytes
         self._news = news
-        self.frames: Counter[int] = Counter()  # of puts, by sender
+        self.messages: Counter[int] = Counter()  # frames of puts, and signals, by sender
         self.signals: Counter[int] = Counter()  # not taken yet, by sender
 
     def note(self, rank: int, header: dict[str, Any], payload: bytes | bytearray) -> None:
         with self._news:
+            self.messages[rank] += 1
             if "start" in header:
                 start = header["start"]
                 if not 0 <= start <= self._nbytes - len(payload):  # the sender has checked that
                     raise errors.InternalError(f"a put of rank {rank} reaches beyond the window. Please report it.")
                 native.poke(self._address + start, bytes(payload))
-                self.frames[rank] += 1
             else:
                 self.signals[rank] += 1
             self._news.notify_all()
@@ -88,7 +88,7 @@ class HostsMemory(HostMemory):
     def __init__(self, group: Any, tensor: torch.Tensor, number: int):
         super().__init__(group, tensor)
         self._number = number
-        self._sent: Counter[int] = Counter()  # frames of puts, by target
+        self._sent: Counter[int] = Counter()  # messages, by target
         self._arrivals = Arrivals(tensor.data_ptr(), tensor.numel() * tensor.element_size(), group.news)
         _inbox_of(group).open(number, self._arrivals)  # before anybody can know of it
 
@@ -124,10 +124,14 @@ class HostsMemory(HostMemory):
             if status:
                 return status
             piece = native.peek(source.address + done, min(FRAME, source.nbytes - done))
-            if not self.group.tell(rank, {"kind": KIND, "window": self._number, "start": start + done}, piece):
-                return Status.DEAD
-            self._sent[rank] += 1
+            if status := self._tell(rank, {"start": start + done}, piece):
+                return status
         return Status.OK
+
+    def _tell(self, rank: int, header: dict[str, Any], piece: bytes = b"") -> int:
+        self._sent[rank] += 1
+        told = self.group.tell(rank, {"kind": KIND, "window": self._number, **header}, piece)
+        return Status.OK if told else Status.DEAD
 
     def _await_room(self, rank: int, deadline: float) -> int:
         """Until the connection has taken most of what it was given."""
@@ -153,7 +157,7 @@ class HostsMemory(HostMemory):
         deadline = time.monotonic() + seconds
         for rank, counts in enumerate(told):
             with self.group.news:
-                while self._arrivals.frames[rank] < counts[self.group.rank]:
+                while self._arrivals.messages[rank] < counts[self.group.rank]:
                     status = self._stopped(rank) or (Status.TIMEOUT if time.monotonic() >= deadline else 0)
                     if status:
                         raise self.explain("tensor_deregister", status, rank, seconds)
@@ -166,7 +170,7 @@ class HostsMemory(HostMemory):
             return self._segment.signal(self._here(rank))
         if status := self._stopped(rank):
             return status
-        return Status.OK if self.group.tell(rank, {"kind": KIND, "window": self._number}) else Status.DEAD
+        return self._tell(rank, {})
 
     def take(self, peer: int, timeout_ns: int) -> int:
         if self.is_mapped(peer):

@@ -50,6 +50,7 @@ class HostMemory:
         local = self._local_group()
         _place(local, tensor)
         self._segment = Segment(local, tensor.data_ptr(), tensor.numel(), torch_dtypes()[tensor.dtype])
+        self.words = self._segment.words
         self._last: dict[int, SignalWork] = {}  # by rank: the last asynchronous wait for its signals
         self.card = {"device": "cpu", "shape": list(tensor.shape), **self._segment.card}
         self.cards: Sequence[dict[str, Any]] = []

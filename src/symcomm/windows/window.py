@@ -39,8 +39,8 @@ def new_window(group: Any, tensor: torch.Tensor | None = None, kind: type[Window
 class Window:
     """Made by ``group.new_window()``. One tensor of each rank can be written by all ranks of the group.
 
-    Sizes, shapes and dtypes may differ between ranks. A window is used while all ranks still have it: deregister it,
-    on every rank, before it or its tensor goes away."""
+    Sizes, shapes and dtypes may differ between ranks. Deregister a window that is not needed any more: until then, or
+    until the group goes, its memory stays, since peers may write to it."""
 
     _done: Any = DONE  # what the caller gets for what has ended
 
@@ -84,6 +84,7 @@ class Window:
         self._memory = memory
         self._short_put, self._short_signal, self._short_wait = memory.shortcuts()
         self._tensor = tensor.detach() if owning else None
+        self.group.exposed[self._number] = (self._tensor, memory.words)
 
     def tensor_deregister(self) -> None:
         """Nobody writes to the tensor any more. Every rank of the group calls it; what was put before has arrived."""
@@ -92,6 +93,7 @@ class Window:
             memory.close()
         finally:  # also on a group that has failed: there is nothing else to be done with it
             self._memory = self._tensor = None
+            self.group.exposed.pop(self._number, None)
             self._short_put = self._short_signal = self._short_wait = no_shortcut
 
     def map_remote_tensor(self, rank: int) -> torch.Tensor:

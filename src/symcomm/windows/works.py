@@ -68,30 +68,28 @@ class SignalWork:
         self._error: errors.SymcommError | None = None
         self.seconds: float | None = None
 
-    def _left(self, seconds: float | None) -> int:
-        """Nanoseconds that a wait of ``seconds`` may take; never past this work's own deadline."""
-        left = self._started + self._limit - time.monotonic()
-        return max(1, int((left if seconds is None else min(left, seconds)) * 1e9))
+    def _advance(self, seconds: float | None) -> bool:
+        """Whether it has ended, after a wait of at most ``seconds``; None: until its deadline; 0: without a wait."""
+        chain = [self]
+        while (before := chain[-1]._before) is not None:
+            chain.append(before)
+        end = None if seconds is None else time.monotonic() + seconds
+        return all(work._take(None if end is None else end - time.monotonic()) for work in reversed(chain))
 
-    def _advance(self, timeout_ns: int) -> bool:
-        """Whether it has ended, after a wait of at most ``timeout_ns``; negative: without one."""
+    def _take(self, seconds: float | None) -> bool:
+        """The same, once those before it have ended."""
         if self._ended:
             return True
-        end = time.monotonic_ns() + timeout_ns
-        if not self._lock.acquire(timeout=max(timeout_ns, 0) / 1e9):
+        left = self._started + self._limit - time.monotonic()
+        left = left if seconds is None else min(left, seconds)
+        if not self._lock.acquire(timeout=max(left, 0.0)):
             return False
         try:
-            if not self._ended and self._first_ended(timeout_ns):
-                left = max(1, end - time.monotonic_ns()) if timeout_ns > 0 else timeout_ns
-                self._settle(self._counts.take(self._peer, left))
+            if not self._ended:
+                self._settle(self._counts.take(self._peer, int(left * 1e9) if left > 1e-9 else -1))
         finally:
             self._lock.release()
         return self._ended
-
-    def _first_ended(self, timeout_ns: int) -> bool:
-        if self._before is not None and self._before._advance(timeout_ns):
-            self._before = None
-        return self._before is None
 
     def _settle(self, status: int) -> None:
         took = time.monotonic() - self._started
@@ -99,13 +97,13 @@ class SignalWork:
             return  # somebody waited for a shorter time
         if status:
             self._error = self._counts.explain(self._what, status, self._peer, self._limit)
-        self._ended, self.seconds = True, took
+        self._before, self._ended, self.seconds = None, True, took
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Block until the signal was taken. DeadlineError when ``timeout`` passes first: the wait goes on then."""
         given = to_ns("wait", timeout) / 1e9 if timeout else None
         end = None if given is None else time.monotonic() + given
-        while not self._advance(self._left(None if end is None else end - time.monotonic())):
+        while not self._advance(None if end is None else end - time.monotonic()):
             if end is not None and time.monotonic() >= end:
                 raise errors.deadline(f"waiting for {self._what}", given or 0.0, missing=[self._peer])
         if self._error is not None:
@@ -113,7 +111,7 @@ class SignalWork:
         return True
 
     def is_completed(self) -> bool:
-        return self._advance(-1)
+        return self._advance(0)
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
