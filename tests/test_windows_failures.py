@@ -95,6 +95,10 @@ def left(group):
             window.put(torch.ones(1), 0)
         with pytest.raises(errors.GroupUnusableError, match="was destroyed"):
             window.signal(0)
+        with pytest.raises(errors.GroupUnusableError, match="was destroyed"):
+            window.tensor_deregister()
+        with pytest.raises(errors.CallerError, match="the window has no tensor"):
+            window.signal(0)
         return "left"
     with pytest.raises(errors.RankFailedError, match=r"rank 1 \(pid \d+\) left the group") as caught:
         window.wait_signal(1)

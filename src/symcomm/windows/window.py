@@ -69,17 +69,17 @@ class Window:
             raise errors.CallerError(
                 "tensor_register: the window has a tensor already; call tensor_deregister first, or use another window."
             )
-        memory, refusal = None, None
+        memory: Any = None
+        refusal: Exception | None = None
         try:
             memory = _memory_for(self.group, tensor, self._number)
-        except errors.SymcommError as error:  # told to the others, who would wait for us
+        except Exception as error:  # told to the others, who would wait for us
             refusal = error
         card = {"window": self._number, "refusal": str(refusal or ""), **(memory.card if memory else {})}
         cards = [json.loads(item) for item in self.group.all_gather_object(json.dumps(card).encode())]
         if refusal is not None:
             raise refusal
         _check_cards(self.group, cards)
-        assert memory is not None
         memory.connect(cards)
         self._memory = memory
         self._short_put, self._short_signal, self._short_wait = memory.shortcuts()
@@ -88,10 +88,11 @@ class Window:
 
     def tensor_deregister(self) -> None:
         """Nobody writes to the tensor any more. Every rank of the group calls it; what was put before has arrived."""
-        memory = self._registered("tensor_deregister")
+        memory = self._memory_of("tensor_deregister")
         try:
+            memory.check_usable("tensor_deregister")
             memory.close()
-        finally:  # also on a group that has failed: there is nothing else to be done with it
+        finally:  # also on a group that has failed, where nobody can write any more
             self._memory = self._tensor = None
             self.group.exposed.pop(self._number, None)
             self._short_put = self._short_signal = self._short_wait = no_shortcut
@@ -192,12 +193,16 @@ class Window:
 
     # --- arguments --------------------------------------------------------------------------------------------
 
-    def _registered(self, call: str) -> Any:
-        """The window's memory, if the window can be used."""
+    def _memory_of(self, call: str) -> Any:
         if self._memory is None:
             raise errors.CallerError(f"{call}: the window has no tensor; call tensor_register on every rank first.")
-        self._memory.check_usable(call)
         return self._memory
+
+    def _registered(self, call: str) -> Any:
+        """The window's memory, if it can be used."""
+        memory = self._memory_of(call)
+        memory.check_usable(call)
+        return memory
 
     def _check_rank(self, call: str, name: str, rank: Any) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.group.size:
