@@ -1,4 +1,4 @@
-"""Halo exchange with a window: heat spreads along a rod that the ranks share; each writes its edges into its neighbours'.
+"""Halo exchange with a window: heat spreads along a rod that ranks share; each writes its edges into its neighbours'.
 
 Run it with `symcomm run -n 2 examples/window.py`. The result is that of one process, bit for bit.
 """

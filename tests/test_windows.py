@@ -12,7 +12,7 @@ from symcomm import errors, symm_mem
 from symcomm.c10d import PutOptions, WaitSignalOptions
 from symcomm.group.buffers import torch_dtypes
 from symcomm.windows import WindowAccessType
-from tests.window_ranks import meet, spawn
+from tests.window_ranks import spawn, sync
 
 MODES = pytest.mark.parametrize("mode", ["threads", "processes"])
 # Ranks of one host, as threads and as processes, and ranks on several: the same values everywhere.
@@ -77,7 +77,7 @@ def every_dtype(group):
         window = group.new_window(mine)
         window.put(source, peer, 2)
         window.put(source[::2], peer, 0) if dtype is torch.float32 else None  # not contiguous
-        meet(window, group)
+        sync(window, group)
         expected = torch.zeros(9).to(dtype)
         expected[2:8] = source
         if dtype is torch.float32:
@@ -100,7 +100,7 @@ def other_sources(group):
     values = torch.tensor([1 + 2j, 3 + 4j])
     window.put(values.conj(), peer, 0)  # lazily conjugated
     window.put(values.numpy(), peer, 2)  # not a tensor at all
-    meet(window, group)
+    sync(window, group)
     assert mine.tolist() == [1 - 2j, 3 - 4j, 1 + 2j, 3 + 4j]
 
 
@@ -114,13 +114,13 @@ def differing_shapes(group):
     assert [window.map_remote_tensor(r).shape for r in (0, 1)] == [(1, 2), (2, 2)]
     assert [window.map_remote_tensor(r).dtype for r in (0, 1)] == [torch.float32, torch.int16]
     window.map_remote_tensor(1 - group.rank)[0, group.rank] = 7
-    meet(window, group)
+    sync(window, group)
     assert mine.flatten().tolist()[1 - group.rank] == 7
     empty = group.new_window(torch.zeros(0 if group.rank else 3))  # a rank that only puts
     if group.rank:
         empty.put(torch.ones(3), 0)
     empty.put(torch.ones(0), 1)
-    meet(empty, group)
+    sync(empty, group)
     assert empty.map_remote_tensor(1).shape == (0,)
     return empty.map_remote_tensor(0).tolist()
 
@@ -147,7 +147,7 @@ def homes(group):
         window = group.new_window(tensor)
         assert (tensor.data_ptr() == before) == (name in ("symmetric", "view")), name  # the weight has moved with it
         window.put(torch.full((2,), 5.0), 1 - group.rank, 1)
-        meet(window, group)
+        sync(window, group)
         assert tensor.flatten()[1:3].tolist() == [5.0, 5.0], name
         if users is not None:
             assert users().flatten()[1:3].tolist() == [5.0, 5.0], name
@@ -167,7 +167,7 @@ def ownership(group):
     window = group.new_window()
     window.tensor_register(mine, owning=False)
     window.put(torch.ones(4), 1 - group.rank)
-    meet(window, group)
+    sync(window, group)
     with pytest.raises(errors.CallerError, match="does not own this rank's tensor; register it with owning=True"):
         window.map_remote_tensor(group.rank)
     view = kept.map_remote_tensor(group.rank)
@@ -359,7 +359,7 @@ def refusals(group):
             call()
     window.tensor_register(mine)  # and again
     window.put(torch.ones(8), 1 - group.rank)
-    meet(window, group)
+    sync(window, group)
     return mine.sum().item()
 
 
@@ -386,7 +386,7 @@ def wrong_tensors(group):
         if group.rank == 0:
             assert "rank 1 could not take part" in str(caught.value)
     window.tensor_register(torch.zeros(4))  # nothing is left of it
-    meet(window, group)
+    sync(window, group)
     with pytest.raises(errors.BadArgumentError, match=f"got 'memory of rank {1 - group.rank}'"):
         group.new_window(window.map_remote_tensor(1 - group.rank))
 

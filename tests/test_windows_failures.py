@@ -16,7 +16,7 @@ from symcomm import errors
 from symcomm.c10d import WaitSignalOptions
 from symcomm.windows import WindowAccessType
 from tests.ranks import run_ranks
-from tests.window_ranks import START, join, meet, spawn
+from tests.window_ranks import START, join, spawn, sync
 
 # --- failures ----------------------------------------------------------------------------------------------------
 
@@ -60,7 +60,7 @@ HOSTS = [0, 1, 1]  # pretended; the ranks are processes
 def killed_on_another_host(rank, world, path):
     """Rank 0 waits for a signal from another host, rank 1 for one from its own."""
     os.environ["SYMCOMM_HOST_ID"] = str(HOSTS[rank])
-    group = symcomm.init(store=symcomm.FileStore(path, world), rank=rank, world_size=world, timeout=20)
+    group = join(rank, world, path)
     window = group.new_window(torch.zeros(2))
     if rank == 2:
         window.signal(0)
@@ -77,7 +77,7 @@ def killed_on_another_host(rank, world, path):
         window.put(torch.ones(1), 2)
     smaller = group.shrink()
     again = smaller.new_window(torch.zeros(2))
-    meet(again, smaller)
+    sync(again, smaller)
     return smaller.size
 
 

@@ -8,11 +8,9 @@ import tempfile
 import torch
 
 import symcomm
-from symcomm.group.default import exchange_through
-from symcomm.store import FileStore
 from tests.ranks import run_ranks
 
-__all__ = ["START", "join", "meet", "spawn"]
+__all__ = ["START", "join", "sync", "spawn"]
 
 START = "forkserver"  # loads torch once, not in every rank
 multiprocessing.get_context(START).set_forkserver_preload(["torch.distributed", "symcomm.windows.hosts", "pytest"])
@@ -27,7 +25,7 @@ def spawn(fn, world: int, place="threads", *args):
 
 
 def join(rank: int, world: int, path: str) -> symcomm.ProcessGroup:
-    return symcomm.ProcessGroup(rank, world, exchange_through(FileStore(path, world), rank, world, 30.0), timeout=20)
+    return symcomm.init(store=symcomm.FileStore(path, world), rank=rank, world_size=world, timeout=20)
 
 
 def _rank_main(rank, world, path, fn, args):
@@ -39,7 +37,7 @@ def _rank_main(rank, world, path, fn, args):
         group.destroy()
 
 
-def meet(window, group) -> None:
+def sync(window, group) -> None:
     """Everybody has got here: by signals alone."""
     for rank in range(group.size):
         window.signal(rank)
