@@ -114,6 +114,10 @@ def test_a_call_that_does_nothing_is_wrong_everywhere():
         def call(self, case, source, result):
             return lambda: None
 
+        def window(self, count, dtype):
+            return None, self.empty(count, dtype, "ordinary")
+
+    results = {"barrier": 0, "reduce": 1, "gather": 1, "p2p": 2, "broadcast": 2, "put": 1, "put_signal": 2}
     for collective, places in bench_run.PLACES.items():
         for in_place in places:
             case = {
@@ -125,7 +129,7 @@ def test_a_call_that_does_nothing_is_wrong_everywhere():
                 "kind": "ordinary",
             }
             wrong = [bench_worker.Bench(Idle(r), SimpleNamespace(**case, in_place=in_place)).check() for r in range(3)]
-            has_result = {"barrier": 0, "reduce": 1, "gather": 1, "p2p": 2, "broadcast": 2}.get(collective, 3)
+            has_result = results.get(collective, 3)
             if collective == "scatter" and in_place:
                 has_result = 2  # the root's piece is where it belongs already
             assert sum(w > 0 for w in wrong) == has_result, (collective, in_place, wrong)
@@ -161,10 +165,22 @@ def test_every_collective(tmp_path: Path, ranks: int, sizes: int, more: list[str
     assert code == 0, output
     assert "# wrong elements: 0" in output
     rows = check_rows(path, ranks, {"ordinary", "symmetric"})
-    for collective, places in bench_run.PLACES.items():
+    for collective in bench.COLLECTIVES:
+        places = bench_run.PLACES[collective]
         mine = [row for row in rows if row["collective"] == collective]
         assert {row["in_place"] for row in mine} == set(places)
         assert len(mine) == 2 * len(places) * (1 if collective == "barrier" else sizes)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_windows(tmp_path: Path, ranks: int):
+    path = tmp_path / "out.json"
+    code, output = cli("window", "-b", "8", "-e", "4K", "-f", "512", *TINY, "--ranks", str(ranks), "--json", str(path))
+    assert code == 0, output
+    rows = check_rows(path, ranks, {"ordinary"})
+    assert [(row["collective"], row["size"]) for row in rows] == [
+        ("put", 8), ("put", 4096), ("put_signal", 8), ("put_signal", 4096)
+    ]  # fmt: skip
 
 
 def test_against_gloo_with_plot_and_markdown(tmp_path: Path):
@@ -187,10 +203,11 @@ def test_against_mpi(tmp_path: Path, mpi: str):
     if not (bench_peers.peers_dir() / mpi / "bin" / bench_peers.MPIS[mpi]).exists():
         pytest.skip(f"{mpi} is not set up; `{bench_peers.SETUP}` does it")
     path = tmp_path / "out.json"
-    code, output = cli("all", "-b", "1K", "-e", "1K", *TINY, "--ordinary", "--against", mpi, "--json", str(path))
-    assert code == 0, output
-    rows = check_rows(path, 2, {"ordinary", mpi})
-    assert {row["collective"] for row in rows if row["series"] == mpi} == set(bench.COLLECTIVES)
+    for what, names in bench.FAMILIES.items():
+        code, output = cli(what, "-b", "1K", "-e", "1K", *TINY, "--ordinary", "--against", mpi, "--json", str(path))
+        assert code == 0, output
+        rows = check_rows(path, 2, {"ordinary", mpi})
+        assert {row["collective"] for row in rows if row["series"] == mpi} == set(names)
 
 
 def test_what_a_peer_cannot_do_is_a_dash_with_its_reason(tmp_path: Path):

@@ -14,7 +14,8 @@ CALLS = [
     "AllToAllOptions", "AllgatherOptions", "AllreduceCoalescedOptions", "AllreduceOptions", "BarrierOptions",
     "BroadcastOptions", "GatherOptions", "ReduceOptions", "ReduceScatterOptions", "ScatterOptions",
 ]  # fmt: skip
-ALL = [*CALLS, "_DistributedBackendOptions"]
+OF_WINDOWS = [name for name in ("PutOptions", "SignalOptions", "WaitSignalOptions") if hasattr(theirs, name)]
+ALL = [*CALLS, *OF_WINDOWS, "_DistributedBackendOptions"]
 
 
 def attributes(name: str) -> list[str]:
@@ -34,7 +35,7 @@ VALUES = [
     "True", "None", "1", "0", "-5", "2**33", "2**70", "1.5", "'cpu'", "'a'", "[1, 2]", "(1, 2)", "[1.5]", "[]",
     "td(seconds=3)", "td(seconds=1.23456)", "td(microseconds=-10)", "td(milliseconds=-1)", "td(days=2)", "R.MAX",
     "R(R.MIN)", "m._make_nccl_premul_sum(2.0)", "torch.device('cuda:1')", "torch.device('cpu')", "torch.tensor(1)",
-    "object()",
+    "object()", "{}", "{'a': 'b'}", "{'a': 1}",
 ]  # fmt: skip
 
 

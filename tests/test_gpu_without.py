@@ -37,7 +37,7 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="about machi
 
 def test_loading_needs_no_cuda():
     code = (
-        "import sys; import symcomm.gpu.group, symcomm.gpu.messages, symcomm.symm_mem.on_gpu;"
+        "import sys; import symcomm.gpu.group, symcomm.gpu.messages, symcomm.symm_mem.on_gpu, symcomm.windows.cuda;"
         "assert not {'torch', 'triton', 'cuda'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": "src"})

@@ -57,9 +57,12 @@ from symcomm.c10d.options import (
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
+    PutOptions,
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
+    SignalOptions,
+    WaitSignalOptions,
     _DistributedBackendOptions,
 )
 from symcomm.c10d.reduce_op import ReduceOp, _make_nccl_premul_sum
@@ -96,6 +99,7 @@ from symcomm.ddp.comm_hook import register_comm_hook as _register_comm_hook
 from symcomm.ddp.logger import DDPLoggingData, Logger
 from symcomm.ddp.reducer import Reducer
 from symcomm.ddp.verify import verify_params_across_processes as _verify_params_across_processes
+from symcomm.windows import Window, WindowAccessType, WindowAttr
 
 _DEFAULT_FIRST_BUCKET_BYTES = 1024 * 1024
 _DEFAULT_NO_TIMEOUT = timedelta(0)
@@ -122,14 +126,20 @@ __all__ = [
     "OpType",
     "PrefixStore",
     "ProcessGroup",
+    "PutOptions",
     "PythonCallbackWork",
     "QueueEmptyError",
     "ReduceOp",
     "ReduceOptions",
     "ReduceScatterOptions",
     "ScatterOptions",
+    "SignalOptions",
     "Store",
     "TCPStore",
+    "WaitSignalOptions",
+    "Window",
+    "WindowAccessType",
+    "WindowAttr",
     "Work",
     "WorkInfo",
     "WorkResult",

@@ -54,6 +54,7 @@ class Backend(metaclass=_AnyBackend):
     supports_splitting = False
     supports_coalescing = False
     supports_shrinking = False
+    supports_window = False
     supports_time_estimate = False
 
     def __init__(self, rank: int, size: int):
@@ -112,7 +113,7 @@ _TO_DEFINE = (
     "allgather_into_tensor_coalesced", "gather", "scatter", "alltoall", "alltoall_base", "send", "recv",
     "recv_anysource", "barrier", "monitored_barrier", "_start_coalescing", "_end_coalescing", "set_timeout",
     "_get_sequence_number_for_group", "_set_sequence_number_for_group", "allocate_tensor", "memory_stats", "suspend",
-    "resume", "shrink", "get_error", "split_group",
+    "resume", "shrink", "get_error", "split_group", "new_window",
 )  # fmt: skip
 for _name in _TO_DEFINE:
     setattr(Backend, _name, _refused(_name))

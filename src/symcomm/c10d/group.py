@@ -215,6 +215,14 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_AnyGroup):
     def _end_coalescing(self, device_type: torch.device) -> Any:
         return self._get_backend(device_type)._end_coalescing()
 
+    @property
+    def supports_window(self) -> bool:
+        return bool(getattr(self._default_backend(), "supports_window", False))
+
+    def new_window(self, tensor: Any = None) -> Any:
+        """One-sided puts and signals, by the default backend. Every rank of the group calls it."""
+        return self._default_backend().new_window(tensor)
+
     def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
         """``hook(WorkInfo)`` is called when an operation of this group has ended."""
         if not callable(hook):

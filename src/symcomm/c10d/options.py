@@ -28,9 +28,12 @@ __all__ = [
     "BroadcastOptions",
     "GatherOptions",
     "Options",
+    "PutOptions",
     "ReduceOptions",
     "ReduceScatterOptions",
     "ScatterOptions",
+    "SignalOptions",
+    "WaitSignalOptions",
     "_DistributedBackendOptions",
     "duration",
     "flag",
@@ -60,7 +63,7 @@ class Option:
         if instance is None:
             return self
         value = instance._values.get(self._name, self._default)
-        return list(value) if isinstance(value, list) else value
+        return type(value)(value) if isinstance(value, (list, dict)) else value  # who changes a copy changes no default
 
     def __set__(self, instance: Any, value: Any) -> None:
         instance._values[self._name] = self._convert(f"{type(instance).__name__}.{self._name}", value)
@@ -150,6 +153,12 @@ def text(name: str, value: Any) -> str:
     return value
 
 
+def hints(name: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise wrong_type(name, "value", value, "a dict of str to str")
+    return {text(name, key): text(name, item) for key, item in value.items()}
+
+
 def _redop(name: str, value: Any) -> ReduceOp:
     if not isinstance(value, (ReduceOp, torch_c10d.ReduceOp)):
         raise wrong_type(name, "value", value, "a ReduceOp")
@@ -226,6 +235,22 @@ class BarrierOptions(_CallOptions):
     __slots__ = ()
     device_ids = Option([], ranks)
     device = Option(None, _device)
+
+
+class PutOptions(Options):
+    """For ``Window.put``, as the two below for its other calls. Before torch 2.15 there is none of torch's."""
+
+    __slots__ = ()
+    timeout = Option(NO_TIMEOUT, timeout_of)
+    hints = Option({}, hints)
+
+
+class SignalOptions(PutOptions):
+    __slots__ = ()
+
+
+class WaitSignalOptions(PutOptions):
+    __slots__ = ()
 
 
 class _DistributedBackendOptions(Options):

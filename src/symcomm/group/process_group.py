@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import itertools
 import json
 import operator
@@ -37,6 +38,7 @@ __all__ = ["DEFAULT_TIMEOUT", "ProcessGroup"]
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, as in PyTorch
 FAREWELL = 5.0  # seconds for the others to leave before the rank that serves their store does
+WINDOWS = "symcomm.windows"  # a layer above: loaded by name when it is asked for
 
 # How often a waiting rank looks, at most, before it offers its core (about 10 us), and how long it offers before it
 # sleeps. Looking costs the core, sleeping two context switches (about 10 us). The core looks less where that does not
@@ -168,6 +170,7 @@ class ProcessGroup(MoreCalls):
         self._children = 0
         self._barriers = 0
         self._before_leaving: list[Callable[[], None]] = []  # what destroy() has to finish first
+        self.exposed: dict[int, Any] = {}  # memory that peers may write to, by window
         self.store: Any = None  # where the ranks met, and where newcomers find them
         self.lease: Lease | None = None  # on that store, if it ends with its groups
         self.newcomers: list[int] = []  # the ranks that came in when grow() made this group
@@ -303,6 +306,10 @@ class ProcessGroup(MoreCalls):
         if self._failure is not None:
             raise self._unusable()
 
+    def check_usable(self) -> None:
+        """Raise if the group was destroyed, or has failed."""
+        self._check_usable()
+
     def abort(self) -> None:
         """Make every rank's pending and later operations on this group fail now."""
         native.group_abort(self._handle)
@@ -351,6 +358,12 @@ class ProcessGroup(MoreCalls):
             and (not last or last[0]._settled)  # they end in order
             and self._together.all_here()
         )
+
+    def new_window(self, tensor: Any = None) -> Any:
+        """A window into every rank's tensor, for one-sided puts and signals. Every rank of the group calls it.
+
+        Without ``tensor``, every rank calls ``tensor_register`` of the window later. See docs/windows.md."""
+        return importlib.import_module(WINDOWS).new_window(self, tensor)
 
     # --- groups from groups -----------------------------------------------------------------------------------
 
