@@ -20,6 +20,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
+from symcomm.group.call_hooks import HookCalls
 from symcomm.group.failure import Site, Status, call_site
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
@@ -129,7 +130,7 @@ def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
     return stage, channels, channels + world * native.CHANNEL_BYTES
 
 
-class ProcessGroup(MoreCalls):
+class ProcessGroup(HookCalls, MoreCalls):
     """Made by ``symcomm.init()``, ``join()``, ``new_group()``, ``split()``, ``shrink()`` or ``grow()``."""
 
     spans_hosts = False  # see symcomm.hosts
@@ -255,6 +256,7 @@ class ProcessGroup(MoreCalls):
             else:
                 return self._unusable()
         hooks.failed(self, first)
+        self.run_abort_hooks()
         return first
 
     def _unusable(self) -> errors.GroupUnusableError:
@@ -273,6 +275,7 @@ class ProcessGroup(MoreCalls):
 
     def abort(self) -> None:
         """Make every rank's pending and later operations on this group fail now."""
+        self.run_abort_hooks()
         native.group_abort(self._handle)
 
     def destroy(self) -> None:

@@ -324,6 +324,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
                 return self._unusable()
             error = self._failure = self.trouble.error(what, seconds)
         hooks.failed(self.local, error)
+        self.run_abort_hooks()
         return error
 
     def _check_usable(self) -> None:
@@ -417,6 +418,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
 
     def abort(self) -> None:
         """Make every rank's pending and later operations on this group fail now."""
+        self.run_abort_hooks()
         self.trouble.abort()
 
     def _leave(self) -> None:
