@@ -23,6 +23,7 @@ from symcomm.backend.careful import Careful
 from symcomm.backend.checks import single
 from symcomm.backend.engines import Engines
 from symcomm.backend.functional import register_work
+from symcomm.backend.hooked import TORCH_CALLS, Hooked
 from symcomm.backend.life import Life
 from symcomm.backend.profile import Span, describe, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
@@ -67,7 +68,7 @@ def _meet(store: Any, rank: int, size: int, timeout: timedelta, name: str, membe
     return handshake(store, place_in_store(members), rank, size, timeout.total_seconds(), build, "init_process_group")
 
 
-class TorchGroup(Life, dist.ProcessGroup):
+class TorchGroup(Life, Hooked, dist.ProcessGroup):
     """What ``init_process_group("symcomm")`` and ``new_group()`` give."""
 
     is_symcomm = True
@@ -103,6 +104,8 @@ class TorchGroup(Life, dist.ProcessGroup):
         self._used_for_symmetric_memory = False
         self._engines = Engines(self)
         self._map: dict[str, str] = {}
+        self._intercepted = False
+        core.interception.add_facade(self, TORCH_CALLS)
         self.watchers = 0  # of torch's hooks, see inner.py
         if versions.HAS_PYTHON_BACKENDS:
             from symcomm.backend.inner import put_inside
@@ -236,7 +239,12 @@ class TorchGroup(Life, dist.ProcessGroup):
         """Whether calls may take the short way."""
         self._plain = (
             not self.core.spans_hosts and self._coalescing is None and self._hook is None and self._careful is None
-        )
+        ) and not self._intercepted
+
+    def set_intercepted(self, is_intercepted: bool) -> None:
+        """Whether somebody is to see every call: those that C++ makes come in behind the methods that are watched."""
+        self._intercepted = is_intercepted
+        self._set_plain()
 
     def be_careful(self) -> None:
         """From now on ranks compare their calls before they make them. Every rank of the group calls this."""

@@ -168,6 +168,9 @@ class _GroupCalls:
     def root(self, arguments: Mapping[str, Any], seen: Seen) -> int:
         return arguments[seen.root]
 
+    def changed(self, owner: Any, is_intercepted: bool) -> None:
+        """Nothing to do: these objects have no way around their methods."""
+
 
 GROUP_CALLS = _GroupCalls()
 

@@ -40,6 +40,9 @@ class CallTable(Protocol):
 
     def root(self, arguments: Mapping[str, Any], seen: Seen) -> int: ...
 
+    def changed(self, owner: Any, is_intercepted: bool) -> None:
+        """Calls through ``owner`` are seen from now on, or no longer."""
+
 
 class Call:
     """One call: ``owner.method(**arguments)``."""
@@ -126,17 +129,20 @@ class Interception:
 
     def _shadow(self, owner: Any, table: CallTable) -> None:
         for method in table.methods:
-            if hasattr(type(owner), method):
-                setattr(owner, method, self._shadow_of(owner, method, table))
+            signature = _signature(type(owner), method)
+            if signature is not None:
+                setattr(owner, method, self._shadow_of(owner, method, table, signature))
+        table.changed(owner, True)
 
-    def _shadow_of(self, owner: Any, method: str, table: CallTable) -> Callable[..., Any]:
-        whose, kind = weakref.ref(owner), type(owner)  # the owner holds the shadow, which must not hold the owner
-        signature = inspect.signature(getattr(kind, method))
+    def _shadow_of(
+        self, owner: Any, method: str, table: CallTable, signature: inspect.Signature
+    ) -> Callable[..., Any]:
+        whose = weakref.ref(owner)  # the owner holds the shadow, which must not hold the owner
 
-        @functools.wraps(getattr(kind, method))
+        @functools.wraps(getattr(type(owner), method))
         def shadow(*args: Any, **named: Any) -> Any:
-            target = whose()
-            make = functools.partial(getattr(kind, method), target, *args, **named)
+            target = whose()  # whose class may have changed, or its class's methods
+            make = functools.partial(getattr(type(target), method), target, *args, **named)
             if getattr(self._inside, "a_call", False):  # a call made of other calls is one call
                 return make()
             arguments = signature.bind(target, *args, **named)
@@ -155,6 +161,15 @@ class Interception:
             self._inside.a_call = False
 
 
+def _signature(kind: type, method: str) -> inspect.Signature | None:
+    """The method's own: a subclass that only passes calls on need not repeat it. None where Python does not define it."""
+    every = [vars(base)[method] for base in kind.__mro__ if inspect.isfunction(vars(base).get(method))]
+    signatures = [inspect.signature(function) for function in every]
+    named = (s for s in signatures if all(p.kind is not p.VAR_KEYWORD for p in s.parameters.values()))
+    return next(named, signatures[0] if signatures else None)
+
+
 def _unshadow(owner: Any, table: CallTable) -> None:
     for method in table.methods:
         vars(owner).pop(method, None)
+    table.changed(owner, False)
