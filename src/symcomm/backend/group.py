@@ -40,7 +40,7 @@ __all__ = ["TorchGroup"]
 
 Options: Any = Backend.Options
 _ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL = map(int, list(Kind)[:6])
-_ALL_GATHER_LIST, _GATHER, _SCATTER = map(int, list(Kind)[6:9])
+_ALL_GATHER_LIST, _GATHER, _SCATTER, _, _GATHER_SINGLE = map(int, list(Kind)[6:])
 SMALL = 4096  # elements; what an operation of that size takes is about what handing it over takes
 
 
@@ -403,6 +403,21 @@ class TorchGroup(Life, Hooked, dist.ProcessGroup):
             "gather", self.core.gather, *args, options=opts, timeout=timeout, inputs=[tensor], result=places
         )
 
+    def gather_single(
+        self, output: Any, input: Any, opts: Any = None, root: Any = None, timeout: Any = None
+    ) -> Any:
+        if root is not None or timeout is not None:
+            opts, root, _, timeout = sort_out(opts, root, timeout)
+        origin = root_of(opts, root)
+        target = output if self.core.rank == origin else None  # torch's callers pass an empty tensor elsewhere
+        if timeout is None and (work := self._again(_GATHER_SINGLE, origin, input, target, opts)) is not None:
+            return work
+        checks.root_rank("gather_single", origin, self.core.size)
+        args, result = (target, input, origin), [] if target is None else [target]
+        return self._call(
+            "gather_single", self.core.gather_single, *args, options=opts, timeout=timeout, inputs=[input], result=result
+        )
+
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
     ) -> Any:
@@ -525,3 +540,4 @@ class TorchGroup(Life, Hooked, dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+    gather_into_tensor = gather_single

@@ -35,6 +35,7 @@ _OP_TYPES = {
     "all_gather_single": OpType._ALLGATHER_BASE,
     "all_gather_coalesced": OpType.ALLGATHER_COALESCED,
     "gather": OpType.GATHER,
+    "gather_single": OpType.GATHER,
     "scatter": OpType.SCATTER,
     "all_to_all": OpType.ALLTOALL,
     "all_to_all_single": OpType.ALLTOALL_BASE,

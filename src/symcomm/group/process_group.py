@@ -237,6 +237,11 @@ class ProcessGroup(HookCalls, MoreCalls):
         self._timeout_ns = to_ns("set_timeout", timeout)
 
     @property
+    def flight_address(self) -> int:
+        """Where this rank's flight recorder lies in memory."""
+        return self._arena.flight.address
+
+    @property
     def sequence_number(self) -> int:
         """How many collectives this rank has started on the group."""
         return native.group_report(self._handle)["seq"]
