@@ -23,8 +23,9 @@ from symcomm.backend.careful import Careful
 from symcomm.backend.checks import single
 from symcomm.backend.engines import Engines
 from symcomm.backend.functional import register_work
-from symcomm.backend.hooked import TORCH_CALLS, Hooked
+from symcomm.backend.hooked import TORCH_CALLS
 from symcomm.backend.life import Life
+from symcomm.backend.newer import Newer
 from symcomm.backend.profile import Span, describe, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, late, op_type_of
@@ -68,7 +69,7 @@ def _meet(store: Any, rank: int, size: int, timeout: timedelta, name: str, membe
     return handshake(store, place_in_store(members), rank, size, timeout.total_seconds(), build, "init_process_group")
 
 
-class TorchGroup(Life, Hooked, dist.ProcessGroup):
+class TorchGroup(Life, Newer, dist.ProcessGroup):
     """What ``init_process_group("symcomm")`` and ``new_group()`` give."""
 
     is_symcomm = True
@@ -165,6 +166,7 @@ class TorchGroup(Life, Hooked, dist.ProcessGroup):
             work = DoneWork(list(result), name, time.monotonic() - begun)
         else:
             work = TorchWork(inner, list(result), name, limit)
+            work.numbers_from = self._operations_before
             if self._coalescing is not None:
                 self._coalescing.append(work)
             elif versions.ACCEPTS_IN_FLIGHT_INPUTS():
@@ -403,9 +405,7 @@ class TorchGroup(Life, Hooked, dist.ProcessGroup):
             "gather", self.core.gather, *args, options=opts, timeout=timeout, inputs=[tensor], result=places
         )
 
-    def gather_single(
-        self, output: Any, input: Any, opts: Any = None, root: Any = None, timeout: Any = None
-    ) -> Any:
+    def gather_single(self, output: Any, input: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
         if root is not None or timeout is not None:
             opts, root, _, timeout = sort_out(opts, root, timeout)
         origin = root_of(opts, root)
@@ -415,7 +415,13 @@ class TorchGroup(Life, Hooked, dist.ProcessGroup):
         checks.root_rank("gather_single", origin, self.core.size)
         args, result = (target, input, origin), [] if target is None else [target]
         return self._call(
-            "gather_single", self.core.gather_single, *args, options=opts, timeout=timeout, inputs=[input], result=result
+            "gather_single",
+            self.core.gather_single,
+            *args,
+            options=opts,
+            timeout=timeout,
+            inputs=[input],
+            result=result,
         )
 
     def scatter(

@@ -65,7 +65,9 @@ class CallHooks:
         call = f"register_{kind}_hook"
         _check_id(call, hook_id)
         if not callable(hook):
-            raise errors.bad_argument(call, "hook", hook, f"a function of {'no' if kind == 'abort' else 'one'} argument")
+            raise errors.bad_argument(
+                call, "hook", hook, f"a function of {'no' if kind == 'abort' else 'one'} argument"
+            )
         with self._lock:  # copied, so that a call under way goes on with the hooks it began with
             self._hooks[kind] = dict(sorted({**self._hooks[kind], hook_id: hook}.items()))
             self._install()

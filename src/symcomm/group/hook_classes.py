@@ -37,7 +37,7 @@ class NanCheckHook:
         rank, name = core.rank, core.name
 
         def check(args: PreHookArgs) -> None:
-            if HookOpName.BROADCAST == args.name and args.root != rank:
+            if args.name == HookOpName.BROADCAST and args.root != rank:
                 return
             for k, tensor in enumerate(args.input_tensors):
                 if _holds_nan(tensor):

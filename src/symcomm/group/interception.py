@@ -134,9 +134,7 @@ class Interception:
                 setattr(owner, method, self._shadow_of(owner, method, table, signature))
         table.changed(owner, True)
 
-    def _shadow_of(
-        self, owner: Any, method: str, table: CallTable, signature: inspect.Signature
-    ) -> Callable[..., Any]:
+    def _shadow_of(self, owner: Any, method: str, table: CallTable, signature: inspect.Signature) -> Callable[..., Any]:
         whose = weakref.ref(owner)  # the owner holds the shadow, which must not hold the owner
 
         @functools.wraps(getattr(type(owner), method))
@@ -162,7 +160,7 @@ class Interception:
 
 
 def _signature(kind: type, method: str) -> inspect.Signature | None:
-    """The method's own: a subclass that only passes calls on need not repeat it. None where Python does not define it."""
+    """The method's own, which a subclass that only passes calls on need not repeat; None where C++ defines it."""
     every = [vars(base)[method] for base in kind.__mro__ if inspect.isfunction(vars(base).get(method))]
     signatures = [inspect.signature(function) for function in every]
     named = (s for s in signatures if all(p.kind is not p.VAR_KEYWORD for p in s.parameters.values()))

@@ -20,7 +20,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
-from symcomm.group.call_hooks import HookCalls
+from symcomm.group.ephemeral import EphemeralTimeouts
 from symcomm.group.failure import Site, Status, call_site
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
@@ -130,7 +130,7 @@ def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
     return stage, channels, channels + world * native.CHANNEL_BYTES
 
 
-class ProcessGroup(HookCalls, MoreCalls):
+class ProcessGroup(EphemeralTimeouts, MoreCalls):
     """Made by ``symcomm.init()``, ``join()``, ``new_group()``, ``split()``, ``shrink()`` or ``grow()``."""
 
     spans_hosts = False  # see symcomm.hosts
@@ -234,7 +234,12 @@ class ProcessGroup(HookCalls, MoreCalls):
         return self._timeout_ns / 1e9
 
     def set_timeout(self, timeout: float | timedelta) -> None:
-        self._timeout_ns = to_ns("set_timeout", timeout)
+        self._timeout_ns = to_ns("set_timeout", timeout) + self._extended_ns
+
+    @property
+    def failure(self) -> errors.SymcommError | None:
+        """What ended the group, as this rank was told; None while it can be used."""
+        return self._failure
 
     @property
     def flight_address(self) -> int:

@@ -4,8 +4,8 @@ A named handler is called ``handler(request, response)`` at ``POST /handler/NAME
 that returns something JSON can hold, or a Response; ``route("GET", "/api/v1/metrics")`` is how other modules add one.
 
 The names PyTorch has are here: ``ping``, ``dump_traceback``, ``fr_trace_json``, ``dump_nccl_trace_json``,
-``dump_nccl_trace_pickle``, ``pyspy_dump``, ``wait_counter_values``, ``c10d_health_check``. A name that only PyTorch's own
-table has, since a C++ library put it there, is found too.
+``dump_nccl_trace_pickle``, ``pyspy_dump``, ``wait_counter_values``, ``c10d_health_check``. A name that only PyTorch's
+own table has, since a C++ library put it there, is found too.
 """
 
 from __future__ import annotations
