@@ -13,12 +13,12 @@ from symcomm.group.call_hooks import HookOpName, PostHookArgs, PreHookArgs
 from symcomm.group.interception import Seen
 from symcomm.group.process_group import ProcessGroup
 
-__all__ = ["TORCH_CALLS", "Hooked"]
+__all__ = ["TORCH_CALLS", "Hooked", "TorchCalls"]
 
 _TORCHS_NAMES: Any = getattr(torch_c10d, "HookOpName", None)  # since 2.15
 
 
-class _TorchCalls:
+class TorchCalls:
     """The methods of a TorchGroup that hooks see."""
 
     methods: Mapping[str, Seen] = {
@@ -62,14 +62,14 @@ class _TorchCalls:
     def root(self, arguments: Mapping[str, Any], seen: Seen) -> int:
         given = arguments.get(seen.root)
         if not isinstance(given, int):  # the options have it, unless an overload put it in their place
-            given = root_of(arguments["opts"])
+            given = root_of(arguments.get("opts"))
         return given
 
     def changed(self, owner: Any, is_intercepted: bool) -> None:
         owner.set_intercepted(is_intercepted)
 
 
-TORCH_CALLS = _TorchCalls()
+TORCH_CALLS = TorchCalls()
 
 
 def _named_by_torch(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:

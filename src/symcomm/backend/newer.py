@@ -38,7 +38,7 @@ class Newer(Hooked, Estimates):
         timeout = getattr(opts, "_timeout", None) or timedelta(seconds=self.core.timeout)
         name = getattr(opts, "group_name", None) or f"{self.getGroupName()}:merge"
         make: Any = type(self)
-        return make(store, rank, size, timeout, name, None, opts)
+        return make(store, rank, size, timeout, name, list(range(size)), opts)
 
     def get_error(self) -> Any:
         """What ended the group, if something has."""

@@ -137,6 +137,14 @@ class FakeProcessGroup(Backend):
             place.copy_(single("gather", inputs, "input tensor list"))
         return work
 
+    def gather_single(self, output: Any, input: Any, *rest: Any, **named: Any) -> FakeWork:
+        work = self._did("gather_single", output, input)
+        options, root, _, _ = sort_out(*rest, *named.values())
+        if self._rank == root_of(options, root):
+            for part in output.view(-1).chunk(self._size):
+                part.copy_(input.view(-1))
+        return work
+
     def scatter(self, outputs: Any, inputs: Any, *rest: Any, **named: Any) -> FakeWork:
         work = self._did("scatter", outputs, inputs)
         pieces = self._at_root("scatter", "input_tensors", inputs, rest, named)

@@ -25,7 +25,8 @@ _WORDS_BYTES = 512  # of a call's description; longer ones are cut, which keeps 
 
 _CHECKED = (
     "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base", "broadcast", "allgather",
-    "_allgather_base", "allgather_coalesced", "gather", "scatter", "alltoall", "alltoall_base", "barrier",
+    "_allgather_base", "allgather_coalesced", "gather", "gather_single", "scatter", "alltoall", "alltoall_base",
+    "barrier",
 )  # fmt: skip
 # Tensors whose shapes must agree: not those that only the root has, nor those that may differ among ranks.
 _COMPARED = {"allreduce", "allreduce_coalesced", "reduce", "broadcast", "_reduce_scatter_base", "_allgather_base"}
@@ -71,12 +72,7 @@ class _ProcessGroupWrapper(Backend):
         """What ended the backend's group; SUCCESS while it lives."""
         if not isinstance(self.wrapped_pg, TorchGroup):
             raise self._lacks("get_error")
-        failure = self.wrapped_pg.core._failure
-        if failure is None:
-            return ErrorType.SUCCESS
-        if isinstance(failure, errors.DeadlineError):
-            return ErrorType.TIMEOUT
-        return ErrorType.REMOTE_ERROR if isinstance(failure, errors.PeerError) else ErrorType.COMM_ERROR
+        return ErrorType(self.wrapped_pg.get_error().value)
 
     def _check(self, name: str, args: tuple) -> None:
         if getattr(self.wrapped_pg, "is_symcomm", False):

@@ -18,6 +18,7 @@ from typing import Any
 from symcomm import errors
 from symcomm.group.call_names import HookOpName
 from symcomm.group.interception import Call, Interception, Seen
+from symcomm.group.messages import Message
 
 __all__ = ["GROUP_CALLS", "CallHooks", "HookCalls", "HookOpName", "PostHookArgs", "PreHookArgs"]
 
@@ -128,7 +129,8 @@ def _messages(call: Call) -> list[tuple[HookOpName, int, list[Any], list[Any]]]:
     """A batch shows as its messages."""
     return [
         (HookOpName.SEND, m.peer, [m.tensor], []) if m.is_send else (HookOpName.RECV, m.peer, [], [m.tensor])
-        for m in call.arguments["messages"]
+        for m in call.arguments.get("messages", ())
+        if isinstance(m, Message)  # else the call refuses it
     ]
 
 
@@ -165,10 +167,10 @@ class _GroupCalls:
     }
 
     def is_async(self, arguments: Mapping[str, Any]) -> bool:
-        return bool(arguments["async_op"])
+        return bool(arguments.get("async_op"))
 
     def root(self, arguments: Mapping[str, Any], seen: Seen) -> int:
-        return arguments[seen.root]
+        return arguments.get(seen.root, -1)
 
     def changed(self, owner: Any, is_intercepted: bool) -> None:
         """Nothing to do: these objects have no way around their methods."""

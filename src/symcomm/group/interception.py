@@ -143,9 +143,7 @@ class Interception:
             make = functools.partial(getattr(type(target), method), target, *args, **named)
             if getattr(self._inside, "a_call", False):  # a call made of other calls is one call
                 return make()
-            arguments = signature.bind(target, *args, **named)
-            arguments.apply_defaults()
-            return self._run(Call(target, method, table, arguments.arguments), make)
+            return self._run(Call(target, method, table, _bound(signature, target, args, named)), make)
 
         return shadow
 
@@ -165,6 +163,16 @@ def _signature(kind: type, method: str) -> inspect.Signature | None:
     signatures = [inspect.signature(function) for function in every]
     named = (s for s in signatures if all(p.kind is not p.VAR_KEYWORD for p in s.parameters.values()))
     return next(named, signatures[0] if signatures else None)
+
+
+def _bound(signature: inspect.Signature, owner: Any, args: tuple, named: dict[str, Any]) -> Mapping[str, Any]:
+    """The arguments by name; none where they do not fit: the method itself refuses them, or knows other names."""
+    try:
+        bound = signature.bind(owner, *args, **named)
+    except TypeError:
+        return {}
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def _unshadow(owner: Any, table: CallTable) -> None:
