@@ -492,6 +492,54 @@ def test_wrapper_names_what_each_rank_called():
 # --- groups by name -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("backend", ["ours", "gloo"])
+def test_hooks_of_a_group_see_its_calls(backend: str):
+    """Whoever carries them."""
+    group = ours.ProcessGroup(ours.HashStore(), 0, 1)
+    if backend == "gloo":
+        gloo = theirs.ProcessGroupGloo(theirs.HashStore(), 0, 1)
+        group._register_backend(torch.device("cpu"), ours.ProcessGroup.BackendType.GLOO, gloo)
+        group._set_default_backend(ours.ProcessGroup.BackendType.GLOO)
+    seen: list = []
+    group.register_pre_hook(1, lambda a: seen.append((a.name, a.op_id, a.root, len(a.input_tensors))))
+    group.register_post_hook(1, lambda a: seen.append((a.name, a.op_id, isinstance(a.work, ours.Work))))
+    group.allreduce([torch.ones(2)]).wait()
+    group.broadcast(torch.ones(2), root=0).wait()
+    group._allgather_base(outputTensor=torch.ones(2), inputTensor=torch.ones(2)).wait()
+    group.barrier().wait()
+    names = ours.HookOpName
+    assert seen == [
+        (names.ALLREDUCE, 0, -1, 1), (names.ALLREDUCE, 0, True), (names.BROADCAST, 1, 0, 1), (names.BROADCAST, 1, True),
+        (names.ALLGATHER_BASE, 2, -1, 0), (names.ALLGATHER_BASE, 2, True), (names.BARRIER, 3, -1, 0),
+        (names.BARRIER, 3, True),
+    ]  # fmt: skip
+    group.unregister_pre_hook(1)
+    group.unregister_post_hook(1)
+    group.allreduce([torch.ones(2)]).wait()
+    assert len(seen) == 8
+    assert group.supports_abort_hooks is (backend == "ours")
+    if backend == "ours":
+        group.register_abort_hook(1, lambda: seen.append("aborted"))
+        group.abort()
+        assert seen[8:] == ["aborted"]
+
+
+def test_newer_names_reach_backends_that_define_the_older():
+    class Older(ours.Backend):
+        def _allgather_base(self, output, input, opts=None):
+            return "older"
+
+    class Newer(ours.Backend):
+        def all_gather_single(self, output, input, opts=None):
+            return "newer"
+
+    for kind in (Older, Newer):
+        backend = kind(0, 1)
+        assert backend.all_gather_single(1, 2) == backend._allgather_base(1, 2) == kind.__name__.lower()
+        with pytest.raises(RuntimeError, match="does not support reduce_scatter_single"):
+            backend.reduce_scatter_single(1, 2)
+
+
 def test_registry():
     for text in (
         "p = m.ProcessGroup(0, 1)\nm._register_process_group('g1', p)\nm._resolve_process_group('g1') is p",
