@@ -174,7 +174,7 @@ def finalized_by_hand(module, group) -> list:
     return [said, [p.grad.tolist() for p in params]]
 
 
-BY_HAND = ["refused", False, "refused", *[True, "refused", "refused", None, "refused"],
+BY_HAND = ["refused", True, "refused", *[True, "refused", "refused", None, "refused"],
            *[False, "refused", "refused", None, "refused"] * 2, "refused"]  # fmt: skip
 
 

@@ -98,9 +98,12 @@ class Work(torch_c10d.Work, metaclass=_AnyWork):
 
 
 class FakeWork(Work):
-    """What the fake group returns: an operation that did nothing, and never says that it completed."""
+    """What the fake group returns: an operation that did nothing, and has ended."""
 
     seq_id: int = -1
+
+    def is_completed(self) -> bool:
+        return True
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         duration("FakeWork.wait: timeout", timeout)

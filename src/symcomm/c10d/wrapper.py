@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from symcomm import errors
-from symcomm.backend.group import TorchGroup
 from symcomm.c10d.backend import Backend
 from symcomm.c10d.enums import ErrorType
 from symcomm.c10d.options import for_torch
@@ -70,7 +69,7 @@ class _ProcessGroupWrapper(Backend):
 
     def get_error(self) -> ErrorType:
         """What ended the backend's group; SUCCESS while it lives."""
-        if not isinstance(self.wrapped_pg, TorchGroup):
+        if not hasattr(self.wrapped_pg, "get_error"):  # PyTorch's have it since 2.15
             raise self._lacks("get_error")
         return ErrorType(self.wrapped_pg.get_error().value)
 

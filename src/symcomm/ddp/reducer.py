@@ -388,7 +388,7 @@ class Reducer(Filler):
 
     def _should_finalize_after_backward(self) -> bool:
         """Whether the caller has to wait for the end of the backward pass: while the order of gradients is noted."""
-        return self._finalized_by_caller and (self._may_rebuild() or self._counts_only())
+        return self._may_rebuild() or self._counts_only()
 
     def _finalize_backward_manual(self) -> None:
         """Wait for every bucket and hand gradients back; all of them must be under way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 __all__ = ["HookOpName"]
 
@@ -31,6 +32,12 @@ class HookOpName(enum.Enum):
     REDUCE_SCATTER_TENSOR_COALESCED = 18
     ALLTOALL_BASE = 19
     UNKNOWN = 20
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        if not isinstance(value, int):
+            raise TypeError(f"HookOpName: value must be a number of HookOpName, got {value!r}.")
+        return None
 
     def __eq__(self, other: object) -> bool:
         if type(other) is HookOpName:
