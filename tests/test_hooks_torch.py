@@ -186,6 +186,20 @@ def types_of_hooks(rank: int, world: int, path: str) -> None:
         assert ran == [1]
 
 
+def unhealthy(rank: int, world: int, path: str) -> Any:
+    from symcomm.group.hook_classes import unhealthy_backends
+
+    with joined(rank, world, path) as group:
+        before = unhealthy_backends()
+        group.abort()
+        return before, unhealthy_backends()
+
+
+@as_torch_does
+def test_torch_watches_the_health_of_every_group(tmp_path: Any):
+    assert run_ranks(unhealthy, 1, str(tmp_path / "meet")) == [([], ["symcomm"])]
+
+
 def test_types_that_hooks_are_given(tmp_path: Any):
     run_ranks(types_of_hooks, 2, str(tmp_path / "meet"))
 

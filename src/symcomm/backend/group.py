@@ -23,7 +23,7 @@ from symcomm.backend.careful import Careful
 from symcomm.backend.checks import single
 from symcomm.backend.engines import Engines
 from symcomm.backend.functional import register_work
-from symcomm.backend.hooked import TORCH_CALLS
+from symcomm.backend.hooked import TORCH_CALLS, attach_own_health_checks
 from symcomm.backend.life import Life
 from symcomm.backend.newer import Newer
 from symcomm.backend.profile import Span, describe, is_profiling
@@ -107,6 +107,7 @@ class TorchGroup(Life, Newer, dist.ProcessGroup):
         self._map: dict[str, str] = {}
         self._intercepted = False
         core.interception.add_facade(self, TORCH_CALLS)
+        attach_own_health_checks()
         self.watchers = 0  # of torch's hooks, see inner.py
         if versions.HAS_PYTHON_BACKENDS:
             from symcomm.backend.inner import put_inside
