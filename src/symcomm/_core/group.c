@@ -435,6 +435,13 @@ static PyObject *request_wait(PyObject *self, PyObject *args) {
     return done ? PyLong_FromLongLong(r->status) : Py_NewRef(Py_None);
 }
 
+/* request_number(request) -> which operation of its group it is */
+static PyObject *request_number(PyObject *self, PyObject *capsule) {
+    (void)self;
+    struct request *r = PyCapsule_GetPointer(capsule, REQUEST);
+    return r ? PyLong_FromUnsignedLongLong(r->number) : NULL;
+}
+
 static PyMethodDef methods[] = {
     {"make_plan", make_plan, METH_O, "make_plan(encoded) -> plan"},
     {"plan_stage", plan_stage, METH_O, "plan_stage(plan) -> how many bytes of a staging half it uses"},
@@ -456,6 +463,7 @@ static PyMethodDef methods[] = {
      "submit(group, plan, inputs, outputs, timeout_ns, site, callback) -> request"},
     {"ticks_to_ns", ticks_to_ns, METH_O, "ticks_to_ns(ticks) -> nanoseconds of CLOCK_MONOTONIC"},
     {"use_locator", use_locator, METH_O, "use_locator(callable): asked for a site's number when a call has to sleep."},
+    {"request_number", request_number, METH_O, "request_number(request) -> which operation of its group it is"},
     {"request_wait", request_wait, METH_VARARGS, "request_wait(request, timeout_ns) -> status or None"},
     {NULL, NULL, 0, NULL},
 };

@@ -252,6 +252,12 @@ def _as(kind: Any, options: Any, timeout: Any, op: Any = None, root: int | None 
     return options
 
 
+def _gather_single(group: Any, options: Any, seconds: Any, output: Any, tensor: Any, root: int) -> Any:
+    """As a gather into parts of ``output``: not every engine has the call itself."""
+    places = [[part.view(tensor.shape) for part in output.view(-1).chunk(group.size())]] if output is not None else []
+    return group.gather(places, [tensor], _as(GatherOptions, options, seconds, root=root))
+
+
 _FORWARD: dict[str, Callable[..., Any]] = {
     "all_reduce": lambda g, o, s, t, op: g.allreduce([t], _as(AllreduceOptions, o, s, op)),
     "all_reduce_coalesced": lambda g, o, s, ts, op: g.allreduce_coalesced(ts, _as(AllreduceCoalescedOptions, o, s, op)),
@@ -271,6 +277,7 @@ _FORWARD: dict[str, Callable[..., Any]] = {
     ),
     "all_gather_lists": lambda g, o, s, outs, ins: g.allgather_coalesced(outs, ins, _as(AllgatherOptions, o, s)),
     "gather": lambda g, o, s, outs, t, root: g.gather([outs] if outs else [], [t], _as(GatherOptions, o, s, root=root)),
+    "gather_single": _gather_single,
     "scatter": lambda g, o, s, t, ins, root: g.scatter([t], [ins] if ins else [], _as(ScatterOptions, o, s, root=root)),
     "all_to_all": lambda g, o, s, outs, ins: g.alltoall(outs, ins, _as(AllToAllOptions, o, s)),
     "all_to_all_single": lambda g, o, s, out, t, got, sent: g.alltoall_base(

@@ -22,7 +22,9 @@ from symcomm.backend.arguments import is_async, once_each, one_list, redop_of, r
 from symcomm.backend.checks import single
 from symcomm.backend.engines import Engines
 from symcomm.backend.functional import register_work
+from symcomm.backend.hooked import TORCH_CALLS, attach_own_health_checks
 from symcomm.backend.life import Life
+from symcomm.backend.newer import Newer
 from symcomm.backend.profile import Span, describe, is_profiling
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, late, op_type_of
@@ -41,7 +43,7 @@ __all__ = ["TorchGroup"]
 
 Options: Any = Backend.Options
 _ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL = map(int, list(Kind)[:6])
-_ALL_GATHER_LIST, _GATHER, _SCATTER = map(int, list(Kind)[6:9])
+_ALL_GATHER_LIST, _GATHER, _SCATTER, _, _GATHER_SINGLE = map(int, list(Kind)[6:])
 SMALL = 4096  # elements; what an operation of that size takes is about what handing it over takes
 
 
@@ -69,7 +71,7 @@ def _meet(store: Any, rank: int, size: int, timeout: timedelta, name: str, membe
     return handshake(store, place_in_store(members), rank, size, timeout.total_seconds(), build, "init_process_group")
 
 
-class TorchGroup(Life, dist.ProcessGroup):
+class TorchGroup(Life, Newer, dist.ProcessGroup):
     """What ``init_process_group("symcomm")`` and ``new_group()`` give."""
 
     is_symcomm = True
@@ -107,6 +109,9 @@ class TorchGroup(Life, dist.ProcessGroup):
         self._used_for_symmetric_memory = False
         self._engines = Engines(self)
         self._map: dict[str, str] = {}
+        self._intercepted = False
+        core.interception.add_facade(self, TORCH_CALLS)
+        attach_own_health_checks()
         self.watchers = 0  # of torch's hooks, see inner.py
         if versions.HAS_PYTHON_BACKENDS:
             from symcomm.backend.inner import put_inside
@@ -166,6 +171,7 @@ class TorchGroup(Life, dist.ProcessGroup):
             work = DoneWork(list(result), name, time.monotonic() - begun)
         else:
             work = TorchWork(inner, list(result), name, limit)
+            work.numbers_from = self._operations_before
             if self._coalescing is not None:
                 self._coalescing.append(work)
             elif versions.ACCEPTS_IN_FLIGHT_INPUTS():
@@ -240,7 +246,12 @@ class TorchGroup(Life, dist.ProcessGroup):
         """Whether calls may take the short way."""
         self._plain = (
             not self.core.spans_hosts and self._coalescing is None and self._hook is None and self._careful is None
-        )
+        ) and not self._intercepted
+
+    def set_intercepted(self, is_intercepted: bool) -> None:
+        """Whether somebody is to see every call: those that C++ makes come in behind the methods that are watched."""
+        self._intercepted = is_intercepted
+        self._set_plain()
 
     def be_careful(self) -> None:
         """From now on ranks compare their calls before they make them. Every rank of the group calls this."""
@@ -401,6 +412,25 @@ class TorchGroup(Life, dist.ProcessGroup):
             "gather", self.core.gather, *args, options=opts, timeout=timeout, inputs=[tensor], result=places
         )
 
+    def gather_single(self, output: Any, input: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
+        if root is not None or timeout is not None:
+            opts, root, _, timeout = sort_out(opts, root, timeout)
+        origin = root_of(opts, root)
+        target = output if self.core.rank == origin else None  # torch's callers pass an empty tensor elsewhere
+        if timeout is None and (work := self._again(_GATHER_SINGLE, origin, input, target, opts)) is not None:
+            return work
+        checks.root_rank("gather_single", origin, self.core.size)
+        args, result = (target, input, origin), [] if target is None else [target]
+        return self._call(
+            "gather_single",
+            self.core.gather_single,
+            *args,
+            options=opts,
+            timeout=timeout,
+            inputs=[input],
+            result=result,
+        )
+
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
     ) -> Any:
@@ -523,3 +553,4 @@ class TorchGroup(Life, dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+    gather_into_tensor = gather_single

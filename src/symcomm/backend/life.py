@@ -128,11 +128,13 @@ class Life:
     splitGroup = split_group
 
     def split_into(self, parts: Sequence[Sequence[int]], timeout: Any = None, options: Any = None) -> Any:
-        """One group for each list of our ranks; every rank of this group calls it. None where we are in no list."""
+        """One group for each list of our ranks, in the list's order; every rank of this group calls it. None where we
+        are in no list."""
         self._splits += 1
         mine = next((k for k, part in enumerate(parts) if self.core.rank in part), None)
         name = f"{self._name}/split{self._splits}.{mine}"
-        core = self.core.split(mine, self.core.rank, name, seconds_of(None, timeout))
+        place = 0 if mine is None else list(parts[mine]).index(self.core.rank)
+        core = self.core.split(mine, place, name, seconds_of(None, timeout))
         return self._derived(core, name, "", options)
 
     def merge_remote_group(
@@ -174,7 +176,6 @@ class Life:
     supports_splitting = True
     supports_coalescing = True
     supports_shrinking = True
-    supports_time_estimate = False
 
     def getBackendName(self) -> str:
         return "symcomm"

@@ -253,6 +253,18 @@ class WaitSignalOptions(PutOptions):
     __slots__ = ()
 
 
+def _group(name: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, torch_c10d.ProcessGroup):
+        raise wrong_type(name, "value", value, "a ProcessGroup or None")
+    return value
+
+
+def _backend(name: str, value: Any) -> Any:
+    if value is not None and not callable(getattr(value, "allreduce", None)):
+        raise wrong_type(name, "value", value, "a Backend or None")
+    return value
+
+
 class _DistributedBackendOptions(Options):
     """What a backend's creator is given."""
 
@@ -263,3 +275,6 @@ class _DistributedBackendOptions(Options):
     timeout = Option(timedelta(0), duration)
     group_id = Option("", text)
     global_ranks_in_group = Option([], ranks)
+    process_group = Option(None, _group)
+    split_from = Option(None, _backend)
+    enable_reconfigure = Option(False, flag)

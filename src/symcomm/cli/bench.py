@@ -29,7 +29,12 @@ NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
 OPS = ("sum", "prod", "min", "max", "avg")
 QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
-PROGRAMS = {"ddp": (4, 2), "compile": (4, 10), "groups": (4, 10), "hosts": (3, 1)}  # turns of a quick run, steps of each
+PROGRAMS = {
+    "ddp": (4, 2),
+    "compile": (4, 10),
+    "groups": (4, 10),
+    "hosts": (3, 1),
+}  # turns of a quick run, steps of each
 FAMILIES = {"all": COLLECTIVES, "window": ONE_SIDED}
 QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
 

@@ -179,9 +179,9 @@ def _on_default(name: str) -> Callable[..., Any]:
 
 CALLS = (
     "all_gather", "all_gather_coalesced", "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all",
-    "all_to_all_single", "barrier", "batch", "broadcast", "gather", "irecv", "isend", "monitored_barrier", "new_group",
-    "new_window", "recv", "reduce", "reduce_scatter", "reduce_scatter_coalesced", "reduce_scatter_single", "scatter",
-    "send", "split",
+    "all_to_all_single", "barrier", "batch", "broadcast", "gather", "gather_single", "irecv", "isend",
+    "monitored_barrier", "new_group", "new_window", "recv", "reduce", "reduce_scatter", "reduce_scatter_coalesced",
+    "reduce_scatter_single", "scatter", "send", "split",
 )  # fmt: skip
 for _name in CALLS:
     globals()[_name] = _on_default(_name)

@@ -22,6 +22,7 @@ from symcomm._core import native
 from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
+from symcomm.group.ephemeral import EphemeralTimeouts
 from symcomm.group.failure import Site, Status, call_site
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
@@ -133,7 +134,7 @@ def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
     return stage, channels, channels + world * native.CHANNEL_BYTES
 
 
-class ProcessGroup(MoreCalls):
+class ProcessGroup(EphemeralTimeouts, MoreCalls):
     """Made by ``symcomm.init()``, ``join()``, ``new_group()``, ``split()``, ``shrink()`` or ``grow()``."""
 
     spans_hosts = False  # see symcomm.hosts
@@ -268,7 +269,17 @@ class ProcessGroup(MoreCalls):
         return self._timeout_ns / 1e9
 
     def set_timeout(self, timeout: float | timedelta) -> None:
-        self._timeout_ns = to_ns("set_timeout", timeout)
+        self._timeout_ns = to_ns("set_timeout", timeout) + self._extended_ns
+
+    @property
+    def failure(self) -> errors.SymcommError | None:
+        """What ended the group, as this rank was told; None while it can be used."""
+        return self._failure
+
+    @property
+    def flight_address(self) -> int:
+        """Where this rank's flight recorder lies in memory."""
+        return self._arena.flight.address
 
     @property
     def sequence_number(self) -> int:
@@ -290,6 +301,7 @@ class ProcessGroup(MoreCalls):
             else:
                 return self._unusable()
         hooks.failed(self, first)
+        self.run_abort_hooks()
         return first
 
     def _unusable(self) -> errors.GroupUnusableError:
@@ -312,6 +324,7 @@ class ProcessGroup(MoreCalls):
 
     def abort(self) -> None:
         """Make every rank's pending and later operations on this group fail now."""
+        self.run_abort_hooks()
         native.group_abort(self._handle)
 
     def destroy(self) -> None:

@@ -326,6 +326,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
                 return self._unusable()
             error = self._failure = self.trouble.error(what, seconds)
         hooks.failed(self.local, error)
+        self.run_abort_hooks()
         return error
 
     def fail(self, what: str, seconds: float) -> errors.SymcommError:
@@ -433,6 +434,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
 
     def abort(self) -> None:
         """Make every rank's pending and later operations on this group fail now."""
+        self.run_abort_hooks()
         self.trouble.abort()
 
     def _leave(self) -> None:
