@@ -439,3 +439,20 @@ def unseen_puts(group):
 @pytest.mark.parametrize("place", ["threads", (1, 1)], ids=str)
 def test_deregister_waits_for_puts(place):
     assert spawn(unseen_puts, 2, place) == [200_000.0] * 2
+
+
+# --- hooks -------------------------------------------------------------------------------------------------------
+
+
+def hooked(group):
+    seen = []
+    group.register_pre_hook(1, lambda args: seen.append((args.name.name, len(args.input_tensors), args.async_op)))
+    window = group.new_window(torch.zeros(2))
+    group.unregister_pre_hook(1)
+    sync(window, group)
+    return seen
+
+
+@pytest.mark.parametrize("place", ["threads", (1, 1)], ids=str)
+def test_hooks_see_one_call(place):
+    assert spawn(hooked, 2, place) == [[("NEW_WINDOW", 1, False)]] * 2

@@ -140,9 +140,11 @@ def through_torch(rank, world, path):
     supports, make = getattr(dist, "_supports_window", None), getattr(dist, "_new_window", None)
     if supports is not None:
         assert supports()
-    mine = torch.zeros(4)
+    mine, seen = torch.zeros(4), []
+    group.register_pre_hook(7, lambda args: seen.append(args.name.name))
     window = make(mine) if make is not None else group.new_window(mine)
-    assert isinstance(window, symcomm.Window)
+    group.unregister_pre_hook(7)
+    assert isinstance(window, symcomm.Window) and seen == ["NEW_WINDOW"]
     peer = 1 - rank
     works = [window.put(torch.ones(2), peer, 1, True), window.signal(peer, False)]
     pending = window.wait_signal(peer, True)

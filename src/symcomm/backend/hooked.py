@@ -56,6 +56,7 @@ class TorchCalls:
         **dict.fromkeys(("all_to_all_single", "alltoall_base"), Seen(HookOpName.ALLTOALL_BASE, "input", "output")),
         **dict.fromkeys(("gather_single", "gather_into_tensor"), Seen(HookOpName.GATHER, "input", "output", "root")),
         **dict.fromkeys(("split_group", "splitGroup", "split_into"), Seen(HookOpName.SPLIT, is_async=False)),
+        "new_window": Seen(HookOpName.NEW_WINDOW, "tensor", is_async=False),
     }  # fmt: skip
 
     def is_async(self, arguments: Mapping[str, Any]) -> bool:

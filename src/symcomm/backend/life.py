@@ -16,11 +16,9 @@ from symcomm import errors
 from symcomm.backend import stores
 from symcomm.backend.arguments import seconds_of
 from symcomm.backend.engines import Engines, device_map
-from symcomm.backend.windows import TorchWindow
 from symcomm.backend.work import WorkInfo
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store.lease import root_of
-from symcomm.windows.window import new_window
 
 if TYPE_CHECKING:
     from symcomm.backend.careful import Careful
@@ -274,7 +272,9 @@ class Life:
         """One-sided puts and signals; every rank calls it. Tensors of a device that another engine has go there."""
         if tensor is not None and not tensor.is_cpu and not self._engines.is_ours(tensor.device):
             return self._engines.on("new_window", tensor.device).new_window(tensor)
-        return new_window(self.core, tensor, TorchWindow)
+        from symcomm.backend.windows import new_torch_window
+
+        return new_torch_window(self.core, tensor)
 
     def memory_stats(self) -> dict[str, int]:
         return {"symmetric_used_bytes": self.core._arena.used_bytes}

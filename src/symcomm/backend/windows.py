@@ -8,9 +8,9 @@ import torch._C._distributed_c10d as torch_c10d
 
 from symcomm.backend.work import TorchWork, done
 from symcomm.windows.options import WindowAttr
-from symcomm.windows.window import Window
+from symcomm.windows.window import Window, new_window
 
-__all__ = ["TorchWindow"]
+__all__ = ["TorchWindow", "new_torch_window"]
 
 
 class TorchWindow(Window):
@@ -30,3 +30,8 @@ class TorchWindow(Window):
         made = theirs()
         made.access_type = getattr(vars(torch_c10d)["WindowAccessType"], attr.access_type.name)
         return made
+
+
+def new_torch_window(core: Any, tensor: Any = None) -> Window:
+    """A window of torch's view of the group ``core``."""
+    return new_window(core, tensor, TorchWindow)

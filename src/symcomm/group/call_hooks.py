@@ -164,6 +164,7 @@ class _GroupCalls:
         "batch": Seen(HookOpName.UNKNOWN, is_async=True),
         "new_group": Seen(HookOpName.SPLIT, is_async=False),
         "split": Seen(HookOpName.SPLIT, is_async=False),
+        "new_window": Seen(HookOpName.NEW_WINDOW, "tensor", is_async=False),
     }
 
     def is_async(self, arguments: Mapping[str, Any]) -> bool:
