@@ -394,6 +394,26 @@ def test_flight_recorder_hook(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     assert [e["profiling_name"] for e in entries][:2] == ["gloo:all_reduce", "gloo:barrier"]
 
 
+def numbered(g: Any) -> None:
+    before = g.sequence_number
+    works = [g.all_reduce(torch.ones(4096), async_op=True) for _ in range(3)]
+    assert [w.sequence_number for w in works] == [before + 1, before + 2, before + 3]
+    g.barrier()  # behind the others
+    assert g.all_reduce(torch.ones(1), async_op=True).sequence_number == before + 5
+    assert [w.wait() for w in works] == [True] * 3
+    g.barrier()
+    g.barrier()
+    last = g.broadcast(torch.ones(1), async_op=True)
+    assert last.sequence_number == before + 8
+    last.wait()
+    assert g.sequence_number == before + 8
+
+
+@pytest.mark.parametrize("hosts", [{}, {"hosts": [1, 1]}], ids=["one host", "two hosts"])
+def test_works_know_their_number(hosts: dict[str, Any]):
+    on_threads(numbered, **hosts)
+
+
 # --- more time, once --------------------------------------------------------------------------------------------------
 
 

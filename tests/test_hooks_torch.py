@@ -319,6 +319,18 @@ def test_time_estimates(tmp_path: Any):
     run_ranks(estimated, 2, str(tmp_path / "meet"))
 
 
+def test_time_estimates_across_hosts():
+    """Every kind of call has a cost there; more bytes cost more."""
+    import symcomm
+    from symcomm.backend.estimate import _MODELS, _seconds
+
+    def work(group: Any) -> Any:
+        return {model: [_seconds(group, model, n) for n in (1 << 10, 1 << 24)] for model, *_ in _MODELS.values()}
+
+    for costs in symcomm.spawn(work, 3, mode="threads", hosts=[2, 1], deadline=60):
+        assert {model for model, (small, large) in costs.items() if not 0 < small < large} == set()
+
+
 def facts(rank: int, world: int, path: str) -> None:
     with joined(rank, world, path) as group:
         works = [dist.all_reduce(torch.ones(1 << 16), async_op=True) for _ in range(3)]
