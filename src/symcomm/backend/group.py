@@ -93,7 +93,7 @@ class TorchGroup(Life, Newer, dist.ProcessGroup):
         self._store = store
         self._global_ranks = global_ranks
         self.options = options if options is not None else Options("symcomm", timeout)
-        self._is_default = core is None and global_ranks is None
+        self._is_default = bool(label)
         if core is None:
             core = _meet(store, rank, size, timeout, label or name, global_ranks)
             hooks.joined(core, store)
