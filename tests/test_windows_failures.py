@@ -160,6 +160,14 @@ def through_torch(rank, world, path):
         failing.get_future().wait()
     dist.barrier()
     window.tensor_deregister()
+    allocated = group.allocate_tensor(4, dtype=torch.float32)
+    address = allocated.data_ptr()
+    window.tensor_register(allocated)
+    assert allocated.data_ptr() == address  # peers can map it where it is
+    window.put(torch.full((4,), 3.0), peer)
+    sync(window, window.group)
+    assert allocated.tolist() == [3.0] * 4
+    window.tensor_deregister()
     dist.destroy_process_group()
 
 

@@ -1,9 +1,9 @@
 """Small messages between ranks of different hosts, and the news of who is gone.
 
 Every rank has one office: a listening socket, a thread, and a connection to each rank it has spoken to. It carries what
-groups have to say to each other (envelopes of messages, failures), never their data. A process that dies
-closes its connections, which the others read at once; a host that vanishes is noticed by the kernel's keep-alive
-probes, which a stopped or busy process still answers.
+groups have to say to each other (envelopes of messages, failures), and of their data only what is put into windows,
+which nobody at the target waits for. A process that dies closes its connections, which the others read at once; a host
+that vanishes is noticed by the kernel's keep-alive probes, which a stopped or busy process still answers.
 
 The first frame of a connection carries the token of the office that is called; it travelled through the store, so only
 the job's ranks know it. Where it names a group, the connection is that group's own from then on (lines.py).
