@@ -146,6 +146,7 @@ class DeviceGroup(DeviceCalls):
         self._queued = 0  # operations whose hosts have not met yet
         self._pending: deque[DeviceWork] = deque()
         self._side: Any = None
+        self.rescue = torch.cuda.Stream(device)  # ends waits of other streams; making one then would wait for them
         self.trouble = trouble_of(core, device)
         self._lane = self.trouble.watch.lane = Lane(self.pads, self.meetings)
         self._watch = self.trouble.watch

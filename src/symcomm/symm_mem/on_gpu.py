@@ -232,7 +232,7 @@ class GpuSymmetricMemory(SymmetricMemory):
             passed.record(stream)
 
         def release(_: list[int]) -> None:
-            rescue = torch.cuda.Stream(self.device)
+            rescue = self._gpu.rescue
             for address, awaited, _written in steps:
                 if passed.query():
                     return

@@ -187,7 +187,7 @@ class CudaMemory:
             passed.record(stream)
 
         def release(_: list[int]) -> None:
-            rescue = torch.cuda.Stream(self.device)
+            rescue = self._gpu.rescue
             driver().enter(self.device.index)
             driver().write(rescue.cuda_stream, address, count)
             rescue.synchronize()
