@@ -41,6 +41,7 @@ _PUBLIC = {
     "symcomm.ddp.module": ("DistributedDataParallel",),
     "symcomm.types": ("DType", "ReduceOp", "make_premul_sum"),
     "symcomm.group.process_group": ("ProcessGroup",),
+    "symcomm.group.reconfigure": ("ReconfigurableGroup",),
     "symcomm.group.messages": ("ANY_SOURCE", "Message"),
     "symcomm.group.work": ("Work",),
     "symcomm.group.spawn": ("spawn",),

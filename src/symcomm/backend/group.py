@@ -25,6 +25,7 @@ from symcomm.backend.engines import Engines
 from symcomm.backend.functional import register_work
 from symcomm.backend.life import Life
 from symcomm.backend.profile import Span, describe, is_profiling
+from symcomm.backend.reconfigure import Reconfigures
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, late, op_type_of
 from symcomm.group import hooks
@@ -67,7 +68,7 @@ def _meet(store: Any, rank: int, size: int, timeout: timedelta, name: str, membe
     return handshake(store, place_in_store(members), rank, size, timeout.total_seconds(), build, "init_process_group")
 
 
-class TorchGroup(Life, dist.ProcessGroup):
+class TorchGroup(Reconfigures, Life, dist.ProcessGroup):
     """What ``init_process_group("symcomm")`` and ``new_group()`` give."""
 
     is_symcomm = True

@@ -51,6 +51,7 @@ class Life:
     _used_for_symmetric_memory: bool
     _set_plain: Callable[[], None]
     _is_default: bool
+    _end_membership: Callable[[], None]
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -69,6 +70,7 @@ class Life:
             else:
                 _previous.append(self.core.departures())
         self.core.destroy()
+        self._end_membership()
         self._engines.shutdown()
         self._store = None
         if self._is_default:

@@ -28,6 +28,7 @@ __all__ = [
     "BroadcastOptions",
     "GatherOptions",
     "Options",
+    "ReconfigureOptions",
     "ReduceOptions",
     "ReduceScatterOptions",
     "ScatterOptions",
@@ -150,6 +151,24 @@ def text(name: str, value: Any) -> str:
     return value
 
 
+def _handles(name: str, value: Any) -> Any:
+    """A list gives ranks by position, a set lets the backend choose them."""
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise wrong_type(name, "value", value, "a list or a set of str")
+    checked = [text(name, item) for item in value]
+    return set(checked) if isinstance(value, (set, frozenset)) else checked
+
+
+def _hints(name: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise wrong_type(name, "value", value, "a dict of str")
+    return {text(name, key): text(name, hint) for key, hint in value.items()}
+
+
+def _timeout_or_none(name: str, value: Any) -> timedelta | None:
+    return None if value is None else timeout_of(name, value)
+
+
 def _redop(name: str, value: Any) -> ReduceOp:
     if not isinstance(value, (ReduceOp, torch_c10d.ReduceOp)):
         raise wrong_type(name, "value", value, "a ReduceOp")
@@ -228,6 +247,16 @@ class BarrierOptions(_CallOptions):
     device = Option(None, _device)
 
 
+class ReconfigureOptions(Options):
+    """Who forms a group from now on; see docs/reconfigure.md."""
+
+    __slots__ = ()
+    uuid = Option(0, integer)
+    handles = Option(set(), _handles)
+    timeout = Option(None, _timeout_or_none)
+    hints = Option({}, _hints)
+
+
 class _DistributedBackendOptions(Options):
     """What a backend's creator is given."""
 
@@ -238,3 +267,4 @@ class _DistributedBackendOptions(Options):
     timeout = Option(timedelta(0), duration)
     group_id = Option("", text)
     global_ranks_in_group = Option([], ranks)
+    enable_reconfigure = Option(False, flag)

@@ -303,6 +303,12 @@ class ProcessGroup(MoreCalls):
         """The ranks of which this one learns that they left."""
         return set(range(self.size)) - {self.rank}
 
+    def leave(self, why: str) -> None:
+        """Leave the group at once; ``why`` is what operations that are pending, or come later, are told."""
+        if self._failure is None:
+            self._failure = errors.GroupUnusableError(f"group {self.name!r} {why}.")
+        self._leave()
+
     def _leave(self) -> None:
         """Leave at once: what is pending here fails."""
         if self._failure is None:

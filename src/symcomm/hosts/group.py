@@ -24,7 +24,6 @@ from symcomm.group.making import make_group
 from symcomm.group.messages import MessageWork
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
-from symcomm.hosts.address import LOOPBACK, own_address
 from symcomm.hosts.calls import HostsCalls
 from symcomm.hosts.engine import Engine, Place, Transfer, available_engines, engine_class, wanted_engine
 from symcomm.hosts.layout import Layout
@@ -39,6 +38,7 @@ from symcomm.hosts.trouble import Stopped, Trouble
 from symcomm.hosts.work import HostsWork, Runner
 from symcomm.memory.arena import Arena, current_arena
 from symcomm.memory.share import Exchange
+from symcomm.store.address import LOOPBACK, own_address
 
 __all__ = ["HostsGroup"]
 
@@ -203,20 +203,13 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
 
     def _make_local(self, exchange: Exchange) -> ProcessGroup:
         """This host's own group. Hosts may need more or fewer rounds of the exchange; all take part in as many."""
-        rounds = 0
-
-        def exchange_here(item: bytes) -> list[bytes]:
-            nonlocal rounds
-            rounds += 1
-            everyone = exchange(item)
-            return [everyone[r] for r in self.layout.here]
-
         here = self.layout.here
+        exchange_here = _Part(exchange, here)
         local = _HostGroup(
             self.layout.local, len(here), exchange_here, f"{self.name}@{self.layout.host}", self.timeout, self._limits,
             [self.global_ranks[r] for r in here],
         )  # fmt: skip
-        while rounds < LOCAL_ROUNDS:
+        while exchange_here.rounds < LOCAL_ROUNDS:
             exchange_here(b"")
         self._handle, self._peers = local._handle, local._peers
         return local
@@ -487,6 +480,20 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
     def _seen_leaving(self) -> set[int]:
         counterparts = {r for host in self.layout.others for r in self.layout.counterparts(host)}
         return (counterparts | set(self.layout.here)) - {self.rank}
+
+
+class _Part:
+    """An exchange of all ranks, as some of them see it."""
+
+    def __init__(self, exchange: Exchange, ranks: Sequence[int]):
+        self._exchange, self._ranks = exchange, ranks
+        self.check = getattr(exchange, "check", None)
+        self.rounds = 0
+
+    def __call__(self, item: bytes) -> list[bytes]:
+        self.rounds += 1
+        everyone = self._exchange(item)
+        return [everyone[r] for r in self._ranks]
 
 
 def _lines_of(group: HostsGroup) -> Lines:
