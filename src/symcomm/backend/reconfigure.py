@@ -75,7 +75,7 @@ class Reconfigures:
         return self._membership().get_reconfigure_handle()
 
     def reconfigure(self, opts: Any) -> Any:
-        """``opts``: ReconfigureOptions, or anything with uuid, handles and timeout. The work that it returns is done."""
+        """``opts``: ReconfigureOptions, or anything with uuid, handles and timeout. The work it returns is done."""
         begun = time.monotonic()
         core = self._membership().reconfigure(opts.uuid, opts.handles, opts.timeout)
         self._adopt(core, opts.uuid)

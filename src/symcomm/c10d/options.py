@@ -61,7 +61,7 @@ class Option:
         if instance is None:
             return self
         value = instance._values.get(self._name, self._default)
-        return list(value) if isinstance(value, list) else value
+        return value.copy() if isinstance(value, (list, set, dict)) else value
 
     def __set__(self, instance: Any, value: Any) -> None:
         instance._values[self._name] = self._convert(f"{type(instance).__name__}.{self._name}", value)

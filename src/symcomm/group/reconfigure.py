@@ -28,6 +28,7 @@ import json
 import os
 import select
 import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -47,8 +48,10 @@ from symcomm.store.tcp import TCPStore
 __all__ = ["ReconfigurableGroup", "Reconfiguration"]
 
 KEEPERS = 3  # stores that keep the verdict: two of them may die in the moment it is made
+WATCH_SECONDS = 1.0  # to connect to a member that is to be watched
 KEEPER_SECONDS = 5.0  # for one of them to answer; a process that is gone is found out at once
 LOST = (errors.StoreConnectionError, errors.StoreAuthError)  # the second: somebody else has that port now
+SILENT = (errors.StoreUnreachableError, errors.StoreDeadlineError)  # stopped, or far away
 MOST = 1 << 63
 EMPTY = "has not been initialized: it has no members yet. Call reconfigure() before issuing collectives"  # Gloo's words
 DESTROYED = "was destroyed"
@@ -67,7 +70,8 @@ class Reconfiguration(Round):
         self._servers: dict[int, TCPStore] = {}
         self._watched: dict[int, tuple[int, wire.Connection]] = {}  # descriptor -> who, and the connection
         self._poll = select.poll()
-        self._lost: set[int] = set()  # keepers that did not answer
+        servers = {member[:2]: place for place, member in reversed(list(enumerate(members)))}
+        self._keepers = sorted(servers.values())[:KEEPERS]  # without those that did not answer
 
     # --- connections ------------------------------------------------------------------------------------------
 
@@ -96,11 +100,17 @@ class Reconfiguration(Round):
         return self._servers[place]
 
     def _watch(self) -> None:
+        end = time.monotonic() + self.left() / 2
         for place, to in enumerate(self._members):
-            if self._is_here(place):
+            seconds = min(end - time.monotonic(), WATCH_SECONDS)
+            if self._is_here(place) or seconds <= 0:
                 continue
-            with self._blaming(place):
-                connection = wire.connect(to.address, to.port, self.left(), to.token.encode(), patient=False)
+            try:
+                connection = wire.connect(to.address, to.port, seconds, to.token.encode(), patient=False)
+            except SILENT:
+                continue  # it is stopped, or far away: only the deadline will tell
+            except LOST as error:
+                raise self._gone(place) from error
             self._watched[connection.fd] = place, connection
             self._poll.register(connection.fd, select.POLLIN | select.POLLRDHUP)  # nothing but its end is to come
 
@@ -111,7 +121,7 @@ class Reconfiguration(Round):
 
     def close(self) -> None:
         """This member needs nothing of the others any more; the last one that says so deletes what was written."""
-        for place in self._keepers():
+        for place in list(self._keepers):
             with contextlib.suppress(*LOST, errors.DeadlineError):
                 part = PrefixStore(self._prefix, self._server(place, KEEPER_SECONDS))
                 if part.add("left", 1) == self.size:
@@ -134,16 +144,13 @@ class Reconfiguration(Round):
 
     def decide(self, verdict: str) -> str:
         """See the module's text: the same answer on every member, as long as one of the keepers lives."""
-        for place in self._keepers():
+        for place in list(self._keepers):
             try:
                 part = PrefixStore(self._prefix, self._server(place, KEEPER_SECONDS))
                 verdict = bytes(part.compare_set("verdict", "", verdict)).decode()
             except (*LOST, errors.DeadlineError):
-                self._lost.add(place)
+                self._keepers.remove(place)
         return verdict
-
-    def _keepers(self) -> list[int]:
-        return [place for place in range(min(KEEPERS, self.size)) if place not in self._lost]
 
     # --- words ------------------------------------------------------------------------------------------------
 
@@ -158,10 +165,10 @@ class Reconfiguration(Round):
         """What goes wrong with a member's store is that member's."""
         try:
             yield
+        except SILENT as error:
+            raise self.late([place]) from error
         except LOST as error:
             raise self._gone(place) from error
-        except errors.StoreDeadlineError as error:
-            raise self.late([place]) from error
 
     def late(self, missing: Sequence[int]) -> errors.DeadlineError:
         who = ", ".join(self._who(place, self._elsewhere(place)) for place in missing)

@@ -37,7 +37,7 @@ from symcomm.hosts.shrink import Ballot
 from symcomm.hosts.trouble import Stopped, Trouble
 from symcomm.hosts.work import HostsWork, Runner
 from symcomm.memory.arena import Arena, current_arena
-from symcomm.memory.share import Exchange
+from symcomm.memory.share import Exchange, Patience
 from symcomm.store.address import LOOPBACK, own_address
 
 __all__ = ["HostsGroup"]
@@ -216,13 +216,17 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
 
     def _make_engine(self, exchange: Exchange) -> None:
         self.engine_name = _agree_on_engine(self.cards)
-        place = Place(self.rank, self.size, self._offices[self.rank].address)
+        check = getattr(exchange, "check", None)
+        place = Place(self.rank, self.size, self._offices[self.rank].address, check)
         self.engine = engine_class(self.engine_name)(place)
         self.layout.most_with_arrivals = self.engine.most_with_arrivals
         cards = [json.loads(item) for item in exchange(json.dumps(self.engine.card).encode())]
         try:
             self.engine.connect(cards, self.timeout)
         except RuntimeError as error:  # torch's
+            if isinstance(error, errors.SymcommError):
+                raise
+            Patience(self.timeout, check).await_reason()
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise errors.RankFailedError(
                 f"group {self.name!r}: {self.engine_name} could not connect rank {self.rank} to the others ({why}); "

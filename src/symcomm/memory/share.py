@@ -13,8 +13,10 @@ different hosts, to try that out.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import secrets
 import select
 import socket
@@ -27,7 +29,7 @@ from typing import Any
 from symcomm import errors
 from symcomm.memory.arena import Arena, Peer, add_peer, current_arena, named_directory, peer_by_nonce
 
-__all__ = ["Exchange", "SeveralHostsError", "connect", "named_directory", "pretend_host"]
+__all__ = ["Exchange", "Patience", "SeveralHostsError", "connect", "named_directory", "pretend_host"]
 
 # Everybody's bytes, in rank order. It may have a method check(), which raises once somebody cannot come any more.
 Exchange = Callable[[bytes], list[bytes]]
@@ -207,6 +209,15 @@ class Patience:
             if self._check is not None:
                 self._check()
         return False
+
+    def get(self, answers: queue.SimpleQueue[Any]) -> Any:
+        """What a thread puts there; raises queue.Empty when the time is over."""
+        while (left := self._end - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                return answers.get(timeout=left if self._check is None else min(left, SLICE))
+            if self._check is not None:
+                self._check()
+        raise queue.Empty
 
     def await_reason(self) -> None:
         """Somebody hung up on us. If it had a reason, ``check`` is about to know it, and raises it."""
