@@ -88,7 +88,7 @@ class TorchGroup(Reconfigures, Life, dist.ProcessGroup):
         self._store = store
         self._global_ranks = global_ranks
         self.options = options if options is not None else Options("symcomm", timeout)
-        self._is_default = core is None and global_ranks is None
+        self._is_default = global_ranks is None and not isinstance(core, ProcessGroup)
         if core is None:
             core = _meet(store, rank, size, timeout, name, global_ranks)
             hooks.joined(core, store)

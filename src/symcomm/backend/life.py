@@ -51,6 +51,7 @@ class Life:
     _used_for_symmetric_memory: bool
     _set_plain: Callable[[], None]
     _is_default: bool
+    _members: Any
     _end_membership: Callable[[], None]
 
     # --- life -------------------------------------------------------------------------------------------------
@@ -80,6 +81,7 @@ class Life:
         """Whether the ranks' store ends when rank 0 has destroyed this group."""
         return (
             self._is_default
+            and self._members is None  # those that come and go meet elsewhere
             and self.core.is_usable
             and isinstance(root_of(self._store), dist.TCPStore)
             and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -23,14 +23,14 @@ __all__ = ["EmptyCore", "Reconfigures", "wants_reconfigure"]
 
 
 def wants_reconfigure(options: Any, backend_options: Any) -> bool:
-    """Whether a new group is to start without members: torch's options say so since 2.15, ours always could."""
+    """Whether a new group is to start without members. torch's own options say so since 2.15."""
     return any(getattr(given, "enable_reconfigure", False) for given in (options, backend_options))
 
 
 class EmptyCore:
     """The core of a group without members. It has the rank and size that torch was told; the rest is refused."""
 
-    spans_hosts = False
+    spans_hosts = is_usable = False
     sequence_number = 0
 
     def __init__(self, options: Any):
@@ -84,6 +84,7 @@ class Reconfigures:
     def _end_membership(self) -> None:
         if self._members is not None:
             self._members.destroy()
+        self._first_store = None
 
     def _adopt(self, core: Any, uuid: int) -> None:
         """Go on with another core."""

@@ -125,9 +125,12 @@ class Round:
         self._store.set(keys[self.index], b"." + item)
         for _ in _looks(self._end - time.monotonic()):
             if self._store.check(keys):
-                return [value[1:] for value in self._store.multi_get(keys)]
+                break
             self.check()
-        raise self.late([i for i, key in enumerate(keys) if not self._store.check([key])])
+        else:
+            if missing := [i for i, key in enumerate(keys) if not self._store.check([key])]:
+                raise self.late(missing)
+        return [value[1:] for value in self._store.multi_get(keys)]
 
     def __call__(self, item: bytes) -> list[bytes]:
         return self.exchange(item)

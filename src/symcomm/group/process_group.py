@@ -285,6 +285,9 @@ class ProcessGroup(MoreCalls):
             if self.lease is not None and self.lease.serves_others:
                 self.await_departures()
         self._leave()
+        self._let_go_of_store()
+
+    def _let_go_of_store(self) -> None:
         if self.lease is not None:
             self.lease.release()
         self.store = self.lease = None
@@ -308,6 +311,7 @@ class ProcessGroup(MoreCalls):
         if self._failure is None:
             self._failure = errors.GroupUnusableError(f"group {self.name!r} {why}.")
         self._leave()
+        self._let_go_of_store()
 
     def _leave(self) -> None:
         """Leave at once: what is pending here fails."""

@@ -176,6 +176,8 @@ class Reconfiguration(Round):
 
     def _elsewhere(self, place: int) -> str:
         """What a member that did not come to this reconfiguration came with instead."""
+        if self._turn > 1:
+            return ""  # it came, and then stopped
         with contextlib.suppress(*LOST, errors.DeadlineError):
             server, key = self._server(0, KEEPER_SECONDS), f"at/{self._members[place].ident}"
             if server.check([key]):

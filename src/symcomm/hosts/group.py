@@ -224,8 +224,6 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         try:
             self.engine.connect(cards, self.timeout)
         except RuntimeError as error:  # torch's
-            if isinstance(error, errors.SymcommError):
-                raise
             Patience(self.timeout, check).await_reason()
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise errors.RankFailedError(

@@ -85,7 +85,9 @@ class _TorchEngine(Engine):
 
     def connect(self, cards: Sequence[dict[str, Any]], timeout: float) -> None:
         first, limit = cards[0], timedelta(seconds=timeout)
-        store = self._served or TCPStore(first["address"], first["port"], timeout=limit, token=first["token"])
+        store = self._served or TCPStore(
+            first["address"], first["port"], timeout=limit, token=first["token"], patient=False
+        )
         store.set_timeout(limit)
         self._store = _dressed(store)
         self._group = self._make_group(timeout)
