@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import symcomm
+from symcomm.group import registry
 from symcomm.group.handles import Handle
 from symcomm.group.reconfigure import ReconfigurableGroup
 from tests.comers import returned
@@ -108,6 +109,13 @@ def test_nothing_stays_in_the_stores(tmp_path):
 # --- the default group -----------------------------------------------------------------------------------------------
 
 
+def test_init_takes_no_members():
+    for given in ({"rank": 0}, {"world_size": 2}, {"store": symcomm.HashStore()}):
+        kind, said, _ = failure(lambda given=given: symcomm.init(enable_reconfigure=True, **given))
+        assert kind == "CallerError" and "goes without store, rank and world_size" in said
+    assert not symcomm.is_initialized()
+
+
 def test_init_waits_for_nobody():
     group = symcomm.init(enable_reconfigure=True, timeout=WAIT)
     try:
@@ -124,6 +132,7 @@ def test_init_waits_for_nobody():
         group.set_timeout(3.0)
         group.reconfigure(2, [group.get_reconfigure_handle()])
         assert group.timeout == 3.0
+        assert registry.find("world") is registry.find("world@2") is group.current
     finally:
         symcomm.destroy()
     assert failure(group.get_reconfigure_handle)[1] == "group 'world' was destroyed."

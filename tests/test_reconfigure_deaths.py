@@ -207,6 +207,14 @@ def test_one_that_stops_is_named_and_hears_the_same(victim, tmp_path):
     assert [v[1] for v in values] == [expected(me, [0, 1, 2]) for me in range(3)]
 
 
+def on_hosts(fn: Callable, hosts: Sequence[str]) -> Callable:
+    def run(party: Party, *args: Any) -> Any:
+        os.environ["SYMCOMM_HOST_ID"] = hosts[party.me]
+        return fn(party, *args)
+
+    return run
+
+
 def test_after_a_failure_members_have_the_group_they_had(tmp_path):
     def keep(party: Party) -> tuple:
         if party.me == 2:
@@ -243,7 +251,8 @@ def test_a_first_member_that_ends_at_once_takes_nothing_with_it(tmp_path):
         assert values == [("RankFailedError", [0], expected(me, [2, 1])) for me in (1, 2)]
 
 
-def test_what_is_pending_on_the_old_group_is_told(tmp_path):
+@pytest.mark.parametrize("hosts", ["aaa", "aab", "abb"])
+def test_what_is_pending_on_the_old_group_is_told(hosts, tmp_path):
     """Works that wait for others, and a thread that blocks in a call."""
 
     def work(party: Party) -> list:
@@ -265,23 +274,18 @@ def test_what_is_pending_on_the_old_group_is_told(tmp_path):
             return [party.facts()]
         return [failure(lambda: party.group.all_reduce(torch.ones(3))), (party.group.rank, party.group.size)]
 
-    first, second, left_out = returned(crowd_of(tmp_path, work, 3))
+    first, second, left_out = returned(crowd_of(tmp_path, on_hosts(work, hosts), 3))
     why = "group 'world@1' was left when its members were reconfigured (uuid 2)."
-    assert [t[0] for t in first[:2]] == ["GroupUnusableError"] * 2 and all(t[1].endswith(why) for t in first[:2])
+    for kind, words, _ in first[:2]:  # rank 1 may be a little quicker to leave than this one
+        assert (kind == "GroupUnusableError" and words.endswith(why)) or (
+            "rank 1 (pid " in words and " left the " in words
+        )
     assert [first[2], *second] == [expected(me, [0, 1]) for me in range(2)]
-    assert left_out[0][0] == "RankFailedError" and " left the group " in left_out[0][1]
+    assert left_out[0][0] == "RankFailedError" and " left the group" in left_out[0][1]
     assert left_out[1] == (2, 3)
 
 
 # --- several hosts ---------------------------------------------------------------------------------------------------
-
-
-def on_hosts(fn: Callable, hosts: Sequence[str]) -> Callable:
-    def run(party: Party, *args: Any) -> Any:
-        os.environ["SYMCOMM_HOST_ID"] = hosts[party.me]
-        return fn(party, *args)
-
-    return run
 
 
 def test_members_of_two_hosts_come_and_go(tmp_path):

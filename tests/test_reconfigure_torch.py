@@ -225,6 +225,20 @@ def test_everything_else_knows_the_new_members(tmp_path):
         assert seen == [wanted(rank, who) for who in ([1, 0], [2, 0, 1]) if rank in who]
 
 
+def never_configured(rank: int, world: int, folder: str) -> list:
+    start("symcomm", rank, world, folder)
+    group: Any = dist.group.WORLD
+    group.set_timeout(timedelta(seconds=3))
+    group.abort()
+    seen = [group.group_name, group._get_sequence_number_for_group(), group.get_reconfigure_handle()[:8]]
+    dist.destroy_process_group()
+    return [*seen, dist.is_initialized()]
+
+
+def test_a_group_may_end_without_members(tmp_path):
+    assert run_ranks(never_configured, 2, str(tmp_path), start="fork") == [["0", 0, "symcomm-", False]] * 2
+
+
 def with_members(rank: int, world: int, folder: str) -> list:
     """A group that was made the usual way."""
     torch.set_num_threads(1)

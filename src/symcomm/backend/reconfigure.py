@@ -95,6 +95,8 @@ class Reconfigures:
         self._engines = Engines(self)
         self._first_store = self._first_store or self._store
         self._store = dist.PrefixStore(f"reconfigured/{uuid}", self._first_store)  # keys of the old engines stay there
+        if self._careful is not None:
+            self._careful.close()
         self._coalescing, self._careful = None, None
         if dist.get_debug_level() == dist.DebugLevel.DETAIL:
             self.be_careful()

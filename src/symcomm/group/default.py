@@ -49,6 +49,10 @@ def init(
     if _current() is not None:
         raise errors.GroupUnusableError("init: the default group exists already; call symcomm.destroy() first.")
     if enable_reconfigure:
+        if store is not None or rank >= 0 or world_size >= 0:
+            raise errors.CallerError(
+                "init: enable_reconfigure goes without store, rank and world_size; reconfigure() names the members."
+            )
         from symcomm.group.reconfigure import ReconfigurableGroup
 
         empty: Any = ReconfigurableGroup(name, timeout, engine)

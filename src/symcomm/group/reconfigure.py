@@ -35,7 +35,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.errors import words_for_seconds
-from symcomm.group import hooks
+from symcomm.group import hooks, registry
 from symcomm.group.grow import GO, Round
 from symcomm.group.handles import Endpoint, Handle, endpoint, members_of
 from symcomm.group.making import make_group
@@ -166,6 +166,8 @@ class Reconfiguration(Round):
         try:
             yield
         except SILENT as error:
+            if self.left() > 0.1:  # the network gave up before we did
+                raise errors.RankFailedError(f"{self._who(place)} cannot be reached", [place]) from error
             raise self.late([place]) from error
         except LOST as error:
             raise self._gone(place) from error
@@ -305,6 +307,7 @@ class ReconfigurableGroup:
 
     def _go_on_in(self, group: ProcessGroup, uuid: int) -> ProcessGroup:
         old, self._group = self._group, group
+        registry.add(group, self._label)
         if old is not None:
             old.leave(f"was left when its members were reconfigured (uuid {uuid})")
         else:
