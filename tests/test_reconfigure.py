@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
@@ -16,6 +17,14 @@ from symcomm.group.handles import Handle
 from symcomm.group.reconfigure import ReconfigurableGroup
 from tests.comers import returned
 from tests.parties import WAIT, Party, crowd_of, expected, failure
+
+
+@pytest.fixture
+def alone():
+    group = ReconfigurableGroup(timeout=WAIT)
+    yield group
+    group.destroy()
+
 
 # --- who is in it ----------------------------------------------------------------------------------------------------
 
@@ -139,14 +148,22 @@ def test_init_waits_for_nobody():
     assert not symcomm.is_initialized()
 
 
+def test_a_forked_child_is_not_a_member(alone):
+    alone.reconfigure(1, [alone.get_reconfigure_handle()])
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            os.write(writer, failure(alone.get_reconfigure_handle)[1].encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    said = os.read(reader, 1000).decode()
+    os.close(reader), os.close(writer)
+    assert said.startswith("group 'world' cannot be used: it belongs to the process that this one was forked from")
+    alone.reconfigure(2, [alone.get_reconfigure_handle()])
+
+
 # --- wrong calls -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def alone():
-    group = ReconfigurableGroup(timeout=WAIT)
-    yield group
-    group.destroy()
 
 
 def changed(handle: str) -> str:

@@ -277,9 +277,8 @@ def test_what_is_pending_on_the_old_group_is_told(hosts, tmp_path):
     first, second, left_out = returned(crowd_of(tmp_path, on_hosts(work, hosts), 3))
     why = "group 'world@1' was left when its members were reconfigured (uuid 2)."
     for kind, words, _ in first[:2]:  # rank 1 may be a little quicker to leave than this one
-        assert (kind == "GroupUnusableError" and words.endswith(why)) or (
-            "rank 1 (pid " in words and " left the " in words
-        )
+        told = kind == "GroupUnusableError" and words.endswith(why)
+        assert told or ("rank 1 (pid " in words and " left the " in words)
     assert [first[2], *second] == [expected(me, [0, 1]) for me in range(2)]
     assert left_out[0][0] == "RankFailedError" and " left the group" in left_out[0][1]
     assert left_out[1] == (2, 3)

@@ -247,6 +247,8 @@ def with_members(rank: int, world: int, folder: str) -> list:
     dist.init_process_group("symcomm", store=store, rank=rank, world_size=world, timeout=LIMIT)
     board = Board(folder, rank)
     seen = [facts(rank)]
+    group: Any = dist.group.WORLD
+    group.set_timeout(timedelta(seconds=17))
     if rank == 2:
         board.handles(0, [])
         die()
@@ -255,6 +257,7 @@ def with_members(rank: int, world: int, folder: str) -> list:
     with pytest.raises(RuntimeError, match="rank 2 .* died"):
         facts(rank)
     reconfigure(6, board.handles(1, [1, 0]))
+    assert group.core.timeout == 17.0
     seen.append(facts(rank))
     board.all_came("end", 2)
     return seen

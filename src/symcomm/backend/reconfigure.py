@@ -40,6 +40,10 @@ class EmptyCore:
         self.members = ReconfigurableGroup(self.name, options.timeout)
         self.set_timeout, self.destroy = self.members.set_timeout, self.members.destroy
 
+    @property
+    def timeout(self) -> float:
+        return self.members.timeout
+
     def abort(self) -> None:
         """Nothing can be pending."""
 
@@ -77,7 +81,9 @@ class Reconfigures:
     def reconfigure(self, opts: Any) -> Any:
         """``opts``: ReconfigureOptions, or anything with uuid, handles and timeout. The work it returns is done."""
         begun = time.monotonic()
-        core = self._membership().reconfigure(opts.uuid, opts.handles, opts.timeout)
+        members = self._membership()
+        members.set_timeout(self.core.timeout)  # which may have been changed since
+        core = members.reconfigure(opts.uuid, opts.handles, opts.timeout)
         self._adopt(core, opts.uuid)
         return DoneWork([], "reconfigure", time.monotonic() - begun)
 

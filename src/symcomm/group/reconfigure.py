@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import os
 import select
@@ -119,9 +120,14 @@ class Reconfiguration(Round):
             return self.to_verdict(self._gone(self._watched[fd][0]))
         return ""
 
+    def refuse(self, error: errors.SymcommError) -> None:
+        """Do not take part, and let the others know why."""
+        self.decide(self.to_verdict(error))
+        self._keepers = []
+
     def close(self) -> None:
         """This member needs nothing of the others any more; the last one that says so deletes what was written."""
-        for place in list(self._keepers):
+        for place in self._keepers:
             with contextlib.suppress(*LOST, errors.DeadlineError):
                 part = PrefixStore(self._prefix, self._server(place, KEEPER_SECONDS))
                 if part.add("left", 1) == self.size:
@@ -215,6 +221,7 @@ class ReconfigurableGroup:
         self._handle: Handle | None = None
         self._group: ProcessGroup | None = None
         self._used: set[int] = set()
+        self._borrowed: set[str] = set()  # methods of the current group that this object has
         self._busy = threading.Lock()
         self._why = EMPTY  # there is no group
         self._pid = os.getpid()
@@ -236,7 +243,18 @@ class ReconfigurableGroup:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.current, name)
+        value = getattr(self.current, name)
+        if inspect.ismethod(value):  # next time it is found without asking here
+            self.__dict__[name] = value
+            self._borrowed.add(name)
+        return value
+
+    def _replace(self, group: ProcessGroup | None) -> ProcessGroup | None:
+        """The group before."""
+        old, self._group = self._group, group
+        while self._borrowed:
+            del self.__dict__[self._borrowed.pop()]
+        return old
 
     def __repr__(self) -> str:
         group = "no members" if self._group is None else f"rank {self._group.rank} of {self._group.size}"
@@ -248,7 +266,7 @@ class ReconfigurableGroup:
 
     def _own_handle(self) -> Handle:
         if os.getpid() != self._pid:
-            raise errors.forked(None)
+            raise errors.GroupUnusableError(f"group {self._label!r} cannot be used: {errors.forked(None)}")
         if self._why == DESTROYED:
             raise errors.GroupUnusableError(f"group {self._label!r} {DESTROYED}.")
         if self._handle is None:
@@ -283,7 +301,7 @@ class ReconfigurableGroup:
         if uuid in self._used:
             refusal = errors.bad_argument("reconfigure", "uuid", uuid, "a fresh one each time", "it was already used")
             told = f"uuid {uuid} was already used by rank {round_.index}; pass a fresh one each time"
-            round_.decide(round_.to_verdict(errors.BadArgumentError(told)))  # the others need not wait for us
+            round_.refuse(errors.BadArgumentError(told))  # the others may not know it, and would wait for us
             raise refusal
         self._used.add(uuid)
         group = round_.build(self._make)
@@ -306,7 +324,7 @@ class ReconfigurableGroup:
         return group
 
     def _go_on_in(self, group: ProcessGroup, uuid: int) -> ProcessGroup:
-        old, self._group = self._group, group
+        old = self._replace(group)
         registry.add(group, self._label)
         if old is not None:
             old.leave(f"was left when its members were reconfigured (uuid {uuid})")
@@ -314,14 +332,19 @@ class ReconfigurableGroup:
             hooks.joined(group)
         return group
 
-    def set_timeout(self, timeout: float | timedelta) -> None:
+    @property
+    def timeout(self) -> float:
         """Seconds after which an operation, or a ``reconfigure``, gives up unless the call says otherwise."""
+        return self._seconds
+
+    def set_timeout(self, timeout: float | timedelta) -> None:
         self._seconds = to_ns("set_timeout", timeout) / 1e9
         if self._group is not None:
             self._group.set_timeout(timeout)
 
     def destroy(self) -> None:
         """Leave the group for good. Handles of this process lead nowhere from now on."""
-        if self._group is not None:
-            self._group.destroy()
-        self._group, self._endpoint, self._why = None, None, DESTROYED
+        old = self._replace(None)
+        if old is not None:
+            old.destroy()
+        self._endpoint, self._why = None, DESTROYED
