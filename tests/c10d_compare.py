@@ -2,7 +2,7 @@
 
 ``same("m.OpType(3).name")`` evaluates with ``m`` as either module. Values are compared after both were brought to a
 common form; exceptions by family: wrong type, or anything else that is a RuntimeError or ValueError. Ours is like the
-binding of torch 2.13; what an older one does not have yet is skipped, with its own words as the reason.
+newest binding; what an older one does not have yet is skipped, with its own words as the reason.
 """
 
 from __future__ import annotations
@@ -19,9 +19,22 @@ import torch._C._distributed_c10d as theirs
 import symcomm.c10d as ours
 from symcomm.errors import BadArgumentError
 
-__all__ = ["OLDER", "family", "outcome", "ours", "same", "since_2_13", "skip_what_is_newer", "theirs"]
+__all__ = [
+    "NEWEST",
+    "OLDER",
+    "family",
+    "outcome",
+    "ours",
+    "same",
+    "since_2_13",
+    "since_2_15",
+    "skip_what_is_newer",
+    "theirs",
+]
 
 OLDER = torch.torch_version.TorchVersion(torch.__version__) < (2, 13)
+NEWEST = hasattr(theirs, "HookOpName")  # as of 2.15: ours has what that has
+since_2_15 = pytest.mark.skipif(not NEWEST, reason=f"torch has it since 2.15; this is {torch.__version__}")
 since_2_13 = pytest.mark.skipif(OLDER, reason=f"torch does so since 2.13; this is {torch.__version__}")
 
 
@@ -69,11 +82,12 @@ def outcome(expression: str, module: Any, **names: Any) -> tuple[str, Any]:
 
 
 def skip_what_is_newer(kind: str, value: Any) -> None:
-    """Skip the test if ``kind, value`` is how an older torch says that it has no such name, or nothing that works."""
-    lacks = isinstance(value, AttributeError) or any(
-        words in str(value) for words in ("object is not callable", "Unable to convert function return value")
+    """Skip the test if ``kind, value`` is how another torch says that it has no such name, or nothing that works."""
+    lacks = isinstance(value, AttributeError) or (
+        OLDER
+        and any(words in str(value) for words in ("object is not callable", "Unable to convert function return value"))
     )
-    if OLDER and kind == "raised" and lacks:
+    if kind == "raised" and lacks:
         pytest.skip(f"torch {torch.__version__}: {str(value).splitlines()[0]}")
 
 

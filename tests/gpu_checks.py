@@ -233,6 +233,10 @@ def gather_and_scatter(gpu: Any, core: Any) -> None:
         core.all_gather(everyone, mine)
         for place, expected in zip(places or [], everyone, strict=False):
             same(place, expected, (root, n))
+        whole = torch.empty(n * core.size, device="cuda") if core.rank == root else None
+        gpu.gather_single(whole, mine.cuda(), root)
+        if whole is not None:
+            same(whole, torch.cat(everyone), (root, n))
         back = torch.empty(n, device="cuda")
         gpu.scatter(back, places, root)
         same(back, mine, (root, n))

@@ -35,10 +35,10 @@ def drive() -> None:
     import symcomm
 
     for world in (1, 2, 3, 5):
-        for part in (collectives, messages, asynchronous, failures, short_ways):
+        for part in (collectives, messages, asynchronous, failures, short_ways, one_sided):
             symcomm.spawn(part, world, mode="threads", timeout=60, deadline=SECONDS)
             print(f"  {part.__name__}, {world} ranks", flush=True)
-    for part in (collectives, messages, short_ways):
+    for part in (collectives, messages, short_ways, one_sided):
         symcomm.spawn(part, 2, mode="processes", timeout=60, deadline=SECONDS)
         print(f"  {part.__name__}, 2 processes", flush=True)
     symcomm.spawn(lock_watch, 2, mode="threads", deadline=SECONDS)
@@ -186,6 +186,42 @@ def failures(g) -> None:
         if g.size > 1 and team.name == "abort":
             survivors = team.shrink()
             survivors.barrier()
+    g.barrier()
+
+
+def one_sided(g) -> None:
+    """Puts and counted signals, with and without a look by Python."""
+    import json
+
+    import numpy as np
+
+    from symcomm.group.failure import Status
+    from symcomm.group.segments import Segment
+    from symcomm.types import DType
+    from tests.exchange_array import ExchangeArray, install
+
+    assert install()
+    n, mine = 64, symmetric(g, 64 * g.size, "i4")
+    segment = Segment(g, mine.ctypes.data, mine.size, DType.INT32)
+    segment.connect([json.loads(card) for card in g.all_gather_object(json.dumps(segment.card).encode())])
+    put, signal, wait = segment.shortcuts()
+    for turn in range(100):
+        source = np.full(n, turn, "i4")
+        for rank in range(g.size):
+            if turn % 2:
+                assert segment.write(rank, 4 * n * g.rank, source.ctypes.data, source.nbytes) == 0
+                assert segment.signal(rank) == 0
+            else:
+                assert put(ExchangeArray(source), rank, n * g.rank) == 0 and signal(rank) == 0
+        for rank in range(g.size):
+            assert wait(rank) == 0 or segment.wait_signal(rank, 60 * 10**9) == 0
+            assert (mine[n * rank : n * (rank + 1)] == turn).all()
+        for rank in range(g.size):  # all have looked
+            segment.signal(rank)
+        for rank in range(g.size):
+            segment.wait_signal(rank, 60 * 10**9)
+    assert put(ExchangeArray(source), 0, n * g.size) is None and put(ExchangeArray(source), g.size, 0) is None
+    assert segment.wait_signal(0, -1) == segment.wait_signal(0, 10**6) == wait(0) == Status.TIMEOUT
     g.barrier()
 
 

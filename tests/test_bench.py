@@ -26,6 +26,7 @@ from symcomm.cli import (
     bench_compile,
     bench_ddp,
     bench_ddp_worker,
+    bench_groups,
     bench_hosts,
     bench_peers,
     bench_run,
@@ -113,6 +114,10 @@ def test_a_call_that_does_nothing_is_wrong_everywhere():
         def call(self, case, source, result):
             return lambda: None
 
+        def window(self, count, dtype):
+            return None, self.empty(count, dtype, "ordinary")
+
+    results = {"barrier": 0, "reduce": 1, "gather": 1, "p2p": 2, "broadcast": 2, "put": 1, "put_signal": 2}
     for collective, places in bench_run.PLACES.items():
         for in_place in places:
             case = {
@@ -124,7 +129,7 @@ def test_a_call_that_does_nothing_is_wrong_everywhere():
                 "kind": "ordinary",
             }
             wrong = [bench_worker.Bench(Idle(r), SimpleNamespace(**case, in_place=in_place)).check() for r in range(3)]
-            has_result = {"barrier": 0, "reduce": 1, "gather": 1, "p2p": 2, "broadcast": 2}.get(collective, 3)
+            has_result = results.get(collective, 3)
             if collective == "scatter" and in_place:
                 has_result = 2  # the root's piece is where it belongs already
             assert sum(w > 0 for w in wrong) == has_result, (collective, in_place, wrong)
@@ -160,10 +165,22 @@ def test_every_collective(tmp_path: Path, ranks: int, sizes: int, more: list[str
     assert code == 0, output
     assert "# wrong elements: 0" in output
     rows = check_rows(path, ranks, {"ordinary", "symmetric"})
-    for collective, places in bench_run.PLACES.items():
+    for collective in bench.COLLECTIVES:
+        places = bench_run.PLACES[collective]
         mine = [row for row in rows if row["collective"] == collective]
         assert {row["in_place"] for row in mine} == set(places)
         assert len(mine) == 2 * len(places) * (1 if collective == "barrier" else sizes)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_windows(tmp_path: Path, ranks: int):
+    path = tmp_path / "out.json"
+    code, output = cli("window", "-b", "8", "-e", "4K", "-f", "512", *TINY, "--ranks", str(ranks), "--json", str(path))
+    assert code == 0, output
+    rows = check_rows(path, ranks, {"ordinary"})
+    assert [(row["collective"], row["size"]) for row in rows] == [
+        ("put", 8), ("put", 4096), ("put_signal", 8), ("put_signal", 4096)
+    ]  # fmt: skip
 
 
 def test_against_gloo_with_plot_and_markdown(tmp_path: Path):
@@ -186,10 +203,11 @@ def test_against_mpi(tmp_path: Path, mpi: str):
     if not (bench_peers.peers_dir() / mpi / "bin" / bench_peers.MPIS[mpi]).exists():
         pytest.skip(f"{mpi} is not set up; `{bench_peers.SETUP}` does it")
     path = tmp_path / "out.json"
-    code, output = cli("all", "-b", "1K", "-e", "1K", *TINY, "--ordinary", "--against", mpi, "--json", str(path))
-    assert code == 0, output
-    rows = check_rows(path, 2, {"ordinary", mpi})
-    assert {row["collective"] for row in rows if row["series"] == mpi} == set(bench.COLLECTIVES)
+    for what, names in bench.FAMILIES.items():
+        code, output = cli(what, "-b", "1K", "-e", "1K", *TINY, "--ordinary", "--against", mpi, "--json", str(path))
+        assert code == 0, output
+        rows = check_rows(path, 2, {"ordinary", mpi})
+        assert {row["collective"] for row in rows if row["series"] == mpi} == set(names)
 
 
 def test_what_a_peer_cannot_do_is_a_dash_with_its_reason(tmp_path: Path):
@@ -320,6 +338,37 @@ def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         assert (tmp_path / "ddp.svg").read_text().count("<!-- symcomm DDP -->") == 1  # one legend for both panels
 
 
+def test_groups_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked: list[bench_groups.Plan] = []
+    made = {"gloo": [2e-3, 4e-3, 9e-3], "symcomm": [1e-3, 2e-3, 3e-3], "ours": [5e-4] * 3}
+
+    def stand_in(plan: bench_groups.Plan, tick: object) -> list[bench_groups.Figures]:
+        asked.append(plan)
+        return [bench_groups.Figures(side, 14 << 10, 512, s, [1e-4] * 3) for side, s in made.items()]
+
+    monkeypatch.setattr(bench_groups, "run_groups_bench", stand_in)
+    path = tmp_path / "groups.json"
+    code, output = cli("groups", "--ranks", "4", "--quick", "--markdown", "--json", str(path))
+    assert code == 0 and asked == [bench_groups.Plan(4, *bench.PROGRAMS["groups"])], output
+    assert "| torch, gloo | 4.00 | 1.00x | 0.10 | 14.0 | 0.50 |" in output
+    assert "| torch, symcomm | 2.00 | 2.00x | 0.10 | 14.0 | 0.50 |" in output
+    rows = json.loads(path.read_text())["rows"]
+    assert (rows[1]["make_ms"], rows[1]["fastest_make_ms"]) == (pytest.approx(2), pytest.approx(1))
+    [bars] = bench_groups.picture(stand_in(asked[0], None), asked[0], best=True)
+    assert bars.groups["new_group"]["symcomm"] == pytest.approx(0.5)
+    assert "2 or more for groups" in refused("groups", "--ranks", "1")
+
+
+@pytest.mark.slow
+def test_groups_on_every_side():
+    ticks: list[str] = []
+    plan = bench_groups.Plan(ranks=2, rounds=1, steps=2, held=4)
+    found = {f.side: f for f in bench_groups.run_groups_bench(plan, ticks.append)}
+    assert list(found) == list(bench_groups.SIDES) and len(ticks) == plan.turns
+    assert all(min(f.made) > 0 and min(f.dropped) > 0 for f in found.values())
+    assert 0 < found["ours"].idle < 1 << 20
+
+
 def test_compile_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked: list[bench_compile.Plan] = []
     turns = {"alone": 1e-3, "gloo": 3e-3, "eager": 1.5e-3, "symcomm": 1.25e-3}
@@ -385,7 +434,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert "one of int8, uint8" in refused("-d", "float7")
     assert "one of sum, prod" in refused("-o", "median")
     assert "a rank, 0 to 1" in refused("-r", "2")
-    assert "store, ddp" in refused("all_the_things")
+    assert "store, groups, ddp" in refused("all_the_things")
     assert "2 or more for p2p" in refused("p2p", "--ranks", "1")
     assert "some of gloo, mpich, openmpi" in refused("--against", "nccl")
     assert ".png or .svg" in refused("--plot", "figure.doc")

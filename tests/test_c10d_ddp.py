@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.c10d_compare import OLDER, ours, same, theirs
+from tests.c10d_compare import OLDER, ours, same, since_2_15, theirs
 
 
 @pytest.mark.parametrize(
@@ -137,6 +137,56 @@ def test_reducers_do_the_same(group, views):
     if OLDER:
         mine[3].clear(), wanted[3].clear()  # keys have come since
     assert mine == wanted
+
+
+def finalized_by_hand(module, group) -> list:
+    """What a reducer whose caller finalizes does, step by step; errors by their kind."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    params = list(model.parameters())
+    reducer = module.Reducer(params, [[3, 2], [1, 0]], [100, 100], group)
+    said: list = []
+
+    def attempt(call, *args) -> None:
+        try:
+            said.append(call(*args))
+        except RuntimeError:
+            said.append("refused")
+
+    attempt(reducer._finalize_backward_manual)  # nobody asked for it
+    attempt(reducer._should_finalize_after_backward)
+    reducer._set_manual_finalization_required(True)
+    attempt(reducer._finalize_backward_manual)  # nothing is under way
+    for _ in range(3):
+        reducer.prepare_for_forward()
+        reducer._rebuild_buckets()
+        loss = model(torch.ones(2, 3)).sum()
+        reducer.prepare_for_backward([])
+        attempt(reducer._should_finalize_after_backward)
+        attempt(reducer._set_manual_finalization_required, False)  # too late for this pass
+        attempt(reducer._finalize_backward_manual)  # too early
+        loss.backward()
+        attempt(reducer._finalize_backward_manual)
+        attempt(reducer._finalize_backward_manual)  # once only
+        reducer._check_reducer_finalized()
+    reducer._set_manual_finalization_required(False)
+    attempt(reducer._finalize_backward_manual)
+    return [said, [p.grad.tolist() for p in params]]
+
+
+BY_HAND = ["refused", True, "refused", *[True, "refused", "refused", None, "refused"],
+           *[False, "refused", "refused", None, "refused"] * 2, "refused"]  # fmt: skip
+
+
+def test_the_caller_may_finalize(group):
+    said, grads = finalized_by_hand(ours, group)
+    assert said == BY_HAND
+    assert grads == reduced_by(ours, group)[0]
+
+
+@since_2_15
+def test_the_caller_may_finalize_as_in_pytorch(group):
+    assert finalized_by_hand(ours, group) == finalized_by_hand(theirs, group)
 
 
 def test_hooks_go_with_the_reducer(group):

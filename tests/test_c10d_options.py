@@ -8,13 +8,14 @@ pytest.importorskip("torch")
 import torch
 
 from symcomm.errors import BadArgumentError
-from tests.c10d_compare import ours, outcome, plain, same, theirs
+from tests.c10d_compare import ours, outcome, plain, same, since_2_15, theirs
 
 CALLS = [
     "AllToAllOptions", "AllgatherOptions", "AllreduceCoalescedOptions", "AllreduceOptions", "BarrierOptions",
     "BroadcastOptions", "GatherOptions", "ReduceOptions", "ReduceScatterOptions", "ScatterOptions",
 ]  # fmt: skip
-ALL = [*CALLS, "_DistributedBackendOptions"]
+OF_WINDOWS = [name for name in ("PutOptions", "SignalOptions", "WaitSignalOptions") if hasattr(theirs, name)]
+ALL = [*CALLS, *OF_WINDOWS, "_DistributedBackendOptions"]
 
 
 def attributes(name: str) -> list[str]:
@@ -34,7 +35,7 @@ VALUES = [
     "True", "None", "1", "0", "-5", "2**33", "2**70", "1.5", "'cpu'", "'a'", "[1, 2]", "(1, 2)", "[1.5]", "[]",
     "td(seconds=3)", "td(seconds=1.23456)", "td(microseconds=-10)", "td(milliseconds=-1)", "td(days=2)", "R.MAX",
     "R(R.MIN)", "m._make_nccl_premul_sum(2.0)", "torch.device('cuda:1')", "torch.device('cpu')", "torch.tensor(1)",
-    "object()",
+    "object()", "{}", "{'a': 'b'}", "{'a': 1}",
 ]  # fmt: skip
 
 
@@ -106,7 +107,7 @@ copy.copy(R.SUM) | copy.deepcopy(R.SUM) | copy.copy(R(R.MAX)).op | copy.deepcopy
 pickle.loads(pickle.dumps(R.SUM)) | pickle.loads(pickle.dumps(R(R.MAX))) == R.MAX | {R(R.SUM): 1}[R(R.SUM)]
 dict(R.RedOpType.__members__) | R.RedOpType(3) | R.RedOpType('SUM') | R.RedOpType() | R('SUM') | R() | R(None)
 R.SUM.op | R.SUM.factor | R(R.SUM).op | R(R.SUM).factor | R(R.SUM).name | R(R.PREMUL_SUM).factor
-m._make_nccl_premul_sum(2.0).factor | m._make_nccl_premul_sum(factor=3.0).factor | m._make_nccl_premul_sum(True)
+m._make_nccl_premul_sum(2.0).factor | m._make_nccl_premul_sum(factor=3.0).factor
 m._make_nccl_premul_sum('a') | m._make_nccl_premul_sum(None) | m._make_nccl_premul_sum()
 m._make_nccl_premul_sum(2.0).op | m._make_nccl_premul_sum(torch.tensor(2.0)).factor
  m._make_nccl_premul_sum(torch.tensor([2.0])).factor
@@ -139,7 +140,6 @@ DIFFERENT = {
     "{R.SUM: 1}.get(R(R.SUM))": (None, 1, "follows from equality"),
     "R(R.SUM) in (R.MAX, R.SUM)": (False, True, "follows from equality"),
     "m._make_nccl_premul_sum(2.0) == m._make_nccl_premul_sum(3.0)": (True, False, "other factors give other sums"),
-    "m._make_nccl_premul_sum(2).factor": (TypeError, 2, "a whole number is a number"),
     "m._make_nccl_premul_sum(torch.tensor([2.0, 3.0])).op.name": (RuntimeError, "PREMUL_SUM", "any that broadcasts"),
     "R.RedOpType(99).value": (99, ValueError, "there is no such operation"),
     "R(R(R.MAX)).op.name": (TypeError, "MAX", "a copy is harmless"),
@@ -158,6 +158,31 @@ def test_reduce_op_differs_on_purpose(expression: str):
             assert kind == "raised" and isinstance(value, wanted), (module, value)
         else:
             assert kind == "gave" and value == wanted, (module, value)
+
+
+@since_2_15
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "m._make_nccl_premul_sum(2).factor",  # refused before
+        "m._make_nccl_premul_sum(True).factor",
+        "R.unbox(R(R.MAX).boxed()).op",
+        "R.unbox(R.PREMUL_SUM(2.0).boxed()).factor",
+        "R.unbox(3)",
+        "type(R(R.SUM).boxed()).__name__",
+    ],
+)
+def test_reduce_op_of_newer_torch(expression: str):
+    same(expression)
+
+
+def test_boxes_are_shared_with_pytorch():
+    if not hasattr(theirs.ReduceOp, "boxed"):
+        with pytest.raises(RuntimeError, match="ReduceOp.boxed: PyTorch boxes reduce operations since 2.15"):
+            ours.ReduceOp(ours.ReduceOp.MAX).boxed()
+        return
+    assert theirs.ReduceOp.unbox(ours.ReduceOp(ours.ReduceOp.MAX).boxed()) == theirs.ReduceOp.MAX
+    assert ours.ReduceOp.unbox(theirs.ReduceOp(theirs.ReduceOp.MIN).boxed()) == ours.ReduceOp.MIN
 
 
 def test_repr_says_what_it_is():

@@ -12,14 +12,28 @@ pytest.importorskip("torch")
 import torch
 
 from symcomm.errors import DeadlineError
-from tests.c10d_compare import ours, outcome, same, theirs
+from tests.c10d_compare import NEWEST, ours, outcome, same, since_2_15, theirs
 
 WORKS = ["m.Work()", "m.FakeWork()", "m.PythonCallbackWork(lambda t: True)", "m.PythonCallbackWork(lambda t: False)"]
 CALLS = [
-    "is_completed()", "is_success()", "exception()", "result()", "source_rank()", "_source_rank()", "_get_op_type()",
+    "is_success()", "exception()", "result()", "source_rank()", "_source_rank()", "_get_op_type()",
     "_get_duration()", "synchronize()", "wait(td(milliseconds=20))", "wait(timeout=td(milliseconds=20))", "wait(3)",
     "get_future_result()", "get_future().done()", "boxed()",
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_whether_it_has_ended(work: str):
+    if not NEWEST and "Fake" in work:
+        pytest.skip("the fake work says so since torch 2.15")
+    same(f"{work}.is_completed()")
+
+
+@since_2_15
+@pytest.mark.parametrize("call", ["timeout", "_get_sequence_number()"])
+@pytest.mark.parametrize("work", WORKS)
+def test_calls_of_newer_works(work: str, call: str):
+    same(f"{work}.{call}")
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -198,6 +198,10 @@ def _copies(g: ProcessGroup) -> None:
                     parts = [place(group, blank(count), kind) for _ in range(n)]
                     group.gather(parts if g.rank == root else None, mine, root)
                     assert g.rank != root or all(map(same_bits, parts, sources)), case
+                    whole = place(group, blank(n * count), kind)
+                    group.gather_single(whole if g.rank == root else None, mine, root)
+                    assert same_bits(whole, torch.cat(sources) if g.rank == root else blank(n * count)), case
+                    group.all_gather_single(whole, mine)
                     out = place(group, blank(count), kind)
                     group.scatter(out, parts if g.rank == root else None, root)
                     assert same_bits(out, sources[g.rank]), case
@@ -376,6 +380,10 @@ BAD = {
     "root's list": (
         lambda g: g.gather([torch.ones(3)] * (1 if g.rank == 0 else 2), torch.ones(3), 0),
         "outputs must be (a list of 2 tensors|given on the root only)",
+    ),
+    "one output": (
+        lambda g: g.gather_single(torch.ones(5), torch.ones(3), 0),
+        "output must be (6 elements|given on the root only)",
     ),
     "splits": (
         lambda g: g.all_to_all_single(torch.ones(4), torch.ones(4), [1, 1], [2, 2]),

@@ -57,3 +57,9 @@ def test_same_losses_as_gloo(name: str):
 
 def test_first_steps():
     assert run_example("first_steps.py", ranks=4) == ["sums: [6.0, 10.0, 14.0] ranks: [0.0, 1.0, 2.0, 3.0]"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_window(ranks: int):
+    expected = {f"rank {rank}: the same as in one process: True" for rank in range(ranks)}
+    assert set(run_example("window.py", ranks=ranks)) == expected

@@ -208,7 +208,7 @@ def next_one(store: Any) -> tuple:
     return joined(store)
 
 
-@pytest.mark.parametrize("where", ["card", "invited", "turn 1", "turn 2", "descriptors", "turn 3"])
+@pytest.mark.parametrize("where", ["card", "invited", "turn 1", "descriptors", "turn 2"])
 def test_a_newcomer_that_dies_is_left_behind(tmp_path, where):
     crowd = Crowd(tmp_path)
     for rank in range(2):
@@ -220,7 +220,7 @@ def test_a_newcomer_that_dies_is_left_behind(tmp_path, where):
     assert returned([one, two, other]) == [(r, 3, [0, 1, 2], [2], 6.0) for r in range(3)]
 
 
-@pytest.mark.parametrize(("victim", "where"), [(0, "turn 1"), (1, "turn 2"), (0, "turn 3"), (1, "verdict")])
+@pytest.mark.parametrize(("victim", "where"), [(0, "turn 1"), (1, "turn 2"), (0, "turn 2"), (1, "verdict")])
 def test_a_member_that_dies_splits_nobody(tmp_path, victim, where):
     """The others all stay in the old group, or all are in the new one; either way they shrink together and go on."""
 

@@ -137,6 +137,8 @@ def every_collective(group, count: int):
     outs = [torch.empty(count) for _ in range(size)] if rank == 1 else None
     group.gather(outs, mine, 1)
     said["gather"] = torch.cat(outs) if outs else None
+    said["gather_single"] = torch.empty(size * count) if rank == 1 else None
+    group.gather_single(said["gather_single"], mine, 1)
     out = torch.empty(count)
     group.scatter(out, [values(50 + r, count) for r in range(size)] if rank == 2 else None, 2)
     said["scatter"] = out
@@ -168,6 +170,7 @@ def test_every_collective(hosts, count, small_chunks):
         assert torch.equal(got["reduce_scatter_single"], whole[rank * count : (rank + 1) * count])
         pieces = [values(10 * r + rank, (rank + 1) * count) for r in range(size)]
         assert torch.equal(got["reduce_scatter"], functools.reduce(torch.minimum, pieces))
+        assert got["gather_single"] is None if rank != 1 else torch.equal(got["gather_single"], torch.cat(inputs))
         assert got["gather"] is None if rank != 1 else torch.equal(got["gather"], torch.cat(inputs))
         assert torch.equal(got["scatter"], values(50 + rank, count))
         assert torch.equal(

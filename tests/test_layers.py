@@ -29,6 +29,7 @@ LAYERS = {
     "ray": 5,
     "gpu": 5,
     "symm_mem": 5,
+    "windows": 6,
     "backend": 6,
     "device": 6,
     "comm": 6,
@@ -42,7 +43,7 @@ LAYERS = {
 # Packages below the line never import torch when they are loaded, only inside a function that was handed a tensor.
 TORCH_FREE_AT_IMPORT = {
     "errors", "types", "_core", "store", "memory", "collectives", "group", "hosts", "observe", "gpu", "symm_mem", "cli",
-    "simulate", "ray",
+    "simulate", "ray", "windows",
 }  # fmt: skip
 
 

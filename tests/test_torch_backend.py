@@ -77,6 +77,27 @@ def test_autoload_loads_next_to_nothing():
     assert len(loaded) <= 5, loaded
 
 
+NOT_FOR_A_FIRST_GROUP = (
+    "gpu", "hosts", "simulate", "observe", "symm_mem", "compile", "ddp", "device", "elastic", "c10d", "cli", "comm",
+    "backend.careful", "store.bootstrap", "store.collectives", "store.file", "store.hash", "store.launchers",
+    "store.prefix", "store.tcp", "group.default", "group.grow", "group.shrink", "group.spawn",
+)  # fmt: skip
+
+
+def test_a_first_group_loads_only_what_it_runs():
+    """What else there is comes with the first CUDA tensor, host, store of ours or failure that needs it."""
+    loaded = run_python(
+        "import sys, torch, torch.distributed as dist\n"
+        "from symcomm.backend.register import register; register()\n"
+        "dist.init_process_group('symcomm', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "x = torch.ones(2); dist.all_reduce(x); dist.new_group()\n"
+        "print(*[m for m in sys.modules if m.startswith('symcomm.')])\n"
+    ).split()
+    assert "symcomm.group.process_group" in loaded
+    unwanted = tuple(f"symcomm.{name}" for name in NOT_FOR_A_FIRST_GROUP)
+    assert not [m for m in loaded if m.startswith(unwanted)]
+
+
 ONE_RANK = (
     "from symcomm.backend.register import register; register()\n"
     "import torch, torch.distributed as dist\n"

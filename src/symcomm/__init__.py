@@ -7,6 +7,7 @@ Where things are (imports point down only)::
     elastic/      training that outlives its ranks
     ddp/          DistributedDataParallel, Reducer, communication hooks
     device/       one process, many devices: broadcast, scatter, gather, DataParallel (symcomm.comm)
+    windows/      one-sided puts and signals
     symm_mem/     symmetric tensors: allocate, rendezvous, signals, symmetrize
     gpu/          the same collectives on CUDA tensors of ranks that share a host
     simulate/     what plans would cost on a cluster that is only described
@@ -38,19 +39,23 @@ _PUBLIC = {
     "symcomm.store": ("Store", "HashStore", "FileStore", "TCPStore", "PrefixStore"),
     "symcomm.device.data_parallel": ("DataParallel",),
     "symcomm.symm_mem.symmetrize": ("symmetrize",),
+    "symcomm.windows.window": ("Window",),
     "symcomm.ddp.module": ("DistributedDataParallel",),
     "symcomm.types": ("DType", "ReduceOp", "make_premul_sum"),
     "symcomm.group.process_group": ("ProcessGroup",),
     "symcomm.group.reconfigure": ("ReconfigurableGroup",),
+    "symcomm.group.call_hooks": ("HookOpName", "PostHookArgs", "PreHookArgs"),
+    "symcomm.group.hook_classes": ("HealthCheckHook", "NanCheckHook"),
+    "symcomm.observe.flight_hook": ("FlightRecorderHook",),
     "symcomm.group.messages": ("ANY_SOURCE", "Message"),
     "symcomm.group.work": ("Work",),
     "symcomm.group.spawn": ("spawn",),
     "symcomm.group.default": (
         "init", "join", "destroy", "default_group", "is_initialized", "rank", "world_size",
         "all_gather", "all_gather_coalesced", "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all",
-        "all_to_all_single", "barrier", "batch", "broadcast", "gather", "irecv", "isend", "monitored_barrier",
-        "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_coalesced", "reduce_scatter_single", "scatter",
-        "send", "split",
+        "all_to_all_single", "barrier", "batch", "broadcast", "gather", "gather_single", "irecv", "isend",
+        "monitored_barrier", "new_group", "new_window", "recv", "reduce", "reduce_scatter", "reduce_scatter_coalesced",
+        "reduce_scatter_single", "scatter", "send", "split",
     ),
 }  # fmt: skip
 _LAZY = {name: module for module, names in _PUBLIC.items() for name in names}
@@ -63,6 +68,7 @@ _MODULES = (
     "ray",
     "simulate",
     "symm_mem",
+    "windows",
 )  # loaded on first use as well
 
 __all__ = ["__version__", "errors", *_MODULES, *_LAZY]

@@ -193,6 +193,14 @@ def bad_argument(call: str, argument: str, got: object, allowed: str, fix: str =
     return BadArgumentError(f"{text}; {fix}{end}" if fix else f"{text}.")
 
 
+def nan_found(call: str, number: int, tensor: str, rank: int, group: str) -> CallerError:
+    """PyTorch's words first, which scripts look for."""
+    return CallerError(
+        f"NaN found in input tensor {number} ({tensor}) of {call.lower()} on rank {rank} of group {group!r}; "
+        "nothing was sent."
+    )
+
+
 def bad_choice(call: str, argument: str, got: str, allowed: Sequence[str], how_many: str = "one") -> BadArgumentError:
     """The same for a name that is not among those ``allowed``; if it is nearly one of them, that is the way out."""
     import difflib

@@ -121,6 +121,19 @@ class ReduceOp(metaclass=_ReduceOpMeta):
             raise errors.CallerError(f"ReduceOp.{self.op.name} has no factor; only PREMUL_SUM(factor) has one.")
         return self._factor
 
+    def boxed(self) -> Any:
+        """The form in which PyTorch's operators take it."""
+        theirs = _torchs_reduce_op("boxed")
+        if self.op is _RedOpType.PREMUL_SUM:
+            return theirs.PREMUL_SUM(self.factor).boxed()
+        return theirs(getattr(theirs, self.op.name)).boxed()
+
+    @staticmethod
+    def unbox(obj: Any) -> ReduceOp:
+        """What ``boxed`` gave, as ours."""
+        op, factor = _torchs_reduce_op("unbox").unbox(obj).__getstate__()
+        return ReduceOp(_RedOpType(int(op)), factor)
+
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RedOpType):
             return self.op == other
@@ -136,6 +149,14 @@ class ReduceOp(metaclass=_ReduceOpMeta):
 
     def __repr__(self) -> str:
         return f"ReduceOp.{self.op.name}" + (f"(factor={self._factor!r})" if self._factor is not None else "")
+
+
+def _torchs_reduce_op(call: str) -> Any:
+    from torch._C import _distributed_c10d as c10d
+
+    if not hasattr(c10d.ReduceOp, call):
+        raise errors.CallerError(f"ReduceOp.{call}: PyTorch boxes reduce operations since 2.15; this one is older.")
+    return c10d.ReduceOp
 
 
 def _same_factor(one: Any, other: Any) -> bool:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from symcomm import errors
 from symcomm.backend.group import TorchGroup, place_in_store
+from symcomm.backend.versions import SPLIT_KEEPS_ORDER
 from tests.torch_checks import WORLD, check, check3, equal, joined, refused
 
 
@@ -132,10 +133,12 @@ def torch_splits_a_group(rank: int, path: str) -> None:
         dist.all_reduce(value, group=part)
         equal(value, [[4.0], [2.0], [4.0]][rank])
         assert part.options._timeout == timedelta(seconds=20) and part.size() == (1 if rank == 1 else 2)
-        some = dist.split_group(split_ranks=[[2, 1]])
-        assert (some is None) == (rank == 0)
-        if some is not None:
-            assert some.rank() == rank - 1 and dist.get_group_rank(some, 2) == 1
+        some = dist.split_group(split_ranks=[[2, 1]])  # by the order of the list since torch 2.15, by size before
+        if rank == 0:
+            assert some is (dist.GroupMember.NON_GROUP_MEMBER if SPLIT_KEEPS_ORDER else None)
+        else:
+            members = [2, 1] if SPLIT_KEEPS_ORDER else [1, 2]
+            assert some.rank() == members.index(rank) and dist.get_group_rank(some, 2) == members.index(2)
             inner = dist.split_group(some, [[1], [0]])  # ranks of the parent, not of the world
             assert dist.get_process_group_ranks(inner) == [rank]
             dist.destroy_process_group(some)

@@ -16,6 +16,7 @@ group.c            groups, plans and requests as Python sees them
 tensor.c, quick.c  blocking calls seen before: from Python tensors to the executor in one call
 p2p.c, p2p_module.c  mailboxes: tagged messages between two ranks
 signals.c          signal pads: put, wait and barrier on words of symmetric memory
+window.c           one-sided windows: copies into a peer's memory, counted signals
 store_*.c, sha256.c  the TCPStore server: event loop, protocol, table, token
 lockwatch.c        notices that the interpreter lock is not to be had, and says who has it
 =================  ===============================================================

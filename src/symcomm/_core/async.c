@@ -13,6 +13,7 @@ struct worker {
     pthread_cond_t changed;
     struct request *first, *last;
     _Atomic int pending; /* queued or running */
+    uint64_t number;     /* of the last operation queued */
     bool stopping, joined;
     void (*farewell)(void *); /* called by the thread itself at its end, once nobody else knows the group any more */
     void *argument;
@@ -76,7 +77,8 @@ int async_submit(struct group *g, struct request *r) {
     bool late = w->stopping; /* another thread leaves the group at this moment: nobody would take it */
     if (!late) {
         atomic_fetch_add_explicit(&r->references, 1, memory_order_relaxed);
-        atomic_fetch_add_explicit(&w->pending, 1, memory_order_relaxed);
+        bool idle = atomic_fetch_add_explicit(&w->pending, 1, memory_order_acquire) == 0;
+        r->number = w->number = idle ? g->seq + 1 : w->number + 1;
         if (w->last) w->last->next = r;
         else w->first = r;
         w->last = r;

@@ -11,6 +11,7 @@ struct request {
     int64_t timeout;
     struct origin from;
     int64_t status;            /* of exec_run(), valid once done */
+    uint64_t number;           /* of the operation in its group, counted as g->seq is */
     _Atomic uint32_t done;     /* futex */
     _Atomic int references;    /* the worker's and the owner's */
     void (*finished)(struct request *); /* called by the worker after done, or NULL */

@@ -52,6 +52,7 @@ int symcomm_add_group(PyObject *module);
 int symcomm_add_quick(PyObject *module);
 int symcomm_add_p2p(PyObject *module);
 int symcomm_add_signals(PyObject *module);
+int symcomm_add_window(PyObject *module);
 int symcomm_add_gpu(PyObject *module);
 int symcomm_add_store_server(PyObject *module);
 int symcomm_add_lockwatch(PyObject *module);

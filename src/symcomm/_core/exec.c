@@ -184,8 +184,8 @@ static int run_body(struct run *x, bool skipped_head) {
 }
 
 static bool fits(const struct group *g, const struct plan *p, const struct buffers *b) {
-    return p->world == g->world && p->rank == g->rank && p->stage_bytes <= g->stage_bytes && p->n_in <= b->n_in &&
-           p->n_out <= b->n_out;
+    return p->world == g->world && p->rank == g->rank &&
+           p->stage_bytes <= atomic_load_explicit(&g->reserved_bytes, memory_order_relaxed) && p->n_in <= b->n_in && p->n_out <= b->n_out;
 }
 
 static int run_locked(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {

@@ -99,6 +99,12 @@ static PyObject *make_plan(PyObject *self, PyObject *arg) {
     return PyCapsule_New(plan, PLAN, drop_plan);
 }
 
+static PyObject *plan_stage(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct plan *p = PyCapsule_GetPointer(arg, PLAN);
+    return p ? PyLong_FromLongLong(p->stage_bytes) : NULL;
+}
+
 /* --- groups --------------------------------------------------------------------------------------------------- */
 
 static void free_group(struct group *g) {
@@ -197,6 +203,19 @@ static PyObject *group_keep(PyObject *self, PyObject *args) {
     PyObject *before = PyCapsule_GetContext(capsule);
     if (PyCapsule_SetContext(capsule, Py_NewRef(object)) < 0) return NULL;
     Py_XDECREF(before);
+    Py_RETURN_NONE;
+}
+
+/* group_reserved(group, bytes): the pages of so much of each half of this rank's staging area exist. Plans that reach farther
+ * are refused: touching memory that the kernel has not got would be a signal, not an error. */
+static PyObject *group_reserved(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    long long bytes;
+    struct group *g;
+    if (!PyArg_ParseTuple(args, "OL", &capsule, &bytes) || (g = to_group(capsule)) == NULL) return NULL;
+    if (bytes > g->stage_bytes) return PyErr_Format(PyExc_ValueError, "a staging half has %lld bytes", (long long)g->stage_bytes);
+    if (bytes > atomic_load(&g->reserved_bytes)) atomic_store(&g->reserved_bytes, bytes); /* callers have the interpreter lock */
     Py_RETURN_NONE;
 }
 
@@ -417,11 +436,20 @@ static PyObject *request_wait(PyObject *self, PyObject *args) {
     return done ? PyLong_FromLongLong(r->status) : Py_NewRef(Py_None);
 }
 
+/* request_number(request) -> which operation of its group it is */
+static PyObject *request_number(PyObject *self, PyObject *capsule) {
+    (void)self;
+    struct request *r = PyCapsule_GetPointer(capsule, REQUEST);
+    return r ? PyLong_FromUnsignedLongLong(r->number) : NULL;
+}
+
 static PyMethodDef methods[] = {
     {"make_plan", make_plan, METH_O, "make_plan(encoded) -> plan"},
+    {"plan_stage", plan_stage, METH_O, "plan_stage(plan) -> how many bytes of a staging half it uses"},
     {"make_group", make_group, METH_VARARGS,
      "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, flight, flight_group, own_process,"
      " spin, yield_ns) -> group"},
+    {"group_reserved", group_reserved, METH_VARARGS, "group_reserved(group, bytes): so much of each staging half has pages."},
     {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},
     {"group_leave", group_leave, METH_O, "group_leave(group): this rank takes no further part."},
     {"group_detach", group_detach, METH_O, "group_detach(group) -> whether all have left, and its memory may be given back"},
@@ -436,6 +464,7 @@ static PyMethodDef methods[] = {
      "submit(group, plan, inputs, outputs, timeout_ns, site, callback) -> request"},
     {"ticks_to_ns", ticks_to_ns, METH_O, "ticks_to_ns(ticks) -> nanoseconds of CLOCK_MONOTONIC"},
     {"use_locator", use_locator, METH_O, "use_locator(callable): asked for a site's number when a call has to sleep."},
+    {"request_number", request_number, METH_O, "request_number(request) -> which operation of its group it is"},
     {"request_wait", request_wait, METH_VARARGS, "request_wait(request, timeout_ns) -> status or None"},
     {NULL, NULL, 0, NULL},
 };

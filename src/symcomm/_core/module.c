@@ -18,6 +18,7 @@ PyMODINIT_FUNC PyInit__native(void) {
         symcomm_add_quick,
         symcomm_add_p2p,
         symcomm_add_signals,
+        symcomm_add_window,
         symcomm_add_gpu,
         symcomm_add_store_server,
         symcomm_add_lockwatch,

@@ -35,7 +35,11 @@ static const char *check_move(struct plan *p, const struct plan_step *s, int64_t
     if (s->op == OP_COPY && s->n_src != 1) return "copy from several places";
     if (s->dst < 0 || s->src < 0 || s->dst > n_places - s->n_dst || s->src > n_places - s->n_src) return "place out of range";
     const char *why = NULL;
-    for (int64_t i = 0; i < s->n_dst && !why; i++) why = check_place(p, &p->places[s->dst + i], turns, s->nbytes);
+    for (int64_t i = 0; i < s->n_dst && !why; i++) {
+        const struct plan_place *at = &p->places[s->dst + i];
+        why = check_place(p, at, turns, s->nbytes);
+        if (at->space == SPACE_STAGE && at->index != p->rank) why = "writes another rank's staging area"; /* it may lack pages */
+    }
     for (int64_t i = 0; i < s->n_src && !why; i++) why = check_place(p, &p->places[s->src + i], turns, s->nbytes);
     return why;
 }

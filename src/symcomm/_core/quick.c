@@ -7,7 +7,8 @@
 #include "tensor.h"
 #include "types.h"
 
-#define SLOTS 4096 /* a power of two; when three quarters are full it starts anew */
+#define FIRST_SLOTS 16  /* a power of two, doubled when three quarters are full: most groups know a few calls */
+#define MOST_SLOTS 4096 /* full at that size, it starts anew */
 
 enum { ALL_TO_ALL_SINGLE = 5 }; /* of Kind in symcomm/group/calls.py: the one that cannot work in place */
 
@@ -27,8 +28,8 @@ struct known_plan {
 };
 
 struct quick {
-    int used;
-    struct known_plan slots[SLOTS];
+    int used, size;
+    struct known_plan *slots;
 };
 
 static uint64_t hash_of(const struct kind *k) {
@@ -40,13 +41,13 @@ static uint64_t hash_of(const struct kind *k) {
 
 static struct known_plan *find(struct quick *q, const struct kind *k) {
     for (uint64_t i = hash_of(k);; i++) {
-        struct known_plan *slot = &q->slots[i % SLOTS];
+        struct known_plan *slot = &q->slots[i & (uint64_t)(q->size - 1)];
         if (slot->plan == NULL || memcmp(&slot->kind, k, sizeof *k) == 0) return slot;
     }
 }
 
 static void forget_all(struct quick *q) {
-    for (int i = 0; i < SLOTS; i++) {
+    for (int i = 0; i < q->size; i++) {
         PyObject *capsule = q->slots[i].capsule;
         q->slots[i] = (struct known_plan){0};
         Py_XDECREF(capsule);
@@ -54,8 +55,27 @@ static void forget_all(struct quick *q) {
     q->used = 0;
 }
 
+/* Makes room for one more. False: out of memory. */
+static bool make_room(struct quick *q) {
+    if (q->used < q->size * 3 / 4) return true;
+    if (q->size == MOST_SLOTS) {
+        forget_all(q);
+        return true;
+    }
+    struct quick larger = {.used = q->used, .size = q->size ? q->size * 2 : FIRST_SLOTS};
+    larger.slots = calloc((size_t)larger.size, sizeof *larger.slots);
+    if (larger.slots == NULL) return false;
+    for (int i = 0; i < q->size; i++)
+        if (q->slots[i].plan) *find(&larger, &q->slots[i].kind) = q->slots[i];
+    free(q->slots);
+    *q = larger;
+    return true;
+}
+
 void quick_drop(struct group *g) {
-    if (g->quick) forget_all(g->quick);
+    if (g->quick == NULL) return;
+    forget_all(g->quick);
+    free(g->quick->slots);
     free(g->quick);
     g->quick = NULL;
 }
@@ -140,7 +160,10 @@ static PyObject *remember(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     struct given t;
     if (!describe(g, args, &k, &t)) Py_RETURN_FALSE;
     if (g->quick == NULL && (g->quick = calloc(1, sizeof *g->quick)) == NULL) return PyErr_NoMemory();
-    if (g->quick->used > SLOTS * 3 / 4) forget_all(g->quick);
+    if (!make_room(g->quick)) {
+        if (g->quick->size == 0) quick_drop(g); /* again() relies on slots to look at */
+        return PyErr_NoMemory();
+    }
     struct known_plan *slot = find(g->quick, &k);
     if (slot->plan == NULL) {
         *slot = (struct known_plan){k, plan, Py_NewRef(args[5]), (uint32_t)PyLong_AsUnsignedLong(args[6])};

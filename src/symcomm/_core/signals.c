@@ -4,11 +4,14 @@
  * pad belongs to one pair of ranks on one channel, so nobody else touches it. A put waits until the signal before it
  * was taken. Behind the words, at `pad_bytes`, lies one more that counts who sleeps on this pad: a put need not enter the
  * kernel when nobody does. No wake-up can be lost: sleeper (count, fence, look again) against setter (set, fence, look
- * at the count). Words that somebody writes by other means are seen within a slice. */
+ * at the count). Words that somebody writes by other means are seen within a slice.
+ *
+ * Windows (window.c) count: a signal adds one to the word, at once, and a wait takes one away. */
 #include <errno.h>
 #include <sched.h>
 
 #include "common.h"
+#include "signals.h"
 #include "sync.h"
 
 #define SLICE_NS 10000000 /* how often a sleeper looks for dead peers: a tenth of the 100 ms we promise */
@@ -17,6 +20,7 @@ struct signal {
     _Atomic uint32_t *word;
     _Atomic uint32_t *sleepers; /* of the pad the word lies in */
     uint32_t from, to;          /* what the word must be, and what it becomes */
+    bool counted;               /* instead: the word must not be 0, and becomes one less */
 };
 
 static struct signal signal_at(char *pad, int64_t pad_bytes, int64_t slot, bool put) {
@@ -28,8 +32,17 @@ static struct signal signal_at(char *pad, int64_t pad_bytes, int64_t slot, bool 
     };
 }
 
+static bool is_ready(const struct signal *s, uint32_t word) { return s->counted ? word != 0 : word == s->from; }
+
 static bool flip(const struct signal *s) {
     uint32_t expected = s->from;
+    if (s->counted) {
+        expected = atomic_load_explicit(s->word, memory_order_relaxed);
+        while (expected)
+            if (atomic_compare_exchange_weak_explicit(s->word, &expected, expected - 1, memory_order_acq_rel, memory_order_relaxed))
+                return true;
+        return false;
+    }
     return atomic_compare_exchange_strong_explicit(s->word, &expected, s->to, memory_order_acq_rel, memory_order_relaxed);
 }
 
@@ -56,12 +69,17 @@ static int sleep_for(struct group *g, const struct signal *s, int peer, int64_t 
         }
         uint32_t seen = atomic_load_explicit(s->word, memory_order_relaxed);
         int64_t left = deadline - symcomm_now_ns();
-        if (seen == s->from || left <= 0) continue;
+        if (is_ready(s, seen) || left <= 0) continue;
         long failed = symcomm_futex_wait(s->word, seen, left < SLICE_NS ? left : SLICE_NS);
         ask = (failed && errno == EINTR) || turn % 16 == 0;
     }
     atomic_fetch_sub(s->sleepers, 1);
     return status;
+}
+
+static void wake(const struct signal *s) {
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(s->sleepers, memory_order_relaxed)) symcomm_futex_wake(s->word, INT32_MAX);
 }
 
 /* Flip the word when it is our turn, and wake whoever waits for that. */
@@ -72,10 +90,29 @@ static int await_flip(struct group *g, const struct signal *s, int peer, int64_t
     int64_t until = done ? 0 : symcomm_now_ns() + g->yield_ns;
     while (!done && !(done = flip(s)) && symcomm_now_ns() < until) sched_yield();
     if (!done) status = sleep_for(g, s, peer, deadline);
-    if (status != STATUS_OK) return status;
-    atomic_thread_fence(memory_order_seq_cst);
-    if (atomic_load_explicit(s->sleepers, memory_order_relaxed)) symcomm_futex_wake(s->word, INT32_MAX);
-    return STATUS_OK;
+    if (status == STATUS_OK && !s->counted) wake(s); /* whoever adds to a count does not wait for it to fall */
+    return status;
+}
+
+void counter_add(const struct counter *c) {
+    struct signal s = {.word = c->word, .sleepers = c->sleepers};
+    atomic_fetch_add_explicit(s.word, 1, memory_order_release);
+    wake(&s);
+}
+
+int counter_take(struct group *g, const struct counter *c, int peer, int64_t timeout) {
+    struct signal s = {.word = c->word, .sleepers = c->sleepers, .counted = true};
+    int looks = timeout >= 0 && g->own_process ? g->spin_now : 0; /* ranks that are threads need the lock to signal us */
+    bool done = flip(&s);
+    for (int i = 0; i < looks && !(done = done || flip(&s)); i++) symcomm_relax();
+    if (done) return STATUS_OK;
+    if (timeout <= 0) {
+        int status = sync_aborted(g);
+        if (!status && peer != g->rank) status = sync_gone(g, peer);
+        return flip(&s) ? STATUS_OK : status ? status : STATUS_TIMEOUT;
+    }
+    if (symcomm_before_waiting) symcomm_before_waiting();
+    return await_flip(g, &s, peer, symcomm_now_ns() + timeout);
 }
 
 struct pads {

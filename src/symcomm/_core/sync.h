@@ -68,6 +68,7 @@ struct group {
     struct control **control;      /* per rank */
     char **stage;                  /* per rank, two halves of stage_bytes */
     int64_t stage_bytes;
+    _Atomic int64_t reserved_bytes; /* of each half of my own: how far its pages exist */
     char **arena;                  /* per rank: where this process has mapped it */
     int64_t arena_bytes;           /* size of my own */
     _Atomic uint32_t **life;       /* per rank */

@@ -25,7 +25,7 @@ class Careful:
     """The checks of one group."""
 
     def __init__(self, group: Any):
-        self._group = group
+        self._checked = group.core
         self._core = group.core.new_group(range(group.core.size), f"{group.core.name}/detail")
         self._calls = 0
 
@@ -49,14 +49,14 @@ class Careful:
         if differ:
             told = "; ".join(f"rank {rank}: {_in_words(one)}" for rank, one in enumerate(everyone))
             raise errors.CollectiveMismatchError(
-                f"{call} on group {self._group.group_name!r}: Detected mismatch between collectives on ranks. {told}. "
+                f"{call} on group {self._checked.name!r}: Detected mismatch between collectives on ranks. {told}. "
                 f"Collectives differ in the following: {', '.join(differ)}. The group can still be used."
             )
 
     def _meet(self, call: str) -> None:
         """Wait for everybody, and name those that do not come."""
         try:
-            self._core.monitored_barrier(self._group.core.timeout, wait_all_ranks=True)
+            self._core.monitored_barrier(self._checked.timeout, wait_all_ranks=True)
         except (errors.DeadlineError, errors.PeerError) as error:
             # Of several that are gone, the others may have ended because they found the first one gone.
             missing = getattr(error, "missing", None) or getattr(error, "ranks", [])[:1]
@@ -64,9 +64,7 @@ class Careful:
                 who = f"Ranks {words_for_ranks(missing)} failed to pass monitoredBarrier"
             else:
                 who = "Please check rank 0 logs for faulty rank"
-            raise errors.DeadlineError(
-                f"{call} on group {self._group.group_name!r}: {who}. {error}", missing
-            ) from error
+            raise errors.DeadlineError(f"{call} on group {self._checked.name!r}: {who}. {error}", missing) from error
 
 
 def _in_words(call: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._C._distributed_c10d as torch_c10d
@@ -34,10 +34,10 @@ from torch._C._distributed_c10d import (
 from torch.distributed import distributed_c10d as c10d
 
 from symcomm import errors
-from symcomm.gpu import devices
-from symcomm.gpu.group import DeviceGroup, device_group
-from symcomm.gpu.messages import device_mail
 from symcomm.types import RedOpType
+
+if TYPE_CHECKING:
+    from symcomm.gpu.group import DeviceGroup
 
 __all__ = ["Engines", "device_map"]
 
@@ -83,6 +83,8 @@ class Engines:
         """The DeviceGroup for tensors on ``device``; None where another engine carries them. All ranks ask alike."""
         if not self.is_ours(device):
             return None
+        from symcomm.gpu.group import device_group  # nobody needs it before the first such tensor
+
         if not self._cuda:
             self._cuda = self._choose(device)
         return device_group(self._group.core, _index(device)) if self._cuda == "symcomm" else None
@@ -93,6 +95,8 @@ class Engines:
             return "nccl"
         if wish or core.size == 1 or not dist.is_nccl_available():
             return wish or "symcomm"
+        from symcomm.gpu import devices
+
         card = json.dumps(devices.describe(_index(device)))
         cards = [json.loads(item) for item in core.all_gather_object(card.encode())]
         return "nccl" if len({(c["host"], c["gpu"]) for c in cards}) == core.size else "symcomm"
@@ -122,7 +126,11 @@ class Engines:
             return None
         if not self._cuda and (self._group.core.spans_hosts or _wish() == "nccl"):
             self._cuda = "nccl"
-        return device_mail(self._group.core, _index(device)) if self._cuda != "nccl" else None
+        if self._cuda == "nccl":
+            return None
+        from symcomm.gpu.messages import device_mail
+
+        return device_mail(self._group.core, _index(device))
 
     def message(self, call: str, tensor: Any, args: tuple) -> Any:
         """send, recv, or recv from anybody, on another engine."""
@@ -244,6 +252,12 @@ def _as(kind: Any, options: Any, timeout: Any, op: Any = None, root: int | None 
     return options
 
 
+def _gather_single(group: Any, options: Any, seconds: Any, output: Any, tensor: Any, root: int) -> Any:
+    """As a gather into parts of ``output``: not every engine has the call itself."""
+    places = [[part.view(tensor.shape) for part in output.view(-1).chunk(group.size())]] if output is not None else []
+    return group.gather(places, [tensor], _as(GatherOptions, options, seconds, root=root))
+
+
 _FORWARD: dict[str, Callable[..., Any]] = {
     "all_reduce": lambda g, o, s, t, op: g.allreduce([t], _as(AllreduceOptions, o, s, op)),
     "all_reduce_coalesced": lambda g, o, s, ts, op: g.allreduce_coalesced(ts, _as(AllreduceCoalescedOptions, o, s, op)),
@@ -263,6 +277,7 @@ _FORWARD: dict[str, Callable[..., Any]] = {
     ),
     "all_gather_lists": lambda g, o, s, outs, ins: g.allgather_coalesced(outs, ins, _as(AllgatherOptions, o, s)),
     "gather": lambda g, o, s, outs, t, root: g.gather([outs] if outs else [], [t], _as(GatherOptions, o, s, root=root)),
+    "gather_single": _gather_single,
     "scatter": lambda g, o, s, t, ins, root: g.scatter([t], [ins] if ins else [], _as(ScatterOptions, o, s, root=root)),
     "all_to_all": lambda g, o, s, outs, ins: g.alltoall(outs, ins, _as(AllToAllOptions, o, s)),
     "all_to_all_single": lambda g, o, s, out, t, got, sent: g.alltoall_base(

@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
@@ -19,11 +19,12 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.backend import checks, lists, versions
 from symcomm.backend.arguments import is_async, once_each, one_list, redop_of, root_of, seconds_of, sort_out
-from symcomm.backend.careful import Careful
 from symcomm.backend.checks import single
 from symcomm.backend.engines import Engines
 from symcomm.backend.functional import register_work
+from symcomm.backend.hooked import TORCH_CALLS, attach_own_health_checks
 from symcomm.backend.life import Life
+from symcomm.backend.newer import Newer
 from symcomm.backend.profile import Span, describe, is_profiling
 from symcomm.backend.reconfigure import Reconfigures
 from symcomm.backend.sparse import all_reduce_sparse
@@ -36,11 +37,14 @@ from symcomm.group.making import make_group
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store.handshake import Exchange, handshake
 
+if TYPE_CHECKING:
+    from symcomm.backend.careful import Careful
+
 __all__ = ["TorchGroup"]
 
 Options: Any = Backend.Options
 _ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL = map(int, list(Kind)[:6])
-_ALL_GATHER_LIST, _GATHER, _SCATTER = map(int, list(Kind)[6:9])
+_ALL_GATHER_LIST, _GATHER, _SCATTER, _, _GATHER_SINGLE = map(int, list(Kind)[6:])
 SMALL = 4096  # elements; what an operation of that size takes is about what handing it over takes
 
 
@@ -68,7 +72,7 @@ def _meet(store: Any, rank: int, size: int, timeout: timedelta, name: str, membe
     return handshake(store, place_in_store(members), rank, size, timeout.total_seconds(), build, "init_process_group")
 
 
-class TorchGroup(Reconfigures, Life, dist.ProcessGroup):
+class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     """What ``init_process_group("symcomm")`` and ``new_group()`` give."""
 
     is_symcomm = True
@@ -83,18 +87,20 @@ class TorchGroup(Reconfigures, Life, dist.ProcessGroup):
         global_ranks: Sequence[int] | None = None,
         options: Any = None,
         core: ProcessGroup | None = None,
+        label: str = "",
     ):
+        """``label``: what messages and traces call the group, where ``name`` is a number that torch gave it."""
         super().__init__(rank, size)
         self._store = store
         self._global_ranks = global_ranks
         self.options = options if options is not None else Options("symcomm", timeout)
-        self._is_default = global_ranks is None and not isinstance(core, ProcessGroup)
+        self._is_default = bool(label)
         if core is None:
-            core = _meet(store, rank, size, timeout, name, global_ranks)
+            core = _meet(store, rank, size, timeout, label or name, global_ranks)
             hooks.joined(core, store)
         self._operations_before = core.sequence_number
         self.core = core
-        self._name = name
+        self._name, self._label = name, label
         self._desc = ""
         self._coalescing: list[Any] | None = None
         self._splits = 0
@@ -104,6 +110,9 @@ class TorchGroup(Reconfigures, Life, dist.ProcessGroup):
         self._used_for_symmetric_memory = False
         self._engines = Engines(self)
         self._map: dict[str, str] = {}
+        self._intercepted = False
+        core.interception.add_facade(self, TORCH_CALLS)
+        attach_own_health_checks()
         self.watchers = 0  # of torch's hooks, see inner.py
         if versions.HAS_PYTHON_BACKENDS:
             from symcomm.backend.inner import put_inside
@@ -163,6 +172,7 @@ class TorchGroup(Reconfigures, Life, dist.ProcessGroup):
             work = DoneWork(list(result), name, time.monotonic() - begun)
         else:
             work = TorchWork(inner, list(result), name, limit)
+            work.numbers_from = self._operations_before
             if self._coalescing is not None:
                 self._coalescing.append(work)
             elif versions.ACCEPTS_IN_FLIGHT_INPUTS():
@@ -237,10 +247,17 @@ class TorchGroup(Reconfigures, Life, dist.ProcessGroup):
         """Whether calls may take the short way."""
         self._plain = (
             not self.core.spans_hosts and self._coalescing is None and self._hook is None and self._careful is None
-        )
+        ) and not self._intercepted
+
+    def set_intercepted(self, is_intercepted: bool) -> None:
+        """Whether somebody is to see every call: those that C++ makes come in behind the methods that are watched."""
+        self._intercepted = is_intercepted
+        self._set_plain()
 
     def be_careful(self) -> None:
         """From now on ranks compare their calls before they make them. Every rank of the group calls this."""
+        from symcomm.backend.careful import Careful
+
         self._careful = Careful(self)
         self._set_plain()
 
@@ -396,6 +413,25 @@ class TorchGroup(Reconfigures, Life, dist.ProcessGroup):
             "gather", self.core.gather, *args, options=opts, timeout=timeout, inputs=[tensor], result=places
         )
 
+    def gather_single(self, output: Any, input: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
+        if root is not None or timeout is not None:
+            opts, root, _, timeout = sort_out(opts, root, timeout)
+        origin = root_of(opts, root)
+        target = output if self.core.rank == origin else None  # torch's callers pass an empty tensor elsewhere
+        if timeout is None and (work := self._again(_GATHER_SINGLE, origin, input, target, opts)) is not None:
+            return work
+        checks.root_rank("gather_single", origin, self.core.size)
+        args, result = (target, input, origin), [] if target is None else [target]
+        return self._call(
+            "gather_single",
+            self.core.gather_single,
+            *args,
+            options=opts,
+            timeout=timeout,
+            inputs=[input],
+            result=result,
+        )
+
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
     ) -> Any:
@@ -518,3 +554,4 @@ class TorchGroup(Reconfigures, Life, dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+    gather_into_tensor = gather_single

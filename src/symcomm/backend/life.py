@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,13 @@ from torch.distributed import distributed_c10d as c10d
 from symcomm import errors
 from symcomm.backend import stores
 from symcomm.backend.arguments import seconds_of
-from symcomm.backend.careful import Careful
 from symcomm.backend.engines import Engines, device_map
 from symcomm.backend.work import WorkInfo
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store.lease import root_of
+
+if TYPE_CHECKING:
+    from symcomm.backend.careful import Careful
 
 __all__ = ["Life", "await_previous_group"]
 
@@ -41,6 +43,7 @@ class Life:
     options: Any
     _store: Any
     _name: str
+    _label: str
     _desc: str
     _splits: int
     _operations_before: int
@@ -127,11 +130,13 @@ class Life:
     splitGroup = split_group
 
     def split_into(self, parts: Sequence[Sequence[int]], timeout: Any = None, options: Any = None) -> Any:
-        """One group for each list of our ranks; every rank of this group calls it. None where we are in no list."""
+        """One group for each list of our ranks, in the list's order; every rank of this group calls it. None where we
+        are in no list."""
         self._splits += 1
         mine = next((k for k, part in enumerate(parts) if self.core.rank in part), None)
         name = f"{self._name}/split{self._splits}.{mine}"
-        core = self.core.split(mine, self.core.rank, name, seconds_of(None, timeout))
+        place = 0 if mine is None else list(parts[mine]).index(self.core.rank)
+        core = self.core.split(mine, place, name, seconds_of(None, timeout))
         return self._derived(core, name, "", options)
 
     def merge_remote_group(
@@ -173,7 +178,6 @@ class Life:
     supports_splitting = True
     supports_coalescing = True
     supports_shrinking = True
-    supports_time_estimate = False
 
     def getBackendName(self) -> str:
         return "symcomm"
@@ -201,7 +205,9 @@ class Life:
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        self._name = self.core.name = name
+        self._name = name
+        if not self._label:
+            self.core.name = name
 
     def getGroupDesc(self) -> str:
         return self._desc
@@ -263,6 +269,16 @@ class Life:
             return torch.empty(0, dtype=dtype)
         nbytes = size * torch.empty((), dtype=dtype).element_size()
         return torch.frombuffer(self.core._arena.buffer(nbytes), dtype=dtype, count=size)
+
+    supports_window = True
+
+    def new_window(self, tensor: Any = None) -> Any:
+        """One-sided puts and signals; every rank calls it. Tensors of a device that another engine has go there."""
+        if tensor is not None and not tensor.is_cpu and not self._engines.is_ours(tensor.device):
+            return self._engines.on("new_window", tensor.device).new_window(tensor)
+        from symcomm.backend.windows import new_torch_window
+
+        return new_torch_window(self.core, tensor)
 
     def memory_stats(self) -> dict[str, int]:
         return {"symmetric_used_bytes": self.core._arena.used_bytes}

@@ -16,7 +16,9 @@ from torch.distributed import distributed_c10d as c10d
 from symcomm.backend import versions
 from symcomm.backend.careful import Careful
 from symcomm.backend.engines import Engines
+from symcomm.backend.hooked import TORCH_CALLS
 from symcomm.backend.work import DoneWork
+from symcomm.group.interception import Interception
 from symcomm.group.reconfigure import ReconfigurableGroup
 
 __all__ = ["EmptyCore", "Reconfigures", "wants_reconfigure"]
@@ -37,6 +39,7 @@ class EmptyCore:
         self.name = str(options.group_id)
         self.rank, self.size = options.group_rank, options.group_size
         self.global_ranks = list(range(self.size))
+        self.interception = Interception()
         self.members = ReconfigurableGroup(self.name, options.timeout)
         self.set_timeout, self.destroy = self.members.set_timeout, self.members.destroy
 
@@ -96,6 +99,7 @@ class Reconfigures:
         """Go on with another core."""
         self.core = core
         self._operations_before = core.sequence_number
+        core.interception.add_facade(self, TORCH_CALLS)
         for engine in self._engines.made():  # they serve the old members
             engine.abort()
         self._engines = Engines(self)

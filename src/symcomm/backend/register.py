@@ -27,6 +27,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
     versions.warn_if_untested()
     install()
     inductor.when_loaded()
+    members = list(options.global_ranks_in_group) or None  # torch names none for the default group
     empty: Any = EmptyCore(options) if wants_reconfigure(options, backend_options) else None
     group = TorchGroup(
         options.store,
@@ -34,9 +35,10 @@ def create(options: Any, backend_options: Any = None) -> Any:
         options.group_size,
         options.timeout,
         str(options.group_id),
-        list(options.global_ranks_in_group) or None,
+        members,
         backend_options,
         empty,
+        label="" if members else "world",
     )
     if empty is None and dist.get_debug_level() == dist.DebugLevel.DETAIL:
         group.be_careful()

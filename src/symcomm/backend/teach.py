@@ -175,6 +175,7 @@ def _split_group(
     backend: Any = None,
 ) -> Any:
     from symcomm import errors
+    from symcomm.backend import versions
 
     parent = _our(parent_pg)
     if parent is None:
@@ -188,11 +189,12 @@ def _split_group(
         )  # fmt: skip
     if backend is not None:
         _check_part_of(str(backend), c10d.get_backend_config(parent))
-    group = parent.split_into(split_ranks, timeout, pg_options)
+    parts = split_ranks if versions.SPLIT_KEEPS_ORDER else [sorted(part) for part in split_ranks]
+    group = parent.split_into(parts, timeout, pg_options)
     if group is None:
-        return None
+        return c10d.GroupMember.NON_GROUP_MEMBER if versions.SPLIT_KEEPS_ORDER else None
     desc = group_desc if group_desc is not None else f"{parent.group_desc}:split"
-    mine = [everybody[r] for r in sorted(next(part for part in split_ranks if parent.rank() in part))]
+    mine = [everybody[r] for r in next(part for part in parts if parent.rank() in part)]
     known_as, store = c10d._world.pg_map[parent]
     return _know(group, str(backend or known_as), store, desc, mine)
 

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from symcomm.torch_versions import NEWEST, release
 
 __all__ = [
     "ACCEPTS_IN_FLIGHT_INPUTS",
     "CAN_REPLACE_KERNELS",
+    "SPLIT_KEEPS_ORDER",
     "HAS_PYTHON_BACKENDS",
     "all_gather_single",
     "looked_up_by_cpp",
@@ -31,6 +33,11 @@ HAS_PYTHON_BACKENDS = "rank" in (torch_c10d.Backend.__init__.__doc__ or "")
 
 # torch.library can wrap the kernel that an operator has (since 2.11).
 CAN_REPLACE_KERNELS = hasattr(torch.library, "get_kernel")
+
+# split_group numbers ranks in the order of the list, and not by size, and gives others NON_GROUP_MEMBER (since 2.15).
+SPLIT_KEEPS_ORDER = "order of ranks within each split is preserved" in " ".join(
+    (c10d.split_group.__doc__ or "").split()
+)
 
 # Whether graphs may be given tensors that a collective still writes; asked at each call (since 2.12).
 ACCEPTS_IN_FLIGHT_INPUTS: Callable[[], bool] = getattr(

@@ -35,6 +35,7 @@ _OP_TYPES = {
     "all_gather_single": OpType._ALLGATHER_BASE,
     "all_gather_coalesced": OpType.ALLGATHER_COALESCED,
     "gather": OpType.GATHER,
+    "gather_single": OpType.GATHER,
     "scatter": OpType.SCATTER,
     "all_to_all": OpType.ALLTOALL,
     "all_to_all_single": OpType.ALLTOALL_BASE,
@@ -103,6 +104,10 @@ class DoneWork(Work):
         self._seconds = seconds
 
     _error: BaseException | None = None
+    timeout = timedelta(0)  # it needs no more time
+
+    def _get_sequence_number(self) -> int:
+        raise errors.CallerError("_get_sequence_number: the operation ended within its call, which took no number.")
 
     def failed(self, error: BaseException) -> DoneWork:
         """The operation ended with ``error``; who waits for it is told."""
@@ -176,6 +181,23 @@ class TorchWork(Work):
         self._tensors = result
         self._future: Any = None
         self._span: Any = None
+
+    numbers_from = 0  # the operations of the core's that torch did not ask for
+
+    def _get_sequence_number(self) -> int:
+        """As ``_get_sequence_number_for_group`` counts; messages are not counted."""
+        number = getattr(self._inner, "sequence_number", None)
+        if number is None:
+            raise errors.CallerError(f"_get_sequence_number: {self._call} has no number; collectives have.")
+        return number - self.numbers_from
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._limit)
+
+    def add_done_callback(self, callback: Any) -> None:
+        """``callback()`` runs once the operation has ended."""
+        self._inner.add_done_callback(callback)
 
     def profiled(self, span: Any) -> TorchWork:
         """Let the profiler's event end when the operation does."""
@@ -270,6 +292,13 @@ class AllOf(Work):
         super().__init__()
         self._works = works
         self._tensors = [t for w in works for t in w._tensors]
+
+    @property
+    def timeout(self) -> timedelta:
+        return max(work.timeout for work in self._works)
+
+    def _get_sequence_number(self) -> int:
+        return max(work._get_sequence_number() for work in self._works)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return all(work.wait(timeout) for work in self._works)

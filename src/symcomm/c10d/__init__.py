@@ -3,6 +3,7 @@
 enums.py      DebugLevel, OpType, ...; the debug level
 options.py    AllreduceOptions and its kin
 reduce_op.py  ReduceOp
+vendors.py    names of other vendors' libraries: PyTorch's own, or a sentence
 stores.py     stores, and the bridge between ours and PyTorch's
 works.py      Work and what it comes as
 backend.py    Backend: the base of engines, which Python classes can subclass
@@ -17,14 +18,12 @@ words.py      refusals of wrong types
 
 Reducer, Logger, GradBucket and their kin are those of symcomm.ddp.
 
-PyTorch's own engines (ProcessGroupGloo, ProcessGroupNCCL, ...) are here where PyTorch has them.
+PyTorch's own engines (ProcessGroupGloo, ProcessGroupNCCL, ...) are passed on where PyTorch has them.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
-
-import torch._C._distributed_c10d as _theirs
 
 from symcomm.c10d.backend import Backend
 from symcomm.c10d.enums import (
@@ -40,10 +39,12 @@ from symcomm.c10d.enums import (
 from symcomm.c10d.fake import FakeProcessGroup
 from symcomm.c10d.flight import (
     _dump_fr_trace,
+    _dump_fr_trace_file,
     _dump_fr_trace_json,
     _dump_nccl_trace,
     _dump_nccl_trace_json,
     _reset_fr_recording_nccl,
+    _reset_fr_trace,
 )
 from symcomm.c10d.group import ProcessGroup
 from symcomm.c10d.options import (
@@ -57,15 +58,19 @@ from symcomm.c10d.options import (
     BarrierOptions,
     BroadcastOptions,
     GatherOptions,
+    PutOptions,
     ReconfigureOptions,
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
+    SignalOptions,
+    WaitSignalOptions,
     _DistributedBackendOptions,
 )
 from symcomm.c10d.reduce_op import ReduceOp, _make_nccl_premul_sum
 from symcomm.c10d.registry import shared as _shared
 from symcomm.c10d.stores import (
+    FakeStore,
     FileStore,
     HashStore,
     PrefixStore,
@@ -78,6 +83,7 @@ from symcomm.c10d.stores import (
     as_torch_store,
 )
 from symcomm.c10d.symmetric import _detect_dma_connectivity, _DMAConnectivity, _SymmetricMemory
+from symcomm.c10d.vendors import vendors as _vendors
 from symcomm.c10d.worker_server import (
     _get_handler,
     _get_handler_names,
@@ -97,11 +103,15 @@ from symcomm.ddp.comm_hook import register_comm_hook as _register_comm_hook
 from symcomm.ddp.logger import DDPLoggingData, Logger
 from symcomm.ddp.reducer import Reducer
 from symcomm.ddp.verify import verify_params_across_processes as _verify_params_across_processes
+from symcomm.group.call_hooks import HookOpName, PostHookArgs, PreHookArgs
+from symcomm.group.hook_classes import HealthCheckHook, NanCheckHook
+from symcomm.observe.flight_hook import FlightRecorderHook
+from symcomm.windows import Window, WindowAccessType, WindowAttr
 
 _DEFAULT_FIRST_BUCKET_BYTES = 1024 * 1024
 _DEFAULT_NO_TIMEOUT = timedelta(0)
 
-_engines = {name: getattr(_theirs, name) for name in dir(_theirs) if name.startswith("ProcessGroup") and name[12:]}
+_engines = _vendors()
 globals().update(_engines | _shared)
 
 __all__ = [
@@ -116,13 +126,21 @@ __all__ = [
     "DebugLevel",
     "ErrorType",
     "FakeProcessGroup",
+    "FakeStore",
     "FakeWork",
     "FileStore",
+    "FlightRecorderHook",
     "GatherOptions",
     "HashStore",
+    "HealthCheckHook",
+    "HookOpName",
+    "NanCheckHook",
     "OpType",
+    "PostHookArgs",
+    "PreHookArgs",
     "PrefixStore",
     "ProcessGroup",
+    "PutOptions",
     "PythonCallbackWork",
     "QueueEmptyError",
     "ReconfigureOptions",
@@ -130,8 +148,13 @@ __all__ = [
     "ReduceOptions",
     "ReduceScatterOptions",
     "ScatterOptions",
+    "SignalOptions",
     "Store",
     "TCPStore",
+    "WaitSignalOptions",
+    "Window",
+    "WindowAccessType",
+    "WindowAttr",
     "Work",
     "WorkInfo",
     "WorkResult",
@@ -150,6 +173,7 @@ __all__ = [
     "_create_work_from_future",
     "_detect_dma_connectivity",
     "_dump_fr_trace",
+    "_dump_fr_trace_file",
     "_dump_fr_trace_json",
     "_dump_nccl_trace",
     "_dump_nccl_trace_json",
@@ -158,6 +182,7 @@ __all__ = [
     "_make_nccl_premul_sum",
     "_register_handler",
     "_reset_fr_recording_nccl",
+    "_reset_fr_trace",
     "_test_python_store",
     "as_torch_store",
     "get_debug_level",

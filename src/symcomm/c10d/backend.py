@@ -1,7 +1,7 @@
 """Backend: an engine that a ProcessGroup sends the operations of one kind of device to.
 
-PyTorch's class cannot be subclassed in Python; this one can. Define what the engine does; what it does not define is
-refused in words. TorchGroup (our engine) and PyTorch's own backends count as Backends too.
+PyTorch's class can be subclassed in Python since 2.15; this one with every version. Define what the engine does; what
+it does not define is refused in words. TorchGroup (our engine) and PyTorch's own backends count as Backends too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
 from symcomm.backend.group import TorchGroup
+from symcomm.c10d.enums import ErrorType
 from symcomm.c10d.options import DEFAULT_TIMEOUT, Option, Options, flag, ranks, text, timeout_of
 
 __all__ = ["Backend", "BackendOptions"]
@@ -56,10 +57,15 @@ class Backend(metaclass=_AnyBackend):
     supports_coalescing = False
     supports_shrinking = False
     supports_time_estimate = False
+    _supports_time_estimate = False
+    supports_abort_hooks = False
+    supports_completion_hooks = False
+    supports_reconfigure = False
+    supports_window = False
+    bound_device_id: Any = None
+    options: Any
 
     def __init__(self, rank: int, size: int):
-        if type(self) is Backend:
-            raise TypeError("Backend: no constructor; make a subclass that has collectives.")
         self._rank = rank
         self._size = size
 
@@ -91,6 +97,19 @@ class Backend(metaclass=_AnyBackend):
     def setUsePgForSymmMemRendezvous(self, value: bool) -> None:
         self._used_for_symmetric_memory = bool(value)
 
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        """Ignored, unless a subclass knows deadlines."""
+
+    def _set_group_uid(self, uid: str) -> None:
+        self._group_uid = uid
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to set: numbers start with the group."""
+
+    def get_error(self) -> ErrorType:
+        """What ended the group; nothing, unless a subclass knows better."""
+        return ErrorType.SUCCESS
+
     def abort(self) -> None:
         """Nothing to stop, unless a subclass has something."""
 
@@ -112,8 +131,37 @@ _TO_DEFINE = (
     "reduce_scatter_tensor_coalesced", "broadcast", "allgather", "_allgather_base", "allgather_coalesced",
     "allgather_into_tensor_coalesced", "gather", "scatter", "alltoall", "alltoall_base", "send", "recv",
     "recv_anysource", "barrier", "monitored_barrier", "_start_coalescing", "_end_coalescing", "set_timeout",
-    "_get_sequence_number_for_group", "_set_sequence_number_for_group", "allocate_tensor", "memory_stats", "suspend",
-    "resume", "shrink", "get_error", "split_group",
+    "_get_sequence_number_for_group", "allocate_tensor", "memory_stats", "suspend",
+    "resume", "shrink", "split_group", "split", "merge", "allreduce_sparse", "gather_single",
+    "register_abort_hook", "unregister_abort_hook", "new_window", "get_reconfigure_handle", "reconfigure",
+    "_start_time_estimate", "_end_time_estimate", "_register_on_completion_hook", "_wait_for_pending_works",
+    "_enable_collectives_timing",
 )  # fmt: skip
 for _name in _TO_DEFINE:
     setattr(Backend, _name, _refused(_name))
+
+# Newer names: a subclass may define either, and is found by both.
+NEWER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "gather_into_tensor": "gather_single",
+}
+
+
+def _by_either_name(name: str, other: str) -> Any:
+    def call(self: Backend, *args: Any, **kwargs: Any) -> Any:
+        if getattr(type(self), other) is getattr(Backend, other):
+            raise self._lacks(name)
+        return getattr(self, other)(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"Another name of {other}."
+    return call
+
+
+for _name, _older in NEWER_NAMES.items():
+    setattr(Backend, _name, _by_either_name(_name, _older))
+    setattr(Backend, _older, _by_either_name(_older, _name))

@@ -7,6 +7,7 @@ data; sums leave the input as it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 from symcomm import errors
@@ -62,6 +63,20 @@ class FakeProcessGroup(Backend):
         return group
 
     options: FakeOptions
+    supports_splitting = True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.options._timeout = timeout
+
+    def split(self, store: Any, ranks: Sequence[int], opts: Any = None) -> FakeProcessGroup | None:
+        """A fake group of ``ranks``, in this order; None where this rank is not among them."""
+        chosen = list(ranks)
+        if opts is not None and not isinstance(opts, FakeOptions):
+            raise errors.bad_argument("split", "opts", opts, "FakeProcessGroup.Options")
+        return self._create_internal(chosen.index(self._rank), len(chosen), opts) if self._rank in chosen else None
+
+    def allreduce_sparse(self, tensors: Any, opts: Any = None) -> FakeWork:
+        return self._did("allreduce_sparse", tensors)
 
     def name(self) -> str:
         return "fake"
@@ -173,11 +188,8 @@ class FakeProcessGroup(Backend):
         self, output: Any, input: Any, output_split_sizes: Any = (), input_split_sizes: Any = (), *_: Any, **__: Any
     ) -> FakeWork:
         work = self._did("alltoall_base", output, input)
-        if not output_split_sizes:
-            output.copy_(input)
-            return work
-        for place in output.split(list(output_split_sizes)):
-            place.copy_(input[: len(place)])
+        here, kept = input.reshape(-1), min(input.numel(), output.numel())
+        output.zero_().view(-1)[:kept].copy_(here[:kept])
         return work
 
     def send(self, tensors: Sequence[Any], dstRank: int, tag: int = 0) -> FakeWork:

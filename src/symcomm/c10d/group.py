@@ -7,6 +7,7 @@ operation on a device that has none starts our engine among the ranks that meet 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from symcomm import errors
 from symcomm.backend.group import TorchGroup
 from symcomm.c10d.enums import BackendType, OpType
+from symcomm.c10d.group_hooks import OwnHooks
 from symcomm.c10d.options import DEFAULT_TIMEOUT, NO_TIMEOUT, for_torch, short, text
 from symcomm.c10d.stores import PrefixStore, Store
 from symcomm.c10d.words import wrong_type
@@ -41,6 +43,7 @@ OPERATIONS = {
     "all_gather_single_coalesced": ("allgather_into_tensor_coalesced", OpType.COALESCED),
     "allgather_coalesced": ("allgather_coalesced", OpType.ALLGATHER_COALESCED),
     "gather": ("gather", OpType.GATHER),
+    "gather_single": ("gather_single", OpType.GATHER),
     "scatter": ("scatter", OpType.SCATTER),
     "alltoall": ("alltoall", OpType.ALLTOALL),
     "all_to_all_single": ("alltoall_base", OpType.ALLTOALL_BASE),
@@ -59,6 +62,7 @@ OLDER_NAMES = {
     "_allgather_base": "all_gather_single",
     "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
     "alltoall_base": "all_to_all_single",
+    "gather_into_tensor": "gather_single",
 }
 
 
@@ -81,7 +85,7 @@ def device_of(args: Any) -> torch.device | None:
     return None
 
 
-class ProcessGroup(dist.ProcessGroup, metaclass=_AnyGroup):
+class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
     """``ProcessGroup(rank, size)`` or ``ProcessGroup(store, rank, size)``."""
 
     BackendType = BackendType
@@ -144,6 +148,8 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_AnyGroup):
             )
         return backend
 
+    get_backend = _get_backend  # its name after torch 2.13
+
     def _own_engine(self) -> TorchGroup:
         existing = self._kinds.get(BackendType.CUSTOM)
         if isinstance(existing, TorchGroup):
@@ -182,7 +188,9 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_AnyGroup):
         backend = self._get_backend(where or self._bound or (self._device_types or [_CPU])[0])
         begun = datetime.now()
         if isinstance(backend, torch_c10d.Backend):
-            call = getattr(self._theirs, name, None) or getattr(self._theirs, on_backend)  # before torch 2.13
+            call = getattr(self._theirs, name, None) or getattr(self._theirs, on_backend, None)  # before torch 2.13
+            if call is None:
+                raise errors.CallerError(f"{name}: backends of this PyTorch do not have it; newer ones do.")
             work = call(*map(for_torch, args), **{key: for_torch(value) for key, value in named.items()})
         else:
             work = getattr(backend, on_backend)(*args, **named)
@@ -214,6 +222,14 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_AnyGroup):
 
     def _end_coalescing(self, device_type: torch.device) -> Any:
         return self._get_backend(device_type)._end_coalescing()
+
+    @property
+    def supports_window(self) -> bool:
+        return bool(getattr(self._default_backend(), "supports_window", False))
+
+    def new_window(self, tensor: Any = None) -> Any:
+        """One-sided puts and signals, by the default backend. Every rank of the group calls it."""
+        return self._default_backend().new_window(tensor)
 
     def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
         """``hook(WorkInfo)`` is called when an operation of this group has ended."""
@@ -297,6 +313,11 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_AnyGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._each("set_timeout", timeout)
+
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        for backend in set(self._kinds.values()):
+            if hasattr(backend, "_add_ephemeral_timeout"):  # PyTorch's have it since 2.15
+                backend._add_ephemeral_timeout(timeout)
 
     # --- facts ------------------------------------------------------------------------------------------------
 
@@ -393,6 +414,7 @@ def _operation(name: str, operation: str) -> Callable[..., Any]:
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"{operation}, by the backend of the tensors' device."
+    call.__signature__ = inspect.signature(getattr(TorchGroup, operation))  # type: ignore[attr-defined]
     return call
 
 

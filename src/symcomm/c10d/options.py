@@ -28,10 +28,13 @@ __all__ = [
     "BroadcastOptions",
     "GatherOptions",
     "Options",
+    "PutOptions",
     "ReconfigureOptions",
     "ReduceOptions",
     "ReduceScatterOptions",
     "ScatterOptions",
+    "SignalOptions",
+    "WaitSignalOptions",
     "_DistributedBackendOptions",
     "duration",
     "flag",
@@ -61,7 +64,7 @@ class Option:
         if instance is None:
             return self
         value = instance._values.get(self._name, self._default)
-        return value.copy() if isinstance(value, (list, set, dict)) else value
+        return value.copy() if isinstance(value, (list, set, dict)) else value  # who changes a copy changes no default
 
     def __set__(self, instance: Any, value: Any) -> None:
         instance._values[self._name] = self._convert(f"{type(instance).__name__}.{self._name}", value)
@@ -151,18 +154,18 @@ def text(name: str, value: Any) -> str:
     return value
 
 
+def hints(name: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise wrong_type(name, "value", value, "a dict of str to str")
+    return {text(name, key): text(name, item) for key, item in value.items()}
+
+
 def _handles(name: str, value: Any) -> Any:
     """A list gives ranks by position, a set lets the backend choose them."""
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise wrong_type(name, "value", value, "a list or a set of str")
     checked = [text(name, item) for item in value]
     return set(checked) if isinstance(value, (set, frozenset)) else checked
-
-
-def _hints(name: str, value: Any) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise wrong_type(name, "value", value, "a dict of str")
-    return {text(name, key): text(name, hint) for key, hint in value.items()}
 
 
 def _timeout_or_none(name: str, value: Any) -> timedelta | None:
@@ -254,7 +257,35 @@ class ReconfigureOptions(Options):
     uuid = Option(0, integer)
     handles = Option(set(), _handles)
     timeout = Option(None, _timeout_or_none)
-    hints = Option({}, _hints)
+    hints = Option({}, hints)
+
+
+class PutOptions(Options):
+    """For ``Window.put``, as the two below for its other calls. Before torch 2.15 there is none of torch's."""
+
+    __slots__ = ()
+    timeout = Option(NO_TIMEOUT, timeout_of)
+    hints = Option({}, hints)
+
+
+class SignalOptions(PutOptions):
+    __slots__ = ()
+
+
+class WaitSignalOptions(PutOptions):
+    __slots__ = ()
+
+
+def _group(name: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, torch_c10d.ProcessGroup):
+        raise wrong_type(name, "value", value, "a ProcessGroup or None")
+    return value
+
+
+def _backend(name: str, value: Any) -> Any:
+    if value is not None and not callable(getattr(value, "allreduce", None)):
+        raise wrong_type(name, "value", value, "a Backend or None")
+    return value
 
 
 class _DistributedBackendOptions(Options):
@@ -267,4 +298,6 @@ class _DistributedBackendOptions(Options):
     timeout = Option(timedelta(0), duration)
     group_id = Option("", text)
     global_ranks_in_group = Option([], ranks)
+    process_group = Option(None, _group)
+    split_from = Option(None, _backend)
     enable_reconfigure = Option(False, flag)

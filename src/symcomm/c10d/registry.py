@@ -1,8 +1,8 @@
 """Groups by name, works by tensor, and a few process-wide settings.
 
 There is one of each for PyTorch and for us: its C++ code reads them (functional collectives find groups by name and
-wait for works by tensor), so ours has to be the same. Our groups and works are taken as they are. What an older
-PyTorch does not have yet, is not here either.
+wait for works by tensor), so ours has to be the same. Our groups and works are taken as they are. Settings that an
+older PyTorch does not have yet are not here either.
 """
 
 from __future__ import annotations
@@ -11,15 +11,21 @@ import torch._C._distributed_c10d as torch_c10d
 
 SHARED = (
     "_allow_inflight_collective_as_graph_input", "_current_process_group", "_get_comm_profiling_name",
-    "_get_work_registry_size", "_register_process_group", "_register_work", "_resolve_process_group",
-    "_set_allow_inflight_collective_as_graph_input", "_set_comm_profiling_name", "_set_global_rank",
-    "_set_process_group", "_set_thread_isolation_mode", "_unregister_all_process_groups", "_unregister_process_group",
+    "_get_work_registry_size", "_is_process_group_registered", "_register_process_group", "_register_work",
+    "_resolve_process_group", "_set_allow_inflight_collective_as_graph_input", "_set_comm_profiling_name",
+    "_set_global_rank", "_set_process_group", "_set_thread_isolation_mode", "_unregister_all_process_groups",
+    "_unregister_process_group",
 )  # fmt: skip
 
-# What builds of PyTorch for GPUs have on top: it belongs to their engines, and is passed on with them.
-OF_ENGINES = (
-    "_DEFAULT_PG_NCCL_TIMEOUT", "_get_intra_node_comm_usage_counter", "_hash_tensors", "_is_nvshmem_available",
-    "_nvshmemx_cumodule_init",
-)  # fmt: skip
 
-shared = {name: getattr(torch_c10d, name) for name in (*SHARED, *OF_ENGINES) if hasattr(torch_c10d, name)}
+def _is_process_group_registered(group_name: str) -> bool:
+    """Whether a group of that name is known. PyTorch has it since 2.15."""
+    try:
+        torch_c10d._resolve_process_group(group_name)
+    except RuntimeError:
+        return False
+    return True
+
+
+_OLDER = {"_is_process_group_registered": _is_process_group_registered}
+shared = _OLDER | {name: getattr(torch_c10d, name) for name in SHARED if hasattr(torch_c10d, name)}

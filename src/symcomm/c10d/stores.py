@@ -18,6 +18,7 @@ from symcomm.store import FileStore, HashStore, PrefixStore, QueueEmptyError, St
 from symcomm.store.tcp import TCPStore
 
 __all__ = [
+    "FakeStore",
     "FileStore",
     "HashStore",
     "PrefixStore",
@@ -31,6 +32,49 @@ __all__ = [
 ]
 
 errors_by_pytorchs_names()
+
+
+class FakeStore(Store):
+    """Answers at once and keeps nothing, for fake groups: every key is there, and every value is empty."""
+
+    def set(self, key: str, value: Any) -> None:
+        """Forgotten."""
+
+    def get(self, key: str) -> bytes:
+        return b""
+
+    def add(self, key: str, amount: int) -> int:
+        return amount
+
+    def check(self, keys: Any) -> bool:
+        return True
+
+    def wait(self, keys: Any, timeout: Any = None) -> None:
+        """There is nothing to wait for."""
+
+    def delete_key(self, key: str) -> bool:
+        return True
+
+    def num_keys(self) -> int:
+        return 0
+
+    def multi_get(self, keys: Any) -> list[bytes]:
+        return [b""] * len(keys)
+
+    def multi_set(self, keys: Any, values: Any) -> None:
+        """Forgotten."""
+
+    def append(self, key: str, value: Any) -> None:
+        raise self._lacks("append")
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def barrier(self, *_: Any, **__: Any) -> None:
+        """Nobody else comes."""
+
+    def clone(self) -> FakeStore:
+        return FakeStore()
 
 
 def _is_store(store: Any) -> bool:

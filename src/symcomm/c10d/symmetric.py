@@ -126,9 +126,19 @@ class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
             return symm_mem.has_multicast_support(device_type, device_idx)
         return _theirs.has_multicast_support(device_type, device_idx)
 
+    def get_peer_cft_handle(self, peer: int) -> tuple[int, int]:
+        raise _of_nccl("get_peer_cft_handle")
+
+    def get_multimem_cft_handle(self) -> tuple[int, int]:
+        raise _of_nccl("get_multimem_cft_handle")
+
     def boxed(self) -> _SymmetricMemory:
         """The handle itself: Python code needs no box around it."""
         return self
+
+
+def _of_nccl(call: str) -> errors.CallerError:
+    return errors.CallerError(f"{call}: such endpoints are NCCL's, for its kernels; get_buffer gives the memory.")
 
 
 def _on_cpu(call: str, tensor: Any) -> bool:

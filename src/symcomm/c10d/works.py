@@ -86,14 +86,24 @@ class Work(torch_c10d.Work, metaclass=_AnyWork):
     def _get_op_type(self) -> int:
         return int(self._op_type)
 
+    @property
+    def timeout(self) -> timedelta:
+        raise errors.CallerError(f"{type(self).__name__}.timeout: this work knows of none; give wait() one.")
+
+    def _get_sequence_number(self) -> int:
+        raise errors.CallerError(f"{type(self).__name__}: operations of this kind are not numbered.")
+
     def _get_duration(self) -> float:
         raise errors.CallerError(f"{type(self).__name__}: times of this work were not taken.")
 
 
 class FakeWork(Work):
-    """What the fake group returns: an operation that did nothing, and never says that it completed."""
+    """What the fake group returns: an operation that did nothing, and has ended."""
 
     seq_id: int = -1
+
+    def is_completed(self) -> bool:
+        return True
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         duration("FakeWork.wait: timeout", timeout)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from symcomm import errors
-from symcomm.backend.group import TorchGroup
 from symcomm.c10d.backend import Backend
 from symcomm.c10d.enums import ErrorType
 from symcomm.c10d.options import for_torch
@@ -25,7 +24,8 @@ _WORDS_BYTES = 512  # of a call's description; longer ones are cut, which keeps 
 
 _CHECKED = (
     "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base", "broadcast", "allgather",
-    "_allgather_base", "allgather_coalesced", "gather", "scatter", "alltoall", "alltoall_base", "barrier",
+    "_allgather_base", "allgather_coalesced", "gather", "gather_single", "scatter", "alltoall", "alltoall_base",
+    "barrier",
 )  # fmt: skip
 # Tensors whose shapes must agree: not those that only the root has, nor those that may differ among ranks.
 _COMPARED = {"allreduce", "allreduce_coalesced", "reduce", "broadcast", "_reduce_scatter_base", "_allgather_base"}
@@ -69,14 +69,9 @@ class _ProcessGroupWrapper(Backend):
 
     def get_error(self) -> ErrorType:
         """What ended the backend's group; SUCCESS while it lives."""
-        if not isinstance(self.wrapped_pg, TorchGroup):
+        if not hasattr(self.wrapped_pg, "get_error"):  # PyTorch's have it since 2.15
             raise self._lacks("get_error")
-        failure = self.wrapped_pg.core._failure
-        if failure is None:
-            return ErrorType.SUCCESS
-        if isinstance(failure, errors.DeadlineError):
-            return ErrorType.TIMEOUT
-        return ErrorType.REMOTE_ERROR if isinstance(failure, errors.PeerError) else ErrorType.COMM_ERROR
+        return ErrorType(self.wrapped_pg.get_error().value)
 
     def _check(self, name: str, args: tuple) -> None:
         if getattr(self.wrapped_pg, "is_symcomm", False):

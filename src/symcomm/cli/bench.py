@@ -18,7 +18,7 @@ import typer
 from symcomm import errors
 from symcomm.cli import bench_options as options
 from symcomm.cli import bench_table, pictures
-from symcomm.cli.bench_options import COLLECTIVES, OTHERS
+from symcomm.cli.bench_options import COLLECTIVES, ONE_SIDED, OTHERS
 from symcomm.cli.bench_peers import parse_peers, setup_peers
 from symcomm.cli.bench_run import OURS, Case, Effort, Result, make_cases, measure, open_sides
 from symcomm.cli.refusals import check_output_file, has_torch, need_torch, refusals_in_words
@@ -29,7 +29,13 @@ NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
 OPS = ("sum", "prod", "min", "max", "avg")
 QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
-PROGRAMS = {"ddp": (4, 2), "compile": (4, 10), "hosts": (3, 1)}  # whole programs: turns of a quick run, steps of each
+PROGRAMS = {
+    "ddp": (4, 2),
+    "compile": (4, 10),
+    "groups": (4, 10),
+    "hosts": (3, 1),
+}  # turns of a quick run, steps of each
+FAMILIES = {"all": COLLECTIVES, "window": ONE_SIDED}
 QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
 
 
@@ -119,10 +125,10 @@ def make_question(
     what: What, sizes: list[int], world: int, kinds: list[str], against: str, effort: Effort, *, pin: bool,
     one_place: bool,
 ) -> Question:  # fmt: skip
-    check_choice("WHAT", what.collective, [*COLLECTIVES, "all", *OTHERS])
+    check_choice("WHAT", what.collective, [*COLLECTIVES, *FAMILIES, *OTHERS])
     check_choice("--datatype", what.dtype, DTYPES)
     check_choice("--op", what.op, OPS)
-    names = list(COLLECTIVES) if what.collective == "all" else [what.collective]
+    names = list(FAMILIES.get(what.collective, [what.collective]))
     cases = [case for n in names for case in make_cases(n, sizes, world, what.dtype, what.op, what.root, one_place)]
     pinned = pin and world <= len(os.sched_getaffinity(0))
     return Question(names, cases, world, kinds, parse_peers(against), effort, pinned)
@@ -292,6 +298,8 @@ def bench(
       symcomm bench all_reduce -b 4 -e 64M -f 4
       symcomm bench all --quick --against gloo,mpich,openmpi --json new.json
       symcomm bench p2p --plot p2p.svg
+      symcomm bench window --quick --against mpich,openmpi
+      symcomm bench groups --ranks 4
       symcomm bench ddp
       symcomm bench compile --quick
       symcomm bench gpu
@@ -326,6 +334,8 @@ def bench(
                 pace.rounds if rounds is None else rounds, pace.repetitions, pace.seconds, iters, warmup, check != 0
             )
             kinds = [kind for kind in OURS if ordinary == symmetric or ordinary == (kind == "ordinary")]
+            if collective == "window":
+                kinds = kinds[:1]  # where a tensor is that is put makes no difference
             question = make_question(what, sizes, ranks, kinds, against, effort, pin=pin, one_place=quick)
             need_torch(f"symcomm bench {collective}")
             answer(question, wanted, summary=quick)
@@ -333,7 +343,7 @@ def bench(
 
 def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:
     call = "symcomm bench"
-    lowest = 2 if collective in ("p2p", "all", "ddp", "compile", "gpu") else 1
+    lowest = 2 if collective in ("p2p", "all", "window", "groups", "ddp", "compile", "gpu") else 1
     if ranks < lowest:
         raise errors.bad_argument(call, "--ranks", ranks, f"{lowest} or more for {collective}")
     if not 0 <= root < ranks:

@@ -11,12 +11,13 @@ COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
     "p2p",
 )  # fmt: skip
-OTHERS = ("store", "ddp", "compile", "gpu", "hosts", "sites")  # what else can be measured, each in a file of its own
+ONE_SIDED = ("put", "put_signal")  # into windows: what ``window`` measures
+OTHERS = ("store", "groups", "ddp", "compile", "gpu", "hosts", "sites")  # each in a file of its own
 
 Collective = Annotated[
     str,
     typer.Argument(
-        metavar="WHAT", help=f"One of {', '.join(COLLECTIVES)}, all, {', '.join(OTHERS)}.", show_default=True
+        metavar="WHAT", help=f"One of {', '.join(COLLECTIVES)}, all, window, {', '.join(OTHERS)}.", show_default=True
     ),
 ]
 Minbytes = Annotated[str, typer.Option("-b", "--minbytes", metavar="SIZE", help="Smallest size.")]
@@ -48,7 +49,7 @@ Rounds = Annotated[
     typer.Option(
         "--rounds",
         metavar="N",
-        help="Turns that the sides take. [default: 3; ddp, compile: 10; hosts: 5]",
+        help="Turns that the sides take. [default: 3; ddp, compile, groups: 10; hosts: 5]",
         show_default=False,
     ),
 ]

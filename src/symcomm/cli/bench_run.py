@@ -35,9 +35,16 @@ OURS = ("ordinary", "symmetric")  # series of our own side; every other series i
 PLACES = {
     "all_reduce": (True, False), "reduce": (True, False), "broadcast": (True,), "all_gather": (False, True),
     "reduce_scatter": (False, True), "gather": (False, True), "scatter": (False, True), "all_to_all": (False,),
-    "barrier": (True,), "p2p": (False,),
+    "barrier": (True,), "p2p": (False,), "put": (False,), "put_signal": (False,),
 }  # fmt: skip
-ONE_PIECE = ("all_reduce", "reduce", "broadcast", "p2p")  # the others' sizes count one piece per rank
+ONE_PIECE = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "p2p",
+    "put",
+    "put_signal",
+)  # the others' sizes count one piece per rank
 WORKER = "symcomm.cli.bench_worker"
 START_DEADLINE = 60.0
 ORDER_DEADLINE = 120.0  # for one order, on top of what the work itself is expected to take

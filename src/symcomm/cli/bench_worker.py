@@ -30,6 +30,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+ONE_SIDED = ("put", "put_signal")  # rank 0 writes into rank 1's window; both write to each other, and wait
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 GROUP_TIMEOUT = 60.0  # seconds; the controller's deadlines are longer, so the side itself speaks first
 
@@ -81,7 +82,7 @@ def expected(np: Any, rank: int, case: SimpleNamespace) -> Any:
         return values(np, root, rank * n, n, case.op)
     if name == "all_to_all":
         return np.concatenate([values(np, r, rank * n, n, case.op) for r in range(world)])
-    if name == "p2p" and rank < 2:
+    if (name in ("p2p", "put_signal") and rank < 2) or (name == "put" and rank == 1):
         return values(np, 1 - rank, 0, n, case.op)
     return None
 
@@ -105,6 +106,10 @@ class TorchSide(abc.ABC):
     def empty(self, count: int, dtype: str, kind: str) -> Any:
         return self.torch.empty(count, dtype=getattr(self.torch, dtype))
 
+    def window(self, count: int, dtype: str) -> tuple[Any, Any]:
+        """A window, and the memory that peers write to through it."""
+        raise Unsupported("it has no windows")
+
     def assign(self, tensor: Any, numbers: Any) -> None:
         tensor.copy_(self.torch.from_numpy(numbers))
 
@@ -117,6 +122,8 @@ class TorchSide(abc.ABC):
     def call(self, case: SimpleNamespace, source: Any, result: Any) -> Callable:
         if case.collective == "barrier":
             return self.barrier
+        if case.collective in ONE_SIDED:
+            return self.one_sided(case, source)
         at_root, copies_first = self.rank == case.root, False
         if case.collective in ("all_reduce", "reduce") and not case.in_place:
             copies_first = case.collective == "all_reduce" or at_root
@@ -125,6 +132,10 @@ class TorchSide(abc.ABC):
         pieces = list(many.chunk(self.world)) if case.collective in ("gather", "scatter") and at_root else None
         call = self.bind(case, source, result, pieces)
         return after_copy(functools.partial(result.copy_, source), call) if copies_first else call
+
+    def one_sided(self, case: SimpleNamespace, source: Any) -> Callable:
+        """The calls on ``case.window``."""
+        raise Unsupported("it has no windows")
 
     @abc.abstractmethod
     def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list | None) -> Callable:
@@ -165,6 +176,24 @@ class SymcommSide(TorchSide):
             return super().empty(count, dtype, kind)
         torch_dtype = getattr(self.torch, dtype)
         return self.torch.frombuffer(self.group._arena.buffer(count * torch_dtype.itemsize), dtype=torch_dtype)
+
+    def window(self, count: int, dtype: str) -> tuple[Any, Any]:
+        memory = self.empty(count, dtype, "ordinary")
+        return self.group.new_window(memory), memory
+
+    def close_window(self, case: SimpleNamespace) -> None:
+        case.window.tensor_deregister()
+
+    def one_sided(self, case: SimpleNamespace, source: Any) -> Callable:
+        window = case.window
+        if case.collective == "put":
+            return functools.partial(window.put, source, 1) if self.rank == 0 else nothing
+
+        def send(peer: int) -> None:
+            window.put(source, peer)
+            window.signal(peer)
+
+        return ping_pong(self.rank, send, window.wait_signal)
 
     def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list | None) -> Callable:
         group, root, make = self.group, case.root, functools.partial
@@ -238,6 +267,41 @@ class MPISide:
     def empty(self, count: int, dtype: str, kind: str) -> Any:
         return self.np.empty(count, dtype={"float16": "uint16", "bfloat16": "uint16"}.get(dtype, dtype))
 
+    def window(self, count: int, dtype: str) -> tuple[Any, Any]:
+        """Memory that MPI allocates itself: what it maps between the ranks of a host."""
+        memory = self.empty(count, dtype, "ordinary")
+        window = self.MPI.Win.Allocate(memory.nbytes, memory.itemsize, comm=self.comm)
+        return window, self.np.frombuffer(window.tomemory(), memory.dtype)
+
+    def close_window(self, case: SimpleNamespace) -> None:
+        if case.collective == "put":
+            case.window.Unlock_all()
+        case.window.Free()
+
+    def one_sided(self, case: SimpleNamespace, source: Any) -> Callable:
+        """put: an access epoch that is open all the time, and a flush. put_signal: a fence after each put."""
+        window, sent = case.window, self.describe(source)
+        if case.collective == "put":
+            window.Lock_all()
+
+            def put() -> None:
+                window.Put(sent, 1)
+                window.Flush(1)
+
+            return put if self.rank == 0 else nothing
+        window.Fence()
+
+        def send(peer: int) -> None:
+            window.Put(sent, peer)
+            window.Fence()
+
+        def recv(peer: int) -> None:
+            window.Fence()
+
+        if self.rank > 1:
+            return after_copy(window.Fence, window.Fence)  # all ranks take part in a fence
+        return ping_pong(self.rank, send, recv)
+
     def assign(self, array: Any, numbers: Any) -> None:
         array[...] = numbers
 
@@ -251,6 +315,8 @@ class MPISide:
         comm, root, at_root, make = self.comm, case.root, self.rank == case.root, functools.partial
         if case.collective == "barrier":
             return comm.Barrier
+        if case.collective in ONE_SIDED:
+            return self.one_sided(case, source)
         if case.collective in REDUCING and (case.dtype in ("float16", "bfloat16") or case.op == "avg"):
             raise Unsupported(f"MPI has no {case.op} of {case.dtype}")
         op = self.MPI.SUM if case.op == "avg" else getattr(self.MPI, case.op.upper())
@@ -288,6 +354,10 @@ SIDES: dict[str, Callable[[SimpleNamespace], Any]] = {
 }
 
 
+def nothing() -> None:
+    """The part of a rank that others write to."""
+
+
 def ping_pong(rank: int, send: Callable, recv: Callable) -> Callable:
     """A message there and one back between ranks 0 and 1; the others have nothing to do."""
     peer = 1 - rank
@@ -300,7 +370,7 @@ def ping_pong(rank: int, send: Callable, recv: Callable) -> Callable:
         recv(peer)
         send(peer)
 
-    return ping if rank == 0 else pong if rank == 1 else lambda: None
+    return ping if rank == 0 else pong if rank == 1 else nothing
 
 
 # --- one case ----------------------------------------------------------------------------------------------------
@@ -325,6 +395,9 @@ class Bench:
             return None, None
         make = functools.partial(self.side.empty, dtype=case.dtype, kind=case.kind)
         n, at_root = case.count, rank == case.root
+        if case.collective in ONE_SIDED:
+            case.window, result = self.side.window(n, case.dtype)
+            return make(n), result
         mine = slice(rank * n, (rank + 1) * n)
         wide_source = case.collective in ("reduce_scatter", "all_to_all") or (case.collective == "scatter" and at_root)
         wide_result = case.collective in ("all_gather", "all_to_all") or (case.collective == "gather" and at_root)
@@ -355,6 +428,8 @@ class Bench:
         self.fill()
         self.side.barrier()
         self.call()
+        if self.case.collective == "put":
+            self.side.barrier()  # whoever is written to does not know when
         right = expected(self.np, self.side.rank, self.case)
         if right is None:
             return 0
@@ -389,8 +464,13 @@ class Bench:
             for _ in itertools.repeat(None, iterations):
                 call()
             means.append((now() - start) / iterations)
-        half = 2 if self.case.collective == "p2p" else 1  # there and back are two messages
+        half = 2 if self.case.collective in ("p2p", "put_signal") else 1  # there and back are two messages
         return [mean / half for mean in means]
+
+    def close(self) -> None:
+        """Every rank does so."""
+        if self.case.collective in ONE_SIDED:
+            self.side.close_window(self.case)
 
 
 # --- the loop ----------------------------------------------------------------------------------------------------
@@ -426,7 +506,8 @@ def obey(side: Any, cases: dict[int, Bench], order: dict[str, Any]) -> dict[str,
     if what == "time":
         return {"ns": cases[number].time(order["iterations"], order["repetitions"], order["warmup"])}
     if what == "drop":
-        cases.pop(number, None)
+        if number in cases:
+            cases.pop(number).close()
         gc.collect()
         return {}
     raise ValueError(f"unknown order {what!r}")

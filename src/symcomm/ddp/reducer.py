@@ -317,7 +317,8 @@ class Reducer(Filler):
         if self._next == len(self.buckets):
             if self.find_unused_parameters and not self.static_graph:
                 self._reduce_used()
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+            if not self._finalized_by_caller:
+                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _may_skip(self, bucket: Bucket) -> bool:
         return self._skips_unused and all(index in self.unused for index in bucket.indices)
@@ -369,7 +370,36 @@ class Reducer(Filler):
             for bucket in self.buckets:
                 self._launch(bucket)
             self._next = len(self.buckets)
-            self._finalize()
+            if not self._finalized_by_caller:
+                self._finalize()
+
+    # The caller may want to finalize: to do something else while the last buckets are under way.
+    _finalized_by_caller = False
+
+    def _set_manual_finalization_required(self, required: bool) -> None:
+        """With ``required`` the end of a backward pass waits for nothing: ``_finalize_backward_manual`` does."""
+        if self._expecting or self._in_backward:
+            raise self._fault(
+                errors.CallerError(
+                    "_set_manual_finalization_required: a backward pass is under way; set it before the forward pass."
+                )
+            )
+        self._finalized_by_caller = bool(required)
+
+    def _should_finalize_after_backward(self) -> bool:
+        """Whether the caller has to wait for the end of the backward pass: while the order of gradients is noted."""
+        return self._may_rebuild() or self._counts_only()
+
+    def _finalize_backward_manual(self) -> None:
+        """Wait for every bucket and hand gradients back; all of them must be under way."""
+        call = "_finalize_backward_manual"
+        if not self._finalized_by_caller:
+            raise self._fault(errors.CallerError(f"{call}: call _set_manual_finalization_required(True) first."))
+        if not self._unfinished or self._next < len(self.buckets):
+            left = len(self.buckets) - self._next if self._unfinished else 0
+            why = f"{left} buckets still wait for gradients" if left else "no gradients are being reduced"
+            raise self._fault(errors.CallerError(f"{call}: {why}; call it once after each backward pass."))
+        self._backward_ended()
 
     def _finalize(self) -> None:
         """Wait for every bucket and hand gradients back."""

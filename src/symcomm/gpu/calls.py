@@ -250,6 +250,28 @@ class DeviceCalls:
             call, signature, source, [source.nbytes] * self.size, targets, outs, outputs or [], async_op, timeout
         )
 
+    def gather_single(
+        self, output: Any, input: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None
+    ) -> Any:
+        """At ``root``, ``output`` becomes all ranks' ``input``, one after the other; the others pass None."""
+        call = "gather_single"
+        self.core._check_root(call, root)
+        source = place(call, "input", input, self.device)
+        outs = [place(call, "output", output, self.device, True)] if self.rank == root else []
+        if not outs and output is not None:
+            raise errors.bad_argument(
+                call, "output", f"a tensor on rank {self.rank}", "given on the root only", "pass None elsewhere"
+            )
+        dtype = check_same_dtype(call, [source, *outs])
+        for out in outs:
+            self.core._check_count(call, "output", out.count, source.count * self.size, f"{self.size} times input's")
+        signature = Signature(Collective.GATHER, source.count * self.size, dtype, root=root)
+        targets = [outs[0].address + q * source.nbytes if outs else None for q in range(self.size)]
+        return self._spread(
+            call, signature, source, [source.nbytes] * self.size, targets, outs, [output] if outs else [], async_op,
+            timeout,
+        )  # fmt: skip
+
     def scatter(
         self, output: Any, inputs: Sequence[Any] | None, root: int = 0, async_op: bool = False, timeout: Timeout = None
     ) -> Any:

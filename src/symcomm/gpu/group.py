@@ -42,6 +42,7 @@ from symcomm.gpu.through_host import STAGE_BYTES, HostMover
 from symcomm.gpu.trouble import trouble_of
 from symcomm.gpu.watch import Lane
 from symcomm.gpu.work import DeviceWork
+from symcomm.group.call_hooks import GROUP_CALLS
 from symcomm.group.failure import call_site, explain
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.work import Timeout, to_ns
@@ -115,6 +116,7 @@ class DeviceGroup(DeviceCalls):
         devices.need_cuda("DeviceGroup")
         torch.cuda._lazy_init()
         self.core = core
+        core.interception.add_facade(self, GROUP_CALLS)
         self.rank, self.size, self.name = core.rank, core.size, core.name
         self.device = device
         self._stream_of, self._captures = torch._C._cuda_getCurrentRawStream, torch._C._cuda_isCurrentStreamCapturing
@@ -210,7 +212,7 @@ class DeviceGroup(DeviceCalls):
             made = Plan(s.collective, self.rank, self.size, s.elements | ON_DEVICE, s.dtype, s.redop, s.root, "arrival")
             if with_cards and self.size > 1:
                 streamed_all_gather(made, Pieces((CARD_BYTES,) * self.size, False), self.core._limits)
-            plan = self._plans[key] = native.make_plan(made.encode())
+            plan = self._plans[key] = self.core.load_plan(made)
         return plan
 
     @devices.on_its_device

@@ -42,6 +42,7 @@ class Trouble:
         with core._failure_lock:
             if core._failure is None:
                 core._failure = error
+        core.run_abort_hooks()
         if not died:
             native.group_abort(self._handle)
         for work in list(self.works):

@@ -44,6 +44,10 @@ class DeviceWork:
         for callback in callbacks:
             callback()
 
+    def queued(self, event: Any, stream: Any) -> None:
+        """All of it is in ``stream``; ``event`` comes behind it."""
+        self._settle(None, event, stream)
+
     def when_queued(self, callback: Callable[[], None]) -> None:
         """``callback()`` runs once the operation is in its stream, at once if it is."""
         with self._lock:

@@ -97,6 +97,21 @@ class Arguments:
             self._check_count(call, f"outputs[{k}]", out.count, source.count, "input's")
         return source, outs
 
+    def _of_gather_single(self, call: str, output: Any, input: Any, root: int) -> tuple[Buffer, list[Buffer]]:
+        """(input, the output in a list, or none where this rank is not the root)"""
+        self._check_root(call, root)
+        source = read_buffer(call, "input", input)
+        if self.rank != root:
+            if output is not None:
+                raise errors.bad_argument(
+                    call, "output", f"a tensor on rank {self.rank}", "given on the root only", "pass None elsewhere"
+                )
+            return source, []
+        out = write_buffer(call, "output", output)
+        check_same_dtype(call, [source, out])
+        self._check_count(call, "output", out.count, source.count * self.size, f"{self.size} times input's")
+        return source, [out]
+
     def _of_scatter(self, call: str, output: Any, inputs: Any, root: int) -> tuple[list[Buffer], Buffer]:
         self._check_root(call, root)
         out, is_root = write_buffer(call, "output", output), self.rank == root

@@ -37,6 +37,7 @@ class Kind(enum.IntEnum):
     GATHER = 7
     SCATTER = 8
     BARRIER = 9
+    GATHER_SINGLE = 10
 
     @property
     def label(self) -> str:
@@ -44,7 +45,7 @@ class Kind(enum.IntEnum):
 
 
 _ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL = list(Kind)[:6]
-_ALL_GATHER_LIST, _GATHER, _SCATTER, _BARRIER = list(Kind)[6:]
+_ALL_GATHER_LIST, _GATHER, _SCATTER, _BARRIER, _GATHER_SINGLE = list(Kind)[6:]
 
 
 def rooted(root: Any, op: Any) -> Any:
@@ -79,9 +80,10 @@ class CollectiveCalls(Arguments):
         if plan is None:
             if len(self._plans) > 4096:
                 self._plans.clear()
-            plan = self._plans[key] = native.make_plan(build(self.rank, self.size, *args, limits=self._limits).encode())
+            plan = self._plans[key] = self.load_plan(build(self.rank, self.size, *args, limits=self._limits))
         return plan
 
+    load_plan: Callable[[Plan], Any]
     _limits: Any
     _arena: Any
 
@@ -279,6 +281,21 @@ class CollectiveCalls(Arguments):
         native.remember(self._handle, _GATHER, root, input, _or_none(outputs), plan, self._site(2))
         return self._run(call, plan, [source], outs, outputs or [], async_op, timeout)
 
+    def gather_single(
+        self, output: Any, input: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None
+    ) -> Work | None:
+        """At ``root``, ``output`` becomes all ranks' ``input``, one after the other; the others pass None."""
+        call = "gather_single"
+        if not async_op and timeout is None:
+            status = native.again(self._handle, _GATHER_SINGLE, root, input, output, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, call)
+                return None
+        source, outs = self._of_gather_single(call, output, input, root)
+        plan = self._plan(collectives.gather, (source.count,) * self.size, source.dtype, root, False)
+        native.remember(self._handle, _GATHER_SINGLE, root, input, output, plan, self._site(2))
+        return self._run(call, plan, [source], outs, [] if output is None else [output], async_op, timeout)
+
     def scatter(
         self, output: Any, inputs: Sequence[Any] | None, root: int = 0, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
@@ -365,7 +382,7 @@ class CollectiveCalls(Arguments):
                 return None
         plan = self._plans.get("barrier")
         if plan is None:
-            plan = self._plans["barrier"] = native.make_plan(collectives.barrier(self.rank, self.size).encode())
+            plan = self._plans["barrier"] = self.load_plan(collectives.barrier(self.rank, self.size))
         native.remember(self._handle, _BARRIER, 0, None, None, plan, self._site(2))
         return self._run("barrier", plan, [], [], [], async_op, timeout)
 

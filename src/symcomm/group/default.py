@@ -94,7 +94,7 @@ def _init_anywhere(init_method: str, rank: int, world_size: int, seconds: float,
 
     A rank that leaves one group and comes to the next before the others may find the server of the one that ends:
     when that goes away it looks again."""
-    from symcomm.store.rendezvous import rendezvous
+    from symcomm.store.bootstrap import rendezvous
 
     end, lease = time.monotonic() + seconds, None
     while True:
@@ -129,7 +129,7 @@ def join(store: Any = None, name: str = "world", timeout: float | timedelta = 30
         raise errors.GroupUnusableError("join: the default group exists already; call symcomm.destroy() first.")
     rank = None
     if store is None:
-        from symcomm.store.rendezvous import rendezvous
+        from symcomm.store.bootstrap import rendezvous
 
         # the ranks that run began at that attempt, and their keys are marked with it
         environ = {**os.environ, "TORCHELASTIC_RESTART_COUNT": os.environ.get(JOIN, "0")}
@@ -193,8 +193,9 @@ def _on_default(name: str) -> Callable[..., Any]:
 
 CALLS = (
     "all_gather", "all_gather_coalesced", "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all",
-    "all_to_all_single", "barrier", "batch", "broadcast", "gather", "irecv", "isend", "monitored_barrier", "new_group",
-    "recv", "reduce", "reduce_scatter", "reduce_scatter_coalesced", "reduce_scatter_single", "scatter", "send", "split",
+    "all_to_all_single", "barrier", "batch", "broadcast", "gather", "gather_single", "irecv", "isend",
+    "monitored_barrier", "new_group", "new_window", "recv", "reduce", "reduce_scatter", "reduce_scatter_coalesced",
+    "reduce_scatter_single", "scatter", "send", "split",
 )  # fmt: skip
 for _name in CALLS:
     globals()[_name] = _on_default(_name)

@@ -23,7 +23,7 @@ from symcomm.collectives.select import ON_DEVICE, elements_of
 from symcomm.errors import words_for_exit, words_for_ranks, words_for_seconds
 from symcomm.types import DType, RedOpType
 
-__all__ = ["Site", "Status", "call_site", "explain"]
+__all__ = ["Site", "Status", "call_site", "explain", "explain_peer"]
 
 RECORD_WAIT = 0.08  # the others are woken at once; 80 ms leaves room within the 100 ms we promise
 EXIT_WAIT = 0.08  # taking a process apart took 5 to 60 ms on a busy machine
@@ -73,7 +73,7 @@ def words_for_site(site: Site) -> str:
 
 def _inner_folders() -> tuple[str, ...]:
     """Folders whose code calls collectives on behalf of somebody else."""
-    ours = tuple(PACKAGE + name + os.sep for name in ("group", "hosts", "gpu", "backend", "c10d", "ddp"))
+    ours = tuple(PACKAGE + name + os.sep for name in ("group", "store", "hosts", "gpu", "backend", "c10d", "ddp"))
     torch = sys.modules.get("torch")
     return (*ours, os.path.dirname(torch.__file__) + os.sep) if torch is not None and torch.__file__ else ours
 
@@ -145,6 +145,24 @@ def explain(group: Any, status: int, call: str, at: Site, seconds: float | None)
             f"{what} was aborted by rank {report['origin']}; destroy the group, or call group.shrink() to go on."
         )
     return errors.InternalError(f"{what}: the plan does not fit the group. This is a bug of ours: please report it.")
+
+
+def explain_peer(group: Any, what: str, status: int, peer: int, seconds: float) -> errors.SymcommError:
+    """The exception for a wait for one rank's signal that failed. It does no harm to the group."""
+    text, pid = f"{what} on group {group.name!r}", group._peers[peer].pid
+    if status in (Status.DEAD, Status.LEFT):
+        how = how_it_ended(pid) if status == Status.DEAD else "left the group"
+        return errors.RankFailedError(
+            f"{text} failed on rank {group.rank}: rank {peer} (pid {pid}) {how}. "
+            "Call group.shrink() to go on without it.",
+            [peer],
+        )
+    if status == Status.TIMEOUT:
+        lives = f"Rank {peer} (pid {pid}) lives; look at what it does, or give a longer timeout."
+        return errors.deadline(text, seconds, missing=[peer], fix=lives)
+    if group._failure is not None:
+        return group._unusable()
+    return errors.GroupUnusableError(f"{text} failed: the group was aborted or an operation on it failed before.")
 
 
 def _await_records(group: Any, ranks: Sequence[int]) -> list[dict | None]:

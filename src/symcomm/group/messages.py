@@ -17,7 +17,7 @@ from symcomm.group.failure import Site, Status, call_site, explain
 from symcomm.group.work import Timeout, to_ns
 from symcomm.types import DType
 
-__all__ = ["ANY_SOURCE", "Message", "MessageCalls", "MessageWork"]
+__all__ = ["ANY_SOURCE", "Message", "MessageCalls", "MessageWork", "wait_in_thread"]
 
 ANY_SOURCE = -1
 STATUS_SIZE = 32  # _core/p2p.h
@@ -41,6 +41,20 @@ class Message:
         return cls(False, tensor, peer, tag)
 
 
+def wait_in_thread(work: Any, callback: Callable[[], None]) -> None:
+    """``callback()`` runs once ``work`` has ended, in a thread that waits for it; here if it has ended already."""
+
+    def attend() -> None:
+        with contextlib.suppress(BaseException):  # exception() tells it to whoever asks
+            work.wait()
+        callback()
+
+    if work.is_completed():
+        callback()
+    else:
+        threading.Thread(target=attend, name="symcomm-future", daemon=True).start()
+
+
 class AnyMessageWork:
     """What works of messages have in common, wherever the messages go."""
 
@@ -54,16 +68,7 @@ class AnyMessageWork:
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """``callback()`` runs once the message has left or arrived, or has failed."""
-
-        def attend() -> None:
-            with contextlib.suppress(BaseException):  # exception() tells it to whoever asks
-                self.wait()
-            callback()
-
-        if self.is_completed():
-            callback()
-        else:
-            threading.Thread(target=attend, name="symcomm-future", daemon=True).start()
+        wait_in_thread(self, callback)
 
 
 class MessageWork(AnyMessageWork):

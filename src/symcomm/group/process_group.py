@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import itertools
 import json
 import operator
@@ -18,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
 from symcomm._core import native
+from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
+from symcomm.group.ephemeral import EphemeralTimeouts
 from symcomm.group.failure import Site, Status, call_site
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
@@ -36,12 +39,14 @@ __all__ = ["DEFAULT_TIMEOUT", "ProcessGroup"]
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, as in PyTorch
 FAREWELL = 5.0  # seconds for the others to leave before the rank that serves their store does
+WINDOWS = "symcomm.windows"  # a layer above: loaded by name when it is asked for
 
 # How often a waiting rank looks, at most, before it offers its core (about 10 us), and how long it offers before it
 # sleeps. Looking costs the core, sleeping two context switches (about 10 us). The core looks less where that does not
 # pay: with more ranks than cores it only delays the rank one waits for.
 SPIN_LOOKS = 4000
 YIELD_NS = 100_000
+FIRST_STAGE = 16 << 10  # bytes of a staging half that the first call that stages anything reserves; then it doubles
 
 
 def _locate() -> int:
@@ -129,7 +134,7 @@ def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
     return stage, channels, channels + world * native.CHANNEL_BYTES
 
 
-class ProcessGroup(MoreCalls):
+class ProcessGroup(EphemeralTimeouts, MoreCalls):
     """Made by ``symcomm.init()``, ``join()``, ``new_group()``, ``split()``, ``shrink()`` or ``grow()``."""
 
     spans_hosts = False  # see symcomm.hosts
@@ -144,7 +149,9 @@ class ProcessGroup(MoreCalls):
         timeout: Timeout = None,
         limits: Limits | None = None,
         global_ranks: Sequence[int] | None = None,
+        peers: Sequence[Peer] | None = None,
     ):
+        """``peers``: the members' arenas, where all members have mapped them already."""
         if not 0 <= rank < size:
             raise errors.bad_argument("ProcessGroup", "rank", rank, f"0 to {size - 1}")
         self.rank = rank
@@ -164,35 +171,31 @@ class ProcessGroup(MoreCalls):
         self._children = 0
         self._barriers = 0
         self._before_leaving: list[Callable[[], None]] = []  # what destroy() has to finish first
+        self.exposed: dict[int, Any] = {}  # memory that peers may write to, by window
         self.store: Any = None  # where the ranks met, and where newcomers find them
         self.lease: Lease | None = None  # on that store, if it ends with its groups
         self.newcomers: list[int] = []  # the ranks that came in when grow() made this group
         self._family = name  # what newcomers call it, through all its shrinking and growing
         self._meeting: Meeting | None = None
         self._arena: Arena = current_arena()
-        self._build(exchange, tune=limits is None)
+        self._build(exchange, peers, tune=limits is None)
         registry.add(self)
         hooks.made(self)
 
-    def _build(self, exchange: Exchange, tune: bool) -> None:
+    def _build(self, exchange: Exchange, peers: Sequence[Peer] | None, tune: bool) -> None:
         give_back()
         stage, channels, total = _layout(self.size, self._limits)
-        self._offset = self._arena.allocate_sparse(total, touched=channels)
+        self._offset = self._arena.allocate_sparse(total, touched=stage)
+        self._stage, self._reserved = self._offset + stage, 0
         native.poke(self._arena.base + self._offset, bytes(native.CONTROL_BYTES))
         native.poke(self._arena.base + self._offset + stage - WORD_BYTES, bytes(WORD_BYTES))
         for r in range(self.size):  # only the counters of a channel need to start at zero
             native.poke(self._arena.base + self._offset + channels + r * native.CHANNEL_BYTES, bytes(192))
-        cores = sum(1 << core for core in os.sched_getaffinity(0))
-        facts = {"offset": self._offset, "total": total, "cores": f"{cores:x}"}
         try:
-            self._peers, everyone = connect(self.rank, self.size, exchange, facts, self._timeout_ns / 1e9)
+            everyone = self._introduce(exchange, peers, total)
         except BaseException:
             self._arena.free(self._offset)
             raise
-        if any(f["total"] != total for f in everyone):
-            raise errors.CollectiveMismatchError(
-                f"group {self.name!r}: ranks use different sizes or versions; make them all the same."
-            )
         all_cores = functools.reduce(operator.or_, (int(f["cores"], 16) for f in everyone))
         if tune and self.size > all_cores.bit_count():
             self._limits = self._limits.crowded()
@@ -214,6 +217,39 @@ class ProcessGroup(MoreCalls):
         self._retire.atexit = False  # the kernel takes it all
         native.group_keep(self._handle, (self._arena, *self._peers))
 
+    def _introduce(self, exchange: Exchange, peers: Sequence[Peer] | None, total: int) -> list[dict]:
+        """Learn where the others' parts of the group lie, mapping their arenas where ``peers`` are not given."""
+        cores = sum(1 << core for core in os.sched_getaffinity(0))
+        facts = {"offset": self._offset, "total": total, "cores": f"{cores:x}"}
+        if peers is not None:
+            everyone = [json.loads(item) for item in exchange(json.dumps(facts).encode())]
+            self._peers = list(peers)
+        else:
+            self._peers, everyone = connect(self.rank, self.size, exchange, facts, self._timeout_ns / 1e9)
+        if any(f["total"] != total for f in everyone):
+            raise errors.CollectiveMismatchError(
+                f"group {self.name!r}: ranks use different sizes or versions; make them all the same."
+            )
+        return everyone
+
+    def load_plan(self, plan: Plan) -> Any:
+        """``plan`` as the core runs it. The memory that it stages in is reserved here, so that running out of it is an
+        error at this line. A group that stages nothing has none."""
+        loaded = native.make_plan(plan.encode())
+        self._reserve_stage(native.plan_stage(loaded))
+        return loaded
+
+    def _reserve_stage(self, nbytes: int) -> None:
+        """Make the pages of ``nbytes`` of each half of this rank's staging area exist."""
+        if nbytes <= self._reserved:
+            return
+        half = self._limits.stage_bytes
+        reach = min(half, max(FIRST_STAGE, 1 << (nbytes - 1).bit_length()))
+        for start in (0, half):
+            self._arena.reserve(self._stage + start, reach)
+        native.group_reserved(self._handle, reach)
+        self._reserved = max(self._reserved, reach)
+
     _peers: list[Peer]
 
     def __repr__(self) -> str:
@@ -233,7 +269,17 @@ class ProcessGroup(MoreCalls):
         return self._timeout_ns / 1e9
 
     def set_timeout(self, timeout: float | timedelta) -> None:
-        self._timeout_ns = to_ns("set_timeout", timeout)
+        self._timeout_ns = to_ns("set_timeout", timeout) + self._extended_ns
+
+    @property
+    def failure(self) -> errors.SymcommError | None:
+        """What ended the group, as this rank was told; None while it can be used."""
+        return self._failure
+
+    @property
+    def flight_address(self) -> int:
+        """Where this rank's flight recorder lies in memory."""
+        return self._arena.flight.address
 
     @property
     def sequence_number(self) -> int:
@@ -255,6 +301,7 @@ class ProcessGroup(MoreCalls):
             else:
                 return self._unusable()
         hooks.failed(self, first)
+        self.run_abort_hooks()
         return first
 
     def _unusable(self) -> errors.GroupUnusableError:
@@ -271,8 +318,13 @@ class ProcessGroup(MoreCalls):
         if self._failure is not None:
             raise self._unusable()
 
+    def check_usable(self) -> None:
+        """Raise if the group was destroyed, or has failed."""
+        self._check_usable()
+
     def abort(self) -> None:
         """Make every rank's pending and later operations on this group fail now."""
+        self.run_abort_hooks()
         native.group_abort(self._handle)
 
     def destroy(self) -> None:
@@ -330,6 +382,12 @@ class ProcessGroup(MoreCalls):
             and self._together.all_here()
         )
 
+    def new_window(self, tensor: Any = None) -> Any:
+        """A window into every rank's tensor, for one-sided puts and signals. Every rank of the group calls it.
+
+        Without ``tensor``, every rank calls ``tensor_register`` of the window later. See docs/windows.md."""
+        return importlib.import_module(WINDOWS).new_window(self, tensor)
+
     # --- groups from groups -----------------------------------------------------------------------------------
 
     def new_group(self, ranks: Sequence[int], name: str = "", timeout: Timeout = None) -> ProcessGroup | None:
@@ -362,12 +420,11 @@ class ProcessGroup(MoreCalls):
             return [everyone[r] for r in ranks]
 
         if mine is None:
-            for _ in range(2):
-                self.all_gather_object(b"", timeout)
+            self.all_gather_object(b"", timeout)
             return None
         return ProcessGroup(
             ranks.index(self.rank), len(ranks), exchange, label, self.timeout if timeout is None else timeout,
-            self._limits, [self.global_ranks[r] for r in ranks],
+            self._limits, [self.global_ranks[r] for r in ranks], [self._peers[r] for r in ranks],
         )  # fmt: skip
 
     def shrink(self, timeout: float = 5.0, exclude: Sequence[int] = (), abort: bool = True) -> ProcessGroup:
@@ -383,7 +440,7 @@ class ProcessGroup(MoreCalls):
         survivors, exchange = agree_on_survivors(Records(self), timeout, exclude, abort)
         smaller = ProcessGroup(
             survivors.index(self.rank), len(survivors), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
-            [self.global_ranks[r] for r in survivors],
+            [self.global_ranks[r] for r in survivors], [self._peers[r] for r in survivors],
         )  # fmt: skip
         smaller.inherit(self)
         return smaller

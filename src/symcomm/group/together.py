@@ -12,6 +12,7 @@ nothing else, so plain loads and stores do.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Sequence
 
@@ -23,12 +24,18 @@ _LOOKS = 48  # in all; about 15 us, less than being woken takes
 MOST_RANKS = 8  # more come too far apart for looking to pay
 
 
+@functools.cache
+def _words_type(count: int) -> type[ctypes.Array]:
+    """The same one for all groups: making a type takes longer than all else here, and only the collector drops it."""
+    return ctypes.c_uint64 * count
+
+
 class Together:
     """One group's words. ``starts``: where each rank's control block lies; ``room``: bytes before its staging area."""
 
     def __init__(self, rank: int, starts: Sequence[int], room: int, own_process: bool):
         self._at = room // 8 - WORD_BYTES // 8
-        blocks = [(ctypes.c_uint64 * (room // 8)).from_address(start) for start in starts]
+        blocks = [_words_type(room // 8).from_address(start) for start in starts]
         self._mine = blocks[rank]
         self._peers = [block for r, block in enumerate(blocks) if r != rank]
         # Ranks that are threads of this process cannot come while we look, nor can those that need our core.

@@ -157,6 +157,11 @@ class Work:
         for callback in callbacks:
             callback()
 
+    @property
+    def sequence_number(self) -> int:
+        """Which operation of its group this is; see ``ProcessGroup.sequence_number``."""
+        return native.request_number(self._request)
+
     def _await(self) -> None:
         if not self._settled:
             native.request_wait(self._request, 0)

@@ -174,14 +174,28 @@ class HostsCalls(CollectiveCalls):
         """At ``root``, ``outputs[k]`` becomes rank k's ``input``; the others pass None."""
         call = "gather"
         source, outs = self._of_gather(call, outputs, input, root)
+        targets = [o.address for o in outs]
+        return self._gather(call, source, outs, targets, root, outputs or [], async_op, timeout)
+
+    def gather_single(
+        self, output: Any, input: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None
+    ) -> Work | None:
+        """At ``root``, ``output`` becomes all ranks' ``input``, one after the other; the others pass None."""
+        call = "gather_single"
+        source, outs = self._of_gather_single(call, output, input, root)
+        targets = _each(outs[0], [source.count] * self.size) if outs else []
+        return self._gather(call, source, outs, targets, root, [output] if outs else [], async_op, timeout)
+
+    def _gather(
+        self, call: str, source: Buffer, outs: Sequence[Buffer], targets: Sequence[int], root: int,
+        result: Sequence[Any], async_op: bool, timeout: Timeout,
+    ) -> Work | None:  # fmt: skip
         signature = Signature(Collective.GATHER, source.dtype, 0, root, source.count * self.size)
         [kept] = self._apart([source], outs)
         is_small = self.layout.carries(source.nbytes * self.layout.widest)
         act = small.gather if is_small else algorithms.gather
-        body: Body = partial(
-            act, source=kept.address, targets=[o.address for o in outs], nbytes=source.nbytes, root=root
-        )
-        return self._perform(call, signature, body, [kept], outs, outputs or [], async_op, timeout)
+        body: Body = partial(act, source=kept.address, targets=targets, nbytes=source.nbytes, root=root)
+        return self._perform(call, signature, body, [kept], outs, result, async_op, timeout)
 
     def scatter(
         self, output: Any, inputs: Sequence[Any] | None, root: int = 0, async_op: bool = False, timeout: Timeout = None

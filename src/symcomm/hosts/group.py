@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 from symcomm import errors
-from symcomm._core import native
 from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
@@ -43,6 +42,7 @@ from symcomm.store.address import LOOPBACK, own_address
 __all__ = ["HostsGroup"]
 
 LOCAL_ROUNDS = 3  # of the exchange, at most, to make a host's own group
+Handler = Callable[[int, dict[str, Any], "bytes | bytearray"], None]
 ENGINE_NEWS = 1.0  # seconds for the office to learn who is gone, when the engine has noticed first
 
 _living: weakref.WeakSet[HostsGroup] = weakref.WeakSet()
@@ -122,6 +122,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self._children = self._barriers = 0
         self._together = None  # asynchronous operations have a thread of their own
         self._before_leaving: list[Callable[[], None]] = []
+        self.exposed: dict[int, Any] = {}
         self.store: Any = None
         self.lease = None
         self.newcomers: list[int] = []
@@ -140,6 +141,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self.scratch = Scratch(self._arena)
         self.mail = Mail(self)
         self.ballot = Ballot(self)
+        self._handlers: dict[str, Handler] = {}  # of messages that layers above send, by kind
         self._abandoned: list[Any] = []  # operations and tensors whose memory the engine may still write to
         self._goodbye = False
         self._acting = 0  # the thread that performs an operation
@@ -250,7 +252,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
             else:
                 made = build(rank, world, *args, limits=self.local._limits)
                 made = replace(made, collective=s.collective, count=s.local_count(is_whole=False))
-            plan = self._plans[key] = native.make_plan(made.encode())
+            plan = self._plans[key] = self.local.load_plan(made)
         return plan
 
     def _perform(
@@ -319,7 +321,12 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
                 return self._unusable()
             error = self._failure = self.trouble.error(what, seconds)
         hooks.failed(self.local, error)
+        self.run_abort_hooks()
         return error
+
+    def fail(self, what: str, seconds: float) -> errors.SymcommError:
+        """This rank's exception for a failure of the group that ``trouble`` knows of."""
+        return self._fail(what, seconds)
 
     def _check_usable(self) -> None:
         """The first call after others have failed hears their story; later ones are referred to it."""
@@ -354,6 +361,14 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
     def tell(self, rank: int, header: dict[str, Any], payload: bytes = b"", timeout: float = 10.0) -> bool:
         """Send a small message to a rank's office; False when it cannot be reached."""
         return self.office.send(self._offices[rank], {"group": self._key, **header}, payload, timeout)
+
+    def backlog(self, rank: int) -> int:
+        """Bytes for a rank that its connection has not taken yet."""
+        return self.office.backlog(self._offices[rank].nonce)
+
+    def on_control(self, kind: str, handler: Handler) -> None:
+        """``handler(rank, header, payload)`` gets the messages of that kind, in the control channel's thread."""
+        self._handlers[kind] = handler
 
     def is_gone(self, rank: int) -> bool:
         """Whether a rank left, or its connection to us broke."""
@@ -392,6 +407,8 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         elif kind == "bye":
             self.left.add(rank)
             self.ring()
+        elif isinstance(kind, str) and kind in self._handlers:
+            self._handlers[kind](rank, header, payload)
 
     def on_line(self, sender: str, line: Link) -> None:
         if sender in self._rank_of:
@@ -412,6 +429,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
 
     def abort(self) -> None:
         """Make every rank's pending and later operations on this group fail now."""
+        self.run_abort_hooks()
         self.trouble.abort()
 
     def _leave(self) -> None:

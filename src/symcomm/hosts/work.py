@@ -23,9 +23,14 @@ class HostsWork(Work):
         result: Sequence[Any],
     ):  # fmt: skip
         super().__init__(group, call, site, outputs, result, None)
+        self._number: int = group.sequence_number
         self._act: Callable[[], None] | None = act
         self._ended = threading.Event()
         self._failed_with: BaseException | None = None
+
+    @property
+    def sequence_number(self) -> int:
+        return self._number
 
     def perform(self) -> None:
         try:

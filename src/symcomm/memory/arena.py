@@ -120,6 +120,11 @@ def peer_by_nonce(nonce: bytes) -> Peer | None:
     return _peers.get(nonce)
 
 
+def peers_mapped() -> list[Peer]:
+    """All arenas that this process has mapped now."""
+    return list(_peers.values())
+
+
 def add_peer(peer: Peer) -> Peer:
     """The one object for this arena; it is remembered while somebody holds it."""
     with _peers_lock:
@@ -193,14 +198,25 @@ class Arena:
                 f"this rank's {words_for_bytes(self.nbytes)} are in use; free some tensors."
             )
         try:
-            native.set_pages(self.fd, offset, max(touched, 1), True)
-        except OSError as error:
+            self._make_pages(offset, max(touched, 1))
+        except ResourceError:
             self.free(offset)
+            raise
+        return offset
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Give pages to a part of what allocate_sparse() gave without; raises ResourceError when there is no room."""
+        self._check_room(nbytes)
+        self._make_pages(offset, nbytes)
+
+    def _make_pages(self, offset: int, nbytes: int) -> None:
+        try:
+            native.set_pages(self.fd, offset, nbytes, True)
+        except OSError as error:
             raise ResourceError(
                 f"symmetric memory: the kernel refused {words_for_bytes(nbytes)} ({error.strerror}); "
                 "free memory or allocate less."
             ) from error
-        return offset
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

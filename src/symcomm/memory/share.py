@@ -13,7 +13,9 @@ different hosts, to try that out.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -27,7 +29,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from symcomm import errors
-from symcomm.memory.arena import Arena, Peer, add_peer, current_arena, named_directory, peer_by_nonce
+from symcomm.memory.arena import (
+    Arena,
+    Peer,
+    add_peer,
+    current_arena,
+    named_directory,
+    peer_by_nonce,
+    peers_mapped,
+)
 
 __all__ = ["Exchange", "Patience", "SeveralHostsError", "connect", "named_directory", "pretend_host"]
 
@@ -80,34 +90,56 @@ def _link(path: str) -> str:
 def connect(
     rank: int, world: int, exchange: Exchange, extra: dict[str, Any], timeout: float
 ) -> tuple[list[Peer], list[dict]]:
-    """Map every rank's arena. Returns the peers and each rank's ``extra``. Collective over ``exchange``."""
+    """Map every rank's arena. Returns the peers and each rank's ``extra``. Collective over ``exchange``.
+
+    Ranks say which arenas they have mapped already, so that all of them know at once whether any has to be passed."""
     arena = current_arena()
+    held = peers_mapped()  # what nobody holds is unmapped
     listener = _listen() if rank == 0 and world > 1 else None
     try:
         card = {
-            "nonce": arena.nonce.hex(), "nbytes": arena.nbytes, "boot": _read("/proc/sys/kernel/random/boot_id"),
+            "nonce": arena.nonce.hex(), "nbytes": arena.nbytes, "boot": _boot_id(),
             "host": socket.gethostname(), "uid": os.getuid(), "net": _link("/proc/self/ns/net"), "path": arena.path,
             "named": arena.directory is not None, "host_id": _pretended_host(),
             "socket": listener.getsockname().hex() if listener else None, "extra": extra,
+            "mapped": _short([peer.nonce for peer in held]),
         }  # fmt: skip
         cards = [json.loads(item) for item in exchange(json.dumps(card).encode())]
         _check_one_host(cards)
-        held = [peer_by_nonce(bytes.fromhex(c["nonce"])) for c in cards]  # what nobody holds is unmapped
-        lacking = exchange(b"x" if None in held else b"")
-        if any(lacking):
+        if not _all_mapped(cards):
             if all(c["path"] for c in cards):  # a rank that has been in a group before has no name any more
-                held += _open_named(cards, [r for r, peer in enumerate(held) if peer is None])
+                unknown = [r for r, c in enumerate(cards) if peer_by_nonce(bytes.fromhex(c["nonce"])) is None]
+                held += _open_named(cards, unknown)
                 seen = [r for r, c in enumerate(cards) if peer_by_nonce(bytes.fromhex(c["nonce"])) is not None]
                 _check_all_mapped([json.loads(item) for item in exchange(json.dumps(seen).encode())], cards)
-                arena.unlink()
             else:
                 patience = Patience(timeout, getattr(exchange, "check", None))
                 held += _pass_descriptors(rank, arena, listener, cards, patience)
-                arena.unlink()  # all have it
+            arena.unlink()  # all have it
     finally:
         if listener is not None:
             listener.close()
     return _prove(cards), [c["extra"] for c in cards]
+
+
+SHORT = 8  # characters by which ranks tell arenas apart: 48 random bits
+
+
+def _short(nonces: Sequence[bytes]) -> str:
+    """Nonces in few characters each, one after the other."""
+    return "".join(base64.b64encode(nonce[:6]).decode() for nonce in nonces)
+
+
+def _all_mapped(cards: Sequence[dict]) -> bool:
+    """Whether every rank has mapped every arena; the same on all ranks."""
+    everyone = {_short([bytes.fromhex(card["nonce"])]) for card in cards}
+    mapped = ([card["mapped"][i : i + SHORT] for i in range(0, len(card["mapped"]), SHORT)] for card in cards)
+    return all(everyone.issubset(names) for names in mapped)
+
+
+@functools.cache
+def _boot_id() -> str:
+    return _read("/proc/sys/kernel/random/boot_id")
 
 
 def _check_one_host(cards: Sequence[dict]) -> None:

@@ -15,7 +15,7 @@ from symcomm.observe.stacks import ThreadStack
 from symcomm.observe.torch_format import as_pickle, torch_dump
 from symcomm.observe.trace import RankTrace
 
-__all__ = ["answer_name", "ask_name", "note", "prefix_from_environment", "write"]
+__all__ = ["answer_name", "ask_name", "note", "prefix_from_environment", "torchs_prefix", "write"]
 
 FILE = "trace_rank_"
 PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -31,10 +31,13 @@ def prefix_from_environment() -> str | None:
         return None
     if prefix := next((os.environ[name] for name in PREFIXES if os.environ.get(name)), None):
         return prefix
-    if switch:  # asked for, without saying where: torch's place
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        return os.path.join(cache, "torch", "comm_lib_trace_rank_")
-    return None
+    return torchs_prefix() if switch else None
+
+
+def torchs_prefix() -> str:
+    """Where torch writes dumps when nobody says where."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(cache, "torch", "comm_lib_trace_rank_")
 
 
 def boot_id() -> str:

@@ -4,14 +4,15 @@ A named handler is called ``handler(request, response)`` at ``POST /handler/NAME
 that returns something JSON can hold, or a Response; ``route("GET", "/api/v1/metrics")`` is how other modules add one.
 
 The names PyTorch has are here: ``ping``, ``dump_traceback``, ``fr_trace_json``, ``dump_nccl_trace_json``,
-``dump_nccl_trace_pickle``, ``pyspy_dump``, ``wait_counter_values``. A name that only PyTorch's own table has, since a
-C++ library put it there, is found too.
+``dump_nccl_trace_pickle``, ``pyspy_dump``, ``wait_counter_values``, ``c10d_health_check``. A name that only PyTorch's
+own table has, since a C++ library put it there, is found too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from symcomm.errors import bad_argument
+from symcomm.group.hook_classes import unhealthy_backends
 from symcomm.memory.arena import current_arena, has_arena
 from symcomm.memory.flight import read_groups
 from symcomm.observe.records import operations_at
@@ -199,6 +201,29 @@ def _wait_counter_values(request: Any, response: Any) -> None:
     response.set_status(200)
 
 
+class _Kept:
+    """A response that is only kept."""
+
+    content: str | bytes = "{}"
+
+    def set_content(self, content: str | bytes, _content_type: str) -> None:
+        self.content = content
+
+    def set_status(self, _status: int) -> None:
+        """Not needed."""
+
+
+def _c10d_health_check(request: Any, response: Any) -> None:
+    """Whether a group that a HealthCheckHook watches has failed in this process, ours or PyTorch's."""
+    unhealthy, kept = set(unhealthy_backends()), _Kept()
+    if theirs := _torchs_handler("c10d_health_check"):  # since 2.15
+        theirs(request, kept)
+        unhealthy |= set(json.loads(kept.content).get("unhealthy_backends", ()))
+    told = {"healthy": not unhealthy, "unhealthy_backends": sorted(unhealthy)}
+    response.set_content(json.dumps(told, separators=(",", ":")), "application/json")
+    response.set_status(200)
+
+
 for _name, _handler in {
     "ping": _ping,
     "dump_traceback": _dump_traceback,
@@ -207,5 +232,6 @@ for _name, _handler in {
     "dump_nccl_trace_pickle": _fr_trace_pickle,
     "pyspy_dump": _pyspy_dump,
     "wait_counter_values": _wait_counter_values,
+    "c10d_health_check": _c10d_health_check,
 }.items():
     register_handler(_name, _handler)

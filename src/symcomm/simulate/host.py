@@ -47,6 +47,7 @@ def plans_for(collective: str, nbytes: int, ranks: int) -> list[Plan]:
         "reduce": lambda r: collectives.reduce(r, ranks, whole, ELEMENT, RedOpType.SUM, 0),
         "gather": lambda r: collectives.gather(r, ranks, piece, ELEMENT, 0),
         "scatter": lambda r: collectives.scatter(r, ranks, piece, ELEMENT, 0),
+        "all_to_all": lambda r: collectives.all_to_all(r, ranks, piece[0], ELEMENT),
         "barrier": lambda r: collectives.barrier(r, ranks),
     }
     return [made[collective](rank) for rank in range(ranks)]

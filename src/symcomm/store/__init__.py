@@ -9,19 +9,23 @@ collectives.py  StoreCollectives: barrier, broadcast, gather, scatter, sum with 
 handshake.py    how the ranks of a new group tell each other what they need to know
 lease.py        who may still need a store that we opened
 address.py      where other hosts reach this one
-rendezvous.py   rendezvous("env://" | "tcp://..." | "file://..."): rank, world size and a store
+bootstrap.py    rendezvous("env://" | "tcp://..." | "file://..."): rank, world size and a store
 """
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from symcomm.store.base import QueueEmptyError, Store
-from symcomm.store.collectives import StoreCollectives
-from symcomm.store.file import FileStore
-from symcomm.store.hash import HashStore
-from symcomm.store.prefix import PrefixStore
-from symcomm.store.rendezvous import rendezvous
+
+if TYPE_CHECKING:
+    from symcomm.store.bootstrap import rendezvous
+    from symcomm.store.collectives import StoreCollectives
+    from symcomm.store.file import FileStore
+    from symcomm.store.hash import HashStore
+    from symcomm.store.prefix import PrefixStore
+    from symcomm.store.tcp import TCPStore
 
 __all__ = [
     "FileStore",
@@ -34,12 +38,18 @@ __all__ = [
     "rendezvous",
 ]
 
+_HOMES = {  # loaded on first use: most programs need one of them, and TCPStore comes with the C core
+    "FileStore": "file",
+    "HashStore": "hash",
+    "PrefixStore": "prefix",
+    "StoreCollectives": "collectives",
+    "TCPStore": "tcp",
+    "rendezvous": "bootstrap",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """TCPStore comes with the C core, which is loaded only when it is wanted."""
-    if name != "TCPStore":
+    if name not in _HOMES:
         raise AttributeError(f"module 'symcomm.store' has no attribute {name!r}")
-    from symcomm.store.tcp import TCPStore
-
-    globals()[name] = TCPStore
-    return TCPStore
+    value = globals()[name] = getattr(importlib.import_module(f"symcomm.store.{_HOMES[name]}"), name)
+    return value

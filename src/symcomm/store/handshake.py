@@ -5,7 +5,7 @@ attempt that failed, and however far apart they come. So nothing is ever read th
 whoever arrives brings a fresh token, and the leader (rank 0) opens a *generation* for the tokens that it found::
 
     here/R        rank R's token and first item; "!" before the token: R gave up, and why
-    go/TOKEN      for the rank that brought this token: the generation
+    go/TOKEN      for the rank that brought this token: everybody's tokens and first items; the leader's token is G
     G/T/R         in generation G, turn T: rank R's item
     G/T/all       everybody's items
 
@@ -19,6 +19,7 @@ import contextlib
 import json
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -35,6 +36,9 @@ LOOK_FOR_STALE = 0.25  # seconds between two looks whether another rank has star
 ABSENT = "-"
 TOKEN = 16  # characters
 POLL = 0.005  # seconds between two looks at the arrival of a rank that had given up
+
+
+_answered: deque[str] = deque(maxlen=4096)  # tokens that this process has answered, as a leader: never twice
 
 
 def handshake(
@@ -96,13 +100,13 @@ class _Attempt:
             return self._lead(item) if self._rank == 0 else self._arrive(item)
         whole = self._key(f"{self._generation}/{self._turn}/all")
         if self._rank:
-            self._set(self._key(f"{self._generation}/{self._turn}/{self._rank}"), item)
+            self._set(self._key(f"{self._generation}/{self._turn}/{self._rank}"), b"." + item)  # never an empty value
             self._watch([whole])
-            return _unpack(self._store.get(whole))
+            return _unpack(self._store.get(whole))[1]
         keys = [self._key(f"{self._generation}/{self._turn}/{r}") for r in range(1, self._size)]
         self._watch(keys)
-        items = [item, *(bytes(self._store.get(key))[1:] for key in keys)]
-        self._set(whole, _pack(items))
+        items = [item, *(value[1:] for value in self._get_all(keys))]
+        self._set(whole, _pack([], items))
         return items
 
     # --- the first turn ---------------------------------------------------------------------------------------
@@ -111,28 +115,47 @@ class _Attempt:
         self._store.set(self._here(self._rank), self._token.encode() + item)
         answer = self._key(f"go/{self._token}")
         self._await([answer])
-        self._generation, self._tokens = json.loads(bytes(self._store.get(answer)))
-        self._remove(answer, self._here(self._rank))
-        return _unpack(self._store.get(self._key(f"{self._generation}/1/all")))
+        self._tokens, items = _unpack(self._store.get(answer))
+        self._generation = self._tokens[0]
+        self._mine += [answer, self._here(self._rank)]
+        return items
 
     def _lead(self, item: bytes) -> list[bytes]:
         self._store.set(self._here(0), self._token.encode())
-        arrivals = [self._arrival_of(r) for r in range(1, self._size)]
+        self._mine.append(self._here(0))  # so that ranks in a dead generation can see it change
+        keys = [self._here(r) for r in range(1, self._size)]
+        self._await(keys)
+        arrivals = [self._fresh(r, value) for r, value in enumerate(self._get_all(keys), 1)]
         items = [item, *(value[TOKEN:] for value in arrivals)]
-        tokens = [self._token, *(value[:TOKEN].decode() for value in arrivals)]
-        self._generation, self._tokens = self._token, tokens
-        self._set(self._key(f"{self._generation}/1/all"), _pack(items))
-        for token in tokens[1:]:
-            self._store.set(self._key(f"go/{token}"), json.dumps([self._generation, tokens]))
+        self._tokens = [self._token, *(value[:TOKEN].decode() for value in arrivals)]
+        self._generation = self._token
+        _answered.extend(self._tokens[1:])
+        self._answer(_pack(self._tokens, items))
         return items
 
-    def _arrival_of(self, rank: int) -> bytes:
-        """A rank's token and item, once it is there; one that gave up may come again."""
-        self._await([self._here(rank)])
-        while (value := bytes(self._store.get(self._here(rank)))).startswith(b"!"):
+    def _answer(self, value: bytes) -> None:
+        keys = [self._key(f"go/{token}") for token in self._tokens[1:]]
+        if len(keys) > 1 and self._store.has_extended_api():
+            self._store.multi_set(keys, [value] * len(keys))
+        else:
+            for key in keys:
+                self._store.set(key, value)
+
+    def _get_all(self, keys: list[str]) -> list[bytes]:
+        """The values of keys that exist."""
+        if len(keys) > 1 and self._store.has_extended_api():
+            return [bytes(value) for value in self._store.multi_get(keys)]
+        return [bytes(self._store.get(key)) for key in keys]
+
+    def _fresh(self, rank: int, value: bytes) -> bytes:
+        """A rank's token and item. One that gave up may come again; one that was answered has not removed them yet."""
+        while value.startswith(b"!") or value[:TOKEN].decode() in _answered:
             if time.monotonic() > self._deadline:
                 raise errors.deadline(self._call, self._timeout, missing=[rank])
             time.sleep(POLL)
+            self._await([self._here(rank)])
+            found = bytes(self._store.compare_set(self._here(rank), ABSENT, ABSENT))
+            value = value if found == ABSENT.encode() else found
         return value
 
     # --- waiting ----------------------------------------------------------------------------------------------
@@ -199,18 +222,13 @@ class _Attempt:
 
     def _set(self, key: str, item: bytes) -> None:
         self._mine.append(key)
-        self._store.set(key, b"." + item)  # not every store takes empty values
-
-    def _remove(self, *keys: str) -> None:
-        for key in keys:
-            with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
-                self._store.delete_key(key)
+        self._store.set(key, item)
 
     def clean_up(self) -> None:
         """Everybody has read everything."""
-        self._remove(*self._mine)
-        if self._rank == 0:  # until now, so that ranks in a dead generation could see it change
-            self._remove(self._here(0))
+        for key in self._mine:
+            with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
+                self._store.delete_key(key)
 
     def withdraw(self, why: str) -> None:
         """Let the others know that this rank does not go on. What it wrote stays: they may be reading it."""
@@ -218,9 +236,10 @@ class _Attempt:
             self._store.set(self._here(self._rank), f"!{self._token}{why}")
 
 
-def _pack(items: list[bytes]) -> bytes:
-    return json.dumps([item.decode("latin-1") for item in items]).encode()
+def _pack(tokens: list[str], items: list[bytes]) -> bytes:
+    return json.dumps([tokens, [item.decode("latin-1") for item in items]]).encode()
 
 
-def _unpack(value: Any) -> list[bytes]:
-    return [item.encode("latin-1") for item in json.loads(bytes(value)[1:])]
+def _unpack(value: Any) -> tuple[list[str], list[bytes]]:
+    tokens, items = json.loads(bytes(value))
+    return tokens, [item.encode("latin-1") for item in items]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.errors import words_for_ranks
-from symcomm.group.failure import Status, how_it_ended
+from symcomm.group.failure import explain_peer
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import bytes_type
 from symcomm.symm_mem import settings
@@ -288,18 +288,4 @@ class SymmetricMemory:
         return timeout_ms * 1_000_000 or self.group._timeout_ns
 
     def _explain(self, what: str, status: int, peer: int, timeout_ms: int) -> errors.SymcommError:
-        group = self.group
-        text = f"{what} on group {group.name!r}"
-        if status in (Status.DEAD, Status.LEFT):
-            pid = group._peers[peer].pid
-            how = how_it_ended(pid) if status == Status.DEAD else "left the group"
-            return errors.RankFailedError(
-                f"{text} failed on rank {self.rank}: rank {peer} (pid {pid}) {how}. "
-                "Call group.shrink() to go on without it.",
-                [peer],
-            )
-        if status == Status.TIMEOUT:
-            lives = f"Rank {peer} (pid {group._peers[peer].pid}) lives; look at what it does, or give a longer timeout."
-            return errors.deadline(text, timeout_ms / 1000 or group.timeout, missing=[peer], fix=lives)
-        group._check_usable()
-        return errors.GroupUnusableError(f"{text} failed: the group was aborted or an operation on it failed before.")
+        return explain_peer(self.group, what, status, peer, timeout_ms / 1000 or self.group.timeout)

@@ -1,0 +1,60 @@
+"""Hooks of a c10d ProcessGroup: around its own calls, whichever backend they go to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from symcomm.backend.hooked import TorchCalls
+from symcomm.group.call_hooks import CallHooks, PostHookArgs, PreHookArgs
+from symcomm.group.interception import Interception
+
+__all__ = ["OwnHooks"]
+
+
+class _Calls(TorchCalls):
+    """The same methods as our engine's; there is no way around them."""
+
+    def changed(self, owner: Any, is_intercepted: bool) -> None:
+        """Nothing to do."""
+
+
+class OwnHooks:
+    """Mixed into ProcessGroup. Aborts are the default backend's to tell."""
+
+    _default_backend: Callable[[], Any]
+
+    @property
+    def call_hooks(self) -> CallHooks:
+        made = vars(self).get("_call_hooks")
+        if made is None:
+            interception = Interception()
+            interception.add_facade(self, _Calls())
+            made = vars(self).setdefault("_call_hooks", CallHooks(interception))
+        return made
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], Any]) -> None:
+        self.call_hooks.register("pre", hook_id, hook)
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        self.call_hooks.unregister("pre", hook_id)
+
+    def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], Any]) -> None:
+        self.call_hooks.register("post", hook_id, hook)
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        self.call_hooks.unregister("post", hook_id)
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], Any]) -> None:
+        self._default_backend().register_abort_hook(hook_id, hook)
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        self._default_backend().unregister_abort_hook(hook_id)
+
+    @property
+    def supports_abort_hooks(self) -> bool:
+        return getattr(self._default_backend(), "supports_abort_hooks", False)
+
+    @property
+    def supports_completion_hooks(self) -> bool:
+        return getattr(self._default_backend(), "supports_completion_hooks", False)

@@ -1,0 +1,80 @@
+"""A piece of every rank's memory that the other ranks of the host write to, with counted signals: what windows use."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from symcomm._core import native
+
+__all__ = ["Segment", "Shortcut", "owner_of"]
+
+Shortcut = Callable[..., int | None]  # a Status; None: nothing was done, since arguments have to be looked at
+LINE = 64
+WORD = 4  # bytes of a signal count; each rank has one for every sender
+
+
+def owner_of(group: Any, address: int) -> int | None:
+    """The rank of ``group`` whose symmetric memory an address lies in, or None."""
+    for rank, peer in enumerate(group._peers):
+        if peer.base <= address < peer.base + peer.nbytes:
+            return rank
+    return None
+
+
+class Segment:
+    """This rank's piece. Ranks exchange their ``card`` before they ``connect``."""
+
+    def __init__(self, group: Any, address: int, count: int, dtype: int):
+        """``count`` elements at ``address``, which lies in this rank's arena where there are any."""
+        self._group = group
+        arena = group._arena
+        self._words_bytes = -(-WORD * group.size // LINE) * LINE  # then one line that counts who sleeps
+        self.words = arena.buffer(self._words_bytes + LINE)  # peers write to them: whoever may signal keeps them
+        ctypes.memset(self.words, 0, len(self.words))
+        self.card = {
+            "offset": address - arena.base if count else 0,
+            "count": count,
+            "dtype": dtype,
+            "words": ctypes.addressof(self.words) - arena.base,
+        }
+        self._addresses: list[int] = []
+        self._window: Any = None
+
+    def connect(self, cards: Sequence[dict[str, Any]]) -> None:
+        """``cards``: of all ranks of the group, in order."""
+        self._addresses = [p.base + c["offset"] for p, c in zip(self._group._peers, cards, strict=True)]
+        parts = tuple(
+            (address, card["count"], card["dtype"], peer.base + card["words"])
+            for address, card, peer in zip(self._addresses, cards, self._group._peers, strict=True)
+        )
+        self._window = native.make_window(self._group._handle, parts, self._words_bytes)
+
+    def address_of(self, rank: int) -> int:
+        """Where this process has mapped a rank's piece."""
+        return self._addresses[rank]
+
+    def pid_of(self, rank: int) -> int:
+        return self._group._peers[rank].pid
+
+    def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
+        """put(tensor, rank, offset), signal(rank) and wait_signal(rank) with nothing but the core. The last one only
+        takes what comes within microseconds."""
+        calls = (native.window_put, native.window_signal, native.window_wait)
+        return tuple(partial(call, self._window) for call in calls)  # type: ignore[return-value]
+
+    # Each of these returns a Status.
+
+    def write(self, rank: int, start: int, address: int, nbytes: int) -> int:
+        """Copy bytes to byte ``start`` of a rank's piece."""
+        return native.window_write(self._window, rank, start, address, nbytes)
+
+    def signal(self, rank: int) -> int:
+        """Add one to what ``rank`` may take of ours. Whoever takes it sees all that was put before."""
+        return native.window_signal(self._window, rank)
+
+    def wait_signal(self, rank: int, timeout_ns: int) -> int:
+        """Take one of ``rank``'s signals. A negative timeout only looks: TIMEOUT means that there is none."""
+        return native.window_wait(self._window, rank, timeout_ns)

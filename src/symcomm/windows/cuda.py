@@ -1,0 +1,214 @@
+"""Windows into CUDA tensors of ranks that share a host: puts and signals in the order of the current stream.
+
+Signals are counts in GPU memory. Only one rank counts up a word, so it knows the next value and has its stream write
+it; whoever waits has its stream wait until the word has come so far. Nothing on the host waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from symcomm import errors
+from symcomm.gpu.driver import driver
+from symcomm.gpu.group import DeviceGroup, device_group
+from symcomm.gpu.pool import Raw, opened, pool_of, storage_over
+from symcomm.gpu.watch import Outstanding
+from symcomm.gpu.work import DeviceWork
+from symcomm.group.buffers import torch_dtypes
+from symcomm.group.failure import explain_peer
+from symcomm.group.segments import Segment, Shortcut
+from symcomm.symm_mem.on_gpu import find_piece
+from symcomm.types import DType
+from symcomm.windows.memory import no_shortcut
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CudaMemory"]
+
+WORD = 4  # bytes
+
+
+class _Source:
+    """A contiguous tensor that is put."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor.contiguous()
+        self.count = tensor.numel()
+        self.dtype = torch_dtypes()[tensor.dtype]
+
+
+class CudaMemory:
+    """One window's memory on the GPUs of all ranks of a ProcessGroup."""
+
+    def __init__(self, group: Any, tensor: torch.Tensor):
+        import torch
+
+        if group.spans_hosts:
+            raise errors.ResourceError(
+                f"tensor_register: the ranks of group {group.name!r} are on several hosts, and windows into CUDA "
+                "tensors reach no farther than one; use a group of one host's ranks."
+            )
+        piece = find_piece(tensor)
+        if piece is None and tensor.numel():
+            what = f"a tensor in ordinary memory of {tensor.device}"
+            fix = "allocate it with symcomm.symm_mem.empty(..., device='cuda')"
+            raise errors.bad_argument("tensor_register", "tensor", what, "in symmetric memory", fix)
+        self.group = group
+        self.device = tensor.device
+        self._piece = piece or pool_of(tensor.get_device()).allocate(1)
+        self.words = pool_of(tensor.get_device()).allocate(WORD * group.size)
+        torch.as_tensor(self.words, device=tensor.device).zero_()
+        torch.cuda.current_stream(tensor.device).synchronize()  # nobody signals before it is clear
+        self._host = Segment(group, 0, 0, DType.UINT8)  # tells whether a rank is still there
+        self.card = {
+            "device": "cuda", "shape": list(tensor.shape), "count": tensor.numel(),
+            "dtype": torch_dtypes()[tensor.dtype], "handle": self._piece.block.handle.hex(),
+            "offset": tensor.data_ptr() - self._piece.block.address if piece else self._piece.offset,
+            "words_handle": self.words.block.handle.hex(), "words": self.words.offset, "host": self._host.card,
+        }  # fmt: skip
+        self.cards: Sequence[dict[str, Any]] = []
+        self._sent: Counter[int] = Counter()  # signals, by target
+        self._awaited: Counter[int] = Counter()  # and by sender
+        self._signalled: dict[int, tuple[Any, Any]] = {}  # by target: the last signal's stream, and its event
+        self._puts: dict[int, Any] = {}  # by stream: the event of its last put
+        self._sides: dict[int, Any] = {}  # by sender: the stream of asynchronous waits
+
+    def connect(self, cards: Sequence[dict[str, Any]]) -> None:
+        self.cards = cards
+        self._host.connect([card["host"] for card in cards])
+        self._gpu: DeviceGroup = device_group(self.group, self.device.index)
+        with self._using():
+            self._addresses = [
+                opened(bytes.fromhex(c["handle"]), f"rank {r}") + c["offset"] for r, c in enumerate(cards)
+            ]
+            self._word_addresses = [
+                opened(bytes.fromhex(c["words_handle"]), f"rank {r}") + c["words"] for r, c in enumerate(cards)
+            ]
+
+    def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
+        return no_shortcut, no_shortcut, no_shortcut
+
+    def check_usable(self, call: str) -> None:
+        """Also raises what was found while the GPU waited, to the first who asks."""
+        self._gpu.trouble.check_usable(call)
+
+    def close(self) -> None:
+        for event in self._puts.values():
+            event.synchronize()
+        self.group.barrier()
+
+    def is_mapped(self, rank: int) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """The driver's calls are about our device."""
+        import torch
+
+        with torch.cuda.device(self.device):
+            driver().enter(self.device.index)
+            yield
+
+    # --- puts -------------------------------------------------------------------------------------------------
+
+    def source(self, tensor: Any) -> _Source:
+        import torch
+
+        if not isinstance(tensor, torch.Tensor) or tensor.device != self.device or tensor.layout is not torch.strided:
+            what = f"a tensor on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise errors.bad_argument("put", "tensor", what, f"a dense tensor on {self.device}, as the window's own")
+        if tensor.dtype not in torch_dtypes():
+            raise errors.bad_argument("put", "tensor", f"a tensor of {tensor.dtype}", "of a dtype of numbers")
+        return _Source(tensor)
+
+    def put(self, source: _Source, rank: int, offset: int, seconds: float) -> int:
+        """In the order of the current stream."""
+        import torch
+
+        if status := self._host.write(rank, 0, 0, 0):
+            return status
+        stream = torch.cuda.current_stream(self.device)
+        size = source.dtype.itemsize
+        with self._using():
+            if source.count:
+                target = self._addresses[rank] + offset * size
+                driver().copy(target, source.tensor.data_ptr(), source.count * size, stream.cuda_stream)
+            ended = self._puts.setdefault(stream.cuda_stream, torch.cuda.Event())
+            ended.record(stream)
+        return 0
+
+    def tensor_of(self, rank: int, keeps: Any) -> torch.Tensor:
+        """A tensor over a rank's memory, with its shape and dtype."""
+        import torch
+
+        card = self.cards[rank]
+        dtype = DType(card["dtype"])
+        raw = Raw(self._addresses[rank], max(card["count"] * dtype.itemsize, 1), (self, keeps))
+        strides = torch._prims_common.make_contiguous_strides_for(card["shape"])
+        whole = torch.empty(0, dtype=getattr(torch, dtype.label), device=self.device)
+        return whole.set_(storage_over(raw, self.device.index), 0, tuple(card["shape"]), strides)
+
+    # --- signals ----------------------------------------------------------------------------------------------
+
+    def signal(self, rank: int, seconds: float) -> int:
+        """In the order of the current stream, and after all signals to that rank before."""
+        import torch
+
+        if status := self._host.write(rank, 0, 0, 0):
+            return status
+        stream = torch.cuda.current_stream(self.device)
+        self._sent[rank] += 1
+        with self._using():
+            before, sent = self._signalled.get(rank, (stream, None))
+            if before != stream:  # counts must not go back
+                stream.wait_event(sent)
+            address = self._word_addresses[rank] + WORD * self.group.rank
+            driver().write(stream.cuda_stream, address, self._sent[rank] & 0xFFFFFFFF)
+            event = torch.cuda.Event()
+            event.record(stream)
+        self._signalled[rank] = (stream, event)
+        return 0
+
+    def wait_signal(self, what: str, rank: int, async_op: bool, seconds: float) -> DeviceWork | None:
+        """The current stream waits; with ``async_op`` one of our own does, and the work's ``wait()`` joins it."""
+        import torch
+
+        stream = self._side(rank) if async_op else torch.cuda.current_stream(self.device)
+        self._awaited[rank] += 1
+        address, count = self._word_addresses[self.group.rank] + WORD * rank, self._awaited[rank] & 0xFFFFFFFF
+        with self._using():
+            driver().wait(stream.cuda_stream, address, count)
+            passed = torch.cuda.Event()
+            passed.record(stream)
+
+        def release(_: list[int]) -> None:
+            rescue = torch.cuda.Stream(self.device)
+            driver().enter(self.device.index)
+            driver().write(rescue.cuda_stream, address, count)
+            rescue.synchronize()
+
+        def missing() -> list[int]:
+            return [] if passed.query() else [rank]
+
+        self._gpu.trouble.watch.add(Outstanding(what, missing, release, time.monotonic(), seconds))
+        if not async_op:
+            return None
+        work = DeviceWork(self._gpu, what, [], self)
+        self._gpu.trouble.works.add(work)
+        work.queued(passed, stream)
+        return work
+
+    def _side(self, rank: int) -> Any:
+        import torch
+
+        if rank not in self._sides:
+            self._sides[rank] = torch.cuda.Stream(self.device)
+        return self._sides[rank]
+
+    def explain(self, what: str, status: int, peer: int, seconds: float) -> errors.SymcommError:
+        return explain_peer(self.group, what, status, peer, seconds)

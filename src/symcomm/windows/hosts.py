@@ -1,0 +1,200 @@
+"""Windows into CPU tensors of ranks on several hosts.
+
+Ranks of one host write to each other's memory as in memory.py. To another host a put travels over the control channel,
+in frames that the channel's thread at the target copies into place: the target's program takes no part. A signal
+follows the puts on the same connection, so it arrives after them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.group.buffers import Buffer
+from symcomm.group.failure import Status
+from symcomm.group.segments import Shortcut
+from symcomm.windows.memory import HostMemory, no_shortcut
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+__all__ = ["HostsMemory"]
+
+KIND = "window"  # of our messages
+FRAME = 1 << 20  # bytes of a put that travel at once
+BACKLOG = 4 << 20  # bytes that may wait for a slow connection before a put waits with the rest
+SLICE = 0.05  # seconds between looks at who is gone
+
+
+class Arrivals:
+    """What came for one window of this rank; the control channel's thread writes it, with ``news`` held."""
+
+    def __init__(self, address: int, nbytes: int, news: threading.Condition):
+        self._address = address
+        self._nbytes = nbytes
+        self._news = news
+        self.messages: Counter[int] = Counter()  # frames of puts, and signals, by sender
+        self.signals: Counter[int] = Counter()  # not taken yet, by sender
+
+    def note(self, rank: int, header: dict[str, Any], payload: bytes | bytearray) -> None:
+        with self._news:
+            self.messages[rank] += 1
+            if "start" in header:
+                start = header["start"]
+                if not 0 <= start <= self._nbytes - len(payload):  # the sender has checked that
+                    raise errors.InternalError(f"a put of rank {rank} reaches beyond the window. Please report it.")
+                native.poke(self._address + start, bytes(payload))
+            else:
+                self.signals[rank] += 1
+            self._news.notify_all()
+
+
+class Inbox:
+    """The windows of a group that messages may be for. Those that are gone get none."""
+
+    def __init__(self) -> None:
+        self._open: weakref.WeakValueDictionary[int, Arrivals] = weakref.WeakValueDictionary()
+
+    def open(self, number: int, arrivals: Arrivals) -> None:
+        self._open[number] = arrivals
+
+    def __call__(self, rank: int, header: dict[str, Any], payload: bytes | bytearray) -> None:
+        arrivals = self._open.get(header["window"])
+        if arrivals is not None:
+            arrivals.note(rank, header, payload)
+
+
+_inboxes: weakref.WeakKeyDictionary[Any, Inbox] = weakref.WeakKeyDictionary()
+
+
+def _inbox_of(group: Any) -> Inbox:
+    if group not in _inboxes:
+        _inboxes[group] = Inbox()
+        group.on_control(KIND, _inboxes[group])
+    return _inboxes[group]
+
+
+class HostsMemory(HostMemory):
+    """One window's memory on all ranks of a HostsGroup."""
+
+    def __init__(self, group: Any, tensor: torch.Tensor, number: int):
+        super().__init__(group, tensor)
+        self._number = number
+        self._sent: Counter[int] = Counter()  # messages, by target
+        self._arrivals = Arrivals(tensor.data_ptr(), tensor.numel() * tensor.element_size(), group.news)
+        _inbox_of(group).open(number, self._arrivals)  # before anybody can know of it
+
+    def _local_group(self) -> Any:
+        return self.group.local
+
+    def connect(self, cards: Sequence[dict[str, Any]]) -> None:
+        self.cards = cards
+        self._segment.connect([cards[r] for r in self.group.layout.here])
+
+    def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
+        return no_shortcut, no_shortcut, no_shortcut  # where a rank is has to be looked at first
+
+    def is_mapped(self, rank: int) -> bool:
+        return self.group.layout.host_of[rank] == self.group.layout.host
+
+    def _here(self, rank: int) -> int:
+        """The number of a rank of this host in this host's group."""
+        return self.group.layout.local_of[rank]
+
+    def _address_of(self, rank: int) -> int:
+        return self._segment.address_of(self._here(rank))
+
+    # --- puts -------------------------------------------------------------------------------------------------
+
+    def put(self, source: Buffer, rank: int, offset: int, seconds: float) -> int:
+        start = offset * source.dtype.itemsize
+        if self.is_mapped(rank):
+            return self._segment.write(self._here(rank), start, source.address, source.nbytes)
+        deadline = time.monotonic() + seconds
+        for done in range(0, source.nbytes, FRAME):
+            status = self._await_room(rank, deadline)
+            if status:
+                return status
+            piece = native.peek(source.address + done, min(FRAME, source.nbytes - done))
+            if status := self._tell(rank, {"start": start + done}, piece):
+                return status
+        return Status.OK
+
+    def _tell(self, rank: int, header: dict[str, Any], piece: bytes = b"") -> int:
+        self._sent[rank] += 1
+        told = self.group.tell(rank, {"kind": KIND, "window": self._number, **header}, piece)
+        return Status.OK if told else Status.DEAD
+
+    def _await_room(self, rank: int, deadline: float) -> int:
+        """Until the connection has taken most of what it was given."""
+        while self.group.backlog(rank) > BACKLOG:
+            if status := self._stopped(rank):
+                return status
+            if time.monotonic() >= deadline:
+                return Status.TIMEOUT
+            time.sleep(0.001)
+        return self._stopped(rank)
+
+    def _stopped(self, rank: int) -> int:
+        """Why there is nothing to hope for from ``rank``, or OK."""
+        if self.group.trouble.verdict is not None:
+            return Status.ABORTED
+        return Status.DEAD if self.group.is_gone(rank) else Status.OK
+
+    def close(self) -> None:
+        """Tell everybody how much was sent, and wait until all of it is here."""
+        sent = [self._sent[r] for r in range(self.group.size)]
+        told = [json.loads(item) for item in self.group.all_gather_object(json.dumps(sent).encode())]
+        seconds = self.group.timeout
+        deadline = time.monotonic() + seconds
+        for rank, counts in enumerate(told):
+            with self.group.news:
+                while self._arrivals.messages[rank] < counts[self.group.rank]:
+                    status = self._stopped(rank) or (Status.TIMEOUT if time.monotonic() >= deadline else 0)
+                    if status:
+                        raise self.explain("tensor_deregister", status, rank, seconds)
+                    self.group.news.wait(SLICE)
+
+    # --- signals ----------------------------------------------------------------------------------------------
+
+    def signal(self, rank: int, seconds: float) -> int:
+        if self.is_mapped(rank):
+            return self._segment.signal(self._here(rank))
+        if status := self._stopped(rank):
+            return status
+        return self._tell(rank, {})
+
+    def take(self, peer: int, timeout_ns: int) -> int:
+        if self.is_mapped(peer):
+            return self._segment.wait_signal(self._here(peer), timeout_ns)
+        deadline = time.monotonic() + timeout_ns / 1e9
+        with self.group.news:
+            while not self._arrivals.signals[peer]:
+                if status := self._stopped(peer):
+                    return status
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return Status.TIMEOUT
+                self.group.news.wait(min(left, SLICE))
+            self._arrivals.signals[peer] -= 1
+            return Status.OK
+
+    def explain(self, what: str, status: int, peer: int, seconds: float) -> errors.SymcommError:
+        """A rank that is gone ends the group, as with every call across hosts; a deadline does not."""
+        text, pid = f"{what} on group {self.group.name!r}", self.group.cards[peer]["pid"]
+        if status == Status.TIMEOUT:
+            fix = f"Rank {peer} (pid {pid}) lives; look at what it does, or give a longer timeout."
+            return errors.deadline(text, seconds, missing=[peer], fix=fix)
+        if status in (Status.DEAD, Status.LEFT):
+            self.group.trouble.gone([peer])
+        else:
+            self.group.trouble.await_news()
+        return self.group.fail(text, 0.0)

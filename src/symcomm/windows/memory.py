@@ -1,0 +1,130 @@
+"""Windows into CPU tensors of ranks that share a host: a put is one copy into the peer's memory and nothing more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from symcomm import errors
+from symcomm.group.buffers import Buffer, read_buffer, torch_dtypes
+from symcomm.group.failure import explain_peer
+from symcomm.group.segments import Segment, Shortcut, owner_of
+from symcomm.memory.arena import bytes_type
+from symcomm.symm_mem.allocate import storage_over
+from symcomm.symm_mem.symmetrize import symmetrize
+from symcomm.types import DType
+from symcomm.windows.works import SignalWork
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["HostMemory", "no_shortcut"]
+
+
+def no_shortcut(*_: Any) -> int | None:
+    """Arguments always need a look."""
+    return None
+
+
+def _place(group: Any, tensor: torch.Tensor) -> None:
+    """Move a tensor's storage into this rank's symmetric memory, unless it lies there."""
+    address = tensor.untyped_storage().data_ptr()
+    owner = owner_of(group, address) if address else None
+    if owner is not None and owner != group.rank:
+        fix = "register a tensor of this rank's own"
+        raise errors.bad_argument("tensor_register", "tensor", f"memory of rank {owner}", "this rank's own", fix)
+    if owner is None:
+        symmetrize(tensor, grads=False)
+        address = tensor.untyped_storage().data_ptr()
+        if address and owner_of(group, address) != group.rank:
+            fix = "register it in the thread that made the group"
+            raise errors.bad_argument("tensor_register", "tensor", "memory of another rank", "this rank's own", fix)
+
+
+class HostMemory:
+    """One window's memory on all ranks of a ProcessGroup."""
+
+    def __init__(self, group: Any, tensor: torch.Tensor):
+        self.group = group
+        local = self._local_group()
+        _place(local, tensor)
+        self._segment = Segment(local, tensor.data_ptr(), tensor.numel(), torch_dtypes()[tensor.dtype])
+        self.words = self._segment.words
+        self._last: dict[int, SignalWork] = {}  # by rank: the last asynchronous wait for its signals
+        self.card = {"device": "cpu", "shape": list(tensor.shape), **self._segment.card}
+        self.cards: Sequence[dict[str, Any]] = []
+
+    def _local_group(self) -> Any:
+        """The ProcessGroup of this host."""
+        return self.group
+
+    def connect(self, cards: Sequence[dict[str, Any]]) -> None:
+        self.cards = cards
+        self._segment.connect(cards)
+
+    def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
+        """put, signal and wait_signal for arguments that need no look; the last one until a wait is asynchronous."""
+        return self._segment.shortcuts()
+
+    def check_usable(self, call: str) -> None:
+        self.group.check_usable()
+
+    def close(self) -> None:
+        """Once everybody is here, all puts have ended."""
+        self.group.barrier()
+
+    def is_mapped(self, rank: int) -> bool:
+        return True
+
+    # --- puts -------------------------------------------------------------------------------------------------
+
+    def source(self, tensor: Any) -> Buffer:
+        return read_buffer("put", "tensor", tensor)
+
+    def put(self, source: Buffer, rank: int, offset: int, seconds: float) -> int:
+        """Arguments are fine."""
+        return self._segment.write(rank, offset * source.dtype.itemsize, source.address, source.nbytes)
+
+    def tensor_of(self, rank: int, keeps: Any) -> torch.Tensor:
+        """A tensor over a rank's memory, with its shape and dtype; it holds ``keeps``."""
+        import torch
+
+        card = self.cards[rank]
+        dtype = DType(card["dtype"])
+        part: Any = bytes_type(max(card["count"] * dtype.itemsize, 1)).from_address(self._address_of(rank))
+        part.keeps = (self._segment, keeps)
+        strides = torch._prims_common.make_contiguous_strides_for(card["shape"])
+        whole = torch.empty(0, dtype=getattr(torch, dtype.label), device="cpu")
+        return whole.set_(storage_over(part), 0, tuple(card["shape"]), strides)
+
+    def _address_of(self, rank: int) -> int:
+        return self._segment.address_of(rank)
+
+    # --- signals ----------------------------------------------------------------------------------------------
+
+    def signal(self, rank: int, seconds: float) -> int:
+        return self._segment.signal(rank)
+
+    def wait_signal(self, what: str, rank: int, async_op: bool, seconds: float) -> SignalWork | None:
+        """The work of an asynchronous wait. Waits for the same rank end in order."""
+        before = self._last.get(rank)
+        if before is not None and before.is_completed():
+            del self._last[rank]
+            before = None
+        if before is None and not async_op:
+            status = self.take(rank, math.ceil(seconds * 1e9))
+            if status:
+                raise self.explain(what, status, rank, seconds)
+            return None
+        work = self._last[rank] = SignalWork(self, what, rank, seconds, before)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def take(self, peer: int, timeout_ns: int) -> int:
+        return self._segment.wait_signal(peer, timeout_ns)
+
+    def explain(self, what: str, status: int, peer: int, seconds: float) -> errors.SymcommError:
+        return explain_peer(self.group, what, status, peer, seconds)

@@ -1,0 +1,45 @@
+"""Ranks for tests of windows: threads, processes, or pretended hosts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+
+import torch
+
+import symcomm
+from tests.ranks import run_ranks
+
+__all__ = ["START", "join", "sync", "spawn"]
+
+START = "forkserver"  # loads torch once, not in every rank
+multiprocessing.get_context(START).set_forkserver_preload(["torch.distributed", "symcomm.windows.hosts", "pytest"])
+
+
+def spawn(fn, world: int, place="threads", *args):
+    if place == "processes":
+        with tempfile.TemporaryDirectory() as folder:
+            return run_ranks(_rank_main, world, f"{folder}/store", fn, args, start=START)
+    hosts = list(place) if isinstance(place, tuple) else None
+    return symcomm.spawn(fn, world, args, mode="threads", hosts=hosts, timeout=20, deadline=60)
+
+
+def join(rank: int, world: int, path: str) -> symcomm.ProcessGroup:
+    return symcomm.init(store=symcomm.FileStore(path, world), rank=rank, world_size=world, timeout=20)
+
+
+def _rank_main(rank, world, path, fn, args):
+    torch.set_num_threads(1)
+    group = join(rank, world, path)
+    try:
+        return fn(group, *args)
+    finally:
+        group.destroy()
+
+
+def sync(window, group) -> None:
+    """Everybody has got here: by signals alone."""
+    for rank in range(group.size):
+        window.signal(rank)
+    for rank in range(group.size):
+        window.wait_signal(rank)
