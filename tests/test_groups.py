@@ -309,3 +309,33 @@ def count_while_waiting(group):
 def test_other_threads_run_while_a_call_waits():
     for name, counted in symcomm.spawn(count_while_waiting, 2, mode="processes", deadline=60)[0]:
         assert counted > 10, name
+
+
+def left_while_a_thread_waits(group) -> list[str]:
+    """What a thread is told that waits for rank 1, which never comes; then both leave the group."""
+    told: list[str] = []
+    for _ in range(20):
+        part = group.new_group([0, 1])
+        thread = threading.Thread(target=lambda part=part: told.append(outcome_of(part)))
+        if group.rank == 0:
+            thread.start()
+            time.sleep(0.002)
+        group.barrier()
+        part.destroy()
+        if group.rank == 0:
+            thread.join(10)
+    return told
+
+
+def outcome_of(group) -> str:
+    try:
+        group.all_reduce(torch.ones(1))
+    except errors.SymcommError as error:
+        return type(error).__name__
+    return "done"
+
+
+def test_a_call_never_succeeds_because_everybody_leaves():
+    """The last to leave gives the group's memory back; a thread that is still in a call must be out of it by then."""
+    told, nothing = symcomm.spawn(left_while_a_thread_waits, 2, deadline=50)
+    assert len(told) == 20 and set(told) <= {"GroupUnusableError", "RankFailedError"} and nothing == []

@@ -43,6 +43,7 @@ _PUBLIC = {
     "symcomm.ddp.module": ("DistributedDataParallel",),
     "symcomm.types": ("DType", "ReduceOp", "make_premul_sum"),
     "symcomm.group.process_group": ("ProcessGroup",),
+    "symcomm.group.reconfigure": ("ReconfigurableGroup",),
     "symcomm.group.call_hooks": ("HookOpName", "PostHookArgs", "PreHookArgs"),
     "symcomm.group.hook_classes": ("HealthCheckHook", "NanCheckHook"),
     "symcomm.observe.flight_hook": ("FlightRecorderHook",),

@@ -241,3 +241,9 @@ int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b,
     pthread_mutex_unlock(&g->lock);
     return status ? status | seq << 8 : 0;
 }
+
+void exec_settle(struct group *g) {
+    if (atomic_load_explicit(&g->holder, memory_order_relaxed) == &this_thread) return;
+    symcomm_lock(&g->lock);
+    pthread_mutex_unlock(&g->lock);
+}

@@ -236,6 +236,7 @@ static PyObject *group_leave(PyObject *self, PyObject *arg) {
     Py_BEGIN_ALLOW_THREADS;
     async_stop(g);
     mail_close(g);
+    exec_settle(g); /* a thread that still is in an operation must not find memory that is used for something else */
     Py_END_ALLOW_THREADS;
     for (int r = 0; r < g->world && !g->left; r++) atomic_store(&g->control[r]->departed[g->rank], 1);
     g->left = true;

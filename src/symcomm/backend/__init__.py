@@ -7,6 +7,7 @@ group.py     TorchGroup: torch's ProcessGroup on ours
 inner.py     the Backend that torch's C++ finds inside a TorchGroup (torch 2.15)
 versions.py  what differs between versions of torch
 life.py      the rest of TorchGroup: its end, groups made from it, what torch asks about it
+reconfigure.py members that come and go
 engines.py   tensors on other devices, for maps such as "cpu:symcomm,cuda:nccl"
 arguments.py what torch passes -> what ours takes
 checks.py    wrong arguments, in the words that scripts look for

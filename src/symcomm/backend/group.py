@@ -26,6 +26,7 @@ from symcomm.backend.hooked import TORCH_CALLS, attach_own_health_checks
 from symcomm.backend.life import Life
 from symcomm.backend.newer import Newer
 from symcomm.backend.profile import Span, describe, is_profiling
+from symcomm.backend.reconfigure import Reconfigures
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, late, op_type_of
 from symcomm.group import hooks
@@ -71,7 +72,7 @@ def _meet(store: Any, rank: int, size: int, timeout: timedelta, name: str, membe
     return handshake(store, place_in_store(members), rank, size, timeout.total_seconds(), build, "init_process_group")
 
 
-class TorchGroup(Life, Newer, dist.ProcessGroup):
+class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     """What ``init_process_group("symcomm")`` and ``new_group()`` give."""
 
     is_symcomm = True

@@ -54,6 +54,8 @@ class Life:
     _used_for_symmetric_memory: bool
     _set_plain: Callable[[], None]
     _is_default: bool
+    _members: Any
+    _end_membership: Callable[[], None]
 
     # --- life -------------------------------------------------------------------------------------------------
 
@@ -72,6 +74,7 @@ class Life:
             else:
                 _previous.append(self.core.departures())
         self.core.destroy()
+        self._end_membership()
         self._engines.shutdown()
         self._store = None
         if self._is_default:
@@ -81,6 +84,7 @@ class Life:
         """Whether the ranks' store ends when rank 0 has destroyed this group."""
         return (
             self._is_default
+            and self._members is None  # those that come and go meet elsewhere
             and self.core.is_usable
             and isinstance(root_of(self._store), dist.TCPStore)
             and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -22,11 +22,13 @@ def create(options: Any, backend_options: Any = None) -> Any:
     from symcomm.backend import inductor, versions
     from symcomm.backend.functional import install
     from symcomm.backend.group import TorchGroup
+    from symcomm.backend.reconfigure import EmptyCore, wants_reconfigure
 
     versions.warn_if_untested()
     install()
     inductor.when_loaded()
     members = list(options.global_ranks_in_group) or None  # torch names none for the default group
+    empty: Any = EmptyCore(options) if wants_reconfigure(options, backend_options) else None
     group = TorchGroup(
         options.store,
         options.group_rank,
@@ -35,9 +37,10 @@ def create(options: Any, backend_options: Any = None) -> Any:
         str(options.group_id),
         members,
         backend_options,
+        empty,
         label="" if members else "world",
     )
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+    if empty is None and dist.get_debug_level() == dist.DebugLevel.DETAIL:
         group.be_careful()
     return group
 

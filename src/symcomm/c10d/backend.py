@@ -14,7 +14,7 @@ import torch._C._distributed_c10d as torch_c10d
 from symcomm import errors
 from symcomm.backend.group import TorchGroup
 from symcomm.c10d.enums import ErrorType
-from symcomm.c10d.options import DEFAULT_TIMEOUT, Option, Options, ranks, text, timeout_of
+from symcomm.c10d.options import DEFAULT_TIMEOUT, Option, Options, flag, ranks, text, timeout_of
 
 __all__ = ["Backend", "BackendOptions"]
 
@@ -27,6 +27,7 @@ class BackendOptions(Options):
     _timeout = Option(DEFAULT_TIMEOUT, timeout_of)
     group_name = Option("", text)
     global_ranks_in_group = Option([], ranks)
+    enable_reconfigure = Option(False, flag)
 
     def __init__(self, backend: str, timeout: timedelta = DEFAULT_TIMEOUT):
         super().__init__()

@@ -29,6 +29,7 @@ __all__ = [
     "GatherOptions",
     "Options",
     "PutOptions",
+    "ReconfigureOptions",
     "ReduceOptions",
     "ReduceScatterOptions",
     "ScatterOptions",
@@ -63,7 +64,7 @@ class Option:
         if instance is None:
             return self
         value = instance._values.get(self._name, self._default)
-        return type(value)(value) if isinstance(value, (list, dict)) else value  # who changes a copy changes no default
+        return value.copy() if isinstance(value, (list, set, dict)) else value  # who changes a copy changes no default
 
     def __set__(self, instance: Any, value: Any) -> None:
         instance._values[self._name] = self._convert(f"{type(instance).__name__}.{self._name}", value)
@@ -159,6 +160,18 @@ def hints(name: str, value: Any) -> dict[str, str]:
     return {text(name, key): text(name, item) for key, item in value.items()}
 
 
+def _handles(name: str, value: Any) -> Any:
+    """A list gives ranks by position, a set lets the backend choose them."""
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise wrong_type(name, "value", value, "a list or a set of str")
+    checked = [text(name, item) for item in value]
+    return set(checked) if isinstance(value, (set, frozenset)) else checked
+
+
+def _timeout_or_none(name: str, value: Any) -> timedelta | None:
+    return None if value is None else timeout_of(name, value)
+
+
 def _redop(name: str, value: Any) -> ReduceOp:
     if not isinstance(value, (ReduceOp, torch_c10d.ReduceOp)):
         raise wrong_type(name, "value", value, "a ReduceOp")
@@ -235,6 +248,16 @@ class BarrierOptions(_CallOptions):
     __slots__ = ()
     device_ids = Option([], ranks)
     device = Option(None, _device)
+
+
+class ReconfigureOptions(Options):
+    """Who forms a group from now on; see docs/reconfigure.md."""
+
+    __slots__ = ()
+    uuid = Option(0, integer)
+    handles = Option(set(), _handles)
+    timeout = Option(None, _timeout_or_none)
+    hints = Option({}, hints)
 
 
 class PutOptions(Options):

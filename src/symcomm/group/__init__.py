@@ -11,6 +11,7 @@ work.py           operations that run while the caller goes on
 together.py       whether such an operation may run in its caller's thread
 shrink.py         how survivors agree on who goes on
 grow.py           how newcomers come in
+reconfigure.py    ReconfigurableGroup: members named anew each time; handles.py has their names
 registry.py       groups by name
 hooks.py          what observers may want to know
 failure.py        what went wrong, in words

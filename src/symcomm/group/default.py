@@ -35,15 +35,29 @@ def init(
     timeout: Timeout = None,
     name: str = "world",
     engine: str | None = None,
-) -> ProcessGroup:
+    enable_reconfigure: bool = False,
+) -> Any:
     """Join the other ranks and make the default group.
 
     Under ``symcomm run``, torchrun, mpirun or srun it takes no arguments. ``store`` (with rank and world_size) replaces
     the meeting place that ``init_method`` names. ``engine`` ("gloo", "mpi", "nccl") carries data where ranks are on
     several hosts; without it, or SYMCOMM_ENGINE, one that all of them have is chosen.
+
+    With ``enable_reconfigure`` nobody is waited for: the group is a ReconfigurableGroup, and has no members until its
+    first ``reconfigure``.
     """
     if _current() is not None:
         raise errors.GroupUnusableError("init: the default group exists already; call symcomm.destroy() first.")
+    if enable_reconfigure:
+        if store is not None or rank >= 0 or world_size >= 0:
+            raise errors.CallerError(
+                "init: enable_reconfigure goes without store, rank and world_size; reconfigure() names the members."
+            )
+        from symcomm.group.reconfigure import ReconfigurableGroup
+
+        empty: Any = ReconfigurableGroup(name, timeout, engine)
+        set_default(empty)
+        return empty
     seconds = DEFAULT_TIMEOUT if timeout is None else to_ns("init", timeout) / 1e9
     if store is None and is_newcomer():
         raise errors.RendezvousError(

@@ -125,14 +125,33 @@ class Round:
         self._store.set(keys[self.index], b"." + item)
         for _ in _looks(self._end - time.monotonic()):
             if self._store.check(keys):
-                return [value[1:] for value in self._store.multi_get(keys)]
-            why = bytes(self._store.get("verdict")).decode() if self._store.check(["verdict"]) else self._trouble()
-            if why:
-                raise errors.RankFailedError(why)
-        late = [i for i, key in enumerate(keys) if not self._store.check([key])]
-        raise errors.RankFailedError(
-            f"{words_for_ranks(late)} of the new ranks did not come within {words_for_seconds(self.seconds)}"
+                break
+            self.check()
+        else:
+            if missing := [i for i, key in enumerate(keys) if not self._store.check([key])]:
+                raise self.late(missing)
+        return [value[1:] for value in self._store.multi_get(keys)]
+
+    def __call__(self, item: bytes) -> list[bytes]:
+        return self.exchange(item)
+
+    def check(self) -> None:
+        """Raise if the round cannot succeed any more."""
+        why = bytes(self._store.get("verdict")).decode() if self._store.check(["verdict"]) else self._trouble()
+        if why and why != GO:  # what was missing has come meanwhile
+            raise self.to_error(why)
+
+    def late(self, missing: Sequence[int]) -> errors.SymcommError:
+        return errors.RankFailedError(
+            f"{words_for_ranks(missing)} of the new ranks did not come within {words_for_seconds(self.seconds)}"
         )
+
+    def to_error(self, verdict: str) -> errors.SymcommError:
+        return errors.RankFailedError(verdict)
+
+    def to_verdict(self, error: BaseException) -> str:
+        """What the others are told of it; the opposite of to_error()."""
+        return str(error)
 
     def left(self) -> float:
         return max(0.001, self._end - time.monotonic())
@@ -148,9 +167,9 @@ class Round:
             built = make(self)
             self.exchange(b"built")
         except (errors.SymcommError, OSError) as error:
-            self.why = str(error)
+            self.why = self.to_verdict(error)
         except BaseException:
-            self.decide(f"number {self.index} was interrupted")
+            self.decide(self.to_verdict(errors.RankFailedError(f"number {self.index} was interrupted", [self.index])))
             raise
         self.why = self.decide(self.why)
         if self.why == GO:
@@ -323,7 +342,7 @@ def _make(round_: Round, plan: dict[str, Any]) -> ProcessGroup:
 
     # the short deadline while it is built; its own after that
     group = make_group(
-        round_.index, round_.size, round_.exchange, plan["name"], round_.left(), Limits(**plan["limits"]),
+        round_.index, round_.size, round_, plan["name"], round_.left(), Limits(**plan["limits"]),
         plan["global_ranks"],
     )  # fmt: skip
     group.set_timeout(plan["timeout"])

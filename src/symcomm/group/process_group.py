@@ -337,6 +337,9 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
             if self.lease is not None and self.lease.serves_others:
                 self.await_departures()
         self._leave()
+        self._let_go_of_store()
+
+    def _let_go_of_store(self) -> None:
         if self.lease is not None:
             self.lease.release()
         self.store = self.lease = None
@@ -354,6 +357,13 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
     def _seen_leaving(self) -> set[int]:
         """The ranks of which this one learns that they left."""
         return set(range(self.size)) - {self.rank}
+
+    def leave(self, why: str) -> None:
+        """Leave the group at once; ``why`` is what operations that are pending, or come later, are told."""
+        if self._failure is None:
+            self._failure = errors.GroupUnusableError(f"group {self.name!r} {why}.")
+        self._leave()
+        self._let_go_of_store()
 
     def _leave(self) -> None:
         """Leave at once: what is pending here fails."""

@@ -18,9 +18,9 @@ __all__ = ["add", "find", "names", "of_rank"]
 _groups: weakref.WeakValueDictionary[tuple[bytes, str], ProcessGroup] = weakref.WeakValueDictionary()
 
 
-def add(group: ProcessGroup) -> None:
-    """A later group of the same name takes the name over."""
-    _groups[group._arena.nonce, group.name] = group
+def add(group: ProcessGroup, name: str = "") -> None:
+    """A later group of the same name takes the name over. ``name``: another one that it is known by as well."""
+    _groups[group._arena.nonce, name or group.name] = group
 
 
 def find(name: str) -> ProcessGroup | None:

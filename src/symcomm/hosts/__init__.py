@@ -12,7 +12,6 @@ engine.py       what carries bytes between hosts, and the choice of one; torch_e
 office.py       small messages between ranks, and who of them is gone
 trouble.py      what went wrong, in words, the same on every rank
 shrink.py       how ranks on several hosts agree without a store: survivors, members of a new group
-address.py      where other hosts reach this one
 
 A HostsGroup is a ProcessGroup on each host, an engine between them, and an office at every rank.
 """

@@ -50,11 +50,13 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """What an engine is told when it is made. ``address``: where other hosts reach this rank."""
+    """What an engine is told when it is made. ``address``: where other hosts reach this rank. ``check``: raises once
+    somebody cannot come any more."""
 
     rank: int
     size: int
     address: str
+    check: Callable[[], None] | None = None
 
 
 class Expected:

@@ -23,7 +23,6 @@ from symcomm.group.making import make_group
 from symcomm.group.messages import MessageWork
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
-from symcomm.hosts.address import LOOPBACK, own_address
 from symcomm.hosts.calls import HostsCalls
 from symcomm.hosts.engine import Engine, Place, Transfer, available_engines, engine_class, wanted_engine
 from symcomm.hosts.layout import Layout
@@ -37,7 +36,8 @@ from symcomm.hosts.shrink import Ballot
 from symcomm.hosts.trouble import Stopped, Trouble
 from symcomm.hosts.work import HostsWork, Runner
 from symcomm.memory.arena import Arena, current_arena
-from symcomm.memory.share import Exchange
+from symcomm.memory.share import Exchange, Patience
+from symcomm.store.address import LOOPBACK, own_address
 
 __all__ = ["HostsGroup"]
 
@@ -205,33 +205,28 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
 
     def _make_local(self, exchange: Exchange) -> ProcessGroup:
         """This host's own group. Hosts may need more or fewer rounds of the exchange; all take part in as many."""
-        rounds = 0
-
-        def exchange_here(item: bytes) -> list[bytes]:
-            nonlocal rounds
-            rounds += 1
-            everyone = exchange(item)
-            return [everyone[r] for r in self.layout.here]
-
         here = self.layout.here
+        exchange_here = _Part(exchange, here)
         local = _HostGroup(
             self.layout.local, len(here), exchange_here, f"{self.name}@{self.layout.host}", self.timeout, self._limits,
             [self.global_ranks[r] for r in here],
         )  # fmt: skip
-        while rounds < LOCAL_ROUNDS:
+        while exchange_here.rounds < LOCAL_ROUNDS:
             exchange_here(b"")
         self._handle, self._peers = local._handle, local._peers
         return local
 
     def _make_engine(self, exchange: Exchange) -> None:
         self.engine_name = _agree_on_engine(self.cards)
-        place = Place(self.rank, self.size, self._offices[self.rank].address)
+        check = getattr(exchange, "check", None)
+        place = Place(self.rank, self.size, self._offices[self.rank].address, check)
         self.engine = engine_class(self.engine_name)(place)
         self.layout.most_with_arrivals = self.engine.most_with_arrivals
         cards = [json.loads(item) for item in exchange(json.dumps(self.engine.card).encode())]
         try:
             self.engine.connect(cards, self.timeout)
         except RuntimeError as error:  # torch's
+            Patience(self.timeout, check).await_reason()
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise errors.RankFailedError(
                 f"group {self.name!r}: {self.engine_name} could not connect rank {self.rank} to the others ({why}); "
@@ -505,6 +500,20 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
     def _seen_leaving(self) -> set[int]:
         counterparts = {r for host in self.layout.others for r in self.layout.counterparts(host)}
         return (counterparts | set(self.layout.here)) - {self.rank}
+
+
+class _Part:
+    """An exchange of all ranks, as some of them see it."""
+
+    def __init__(self, exchange: Exchange, ranks: Sequence[int]):
+        self._exchange, self._ranks = exchange, ranks
+        self.check = getattr(exchange, "check", None)
+        self.rounds = 0
+
+    def __call__(self, item: bytes) -> list[bytes]:
+        self.rounds += 1
+        everyone = self._exchange(item)
+        return [everyone[r] for r in self._ranks]
 
 
 def _lines_of(group: HostsGroup) -> Lines:

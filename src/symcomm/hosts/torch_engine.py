@@ -20,8 +20,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from symcomm import errors
 from symcomm.hosts.engine import Engine, Expected, Move, Place, Transfer
 from symcomm.hosts.layout import FEW_OF_A_HOST
+from symcomm.memory.share import Patience
 from symcomm.store import TCPStore
 
 __all__ = ["GlooEngine", "NcclEngine"]
@@ -83,13 +85,15 @@ class _TorchEngine(Engine):
 
     def connect(self, cards: Sequence[dict[str, Any]], timeout: float) -> None:
         first, limit = cards[0], timedelta(seconds=timeout)
-        store = self._served or TCPStore(first["address"], first["port"], timeout=limit, token=first["token"])
+        store = self._served or TCPStore(
+            first["address"], first["port"], timeout=limit, token=first["token"], patient=False
+        )
         store.set_timeout(limit)
         self._store = _dressed(store)
-        self._group = self._make_group()
+        self._group = self._make_group(timeout)
         _connected.add(self)
 
-    def _make_group(self) -> Any:
+    def _make_group(self, timeout: float) -> Any:
         raise AssertionError("made by the engines below")
 
     def start(
@@ -183,14 +187,30 @@ class GlooEngine(_TorchEngine):
 
         return "" if dist.is_available() and dist.is_gloo_available() else "this build of torch has no Gloo"
 
-    def _make_group(self) -> Any:
+    def _make_group(self, timeout: float) -> Any:
+        """In a thread, which is left behind where a peer dies meanwhile: Gloo would wait for that peer for ever."""
         from torch._C._distributed_c10d import ProcessGroupGloo
 
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         options._timeout = NEVER
         options._devices = [gloo.create_device(hostname=self.place.address)]
-        return gloo(self._store, self.place.rank, self.place.size, options)
+        made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def make() -> None:
+            try:
+                made.put(gloo(self._store, self.place.rank, self.place.size, options))
+            except Exception as error:
+                made.put(error)
+
+        threading.Thread(target=make, name="symcomm-connect", daemon=True).start()
+        try:
+            found = Patience(timeout, self.place.check).get(made)
+        except queue.Empty:
+            raise errors.deadline(f"connecting rank {self.place.rank} by Gloo", timeout) from None
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def expect(self, moves: Sequence[Move]) -> Expected:
         expected = Expected(moves)
@@ -228,7 +248,7 @@ class NcclEngine(_TorchEngine):
             return "this build of torch has no NCCL"
         return "" if torch.cuda.is_available() else "this machine has no GPU"
 
-    def _make_group(self) -> Any:
+    def _make_group(self, timeout: float) -> Any:
         import torch
         import torch._C._distributed_c10d as torch_c10d
         import torch.distributed as dist

@@ -14,10 +14,13 @@ different hosts, to try that out.
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import json
 import os
+import queue
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -36,10 +39,13 @@ from symcomm.memory.arena import (
     peers_mapped,
 )
 
-__all__ = ["Exchange", "SeveralHostsError", "connect", "named_directory", "pretend_host"]
+__all__ = ["Exchange", "Patience", "SeveralHostsError", "connect", "named_directory", "pretend_host"]
 
-Exchange = Callable[[bytes], list[bytes]]  # everybody's bytes, in rank order
+# Everybody's bytes, in rank order. It may have a method check(), which raises once somebody cannot come any more.
+Exchange = Callable[[bytes], list[bytes]]
 FDS_PER_MESSAGE = 200  # the kernel takes 253
+SLICE = 0.05  # seconds between two looks whether all others can still come
+REASON_LOOKS = 20
 
 
 class SeveralHostsError(errors.ResourceError):
@@ -107,7 +113,8 @@ def connect(
                 seen = [r for r, c in enumerate(cards) if peer_by_nonce(bytes.fromhex(c["nonce"])) is not None]
                 _check_all_mapped([json.loads(item) for item in exchange(json.dumps(seen).encode())], cards)
             else:
-                held += _pass_descriptors(rank, arena, listener, cards, timeout)
+                patience = Patience(timeout, getattr(exchange, "check", None))
+                held += _pass_descriptors(rank, arena, listener, cards, patience)
             arena.unlink()  # all have it
     finally:
         if listener is not None:
@@ -216,18 +223,56 @@ def _check_user(sock: socket.socket) -> None:
         )
 
 
+class Patience:
+    """How long to wait for others: until a deadline, or until ``check`` raises."""
+
+    def __init__(self, seconds: float, check: Callable[[], None] | None):
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+        self._check = check
+
+    def readable(self, sock: socket.socket) -> bool:
+        """Whether there is something to read, in the time there is."""
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        while (left := self._end - time.monotonic()) > 0:
+            if poll.poll((left if self._check is None else min(left, SLICE)) * 1e3):
+                return True
+            if self._check is not None:
+                self._check()
+        return False
+
+    def get(self, answers: queue.SimpleQueue[Any]) -> Any:
+        """What a thread puts there; raises queue.Empty when the time is over."""
+        while (left := self._end - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                return answers.get(timeout=left if self._check is None else min(left, SLICE))
+            if self._check is not None:
+                self._check()
+        raise queue.Empty
+
+    def await_reason(self) -> None:
+        """Somebody hung up on us. If it had a reason, ``check`` is about to know it, and raises it."""
+        if self._check is not None:
+            for _ in range(REASON_LOOKS):
+                self._check()
+                time.sleep(SLICE)
+
+
 def _pass_descriptors(
-    rank: int, arena: Arena, listener: socket.socket | None, cards: Sequence[dict], timeout: float
+    rank: int, arena: Arena, listener: socket.socket | None, cards: Sequence[dict], patience: Patience
 ) -> list[Peer]:
-    deadline = time.monotonic() + timeout
     try:
         if rank == 0:
             assert listener is not None
-            return _serve_all(arena, listener, cards, deadline)
-        return _join(rank, arena, cards, deadline)
+            return _serve_all(arena, listener, cards, patience)
+        return _join(rank, arena, cards, patience)
     except (OSError, EOFError) as error:
+        if isinstance(error, errors.SymcommError):
+            raise
+        patience.await_reason()
         missing = getattr(error, "missing", [0] if rank else [])
-        raise errors.deadline("exchange of arenas", timeout, missing=missing) from error
+        raise errors.deadline("exchange of arenas", patience.seconds, missing=missing) from error
 
 
 class _Missing(OSError):
@@ -236,19 +281,17 @@ class _Missing(OSError):
         self.missing = missing
 
 
-def _serve_all(arena: Arena, listener: socket.socket, cards: Sequence[dict], deadline: float) -> list[Peer]:
+def _serve_all(arena: Arena, listener: socket.socket, cards: Sequence[dict], patience: Patience) -> list[Peer]:
     clients: dict[int, socket.socket] = {}
     descriptors = {0: os.dup(arena.fd)}
     try:
         while len(clients) < len(cards) - 1:
-            listener.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                sock, _ = listener.accept()
-                sock.settimeout(max(0.001, deadline - time.monotonic()))
-                _check_user(sock)
-                data, fds, _, _ = socket.recv_fds(sock, 8, 1)
-            except TimeoutError:
-                raise _Missing([r for r in range(1, len(cards)) if r not in clients]) from None
+            sock = listener.accept()[0] if patience.readable(listener) else None
+            if sock is None or not patience.readable(sock):
+                raise _Missing([r for r in range(1, len(cards)) if r not in clients])
+            sock.settimeout(patience.seconds)
+            _check_user(sock)
+            data, fds, _, _ = socket.recv_fds(sock, 8, 1)
             if len(data) != 8 or len(fds) != 1:
                 sock.close()
                 continue
@@ -266,15 +309,17 @@ def _serve_all(arena: Arena, listener: socket.socket, cards: Sequence[dict], dea
             sock.close()
 
 
-def _join(rank: int, arena: Arena, cards: Sequence[dict], deadline: float) -> list[Peer]:
+def _join(rank: int, arena: Arena, cards: Sequence[dict], patience: Patience) -> list[Peer]:
     descriptors: dict[int, int] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        sock.settimeout(patience.seconds)
         sock.connect(bytes.fromhex(cards[0]["socket"]))
         _check_user(sock)
         socket.send_fds(sock, [struct.pack("<Q", rank)], [arena.fd])
         try:
             while len(descriptors) < len(cards):
+                if not patience.readable(sock):
+                    raise TimeoutError
                 data, fds, _, _ = socket.recv_fds(sock, 8, FDS_PER_MESSAGE)
                 if len(data) != 8:
                     raise EOFError("rank 0 closed the connection")

@@ -8,6 +8,7 @@ prefix.py       PrefixStore: a part of another store, for its own use
 collectives.py  StoreCollectives: barrier, broadcast, gather, scatter, sum with nothing but a store
 handshake.py    how the ranks of a new group tell each other what they need to know
 lease.py        who may still need a store that we opened
+address.py      where other hosts reach this one
 bootstrap.py    rendezvous("env://" | "tcp://..." | "file://..."): rank, world size and a store
 """
 

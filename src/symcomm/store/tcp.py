@@ -61,7 +61,8 @@ class TCPStore(Store):
 
     The first nine arguments are PyTorch's. ``token`` (or the environment's SYMCOMM_TOKEN) is a secret of the job that
     client and server then prove to each other. ``bind`` says where a server listens, if not where ``host_name``
-    points. ``limits`` is what a server grants a client.
+    points. ``limits`` is what a server grants a client. A client that is not ``patient`` raises at once where no server
+    listens, instead of trying again until ``timeout``.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class TCPStore(Store):
         token: str | bytes | None = None,
         bind: str | list[str] | None = None,
         limits: StoreLimits | None = None,
+        patient: bool = True,
     ):
         _check_arguments(host_name, port, world_size)
         workers = world_size if world_size is not None and world_size > 0 else None
@@ -110,7 +112,7 @@ class TCPStore(Store):
                     raise
         self._port = self._server.port if self._server else port
         self._connect_host = self._server.connect_host if self._server else host_name
-        self._connection = wire.connect(self._connect_host, self._port, self._timeout_s, self._token)
+        self._connection = wire.connect(self._connect_host, self._port, self._timeout_s, self._token, patient=patient)
         _stores.add(self)
         if workers is not None and wait_for_workers:
             self._wait_for_workers(workers)

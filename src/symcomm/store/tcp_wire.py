@@ -69,7 +69,7 @@ def connect(host: str, port: int, seconds: float, token: bytes | None, *, patien
     """Connect and say hello, again and again until ``seconds`` have passed (only once when not ``patient``)."""
     end = time.monotonic() + seconds
     pause = _FIRST_PAUSE
-    refusals = 0
+    refusals, late = 0, False
     while True:
         try:
             return _connect_once(host, port, end, token)
@@ -83,10 +83,11 @@ def connect(host: str, port: int, seconds: float, token: bytes | None, *, patien
                 ) from None
         except OSError as error:
             _raise_if_hopeless(host, port, error)
+            late = isinstance(error, TimeoutError)
             reason = _reason(error)  # not the error: its traceback would keep this frame, and our callers'
         left = end - time.monotonic()
         if not patient or left <= 0:
-            raise _cannot_connect(host, port, seconds if patient else None, reason) from None
+            raise _cannot_connect(host, port, seconds if patient or late else None, reason) from None
         time.sleep(min(left, pause * random.uniform(0.5, 1.0)))  # spread out: a thousand clients may be retrying
         pause = min(pause * 2, _LAST_PAUSE)
 

@@ -1,0 +1,311 @@
+"""Deaths during reconfigure, at scripted steps: every survivor has the same outcome, and survivors can go on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from symcomm import errors
+from symcomm.group import reconfigure
+from symcomm.group.reconfigure import Reconfiguration
+from symcomm.hosts.torch_engine import GlooEngine
+from symcomm.memory import share
+from tests.comers import die, returned
+from tests.parties import WAIT, Party, crowd_of, expected, failure
+
+# --- steps at which a process dies -----------------------------------------------------------------------------------
+
+
+def before_it_connects() -> None:
+    Reconfiguration.connect = lambda self: die()
+
+
+def once_it_is_connected() -> None:
+    after(Reconfiguration, "connect")
+
+
+def after_its_first_exchange() -> None:
+    after(Reconfiguration, "exchange")
+
+
+def before_it_passes_its_memory() -> None:
+    share._pass_descriptors = lambda *args: die()
+
+
+def when_it_has_the_memory_of_the_others() -> None:
+    after(share, "_pass_descriptors")
+
+
+def before_it_says_that_it_has_built() -> None:
+    exchange = Reconfiguration.exchange
+
+    def exchanged(self: Any, item: bytes) -> list[bytes]:
+        return die() if item == b"built" else exchange(self, item)  # type: ignore[return-value]
+
+    Reconfiguration.exchange = exchanged
+
+
+def before_hosts_connect() -> None:
+    GlooEngine._make_group = lambda self, timeout: die()  # type: ignore[method-assign]
+
+
+def after(owner: Any, name: str) -> None:
+    call = getattr(owner, name)
+
+    def called(*args: Any) -> None:
+        call(*args)
+        die()
+
+    setattr(owner, name, called)
+
+
+STEPS = [
+    before_it_connects, once_it_is_connected, after_its_first_exchange, before_it_passes_its_memory,
+    when_it_has_the_memory_of_the_others, before_it_says_that_it_has_built,
+]  # fmt: skip
+
+
+def survive(party: Party, victim: int, step: Callable[[], None], everybody: list[int]) -> tuple:
+    """Be there when ``victim`` dies at ``step``, then go on without it."""
+    if party.me == victim:
+        step()
+    said = failure(lambda: party.become(1, everybody))
+    empty = failure(lambda: party.group.barrier())
+    survivors = [me for me in everybody if me != victim]
+    party.become(2, survivors)
+    return said, empty, party.facts()
+
+
+def check_survivors(outcomes: list[Any], victim: int, everybody: Sequence[int]) -> None:
+    survivors = [me for me in everybody if me != victim]
+    assert (outcomes[victim].kind, outcomes[victim].value) == ("died", -signal.SIGKILL)
+    values = returned([outcomes[me] for me in survivors])
+    kind, words, ranks = values[0][0]
+    assert [v[0] for v in values] == [(kind, words, ranks)] * len(values)  # one story, on all
+    place = everybody.index(victim)
+    assert kind == "RankFailedError" and ranks == [place]
+    assert words.startswith(f"reconfigure of group 'world' to uuid 1 failed: rank {place} (pid ")
+    assert words.endswith(") is gone; the group has no members yet.")
+    for _, (kind, words, _), _ in values:
+        assert kind == "GroupUnusableError" and "has no members: its reconfigure failed (rank " in words
+        assert words.endswith("is gone). Call it again, with a fresh uuid.")
+    assert [v[2] for v in values] == [expected(me, survivors) for me in survivors]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2], ids=["the first", "the second", "the last"])
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_a_death_before_the_verdict_ends_it_for_all(step, victim, tmp_path):
+    check_survivors(crowd_of(tmp_path, survive, 3, victim, step, [0, 1, 2]), victim, [0, 1, 2])
+
+
+# --- deaths while the verdict is made --------------------------------------------------------------------------------
+
+
+def decide_in_turn(party: Party, victim: int, keepers: int) -> None:
+    """``victim`` dies once it has brought "go" to so many keepers; the others decide after that, in the order of
+    their numbers, and the first of them has not heard that all have built."""
+    decide = Reconfiguration.decide
+
+    def decided(self: Reconfiguration, verdict: str) -> str:
+        if party.me == victim:
+            self._keepers = self._keepers[:keepers]
+            decide(self, verdict)
+            die()
+        others = [me for me in range(self.size) if me != victim]
+        await_death(party, victim)
+        if party.me == others[0]:
+            verdict = self.to_verdict(self._gone(victim))
+        else:
+            party.store.wait([f"decided/{others[0]}"])
+        verdict = decide(self, verdict)
+        party.store.set(f"decided/{party.me}", verdict)
+        return verdict
+
+    Reconfiguration.decide = decided  # type: ignore[method-assign]
+
+
+def await_death(party: Party, victim: int) -> None:
+    pid = int(party.handles([victim])[0].split("/")[4])
+    end = time.monotonic() + WAIT
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+            if file.read().rpartition(")")[2].split()[0] not in "ZX":
+                time.sleep(0.01)
+                continue
+        return
+
+
+def decided_with(party: Party, victim: int, keepers: int) -> str:
+    decide_in_turn(party, victim, keepers)
+    outcome = "go"
+    try:
+        party.become(1, [0, 1, 2, 3])
+        told = failure(lambda: party.group.all_reduce(torch.ones(1)))
+        assert told[0] == "RankFailedError" and told[2] == [victim]
+    except errors.RankFailedError as error:
+        outcome = str(error)
+    return outcome
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize("keepers", [0, 1, 2, 3])
+def test_a_death_within_the_verdict_leaves_one_verdict(victim, keepers, tmp_path):
+    outcomes = crowd_of(tmp_path, decided_with, 4, victim, keepers)
+    assert outcomes[victim].kind == "died"
+    values = returned([o for me, o in enumerate(outcomes) if me != victim])
+    assert len(set(values)) == 1, values
+    # "go" stays where it reached a keeper that lives before anybody else came there
+    reached = [me for me in range(3)[:keepers] if me != victim]
+    if reached:
+        assert values[0] == "go"
+    else:
+        assert f"failed: rank {victim} (pid " in values[0]
+
+
+# --- processes that stop, leave, or stay behind ----------------------------------------------------------------------
+
+
+def stopped(party: Party, victim: int) -> tuple:
+    """``victim`` stops once it is connected, and goes on when the others have given up."""
+    reconfigure.KEEPER_SECONDS = 0.5  # for one that is stopped to answer
+    if party.me == victim:
+        connect = Reconfiguration.connect
+
+        def connected(self: Reconfiguration) -> None:
+            connect(self)
+            party.store.set("stops", "x")
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        Reconfiguration.connect = connected  # type: ignore[method-assign]
+        said = failure(lambda: party.become(1, [0, 1, 2], timeout=2.0))
+        Reconfiguration.connect = connect  # type: ignore[method-assign]
+    else:
+        party.store.wait(["stops"])
+        said = failure(lambda: party.become(1, [0, 1, 2], timeout=2.0))
+        party.store.set(f"told/{party.me}", "x")
+        party.store.wait([f"told/{me}" for me in range(3) if me != victim])
+        os.kill(int(party.handles([victim])[0].split("/")[4]), signal.SIGCONT)
+    party.become(2, [0, 1, 2])
+    return said, party.facts()
+
+
+@pytest.mark.parametrize("victim", [0, 2], ids=["the first", "the last"])
+def test_one_that_stops_is_named_and_hears_the_same(victim, tmp_path):
+    values = returned(crowd_of(tmp_path, stopped, 3, victim))
+    kind, words, ranks = values[0][0]
+    assert [v[0] for v in values] == [(kind, words, ranks)] * 3
+    assert (kind, ranks) == ("DeadlineError", [victim]) and f"failed: rank {victim} (pid " in words
+    assert words.endswith(" did not come within 2 s; the group has no members yet.")
+    assert [v[1] for v in values] == [expected(me, [0, 1, 2]) for me in range(3)]
+
+
+def on_hosts(fn: Callable, hosts: Sequence[str]) -> Callable:
+    def run(party: Party, *args: Any) -> Any:
+        os.environ["SYMCOMM_HOST_ID"] = hosts[party.me]
+        return fn(party, *args)
+
+    return run
+
+
+def test_after_a_failure_members_have_the_group_they_had(tmp_path):
+    def keep(party: Party) -> tuple:
+        if party.me == 2:
+            party.store.wait(["configured"])
+            die()
+        old = party.become(1, [0, 1])
+        party.store.set("configured", "x")
+        said = failure(lambda: party.become(2, [0, 1, 2]))
+        assert party.group.current is old
+        return said, party.facts()
+
+    outcomes = crowd_of(tmp_path, keep, 3)
+    values = returned(outcomes[:2])
+    assert values[0][0] == values[1][0] and values[0][0][2] == [2]
+    assert values[0][0][1].endswith(") is gone; the group is what it was.")
+    assert [v[1] for v in values] == [expected(me, [0, 1]) for me in range(2)]
+
+
+def test_a_first_member_that_ends_at_once_takes_nothing_with_it(tmp_path):
+    """It serves the store that the others meet in; when it has the new group, they have it too."""
+
+    def work(party: Party) -> tuple:
+        party.become(1, [0, 1, 2])
+        if party.me == 0:
+            die()
+        said = failure(lambda: party.group.all_reduce(torch.ones(1)))
+        party.become(2, [2, 1])
+        return said[0], said[2], party.facts()
+
+    for attempt in range(5):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        values = returned(crowd_of(folder, work, 3)[1:])
+        assert values == [("RankFailedError", [0], expected(me, [2, 1])) for me in (1, 2)]
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aab", "abb"])
+def test_what_is_pending_on_the_old_group_is_told(hosts, tmp_path):
+    """Works that wait for others, and a thread that blocks in a call."""
+
+    def work(party: Party) -> list:
+        party.become(1, [0, 1, 2])
+        told: list = []
+        if party.me == 0:
+            pending = party.group.all_reduce(torch.ones(3), async_op=True)
+            blocked = threading.Thread(
+                target=lambda: told.append(failure(lambda: party.group.all_reduce(torch.ones(3))))
+            )
+            blocked.start()
+            time.sleep(0.1)
+            party.become(2, [0, 1])
+            blocked.join(WAIT)
+            told.append(failure(pending.wait))
+            return [*told, party.facts()]
+        if party.me == 1:
+            party.become(2, [0, 1])
+            return [party.facts()]
+        return [failure(lambda: party.group.all_reduce(torch.ones(3))), (party.group.rank, party.group.size)]
+
+    first, second, left_out = returned(crowd_of(tmp_path, on_hosts(work, hosts), 3))
+    why = "group 'world@1' was left when its members were reconfigured (uuid 2)."
+    for kind, words, _ in first[:2]:  # rank 1 may be a little quicker to leave than this one
+        told = kind == "GroupUnusableError" and words.endswith(why)
+        assert told or ("rank 1 (pid " in words and " left the " in words)
+    assert [first[2], *second] == [expected(me, [0, 1]) for me in range(2)]
+    assert left_out[0][0] == "RankFailedError" and " left the group" in left_out[0][1]
+    assert left_out[1] == (2, 3)
+
+
+# --- several hosts ---------------------------------------------------------------------------------------------------
+
+
+def test_members_of_two_hosts_come_and_go(tmp_path):
+    script = [[0, 1], [0, 2], [3, 1, 0, 2], [2, 3], [1, 3, 2]]
+
+    def follow(party: Party) -> list:
+        seen = []
+        for uuid, who in enumerate(script):
+            if party.me in who:
+                party.become(uuid, who)
+                seen.append((party.group.spans_hosts, *party.facts()))
+        return seen
+
+    values = returned(crowd_of(tmp_path, on_hosts(follow, "aabb"), 4))
+    for me, seen in enumerate(values):
+        spans = [len({"aabb"[i] for i in who}) > 1 for who in script]
+        assert seen == [(spans[u], *expected(me, who)) for u, who in enumerate(script) if me in who]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize("step", [*STEPS, before_hosts_connect], ids=lambda step: step.__name__)
+def test_a_death_on_one_of_two_hosts(step, victim, tmp_path):
+    fn = on_hosts(survive, "aabb")
+    check_survivors(crowd_of(tmp_path, fn, 4, victim, step, [0, 1, 2, 3]), victim, [0, 1, 2, 3])
