@@ -186,6 +186,27 @@ def types_of_hooks(rank: int, world: int, path: str) -> None:
         assert ran == [1]
 
 
+def watched(rank: int, world: int, path: str) -> Any:
+    with joined(rank, world, path) as group:
+        hook = torch_c10d.NanCheckHook.attach(group)
+        log, source = Log(group), None
+        if rank == 0:
+            dist.send(torch.ones(2), 1)
+        else:
+            source = dist.recv(torch.ones(2))
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        work.wait()
+        assert work.is_completed() and len(log.said) == 4
+        hook.remove()
+        return source
+
+
+@as_torch_does
+def test_works_of_watched_groups_are_whole(tmp_path: Any):
+    """torch's own hook sends calls through C++; ours see each of them once all the same."""
+    assert run_ranks(watched, 2, str(tmp_path / "meet")) == [None, 0]
+
+
 def unhealthy(rank: int, world: int, path: str) -> Any:
     from symcomm.group.hook_classes import unhealthy_backends
 

@@ -14,6 +14,7 @@ group becomes a WatchedGroup until the last of them is removed.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -65,12 +66,19 @@ class InnerBackend(torch_c10d.Backend):
         return self._of_group().end_coalescing()
 
 
+# The works that a call of this thread made: what C++ gives back for it can only wait, and knows no message's source.
+_made = threading.local()
+
+
 def _handed_on(name: str) -> Callable[..., Any]:
     own = getattr(TorchGroup, name)  # not the WatchedGroup's, which would come back here
 
     @functools.wraps(own)
     def call(self: InnerBackend, *args: Any) -> Any:
-        return own(self._of_group(), *args)
+        work = own(self._of_group(), *args)
+        if (waiting := getattr(_made, "works", None)) is not None:
+            waiting.append(work)
+        return work
 
     return call
 
@@ -121,7 +129,12 @@ def _through_cpp(name: str) -> Callable[..., Any]:
     theirs = getattr(dist.ProcessGroup, name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return theirs(self, *args, **kwargs)
+        works = _made.works = []  # kept no longer than the call: works hold tensors
+        try:
+            work = theirs(self, *args, **kwargs)
+        finally:
+            _made.works = None
+        return works[-1] if works else work
 
     # C++ calls a Python method of this name, unless it is that method that calls C++.
     call.__code__ = call.__code__.replace(co_name=name)
