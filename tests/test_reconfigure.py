@@ -70,6 +70,21 @@ def test_ten_configurations_by_chance(tmp_path):
     check_script(tmp_path, script, 4, train)
 
 
+def test_hooks_go_on_watching(tmp_path):
+    def watched(party: Party) -> list[str]:
+        seen: list[str] = []
+        party.become(1, [0, 1])
+        party.group.register_pre_hook(3, lambda call: seen.append(call.name.name))
+        party.group.barrier()
+        party.become(2, [1, 0])
+        party.facts()
+        party.group.unregister_pre_hook(3)
+        party.group.barrier()
+        return seen
+
+    assert returned(crowd_of(tmp_path, watched, 2)) == [["BARRIER", "ALLREDUCE"]] * 2
+
+
 def test_of_a_set_all_make_the_same_choice(tmp_path):
     def choose(party: Party) -> tuple:
         group = party.group.reconfigure(7, set(party.handles(range(3))))

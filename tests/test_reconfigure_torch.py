@@ -312,3 +312,24 @@ def test_options_hold_what_torchs_do(tmp_path: Path):
         theirs = options.for_torch()
         told = (theirs.uuid, theirs.handles, theirs.timeout, theirs.hints)
         assert told == (0, {"a"}, timedelta(seconds=2), {"k": "v"})
+
+
+def hooked(rank: int, world: int, folder: str) -> list[str]:
+    start("symcomm", rank, world, folder)
+    board, group, seen = Board(folder, rank), dist.group.WORLD, []
+    reconfigure(1, board.handles(1, [0, 1])).wait()
+    group.register_pre_hook(3, lambda call: seen.append(call.name.name))
+    for uuid in (2, 3):
+        reconfigure(uuid, board.handles(uuid, [0, 1])).wait()
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total)
+        assert total.item() == 3.0
+    group.unregister_pre_hook(3)
+    dist.barrier()
+    board.all_came("end", 2)
+    dist.destroy_process_group()
+    return seen
+
+
+def test_hooks_of_torch_groups_go_on_watching(tmp_path: Path):
+    assert run_ranks(hooked, 2, str(tmp_path), deadline=60) == [["ALLREDUCE", "ALLREDUCE"]] * 2

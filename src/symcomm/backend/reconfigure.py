@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from symcomm.backend import versions
-from symcomm.backend.careful import Careful
 from symcomm.backend.engines import Engines
 from symcomm.backend.hooked import TORCH_CALLS
 from symcomm.backend.work import DoneWork
 from symcomm.group.interception import Interception
-from symcomm.group.reconfigure import ReconfigurableGroup
+
+if TYPE_CHECKING:
+    from symcomm.backend.careful import Careful
+    from symcomm.group.reconfigure import ReconfigurableGroup
 
 __all__ = ["EmptyCore", "Reconfigures", "wants_reconfigure"]
 
@@ -36,6 +38,8 @@ class EmptyCore:
     sequence_number = 0
 
     def __init__(self, options: Any):
+        from symcomm.group.reconfigure import ReconfigurableGroup  # which most groups never need
+
         self.name = str(options.group_id)
         self.rank, self.size = options.group_rank, options.group_size
         self.global_ranks = list(range(self.size))
@@ -72,6 +76,8 @@ class Reconfigures:
 
     def _membership(self) -> ReconfigurableGroup:
         """A group that was made with its members can be reconfigured as well."""
+        from symcomm.group.reconfigure import ReconfigurableGroup
+
         if self._members is None:
             empty = isinstance(self.core, EmptyCore)
             self._members = self.core.members if empty else ReconfigurableGroup.of(self.core)

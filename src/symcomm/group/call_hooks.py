@@ -79,6 +79,15 @@ class CallHooks:
             self._hooks[kind] = {known: hook for known, hook in self._hooks[kind].items() if known != hook_id}
             self._install()
 
+    def move_to(self, other: CallHooks) -> None:
+        """``other`` has these hooks from now on, and this has none."""
+        with self._lock:
+            moved, self._hooks = self._hooks, {kind: {} for kind in self._hooks}
+            self._install()
+        for kind, hooks in moved.items():
+            for hook_id, hook in hooks.items():
+                other.register(kind, hook_id, hook)
+
     def own_id(self) -> int:
         """An id that no caller has taken: callers' are theirs to choose, ours are negative."""
         with self._lock:
@@ -201,6 +210,12 @@ class HookCalls:
     @property
     def call_hooks(self) -> CallHooks:
         return vars(self).get("_call_hooks") or vars(self).setdefault("_call_hooks", CallHooks(self.interception))
+
+    def take_over_hooks(self, older: HookCalls) -> None:
+        """This group takes the place of ``older``, for those who watch it, too."""
+        hooks: CallHooks | None = vars(older).get("_call_hooks")
+        if hooks is not None:
+            hooks.move_to(self.call_hooks)
 
     def run_abort_hooks(self) -> None:
         """The group is aborted here, or has failed."""

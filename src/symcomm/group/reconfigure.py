@@ -327,6 +327,7 @@ class ReconfigurableGroup:
         old = self._replace(group)
         registry.add(group, self._label)
         if old is not None:
+            group.take_over_hooks(old)
             old.leave(f"was left when its members were reconfigured (uuid {uuid})")
         else:
             hooks.joined(group)
