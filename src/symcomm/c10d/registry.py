@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch._C._distributed_c10d as torch_c10d
 
+from symcomm.backend.versions import present
+
 SHARED = (
     "_allow_inflight_collective_as_graph_input", "_current_process_group", "_get_comm_profiling_name",
     "_get_work_registry_size", "_register_process_group", "_register_work", "_resolve_process_group",
@@ -22,4 +24,4 @@ OF_ENGINES = (
     "_nvshmemx_cumodule_init",
 )  # fmt: skip
 
-shared = {name: getattr(torch_c10d, name) for name in (*SHARED, *OF_ENGINES) if hasattr(torch_c10d, name)}
+shared = present(torch_c10d, (*SHARED, *OF_ENGINES))
