@@ -53,6 +53,10 @@ def test_words_without_a_gpu():
             call()
 
 
+class StandIn(SimpleNamespace):
+    """For a group; a plain namespace cannot be referred to weakly."""
+
+
 @pytest.mark.parametrize(
     ("device", "words"),
     [
@@ -64,7 +68,7 @@ def test_words_without_a_gpu():
 def test_devices_that_nobody_carries(device: str, words: str):
     from symcomm.backend.engines import Engines
 
-    nothing: Any = SimpleNamespace(_devices=dict)
+    nothing: Any = StandIn(_devices=dict)
     with pytest.raises(errors.BadArgumentError, match=words):
         Engines(nothing).on("all_reduce", torch.device(device))
 
@@ -131,6 +135,7 @@ def test_the_table_of_ranks_on_one_gpu(tmp_path: Path):
     ]
     assert module.note(found) == "" and "refused" in module.note(found[:2])
     assert module.to_json(found, module.Plan())["rows"][0]["row_us"] == [70, 72, 68]
+    pytest.importorskip("matplotlib")
     pictures.draw(tmp_path / "gpu.svg", "heading", module.picture(found, module.Plan()))
     assert "GPU shared: MPS" in (tmp_path / "gpu.svg").read_text()
 
@@ -151,7 +156,7 @@ def test_bench_gpu_says_what_is_missing():
 def test_messages_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch):
     from symcomm.backend import engines
 
-    group = SimpleNamespace(core=SimpleNamespace(spans_hosts=False), _devices=lambda: {"cuda": "symcomm"})
+    group = StandIn(core=SimpleNamespace(spans_hosts=False), _devices=lambda: {"cuda": "symcomm"})
     monkeypatch.setattr(engines, "device_mail", lambda core, index: f"mail {index}")
     monkeypatch.setattr(engines.Engines, "_make", lambda self, call, name, kind: f"{call} by {name}")
     device = torch.device("cuda", 1)
