@@ -11,7 +11,8 @@ COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
     "p2p",
 )  # fmt: skip
-OTHERS = ("store", "ddp", "compile", "gpu", "hosts", "sites")  # what else can be measured, each in a file of its own
+# What else can be measured, each in a file of its own
+OTHERS = ("store", "ddp", "compile", "gpu", "hosts", "sites", "torch")
 
 Collective = Annotated[
     str,
@@ -48,7 +49,7 @@ Rounds = Annotated[
     typer.Option(
         "--rounds",
         metavar="N",
-        help="Turns that the sides take. [default: 3; ddp, compile: 10; hosts: 5]",
+        help="Turns that the sides take. [default: 3; ddp, compile: 10; hosts: 5; torch: 15]",
         show_default=False,
     ),
 ]
@@ -59,6 +60,9 @@ Against = Annotated[
 ]
 Collectives = Annotated[
     str, typer.Option("--collectives", metavar="NAMES", help="hosts: which, with commas, or all but p2p: all.")
+]
+Python = Annotated[
+    str, typer.Option("--python", metavar="PATHS", help="torch: interpreters with another torch, with commas.")
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Seven sizes, short repetitions, one summary.")]
 Best = Annotated[bool, typer.Option("--best", help="Show fastest repetitions: for noisy machines.")]
