@@ -6,11 +6,22 @@ C_SRC  := $(wildcard src/symcomm/_core/*.c src/symcomm/_core/*.h)
 STAMP  := $(VENV)/.installed
 BUILT  := $(VENV)/.built
 
+# `make test-torch` and `make test-python` keep an environment for each version here, outside the checkout.
+TORCH         ?= 2.15.0
+TORCH_ENVS    ?= $(HOME)/.cache/symcomm
+TORCH_ENV     := $(abspath $(TORCH_ENVS))/torch-$(TORCH)
+PYTHON_ENVS   ?= $(TORCH_ENVS)
+PYTHON_ENV    := $(abspath $(PYTHON_ENVS))/$(notdir $(PYTHON))
+# PYENV_VERSION, which may be set to show PYTHON, would hide this one.
+BUILD_PYTHON  ?= python3.11
+PIP           := -m pip install -q --disable-pip-version-check
+PYTEST        ?= -q --durations=5
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint format bench conformance soak sanitize clean
+.PHONY: help setup demo test test-torch test-python clean-torch clean-python test-gpu lint format bench conformance soak sanitize clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 15
 
 setup: $(BUILT) ## make .venv with everything the other targets use
 
@@ -44,6 +55,39 @@ format: $(BUILT) ## let ruff rewrite the sources
 
 test-gpu: $(BUILT) ## what needs a CUDA GPU (skipped by `make test` where there is none)
 	$(BIN)/python -m pytest -q tests/test_gpu_*.py
+
+test-torch: $(TORCH_ENV)/.ready ## the torch-facing tests on another torch: TORCH=2.12.1 (see docs/compatibility.md)
+	@echo "== building the C core"
+	@SYMCOMM_WERROR=1 $(TORCH_ENV)/bin/python setup.py -q build_ext --inplace
+	@echo "== the torch-facing tests on torch $(TORCH), $$($(TORCH_ENV)/bin/python -V)"
+	PYTHONPATH=src $(TORCH_ENV)/bin/python -m pytest $(PYTEST) $$($(TORCH_ENV)/bin/python -m tests.selections torch)
+
+$(TORCH_ENV)/.ready: pyproject.toml
+	@echo "== setting up $(TORCH_ENV) (first time only: some minutes, up to 6 GB)"
+	@$(PYTHON) -m venv $(TORCH_ENV)
+	@echo "== installing torch $(TORCH)"
+	@$(TORCH_ENV)/bin/python $(PIP) "torch==$(TORCH)" numpy "setuptools>=68" wheel
+	@echo "== installing what the tests need"
+	@$(TORCH_ENV)/bin/python $(PIP) "torch==$(TORCH)" --no-build-isolation -e '.[test,examples]'
+	@touch $@
+
+clean-torch: ## remove the environment of TORCH
+	rm -rf "$(TORCH_ENV)"
+
+test-python: ## one wheel for every Python, tested without torch: PYTHON=python3.13
+	@echo "== building the wheel with $(BUILD_PYTHON)"
+	@rm -rf build/wheels && env -u PYENV_VERSION $(BUILD_PYTHON) -m pip wheel -q --disable-pip-version-check --no-deps -w build/wheels .
+	@echo "== setting up $(PYTHON_ENV)"
+	@test -x $(PYTHON_ENV)/bin/python || $(PYTHON) -m venv $(PYTHON_ENV)
+	@wheel=$$(ls build/wheels/*-cp310-abi3-*.whl) && $(PYTHON_ENV)/bin/python $(PIP) "$$wheel[test]" \
+	  && $(PYTHON_ENV)/bin/python $(PIP) --no-deps --force-reinstall "$$wheel"
+	@echo "== the tests that need no torch on $$($(PYTHON_ENV)/bin/python -V), from a folder without the sources"
+	@rm -rf $(PYTHON_ENV)/checkout && mkdir $(PYTHON_ENV)/checkout
+	@cp -r tests examples docs pyproject.toml $(PYTHON_ENV)/checkout
+	cd $(PYTHON_ENV)/checkout && env -u PYTHONPATH $(PYTHON_ENV)/bin/python -m pytest $(PYTEST) $$($(PYTHON_ENV)/bin/python -m tests.selections without-torch)
+
+clean-python: ## remove the environment of PYTHON
+	rm -rf "$(PYTHON_ENV)"
 
 bench: $(BUILT) ## measure this machine; see BENCHMARKS.md
 	$(BIN)/symcomm bench all

@@ -33,6 +33,7 @@ from symcomm.cli import (
     bench_sites,
     bench_store,
     bench_table,
+    bench_torch,
     bench_worker,
     refusals,
 )
@@ -385,6 +386,43 @@ def test_compile_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     rows = json.loads(path.read_text())["rows"]
     assert rows[3]["communication_us"] == pytest.approx(250) and "communication_us" not in rows[0]
     assert "2, 4 or 8 for compile" in refused("compile", "--ranks", "3")
+
+
+def test_torch_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked: list[bench_torch.Plan] = []
+
+    def stand_in(plan: bench_torch.Plan, tick: object) -> list[bench_torch.Figures]:
+        asked.append(plan)
+        calls = {call: [1e-6, 3e-6, 2e-6] for call in bench_torch.CALLS}
+        return [bench_torch.Figures(version, "direct", calls) for version in ("2.13.0", "2.15.0")]
+
+    monkeypatch.setattr(bench_torch, "run_torch_bench", stand_in)
+    path = tmp_path / "torch.json"
+    other = tmp_path / "python"
+    other.symlink_to(sys.executable)
+    code, output = cli("torch", "--quick", "--markdown", "--python", str(other), "--json", str(path))
+    assert code == 0, output
+    assert asked == [bench_torch.Plan(2, *bench.PROGRAMS["torch"], pythons=(sys.executable, str(other)))]
+    assert "| 2.15.0 | symcomm | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 |" in output
+    assert all(row["us"] == pytest.approx(2) for row in json.loads(path.read_text())["rows"])
+    assert "--python must be Python interpreters" in refused("torch", "--python", "/no/such/python")
+    assert "2 or more for torch" in refused("torch", "--ranks", "1")
+
+
+@pytest.mark.slow
+def test_every_way_through_torch_is_timed(tmp_path: Path):
+    """The same interpreter under another name is another environment, which finds our package and measures as well."""
+    pytest.importorskip("torch")
+    from symcomm.backend import versions
+
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    other.chmod(0o755)
+    ticks: list[str] = []
+    found = bench_torch.run_torch_bench(bench_torch.Plan(2, 2, 3, (sys.executable, str(other))), ticks.append)
+    ways = [way for way in bench_torch.WAYS if way != "watched" or versions.HAS_PYTHON_BACKENDS]
+    assert [figures.way for figures in found] == ways * 2 and len(ticks) == 2 * len(found)
+    assert all(len(turns) == 2 and min(turns) > 0 for figures in found for turns in figures.turns.values())
 
 
 def test_compile_graphs_divide():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import resource
@@ -12,18 +13,23 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from symcomm import torch_versions
 from symcomm.cli.doctor import examine, exit_code
 from symcomm.observe.health import FAIL, OK, WARN, Finding, machine, memory, network, run_checks, software
 
+pytestmark = pytest.mark.timeout(240)  # each examination starts two ranks that import torch
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="torch is not installed")
 SRC = Path(__file__).parent.parent / "src"
 
 
 def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "symcomm", "doctor", *arguments],
-        env={**os.environ, "PYTHONPATH": str(SRC), **env}, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(SRC), **env}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
 
 
@@ -37,8 +43,11 @@ def test_this_machine_as_json():
     assert done.returncode == (0 if found["fit"] else 1)
     assert states["C core"] == states["collective"] == states["memfd"] == states["loopback"] == OK
     asked = {"cores", "cpu quota", "numa", "clock", "tick counter", "open files", "container", "host name", "gpus",
-             "torch", "torch backend", "ptrace", "huge pages", "shared memory", "memory", "ports"}  # fmt: skip
+             "torch", "ptrace", "huge pages", "shared memory", "memory", "ports"}  # fmt: skip
     assert asked <= set(states)
+    if HAS_TORCH:
+        told = {f["check"]: f["found"] for f in found["findings"]}
+        assert states["torch group"] == OK and all(version in told["torch"] for version in torch_versions.TESTED)
     assert all(f["fix"] for f in found["findings"] if f["state"] != OK), "whatever is wrong, there is advice"
 
 
@@ -51,10 +60,30 @@ def test_a_table_and_exit_codes():
     assert exit_code([ok, fail], strict=False) == 1 and exit_code([ok], strict=True) == 0
 
 
-def test_torch_is_not_imported(tmp_path):
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+@needs_torch
+def test_a_broken_torch_is_a_finding(tmp_path):
+    """The command itself does not import torch: only the two ranks see that it is broken."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')")
     done = doctor("--json", PYTHONPATH=f"{tmp_path}:{SRC}")
-    assert done.returncode == 0, done.stdout + done.stderr
+    found = {f["check"]: f for f in json.loads(done.stdout)["findings"]}
+    assert done.returncode == 1 and found["collective"]["state"] == found["torch"]["state"] == OK
+    assert found["torch group"]["state"] == FAIL and "ImportError: torch is broken" in found["torch group"]["found"]
+    assert "pip install" in found["torch group"]["fix"]
+
+
+def test_a_torch_that_hangs_does_not_keep_the_doctor(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("import time; time.sleep(1000)")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{SRC}")
+    monkeypatch.setattr(software, "RANKS_DEADLINE", 5.0)
+    found = software.torch_group()
+    assert (found.state, found.found) == (FAIL, "two ranks cannot use torch.distributed: not done after 5 s")
+    assert not [p for p in psutil.Process().children(recursive=True) if "doctor_ranks" in " ".join(p.cmdline())]
+
+
+@needs_torch
+def test_two_ranks_make_a_torch_group_twice():
+    found = software.torch_group()
+    assert (found.state, found.found) == (OK, "two ranks made a group through torch.distributed, twice")
 
 
 def test_without_the_core(tmp_path):
@@ -139,8 +168,10 @@ def test_memfd_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "state"), [("2.13.0+cpu", OK), ("2.10.0", OK), ("2.9.1", FAIL), ("3.0.0a0+git1", OK), (None, WARN)]
-)
+    ("version", "state"),
+    [("2.13.0+cpu", OK), ("2.10.0", OK), ("2.15.3+cu132", OK), ("2.9.1", FAIL), ("1.13.1", FAIL),
+     ("3.0.0a0+git1", WARN), ("2.16.0", WARN), ("unknown", WARN), (None, WARN)],
+)  # fmt: skip
 def test_versions_of_torch(monkeypatch, version, state):
     def told(name):
         if version is None:
@@ -148,7 +179,9 @@ def test_versions_of_torch(monkeypatch, version, state):
         return version
 
     monkeypatch.setattr(importlib.metadata, "version", told)
-    assert software.torch()[0].state == state
+    monkeypatch.setattr(software, "run_two_ranks", lambda device: None)
+    first = software.torch()[0]
+    assert first.state == state and (state == OK or "pip install" in first.fix)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +206,7 @@ def test_an_nvidia_smi_that_fails(monkeypatch, tmp_path):
     assert isinstance(found, Finding) and found.state == WARN and "NVIDIA-SMI has failed" in found.found
 
 
+@needs_torch
 def test_two_ranks_share_a_device():
     found = software.share_device("cpu")
     assert (found.state, found.found) == (OK, "two ranks summed a tensor on cpu")

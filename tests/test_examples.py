@@ -19,19 +19,13 @@ ENVIRONMENT = {
 }
 
 
-def run_example(name: str, *args: str, ranks: int = 2, options: tuple[str, ...] = ()) -> list[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "symcomm",
-        "run",
-        "-n",
-        str(ranks),
-        "--no-prefix",
-        *options,
-        str(ROOT / "examples" / name),
-        *args,
-    ]
+def run_example(
+    name: str, *args: str, ranks: int = 2, options: tuple[str, ...] = (), torchrun: bool = False
+) -> list[str]:
+    launcher = ["symcomm", "run", "-n", str(ranks), "--no-prefix", *options]
+    if torchrun:
+        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
+    command = [sys.executable, "-m", *launcher, str(ROOT / "examples" / name), *args]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, f"{name} {args} failed:\n{done.stdout}\n{done.stderr}"
     return done.stdout.splitlines()
@@ -43,6 +37,7 @@ def losses(lines: list[str]) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(310)  # three trainings
 @pytest.mark.parametrize(
     "name", ["ddp", "fsdp2", "tensor_parallel", "zero", "checkpoint", "accelerate_train", "lightning_train"]
 )
@@ -50,8 +45,10 @@ def test_same_losses_as_gloo(name: str):
     needs = {"accelerate_train": "accelerate", "lightning_train": "lightning"}.get(name)
     if needs and importlib.util.find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed (pip install {needs})")
-    ours, gloo = (losses(run_example(f"{name}.py", backend)) for backend in ("symcomm", "gloo"))
-    assert len(ours) >= 10 and ours == gloo
+    program = f"{name}.py"
+    ours = losses(run_example(program, "symcomm"))
+    gloo = losses(run_example(program, "gloo", torchrun=True))
+    assert len(ours) >= 10 and ours == gloo == losses(run_example(program, "symcomm", torchrun=True))
     assert ours[-1] < ours[0], "the training does not learn"
 
 

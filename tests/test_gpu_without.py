@@ -135,6 +135,7 @@ def test_the_table_of_ranks_on_one_gpu(tmp_path: Path):
     ]
     assert module.note(found) == "" and "refused" in module.note(found[:2])
     assert module.to_json(found, module.Plan())["rows"][0]["row_us"] == [70, 72, 68]
+    pytest.importorskip("matplotlib")
     pictures.draw(tmp_path / "gpu.svg", "heading", module.picture(found, module.Plan()))
     assert "GPU shared: MPS" in (tmp_path / "gpu.svg").read_text()
 

@@ -162,9 +162,8 @@ def test_groups_of_the_newest_interface_go_when_they_are_dropped():
         + """
 import threading, weakref
 from datetime import timedelta
-from symcomm.backend.teach import known_to_dist2
+from symcomm.backend.teach import dist2_group as make
 from symcomm.memory.arena import current_arena
-make = known_to_dist2()["symcomm"]
 store = dist.HashStore()
 used = []
 for number in range(5):

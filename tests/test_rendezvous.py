@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 import subprocess
 import sys
@@ -422,6 +423,7 @@ def test_processes_meet_over_tcp():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torchrun comes with torch")
 def test_under_torchrun(tmp_path):
     """The agent's store is PyTorch's own; our ranks join it without ever importing torch."""
     script = tmp_path / "script.py"

@@ -214,7 +214,7 @@ def test_every_name_of_torch_is_there():
     theirs = {
         name for name in dir(TorchSymmetricMemory) if not name.startswith("_") and not name.startswith("pybind11")
     }
-    assert theirs - ours == {"boxed"}, "boxed() makes a TorchScript object, which only torch can"
+    assert theirs - ours <= {"boxed"}, "boxed() makes a TorchScript object, which only torch can"
 
 
 def test_backend():

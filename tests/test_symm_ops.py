@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch._C._distributed_c10d import _SymmetricMemory as Statics
 import symcomm
 from symcomm import errors, symm_mem
 from symcomm._core import native
-from symcomm.backend import symm_ops
+from symcomm.backend import symm_one_sided, symm_ops, symm_reduce, symm_shuffle
 from symcomm.backend.register import register
 from symcomm.group.process_group import _layout
 from tests.ranks import run_ranks
@@ -22,6 +23,20 @@ from tests.ranks import run_ranks
 ops = torch.ops.symm_mem
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+
+
+def needs(owner: Any, name: str) -> pytest.MarkDecorator:
+    """For tests that call what older versions of torch do not have."""
+    return pytest.mark.skipif(not hasattr(owner, name), reason=f"torch {torch.__version__} has no {name}")
+
+
+def has_scales_by_row() -> bool:
+    a = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    try:
+        torch._scaled_mm(a, a.t(), torch.ones(16, 1), torch.ones(1, 16), out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
 
 
 multiprocessing.get_context("forkserver").set_forkserver_preload(
@@ -73,6 +88,7 @@ def test_every_operator_is_in_one_table():
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", "CPU"), name
 
 
+@needs(ops, "_rendezvous")
 def test_operators_that_need_multicast_say_so_and_what_to_use():
     t = torch.ones(4)
     calls = {
@@ -141,6 +157,7 @@ def check_functions(group):
     return True
 
 
+@needs(theirs, "is_symm_mem_tensor")
 def test_torchs_functions_on_cpu_tensors():
     assert on_ranks(check_functions, 2) == [True, True]
 
@@ -219,6 +236,7 @@ def check_tiles(group):
     return True
 
 
+@needs(theirs, "reduce_scatter_offset")
 @WORLDS
 def test_tiles_and_blocks(world):
     assert on_ranks(check_tiles, world) == [True] * world
@@ -289,6 +307,7 @@ def check_scaled(group):
     return True
 
 
+@pytest.mark.skipif(not has_scales_by_row(), reason="this torch multiplies with one scale a tensor only")
 @WORLDS
 def test_scaled_matmuls(world):
     assert on_ranks(check_scaled, world) == [True] * world
@@ -323,6 +342,41 @@ def check_shuffles(group):
         assert torch.equal(out[start : start + rows], pieces[source][rank])
     assert told[1].tolist() == [sum(told[0][:k].tolist()) for k in range(world)]
     return True
+
+
+def _of_torch_2_14(group) -> None:
+    """Operators that torch has had since 2.14, by our own functions, so that they are checked with every torch."""
+    rank, world, name = group.rank, group.size, group.name
+    parts = [values_of(r, (world, 4, 3)) for r in range(world)]
+    out = torch.empty(1, 4, 3 * world)
+    symm_shuffle.nccl_all_to_all_nd(parts[rank], out, 0, 2, name)
+    assert torch.equal(out, torch.cat([part[rank : rank + 1] for part in parts], 2))
+    symm_shuffle.nccl_all_to_all_nd(parts[rank], out.view(1, 4 * world, 3), 0, -2, name)
+    assert torch.equal(out.view(1, 4 * world, 3), torch.cat([part[rank : rank + 1] for part in parts], 1))
+    for wrong in ((parts[rank], out, 3, 0), (parts[rank][:1], out, 0, 2), (parts[rank], out.double(), 0, 2)):
+        with pytest.raises(errors.BadArgumentError, match="nccl_all_to_all_nd"):
+            symm_shuffle.nccl_all_to_all_nd(*wrong, name)
+
+    everybodys = torch.cat([values_of(r, (2, 3)) for r in range(world)])
+    into = symm_mem.empty(2 * world, 3)
+    assert symm_reduce.low_contention_all_gather_out(values_of(rank, (2, 3)), name, into) is into
+    assert torch.equal(into, everybodys)
+    with pytest.raises(errors.BadArgumentError, match="out must be"):
+        symm_reduce.low_contention_all_gather_out(values_of(rank, (2, 3)), name, into[:1])
+    group.barrier()
+    into.zero_()
+    group.barrier()
+    given = values_of(rank, (2, 3))
+    assert symm_one_sided.memcpy_to_multicast(into, given, rank * given.nbytes, name) is into
+    group.barrier()
+    assert torch.equal(into, everybodys)
+    with pytest.raises(errors.BadArgumentError, match="byte_offset must be 0 to"):
+        symm_one_sided.memcpy_to_multicast(into, given, into.nbytes - 4, name)
+
+
+@WORLDS
+def test_operators_of_torch_2_14(world):
+    on_ranks(_of_torch_2_14, world)
 
 
 @WORLDS
@@ -419,6 +473,7 @@ def check_one_sided(group):
     return True
 
 
+@needs(ops, "nccl_get")
 @WORLDS
 def test_one_sided(world):
     assert on_ranks(check_one_sided, world) == [True] * world
@@ -445,6 +500,7 @@ def check_writer_left(group):
     return True
 
 
+@needs(ops, "nccl_wait_for_signal")
 def test_a_signal_of_a_rank_that_left_is_not_waited_for():
     assert on_ranks(check_writer_left, 2) == [True, True]
 

@@ -24,7 +24,9 @@ def tell(module: str, checks: list[str], environment: dict[str, str], seconds: f
             out, err = process.communicate()
     told: dict[str, list[str]] = {name: [] for name in checks}
     for line in out.splitlines():
-        said = json.loads(line)
-        told[said["check"]].append(said["text"])
+        start = line.find('{"check"')  # Gloo prints there too ("[Gloo] Rank 0 is connected to ...")
+        if start >= 0:
+            said = json.loads(line[start:])
+            told[said["check"]].append(said["text"])
     told["stderr"] = [err]
     return told

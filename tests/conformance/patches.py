@@ -120,7 +120,7 @@ def impersonate_gloo() -> None:
     from torch.distributed import distributed_c10d as c10d
 
     from symcomm.backend.group import TorchGroup
-    from symcomm.backend.teach import known_to_dist2
+    from symcomm.backend.versions import dist2_factories
 
     gloo: Any = dist.ProcessGroupGloo
 
@@ -140,7 +140,7 @@ def impersonate_gloo() -> None:
     class ProcessGroupGloo(metaclass=PassesForGloo):
         """Stands where torch's class stood."""
 
-    factories = known_to_dist2()
+    factories = dist2_factories()
     if "gloo" in factories:
         factories["gloo"] = factories["symcomm"]
     dist.ProcessGroupGloo = c10d.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[misc,assignment]

@@ -53,6 +53,7 @@ class Engines:
 
     def __init__(self, group: Any):
         self._of = weakref.ref(group)  # which has this object, and should go when its last user lets go of it
+        self._in_making = ""  # the device type whose engine is being made
         self._made: dict[str, Any] = {}
         self._cuda = ""  # who carries CUDA tensors that are ours: "symcomm" or "nccl"
 
@@ -68,8 +69,11 @@ class Engines:
             self._made.popitem()[1].shutdown()
 
     def device_types(self) -> list[str]:
-        """Other device types that this group can serve in this build of torch."""
-        others = {d: name for d, name in self._group._devices().items() if d != "cpu"}
+        """Other device types that this group can serve in this build of torch.
+
+        Whoever makes an engine may ask the group for the engines of all its devices (torch's fake backend does since
+        2.15): the one that is being made is not among them."""
+        others = {d: name for d, name in self._group._devices().items() if d not in ("cpu", self._in_making)}
         ours = ["cuda"] if others.get("cuda") == "symcomm" and torch.cuda.is_available() else []
         return [d for d, name in others.items() if name != "symcomm" and dist.is_backend_available(name)] + ours
 
@@ -112,7 +116,11 @@ class Engines:
                 name = "nccl"
             if name == "symcomm":
                 raise _carried_by_nobody(call, device)
-            made = self._made[device.type] = self._make(call, name, device.type)
+            self._in_making = device.type
+            try:
+                made = self._made[device.type] = self._make(call, name, device.type)
+            finally:
+                self._in_making = ""
         return made
 
     def forward(self, call: str, args: tuple, options: Any, timeout: Any, device: torch.device) -> Any:

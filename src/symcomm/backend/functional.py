@@ -25,15 +25,15 @@ _installed: list[Any] = []  # the library; its kernels live as long as it does
 
 def install() -> None:
     """Once a process, when the first group is made."""
-    if _installed or not versions.CAN_REPLACE_KERNELS:
+    if _installed:
         return
     library = torch.library.Library("_c10d_functional", "IMPL")
     _installed.append(library)
-    for name, ours in (("all_gather_into_tensor_out", _all_gather_out), ("batch_p2p_ops", _batch)):
-        if hasattr(torch.ops._c10d_functional, name):  # older versions of torch have fewer
-            for where in ("CPU", "CUDA") if torch.version.cuda else ("CPU",):
-                known = torch.library.get_kernel(f"_c10d_functional::{name}", where)
-                library.impl(name, _either(known, ours), where, with_keyset=True)
+    kernels: dict[str, Callable[..., Any]] = {"all_gather_into_tensor_out": _all_gather_out, "batch_p2p_ops": _batch}
+    for name in versions.functional_operators(kernels):
+        for where in ("CPU", "CUDA") if versions.HAS_CUDA else ("CPU",):
+            known = torch.library.get_kernel(f"_c10d_functional::{name}", where)
+            library.impl(name, _either(known, kernels[name]), where, with_keyset=True)
 
 
 def _either(known: Any, ours: Callable[..., Any]) -> Callable[..., Any]:

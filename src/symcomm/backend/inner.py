@@ -1,7 +1,7 @@
-"""The Backend that torch's C++ finds inside a TorchGroup, where Python classes can be one (torch 2.15).
+"""The Backend that torch's C++ finds inside a TorchGroup, where Python classes can be one (torch 2.14 and newer).
 
-A call of a TorchGroup goes straight from Python to our core, which costs a fifth of the way through C++ (BENCHMARKS.md
-has both). C++ itself needs a Backend: for a group's name, for hooks that are told of aborts, for operators that ask
+A call of a TorchGroup goes straight from Python to our core, a fraction of the way through C++ (BENCHMARKS.md has
+both). C++ itself needs a Backend: for a group's name, for hooks that are told of aborts, for operators that ask
 the group for one. So each TorchGroup carries one, which only hands calls back::
 
     dist.all_reduce -> TorchGroup.allreduce -> core                                     the rule
@@ -23,6 +23,7 @@ import torch
 import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
 
+from symcomm.backend import versions
 from symcomm.backend.group import TorchGroup
 
 __all__ = ["InnerBackend", "WatchedGroup", "put_inside"]
@@ -142,9 +143,8 @@ def _through_cpp(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in OPERATIONS:
-    if hasattr(dist.ProcessGroup, _name):
-        setattr(WatchedGroup, _name, _through_cpp(_name))
+for _name in versions.present(dist.ProcessGroup, OPERATIONS):
+    setattr(WatchedGroup, _name, _through_cpp(_name))
 
 
 @functools.cache

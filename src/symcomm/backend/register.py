@@ -8,7 +8,9 @@ the group's code is loaded when the first group is made.
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -25,6 +27,8 @@ def create(options: Any, backend_options: Any = None) -> Any:
     from symcomm.backend.reconfigure import EmptyCore, wants_reconfigure
 
     versions.warn_if_untested()
+    if _replaced and options.group_rank == 0:
+        _say_replaced()
     install()
     inductor.when_loaded()
     members = list(options.global_ranks_in_group) or None  # torch names none for the default group
@@ -70,11 +74,21 @@ def register() -> None:
         warnings.warn(f"SYMCOMM_REPLACE must be gloo, got {wanted!r}: nothing is replaced.", stacklevel=2)
 
 
+_replaced: list[str] = []  # backends whose groups we make
+
+
+@functools.cache  # once a process
+def _say_replaced() -> None:
+    print(
+        "symcomm: SYMCOMM_REPLACE=gloo is set: groups asked of gloo are made by symcomm.", file=sys.stderr, flush=True
+    )
+
+
 def _replace_gloo() -> None:
     """Every place where torch turns a name into a backend goes through Backend(name), but for the newest interface."""
     import torch.distributed as dist
 
-    from symcomm.backend.teach import known_to_dist2
+    from symcomm.backend.versions import dist2_factories
 
     make = dist.Backend.__new__
 
@@ -86,10 +100,11 @@ def _replace_gloo() -> None:
             )
         return make(cls, name)
 
+    _replaced.append("gloo")
     dist.Backend.__new__ = staticmethod(rename)
     for device, name in dist.Backend.default_device_backend_map.items():
         if name == "gloo":
             dist.Backend.default_device_backend_map[device] = "symcomm"
-    factories = known_to_dist2()
+    factories = dist2_factories()
     if "gloo" in factories:
         factories["gloo"] = factories["symcomm"]

@@ -20,6 +20,7 @@ __all__ = [
     "async_input_mm",
     "get",
     "get_remote_tensors",
+    "memcpy_to_multicast",
     "nccl_put_with_signal",
     "nccl_wait_for_signal",
     "nvshmem_put_with_signal",
@@ -59,6 +60,19 @@ def _met(call: str, tensor: Tensor) -> SymmetricMemory:
 def put(tensor: Tensor, peer: int) -> None:
     """Write the tensor to the peer's counterpart of it."""
     _counterpart("put", _met("put", tensor), tensor, peer).copy_(tensor)
+
+
+def memcpy_to_multicast(symm_mem_out: Tensor, src: Tensor, byte_offset: int, group_name: str) -> Tensor:
+    """Write ``src`` to every rank's ``symm_mem_out``, that many bytes behind its start. The caller synchronizes."""
+    call = "memcpy_to_multicast_"
+    if not 0 <= byte_offset <= symm_mem_out.nbytes - src.nbytes:
+        raise errors.bad_argument(call, "byte_offset", byte_offset, f"0 to {symm_mem_out.nbytes - src.nbytes}")
+    handle = rendezvous(symm_mem_out, group_name)
+    given = src.contiguous().view(-1).view(torch.uint8)
+    for peer in range(handle.world_size):
+        place = _counterpart(call, handle, symm_mem_out, peer).view(-1).view(torch.uint8)
+        place[byte_offset : byte_offset + given.numel()].copy_(given)
+    return symm_mem_out
 
 
 def get(tensor: Tensor, peer: int) -> None:

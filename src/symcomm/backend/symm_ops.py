@@ -21,6 +21,8 @@ __all__ = ["IMPLEMENTED", "NEEDS_MULTICAST", "NOT_HERE", "register", "unregister
 IMPLEMENTED: dict[str, Callable[..., Any]] = {
     "_async_input_mm": symm_one_sided.async_input_mm,
     "_low_contention_all_gather": symm_reduce.low_contention_all_gather,
+    "_low_contention_all_gather_ce_multicast": symm_reduce.low_contention_all_gather,
+    "_low_contention_all_gather_ce_multicast_out": symm_reduce.low_contention_all_gather_out,
     "_low_contention_reduce_scatter": symm_reduce.low_contention_reduce_scatter,
     "all_to_all_vdev": symm_shuffle.all_to_all_vdev,
     "all_to_all_vdev_2d": symm_shuffle.all_to_all_vdev_2d,
@@ -30,8 +32,10 @@ IMPLEMENTED: dict[str, Callable[..., Any]] = {
     "fused_matmul_reduce_scatter": symm_reduce.fused_matmul_reduce_scatter,
     "fused_scaled_matmul_reduce_scatter": symm_reduce.fused_scaled_matmul_reduce_scatter,
     "get_remote_tensors": symm_one_sided.get_remote_tensors,
+    "memcpy_to_multicast_": symm_one_sided.memcpy_to_multicast,
     "memset32_": words.memset32,
     "multi_root_tile_reduce": symm_reduce.multi_root_tile_reduce,
+    "nccl_all_to_all_nd": symm_shuffle.nccl_all_to_all_nd,
     "nccl_get": symm_one_sided.get,
     "nccl_put": symm_one_sided.put,
     "nccl_put_with_signal": symm_one_sided.nccl_put_with_signal,
@@ -64,8 +68,10 @@ _BOX = "takes or gives torch's own C++ handle, which CPU memory has none of"
 NOT_HERE = {  # why, and what to use
     "_barrier": f"{_BOX}; use handle.barrier()",
     "_rendezvous": f"{_BOX}; use torch.distributed._symmetric_memory.rendezvous",
+    "nccl_get_out": f"{_BOX}; use handle.get_buffer(peer, sizes, dtype)",
     "nccl_put_signal": f"{_BOX}; use torch.distributed._symmetric_memory.put_signal",
     "nccl_wait_signal": f"{_BOX}; use torch.distributed._symmetric_memory.wait_signal",
+    "nvshmem_get_out": f"{_BOX}; use handle.get_buffer(peer, sizes, dtype)",
 }
 _TAKES_NO_TENSOR = {"_barrier", "nccl_wait_signal"}  # so nothing leads to the CPU
 

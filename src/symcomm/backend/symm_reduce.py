@@ -18,7 +18,9 @@ from symcomm.group.process_group import ProcessGroup
 from symcomm.symm_mem.groups import find_group
 
 __all__ = [
+    "check_dim",
     "check_divisible",
+    "check_like",
     "fused_all_gather_matmul",
     "fused_all_gather_scaled_matmul",
     "fused_matmul_reduce_scatter",
@@ -45,7 +47,7 @@ PIECES_FROM = 1 << 20  # bytes of a collective below which handing it to another
 # --- checks -------------------------------------------------------------------------------------------------
 
 
-def _check_like(call: str, name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+def check_like(call: str, name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
         got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
         raise errors.bad_argument(call, name, got, f"{dtype} of shape {tuple(shape)}")
@@ -56,7 +58,7 @@ def check_divisible(call: str, name: str, size: int, by: int) -> None:
         raise errors.bad_argument(call, name, size, f"divisible by the group's {by} ranks")
 
 
-def _dim(call: str, name: str, dim: int, tensor: Tensor) -> int:
+def check_dim(call: str, name: str, dim: int, tensor: Tensor) -> int:
     if not -tensor.dim() <= dim < tensor.dim():
         raise errors.bad_argument(call, name, dim, f"a dimension of a tensor that has {tensor.dim()}")
     return dim % tensor.dim()
@@ -71,7 +73,7 @@ def one_shot_all_reduce(input: Tensor, reduce_op: str, group_name: str) -> Tenso
 
 
 def one_shot_all_reduce_out(input: Tensor, reduce_op: str, group_name: str, out: Tensor) -> Tensor:
-    _check_like("one_shot_all_reduce_out", "out", out, input.shape, input.dtype)
+    check_like("one_shot_all_reduce_out", "out", out, input.shape, input.dtype)
     return _all_reduced(find_group("one_shot_all_reduce_out", group_name), input, reduce_op, out)
 
 
@@ -85,7 +87,7 @@ def one_shot_all_reduce_copy_out(
 ) -> Tensor:
     """What is reduced is ``local_input``; ``symm_buffer`` holds a copy of it afterwards, as with torch."""
     call = "one_shot_all_reduce_copy"
-    _check_like(call, "out", out, local_input.shape, local_input.dtype)
+    check_like(call, "out", out, local_input.shape, local_input.dtype)
     count = local_input.numel()
     if symm_buffer.dtype != local_input.dtype or symm_buffer.numel() < count or not symm_buffer.is_contiguous():
         got = f"{symm_buffer.dtype} of shape {tuple(symm_buffer.shape)}"
@@ -100,7 +102,7 @@ def two_shot_all_reduce_(input: Tensor, reduce_op: str, group_name: str) -> Tens
 
 
 def two_shot_all_reduce_out(input: Tensor, reduce_op: str, group_name: str, output: Tensor) -> Tensor:
-    _check_like("two_shot_all_reduce_out", "output", output, input.shape, input.dtype)
+    check_like("two_shot_all_reduce_out", "output", output, input.shape, input.dtype)
     return _all_reduced(find_group("two_shot_all_reduce_out", group_name), input, reduce_op, output)
 
 
@@ -114,7 +116,7 @@ def reduce_scatter_out(input: Tensor, group_name: str, split_last_dim: bool, out
     """The sum, split along the last dimension or along the first."""
     call = "reduce_scatter_out"
     group = find_group(call, group_name)
-    dim = _dim(call, "input", -1 if split_last_dim else 0, input)
+    dim = check_dim(call, "input", -1 if split_last_dim else 0, input)
     return _scattered(call, group, input, "sum", dim, output)
 
 
@@ -127,7 +129,7 @@ def _scattered(
     shape[dim] //= group.size
     if output is None:
         output = input.new_empty(shape)
-    _check_like(call, "output", output, shape, input.dtype)
+    check_like(call, "output", output, shape, input.dtype)
     pieces = input if dim == 0 else torch.cat(input.chunk(group.size, dim))
     group.reduce_scatter_single(output, pieces, reduce_op)
     return output
@@ -135,13 +137,23 @@ def _scattered(
 
 def low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
     call = "_low_contention_all_gather"
-    _dim(call, "tensor", 0, tensor)
+    check_dim(call, "tensor", 0, tensor)
     return gathered(find_group(call, group_name), tensor)
+
+
+def low_contention_all_gather_out(tensor: Tensor, group_name: str, out: Tensor) -> Tensor:
+    call = "_low_contention_all_gather_ce_multicast_out"
+    check_dim(call, "tensor", 0, tensor)
+    group = find_group(call, group_name)
+    shape = (tensor.shape[0] * group.size, *tensor.shape[1:])
+    check_like(call, "out", out, shape, tensor.dtype)
+    group.all_gather_single(out, tensor)
+    return out
 
 
 def low_contention_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: str) -> Tensor:
     call = "_low_contention_reduce_scatter"
-    _dim(call, "tensor", 0, tensor)
+    check_dim(call, "tensor", 0, tensor)
     return _scattered(call, find_group(call, group_name), tensor, reduce_op, 0)
 
 
@@ -202,7 +214,7 @@ def fused_all_gather_matmul(
     A: Tensor, Bs: Sequence[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
     call = "fused_all_gather_matmul"
-    dim = _dim(call, "gather_dim", gather_dim, A)
+    dim = check_dim(call, "gather_dim", gather_dim, A)
     group = find_group(call, group_name)
     if dim != A.dim() - 1 and pays_in_pieces(group, A.numel() * group.size * A.dtype.itemsize):
         first, products = _gather_beside(group, A, Bs, dim)
@@ -218,7 +230,7 @@ def fused_all_gather_matmul(
 def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
     call = "fused_matmul_reduce_scatter"
     group = find_group(call, group_name)
-    dim = _dim(call, "scatter_dim", scatter_dim, A)  # the product has as many dimensions
+    dim = check_dim(call, "scatter_dim", scatter_dim, A)  # the product has as many dimensions
     nbytes = A.numel() // max(1, A.shape[-1]) * B.shape[-1] * A.dtype.itemsize
     if dim != A.dim() - 1 and pays_in_pieces(group, nbytes):
         check_divisible(call, f"size {dim} of the input", A.shape[dim], group.size)
@@ -241,7 +253,7 @@ def fused_all_gather_scaled_matmul(
     """``A_scale``: one number; one for each row of the shard; or one for each row of the whole."""
     call = "fused_all_gather_scaled_matmul"
     group = find_group(call, group_name)
-    dim = _dim(call, "gather_dim", gather_dim, A)
+    dim = check_dim(call, "gather_dim", gather_dim, A)
     lists = {"B_scales": B_scales, "biases": biases, "result_scales": result_scales, "out_dtypes": out_dtypes}
     for name, values in {**lists, "use_fast_accum": use_fast_accum}.items():
         if len(values) != len(Bs):
@@ -300,7 +312,7 @@ def fused_scaled_matmul_reduce_scatter(
     product = torch._scaled_mm(rows, B, A_scale, B_scale, bias, result_scale, out_dtype, use_fast_accum)
     leading = A.shape[:-1] if output_shape is None else output_shape[:-1]
     product = product.view(*leading, B.shape[1])
-    dim = _dim(call, "orig_scatter_dim", orig_scatter_dim, product)
+    dim = check_dim(call, "orig_scatter_dim", orig_scatter_dim, product)
     return _scattered(call, find_group(call, group_name), product, reduce_op, dim)
 
 
@@ -320,7 +332,7 @@ def multi_root_tile_reduce(
     if len(set(roots)) != len(roots) or len(roots) != len(in_tiles):
         raise errors.bad_argument(call, "roots", list(roots), f"{len(in_tiles)} different ranks, one for each tile")
     for tile, root in zip(in_tiles, roots, strict=True):
-        _check_like(call, "out_tile", out_tile, tile.shape, tile.dtype)
+        check_like(call, "out_tile", out_tile, tile.shape, tile.dtype)
         _reduced_to(group, tile, root, reduce_op, out_tile)
 
 
@@ -344,7 +356,7 @@ def nccl_reduce_scatter_offset(
     """Blocks along ``dim`` end at ``offsets``; block k goes to rank ``dst_ranks[k]``, whose j-th is ``out[j]``."""
     call = "reduce_scatter_offset"
     group = find_group(call, group_name)
-    dim = _dim(call, "dim", dim, input)
+    dim = check_dim(call, "dim", dim, input)
     if offsets is None:
         check_divisible(call, f"size {dim} of the input", input.shape[dim], group.size)
         offsets = [input.shape[dim] // group.size * (k + 1) for k in range(group.size)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from symcomm import errors
-from symcomm.backend.symm_reduce import check_divisible, gathered
+from symcomm.backend.symm_reduce import check_dim, check_divisible, check_like, gathered
 from symcomm.group.process_group import ProcessGroup
 from symcomm.symm_mem.groups import find_group
 
@@ -16,6 +16,7 @@ __all__ = [
     "all_to_all_vdev",
     "all_to_all_vdev_2d",
     "all_to_all_vdev_2d_offset",
+    "nccl_all_to_all_nd",
     "nvshmem_all_to_all",
     "nvshmem_broadcast",
 ]
@@ -24,6 +25,23 @@ __all__ = [
 def nvshmem_all_to_all(input: Tensor, out: Tensor, group_name: str) -> Tensor:
     find_group("nvshmem_all_to_all", group_name).all_to_all_single(out, input)
     return out
+
+
+def nccl_all_to_all_nd(input: Tensor, out: Tensor, scatter_dim: int, gather_dim: int, group_name: str) -> None:
+    """Part k of the input along ``scatter_dim`` goes to rank k; what comes is joined along ``gather_dim``."""
+    call = "nccl_all_to_all_nd"
+    group = find_group(call, group_name)
+    scatter = check_dim(call, "scatter_dim", scatter_dim, input)
+    gather = check_dim(call, "gather_dim", gather_dim, input)
+    check_divisible(call, f"the input's dimension {scatter_dim}", input.shape[scatter], group.size)
+    shape = list(input.shape)
+    shape[scatter] //= group.size
+    shape[gather] *= group.size
+    check_like(call, "out", out, shape, input.dtype)
+    parts = [part.contiguous() for part in input.tensor_split(group.size, scatter)]
+    received = [torch.empty_like(part) for part in parts]
+    group.all_to_all(received, parts)
+    torch.cat(received, gather, out=out)
 
 
 def nvshmem_broadcast(input: Tensor, root: int, group_name: str) -> Tensor:

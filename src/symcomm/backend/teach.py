@@ -1,7 +1,7 @@
 """Functions of torch that refuse every backend but those they know by name, before they ask the group.
 
 Each is replaced by one that does the work when the group is ours, and otherwise calls what was there. This module is
-loaded while torch is being imported, so it imports nothing of ours but errors until a group is made.
+loaded while torch is being imported, so it imports nothing of ours but errors and versions until a group is made.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["errors_by_pytorchs_names", "known_to_dist2", "teach"]
+from symcomm.backend import versions
+
+__all__ = ["dist2_group", "errors_by_pytorchs_names", "teach"]
 
 
 def teach() -> None:
-    for name, ours in _OURS.items():
-        known = getattr(c10d, name, None)
-        if known is not None:  # some are missing in other versions of torch
-            taught = _taught(known, ours)
-            setattr(c10d, name, taught)
-            if hasattr(dist, name):
-                setattr(dist, name, taught)
-    known_to_dist2()["symcomm"] = _dist2_group
+    for name, known in versions.present(c10d, _OURS).items():
+        taught = _taught(known, _OURS[name])
+        setattr(c10d, name, taught)
+        if hasattr(dist, name):  # private ones are in the module only
+            setattr(dist, name, taught)
+    versions.dist2_factories()["symcomm"] = dist2_group
     errors_by_pytorchs_names()
     _init_process_group()
     _keep_works_of_reducers()
@@ -40,14 +40,13 @@ def errors_by_pytorchs_names() -> None:
     """Scripts catch a store's exceptions by PyTorch's names, which ours then are, too."""
     from symcomm import errors
 
-    for ours, name in (
-        (errors.StoreDeadlineError, "DistStoreError"),
-        (errors.StoreConnectionError, "DistNetworkError"),
-        (errors.StoreAuthError, "DistNetworkError"),
-        (errors.QueueEmptyError, "QueueEmptyError"),
+    for ours, theirs in (
+        (errors.StoreDeadlineError, dist.DistStoreError),
+        (errors.StoreConnectionError, dist.DistNetworkError),
+        (errors.StoreAuthError, dist.DistNetworkError),
+        (errors.QueueEmptyError, dist.QueueEmptyError),
     ):
-        theirs = getattr(dist, name, None)  # older versions know fewer
-        if theirs is not None and not issubclass(ours, theirs):
+        if not issubclass(ours, theirs):
             first, *others = ours.__bases__
             ours.__bases__ = (first, theirs, *others)  # others may be OSErrors, which come after RuntimeErrors
 
@@ -247,22 +246,13 @@ def _check_shrink(group: Any, exclude: Any, flags: Any) -> None:
         )
 
 
-# --- torch's newest interface -----------------------------------------------------------------------------------------
-
-
-def known_to_dist2() -> dict[str, Callable[..., Any]]:
-    """The table of group factories of torch.distributed._dist2; an empty one where there is none."""
-    try:
-        from torch.distributed import _dist2
-    except ImportError:
-        return {}
-    return _dist2._BACKENDS
+# --- torch.distributed._dist2 -----------------------------------------------------------------------------------------
 
 
 _dist2_groups = itertools.count(1)
 
 
-def _dist2_group(store: Any, rank: int, world_size: int, timeout: timedelta, device: Any, **options: Any) -> Any:
+def dist2_group(store: Any, rank: int, world_size: int, timeout: timedelta, device: Any, **options: Any) -> Any:
     from symcomm import errors
     from symcomm.backend.group import TorchGroup
 

@@ -57,7 +57,7 @@ def watch(proxy_tensor: Any, group_class: type) -> None:
 
     def traced(name: str, own: Callable[..., Any], now: Callable[..., Any]) -> Callable[..., Any] | None:
         """Operations by all names that this version of torch calls them by."""
-        is_called = own in operations and hasattr(torch.distributed.ProcessGroup, name)
+        is_called = own in operations and versions.present(torch.distributed.ProcessGroup, [name])
         return _dispatched(name, own, now) if is_called else None
 
     exchange.wrap_inside(proxy_tensor.ProxyTorchDispatchMode, group_class, traced)

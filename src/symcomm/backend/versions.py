@@ -1,12 +1,16 @@
 """What differs between the versions of torch that Symcomm runs on. Nothing else in the package asks for a version.
 
 Builds differ as well as versions, so each fact is asked of the torch that is running, and not read from its number.
+Two packages that cannot import this one ask the tensor or storage they were handed: ``group`` (buffers, arguments) and
+``symm_mem`` (symmetrize), which lie below; ``device`` asks torch itself, since it also runs on builds without
+``torch.distributed``.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,34 +22,68 @@ from symcomm.torch_versions import NEWEST, release
 
 __all__ = [
     "ACCEPTS_IN_FLIGHT_INPUTS",
-    "CAN_REPLACE_KERNELS",
+    "HAS_CUDA",
     "SPLIT_KEEPS_ORDER",
     "HAS_PYTHON_BACKENDS",
     "all_gather_single",
+    "arguments_unknown_to",
+    "dist2_factories",
+    "functional_operators",
     "looked_up_by_cpp",
+    "method_of_group",
     "op_type",
+    "present",
     "warn_if_untested",
 ]
 
 
-# A Python class can be a real Backend (since 2.15); before that Backend has no constructor that Python could call.
+# A Python class can be a real Backend (since 2.14); before that Backend has no constructor that Python could call.
 HAS_PYTHON_BACKENDS = "rank" in (torch_c10d.Backend.__init__.__doc__ or "")
 
-# torch.library can wrap the kernel that an operator has (since 2.11).
-CAN_REPLACE_KERNELS = hasattr(torch.library, "get_kernel")
+# A build for CUDA has kernels for it, whether there is a GPU or not.
+HAS_CUDA = torch.version.cuda is not None
 
 # split_group numbers ranks in the order of the list, and not by size, and gives others NON_GROUP_MEMBER (since 2.15).
 SPLIT_KEEPS_ORDER = "order of ranks within each split is preserved" in " ".join(
     (c10d.split_group.__doc__ or "").split()
 )
 
-# Whether graphs may be given tensors that a collective still writes; asked at each call (since 2.12).
-ACCEPTS_IN_FLIGHT_INPUTS: Callable[[], bool] = getattr(
-    torch_c10d, "_allow_inflight_collective_as_graph_input", lambda: False
-)
+# Whether graphs may be given tensors that a collective still writes; asked at each call.
+ACCEPTS_IN_FLIGHT_INPUTS: Callable[[], bool] = vars(torch_c10d)["_allow_inflight_collective_as_graph_input"]
 
 # dist.all_gather_into_tensor has another name since 2.13.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def present(owner: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Those of ``names`` that this torch's module or class has. Some came and some went between versions."""
+    return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+
+
+def functional_operators(names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that are functional collectives here: all_gather_into_tensor_out is in all versions,
+    batch_p2p_ops since 2.13."""
+    return list(present(torch.ops._c10d_functional, names))
+
+
+def method_of_group(group: Any, name: str, older: str) -> Callable[..., Any] | None:
+    """A method of one of torch's own groups, called ``older`` before 2.13; None where this version lacks it."""
+    return getattr(group, name, None) or getattr(group, older, None)
+
+
+def dist2_factories() -> dict[str, Callable[..., Any]]:
+    """How torch.distributed._dist2 makes groups, by backend; empty where it is gone (since 2.14)."""
+    try:
+        from torch.distributed import _dist2
+    except ImportError:
+        return {}
+    return _dist2._BACKENDS
+
+
+def arguments_unknown_to(function: Callable[..., Any], newer: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the arguments that newer versions take, with their defaults: those that this version's function does not."""
+    known = inspect.signature(function).parameters
+    return {name: default for name, default in newer.items() if name not in known}
 
 
 def looked_up_by_cpp(name: str, older: str) -> str:

@@ -17,6 +17,7 @@ import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
 
 from symcomm import errors
+from symcomm.backend import versions
 from symcomm.backend.group import TorchGroup
 from symcomm.c10d.enums import BackendType, OpType
 from symcomm.c10d.group_hooks import OwnHooks
@@ -188,7 +189,7 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
         backend = self._get_backend(where or self._bound or (self._device_types or [_CPU])[0])
         begun = datetime.now()
         if isinstance(backend, torch_c10d.Backend):
-            call = getattr(self._theirs, name, None) or getattr(self._theirs, on_backend, None)  # before torch 2.13
+            call = versions.method_of_group(self._theirs, name, on_backend)
             if call is None:
                 raise errors.CallerError(f"{name}: backends of this PyTorch do not have it; newer ones do.")
             work = call(*map(for_torch, args), **{key: for_torch(value) for key, value in named.items()})

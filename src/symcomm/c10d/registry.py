@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch._C._distributed_c10d as torch_c10d
 
+from symcomm.backend.versions import present
+
 SHARED = (
     "_allow_inflight_collective_as_graph_input", "_current_process_group", "_get_comm_profiling_name",
     "_get_work_registry_size", "_is_process_group_registered", "_register_process_group", "_register_work",
@@ -28,4 +30,4 @@ def _is_process_group_registered(group_name: str) -> bool:
 
 
 _OLDER = {"_is_process_group_registered": _is_process_group_registered}
-shared = _OLDER | {name: getattr(torch_c10d, name) for name in SHARED if hasattr(torch_c10d, name)}
+shared = _OLDER | present(torch_c10d, SHARED)

@@ -29,12 +29,8 @@ NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
 OPS = ("sum", "prod", "min", "max", "avg")
 QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
-PROGRAMS = {
-    "ddp": (4, 2),
-    "compile": (4, 10),
-    "groups": (4, 10),
-    "hosts": (3, 1),
-}  # turns of a quick run, steps of each
+# Whole programs: turns of a quick run, steps of each
+PROGRAMS = {"ddp": (4, 2), "compile": (4, 10), "groups": (4, 10), "hosts": (3, 1), "torch": (3, 50)}
 FAMILIES = {"all": COLLECTIVES, "window": ONE_SIDED}
 QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
 
@@ -207,7 +203,8 @@ def bench_program(name: str, plan: Any, wanted: Wanted, how: str = "") -> None:
         found = getattr(module, f"run_{name}_bench")(plan, tick)
     facts = bench_table.machine()
     load = f"load {facts['load']:.1f} when done"
-    print(f"# free on {facts['cores']} cores, {facts['system']}, {load}{how and '; '}{how}\n")
+    where = "pinned to" if getattr(plan, "pinned", False) else "free on"
+    print(f"# {where} {facts['cores']} cores, {facts['system']}, {load}{how and '; '}{how}\n")
     table = module.as_table(found, plan, wanted.best)
     print((bench_table.as_markdown if wanted.markdown else bench_table.as_text)(table))
     if note := module.note(found):
@@ -283,6 +280,7 @@ def bench(
     ordinary: options.Ordinary = False,
     against: options.Against = "",
     collectives: options.Collectives = "all_reduce",
+    python: options.Python = "",
     quick: options.Quick = False,
     best: options.Best = False,
     pin: options.Pin = True,
@@ -305,6 +303,7 @@ def bench(
       symcomm bench gpu
       symcomm bench hosts --ranks 4 --collectives all_reduce,all_gather
       symcomm bench sites
+      symcomm bench torch --python other/bin/python
     """
     if ranks is None:
         ranks = 1 if collective == "sites" else 2
@@ -323,7 +322,9 @@ def bench(
         elif collective == "sites":
             bench_sites(ranks, wanted, quick=quick)
         elif collective in PROGRAMS:
-            more = {"collectives": pick_collectives(collectives)} if collective == "hosts" else {}
+            more: dict[str, Any] = {"collectives": pick_collectives(collectives)} if collective == "hosts" else {}
+            if collective == "torch":
+                more = {"pythons": _module_of("torch").find_pythons(python)}
             bench_turns(collective, ranks, rounds, iters, wanted, quick=quick, **more)
         else:
             _check_numbers(ranks, root, iters, warmup, rounds, collective)
@@ -343,7 +344,7 @@ def bench(
 
 def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:
     call = "symcomm bench"
-    lowest = 2 if collective in ("p2p", "all", "window", "groups", "ddp", "compile", "gpu") else 1
+    lowest = 2 if collective in ("p2p", "all", "window", "groups", "ddp", "compile", "gpu", "torch") else 1
     if ranks < lowest:
         raise errors.bad_argument(call, "--ranks", ranks, f"{lowest} or more for {collective}")
     if not 0 <= root < ranks:

@@ -12,7 +12,7 @@ COLLECTIVES = (
     "p2p",
 )  # fmt: skip
 ONE_SIDED = ("put", "put_signal")  # into windows: what ``window`` measures
-OTHERS = ("store", "groups", "ddp", "compile", "gpu", "hosts", "sites")  # each in a file of its own
+OTHERS = ("store", "groups", "ddp", "compile", "gpu", "hosts", "sites", "torch")  # each in a file of its own
 
 Collective = Annotated[
     str,
@@ -49,7 +49,7 @@ Rounds = Annotated[
     typer.Option(
         "--rounds",
         metavar="N",
-        help="Turns that the sides take. [default: 3; ddp, compile, groups: 10; hosts: 5]",
+        help="Turns that the sides take. [default: 3; ddp, compile, groups: 10; hosts: 5; torch: 15]",
         show_default=False,
     ),
 ]
@@ -60,6 +60,9 @@ Against = Annotated[
 ]
 Collectives = Annotated[
     str, typer.Option("--collectives", metavar="NAMES", help="hosts: which, with commas, or all but p2p: all.")
+]
+Python = Annotated[
+    str, typer.Option("--python", metavar="PATHS", help="torch: interpreters with another torch, with commas.")
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Seven sizes, short repetitions, one summary.")]
 Best = Annotated[bool, typer.Option("--best", help="Show fastest repetitions: for noisy machines.")]

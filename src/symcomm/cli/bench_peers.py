@@ -75,17 +75,24 @@ def _run_setup(name: str, command: Sequence[str]) -> None:
         raise errors.ResourceError(f"symcomm bench: `{' '.join(command)}` failed: {last[0]}")
 
 
-def start_of(side: str, world: int, address: str, store: str, pinned: bool, module: str) -> Start:
+def start_of(
+    side: str, world: int, address: str, store: str, pinned: bool, module: str, python: str = sys.executable
+) -> Start:
     """The processes of a side. All ranks connect to ``address``; ``store`` is a file for those that meet in one.
 
-    ``module`` is what a rank runs; MPI's ranks, whose Python does not have us, run the file of bench_worker."""
+    ``module`` is what a rank runs; MPI's ranks, whose Python does not have us, run the file of bench_worker. Another
+    ``python`` finds our package, and nothing else of this environment."""
     common = [address, side, "{rank}", str(world), store, "pin" if pinned else "free"]
     if side in MPIS:
         return _mpi(side, world, [str(WORKER), *common])
-    worker = [sys.executable, "-m", module, *common]
+    worker = [python, "-m", module, *common]
     commands = [[word.replace("{rank}", str(rank)) for word in worker] for rank in range(world)]
     env = _clean_environment()
     source = str(Path(__file__).parents[2])
+    if python != sys.executable:
+        source = f"{store}.packages"
+        os.mkdir(source)
+        os.symlink(Path(__file__).parents[1], f"{source}/symcomm")
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [source, env.get("PYTHONPATH", "")]))
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return Start(commands, env)

@@ -16,11 +16,13 @@ import signal
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from symcomm import errors
@@ -115,12 +117,12 @@ class Rank:
 class Side:
     """The ranks of one library, alive for the whole run and asleep unless they have an order."""
 
-    def __init__(self, name: str, world: int, folder: Path, pinned: bool, worker: str, call: str):
+    def __init__(self, name: str, world: int, folder: Path, pinned: bool, worker: str, call: str, python: str):
         self.name, self.world, self.call = name, world, call
         self.ranks: list[Rank] = []
         self.log = folder / f"{name}.log"
         address = str(folder / f"{name}.socket")
-        start = start_of(name, world, address, str(folder / f"{name}.store"), pinned, worker)
+        start = start_of(name, world, address, str(folder / f"{name}.store"), pinned, worker, python)
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(address)
         self.listener.listen(world)
@@ -229,16 +231,17 @@ class Side:
 
 @contextlib.contextmanager
 def open_sides(
-    names: Sequence[str], world: int, pinned: bool = True, worker: str = WORKER, call: str = "symcomm bench"
-) -> Iterator[dict[str, Side]]:
+    names: Sequence[str], world: int, pinned: bool = True, worker: str = WORKER, call: str = "symcomm bench",
+    pythons: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[dict[str, Side]]:  # fmt: skip
     """Start the ranks of every side, running the module ``worker``; all are gone afterwards, whatever happened.
 
-    ``call`` is who failed, in the words of an error."""
+    ``call`` is who failed, in the words of an error. ``pythons``: the interpreters of sides that do not run on ours."""
     folder = Path(tempfile.mkdtemp(prefix="symcomm-bench-"))
     sides: dict[str, Side] = {}
     try:
         for name in names:
-            sides[name] = Side(name, world, folder, pinned, worker, call)
+            sides[name] = Side(name, world, folder, pinned, worker, call, pythons.get(name, sys.executable))
         for side in sides.values():
             side.connect()
         yield sides

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch.distributed import _functional_collectives as functional
 
+from symcomm.backend import versions
 from symcomm.collectives import select
 from symcomm.collectives.plan import Plan
 from symcomm.compile import lowering, shapes
 from symcomm.group.buffers import torch_dtypes
 from symcomm.types import RedOpType
 
-__all__ = ["TABLE", "WAIT", "Entry", "find"]
+__all__ = ["TABLE", "WAIT", "WAIT_FOR_ALL", "Entry", "find"]
 
 MakePlan = Callable[[int, int, int, int], Plan]  # rank, world, elements of the input, dtype
 
@@ -37,7 +38,7 @@ class Entry:
     def packet(self) -> Any:
         """torch's operator, or None in a version of torch that does not have it."""
         namespace, name = self.operator.split("::")
-        return getattr(getattr(torch.ops, namespace), name, None)
+        return versions.present(getattr(torch.ops, namespace), [name]).get(name)
 
     @property
     def autograd(self) -> Any:
@@ -108,6 +109,8 @@ _ENTRIES = (
 )  # fmt: skip
 TABLE = {entry.operator: entry for entry in _ENTRIES}
 WAIT = _C + "wait_tensor"  # its shape is its input's, it waits for the Work of that, and its gradient is waited for
+# The same of several tensors (since torch 2.14), in gradients of coalesced collectives. It is left to torch's lowering.
+WAIT_FOR_ALL = _C + "wait_tensors"
 
 
 def find(operator: str) -> Entry:

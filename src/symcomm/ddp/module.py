@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from symcomm.backend.versions import arguments_unknown_to
 from symcomm.ddp.assign import compute_bucket_assignment_by_size
 from symcomm.ddp.broadcast import broadcast_coalesced
 from symcomm.ddp.bucket import GradBucket
@@ -26,13 +27,16 @@ from symcomm.errors import bad_argument
 __all__ = ["DistributedDataParallel"]
 
 _SIGNATURE = inspect.signature(TorchDDP.__init__)
-# Arguments that older versions of PyTorch do not know; ours works without their help.
-_NEWER: dict[str, Any] = {
-    "skip_all_reduce_unused_params": False,
-    "bucket_cap_mb_list": None,
-    "batched_grad_copy": False,
-    "forward_sync_buffers": None,
-}
+# Arguments that this version of PyTorch does not know; ours works without its help.
+_NEWER = arguments_unknown_to(
+    TorchDDP.__init__,
+    {
+        "skip_all_reduce_unused_params": False,
+        "bucket_cap_mb_list": None,
+        "batched_grad_copy": False,
+        "forward_sync_buffers": None,
+    },
+)
 _MIB = 1 << 20
 
 
@@ -44,9 +48,7 @@ class DistributedDataParallel(TorchDDP):
     """
 
     def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any):
-        newer = {
-            name: kwargs.pop(name, default) for name, default in _NEWER.items() if name not in _SIGNATURE.parameters
-        }
+        newer = {name: kwargs.pop(name, default) for name, default in _NEWER.items()}
         given = _SIGNATURE.bind(self, module, *args, **kwargs).arguments
         given.pop("self")
         group = given.get("process_group")

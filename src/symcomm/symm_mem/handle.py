@@ -188,6 +188,13 @@ class SymmetricMemory:
 
     has_multicast_support = staticmethod(settings.has_multicast_support)
 
+    def get_peer_cft_handle(self, peer: int) -> tuple[int, int]:
+        """NCCL's endpoints on a GPU, in torch 2.15: there are none here."""
+        raise errors.CallerError(f"get_peer_cft_handle({peer}): only NCCL has such endpoints; use get_buffer.")
+
+    def get_multimem_cft_handle(self) -> tuple[int, int]:
+        raise errors.CallerError("get_multimem_cft_handle: only NCCL has such endpoints; use get_buffer.")
+
     # --- tensors over peers' memory ---------------------------------------------------------------------------
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:

@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,13 +14,14 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.observe.health import FAIL, OK, WARN, Finding
+from symcomm.torch_versions import NEWEST, OLDEST, TESTED, release
 
 __all__ = ["CHECKS"]
 
-OLDEST_TORCH = (2, 10)  # as in pyproject.toml
 NVIDIA_DEADLINE = 20.0
 TRIAL_DEADLINE = 20.0
-DEVICE_DEADLINE = 90.0  # two imports of torch, and CUDA's start
+RANKS_DEADLINE = 90.0  # two imports of torch, and CUDA's start
+PARTING = 10.0  # seconds that the launcher has to end its ranks
 DRIFT_NS = 10_000_000  # ten milliseconds of a tenth of a second: no counter that works is that far off
 
 
@@ -67,18 +69,36 @@ def _meet(group: Any) -> list[int]:
 
 
 def torch() -> list[Finding]:
-    """Without importing it: that takes seconds, and a broken one may crash."""
+    """Its version, and whether two ranks meet through it. It is not imported here: a broken one may crash or hang."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return [Finding("torch", WARN, "not installed", "pip install 'symcomm[torch]'")]
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    if numbers < OLDEST_TORCH:
-        least = ".".join(map(str, OLDEST_TORCH))
-        findings = [Finding("torch", FAIL, version, f"symcomm needs torch {least} or newer")]
-    else:
-        findings = [Finding("torch", OK, version)]
-    return [*findings, entry_point()]
+    judged = judge_version(version)
+    return [judged, entry_point(), *([] if judged.state == FAIL else [torch_group()])]
+
+
+def judge_version(version: str) -> Finding:
+    """A release that nobody has tried may work: the next check tells."""
+    found = f"{version} (tested: {', '.join(TESTED)})"
+    if not re.match(r"\d+\.\d+", version):
+        return Finding("torch", WARN, found, f"its version cannot be read; pip install 'torch=={NEWEST}' if it fails")
+    number = release(version)
+    if number < release(OLDEST):
+        return Finding("torch", FAIL, found, f"symcomm needs torch {OLDEST} or newer: pip install 'torch=={NEWEST}'")
+    if number not in map(release, TESTED):
+        fix = f"not tested yet; if it fails: pip install 'torch=={NEWEST}'"
+        return Finding("torch", WARN, found, fix)
+    return Finding("torch", OK, found)
+
+
+def torch_group() -> Finding:
+    """Two ranks make a group through torch.distributed, sum a tensor, destroy the group, and do all of it again."""
+    failure = run_two_ranks("cpu")
+    if failure is not None:
+        fix = f"pip install --force-reinstall 'torch=={NEWEST}'; if that does not help, report this"
+        return Finding("torch group", FAIL, f"two ranks cannot use torch.distributed: {failure}", fix)
+    return Finding("torch group", OK, "two ranks made a group through torch.distributed, twice")
 
 
 def entry_point() -> Finding:
@@ -109,19 +129,32 @@ def gpus() -> Finding | list[Finding]:
 
 
 def share_device(device: str) -> Finding:
-    """Two ranks sum a tensor on it; in processes of their own, since a broken driver may take them down."""
-    command = [sys.executable, "-m", "symcomm", "run", "-n", "2", "-m", "symcomm.cli.doctor_ranks", device]
-    fix = "containers: --ipc=host, and the same pid namespace for all ranks; else see docs/gpu.md"
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEVICE_DEADLINE)
-    except subprocess.TimeoutExpired:
-        return Finding("gpu memory", FAIL, f"two ranks did not meet on {device} in {DEVICE_DEADLINE:.0f} s", fix)
-    if done.returncode:
-        lines = (
-            [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines() or ["no words"]
-        )
-        return Finding("gpu memory", FAIL, f"two ranks cannot share {device}: {lines[-1].strip()}", fix)
+    """Two ranks sum a tensor on it."""
+    failure = run_two_ranks(device)
+    if failure is not None:
+        fix = "containers: --ipc=host, and the same pid namespace for all ranks; else see docs/gpu.md"
+        return Finding("gpu memory", FAIL, f"two ranks cannot share {device}: {failure}", fix)
     return Finding("gpu memory", OK, f"two ranks summed a tensor on {device}")
+
+
+def run_two_ranks(device: str) -> str | None:
+    """Why two ranks cannot sum a tensor there, or None. They are processes of their own, with a deadline: a broken
+    torch or driver may take them down, or keep them for ever."""
+    command = [sys.executable, "-m", "symcomm", "run", "-n", "2", "-m", "symcomm.cli.doctor_ranks", device]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            _, told = launcher.communicate(timeout=RANKS_DEADLINE)
+        except subprocess.TimeoutExpired:
+            launcher.send_signal(signal.SIGTERM)  # which it passes on to its ranks
+            try:
+                launcher.communicate(timeout=PARTING)
+            except subprocess.TimeoutExpired:
+                launcher.kill()
+            return f"not done after {RANKS_DEADLINE:.0f} s"
+    if launcher.returncode == 0:
+        return None
+    lines = [line for line in told.splitlines() if "Error" in line] or told.splitlines() or ["no words"]
+    return lines[-1].strip()
 
 
 def judge_gpus(lines: list[str]) -> Finding:

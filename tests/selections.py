@@ -1,0 +1,48 @@
+"""Which tests run where: on another torch (`make test-torch`), on another Python without torch (`make test-python`).
+
+``python -m tests.selections torch`` prints the files of a selection. Every test file is in one of the three lists, or
+in both of the first two; `tests/test_selections.py` notices one that is in none.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+# What depends on the version of torch: its groups, stores, operators, compiler, DDP, and the programs built on them.
+TORCH = (
+    "c10d_ddp", "c10d_engine", "c10d_enums", "c10d_groups", "c10d_names", "c10d_options", "c10d_stores",
+    "c10d_symmetric", "c10d_works", "compile_checks", "compile_options", "conformance_quick", "ddp_checks", "ddp_hooks",
+    "ddp_hooks_local", "device_autograd", "device_coalesced", "device_copies", "device_data_parallel", "device_nested",
+    "doctor", "engines", "examples", "gpu_without", "group_life", "handshake", "hosts_torch", "profile_fields",
+    "store_collectives", "store_contract", "store_model", "symm_mem", "symm_ops", "symmetrize", "tcp_store_interop",
+    "torch_backend", "torch_versions", "trace_dumps",
+)  # fmt: skip
+
+# What runs where torch is not installed. Tests in these files that compare with torch are skipped there, and say so.
+WITHOUT_TORCH = (
+    "arena", "cli", "control_api", "control_attacks", "doctor", "errors", "launch_conventions", "launcher",
+    "launcher_blame", "launcher_elastic", "metrics", "numpy_ranks", "observe_together", "plan_bugs", "plans",
+    "rendezvous", "selections", "simulate", "store_collectives", "store_contract", "store_file", "store_model",
+    "tcp_store", "tcp_store_hostile", "top_model", "top_page", "top_servers", "trace_verdict",
+)  # fmt: skip
+
+# Torch tensors in calls that have been the same in all its versions, our own sources, or tools that few machines have.
+MAIN_ONLY = (
+    "async", "attack", "bench", "collectives", "control_plane", "demo", "docs", "elastic", "failures", "flight",
+    "gpu_collectives", "gpu_comm", "gpu_torch", "groups", "grow", "hosts_attack", "hosts_failures", "hosts_lines",
+    "hosts_network", "hosts_values", "layers", "p2p", "ray", "reduce_kernels", "reentrant", "sites", "soak_short",
+    "spawn", "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing",
+)  # fmt: skip
+
+SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH}
+
+
+def files(names: tuple[str, ...]) -> list[str]:
+    return [f"tests/test_{name}.py" for name in names]
+
+
+if __name__ == "__main__":
+    print(*files(SELECTIONS[sys.argv[1]]))
