@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch._C._distributed_c10d as torch_c10d
-
+from symcomm.backend import versions
 from symcomm.backend.arguments import is_async, root_of
 from symcomm.group.call_hooks import HookOpName, PostHookArgs, PreHookArgs
 from symcomm.group.hook_classes import HealthCheckHook
@@ -17,7 +16,7 @@ from symcomm.group.process_group import ProcessGroup
 
 __all__ = ["TORCH_CALLS", "Hooked", "TorchCalls", "attach_own_health_checks"]
 
-_TORCHS_NAMES: Any = getattr(torch_c10d, "HookOpName", None)  # since 2.15
+_TORCHS_NAMES: Any = versions.hook_classes().get("HookOpName")
 
 
 class TorchCalls:
@@ -78,7 +77,7 @@ TORCH_CALLS = TorchCalls()
 @functools.cache
 def attach_own_health_checks() -> None:
     """torch 2.15 attaches a HealthCheckHook to every group, but asks only C++ backends to call it: ours goes along."""
-    theirs: Any = getattr(torch_c10d, "HealthCheckHook", None)
+    theirs: Any = versions.hook_classes().get("HealthCheckHook")
     if theirs is None:
         return
     attach = theirs.attach

@@ -150,7 +150,8 @@ for _name in versions.present(dist.ProcessGroup, OPERATIONS):
 @functools.cache
 def _notice_hooks() -> None:
     """Have groups of ours notice that one of torch's hooks was attached to them, or removed."""
-    for kind in (vars(torch_c10d)["FlightRecorderHook"], vars(torch_c10d)["NanCheckHook"]):
+    watching = versions.hook_classes()
+    for kind in (watching[name] for name in ("FlightRecorderHook", "NanCheckHook") if name in watching):
         kind.attach = staticmethod(_attaching(kind.attach))
         kind.remove = _removing(kind.remove)
 

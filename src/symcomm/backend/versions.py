@@ -29,6 +29,7 @@ __all__ = [
     "arguments_unknown_to",
     "dist2_factories",
     "functional_operators",
+    "hook_classes",
     "looked_up_by_cpp",
     "method_of_group",
     "op_type",
@@ -64,6 +65,11 @@ def functional_operators(names: Iterable[str]) -> list[str]:
     """Those of ``names`` that are functional collectives here: all_gather_into_tensor_out is in all versions,
     batch_p2p_ops since 2.13."""
     return list(present(torch.ops._c10d_functional, names))
+
+
+def hook_classes() -> dict[str, Any]:
+    """What torch has of hooks that watch groups (since 2.15)."""
+    return present(torch_c10d, ("FlightRecorderHook", "HealthCheckHook", "HookOpName", "NanCheckHook"))
 
 
 def method_of_group(group: Any, name: str, older: str) -> Callable[..., Any] | None:
