@@ -12,6 +12,7 @@ import torch
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
+from symcomm.backend.versions import present
 
 __all__ = ["FUNCTIONS", "GROUPS", "vendors"]
 
@@ -70,5 +71,5 @@ def vendors() -> dict[str, Any]:
         "_is_nvshmem_available": _is_nvshmem_available,
         "_DEFAULT_PG_NCCL_TIMEOUT": timedelta(minutes=10),
     }
-    newer = {n: None for n in dir(torch_c10d) if n.startswith("ProcessGroup") and n != "ProcessGroup"}
-    return {name: getattr(torch_c10d, name, absent) for name, absent in {**newer, **here}.items()}
+    newer = [name for name in dir(torch_c10d) if name.startswith("ProcessGroup") and name != "ProcessGroup"]
+    return here | present(torch_c10d, (*here, *newer))
