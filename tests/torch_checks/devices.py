@@ -96,6 +96,8 @@ def other_devices_have_their_engine(rank: int, path: str) -> None:
 @check
 def other_devices_on_a_cpp_engine(rank: int, path: str) -> None:
     """Calls arrive at a backend of torch's kind, inside a group of torch's kind."""
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):
+        return  # torch 2.10 has no collectives on meta tensors
     with joined(rank, path, "cpu:symcomm,meta:fake") as group:
         there = torch.ones(4, device="meta")
         work = dist.all_reduce(there, async_op=True)

@@ -232,6 +232,18 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
         """One-sided puts and signals, by the default backend. Every rank of the group calls it."""
         return self._default_backend().new_window(tensor)
 
+    @property
+    def supports_reconfigure(self) -> bool:
+        return bool(getattr(self._default_backend(), "supports_reconfigure", False))
+
+    def get_reconfigure_handle(self) -> str:
+        """Names this process to those that it may form a group with."""
+        return self._default_backend().get_reconfigure_handle()
+
+    def reconfigure(self, opts: Any) -> Any:
+        """The processes that ``opts.handles`` name are the members from now on; each of them calls it."""
+        return self._default_backend().reconfigure(for_torch(opts))
+
     def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:
         """``hook(WorkInfo)`` is called when an operation of this group has ended."""
         if not callable(hook):
