@@ -17,14 +17,15 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from symcomm.collectives.select import Limits
+from symcomm.group.default import join_ranks
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store import FileStore
-from symcomm.store.handshake import Exchange, handshake
 
 
 @dataclass
@@ -42,20 +43,10 @@ class Outcome:
         return f"rank {self.rank} {self.kind}: {self.text or self.value!r}"
 
 
-class _KeepsAll(FileStore):
-    """So that ranks need no barrier before they remove their keys."""
-
-    def delete_key(self, key: str) -> bool:
-        return False
-
-
 def join_group(rank: int, world: int, folder: str, timeout: float, limits: Limits | None = None) -> ProcessGroup:
     """The group of ranks that meet in a file of ``folder``. Its first operation is the test's own."""
-
-    def build(exchange: Exchange) -> ProcessGroup:
-        return ProcessGroup(rank, world, exchange, timeout=timeout, limits=limits)
-
-    return handshake(_KeepsAll(os.path.join(folder, "store"), world), "tests", rank, world, 30.0, build)
+    make = partial(ProcessGroup, timeout=timeout, limits=limits)
+    return join_ranks(FileStore(os.path.join(folder, "store"), world), rank, world, 30.0, make, tidy=False)
 
 
 def _child(

@@ -76,15 +76,20 @@ def init(
     return group
 
 
-def join_ranks(store: Any, rank: int, world_size: int, seconds: float, make: Callable[..., Any]) -> Any:
-    """The group that ``make(rank, size, exchange)`` makes together with the other ranks that come to ``store``."""
+def join_ranks(
+    store: Any, rank: int, world_size: int, seconds: float, make: Callable[..., Any], tidy: bool = True
+) -> Any:
+    """The group that ``make(rank, size, exchange)`` makes together with the other ranks that come to ``store``.
+
+    ``tidy``: leave no keys there, and let the rank that hosts it end it at once."""
 
     def build(exchange: Exchange) -> Any:
         group = make(rank, world_size, exchange)
-        group.barrier()  # nobody needs the store any more, so the rank that hosts it may end
+        if tidy:
+            group.barrier()  # nobody needs the store any more
         return group
 
-    group = handshake(store, "symcomm/init", rank, world_size, seconds, build)
+    group = handshake(store, "symcomm/init", rank, world_size, seconds, build, tidy=tidy)
     group.store = store
     return group
 

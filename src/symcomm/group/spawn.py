@@ -174,7 +174,7 @@ def _rank_main(
 
     store = FileStore(path, n)
     try:
-        group = join_ranks(store, rank, n, 60.0, partial(make_group, timeout=timeout))
+        group = join_ranks(store, rank, n, 60.0, partial(make_group, timeout=timeout), tidy=False)
         set_default(group)
         hooks.joined(group, store)
         result: tuple[bool, Any] = (True, fn(group, *args))

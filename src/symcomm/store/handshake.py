@@ -42,12 +42,20 @@ _answered: deque[str] = deque(maxlen=4096)  # tokens that this process has answe
 
 
 def handshake(
-    store: Any, prefix: str, rank: int, size: int, timeout: float, build: Callable[[Exchange], T], call: str = "init"
+    store: Any,
+    prefix: str,
+    rank: int,
+    size: int,
+    timeout: float,
+    build: Callable[[Exchange], T],
+    call: str = "init",
+    tidy: bool = True,
 ) -> T:
     """What ``build(exchange)`` makes, together with the other ranks that call this on the same ``prefix``.
 
-    When it returns, all ranks must have seen that all have built theirs (a barrier does), since keys are removed then.
-    Raises DeadlineError, naming the ranks that did not come within ``timeout`` seconds."""
+    When that returns, all ranks must have seen that all have built theirs (a barrier does), since keys are removed
+    then; unless ``tidy`` is False, for a store that nobody uses again. Raises DeadlineError, naming the ranks that did
+    not come within ``timeout`` seconds."""
     if size == 1:
         return build(lambda item: [item])
     deadline = time.monotonic() + timeout
@@ -63,7 +71,8 @@ def handshake(
             if not isinstance(error, _GaveUp):
                 attempt.withdraw(str(error) or type(error).__name__)
             raise
-        attempt.clean_up()
+        if tidy:
+            attempt.clean_up()
         return built
 
 
