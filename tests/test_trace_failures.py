@@ -334,6 +334,6 @@ def test_torch_distributed(tmp_path):
     verdict = judge(load(tmp_path / "dumps"))
     assert verdict.kind == "mismatch"
     assert verdict.sentence == (
-        f"the ranks did not make the same call as #{verdict.seq} of group 0: "
+        f"the ranks did not make the same call as #{verdict.seq} of world: "
         f"rank 0 called all_reduce(float32 x 3, SUM) at {here}; rank 1 called all_reduce(float32 x 2, SUM) at {here}."
     )
