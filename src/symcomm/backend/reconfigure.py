@@ -17,6 +17,7 @@ from symcomm.backend import versions
 from symcomm.backend.engines import Engines
 from symcomm.backend.hooked import TORCH_CALLS
 from symcomm.backend.work import DoneWork
+from symcomm.group.call_hooks import HookCalls
 from symcomm.group.interception import Interception
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ def wants_reconfigure(options: Any, backend_options: Any) -> bool:
     return any(getattr(given, "enable_reconfigure", False) for given in (options, backend_options))
 
 
-class EmptyCore:
-    """The core of a group without members. It has the rank and size that torch was told; the rest is refused."""
+class EmptyCore(HookCalls):
+    """The core of a group without members. It has the rank and size that torch was told, and hooks for those that come;
+    the rest is refused."""
 
     spans_hosts = is_usable = False
     sequence_number = 0
@@ -43,7 +45,7 @@ class EmptyCore:
         self.name = str(options.group_id)
         self.rank, self.size = options.group_rank, options.group_size
         self.global_ranks = list(range(self.size))
-        self.interception = Interception()
+        self._interception = Interception()  # of calls through torch's group: this object has none
         self.members = ReconfigurableGroup(self.name, options.timeout)
         self.set_timeout, self.destroy = self.members.set_timeout, self.members.destroy
 
@@ -103,6 +105,8 @@ class Reconfigures:
 
     def _adopt(self, core: Any, uuid: int) -> None:
         """Go on with another core."""
+        if isinstance(self.core, EmptyCore):
+            core.take_over_hooks(self.core)
         self.core = core
         self._operations_before = core.sequence_number
         core.interception.add_facade(self, TORCH_CALLS)
