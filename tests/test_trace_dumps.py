@@ -148,6 +148,10 @@ def frtrace(folder: Path, *options: str) -> str:
     code = "from torch.distributed.flight_recorder.fr_trace import main; main()"
     command = [sys.executable, "-c", code, str(folder), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    if "name formatting error? gloo" in done.stderr:
+        pytest.skip(
+            "this torch's torchfrtrace reads dumps of NCCL and XCCL only; newer ones read Gloo's form, which is ours"
+        )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

@@ -29,5 +29,22 @@ def _is_process_group_registered(group_name: str) -> bool:
     return True
 
 
-_OLDER = {"_is_process_group_registered": _is_process_group_registered}
+_comm_profiling_name = ""
+
+
+def _get_comm_profiling_name() -> str:
+    """What ``_set_comm_profiling_name`` was last given. PyTorch has both since 2.12."""
+    return _comm_profiling_name
+
+
+def _set_comm_profiling_name(name: str) -> None:
+    global _comm_profiling_name
+    _comm_profiling_name = name
+
+
+_OLDER = {
+    "_get_comm_profiling_name": _get_comm_profiling_name,
+    "_is_process_group_registered": _is_process_group_registered,
+    "_set_comm_profiling_name": _set_comm_profiling_name,
+}
 shared = _OLDER | present(torch_c10d, SHARED)
