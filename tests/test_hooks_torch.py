@@ -365,6 +365,8 @@ def facts(rank: int, world: int, path: str) -> None:
         work.wait()
         assert group._get_backend(torch.device("cpu")).get_error() == torch_c10d.ErrorType.SUCCESS
         group._set_group_uid("7")
+        group._add_ephemeral_timeout(timedelta(0))
+        assert group.core.timeout == 60
         group._add_ephemeral_timeout(timedelta(seconds=40))
         assert group.core.timeout == 100
         dist.barrier()

@@ -51,8 +51,10 @@ class Newer(Hooked, Estimates):
         return kinds.REMOTE_ERROR if isinstance(failure, errors.PeerError) else kinds.COMM_ERROR
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
-        """More time, until the first operation that is called from now on has ended."""
-        self.core.add_ephemeral_timeout(timeout)
+        """More time, until the first operation that is called from now on has ended. Compilers add what their cache has
+        saved, which may be nothing."""
+        if timeout > timedelta(0):
+            self.core.add_ephemeral_timeout(timeout)
 
     def _set_group_uid(self, uid: str) -> None:
         """Only kept: groups are told apart by their names."""
