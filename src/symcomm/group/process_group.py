@@ -140,6 +140,13 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
     spans_hosts = False  # see symcomm.hosts
     _yield_ns = YIELD_NS
 
+    # Defaults live here: Python reads the attributes of objects that have more than thirty of their own more slowly.
+    store: Any = None  # where the ranks met, and where newcomers find them
+    lease: Lease | None = None  # on that store, if it ends with its groups
+    _meeting: Meeting | None = None
+    _children = 0  # groups made from this one
+    _barriers = 0
+
     def __init__(
         self,
         rank: int,
@@ -168,15 +175,10 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
         self._sweep_at = 16
         self._failure: errors.SymcommError | None = None
         self._failure_lock = threading.RLock()  # a signal handler may need it while we do
-        self._children = 0
-        self._barriers = 0
         self._before_leaving: list[Callable[[], None]] = []  # what destroy() has to finish first
         self.exposed: dict[int, Any] = {}  # memory that peers may write to, by window
-        self.store: Any = None  # where the ranks met, and where newcomers find them
-        self.lease: Lease | None = None  # on that store, if it ends with its groups
         self.newcomers: list[int] = []  # the ranks that came in when grow() made this group
         self._family = name  # what newcomers call it, through all its shrinking and growing
-        self._meeting: Meeting | None = None
         self._arena: Arena = current_arena()
         self._build(exchange, peers, tune=limits is None)
         registry.add(self)
