@@ -1,10 +1,16 @@
 /* The plan executor: one call runs one rank's whole part in a collective. */
 #include "exec.h"
 
+#include <unistd.h>
+
 #include "common.h"
+#include "isolate.h"
 #include "reduce.h"
 #include "types.h"
 
+/* How long a failed operation waits for peers that write into its output: processes may be stopped, threads only be slow. */
+#define SOON_ENOUGH_NS 1000000000
+#define LONG_ENOUGH_NS 10000000000
 #define BLOCK_BYTES 16384 /* what one source or destination moves before the next is touched: fits L1 with room */
 
 struct run {
@@ -12,6 +18,7 @@ struct run {
     const struct plan *p;
     const struct buffers *b;
     struct deadline deadline;
+    int64_t out_offset; /* of my output in my arena; -1: peers cannot write to it */
     int half;
 };
 
@@ -101,7 +108,8 @@ static int run_part(struct run *x, int part) {
 
 static int64_t offset_in_arena(struct group *g, const char *buffer) {
     uintptr_t start = (uintptr_t)g->arena[g->rank], at = (uintptr_t)buffer;
-    return at >= start && at - start < (uintptr_t)g->arena_bytes ? (int64_t)(at - start) : -1;
+    bool inside = at >= start && at - start < (uintptr_t)g->arena_bytes;
+    return inside && !is_isolated(buffer, 1) ? (int64_t)(at - start) : -1;
 }
 
 /* Of the input: one tensor, or a list of tensors that lie one after another. */
@@ -173,6 +181,7 @@ static int run_body(struct run *x, bool skipped_head) {
     survey(x, &direct, &someone_skipped);
     if (direct) {
         if (x->g->recording) x->g->recording->path = FLIGHT_DIRECT;
+        if (x->p->writes_outputs && sync_is_void(x->g, x->g->seq)) return sync_aborted(x->g); /* its owner has it back */
         return run_part(x, PLAN_DIRECT);
     }
     if (someone_skipped) {
@@ -181,6 +190,41 @@ static int run_body(struct run *x, bool skipped_head) {
         if ((status = wait_progress(x, -1, PLAN_MIXED_SIGNAL))) return status;
     }
     return run_part(x, PLAN_STAGED);
+}
+
+static int run_whole(struct run *x) {
+    struct group *g = x->g;
+    const struct plan *p = x->p;
+    int status;
+    int64_t in_offset = input_offset(g, p, x->b);
+    if (x->b->n_out == 1) x->out_offset = offset_in_arena(g, x->b->out[0]);
+    bool skip_head = p->has_direct && p->needs[g->rank] && satisfies(p->needs[g->rank], in_offset, x->out_offset);
+    if (!skip_head && (status = run_part(x, PLAN_HEAD))) return status;
+    arrive(x, in_offset, x->out_offset);
+    if ((status = meet(x))) return status;
+    return run_body(x, skip_head);
+}
+
+/* Whether some living rank may still write into outputs of the operation that has failed here. */
+static bool is_written(struct run *x) {
+    for (int r = 0; r < x->g->world; r++) {
+        struct arrival *a = &x->g->control[r]->arrival[x->half];
+        if (r == x->g->rank || atomic_load(&a->seq) != x->g->seq || atomic_load(&a->left) == x->g->seq) continue;
+        if (!(atomic_load_explicit(x->g->life[r], memory_order_acquire) & LIFE_OWNER_DIED)) return true;
+    }
+    return false;
+}
+
+/* The operation has failed here: make that known, and return when my tensors are mine alone again. A peer that writes to one
+ * ends at its next wait, or finds that it must not begin. One that was stopped in the middle would go on whenever it wakes;
+ * it is left with the pages that it knows, and my tensor gets others. */
+static void abandon(struct run *x) {
+    sync_void(x->g);
+    if (!x->p->writes_outputs || x->out_offset < 0 || !is_written(x)) return;
+    if (symcomm_before_waiting) symcomm_before_waiting();
+    int64_t end = symcomm_now_ns() + (x->g->own_process ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
+    while (is_written(x) && symcomm_now_ns() < end) usleep(100);
+    if (x->g->own_process && is_written(x)) isolate(x->b->out[0], x->p->count * symcomm_itemsize[x->p->dtype]);
 }
 
 static bool fits(const struct group *g, const struct plan *p, const struct buffers *b) {
@@ -194,18 +238,16 @@ static int run_locked(struct group *g, const struct plan *p, const struct buffer
     bool late = status == STATUS_MISMATCH && atomic_load(&g->control[g->rank]->abort_seq) == g->seq + 1;
     if (status && !late) return status;
     g->seq++;
-    struct run x = {.g = g, .p = p, .b = b, .deadline = {.timeout = timeout}, .half = (int)(g->seq & 1)};
+    struct run x = {.g = g, .p = p, .b = b, .deadline = {.timeout = timeout}, .out_offset = -1, .half = (int)(g->seq & 1)};
     if (late) {
         arrive(&x, -1, -1); /* so that everybody's error names this call too */
         return status;
     }
-    int64_t in_offset = input_offset(g, p, b);
-    int64_t out_offset = b->n_out == 1 ? offset_in_arena(g, b->out[0]) : -1;
-    bool skip_head = p->has_direct && p->needs[g->rank] && satisfies(p->needs[g->rank], in_offset, out_offset);
-    if (!skip_head && (status = run_part(&x, PLAN_HEAD))) return status;
-    arrive(&x, in_offset, out_offset);
-    if ((status = meet(&x))) return status;
-    return run_body(&x, skip_head);
+    status = run_whole(&x);
+    if (status == STATUS_OK && sync_is_void(g, g->seq)) status = sync_aborted(g);
+    if (p->writes_outputs) atomic_store_explicit(&g->control[g->rank]->arrival[x.half].left, g->seq, memory_order_release);
+    if (status != STATUS_OK) abandon(&x);
+    return status;
 }
 
 bool exec_is_short(const struct group *g, const struct plan *p) {
@@ -238,12 +280,14 @@ int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b,
     flight_end(g->recording, number, (int)status);
     g->recording = NULL;
     atomic_store_explicit(&g->holder, NULL, memory_order_relaxed);
+    if (g->departs_late && atomic_load(&g->visitors) == 0) leave_depart(g);
     pthread_mutex_unlock(&g->lock);
     return status ? status | seq << 8 : 0;
 }
 
-void exec_settle(struct group *g) {
-    if (atomic_load_explicit(&g->holder, memory_order_relaxed) == &this_thread) return;
+bool exec_settle(struct group *g) {
+    if (atomic_load_explicit(&g->holder, memory_order_relaxed) == &this_thread) return false;
     symcomm_lock(&g->lock);
     pthread_mutex_unlock(&g->lock);
+    return true;
 }

@@ -206,6 +206,11 @@ static PyObject *group_keep(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static bool has_come(const struct control *c, uint64_t number) {
+    return atomic_load_explicit(&c->announced, memory_order_relaxed) >= number ||
+           atomic_load_explicit(&c->arrival[number & 1].seq, memory_order_relaxed) >= number;
+}
+
 /* group_reserved(group, bytes): the pages of so much of each half of this rank's staging area exist. Plans that reach farther
  * are refused: touching memory that the kernel has not got would be a signal, not an error. */
 static PyObject *group_reserved(PyObject *self, PyObject *args) {
@@ -229,38 +234,57 @@ static PyObject *group_leave(PyObject *self, PyObject *arg) {
     (void)self;
     struct group *g = to_group(arg);
     if (g == NULL) return NULL;
+    if (g->left) Py_RETURN_NONE;
     struct control *me = g->control[g->rank];
+    atomic_store(&g->leaving, true);
     atomic_store(&me->state, CONTROL_LEFT);
     uint64_t none = 0, cause = STATUS_LEFT | (uint64_t)g->rank << 8 | (uint64_t)g->rank << 24;
     atomic_compare_exchange_strong(&me->abort, &none, cause); /* ends and refuses operations here, and only here */
+    bool settled;
     Py_BEGIN_ALLOW_THREADS;
+    leave_wake_own(g);
     async_stop(g);
     mail_close(g);
-    exec_settle(g); /* a thread that still is in an operation must not find memory that is used for something else */
+    settled = leave_settle(g);
     Py_END_ALLOW_THREADS;
-    for (int r = 0; r < g->world && !g->left; r++) atomic_store(&g->control[r]->departed[g->rank], 1);
-    g->left = true;
+    if (settled) leave_depart(g);
+    else g->departs_late = true;
     Py_RETURN_NONE;
 }
 
-/* group_detach(group) -> whether every rank has left or died, so that this rank's part may be used for other things.
- * From then on the group looks at a copy of its control block, which refuses every operation. */
+/* group_detach(group) -> whether every rank has left or died, so that this rank's part may be used for other things. */
 static PyObject *group_detach(PyObject *self, PyObject *arg) {
     (void)self;
     struct group *g = to_group(arg);
     if (g == NULL) return NULL;
-    if (g->own_copy) Py_RETURN_TRUE;
-    struct control *me = g->control[g->rank];
-    for (int r = 0; r < g->world; r++) {
+    if (!g->left) Py_RETURN_FALSE;
+    for (int r = 0; r < g->world && g->own_block; r++) {
         bool dead = atomic_load_explicit(g->life[r], memory_order_acquire) & LIFE_OWNER_DIED;
-        if (!dead && !atomic_load_explicit(&me->departed[r], memory_order_acquire)) Py_RETURN_FALSE;
+        if (!dead && !atomic_load_explicit(&g->own_block->departed[r], memory_order_acquire)) Py_RETURN_FALSE;
     }
-    struct control *copy = aligned_alloc(64, (sizeof *copy + 63) / 64 * 64);
-    if (copy == NULL) return PyErr_NoMemory();
-    memcpy(copy, me, sizeof *copy);
-    g->own_copy = copy;
-    for (int r = 0; r < g->world; r++) g->control[r] = copy;
+    g->own_block = NULL;
     Py_RETURN_TRUE;
+}
+
+/* group_announce(group, looks) -> whether all other ranks are at this operation too, or soon will be. Says so of this rank.
+ * The words only ever grow, and whoever wrote one runs its operation whatever it sees: one seen late costs only time. */
+static PyObject *group_announce(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    int looks;
+    struct group *g;
+    if (!PyArg_ParseTuple(args, "Oi", &capsule, &looks) || (g = to_group(capsule)) == NULL) return NULL;
+    struct visit visit;
+    if (!visit_begin(&visit, g)) Py_RETURN_FALSE;
+    uint64_t number = atomic_load(&g->seq) + 1;
+    atomic_store_explicit(&g->control[g->rank]->announced, number, memory_order_relaxed);
+    int here = 0; /* ranks below it are there */
+    for (int i = 0; i < looks && here < g->world; i++) {
+        while (here < g->world && (here == g->rank || has_come(g->control[here], number))) here++;
+        symcomm_relax();
+    }
+    visit_end(&visit);
+    return PyBool_FromLong(here == g->world);
 }
 
 /* group_forked(group): in a forked child, which has the group's memory but is not the rank. From now on the group looks at
@@ -276,7 +300,11 @@ static PyObject *group_forked(PyObject *self, PyObject *arg) {
     atomic_store(&copy->state, CONTROL_LEFT);
     atomic_store(&copy->abort, STATUS_LEFT | (uint64_t)g->rank << 8 | (uint64_t)g->rank << 24);
     for (int r = 0; r < g->world; r++) g->control[r] = copy;
-    g->own_copy = copy;
+    free(g->own_copy);
+    g->own_copy = copy, g->own_block = NULL;
+    g->forked = g->left = true;
+    atomic_store(&g->leaving, true);
+    atomic_store(&g->visitors, 0);
     g->worker = NULL, g->flight = NULL, g->recording = NULL;
     pthread_mutex_init(&g->lock, NULL);
     atomic_store(&g->holder, NULL);
@@ -429,6 +457,7 @@ static PyObject *request_wait(PyObject *self, PyObject *args) {
     struct request *r = PyCapsule_GetPointer(capsule, REQUEST);
     if (r == NULL) return NULL;
     bool done = atomic_load_explicit(&r->done, memory_order_acquire);
+    if (!done && r->group->forked) return PyLong_FromLong(STATUS_LEFT); /* it is the parent's, and ends there */
     if (!done && timeout >= 0) {
         WITHOUT_LOCK(done = async_wait(r, timeout));
         if (PyErr_Occurred()) return NULL;
@@ -452,6 +481,7 @@ static PyMethodDef methods[] = {
     {"group_reserved", group_reserved, METH_VARARGS, "group_reserved(group, bytes): so much of each staging half has pages."},
     {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},
     {"group_leave", group_leave, METH_O, "group_leave(group): this rank takes no further part."},
+    {"group_announce", group_announce, METH_VARARGS, "group_announce(group, looks) -> whether all are about to run the same operation"},
     {"group_detach", group_detach, METH_O, "group_detach(group) -> whether all have left, and its memory may be given back"},
     {"group_forked", group_forked, METH_O, "group_forked(group): a forked child takes no part; it is refused everything."},
     {"group_keep", group_keep, METH_VARARGS, "group_keep(group, object): hold on to it as long as the group exists."},

@@ -7,6 +7,7 @@
 
 #include "common.h"
 #include "exec.h"
+#include "isolate.h"
 
 #define SLICE_NS 10000000
 #define DIRECT_BYTES (32 * 1024) /* below, copying twice is cheaper than waiting for the receiver */
@@ -22,6 +23,7 @@ struct incoming {
     struct channel *channel;
     struct header header; /* of the message being read */
     bool reading;         /* the header was taken, the bytes not all yet */
+    bool void_message;    /* it came to nothing */
     uint64_t moved;
     struct op *into; /* or */
     struct parked *park; /* or neither: discard */
@@ -45,7 +47,7 @@ struct mail {
     _Atomic int background; /* unfinished operations that nobody may be waiting for */
     pthread_t thread;
     bool thread_runs;
-    bool forked; /* this is a child's copy: the channels are its parent's */
+    bool closed; /* the channels belong to others: the rank has left, or this is a child's copy */
     _Atomic bool closing;
 };
 
@@ -92,7 +94,7 @@ static void ring_read(struct channel *c, uint64_t at, void *bytes, uint64_t n) {
 
 static int64_t arena_offset(struct group *g, const char *p, uint64_t nbytes) {
     uintptr_t base = (uintptr_t)g->arena[g->rank], at = (uintptr_t)p;
-    bool inside = at >= base && at - base < (uintptr_t)g->arena_bytes;
+    bool inside = at >= base && at - base < (uintptr_t)g->arena_bytes && !is_isolated(p, 1);
     return inside && nbytes >= DIRECT_BYTES ? (int64_t)(at - base) : -1;
 }
 
@@ -212,6 +214,12 @@ static char *destination(struct incoming *i) {
     return i->into && fits(i->into, &i->header) ? i->into->buffer : NULL;
 }
 
+/* A symmetric message was copied: is it what was sent, or did the sender have its tensor back meanwhile? */
+static bool was_withdrawn(const struct channel *c) {
+    atomic_thread_fence(memory_order_acquire);
+    return atomic_load_explicit(&c->withdrawn, memory_order_relaxed);
+}
+
 static void take_bytes(struct mail *m, int peer) {
     struct incoming *i = &m->in[peer];
     struct channel *c = i->channel;
@@ -219,6 +227,11 @@ static void take_bytes(struct mail *m, int peer) {
     if (i->header.offset >= 0) {
         if (to) memcpy(to, m->group->arena[peer] + i->header.offset, i->header.nbytes);
         i->moved = i->header.nbytes;
+        if (was_withdrawn(c)) { /* the sender says the same as soon as it can */
+            sync_fail_of(m->group, STATUS_HALF_SENT, m->group->rank, peer);
+            i->void_message = true;
+            return;
+        }
         atomic_fetch_add_explicit(&c->copied, 1, memory_order_release);
         return;
     }
@@ -230,16 +243,34 @@ static void take_bytes(struct mail *m, int peer) {
     atomic_store_explicit(&c->emptied, emptied + n, memory_order_release);
 }
 
+static void free_parked(struct parked *p) {
+    if (p) free(p->bytes);
+    free(p);
+}
+
 static void hand_over(struct parked *p, struct op *op) {
     if (fits(op, &p->header)) memcpy(op->buffer, p->bytes, p->header.nbytes);
     deliver(op, &p->header);
-    free(p->bytes);
-    free(p);
+    free_parked(p);
+}
+
+/* The sender took the message back: who waits for it is told, and the channel says nothing more. */
+static void drop_message(struct incoming *i) {
+    if (i->into) {
+        finish(i->into, STATUS_HALF_SENT);
+        mail_release(i->into);
+    }
+    free_parked(i->park);
+    i->into = NULL, i->park = NULL;
 }
 
 static void finish_message(struct mail *m, int peer) {
     struct incoming *i = &m->in[peer];
     i->reading = false;
+    if (i->void_message) {
+        drop_message(i);
+        return;
+    }
     if (i->into) deliver(i->into, &i->header);
     if (i->park == NULL) return;
     struct op *late = match(m, peer, &i->header); /* posted while the bytes were set aside */
@@ -255,7 +286,7 @@ static void finish_message(struct mail *m, int peer) {
 static bool progress_receives(struct mail *m, int peer) {
     struct incoming *i = &m->in[peer];
     bool moved = false;
-    for (;;) {
+    while (!i->void_message) {
         bool fresh = !i->reading;
         if (fresh && !take_header(m, peer)) break;
         uint64_t before = i->moved;
@@ -306,13 +337,23 @@ static void remove_op(struct op **list, struct op *op) {
         }
 }
 
-/* The caller gives up on op. False when its bytes are half on the way, so that the channel cannot be used further. */
+/* Tells the receiver that symmetric messages from here on do not count. True: it had copied this one already. */
+static bool take_back(struct outgoing *o, uint64_t ticket) {
+    if (atomic_load(&o->channel->copied) >= ticket) return true;
+    atomic_store(&o->channel->withdrawn, 1);
+    atomic_thread_fence(memory_order_seq_cst); /* what the caller does with its tensor comes after */
+    return false;
+}
+
+/* The caller gives up on op, which ends in STATUS_OK if the receiver has it already. False when its bytes are half on the way,
+ * so that the channel cannot be used further. */
 static bool withdraw(struct op *op) {
     struct mail *m = op->mail;
-    bool clean = true;
+    bool clean = true, received = false;
     if (op->is_send) {
         struct outgoing *o = &m->out[op->peer];
-        clean = op->state == OP_POSTED;
+        received = op->ticket && take_back(o, op->ticket);
+        clean = received || op->state == OP_POSTED;
         remove_op(&o->first, op);
         remove_op(&o->unacknowledged, op);
         o->last = o->first;
@@ -322,7 +363,7 @@ static bool withdraw(struct op *op) {
     } else {
         m->in[op->peer].into = NULL; /* the rest of the message is discarded */
     }
-    finish(op, STATUS_TIMEOUT);
+    finish(op, received ? STATUS_OK : STATUS_TIMEOUT);
     mail_release(op);
     return clean;
 }
@@ -346,7 +387,7 @@ static int peer_gone(struct op *op, int *culprit) {
 static bool drive(struct op *op) {
     struct mail *m = op->mail;
     symcomm_lock(&m->lock);
-    while (!m->forked && op->state != OP_DONE && progress(m)) {}
+    while (!m->closed && op->state != OP_DONE && progress(m)) {}
     bool done = op->state == OP_DONE;
     pthread_mutex_unlock(&m->lock);
     return done;
@@ -367,8 +408,11 @@ static int give_up(struct op *op, int status, bool withdraw_it) {
     struct mail *m = op->mail;
     pthread_mutex_lock(&m->lock);
     bool done = op->state == OP_DONE, clean = true;
-    if (!done && withdraw_it) clean = withdraw(op);
-    if (!done && withdraw_it) flight_end(op->record, op->record_number, status);
+    if (!done && withdraw_it && !m->closed) {
+        clean = withdraw(op);
+        done = op->status == STATUS_OK;
+        if (!done) flight_end(op->record, op->record_number, status);
+    }
     pthread_mutex_unlock(&m->lock);
     if (done) return op->status;
     if (!clean && status == STATUS_TIMEOUT) sync_fail(m->group, STATUS_HALF_SENT, op->peer);
@@ -376,7 +420,7 @@ static int give_up(struct op *op, int status, bool withdraw_it) {
     return status;
 }
 
-int mail_wait(struct op *op, int64_t timeout, bool withdraw_it) {
+static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
     struct mail *m = op->mail;
     if (drive(op)) return op->status;
     if (timeout < 0) return STATUS_TIMEOUT;
@@ -405,6 +449,14 @@ int mail_wait(struct op *op, int64_t timeout, bool withdraw_it) {
         if (slices % 16 == 0) signalled = true; /* one may have come just before we slept */
         if (signalled && symcomm_interrupted && symcomm_interrupted()) return give_up(op, STATUS_INTERRUPTED, true);
     }
+}
+
+int mail_wait(struct op *op, int64_t timeout, bool withdraw_it) {
+    struct visit visit;
+    if (!visit_begin(&visit, op->mail->group)) return mail_done(op) ? op->status : STATUS_LEFT;
+    int status = wait_for(op, timeout, withdraw_it);
+    visit_end(&visit);
+    return status;
 }
 
 bool mail_is_short(const struct group *g, uint64_t nbytes) {
@@ -436,12 +488,13 @@ static void *background(void *argument) {
     return NULL;
 }
 
-static void start_thread(struct mail *m) {
+static bool start_thread(struct mail *m) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     m->thread_runs = pthread_create(&m->thread, NULL, background, m) == 0;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return m->thread_runs;
 }
 
 /* --- life cycle ------------------------------------------------------------------------------------------------- */
@@ -472,28 +525,29 @@ void mail_close(struct group *g) {
         pthread_join(m->thread, NULL);
         m->thread_runs = false;
     }
+    pthread_mutex_lock(&m->lock);
+    for (int r = 0; r < g->world && !m->closed; r++) /* whoever sent them may use its tensors again */
+        if (m->out[r].tickets) take_back(&m->out[r], m->out[r].tickets);
+    m->closed = true;
+    pthread_mutex_unlock(&m->lock);
 }
 
 void mail_forked(struct group *g) {
     if (g->mail == NULL) return;
     pthread_mutex_init(&g->mail->lock, NULL);
-    g->mail->forked = true, g->mail->thread_runs = false;
+    g->mail->closed = true, g->mail->thread_runs = false;
     g->mail = NULL; /* operations that were on their way keep it */
 }
 
-struct op *mail_post(struct group *g, const struct op *wanted) {
-    struct mail *m = g->mail;
-    struct op *op = malloc(sizeof *op);
-    if (op == NULL) return NULL;
-    *op = *wanted;
-    op->mail = m;
-    op->references = 2; /* the caller's, and that of the queue it stands in */
+/* False: the thread that would drive it cannot be started. */
+static bool queue(struct mail *m, struct op *op) {
     symcomm_lock(&m->lock);
-    record(g, op);
-    if (op->background) {
-        m->background++;
-        if (!m->thread_runs) start_thread(m);
+    if (op->background && !m->thread_runs && !start_thread(m)) {
+        pthread_mutex_unlock(&m->lock);
+        return false;
     }
+    record(m->group, op);
+    if (op->background) m->background++;
     if (op->is_send) {
         struct outgoing *o = &m->out[op->peer];
         if (o->last) o->last->next = op;
@@ -504,8 +558,45 @@ struct op *mail_post(struct group *g, const struct op *wanted) {
         while (*at) at = &(*at)->next;
         *at = op;
     }
-    while (progress(m)) {}
+    while (!m->closed && progress(m)) {}
     pthread_mutex_unlock(&m->lock);
+    return true;
+}
+
+/* An operation nobody has begun yet; NULL: no memory. */
+static struct op *make_op(struct group *g, const struct op *wanted) {
+    struct op *op = malloc(sizeof *op);
+    if (op == NULL) return NULL;
+    *op = *wanted;
+    op->mail = g->mail;
+    op->references = 2; /* the caller's, and that of the queue it stands in */
+    return op;
+}
+
+static struct op *refuse(struct op *op, int status) {
+    op->references = 1, op->state = OP_DONE, op->status = status;
+    return op;
+}
+
+struct op *mail_post(struct group *g, const struct op *wanted) {
+    struct visit visit;
+    struct op *op = make_op(g, wanted);
+    if (op == NULL) return NULL;
+    if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
+    if (!queue(g->mail, op)) free(op), op = NULL, errno = EAGAIN;
+    visit_end(&visit);
+    return op;
+}
+
+struct op *mail_exchange(struct group *g, const struct op *wanted, int64_t timeout, int *status) {
+    struct visit visit;
+    struct op *op = make_op(g, wanted);
+    *status = STATUS_LEFT;
+    if (op == NULL) return NULL;
+    if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
+    queue(g->mail, op);
+    *status = wait_for(op, timeout, true);
+    visit_end(&visit);
     return op;
 }
 
@@ -534,14 +625,10 @@ static void mail_free(struct mail *m) {
         release_all(m->out[r].first);
         release_all(m->out[r].unacknowledged);
         if (m->in[r].reading && m->in[r].into) mail_release(m->in[r].into);
-        if (m->in[r].reading && m->in[r].park) {
-            free(m->in[r].park->bytes);
-            free(m->in[r].park);
-        }
+        if (m->in[r].reading) free_parked(m->in[r].park);
         for (struct parked *p = m->in[r].parked_first, *next; p; p = next) {
             next = p->next;
-            free(p->bytes);
-            free(p);
+            free_parked(p);
         }
     }
     pthread_mutex_destroy(&m->lock);

@@ -13,6 +13,7 @@
 
 struct channel {
     _Alignas(64) _Atomic uint64_t filled;  /* bytes the sender has put in, ever */
+    _Atomic uint64_t withdrawn;            /* 1: its symmetric messages that were not copied yet are not to be trusted */
     _Alignas(64) _Atomic uint64_t emptied; /* bytes the receiver has taken out, ever */
     _Alignas(64) _Atomic uint64_t copied;  /* symmetric messages the receiver has copied, ever */
     _Alignas(64) char ring[RING_BYTES];
@@ -51,12 +52,15 @@ struct op {
 
 /* channels: per rank, where its outgoing channels start (world of them). 0, or -1: out of memory. */
 int mail_open(struct group *g, char *const *channels);
-/* Ends the thread that drives unattended operations. */
+/* Ends the thread that drives unattended operations, and takes back what nobody has received. */
 void mail_close(struct group *g);
 void mail_drop(struct group *g);
 /* In a forked child: touch the channels no more. */
 void mail_forked(struct group *g);
+/* NULL with errno set: no memory, or no thread to drive it (EAGAIN). */
 struct op *mail_post(struct group *g, const struct op *wanted);
+/* Post and wait in one, of an operation that is not left to the background. NULL: no memory. */
+struct op *mail_exchange(struct group *g, const struct op *wanted, int64_t timeout, int *status);
 /* Drives the mail until op is done. timeout ns, 0: none; negative: only look. STATUS_TIMEOUT leaves the op withdrawn. */
 int mail_wait(struct op *op, int64_t timeout, bool withdraw);
 /* Whether a message of so many bytes is over in microseconds once the peer takes part, with no others on their way. */

@@ -1,4 +1,6 @@
 /* Messages as Python sees them; the classes are in symcomm/group/messages.py. */
+#include <errno.h>
+
 #include "common.h"
 #include "p2p.h"
 #include "tensor.h"
@@ -31,7 +33,7 @@ static PyObject *py_post(PyObject *self, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS;
     op = mail_post(g, &wanted);
     Py_END_ALLOW_THREADS;
-    if (op == NULL) return PyErr_NoMemory();
+    if (op == NULL) return errno == EAGAIN ? PyErr_SetFromErrno(PyExc_OSError) : PyErr_NoMemory();
     PyObject *result = PyCapsule_New(op, OP, drop_op);
     if (result) PyCapsule_SetContext(result, Py_NewRef(capsule));
     return result;
@@ -57,11 +59,6 @@ static PyObject *py_wait(PyObject *self, PyObject *args) {
     return outcome(op, status);
 }
 
-static int exchange(struct group *g, const struct op *wanted, int64_t timeout, struct op **op) {
-    *op = mail_post(g, wanted);
-    return *op ? mail_wait(*op, timeout, true) : STATUS_OK;
-}
-
 /* message(group, is_send, peer, tag, tensor, timeout_ns): a blocking send or receive of a tensor the core can view.
  * The peer's rank when all went well, an outcome like mail_wait's when not, None when Python has to look. */
 static PyObject *message(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
@@ -82,7 +79,7 @@ static PyObject *message(PyObject *self, PyObject *const *args, Py_ssize_t n_arg
     wanted.nbytes = (uint64_t)view.count * symcomm_itemsize[view.dtype];
     struct op *op;
     int status;
-    WITHOUT_LOCK_UNLESS(g->own_process && mail_is_short(g, wanted.nbytes), status = exchange(g, &wanted, timeout, &op));
+    WITHOUT_LOCK_UNLESS(g->own_process && mail_is_short(g, wanted.nbytes), op = mail_exchange(g, &wanted, timeout, &status));
     if (op == NULL) return PyErr_NoMemory();
     PyObject *result = NULL;
     if (!PyErr_Occurred()) result = status == STATUS_OK ? PyLong_FromLong(op->peer) : outcome(op, status);

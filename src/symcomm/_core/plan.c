@@ -39,6 +39,8 @@ static const char *check_move(struct plan *p, const struct plan_step *s, int64_t
         const struct plan_place *at = &p->places[s->dst + i];
         why = check_place(p, at, turns, s->nbytes);
         if (at->space == SPACE_STAGE && at->index != p->rank) why = "writes another rank's staging area"; /* it may lack pages */
+        if (at->space == SPACE_PEER_IN) why = "writes another rank's input";
+        if (at->space == SPACE_PEER_OUT && !(p->needs[at->index] & NEED_OUTPUT)) why = "writes an output that nobody promised";
     }
     for (int64_t i = 0; i < s->n_src && !why; i++) why = check_place(p, &p->places[s->src + i], turns, s->nbytes);
     return why;
@@ -94,6 +96,7 @@ static const char *check(struct plan *p, int64_t n_words) {
     }
     if (n_words != HEADER_WORDS + p->world + total * STEP_WORDS + n_places * PLACE_WORDS) return "bad length";
     p->needs = w + HEADER_WORDS;
+    for (int64_t r = 0; r < p->world; r++) p->writes_outputs |= p->has_direct && (p->needs[r] & NEED_OUTPUT);
     const int64_t *next = p->needs + p->world;
     p->places = (const struct plan_place *)(next + total * STEP_WORDS);
     for (int part = 0; part < PLAN_PARTS; part++) {

@@ -18,6 +18,7 @@ struct kind { /* what a plan depends on */
 
 struct given { /* the tensors of one call */
     char *in[MAX_WORLD], *out[MAX_WORLD];
+    PyObject *input, *output; /* they, or tuples of them */
 };
 
 struct known_plan {
@@ -80,15 +81,15 @@ void quick_drop(struct group *g) {
     g->quick = NULL;
 }
 
-/* Views one tensor, a list of tensors that are all alike, or None. How many, or -1: Python must look. */
+/* Views one tensor, a tuple of tensors that are all alike, or None. How many, or -1: Python must look. */
 static int view_all(PyObject *object, char **addresses, int64_t *count, int64_t *dtype) {
     if (object == Py_None) return 0;
-    bool listed = PyList_Check(object);
-    Py_ssize_t n = listed ? PyList_Size(object) : 1;
+    bool listed = PyTuple_Check(object);
+    Py_ssize_t n = listed ? PyTuple_Size(object) : 1;
     if (n < 1 || n > MAX_WORLD) return -1;
     for (Py_ssize_t i = 0; i < n; i++) {
         struct tensor_view view;
-        if (!tensor_view(listed ? PyList_GetItem(object, i) : object, &view)) return -1;
+        if (!tensor_view(listed ? PyTuple_GetItem(object, i) : object, &view)) return -1;
         if (i > 0 && view.count != *count) return -1;
         if (*dtype >= 0 && view.dtype != *dtype) return -1;
         addresses[i] = view.address, *count = view.count, *dtype = view.dtype;
@@ -112,18 +113,47 @@ static bool in_the_way(const struct group *g, const struct kind *k, const struct
     return false;
 }
 
-/* Fills kind and tensors from (group, call, detail, input, output). False: Python must look. */
+/* What a call uses, until it ends: of a list its tensors, since another thread may empty it meanwhile. */
+static PyObject *hold(PyObject *tensors) { return PyList_Check(tensors) ? PyList_AsTuple(tensors) : Py_NewRef(tensors); }
+
+static void let_go(struct given *t) {
+    Py_XDECREF(t->input);
+    Py_XDECREF(t->output);
+}
+
+/* Fills kind and tensors from (group, call, detail, input, output). False: Python must look. To let_go() of in any case. */
 static bool describe(const struct group *g, PyObject *const *args, struct kind *k, struct given *t) {
+    t->input = t->output = NULL;
     if (!PyLong_Check(args[1]) || !PyLong_Check(args[2])) return false;
     *k = (struct kind){.call = PyLong_AsLongLong(args[1]), .detail = PyLong_AsLongLong(args[2]), .dtype = -1};
-    k->n_in = view_all(args[3], t->in, &k->count, &k->dtype);
+    if (k->detail == -1 && PyErr_Occurred()) {
+        PyErr_Clear();
+        return false;
+    }
+    if ((t->input = hold(args[3])) == NULL || (t->output = hold(args[4])) == NULL) return false;
+    k->n_in = view_all(t->input, t->in, &k->count, &k->dtype);
     if (k->n_in < 0) return false;
     if (args[4] == args[3] && k->n_in == 1) {
         t->out[0] = t->in[0], k->out_count = k->count, k->n_out = 1;
         return k->call != ALL_TO_ALL_SINGLE || g->world == 1;
     }
-    k->n_out = view_all(args[4], t->out, &k->out_count, &k->dtype);
+    k->n_out = view_all(t->output, t->out, &k->out_count, &k->dtype);
     return k->n_out >= 0 && !in_the_way(g, k, t);
+}
+
+static int64_t run_known(struct group *g, const struct kind *k, struct given *t, int64_t timeout) {
+    struct known_plan *known = find(g->quick, k);
+    if (known->plan == NULL) return -1;
+    PyObject *capsule = Py_NewRef(known->capsule); /* another thread may make the table forget it meanwhile */
+    const struct plan *plan = known->plan;
+    struct origin from = {.site = known->site};
+    struct buffers b = {t->in, t->out, (int)k->n_in, (int)k->n_out};
+    int64_t status;
+    bool idle = async_idle(g);
+    WITHOUT_LOCK_UNLESS(idle && exec_is_short(g, plan),
+                        status = idle ? exec_run(g, plan, &b, timeout, from) : async_run_queued(g, plan, &b, timeout, from));
+    Py_DECREF(capsule);
+    return status;
 }
 
 /* again(group, call, detail, input, output, timeout_ns) -> 0, a failure's status, or -1: not known, take the long way */
@@ -131,21 +161,12 @@ static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
     (void)self;
     struct group *g = n_args == 6 ? PyCapsule_GetPointer(args[0], "symcomm.group") : NULL;
     if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "again takes 6 arguments");
+    if (g->quick == NULL) return PyLong_FromLong(-1);
+    int64_t status = -1, timeout = PyLong_AsLongLong(args[5]);
     struct kind k;
     struct given t;
-    if (g->quick == NULL || !describe(g, args, &k, &t)) return PyLong_FromLong(-1);
-    struct known_plan *known = find(g->quick, &k);
-    if (known->plan == NULL) return PyLong_FromLong(-1);
-    int64_t timeout = PyLong_AsLongLong(args[5]);
-    PyObject *capsule = Py_NewRef(known->capsule); /* another thread may make the table forget it meanwhile */
-    const struct plan *plan = known->plan;
-    struct origin from = {.site = known->site};
-    struct buffers b = {t.in, t.out, (int)k.n_in, (int)k.n_out};
-    int64_t status;
-    bool idle = async_idle(g);
-    WITHOUT_LOCK_UNLESS(idle && exec_is_short(g, plan),
-                        status = idle ? exec_run(g, plan, &b, timeout, from) : async_run_queued(g, plan, &b, timeout, from));
-    Py_DECREF(capsule);
+    if (describe(g, args, &k, &t)) status = run_known(g, &k, &t, timeout);
+    let_go(&t);
     if (PyErr_Occurred()) return NULL;
     return PyLong_FromLongLong(status);
 }
@@ -158,7 +179,9 @@ static PyObject *remember(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     if (plan == NULL) return g || n_args == 7 ? NULL : PyErr_Format(PyExc_TypeError, "remember takes 7 arguments");
     struct kind k;
     struct given t;
-    if (!describe(g, args, &k, &t)) Py_RETURN_FALSE;
+    bool known = describe(g, args, &k, &t);
+    let_go(&t);
+    if (!known) return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
     if (g->quick == NULL && (g->quick = calloc(1, sizeof *g->quick)) == NULL) return PyErr_NoMemory();
     if (!make_room(g->quick)) {
         if (g->quick->size == 0) quick_drop(g); /* again() relies on slots to look at */

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "common.h"
+#include "isolate.h"
 #include "sync.h"
 
 /* At a fixed place of every arena. A robust list entry: when the thread that registered it ends for whatever reason,
@@ -96,6 +97,7 @@ static PyObject *unmap(PyObject *self, PyObject *args) {
     long long bytes;
     if (!PyArg_ParseTuple(args, "KL", &address, &bytes)) return NULL;
     if (munmap((void *)(uintptr_t)address, (size_t)bytes)) return PyErr_SetFromErrno(PyExc_OSError);
+    isolate_forget((const char *)(uintptr_t)address, bytes);
     Py_RETURN_NONE;
 }
 
@@ -120,6 +122,14 @@ static PyObject *set_pages(PyObject *self, PyObject *args) {
     Py_END_ALLOW_THREADS;
     if (failed) return PyErr_SetFromErrno(PyExc_OSError);
     Py_RETURN_NONE;
+}
+
+static PyObject *py_is_isolated(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long address;
+    long long bytes;
+    if (!PyArg_ParseTuple(args, "KL", &address, &bytes)) return NULL;
+    return PyBool_FromLong(is_isolated((const char *)(uintptr_t)address, bytes));
 }
 
 static PyObject *peek(PyObject *self, PyObject *args) {
@@ -147,6 +157,7 @@ static PyMethodDef methods[] = {
     {"unmap", unmap, METH_VARARGS, "unmap(address, bytes)"},
     {"advise_huge", advise_huge, METH_VARARGS, "advise_huge(address, bytes) -> whether the kernel took the advice"},
     {"set_pages", set_pages, METH_VARARGS, "set_pages(fd, offset, bytes, create)"},
+    {"is_isolated", py_is_isolated, METH_VARARGS, "is_isolated(address, bytes) -> whether a stopped peer's writes were shut out there"},
     {"peek", peek, METH_VARARGS, "peek(address, bytes) -> bytes"},
     {"poke", poke, METH_VARARGS, "poke(address, bytes)"},
     {NULL, NULL, 0, NULL},

@@ -193,7 +193,10 @@ static PyObject *signal_one(PyObject *const *args, Py_ssize_t n, int (*act)(cons
     int64_t channel = PyLong_AsLongLong(args[2]), timeout = PyLong_AsLongLong(args[3]);
     if (p == NULL || PyErr_Occurred()) return NULL;
     int status;
+    struct visit visit;
+    if (!visit_begin(&visit, p->group)) return PyLong_FromLong(STATUS_LEFT);
     WITHOUT_LOCK(status = act(p, peer, channel, symcomm_now_ns() + timeout));
+    visit_end(&visit);
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return PyLong_FromLong(status);
 }
@@ -216,7 +219,10 @@ static PyObject *signal_barrier(PyObject *self, PyObject *args) {
     struct pads *p = PyCapsule_GetPointer(capsule, PADS);
     if (p == NULL) return NULL;
     int culprit = p->group->rank, status;
+    struct visit visit;
+    if (!visit_begin(&visit, p->group)) return Py_BuildValue("ii", STATUS_LEFT, culprit);
     WITHOUT_LOCK(status = meet(p, channel, symcomm_now_ns() + timeout, &culprit));
+    visit_end(&visit);
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return Py_BuildValue("ii", status, culprit);
 }

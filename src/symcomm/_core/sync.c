@@ -70,18 +70,37 @@ int sync_aborted(struct group *g) {
     return (int)(atomic_load_explicit(&g->control[g->rank]->abort, memory_order_acquire) & 0xff);
 }
 
-int sync_fail(struct group *g, int status, int culprit) {
-    uint64_t cause = (uint64_t)status | (uint64_t)(culprit & 0xffff) << 8 | (uint64_t)(g->rank & 0xffff) << 24;
+static void wake(struct control *block) {
+    atomic_store(&block->sleeping, 0);
+    ring(block);
+    atomic_fetch_add(&block->mail_bell, 1);
+    symcomm_futex_wake(&block->mail_bell, INT32_MAX);
+}
+
+/* Gives every rank a reason to stop, unless it has one, and marks operations from ~mark on as void (0: none). */
+static void tell_all(struct group *g, uint64_t cause, uint64_t mark) {
     for (int i = 0; i < g->world; i++) {
         struct control *peer = g->control[(g->rank + i) % g->world]; /* mine first: it decides what I report */
-        uint64_t none = 0;
+        uint64_t none = 0, voided = atomic_load(&peer->voided);
         if (atomic_compare_exchange_strong(&peer->abort, &none, cause)) atomic_store(&peer->abort_seq, g->seq);
-        atomic_store(&peer->sleeping, 0);
-        ring(peer);
-        atomic_fetch_add(&peer->mail_bell, 1);
-        symcomm_futex_wake(&peer->mail_bell, INT32_MAX);
+        while (voided < mark && !atomic_compare_exchange_weak(&peer->voided, &voided, mark)) {}
+        wake(peer);
     }
+    atomic_thread_fence(memory_order_seq_cst); /* what the caller does with its tensors comes after */
+}
+
+int sync_fail_of(struct group *g, int status, int culprit, int origin) {
+    tell_all(g, (uint64_t)status | (uint64_t)(culprit & 0xffff) << 8 | (uint64_t)(origin & 0xffff) << 24, 0);
     return sync_aborted(g);
+}
+
+int sync_fail(struct group *g, int status, int culprit) { return sync_fail_of(g, status, culprit, g->rank); }
+
+void sync_void(struct group *g) { tell_all(g, atomic_load(&g->control[g->rank]->abort), ~g->seq); }
+
+bool sync_is_void(struct group *g, uint64_t seq) {
+    atomic_thread_fence(memory_order_acquire); /* after the last read of a peer's tensor */
+    return atomic_load_explicit(&g->control[g->rank]->voided, memory_order_acquire) >= ~seq;
 }
 
 int sync_gone(struct group *g, int rank) {

@@ -19,12 +19,14 @@ struct arrival { /* one cache line: the flag and all that others must know */
     _Atomic uint64_t count;
     _Atomic int64_t in_offset;  /* of my tensors in my arena; -1: not symmetric */
     _Atomic int64_t out_offset;
-    uint64_t pad[3];
+    _Atomic uint64_t left; /* seq, once the owner writes no more into peers' tensors; kept where plans do that */
+    uint64_t pad[2];
 };
 
 struct control {
     struct arrival arrival[2]; /* by seq % 2: a fast rank may arrive again before a slow one has looked */
     _Alignas(64) _Atomic uint64_t progress; /* seq << PLAN_SIGNAL_BITS | signal */
+    _Alignas(64) _Atomic uint64_t announced; /* the operation that the owner is about to run in its caller's thread */
     _Alignas(64) _Atomic uint32_t doorbell; /* futex */
     _Atomic uint32_t sleeping;              /* 1: the owner sleeps until the condition below holds */
     _Atomic uint32_t wait_kind;
@@ -34,6 +36,7 @@ struct control {
     _Atomic uint32_t mail_sleepers;
     _Alignas(64) _Atomic uint64_t abort; /* 0, or packed cause: see fail() */
     _Atomic uint64_t abort_seq;
+    _Atomic uint64_t voided; /* ~ of the first operation that some rank left in failure: it only grows. 0: none */
     _Alignas(64) _Atomic uint32_t state; /* enum control_state */
     _Atomic uint8_t departed[MAX_WORLD]; /* written by others: rank r will not touch this block again */
     _Atomic uint32_t record_version;     /* odd while the owner writes */
@@ -77,8 +80,13 @@ struct group {
     int64_t yield_ns;              /* then this long offering it to others before sleeping */
     _Atomic int64_t slept;         /* statistics */
     bool own_process;              /* no other rank of the group is a thread of this process */
-    bool left;                     /* group_leave() was called */
-    struct control *own_copy;      /* of my block, once its memory was given back */
+    bool forked;                   /* this is a child's copy: the rank is its parent */
+    _Atomic bool leaving;          /* group_leave() was called: nothing new begins */
+    bool departs_late;             /* it was called by a thread in the middle of a call, at whose end the rank departs */
+    bool left;                     /* departed: shared memory is not touched any more */
+    _Atomic int visitors;          /* calls that use the memory without the lock, see struct visit */
+    struct control *own_block;     /* the shared one, after departing until all ranks have */
+    struct control *own_copy;      /* private: what the group looks at from then on */
     pthread_mutex_t lock;          /* one operation at a time */
     void *kept;                    /* what it held on to, once it is dropped */
     _Atomic(const void *) holder;  /* names the thread that holds it */
@@ -116,6 +124,7 @@ void sync_wake_peers(struct group *g);
 
 /* Make every rank's pending and later waits fail with this cause; the first cause wins. Returns the winning status. */
 int sync_fail(struct group *g, int status, int culprit);
+int sync_fail_of(struct group *g, int status, int culprit, int origin); /* what another rank could not tell itself */
 int sync_aborted(struct group *g);
 
 /* Asked while a call of the main thread sleeps: nonzero when a signal handler raised. NULL elsewhere. */
@@ -131,6 +140,28 @@ void symcomm_lock(pthread_mutex_t *lock);
 
 /* STATUS_OK, STATUS_DEAD or STATUS_LEFT */
 int sync_gone(struct group *g, int rank);
+
+/* Operation g->seq has failed on this rank, whose abort word says why. Every rank is told before the caller gets its tensors
+ * back, also by those who were only told themselves: the first one may have died while it told the others. */
+void sync_void(struct group *g);
+/* Whether some rank has left operation `seq` in failure; what was read before is as it was if none has. */
+bool sync_is_void(struct group *g, uint64_t seq);
+
+/* A call that uses the group's memory without its lock. Such calls may nest, by way of signal handlers and finalizers. */
+struct visit {
+    struct group *group;
+    struct visit *outer;
+};
+
+/* False: the group is being left, and the call must not begin. */
+bool visit_begin(struct visit *v, struct group *g);
+void visit_end(struct visit *v);
+
+/* Leaving a group, once no operation begins on it any more: wake_own() ends this process's waits, settle() returns when other
+ * threads' calls have ended (false: a call of this very thread has not), depart() lets go of the shared memory. */
+void leave_wake_own(struct group *g);
+bool leave_settle(struct group *g);
+void leave_depart(struct group *g);
 
 void quick_drop(struct group *g);
 

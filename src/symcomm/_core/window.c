@@ -71,15 +71,28 @@ static struct counter counter_of(const struct window *w, int owner, int sender) 
     };
 }
 
-/* The group was left or aborted, or the peer is gone: why nothing can be given to it. */
+/* The group was aborted, or the peer is gone: why nothing can be given to it. */
 static int unreachable(struct group *g, int peer) {
-    int status = g->left ? STATUS_ABORTED : sync_aborted(g);
+    int status = sync_aborted(g);
     return status || peer == g->rank ? status : sync_gone(g, peer);
 }
 
 static int write_part(struct window *w, int peer, int64_t start, const char *from, int64_t nbytes) {
+    struct visit visit;
+    if (!visit_begin(&visit, w->group)) return STATUS_ABORTED;
     int status = unreachable(w->group, peer);
     if (status == STATUS_OK && nbytes) memmove(w->parts[peer].address + start, from, (size_t)nbytes);
+    visit_end(&visit);
+    return status;
+}
+
+static int send_signal(struct window *w, int peer) {
+    struct visit visit;
+    if (!visit_begin(&visit, w->group)) return STATUS_ABORTED;
+    int status = unreachable(w->group, peer);
+    struct counter c = counter_of(w, peer, w->group->rank);
+    if (status == STATUS_OK) counter_add(&c);
+    visit_end(&visit);
     return status;
 }
 
@@ -134,10 +147,7 @@ static PyObject *window_signal(PyObject *self, PyObject *const *args, Py_ssize_t
     if (w == NULL) return n == 2 ? NULL : PyErr_Format(PyExc_TypeError, "window_signal takes 2 arguments");
     int peer = rank_of(w, args[1]);
     if (peer < 0) Py_RETURN_NONE;
-    int status = unreachable(w->group, peer);
-    struct counter c = counter_of(w, peer, w->group->rank);
-    if (status == STATUS_OK) counter_add(&c);
-    return PyLong_FromLong(status);
+    return PyLong_FromLong(send_signal(w, peer));
 }
 
 /* window_wait(window, peer, timeout_ns=0) -> status, None: Python has to look. See counter_take for timeouts up to 0. */
@@ -148,9 +158,11 @@ static PyObject *window_wait(PyObject *self, PyObject *const *args, Py_ssize_t n
     int peer = rank_of(w, args[1]), status;
     int64_t timeout = n == 3 ? PyLong_AsLongLong(args[2]) : 0;
     if (PyErr_Occurred()) return NULL;
-    if (peer < 0 || w->group->left) Py_RETURN_NONE;
+    struct visit visit;
+    if (peer < 0 || !visit_begin(&visit, w->group)) Py_RETURN_NONE;
     struct counter c = counter_of(w, w->group->rank, peer);
     WITHOUT_LOCK_UNLESS(true, status = counter_take(w->group, &c, peer, timeout));
+    visit_end(&visit);
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return PyLong_FromLong(status);
 }

@@ -119,11 +119,15 @@ class CollectiveCalls(Arguments):
         work = Work(self, call, site, outputs, result, (inputs, plan))
         callback = work._copy_out_in_core if any(b.target is not None for b in outputs) else None
         where = self._arena.flight.site(site)
+        self._keep(work)
         try:
             work._request = native.submit(self._handle, plan, ins, outs, timeout_ns, where, callback)
         except OSError as error:
+            self._pending.remove(work)
             raise no_thread("asynchronous operations", error) from None
-        self._keep(work)
+        except BaseException:
+            native.group_abort(self._handle)  # an interrupt: nobody knows whether it was submitted
+            raise
         return work
 
     def _refresh_copies(self, copies: Sequence[Buffer]) -> None:
@@ -140,7 +144,7 @@ class CollectiveCalls(Arguments):
         return self._arena.flight.site(call_site(depth + 1))
 
     def _keep(self, work: Work) -> None:
-        """Whether or not the caller keeps ``work``, the core uses its tensors until it is done."""
+        """Before it is submitted: the core uses its tensors whether or not the caller keeps or ever gets ``work``."""
         pending = self._pending
         pending.append(work)
         if not self._keep_lock.acquire(blocking=False):

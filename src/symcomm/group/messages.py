@@ -14,7 +14,7 @@ from symcomm._core import native
 from symcomm.errors import words_for_seconds
 from symcomm.group.buffers import Buffer, read_buffer, write_buffer
 from symcomm.group.failure import Site, Status, call_site, explain
-from symcomm.group.work import Timeout, to_ns
+from symcomm.group.work import Timeout, no_thread, to_ns
 from symcomm.types import DType
 
 __all__ = ["ANY_SOURCE", "Message", "MessageCalls", "MessageWork", "wait_in_thread"]
@@ -74,9 +74,9 @@ class AnyMessageWork:
 class MessageWork(AnyMessageWork):
     """A send or receive on its way."""
 
-    def __init__(self, group: Any, op: Any, message: Message, buffer: Buffer, site: Site):
+    def __init__(self, group: Any, message: Message, buffer: Buffer, site: Site):
         self._group = group
-        self._op = op
+        self._op: Any = None  # until it is posted; for good if an interrupt came before we knew it
         self._message = message
         self._buffer = buffer
         self._site = site
@@ -126,6 +126,8 @@ class MessageWork(AnyMessageWork):
         )
 
     def is_completed(self) -> bool:
+        if self._outcome is None and self._op is None:
+            return False
         if self._outcome is None:
             outcome = native.mail_wait(self._op, -1, False)
             if outcome[0] == Status.TIMEOUT:
@@ -190,7 +192,7 @@ class MessageCalls:
         if outcome is None or type(outcome) is int:
             return outcome
         buffer = (read_buffer if is_send else write_buffer)("send" if is_send else "recv", "tensor", tensor)
-        work = MessageWork(self, None, Message(is_send, tensor, peer, tag), buffer, call_site(3))
+        work = MessageWork(self, Message(is_send, tensor, peer, tag), buffer, call_site(3))
         work._conclude(outcome, self._timeout_ns)
         work.wait()
         return None
@@ -223,20 +225,24 @@ class MessageCalls:
         self._check_message(call, message)
         buffer = (read_buffer if message.is_send else write_buffer)(call, "tensor", message.tensor)
         site = call_site(3)
-        op = native.mail_post(
-            self._handle,
-            message.is_send,
-            message.peer,
-            message.tag,
-            buffer.dtype,
-            buffer.address,
-            buffer.nbytes,
-            background,
-            self._arena.flight.site(site),
-        )
-        work = MessageWork(self, op, message, buffer, site)
-        if background:  # the core still uses the tensor, whether or not the caller keeps the work
+        work = MessageWork(self, message, buffer, site)
+        if background:  # the core uses the tensor whether or not the caller keeps the work, or ever gets it
             self._keep_message(work)
+        try:
+            work._op = native.mail_post(
+                self._handle,
+                message.is_send,
+                message.peer,
+                message.tag,
+                buffer.dtype,
+                buffer.address,
+                buffer.nbytes,
+                background,
+                self._arena.flight.site(site),
+            )
+        except OSError as error:
+            self._in_flight.remove(work)
+            raise no_thread("messages that nobody waits for", error) from None
         return work
 
     def _keep_message(self, work: MessageWork) -> None:

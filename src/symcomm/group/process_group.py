@@ -26,7 +26,7 @@ from symcomm.group.ephemeral import EphemeralTimeouts
 from symcomm.group.failure import Site, Status, call_site
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
-from symcomm.group.together import MOST_RANKS, WORD_BYTES, Together
+from symcomm.group.together import looks_for_others
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
 from symcomm.memory.arena import Arena, Peer, current_arena
 from symcomm.memory.share import Exchange, connect
@@ -129,7 +129,7 @@ def leave_groups_of(arena: Arena) -> None:
 
 def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
     """(offset of staging, offset of channels, total bytes) of a rank's part of a group."""
-    stage = -(-(native.CONTROL_BYTES + WORD_BYTES) // 4096) * 4096
+    stage = -(-native.CONTROL_BYTES // 4096) * 4096
     channels = stage + 2 * limits.stage_bytes
     return stage, channels, channels + world * native.CHANNEL_BYTES
 
@@ -190,7 +190,6 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
         self._offset = self._arena.allocate_sparse(total, touched=stage)
         self._stage, self._reserved = self._offset + stage, 0
         native.poke(self._arena.base + self._offset, bytes(native.CONTROL_BYTES))
-        native.poke(self._arena.base + self._offset + stage - WORD_BYTES, bytes(WORD_BYTES))
         for r in range(self.size):  # only the counters of a channel need to start at zero
             native.poke(self._arena.base + self._offset + channels + r * native.CHANNEL_BYTES, bytes(192))
         try:
@@ -203,7 +202,7 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
             self._limits = self._limits.crowded()
         starts = [peer.base + f["offset"] for peer, f in zip(self._peers, everyone, strict=True)]
         own_process = sum(p.pid == os.getpid() for p in self._peers) == 1
-        self._together = Together(self.rank, starts, stage, own_process) if self.size <= MOST_RANKS else None
+        self._looks = looks_for_others(self.size, own_process)
         self._handle: Any = native.make_group(
             self.rank, self.size,
             tuple(starts),
@@ -378,10 +377,10 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
         """Whether an asynchronous call may run in this thread: nothing waits before it, and all others are there."""
         last = self._pending[-1:]
         return (
-            self._together is not None
+            self._looks > 0
             and self._failure is None
             and (not last or last[0]._settled)  # they end in order
-            and self._together.all_here()
+            and native.group_announce(self._handle, self._looks)
         )
 
     def new_window(self, tensor: Any = None) -> Any:

@@ -35,7 +35,7 @@ class Segment:
         self.words = arena.buffer(self._words_bytes + LINE)  # peers write to them: whoever may signal keeps them
         ctypes.memset(self.words, 0, len(self.words))
         self.card = {
-            "offset": address - arena.base if count else 0,
+            "offset": arena.offset_of(address, 1) if count else 0,
             "count": count,
             "dtype": dtype,
             "words": ctypes.addressof(self.words) - arena.base,

@@ -163,12 +163,14 @@ class Work:
         return native.request_number(self._request)
 
     def _await(self) -> None:
-        if not self._settled:
+        if not self._settled and self._request is not None:
             native.request_wait(self._request, 0)
 
     def _poll(self, timeout_ns: int) -> bool:
         if self._settled and not self._callbacks:
             return True
+        if self._request is None:
+            return False  # about to be submitted, or an interrupt came before we knew its request
         status = native.request_wait(self._request, timeout_ns)
         if status is None:
             return False

@@ -259,13 +259,25 @@ class Arena:
                 self._lock.release()
 
     def _take_back(self, offset: int) -> None:
-        """With the lock held: pages go before the range can be given to anyone else."""
+        """With the lock held: pages go before the range can be given to anyone else. What was shut off from a stopped
+        peer's writes is never shared again."""
         length = self._heap.length_of(offset)
+        if native.is_isolated(self.base + offset, length):
+            return
         if self._idle + length > KEEP_BYTES:
             native.set_pages(self.fd, offset, length, False)
         else:
             self._idle += length
         self._heap.free(offset)
+
+    def offset_of(self, address: int, nbytes: int) -> int:
+        """Where peers find what lies at ``address`` here."""
+        if native.is_isolated(address, nbytes):
+            raise ResourceError(
+                "symmetric memory: this tensor is not shared any more, since a rank was stopped while it wrote to it "
+                "in an operation that failed; allocate another."
+            )
+        return address - self.base
 
     def trim(self) -> int:
         """Return the pages of all freed ranges to the kernel; says how many bytes that were."""

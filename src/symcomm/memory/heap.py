@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import mmap
 
 PAGE = 4096
+GRAIN = max(PAGE, mmap.PAGESIZE)  # no two allocations share a page: one may lose it (_core/isolate.h)
 
 
 class Heap:
@@ -25,7 +27,7 @@ class Heap:
         """How long the range in use at ``offset`` is."""
         return self._used[offset]
 
-    def allocate(self, nbytes: int, align: int = PAGE) -> int | None:
+    def allocate(self, nbytes: int, align: int = GRAIN) -> int | None:
         """The offset of a free range of at least ``nbytes``, or None when there is none."""
         need = max(nbytes, 1) + (-max(nbytes, 1)) % align
         for i, (start, length) in enumerate(self._free):

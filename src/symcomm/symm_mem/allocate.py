@@ -51,7 +51,7 @@ class Allocation:
     @property
     def offset(self) -> int:
         """Where it begins in its arena."""
-        return self.address - self.arena.base
+        return self.arena.offset_of(self.address, self.nbytes)
 
 
 _memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()  # by address

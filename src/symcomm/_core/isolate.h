@@ -1,0 +1,17 @@
+/* Parts of this rank's arena that a stopped peer may still write to, taken out of what is shared. */
+#ifndef SYMCOMM_ISOLATE_H
+#define SYMCOMM_ISOLATE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* Gives these bytes, and what shares a page with them, other memory with the same contents at the same address. Peers that
+ * have the arena mapped keep the old pages: nothing they write is seen here any more, and nothing that is written here by them.
+ * It is for the rest of the arena's life. False: there was no memory. */
+bool isolate(char *at, int64_t nbytes);
+/* Whether any of these bytes was isolated. Such memory is not symmetric any more. */
+bool is_isolated(const char *at, int64_t nbytes);
+/* The addresses are used for something else. */
+void isolate_forget(const char *at, int64_t nbytes);
+
+#endif
