@@ -106,10 +106,10 @@ static int run_part(struct run *x, int part) {
     return STATUS_OK;
 }
 
-static int64_t offset_in_arena(struct group *g, const char *buffer) {
+static int64_t offset_in_arena(struct group *g, const char *buffer, int64_t nbytes) {
     uintptr_t start = (uintptr_t)g->arena[g->rank], at = (uintptr_t)buffer;
     bool inside = at >= start && at - start < (uintptr_t)g->arena_bytes;
-    return inside && !is_isolated(buffer, 1) ? (int64_t)(at - start) : -1;
+    return inside && !is_isolated(buffer, nbytes) ? (int64_t)(at - start) : -1;
 }
 
 /* Of the input: one tensor, or a list of tensors that lie one after another. */
@@ -117,7 +117,7 @@ static int64_t input_offset(struct group *g, const struct plan *p, const struct 
     if (b->n_in < 1 || (b->n_in > 1 && p->piece_bytes <= 0)) return -1;
     for (int i = 1; i < b->n_in; i++)
         if (b->in[i] != b->in[0] + i * p->piece_bytes) return -1;
-    return offset_in_arena(g, b->in[0]);
+    return offset_in_arena(g, b->in[0], b->n_in > 1 ? b->n_in * p->piece_bytes : p->count * symcomm_itemsize[p->dtype]);
 }
 
 static bool satisfies(int64_t needs, int64_t in_offset, int64_t out_offset) {
@@ -138,14 +138,18 @@ static void arrive(struct run *x, int64_t in_offset, int64_t out_offset) {
     sync_wake_peers(x->g);
 }
 
+/* Whether rank r, which has arrived at this operation, made another call. */
+static bool differs(struct run *x, int r) {
+    struct arrival *a = &x->g->control[r]->arrival[x->half];
+    return atomic_load_explicit(&a->signature, memory_order_relaxed) != signature_of(x->p) ||
+           atomic_load_explicit(&a->count, memory_order_relaxed) != (uint64_t)x->p->count;
+}
+
 /* The first rank that has arrived at this operation with another signature, or -1. */
 static int find_mismatch(struct run *x) {
     for (int r = 0; r < x->g->world; r++) {
         struct arrival *a = &x->g->control[r]->arrival[x->half];
-        if (atomic_load_explicit(&a->seq, memory_order_acquire) != x->g->seq) continue;
-        if (atomic_load_explicit(&a->signature, memory_order_relaxed) != signature_of(x->p) ||
-            atomic_load_explicit(&a->count, memory_order_relaxed) != (uint64_t)x->p->count)
-            return r;
+        if (atomic_load_explicit(&a->seq, memory_order_acquire) == x->g->seq && differs(x, r)) return r;
     }
     return -1;
 }
@@ -197,7 +201,7 @@ static int run_whole(struct run *x) {
     const struct plan *p = x->p;
     int status;
     int64_t in_offset = input_offset(g, p, x->b);
-    if (x->b->n_out == 1) x->out_offset = offset_in_arena(g, x->b->out[0]);
+    if (x->b->n_out == 1) x->out_offset = offset_in_arena(g, x->b->out[0], p->count * symcomm_itemsize[p->dtype]);
     bool skip_head = p->has_direct && p->needs[g->rank] && satisfies(p->needs[g->rank], in_offset, x->out_offset);
     if (!skip_head && (status = run_part(x, PLAN_HEAD))) return status;
     arrive(x, in_offset, x->out_offset);
@@ -205,11 +209,12 @@ static int run_whole(struct run *x) {
     return run_body(x, skip_head);
 }
 
-/* Whether some living rank may still write into outputs of the operation that has failed here. */
+/* Whether some living rank may still write into outputs of the operation that has failed here. One that made another call
+ * finds that out before it would. */
 static bool is_written(struct run *x) {
     for (int r = 0; r < x->g->world; r++) {
         struct arrival *a = &x->g->control[r]->arrival[x->half];
-        if (r == x->g->rank || atomic_load(&a->seq) != x->g->seq || atomic_load(&a->left) == x->g->seq) continue;
+        if (r == x->g->rank || atomic_load(&a->seq) != x->g->seq || atomic_load(&a->left) == x->g->seq || differs(x, r)) continue;
         if (!(atomic_load_explicit(x->g->life[r], memory_order_acquire) & LIFE_OWNER_DIED)) return true;
     }
     return false;
@@ -240,6 +245,7 @@ static int run_locked(struct group *g, const struct plan *p, const struct buffer
     g->seq++;
     struct run x = {.g = g, .p = p, .b = b, .deadline = {.timeout = timeout}, .out_offset = -1, .half = (int)(g->seq & 1)};
     if (late) {
+        atomic_store(&g->control[g->rank]->arrival[x.half].left, g->seq);
         arrive(&x, -1, -1); /* so that everybody's error names this call too */
         return status;
     }
@@ -280,8 +286,8 @@ int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b,
     flight_end(g->recording, number, (int)status);
     g->recording = NULL;
     atomic_store_explicit(&g->holder, NULL, memory_order_relaxed);
-    if (g->departs_late && atomic_load(&g->visitors) == 0) leave_depart(g);
     pthread_mutex_unlock(&g->lock);
+    if (atomic_load_explicit(&g->departs_late, memory_order_relaxed)) leave_late(g);
     return status ? status | seq << 8 : 0;
 }
 

@@ -227,7 +227,12 @@ static PyObject *group_reserved(PyObject *self, PyObject *args) {
 static PyObject *group_abort(PyObject *self, PyObject *arg) {
     (void)self;
     struct group *g = to_group(arg);
-    return g ? PyLong_FromLong(sync_fail(g, STATUS_ABORTED, g->rank)) : NULL;
+    struct visit visit;
+    if (g == NULL) return NULL;
+    if (!visit_begin(&visit, g)) Py_RETURN_NONE; /* the others learn that it is left */
+    sync_fail(g, STATUS_ABORTED, g->rank);
+    visit_end(&visit);
+    Py_RETURN_NONE;
 }
 
 static PyObject *group_leave(PyObject *self, PyObject *arg) {
@@ -240,15 +245,11 @@ static PyObject *group_leave(PyObject *self, PyObject *arg) {
     atomic_store(&me->state, CONTROL_LEFT);
     uint64_t none = 0, cause = STATUS_LEFT | (uint64_t)g->rank << 8 | (uint64_t)g->rank << 24;
     atomic_compare_exchange_strong(&me->abort, &none, cause); /* ends and refuses operations here, and only here */
-    bool settled;
     Py_BEGIN_ALLOW_THREADS;
-    leave_wake_own(g);
     async_stop(g);
     mail_close(g);
-    settled = leave_settle(g);
+    leave_group(g);
     Py_END_ALLOW_THREADS;
-    if (settled) leave_depart(g);
-    else g->departs_late = true;
     Py_RETURN_NONE;
 }
 
@@ -349,12 +350,15 @@ static PyObject *group_publish(PyObject *self, PyObject *args) {
     struct group *g = to_group(capsule);
     if (g == NULL) return NULL;
     if (n > RECORD_BYTES) n = RECORD_BYTES;
+    struct visit visit;
+    if (!visit_begin(&visit, g)) Py_RETURN_NONE;
     struct control *me = g->control[g->rank];
     atomic_fetch_add(&me->record_version, 1);
     atomic_thread_fence(memory_order_seq_cst);
     memcpy(me->record, text, (size_t)n);
     atomic_store(&me->record_length, (uint32_t)n + 1);
     atomic_fetch_add(&me->record_version, 1);
+    visit_end(&visit);
     Py_RETURN_NONE;
 }
 

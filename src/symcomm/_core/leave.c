@@ -26,10 +26,11 @@ bool visit_begin(struct visit *v, struct group *g) {
 
 void visit_end(struct visit *v) {
     visits = v->outer;
-    if (atomic_fetch_sub(&v->group->visitors, 1) == 1 && v->group->departs_late) leave_depart(v->group);
+    atomic_fetch_sub(&v->group->visitors, 1);
+    if (atomic_load_explicit(&v->group->departs_late, memory_order_relaxed)) leave_late(v->group);
 }
 
-void leave_wake_own(struct group *g) {
+static void wake_own(struct group *g) {
     struct control *me = g->control[g->rank];
     atomic_store(&me->sleeping, 0);
     atomic_fetch_add(&me->doorbell, 1);
@@ -38,21 +39,40 @@ void leave_wake_own(struct group *g) {
     symcomm_futex_wake(&me->mail_bell, INT32_MAX);
 }
 
-bool leave_settle(struct group *g) {
-    int own = 0;
-    for (struct visit *v = visits; v; v = v->outer) own += v->group == g;
-    while (atomic_load(&g->visitors) > own) usleep(50); /* they notice that they were aborted */
-    return exec_settle(g) && own == 0;
-}
-
-void leave_depart(struct group *g) {
-    if (g->left) return;
-    struct control *copy = aligned_alloc(64, (sizeof *copy + 63) / 64 * 64);
-    if (copy == NULL) return; /* then the peers keep what they have, too */
+/* With the group's lock held, and no visitors. No wait is satisfied by what the copy says. */
+static void depart(struct group *g) {
+    struct control *copy = g->left ? NULL : aligned_alloc(64, (sizeof *copy + 63) / 64 * 64);
+    if (copy == NULL) return; /* without memory for it the peers keep what they have, too */
     g->own_block = g->control[g->rank];
     memcpy(copy, g->own_block, sizeof *copy);
+    memset(copy->arrival, 0, sizeof copy->arrival);
+    atomic_store(&copy->progress, 0);
     for (int r = 0; r < g->world; r++) atomic_store(&g->control[r]->departed[g->rank], 1);
     for (int r = 0; r < g->world; r++) g->control[r] = copy;
     g->own_copy = copy;
-    g->left = true;
+    atomic_store(&g->left, true);
+}
+
+void leave_late(struct group *g) {
+    /* Two calls that end at once may each find the other: whoever had the lock looks again. */
+    while (atomic_load(&g->departs_late) && !atomic_load(&g->left) && atomic_load(&g->visitors) == 0) {
+        if (pthread_mutex_trylock(&g->lock) != 0) return; /* an operation runs: its end comes here */
+        if (atomic_load(&g->visitors) == 0) depart(g);
+        pthread_mutex_unlock(&g->lock);
+    }
+}
+
+void leave_group(struct group *g) {
+    wake_own(g);
+    int own = 0;
+    for (struct visit *v = visits; v; v = v->outer) own += v->group == g;
+    while (atomic_load(&g->visitors) > own) usleep(50); /* they notice that they were aborted */
+    if (own == 0 && exec_settle(g)) {
+        pthread_mutex_lock(&g->lock);
+        depart(g);
+        pthread_mutex_unlock(&g->lock);
+        return;
+    }
+    atomic_store(&g->departs_late, true);
+    leave_late(g);
 }

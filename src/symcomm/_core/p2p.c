@@ -94,7 +94,7 @@ static void ring_read(struct channel *c, uint64_t at, void *bytes, uint64_t n) {
 
 static int64_t arena_offset(struct group *g, const char *p, uint64_t nbytes) {
     uintptr_t base = (uintptr_t)g->arena[g->rank], at = (uintptr_t)p;
-    bool inside = at >= base && at - base < (uintptr_t)g->arena_bytes && !is_isolated(p, 1);
+    bool inside = at >= base && at - base < (uintptr_t)g->arena_bytes && !is_isolated(p, (int64_t)nbytes);
     return inside && nbytes >= DIRECT_BYTES ? (int64_t)(at - base) : -1;
 }
 

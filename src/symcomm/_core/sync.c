@@ -62,6 +62,7 @@ void sync_wake_peers(struct group *g) {
 }
 
 void sync_signal(struct group *g, uint64_t progress) {
+    atomic_thread_fence(memory_order_acquire); /* whoever hears of it through us sees at least what we saw: also that it is void */
     atomic_store_explicit(&g->control[g->rank]->progress, progress, memory_order_release);
     sync_wake_peers(g);
 }
@@ -96,7 +97,10 @@ int sync_fail_of(struct group *g, int status, int culprit, int origin) {
 
 int sync_fail(struct group *g, int status, int culprit) { return sync_fail_of(g, status, culprit, g->rank); }
 
-void sync_void(struct group *g) { tell_all(g, atomic_load(&g->control[g->rank]->abort), ~g->seq); }
+void sync_void(struct group *g) {
+    if (!sync_aborted(g)) sync_fail(g, STATUS_ABORTED, g->rank); /* a void operation has a cause */
+    tell_all(g, atomic_load(&g->control[g->rank]->abort), ~g->seq);
+}
 
 bool sync_is_void(struct group *g, uint64_t seq) {
     atomic_thread_fence(memory_order_acquire); /* after the last read of a peer's tensor */

@@ -82,8 +82,8 @@ struct group {
     bool own_process;              /* no other rank of the group is a thread of this process */
     bool forked;                   /* this is a child's copy: the rank is its parent */
     _Atomic bool leaving;          /* group_leave() was called: nothing new begins */
-    bool departs_late;             /* it was called by a thread in the middle of a call, at whose end the rank departs */
-    bool left;                     /* departed: shared memory is not touched any more */
+    _Atomic bool departs_late;     /* it was called by a thread in the middle of a call, at whose end the rank departs */
+    _Atomic bool left;             /* departed: shared memory is not touched any more */
     _Atomic int visitors;          /* calls that use the memory without the lock, see struct visit */
     struct control *own_block;     /* the shared one, after departing until all ranks have */
     struct control *own_copy;      /* private: what the group looks at from then on */
@@ -157,11 +157,11 @@ struct visit {
 bool visit_begin(struct visit *v, struct group *g);
 void visit_end(struct visit *v);
 
-/* Leaving a group, once no operation begins on it any more: wake_own() ends this process's waits, settle() returns when other
- * threads' calls have ended (false: a call of this very thread has not), depart() lets go of the shared memory. */
-void leave_wake_own(struct group *g);
-bool leave_settle(struct group *g);
-void leave_depart(struct group *g);
+/* Leaves the group, on which no operation begins any more: ends this process's waits, returns when other threads' calls have
+ * ended, and lets go of the shared memory, or has the last call of this very thread do so when it ends. */
+void leave_group(struct group *g);
+/* At the end of a call, with no lock held: does what leave_group() left to it. */
+void leave_late(struct group *g);
 
 void quick_drop(struct group *g);
 
