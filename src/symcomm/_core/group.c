@@ -1,4 +1,5 @@
 /* Python's view of groups, plans and requests. They are capsules; the classes are in symcomm/group. */
+#include <sched.h>
 #include <stdlib.h>
 
 #include "async.h"
@@ -237,6 +238,7 @@ static PyObject *group_leave(PyObject *self, PyObject *arg) {
     async_stop(g);
     mail_close(g);
     exec_settle(g); /* a thread that still is in an operation must not find memory that is used for something else */
+    while (atomic_load(&g->putting)) sched_yield(); /* nor may one write to a peer that has been told we are gone */
     Py_END_ALLOW_THREADS;
     for (int r = 0; r < g->world && !g->left; r++) atomic_store(&g->control[r]->departed[g->rank], 1);
     g->left = true;

@@ -78,6 +78,7 @@ struct group {
     _Atomic int64_t slept;         /* statistics */
     bool own_process;              /* no other rank of the group is a thread of this process */
     bool left;                     /* group_leave() was called */
+    _Atomic int32_t putting;       /* threads that write into peers' windows, see window.c */
     struct control *own_copy;      /* of my block, once its memory was given back */
     pthread_mutex_t lock;          /* one operation at a time */
     void *kept;                    /* what it held on to, once it is dropped */

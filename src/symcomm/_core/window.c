@@ -77,9 +77,28 @@ static int unreachable(struct group *g, int peer) {
     return status || peer == g->rank ? status : sync_gone(g, peer);
 }
 
+/* A rank that leaves, or whose group fails, keeps its window's memory until nobody can be in here any more: a thread that
+ * was stopped may go on much later. What it wrote is lost then, as it learns by looking once more. */
 static int write_part(struct window *w, int peer, int64_t start, const char *from, int64_t nbytes) {
-    int status = unreachable(w->group, peer);
-    if (status == STATUS_OK && nbytes) memmove(w->parts[peer].address + start, from, (size_t)nbytes);
+    struct group *g = w->group;
+    atomic_fetch_add(&g->putting, 1);
+    int status = unreachable(g, peer);
+    if (status == STATUS_OK && nbytes) {
+        memmove(w->parts[peer].address + start, from, (size_t)nbytes);
+        atomic_thread_fence(memory_order_seq_cst);
+        status = unreachable(g, peer);
+    }
+    atomic_fetch_sub(&g->putting, 1);
+    return status;
+}
+
+static int signal_part(struct window *w, int peer) {
+    struct group *g = w->group;
+    struct counter c = counter_of(w, peer, g->rank);
+    atomic_fetch_add(&g->putting, 1);
+    int status = unreachable(g, peer);
+    if (status == STATUS_OK) counter_add(&c);
+    atomic_fetch_sub(&g->putting, 1);
     return status;
 }
 
@@ -134,10 +153,7 @@ static PyObject *window_signal(PyObject *self, PyObject *const *args, Py_ssize_t
     if (w == NULL) return n == 2 ? NULL : PyErr_Format(PyExc_TypeError, "window_signal takes 2 arguments");
     int peer = rank_of(w, args[1]);
     if (peer < 0) Py_RETURN_NONE;
-    int status = unreachable(w->group, peer);
-    struct counter c = counter_of(w, peer, w->group->rank);
-    if (status == STATUS_OK) counter_add(&c);
-    return PyLong_FromLong(status);
+    return PyLong_FromLong(signal_part(w, peer));
 }
 
 /* window_wait(window, peer, timeout_ns=0) -> status, None: Python has to look. See counter_take for timeouts up to 0. */
