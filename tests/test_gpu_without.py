@@ -303,25 +303,53 @@ class FakePads:
         return [r for r in (1, 2) if is_behind(self.words[r], value)]
 
     def set_arrival(self, rank: int, value: int) -> None:
+        assert self.stopped, "a stream goes on before all ranks know"
         self.words[rank] = value
 
     stopped = False
-
-    def stop_waiting(self) -> None:
-        self.stopped = True
 
 
 class FakeMeetings:
     count = 0
 
 
-def make_watch(gone: list[int]) -> tuple[Watch, Lane, FakePads, FakeMeetings, list[Any]]:
-    told: list[Any] = []
-    watch = Watch(lambda: gone, lambda item, ranks, died: told.append((item.what, ranks, died)))
+class FakeJudge:
+    """Whoever is told: every rank knows of a failure before a wait is released."""
+
+    def __init__(self, gone: list[int], pads: FakePads):
+        self._gone, self._pads = gone, pads
+        self.told: list[Any] = []
+        self.failed_elsewhere = self.settles = self.busy = False
+
+    def gone(self) -> list[int]:
+        return self._gone
+
+    def has_failed(self) -> bool:
+        return self.failed_elsewhere
+
+    def fail(self, item: Any, ranks: list[int], died: bool) -> None:
+        self.told.append((item.what, ranks, died))
+        self._pads.stopped = True
+
+    def learn(self) -> None:
+        self.told.append("learned")
+        self._pads.stopped = True
+
+    def settle(self, now: float) -> bool:
+        return self.settles
+
+    def is_busy(self) -> bool:
+        return self.busy
+
+
+def make_watch(gone: list[int]) -> tuple[Watch, FakeJudge, FakePads, FakeMeetings, list[Any]]:
     pads, meetings = FakePads(), FakeMeetings()
+    judge = FakeJudge(gone, pads)
+    watch = Watch(judge)
     lane = watch.lane = Lane(pads, meetings)
+    told = judge.told
     lane.what, lane.timeout = "all_reduce", 5.0
-    return watch, lane, pads, meetings, told
+    return watch, judge, pads, meetings, told
 
 
 def test_the_watch_ends_a_wait_for_a_dead_rank():
@@ -334,8 +362,7 @@ def test_the_watch_ends_a_wait_for_a_dead_rank():
     gone.append(2)
     watch.look(1.1)
     assert told == [("all_reduce", [2], True)] and pads.words == [0, 4, 4] and pads.stopped
-    meetings.count = 6  # what was already on its way
-    pads.words[1] = 6
+    meetings.count = 6  # what was already on its way: nobody is waited for any more
     watch.look(1.2)
     assert pads.words == [0, 6, 6] and len(told) == 1
 
@@ -359,7 +386,20 @@ def test_the_watch_looks_after_single_waits_too():
     watch._items.append(Outstanding("receive", lambda: missing, lambda ranks: released.append(ranks), 0.0, 9.0))
     assert watch.look(0.1) and told == [("receive", [1], True)] and released == [[1]]
     missing.clear()
-    assert not watch.look(0.2) and not watch._items
+    assert watch.look(0.2) and not watch._items  # until tensors are their owners' again
+    watch._judge.settles = True
+    assert not watch.look(0.3)
+
+
+def test_the_watch_learns_of_failures_elsewhere():
+    watch, judge, pads, meetings, told = make_watch([])
+    meetings.count, judge.failed_elsewhere = 3, True
+    assert watch.look(0.0) and told == ["learned"] and pads.words == [0, 3, 3]
+    judge.settles = True
+    assert not watch.look(0.1) and told == ["learned"]
+    watch, judge, *_ = make_watch([])
+    judge.busy = True
+    assert watch.look(0.0)  # it goes on looking while this rank uses the memory of others
 
 
 # --- symcomm run --mps ----------------------------------------------------------------------------------------------
@@ -415,6 +455,7 @@ class HostPads:
         base = ctypes.addressof(words)
         self.theirs = tuple(base + 4 * (r * world + rank) for r in peers)
         self.mine = tuple(base + 4 * (rank * world + r) for r in peers)
+        self.stop = 0
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -450,7 +491,9 @@ class HostDriver:
                 time.sleep(0)
         time.sleep(random.random() * 0.002)  # let the others get ahead
         if kernel:
-            add_floats(places, kernel[0])
+            count, used = kernel
+            assert len(places) == used + (used > len(set(places[:used]))), "several targets: and the stop word"
+            add_floats(places[:used], count)
 
 
 def add_floats(places: Any, count: int) -> None:
@@ -465,7 +508,7 @@ def add_floats(places: Any, count: int) -> None:
 
 class HostKernel:
     def launch(self, places: Any, count: int) -> tuple[int, ...]:
-        return (count,)
+        return (count, len(places))
 
 
 class Rig:
