@@ -1,4 +1,4 @@
-"""What of the GPU parts can be checked where there is none: words, kernels' texts, meetings, the watch, --mps."""
+"""What of the GPU parts can be checked where there is none: words, kernels' texts, meetings, --mps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from symcomm.gpu.moves import Meetings, Mover, shard_of
 from symcomm.gpu.pads import is_behind
 from symcomm.gpu.spinning import MOST_BLOCKS, most_blocks
 from symcomm.gpu.through_host import STAGE_BYTES, HostMover
-from symcomm.gpu.watch import Lane, Outstanding, Watch
 from symcomm.group.failure import describe_call
 from symcomm.types import DType, RedOpType
 
@@ -285,121 +284,6 @@ def test_ranks_that_are_threads_have_their_own_alloc_ids(monkeypatch: pytest.Mon
     assert mine is again is not theirs
     with pytest.raises(errors.BadArgumentError, match="size must be 8 bytes, as before with alloc_id 5, got '4 bytes'"):
         on_gpu._persistent((b"me", 0, 5), 4)
-
-
-# --- the watch ----------------------------------------------------------------------------------------------------
-
-
-class FakePads:
-    world = 3
-
-    def __init__(self) -> None:
-        self.words = [0, 0, 0]
-
-    def arrival_of(self, rank: int) -> int:
-        return self.words[rank]
-
-    def missing(self, value: int) -> list[int]:
-        return [r for r in (1, 2) if is_behind(self.words[r], value)]
-
-    def set_arrival(self, rank: int, value: int) -> None:
-        assert self.stopped, "a stream goes on before all ranks know"
-        self.words[rank] = value
-
-    stopped = False
-
-
-class FakeMeetings:
-    count = 0
-
-
-class FakeJudge:
-    """Whoever is told: every rank knows of a failure before a wait is released."""
-
-    def __init__(self, gone: list[int], pads: FakePads):
-        self._gone, self._pads = gone, pads
-        self.told: list[Any] = []
-        self.failed_elsewhere = self.settles = self.busy = False
-
-    def gone(self) -> list[int]:
-        return self._gone
-
-    def has_failed(self) -> bool:
-        return self.failed_elsewhere
-
-    def fail(self, item: Any, ranks: list[int], died: bool) -> None:
-        self.told.append((item.what, ranks, died))
-        self._pads.stopped = True
-
-    def learn(self) -> None:
-        self.told.append("learned")
-        self._pads.stopped = True
-
-    def settle(self, now: float) -> bool:
-        return self.settles
-
-    def is_busy(self) -> bool:
-        return self.busy
-
-
-def make_watch(gone: list[int]) -> tuple[Watch, FakeJudge, FakePads, FakeMeetings, list[Any]]:
-    pads, meetings = FakePads(), FakeMeetings()
-    judge = FakeJudge(gone, pads)
-    watch = Watch(judge)
-    lane = watch.lane = Lane(pads, meetings)
-    told = judge.told
-    lane.what, lane.timeout = "all_reduce", 5.0
-    return watch, judge, pads, meetings, told
-
-
-def test_the_watch_ends_a_wait_for_a_dead_rank():
-    gone: list[int] = []
-    watch, _, pads, meetings, told = make_watch(gone)
-    assert not watch.look(0.0)
-    meetings.count = 4
-    pads.words = [0, 4, 3]
-    assert watch.look(1.0) and not told and not pads.stopped
-    gone.append(2)
-    watch.look(1.1)
-    assert told == [("all_reduce", [2], True)] and pads.words == [0, 4, 4] and pads.stopped
-    meetings.count = 6  # what was already on its way: nobody is waited for any more
-    watch.look(1.2)
-    assert pads.words == [0, 6, 6] and len(told) == 1
-
-
-def test_the_watch_counts_from_the_last_progress():
-    watch, _, pads, meetings, told = make_watch([])
-    meetings.count = 2
-    watch.look(0.0)
-    watch.look(4.0)
-    pads.words = [0, 1, 1]
-    watch.look(6.0)
-    watch.look(10.0)
-    assert not told
-    watch.look(11.5)
-    assert told == [("all_reduce", [1, 2], False)] and pads.words == [0, 2, 2]
-
-
-def test_the_watch_looks_after_single_waits_too():
-    watch, _, _, _, told = make_watch([1])
-    missing, released = [1], []
-    watch._items.append(Outstanding("receive", lambda: missing, lambda ranks: released.append(ranks), 0.0, 9.0))
-    assert watch.look(0.1) and told == [("receive", [1], True)] and released == [[1]]
-    missing.clear()
-    assert watch.look(0.2) and not watch._items  # until tensors are their owners' again
-    watch._judge.settles = True
-    assert not watch.look(0.3)
-
-
-def test_the_watch_learns_of_failures_elsewhere():
-    watch, judge, pads, meetings, told = make_watch([])
-    meetings.count, judge.failed_elsewhere = 3, True
-    assert watch.look(0.0) and told == ["learned"] and pads.words == [0, 3, 3]
-    judge.settles = True
-    assert not watch.look(0.1) and told == ["learned"]
-    watch, judge, *_ = make_watch([])
-    judge.busy = True
-    assert watch.look(0.0)  # it goes on looking while this rank uses the memory of others
 
 
 # --- symcomm run --mps ----------------------------------------------------------------------------------------------
