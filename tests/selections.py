@@ -16,10 +16,10 @@ TORCH = (
     "c10d_ddp", "c10d_engine", "c10d_enums", "c10d_groups", "c10d_names", "c10d_options", "c10d_stores",
     "c10d_symmetric", "c10d_works", "compile_checks", "compile_options", "conformance_quick", "ddp_checks",
     "ddp_hooks", "ddp_hooks_local", "default_group_name", "device_autograd", "device_coalesced", "device_copies",
-    "device_data_parallel", "device_nested", "doctor", "engines", "examples", "gpu_without", "group_life",
-    "group_life_memory", "handshake", "hooks", "hooks_torch", "hosts_torch", "profile_fields", "reconfigure_torch",
-    "store_collectives", "store_contract", "store_model", "symm_mem", "symm_ops", "symmetrize", "tcp_store_interop",
-    "torch_backend", "torch_versions", "trace_dumps", "windows", "windows_failures",
+    "device_data_parallel", "device_nested", "doctor", "engines", "examples", "gpu_trouble", "gpu_without",
+    "group_life", "group_life_memory", "handshake", "hooks", "hooks_torch", "hosts_torch", "profile_fields",
+    "reconfigure_torch", "store_collectives", "store_contract", "store_model", "symm_mem", "symm_ops", "symmetrize",
+    "tcp_store_interop", "torch_backend", "torch_versions", "trace_dumps", "windows", "windows_failures",
 )  # fmt: skip
 
 # What runs where torch is not installed. Tests in these files that compare with torch are skipped there, and say so.
@@ -33,10 +33,10 @@ WITHOUT_TORCH = (
 # Torch tensors in calls that have been the same in all its versions, our own sources, or tools that few machines have.
 MAIN_ONLY = (
     "async", "attack", "bench", "collectives", "control_plane", "demo", "docs", "elastic", "failures", "flight",
-    "gpu_collectives", "gpu_comm", "gpu_torch", "gpu_windows", "groups", "grow", "hosts_attack", "hosts_failures",
-    "hosts_lines", "hosts_network", "hosts_values", "layers", "p2p", "ray", "reconfigure", "reconfigure_deaths",
-    "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "top_browser", "top_feed", "trace_failures",
-    "trace_live", "trace_timing",
+    "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_torch", "gpu_windows", "groups", "grow", "hosts_attack",
+    "hosts_failures", "hosts_lines", "hosts_network", "hosts_values", "layers", "p2p", "ray", "reconfigure",
+    "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "top_browser", "top_feed",
+    "trace_failures", "trace_live", "trace_timing",
 )  # fmt: skip
 
 SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH}

@@ -1,4 +1,4 @@
-"""What of the GPU parts can be checked where there is none: words, kernels' texts, meetings, the watch, --mps."""
+"""What of the GPU parts can be checked where there is none: words, kernels' texts, meetings, --mps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from symcomm.gpu.moves import Meetings, Mover, shard_of
 from symcomm.gpu.pads import is_behind
 from symcomm.gpu.spinning import MOST_BLOCKS, most_blocks
 from symcomm.gpu.through_host import STAGE_BYTES, HostMover
-from symcomm.gpu.watch import Lane, Outstanding, Watch
 from symcomm.group.failure import describe_call
 from symcomm.types import DType, RedOpType
 
@@ -287,81 +286,6 @@ def test_ranks_that_are_threads_have_their_own_alloc_ids(monkeypatch: pytest.Mon
         on_gpu._persistent((b"me", 0, 5), 4)
 
 
-# --- the watch ----------------------------------------------------------------------------------------------------
-
-
-class FakePads:
-    world = 3
-
-    def __init__(self) -> None:
-        self.words = [0, 0, 0]
-
-    def arrival_of(self, rank: int) -> int:
-        return self.words[rank]
-
-    def missing(self, value: int) -> list[int]:
-        return [r for r in (1, 2) if is_behind(self.words[r], value)]
-
-    def set_arrival(self, rank: int, value: int) -> None:
-        self.words[rank] = value
-
-    stopped = False
-
-    def stop_waiting(self) -> None:
-        self.stopped = True
-
-
-class FakeMeetings:
-    count = 0
-
-
-def make_watch(gone: list[int]) -> tuple[Watch, Lane, FakePads, FakeMeetings, list[Any]]:
-    told: list[Any] = []
-    watch = Watch(lambda: gone, lambda item, ranks, died: told.append((item.what, ranks, died)))
-    pads, meetings = FakePads(), FakeMeetings()
-    lane = watch.lane = Lane(pads, meetings)
-    lane.what, lane.timeout = "all_reduce", 5.0
-    return watch, lane, pads, meetings, told
-
-
-def test_the_watch_ends_a_wait_for_a_dead_rank():
-    gone: list[int] = []
-    watch, _, pads, meetings, told = make_watch(gone)
-    assert not watch.look(0.0)
-    meetings.count = 4
-    pads.words = [0, 4, 3]
-    assert watch.look(1.0) and not told and not pads.stopped
-    gone.append(2)
-    watch.look(1.1)
-    assert told == [("all_reduce", [2], True)] and pads.words == [0, 4, 4] and pads.stopped
-    meetings.count = 6  # what was already on its way
-    pads.words[1] = 6
-    watch.look(1.2)
-    assert pads.words == [0, 6, 6] and len(told) == 1
-
-
-def test_the_watch_counts_from_the_last_progress():
-    watch, _, pads, meetings, told = make_watch([])
-    meetings.count = 2
-    watch.look(0.0)
-    watch.look(4.0)
-    pads.words = [0, 1, 1]
-    watch.look(6.0)
-    watch.look(10.0)
-    assert not told
-    watch.look(11.5)
-    assert told == [("all_reduce", [1, 2], False)] and pads.words == [0, 2, 2]
-
-
-def test_the_watch_looks_after_single_waits_too():
-    watch, _, _, _, told = make_watch([1])
-    missing, released = [1], []
-    watch._items.append(Outstanding("receive", lambda: missing, lambda ranks: released.append(ranks), 0.0, 9.0))
-    assert watch.look(0.1) and told == [("receive", [1], True)] and released == [[1]]
-    missing.clear()
-    assert not watch.look(0.2) and not watch._items
-
-
 # --- symcomm run --mps ----------------------------------------------------------------------------------------------
 
 
@@ -415,6 +339,7 @@ class HostPads:
         base = ctypes.addressof(words)
         self.theirs = tuple(base + 4 * (r * world + rank) for r in peers)
         self.mine = tuple(base + 4 * (rank * world + r) for r in peers)
+        self.stop = 0
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -450,7 +375,9 @@ class HostDriver:
                 time.sleep(0)
         time.sleep(random.random() * 0.002)  # let the others get ahead
         if kernel:
-            add_floats(places, kernel[0])
+            count, used = kernel
+            assert len(places) == used + (used > len(set(places[:used]))), "several targets: and the stop word"
+            add_floats(places[:used], count)
 
 
 def add_floats(places: Any, count: int) -> None:
@@ -465,7 +392,7 @@ def add_floats(places: Any, count: int) -> None:
 
 class HostKernel:
     def launch(self, places: Any, count: int) -> tuple[int, ...]:
-        return (count,)
+        return (count, len(places))
 
 
 class Rig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ import symcomm
 from symcomm import errors
 from symcomm.c10d import WaitSignalOptions
 from symcomm.windows import WindowAccessType
+from tests.faults import join_group
 from tests.ranks import run_ranks
 from tests.window_ranks import START, join, spawn, sync
 
@@ -192,3 +194,53 @@ def gloo_says(rank, world, path):
 def test_gloo_has_none(tmp_path):
     """When it has, compare with it here."""
     assert run_ranks(gloo_says, 1, str(tmp_path / "store")) == [False]
+
+
+# --- memory that was given back ------------------------------------------------------------------------------------
+
+PUT = 64 << 20  # elements, so that a put takes long enough to be stopped in the middle
+
+
+def stopped_in_a_put(rank, world, folder, way):
+    """Rank 1 is stopped in the middle of a put; rank 0 leaves, allocates anew, and lets it go on."""
+    group = join_group(rank, world, folder, 20.0)
+    place = symcomm.symm_mem.empty(PUT).zero_()
+    window = group.new_window(place)
+    group.barrier()
+    if rank == 1:
+        try:
+            window.put(torch.ones(PUT), 0)
+        except errors.SymcommError as error:
+            return str(error)
+        finally:
+            open(f"{folder}/put", "w").close()
+        return "nothing"
+    pid, seen = group._peers[1].pid, place[:1].numpy()
+    while not seen[0]:
+        pass
+    os.kill(pid, signal.SIGSTOP)
+    assert not place[-1], "the put was over before it could be stopped"
+    if way == "fails":
+        with pytest.raises(errors.DeadlineError):
+            group.barrier(timeout=0.2)
+        with pytest.raises(errors.SymcommError):
+            window.tensor_deregister()
+    if way != "is forgotten":
+        group.destroy()
+    del group, window, place, seen
+    gc.collect()
+    fresh = [symcomm.symm_mem.empty(PUT).fill_(7.0) for _ in range(2)]
+    os.kill(pid, signal.SIGCONT)
+    while not os.path.exists(f"{folder}/put"):
+        time.sleep(0.001)
+    return [bool((t == 7.0).all()) for t in fresh]
+
+
+@pytest.mark.parametrize("way", ["leaves", "fails", "is forgotten"])
+def test_a_put_into_a_window_that_is_gone_reaches_nothing_else(tmp_path, way):
+    outcomes = run_ranks(stopped_in_a_put, 2, str(tmp_path), way, outcomes=True, start=START)
+    assert [o.kind for o in outcomes] == ["returned", "returned"], "\n".join(map(str, outcomes))
+    assert outcomes[0].value == [True, True]
+    assert (
+        "put(dst_rank=0)" in outcomes[1].value and "rank 0" in outcomes[1].value
+    )  # it is told that it came to nothing

@@ -121,7 +121,42 @@ static PyObject *stream_combine(PyObject *self, PyObject *args) {
     return PyLong_FromLong(result);
 }
 
+/* --- words that hosts and GPUs share ------------------------------------------------------------------------ */
+
+/* store_word(address, value): a GPU, or another host's thread, that sees it sees everything written before it, and nothing
+ * that comes later is seen before it. */
+static PyObject *store_word(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long address, value;
+    if (!PyArg_ParseTuple(args, "KK", &address, &value)) return NULL;
+    atomic_store((_Atomic uint32_t *)(uintptr_t)address, (uint32_t)value);
+    atomic_thread_fence(memory_order_seq_cst);
+    Py_RETURN_NONE;
+}
+
+/* group_fail(group, status, culprit) -> the status that counts. Every rank sees it before this returns. */
+static PyObject *group_fail(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    int status, culprit;
+    if (!PyArg_ParseTuple(args, "Oii", &capsule, &status, &culprit)) return NULL;
+    struct group *g = PyCapsule_GetPointer(capsule, "symcomm.group");
+    return g ? PyLong_FromLong(sync_fail(g, status, culprit)) : NULL;
+}
+
+/* group_status(group) -> 0, or why it has failed. Whoever has read peers' memory asks after its last read. */
+static PyObject *group_status(PyObject *self, PyObject *capsule) {
+    (void)self;
+    struct group *g = PyCapsule_GetPointer(capsule, "symcomm.group");
+    if (g == NULL) return NULL;
+    atomic_thread_fence(memory_order_seq_cst);
+    return PyLong_FromLong(sync_aborted(g));
+}
+
 static PyMethodDef methods[] = {
+    {"group_fail", group_fail, METH_VARARGS, "group_fail(group, status, culprit) -> the status that counts"},
+    {"group_status", group_status, METH_O, "group_status(group) -> 0, or the status it failed with"},
+    {"store_word", store_word, METH_VARARGS, "store_word(address, value): 32 bits, in order with what comes before and after"},
     {"stream_combine", stream_combine, METH_VARARGS,
      "stream_combine(function, stream, dtype, op, sources, out, count) -> the driver's result"},
     {"stream_turn", stream_turn, METH_VARARGS,

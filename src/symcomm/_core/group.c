@@ -1,4 +1,5 @@
 /* Python's view of groups, plans and requests. They are capsules; the classes are in symcomm/group. */
+#include <sched.h>
 #include <stdlib.h>
 
 #include "async.h"

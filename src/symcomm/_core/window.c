@@ -77,11 +77,17 @@ static int unreachable(struct group *g, int peer) {
     return status || peer == g->rank ? status : sync_gone(g, peer);
 }
 
+/* A rank that leaves, or whose group fails, keeps its window's memory until nobody can be in here any more: a thread that
+ * was stopped may go on much later. What it wrote is lost then, as it learns by looking once more. */
 static int write_part(struct window *w, int peer, int64_t start, const char *from, int64_t nbytes) {
     struct visit visit;
     if (!visit_begin(&visit, w->group)) return STATUS_ABORTED;
     int status = unreachable(w->group, peer);
-    if (status == STATUS_OK && nbytes) memmove(w->parts[peer].address + start, from, (size_t)nbytes);
+    if (status == STATUS_OK && nbytes) {
+        memmove(w->parts[peer].address + start, from, (size_t)nbytes);
+        atomic_thread_fence(memory_order_seq_cst);
+        status = unreachable(w->group, peer);
+    }
     visit_end(&visit);
     return status;
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import json
 import threading
 import time
@@ -36,10 +37,10 @@ from symcomm.gpu.messages import device_mail
 from symcomm.gpu.moves import Meetings, Mover
 from symcomm.gpu.pads import Pads, pad_bytes, show
 from symcomm.gpu.places import Place, torch_stream
-from symcomm.gpu.pool import Piece, find_block, opened, pool_of
+from symcomm.gpu.pool import Piece, find_block, hold, opened, pool_of
 from symcomm.gpu.spinning import MOST_RANKS, SpinningMover, flags_bytes, most_blocks
-from symcomm.gpu.through_host import STAGE_BYTES, HostMover
-from symcomm.gpu.trouble import trouble_of
+from symcomm.gpu.through_host import HALF_BYTES, STAGE_BYTES, HostMover
+from symcomm.gpu.trouble import Trouble, trouble_of
 from symcomm.gpu.watch import Lane
 from symcomm.gpu.work import DeviceWork
 from symcomm.group.call_hooks import GROUP_CALLS
@@ -138,7 +139,8 @@ class DeviceGroup(DeviceCalls):
         spins = len(gpus) == 1 and not self.time_sliced and all(c["spins"] for c in everyone) and not self._aside
         self.limits = limits or (SLICED if self.time_sliced else SPINNING if spins else Limits())
         self.mover = self._make_spinning_mover() if spins else Mover(core.rank, core.size, device, self.meetings)
-        self._small = self._make_host_mover() if self.time_sliced else self.mover
+        self._small_stages = [peer.base + c["stage"] for peer, c in zip(core._peers, everyone, strict=True)]
+        self._small_half = HALF_BYTES if self.time_sliced else -1
         self._lock = threading.RLock()
         self._stages: list[Piece] = []
         self._plans: dict[Any, Any] = {}
@@ -148,11 +150,12 @@ class DeviceGroup(DeviceCalls):
         self._side: Any = None
         self.rescue = torch.cuda.Stream(device)  # ends waits of other streams; making one then would wait for them
         self.trouble = trouble_of(core, device)
+        self.trouble.pads = self.pads
         self._lane = self.trouble.watch.lane = Lane(self.pads, self.meetings)
         self._watch = self.trouble.watch
-        self.mail = device_mail(core, device)
         self._recipes: dict[Any, Any] = {}  # all_reduces seen before, see again()
         _living.add(self)
+        weakref.finalize(self, _part, self.trouble, self._stages).atexit = False
         core._before_leaving.append(self.finish)
         core.barrier()  # nobody's GPU writes a pad that its owner has not cleared
 
@@ -163,19 +166,26 @@ class DeviceGroup(DeviceCalls):
         native.poke(core._arena.base + self._pad_offset, bytes(nbytes))
         mps = driver().has_mps(device)
         spins = mps and kernels.can_spin(device) and 1 < core.size <= MOST_RANKS
-        return self._tell({**devices.describe(device), "mps": mps, "spins": spins, "pad": self._pad_offset})
+        card = {**devices.describe(device), "mps": mps, "spins": spins, "pad": self._pad_offset}
+        self._small_offset = core._arena.allocate_sparse(STAGE_BYTES, 1)  # whose pages come when it is used
+        return self._tell({**card, "stage": self._small_offset})
 
     def _tell(self, card: dict[str, Any]) -> list[dict[str, Any]]:
         """What all ranks tell, in rank order."""
         return [json.loads(item) for item in self.core.all_gather_object(json.dumps(card).encode())]
 
-    def _make_host_mover(self) -> HostMover:
-        """For small operations of ranks that take turns on a GPU."""
-        everyone = self._tell({"stage": self.core._arena.allocate(STAGE_BYTES)})
-        stages = [peer.base + card["stage"] for peer, card in zip(self.core._peers, everyone, strict=True)]
-        for stage, peer in zip(stages, self.core._peers, strict=True):
+    @functools.cached_property
+    def _small(self) -> HostMover:
+        """For small operations of ranks that take turns on a GPU. Made by the first of them: it pins memory."""
+        self.core._arena.reserve(self._small_offset, STAGE_BYTES)
+        for stage, peer in zip(self._small_stages, self.core._peers, strict=True):
             show(stage, STAGE_BYTES, peer)
-        return HostMover(self.rank, self.size, self.device, self.meetings, stages)
+        return HostMover(self.rank, self.size, self.device, self.meetings, self._small_stages)
+
+    @functools.cached_property
+    def mail(self) -> Any:
+        """This rank's messages."""
+        return device_mail(self.core, self.device)
 
     def _make_spinning_mover(self) -> SpinningMover:
         """For small all_reduces of ranks that share a GPU at the same time."""
@@ -195,7 +205,7 @@ class DeviceGroup(DeviceCalls):
 
     def _mover_for(self, nbytes: int) -> Mover:
         """Whoever moves ``nbytes`` of each rank's: the same on all ranks."""
-        return self._small if nbytes <= self._small.half else self.mover
+        return self._small if nbytes <= self._small_half else self.mover
 
     def __repr__(self) -> str:
         return f"<DeviceGroup {self.name!r}: rank {self.rank} of {self.size} on cuda:{self.device}>"
@@ -238,7 +248,7 @@ class DeviceGroup(DeviceCalls):
 
         timeout_ns = self.core._timeout_ns if timeout is None else to_ns(call, timeout)
         self.trouble.check_usable(call)
-        half = self._promised if self._mover_for(need) is self.mover else self._small.half
+        half = self._promised if self._mover_for(need) is self.mover else self._small_half
         grow = need > half and half < self.limits.most_half and self.size > 1
         if grow:
             self._promised = self._grown(need)
@@ -252,7 +262,10 @@ class DeviceGroup(DeviceCalls):
             if cards is not None and grow:
                 self._use_stage(cards, new_stage)
             self._order(stream)
-            enqueue(stream, self._symmetric(cards) if cards is not None and may_be_direct else None)
+            places = self._symmetric(cards) if cards is not None and may_be_direct else None
+            enqueue(stream, places)
+            if places is not None:
+                self._show(stream)
             for output in outputs:
                 if output.target is not None:
                     with torch.cuda.stream(torch_stream(stream, self.device)):
@@ -265,7 +278,7 @@ class DeviceGroup(DeviceCalls):
                     started = time.monotonic()
                     status = native.run(self.core._handle, plan, ins, outs, timeout_ns, self.core._site(1))
                     if status:
-                        raise self.core._failed(status, call, call_site(1), time.monotonic() - started, explain)
+                        raise self._failed(status, call, call_site(1), time.monotonic() - started)
                     put(torch._C._cuda_getCurrentRawStream(self.device))
                     return None
         work = self._submit(call, plan, ins, outs, put, result, (keep, cards, plan), timeout_ns)
@@ -307,7 +320,7 @@ class DeviceGroup(DeviceCalls):
                 return False
             status = native.run(core._handle, plan, (), (), core._timeout_ns, site)
             if status:
-                raise core._failed(status, "all_reduce", call_site(1), None, explain)
+                raise self._failed(status, "all_reduce", call_site(1), None)
             put(stream, address)
             self._note("all_reduce", core._timeout_ns / 1e9)
         return True
@@ -331,10 +344,7 @@ class DeviceGroup(DeviceCalls):
             def met(status: int) -> None:
                 try:
                     if status:
-                        error: BaseException = self.core._failed(
-                            status, call, site, time.monotonic() - work._started, explain
-                        )
-                        work._settle(error)
+                        work._settle(self._failed(status, call, site, time.monotonic() - work._started))
                         return
                     driver().enter(self.device)
                     with torch.cuda.device(self.device):
@@ -358,7 +368,7 @@ class DeviceGroup(DeviceCalls):
             while self._pending and self._pending[0].is_completed():
                 self._pending.popleft()
             self._pending.append(work)
-            self.trouble.works.add(work)
+            self.trouble.add(work)
         return work
 
     def _order(self, stream: int) -> None:
@@ -370,7 +380,9 @@ class DeviceGroup(DeviceCalls):
                 event = torch.cuda.Event()
                 event.record(torch_stream(self._last, self.device))
                 event.wait(torch_stream(stream, self.device))
-            self._last = stream
+            self._last = self.trouble.last_stream = stream
+            for stage in self._stages:
+                stage.streams.add(stream)
 
     # --- memory -----------------------------------------------------------------------------------------------
 
@@ -397,6 +409,8 @@ class DeviceGroup(DeviceCalls):
         ]
         self.mover.use_stage(places, stage.nbytes // 2)
         self._recipes.clear()
+        if self._last is not None:
+            stage.streams.add(self._last)
         self._stages.append(stage)  # the old ones live on, since peers may be reading them; each is twice the last
 
     _promised = 0  # bytes of half a staging area once all operations so far have met: the same on all ranks
@@ -420,6 +434,21 @@ class DeviceGroup(DeviceCalls):
         return opened(handle, f"rank {rank}")
 
     # --- trouble ----------------------------------------------------------------------------------------------
+
+    def _failed(self, status: int, call: str, site: Any, seconds: float | None) -> errors.SymcommError:
+        """The hosts could not meet. Streams that still use peers' tensors, or have theirs used, are left first."""
+        error = self.core._failed(status, call, site, seconds, explain)
+        self.trouble.found()
+        return error
+
+    def _show(self, stream: int) -> None:
+        """Peers use this rank's tensors, and it theirs, until the stream comes past this point."""
+        import torch
+
+        event = torch.cuda.Event()
+        event.record(torch_stream(stream, self.device))
+        self._lane.shown = self.meetings.count
+        self.trouble.touch(event)
 
     def _note(self, call: str, timeout: float) -> None:
         """Have the watch look after what was put into a stream."""
@@ -454,6 +483,13 @@ class DeviceGroup(DeviceCalls):
         if self.core._failure is None:
             with contextlib.suppress(errors.SymcommError):
                 self.synchronize(timeout)
+                self.trouble.leave()
+
+
+def _part(trouble: Trouble, stages: list[Piece]) -> None:
+    """A group is gone: its peers may still read its staging areas, and write them."""
+    if stages:
+        hold(stages, trouble.is_left_alone)
 
 
 class _Cards:

@@ -72,9 +72,10 @@ __device__ T finished(A a) {{ return {finish}; }}
 """
 
 _KERNEL = """
-struct Places {{ const T *src[{sources}]; T *dst[{targets}]; }};
+struct Places {{ const T *src[{sources}]; T *dst[{targets}]; {stop} }};
 
 extern "C" __global__ void combine(const Places p, const unsigned long long n, const unsigned long long packs) {{
+    {look}
     const unsigned long long first = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x;
     const unsigned long long stride = (unsigned long long)gridDim.x * blockDim.x;
     for (unsigned long long i = first; i < packs; i += stride) {{
@@ -98,6 +99,18 @@ extern "C" __global__ void combine(const Places p, const unsigned long long n, c
         for (int d = 0; d < {targets}; d++) p.dst[d][i] = result;
     }}
 }}
+"""
+
+
+# A kernel with several targets writes to peers. Once the group has failed they may have that memory back: it must not
+# begin then.
+_STOP = "const unsigned *stop;"
+_LOOK = """
+    __shared__ unsigned stopped;
+    if (threadIdx.x == 0) stopped = *(const volatile unsigned *)p.stop;
+    __threadfence_system();
+    __syncthreads();
+    if (stopped) return;
 """
 
 
@@ -171,7 +184,8 @@ extern "C" __global__ void __launch_bounds__({threads}) all_reduce(const Turn t,
 
 def source_of(dtype: DType, redop: RedOpType, sources: int, targets: int) -> str | None:
     """The text of the kernel that combines, or None for what is left to torch."""
-    return _filled(_TYPES + _KERNEL, dtype, redop, sources, targets=targets)
+    stop, look = (_STOP, _LOOK) if targets > 1 else ("", "")
+    return _filled(_TYPES + _KERNEL, dtype, redop, sources, targets=targets, stop=stop, look=look)
 
 
 def spinning_source_of(dtype: DType, redop: RedOpType, world: int) -> str | None:
@@ -179,7 +193,7 @@ def spinning_source_of(dtype: DType, redop: RedOpType, world: int) -> str | None
     return _filled(_TYPES + _SPINNING, dtype, redop, world, threads=SPINNING_THREADS)
 
 
-def _filled(text: str, dtype: DType, redop: RedOpType, sources: int, **more: int) -> str | None:
+def _filled(text: str, dtype: DType, redop: RedOpType, sources: int, **more: int | str) -> str | None:
     parts = _words(dtype, redop, sources) if dtype in _C_TYPES else None
     if parts is None:
         return None
@@ -295,7 +309,7 @@ _compiling = threading.Lock()  # ranks may be threads
 
 @functools.cache
 def _function(device: int, dtype: DType, redop: RedOpType, sources: int, targets: int) -> int | None:
-    text = source_of(dtype, redop, sources, targets) if sources + targets <= MOST_PLACES else None
+    text = source_of(dtype, redop, sources, targets) if sources + targets < MOST_PLACES else None
     image = _compile(text, device) if text is not None else None
     if image is None:
         return None

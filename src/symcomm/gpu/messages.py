@@ -3,7 +3,7 @@
 The bytes of a message wait in memory that the receiver can open; where, goes to it as a message between the hosts,
 which brings order, tags, "from anybody", deadlines and dead ranks with it. The sender's stream counts up in its own pad
 when the bytes are there; the receiver's waits for that, copies, and acknowledges in the same pad, upon which the memory
-is used again. So two ranks can talk without the others of their group.
+is used again, and not before, whatever fails meanwhile. So two ranks can talk without the others of their group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from symcomm import errors
 from symcomm._core import native
@@ -23,9 +23,10 @@ from symcomm.gpu import devices
 from symcomm.gpu.driver import HANDLE_BYTES, driver
 from symcomm.gpu.pads import LINE, is_behind, show
 from symcomm.gpu.places import Place, place, torch_stream
-from symcomm.gpu.pool import Piece, opened, pool_of
+from symcomm.gpu.pool import Piece, hold, opened, pool_of
 from symcomm.gpu.trouble import Trouble, trouble_of
 from symcomm.gpu.watch import Outstanding
+from symcomm.gpu.work import LOOK_S
 from symcomm.group.messages import ANY_SOURCE
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.work import Timeout, to_ns
@@ -90,6 +91,29 @@ class _Pad:
         return not is_behind(self.words[LINE * self._world + slot], number)
 
 
+class _Sent(NamedTuple):
+    """A message that was not taken yet."""
+
+    memory: Piece
+    number: int
+    peer: int
+    note: Any  # the host's message
+
+
+def _part(trouble: Trouble, pad: _Pad, on_the_way: dict[int, _Sent]) -> None:
+    """A rank's mail is gone: receivers may still read what they have not taken."""
+
+    def is_free() -> bool:
+        dead = trouble.dead()
+        for slot, sent in list(on_the_way.items()):
+            if sent.peer in dead or pad.was_taken(slot, sent.number):
+                del on_the_way[slot]
+        return not on_the_way
+
+    if on_the_way:
+        hold(on_the_way, is_free)
+
+
 class DeviceMail:
     """Messages from and to one rank of a group, in one GPU's memory."""
 
@@ -108,10 +132,11 @@ class DeviceMail:
         self._trouble: Trouble = trouble_of(core, device)
         self._lock = threading.RLock()
         self._sent = [0] * core.size  # messages put out for each rank
-        self._on_the_way: dict[int, tuple[Piece, int, Any]] = {}  # slot -> memory, its number, the host's message
+        self._on_the_way: dict[int, _Sent] = {}  # by slot
         self._number = 0  # of messages of this rank, to tell a slot's users apart
         self._last_sender: Any = None  # the stream of the last one
         _living.add(self)
+        weakref.finalize(self, _part, self._trouble, self._pad, self._on_the_way).atexit = False
         core._before_leaving.append(self.finish)
 
     # --- sending ----------------------------------------------------------------------------------------------
@@ -139,7 +164,7 @@ class DeviceMail:
                 driver().copy(memory.address, source.address, source.nbytes, stream)
             driver().write(stream, self._pad.sent(peer), self._sent[peer] & 0xFFFFFFFF)
             note = self._note_of(memory, source, slot, self._sent[peer])
-            self._on_the_way[slot] = (memory, self._number, (self.core.isend(note, peer, tag), note))
+            self._on_the_way[slot] = _Sent(memory, self._number, peer, (self.core.isend(note, peer, tag), note))
             copied = torch.cuda.Event()
             copied.record(torch_stream(stream, self.device))
         return DeviceSend(self._trouble, tensor, copied, self.device)
@@ -155,8 +180,8 @@ class DeviceMail:
         self._last_sender = stream
 
     def _forget_taken(self) -> None:
-        for slot, (_, number, _) in list(self._on_the_way.items()):
-            if self._pad.was_taken(slot, number):
+        for slot, sent in list(self._on_the_way.items()):
+            if self._pad.was_taken(slot, sent.number):
                 del self._on_the_way[slot]
 
     def finish(self, timeout: float = 10.0) -> None:
@@ -204,8 +229,8 @@ class DeviceMail:
         return DeviceReceive(self, target, tensor, self.core.irecv(note, peer, tag), note)
 
     @devices.on_its_device
-    def _take(self, note: Any, source: int, target: Place, timeout: float) -> None:
-        """Put the receive's copy into the current stream, behind the sender's."""
+    def _take(self, note: Any, source: int, target: Place, timeout: float) -> Any:
+        """Put the receive's copy into the current stream, behind the sender's; returns an event that follows it."""
         import torch
 
         mark, nbytes, dtype, offset, slot, number, count, pad_offset = note[: 8 * WORDS].view(torch.int64).tolist()
@@ -231,6 +256,9 @@ class DeviceMail:
                 f"the tensor here has {target.nbytes} of {target.dtype.label}; make size and dtype equal."
             )
         target.finish()
+        taken = torch.cuda.Event()
+        taken.record(torch_stream(stream, self.device))
+        return taken
 
     def _watch(self, source: int, pad: _Pad, count: int, timeout: float) -> None:
         me = self.rank
@@ -304,32 +332,56 @@ class DeviceReceive:
         self._tensor = tensor
         self._message = message
         self._note = note
-        self._done = False
+        self._queued = False  # in a stream, or it failed before
+        self._taken: Any = None  # the event that follows it there
+        self._is_right = False
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
     def wait(self, timeout: Timeout = None) -> bool:
-        self._message.wait(timeout)
+        if not self._queued:
+            self._message.wait(timeout)
         with self._lock:
-            if not self._done:
-                self._done = True
+            if not self._queued:
+                self._queued = True
                 seconds = self._mail.core.timeout if not timeout else to_ns("wait", timeout) / 1e9
                 try:
-                    self._mail._take(self._note, self._message.source, self._target, seconds)
+                    self._taken = self._mail._take(self._note, self._message.source, self._target, seconds)
+                    self._mail._trouble.add(self)
                 except BaseException as error:
                     self._error = error
         if self._error is not None:
             raise self._error
-        self._mail._trouble.look()
+        if not self._is_right:
+            self._mail._trouble.look()
         return True
 
+    def has_passed(self) -> bool:
+        """Whether the GPU is done with it."""
+        return self._taken is not None and self._taken.query()
+
+    def succeed(self) -> None:
+        """Nobody had failed when it had passed."""
+        self._is_right = True
+
+    def fail(self, error: BaseException) -> None:
+        """The group failed, and this was not known to be right."""
+        if self._error is None and not self._is_right:
+            self._error = error
+
     def is_completed(self) -> bool:
-        if not self._done and self._message.is_completed():
+        if not self._queued and self._message.is_completed():
             try:
                 self.wait()
             except BaseException as error:
                 self._error = self._error or error
-        return self._done or self._error is not None
+        if self._error is None and not self._is_right and self.has_passed():
+            found = self._mail._trouble.found()
+            if found is None:
+                self.succeed()
+            else:
+                self.fail(found)
+        return self._is_right or self._error is not None
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -349,17 +401,23 @@ class DeviceReceive:
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """``callback()`` runs once the message is there, or has failed."""
+        self._attend(callback, self.is_completed)
 
+    def when_queued(self, callback: Callable[[], None]) -> None:
+        """``callback()`` runs once the copy is in a stream, or has failed."""
+        self._attend(callback, lambda: self._queued or self._error is not None)
+
+    def _attend(self, callback: Callable[[], None], is_over: Callable[[], bool]) -> None:
         def attend() -> None:
             try:
                 self.wait()
             except BaseException as error:
                 self._error = self._error or error
+            while not is_over():
+                time.sleep(LOOK_S)
             callback()
 
-        if self.is_completed():
+        if is_over():
             callback()
         else:
             threading.Thread(target=attend, name="symcomm-gpu-future", daemon=True).start()
-
-    when_queued = add_done_callback

@@ -79,7 +79,8 @@ class Mover:
         kernel = self.kernel(dtype, redop, len(sources), len(targets))
         if kernel is not None:
             places = (*sources, *targets)
-            self._driver.turn(stream, (), 0, (), (), kernel.launch(places, count), places)
+            stop = (self.meetings.pads.stop,) if len(targets) > 1 else ()
+            self._driver.turn(stream, (), 0, (), (), kernel.launch(places, count), (*places, *stop))
         else:
             on = torch_stream(stream, self.device)
             kernels.combine(self.device, dtype, redop, sources, targets, count, on)

@@ -1,7 +1,8 @@
 """Memory on a GPU that other processes can open.
 
 A block is one allocation of the driver, cut into pieces. Blocks are never given back to the driver, since a peer may
-have them open; pieces that are freed are used again. Peers open a block once and keep it open.
+have them open; pieces that are freed are used again, once the streams that used them have come past that point. Peers
+open a block once and keep it open. What a group shares with peers is held until they are done with it (``hold``).
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from symcomm.gpu.driver import driver
+from symcomm.gpu.places import torch_stream
 from symcomm.memory.heap import Heap
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Block", "Piece", "Pool", "opened", "pool_of"]
+__all__ = ["Block", "Piece", "Pool", "hold", "opened", "pool_of"]
 
 BLOCK_BYTES = 32 << 20  # of blocks that small pieces share
 ALIGN = 512  # bytes: as torch's own allocations
@@ -49,15 +52,24 @@ class Block:
 class Piece:
     """Some bytes of a block; they return to it when the last tensor over them is gone.
 
-    torch makes tensors of it, which keep it alive, by its ``__cuda_array_interface__``."""
+    torch makes tensors of it, which keep it alive, by its ``__cuda_array_interface__``. As with torch's own memory, it
+    belongs to the stream in which it was allocated and to that in which it is dropped; ``streams`` has those, and
+    whoever uses it in another adds that."""
 
     def __init__(self, pool: Pool, block: Block, offset: int, nbytes: int):
         self.block = block
+        self.streams = {_current_stream(block.device)}
         self.offset = offset
         self.address = block.address + offset
         self.nbytes = nbytes
         self.__cuda_array_interface__ = _interface(self.address, nbytes)
-        weakref.finalize(self, pool._dropped.append, (block, offset)).atexit = False
+        weakref.finalize(self, pool._drop, block, offset, self.streams).atexit = False
+
+
+def _current_stream(device: int) -> int:
+    import torch
+
+    return torch._C._cuda_getCurrentRawStream(device)
 
 
 class Raw:
@@ -87,12 +99,13 @@ class Pool:
         self._blocks: list[Block] = []
         self._starts: list[tuple[int, int]] = []  # (address, number), sorted
         self._lock = threading.Lock()
-        self._dropped: deque[tuple[Block, int]] = deque()  # pieces that nobody uses; finalizers may run anywhere
-        self._cooling: deque[tuple[Any, list[tuple[Block, int]]]] = deque()  # with the event after which they are free
+        self._dropped: deque[_Dropped] = deque()  # pieces that nobody uses; finalizers may run anywhere
+        self._cooling: deque[tuple[list[Any], list[_Dropped]]] = deque()  # with the events after which they are free
 
     def allocate(self, nbytes: int) -> Piece:
         """Fresh memory; its content is whatever was there before."""
         nbytes = max(nbytes, 1)
+        _give_up_held()
         with self._lock:
             self._take_back()
             for block in self._blocks:
@@ -107,18 +120,33 @@ class Pool:
             assert offset is not None
             return Piece(self, block, offset, nbytes)
 
+    def _drop(self, block: Block, offset: int, streams: set[int]) -> None:
+        """A piece is gone. The garbage collector may call this anywhere."""
+        streams.add(_current_stream(self.device))
+        self._dropped.append((block, offset, streams))
+
     def _take_back(self) -> None:
-        """With the lock held. What a freed piece's last user has in the current stream may still read it, so others
-        get it once the GPU has come past this point."""
+        """With the lock held. What streams have queued may still use a freed piece, so others get it once those that
+        used it have come past this point."""
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        if dropped:
+            used = sorted({stream for _, _, streams in dropped for stream in streams})
+            self._cooling.append(([self._mark(stream) for stream in used], dropped))
+        for _ in range(len(self._cooling)):
+            events, pieces = self._cooling.popleft()
+            if not all(event.query() for event in events):
+                self._cooling.append((events, pieces))
+                continue
+            for block, offset, _streams in pieces:
+                block.heap.free(offset)
+
+    def _mark(self, stream: int) -> Any:
+        """An event behind all that a stream has queued."""
         import torch
 
-        if self._dropped:
-            cool = torch.cuda.Event()
-            cool.record(torch.cuda.current_stream(self.device))
-            self._cooling.append((cool, [self._dropped.popleft() for _ in range(len(self._dropped))]))
-        while self._cooling and self._cooling[0][0].query():
-            for block, offset in self._cooling.popleft()[1]:
-                block.heap.free(offset)
+        event = torch.cuda.Event()
+        event.record(torch_stream(stream, self.device))
+        return event
 
     def find(self, address: int) -> tuple[Block, int] | None:
         """(block, offset) of an address in this pool, or None."""
@@ -138,6 +166,8 @@ class Pool:
         return sum(block.nbytes for block in self._blocks)
 
 
+_Dropped = tuple[Block, int, "set[int]"]  # where it was, and the streams that used it
+_held: deque[tuple[Any, Callable[[], bool]]] = deque()
 _pools: dict[tuple[int, int], Pool] = {}
 _opened: dict[bytes, int] = {}
 _lock = threading.Lock()
@@ -150,6 +180,22 @@ def pool_of(device: int) -> Pool:
         if key not in _pools:
             _pools[key] = Pool(device)
         return _pools[key]
+
+
+def hold(what: Any, is_free: Callable[[], bool]) -> None:
+    """Keep memory that peers may still use, until ``is_free()``, which is asked when somebody allocates. No lock: the
+    garbage collector may call this."""
+    _held.append((what, is_free))
+
+
+def _give_up_held() -> None:
+    for _ in range(len(_held)):
+        try:
+            item = _held.popleft()
+        except IndexError:  # another thread took it
+            return
+        if not item[1]():
+            _held.append(item)
 
 
 def find_block(device: int, address: int) -> tuple[Block, int] | None:

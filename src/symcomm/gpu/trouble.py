@@ -1,7 +1,16 @@
-"""What went wrong on a GPU: found by the watch, told in words to the first who asks."""
+"""What went wrong on a GPU: found by the watch, told in words to whoever asks.
+
+A rank that fails tells all others first, through the words that the group's hosts and its kernels look at; only then
+do its streams go on, and only then is its caller told. So whoever used a peer's memory is right if nobody had failed by
+the time its GPU was done with it: it asks then, not before (``found``).
+
+Peers may be in the middle of using this rank's tensors when it fails. They are told to stop, and the caller is told
+once they have left, or after LEAVE_S: see docs/failures.md for what that means.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from typing import Any
@@ -9,11 +18,15 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.errors import words_for_ranks, words_for_seconds
+from symcomm.gpu.places import torch_stream
 from symcomm.gpu.watch import Watch
-from symcomm.group.failure import how_it_ended
+from symcomm.group.failure import Status, how_it_ended
 from symcomm.group.process_group import ProcessGroup
 
 __all__ = ["Trouble", "trouble_of"]
+
+LEAVE_S = 2.0  # the longest that a caller's error waits for peers: a kernel of theirs that has begun takes milliseconds
+TOLD_S = 10.0  # the longest that a caller waits for the watch, which looks every 10 ms
 
 
 class Trouble:
@@ -22,60 +35,43 @@ class Trouble:
     def __init__(self, core: ProcessGroup, device: int):
         self._core = weakref.ref(core)
         self._handle = core._handle
+        self._rank = core.rank
         self.device = device
-        self.error: errors.SymcommError | None = None
+        self.error: errors.SymcommError | None = None  # once callers may have it
+        self._verdict: errors.SymcommError | None = None
         self._told = False
+        self._settled = threading.Event()
+        self._lock = threading.Lock()
+        self.pads: Any = None  # of the group's collectives, once it has some
         self.works: weakref.WeakSet[Any] = weakref.WeakSet()  # that fail along
-        self.watch = Watch(self.gone, self._fail)
+        self.last_stream: int | None = None  # of the group's collectives
+        self._touching: list[Any] = []  # events of what reads or writes peers' tensors
+        self.windows = 0  # into which peers may put at any time
+        self._users: list[int] = []  # ranks that may be using this rank's tensors
+        self._since: float | None = None  # when it failed
+        self._left = False
+        self._is_first = False  # to know of it on this rank
+        self.watch = Watch(self)
 
-    def gone(self) -> list[int]:
-        """Ranks that have died or left."""
-        return [r["rank"] for r in native.group_report(self._handle)["ranks"] if r["gone"]]
+    # --- asking -----------------------------------------------------------------------------------------------
 
-    def _fail(self, item: Any, ranks: list[int], died: bool) -> None:
-        """The watch found that ``ranks`` will not come."""
-        core = self._core()
-        if core is None:
-            return
-        error = self._lost(core, item, ranks) if died else self._late(core, item, ranks)
-        self.error = error
-        with core._failure_lock:
-            if core._failure is None:
-                core._failure = error
-        core.run_abort_hooks()
-        if not died:
-            native.group_abort(self._handle)
-        for work in list(self.works):
-            work._fail(error)
-
-    def _what(self, core: ProcessGroup, item: Any) -> tuple[str, str]:
-        seconds = words_for_seconds(max(time.monotonic() - item.begun, 0.001))
-        return f"{item.what} on cuda:{self.device} of group {core.name!r}", f"on rank {core.rank} after {seconds}"
-
-    def _lost(self, core: ProcessGroup, item: Any, ranks: list[int]) -> errors.SymcommError:
-        what, where = self._what(core, item)
-        pids = {r: core._peers[r].pid for r in ranks}
-        who = "; ".join(f"rank {r} (pid {pid}) {how_it_ended(pid)}" for r, pid in pids.items())
-        left = words_for_ranks(r for r in range(core.size) if r not in ranks)
-        return errors.RankFailedError(
-            f"{what} failed {where}: {who} while the GPU waited for it; the tensors of this operation hold no result. "
-            f"Survivors: {left}. Call group.shrink() to go on without it.",
-            ranks,
-        )
-
-    def _late(self, core: ProcessGroup, item: Any, ranks: list[int]) -> errors.SymcommError:
-        what, where = self._what(core, item)
-        return errors.DeadlineError(
-            f"{what} timed out {where}: the GPU work of rank {words_for_ranks(ranks)} did not come so far. Look at "
-            "what those ranks run on their GPU, or give a longer timeout to the call.",
-            ranks,
-        )
+    def found(self) -> errors.SymcommError | None:
+        """What went wrong so far, on any rank. None: whatever the GPU was done with before the call is right."""
+        if self.error is None and (self._verdict is not None or self._is_over()):
+            self.watch.wake()
+            self._settled.wait(TOLD_S)
+        return self.error
 
     def look(self) -> None:
-        """Raise what the watch found, to the first who asks."""
-        if self.error is not None and not self._told:
-            self._told = True
-            raise self.error
+        """Raise what went wrong: the story to the first who asks, what refers to it to others."""
+        error = self.found()
+        if error is None:
+            return
+        core = self._core()
+        if self._told and core is not None and core._failure is not None:
+            raise core._unusable()
+        self._told = True
+        raise error
 
     def check_usable(self, call: str) -> None:
         import torch
@@ -89,6 +85,185 @@ class Trouble:
                 f"{call}: a CUDA graph is being captured; ranks meet on the host for every operation, so that a dead "
                 "rank is noticed. Call it outside of the graph."
             )
+
+    # --- what may be touched ------------------------------------------------------------------------------------
+
+    def touch(self, event: Any) -> None:
+        """Behind ``event`` a stream of this rank has done something with peers' tensors."""
+        with self._lock:
+            self._touching = [e for e in self._touching if e is not event and not e.query()]
+            self._touching.append(event)
+
+    def _is_touching(self) -> bool:
+        with self._lock:
+            self._touching = [e for e in self._touching if not e.query()]
+            return bool(self._touching)
+
+    def add(self, work: Any) -> None:
+        """A work that fails when the group does, unless it was right before."""
+        with self._lock:
+            self.works.add(work)
+
+    # --- called by the watch --------------------------------------------------------------------------------------
+
+    def gone(self) -> list[int]:
+        """Ranks that have died or left."""
+        return [r["rank"] for r in native.group_report(self._handle)["ranks"] if r["gone"]]
+
+    def dead(self) -> set[int]:
+        return {r["rank"] for r in native.group_report(self._handle)["ranks"] if r["gone"] == Status.DEAD}
+
+    def is_busy(self) -> bool:
+        """Peers wait for us to leave if the group fails."""
+        return self.error is None and (self.windows > 0 or self._is_touching())
+
+    def has_failed(self) -> bool:
+        """Works that the GPU was done with before it failed stay right."""
+        with self._lock:
+            done = [work for work in self.works if work.has_passed()]
+        if self._is_over():
+            return True
+        for work in done:
+            work.succeed()
+        with self._lock:
+            self.works.difference_update(done)
+        return False
+
+    def _is_over(self) -> bool:
+        status = native.group_status(self._handle)
+        if status != Status.LEFT:
+            return bool(status)
+        return native.group_report(self._handle)["culprit"] != self._rank  # otherwise this rank has left in peace
+
+    def fail(self, item: Any, ranks: list[int], died: bool) -> None:
+        """The watch found that ``ranks`` will not come."""
+        core = self._core()
+        if core is None:
+            return
+        status = native.group_report(self._handle)["ranks"][ranks[0]]["gone"] if died else Status.TIMEOUT
+        native.group_fail(self._handle, status, ranks[0])
+        self._stop()
+        self._verdict = self._lost(core, item, ranks) if died else self._late(core, item, ranks)
+        self._is_first = True
+
+    def learn(self) -> None:
+        """The group failed on another rank, or in a call that is not the GPU's."""
+        self._stop()
+        core, report = self._core(), native.group_report(self._handle)
+        if core is None:
+            return
+        origin, culprit = report["origin"], report["culprit"]
+        what = f"work on cuda:{self.device} of group {core.name!r}"
+        if core._failure is not None:
+            self._verdict = core._failure
+        elif report["status"] in (Status.DEAD, Status.LEFT):
+            self._verdict = self._without(core, f"{what} failed on rank {core.rank}", [culprit], "")
+        elif report["status"] == Status.TIMEOUT:
+            self._verdict = errors.DeadlineError(
+                f"{what} failed on rank {core.rank}: rank {origin}'s deadline passed while it waited for rank {culprit}"
+                "; what was under way holds no result. Look at what that rank does, or give a longer timeout.",
+                [culprit],
+            )
+        else:
+            self._verdict = errors.GroupUnusableError(
+                f"{what} ended on rank {core.rank}, since the group failed on rank {origin}; what was under way holds "
+                "no result. Destroy the group, or call group.shrink() to go on."
+            )
+
+    def _stop(self) -> None:
+        """Before any wait is released: no kernel waits or writes to peers from now on, on any rank."""
+        lane = self.watch.lane
+        if self.pads is not None:
+            self._users = lane.users() if lane is not None else []
+            if self.windows:
+                self._users = [r for r in range(self.pads.world) if r != self._rank]
+            self.pads.stop_kernels()
+
+    def settle(self, now: float) -> bool:
+        """Tell the peers once this rank has left their memory, and the callers once they have left its own."""
+        self._since = now if self._since is None else self._since
+        self._leave_when_done()
+        if self.error is None and (not self._is_used() or now - self._since >= LEAVE_S):
+            self._publish()
+        return self._settled.is_set() and self._left
+
+    def _leave_when_done(self) -> None:
+        if self.last_stream is not None:  # its last operation may be using peers' staging areas
+            import torch
+
+            with torch.cuda.device(self.device):
+                event = torch.cuda.Event()
+                event.record(torch_stream(self.last_stream, self.device))
+            self.last_stream = None
+            self.touch(event)
+        if not self._left and not self._is_touching():
+            self.leave()
+
+    def leave(self) -> None:
+        """Nothing of this rank uses peers' memory any more."""
+        self._left = True
+        if self.pads is not None:
+            self.pads.say_left()
+
+    def is_left_alone(self) -> bool:
+        """Whether all peers have said that they use nothing of this rank's any more, or have died."""
+        if self._core() is None or native.group_status(self._handle):
+            self._leave_when_done()
+        dead = self.dead()
+        return all(r in dead or self.pads.has_left(r) for r in range(self.pads.world) if r != self._rank)
+
+    def _is_used(self) -> bool:
+        if self._users:
+            dead = self.dead()
+            self._users = [r for r in self._users if r not in dead and not self.pads.has_left(r)]
+        return bool(self._users)
+
+    def _publish(self) -> None:
+        with self._lock:
+            works = list(self.works)
+        core, error = self._core(), self._verdict
+        if core is not None and error is not None:
+            with core._failure_lock:
+                first = self._is_first and core._failure is None
+                if first:
+                    core._failure = error
+            for work in works:
+                work.fail(error)
+            self.error = error
+            if first:
+                core.run_abort_hooks()
+        self._settled.set()
+
+    # --- words ------------------------------------------------------------------------------------------------
+
+    def _what(self, core: ProcessGroup, item: Any) -> tuple[str, str]:
+        seconds = words_for_seconds(max(time.monotonic() - item.begun, 0.001))
+        return f"{item.what} on cuda:{self.device} of group {core.name!r}", f"on rank {core.rank} after {seconds}"
+
+    def _lost(self, core: ProcessGroup, item: Any, ranks: list[int]) -> errors.SymcommError:
+        what, where = self._what(core, item)
+        return self._without(core, f"{what} failed {where}", ranks, " while the GPU waited for it")
+
+    def _without(self, core: ProcessGroup, what: str, ranks: list[int], when: str) -> errors.SymcommError:
+        left = {r["rank"] for r in native.group_report(self._handle)["ranks"] if r["gone"] == Status.LEFT}
+        pids = {r: core._peers[r].pid for r in ranks}
+        who = "; ".join(
+            f"rank {r} (pid {pid}) {'left the group' if r in left else how_it_ended(pid)}" for r, pid in pids.items()
+        )
+        survivors = words_for_ranks(r for r in range(core.size) if r not in ranks)
+        return errors.RankFailedError(
+            f"{what}: {who}{when}; the tensors of this operation hold no result. "
+            f"Survivors: {survivors}. Call group.shrink() to go on without it.",
+            ranks,
+        )
+
+    def _late(self, core: ProcessGroup, item: Any, ranks: list[int]) -> errors.SymcommError:
+        what, where = self._what(core, item)
+        return errors.DeadlineError(
+            f"{what} timed out {where}: the GPU work of rank {words_for_ranks(ranks)} did not come so far. Look at "
+            "what those ranks run on their GPU, or give a longer timeout to the call.",
+            ranks,
+        )
 
 
 _known: weakref.WeakKeyDictionary[ProcessGroup, dict[int, Trouble]] = weakref.WeakKeyDictionary()

@@ -1,7 +1,8 @@
 """A thread that ends waits of the GPU when a rank has died, or the time is up.
 
 A stream that waits for a word knows nothing of processes. So while something is outstanding this thread looks, every
-10 ms, whether the ranks live and whether deadlines are kept. It never waits for the GPU.
+10 ms, whether the ranks live, whether deadlines are kept and whether the group has failed elsewhere. It never waits for
+the GPU.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["Outstanding", "Watch"]
+__all__ = ["Judge", "Lane", "Outstanding", "Watch"]
 
 LOOK_S = 0.01
 IDLE_S = 1.0  # without anything outstanding the thread ends
@@ -39,6 +40,7 @@ class Lane:
         self._pads = pads
         self._meetings = meetings
         self._seen: list[int] = []
+        self.shown = 0  # the meeting that ends the last operation in which peers used this rank's tensors in place
         self.what = ""
         self.timeout = 0.0
         self.begun = 0.0
@@ -46,8 +48,11 @@ class Lane:
     def missing(self) -> list[int]:
         return self._pads.missing(self._meetings.count)
 
+    def users(self) -> list[int]:
+        """Ranks that may still be using this rank's tensors. Only true before waits are released."""
+        return self._pads.missing(self.shown)
+
     def release(self, ranks: list[int]) -> None:
-        self._pads.stop_waiting()
         for rank in ranks:
             self._pads.set_arrival(rank, self._meetings.count)
 
@@ -70,17 +75,45 @@ def _missing(item: Any) -> list[int]:
         return []
 
 
-class Watch:
-    """``gone()`` gives the ranks that have died or left; ``fail(item, ranks, died)`` is told once what went wrong."""
+class Judge(Protocol):
+    """Who is told what the watch finds."""
 
-    def __init__(self, gone: Callable[[], list[int]], fail: Callable[[Any, list[int], bool], None]):
-        self._gone = gone
-        self._fail = fail
+    def gone(self) -> list[int]:
+        """Ranks that have died or left."""
+        ...
+
+    def has_failed(self) -> bool:
+        """Whether the group has failed, on whichever rank and for whatever reason."""
+        ...
+
+    def fail(self, item: Any, ranks: list[int], died: bool) -> None:
+        """``ranks`` will not come. All ranks know of it when this returns: waits are released then."""
+        ...
+
+    def learn(self) -> None:
+        """The group failed elsewhere: the same as ``fail``."""
+        ...
+
+    def settle(self, now: float) -> bool:
+        """Asked at every look after a failure, until it is True: nothing is left to do."""
+        ...
+
+    def is_busy(self) -> bool:
+        """Whether to go on looking though nothing waits."""
+        ...
+
+
+class Watch:
+    """Looks after what a group has outstanding on one GPU."""
+
+    def __init__(self, judge: Judge):
+        self._judge = judge
         self.lane: Lane | None = None
         self._items: deque[Outstanding] = deque()
         self._lock = threading.Lock()
         self.thread: Any = None
-        self._failed: set[int] = set()  # ranks that are not waited for any more
+        self._failed = False
+        self._settled = False
 
     def add(self, item: Outstanding) -> None:
         self._items.append(item)
@@ -110,7 +143,17 @@ class Watch:
                     self.thread = threading.current_thread()
 
     def look(self, now: float) -> bool:
-        """Whether anything is outstanding; ends the waits for ranks that will not come."""
+        """Whether anything is outstanding; ends all waits once the group has failed."""
+        waiting = self._waiting(now)
+        self._failed = self._failed or self._finds_failure(waiting, now)
+        if self._failed:
+            for item in waiting:
+                item.release(_missing(item))
+            self._settled = self._settled or self._judge.settle(now)
+        return bool(waiting) or (self._failed and not self._settled) or self._judge.is_busy()
+
+    def _waiting(self, now: float) -> list[Any]:
+        """What waits for a rank."""
         waiting: list[Any] = [item for item in list(self._items) if _missing(item)]
         for item in [item for item in list(self._items) if item not in waiting]:
             self._items.remove(item)
@@ -120,15 +163,17 @@ class Watch:
             waiting.insert(0, lane)
         elif lane is not None:
             lane.rest()
-        gone = set(self._gone()) | self._failed if waiting else set()
+        return waiting
+
+    def _finds_failure(self, waiting: list[Any], now: float) -> bool:
+        if self._judge.has_failed():
+            self._judge.learn()
+            return True
+        gone = set(self._judge.gone()) if waiting else set()
         for item in waiting:
             missing = _missing(item)
             lost = [r for r in missing if r in gone]
-            late = [] if lost or now - item.begun < item.timeout else missing
-            if not lost and not late:
-                continue
-            if not self._failed:
-                self._fail(item, lost or late, bool(lost))
-            self._failed.update(lost or late)
-            item.release(lost or late)
-        return bool(waiting)
+            if lost or (missing and now - item.begun >= item.timeout):
+                self._judge.fail(item, lost or missing, bool(lost))
+                return True
+        return False

@@ -31,6 +31,7 @@ class DeviceWork:
         self._event: Any = None  # recorded once everything is in the stream
         self._stream: Any = None
         self._error: BaseException | None = None
+        self._is_right = False
         self._lock = threading.Lock()
         self._queued = threading.Event()  # everything is in the stream, or it failed
         self._callbacks: list[Callable[[], None]] = []
@@ -61,10 +62,30 @@ class DeviceWork:
             native.request_wait(self._request, 0 if seconds is None else max(1, int(seconds * 1e9)))
         return self._queued.wait(seconds)
 
-    def _fail(self, error: BaseException) -> None:
-        """The group failed: whatever is not done by now has no result."""
-        if self._error is None and not (self._event is not None and self._event.query()):
+    # What peers have may be overwritten once one of them has failed. So a work is right if the GPU was done with it and
+    # nobody had failed when that was looked at afterwards.
+
+    def has_passed(self) -> bool:
+        """Whether the GPU is done with it."""
+        return self._event is not None and self._event.query()
+
+    def succeed(self) -> None:
+        """Nobody had failed when it had passed."""
+        self._is_right = True
+
+    def fail(self, error: BaseException) -> None:
+        """The group failed: what was not known to be right by then has no result."""
+        if self._error is None and not self._is_right:
             self._error = error
+
+    def _judge(self) -> None:
+        """Called once it has passed."""
+        if not self._is_right and self._error is None:
+            error = self._group.trouble.found()
+            if error is None:
+                self.succeed()
+            else:
+                self.fail(error)
 
     def _raise(self) -> None:
         error = self._error
@@ -79,13 +100,15 @@ class DeviceWork:
         end = None if given is None else time.monotonic() + given
         if not self._await_queued(given):
             raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", given or 0.0)
-        self._group.trouble.look()
         self._raise()
+        if not self._is_right:
+            self._group.trouble.look()
         if end is not None:
             while not self._event.query():
                 if time.monotonic() > end:
                     raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", given or 0.0)
                 time.sleep(LOOK_S)
+            self._judge()
             self._raise()
         torch.cuda.current_stream(self._group.device).wait_event(self._event)
         self._keep = None
@@ -95,6 +118,8 @@ class DeviceWork:
         if not self._queued.is_set():
             return False
         if self._error is not None or self._event is None or self._event.query():
+            if self._error is None and self._event is not None:
+                self._judge()
             if self.seconds is None:
                 self.seconds = time.monotonic() - self._started
             return True
@@ -104,6 +129,7 @@ class DeviceWork:
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
+        self.is_completed()
         return self._error
 
     def synchronize(self) -> None:

@@ -76,16 +76,17 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-_retired: deque[tuple[Any, Arena, int]] = deque()  # groups left, whose part of the arena others may still look at
+# Groups left, whose part of the arena others may still look at, and whose windows they may still write to.
+_retired: deque[tuple[Any, Arena, int, dict[int, Any]]] = deque()
 _leavings = itertools.count(1)
 _last_leaving = 0
 
 
-def _retire(handle: Any, arena: Arena, offset: int) -> None:
+def _retire(handle: Any, arena: Arena, offset: int, exposed: dict[int, Any]) -> None:
     """Leave a group, and give its memory back once everybody has left it."""
     global _last_leaving
     native.group_leave(handle)
-    _retired.append((handle, arena, offset))
+    _retired.append((handle, arena, offset, exposed))
     _last_leaving = next(_leavings)
     give_back()
 
@@ -99,13 +100,13 @@ def give_back() -> None:
         seen = _last_leaving
         for _ in range(len(_retired)):
             try:
-                handle, arena, offset = _retired.popleft()
+                handle, arena, offset, exposed = _retired.popleft()
             except IndexError:  # another thread took it
                 break
             if native.group_detach(handle):
                 arena.free(offset)
             else:
-                _retired.append((handle, arena, offset))
+                _retired.append((handle, arena, offset, exposed))
 
 
 def retired_count() -> int:
@@ -214,7 +215,7 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
             own_process, SPIN_LOOKS, self._yield_ns,
         )  # fmt: skip
         _living.add(self)
-        self._retire = weakref.finalize(self, _retire, self._handle, self._arena, self._offset)
+        self._retire = weakref.finalize(self, _retire, self._handle, self._arena, self._offset, self.exposed)
         self._retire.atexit = False  # the kernel takes it all
         native.group_keep(self._handle, (self._arena, *self._peers))
 

@@ -197,6 +197,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
 
     def _connect(self, exchange: Exchange) -> None:
         self.local = self._make_local(exchange)
+        self.exposed = self.local.exposed  # which outlives the group while ranks of this host may write there
         self._make_engine(exchange)
         for host in self.layout.others:  # those we watch, and who watch us
             for rank in self.layout.counterparts(host):

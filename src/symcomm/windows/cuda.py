@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from symcomm import errors
 from symcomm.gpu.driver import driver
 from symcomm.gpu.group import DeviceGroup, device_group
-from symcomm.gpu.pool import Raw, opened, pool_of, storage_over
+from symcomm.gpu.pool import Raw, hold, opened, pool_of, storage_over
+from symcomm.gpu.trouble import Trouble
 from symcomm.gpu.watch import Outstanding
 from symcomm.gpu.work import DeviceWork
 from symcomm.group.buffers import torch_dtypes
@@ -40,6 +42,12 @@ class _Source:
         self.tensor = tensor.contiguous()
         self.count = tensor.numel()
         self.dtype = torch_dtypes()[tensor.dtype]
+
+
+def _part(trouble: Trouble, pieces: Any) -> None:
+    """A window is gone without a goodbye."""
+    trouble.windows -= 1
+    hold(pieces, trouble.is_left_alone)
 
 
 class CudaMemory:
@@ -82,6 +90,11 @@ class CudaMemory:
         self.cards = cards
         self._host.connect([card["host"] for card in cards])
         self._gpu: DeviceGroup = device_group(self.group, self.device.index)
+        trouble = self._gpu.trouble
+        trouble.windows += 1
+        trouble.watch.wake()
+        self._part = weakref.finalize(self, _part, trouble, (self._piece, self.words))
+        self._part.atexit = False
         with self._using():
             self._addresses = [
                 opened(bytes.fromhex(c["handle"]), f"rank {r}") + c["offset"] for r, c in enumerate(cards)
@@ -101,6 +114,12 @@ class CudaMemory:
         for event in self._puts.values():
             event.synchronize()
         self.group.barrier()
+        self._part.detach()
+        self._gpu.trouble.windows -= 1
+
+    def end(self) -> None:
+        """Unless ``close`` succeeded, peers may have puts in their streams: the memory is held until they left."""
+        self._part()
 
     def is_mapped(self, rank: int) -> bool:
         return True
@@ -140,6 +159,7 @@ class CudaMemory:
                 driver().copy(target, source.tensor.data_ptr(), source.count * size, stream.cuda_stream)
             ended = self._puts.setdefault(stream.cuda_stream, torch.cuda.Event())
             ended.record(stream)
+        self._gpu.trouble.touch(ended)
         return 0
 
     def tensor_of(self, rank: int, keeps: Any) -> torch.Tensor:
@@ -172,6 +192,7 @@ class CudaMemory:
             event = torch.cuda.Event()
             event.record(stream)
         self._signalled[rank] = (stream, event)
+        self._gpu.trouble.touch(event)
         return 0
 
     def wait_signal(self, what: str, rank: int, async_op: bool, seconds: float) -> DeviceWork | None:
@@ -199,7 +220,7 @@ class CudaMemory:
         if not async_op:
             return None
         work = DeviceWork(self._gpu, what, [], self)
-        self._gpu.trouble.works.add(work)
+        self._gpu.trouble.add(work)
         work.queued(passed, stream)
         return work
 

@@ -37,15 +37,18 @@ SLICE = 0.05  # seconds between looks at who is gone
 class Arrivals:
     """What came for one window of this rank; the control channel's thread writes it, with ``news`` held."""
 
-    def __init__(self, address: int, nbytes: int, news: threading.Condition):
-        self._address = address
-        self._nbytes = nbytes
+    def __init__(self, tensor: torch.Tensor, news: threading.Condition):
+        self._address = tensor.data_ptr()
+        self._nbytes = tensor.numel() * tensor.element_size()
+        self._memory: Any = tensor.untyped_storage()  # the thread may be writing there when the window goes
         self._news = news
         self.messages: Counter[int] = Counter()  # frames of puts, and signals, by sender
         self.signals: Counter[int] = Counter()  # not taken yet, by sender
 
     def note(self, rank: int, header: dict[str, Any], payload: bytes | bytearray) -> None:
         with self._news:
+            if self._memory is None:
+                return
             self.messages[rank] += 1
             if "start" in header:
                 start = header["start"]
@@ -55,6 +58,11 @@ class Arrivals:
             else:
                 self.signals[rank] += 1
             self._news.notify_all()
+
+    def close(self) -> None:
+        """Nothing is written from here on."""
+        with self._news:
+            self._memory = None
 
 
 class Inbox:
@@ -89,7 +97,7 @@ class HostsMemory(HostMemory):
         super().__init__(group, tensor)
         self._number = number
         self._sent: Counter[int] = Counter()  # messages, by target
-        self._arrivals = Arrivals(tensor.data_ptr(), tensor.numel() * tensor.element_size(), group.news)
+        self._arrivals = Arrivals(tensor, group.news)
         _inbox_of(group).open(number, self._arrivals)  # before anybody can know of it
 
     def _local_group(self) -> Any:
@@ -162,6 +170,9 @@ class HostsMemory(HostMemory):
                     if status:
                         raise self.explain("tensor_deregister", status, rank, seconds)
                     self.group.news.wait(SLICE)
+
+    def end(self) -> None:
+        self._arrivals.close()
 
     # --- signals ----------------------------------------------------------------------------------------------
 

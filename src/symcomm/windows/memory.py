@@ -74,6 +74,9 @@ class HostMemory:
         """Once everybody is here, all puts have ended."""
         self.group.barrier()
 
+    def end(self) -> None:
+        """Called once, in the end, whether ``close`` succeeded or not."""
+
     def is_mapped(self, rank: int) -> bool:
         return True
 

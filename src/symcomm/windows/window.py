@@ -92,9 +92,10 @@ class Window:
         try:
             memory.check_usable("tensor_deregister")
             memory.close()
-        finally:  # also on a group that has failed, where nobody can write any more
+            self.group.exposed.pop(self._number, None)  # on a group that has failed it stays until all have left that
+        finally:
+            memory.end()
             self._memory = self._tensor = None
-            self.group.exposed.pop(self._number, None)
             self._short_put = self._short_signal = self._short_wait = no_shortcut
 
     def map_remote_tensor(self, rank: int) -> torch.Tensor:
