@@ -44,17 +44,18 @@ def every_call(group, rank: int, size: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def both():
+def both(tmp_path_factory):
     """Dumps of the same calls, by torch on Gloo and by ours: {function: (theirs, ours)}."""
+    dumps = tmp_path_factory.mktemp("dumps") / "both"  # Gloo may have something to say on stdout
     code = (
-        "import pickle, sys\n"
+        "import pathlib, pickle\n"
         "from tests.test_trace_dumps import dumps_of_one_rank\n"
-        "sys.stdout.buffer.write(pickle.dumps(dumps_of_one_rank()))"
+        f"pathlib.Path({str(dumps)!r}).write_bytes(pickle.dumps(dumps_of_one_rank()))"
     )
     env = {**os.environ, "TORCH_FR_BUFFER_SIZE": "64", "PYTHONPATH": os.pathsep.join(["src", ".", *sys.path])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=100, env=env)
     assert done.returncode == 0, done.stderr.decode()
-    return pickle.loads(done.stdout)
+    return pickle.loads(dumps.read_bytes())
 
 
 def dumps_of_one_rank() -> dict:

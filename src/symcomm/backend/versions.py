@@ -77,6 +77,20 @@ def method_of_group(group: Any, name: str, older: str) -> Callable[..., Any] | N
     return getattr(group, name, None) or getattr(group, older, None)
 
 
+def comm_buffer_line() -> tuple[Any, str]:
+    """The class of Inductor that writes the line which allocates a comm buffer, and its method for that."""
+    from torch._inductor.codegen import wrapper
+
+    if hasattr(wrapper.AllocateLine, "_codegen_comm_buffer"):
+        return wrapper.AllocateLine, "_codegen_comm_buffer"
+    return vars(wrapper)["CommBufferAllocateLine"], "codegen"  # before 2.12
+
+
+def takes_fixed_layouts() -> bool:
+    """Whether Inductor makes a comm buffer of a value whose strides are settled (since 2.12)."""
+    return comm_buffer_line()[1] != "codegen"
+
+
 def dist2_factories() -> dict[str, Callable[..., Any]]:
     """How torch.distributed._dist2 makes groups, by backend; empty where it is gone (since 2.14)."""
     try:

@@ -13,8 +13,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from torch._inductor.codegen.wrapper import AllocateLine
-
 __all__ = ["IMPORT", "RUNTIME", "make_allocate"]
 
 RUNTIME = "symcomm_runtime"
@@ -25,9 +23,9 @@ _numbers = itertools.count(int.from_bytes(os.urandom(6), "little") << 14)
 
 
 def make_allocate(theirs: Callable[..., None]) -> Callable[..., None]:
-    """``AllocateLine._codegen_comm_buffer`` for both devices."""
+    """What writes that line, for both devices."""
 
-    def allocate(self: AllocateLine, code: Any) -> None:
+    def allocate(self: Any, code: Any) -> None:
         node: Any = self.node
         if node.get_device().type != "cpu":
             return theirs(self, code)
