@@ -130,10 +130,11 @@ def all_to_all(g: ProcessGroup, make: Make, n: int) -> Case:
 
 
 def all_reduce(g: ProcessGroup, make: Make, n: int) -> Case:
-    """Rank 1 combines the middle third."""
+    """Rank k combines the k-th third, and stops in its middle."""
     t = make(n)
     value = of_rank(g.rank, n)
-    return Case([t], [t], [value], [total(n, g.size)], lambda: g.all_reduce(t), (t, n // 2))
+    at = (t, n // 6 + g.rank * n // 3)
+    return Case([t], [t], [value], [total(n, g.size)], lambda: g.all_reduce(t), at)
 
 
 def reduce_to_halted(g: ProcessGroup, make: Make, n: int) -> Case:
@@ -141,7 +142,7 @@ def reduce_to_halted(g: ProcessGroup, make: Make, n: int) -> Case:
 
 
 def reduce_to_owner(g: ProcessGroup, make: Make, n: int) -> Case:
-    """Rank 1 combines the middle third, into rank 0's tensor where that is symmetric."""
+    """Rank k combines the k-th third, into rank 0's tensor where that is symmetric."""
     return _reduce(g, make, n, 0)
 
 
@@ -149,7 +150,7 @@ def _reduce(g: ProcessGroup, make: Make, n: int, root: int) -> Case:
     t = make(n)
     value = of_rank(g.rank, n)
     right = total(n, g.size) if g.rank == root else value
-    return Case([t], [t], [value], [right], lambda: g.reduce(t, root), (t, n // 2))
+    return Case([t], [t], [value], [right], lambda: g.reduce(t, root), (t, n // 6 + g.rank * n // 3))
 
 
 # Where input and output are two tensors, also a tensor of less than a page can stop the copy out and nothing else.

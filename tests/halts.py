@@ -111,17 +111,18 @@ class Gate:
         os.close(self._open)
 
 
-def is_stopped(pid: int) -> bool:
+def state_of(pid: int) -> str:
+    """R: runs, S: sleeps, T: is stopped, X: is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "TtZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
-        return True
+        return "X"
 
 
 def stop(pid: int) -> None:
     """Stop a process; returns once it stands still."""
     os.kill(pid, signal.SIGSTOP)
-    until(lambda: is_stopped(pid))
+    until(lambda: state_of(pid) in "TtZX")
 
 
 def ordinary(count: int) -> torch.Tensor:

@@ -20,10 +20,10 @@ from symcomm._core import native
 from symcomm.group.process_group import ProcessGroup
 from tests.faults import Outcome, leftovers, run_group
 from tests.halted_calls import APART, CASES, HALTED, MUTUAL, PATTERN, of_rank, total
-from tests.halts import Gate, Words, ordinary, stop, symmetric, until
+from tests.halts import Gate, Words, ordinary, state_of, stop, symmetric, until
 
 RAISED, OVER = 0, 8  # words: ranks that gave up and overwrote their tensors, from RAISED on; rounds that are over
-SMALL, MEDIUM, LARGE = 256, 16_384, 1 << 20  # elements: below what goes direct; direct, or one turn; many turns
+SMALL, MEDIUM, LARGE = 1000, 16_384, 1 << 20  # elements: less than a page; direct, or one turn; many turns
 PLANS = {  # which ranks' tensors are symmetric
     "symmetric": (symmetric,) * 3,
     "ordinary": (ordinary,) * 3,
@@ -53,6 +53,17 @@ def attempt(call: Callable[[], Any]) -> str:
     return ""
 
 
+def await_first(team: ProcessGroup) -> None:
+    """Rank 1 comes first. Once it sleeps it has given up the interpreter lock, which opening its gate needs; one that
+    is stopped before it arrives is in a long call, and never has it."""
+
+    def sleeps() -> bool:
+        there = native.group_report(team._handle)["ranks"][HALTED]["seq"] == 2
+        return there and state_of(team._peers[HALTED].pid) == "S"
+
+    until(sleeps, 0.5)
+
+
 # --- a deadline passes while a rank is in the middle of a copy ---------------------------------------------------
 
 
@@ -71,9 +82,8 @@ def _give_up_on(g: ProcessGroup, make: tuple, n: int, cases: list, gate: Gate, w
         if g.rank == HALTED:
             gate.close(case.address)
         g.barrier()
-        if g.rank != HALTED:  # it comes first, and has given up the interpreter lock when it is stopped
-            until(lambda team=team: native.group_report(team._handle)["ranks"][HALTED]["seq"] == 2, 1.0)
-            time.sleep(0.002)
+        if g.rank != HALTED:
+            await_first(team)
         if g.rank == 0:
             team.set_timeout(0.15)
         started = time.monotonic()
@@ -264,18 +274,18 @@ def _fenced(g: ProcessGroup, what: str, gate: Gate, words: Words) -> Any:
     smaller = g.shrink(timeout=1.0)
     shared.fill_(PATTERN)
     t.fill_(PATTERN)
-    offsets = {x.data_ptr() for x in (shared, t)}
+    place = t.data_ptr()
     fresh = []
     if what == "new tensors":  # what the old ones occupied is given to others
-        window.tensor_deregister() if window._memory is None else None
         del window, shared, t
         g.exposed.clear()
+        g.failure.__traceback__ = None  # its frames hold the tensor
         g.destroy()
         fresh = [symmetric(MEDIUM) for _ in range(64)]
         for x in fresh:
             x.fill_(PATTERN)
     kept = fresh or [shared, t]
-    reused = len(offsets & {x.data_ptr() for x in kept})
+    reused = place in [x.data_ptr() for x in kept]
     words[RAISED + g.rank] = 1
     wrong, turns = 0, 0
     x = symmetric(MEDIUM)
@@ -323,7 +333,7 @@ def test_a_rank_left_behind_does_not_reach_the_others(what: str):
     first, left, third = returned(outcomes)
     assert hits == [True]
     for raised, size, reused, wrong, touched in (first, third):
-        assert raised == "DeadlineError" and size == 2 and reused == 2
+        assert raised == "DeadlineError" and size == 2 and reused
         assert wrong == 0, f"{wrong} wrong elements in the smaller group"
         assert touched == 0, f"{touched} elements were written by the rank that was left behind"
     assert left[0] or what == "put", "its own call cannot have succeeded"
