@@ -1,4 +1,4 @@
-"""Every collective as a case for tests that stop rank 1 in its middle: tensors, call, right results, where to stop.
+"""Every collective as a case: tensors, call, right results, and where tests that stop rank 1 in its middle stop it.
 
 Rank 1 is the one that stops, on its way through what it takes from rank 0 or gives to it. Rank 0 is the root where
 that is a source, and rank 1 where the root reads.
@@ -17,6 +17,12 @@ from symcomm.group.process_group import ProcessGroup
 Make = Callable[[int], torch.Tensor]
 PATTERN = -77.0
 HALTED = 1
+_shift = 0.0  # of all values: so that what an earlier call left behind is not taken for right
+
+
+def shift_values(by: float) -> None:
+    global _shift
+    _shift = by
 
 
 @dataclass
@@ -52,7 +58,7 @@ class Case:
 
 
 def of_rank(rank: int, count: int, piece: int = 0) -> torch.Tensor:
-    return torch.arange(count, dtype=torch.float32) % 251 + 1000 * rank + 10_000 * piece
+    return torch.arange(count, dtype=torch.float32) % 251 + 1000 * rank + 10_000 * piece + _shift
 
 
 def total(count: int, world: int, piece: int = 0) -> torch.Tensor:
@@ -78,18 +84,20 @@ def all_gather(g: ProcessGroup, make: Make, n: int) -> Case:
 
 
 def gather(g: ProcessGroup, make: Make, n: int) -> Case:
-    x, outs = make(n), [make(n) for _ in range(g.size)] if g.rank == HALTED else []
+    root = HALTED % g.size
+    x, outs = make(n), [make(n) for _ in range(g.size)] if g.rank == root else []
     right = [of_rank(r, n) for r in range(g.size)] if outs else []
     at = (outs[0], n // 2) if outs else None
-    return Case([x], outs, [of_rank(g.rank, n)], right, lambda: g.gather(outs or None, x, HALTED), at)
+    return Case([x], outs, [of_rank(g.rank, n)], right, lambda: g.gather(outs or None, x, root), at)
 
 
 def gather_single(g: ProcessGroup, make: Make, n: int) -> Case:
-    x, outs = make(n), [make(n * g.size)] if g.rank == HALTED else []
+    root = HALTED % g.size
+    x, outs = make(n), [make(n * g.size)] if g.rank == root else []
     right = [torch.cat([of_rank(r, n) for r in range(g.size)])] if outs else []
     at = (outs[0], n // 2) if outs else None
     out = outs[0] if outs else None
-    return Case([x], outs, [of_rank(g.rank, n)], right, lambda: g.gather_single(out, x, HALTED), at)
+    return Case([x], outs, [of_rank(g.rank, n)], right, lambda: g.gather_single(out, x, root), at)
 
 
 def scatter(g: ProcessGroup, make: Make, n: int) -> Case:
@@ -138,7 +146,7 @@ def all_reduce(g: ProcessGroup, make: Make, n: int) -> Case:
 
 
 def reduce_to_halted(g: ProcessGroup, make: Make, n: int) -> Case:
-    return _reduce(g, make, n, HALTED)
+    return _reduce(g, make, n, HALTED % g.size)
 
 
 def reduce_to_owner(g: ProcessGroup, make: Make, n: int) -> Case:
