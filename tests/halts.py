@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._prims_common  # seconds of imports, which the first symmetric tensor of each forked rank would make
 
 from symcomm import symm_mem
 

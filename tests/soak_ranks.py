@@ -23,7 +23,7 @@ from tests.halts import ordinary, symmetric, until
 from tests.soak_scenario import STOPPED_TIMEOUT, Scenario
 
 STEPS_AFTER = 12
-SETTLE = 5.0  # seconds for threads to end and peers to leave
+SETTLE = 10.0  # seconds for threads to end and peers to leave
 
 
 class WrongValues(Exception):
@@ -176,7 +176,7 @@ def go_on(plan: Scenario, g: ProcessGroup, report: Report) -> ProcessGroup:
     report.sizes.append(g.size)
     after(plan, g, 1)
     if plan.newcomers:
-        old, g = g, g.grow(timeout=4.0, wait=6.0, size=g.size + plan.newcomers)
+        old, g = g, g.grow(timeout=4.0, wait=3.0, size=g.size + plan.newcomers)
         if g is not old:
             old.destroy()
         report.sizes.append(g.size)
@@ -191,8 +191,9 @@ def after(plan: Scenario, g: ProcessGroup, part: int) -> None:
     g.barrier()
 
 
-def member(g: ProcessGroup, seed: int) -> Report:
-    plan, report, kept = Scenario(seed), Report(), []  # type: ignore[var-annotated]
+def member(join: Callable[[], ProcessGroup], seed: int) -> Report:
+    plan, report, g = Scenario(seed), Report(), join()
+    kept: list[Any] = []
     before = held()
     report.sizes.append(g.size)
     try:
