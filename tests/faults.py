@@ -7,6 +7,7 @@ all have, so that nobody's end is mistaken for the fault. Afterwards nothing may
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import select
@@ -106,6 +107,12 @@ def run_group(
         pids.append(pid)
     try:
         return _collect(readers, pids, go_write, deadline, during)
+    except BaseException:  # the test was ended: nobody may be left, stopped or spinning
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        raise
     finally:
         os.close(go_read)
         shutil.rmtree(folder, ignore_errors=True)

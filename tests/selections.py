@@ -18,8 +18,9 @@ TORCH = (
     "ddp_hooks", "ddp_hooks_local", "default_group_name", "device_autograd", "device_coalesced", "device_copies",
     "device_data_parallel", "device_nested", "doctor", "engines", "examples", "gpu_trouble", "gpu_without",
     "group_life", "group_life_memory", "handshake", "hooks", "hooks_torch", "hosts_torch", "profile_fields",
-    "reconfigure_torch", "store_collectives", "store_contract", "store_model", "symm_mem", "symm_ops", "symmetrize",
-    "tcp_store_interop", "torch_backend", "torch_versions", "trace_dumps", "windows", "windows_failures",
+    "reconfigure_torch", "store_collectives", "store_contract", "store_model", "symm_mem", "symm_ops",
+    "symmetrize", "tcp_store_interop", "torch_backend", "torch_versions", "trace_dumps", "windows",
+    "windows_failures",
 )  # fmt: skip
 
 # What runs where torch is not installed. Tests in these files that compare with torch are skipped there, and say so.
@@ -34,9 +35,9 @@ WITHOUT_TORCH = (
 MAIN_ONLY = (
     "async", "attack", "bench", "collectives", "control_plane", "demo", "docs", "elastic", "failures", "flight",
     "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_torch", "gpu_windows", "groups", "grow", "hosts_attack",
-    "hosts_failures", "hosts_lines", "hosts_network", "hosts_values", "layers", "p2p", "ray", "reconfigure",
-    "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "top_browser", "top_feed",
-    "trace_failures", "trace_live", "trace_timing",
+    "hosts_failures", "hosts_lines", "hosts_network", "hosts_values", "layers", "leaving", "p2p", "ray",
+    "reconfigure", "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn",
+    "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing", "trust",
 )  # fmt: skip
 
 SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH}

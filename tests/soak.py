@@ -1,8 +1,10 @@
-"""Random faults at random points of random operations: ``python -m tests.soak --faults 1000 --seed 7``.
+"""Random faults at random points of random calls: ``python -m tests.soak --faults 1000 --seed 7`` or ``--minutes 2``.
 
-Each scenario forks a few ranks that run a random sequence of collectives and messages, the same on all. One rank meets
-a fault at a random step: it is killed, ends, is stopped, or makes another call. Then every survivor must raise in time,
-its error must name the right rank, and nothing may be left behind. A seed repeats a scenario exactly.
+Each scenario forks a few ranks that make random calls, the same on all, and compare every result with what it has to
+be. One rank meets a fault (see soak_scenario.py): it is killed, ends, is stopped, makes another call, or another thread
+of it aborts or leaves the group. Then every survivor must raise in time and name the right rank; in most scenarios they
+go on in a smaller group, and take in newcomers, of which one may be killed. All the while a stranger sends garbage to
+whatever the ranks listen on. Nothing may be left behind. A seed repeats a scenario.
 """
 
 from __future__ import annotations
@@ -12,171 +14,172 @@ import os
 import random
 import signal
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from symcomm import errors
+from symcomm.group.default import join_ranks
 from symcomm.group.process_group import ProcessGroup
-from tests.faults import Outcome, leftovers, run_group
+from symcomm.store import FileStore, TCPStore
+from tests import soak_ranks
+from tests.comers import Crowd
+from tests.faults import Outcome, leftovers
+from tests.halts import state_of, until
+from tests.soak_ranks import Report
+from tests.soak_scenario import STOPPED_TIMEOUT, Scenario
+from tests.soak_stranger import Stranger
 
-FAULTS = ("kill", "kill later", "exit", "stop", "mismatch")
-STOPPED_TIMEOUT = 1.0  # seconds: how long the others wait for a stopped rank; a starved one must not look like it
-LIMIT = 20.0  # seconds: a scenario that takes longer hangs
-
-
-@dataclass
-class Scenario:
-    """What happens, all of it from one seed."""
-
-    seed: int
-
-    def __post_init__(self) -> None:
-        rng = random.Random(self.seed)
-        self.world = rng.randint(2, 6)
-        self.victim = rng.randrange(self.world)
-        self.fault = rng.choice(FAULTS)
-        self.step = rng.randint(0, 12)  # at which the fault happens
-        self.delay = rng.uniform(0, 0.01)  # "kill later": seconds after the step began
-        # Do survivors live on, or end as soon as they have raised? A late message is no failure of the group, so the
-        # end of the rank that raised for it would be a second fault.
-        self.linger = rng.random() < 0.5 or self.fault == "stop"
-
-    def __str__(self) -> str:
-        return f"seed {self.seed}: {self.fault} of rank {self.victim} of {self.world} at step {self.step}"
+LIMIT = 45.0  # seconds: a scenario that takes longer hangs
+PAUSE = 0.3  # seconds: for less than the deadline of any call
 
 
-def one_step(g: ProcessGroup, rng: random.Random) -> None:
-    """A random operation, the same on all ranks since their random numbers are."""
-    count = rng.choice((1, 100, 5000, 70_000, 400_000))
-    kind, root, is_async = rng.randrange(7), rng.randrange(g.size), rng.random() < 0.3
-    t = torch.ones(count)
-    if kind == 0:
-        work = g.all_reduce(t, async_op=is_async)
-    elif kind == 1:
-        work = g.broadcast(t, root, async_op=is_async)
-    elif kind == 2:
-        work = g.all_gather_single(torch.empty(count * g.size), t, async_op=is_async)
-    elif kind == 3:
-        work = g.reduce_scatter_single(t, torch.ones(count * g.size), async_op=is_async)
-    elif kind == 4:
-        work = g.all_to_all_single(torch.empty(count * g.size), torch.ones(count * g.size), async_op=is_async)
-    elif kind == 5:
-        work = g.barrier(async_op=is_async)
-    else:  # round the ring; a fault of a rank reaches those that do not talk to it at the barrier
-        work = None
-        sending = g.isend(t, (g.rank + 1) % g.size, tag=count)
-        g.recv(torch.empty(count), (g.rank - 1) % g.size, tag=count)
-        sending.wait()
-        g.barrier()
-    if work is not None:
-        work.wait()
+class SoakCrowd(Crowd):
+    """Ranks that meet in a file, or through a server in this process."""
+
+    def __init__(self, folder: Path, over_tcp: bool):
+        super().__init__(folder, timeout=10.0)
+        self._server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if over_tcp else None
+
+    def _store(self) -> Any:
+        if self._server is None:
+            return FileStore(self.path)
+        return TCPStore("127.0.0.1", self._server.port, is_master=False, wait_for_workers=False)
+
+    def member(self, fn: Callable, rank: int, world: int, *args: Any) -> int:
+        make = partial(ProcessGroup, timeout=self.timeout)
+        # Nobody else may hold the group: what it holds is looked for when it was left.
+        return self._fork(lambda: fn(lambda: join_ranks(self._store(), rank, world, 30.0, make), *args))
+
+    def newcomer(self, fn: Callable, *args: Any) -> int:
+        return self._fork(lambda: fn(self._store(), *args))
 
 
-def strike(plan: Scenario) -> None:
-    """The fault itself, on the victim; a mismatch is made by rank_main."""
-    pid = os.getpid()
-    if plan.fault == "kill":
-        os.kill(pid, signal.SIGKILL)
-    elif plan.fault == "kill later":
-        threading.Thread(target=lambda: (time.sleep(plan.delay), os.kill(pid, signal.SIGKILL)), daemon=True).start()
-    elif plan.fault == "exit":
-        os._exit(5)
-    elif plan.fault == "stop":
-        os.kill(pid, signal.SIGSTOP)
-
-
-def rank_main(g: ProcessGroup, seed: int) -> None:
-    plan, rng = Scenario(seed), random.Random(-1 - seed)
-    if plan.fault == "stop":
-        g.set_timeout(STOPPED_TIMEOUT)
-    for step in range(2000):
-        if step == plan.step and plan.fault == "mismatch":
-            g.reduce(torch.ones(3), op="max") if g.rank == plan.victim else g.all_reduce(torch.ones(7))
-        elif step == plan.step and g.rank == plan.victim:
-            strike(plan)
-        one_step(g, rng)
-
-
-def continue_later(plan: Scenario) -> Callable[[list[int]], None] | None:
-    if plan.fault != "stop":
-        return None
-
-    def during(pids: list[int]) -> None:
-        """Once it has stopped, however long that takes, give the others time for their deadline; then let it go on."""
-        victim = pids[plan.victim]
-        for _ in range(1500):
-            if is_stopped(victim):
-                break
-            time.sleep(0.01)
-        time.sleep(STOPPED_TIMEOUT + 0.7)
+def disturb(plan: Scenario, crowd: SoakCrowd) -> None:
+    """What this process does to the ranks: lets a stopped one go on, kills a newcomer."""
+    if plan.fault in ("stop", "pause"):
+        victim = crowd.pids[plan.victim]
+        until(lambda: state_of(victim) in "TtZX", 20.0)
+        time.sleep(STOPPED_TIMEOUT + 0.7 if plan.fault == "stop" else PAUSE)
         os.kill(victim, signal.SIGCONT)
+    if plan.newcomer_killed:
+        time.sleep(plan.kill_newcomer_after)
+        os.kill(crowd.pids[plan.world], signal.SIGKILL)
 
-    return during
 
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+def judge_member(plan: Scenario, rank: int, report: Report) -> str:
+    """What is wrong with the first error of a rank, or ""."""
+    kind, victim = report.kind, rank == plan.victim
+    if plan.fault in ("pause", "none"):
+        good = not kind
+    elif plan.fault == "mismatch":
+        good = kind == "CollectiveMismatchError" and "reduce(float32 x 3, MAX" in report.message
+    elif plan.fault == "abort":
+        good = kind == "GroupUnusableError"
+    elif plan.fault == "stop":
+        # A message names its other side, which may itself be waiting for the stopped rank.
+        names = victim or plan.victim in report.named or report.message.startswith(("send", "receive"))
+        good = kind == "DeadlineError" and names
+    elif victim:  # which another thread made leave
+        good = bool(kind)
+    else:
+        good = kind == "RankFailedError" and report.named[:1] == [plan.victim]
+    return "" if good else f"rank {rank} raised {kind or 'nothing'}: {report.message}"
 
 
 def judge(plan: Scenario, outcomes: list[Outcome]) -> list[str]:
-    """What is wrong with how the ranks ended; nothing, one hopes."""
+    """What is wrong with how the processes ended; nothing, one hopes."""
     wrong = []
     for o in outcomes:
-        message = str(o.error)
-        if o.rank == plan.victim and plan.fault in ("kill", "kill later", "exit"):
-            good = o.kind == "died"
-        elif o.kind != "raised":
-            good = False
-        elif plan.fault == "mismatch":
-            good = isinstance(o.error, errors.CollectiveMismatchError) and "reduce(float32 x 3, MAX" in message
-        elif plan.fault == "stop":
-            # A message names its other side, which may itself be waiting for the stopped rank.
-            names = plan.victim in [o.rank, *getattr(o.error, "missing", [])] or message.startswith(("send", "receive"))
-            good = isinstance(o.error, errors.DeadlineError) and names
-        else:
-            good = isinstance(o.error, errors.RankFailedError) and o.error.ranks[:1] == [plan.victim]
-        if not good:
-            wrong.append(f"{o.rank} {o.kind}: {o.text.strip().splitlines()[-1] if o.text else o.value}")
+        who = f"rank {o.rank}" if o.rank < plan.world else f"newcomer {o.rank - plan.world}"
+        killed = o.rank == plan.victim and plan.dies
+        may_die = killed or (o.rank == plan.world and plan.newcomer_killed)
+        if o.kind == "died" and may_die:
+            continue
+        if o.kind != "returned" or killed:
+            last = o.text.strip().splitlines()[-1] if o.text else o.value
+            wrong.append(f"{who} {o.kind}: {last}")
+            continue
+        wrong += [f"{who}: {text}" for text in o.value.wrong]
+        if o.rank < plan.world and (text := judge_member(plan, o.rank, o.value)):
+            wrong.append(text)
     return wrong
 
 
-def run_one(seed: int) -> list[str]:
+def judge_sizes(plan: Scenario, outcomes: list[Outcome]) -> list[str]:
+    """Whether those that went on were in groups of the same sizes, and of the right ones."""
+    if not plan.goes_on or plan.fault in ("none", "pause"):
+        return []
+    stays = plan.fault in ("mismatch", "abort")
+    first = plan.world if stays else plan.world - 1
+    went_on = [o for o in outcomes if o.rank < plan.world and (stays or o.rank != plan.victim)]
+    sizes = {tuple(o.value.sizes) for o in went_on if o.kind == "returned"}
+    right = [(plan.world, first)]
+    if plan.newcomers:
+        least = 0 if plan.newcomer_killed else plan.newcomers
+        right = [(plan.world, first, first + n) for n in range(least, plan.newcomers + 1)]
+    return [] if len(sizes) == 1 and sizes <= set(right) else [f"groups of sizes {sizes}, not one of {right}"]
+
+
+def run_one(seed: int, stranger: Stranger | None = None) -> list[str]:
     plan = Scenario(seed)
-    outcomes = run_group(
-        rank_main, plan.world, seed, timeout=10, deadline=LIMIT, during=continue_later(plan), linger=plan.linger
-    )
-    return judge(plan, outcomes) + [f"left behind: {item}" for item in leftovers()]
+    open_before = len(os.listdir("/proc/self/fd"))
+    with tempfile.TemporaryDirectory(prefix="symcomm-soak-") as folder:
+        crowd = SoakCrowd(Path(folder), plan.over_tcp)
+        for rank in range(plan.world):
+            crowd.member(soak_ranks.member, rank, plan.world, seed)
+        for _ in range(plan.newcomers):
+            crowd.newcomer(soak_ranks.newcomer, seed)
+        if stranger is not None:
+            stranger.watch([os.getpid(), *crowd.pids])
+        disturb(plan, crowd)
+        outcomes = crowd.outcomes(LIMIT)
+        if stranger is not None:
+            stranger.watch([])
+        del crowd
+    wrong = judge(plan, outcomes)
+    wrong += [] if wrong else judge_sizes(plan, outcomes)
+    wrong += [f"left behind: {item}" for item in leftovers()]
+    if len(os.listdir("/proc/self/fd")) > open_before:
+        wrong.append("left behind: descriptors of the process that started them")
+    return wrong
 
 
-def soak(faults: int, seed: int, progress: bool = False) -> dict[int, list[str]]:
-    """seed -> what went wrong, for the scenarios ``seed`` to ``seed + faults - 1`` in which something did."""
+def soak(faults: int, seed: int, minutes: float = 0.0, progress: bool = False) -> dict[int, list[str]]:
+    """seed -> what went wrong, of so many scenarios from ``seed`` on, or of as many as ``minutes`` have room for."""
     bad: dict[int, list[str]] = {}
-    started = time.monotonic()
-    for i in range(faults):
-        wrong = run_one(seed + i)
-        if wrong:
-            bad[seed + i] = wrong
-            print(f"\n{Scenario(seed + i)}\n  " + "\n  ".join(wrong), flush=True)
-        if progress:
-            rate = (i + 1) / (time.monotonic() - started)
-            print(f"\r{i + 1}/{faults} faults, {len(bad)} bad, {rate:.1f}/s ", end="", flush=True)
+    stranger = Stranger(seed)
+    started, done = time.monotonic(), 0
+    try:
+        while time.monotonic() - started < 60 * minutes if minutes else done < faults:
+            wrong = run_one(seed + done, stranger)
+            if wrong:
+                bad[seed + done] = wrong
+                print(f"\n{Scenario(seed + done)}\n  " + "\n  ".join(wrong), flush=True)
+            done += 1
+            if progress:
+                rate = done / (time.monotonic() - started)
+                text = f"{done} faults, {len(bad)} bad, {rate:.1f}/s, {stranger.met} strangers"
+                print(f"\r{text} ", end="", flush=True)
+    finally:
+        stranger.end()
+    if not stranger.met and any(Scenario(seed + i).over_tcp for i in range(done)):
+        bad[-1] = ["the stranger met nobody"]
     return bad
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Random faults; exit code 1 when one was not handled as promised.")
     parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument("--minutes", type=float, default=0.0, help="go on for so long, instead of a number of faults")
     parser.add_argument("--seed", type=int, default=None, help="of the first scenario; the others count on from it")
     options = parser.parse_args()
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
-    print(f"seeds {seed} to {seed + options.faults - 1}", flush=True)
-    bad = soak(options.faults, seed, progress=True)
-    print(f"\n{options.faults} faults, {len(bad)} bad{': seeds ' + ', '.join(map(str, bad)) if bad else ''}")
+    print(f"seeds from {seed} on", flush=True)
+    bad = soak(options.faults, seed, options.minutes, progress=True)
+    print(f"\n{len(bad)} bad{': seeds ' + ', '.join(map(str, bad)) if bad else ''}")
     return 1 if bad else 0
 
 
