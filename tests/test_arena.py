@@ -281,7 +281,7 @@ class FakeSocket:
 
 def test_another_user_is_refused():
     share._check_user(FakeSocket(os.getuid()))  # type: ignore[arg-type]
-    with pytest.raises(errors.ResourceError, match=rf"process 4711 of user id {os.getuid() + 1} tried to join"):
+    with pytest.raises(errors.ResourceError, match=rf"process 4711 of user id {os.getuid() + 1} answers for rank 0"):
         share._check_user(FakeSocket(os.getuid() + 1))  # type: ignore[arg-type]
 
 

@@ -24,6 +24,7 @@ import fcntl
 import functools
 import os
 import secrets
+import stat
 import struct
 import threading
 import time
@@ -80,6 +81,10 @@ def _map(fd: int, nbytes: int) -> int:
         ) from error
 
 
+def _not_an_arena() -> ResourceError:
+    return ResourceError("symmetric memory: what a peer passed is not an arena; are all ranks on one version?")
+
+
 @dataclass
 class Peer:
     """An arena as this process sees it, its own or another rank's. Mapped as long as this object lives."""
@@ -104,12 +109,14 @@ class Peer:
 
     @classmethod
     def map(cls, fd: int, nbytes: int) -> Peer:
-        base = _map(fd, nbytes)
-        magic, nonce, pid = struct.unpack("<Q16sQ", native.peek(base, 32))
+        """Map what a peer passed, once it is known that reading it cannot raise SIGBUS."""
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size < nbytes or len(head := os.pread(fd, 32, 0)) < 32:
+            raise _not_an_arena()
+        magic, nonce, pid = struct.unpack("<Q16sQ", head)
         if magic != MAGIC:
-            native.unmap(base, nbytes)
-            raise ResourceError("symmetric memory: what a peer passed is not an arena; are all ranks on one version?")
-        return cls(nonce, pid, base, nbytes)
+            raise _not_an_arena()
+        return cls(nonce, pid, _map(fd, nbytes), nbytes)
 
 
 _peers: weakref.WeakValueDictionary[bytes, Peer] = weakref.WeakValueDictionary()  # arenas mapped by this process
@@ -324,7 +331,8 @@ def sweep(directory: str) -> None:
         if not entry.name.startswith(NAME):
             continue
         with contextlib.suppress(OSError):  # somebody else's, in use, or swept by another rank just now
-            if time.time() - entry.stat(follow_symlinks=False).st_mtime < SWEEP_AGE:
+            facts = entry.stat(follow_symlinks=False)
+            if facts.st_uid != os.getuid() or time.time() - facts.st_mtime < SWEEP_AGE:
                 continue
             fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
