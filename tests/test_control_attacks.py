@@ -19,6 +19,7 @@ from symcomm import errors
 from symcomm.observe import acceptor, connection, handlers, http_session, places
 from symcomm.observe import server as server_module
 from symcomm.observe.server import start
+from tests import fuzz_control
 from tests.control_client import ask, connect, exchange
 
 TOKEN = "the-token-of-this-job"
@@ -303,6 +304,17 @@ def test_two_requests_at_once_are_two_answers(tcp):
     one = with_token("POST /handler/ping HTTP/1.1\r\nContent-Length: 3\r\n\r\n") + b"abc"
     last = with_token("POST /handler/ping HTTP/1.1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
     assert exchange(tcp, one + last).count(b"pong") == 2
+
+
+def test_a_bad_request_after_one_for_the_head(tcp):
+    first = with_token("HEAD / HTTP/1.1\r\n\r\n")
+    answer = exchange(tcp, first + b"no request\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 200 ") == 1 and answer.count(b"HTTP/1.1 400 ") == 1
+    assert answer.endswith(b"\r\n\r\nillegal request line")
+
+
+def test_ten_thousand_odd_requests():
+    fuzz_control.run(inputs=10_000, seed=1)
 
 
 def test_slow_clients_are_hung_up_on(tcp, monkeypatch):

@@ -124,6 +124,7 @@ class HttpSession:
 
     def _read_head(self) -> Head | None:
         """The next request; None when the client has closed."""
+        self._wants_head_only = False
         event = self._next_event(PIECE)
         if not isinstance(event, self._h11.Request):
             return None
