@@ -310,7 +310,7 @@ def test_a_bad_request_after_one_for_the_head(tcp):
     first = with_token("HEAD / HTTP/1.1\r\n\r\n")
     answer = exchange(tcp, first + b"no request\r\n\r\n")
     assert answer.count(b"HTTP/1.1 200 ") == 1 and answer.count(b"HTTP/1.1 400 ") == 1
-    assert answer.endswith(b"\r\n\r\nillegal request line")
+    assert b"illegal request line" in answer.rpartition(b"\r\n\r\n")[2]
 
 
 def test_ten_thousand_odd_requests():

@@ -74,7 +74,7 @@ static struct counter counter_of(const struct window *w, int owner, int sender) 
 /* The group was left or aborted, or the peer is gone: why nothing can be given to it. */
 static int unreachable(struct group *g, int peer) {
     int status = g->left ? STATUS_ABORTED : sync_aborted(g);
-    return status || peer == g->rank ? status : sync_gone(g, peer);
+    return status || peer == g->rank ? status : sync_marked_gone(g, peer);
 }
 
 static int write_part(struct window *w, int peer, int64_t start, const char *from, int64_t nbytes) {

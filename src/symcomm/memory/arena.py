@@ -61,6 +61,11 @@ def bytes_type(nbytes: int) -> type[ctypes.Array]:
 
 
 def _no_arena(error: OSError, directory: str | None) -> str:
+    if error.filename == "set_robust_list":
+        return (
+            f"symmetric memory: the kernel refuses set_robust_list ({error.strerror}), without which nobody would "
+            "notice that this rank died; allow that system call where programs are confined (seccomp)."
+        )
     where = f" in {directory} (SYMCOMM_SHM_DIR)" if directory is not None else ""
     fixes = {
         errno.EMFILE: "; raise the limit on open files (ulimit -n)",

@@ -26,6 +26,7 @@ BODY_BYTES = 1 << 20
 PIECE = 4096  # bytes read at once while a head is not whole: what a client may send beyond HEAD_BYTES
 FIRST_SECONDS = 5.0  # for a whole request, from the moment we wait for it: the first one, and all of a stranger
 TRUSTED_SECONDS = 30.0  # the same, for a connection that was trusted before: a page that asks now and then
+WORDS = 200  # characters of what a client sent that it may get back
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 
 
@@ -169,7 +170,7 @@ class HttpSession:
             except h11.RemoteProtocolError as error:
                 if self._http.trailing_data[1]:
                     raise ConnectionError("the client went away in the middle of a request") from None
-                raise Refusal(error.error_status_hint, str(error)) from None
+                raise Refusal(error.error_status_hint, str(error)[:WORDS]) from None
             if event is not h11.NEED_DATA:
                 return event
             if self._http.they_are_waiting_for_100_continue:
