@@ -9,6 +9,8 @@ from symcomm.errors import ResourceError
 
 __all__ = ["check_room", "physical_bytes", "words_for_bytes"]
 
+ENLARGE = "enlarge it (docker run --shm-size=8g, mount -o remount,size=8g), or let ranks share one network namespace"
+
 
 def words_for_bytes(n: int) -> str:
     size = float(n)
@@ -75,9 +77,7 @@ def check_room(nbytes: int, directory: str | None = None) -> None:
     if "memory.max" in says:
         fix = "raise the container's memory limit (docker run --memory, resources.limits.memory), or allocate less"
     elif "free space" in says:
-        fix = (
-            "enlarge it (docker run --shm-size=8g, mount -o remount,size=8g), or let ranks share one network namespace"
-        )
+        fix = ENLARGE
     raise ResourceError(
         f"symmetric memory: {words_for_bytes(nbytes)} asked, {words_for_bytes(max(room, 0))} left ({says}); {fix}."
     )
