@@ -25,7 +25,7 @@ TORCH = (
 # What runs where torch is not installed. Tests in these files that compare with torch are skipped there, and say so.
 WITHOUT_TORCH = (
     "arena", "arena_shortages", "arena_strangers", "cli", "control_api", "control_attacks", "control_stacks",
-    "doctor", "errors", "launch_conventions", "launcher", "launcher_blame", "launcher_elastic", "metrics",
+    "doctor", "errors", "launch_conventions", "launcher", "launcher_blame", "launcher_elastic", "limits", "metrics",
     "numpy_ranks", "observe_together", "plan_bugs", "plans", "rendezvous", "selections", "simulate",
     "store_collectives", "store_contract", "store_file", "store_model", "tcp_store", "tcp_store_hostile", "top_model",
     "top_page", "top_servers", "trace_verdict",
