@@ -96,9 +96,11 @@ conformance: $(BUILT) ## PyTorch's own DistributedTest on our backend, at 2, 3, 
 	for n in 2 3 4 8; do $(BIN)/python -m tests.conformance --ranks $$n || exit 1; done
 
 soak: $(BUILT) ## an hour of random faults: on one host, between hosts, of ranks that come and go; every result is checked
-	$(BIN)/python -m tests.soak --minutes 36
-	$(BIN)/python -m tests.hosts_soak 12
-	$(BIN)/python -m tests.elastic_soak 12
+	$(BIN)/python -m tests.soak --minutes 30
+	$(BIN)/python -m tests.hosts_soak 10
+	$(BIN)/python -m tests.elastic_soak 10
+	$(BIN)/python -m tests.fuzz_arena --inputs 1000000 --seed $$(date +%s)
+	$(BIN)/python -m tests.fuzz_control --inputs 1000000 --seed $$(date +%s)
 
 sanitize: $(BUILT) ## the C core under ASan, UBSan and TSan
 	$(BIN)/python tests/sanitize.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -19,8 +20,10 @@ import torch
 
 import symcomm
 from symcomm import errors
+from symcomm.group import spawn as spawn_module
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory import arena
+from symcomm.store import FileStore
 
 MODES = ["threads", "processes"]
 
@@ -172,3 +175,80 @@ def test_a_script_that_calls_spawn_when_it_is_imported(tmp_path):
     out = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
     assert "put it under `if __name__ == '__main__':`, or use mode='threads'." in out.stderr
     assert re.search(r"RankFailedError: rank [01] exited with code 1; what it printed says why", out.stderr), out.stderr
+
+
+ORPHANS = """
+import os, sys, threading, time
+import symcomm
+
+def work(group, folder):
+    group.barrier()
+    with open(os.path.join(folder, f"pid-{group.rank}.part"), "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(file.name, file.name.removesuffix(".part"))
+    time.sleep(300)
+
+def start():
+    symcomm.spawn(work, 2, (sys.argv[1],))
+
+if __name__ == "__main__":
+    if sys.argv[2] == "main":
+        start()
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+"""
+
+
+def pids_of_ranks(folder: Path) -> list[int]:
+    paths = [folder / f"pid-{rank}" for rank in range(2)]
+    end = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < end, "the ranks did not start"
+        time.sleep(0.02)
+    return [int(path.read_text()) for path in paths]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("thread", ["main", "other"])
+def test_ranks_end_with_a_parent_that_was_killed(tmp_path: Path, thread: str):
+    """And nothing of theirs stays in the file system."""
+    script, temporary, told = tmp_path / "script.py", tmp_path / "tmp", tmp_path / "told"
+    temporary.mkdir()
+    told.mkdir()
+    script.write_text(ORPHANS)
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    parent = subprocess.Popen([sys.executable, str(script), str(told), thread], env=environment)
+    try:
+        pids = pids_of_ranks(told)
+        assert all(is_running(pid) for pid in pids)
+    finally:
+        parent.kill()
+        parent.wait()
+    end = time.monotonic() + 20
+    while any(is_running(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert [pid for pid in pids if is_running(pid)] == []
+    assert [path for path in temporary.rglob("*") if "symcomm" in str(path.relative_to(temporary))] == []
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_ranks_meet_in_a_file_without_a_name(monkeypatch: pytest.MonkeyPatch, refused: bool):
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    if refused:
+        monkeypatch.setattr(os, "memfd_create", refuse)
+    file = spawn_module._SharedFile(spawn_module._nameless_file())
+    one, other = FileStore(file.path, 2), FileStore(file.path, 2).clone()
+    one.set("key", "value")
+    assert other.get("key") == b"value" and os.fstat(file.descriptor).st_nlink == 0
+    os.close(file.descriptor)
+    other.set("key", "changed")
+    assert one.get("key") == b"changed"

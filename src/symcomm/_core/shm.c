@@ -6,8 +6,10 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stddef.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -20,6 +22,8 @@
 struct life {
     struct robust_list entry;
     _Atomic uint32_t word;
+    uint64_t pid_namespace;  /* in which the word's thread id means the owner; 0: unknown */
+    _Atomic int64_t looked;  /* when somebody last asked the kernel whether the owner dumps core */
 };
 
 struct watch {
@@ -27,8 +31,49 @@ struct watch {
     struct life *life;
     _Atomic uint32_t stop;
     _Atomic uint32_t started;
+    int error;
     pthread_t thread;
 };
+
+/* The inode of this process's pid namespace; 0 when /proc is not there, or belongs to another one. */
+static uint64_t pid_namespace(void) {
+    static _Atomic uint64_t known;
+    static _Atomic int of_pid;
+    int pid = getpid();
+    if (atomic_load(&of_pid) == pid) return atomic_load(&known);
+    struct stat facts = {0};
+    char link[16] = {0};
+    bool ours = readlink("/proc/self", link, sizeof link - 1) > 0 && atoi(link) == pid && stat("/proc/self/ns/pid", &facts) == 0;
+    atomic_store(&known, ours ? facts.st_ino : 0);
+    atomic_store(&of_pid, pid);
+    return ours ? facts.st_ino : 0;
+}
+
+static bool status_says_dumping(uint32_t tid) {
+    char path[32], text[4096];
+    snprintf(path, sizeof path, "/proc/%u/status", tid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return false;
+    ssize_t n = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (n <= 0) return false;
+    text[n] = 0;
+    return strstr(text, "\nCoreDumping:\t1") != NULL;
+}
+
+#define LOOK_NS 20000000 /* of all ranks together, at one owner: a read takes about 20 us, and 100 ms are promised */
+
+/* A process that dumps core never runs again, but the kernel marks its word only after the dump, which takes seconds. Whoever
+ * finds out first sets the mark for everybody. */
+bool symcomm_dumps_core(_Atomic uint32_t *word) {
+    struct life *life = (struct life *)(void *)((char *)word - offsetof(struct life, word));
+    uint32_t seen = atomic_load_explicit(word, memory_order_acquire);
+    if ((seen & FUTEX_TID_MASK) == 0 || life->pid_namespace == 0 || life->pid_namespace != pid_namespace()) return false;
+    int64_t now = symcomm_now_ns(), last = atomic_load_explicit(&life->looked, memory_order_relaxed);
+    if (now >= last && now - last < LOOK_NS) return false;
+    if (!atomic_compare_exchange_strong(&life->looked, &last, now) || !status_says_dumping(seen & FUTEX_TID_MASK)) return false;
+    return atomic_compare_exchange_strong(word, &seen, seen | LIFE_OWNER_DIED);
+}
 
 static void *hold_life(void *argument) {
     struct watch *w = argument;
@@ -36,10 +81,12 @@ static void *hold_life(void *argument) {
     w->head.futex_offset = (long)offsetof(struct life, word);
     w->head.list_op_pending = NULL;
     w->life->entry.next = &w->head.list;
+    w->life->pid_namespace = pid_namespace();
     atomic_store(&w->life->word, (uint32_t)syscall(SYS_gettid));
-    long failed = syscall(SYS_set_robust_list, &w->head, sizeof w->head);
-    atomic_store(&w->started, failed ? 2 : 1);
+    w->error = syscall(SYS_set_robust_list, &w->head, sizeof w->head) ? errno : 0;
+    atomic_store(&w->started, 1);
     symcomm_futex_wake(&w->started, 1);
+    if (w->error) return NULL;
     while (!atomic_load(&w->stop)) symcomm_futex_wait(&w->stop, 0, 3600LL * 1000000000);
     w->head.list.next = &w->head.list; /* ends in peace */
     atomic_store(&w->life->word, 0);
@@ -64,6 +111,12 @@ static PyObject *life_start(PyObject *self, PyObject *arg) {
         return PyErr_SetFromErrno(PyExc_OSError);
     }
     while (!atomic_load(&w->started)) symcomm_futex_wait(&w->started, 0, 10000000);
+    if (w->error) { /* nobody would notice our death */
+        pthread_join(w->thread, NULL);
+        errno = w->error;
+        free(w);
+        return PyErr_SetFromErrnoWithFilename(PyExc_OSError, "set_robust_list");
+    }
     return PyLong_FromVoidPtr(w);
 }
 

@@ -108,7 +108,7 @@ int counter_take(struct group *g, const struct counter *c, int peer, int64_t tim
     if (done) return STATUS_OK;
     if (timeout <= 0) {
         int status = sync_aborted(g);
-        if (!status && peer != g->rank) status = sync_gone(g, peer);
+        if (!status && peer != g->rank) status = sync_marked_gone(g, peer);
         return flip(&s) ? STATUS_OK : status ? status : STATUS_TIMEOUT;
     }
     if (symcomm_before_waiting) symcomm_before_waiting();

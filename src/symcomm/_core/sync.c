@@ -107,10 +107,15 @@ bool sync_is_void(struct group *g, uint64_t seq) {
     return atomic_load_explicit(&g->control[g->rank]->voided, memory_order_acquire) >= ~seq;
 }
 
-int sync_gone(struct group *g, int rank) {
+int sync_marked_gone(struct group *g, int rank) {
     if (atomic_load_explicit(g->life[rank], memory_order_acquire) & LIFE_OWNER_DIED) return STATUS_DEAD;
     if (atomic_load_explicit(&g->control[rank]->state, memory_order_acquire) == CONTROL_LEFT) return STATUS_LEFT;
     return STATUS_OK;
+}
+
+int sync_gone(struct group *g, int rank) {
+    int status = sync_marked_gone(g, rank);
+    return status == STATUS_OK && symcomm_dumps_core(g->life[rank]) ? STATUS_DEAD : status;
 }
 
 /* The first rank that is missing and gone, or -1. Looks at the condition again after it saw the rank gone:

@@ -46,7 +46,7 @@ struct control {
 
 enum control_state { CONTROL_EMPTY, CONTROL_IN_USE, CONTROL_LEFT };
 
-/* The word in an arena's header that the kernel marks when the owning process dies (see life.c). */
+/* The word in an arena's header that the kernel marks when the owning process dies (see shm.c). */
 #define LIFE_OWNER_DIED 0x40000000u
 
 enum status {
@@ -140,6 +140,8 @@ void symcomm_lock(pthread_mutex_t *lock);
 
 /* STATUS_OK, STATUS_DEAD or STATUS_LEFT */
 int sync_gone(struct group *g, int rank);
+int sync_marked_gone(struct group *g, int rank); /* the same as far as memory tells, for those who do not wait */
+bool symcomm_dumps_core(_Atomic uint32_t *word); /* of a life that is not marked; asks the kernel now and then */
 
 /* Operation g->seq has failed on this rank, whose abort word says why. Every rank is told before the caller gets its tensors
  * back, also by those who were only told themselves: the first one may have died while it told the others. */

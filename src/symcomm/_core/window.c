@@ -74,7 +74,7 @@ static struct counter counter_of(const struct window *w, int owner, int sender) 
 /* The group was aborted, or the peer is gone: why nothing can be given to it. */
 static int unreachable(struct group *g, int peer) {
     int status = sync_aborted(g);
-    return status || peer == g->rank ? status : sync_gone(g, peer);
+    return status || peer == g->rank ? status : sync_marked_gone(g, peer);
 }
 
 /* A rank that leaves, or whose group fails, keeps its window's memory until nobody can be in here any more: a thread that

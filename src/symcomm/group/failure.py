@@ -110,9 +110,18 @@ def how_it_ended(pid: int) -> str:
             return "died"
         if fields[0] in "ZX":
             return words_for_exit(os.waitstatus_to_exitcode(int(fields[-1])))
+        if dumps_core(pid):  # which may take long; the signal is known already
+            return f"{words_for_exit(-(int(fields[-1]) & 0x7F))} (it still writes a core dump)"
         if time.monotonic() > deadline:
             return "died"
         time.sleep(0.001)
+
+
+def dumps_core(pid: int) -> bool:
+    """Whether a process is being written to a core dump: it will never run again."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        return "\nCoreDumping:\t1\n" in file.read()
+    return False
 
 
 def explain(group: Any, status: int, call: str, at: Site, seconds: float | None) -> errors.SymcommError:

@@ -190,6 +190,8 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
         stage, channels, total = _layout(self.size, self._limits)
         self._offset = self._arena.allocate_sparse(total, touched=stage)
         self._stage, self._reserved = self._offset + stage, 0
+        if self._arena.must_reserve:
+            self._reserve_channels(channels, total)
         native.poke(self._arena.base + self._offset, bytes(native.CONTROL_BYTES))
         for r in range(self.size):  # only the counters of a channel need to start at zero
             native.poke(self._arena.base + self._offset + channels + r * native.CHANNEL_BYTES, bytes(192))
@@ -218,6 +220,13 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
         self._retire = weakref.finalize(self, _retire, self._handle, self._arena, self._offset, self.exposed)
         self._retire.atexit = False  # the kernel takes it all
         native.group_keep(self._handle, (self._arena, *self._peers))
+
+    def _reserve_channels(self, start: int, end: int) -> None:
+        try:
+            self._arena.reserve(self._offset + start, end - start)
+        except errors.ResourceError:
+            self._arena.free(self._offset)
+            raise
 
     def _introduce(self, exchange: Exchange, peers: Sequence[Peer] | None, total: int) -> list[dict]:
         """Learn where the others' parts of the group lie, mapping their arenas where ``peers`` are not given."""

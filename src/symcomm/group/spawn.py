@@ -8,6 +8,7 @@ Both run the same plans, with the same checks.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import pickle
@@ -19,6 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import wait
+from multiprocessing.reduction import DupFd
 from typing import Any
 
 from symcomm import errors
@@ -33,6 +35,7 @@ from symcomm.memory.share import pretend_host
 
 __all__ = ["spawn"]
 
+PR_SET_PDEATHSIG = 1
 GRACE = 5.0  # seconds that the other ranks get to end by themselves after one has failed
 
 
@@ -162,9 +165,46 @@ def _pack(fn: Callable, args: tuple) -> tuple[bytes, str]:
     return packed, "fork"
 
 
+class _SharedFile:
+    """A file without a name, so that nothing of it can be left behind. New processes get its descriptor."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+
+    @property
+    def path(self) -> str:
+        return f"/proc/self/fd/{self.descriptor}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received_file, (DupFd(self.descriptor),)
+
+
+def _nameless_file() -> int:
+    try:
+        return os.memfd_create("store-of-ranks", os.MFD_CLOEXEC)
+    except OSError:  # some containers refuse that call
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
+
+
+def _received_file(duplicate: Any) -> _SharedFile:
+    descriptor = duplicate.detach()
+    os.set_inheritable(descriptor, False)
+    return _SharedFile(descriptor)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this rank when the thread that called spawn() ends, which waits for it."""
+    parent = multiprocessing.parent_process()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent.pid:  # it was killed before that
+        os._exit(1)
+
+
 def _rank_main(
-    packed: bytes, fn: Any, args: Any, rank: int, n: int, path: str, timeout: Timeout, conn: Any, host: str
+    packed: bytes, fn: Any, args: Any, rank: int, n: int, file: _SharedFile, timeout: Timeout, conn: Any, host: str
 ) -> None:
+    _end_with_parent()
     if packed and fn is None:
         fn, args = pickle.loads(packed)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))
@@ -172,7 +212,7 @@ def _rank_main(
         os.environ["SYMCOMM_HOST_ID"] = host
     from symcomm.store import FileStore
 
-    store = FileStore(path, n)
+    store = FileStore(file.path, n)
     try:
         group = join_ranks(store, rank, n, 60.0, partial(make_group, timeout=timeout), tidy=False)
         set_default(group)
@@ -202,14 +242,13 @@ def _spawn_processes(
         )
     packed, method = _pack(fn, args)
     context: Any = multiprocessing.get_context(method)
-    folder = tempfile.mkdtemp(prefix="symcomm-")
-    path = os.path.join(folder, "store")
+    file = _SharedFile(_nameless_file())
     pipes = [context.Pipe(duplex=False) for _ in range(n)]
     payload = (packed, None, None) if method == "spawn" else (b"", fn, args)
     processes = [
         context.Process(
             target=_rank_main,
-            args=(*payload, r, n, path, timeout, pipes[r][1], hosts[r]),
+            args=(*payload, r, n, file, timeout, pipes[r][1], hosts[r]),
             name=f"symcomm-rank-{r}",
             daemon=False,
         )
@@ -227,9 +266,7 @@ def _spawn_processes(
                 os.kill(process.pid, signal.SIGKILL)
             if process.pid is not None:
                 process.join()
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        os.rmdir(folder)
+        os.close(file.descriptor)
 
 
 def _collect(processes: list, receivers: list, deadline: float | None) -> list[Any]:

@@ -24,7 +24,9 @@ import fcntl
 import functools
 import os
 import secrets
+import stat
 import struct
+import sys
 import threading
 import time
 import weakref
@@ -36,7 +38,7 @@ from symcomm._core import native
 from symcomm.errors import CallerError, ResourceError
 from symcomm.memory.flight import CAPACITY, Flight, flight_bytes
 from symcomm.memory.heap import PAGE, Heap
-from symcomm.memory.limits import check_room, physical_bytes, words_for_bytes
+from symcomm.memory.limits import ENLARGE, check_room, physical_bytes, words_for_bytes
 
 __all__ = ["Arena", "Peer", "bytes_type", "current_arena", "has_arena", "named_directory", "peer_by_nonce", "use_arena"]
 
@@ -60,12 +62,18 @@ def bytes_type(nbytes: int) -> type[ctypes.Array]:
 
 
 def _no_arena(error: OSError, directory: str | None) -> str:
+    if error.filename == "set_robust_list":
+        return (
+            f"symmetric memory: the kernel refuses set_robust_list ({error.strerror}), without which nobody would "
+            "notice that this rank died; allow that system call where programs are confined (seccomp)."
+        )
     where = f" in {directory} (SYMCOMM_SHM_DIR)" if directory is not None else ""
     fixes = {
         errno.EMFILE: "; raise the limit on open files (ulimit -n)",
         errno.EFBIG: "; raise the limit on the size of files (ulimit -f unlimited)",
         errno.EAGAIN: "; raise the limit on threads (ulimit -u, or the container's limit on processes)",
         errno.ENOENT: "; name a folder that exists",
+        errno.ENOSPC: f"; {ENLARGE}",
     }
     return f"symmetric memory: none can be made{where}: {error.strerror}{fixes.get(error.errno or 0, '')}."
 
@@ -78,6 +86,10 @@ def _map(fd: int, nbytes: int) -> int:
             f"symmetric memory: mapping {words_for_bytes(nbytes)} of addresses failed ({error.strerror}); "
             "raise the limit on address space (ulimit -v unlimited)."
         ) from error
+
+
+def _not_an_arena() -> ResourceError:
+    return ResourceError("symmetric memory: what a peer passed is not an arena; are all ranks on one version?")
 
 
 @dataclass
@@ -104,12 +116,14 @@ class Peer:
 
     @classmethod
     def map(cls, fd: int, nbytes: int) -> Peer:
-        base = _map(fd, nbytes)
-        magic, nonce, pid = struct.unpack("<Q16sQ", native.peek(base, 32))
+        """Map what a peer passed, once it is known that reading it cannot raise SIGBUS."""
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size < nbytes or len(head := os.pread(fd, 32, 0)) < 32:
+            raise _not_an_arena()
+        magic, nonce, pid = struct.unpack("<Q16sQ", head)
         if magic != MAGIC:
-            native.unmap(base, nbytes)
-            raise ResourceError("symmetric memory: what a peer passed is not an arena; are all ranks on one version?")
-        return cls(nonce, pid, base, nbytes)
+            raise _not_an_arena()
+        return cls(nonce, pid, _map(fd, nbytes), nbytes)
 
 
 _peers: weakref.WeakValueDictionary[bytes, Peer] = weakref.WeakValueDictionary()  # arenas mapped by this process
@@ -175,13 +189,20 @@ class Arena:
             path = os.path.join(self.directory, f"{NAME}{self.nonce.hex()}")
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self.path = path
+            _remove_at_exit(self, path)
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until we are gone, however we go
         os.ftruncate(self.fd, self.nbytes)
-        native.set_pages(self.fd, 0, 2 * PAGE, True)
+        # A file system may become full, so all that will be written without asking has pages from the start there.
+        native.set_pages(self.fd, 0, 2 * PAGE if self.directory is None else PAGE + flight_bytes(CAPACITY), True)
 
     def allocate(self, nbytes: int) -> int:
         """Offset of ``nbytes`` bytes whose pages exist; raises ResourceError when there is no room."""
         return self.allocate_sparse(nbytes, nbytes)
+
+    @property
+    def must_reserve(self) -> bool:
+        """Whether every page must be asked for before it is used: a named arena's file system may be full."""
+        return self.directory is not None
 
     def allocate_sparse(self, nbytes: int, touched: int) -> int:
         """Like allocate, but only the first ``touched`` bytes get pages now, the rest when they are first used."""
@@ -213,9 +234,9 @@ class Arena:
         try:
             native.set_pages(self.fd, offset, nbytes, True)
         except OSError as error:
+            fix = "free memory or allocate less" if self.directory is None else ENLARGE
             raise ResourceError(
-                f"symmetric memory: the kernel refused {words_for_bytes(nbytes)} ({error.strerror}); "
-                "free memory or allocate less."
+                f"symmetric memory: the kernel refused {words_for_bytes(nbytes)} ({error.strerror}); {fix}."
             ) from error
 
     @contextlib.contextmanager
@@ -330,13 +351,28 @@ def _close(pid: int, fd: int, life: int, peer: Peer) -> None:
         os.close(fd)
 
 
+def _remove_at_exit(arena: Arena, path: str) -> None:
+    """Remove the name in the end, where no group was ever made that would have."""
+    remove = functools.partial(_remove, path, os.getpid())
+    weakref.finalize(arena, remove)
+    if (util := sys.modules.get("multiprocessing.util")) is not None:  # its processes do not run atexit's list
+        util.Finalize(None, remove, exitpriority=0)
+
+
+def _remove(path: str, pid: int) -> None:
+    with contextlib.suppress(OSError):
+        if os.getpid() == pid:
+            os.unlink(path)
+
+
 def sweep(directory: str) -> None:
     """Remove named arenas whose owners were killed before anybody could unlink them."""
     for entry in os.scandir(directory):
         if not entry.name.startswith(NAME):
             continue
         with contextlib.suppress(OSError):  # somebody else's, in use, or swept by another rank just now
-            if time.time() - entry.stat(follow_symlinks=False).st_mtime < SWEEP_AGE:
+            facts = entry.stat(follow_symlinks=False)
+            if facts.st_uid != os.getuid() or time.time() - facts.st_mtime < SWEEP_AGE:
                 continue
             fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:

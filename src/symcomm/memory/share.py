@@ -1,10 +1,10 @@
 """How ranks come to map each other's arenas.
 
 The first rank listens on a Unix socket without a name in the file system; the others send it the descriptor of their
-arena and get everybody's in return. Both ends check the other's user id. Where descriptors cannot be passed (ranks in
-separate network namespaces, or SYMCOMM_SHARE=named) arenas are files in SYMCOMM_SHM_DIR (/dev/shm), opened by name and
-unlinked as soon as all have mapped them. Either way every rank then reads each peer's nonce from the mapped memory:
-that, and nothing else, is what counts as being on the same host.
+arena and get everybody's in return. Both ends check the other's user id, and a connection that is no rank's is dropped.
+Where descriptors cannot be passed (ranks in separate network namespaces, or SYMCOMM_SHARE=named) arenas are files in
+SYMCOMM_SHM_DIR (/dev/shm), opened by name and unlinked as soon as all have mapped them. Either way every rank then
+reads each peer's nonce from the mapped memory: that, and nothing else, is what counts as being on the same host.
 
 Ranks that cannot share memory are refused with SeveralHostsError, which says who shares with whom: a group across hosts
 (symcomm.hosts) is made of one such group per host. SYMCOMM_HOST_ID makes ranks of one machine count as being on
@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import functools
 import json
+import logging
 import os
 import queue
 import secrets
@@ -46,6 +48,8 @@ Exchange = Callable[[bytes], list[bytes]]
 FDS_PER_MESSAGE = 200  # the kernel takes 253
 SLICE = 0.05  # seconds between two looks whether all others can still come
 REASON_LOOKS = 20
+
+log = logging.getLogger("symcomm.memory")
 
 
 class SeveralHostsError(errors.ResourceError):
@@ -207,19 +211,43 @@ def _prove(cards: Sequence[dict]) -> list[Peer]:
 
 # --- by descriptor ---------------------------------------------------------------------------------
 
+HELLO = struct.Struct("<Q16s")  # a rank, and its arena's nonce as it published it: only ranks can know that
+FIRST = struct.Struct("<Q")  # the rank that the first descriptor of a message belongs to
+DONE = b"done"  # from a rank: it has mapped them all; from rank 0: everybody has
+SORRY = b"sorry: "  # instead of anything else: why there will be no group
+REASON_BYTES = 1000
+MESSAGE_BYTES = len(SORRY) + REASON_BYTES
+BACKLOG = 1024
+GREETING_SECONDS = 5.0  # for a connection to say which rank it is
+STRANGERS = 16  # connections that may keep us waiting for that at the same time
+SHORTAGES = {
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit on open files (sysctl fs.file-max)",
+    errno.ETOOMANYREFS: "raise the limit on open files (ulimit -n), which holds for descriptors on their way, too",
+    errno.ENOBUFS: "free memory",
+    errno.ENOMEM: "free memory",
+}
+
 
 def _listen() -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(b"\0symcomm-" + secrets.token_hex(16).encode())
-    listener.listen(1024)
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
     return listener
 
 
-def _check_user(sock: socket.socket) -> None:
+def _peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the kernel knows them."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def _check_user(sock: socket.socket) -> None:
+    pid, uid = _peer_of(sock)
     if uid != os.getuid():
         raise errors.ResourceError(
-            f"process {pid} of user id {uid} tried to join ranks of user id {os.getuid()}; refused."
+            f"process {pid} of user id {uid} answers for rank 0, and we are user id {os.getuid()}; refused."
         )
 
 
@@ -231,16 +259,28 @@ class Patience:
         self._end = time.monotonic() + seconds
         self._check = check
 
-    def readable(self, sock: socket.socket) -> bool:
-        """Whether there is something to read, in the time there is."""
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def look(self, poll: select.poll) -> list[tuple[int, int]]:
+        """What is ready, after a moment at the latest; TimeoutError when the time is over."""
+        if (left := self._end - time.monotonic()) <= 0:
+            raise TimeoutError
+        if not (ready := poll.poll(min(left, SLICE) * 1e3)) and self._check is not None:
+            self._check()
+        return ready
+
+    def await_readable(self, sock: socket.socket) -> None:
+        """Until there is something to read; TimeoutError when the time is over."""
         poll = select.poll()
         poll.register(sock, select.POLLIN)
-        while (left := self._end - time.monotonic()) > 0:
-            if poll.poll((left if self._check is None else min(left, SLICE)) * 1e3):
-                return True
-            if self._check is not None:
-                self._check()
-        return False
+        while not self.look(poll):
+            pass
+
+    def pause(self) -> None:
+        """Before something is tried once more; TimeoutError when the time is over."""
+        self.look(select.poll())
 
     def get(self, answers: queue.SimpleQueue[Any]) -> Any:
         """What a thread puts there; raises queue.Empty when the time is over."""
@@ -265,14 +305,28 @@ def _pass_descriptors(
     try:
         if rank == 0:
             assert listener is not None
-            return _serve_all(arena, listener, cards, patience)
+            with _DescriptorServer(listener, cards, arena) as server:
+                return server.serve(patience)
         return _join(rank, arena, cards, patience)
     except (OSError, EOFError) as error:
         if isinstance(error, errors.SymcommError):
             raise
+        if isinstance(error, OSError) and error.errno in SHORTAGES:
+            raise _shortage(rank, error) from error
         patience.await_reason()
         missing = getattr(error, "missing", [0] if rank else [])
         raise errors.deadline("exchange of arenas", patience.seconds, missing=missing) from error
+
+
+def _shortage(rank: int, error: OSError) -> errors.ResourceError:
+    text = f"exchange of arenas: rank {rank} cannot take part: {error.strerror}"
+    return errors.ResourceError(f"{text}; {SHORTAGES[error.errno or 0]}.")
+
+
+def _check_received(flags: int) -> None:
+    """The kernel drops descriptors for which a process has no room, and only says that there were more."""
+    if flags & socket.MSG_CTRUNC:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 class _Missing(OSError):
@@ -281,61 +335,196 @@ class _Missing(OSError):
         self.missing = missing
 
 
-def _serve_all(arena: Arena, listener: socket.socket, cards: Sequence[dict], patience: Patience) -> list[Peer]:
-    clients: dict[int, socket.socket] = {}
-    descriptors = {0: os.dup(arena.fd)}
-    try:
-        while len(clients) < len(cards) - 1:
-            sock = listener.accept()[0] if patience.readable(listener) else None
-            if sock is None or not patience.readable(sock):
-                raise _Missing([r for r in range(1, len(cards)) if r not in clients])
-            sock.settimeout(patience.seconds)
-            _check_user(sock)
-            data, fds, _, _ = socket.recv_fds(sock, 8, 1)
-            if len(data) != 8 or len(fds) != 1:
-                sock.close()
-                continue
-            peer = struct.unpack("<Q", data)[0]
-            clients[peer], descriptors[peer] = sock, fds[0]
-        for sock in clients.values():
-            for start in range(0, len(cards), FDS_PER_MESSAGE):
-                some = range(start, min(start + FDS_PER_MESSAGE, len(cards)))
-                socket.send_fds(sock, [struct.pack("<Q", start)], [descriptors[r] for r in some])
-        return _map_unknown(cards, descriptors)
-    finally:
-        for fd in descriptors.values():
+class _DescriptorServer:
+    """Rank 0's end: takes a descriptor from each rank and gives everybody all of them.
+
+    The socket's name is public. Connections of other users are closed at once. One of our own user has to name a rank
+    and its nonce, and nobody waits for those that do not."""
+
+    def __init__(self, listener: socket.socket, cards: Sequence[dict], arena: Arena):
+        self._listener, self._cards = listener, cards
+        self._ranks: dict[int, socket.socket] = {}
+        self._descriptors = {0: os.dup(arena.fd)}
+        self._silent: dict[int, tuple[socket.socket, float]] = {}  # and until when each may be
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+        self.dropped = 0
+
+    def __enter__(self) -> _DescriptorServer:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, OSError) and error.errno in SHORTAGES:
+            error = _shortage(0, error)
+        if isinstance(error, errors.SymcommError):
+            for sock in self._ranks.values():
+                _apologize(sock, error)
+        for fd in self._descriptors.values():
             os.close(fd)
-        for sock in clients.values():
+        for sock in [*self._ranks.values(), *(sock for sock, _ in self._silent.values())]:
             sock.close()
+
+    def serve(self, patience: Patience) -> list[Peer]:
+        while missing := [r for r in range(1, len(self._cards)) if r not in self._ranks]:
+            try:
+                ready = patience.look(self._poll)
+            except TimeoutError:
+                raise _Missing(missing) from None
+            for fd, _ in ready:
+                if fd == self._listener.fileno():
+                    self._accept()
+                elif fd in self._silent:
+                    self._greet(self._silent.pop(fd)[0])
+            self._drop_late()
+        for rank, sock in self._ranks.items():
+            self._send_all(rank, sock, patience.seconds)
+        peers = _map_unknown(self._cards, self._descriptors)
+        for rank, sock in self._ranks.items():
+            try:
+                _await_done(sock, patience)
+            except (OSError, EOFError):
+                raise _Missing([rank]) from None
+        for sock in self._ranks.values():
+            with contextlib.suppress(OSError):  # it died since; the group's first operation says so
+                sock.send(DONE)
+        return peers
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        pid, uid = _peer_of(sock)
+        if uid != os.getuid():
+            self._drop(sock, f"process {pid} of user id {uid}")
+            return
+        sock.setblocking(False)
+        self._silent[sock.fileno()] = sock, time.monotonic() + GREETING_SECONDS
+        self._poll.register(sock, select.POLLIN)
+
+    def _greet(self, sock: socket.socket) -> None:
+        """Take a rank's descriptor, if it is a rank's."""
+        self._poll.unregister(sock)
+        try:
+            data, fds, flags, _ = socket.recv_fds(sock, HELLO.size + 1, 1, socket.MSG_CMSG_CLOEXEC)
+        except OSError:
+            data, fds, flags = b"", [], 0
+        rank, nonce = HELLO.unpack(data) if len(data) == HELLO.size else (0, b"")
+        expected = 0 < rank < len(self._cards) and rank not in self._ranks
+        is_rank = expected and nonce == bytes.fromhex(self._cards[rank]["nonce"])
+        if is_rank and len(fds) == 1:
+            self._ranks[rank], self._descriptors[rank] = sock, fds[0]
+            return
+        for fd in fds:
+            os.close(fd)
+        if is_rank and flags & socket.MSG_CTRUNC:
+            self._ranks[rank] = sock  # it is told why
+            _check_received(flags)
+        self._drop(sock, f"process {_peer_of(sock)[0]} of our own user")
+
+    def _drop_late(self) -> None:
+        """Those that have been silent for too long; the oldest ones when there are too many."""
+        now, late = time.monotonic(), len(self._silent) - STRANGERS - len(self._cards)
+        for position, (fd, (sock, until)) in enumerate(list(self._silent.items())):
+            if position < late or now > until:
+                del self._silent[fd]
+                self._poll.unregister(sock)
+                self._drop(sock, f"process {_peer_of(sock)[0]}, which said nothing")
+
+    def _drop(self, sock: socket.socket, who: str) -> None:
+        self.dropped += 1
+        if self.dropped == 1:
+            log.warning("symcomm: %s connected to the ranks' socket and is none of them; dropped, as all like it.", who)
+        sock.close()
+
+    def _send_all(self, rank: int, sock: socket.socket, seconds: float) -> None:
+        sock.settimeout(seconds)
+        try:
+            for start in range(0, len(self._cards), FDS_PER_MESSAGE):
+                some = range(start, min(start + FDS_PER_MESSAGE, len(self._cards)))
+                socket.send_fds(sock, [FIRST.pack(start)], [self._descriptors[r] for r in some])
+        except OSError as error:
+            if error.errno in SHORTAGES:
+                raise
+            raise _Missing([rank]) from error
 
 
 def _join(rank: int, arena: Arena, cards: Sequence[dict], patience: Patience) -> list[Peer]:
-    descriptors: dict[int, int] = {}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(patience.seconds)
-        sock.connect(bytes.fromhex(cards[0]["socket"]))
+    with _connected(bytes.fromhex(cards[0]["socket"]), patience) as sock:
         _check_user(sock)
-        socket.send_fds(sock, [struct.pack("<Q", rank)], [arena.fd])
+        socket.send_fds(sock, [HELLO.pack(rank, bytes.fromhex(cards[rank]["nonce"]))], [arena.fd])
         try:
-            while len(descriptors) < len(cards):
-                if not patience.readable(sock):
-                    raise TimeoutError
-                data, fds, _, _ = socket.recv_fds(sock, 8, FDS_PER_MESSAGE)
-                if len(data) != 8:
-                    raise EOFError("rank 0 closed the connection")
-                start = struct.unpack("<Q", data)[0]
-                descriptors.update({start + i: fd for i, fd in enumerate(fds)})
-            return _map_unknown(cards, descriptors)
+            peers = _receive_all(sock, cards, patience)
+        except (OSError, errors.SymcommError) as error:
+            if isinstance(error, OSError) and error.errno in SHORTAGES:
+                error = _shortage(rank, error)
+            _apologize(sock, error)
+            raise error from None
+        sock.send(DONE)
+        _await_done(sock, patience)
+        return peers
+
+
+def _receive_all(sock: socket.socket, cards: Sequence[dict], patience: Patience) -> list[Peer]:
+    peers: list[Peer] = []
+    received = 0
+    while received < len(cards):
+        patience.await_readable(sock)
+        data, fds, flags, _ = socket.recv_fds(sock, MESSAGE_BYTES, FDS_PER_MESSAGE, socket.MSG_CMSG_CLOEXEC)
+        try:
+            _check_not_sorry(data)
+            if data != FIRST.pack(received):
+                raise EOFError("rank 0 closed the connection")
+            _check_received(flags)
+            if not 0 < len(fds) <= len(cards) - received:
+                raise EOFError("rank 0 did not send what it has to")
+            peers += _map_unknown(cards, dict(enumerate(fds, received)))
+            received += len(fds)
         finally:
-            for fd in descriptors.values():
+            for fd in fds:
                 os.close(fd)
+    return peers
+
+
+def _await_done(sock: socket.socket, patience: Patience) -> None:
+    patience.await_readable(sock)
+    data = sock.recv(MESSAGE_BYTES)
+    _check_not_sorry(data)
+    if data != DONE:
+        raise EOFError("the connection was closed")
+
+
+def _check_not_sorry(data: bytes) -> None:
+    if data.startswith(SORRY):
+        raise errors.ResourceError(data.removeprefix(SORRY).decode(errors="replace"))
+
+
+def _apologize(sock: socket.socket, error: BaseException) -> None:
+    with contextlib.suppress(OSError):
+        sock.send(SORRY + str(error).encode(errors="replace")[:REASON_BYTES])
+
+
+def _connected(name: bytes, patience: Patience) -> socket.socket:
+    """A connection to rank 0. While others fill its queue the kernel does not let us wait, so we try again."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.settimeout(patience.seconds)
+        while True:
+            try:
+                sock.connect(name)
+                return sock
+            except BlockingIOError:
+                patience.pause()
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _map_unknown(cards: Sequence[dict], descriptors: dict[int, int]) -> list[Peer]:
     return [
-        add_peer(Peer.map(descriptors[r], card["nbytes"]))
-        for r, card in enumerate(cards)
-        if peer_by_nonce(bytes.fromhex(card["nonce"])) is None
+        add_peer(Peer.map(fd, cards[r]["nbytes"]))
+        for r, fd in descriptors.items()
+        if peer_by_nonce(bytes.fromhex(cards[r]["nonce"])) is None
     ]
 
 
@@ -348,7 +537,7 @@ def _open_named(cards: Sequence[dict], unknown: Sequence[int]) -> list[Peer]:
     for r in unknown:
         path = cards[r]["path"]
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -357,6 +546,10 @@ def _open_named(cards: Sequence[dict], unknown: Sequence[int]) -> list[Peer]:
                 "let the containers share /dev/shm (--ipc=host) or run the ranks in one container."
             ) from error
         try:
+            if (owner := os.fstat(fd).st_uid) != os.getuid():
+                raise errors.ResourceError(
+                    f"rank {r}'s memory {path} belongs to user id {owner}, and we are user id {os.getuid()}; refused."
+                )
             peers.append(add_peer(Peer.map(fd, cards[r]["nbytes"])))
         finally:
             os.close(fd)

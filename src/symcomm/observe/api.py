@@ -53,6 +53,13 @@ def rank(request: Request) -> dict[str, Any]:
     }
 
 
+@route("GET", "/api/v1/server")
+def server(request: Request) -> dict[str, Any]:
+    """The server itself: how many clients it has, and how many connections it has ended, by why."""
+    acceptor = request.rank.acceptor
+    return {"connections": acceptor.connections, "closed": dict(acceptor.closed), "pauses": acceptor.pauses}
+
+
 # --- operations and groups ---------------------------------------------------------------------------
 
 

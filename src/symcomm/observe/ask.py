@@ -7,6 +7,7 @@ finds a question in its folder of dumps, and answers there. Of others, py-spy an
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
 import os
@@ -22,14 +23,15 @@ from urllib.parse import urlsplit
 from symcomm import errors
 from symcomm.observe import places
 from symcomm.observe.dump import PREFIXES, answer_name, ask_name
-from symcomm.observe.processes import environment_of
+from symcomm.observe.processes import environment_of, open_file, user_of
 from symcomm.observe.stacks import ThreadStack
-from symcomm.observe.trace import read_dump
+from symcomm.observe.trace import parse_dump
 
 __all__ = ["ask_stacks", "kernel_stacks", "list_store", "request", "spied_stacks", "words_for_stacks"]
 
 ANSWER = 2.0  # seconds that ranks get to say where they are, all together
 LOOK = 0.02  # seconds between two looks for answers in files
+ANSWER_BYTES = 64 << 20  # that a rank's answer may have
 AT_ONCE = 64  # servers that are asked at the same time
 SPY_DEADLINE = 10.0
 STORE_DEADLINE = 3.0
@@ -112,26 +114,70 @@ def _folder_of(pid: int) -> str | None:
     return None
 
 
+class _Folder:
+    """The folder in which a process writes dumps, and is asked by a file of a certain name.
+
+    The process says which folder that is. When root asks, that is another user's word, so the folder must be that
+    user's own; nothing is made for it, and no link in it is followed."""
+
+    def __init__(self, path: str, pid: int):
+        self._user, as_root = user_of(pid), os.geteuid() == 0
+        if not as_root or self._user == 0:
+            os.makedirs(path, exist_ok=True)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if as_root else 0)
+        self._descriptor = os.open(path, flags)
+        if as_root and os.fstat(self._descriptor).st_uid != self._user:
+            self.close()
+            raise PermissionError(errno.EPERM, "the folder belongs to another user than the process", path)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def ask(self, name: str) -> None:
+        with contextlib.suppress(FileExistsError):  # somebody else has asked
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            os.close(os.open(name, flags, 0o600, dir_fd=self._descriptor))
+
+    def has(self, name: str) -> bool:
+        try:
+            os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    def read(self, name: str) -> bytes:
+        """What the process has written under that name."""
+        with open(open_file(name, dir_fd=self._descriptor), "rb") as file:
+            facts = os.fstat(file.fileno())
+            if facts.st_uid != self._user or facts.st_size > ANSWER_BYTES:
+                raise PermissionError(errno.EPERM, "not an answer of the process", name)
+            return file.read(ANSWER_BYTES)
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self._descriptor)
+
+
 def _from_folders(folders: Mapping[int, str], pids: Mapping[int, int], deadline: float) -> dict[int, list[ThreadStack]]:
     """Ranks' tracers answer in files; nothing of it stays behind."""
     found: dict[int, list[ThreadStack]] = {}
-    asked: dict[int, Path] = {}
-    for rank, folder in folders.items():
-        with contextlib.suppress(OSError):
-            os.makedirs(folder, exist_ok=True)
-            Path(folder, ask_name(pids[rank])).touch()
-            asked[rank] = Path(folder, answer_name(pids[rank], rank))
-    while asked and time.monotonic() < deadline:
-        for rank, path in list(asked.items()):
-            if path.exists():
-                with contextlib.suppress(Exception):
-                    found[rank] = read_dump(rank, path).stacks
-                path.unlink(missing_ok=True)
-                del asked[rank]
-        time.sleep(LOOK)
-    for rank, path in asked.items():
-        with contextlib.suppress(OSError):
-            (path.parent / ask_name(pids[rank])).unlink(missing_ok=True)
+    asked: dict[int, _Folder] = {}
+    with contextlib.ExitStack() as stack:
+        for rank, path in folders.items():
+            with contextlib.suppress(OSError):
+                folder = stack.enter_context(contextlib.closing(_Folder(path, pids[rank])))
+                folder.ask(ask_name(pids[rank]))
+                asked[rank] = folder
+        while asked and time.monotonic() < deadline:
+            for rank, folder in list(asked.items()):
+                if folder.has(answer := answer_name(pids[rank], rank)):
+                    with contextlib.suppress(Exception):
+                        found[rank] = parse_dump(rank, folder.read(answer)).stacks
+                    folder.remove(answer)
+                    del asked[rank]
+            time.sleep(LOOK)
+        for rank, folder in asked.items():
+            folder.remove(ask_name(pids[rank]))
     return found
 
 

@@ -22,7 +22,7 @@ from symcomm.memory.flight import ENTRY, GROUP, GROUPS, SITE, SITES, FlightEntry
 from symcomm.memory.heap import PAGE
 from symcomm.observe.ask import ask_stacks, kernel_stacks, list_store, spied_stacks, words_for_stacks
 from symcomm.observe.jobs import arenas_of
-from symcomm.observe.processes import is_running, process_state
+from symcomm.observe.processes import is_running, open_file, process_state
 from symcomm.observe.records import Operation, as_operation
 from symcomm.observe.stacks import ThreadStack
 
@@ -249,7 +249,7 @@ def attach(pids: Iterable[int], title: str = "job", *, call: str = "attach") -> 
     for pid in pids:
         for path in arenas_of(pid):
             with contextlib.suppress(OSError):  # it ended meanwhile
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = open_file(path)
                 nonce = os.pread(fd, 24, 0)[8:]
                 if nonce in seen:
                     os.close(fd)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from symcomm import errors
 from symcomm.memory.arena import MAGIC
-from symcomm.observe.processes import ancestors_of, command_of, environment_of, numbers_of
+from symcomm.observe.processes import ancestors_of, command_of, environment_of, numbers_of, open_file
 
 __all__ = ["JobFacts", "arenas_of", "choose_job", "choose_jobs", "find_jobs"]
 
@@ -81,7 +81,7 @@ def arenas_of(pid: int) -> list[str]:
 
 def _owner(path: str) -> int:
     """The process that made an arena, as its first page says."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_file(path)
     try:
         magic, _, pid = struct.unpack("<Q16sQ", os.pread(descriptor, 32, 0).ljust(32, b"\0"))
         return pid if magic == MAGIC else 0

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from pathlib import Path
+from typing import Any
 
-__all__ = ["ancestors_of", "command_of", "environment_of", "is_running", "numbers_of", "process_state"]
+__all__ = [
+    "ancestors_of",
+    "command_of",
+    "environment_of",
+    "is_running",
+    "numbers_of",
+    "open_file",
+    "process_state",
+    "user_of",
+]
 
 
 def _stat(pid: int) -> list[str]:
@@ -36,13 +48,35 @@ def environment_of(pid: int) -> dict[str, str]:
     return {name: value for name, found, value in (item.partition("=") for item in items) if found}
 
 
-def numbers_of(pid: int) -> list[int]:
-    """A process's number here, and in the containers that it is in."""
+def _status(pid: int, name: str) -> list[int]:
+    """The numbers in a line of ``/proc/PID/status``."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-            if line.startswith("NSpid:"):
+            if line.startswith(f"{name}:"):
                 return [int(number) for number in line.split()[1:]]
-    return [pid]
+    return []
+
+
+def numbers_of(pid: int) -> list[int]:
+    """A process's number here, and in the containers that it is in."""
+    return _status(pid, "NSpid") or [pid]
+
+
+def user_of(pid: int) -> int | None:
+    """Whose process it is. Not the owner of ``/proc/PID``: that is root for some processes of other users."""
+    return next(iter(_status(pid, "Uid")), None)
+
+
+def open_file(path: str, **where: Any) -> int:
+    """A descriptor to read from what must be a plain file: no link is followed, and no pipe or device waited for.
+
+    Links under ``/proc/PID/fd`` are not followed by name, but are the file itself, so these may be opened."""
+    follow = 0 if path.startswith("/proc/") else os.O_NOFOLLOW
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | follow, **where)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a plain file", path)
+    return descriptor
 
 
 def ancestors_of(pid: int) -> set[int]:

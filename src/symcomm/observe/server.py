@@ -4,18 +4,16 @@
 connection.py, what is answered in handlers.py and api.py, where servers are found in places.py. ``WorkerServer`` is
 PyTorch's way to the same server.
 
-One thread waits for clients (asleep in the kernel, no polling), one thread serves each of them, and none of them takes
-the interpreter lock while nobody asks. A forked child closes its copies of the sockets and serves nothing.
+One thread waits for clients (asleep in the kernel, no polling), one serves each of them (acceptor.py), and none of them
+takes the interpreter lock while nobody asks. A forked child closes its copies of the sockets and serves nothing.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import multiprocessing.util
 import os
 import secrets
-import selectors
 import socket
 import stat
 import threading
@@ -23,19 +21,17 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from symcomm import errors
 from symcomm.observe import places
+from symcomm.observe.acceptor import Acceptor
 from symcomm.observe.connection import Bucket, Connection
+from symcomm.observe.http_session import load_h11
 
 __all__ = ["RankFacts", "Server", "WorkerServer", "start", "start_from_environment"]
 
-CONNECTIONS = 64
 BACKLOG = 64
-DRAIN_BYTES, DRAIN_SECONDS = 256 << 10, 0.5
-END_SECONDS = 5.0
 TRUSTED_RATE, TRUSTED_BURST = 200.0, 400.0  # requests a second; a viewer of 64 ranks asks each one twice a second
 STRANGER_RATE, STRANGER_BURST = 20.0, 40.0
 
@@ -48,6 +44,7 @@ class RankFacts:
     def __init__(self, group: Any = None, store: Any = None):
         self.started = time.time()
         self.address = ""
+        self.acceptor: Any = None
         self.stop_watching: Any = None
         self.join(group, store)
 
@@ -63,17 +60,6 @@ class RankFacts:
     @property
     def rank(self) -> int | None:
         return places.rank_from_environment() if self.group is None else self.group.global_ranks[self.group.rank]
-
-
-@dataclass
-class _Client:
-    socket: socket.socket
-    thread: threading.Thread | None = None
-    connection: Connection | None = None
-
-    @property
-    def trusted(self) -> bool:
-        return getattr(self.connection, "trusted", False)
 
 
 class Server:
@@ -97,15 +83,18 @@ class Server:
         self.trusted_bucket = Bucket(TRUSTED_RATE, TRUSTED_BURST)
         self.stranger_bucket = Bucket(STRANGER_RATE, STRANGER_BURST)
         self._listener = listener
-        self._clients: list[_Client] = []
         self._lock = threading.Lock()
         self._closed = False
-        self._pid = os.getpid()
         self._remove = places.remover_of(listener)
         self.rank.address = self.address
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._thread = threading.Thread(target=self._accept_all, name="symcomm-server", daemon=True)
-        self._thread.start()
+        try:
+            load_h11()
+            self._acceptor = Acceptor(listener, lambda sock: Connection(sock, self), "the rank's server", tls)
+        except (OSError, RuntimeError, errors.ResourceError) as error:
+            self._remove()
+            listener.close()
+            raise error if isinstance(error, errors.ResourceError) else _cannot_start(error) from error
+        self.rank.acceptor = self._acceptor
         _servers.add(self)
         if multiprocessing.parent_process() is not None:  # such a process ends without running atexit's list
             multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
@@ -128,64 +117,6 @@ class Server:
         scheme = "http" if self.tls is None else "https"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
 
-    # --- clients ---------------------------------------------------------------------------------
-
-    def _accept_all(self) -> None:
-        listener = self._listener
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            selector.register(self._wake_read, selectors.EVENT_READ)
-            while not self._closed:
-                selector.select()
-                if self._closed:
-                    return
-                try:
-                    client, _ = listener.accept()
-                except BlockingIOError:
-                    continue
-                except OSError:  # too many open files, most likely: some other part of the program may close one
-                    time.sleep(0.1)
-                    continue
-                self._admit(client)
-
-    def _admit(self, raw: socket.socket) -> None:
-        """Give a client a thread. When there are too many, the oldest that nobody trusts has to go."""
-        client = _Client(raw)
-        with self._lock:
-            oldest = None
-            if len(self._clients) >= CONNECTIONS:
-                oldest = next((c for c in self._clients if not c.trusted), None)
-                if oldest is None:
-                    raw.close()
-                    return
-                self._clients.remove(oldest)
-            self._clients.append(client)
-            client.thread = threading.Thread(target=self._serve, args=(client,), name="symcomm-request", daemon=True)
-        if oldest is not None:
-            _hang_up(oldest.socket)
-        try:
-            client.thread.start()
-        except RuntimeError:  # no more threads
-            self._forget(client)
-
-    def _serve(self, client: _Client) -> None:
-        try:
-            if self.tls is not None:
-                client.socket = self.tls.wrap_socket(client.socket, server_side=True, do_handshake_on_connect=False)
-            connection = Connection.__new__(Connection)
-            client.connection = connection
-            connection.__init__(client.socket, client.socket.getsockname(), self)  # type: ignore[misc]
-            _drain(client.socket)
-        except (OSError, ValueError):
-            pass  # the client went away, or speaks something else
-        finally:
-            self._forget(client)
-
-    def _forget(self, client: _Client) -> None:
-        with self._lock, contextlib.suppress(ValueError):
-            self._clients.remove(client)
-        client.socket.close()
-
     # --- the end -----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
@@ -194,31 +125,16 @@ class Server:
             if self._closed:
                 return
             self._closed = True
-            clients = list(self._clients)
         self._remove()
-        self._wake_write.send(b".")
-        for client in clients:
-            _hang_up(client.socket)
-        end = time.monotonic() + END_SECONDS
-        for thread in (self._thread, *(c.thread for c in clients)):
-            if thread is not None and thread is not threading.current_thread() and thread.is_alive():
-                thread.join(max(0.0, end - time.monotonic()))
-        self._close_sockets()
+        self._acceptor.shutdown()
         if self.rank.stop_watching is not None:
             self.rank.stop_watching()
-
-    def _close_sockets(self) -> None:
-        for sock in (self._listener, self._wake_read, self._wake_write):
-            sock.close()
 
     def _drop(self) -> None:
         """In a forked child: close our copies, without a word to anybody."""
         self._lock = threading.Lock()
         self._closed = True
-        self._close_sockets()
-        for client in self._clients:
-            client.socket.close()
-        self._clients = []
+        self._acceptor.drop()
 
     def __enter__(self) -> Server:
         return self
@@ -227,23 +143,8 @@ class Server:
         self.shutdown()
 
 
-# TLS sockets keep their state in Python objects that the serving thread uses, so these two work below TLS.
-
-
-def _hang_up(client: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(client, socket.SHUT_RDWR)
-
-
-def _drain(client: socket.socket) -> None:
-    """Take what is still coming before we close, or the kernel would throw our answer away with a reset."""
-    socket.socket.shutdown(client, socket.SHUT_WR)
-    end, left = time.monotonic() + DRAIN_SECONDS, DRAIN_BYTES
-    while left > 0 and (seconds := end - time.monotonic()) > 0:
-        client.settimeout(seconds)
-        if not (data := socket.socket.recv(client, min(left, 1 << 16))):
-            break
-        left -= len(data)
+def _cannot_start(error: BaseException) -> errors.ResourceError:
+    return errors.ResourceError(f"server: it cannot start: {getattr(error, 'strerror', None) or error}.")
 
 
 def _after_fork() -> None:

@@ -16,7 +16,7 @@ from symcomm.observe.records import Operation
 from symcomm.observe.stacks import ThreadStack
 from symcomm.observe.torch_format import latest_of_each_group
 
-__all__ = ["RankTrace", "Trace", "load", "read_dump"]
+__all__ = ["RankTrace", "Trace", "load", "parse_dump", "read_dump"]
 
 
 @dataclass
@@ -130,8 +130,11 @@ def _dumps_in(place: Path) -> Iterable[tuple[int, Path]]:
 
 def read_dump(rank: int, path: Path) -> RankTrace:
     """The dump of a rank; raises whatever is wrong with it."""
-    with open(path, "rb") as file:
-        dump = _OnlyData(io.BytesIO(file.read())).load()
+    return parse_dump(rank, path.read_bytes())
+
+
+def parse_dump(rank: int, data: bytes) -> RankTrace:
+    dump = _OnlyData(io.BytesIO(data)).load()
     if not isinstance(dump, dict) or "version" not in dump:
         raise ValueError("it is not a flight recorder's dump")
     if "symcomm" in dump:

@@ -41,6 +41,7 @@ from symcomm.store.hash import Result, Table, TableStore
 __all__ = ["FileStore"]
 
 MAGIC = b"SymStor1"
+NAMELESS = "/proc/self/fd/"  # a file that has no name, and goes with the last process that holds it
 HEAD = struct.Struct("<III")
 CHANGE = struct.Struct("<BII")
 _leaving: deque[tuple[Log, int]] = deque()  # logs to leave once their thread holds no file's lock
@@ -161,7 +162,7 @@ class Log:
         while True:
             with self.locked(seconds):
                 # Between our opening and our locking it, the last user may have removed the file.
-                if os.fstat(self.fd).st_nlink > 0:
+                if os.fstat(self.fd).st_nlink > 0 or self.path.startswith(NAMELESS):
                     self.edit(lambda table: table.change("open", ""))
                     return
             os.close(self.fd)

@@ -62,7 +62,7 @@ def handshake(
     while True:
         attempt = _Attempt(store, prefix, rank, size, deadline, timeout, call)
         try:
-            built = build(attempt.exchange)
+            built = build(attempt)
         except _StartOver:
             continue
         except BaseException as error:
@@ -95,6 +95,7 @@ class _Attempt:
         self._generation = ""
         self._turn = 0
         self._mine: list[str] = []  # keys that we wrote and nobody removes for us
+        self._look_at = 0.0
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
@@ -102,7 +103,7 @@ class _Attempt:
     def _here(self, rank: int) -> str:
         return self._key(f"here/{rank}")
 
-    def exchange(self, item: bytes) -> list[bytes]:
+    def __call__(self, item: bytes) -> list[bytes]:
         """Everybody's items of this turn."""
         self._turn += 1
         if self._turn == 1:
@@ -208,6 +209,12 @@ class _Attempt:
                 value = bytes(self._store.compare_set(self._here(rank), ABSENT, ABSENT))  # a get that does not wait
                 found[rank] = b"" if value == ABSENT.encode() else value
         return found
+
+    def check(self) -> None:
+        """For whoever waits for the others elsewhere: raises once one of them will not go on. Looks now and then."""
+        if (now := time.monotonic()) > self._look_at:
+            self._check_others()
+            self._look_at = now + LOOK_FOR_STALE
 
     def _check_others(self) -> None:
         if self.is_stale():

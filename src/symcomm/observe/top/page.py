@@ -14,16 +14,17 @@ import json
 import re
 import secrets
 import socket
-import socketserver
 import threading
 from collections.abc import Callable
 from functools import lru_cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from symcomm import errors
+from symcomm.observe.acceptor import Acceptor
+from symcomm.observe.http_session import Head, HttpSession, load_h11
+from symcomm.observe.requests import Response
 from symcomm.observe.top.model import Live
 from symcomm.observe.top.snapshot import snapshot
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["PageServer"]
 
 REFRESH_S = 0.5
-IDLE_S = 15.0  # a connection that says nothing for so long is closed
+BACKLOG = 16
 REQUESTS_AT_ONCE = 16
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -54,6 +55,22 @@ def page() -> tuple[bytes, str]:
     return text.encode(), policy
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise errors.ResourceError(
+            f"symcomm top: cannot listen on {host} port {port} ({error.strerror}); choose another --port, or 0."
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
 class PageServer:
     """Reads ``live`` twice a second and serves it until ``close()``. ``url`` is what to open, token and all."""
 
@@ -66,25 +83,18 @@ class PageServer:
         self.problem = ""  # why the last refresh failed
         self.slots = threading.BoundedSemaphore(REQUESTS_AT_ONCE)
         self._stop = threading.Event()
-        try:
-            self._http = _Http((host, port), self)
-        except OSError as error:
-            raise errors.ResourceError(
-                f"symcomm top: cannot listen on {host} port {port} ({error.strerror}); choose another --port, or 0."
-            ) from error
-        self.port = self._http.server_address[1]
+        load_h11()
+        listener = _listen(host, port)
+        self.port = listener.getsockname()[1]
         names = {host, *(LOOPBACK if host in LOOPBACK else ())}
         self.hosts = {f"[{name}]:{self.port}" if ":" in name else f"{name}:{self.port}" for name in names}
         shown = f"[{host}]" if ":" in host else host
         self.address = f"http://{shown}:{self.port}/"
         self.url = f"{self.address}#token={self.token}"
         self.refresh()
-        self._threads = [
-            threading.Thread(target=self._http.serve_forever, name="symcomm-page", daemon=True),
-            threading.Thread(target=self._watch, name="symcomm-page-feed", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._acceptor = Acceptor(listener, lambda _sock: _Connection(self), "symcomm top", None)
+        self._watcher = threading.Thread(target=self._watch, name="symcomm-page-feed", daemon=True)
+        self._watcher.start()
 
     def refresh(self) -> None:
         with self.lock:
@@ -107,10 +117,8 @@ class PageServer:
 
     def close(self) -> None:
         self._stop.set()
-        self._http.shutdown()
-        for thread in self._threads:
-            thread.join(10)
-        self._http.server_close()
+        self._acceptor.shutdown()
+        self._watcher.join(10)
         self.live.feed.close()
 
     def __enter__(self) -> PageServer:
@@ -149,81 +157,64 @@ def _json(what: Any) -> tuple[str, bytes]:
     return "application/json", json.dumps(what, separators=(",", ":")).encode()
 
 
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 16
+class _Connection(HttpSession):
+    """One browser's connection."""
 
-    def __init__(self, address: tuple[str, int], owner: PageServer):
-        self.owner = owner
-        if ":" in address[0]:
-            self.address_family = socket.AF_INET6
-        super().__init__(address, _Handler)
+    fixed_headers = {
+        "Content-Security-Policy": "default-src 'none'",
+        "Cache-Control": "no-store",
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Cross-Origin-Opener-Policy": "same-origin",
+    }
 
-    def server_bind(self) -> None:
-        """Without asking for the host's full name, as HTTPServer does: that takes seconds where DNS is slow."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+    def __init__(self, owner: PageServer):
+        super().__init__()
+        self._owner = owner
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that went away in the middle is nobody's business."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "symcomm", ""
-    timeout = IDLE_S
-    server: _Http
-
-    def do_GET(self) -> None:
-        owner = self.server.owner
-        if not owner.slots.acquire(timeout=5):
-            return self._refuse(503, "too many requests at once.")
+    def respond(self, head: Head) -> Response:
+        if not self._owner.slots.acquire(timeout=5):
+            return _refuse(503, "too many requests at once.")
         try:
-            return self._get(owner)
+            return self._respond(head)
         finally:
-            owner.slots.release()
+            self._owner.slots.release()
 
-    do_HEAD = do_GET
-
-    def _get(self, owner: PageServer) -> None:
-        if self.headers.get("Host", "").lower() not in owner.hosts:
-            return self._refuse(421, "this is not the host you asked for.")
-        if self.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
-            return self._refuse(403, "requests from other sites are refused.")
-        parts = urlsplit(self.path)
+    def _respond(self, head: Head) -> Response:
+        if head.method not in ("GET", "HEAD"):
+            return _refuse(501, "there is nothing here that changes anything.")
+        if head.headers.get("Host", "").lower() not in self._owner.hosts:
+            return _refuse(421, "this is not the host you asked for.")
+        if head.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
+            return _refuse(403, "requests from other sites are refused.")
+        try:
+            parts = urlsplit(head.target)
+            query = {name: values[0] for name, values in parse_qs(parts.query, max_num_fields=10).items()}
+        except ValueError:
+            return _refuse(400, "the address cannot be read.")
         if parts.path == "/":
             body, policy = page()
-            return self._reply(200, "text/html; charset=utf-8", body, policy)
-        given = self.headers.get("Authorization", "").encode()
-        if not hmac.compare_digest(given, f"Bearer {owner.token}".encode()):
-            return self._refuse(401, "the token is missing or wrong; open the address that `symcomm top` printed.")
-        found = owner.answer(parts.path, {name: values[0] for name, values in parse_qs(parts.query).items()})
-        if found is None:
-            return self._refuse(404, "there is nothing here.")
-        return self._reply(200, *found)
+            return _reply(200, "text/html; charset=utf-8", body, policy)
+        given = head.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given, f"Bearer {self._owner.token}".encode()):
+            return _refuse(401, "the token is missing or wrong; open the address that `symcomm top` printed.")
+        self.trusted = True
+        found = self._owner.answer(parts.path, query)
+        return _refuse(404, "there is nothing here.") if found is None else _reply(200, *found)
 
-    def _refuse(self, status: int, words: str) -> None:
-        self.close_connection = True
-        self._reply(status, *_json({"error": words}))
 
-    def _reply(self, status: int, kind: str, body: bytes, policy: str = "default-src 'none'") -> None:
-        self.send_response(status)
-        for name, value in {
-            "Content-Type": kind,
-            "Content-Length": str(len(body)),
-            "Content-Security-Policy": policy,
-            "Cache-Control": "no-store",
-            "X-Content-Type-Options": "nosniff",
-            "X-Frame-Options": "DENY",
-            "Referrer-Policy": "no-referrer",
-            "Cross-Origin-Resource-Policy": "same-origin",
-            "Cross-Origin-Opener-Policy": "same-origin",
-        }.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+def _refuse(status: int, words: str) -> Response:
+    response = _reply(status, *_json({"error": words}))
+    response.headers["Connection"] = "close"
+    return response
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the page polls twice a second."""
+
+def _reply(status: int, kind: str, body: bytes, policy: str = "") -> Response:
+    response = Response()
+    response.set_content(body, kind)
+    response.set_status(status)
+    if policy:
+        response.headers["Content-Security-Policy"] = policy
+    return response
