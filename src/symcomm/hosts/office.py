@@ -122,6 +122,7 @@ class Office:
         self._links: dict[str, Link] = {}
         self._by_fd: dict[int, Link] = {}
         self._lost: set[str] = set()
+        self._banned: set[str] = set()  # for what they sent
         self._members: dict[str, weakref.ref[Any]] = {}  # a group that was forgotten goes away
         self._early: dict[str, list[tuple[str, dict[str, Any], bytes | bytearray]]] = {}
         self._early_frames = self._early_bytes = 0
@@ -347,6 +348,8 @@ class Office:
             return False
         self.door.let_in(link)
         session = link.session
+        if session.peer in self._banned:
+            raise Refused("is a rank that was refused before")
         if session.line is not None:
             link.peer = session.peer
             self._hand_over(link, session.line)
@@ -392,9 +395,15 @@ class Office:
         self._early.setdefault(key, []).append((sender, header, payload))
 
     def _refuse(self, link: Link, why: str) -> None:
-        """End a connection for what came over it."""
+        """End a connection for what came over it. If it is a rank's, that rank is lost, and may not come back: it may
+        have two connections, or be about to have, where both sides called at once."""
         self.complaints.note(_name_of(link), why)
+        proved = link.peer is not None and link.session.ready
+        if proved:
+            self._banned.add(link.session.peer)
         self._drop(link)
+        if proved and (other := self._links.get(link.session.peer)) is not None:
+            self._drop(other)
 
     def _drop(self, link: Link) -> None:
         self.door.let_in(link)
