@@ -95,10 +95,12 @@ bench: $(BUILT) ## measure this machine; see BENCHMARKS.md
 conformance: $(BUILT) ## PyTorch's own DistributedTest on our backend, at 2, 3, 4 and 8 ranks (about ten minutes)
 	for n in 2 3 4 8; do $(BIN)/python -m tests.conformance --ranks $$n || exit 1; done
 
-soak: $(BUILT) ## a thousand random faults, then ten minutes each of hosts and of ranks that come and go
+soak: $(BUILT) ## a thousand random faults, ten minutes each of hosts and of ranks that come and go, two million hostile inputs
 	$(BIN)/python -m tests.soak
 	$(BIN)/python -m tests.hosts_soak 10
 	$(BIN)/python -m tests.elastic_soak 10
+	$(BIN)/python -m tests.fuzz_store --inputs 1000000
+	$(BIN)/python -m tests.fuzz_control --inputs 1000000
 
 sanitize: $(BUILT) ## the C core under ASan, UBSan and TSan
 	$(BIN)/python tests/sanitize.py

@@ -117,6 +117,7 @@ class Office:
         self._patience = host_patience()
         self._watched = select.epoll()
         self.complaints = Complaints()
+        self._unforeseen = 0  # errors that nobody should be able to cause
         self.door = Door(self._watched, self._callee, self.complaints)
         self._alarm, self._ring = socket.socketpair()
         self._links: dict[str, Link] = {}
@@ -152,10 +153,11 @@ class Office:
         return Callee(self._job or self._secret.encode(), self.nonce)
 
     def stats(self) -> dict[str, Any]:
-        """Connections, strangers among them, and those that were refused."""
+        """Connections, strangers among them, those that were refused, and errors that nobody should have caused."""
         return {
             "connections": len(self._by_fd), "strangers": len(self.door.strangers), "pauses": self.door.pauses,
             "refused": self.complaints.refused, "reasons": list(self.complaints.reasons),
+            "unforeseen": self._unforeseen,
         }  # fmt: skip
 
     # --- groups -----------------------------------------------------------------------------------------------
@@ -271,6 +273,7 @@ class Office:
                 try:
                     self._handle(fd, events)
                 except Exception:  # a bug; others need the office all the same
+                    self._unforeseen += 1
                     log.exception("the control channel met something unforeseen. Please report it.")
                     if (link := self._by_fd.get(fd)) is not None:
                         self._refuse(link, "led to an error")
