@@ -27,7 +27,7 @@ from symcomm.hosts.frames import FIELDS, check
 from symcomm.hosts.link import LENGTHS, Link, Refused
 from symcomm.hosts.office import Card, Office
 from symcomm.hosts.operation import Operation
-from symcomm.store import HashStore
+from symcomm.store import HashStore, TCPStore
 from symcomm.store.address import LOOPBACK
 from symcomm.windows.hosts import Arrivals, _inbox_of
 
@@ -311,9 +311,14 @@ def test_no_secret_stays_in_the_store(monkeypatch: pytest.MonkeyPatch, token: st
     monkeypatch.setenv("SYMCOMM_TOKEN", token)
     store = Spying()
     store.written = []
+    tokens: list[str] = []
 
     def rank(g: Any) -> tuple[str, bool, str]:
         team = join_ranks(store, g.rank, 2, 30, make_group)
+        if g.rank == 0:  # the engine's store is closed to strangers, too
+            with pytest.raises(errors.StoreAuthError):
+                TCPStore(LOOPBACK, team.engine._served.port, token="", timeout=10)
+            tokens.append(team.engine._served._token.decode())
         x = torch.ones(3)
         team.all_reduce(x)
         assert x.tolist() == [2.0] * 3
@@ -322,7 +327,7 @@ def test_no_secret_stays_in_the_store(monkeypatch: pytest.MonkeyPatch, token: st
     (first, has_token, cards), (second, _, others) = run(rank, [1, 1])
     everything = " ".join(store.written)
     left = " ".join(store.get(key).decode("latin-1") for key in store.list_keys())
-    assert has_token == bool(token) and (not token or token not in everything)
+    assert has_token == bool(token) and (tokens[0] in everything) != has_token and tokens[0] not in left
     for secret in (first, second):
         if token:
             assert not secret
