@@ -20,15 +20,20 @@ import torch
 
 import symcomm
 from symcomm import errors
+from symcomm.group.buffers import Buffer
 from symcomm.group.default import join_ranks
 from symcomm.group.making import make_group
+from symcomm.group.messages import Message
 from symcomm.hosts import door
 from symcomm.hosts.frames import FIELDS, check
 from symcomm.hosts.link import LENGTHS, Link, Refused
+from symcomm.hosts.link import Broken as LinkOver
+from symcomm.hosts.messages import Mail
 from symcomm.hosts.office import Card, Office
 from symcomm.hosts.operation import Operation
 from symcomm.store import HashStore, TCPStore
 from symcomm.store.address import LOOPBACK
+from symcomm.types import DType
 from symcomm.windows.hosts import Arrivals, _inbox_of
 
 GARBAGE = {
@@ -462,3 +467,145 @@ def test_an_arrival_of_another_length_is_not_used(size: int) -> None:
         return None
 
     assert run(rank, [1, 1])[0] == ([0.0, 1.0, 2.0, 3.0], [1])
+
+
+def test_little_is_kept_for_groups_that_are_not_made_yet(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("symcomm.hosts.office.EARLY_FRAMES", 10)
+    other, group = Office("cc.3"), Group()
+    assert other.join("g", group)
+    for k in range(11):
+        other.send(pair.cards[0], {"group": f"not yet {k % 3}", "number": k}, b"12345")
+    assert eventually(lambda: "aa.1" in group.lost)
+    office = pair.offices[0]
+    assert "more than can be kept" in office.stats()["reasons"][-1] and "cc.3" in office._banned
+    assert (office._early_frames, office._early_bytes) == (10, 50)
+    late = Group()
+    assert office.join("not yet 0", late) and [header["number"] for _, header, _ in late.told] == [0, 3, 6, 9]
+    assert (office._early_frames, office._early_bytes) == (6, 30)
+    other.close()
+
+
+def test_what_came_early_is_checked_as_well(pair: Pair) -> None:
+    class Strict(Group):
+        def on_message(self, sender: str, header: dict[str, Any], payload: bytes | bytearray) -> None:
+            raise Refused("sent what no rank sends")
+
+    other, group = Office("cc.3"), Group()
+    assert other.join("g", group) and other.send(pair.cards[0], {"group": "later"})
+    assert eventually(lambda: pair.offices[0]._early_frames)
+    assert pair.offices[0].join("later", strict := Strict())
+    assert eventually(lambda: "aa.1" in group.lost) and strict.lost == ["cc.3"]
+    other.close()
+
+
+def test_a_rank_that_was_refused_does_not_come_back(pair: Pair) -> None:
+    pair.offices[0]._banned.add("cc.3")
+    other, group = Office("cc.3"), Group()
+    assert other.join("g", group)
+    other.send(pair.cards[0], {"group": "g", "number": 1})
+    assert eventually(lambda: "aa.1" in group.lost)
+    assert all(sender != "cc.3" for sender, _, _ in pair.groups[0].told)
+    other.close()
+
+
+def test_an_error_of_ours_ends_one_connection_and_not_the_channel(pair: Pair) -> None:
+    class Broken(Group):
+        def on_message(self, sender: str, header: dict[str, Any], payload: bytes | bytearray) -> None:
+            raise ZeroDivisionError
+
+    broken = Broken()
+    assert pair.offices[0].join("broken", broken)
+    other, group = Office("cc.3"), Group()
+    assert other.join("g", group) and other.send(pair.cards[0], {"group": "broken"})
+    assert eventually(lambda: "aa.1" in group.lost) and pair.offices[0].stats()["unforeseen"] == 1
+    other.close()
+
+
+@pytest.mark.parametrize("what", ["twice", "far ahead", "no signature", "a word for a number"])
+def test_arrivals_that_no_host_sends_end_the_line(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("symcomm.hosts.group.MOST_ARRIVALS", 20)
+    good = {"seq": 7, "signature": [0] * 6}
+    sent = {
+        "twice": [good, good], "far ahead": [{**good, "seq": 100 + k} for k in range(21)],
+        "no signature": [{"seq": 7}], "a word for a number": [{**good, "seq": "7"}],
+    }[what]  # fmt: skip
+
+    def rank(g: Any) -> Any:
+        if g.rank == 0:  # the lower one calls
+            for header in sent:
+                g.lines.send(1, header)
+            with pytest.raises(errors.SymcommError):
+                for _ in range(2):  # the other one's arrival was there, maybe
+                    g.barrier(timeout=20)
+            return None
+        with pytest.raises(errors.RankFailedError) as info:
+            g.barrier(timeout=20)
+        return info.value.ranks, g.office.stats()["refused"], len(g.arrivals) <= 20
+
+    assert run(rank, [1, 1])[1] == ([0], 1, True)
+
+
+def test_a_second_line_of_a_rank_is_not_taken() -> None:
+    def rank(g: Any) -> Any:
+        g.barrier()
+        if g.rank == 0:
+            second = g.office.call(g.office_card(1), g._key)
+            assert eventually(lambda: _is_over(second))
+        else:
+            assert eventually(lambda: g.office.stats()["refused"])
+        x = torch.ones(3)
+        g.all_reduce(x)
+        return x.tolist(), g.office.stats()["refused"]
+
+    assert run(rank, [1, 1]) == [([2.0] * 3, 0), ([2.0] * 3, 1)]
+
+
+def _is_over(link: Link) -> bool:
+    try:
+        list(link.receive())
+    except LinkOver:
+        return True
+    return False
+
+
+def test_a_message_that_was_withdrawn_is_made_up_for_and_no_other() -> None:
+    """A receiver that has not heard yet makes a place for it: zeros of that size go there, and of no other."""
+    told: list[dict[str, Any]] = []
+    moved: list[tuple[int, int]] = []
+
+    class Stub:
+        size, rank, name, timeout = 2, 0, "stub", 1.0
+        news = threading.Condition()
+        nonce = ""
+
+        def office_card(self, rank: int) -> Any:
+            return self
+
+        def tell(self, rank: int, header: dict[str, Any], payload: bytes = b"") -> bool:
+            told.append(header)
+            return True
+
+        class engine:
+            @staticmethod
+            def start(moves: Any, then: Any) -> None:
+                moved.extend((move.peer, move.nbytes) for move in moves)
+
+    stub = Stub()
+    mail = Mail(stub)
+    tensor = torch.zeros(100, dtype=torch.uint8)
+    buffer = Buffer(tensor.data_ptr(), 100, DType.UINT8, tensor)
+    works = [mail.send(Message.send(tensor, 1), buffer, 0) for _ in range(2)]
+    assert mail.withdraw(works[0]) and told[-1] == {"kind": "withdrawn", "number": 0}
+    for rank, number, nbytes in ((1, 0, 99), (1, 5, 100), (0, 1, 100), (1, 1, 1 << 40)):
+        with pytest.raises(Refused):
+            mail.on_clear(rank, {"number": number, "nbytes": nbytes})
+    assert not moved
+    mail = Mail(stub)
+    works = [mail.send(Message.send(tensor, 1), buffer, 0) for _ in range(2)]
+    assert mail.withdraw(works[0])
+    mail.on_clear(1, {"number": 0, "nbytes": 100})
+    assert told[-1] == {"kind": "going", "number": 0, "real": False} and moved == [(1, 100)]
+    mail.on_clear(1, {"number": 1, "nbytes": 100})
+    assert told[-1] == {"kind": "going", "number": 1, "real": True} and moved == [(1, 100)] * 2
+    with pytest.raises(Refused):
+        mail.on_clear(1, {"number": 0, "nbytes": 100})
