@@ -99,8 +99,7 @@ soak: $(BUILT) ## an hour of random faults: on one host, between hosts, of ranks
 	$(BIN)/python -m tests.soak --minutes 30
 	$(BIN)/python -m tests.hosts_soak 10
 	$(BIN)/python -m tests.elastic_soak 10
-	$(BIN)/python -m tests.fuzz_arena --inputs 1000000 --seed $$(date +%s)
-	$(BIN)/python -m tests.fuzz_control --inputs 1000000 --seed $$(date +%s)
+	for what in arena control http store; do $(BIN)/python -m tests.fuzz_$$what --inputs 1000000 || exit 1; done
 
 sanitize: $(BUILT) ## the C core under ASan, UBSan and TSan
 	$(BIN)/python tests/sanitize.py

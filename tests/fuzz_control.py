@@ -1,211 +1,238 @@
-"""Odd requests to a rank's server: near-valid HTTP, and repeated by its seed.
-
-``python -m tests.fuzz_control --inputs 1000000 --seed 7``. What comes back must be whole HTTP answers or nothing. After
-each batch honest requests must be answered, and nothing may be left of the odd ones: no descriptors, threads or memory.
-"""
+"""Run by hand: ``python -m tests.fuzz_control [--inputs N] [--seed S]``. For a rank's control channel: bytes of
+strangers that are almost a greeting, and signed frames of a rank of the job that are almost what a rank sends. After
+each batch the channel's thread lives, honest ranks get through, nothing was written but what was received, and the
+process holds what it held before."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
+import ctypes
+import json
+import logging
 import random
-import re
-import select
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Callable
+from typing import Any
 
-from symcomm.observe.connection import Bucket
-from symcomm.observe.server import Server, listen_tcp, listen_unix
-from tests.control_client import ask, connect
-from tests.fuzz_arena import held_now
+from symcomm.group.buffers import Buffer
+from symcomm.group.messages import Message
+from symcomm.hosts.frames import FIELDS
+from symcomm.hosts.group import HostsGroup
+from symcomm.hosts.link import LENGTHS, Link
+from symcomm.hosts.messages import Mail, _Remote
+from symcomm.hosts.office import Office
+from symcomm.hosts.session import Caller
+from symcomm.hosts.shrink import Ballot
+from symcomm.store.address import LOOPBACK
+from symcomm.types import DType
+from symcomm.windows.hosts import Arrivals, Inbox
+from tests.fuzz_common import AT_ONCE, BATCH, Holdings, arguments, connect, damaged, eventually, pump
 
-BATCH = 2_000
-AT_ONCE = 8  # connections at the same time: fewer than strangers get
-MEMORY_GROWTH = 16 << 20  # bytes; allocators keep some
-TOKEN = "the-token-of-this-job"
-ANSWER = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*\r\n(?:[!-9;-~]+: [^\r\n\0]*\r\n)*\r\n")
-
-METHODS = ["GET", "POST", "HEAD", "PUT", "OPTIONS", "DELETE", "TRACE", "CONNECT", "get", "G\0T", "", "X" * 300]
-TARGETS = [
-    "/", "/handler/", "/handler/ping", "/handler/no_such", "/handler/..%2fping", "/api/v1/rank", "/api/v1/server", "*",
-    "/api/v1/operations?limit=x", "/api/v1/stacks?a=b&a=c", "http://localhost/", "http://[", "//", "/%zz%00%ff", "?",
-    "/api/v1/store?key=%ff", "/" + "a" * 5000, "/?" + "a=1&" * 120, "/\x7f", "/ü", "", "/a b",
+SIGNED = 3  # of ten inputs are frames of a rank of the job
+ROOM, GUARD = 16, 48  # bytes of a receive or a window, and of what lies on both sides of it
+ODD: list[Any] = [
+    None, True, -1, 0, 1, 16, 17, 1 << 31, 1 << 63, 1 << 70, 1e300, "", "x", "\ud800", "\xff", "9" * 5000, [], [[]], {},
+    {"a": {}}, [0] * 6, [1 << 70] * 6, "letter", "gone",
 ]  # fmt: skip
-VERSIONS = [
-    "HTTP/1.1",
-    "HTTP/1.1",
-    "HTTP/1.1",
-    "HTTP/1.0",
-    "HTTP/2.0",
-    "HTTP/1.10",
-    "http/1.1",
-    "HTTP/",
-    "",
-    "HTTP/1.1 ",
-]
-NAMES = [
-    "Host", "Content-Length", "Transfer-Encoding", "Connection", "Expect", "Authorization", "Origin", "Content-Type",
-    "Upgrade", "X", "X Y", "", "Host ", "\tX", "Content-Length\x0b", "Ä", "X\0", "Cookie",
-]  # fmt: skip
-VALUES = [
-    "localhost", "evil.example", "0", "5", "-1", "+5", "5, 5", "5, 6", "0x5", "99999999999999999999999", "1048577",
-    "chunked", "gzip", "chunked, chunked", "identity", "close", "keep-alive", "upgrade", "100-continue", "Bearer ",
-    f"Bearer {TOKEN}", "Basic x", "null", "application/x-www-form-urlencoded", "", " ", "\0", "\x0b", "a" * 3000, "é",
-    "a\rb", "a\n b", "h2c",
-]  # fmt: skip
-BODIES = [
-    b"",
-    b"hello",
-    b"0\r\n\r\n",
-    b"5\r\nhello\r\n0\r\n\r\n",
-    b"a=1&b=2",
-    b"\xff\xfe",
-    b"GET / HTTP/1.1\r\n\r\n",
-    b"x" * 9000,
-]
-ENDS = ["\r\n", "\r\n", "\r\n", "\r\n", "\n", "\r", "\r\r\n", "\n\r"]
 
 
-def odd_request(rng: random.Random) -> bytes:
-    """A request with a few things wrong, or nothing at all."""
-    lines = [f"{_mostly(rng, 'POST', METHODS)} {_mostly(rng, '/handler/ping', TARGETS)} {rng.choice(VERSIONS)}"]
-    if rng.random() < 0.9:
-        lines.append("Host: localhost")
-    if rng.random() < 0.5:
-        lines.append(f"Authorization: Bearer {TOKEN}")
-    body = rng.choice(BODIES)
-    if rng.random() < 0.6:
-        lines.append(f"Content-Length: {len(body)}")
-    lines += [f"{rng.choice(NAMES)}: {rng.choice(VALUES)}" for _ in range(rng.choice([0, 0, 1, 1, 2, 5, 130]))]
-    end = rng.choice(ENDS)
-    data = bytearray((end.join(lines) + end + end).encode("latin-1", "replace") + body)
-    kind = rng.randrange(8)
-    if kind == 0 and data:
-        for _ in range(rng.randrange(1, 4)):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-    elif kind == 1:
-        data = data[: rng.randrange(len(data) + 1)]
-    elif kind == 2:
-        at = rng.randrange(len(data) + 1)
-        data[at:at] = rng.randbytes(rng.randrange(1, 30))
-    elif kind == 3 and rng.random() < 0.1:
-        data = bytearray(rng.randbytes(rng.choice([1, 100, 40_000])))
-    return bytes(data)
+class Nobody:
+    """An engine that moves nothing."""
+
+    def start(self, *_: Any) -> None: ...
 
 
-def _mostly(rng: random.Random, usual: str, odd: list[str]) -> str:
-    return usual if rng.random() < 0.5 else rng.choice(odd)
+class Victim:
+    """A group of two as its office sees it: whoever calls is rank 1. It looks at messages as a HostsGroup does."""
+
+    size, rank, name, timeout, _key = 2, 0, "victim", 10.0, "g"
+
+    def __init__(self) -> None:
+        self.news, self.left, self.engine = threading.Condition(), set(), Nobody()
+        self._rank_of, self.trouble, self.honest = self, self, []
+        self.memory = (ctypes.c_uint8 * (GUARD + ROOM + GUARD))()
+        self.buffer = Buffer(ctypes.addressof(self.memory) + GUARD, ROOM, DType.UINT8, self.memory)
+        self.fresh()
+
+    def fresh(self) -> None:
+        """Everything of a group anew."""
+        self.mail, self.ballot = Mail(self), Ballot(self)
+        self.windows = Arrivals(self.buffer.address, ROOM, self.news)
+        inbox = Inbox()
+        inbox.open(0, self.windows)
+        self._handlers = {"window": inbox, "honest": lambda rank, header, payload: self.honest.append(bytes(payload))}
+        self._post()
+
+    def _post(self) -> None:
+        """Somebody always waits for a message, and has sent some."""
+        if not self.mail._receives:
+            for tag in range(2):
+                self.mail.receive(_Remote(self.mail, Message(False, self.memory, 1, tag), self.buffer))
+        if len(self.mail._sends) < 2:
+            self.mail.send(Message(True, self.memory, 1, 0), self.buffer, 0)
+
+    def on_message(self, sender: str, header: dict[str, Any], payload: bytes | bytearray) -> None:
+        HostsGroup.on_message(self, sender, header, payload)  # type: ignore[arg-type]
+        self._post()
+
+    def is_unharmed(self) -> bool:
+        """Nothing was written but where something may be received."""
+        memory = bytes(self.memory)
+        return memory[:GUARD] == memory[GUARD + ROOM :] == bytes(GUARD)
+
+    def get(self, sender: str) -> int:  # as the table of offices
+        return 1
+
+    def tell(self, rank: int, header: dict[str, Any], payload: bytes = b"", timeout: float = 0.0) -> bool:
+        return True
+
+    def office_card(self, rank: int) -> Any:
+        return self
+
+    nonce = ""
+
+    def ring(self) -> None: ...
+
+    def answer(self, rank: int, header: dict[str, Any]) -> None:
+        json.dumps(header)
+
+    note_answer = answer
+
+    def accept(self, header: dict[str, Any]) -> None:
+        f"{header['story']} {sorted(header['ranks'])} {header['origin'] + header['seconds']}".encode()
+
+    def on_line(self, sender: str, line: Link) -> None:
+        line.close()
+
+    def on_lost(self, nonce: str) -> None: ...
 
 
-def check_answers(sent: bytes, received: bytes) -> None:
-    """Whatever was asked: whole answers, one after the other, the last of which may end the connection."""
-    rest = received
-    while rest:
-        found = ANSWER.match(rest)
-        assert found, f"{sent!r} was answered with {rest[:200]!r}"
-        length = re.search(rb"\r\nContent-Length: (\d+)\r\n", found[0])
-        rest = rest[found.end() :]
-        if length and b"HEAD" in sent:
-            return  # which has a length and no body, if it was understood
-        if length:
-            assert len(rest) >= int(length[1]), f"{sent!r}: an answer is cut short"
-            rest = rest[int(length[1]) :]
+def _frame(header: Any) -> bytes:
+    head = json.dumps(header).encode()
+    return LENGTHS.pack(len(head), len(head)) + head
 
 
-class _Talk:
-    """One odd connection: what was sent, and what came back so far."""
-
-    def __init__(self, address: str, data: bytes, rng: random.Random):
-        self.data, self.received = data, bytearray()
-        self.sock = connect(address)
-        with contextlib.suppress(OSError):  # it may hang up while we send
-            cut = rng.randrange(len(data) + 1) if rng.random() < 0.2 else len(data)
-            self.sock.sendall(data[:cut])
-            self.sock.sendall(data[cut:])
-            self.sock.shutdown(socket.SHUT_WR)
-        self.sock.setblocking(False)
-
-    def read(self) -> bool:
-        """Whether it is over."""
-        with contextlib.suppress(BlockingIOError):
-            try:
-                while piece := self.sock.recv(1 << 16):
-                    self.received += piece
-            except ConnectionError:
-                pass
-            self.sock.close()
-            return True
-        return False
+def stranger_bytes(rng: random.Random) -> bytes:
+    """A greeting, maybe a proof and more after it, most of the time with something wrong."""
+    greeting: dict[str, Any] = {"from": f"{rng.getrandbits(64):x}.1", "nonce": rng.randbytes(32).hex()}
+    if rng.random() < 0.3:
+        greeting["line"] = "g"
+    if rng.random() < 0.3:
+        greeting[rng.choice(["from", "nonce", "line", "token"])] = rng.choice(ODD)
+    data = _frame(greeting)
+    kind = rng.random()
+    if kind < 0.4:
+        data += _frame({"proof": rng.choice([rng.randbytes(32).hex(), *ODD])}) + rng.randbytes(rng.randrange(40))
+    elif kind < 0.5:
+        deep = rng.choice([b"[", b'{"a":', b'["']) * rng.randrange(1, 3000)
+        data = LENGTHS.pack(len(deep), len(deep)) + deep
+    elif kind < 0.55:
+        data = rng.randbytes(rng.randrange(300))
+    return damaged(rng, data) if rng.random() < 0.5 else data
 
 
-def attack(address: str, rng: random.Random, inputs: int) -> None:
-    talks: dict[int, _Talk] = {}
-    poll = select.poll()
-    while inputs or talks:
-        while inputs and len(talks) < AT_ONCE:
-            talk = _Talk(address, odd_request(rng), rng)
-            talks[talk.sock.fileno()] = talk
-            poll.register(talk.sock, select.POLLIN)
-            inputs -= 1
-        ready = poll.poll(30_000)
-        assert ready, "the server does not end odd connections"
-        for fd, _ in ready:
-            if talks[fd].read():
-                poll.unregister(fd)
-                talk = talks.pop(fd)
-                check_answers(talk.data, bytes(talk.received))
+def rank_frame(rng: random.Random) -> tuple[dict[str, Any], bytes]:
+    """A message that a rank may send, most of the time with something wrong."""
+    usual: dict[str, Any] = {
+        "number": rng.randrange(4), "tag": rng.randrange(3), "dtype": int(DType.UINT8), "nbytes": ROOM, "real": True,
+        "inline": rng.random() < 0.8, "survey": 0, "seq": 1, "call": "x", "site": "y", "ended": {"1": "died"},
+        "fault": "gone", "story": "z", "ranks": [1], "origin": 1, "seconds": 1.0, "topic": "t", "says": "x",
+        "signature": [0] * 6, "window": 0, "start": rng.choice((0, 4, 8)),
+    }  # fmt: skip
+    kind = rng.choice([*sorted(FIELDS), "window", "window"])
+    fields = FIELDS.get(kind, ("window", "start"))
+    header = {"group": "g", "kind": kind, **{name: usual[name] for name in fields}}
+    if kind == "letter" and rng.random() < 0.9:
+        header["number"] = rng.getrandbits(60)  # otherwise it may be one that is on its way
+    nbytes = ROOM if kind == "letter" and header["inline"] else 8 if kind == "window" else 0
+    for name in list(header):
+        if rng.random() < 0.15:
+            header[name] = rng.choice(ODD)
+        elif rng.random() < 0.02:
+            del header[name]
+    if rng.random() < 0.2:
+        nbytes = rng.choice((0, 1, 15, 17, 64, 5000, 70_000))
+    return header, b"\x09" * nbytes
 
 
-def _serve(listener: socket.socket) -> Server:
-    server = Server(listener, token=TOKEN)
-    server.trusted_bucket = server.stranger_bucket = Bucket(1e9, 1e9)  # so that requests are looked at, not counted
-    return server
+class Bench:
+    """The rank that is attacked, an honest one, and one that is not."""
+
+    def __init__(self) -> None:
+        self.victim, self.member = Victim(), Victim()
+        self.office, self.honest = Office("aa.1"), Office("bb.2")
+        for office, member in ((self.office, self.victim), (self.honest, self.member)):
+            assert office.join("g", member)
+        self.card = self.office.card(LOOPBACK)
+
+    def check(self, number: int) -> None:
+        """Honest ranks get through, in order; the thread lives; nothing was written behind what was received."""
+        self.victim.honest.clear()
+        said = [f"{number}.{k}".encode() * (1 + 3000 * k) for k in range(3)]
+        for text in said:
+            assert self.honest.send(self.card, {"group": "g", "kind": "honest"}, text)
+        assert eventually(lambda: len(self.victim.honest) == len(said)), f"{self.office.stats()}"
+        assert self.victim.honest == said and self.office._thread.is_alive()
+        assert self.victim.is_unharmed(), "memory beside a receive was written"
+        assert not self.office.stats()["unforeseen"]
+        assert eventually(lambda: not self.office.stats()["strangers"])
+        self.victim.fresh()
+        for kept in (self.office._banned, self.office._lost, self.office._early):  # as long as the job, otherwise
+            kept.clear()
+        self.office._early_frames = self.office._early_bytes = 0
+
+    def lie(self, rng: random.Random, count: int) -> None:
+        """Ranks of the job, one a connection, that send a few frames each; returns when all were looked at."""
+        for start in range(0, count, AT_ONCE):
+            links = [self._admitted(rng) for _ in range(min(AT_ONCE, count - start))]
+            for link in links:
+                link.shake_hands()
+                for _ in range(rng.randrange(1, 4)):
+                    link.send(*rank_frame(rng))
+                with contextlib.suppress(OSError):
+                    link.sock.shutdown(socket.SHUT_WR)
+            for link in links:
+                with contextlib.suppress(ConnectionError):
+                    while link.sock.recv(1 << 16):
+                        pass
+                link.close()
+
+    def _admitted(self, rng: random.Random) -> Link:
+        session = Caller(self.card.secret.encode(), f"{rng.getrandbits(64):x}.3", self.card.nonce)
+        return Link(connect(rng, (LOOPBACK, self.card.port)), self.card.nonce, session)
+
+    def close(self) -> None:
+        self.office.close()
+        self.honest.close()
 
 
-def _settled(server: Server, limit: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 20
-    while server._acceptor.connections or not limit():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def run(inputs: int, seed: int) -> None:
-    rng = random.Random(seed)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _serve(listen_unix(os.path.join(folder, "socket"))) as unix,
-        _serve(listen_tcp("127.0.0.1", 0)) as tcp,
-    ):
-        attack(unix.address, rng, 100)  # what is made once
-        attack(tcp.address, rng, 100)
-        assert _settled(unix, lambda: True) and _settled(tcp, lambda: True)
-        before = held_now()
-        for done in range(0, inputs, BATCH):
-            some = min(BATCH, inputs - done)
-            attack(unix.address, rng, some // 2)
-            attack(tcp.address, rng, some - some // 2)
-            for server in (unix, tcp):
-                assert ask(server.address, "POST", "/handler/ping").content == b"pong"
-                assert ask(server.address, "GET", "/api/v1/rank", token=TOKEN).json["pid"] == os.getpid()
-                assert server._acceptor.thread.is_alive()
-                assert server._acceptor.closed["failed"] == 0, "something was raised that nobody thought of"
-                assert _settled(server, lambda: threading.active_count() <= before[1])
-            after = held_now()
-            assert after[:2] == before[:2], f"descriptors and threads were {before[:2]} and are {after[:2]}"
-            assert after[2] - before[2] < MEMORY_GROWTH, f"{after[2] - before[2]} bytes more than before"
+def fuzz(inputs: int, seed: int, tell: bool = False) -> None:
+    """Raises AssertionError, and says the seed, when anything is not as it should be."""
+    logging.getLogger("symcomm.hosts").setLevel(logging.CRITICAL)
+    rng, begun, bench = random.Random(seed), time.monotonic(), Bench()
+    bench.check(-1)
+    bench.lie(rng, 50)
+    holdings = Holdings()
+    for done in range(0, inputs, BATCH):
+        count = min(BATCH, inputs - done)
+        signed = count * SIGNED // 10
+        try:
+            pump(rng, (LOOPBACK, bench.card.port), [stranger_bytes(rng) for _ in range(count - signed)])
+            bench.lie(rng, signed)
+            bench.check(done)
+            holdings.check()
+        except BaseException as error:
+            raise AssertionError(f"control channel, seed {seed}, inputs {done} to {done + count}: {error!r}") from error
+        if tell and done % (100 * BATCH) == 0:
+            print(f"control channel: {done:,} inputs, {time.monotonic() - begun:.0f} s", flush=True)
+    stats = bench.office.stats()
+    assert stats["refused"] > inputs // 2, stats
+    bench.close()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--inputs", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    begun = time.monotonic()
-    run(options.inputs, options.seed)
-    print(f"{options.inputs} odd requests (seed {options.seed}) in {time.monotonic() - begun:.0f} s: all survived")
+    number_of, seed_of = arguments(__doc__ or "")
+    print(f"control channel: {number_of:,} inputs, seed {seed_of}", flush=True)
+    fuzz(number_of, seed_of, tell=True)
+    print("control channel: good", flush=True)

@@ -252,13 +252,18 @@ def test_launcher_starts_servers(tmp_path):
 
 def test_environment_starts_servers_on_ports(tmp_path):
     here, published, token = run_job(tmp_path, SYMCOMM_SERVER="tcp")
-    assert len(here) == len(published) == 2 and token is None
+    assert len(here) == len(published) == 2
     assert all(facts["address"].startswith("http://127.0.0.1:") for facts in here)
-    assert len({facts["token"] for facts in here}) == 2  # nobody made one for the job: each rank has its own
+    assert {facts["token"] for facts in here} == {token} and len(token) >= 40  # the job's
+
+
+def test_ranks_of_a_job_without_a_token_have_one_each(tmp_path):
+    here, _, token = run_job(tmp_path, SYMCOMM_SERVER="tcp", SYMCOMM_TOKEN="")
+    assert token == "" and len({facts["token"] for facts in here}) == 2
 
 
 def test_no_servers_unless_asked(tmp_path):
-    assert run_job(tmp_path) == ([], {}, None)
+    assert run_job(tmp_path)[:2] == ([], {})
 
 
 def test_variables_of_the_launcher(monkeypatch):

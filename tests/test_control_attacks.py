@@ -19,7 +19,7 @@ from symcomm import errors
 from symcomm.observe import acceptor, connection, handlers, http_session, places
 from symcomm.observe import server as server_module
 from symcomm.observe.server import start
-from tests import fuzz_control
+from tests import fuzz_http
 from tests.control_client import ask, connect, exchange
 
 TOKEN = "the-token-of-this-job"
@@ -314,7 +314,7 @@ def test_a_bad_request_after_one_for_the_head(tcp):
 
 
 def test_ten_thousand_odd_requests():
-    fuzz_control.run(inputs=10_000, seed=1)
+    fuzz_http.run(inputs=10_000, seed=1)
 
 
 def test_slow_clients_are_hung_up_on(tcp, monkeypatch):

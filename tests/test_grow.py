@@ -54,6 +54,23 @@ def test_members_keep_their_order_and_newcomers_come_after(tmp_path):
     assert [v[0] for v in values] == [0, 1, 3, 2]
 
 
+def test_what_was_told_on_the_way_does_not_stay_in_the_store():
+    """The ranks of a group across hosts tell each other secrets there."""
+    store, built = HashStore(), [None, None]
+
+    def build(index: int) -> None:
+        round_ = growing.Round(store, index, 2, WAIT)
+        built[index] = round_.build(lambda r: r.exchange(f"secret {index}".encode()) + r.exchange(b"more"))
+
+    threads = [threading.Thread(target=build, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    assert built == [[b"secret 0", b"secret 1", b"more", b"more"]] * 2
+    assert sorted(store.list_keys()) == ["3/0", "3/1", "verdict"]  # that all have built theirs
+
+
 def joined_elsewhere(store: Any) -> tuple:
     os.environ["SYMCOMM_HOST_ID"] = "another"
     return joined(store)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from symcomm import errors
 from symcomm.store import FileStore, HashStore, TCPStore
-from symcomm.store.handshake import handshake
+from symcomm.store.handshake import _StartOver, handshake
 
 
 def stores(kind: str, tmp_path: Path, size: int) -> list[Any]:
@@ -161,3 +161,24 @@ def test_a_rank_that_gives_up_is_named_to_those_who_wait_for_it():
 
 def test_one_rank_needs_no_store():
     assert handshake(None, "", 0, 1, 1.0, lambda exchange: exchange(b"alone")) == [b"alone"]
+
+
+def test_nothing_of_attempts_that_were_begun_anew_stays() -> None:
+    """Items may be secret: those of a generation that came to nothing are removed with the others."""
+    store, tried = HashStore(), [0, 0]
+    done = threading.Barrier(2)
+
+    def rank_main(rank: int) -> list[bytes]:
+        def build(exchange: Any) -> list[bytes]:
+            items = exchange(f"secret {rank}".encode()) + exchange(f"another secret {rank}".encode())
+            done.wait(20)
+            tried[rank] += 1
+            if tried[rank] == 1:
+                raise _StartOver("once more")
+            return items
+
+        return handshake(store, "p", rank, 2, 20, build)
+
+    expected = [b"secret 0", b"secret 1", b"another secret 0", b"another secret 1"]
+    assert together(2, rank_main) == [expected] * 2
+    assert tried == [2, 2] and store.list_keys() == []

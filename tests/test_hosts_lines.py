@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import threading
@@ -14,14 +15,22 @@ import symcomm
 from symcomm import errors
 from symcomm.hosts.engine import TAGS, Move
 from symcomm.hosts.lines import Lines
-from symcomm.hosts.link import LENGTHS, Broken, Link
+from symcomm.hosts.link import LENGTHS, Broken, Link, Refused
+from symcomm.hosts.session import MAC_SIZE, Callee, Caller
 
 
-def pair() -> tuple[Link, Link]:
+def strangers(secrets: tuple[bytes, bytes] = (b"s", b"s")) -> tuple[Link, Link]:
     ends = socket.socketpair()
     for end in ends:
         end.setblocking(False)
-    return Link(ends[0], "a"), Link(ends[1], "b")
+    return Link(ends[0], "b", Caller(secrets[0], "a", "b")), Link(ends[1], None, Callee(secrets[1], "b"))
+
+
+def pair() -> tuple[Link, Link]:
+    """Two ends that have proved to each other who they are."""
+    one, other = strangers()
+    assert not other.shake_hands() and one.shake_hands() and other.shake_hands()
+    return one, other
 
 
 def read(link: Link, count: int) -> list:
@@ -52,13 +61,106 @@ def test_frames_arrive_whole_and_in_order(sizes):
 
 
 @pytest.mark.parametrize(
-    "data", [LENGTHS.pack(1 << 30, 2), LENGTHS.pack(4, 5), LENGTHS.pack(2, 2) + b"x?", LENGTHS.pack(2, 2) + b"[]"]
+    "head",
+    [b"x?", b"[]", b"[" * 4000, b'{"a":' * 4000, b"\xff\xfe", b'{"n": NaN}', b'{"n": 1' + b"0" * 5000 + b"}"],
+    ids=range(7),
 )
+def test_a_signed_frame_whose_header_is_none_ends_the_connection(head):
+    one, other = pair()
+    first = LENGTHS.pack(len(head), len(head)) + head
+    one.sock.sendall(first + one.session.outgoing.sign(first, b""))
+    with pytest.raises(Refused):
+        read(other, 1)
+
+
+@pytest.mark.parametrize("data", [LENGTHS.pack(1 << 30, 2), LENGTHS.pack(4, 5), LENGTHS.pack(2, 2) + b"{}" + bytes(16)])
 def test_what_is_no_frame_ends_the_connection(data):
     one, other = pair()
     one.sock.sendall(data)
-    with pytest.raises(Broken):
+    with pytest.raises(Refused):
         read(other, 1)
+
+
+def taken(tap: socket.socket, link: Link) -> bytearray:
+    """One whole frame that ``link`` sends, for somebody in the middle to play with."""
+    frame = bytearray()
+    while len(frame) < LENGTHS.size or len(frame) < LENGTHS.size + LENGTHS.unpack_from(frame)[0] + MAC_SIZE:
+        frame += tap.recv(1 << 20)
+        link.push()
+    return frame
+
+
+@pytest.mark.parametrize("payload", [b"", b"abc", bytes(5000), bytes(70_000)], ids=len)
+@pytest.mark.parametrize("what", ["nothing", "header", "payload", "mac", "twice", "swapped", "left out", "reflected"])
+def test_a_frame_that_was_touched_on_its_way_is_never_seen(what, payload):
+    one, other = pair()
+    wire = one.sock
+    tap, one.sock = socket.socketpair()
+    one.sock.setblocking(False)
+    frames = []
+    for k in range(2):
+        assert one.send({"number": k}, payload)
+        frames.append(taken(tap, one))
+    spot = {"header": 10, "payload": -MAC_SIZE - 1, "mac": -1}.get(what)
+    if spot is not None:
+        frames[0][spot] ^= 1
+    sent = {"twice": [frames[0]] * 2, "swapped": frames[::-1], "left out": frames[1:]}.get(what, frames)
+    reader, writer = (other, wire) if what != "reflected" else (one, other.sock)
+    one.sock = wire
+    writer.settimeout(10)
+    pusher = threading.Thread(target=writer.sendall, args=(b"".join(sent),))
+    pusher.start()
+    reader.sock.settimeout(10)
+    seen: list = []
+    with contextlib.suppress(Refused):
+        while len(seen) < 2:
+            for header, body in reader.receive():
+                assert bytes(body) == payload
+                seen.append(header["number"])
+        seen.append("all")
+    reader.close()
+    pusher.join(10)
+    assert seen == {"nothing": [0, 1, "all"], "twice": [0]}.get(what, [])
+
+
+@pytest.mark.parametrize("secrets", [(b"s", b"t"), (b"s", b""), (b"", b"s")])
+def test_neither_side_talks_to_one_that_holds_another_secret(secrets):
+    one, other = strangers(secrets)
+    one.send({"number": 1}, b"payload")
+    assert not other.shake_hands()
+    with pytest.raises(Refused, match="another job token"):
+        one.shake_hands()
+    assert one.backlog and not one.wants_to_send  # not a byte of it has left
+    with pytest.raises(Broken):
+        one.close()
+        other.shake_hands()
+
+
+def test_a_handshake_cannot_be_played_back():
+    """What a rank said once opens nothing, though it was all heard."""
+    one, other = strangers()
+    greeting = bytes(other.sock.recv(4096, socket.MSG_PEEK))
+    assert not other.shake_hands() and one.shake_hands()
+    one.send({"number": 1})
+    rest = bytes(other.sock.recv(4096, socket.MSG_PEEK))
+    assert [header for header, _ in read(other, 1)] == [{"number": 1}]
+    thief, victim = strangers()
+    victim.sock.recv(4096)  # what the thief's own side said
+    thief.sock.sendall(greeting)
+    assert not victim.shake_hands()
+    thief.sock.sendall(rest)
+    with pytest.raises(Refused):
+        victim.shake_hands()
+
+
+def test_what_is_said_early_is_held_back_and_then_comes_in_order():
+    one, other = strangers()
+    for k in range(3):
+        assert one.send({"number": k}, bytes(k))
+    assert one.has_backlog and not one.wants_to_send
+    assert not other.shake_hands() and not list(one.receive())
+    assert not one.has_backlog
+    assert [(header["number"], len(payload)) for header, payload in read(other, 3)] == [(0, 0), (1, 1), (2, 2)]
 
 
 def test_what_was_read_before_the_end_is_not_lost():
@@ -73,14 +175,6 @@ def test_what_was_read_before_the_end_is_not_lost():
         for frame in other.receive():
             rest.append(frame)
     assert [header["number"] for header, _ in [first, *rest]] == [0, 1, 2]
-
-
-def test_strangers_may_not_say_much():
-    one, other = pair()
-    other.peer = None
-    one.send({"token": "x" * 5000})
-    with pytest.raises(Broken):
-        read(other, 1)
 
 
 def test_the_lower_rank_calls_and_what_the_other_says_waits():

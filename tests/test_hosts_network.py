@@ -49,6 +49,7 @@ def test_two_nodes_and_a_cable_that_is_pulled(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "SYMCOMM_HOST_TIMEOUT": "2", "OMP_NUM_THREADS": "1"}
+    env["SYMCOMM_TOKEN"] = "a token of both nodes"
     texts = [tmp_path / f"out{host}" for host in range(2)]
     with network(2) as net:
         nodes = [

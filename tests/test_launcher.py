@@ -151,6 +151,7 @@ def test_environment_is_torchruns(jobs):
     }
     assert set_by_us - set_by_them == {
         "SYMCOMM_LAUNCH_ID",  # by which the launcher finds what ranks leave behind
+        "SYMCOMM_TOKEN",  # by which ranks know each other
         "PYTHONUNBUFFERED",  # lines are shown when they are written
         "OMP_NUM_THREADS",  # torchrun sets it from two ranks on, always to 1
     }

@@ -253,9 +253,12 @@ def test_mpich_jobs_are_told_apart_by_their_launcher(tmp_path):
 class FakeTCPStore(HashStore):
     """Notes how it was made."""
 
-    def __init__(self, host_name, port, world_size=None, is_master=False, timeout=None, wait_for_workers=True):
+    def __init__(
+        self, host_name, port, world_size=None, is_master=False, timeout=None, wait_for_workers=True, token=None
+    ):
         super().__init__()
         self.made = (host_name, port, world_size, is_master, wait_for_workers)
+        self.token = token
 
 
 @pytest.fixture
@@ -280,6 +283,7 @@ def test_torchrun_hosts_the_store_itself(fake_tcp):
         met = rendezvous(environ=TORCHRUN | {"RANK": str(rank)})
         assert isinstance(met.store, PrefixStore)
         assert met.store.underlying_store.made == ("node0", 1234, 8, False, False)
+        assert met.store.underlying_store.token == ""  # the agent's store has none, whatever the job has
         met.store.set("key", "value")
         assert met.store.underlying_store.list_keys() == ["attempt_2/key"]
         assert met.how == "torchrun: the agent's store at node0:1234, attempt 2"

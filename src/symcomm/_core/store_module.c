@@ -30,23 +30,24 @@ static bool fill_listeners(PyObject *list, int listeners[MAX_LISTENERS], int *co
 }
 
 static PyObject *server_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"listeners", "token",      "report_fd", "max_key",     "max_value",
-                            "max_frame", "max_keys",   "max_memory", "handshake_s", NULL};
+    static char *names[] = {"listeners", "token",      "report_fd",   "max_key",           "max_value", "max_frame",
+                            "max_keys",  "max_memory", "handshake_s", "token_is_optional", NULL};
     PyObject *list;
     const char *token = NULL;
     Py_ssize_t token_size = 0;
-    int report_fd = -1, listeners[MAX_LISTENERS], count = 0;
+    int report_fd = -1, listeners[MAX_LISTENERS], count = 0, token_is_optional = 0;
     unsigned long long key, value, frame, keys, memory;
     double handshake_s;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!z#iKKKKKd", names, &PyList_Type, &list, &token, &token_size,
-                                     &report_fd, &key, &value, &frame, &keys, &memory, &handshake_s))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!z#iKKKKKd|p", names, &PyList_Type, &list, &token, &token_size,
+                                     &report_fd, &key, &value, &frame, &keys, &memory, &handshake_s,
+                                     &token_is_optional))
         return NULL;
     if (!fill_listeners(list, listeners, &count)) return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     ServerObject *self = (ServerObject *)allocate(type, 0);
     if (self == NULL) return NULL;
     Limits limits = {.key = key, .value = value, .frame = frame, .count = keys, .memory = memory,
-                     .handshake_ns = (int64_t)(handshake_s * 1e9)};
+                     .handshake_ns = (int64_t)(handshake_s * 1e9), .token_is_optional = token_is_optional};
     self->server = server_start(listeners, count, &limits, (const uint8_t *)token, (size_t)token_size, report_fd);
     if (self->server == NULL) {
         PyErr_SetFromErrno(PyExc_OSError);

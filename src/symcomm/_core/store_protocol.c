@@ -61,6 +61,13 @@ static uint64_t load_u64(const uint8_t *at) {
     return value;
 }
 
+static void open_stage(Server *server, Conn *conn) {
+    conn->stage = STAGE_OPEN;
+    server->greeting--;
+    free(conn->challenge);
+    conn->challenge = NULL;
+}
+
 /* Whether `code` may come at this stage; refuses the connection when not. */
 static bool allow_command(Server *server, Conn *conn, uint8_t code) {
     if (command_of(code) == NULL) {
@@ -71,6 +78,8 @@ static bool allow_command(Server *server, Conn *conn, uint8_t code) {
         conn_refuse(server, conn, "did not say hello as a store client does (first byte %u)", code);
         return false;
     }
+    if (conn->stage == STAGE_CHALLENGE && code != CHALLENGE && server->limits.token_is_optional)
+        open_stage(server, conn);
     bool expected = conn->stage == STAGE_NEW         ? code == HELLO
                     : conn->stage == STAGE_CHALLENGE ? code == CHALLENGE
                     : conn->stage == STAGE_PROOF     ? code == PROOF
@@ -196,13 +205,6 @@ static void refuse_full(Server *server, Conn *conn) {
 }
 
 /* --- hello, ping and the token --------------------------------------------------------------------- */
-
-static void open_stage(Server *server, Conn *conn) {
-    conn->stage = STAGE_OPEN;
-    server->greeting--;
-    free(conn->challenge);
-    conn->challenge = NULL;
-}
 
 static void do_hello(Server *server, Conn *conn, const uint8_t *fields) {
     uint32_t magic;

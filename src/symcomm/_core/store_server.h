@@ -26,6 +26,7 @@ typedef struct {
     uint64_t count;             /* keys in one call */
     uint64_t memory;            /* bytes held for all clients together */
     int64_t handshake_ns;       /* to say hello, and to prove the token where there is one */
+    bool token_is_optional;     /* proved to those who ask for it, demanded of nobody */
 } Limits;
 
 typedef struct {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import ipaddress
 import os
 import re
 import secrets
@@ -48,7 +50,8 @@ class Job:
     log_dir: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     server: bool = False
-    token: str = field(default_factory=secrets.token_urlsafe)
+    insecure: bool = False  # strangers may reach the store
+    token: str = field(default_factory=secrets.token_urlsafe)  # the job's, where nobody gives one
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -89,6 +92,13 @@ class Job:
             raise bad_argument(CALL, "--restart", self.restart, " or ".join(RESTARTS))
         if self.grace < 0:
             raise bad_argument(CALL, "--grace", self.grace, "0 or more seconds")
+        if not (self.is_alone or self.given_token or self.insecure or _is_loopback(self.endpoint)):
+            host, port = self.endpoint or ("", 0)
+            raise BadArgumentError(
+                f"{CALL}: nodes would meet at {host}:{port}, where anybody can connect, and the job has no token; give "
+                f"every node the same one, for example `export SYMCOMM_TOKEN={self.token}` (a new one for each job), "
+                "or say --insecure on a network where you trust everybody."
+            )
         if taken := sorted(set(self.env) & {*self.assigned(0, 0, "", 0), *AGENT_STORE, JOIN}):
             raise bad_argument(CALL, "--env", taken[0], "a variable that the launcher does not set itself")
         if not re.fullmatch(r"[\w.+=-]*", self.tag) or self.tag in (".", ".."):
@@ -126,6 +136,17 @@ class Job:
         return self.restart == "failed" or self.min_nodes is not None
 
     @property
+    def given_token(self) -> str:
+        """The job token that the user has set."""
+        return self.env.get("SYMCOMM_TOKEN", os.environ.get("SYMCOMM_TOKEN", ""))
+
+    @property
+    def admits_strangers(self) -> bool:
+        """Whether a store that the launcher keeps also takes those who do not prove the token. PyTorch's clients
+        cannot, and programs that use them must run where nobody has asked for one."""
+        return self.insecure or not self.given_token
+
+    @property
     def is_alone(self) -> bool:
         """Whether no other launcher has a part in the job."""
         return self.nodes == 1 and self.min_nodes is None
@@ -140,21 +161,19 @@ class Job:
             "PYTHONUNBUFFERED": "1",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         }
+        if self.is_alone:  # otherwise it must come from outside: launchers do not talk before their ranks do
+            defaults["SYMCOMM_TOKEN"] = self.token
         inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
         if self.server:
-            defaults |= self.server_variables(inherited)
+            defaults["SYMCOMM_SERVER"] = "1"
+            if inherited.get("SYMCOMM_SERVER") in ("", "0"):
+                del inherited["SYMCOMM_SERVER"]
         assigned = self.assigned(local_rank, attempt, address, port)
         if self.keeps_store:
             assigned |= AGENT_STORE
         if joins is not None:
             assigned[JOIN] = str(joins)
         return {**defaults, **inherited, **self.env, **assigned}
-
-    def server_variables(self, inherited: dict[str, str]) -> dict[str, str]:
-        """What --server adds. The launchers of several nodes do not talk, so there a token must come from outside."""
-        if inherited.get("SYMCOMM_SERVER") in ("", "0"):
-            del inherited["SYMCOMM_SERVER"]
-        return {"SYMCOMM_SERVER": "1", **({"SYMCOMM_TOKEN": self.token} if self.is_alone else {})}
 
 
 # --- the port ------------------------------------------------------------------------------------
@@ -190,6 +209,14 @@ def _bound(family: int, port: int) -> socket.socket:
         holder.close()
         raise
     return holder
+
+
+def _is_loopback(endpoint: tuple[str, int] | None) -> bool:
+    """Whether nobody outside this machine can connect there. A name may be anything, but for one."""
+    host = endpoint[0] if endpoint else ""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:

@@ -165,7 +165,8 @@ class Attempt:
         from symcomm.store.tcp import TCPStore
 
         token = self.job.environment(0, 0, host, port).get("SYMCOMM_TOKEN", "")
-        return TCPStore(host, port, is_master=True, wait_for_workers=False, token=token)
+        optional = self.job.admits_strangers
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, token=token, token_is_optional=optional)
 
     def _start(self, address: str, port: int) -> None:
         prepare = functools.partial(_die_with_parent, ctypes.CDLL(None), os.getpid())

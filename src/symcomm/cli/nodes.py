@@ -49,7 +49,7 @@ class Nodes:
     def __init__(self, job: Job):
         assert job.endpoint is not None and job.min_nodes is not None
         self.job, self.least, self.most = job, job.min_nodes, job.nodes
-        self._store, self.is_first = _meet(*job.endpoint)
+        self._store, self.is_first = _meet(*job.endpoint, job.given_token, job.admits_strangers)
         self.number = self._store.add("nodes/count", 1)
         self.round = -1
         self._beats = 0
@@ -190,14 +190,17 @@ class Nodes:
             self._seat(round_ + 1, alive)
 
 
-def _meet(host: str, port: int) -> tuple[Any, bool]:
+def _meet(host: str, port: int, token: str, optional: bool) -> tuple[Any, bool]:
     """The store at the endpoint, and whether it is ours: whoever can listen there first serves it."""
     from symcomm.store.tcp import TCPStore
 
     if _is_here(host):
         with contextlib.suppress(StoreConnectionError):  # another launcher of this host was quicker
-            return TCPStore(host, port, is_master=True, wait_for_workers=False), True
-    return TCPStore(host, port), False
+            server = TCPStore(
+                host, port, is_master=True, wait_for_workers=False, token=token, token_is_optional=optional
+            )
+            return server, True
+    return TCPStore(host, port, token=token), False
 
 
 def _is_here(host: str) -> bool:

@@ -40,6 +40,7 @@ def run(
     tag: options.Tag = "",
     env: options.Env = None,
     server: options.Server = False,
+    insecure: options.Insecure = False,
     mps: options.Mps = False,
     prefix: options.Prefix = True,
     color: options.Color = None,
@@ -54,7 +55,7 @@ def run(
     Examples:
       symcomm run -n 4 train.py --lr 0.1
       symcomm run -n gpu --log-dir logs --tag first -m my_package.train
-      symcomm run -n 8 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29500 train.py
+      SYMCOMM_TOKEN=... symcomm run -n 8 --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29500 train.py
       srun --ntasks-per-node=1 symcomm run -n 8 --nnodes auto train.py
       symcomm run -n 2 --no-python ./prog
     """
@@ -80,6 +81,7 @@ def run(
             log_dir=log_dir,
             env=variables,
             server=server,
+            insecure=insecure,
         )
         on_terminal = os.isatty(STDOUT) and os.isatty(STDERR)
         output = Output(color=want_color(color, os.environ, on_terminal), prefix=prefix, quiet=quiet)

@@ -64,6 +64,10 @@ Server = Annotated[
     bool,
     typer.Option("--server", help="Every rank serves what it does, to this user only; see docs/control-plane.md."),
 ]
+Insecure = Annotated[
+    bool,
+    typer.Option("--insecure", help="Several nodes without a job token (SYMCOMM_TOKEN): anybody can join the store."),
+]
 Mps = Annotated[
     bool,
     typer.Option("--mps", help="Start NVIDIA's MPS for the job: ranks on one GPU then use it at the same time."),

@@ -153,6 +153,12 @@ class Round:
         """What the others are told of it; the opposite of to_error()."""
         return str(error)
 
+    def _clean_up(self) -> None:
+        """All have said that they built theirs, so nobody reads what came before that; some of it is secret."""
+        for turn in range(1, self._turn):
+            with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
+                self._store.delete_key(f"{turn}/{self.index}")
+
     def left(self) -> float:
         return max(0.001, self._end - time.monotonic())
 
@@ -173,6 +179,7 @@ class Round:
             raise
         self.why = self.decide(self.why)
         if self.why == GO:
+            self._clean_up()
             return built
         if built is not None:
             built._leave()

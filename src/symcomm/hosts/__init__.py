@@ -10,6 +10,10 @@ work.py         asynchronous operations
 scratch.py      memory that operations borrow
 engine.py       what carries bytes between hosts, and the choice of one; torch_engine.py, mpi_engine.py
 office.py       small messages between ranks, and who of them is gone
+door.py         where an office listens, and those who have not proved yet that they belong to the job
+session.py      how both sides of a connection prove who they are, and sign what they send
+link.py         a connection: frames; lines.py: the connections by which a group's hosts meet
+frames.py       what ranks may tell each other, field by field
 trouble.py      what went wrong, in words, the same on every rank
 shrink.py       how ranks on several hosts agree without a store: survivors, members of a new group
 

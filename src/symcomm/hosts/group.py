@@ -16,6 +16,7 @@ from typing import Any
 from symcomm import errors
 from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
+from symcomm.errors import words_for_ranks
 from symcomm.group import hooks, registry
 from symcomm.group.buffers import Buffer
 from symcomm.group.failure import Site, Status, call_site, explain, words_for_site
@@ -25,9 +26,10 @@ from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
 from symcomm.hosts.calls import HostsCalls
 from symcomm.hosts.engine import Engine, Place, Transfer, available_engines, engine_class, wanted_engine
+from symcomm.hosts.frames import MESSAGES, check
 from symcomm.hosts.layout import Layout
 from symcomm.hosts.lines import Lines
-from symcomm.hosts.link import Frame, Link
+from symcomm.hosts.link import Frame, Link, Refused
 from symcomm.hosts.messages import HostsMessages, Mail
 from symcomm.hosts.office import Card, Office, office_of
 from symcomm.hosts.operation import Operation, Signature
@@ -43,6 +45,7 @@ __all__ = ["HostsGroup"]
 
 LOCAL_ROUNDS = 3  # of the exchange, at most, to make a host's own group
 Handler = Callable[[int, dict[str, Any], "bytes | bytearray"], None]
+MOST_ARRIVALS = 10_000  # of hosts at operations that this one has not come to; each is at most a few ahead
 ENGINE_NEWS = 1.0  # seconds for the office to learn who is gone, when the engine has noticed first
 
 _living: weakref.WeakSet[HostsGroup] = weakref.WeakSet()
@@ -174,21 +177,25 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         _leave_first_at_exit()
 
     def _exchange_cards(self, exchange: Exchange, key: str, wanted: str, refusal: errors.SymcommError | None) -> None:
+        address, across = own_address(), None
+        office, here = self.office.card(address), self.office.card(LOOPBACK)
         card = {
-            "office": self.office.card(own_address()), "pid": os.getpid(), "host": socket.gethostname(),
-            "machine": [_boot_id(), _network()], "wanted": wanted, "engines": [] if wanted else available_engines(),
-            "refusal": str(refusal or ""), "key": key,
+            "office": office, "loopback": here.port, "has_token": self.office.has_token, "pid": os.getpid(),
+            "host": socket.gethostname(), "machine": [_boot_id(), _network()], "wanted": wanted,
+            "engines": [] if wanted else available_engines(), "refusal": str(refusal or ""), "key": key,
         }  # fmt: skip
-        self.cards = [json.loads(item) for item in exchange(json.dumps(card).encode())]
+        try:
+            self.cards = [json.loads(item) for item in exchange(json.dumps(card).encode())]
+            across = any(c["machine"] != self.cards[0]["machine"] for c in self.cards)
+        finally:
+            self.office.settle(address, needed=across is True)
+            self.office.settle(LOOPBACK, needed=across is False)
         if any(c["refusal"] for c in self.cards):
             rank, text = next((r, c["refusal"]) for r, c in enumerate(self.cards) if c["refusal"])
             raise refusal or errors.ResourceError(f"rank {rank} cannot take part in group {self.name!r}: {text}")
+        _check_tokens(self.cards)
         self._key = self.cards[0]["key"]  # the first rank names the group for all offices
-        same_machine = all(c["machine"] == self.cards[0]["machine"] for c in self.cards)
-        self._offices = [
-            Card(nonce, LOOPBACK if same_machine else address, port, token)
-            for nonce, address, port, token in (c["office"] for c in self.cards)
-        ]
+        self._offices = [_office_in(c, bool(across)) for c in self.cards]
         self._rank_of = {card.nonce: r for r, card in enumerate(self._offices)}
         self._untold = [card.nonce for r, card in enumerate(self._offices) if r != self.rank]
         self.office.join(self._key, self)
@@ -387,12 +394,18 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         if rank is None:
             return
         kind = header.get("kind")
+        if isinstance(kind, str) and kind in self._handlers:
+            self._handlers[kind](rank, header, payload)
+            return
+        if not isinstance(kind, str) or kind not in MESSAGES:
+            raise Refused("sent a message of no known kind")
+        check(kind, header, payload, self.size)
         if kind == "letter":
             self.mail.on_letter(rank, header, payload)
         elif kind == "clear":
             self.mail.on_clear(rank, header)
         elif kind == "refused":
-            self.mail.on_refused(header)
+            self.mail.on_refused(rank, header)
         elif kind == "going":
             self.mail.on_going(rank, header)
         elif kind == "withdrawn":
@@ -408,8 +421,6 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         elif kind == "bye":
             self.left.add(rank)
             self.ring()
-        elif isinstance(kind, str) and kind in self._handlers:
-            self._handlers[kind](rank, header, payload)
 
     def on_line(self, sender: str, line: Link) -> None:
         if sender in self._rank_of:
@@ -527,9 +538,33 @@ def _lines_of(group: HostsGroup) -> Lines:
 
     def hear(rank: int, frame: Frame) -> None:
         header, payload = frame
+        check("arrival", header, payload, 0)
+        if len(arrivals) >= MOST_ARRIVALS or (header["seq"], rank) in arrivals:
+            raise Refused(f"sent arrival {header['seq']} twice, or is far ahead")
         arrivals[header["seq"], rank] = (header["signature"], payload)
 
-    return Lines(group.rank, call, hear)
+    def complain(rank: int, why: str) -> None:
+        if (found := ref()) is not None:
+            found.office.complaints.note(f"rank {rank}", why)
+
+    return Lines(group.rank, call, hear, complain)
+
+
+def _check_tokens(cards: Sequence[dict[str, Any]]) -> None:
+    """All ranks have the job's token, or none has."""
+    without = [r for r, card in enumerate(cards) if not card["has_token"]]
+    if without and len(without) < len(cards):
+        raise errors.CollectiveMismatchError(
+            f"groups across hosts: SYMCOMM_TOKEN is not set on rank {words_for_ranks(without)}, and on the others it "
+            "is; set the same one on all hosts."
+        )
+
+
+def _office_in(card: dict[str, Any], across: bool) -> Card:
+    """A rank's office, as its card says. What its callers have to know does not stay there."""
+    nonce, address, port, secret = card["office"]
+    card["office"] = ""
+    return Card(nonce, address, port, secret) if across else Card(nonce, LOOPBACK, card["loopback"], secret)
 
 
 def _agree_on_engine(cards: Sequence[dict[str, Any]]) -> str:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from symcomm.hosts.link import Broken, Frame, Link
+from symcomm.hosts.link import Broken, Frame, Link, Refused
 
 __all__ = ["Lines"]
 
@@ -37,10 +37,17 @@ class _Bell:
 
 
 class Lines:
-    """``call(rank)`` makes a line to a rank, or None; ``hear(rank, frame)`` is told what came."""
+    """``call(rank)`` makes a line to a rank, or None; ``hear(rank, frame)`` is told what came, and may raise Refused;
+    ``complain(rank, why)`` is told of lines that were closed for what came."""
 
-    def __init__(self, rank: int, call: Callable[[int], Link | None], hear: Callable[[int, Frame], None]):
-        self._rank, self._call, self._hear = rank, call, hear
+    def __init__(
+        self,
+        rank: int,
+        call: Callable[[int], Link | None],
+        hear: Callable[[int, Frame], None],
+        complain: Callable[[int, str], None] = lambda rank, why: None,
+    ):
+        self._rank, self._call, self._hear, self._complain = rank, call, hear, complain
         self._bell = _Bell()
         self._listener = 0  # the thread that listens
         self._lines: dict[int, Link] = {}
@@ -48,7 +55,11 @@ class Lines:
         self._closed = False
 
     def add(self, rank: int, link: Link) -> None:
-        """A rank has called."""
+        """A rank has called, which a lower one does once."""
+        if rank in self._lines or rank >= self._rank:
+            link.close()
+            self._complain(rank, "called a second time, or though it is called itself")
+            return
         self._lines[rank] = link
         if self._closed:
             link.close()
@@ -97,7 +108,7 @@ class Lines:
             link = self._lines.get(rank)
             if link is not None and not link.closed:
                 by_fd[link.fd] = rank
-                poll.register(link.fd, select.POLLIN | (select.POLLOUT if link.has_backlog else 0))
+                poll.register(link.fd, select.POLLIN | (select.POLLOUT if link.wants_to_send else 0))
         found = [fd for fd, _ in poll.poll(max(1, int(seconds * 1000)))]
         for fd in found:
             if fd == self._bell.fd:
@@ -113,13 +124,20 @@ class Lines:
             return
         for header, payload in self._waiting.pop(rank, ()):
             link.send(header, payload)
-        if link.has_backlog:
+        if link.wants_to_send:
             link.push()
         try:
             for frame in link.receive():
                 self._hear(rank, frame)
+        except Refused as error:
+            self.hang_up(rank, str(error))
         except Broken:
             link.close()
+
+    def hang_up(self, rank: int, why: str) -> None:
+        """Close a line for what came over it."""
+        self._complain(rank, why)
+        self._lines[rank].close()
 
     def forget(self) -> None:
         """In a child that was forked: the connections are the parent's, and locks may be held by threads it has not."""

@@ -24,16 +24,18 @@ from symcomm.group.failure import Status
 from symcomm.group.messages import ANY_SOURCE, AnyMessageWork, Message, MessageCalls, MessageWork
 from symcomm.group.work import Timeout, to_ns
 from symcomm.hosts.engine import Move, Transfer
+from symcomm.hosts.frames import EAGER
 from symcomm.hosts.operation import LATE_BYTES
+from symcomm.hosts.session import Refused
 from symcomm.types import DType
 
 __all__ = ["HostsMessages", "Mail"]
 
 INLINE = 4096  # bytes that travel with the announcement
-EAGER = 64 << 10  # bytes that do so where the sender waits: it may go on, and even leave, before they are received
 BACKLOG = 1 << 20  # bytes of announcements that may wait for a slow receiver
 TAG = 1  # of the engine's; collectives use 0
 ARRIVING = 10.0  # seconds beyond a deadline, at least, for a message that has set out: to give up on it ends the group
+WITHDRAWN = 4096  # sends remembered, since a receiver that has not heard yet may make a place for them
 SLICE = 0.002  # seconds between looks at the host's mailbox, for receives from anybody
 
 
@@ -284,6 +286,7 @@ class Mail:
         self._ref = weakref.ref(group)
         self._numbers = itertools.count()
         self._sends: dict[int, _Remote] = {}  # announced, the receiver has no place yet
+        self._withdrawn: dict[int, tuple[int, int]] = {}  # (to whom, bytes): the receiver may have made a place for it
         self._receives: list[_Remote] = []  # no letter yet
         self._coming: dict[tuple[int, int], _Remote] = {}  # by sender and number: what we have a place for
         self._letters: deque[_Letter] = deque()  # no receive yet
@@ -322,14 +325,25 @@ class Mail:
 
     def on_clear(self, rank: int, header: dict[str, Any]) -> None:
         """The receiver has a place, and its engine waits: if the message was withdrawn meanwhile, zeros go there."""
+        number = header["number"]
         with self.group.news:
-            work = self._sends.pop(header["number"], None)
-            self.group.tell(rank, {"kind": "going", "number": header["number"], "real": work is not None})
+            work = self._sent_to(rank, number)
+            expected = self._withdrawn.pop(number, None) if work is None else (rank, work._buffer.nbytes)
+            if expected != (rank, header["nbytes"]):
+                raise Refused(f"made a place of {header['nbytes']} bytes for a message that it was not sent")
+            self.group.tell(rank, {"kind": "going", "number": number, "real": work is not None})
             if work is None:
                 zeros = (ctypes.c_uint8 * header["nbytes"])()
                 buffer = Buffer(ctypes.addressof(zeros), len(zeros), DType.UINT8, zeros)
                 work = _Remote(self, Message.send(zeros, rank), buffer)
             self._move(work, rank)
+
+    def _sent_to(self, rank: int, number: int) -> _Remote | None:
+        """A message that ``rank`` has an answer to, no longer waiting for one; None when it was withdrawn."""
+        work = self._sends.get(number)
+        if work is not None and work._message.peer != rank:
+            raise Refused("answered a message that was sent to another rank")
+        return self._sends.pop(number, None)
 
     # --- receiving --------------------------------------------------------------------------------------------
 
@@ -342,6 +356,8 @@ class Mail:
     def on_letter(self, rank: int, header: dict[str, Any], payload: bytes | bytearray) -> None:
         letter = _Letter(rank, header, payload)
         with self.group.news:
+            if (rank, letter.number) in self._coming:
+                raise Refused(f"announced message {letter.number} twice")
             for work in self._receives:
                 if not isinstance(work, _FromAnybody) and _fits(work, letter):
                     self._receives.remove(work)
@@ -409,10 +425,11 @@ class Mail:
             self.receive(work)
             self.group.news.notify_all()
 
-    def on_refused(self, header: dict[str, Any]) -> None:
+    def on_refused(self, rank: int, header: dict[str, Any]) -> None:
         """The receiver had a place of another size: for the sender the message is gone."""
         with self.group.news:
-            work = self._sends.pop(header["number"], None)
+            work = self._sent_to(rank, header["number"])
+            self._withdrawn.pop(header["number"], None)
             if work is not None:
                 work.end()
 
@@ -446,6 +463,9 @@ class Mail:
             for number, other in list(self._sends.items()):
                 if other is work:
                     del self._sends[number]
+                    self._withdrawn[number] = (work._message.peer, work._buffer.nbytes)
+                    if len(self._withdrawn) > WITHDRAWN:
+                        del self._withdrawn[next(iter(self._withdrawn))]
                     self.group.tell(work._message.peer, {"kind": "withdrawn", "number": number})
                     return True
             return not work.moving

@@ -5,34 +5,39 @@ groups have to say to each other (envelopes of messages, failures), and of their
 which nobody at the target waits for. A process that dies closes its connections, which the others read at once; a host
 that vanishes is noticed by the kernel's keep-alive probes, which a stopped or busy process still answers.
 
-The first frame of a connection carries the token of the office that is called; it travelled through the store, so only
-the job's ranks know it. Where it names a group, the connection is that group's own from then on (lines.py).
+Whoever connects has to prove that it is a rank of the job (session.py); until then it is a stranger (door.py). Where
+its greeting names a group, the connection is that group's own from then on (lines.py). Nothing that comes over a
+connection can do more than end it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import hmac
+import logging
 import os
 import secrets
 import select
 import socket
 import threading
 import time
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 from symcomm import errors
-from symcomm.hosts.link import Broken, Link
+from symcomm.hosts.door import Complaints, Door
+from symcomm.hosts.link import Broken, Link, Refused
+from symcomm.hosts.session import Callee, Caller, job_secret
 from symcomm.memory.arena import Arena
 
 __all__ = ["Card", "Office", "host_patience", "office_of"]
 
-EARLY_FRAMES = 100_000  # kept for a group that is not made here yet
+log = logging.getLogger("symcomm.hosts")
+
+EARLY_FRAMES = 100_000  # kept for groups that are not made here yet
+EARLY_BYTES = 256 << 20
 PAST_GROUPS = 1000  # remembered, so that nothing is kept for them
 DEFAULT_PATIENCE = 5.0
 
@@ -50,12 +55,12 @@ def host_patience() -> float:
 
 
 class Card(NamedTuple):
-    """Where an office is, and what opens its door."""
+    """Where an office is. ``secret``: what its callers have to know; empty where that is the job's token."""
 
     nonce: str
     address: str
     port: int
-    token: str
+    secret: str
 
 
 class Member(Protocol):
@@ -105,30 +110,55 @@ class Office:
     def __init__(self, nonce: str):
         self.nonce = nonce
         self.pid = os.getpid()
-        self.token = secrets.token_hex(16)
+        self._job = job_secret()
+        self._secret = "" if self._job else secrets.token_hex(32)
         self.closed = False
         self._deserted = False  # the last group has left: nobody may join any more
         self._patience = host_patience()
-        self._listener = socket.create_server(("", 0), backlog=1024)
-        self._listener.setblocking(False)
-        self.port = self._listener.getsockname()[1]
         self._watched = select.epoll()
+        self.complaints = Complaints()
+        self._unforeseen = 0  # errors that nobody should be able to cause
+        self.door = Door(self._watched, self._callee, self.complaints)
         self._alarm, self._ring = socket.socketpair()
         self._links: dict[str, Link] = {}
         self._by_fd: dict[int, Link] = {}
         self._lost: set[str] = set()
+        self._banned: set[str] = set()  # for what they sent
         self._members: dict[str, weakref.ref[Any]] = {}  # a group that was forgotten goes away
         self._early: dict[str, list[tuple[str, dict[str, Any], bytes | bytearray]]] = {}
+        self._early_frames = self._early_bytes = 0
         self._past: dict[str, None] = {}  # groups that were left, whose messages come too late
         self._farewells: deque[tuple[str, str]] = deque()  # (to whom, from which group)
         self._lock = threading.RLock()
-        self._watched.register(self._listener, select.EPOLLIN)
         self._watched.register(self._alarm, select.EPOLLIN)
         self._thread = threading.Thread(target=self._serve, name="symcomm-office", daemon=True)
         self._thread.start()
 
     def card(self, address: str) -> Card:
-        return Card(self.nonce, address, self.port, self.token)
+        """For others to call; listens at ``address`` from now on. To be followed by ``settle``."""
+        with self._lock:
+            return Card(self.nonce, address, self.door.open(address), self._secret)
+
+    def settle(self, address: str, needed: bool) -> None:
+        """Whether somebody will call there."""
+        with self._lock, contextlib.suppress(OSError, ValueError):  # the office was closed
+            self.door.settle(address, needed)
+
+    @property
+    def has_token(self) -> bool:
+        """Whether it is the job's token that callers have to know."""
+        return self._job is not None
+
+    def _callee(self) -> Callee:
+        return Callee(self._job or self._secret.encode(), self.nonce)
+
+    def stats(self) -> dict[str, Any]:
+        """Connections, strangers among them, those that were refused, and errors that nobody should have caused."""
+        return {
+            "connections": len(self._by_fd), "strangers": len(self.door.strangers), "pauses": self.door.pauses,
+            "refused": self.complaints.refused, "reasons": list(self.complaints.reasons),
+            "unforeseen": self._unforeseen,
+        }  # fmt: skip
 
     # --- groups -----------------------------------------------------------------------------------------------
 
@@ -136,13 +166,21 @@ class Office:
         """From now on ``member`` gets the messages that carry ``key``, those that came early first.
 
         False: this office is about to close."""
+        refused: list[tuple[str, str]] = []
         with self._lock:
             if self.closed or self._deserted:
                 return False
-            for item in self._early.pop(key, []):
-                member.on_message(*item)
+            for sender, header, payload in self._early.pop(key, []):
+                self._early_frames, self._early_bytes = self._early_frames - 1, self._early_bytes - len(payload)
+                try:
+                    member.on_message(sender, header, payload)
+                except Refused as error:
+                    refused.append((sender, str(error)))
             self._members[key] = weakref.ref(member)
-            return True
+        for sender, why in refused:
+            if (link := self._links.get(sender)) is not None:
+                self._refuse(link, why)
+        return True
 
     def leave(self, key: str, peers: Iterable[str] = ()) -> None:
         """The last group to leave closes the office. ``peers`` are told, by the office's thread: the garbage collector
@@ -184,21 +222,19 @@ class Office:
 
     def call(self, to: Card, key: str, timeout: float = 10.0) -> Link | None:
         """A line to ``to``'s group of that name, which this office does not look after. None: it cannot be reached."""
-        return None if to.nonce in self._lost else self._greet(to, timeout, {"line": key})
+        return None if to.nonce in self._lost else self._greet(to, timeout, key)
 
-    def _greet(self, to: Card, timeout: float, more: dict[str, Any]) -> Link | None:
+    def _greet(self, to: Card, timeout: float, line: str | None = None) -> Link | None:
         try:
             sock = socket.create_connection((to.address, to.port), timeout)
         except OSError:
             self._lose(to.nonce)
             return None
         self._prepare(sock)
-        link = Link(sock, to.nonce)
-        link.send({"token": to.token, "from": self.nonce, **more})
-        return link
+        return Link(sock, to.nonce, Caller(self._job or to.secret.encode(), self.nonce, to.nonce, line))
 
     def _connect(self, to: Card, timeout: float) -> Link | None:
-        link = self._greet(to, timeout, {})
+        link = self._greet(to, timeout)
         if link is None:
             return None
         with self._lock:
@@ -231,17 +267,28 @@ class Office:
     # --- the thread -------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        seconds = 1.0
         while not self.closed:
-            for fd, events in self._watched.poll(1.0):
-                if fd == self._listener.fileno():
-                    self._accept()
-                elif fd == self._alarm.fileno():
-                    self._alarm.recv(4096)
-                elif (link := self._by_fd.get(fd)) is not None:
-                    self._attend(link, events)
+            for fd, events in self._watched.poll(seconds):
+                try:
+                    self._handle(fd, events)
+                except Exception:  # a bug; others need the office all the same
+                    self._unforeseen += 1
+                    log.exception("the control channel met something unforeseen. Please report it.")
+                    if (link := self._by_fd.get(fd)) is not None:
+                        self._refuse(link, "led to an error")
+            seconds = self.door.look(self._refuse)
             self._bid_farewell()
         self._bid_farewell()
         self.close_sockets()
+
+    def _handle(self, fd: int, events: int) -> None:
+        if (link := self._by_fd.get(fd)) is not None:
+            self._attend(link, events)
+        elif fd == self._alarm.fileno():
+            self._alarm.recv(4096)
+        elif (listener := self.door.listener(fd)) is not None:
+            self._accept(listener)
 
     def _bid_farewell(self) -> None:
         while self._farewells:
@@ -249,11 +296,16 @@ class Office:
             if (link := self._links.get(nonce)) is not None:
                 self._push(link, {"group": key, "kind": "bye"})
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            sock, _ = self._listener.accept()
+    def _accept(self, listener: socket.socket) -> None:
+        sock = self.door.accept(listener, self._refuse)
+        if sock is None:
+            return
+        try:
             self._prepare(sock)
-            self._add(Link(sock, None))
+        except OSError:  # gone already
+            sock.close()
+            return
+        self._add(self.door.welcome(sock))
 
     def _add(self, link: Link) -> None:
         with self._lock:
@@ -265,36 +317,51 @@ class Office:
         """What the office's thread is to look at."""
         with self._lock, contextlib.suppress(OSError, ValueError):  # the office was closed
             if not link.closed:
-                wanted = select.EPOLLIN | (select.EPOLLOUT if link.has_backlog else 0)
+                wanted = select.EPOLLIN | (select.EPOLLOUT if link.wants_to_send else 0)
                 self._watched.modify(link.fd, wanted)
 
     def _attend(self, link: Link, events: int) -> None:
         if events & select.EPOLLOUT:
             link.push()
             self._watch(link)
-        if events & ~select.EPOLLOUT and not link.closed:
-            try:
-                for header, payload in link.receive():
-                    if link.peer is None:
-                        self._admit(link, header)
-                        if "line" in header:
-                            self._hand_over(link, header["line"])
-                            return
-                    else:
-                        self._deliver(link.peer, header, payload)
-            except Broken:
+        if not events & ~select.EPOLLOUT or link.closed:
+            return
+        try:
+            if link.peer is None and not self._admit(link):
+                return
+            for header, payload in link.receive():
+                self._deliver(link, header, payload)
+                if link.closed:
+                    return
+        except Refused as error:
+            self._refuse(link, str(error))
+        except Broken as error:
+            if link.peer is None:
+                self._refuse(link, f"left before it had proved who it is ({error})")
+            else:
                 self._drop(link)
+        if link.wants_to_send:
+            self._watch(link)
 
-    def _admit(self, link: Link, header: dict[str, Any]) -> None:
-        """The first frame of an incoming connection must show our token."""
-        token = header.get("token")
-        if not isinstance(token, str) or not hmac.compare_digest(token.encode(), self.token.encode()):
-            raise Broken
-        link.peer = str(header.get("from"))
-        if "line" not in header:
-            with self._lock:
-                self._links.setdefault(link.peer, link)
-                self._lost.discard(link.peer)
+    def _admit(self, link: Link) -> bool:
+        """Go on with a stranger's handshake. True when it is a rank of the job, and its frames are the office's."""
+        if not link.shake_hands():
+            if link.wants_to_send:
+                self._watch(link)
+            return False
+        self.door.let_in(link)
+        session = link.session
+        if session.peer in self._banned:
+            raise Refused("is a rank that was refused before")
+        if session.line is not None:
+            link.peer = session.peer
+            self._hand_over(link, session.line)
+            return False
+        with self._lock:
+            link.peer = session.peer
+            self._links.setdefault(link.peer, link)
+            self._lost.discard(link.peer)
+        return True
 
     def _hand_over(self, link: Link, key: str) -> None:
         """It is a group's from now on. All ranks of a group have joined before one of them can call another."""
@@ -308,25 +375,41 @@ class Office:
         else:
             link.close()
 
-    def _deliver(self, sender: str, header: dict[str, Any], payload: bytes | bytearray) -> None:
-        key = header.get("group", "")
+    def _deliver(self, link: Link, header: dict[str, Any], payload: bytes | bytearray) -> None:
+        key, sender = header.get("group"), link.peer
+        if not isinstance(key, str) or sender is None:
+            raise Refused("sent a message for no group")
         with self._lock:
             found = self._members.get(key)
             if found is None and key in self._past:
                 return
             if found is None:
-                early = self._early.setdefault(key, [])
-                if len(early) < EARLY_FRAMES:
-                    early.append((sender, header, payload))
+                self._keep(key, sender, header, payload)
                 return
         member = found()
         if member is not None:
-            try:
-                member.on_message(sender, header, payload)
-            except Exception:  # a bug; other groups need the office all the same
-                traceback.print_exc()
+            member.on_message(sender, header, payload)
+
+    def _keep(self, key: str, sender: str, header: dict[str, Any], payload: bytes | bytearray) -> None:
+        """For a group that is not made here yet."""
+        if self._early_frames >= EARLY_FRAMES or self._early_bytes + len(payload) > EARLY_BYTES:
+            raise Refused("sent more than can be kept for groups that this rank is not in yet")
+        self._early_frames, self._early_bytes = self._early_frames + 1, self._early_bytes + len(payload)
+        self._early.setdefault(key, []).append((sender, header, payload))
+
+    def _refuse(self, link: Link, why: str) -> None:
+        """End a connection for what came over it. If it is a rank's, that rank is lost, and may not come back: it may
+        have two connections, or be about to have, where both sides called at once."""
+        self.complaints.note(_name_of(link), why)
+        proved = link.peer is not None and link.session.ready
+        if proved:
+            self._banned.add(link.session.peer)
+        self._drop(link)
+        if proved and (other := self._links.get(link.session.peer)) is not None:
+            self._drop(other)
 
     def _drop(self, link: Link) -> None:
+        self.door.let_in(link)
         with self._lock:
             self._by_fd.pop(link.fd, None)
             with contextlib.suppress(OSError, ValueError):
@@ -362,6 +445,17 @@ class Office:
     def close_sockets(self) -> None:
         for link in list(self._by_fd.values()):
             link.sock.close()
-        for sock in (self._listener, self._alarm, self._ring):
+        self.door.close()
+        for sock in (self._alarm, self._ring):
             sock.close()
         self._watched.close()
+
+
+def _name_of(link: Link) -> str:
+    """Who a connection is with, as far as anybody knows."""
+    try:
+        host, port = link.sock.getpeername()[:2]
+        where = f"{host} port {port}"
+    except (OSError, ValueError):
+        where = "somebody who is gone"
+    return where if link.peer is None else f"{where} (a rank)"

@@ -6,7 +6,7 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from symcomm._core import native
 from symcomm.collectives.plan import Collective, Plan
 from symcomm.group.failure import REDUCING, ROOTED, Status
 from symcomm.hosts.engine import Expected, Move, Transfer
+from symcomm.hosts.session import Refused
 from symcomm.hosts.trouble import Stopped
 from symcomm.types import DType, RedOpType
 
@@ -21,6 +22,7 @@ __all__ = ["Chunk", "Operation", "Signature"]
 
 IN_FLIGHT = 4  # chunks: two on the network, one that was just made, one that is being put in place
 LATE_BYTES = 1.0  # seconds that data of a rank that ended may still be on its way
+NOTHING: Mapping[int, int] = {}
 HASHED = 1 << 62  # as in collectives/select.py: a count that carries more than a number
 
 # Works on one chunk, and gives what it has to wait for: nothing at first, when it has said what it expects.
@@ -96,17 +98,18 @@ class Operation:
         """Until all ranks of this host have come, with the same call; in the same step, a collective of theirs."""
         self._run(self._group.first_plan(self.signature, build, args), tuple(ins), tuple(outs))
 
-    def exchange(self, say: dict[int, bytes]) -> dict[int, bytes | bytearray]:
-        """Called by speakers only: tell other hosts that this one has come, and a few bytes; theirs are returned."""
+    def exchange(self, say: dict[int, bytes], expected: Mapping[int, int] = NOTHING) -> dict[int, bytes | bytearray]:
+        """Called by speakers only: tell other hosts that this one has come, and a few bytes; theirs are returned, which
+        are as many as ``expected`` of a host, or none."""
         self.speak(say)
-        return self.hear()
+        return self.hear(expected)
 
     def speak(self, say: dict[int, bytes]) -> None:
         come = {"seq": self._seq, "signature": self.signature}
         for host in self.layout.others:
             self._group.lines.send(self.layout.speaker(host), come, say.get(host, b""))
 
-    def hear(self) -> dict[int, bytes | bytearray]:
+    def hear(self, expected: Mapping[int, int] = NOTHING) -> dict[int, bytes | bytearray]:
         """What the other hosts' speakers said. What this one said has left by then."""
         group, lines = self._group, self._group.lines
         awaited = {self.layout.speaker(h): h for h in self.layout.others}
@@ -119,6 +122,12 @@ class Operation:
         if any(signature != list(self.signature) for signature, _ in theirs.values()):
             group.trouble.mismatch()
             raise Stopped
+        for rank, host in awaited.items():
+            if (came := len(theirs[host][1])) != (due := expected.get(host, 0)):
+                why = f"sent {came} bytes with an arrival that has {due}"
+                lines.hang_up(rank, why)
+                group.trouble.cut_off([rank], Refused(f"it {why}"))
+                raise Stopped
         return {host: payload for host, (_, payload) in theirs.items()}
 
     def part(self) -> None:

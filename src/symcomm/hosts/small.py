@@ -64,7 +64,8 @@ def _combine(
     op.come(collectives.reduce, [source], [own] if layout.speaks else [], count, dtype, levels.inner, SPEAKER)
     if not layout.speaks:
         return
-    said = op.exchange({h: _read(own, nbytes) for h in hosts if h != layout.host})
+    due = dict.fromkeys(layout.others, nbytes) if layout.host in hosts else {}
+    said = op.exchange({h: _read(own, nbytes) for h in hosts if h != layout.host}, due)
     if layout.host in hosts:
         order = [own if h == layout.host else _place(said[h]) for h in range(len(layout.hosts))]
         levels.combine(op, target, order, count, dtype)
@@ -81,7 +82,7 @@ def broadcast(op: Operation, address: int, count: int, dtype: DType, root: int) 
         return
     op.come()
     if layout.speaks:
-        _write([address], [nbytes], op.exchange({})[home])
+        _write([address], [nbytes], op.exchange({}, {home: nbytes})[home])
     op.local(collectives.broadcast, [address], [address], count, dtype, SPEAKER)
 
 
@@ -92,7 +93,8 @@ def all_gather(op: Operation, source: int, targets: Sequence[int], counts: Seque
     op.come(collectives.gather, [source], outs, here, DType.UINT8, SPEAKER)
     if layout.speaks:
         own = b"".join(map(_view, outs, here))
-        for host, said in op.exchange(dict.fromkeys(layout.others, own)).items():
+        due = {h: sum(sizes[r] for r in layout.hosts[h]) for h in layout.others}
+        for host, said in op.exchange(dict.fromkeys(layout.others, own), due).items():
             _write([targets[r] for r in layout.hosts[host]], [sizes[r] for r in layout.hosts[host]], said)
     whole = _together(op, targets, sizes) if layout.speaks else _room(op, targets, sizes)
     op.local(collectives.broadcast, [whole], [whole], sum(sizes), DType.UINT8, SPEAKER)
@@ -111,7 +113,7 @@ def reduce_scatter(
     if layout.speaks:
         parts = [b"".join(_view(starts[r], sizes[r]) for r in ranks) for ranks in layout.hosts]
         result = bytearray(parts[layout.host])
-        said = op.exchange({h: parts[h] for h in layout.others})
+        said = op.exchange({h: parts[h] for h in layout.others}, dict.fromkeys(layout.others, len(result)))
         order = [_place(result if h == layout.host else said[h]) for h in range(len(layout.hosts))]
         levels.combine(op, _place(result), order, sum(counts[r] for r in layout.here), dtype)
         pieces = _from(_place(result), here)
@@ -133,7 +135,8 @@ def gather(op: Operation, source: int, targets: Sequence[int], nbytes: int, root
     op.come(collectives.gather, [source], outs, here, DType.UINT8, layout.local_of[root])
     away = layout.away
     sizes = [nbytes] * len(away)
-    came = b"".join(op.exchange({}).values()) if layout.speaks else b""
+    due = {h: nbytes * len(layout.hosts[h]) for h in layout.others}
+    came = b"".join(op.exchange({}, due).values()) if layout.speaks else b""
     room = _place(came) if layout.speaks or layout.rank != root else op.borrow(sum(sizes))
     _hand(op, SPEAKER, layout.local_of[root], _place(came), room, sum(sizes))
     if layout.rank == root:
@@ -147,7 +150,7 @@ def scatter(op: Operation, sources: Sequence[int], target: int, nbytes: int, roo
     pieces: list[int] = []
     if layout.host != home:
         op.come()
-        said = op.exchange({})[home] if layout.speaks else b""
+        said = op.exchange({}, {home: sum(here)})[home] if layout.speaks else b""
         pieces = _from(_place(said), here) if layout.speaks else []
         op.local(collectives.scatter, pieces, [target], here, DType.UINT8, SPEAKER)
         return
@@ -187,7 +190,8 @@ def all_to_all(
         op.speak(_by_receiver(op, places, rows))
     local = tuple(tuple(matrix(i, j) for j in here) for i in here)
     op.local(collectives.all_to_all, [sources[r] for r in here], [targets[r] for r in here], local, DType.UINT8, True)
-    came = _columns(op, op.hear(), columns) if layout.speaks else b""
+    due = {h: sum(matrix(i, j) for i in layout.hosts[h] for j in here) for h in layout.others if layout.speaks}
+    came = _columns(op, op.hear(due), columns) if layout.speaks else b""
     outs, sizes = [targets[r] for r in away], tuple(sum(column) for column in columns.values())
     pieces = _from(_place(came), sizes) if layout.speaks else []
     whole = _room(op, outs, columns[me])

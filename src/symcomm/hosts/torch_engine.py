@@ -23,6 +23,7 @@ from typing import Any
 from symcomm import errors
 from symcomm.hosts.engine import Engine, Expected, Move, Place, Transfer
 from symcomm.hosts.layout import FEW_OF_A_HOST
+from symcomm.hosts.session import job_secret
 from symcomm.memory.share import Patience
 from symcomm.store import TCPStore
 
@@ -79,14 +80,14 @@ class _TorchEngine(Engine):
         self._under_way: set[Transfer] = set()
         self.card = {}
         if place.rank == 0:
-            token = secrets.token_hex(16)
-            self._served = TCPStore(place.address, 0, is_master=True, token=token)
+            token = "" if job_secret() else secrets.token_hex(16)  # all ranks have the job's own
+            self._served = TCPStore(place.address, 0, is_master=True, token=token or None)
             self.card = {"address": place.address, "port": self._served.port, "token": token}
 
     def connect(self, cards: Sequence[dict[str, Any]], timeout: float) -> None:
         first, limit = cards[0], timedelta(seconds=timeout)
         store = self._served or TCPStore(
-            first["address"], first["port"], timeout=limit, token=first["token"], patient=False
+            first["address"], first["port"], timeout=limit, token=first["token"] or None, patient=False
         )
         store.set_timeout(limit)
         self._store = _dressed(store)

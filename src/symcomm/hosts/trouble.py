@@ -18,6 +18,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.errors import words_for_ranks, words_for_seconds
 from symcomm.group.failure import Status, how_it_ended
+from symcomm.hosts.session import Refused
 
 __all__ = ["Stopped", "Trouble"]
 
@@ -153,11 +154,12 @@ class Trouble:
         self._spread("mismatch", listed, sorted(answers))
 
     def cut_off(self, ranks: Collection[int], reason: BaseException) -> None:
-        """The engine lost ``ranks`` though they live."""
+        """The engine lost ``ranks`` though they live, or they sent what they should not."""
         if self.verdict is not None:
             return
         first = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
-        story = f"the connection to rank {words_for_ranks(ranks)} broke ({self._group.engine_name}: {first})"
+        by = "" if isinstance(reason, Refused) else f"{self._group.engine_name}: "
+        story = f"the connection to rank {words_for_ranks(ranks)} broke ({by}{first})"
         self._spread("gone", story, sorted(ranks))
 
     def end(self) -> None:

@@ -59,8 +59,9 @@ def handshake(
     if size == 1:
         return build(lambda item: [item])
     deadline = time.monotonic() + timeout
+    written: list[str] = []  # by all attempts: what one of them told may be secret, and is removed at last
     while True:
-        attempt = _Attempt(store, prefix, rank, size, deadline, timeout, call)
+        attempt = _Attempt(store, prefix, rank, size, deadline, timeout, call, written)
         try:
             built = build(attempt)
         except _StartOver:
@@ -87,14 +88,17 @@ class _GaveUp(errors.RankFailedError):
 class _Attempt:
     """One rank's part in one meeting."""
 
-    def __init__(self, store: Any, prefix: str, rank: int, size: int, deadline: float, timeout: float, call: str):
+    def __init__(
+        self, store: Any, prefix: str, rank: int, size: int, deadline: float, timeout: float, call: str,
+        written: list[str],
+    ):  # fmt: skip
         self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
         self._deadline, self._timeout, self._call = deadline, timeout, call
         self._token = secrets.token_hex(TOKEN // 2)
         self._tokens: list[str] = []  # of the generation's ranks, once there is one
         self._generation = ""
         self._turn = 0
-        self._mine: list[str] = []  # keys that we wrote and nobody removes for us
+        self._mine = written  # keys that we wrote and nobody removes for us
         self._look_at = 0.0
 
     def _key(self, name: str) -> str:

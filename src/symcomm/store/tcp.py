@@ -60,7 +60,8 @@ class TCPStore(Store):
     """``TCPStore(host_name, port, world_size, is_master)``: connect to a store, or with ``is_master`` also serve it.
 
     The first nine arguments are PyTorch's. ``token`` (or the environment's SYMCOMM_TOKEN) is a secret of the job that
-    client and server then prove to each other. ``bind`` says where a server listens, if not where ``host_name``
+    client and server then prove to each other; with ``token_is_optional`` a server also takes clients that do not ask
+    for a proof and give none, as PyTorch's cannot. ``bind`` says where a server listens, if not where ``host_name``
     points. ``limits`` is what a server grants a client. A client that is not ``patient`` raises at once where no server
     listens, instead of trying again until ``timeout``.
     """
@@ -81,6 +82,7 @@ class TCPStore(Store):
         bind: str | list[str] | None = None,
         limits: StoreLimits | None = None,
         patient: bool = True,
+        token_is_optional: bool = False,
     ):
         _check_arguments(host_name, port, world_size)
         workers = world_size if world_size is not None and world_size > 0 else None
@@ -102,6 +104,7 @@ class TCPStore(Store):
                     bind=bind,
                     listen_fd=master_listen_fd,
                     token=self._token,
+                    token_is_optional=token_is_optional,
                     limits=limits or StoreLimits(),
                     world_size=workers,
                     multi_tenant=multi_tenant,

@@ -40,14 +40,20 @@ class StoreLimits:
 class Server:
     """A running server. It ends when nobody holds this object any more, or at ``stop()``."""
 
-    def __init__(self, sockets: list[socket.socket], token: bytes | None, limits: StoreLimits):
+    def __init__(
+        self, sockets: list[socket.socket], token: bytes | None, limits: StoreLimits, token_is_optional: bool = False
+    ):
         self.port: int = sockets[0].getsockname()[1]
         self.addresses = [sock.getsockname()[0] for sock in sockets]
         reader, writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(writer, False)
         try:
             self._native = native.StoreServer(
-                [sock.detach() for sock in sockets], token, writer, *(getattr(limits, name) for name in _LIMIT_NAMES)
+                [sock.detach() for sock in sockets],
+                token,
+                writer,
+                *(getattr(limits, name) for name in _LIMIT_NAMES),
+                token_is_optional,
             )
         except OSError as error:
             os.close(reader)
@@ -94,6 +100,7 @@ def start_server(
     bind: str | list[str] | None,
     listen_fd: int | None,
     token: bytes | None,
+    token_is_optional: bool,
     limits: StoreLimits,
     world_size: int | None,
     multi_tenant: bool,
@@ -102,11 +109,11 @@ def start_server(
     """Start a server, or join the one that this process already runs on ``port`` if that is multi-tenant."""
     _ensure_descriptors(world_size or 0)
     if not multi_tenant:
-        return Server(_sockets(host, port, bind, listen_fd, seconds), token, limits)
+        return Server(_sockets(host, port, bind, listen_fd, seconds), token, limits, token_is_optional)
     with _shared_lock:
         server = _shared.get(port) if port else None
         if server is None:
-            server = Server(_sockets(host, port, bind, listen_fd, seconds), token, limits)
+            server = Server(_sockets(host, port, bind, listen_fd, seconds), token, limits, token_is_optional)
             _shared[server.port] = server
         return server
 

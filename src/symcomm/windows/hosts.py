@@ -19,6 +19,8 @@ from symcomm._core import native
 from symcomm.group.buffers import Buffer
 from symcomm.group.failure import Status
 from symcomm.group.segments import Shortcut
+from symcomm.hosts.frames import is_number, need
+from symcomm.hosts.session import Refused
 from symcomm.windows.memory import HostMemory, no_shortcut
 
 if TYPE_CHECKING:
@@ -46,14 +48,14 @@ class Arrivals:
         self.signals: Counter[int] = Counter()  # not taken yet, by sender
 
     def note(self, rank: int, header: dict[str, Any], payload: bytes | bytearray) -> None:
+        start = need(header, "start", is_number) if "start" in header else None
+        if (start or 0) + len(payload) > (0 if start is None else self._nbytes):
+            raise Refused(f"put {len(payload)} bytes at {start} into a window of {self._nbytes}")
         with self._news:
             if self._memory is None:
                 return
             self.messages[rank] += 1
-            if "start" in header:
-                start = header["start"]
-                if not 0 <= start <= self._nbytes - len(payload):  # the sender has checked that
-                    raise errors.InternalError(f"a put of rank {rank} reaches beyond the window. Please report it.")
+            if start is not None:
                 native.poke(self._address + start, bytes(payload))
             else:
                 self.signals[rank] += 1
@@ -75,7 +77,7 @@ class Inbox:
         self._open[number] = arrivals
 
     def __call__(self, rank: int, header: dict[str, Any], payload: bytes | bytearray) -> None:
-        arrivals = self._open.get(header["window"])
+        arrivals = self._open.get(need(header, "window", is_number))
         if arrivals is not None:
             arrivals.note(rank, header, payload)
 
