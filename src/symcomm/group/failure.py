@@ -127,7 +127,7 @@ def explain(group: Any, status: int, call: str, at: Site, seconds: float | None)
     number = "" if call.endswith(",") else f" #{seq}"  # messages ("send to rank 1, tag 0,") are not counted
     what = f"{call}{number} on group {group.name!r}"
     text = describe_call(me["signature"], me["count"]) if me["seq"] == seq else call
-    native.group_publish(group._handle, json.dumps({"call": text, "site": site, "seq": seq}).encode())
+    _publish(group, text, site, seq)
     if status == Status.MISMATCH:
         return _mismatch(group, what, report, text, site)
     if status in (Status.DEAD, Status.LEFT):
@@ -165,10 +165,17 @@ def explain_peer(group: Any, what: str, status: int, peer: int, seconds: float) 
     return errors.GroupUnusableError(f"{text} failed: the group was aborted or an operation on it failed before.")
 
 
+def _publish(group: Any, call: str, site: str, seq: int) -> None:
+    """Tell the others what this rank was doing. Of a long path the end says most."""
+    while len(text := json.dumps({"call": call, "site": site, "seq": seq}).encode()) > native.CALL_BYTES:
+        site = f"...{site[len(site) // 4 + 4 :]}"
+    native.group_publish(group._handle, native.RECORD_CALL, text)
+
+
 def _await_records(group: Any, ranks: Sequence[int]) -> list[dict | None]:
     deadline = time.monotonic() + RECORD_WAIT
     while True:
-        records = native.group_records(group._handle)
+        records = native.group_records(group._handle, native.RECORD_CALL)
         if all(records[r] is not None for r in ranks) or time.monotonic() > deadline:
             return [json.loads(item) if item is not None else None for item in records]
         time.sleep(0.001)

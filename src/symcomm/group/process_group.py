@@ -29,7 +29,7 @@ from symcomm.group.more_calls import MoreCalls
 from symcomm.group.together import MOST_RANKS, WORD_BYTES, Together
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
 from symcomm.memory.arena import Arena, Peer, current_arena
-from symcomm.memory.share import Exchange, connect
+from symcomm.memory.share import Exchange, NotMade, SeveralHostsError, connect
 
 if TYPE_CHECKING:
     from symcomm.group.grow import Meeting
@@ -195,9 +195,9 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
             native.poke(self._arena.base + self._offset + channels + r * native.CHANNEL_BYTES, bytes(192))
         try:
             everyone = self._introduce(exchange, peers, total)
-        except BaseException:
+        except (NotMade, SeveralHostsError):
             self._arena.free(self._offset)
-            raise
+            raise  # after any other failure some ranks may have the group, and mark in our part of it that they left
         all_cores = functools.reduce(operator.or_, (int(f["cores"], 16) for f in everyone))
         if tune and self.size > all_cores.bit_count():
             self._limits = self._limits.crowded()
@@ -429,23 +429,29 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
             self._limits, [self.global_ranks[r] for r in ranks], [self._peers[r] for r in ranks],
         )  # fmt: skip
 
-    def shrink(self, timeout: float = 5.0, exclude: Sequence[int] = (), abort: bool = True) -> ProcessGroup:
+    def shrink(
+        self, timeout: float = 5.0, exclude: Sequence[int] = (), abort: bool = True, quorum: int | None = None
+    ) -> ProcessGroup:
         """After a failure: the ranks that still live, and come here within ``timeout``, go on in a new group.
 
-        Ranks in ``exclude`` stay behind though they live; they do not call this. Without ``abort`` operations that
-        other ranks still have under way end first."""
-        from symcomm.group.shrink import Records, agree_on_survivors, check_excluded
+        All of them in one of the same members. A rank that stalls on the way is left out when ``timeout`` has passed
+        once more, and raises RankFailedError when it comes. Ranks in ``exclude`` stay behind though they live; they do
+        not call this. Without ``abort`` operations that other ranks still have under way end first. ``quorum``: how
+        many ranks of this group must be reached, where they are on several hosts; more than half unless given."""
+        from symcomm.group.shrink import check_excluded, check_quorum, shrink
 
         if not self._retire.alive:
             raise self._unusable()
         check_excluded(self, exclude)
-        survivors, exchange = agree_on_survivors(Records(self), timeout, exclude, abort)
-        smaller = ProcessGroup(
-            survivors.index(self.rank), len(survivors), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
-            [self.global_ranks[r] for r in survivors], [self._peers[r] for r in survivors],
+        check_quorum(self, quorum)
+        return shrink(self, to_ns("shrink", timeout) / 1e9, exclude, abort)
+
+    def of_members(self, ranks: Sequence[int], exchange: Exchange) -> ProcessGroup:
+        """What is left of this group when only ``ranks`` go on."""
+        return ProcessGroup(
+            ranks.index(self.rank), len(ranks), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
+            [self.global_ranks[r] for r in ranks], [self._peers[r] for r in ranks],
         )  # fmt: skip
-        smaller.inherit(self)
-        return smaller
 
     def inherit(self, older: ProcessGroup) -> None:
         """Take the place of a group that this one was made from: newcomers find it where they would have found that."""
