@@ -32,7 +32,8 @@ WITHOUT_TORCH = (
 
 # Torch tensors in calls that have been the same in all its versions, our own sources, or tools that few machines have.
 MAIN_ONLY = (
-    "agreement", "agreement_hosts", "async", "attack", "bench", "collectives", "control_plane", "demo", "docs", "elastic", "failures", "flight",
+    "agreement", "agreement_hosts", "async", "attack", "bench", "collectives", "control_plane", "demo", "docs",
+    "elastic", "failures", "flight",
     "gpu_collectives", "gpu_comm", "gpu_torch", "gpu_windows", "groups", "grow", "hosts_attack", "hosts_failures",
     "hosts_lines", "hosts_network", "hosts_values", "layers", "p2p", "ray", "reconfigure", "reconfigure_deaths",
     "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "top_browser", "top_feed", "trace_failures",

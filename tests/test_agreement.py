@@ -23,7 +23,7 @@ from symcomm._core import native
 from symcomm.group import failure
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.shrink import Attempt, Record, Records, Word, pack_ranks, unpack_ranks
-from tests.faults import leftovers, run_group
+from tests.faults import leftovers, process_state, run_group
 
 WORLD = 4
 STEPS = 5  # of a rank that proposes: proposal, word, vote, decision, done
@@ -78,18 +78,13 @@ def _go_on(group: ProcessGroup, marks: str, victim: int, step: int, how: signal.
         open(os.path.join(marks, str(me)), "w").close()
 
 
-def _state(pid: int) -> str:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
-
-
 def _continue_last(marks: str, victim: int, pids: list[int]) -> None:
     """Let the stopped rank go on when all others have ended."""
     end = time.monotonic() + 25
     others = [str(r) for r in range(WORLD - 1) if r != victim]
     while time.monotonic() < end and not all(os.path.exists(os.path.join(marks, name)) for name in others):
         time.sleep(0.005)
-    if _state(pids[victim]) == "T":
+    if process_state(pids[victim]) == "T":
         os.kill(pids[victim], signal.SIGCONT)
 
 

@@ -147,6 +147,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self._goodbye = False
         self._acting = 0  # the thread that performs an operation
         self._key = ""
+        self._rank_of: dict[str, int] = {}  # by the name of its office: the office may ask before all have met
         self._stopping: threading.Thread | None = None
         self._meet(exchange, engine)
 

@@ -68,13 +68,15 @@ class Value(NamedTuple):
 class Acceptor:
     """What one rank remembers of one agreement; and, of the ballots it has proposed, what the others answered."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self.promised = NOTHING
         self.attempts: dict[Ballot, frozenset[int]] = {}
         self.accepted: tuple[Ballot, Value] | None = None
         self.decided: Value | None = None
         self.here: set[int] = set()  # ranks that have come to shrink()
         self.quit: set[int] = set()  # that have come, and given up
+        self.late: dict[Ballot, set[int]] = {}  # ranks that wait for others in vain
         self.promises: dict[Ballot, dict[int, tuple[Ballot, Value] | None]] = {}
         self.acceptances: dict[Ballot, set[int]] = {}
 
@@ -95,6 +97,13 @@ class Acceptor:
     def on_quit(self, rank: int, header: dict[str, Any]) -> None:
         self.here.discard(rank)
         self.quit.add(rank)
+
+    def on_late(self, rank: int, header: dict[str, Any]) -> dict[str, Any] | None:
+        """Somebody waits, maybe for us: if we did not know of that ballot, that is the fault of neither."""
+        ballot, unknown = _ballot(header), _ballot(header) > self.promised
+        self.late.setdefault(ballot, set()).add(rank)
+        self.see(ballot, unpack_ranks(header["dead"]))
+        return header if unknown and self.rank in self.here else None
 
     def on_prepare(self, rank: int, header: dict[str, Any]) -> dict[str, Any]:
         ballot = _ballot(header)
@@ -132,7 +141,7 @@ class Acceptor:
         return {"step": "refused", "ballot": list(self.promised), "dead": pack_ranks(self.attempts[self.promised])}
 
 
-STEPS = ("here", "quit", "prepare", "promise", "accept", "accepted", "refused", "decided")
+STEPS = ("here", "quit", "late", "prepare", "promise", "accept", "accepted", "refused", "decided")
 
 
 def _ballot(header: dict[str, Any]) -> Ballot:
@@ -150,7 +159,7 @@ class Council:
 
     def acceptor(self, turn: int) -> Acceptor:
         with self._news:
-            return self._acceptors.setdefault(turn, Acceptor())
+            return self._acceptors.setdefault(turn, Acceptor(self.rank))
 
     def note(self, rank: int, header: dict[str, Any]) -> None:
         """Called by the office, in its thread: a member has something to say."""
@@ -181,6 +190,8 @@ class Agreement:
         while (known := self._council.acceptor(self._council.turn).decided) is not None:
             before |= known.dead  # it was decided before, in a call of ours or without us
             self._council.turn += 1
+        if group.rank in before:
+            raise left_out(group.name, group.rank)
         self._turn = self._council.turn
         self._state = self._council.acceptor(self._turn)
         self._dead = before | frozenset(exclude)  # to be left out, as far as this rank knows
@@ -245,8 +256,11 @@ class Agreement:
             self._begin()
             while self._state.decided is None:
                 ballot = self._state.promised
-                if self._rank in self._state.attempts[ballot]:
+                dead = self._state.attempts[ballot]
+                if self._rank in dead:
                     self._await_decision(ballot)
+                elif not self._dead | self._lost() <= dead:
+                    self._next(ballot)
                 elif ballot[1] != self._rank:
                     self._follow(ballot, make)
                 else:
@@ -274,11 +288,16 @@ class Agreement:
         ballot = (self._state.promised[0] + 1, self._rank)
         self._send_all({"step": "prepare", "ballot": list(ballot), "dead": pack_ranks(self._dead)})
 
-    def _propose_in_turn(self, over: Callable[[], bool]) -> None:
+    def _propose_in_turn(self, over: Callable[[], bool], wait: float = 0.0) -> None:
         """The lowest of those that are left proposes, the others only if nothing comes of it."""
         left = [r for r in range(self._size) if r not in self._dead | self._lost()]
-        if not self._await(over, time.monotonic() + GRACE * left.index(self._rank)):
+        if not self._await(over, time.monotonic() + wait + GRACE * left.index(self._rank)):
             self._propose()
+
+    def _next(self, ballot: Ballot, wait: float = 0.0) -> None:
+        """Nothing can become of this one."""
+        self._dead |= self._state.attempts[ballot]
+        self._propose_in_turn(lambda: self._moved(ballot), wait)
 
     def _begin(self) -> None:
         """Until there is a ballot."""
@@ -307,11 +326,9 @@ class Agreement:
         def over() -> bool:
             return self._moved(ballot) or ballot[1] in self._lost()
 
-        self._dead |= self._state.attempts[ballot]
         if not self._await(over, time.monotonic() + self._timeout):
             self._dead |= {ballot[1]}
-        if not self._moved(ballot):
-            self._propose_in_turn(lambda: self._moved(ballot))
+        self._next(ballot)
 
     def _lead(self, ballot: Ballot, make: Callable[[Sequence[int], Any], Any]) -> None:
         state, deadline = self._state, time.monotonic() + self._timeout
@@ -347,8 +364,7 @@ class Agreement:
         """Whether all members of a ballot have built its group, and it may still be decided."""
         if ballot in self._built:
             return True
-        dead = self._state.attempts[ballot]
-        members = [r for r in range(self._size) if r not in dead]
+        members = [r for r in range(self._size) if r not in self._state.attempts[ballot]]
 
         def check() -> None:
             if self._moved(ballot):
@@ -358,6 +374,7 @@ class Agreement:
 
         topic = f"shrink/{self._turn}/{ballot[0]}.{ballot[1]}"
         exchange = self._group.rounds.exchange_among(members, topic, self._timeout, check)
+        wait = 0.0
         try:
             self._built[ballot] = make(members, exchange)
             exchange(b"built")
@@ -367,11 +384,25 @@ class Agreement:
         except Lost as error:
             self._dead |= frozenset(error.ranks)
         except Silent as error:
-            self._dead |= frozenset(error.missing)
+            culprits = self._culprits(ballot, error.missing)
+            self._dead |= culprits
+            if not culprits:
+                wait = self._try_again()
         except (errors.PeerError, errors.DeadlineError):  # it counts ranks differently; next time we shall know more
-            self._failures += 1
-            if self._failures >= TRIES:
-                raise
-        self._dead |= dead
-        self._propose_in_turn(lambda: self._moved(ballot))
+            wait = self._try_again()
+        self._next(ballot, wait)
         return False
+
+    def _culprits(self, ballot: Ballot, missing: Collection[int]) -> frozenset[int]:
+        """Of ranks that did not come: those that do not say they wait for others themselves."""
+        waiting = self._state.late.setdefault(ballot, set())
+        self._send_all({"step": "late", "ballot": list(ballot), "dead": pack_ranks(self._state.attempts[ballot])})
+        self._await(lambda: self._moved(ballot) or waiting.issuperset(missing), time.monotonic() + 2 * GRACE)
+        return frozenset(missing) - waiting
+
+    def _try_again(self) -> float:
+        """Nobody is to blame, as far as this rank can tell. Says how long to let others go first, who may know more."""
+        self._failures += 1
+        if self._failures >= TRIES:
+            raise errors.deadline(f"shrink of group {self._group.name!r}", self._timeout)
+        return self._timeout / 2 + 2 * GRACE
