@@ -39,14 +39,16 @@ def _join(hosts: list[int], rank: int, world: int, folder: str, timeout: float) 
     return group
 
 
-def _run(body: Callable, hosts: list[int], scenarios: list, **more: Any) -> list[list[Outcome]]:
+def _run(body: Callable, hosts: list[int], scenarios: list, timeout: float = 20.0, **more: Any) -> list[list[Outcome]]:
     """What each rank of each scenario did. ``body(group, scenario)``."""
 
     def rank(group: Any) -> Any:
         return body(group, scenarios[group.scenario])
 
     size = len(hosts)
-    outcomes = run_group(rank, size * len(scenarios), timeout=20.0, deadline=90.0, join=partial(_join, hosts), **more)
+    outcomes = run_group(
+        rank, size * len(scenarios), timeout=timeout, deadline=90.0, join=partial(_join, hosts), **more
+    )
     return [outcomes[i : i + size] for i in range(0, len(outcomes), size)]
 
 

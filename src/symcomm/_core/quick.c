@@ -116,6 +116,10 @@ static bool in_the_way(const struct group *g, const struct kind *k, const struct
 static bool describe(const struct group *g, PyObject *const *args, struct kind *k, struct given *t) {
     if (!PyLong_Check(args[1]) || !PyLong_Check(args[2])) return false;
     *k = (struct kind){.call = PyLong_AsLongLong(args[1]), .detail = PyLong_AsLongLong(args[2]), .dtype = -1};
+    if (k->detail == -1 && PyErr_Occurred()) { /* a root beyond 63 bits, which Python will refuse in words */
+        PyErr_Clear();
+        return false;
+    }
     k->n_in = view_all(args[3], t->in, &k->count, &k->dtype);
     if (k->n_in < 0) return false;
     if (args[4] == args[3] && k->n_in == 1) {

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
 from symcomm.group.ephemeral import EphemeralTimeouts
-from symcomm.group.failure import Site, Status, call_site
+from symcomm.group.failure import Site, Status, call_site, check_living
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
 from symcomm.group.together import MOST_RANKS, WORD_BYTES, Together
@@ -395,7 +395,11 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
     def new_group(self, ranks: Sequence[int], name: str = "", timeout: Timeout = None) -> ProcessGroup | None:
         """A group of ``ranks`` of this one. Every rank of this group calls it; non-members get None."""
         chosen = list(ranks)
-        if not chosen or len(set(chosen)) != len(chosen) or any(not 0 <= r < self.size for r in chosen):
+        if (
+            not chosen
+            or len(set(chosen)) != len(chosen)
+            or not all(isinstance(r, int) and 0 <= r < self.size for r in chosen)
+        ):
             raise errors.bad_argument(
                 "new_group", "ranks", chosen, f"distinct ranks of 0 to {self.size - 1}, at least one"
             )
@@ -461,6 +465,10 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
     def _gone(self) -> list[int]:
         """Ranks that died, or left."""
         return [r["rank"] for r in native.group_report(self._handle)["ranks"] if r["gone"]]
+
+    def watch(self, ranks: Collection[int], what: str) -> Callable[[], None]:
+        """For who waits for ``ranks`` of this group elsewhere: raises RankFailedError once one of them is gone."""
+        return functools.partial(check_living, self, ranks, what)
 
     def grow(self, timeout: float = 10.0, wait: float = 0.0, size: int | None = None) -> ProcessGroup:
         """Between two steps: let in who waits in ``symcomm.join()``. Every rank of this group calls it.

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -518,6 +518,14 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
 
     def _gone(self) -> list[int]:
         return sorted(self.rounds.gone())
+
+    def watch(self, ranks: Collection[int], what: str) -> Callable[[], None]:
+        """As in ProcessGroup. Ranks of other hosts are seen to end by a connection, which this makes."""
+        far, begun = [r for r in ranks if r not in self.layout.here], time.monotonic()
+        for rank in far:
+            if not self.tell_known(rank, {"kind": "hello"}):
+                self.tell(rank, {"kind": "hello"}, timeout=1.0)
+        return lambda: self.rounds.check_members(ranks, begun, what)
 
     def _seen_leaving(self) -> set[int]:
         counterparts = {r for host in self.layout.others for r in self.layout.counterparts(host)}

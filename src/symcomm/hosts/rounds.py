@@ -7,23 +7,15 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from symcomm import errors
 from symcomm._core import native
 
-__all__ = ["Lost", "Rounds", "Silent"]
+__all__ = ["Rounds"]
 
 SLICE = 0.05  # seconds between two looks at who is gone
-
-
-class Lost(errors.RankFailedError):
-    """Ranks that were waited for are gone; they are counted as in the group that the exchange goes through."""
-
-
-class Silent(errors.DeadlineError):
-    """The same, for ranks that did not come."""
 
 
 class Rounds:
@@ -52,11 +44,22 @@ class Rounds:
         return here | {r for r in range(self.size) if r != self.rank and group.is_gone(r)}
 
     def exchange_among(
-        self, ranks: Sequence[int], topic: str, timeout: float, check: Callable[[], None] | None = None
+        self,
+        ranks: Sequence[int],
+        topic: str,
+        timeout: float,
+        check: Callable[[], None] | None = None,
+        late: Callable[[list[int]], BaseException] | None = None,
     ) -> Exchanging:
         """For ``ranks``, which all call it equally often. ``check`` raises when there is no use in waiting any more;
-        unless given, when one of them is gone, or the group has failed."""
-        return Exchanging(self, ranks, topic, timeout, check)
+        unless given, when one of them is gone, or the group has failed. ``late(missing)``: what to raise when the time
+        is over."""
+        begun, what = time.monotonic(), f"new group from group {self.name!r}"
+        return Exchanging(
+            self, ranks, topic, timeout,
+            check or (lambda: self.check_members(ranks, begun, what)),
+            late or (lambda missing: errors.deadline(what, timeout, missing=missing)),
+        )  # fmt: skip
 
     def say(self, place: str, says: str, to: Sequence[int]) -> None:
         with self._group.news:
@@ -65,34 +68,25 @@ class Rounds:
             if rank != self.rank:
                 self._group.tell(rank, {"kind": "vote", "topic": place, "says": says}, timeout=1.0)
 
-    def await_all(self, place: str, ranks: Sequence[int], timeout: float, check: Callable[[], None]) -> list[str]:
-        deadline, news = time.monotonic() + timeout, self._group.news
-        while True:
-            with news:
-                missing = [r for r in ranks if (place, r) not in self._said]
-                if not missing:
-                    return [self._said.pop((place, r)) for r in ranks]
-                left = deadline - time.monotonic()
-                if left > 0:
-                    news.wait(min(left, SLICE))
-                    missing = [r for r in ranks if (place, r) not in self._said]
-            if missing:
-                check()
-                if left <= 0:
-                    raise Silent(str(errors.deadline(self.what, timeout, missing=missing)), missing)
+    def heard(self, place: str, ranks: Sequence[int], seconds: float) -> list[int]:
+        """Those of ``ranks`` that have not said it, when all have, or something has happened, or the time is over."""
+        with self._group.news:
+            if any((place, r) not in self._said for r in ranks):
+                self._group.news.wait(seconds)
+            return [r for r in ranks if (place, r) not in self._said]
 
-    @property
-    def what(self) -> str:
-        return f"new group from group {self.name!r}"
+    def take(self, place: str, ranks: Sequence[int]) -> list[str]:
+        with self._group.news:
+            return [self._said.pop((place, r)) for r in ranks]
 
-    def check_members(self, ranks: Sequence[int], begun: float) -> None:
+    def check_members(self, ranks: Collection[int], begun: float, what: str) -> None:
         """Raise if the group has failed, or one of ``ranks`` is gone: then it fails now."""
         group = self._group
         gone = sorted(self.gone().intersection(ranks))
         if gone and group.trouble.verdict is None:
             group.trouble.gone(gone)
         if group.trouble.verdict is not None:
-            raise group.fail(self.what, time.monotonic() - begun)
+            raise group.fail(what, time.monotonic() - begun)
 
     def forget(self, prefix: str) -> None:
         """What was said about topics that are over."""
@@ -105,16 +99,24 @@ class Exchanging:
     """An exchange (see memory/share.py) among some ranks."""
 
     def __init__(
-        self, rounds: Rounds, ranks: Sequence[int], topic: str, timeout: float, check: Callable[[], None] | None
+        self,
+        rounds: Rounds,
+        ranks: Sequence[int],
+        topic: str,
+        timeout: float,
+        check: Callable[[], None],
+        late: Callable[[list[int]], BaseException],
     ):
         self._rounds, self._ranks, self._topic, self._timeout = rounds, ranks, topic, timeout
+        self.check, self._late = check, late
         self._turn = 0
-        begun = time.monotonic()
-        self.check = check or (lambda: rounds.check_members(ranks, begun))
 
     def __call__(self, item: bytes) -> list[bytes]:
         self._turn += 1
-        place = f"{self._topic}/{self._turn}"
+        place, deadline = f"{self._topic}/{self._turn}", time.monotonic() + self._timeout
         self._rounds.say(place, item.decode("latin-1"), self._ranks)
-        said = self._rounds.await_all(place, self._ranks, self._timeout, self.check)
-        return [text.encode("latin-1") for text in said]
+        while missing := self._rounds.heard(place, self._ranks, SLICE):
+            self.check()
+            if time.monotonic() > deadline:
+                raise self._late(missing)
+        return [text.encode("latin-1") for text in self._rounds.take(place, self._ranks)]

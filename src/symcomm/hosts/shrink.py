@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from symcomm import errors
 from symcomm.errors import words_for_ranks
 from symcomm.group.shrink import left_out, pack_ranks, unpack_ranks
-from symcomm.hosts.rounds import SLICE, Lost, Silent
+from symcomm.hosts.rounds import SLICE
 from symcomm.memory.share import NotMade
 
 __all__ = ["Agreement", "Council"]
@@ -50,6 +50,14 @@ TRIES = 3  # of building, when it fails and nobody is to blame
 
 Ballot = tuple[int, int]
 NOTHING: Ballot = (0, -1)
+
+
+class Lost(errors.RankFailedError):
+    """Members of a ballot are gone, as the group that is shrunk counts them."""
+
+
+class Silent(errors.DeadlineError):
+    """Members of a ballot did not come."""
 
 
 class Value(NamedTuple):
@@ -373,7 +381,9 @@ class Agreement:
                 raise Lost(f"rank {words_for_ranks(lost)} is gone", sorted(lost))
 
         topic = f"shrink/{self._turn}/{ballot[0]}.{ballot[1]}"
-        exchange = self._group.rounds.exchange_among(members, topic, self._timeout, check)
+        exchange = self._group.rounds.exchange_among(
+            members, topic, self._timeout, check, lambda missing: Silent("they did not come", missing)
+        )
         wait = 0.0
         try:
             self._built[ballot] = make(members, exchange)
