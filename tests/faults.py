@@ -51,11 +51,12 @@ def join_group(rank: int, world: int, folder: str, timeout: float, limits: Limit
 
 
 def _child(
-    fn: Callable, rank: int, world: int, folder: str, timeout: float, args: tuple, tell: int, hear: int, linger: bool
-) -> None:
+    fn: Callable, rank: int, world: int, folder: str, timeout: float, args: tuple, tell: int, hear: int, linger: bool,
+    join: Callable,
+) -> None:  # fmt: skip
     torch.set_num_threads(1)  # a forked child has none of its parent's OpenMP threads
     try:
-        group = join_group(rank, world, folder, timeout)
+        group = join(rank, world, folder, timeout)
         value = fn(group, *args)
         outcome = Outcome(rank, "returned", value, when=time.monotonic())
     except BaseException as error:
@@ -87,6 +88,7 @@ def run_group(
     deadline: float = 30.0,
     during: Callable[[list[int]], None] | None = None,
     linger: bool = True,
+    join: Callable[..., Any] = join_group,
 ) -> list[Outcome]:
     """See the module's text. ``timeout`` is the group's; whoever runs at ``deadline`` is killed and called stuck."""
     folder = tempfile.mkdtemp(prefix="symcomm-test-")
@@ -99,7 +101,7 @@ def run_group(
             try:
                 for fd in [go_write, reader, *readers]:
                     os.close(fd)
-                _child(fn, rank, world, folder, timeout, args, writer, go_read, linger)
+                _child(fn, rank, world, folder, timeout, args, writer, go_read, linger, join)
             finally:
                 os._exit(0)
         os.close(writer)
@@ -140,6 +142,12 @@ def _collect(
         done.append(outcome or Outcome(rank, "died", status, text=f"status {status}"))
         os.close(readers[rank])
     return done
+
+
+def process_state(pid: int) -> str:
+    """A letter, as the kernel shows it: T is stopped, Z dead and not collected."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
 
 
 def leftovers() -> list[str]:

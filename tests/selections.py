@@ -17,9 +17,9 @@ TORCH = (
     "c10d_symmetric", "c10d_works", "compile_checks", "compile_options", "conformance_quick", "ddp_checks",
     "ddp_hooks", "ddp_hooks_local", "default_group_name", "device_autograd", "device_coalesced", "device_copies",
     "device_data_parallel", "device_nested", "doctor", "engines", "examples", "gpu_trouble", "gpu_without",
-    "group_life", "group_life_memory", "handshake", "hooks", "hooks_torch", "hosts_torch", "profile_fields",
-    "reconfigure_torch", "store_collectives", "store_contract", "store_model", "symm_mem", "symm_ops",
-    "symmetrize", "tcp_store_interop", "torch_backend", "torch_versions", "trace_dumps", "windows",
+    "group_creation", "group_life", "group_life_memory", "handshake", "hooks", "hooks_torch", "hosts_torch",
+    "profile_fields", "reconfigure_torch", "store_collectives", "store_contract", "store_model", "symm_mem",
+    "symm_ops", "symmetrize", "tcp_store_interop", "torch_backend", "torch_versions", "trace_dumps", "windows",
     "windows_failures",
 )  # fmt: skip
 
@@ -34,11 +34,12 @@ WITHOUT_TORCH = (
 
 # Torch tensors in calls that have been the same in all its versions, our own sources, or tools that few machines have.
 MAIN_ONLY = (
-    "async", "attack", "bench", "collectives", "control_plane", "death", "demo", "docs", "elastic", "failures",
-    "flight", "fuzz", "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_torch", "gpu_windows", "groups", "grow",
-    "hosts_attack", "hosts_failures", "hosts_lines", "hosts_network", "hosts_strangers", "hosts_values", "layers",
-    "leaving", "p2p", "ray", "reconfigure", "reconfigure_deaths", "reduce_kernels", "reentrant", "sites",
-    "soak_short", "spawn", "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing", "trust",
+    "agreement", "agreement_hosts", "async", "attack", "bench", "collectives", "control_plane", "death", "demo",
+    "docs", "elastic", "failures", "flight", "fuzz", "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_torch",
+    "gpu_windows", "groups", "grow", "hosts_attack", "hosts_failures", "hosts_lines", "hosts_network",
+    "hosts_strangers", "hosts_values", "layers", "leaving", "p2p", "ray", "reconfigure", "reconfigure_deaths",
+    "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "top_browser", "top_feed", "trace_failures",
+    "trace_live", "trace_timing", "trust",
 )  # fmt: skip
 
 SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH}

@@ -257,10 +257,11 @@ def test_a_member_that_dies_splits_nobody(tmp_path, victim, where):
 
             growing.Round.exchange = exchange_dying
             growing.Round.decide = decide_dying if where == "verdict" else decide
-        after = group.grow(timeout=5.0, wait=WAIT)
-        assert (after is not group) == (where == "verdict")
+        after = group
         with pytest.raises(errors.RankFailedError):
+            after = group.grow(timeout=5.0, wait=WAIT)
             after.barrier()
+        assert (after is not group) == (where == "verdict")
         return facts(after.shrink().grow(wait=WAIT, size=3))
 
     def newcomer(store: Any) -> tuple:
@@ -280,6 +281,77 @@ def test_a_member_that_dies_splits_nobody(tmp_path, victim, where):
     assert dead.kind == "died" and dead.value == -signal.SIGKILL, str(dead)
     ranks = [r for r in range(3) if r != victim]
     assert returned(outcomes) == [(r, 3, [*ranks, 3], [] if where == "verdict" else [2], 6.0) for r in range(3)]
+
+
+@pytest.mark.parametrize("losers", [[1], [0], [0, 1]], ids=str)
+def test_members_who_lose_the_store_at_the_verdict_ask_each_other(tmp_path, losers):
+    """Where one of them knows it, it holds for all; where none does, they stay as they are."""
+
+    def member(group: Any) -> tuple:
+        if group.rank in losers:
+
+            def lost(self: Any, verdict: str) -> str:
+                raise errors.StoreConnectionError("the store is gone")
+
+            growing.Round.decide = lost
+        after = group.grow(timeout=5.0, wait=WAIT)
+        assert (after is group) == (len(losers) == 2)
+        if after is group:
+            group.store.set("stayed", "x")
+        return facts(after)
+
+    def newcomer(store: Any) -> tuple | str:
+        group = growing.join_through(store, "world", WAIT)
+        if len(losers) == 2:  # nobody else decided, so this one did
+            store.wait(["stayed"])
+            with pytest.raises(errors.RankFailedError):
+                group.barrier()
+            return "alone"
+        return facts(group)
+
+    crowd = Crowd(tmp_path)
+    for rank in range(2):
+        crowd.member(member, rank, 2)
+    crowd.newcomer(newcomer)
+    *members, new = returned(crowd.outcomes())
+    if len(losers) == 2:
+        assert members == [(r, 2, [0, 1], [], 3.0) for r in range(2)] and new == "alone"
+    else:
+        assert [*members, new] == [(r, 3, [0, 1, 2], [2], 6.0) for r in range(3)]
+
+
+def test_a_member_who_cannot_know_the_verdict_is_in_no_group(tmp_path):
+    """It loses the store, and a member dies so that the others cannot be asked: the rest goes on as the store said."""
+
+    def member(group: Any) -> Any:
+        decide, gather = growing.Round.decide, group.all_gather_object
+
+        def lost(self: Any, verdict: str) -> str:
+            raise errors.StoreConnectionError("the store is gone")
+
+        def gather_dying(item: bytes, *args: Any) -> list[bytes]:
+            if item in (b"", b"go"):  # the verdict
+                die()
+            return gather(item, *args)
+
+        growing.Round.decide = lost if group.rank == 1 else decide
+        if group.rank == 2:
+            group.all_gather_object = gather_dying
+        if group.rank == 1:
+            with pytest.raises(errors.RankFailedError, match="rank 1 lost the store, and could not ask") as caught:
+                group.grow(timeout=5.0, wait=WAIT)
+            return caught.value.ranks, group.is_usable
+        bigger = group.grow(timeout=5.0, wait=WAIT)
+        assert bigger is not group
+        return bigger.global_ranks
+
+    crowd = Crowd(tmp_path)
+    for rank in range(3):
+        crowd.member(member, rank, 3)
+    crowd.newcomer(lambda store: growing.join_through(store, "world", WAIT).global_ranks)
+    first, loser, dead, new = crowd.outcomes()
+    assert dead.kind == "died", str(dead)
+    assert returned([first, loser, new]) == [[0, 1, 2, 3], ([1], False), [0, 1, 2, 3]]
 
 
 def test_a_stopped_newcomer_costs_the_deadline_and_comes_in_later(tmp_path):

@@ -37,19 +37,26 @@ try:
         time.sleep(0.02)
 except errors.RankFailedError as error:
     print("failed", group.rank, sorted(error.ranks), error, flush=True)
-    group = group.shrink()
-    x = torch.ones(3)
-    group.all_reduce(x)
-    print("went on", group.global_ranks, x.tolist(), group.spans_hosts, flush=True)
+    try:
+        group = group.shrink(timeout=3, quorum=int(os.environ["QUORUM"]) or None)
+    except errors.NoQuorumError as error:
+        print("ended", sorted(error.ranks), flush=True)
+    else:
+        x = torch.ones(3)
+        group.all_reduce(x)
+        print("went on", group.global_ranks, x.tolist(), group.spans_hosts, flush=True)
 """
 
 
-def test_two_nodes_and_a_cable_that_is_pulled(tmp_path):
-    """`symcomm run` on two hosts; each side then names the ranks of the other, long before the deadline of 60 s."""
+@pytest.mark.parametrize(("fault", "quorum"), [("pulled", 0), ("deaf", 0)], ids=["pulled", "one way"])
+def test_two_nodes_and_a_cable_that_breaks(fault: str, quorum: int, tmp_path):
+    """`symcomm run` on two hosts; each side then names the ranks of the other, long before the deadline of 60 s, and
+    only the one with rank 0 goes on, unless both are asked to. It is the same where only one direction is broken."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "SYMCOMM_HOST_TIMEOUT": "2", "OMP_NUM_THREADS": "1"}
     env["SYMCOMM_TOKEN"] = "a token of both nodes"
+    env["QUORUM"] = str(quorum)
     texts = [tmp_path / f"out{host}" for host in range(2)]
     with network(2) as net:
         nodes = [
@@ -64,7 +71,7 @@ def test_two_nodes_and_a_cable_that_is_pulled(tmp_path):
             for host, text in enumerate(texts)
         ]  # fmt: skip
         _until(lambda: all(t.read_text().count("summed") == 2 for t in texts), texts)
-        net.set_link(1, up=False)
+        net.set_link(1, up=False) if fault == "pulled" else net.deafen(1)
         begun = time.monotonic()
         _until(lambda: all(t.read_text().count("failed") >= 2 for t in texts), texts)
         assert time.monotonic() - begun < 30
@@ -73,7 +80,9 @@ def test_two_nodes_and_a_cable_that_is_pulled(tmp_path):
         other = [2, 3] if host == 0 else [0, 1]
         lines = [line for line in text.read_text().splitlines() if "failed" in line]
         assert len(lines) == 2 and all(f"{other} " in line for line in lines), text.read_text()
-        assert text.read_text().count(f"went on {[2 * host, 2 * host + 1]} [2.0, 2.0, 2.0] False") == 2
+        went_on = text.read_text().count(f"went on {[2 * host, 2 * host + 1]} [2.0, 2.0, 2.0] False")
+        assert went_on == (2 if host == 0 or quorum else 0), text.read_text()
+        assert went_on or text.read_text().count("ended [0, 1") == 2, text.read_text()
         assert f"host {1 - host} (" in lines[0] and "cannot be reached any more" in lines[0]
 
 

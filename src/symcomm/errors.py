@@ -11,6 +11,7 @@ The tree says whose fault it is::
         QueueEmptyError             a queue of a store had nothing to take
       PeerError                   someone else went away
         RankFailedError             a rank died or left
+          NoQuorumError               too few ranks can be reached: others may go on without us
         StoreConnectionError        the store cannot be reached (also a ConnectionError)
           StoreUnreachableError       not even in the time there was (also a DeadlineError)
         StoreAuthError              the store and we do not hold the same job token
@@ -36,6 +37,7 @@ __all__ = [
     "DeadlineError",
     "GroupUnusableError",
     "InternalError",
+    "NoQuorumError",
     "PeerError",
     "QueueEmptyError",
     "RankFailedError",
@@ -90,6 +92,10 @@ class RankFailedError(PeerError):
 
     def __reduce__(self):
         return type(self), (str(self), self.ranks)
+
+
+class NoQuorumError(RankFailedError):
+    """So few of a group's ranks can be reached that the others may go on without us. ``ranks``: those others."""
 
 
 class StoreConnectionError(PeerError, ConnectionError):

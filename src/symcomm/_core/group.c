@@ -342,51 +342,88 @@ static PyObject *group_report(PyObject *self, PyObject *arg) {
                          (unsigned long long)g->seq, "slept", (long long)g->slept, "running", running, "ranks", ranks);
 }
 
+enum record_kind { RECORD_CALL, RECORD_VOTE };
+
+/* A record of a rank, where its words lie and how long they may be. */
+struct place {
+    struct record *record;
+    char *text;
+    uint32_t room;
+};
+
+static struct place record_of(struct control *c, int kind) {
+    if (kind == RECORD_VOTE) return (struct place){&c->vote, c->vote_text[0], VOTE_BYTES};
+    return (struct place){&c->call, c->call_text[0], CALL_BYTES};
+}
+
+/* group_publish(group, kind, text). Words that are too long are refused: half of them would be worse than none. */
 static PyObject *group_publish(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *capsule;
+    int kind;
     const char *text;
     Py_ssize_t n;
-    if (!PyArg_ParseTuple(args, "Oy#", &capsule, &text, &n)) return NULL;
+    if (!PyArg_ParseTuple(args, "Oiy#", &capsule, &kind, &text, &n)) return NULL;
     struct group *g = to_group(capsule);
     if (g == NULL) return NULL;
-    if (n > RECORD_BYTES) n = RECORD_BYTES;
     struct visit visit;
     if (!visit_begin(&visit, g)) Py_RETURN_NONE;
-    struct control *me = g->control[g->rank];
-    atomic_fetch_add(&me->record_version, 1);
+    struct place mine = record_of(g->control[g->rank], kind);
+    if (n > (Py_ssize_t)mine.room) {
+        visit_end(&visit);
+        return PyErr_Format(PyExc_ValueError, "a record has %u bytes at most, not %zd", mine.room, n);
+    }
+    uint32_t next = atomic_load(&mine.record->version) + 1;
     atomic_thread_fence(memory_order_seq_cst);
-    memcpy(me->record, text, (size_t)n);
-    atomic_store(&me->record_length, (uint32_t)n + 1);
-    atomic_fetch_add(&me->record_version, 1);
+    memcpy(mine.text + next % 2 * mine.room, text, (size_t)n);
+    atomic_store(&mine.record->length[next % 2], (uint32_t)n);
+    atomic_store(&mine.record->version, next);
     visit_end(&visit);
     Py_RETURN_NONE;
 }
 
-/* A rank's record as it was at one moment, or None. */
-static PyObject *read_record(struct control *c) {
-    char copy[RECORD_BYTES];
+/* A rank's record as it was at one moment, or None. The next words go to the other place, so these stay as they are at
+ * least until the version changes. */
+static PyObject *read_record(struct place from) {
+    char copy[VOTE_BYTES];
     for (int tries = 0; tries < 1000; tries++) {
-        uint32_t version = atomic_load(&c->record_version);
-        uint32_t n = atomic_load(&c->record_length);
-        if (n == 0 || n > RECORD_BYTES + 1) break;
-        memcpy(copy, c->record, n - 1);
+        uint32_t version = atomic_load(&from.record->version);
+        uint32_t n = atomic_load(&from.record->length[version % 2]);
+        if (version == 0 || n > from.room) break;
+        memcpy(copy, from.text + version % 2 * from.room, n);
         atomic_thread_fence(memory_order_seq_cst);
-        if (version % 2 == 0 && atomic_load(&c->record_version) == version) return PyBytes_FromStringAndSize(copy, (Py_ssize_t)n - 1);
+        if (atomic_load(&from.record->version) == version) return PyBytes_FromStringAndSize(copy, (Py_ssize_t)n);
     }
     return Py_NewRef(Py_None);
 }
 
-static PyObject *group_records(PyObject *self, PyObject *arg) {
+static PyObject *group_records(PyObject *self, PyObject *args) {
     (void)self;
-    struct group *g = to_group(arg);
+    PyObject *capsule;
+    int kind;
+    if (!PyArg_ParseTuple(args, "Oi", &capsule, &kind)) return NULL;
+    struct group *g = to_group(capsule);
     PyObject *records = g ? PyList_New(0) : NULL;
     for (int r = 0; records && r < g->world; r++) {
-        PyObject *one = read_record(g->control[r]);
+        PyObject *one = read_record(record_of(g->control[r], kind));
         if (one == NULL || PyList_Append(records, one) < 0) Py_CLEAR(records);
         Py_XDECREF(one);
     }
     return records;
+}
+
+/* group_agree(group, before, after) -> what the ranks' common word was; it becomes `after` if that is `before`. It lies in
+ * rank 0's block, which stays mapped when that rank is gone. */
+static PyObject *group_agree(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    unsigned long long before, after;
+    if (!PyArg_ParseTuple(args, "OKK", &capsule, &before, &after)) return NULL;
+    struct group *g = to_group(capsule);
+    if (g == NULL) return NULL;
+    uint64_t found = before;
+    atomic_compare_exchange_strong(&g->control[0]->agreed, &found, (uint64_t)after);
+    return PyLong_FromUnsignedLongLong(found);
 }
 
 /* --- operations ----------------------------------------------------------------------------------------------- */
@@ -491,8 +528,9 @@ static PyMethodDef methods[] = {
     {"group_forked", group_forked, METH_O, "group_forked(group): a forked child takes no part; it is refused everything."},
     {"group_keep", group_keep, METH_VARARGS, "group_keep(group, object): hold on to it as long as the group exists."},
     {"group_report", group_report, METH_O, "group_report(group) -> what this rank can see of all ranks"},
-    {"group_publish", group_publish, METH_VARARGS, "group_publish(group, text): show the others what this rank was doing."},
-    {"group_records", group_records, METH_O, "group_records(group) -> what each rank has published, or None"},
+    {"group_publish", group_publish, METH_VARARGS, "group_publish(group, kind, text): show the others a record of this rank."},
+    {"group_records", group_records, METH_VARARGS, "group_records(group, kind) -> what each rank has published, or None"},
+    {"group_agree", group_agree, METH_VARARGS, "group_agree(group, before, after) -> what the word of all ranks was"},
     {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, 
      "run(group, plan, inputs, outputs, timeout_ns, site) -> status"},
     {"submit", (PyCFunction)(void (*)(void))submit, METH_FASTCALL,
@@ -506,6 +544,8 @@ static PyMethodDef methods[] = {
 
 int symcomm_add_group(PyObject *module) {
     PyModule_AddIntConstant(module, "CONTROL_BYTES", (long)sizeof(struct control));
-    PyModule_AddIntConstant(module, "RECORD_BYTES", RECORD_BYTES);
+    PyModule_AddIntConstant(module, "CALL_BYTES", CALL_BYTES);
+    PyModule_AddIntConstant(module, "RECORD_CALL", RECORD_CALL);
+    PyModule_AddIntConstant(module, "RECORD_VOTE", RECORD_VOTE);
     return PyModule_AddFunctions(module, methods);
 }

@@ -126,7 +126,7 @@ static bool describe(const struct group *g, PyObject *const *args, struct kind *
     t->input = t->output = NULL;
     if (!PyLong_Check(args[1]) || !PyLong_Check(args[2])) return false;
     *k = (struct kind){.call = PyLong_AsLongLong(args[1]), .detail = PyLong_AsLongLong(args[2]), .dtype = -1};
-    if (k->detail == -1 && PyErr_Occurred()) {
+    if (k->detail == -1 && PyErr_Occurred()) { /* a root beyond 63 bits, which Python will refuse in words */
         PyErr_Clear();
         return false;
     }

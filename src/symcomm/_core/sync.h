@@ -10,7 +10,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define RECORD_BYTES 2048
+#define CALL_BYTES 384 /* of a rank's words about its call */
+#define VOTE_BYTES 768 /* of its vote: two sets of MAX_WORLD ranks, and where its part of a new group lies */
 #define MAX_WORLD 1024 /* ranks of a group; also places in a step of a plan */
 
 struct arrival { /* one cache line: the flag and all that others must know */
@@ -21,6 +22,13 @@ struct arrival { /* one cache line: the flag and all that others must know */
     _Atomic int64_t out_offset;
     _Atomic uint64_t left; /* seq, once the owner writes no more into peers' tensors; kept where plans do that */
     uint64_t pad[2];
+};
+
+/* A few words of one rank for all others, written by turns into two places: whoever dies while it writes leaves the words
+ * before. */
+struct record {
+    _Atomic uint32_t version; /* how often it was written; the last words are in place version % 2 */
+    _Atomic uint32_t length[2];
 };
 
 struct control {
@@ -39,9 +47,10 @@ struct control {
     _Atomic uint64_t voided; /* ~ of the first operation that some rank left in failure: it only grows. 0: none */
     _Alignas(64) _Atomic uint32_t state; /* enum control_state */
     _Atomic uint8_t departed[MAX_WORLD]; /* written by others: rank r will not touch this block again */
-    _Atomic uint32_t record_version;     /* odd while the owner writes */
-    _Atomic uint32_t record_length;      /* + 1, 0: no record yet */
-    char record[RECORD_BYTES];           /* what this rank was doing, in words, once something went wrong */
+    _Atomic uint64_t agreed; /* rank 0's, for all to write: where the agreement of survivors stands (group/shrink.py) */
+    struct record call, vote;
+    char call_text[2][CALL_BYTES]; /* what this rank was doing, once something went wrong */
+    char vote_text[2][VOTE_BYTES];
 };
 
 enum control_state { CONTROL_EMPTY, CONTROL_IN_USE, CONTROL_LEFT };

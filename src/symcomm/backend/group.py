@@ -36,6 +36,7 @@ from symcomm.group.failure import call_site, explain
 from symcomm.group.making import make_group
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store.handshake import Exchange, handshake
+from symcomm.symm_mem.groups import torch_world
 
 if TYPE_CHECKING:
     from symcomm.backend.careful import Careful
@@ -61,6 +62,14 @@ def place_in_store(members: Sequence[int] | None) -> str:
     return "symcomm" if members is None else f"symcomm/{zlib.crc32(repr(list(members)).encode()):x}"
 
 
+def _watch(members: Sequence[int]) -> Callable[[], None] | None:
+    """Raises once one of these ranks of torch's default group is gone; None where that is not one of ours."""
+    world = torch_world()
+    if world is None or not set(members) <= set(world.global_ranks):
+        return None
+    return world.watch([world.global_ranks.index(r) for r in members], "new_group()")
+
+
 def _meet(store: Any, rank: int, size: int, timeout: timedelta, name: str, members: Sequence[int] | None) -> Any:
     """Our group of the ranks that torch makes one of."""
 
@@ -69,7 +78,8 @@ def _meet(store: Any, rank: int, size: int, timeout: timedelta, name: str, membe
         core.barrier()  # nobody reads the store any more, so its host may leave
         return core
 
-    return handshake(store, place_in_store(members), rank, size, timeout.total_seconds(), build, "init_process_group")
+    call, check = ("init_process_group", None) if members is None else ("new_group", _watch(members))
+    return handshake(store, place_in_store(members), rank, size, timeout.total_seconds(), build, call, check=check)
 
 
 class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):

@@ -234,6 +234,11 @@ class Network(_Hosts):
         """Pull a host's cable, or put it back."""
         _call("ip", "-n", self._switch, "link", "set", f"port{host}", "up" if up else "down")
 
+    def deafen(self, host: int) -> None:
+        """From now on nothing reaches a host any more; what it sends still arrives."""
+        _call("tc", "-n", self._switch, "qdisc", "replace", "dev", f"port{host}", "root", "tbf", "rate", "8bit",
+              "burst", "1", "limit", "1")  # fmt: skip
+
 
 class SlowNetwork(_Hosts):
     """Hosts far from each other. ``mbits``: that each can send; ``round_trip_ms``: there and back, half each way.

@@ -77,11 +77,18 @@ def init(
 
 
 def join_ranks(
-    store: Any, rank: int, world_size: int, seconds: float, make: Callable[..., Any], tidy: bool = True
+    store: Any,
+    rank: int,
+    world_size: int,
+    seconds: float,
+    make: Callable[..., Any],
+    tidy: bool = True,
+    check: Callable[[], None] | None = None,
 ) -> Any:
     """The group that ``make(rank, size, exchange)`` makes together with the other ranks that come to ``store``.
 
-    ``tidy``: leave no keys there, and let the rank that hosts it end it at once."""
+    ``tidy``: leave no keys there, and let the rank that hosts it end it at once. ``check``: raises once a rank cannot
+    come any more."""
 
     def build(exchange: Exchange) -> Any:
         group = make(rank, world_size, exchange)
@@ -89,7 +96,7 @@ def join_ranks(
             group.barrier()  # nobody needs the store any more
         return group
 
-    group = handshake(store, "symcomm/init", rank, world_size, seconds, build, tidy=tidy)
+    group = handshake(store, "symcomm/init", rank, world_size, seconds, build, tidy=tidy, check=check)
     group.store = store
     return group
 

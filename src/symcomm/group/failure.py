@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from symcomm import errors
@@ -23,7 +23,7 @@ from symcomm.collectives.select import ON_DEVICE, elements_of
 from symcomm.errors import words_for_exit, words_for_ranks, words_for_seconds
 from symcomm.types import DType, RedOpType
 
-__all__ = ["Site", "Status", "call_site", "explain", "explain_peer"]
+__all__ = ["Site", "Status", "call_site", "check_living", "explain", "explain_peer"]
 
 RECORD_WAIT = 0.08  # the others are woken at once; 80 ms leaves room within the 100 ms we promise
 EXIT_WAIT = 0.08  # taking a process apart took 5 to 60 ms on a busy machine
@@ -136,7 +136,7 @@ def explain(group: Any, status: int, call: str, at: Site, seconds: float | None)
     number = "" if call.endswith(",") else f" #{seq}"  # messages ("send to rank 1, tag 0,") are not counted
     what = f"{call}{number} on group {group.name!r}"
     text = describe_call(me["signature"], me["count"]) if me["seq"] == seq else call
-    native.group_publish(group._handle, json.dumps({"call": text, "site": site, "seq": seq}).encode())
+    _publish(group, text, site, seq)
     if status == Status.MISMATCH:
         return _mismatch(group, what, report, text, site)
     if status in (Status.DEAD, Status.LEFT):
@@ -174,10 +174,35 @@ def explain_peer(group: Any, what: str, status: int, peer: int, seconds: float) 
     return errors.GroupUnusableError(f"{text} failed: the group was aborted or an operation on it failed before.")
 
 
+def check_living(group: Any, ranks: Collection[int], what: str) -> None:
+    """Raise if one of ``ranks``, which somebody waits for outside of the group's operations, died or left."""
+    report = native.group_report(group._handle)["ranks"]
+    gone = {r["rank"]: r["gone"] for r in report if r["gone"] and r["rank"] in ranks and r["rank"] != group.rank}
+    if not gone:
+        return
+    parts = []
+    for rank, status in gone.items():
+        pid = group._peers[rank].pid
+        parts.append(f"rank {rank} (pid {pid}) {how_it_ended(pid) if status == Status.DEAD else 'left the group'}")
+    left = [r["rank"] for r in report if not r["gone"]]
+    raise errors.RankFailedError(
+        f"{what} failed on rank {group.rank} of group {group.name!r}: {'; '.join(parts)}. "
+        f"Survivors: {words_for_ranks(left)}. Call group.shrink() to go on without it.",
+        list(gone),
+    )
+
+
+def _publish(group: Any, call: str, site: str, seq: int) -> None:
+    """Tell the others what this rank was doing. Of a long path the end says most."""
+    while len(text := json.dumps({"call": call, "site": site, "seq": seq}).encode()) > native.CALL_BYTES:
+        site = f"...{site[len(site) // 4 + 4 :]}"
+    native.group_publish(group._handle, native.RECORD_CALL, text)
+
+
 def _await_records(group: Any, ranks: Sequence[int]) -> list[dict | None]:
     deadline = time.monotonic() + RECORD_WAIT
     while True:
-        records = native.group_records(group._handle)
+        records = native.group_records(group._handle, native.RECORD_CALL)
         if all(records[r] is not None for r in ranks) or time.monotonic() > deadline:
             return [json.loads(item) if item is not None else None for item in records]
         time.sleep(0.001)

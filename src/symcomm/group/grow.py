@@ -4,8 +4,10 @@ Whoever wants to come in draws a ticket, leaves a card and waits for an answer. 
 cards and opens a *round*: it tells the members through the group they have, and the newcomers through the store. Those
 in a round build the new group together; each says when it has. Then the round gets its verdict, by one atomic step in
 the store: whoever has heard from all says "go", whoever met trouble or ran out of time says why not, and what came
-first holds for everybody. So members never disagree about which group they are in, whoever dies meanwhile, and however.
-After any verdict but "go" the members keep the group they had, and newcomers that still live draw another ticket.
+first holds for everybody. Members tell each other through the group they have, in case the store is lost to some; one
+that cannot know goes on in neither group. So members never disagree about which group they are in, whoever dies
+meanwhile, and however. After any verdict but "go" the members keep the group they had, and newcomers that still live
+draw another ticket.
 
 In the store, below ``grow/<name of the group>``::
 
@@ -177,13 +179,52 @@ class Round:
         except BaseException:
             self.decide(self.to_verdict(errors.RankFailedError(f"number {self.index} was interrupted", [self.index])))
             raise
-        self.why = self.decide(self.why)
+        try:
+            self.why = self.settle(self.why)
+        except BaseException:
+            self._drop(built)
+            raise
         if self.why == GO:
             self._clean_up()
             return built
+        self._drop(built)
+        return None
+
+    def settle(self, verdict: str) -> str:
+        """What holds for everybody. Raises where this one cannot know it: then it has neither group."""
+        return self.decide(verdict)
+
+    def _drop(self, built: Any) -> None:
         if built is not None:
             built._leave()
-        return None
+
+
+class MembersRound(Round):
+    """A round of members of ``group``, who can also ask each other for the verdict."""
+
+    def __init__(self, store: Any, group: ProcessGroup, size: int, seconds: float, trouble: Callable[[], str]):
+        super().__init__(store, group.rank, size, seconds, trouble)
+        self._group = group
+
+    def settle(self, verdict: str) -> str:
+        """As the store says, if one of the members could still ask it. Otherwise they stay as they are."""
+        known = ""
+        with contextlib.suppress(errors.PeerError, errors.DeadlineError):
+            known = self.decide(verdict)
+        try:
+            told = self._group.all_gather_object(known.encode(), self.seconds)
+        except errors.SymcommError as error:
+            if known == GO:
+                return known
+            if known:
+                raise  # a member is gone: as the next operation on the group would tell
+            self._group._leave()  # others may be in either group: this rank must not go on in one by itself
+            raise errors.RankFailedError(
+                f"grow of group {self._group.name!r}: rank {self.index} lost the store, and could not ask the other "
+                f"members whether newcomers were let in ({error}); end this process, or join anew.",
+                [self.index],
+            ) from error
+        return next((word.decode() for word in told if word), "the store was lost while they joined")
 
 
 class Meeting:
@@ -193,8 +234,9 @@ class Meeting:
         self.store = PrefixStore(f"grow/{name}", store)
         self._first = 1  # all tickets before are answered
 
-    def round(self, number: int, index: int, size: int, seconds: float, trouble: Callable[[], str] = str) -> Round:
-        return Round(PrefixStore(str(number), self.store), index, size, seconds, trouble)
+    def place(self, number: int) -> PrefixStore:
+        """The part of the store that belongs to a round."""
+        return PrefixStore(str(number), self.store)
 
     # -- a newcomer's side
 
@@ -330,18 +372,26 @@ def _grow_by(group: ProcessGroup, meeting: Meeting, plan: dict[str, Any], lifeli
             return f"newcomer (pid {', '.join(dead)}) died while it joined"
         return ""
 
-    round_ = meeting.round(plan["round"], group.rank, plan["members"] + len(plan["tickets"]), plan["seconds"], trouble)
-    if group.rank == 0:
-        for ticket in plan["tickets"]:
-            place = plan["members"] + plan["tickets"].index(ticket)
-            if not meeting.settle(ticket, {**plan, "index": place}):
-                round_.decide("a newcomer gave up before it was let in")
-    bigger = round_.build(partial(_make, plan=plan))
+    size = plan["members"] + len(plan["tickets"])
+    round_ = MembersRound(meeting.place(plan["round"]), group, size, plan["seconds"], trouble)
+
+    def make(round_: Round) -> ProcessGroup:
+        if group.rank == 0:
+            _invite(meeting, plan)
+        return _make(round_, plan)
+
+    bigger = round_.build(make)
     if bigger is None:
         log.warning("grow of group %r: %s; the group stays as it is.", group.name, round_.why)
         return group
     bigger.inherit(group)
     return _with_newcomers(bigger, plan)
+
+
+def _invite(meeting: Meeting, plan: dict[str, Any]) -> None:
+    for place, ticket in enumerate(plan["tickets"], plan["members"]):
+        if not meeting.settle(ticket, {**plan, "index": place}):
+            raise errors.RankFailedError("a newcomer gave up before it was let in")
 
 
 def _make(round_: Round, plan: dict[str, Any]) -> ProcessGroup:
@@ -375,7 +425,8 @@ def join_through(store: Any, name: str, timeout: float | timedelta, rank: int | 
         plan = _await_answer(meeting, ticket, left)
         if plan is None or "withdrawn" in plan:
             continue
-        round_ = meeting.round(plan["round"], plan["index"], plan["members"] + len(plan["tickets"]), plan["seconds"])
+        size = plan["members"] + len(plan["tickets"])
+        round_ = Round(meeting.place(plan["round"]), plan["index"], size, plan["seconds"])
         group = round_.build(partial(_make, plan=plan))
         if group is not None:
             group.store, group._family = store, name

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,13 @@ from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
 from symcomm.group.ephemeral import EphemeralTimeouts
-from symcomm.group.failure import Site, Status, call_site
+from symcomm.group.failure import Site, Status, call_site, check_living
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
 from symcomm.group.together import looks_for_others
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
 from symcomm.memory.arena import Arena, Peer, current_arena
-from symcomm.memory.share import Exchange, connect
+from symcomm.memory.share import Exchange, NotMade, SeveralHostsError, connect
 
 if TYPE_CHECKING:
     from symcomm.group.grow import Meeting
@@ -197,9 +197,9 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
             native.poke(self._arena.base + self._offset + channels + r * native.CHANNEL_BYTES, bytes(192))
         try:
             everyone = self._introduce(exchange, peers, total)
-        except BaseException:
+        except (NotMade, SeveralHostsError):
             self._arena.free(self._offset)
-            raise
+            raise  # after any other failure some ranks may have the group, and mark in our part of it that they left
         all_cores = functools.reduce(operator.or_, (int(f["cores"], 16) for f in everyone))
         if tune and self.size > all_cores.bit_count():
             self._limits = self._limits.crowded()
@@ -404,7 +404,11 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
     def new_group(self, ranks: Sequence[int], name: str = "", timeout: Timeout = None) -> ProcessGroup | None:
         """A group of ``ranks`` of this one. Every rank of this group calls it; non-members get None."""
         chosen = list(ranks)
-        if not chosen or len(set(chosen)) != len(chosen) or any(not 0 <= r < self.size for r in chosen):
+        if (
+            not chosen
+            or len(set(chosen)) != len(chosen)
+            or not all(isinstance(r, int) and 0 <= r < self.size for r in chosen)
+        ):
             raise errors.bad_argument(
                 "new_group", "ranks", chosen, f"distinct ranks of 0 to {self.size - 1}, at least one"
             )
@@ -438,23 +442,29 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
             self._limits, [self.global_ranks[r] for r in ranks], [self._peers[r] for r in ranks],
         )  # fmt: skip
 
-    def shrink(self, timeout: float = 5.0, exclude: Sequence[int] = (), abort: bool = True) -> ProcessGroup:
+    def shrink(
+        self, timeout: float = 5.0, exclude: Sequence[int] = (), abort: bool = True, quorum: int | None = None
+    ) -> ProcessGroup:
         """After a failure: the ranks that still live, and come here within ``timeout``, go on in a new group.
 
-        Ranks in ``exclude`` stay behind though they live; they do not call this. Without ``abort`` operations that
-        other ranks still have under way end first."""
-        from symcomm.group.shrink import Records, agree_on_survivors, check_excluded
+        All of them in one of the same members. A rank that stalls on the way is left out when ``timeout`` has passed
+        once more, and raises RankFailedError when it comes. Ranks in ``exclude`` stay behind though they live; they do
+        not call this. Without ``abort`` operations that other ranks still have under way end first. ``quorum``: how
+        many ranks of this group must be reached, where they are on several hosts; more than half unless given."""
+        from symcomm.group.shrink import check_excluded, check_quorum, shrink
 
         if not self._retire.alive:
             raise self._unusable()
         check_excluded(self, exclude)
-        survivors, exchange = agree_on_survivors(Records(self), timeout, exclude, abort)
-        smaller = ProcessGroup(
-            survivors.index(self.rank), len(survivors), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
-            [self.global_ranks[r] for r in survivors], [self._peers[r] for r in survivors],
+        check_quorum(self, quorum)
+        return shrink(self, to_ns("shrink", timeout) / 1e9, exclude, abort)
+
+    def of_members(self, ranks: Sequence[int], exchange: Exchange) -> ProcessGroup:
+        """What is left of this group when only ``ranks`` go on."""
+        return ProcessGroup(
+            ranks.index(self.rank), len(ranks), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
+            [self.global_ranks[r] for r in ranks], [self._peers[r] for r in ranks],
         )  # fmt: skip
-        smaller.inherit(self)
-        return smaller
 
     def inherit(self, older: ProcessGroup) -> None:
         """Take the place of a group that this one was made from: newcomers find it where they would have found that."""
@@ -464,6 +474,10 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
     def _gone(self) -> list[int]:
         """Ranks that died, or left."""
         return [r["rank"] for r in native.group_report(self._handle)["ranks"] if r["gone"]]
+
+    def watch(self, ranks: Collection[int], what: str) -> Callable[[], None]:
+        """For who waits for ``ranks`` of this group elsewhere: raises RankFailedError once one of them is gone."""
+        return functools.partial(check_living, self, ranks, what)
 
     def grow(self, timeout: float = 10.0, wait: float = 0.0, size: int | None = None) -> ProcessGroup:
         """Between two steps: let in who waits in ``symcomm.join()``. Every rank of this group calls it.

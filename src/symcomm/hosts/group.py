@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,8 +33,9 @@ from symcomm.hosts.link import Frame, Link, Refused
 from symcomm.hosts.messages import HostsMessages, Mail
 from symcomm.hosts.office import Card, Office, office_of
 from symcomm.hosts.operation import Operation, Signature
+from symcomm.hosts.rounds import Rounds
 from symcomm.hosts.scratch import Scratch
-from symcomm.hosts.shrink import Ballot
+from symcomm.hosts.shrink import Agreement, Council
 from symcomm.hosts.trouble import Stopped, Trouble
 from symcomm.hosts.work import HostsWork, Runner
 from symcomm.memory.arena import Arena, current_arena
@@ -143,12 +144,13 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self._runner = Runner()
         self.scratch = Scratch(self._arena)
         self.mail = Mail(self)
-        self.ballot = Ballot(self)
+        self.rounds, self.council = Rounds(self), Council(self)
         self._handlers: dict[str, Handler] = {}  # of messages that layers above send, by kind
         self._abandoned: list[Any] = []  # operations and tensors whose memory the engine may still write to
         self._goodbye = False
         self._acting = 0  # the thread that performs an operation
         self._key = ""
+        self._rank_of: dict[str, int] = {}  # by the name of its office: the office may ask before all have met
         self._stopping: threading.Thread | None = None
         self._meet(exchange, engine)
 
@@ -370,6 +372,10 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         """Send a small message to a rank's office; False when it cannot be reached."""
         return self.office.send(self._offices[rank], {"group": self._key, **header}, payload, timeout)
 
+    def tell_known(self, rank: int, header: dict[str, Any]) -> bool:
+        """The same, to a rank that there is a connection to: does not wait for one."""
+        return self.office.knows(self._offices[rank].nonce) and self.tell(rank, header)
+
     def backlog(self, rank: int) -> int:
         """Bytes for a rank that its connection has not taken yet."""
         return self.office.backlog(self._offices[rank].nonce)
@@ -417,7 +423,9 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         elif kind == "fail":
             self.trouble.accept(header)
         elif kind == "vote":
-            self.ballot.note(rank, header)
+            self.rounds.note(rank, header)
+        elif kind == "agree":
+            self.council.note(rank, header)
         elif kind == "bye":
             self.left.add(rank)
             self.ring()
@@ -480,7 +488,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         key = f"sub/{self._children}/{mine[0] if mine else ''}"
         if mine is None:
             return None
-        exchange = self.ballot.exchange_among(
+        exchange = self.rounds.exchange_among(
             ranks, key, self.timeout if timeout is None else to_ns(key, timeout) / 1e9
         )
         return make_group(
@@ -488,26 +496,48 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
             self._limits, [self.global_ranks[r] for r in ranks], self.engine_name,
         )  # fmt: skip
 
-    def shrink(self, timeout: float = 5.0, exclude: Sequence[int] = (), abort: bool = True) -> Any:
-        """After a failure: the ranks that still live, and come here within ``timeout``, go on in a new group.
-
-        Ranks in ``exclude`` stay behind though they live; they do not call this. Without ``abort`` operations that
-        other ranks still have under way end first."""
-        from symcomm.group.shrink import agree_on_survivors, check_excluded
+    def shrink(
+        self, timeout: float = 5.0, exclude: Sequence[int] = (), abort: bool = True, quorum: int | None = None
+    ) -> Any:
+        """As in ProcessGroup. Raises NoQuorumError when fewer than ``quorum`` ranks can be reached: then others may go
+        on. Unless given it is more than half of this group's ranks, or half of them with rank 0."""
+        from symcomm.group.shrink import check_excluded, check_quorum
 
         if self._goodbye:
             raise self._unusable()
         check_excluded(self, exclude)
-        survivors, exchange = agree_on_survivors(self.ballot, timeout, exclude, abort)
-        smaller = make_group(
-            survivors.index(self.rank), len(survivors), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
-            [self.global_ranks[r] for r in survivors], self.engine_name,
-        )  # fmt: skip
+        check_quorum(self, quorum)
+        seconds = to_ns("shrink", timeout) / 1e9
+        if abort:
+            self._abort_once()
+
+        def make(ranks: Sequence[int], exchange: Exchange) -> Any:
+            smaller = make_group(
+                ranks.index(self.rank), len(ranks), exchange, f"{self.name}-shrunk", seconds, self._limits,
+                [self.global_ranks[r] for r in ranks], self.engine_name,
+            )  # fmt: skip
+            smaller.set_timeout(self.timeout)  # the short one was for building it
+            return smaller
+
+        smaller = Agreement(self, seconds, exclude, quorum).reach(make)
+        self._abort_once()  # tells the ranks that were left out, should they still use it
         smaller.inherit(self)
         return smaller
 
+    def _abort_once(self) -> None:
+        if self.trouble.verdict is None:
+            self.trouble.abort()
+
     def _gone(self) -> list[int]:
-        return sorted(self.ballot.gone())
+        return sorted(self.rounds.gone())
+
+    def watch(self, ranks: Collection[int], what: str) -> Callable[[], None]:
+        """As in ProcessGroup. Ranks of other hosts are seen to end by a connection, which this makes."""
+        far, begun = [r for r in ranks if r not in self.layout.here], time.monotonic()
+        for rank in far:
+            if not self.tell_known(rank, {"kind": "hello"}):
+                self.tell(rank, {"kind": "hello"}, timeout=1.0)
+        return lambda: self.rounds.check_members(ranks, begun, what)
 
     def _seen_leaving(self) -> set[int]:
         counterparts = {r for host in self.layout.others for r in self.layout.counterparts(host)}

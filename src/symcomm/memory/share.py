@@ -41,7 +41,7 @@ from symcomm.memory.arena import (
     peers_mapped,
 )
 
-__all__ = ["Exchange", "Patience", "SeveralHostsError", "connect", "named_directory", "pretend_host"]
+__all__ = ["Exchange", "NotMade", "Patience", "SeveralHostsError", "connect", "named_directory", "pretend_host"]
 
 # Everybody's bytes, in rank order. It may have a method check(), which raises once somebody cannot come any more.
 Exchange = Callable[[bytes], list[bytes]]
@@ -50,6 +50,10 @@ SLICE = 0.05  # seconds between two looks whether all others can still come
 REASON_LOOKS = 20
 
 log = logging.getLogger("symcomm.memory")
+
+
+class NotMade(errors.PeerError):
+    """An exchange for a new group ended without one: nobody uses what was told in it."""
 
 
 class SeveralHostsError(errors.ResourceError):

@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 LOOK_FIRST, LOOK_LAST = 0.0001, 0.02  # seconds between two looks
 LOOK_FOR_STALE = 0.25  # seconds between two looks whether another rank has started over
+LOOK_FOR_DEAD = 0.1  # seconds between two looks whether all others live
 ABSENT = "-"
 TOKEN = 16  # characters
 POLL = 0.005  # seconds between two looks at the arrival of a rank that had given up
@@ -50,18 +51,19 @@ def handshake(
     build: Callable[[Exchange], T],
     call: str = "init",
     tidy: bool = True,
+    check: Callable[[], None] | None = None,
 ) -> T:
     """What ``build(exchange)`` makes, together with the other ranks that call this on the same ``prefix``.
 
     When that returns, all ranks must have seen that all have built theirs (a barrier does), since keys are removed
-    then; unless ``tidy`` is False, for a store that nobody uses again. Raises DeadlineError, naming the ranks that did
-    not come within ``timeout`` seconds."""
+    then; unless ``tidy`` is False, for a store that nobody uses again. ``check``, where given, raises once one of the
+    ranks cannot come any more. Raises DeadlineError, naming the ranks that did not come within ``timeout`` seconds."""
     if size == 1:
         return build(lambda item: [item])
     deadline = time.monotonic() + timeout
     written: list[str] = []  # by all attempts: what one of them told may be secret, and is removed at last
     while True:
-        attempt = _Attempt(store, prefix, rank, size, deadline, timeout, call, written)
+        attempt = _Attempt(store, prefix, rank, size, deadline, timeout, call, check, written)
         try:
             built = build(attempt)
         except _StartOver:
@@ -77,6 +79,10 @@ def handshake(
         return built
 
 
+def _nothing_to_check() -> None:
+    """Nobody knows who of the others lives."""
+
+
 class _StartOver(errors.PeerError):
     """Another rank has left this generation, and arrived anew."""
 
@@ -89,11 +95,20 @@ class _Attempt:
     """One rank's part in one meeting."""
 
     def __init__(
-        self, store: Any, prefix: str, rank: int, size: int, deadline: float, timeout: float, call: str,
+        self,
+        store: Any,
+        prefix: str,
+        rank: int,
+        size: int,
+        deadline: float,
+        timeout: float,
+        call: str,
+        check: Callable[[], None] | None,
         written: list[str],
-    ):  # fmt: skip
+    ):
         self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
         self._deadline, self._timeout, self._call = deadline, timeout, call
+        self._can_check, self._check_ranks = check is not None, check or _nothing_to_check
         self._token = secrets.token_hex(TOKEN // 2)
         self._tokens: list[str] = []  # of the generation's ranks, once there is one
         self._generation = ""
@@ -109,6 +124,13 @@ class _Attempt:
 
     def __call__(self, item: bytes) -> list[bytes]:
         """Everybody's items of this turn."""
+        try:
+            return self._exchange(item)
+        except (errors.PeerError, RuntimeError):
+            self._check_ranks()  # a rank that is gone is a better reason, and may have been the store's host
+            raise
+
+    def _exchange(self, item: bytes) -> list[bytes]:
         self._turn += 1
         if self._turn == 1:
             return self._lead(item) if self._rank == 0 else self._arrive(item)
@@ -176,24 +198,27 @@ class _Attempt:
 
     def _await(self, keys: list[str]) -> None:
         """Wait for the others to arrive, which may take them long."""
-        try:
-            self._store.wait(keys, timedelta(seconds=max(0.001, self._deadline - time.monotonic())))
-        except errors.PeerError:
-            raise
-        except RuntimeError:  # the time is over, or PyTorch's store is lost: then this raises, too
-            if not self._store.check(keys):
-                raise errors.deadline(self._call, self._timeout, missing=self._missing()) from None
+        while True:
+            left = max(0.001, self._deadline - time.monotonic())
+            try:
+                self._store.wait(keys, timedelta(seconds=min(left, LOOK_FOR_DEAD) if self._can_check else left))
+                return
+            except errors.PeerError:
+                raise
+            except RuntimeError:  # the time is over, or PyTorch's store is lost: then this raises, too
+                if self._store.check(keys):
+                    return
+            if time.monotonic() >= self._deadline:
+                raise errors.deadline(self._call, self._timeout, missing=self._missing())
+            self._check_ranks()
 
     def _watch(self, keys: list[str]) -> None:
         """Wait for ranks that are in the generation, and look whether they still are."""
-        pause, look_at = LOOK_FIRST, time.monotonic() + LOOK_FOR_STALE
+        pause, self._look_at = LOOK_FIRST, time.monotonic() + LOOK_FOR_STALE
         while not self._store.check(keys):
-            now = time.monotonic()
-            if now > self._deadline:
+            if time.monotonic() > self._deadline:
                 raise errors.deadline(self._call, self._timeout, missing=self._missing())
-            if now > look_at:
-                self._check_others()
-                look_at = now + LOOK_FOR_STALE
+            self.check()
             time.sleep(pause)
             pause = min(1.5 * pause, LOOK_LAST)
 
@@ -215,7 +240,8 @@ class _Attempt:
         return found
 
     def check(self) -> None:
-        """For whoever waits for the others elsewhere: raises once one of them will not go on. Looks now and then."""
+        """For whoever waits for the others, here or elsewhere: raises once one of them cannot or will not go on."""
+        self._check_ranks()
         if (now := time.monotonic()) > self._look_at:
             self._check_others()
             self._look_at = now + LOOK_FOR_STALE

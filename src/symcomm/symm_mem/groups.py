@@ -69,7 +69,12 @@ def _announced_group(name: str) -> ProcessGroup | None:
     from symcomm.store import PrefixStore
 
     meeting_place = PrefixStore(f"symm_mem/{name}", store)
-    _made[key] = join_ranks(meeting_place, rank, world, DEFAULT_TIMEOUT, partial(ProcessGroup, name=name))
+    all_ranks = look_up(None)  # the same ranks, if they are as many
+    check = None
+    if all_ranks is not None and (all_ranks.rank, all_ranks.size) == (rank, world):
+        check = all_ranks.watch(range(world), f"making group {name!r}")
+    make = partial(ProcessGroup, name=name)
+    _made[key] = join_ranks(meeting_place, rank, world, DEFAULT_TIMEOUT, make, check=check)
     return _made[key]
 
 
@@ -101,6 +106,11 @@ def _torch_distributed() -> Any:
     """torch.distributed, if somebody has loaded it and this build has it."""
     dist = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() else None
+
+
+def torch_world() -> ProcessGroup | None:
+    """What torch's default group stands on, if that is one of ours."""
+    return _core_of(_torch_default())
 
 
 def _torch_default() -> Any:
