@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import hmac
 import os
 import secrets
@@ -21,6 +22,7 @@ import socket
 import threading
 import time
 import traceback
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -35,6 +37,7 @@ __all__ = ["Card", "Office", "host_patience", "office_of"]
 EARLY_FRAMES = 100_000  # kept for a group that is not made here yet
 PAST_GROUPS = 1000  # remembered, so that nothing is kept for them
 DEFAULT_PATIENCE = 5.0
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN)
 
 
 def host_patience() -> float:
@@ -187,15 +190,33 @@ class Office:
         return None if to.nonce in self._lost else self._greet(to, timeout, {"line": key})
 
     def _greet(self, to: Card, timeout: float, more: dict[str, Any]) -> Link | None:
-        try:
-            sock = socket.create_connection((to.address, to.port), timeout)
-        except OSError:
-            self._lose(to.nonce)
+        sock = self._open(to, time.monotonic() + timeout)
+        if sock is None:
             return None
         self._prepare(sock)
         link = Link(sock, to.nonce)
         link.send({"token": to.token, "from": self.nonce, **more})
         return link
+
+    def _open(self, to: Card, deadline: float) -> socket.socket | None:
+        """A socket that is connected to ``to``. What this process lacks is not that rank's fault, and may pass."""
+        while True:
+            try:
+                return socket.create_connection((to.address, to.port), max(0.001, deadline - time.monotonic()))
+            except OSError as error:
+                if error.errno not in SHORTAGES:
+                    self._lose(to.nonce)
+                    return None
+                reason = error.strerror
+            if time.monotonic() >= deadline:
+                warnings.warn(
+                    f"rank of pid {self.pid} cannot connect to {to.address}:{to.port}: {reason}; raise the limit on "
+                    "open files (ulimit -n), or the range of local ports.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return None
+            time.sleep(0.01)
 
     def _connect(self, to: Card, timeout: float) -> Link | None:
         link = self._greet(to, timeout, {})
