@@ -33,10 +33,10 @@ WITHOUT_TORCH = (
 # Torch tensors in calls that have been the same in all its versions, our own sources, or tools that few machines have.
 MAIN_ONLY = (
     "async", "attack", "bench", "collectives", "control_plane", "demo", "docs", "elastic", "failures", "flight",
-    "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_torch", "gpu_windows", "groups", "grow", "hosts_attack",
-    "hosts_failures", "hosts_lines", "hosts_network", "hosts_values", "layers", "p2p", "ray", "reconfigure",
-    "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "top_browser", "top_feed",
-    "trace_failures", "trace_live", "trace_timing",
+    "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_torch", "gpu_windows", "groups", "grow", "hosts_aftermath",
+    "hosts_attack", "hosts_failures", "hosts_lines", "hosts_network", "hosts_values", "layers", "p2p", "ray",
+    "reconfigure", "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "top_browser",
+    "top_feed", "trace_failures", "trace_live", "trace_timing",
 )  # fmt: skip
 
 SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH}
