@@ -266,6 +266,36 @@ def test_a_caller_does_not_wait_for_ever_for_its_tensors(monkeypatch: pytest.Mon
     run_troubled(rank_main, monkeypatch)
 
 
+def test_a_failure_that_nobody_can_word_is_no_success(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trouble_module, "TOLD_S", 0.05)
+    monkeypatch.setattr(Watch, "wake", lambda watch: None)
+
+    def rank_main(group: Any, trouble: Trouble, sync: Any) -> None:
+        event = Event()
+        work = work_behind(trouble, event)
+        sync()
+        if group.rank == 0:
+            group.abort()
+        sync()
+        event.passed = True
+        assert not work.is_success() and isinstance(work.exception(), errors.GroupUnusableError)
+
+    run_troubled(rank_main, monkeypatch)
+
+
+def test_a_wait_that_cannot_be_released_does_not_end_the_watch():
+    watch, judge, pads, meetings, _ = make_watch([1])
+    meetings.count = 1
+    missing: list[int] = [1]
+
+    def broken(ranks: list[int]) -> None:
+        raise RuntimeError("CUDA error")
+
+    watch._items.append(Outstanding("receive", lambda: missing, broken, 0.0, 9.0))
+    judge.settles = True
+    assert watch.look(0.1) and pads.words == [0, 1, 1]
+
+
 def test_a_rank_that_left_in_peace_is_no_failure(monkeypatch: pytest.MonkeyPatch):
     def rank_main(group: Any, trouble: Trouble, sync: Any) -> None:
         event = Event()

@@ -63,7 +63,11 @@ class Trouble:
         """What went wrong so far, on any rank. None: whatever the GPU was done with before the call is right."""
         if self.error is None and (self._verdict is not None or self._is_over()):
             self.watch.wake()
-            self._settled.wait(TOLD_S)
+            if not self._settled.wait(TOLD_S):  # whatever the reason, it is no success
+                return errors.GroupUnusableError(
+                    f"work on cuda:{self.device} on rank {self._rank}: the group has failed; what was under way holds "
+                    "no result. Destroy the group, or call group.shrink() to go on."
+                )
         return self.error
 
     def look(self) -> None:
