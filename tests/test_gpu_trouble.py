@@ -250,6 +250,25 @@ def test_a_caller_is_told_once_peers_have_left_its_tensors(monkeypatch: pytest.M
     run_troubled(rank_main, monkeypatch)
 
 
+def test_a_caller_is_told_once_its_own_works_have_ended(monkeypatch: pytest.MonkeyPatch):
+    """They have a stream of their own, behind which nothing of the caller's is."""
+    monkeypatch.setattr(trouble_module, "LEAVE_S", 1000.0)
+
+    def rank_main(group: Any, trouble: Trouble, sync: Any) -> None:
+        event = Event()
+        work = work_behind(trouble, event)
+        sync()
+        if group.rank == 0:
+            group.abort()
+            assert trouble.watch.look(0.0) and trouble.error is None
+            event.passed = True
+            trouble.watch.look(0.1)
+            assert isinstance(trouble.error, errors.GroupUnusableError) and work.exception() is trouble.error
+        sync()
+
+    run_troubled(rank_main, monkeypatch)
+
+
 def test_a_caller_does_not_wait_for_ever_for_its_tensors(monkeypatch: pytest.MonkeyPatch):
     def rank_main(group: Any, trouble: Trouble, sync: Any) -> None:
         lane = trouble.watch.lane

@@ -110,6 +110,46 @@ def test_what_a_sender_overwrites_after_its_deadline_is_no_result(tmp_path, way)
     assert said != "nothing" or wrong == 0, f"returned with {wrong:.0%} wrong elements"
 
 
+def _receiver_gives_up(rank: int, world: int, path: str, way: str) -> tuple[str, list[float]]:
+    """Rank 0 stops in the middle of sending; rank 1's deadline passes, and it uses its tensor for something else."""
+    import torch
+
+    from symcomm.hosts import messages
+
+    messages.ARRIVING = 0.1
+    group = _join(rank, world, path)
+    tensor = torch.full((N,), 1.0 if rank == 0 else 0.0)
+    group.barrier()
+    said = "nothing"
+    if rank == 0:
+        _stop_once_something_moves(group)
+    else:
+        _end_slowly(group)
+    try:
+        if way == "message":
+            group.send(tensor, 1) if rank == 0 else group.irecv(tensor, 0).wait(0.7)
+        else:
+            group.broadcast(tensor, 0, timeout=30.0 if rank == 0 else 1.5)
+    except errors.SymcommError as error:
+        said = type(error).__name__
+    if rank == 0:
+        return said, []
+    pid = group.cards[0]["pid"]
+    try:
+        _await_stop(pid)
+        tensor.fill_(5.0)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(1.5)
+    return said, torch.unique(tensor).tolist()
+
+
+@pytest.mark.parametrize("way", ["collective", "message"])
+def test_nothing_is_written_to_a_receivers_tensor_after_its_deadline(tmp_path, way):
+    _, (said, values) = run_ranks(_receiver_gives_up, 2, str(tmp_path / "store"), way, start=START)
+    assert said == "DeadlineError" and values == [5.0]
+
+
 # --- shortages ----------------------------------------------------------------------------------------------------
 
 

@@ -358,6 +358,10 @@ class DeviceReceive:
             self._mail._trouble.look()
         return True
 
+    def is_queued(self) -> bool:
+        """Whether it is in a stream."""
+        return self._taken is not None
+
     def has_passed(self) -> bool:
         """Whether the GPU is done with it."""
         return self._taken is not None and self._taken.query()

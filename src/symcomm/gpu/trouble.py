@@ -5,7 +5,7 @@ do its streams go on, and only then is its caller told. So whoever used a peer's
 the time its GPU was done with it: it asks then, not before (``found``).
 
 Peers may be in the middle of using this rank's tensors when it fails. They are told to stop, and the caller is told
-once they have left, or after LEAVE_S: see docs/failures.md for what that means.
+once they have left, and its own works have ended, or after LEAVE_S: see docs/failures.md for what that means.
 """
 
 from __future__ import annotations
@@ -34,6 +34,13 @@ def _has_passed(work: Any) -> bool:
     try:
         return work.has_passed()
     except RuntimeError:  # the GPU is broken, as whoever asks the work is told
+        return False
+
+
+def _is_running(work: Any) -> bool:
+    try:
+        return work.is_queued() and not work.has_passed()
+    except RuntimeError:
         return False
 
 
@@ -175,13 +182,19 @@ class Trouble:
         """Tell the peers once this rank has left their memory, and the callers once they have left its own."""
         self._since = now if self._since is None else self._since
         self.departure.leave_when_done()
-        if self.error is None and (not self._is_used() or now - self._since >= LEAVE_S):
+        in_use = self._is_used() or self._is_at_work()
+        if self.error is None and (not in_use or now - self._since >= LEAVE_S):
             self._publish()
         return self._settled.is_set() and self.departure.has_left
 
     def _is_used(self) -> bool:
         self._users = self.departure.staying(self._users) if self._users else []
         return bool(self._users)
+
+    def _is_at_work(self) -> bool:
+        """Whether a stream of this rank's own, which no caller's is behind, may still write to tensors of works."""
+        with self._lock:
+            return any(_is_running(work) for work in self.works)
 
     def _publish(self) -> None:
         with self._lock:
