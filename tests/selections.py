@@ -36,10 +36,10 @@ WITHOUT_TORCH = (
 MAIN_ONLY = (
     "agreement", "agreement_hosts", "async", "attack", "bench", "collectives", "control_plane", "death", "demo",
     "docs", "elastic", "failures", "flight", "fuzz", "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_torch",
-    "gpu_windows", "groups", "grow", "hosts_attack", "hosts_failures", "hosts_lines", "hosts_network",
-    "hosts_strangers", "hosts_values", "layers", "leaving", "p2p", "ray", "reconfigure", "reconfigure_deaths",
-    "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "top_browser", "top_feed", "trace_failures",
-    "trace_live", "trace_timing", "trust",
+    "gpu_windows", "groups", "grow", "hosts_aftermath", "hosts_attack", "hosts_failures", "hosts_lines",
+    "hosts_network", "hosts_strangers", "hosts_values", "layers", "leaving", "p2p", "ray", "reconfigure",
+    "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "top_browser", "top_feed",
+    "trace_failures", "trace_live", "trace_timing", "trust",
 )  # fmt: skip
 
 SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH}

@@ -164,9 +164,9 @@ def run_troubled(rank_main: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def rank_of(group: Any) -> Any:
         trouble = Trouble(group, 0)
-        trouble.pads = make_pads(group, words, monkeypatch)
+        trouble.departure.pads = make_pads(group, words, monkeypatch)
         meetings = FakeMeetings()
-        trouble.watch.lane = Lane(trouble.pads, meetings)
+        trouble.watch.lane = Lane(trouble.departure.pads, meetings)
         trouble.watch.lane.what = "all_reduce"
         return rank_main(group, trouble, lambda: meeting.wait(20))
 
@@ -196,11 +196,11 @@ def test_what_the_gpu_ends_after_a_failure_is_no_result(monkeypatch: pytest.Monk
         sync()
         if group.rank == 0:
             trouble.fail(trouble.watch.lane, [2], died)
-            assert trouble.pads.words[16 * 3] == 1, "kernels do not know"
+            assert trouble.departure.pads.words[16 * 3] == 1, "kernels do not know"
         sync()
         if group.rank != 1:
             return None
-        assert trouble.pads.words[16 * 3] == 1
+        assert trouble.departure.pads.words[16 * 3] == 1
         late.passed = True
         assert not works[1].is_success() and works[0].is_success()
         for ask in (works[1].synchronize, trouble.look):
@@ -223,20 +223,20 @@ def test_a_caller_is_told_once_peers_have_left_its_tensors(monkeypatch: pytest.M
         lane.shown = lane._meetings.count = 4
         lane.timeout = 1.0
         if group.rank == 0:
-            trouble.pads.words[16 * 2] = 4
+            trouble.departure.pads.words[16 * 2] = 4
         elif group.rank == 1:
-            trouble.touch(event)
+            trouble.departure.touch(event)
         sync()
         if group.rank == 0:
             assert look(0.0) and look(2.0)
             assert trouble.error is None and trouble._users == [1]
-            assert trouble.pads.missing(4) == [], "its streams go on"
+            assert trouble.departure.pads.missing(4) == [], "its streams go on"
         sync()
         if group.rank == 1:
-            assert look(0.0) and not trouble._left
+            assert look(0.0) and not trouble.departure.has_left
             event.passed = True
             look(0.1)
-            assert trouble._left
+            assert trouble.departure.has_left
         sync()
         if group.rank == 0:
             assert not look(3.0)
@@ -245,6 +245,25 @@ def test_a_caller_is_told_once_peers_have_left_its_tensors(monkeypatch: pytest.M
                 trouble.look()
             with pytest.raises(errors.GroupUnusableError):
                 trouble.look()
+        sync()
+
+    run_troubled(rank_main, monkeypatch)
+
+
+def test_a_caller_is_told_once_its_own_works_have_ended(monkeypatch: pytest.MonkeyPatch):
+    """They have a stream of their own, behind which nothing of the caller's is."""
+    monkeypatch.setattr(trouble_module, "LEAVE_S", 1000.0)
+
+    def rank_main(group: Any, trouble: Trouble, sync: Any) -> None:
+        event = Event()
+        work = work_behind(trouble, event)
+        sync()
+        if group.rank == 0:
+            group.abort()
+            assert trouble.watch.look(0.0) and trouble.error is None
+            event.passed = True
+            trouble.watch.look(0.1)
+            assert isinstance(trouble.error, errors.GroupUnusableError) and work.exception() is trouble.error
         sync()
 
     run_troubled(rank_main, monkeypatch)
@@ -264,6 +283,36 @@ def test_a_caller_does_not_wait_for_ever_for_its_tensors(monkeypatch: pytest.Mon
         sync()
 
     run_troubled(rank_main, monkeypatch)
+
+
+def test_a_failure_that_nobody_can_word_is_no_success(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trouble_module, "TOLD_S", 0.05)
+    monkeypatch.setattr(Watch, "wake", lambda watch: None)
+
+    def rank_main(group: Any, trouble: Trouble, sync: Any) -> None:
+        event = Event()
+        work = work_behind(trouble, event)
+        sync()
+        if group.rank == 0:
+            group.abort()
+        sync()
+        event.passed = True
+        assert not work.is_success() and isinstance(work.exception(), errors.GroupUnusableError)
+
+    run_troubled(rank_main, monkeypatch)
+
+
+def test_a_wait_that_cannot_be_released_does_not_end_the_watch():
+    watch, judge, pads, meetings, _ = make_watch([1])
+    meetings.count = 1
+    missing: list[int] = [1]
+
+    def broken(ranks: list[int]) -> None:
+        raise RuntimeError("CUDA error")
+
+    watch._items.append(Outstanding("receive", lambda: missing, broken, 0.0, 9.0))
+    judge.settles = True
+    assert watch.look(0.1) and pads.words == [0, 1, 1]
 
 
 def test_a_rank_that_left_in_peace_is_no_failure(monkeypatch: pytest.MonkeyPatch):

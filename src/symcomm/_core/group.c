@@ -310,6 +310,7 @@ static PyObject *group_forked(PyObject *self, PyObject *arg) {
     g->worker = NULL, g->flight = NULL, g->recording = NULL;
     pthread_mutex_init(&g->lock, NULL);
     atomic_store(&g->holder, NULL);
+    atomic_store(&g->putting, 0);
     mail_forked(g);
     Py_RETURN_NONE;
 }

@@ -7,6 +7,7 @@ places.py      a CUDA tensor -> where its elements are, how many, of which dtype
 pads.py        words in host memory that GPUs write and wait for
 watch.py       a thread that ends waits of the GPU when a rank has died, or the time is up
 trouble.py     what it found, in words
+departure.py   when ranks have left each other's memory
 group.py       DeviceGroup: how ranks meet, on the host and on the GPU
 calls.py       its collectives
 moves.py       what those do, step by step, on a stream

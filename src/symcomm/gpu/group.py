@@ -31,6 +31,7 @@ from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import ON_DEVICE
 from symcomm.gpu import devices, kernels
 from symcomm.gpu.calls import DeviceCalls, Signature
+from symcomm.gpu.departure import Departure
 from symcomm.gpu.driver import HANDLE_BYTES, driver
 from symcomm.gpu.kernels import PACK
 from symcomm.gpu.messages import device_mail
@@ -40,7 +41,7 @@ from symcomm.gpu.places import Place, torch_stream
 from symcomm.gpu.pool import Piece, find_block, hold, opened, pool_of
 from symcomm.gpu.spinning import MOST_RANKS, SpinningMover, flags_bytes, most_blocks
 from symcomm.gpu.through_host import HALF_BYTES, STAGE_BYTES, HostMover
-from symcomm.gpu.trouble import Trouble, trouble_of
+from symcomm.gpu.trouble import trouble_of
 from symcomm.gpu.watch import Lane
 from symcomm.gpu.work import DeviceWork
 from symcomm.group.call_hooks import GROUP_CALLS
@@ -150,12 +151,12 @@ class DeviceGroup(DeviceCalls):
         self._side: Any = None
         self.rescue = torch.cuda.Stream(device)  # ends waits of other streams; making one then would wait for them
         self.trouble = trouble_of(core, device)
-        self.trouble.pads = self.pads
+        self.trouble.departure.pads = self.pads
         self._lane = self.trouble.watch.lane = Lane(self.pads, self.meetings)
         self._watch = self.trouble.watch
         self._recipes: dict[Any, Any] = {}  # all_reduces seen before, see again()
         _living.add(self)
-        weakref.finalize(self, _part, self.trouble, self._stages).atexit = False
+        weakref.finalize(self, _part, self.trouble.departure, self._stages).atexit = False
         core._before_leaving.append(self.finish)
         core.barrier()  # nobody's GPU writes a pad that its owner has not cleared
 
@@ -380,7 +381,7 @@ class DeviceGroup(DeviceCalls):
                 event = torch.cuda.Event()
                 event.record(torch_stream(self._last, self.device))
                 event.wait(torch_stream(stream, self.device))
-            self._last = self.trouble.last_stream = stream
+            self._last = self.trouble.departure.last_stream = stream
             for stage in self._stages:
                 stage.streams.add(stream)
 
@@ -448,7 +449,7 @@ class DeviceGroup(DeviceCalls):
         event = torch.cuda.Event()
         event.record(torch_stream(stream, self.device))
         self._lane.shown = self.meetings.count
-        self.trouble.touch(event)
+        self.trouble.departure.touch(event)
 
     def _note(self, call: str, timeout: float) -> None:
         """Have the watch look after what was put into a stream."""
@@ -483,13 +484,13 @@ class DeviceGroup(DeviceCalls):
         if self.core._failure is None:
             with contextlib.suppress(errors.SymcommError):
                 self.synchronize(timeout)
-                self.trouble.leave()
+                self.trouble.departure.leave()
 
 
-def _part(trouble: Trouble, stages: list[Piece]) -> None:
+def _part(departure: Departure, stages: list[Piece]) -> None:
     """A group is gone: its peers may still read its staging areas, and write them."""
     if stages:
-        hold(stages, trouble.is_left_alone)
+        hold(stages, departure.is_left_alone)
 
 
 class _Cards:

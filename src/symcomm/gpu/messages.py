@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from symcomm import errors
 from symcomm._core import native
 from symcomm.gpu import devices
+from symcomm.gpu.departure import Departure
 from symcomm.gpu.driver import HANDLE_BYTES, driver
 from symcomm.gpu.pads import LINE, is_behind, show
 from symcomm.gpu.places import Place, place, torch_stream
@@ -97,14 +98,13 @@ class _Sent(NamedTuple):
     memory: Piece
     number: int
     peer: int
-    note: Any  # the host's message
 
 
-def _part(trouble: Trouble, pad: _Pad, on_the_way: dict[int, _Sent]) -> None:
+def _part(departure: Departure, pad: _Pad, on_the_way: dict[int, _Sent]) -> None:
     """A rank's mail is gone: receivers may still read what they have not taken."""
 
     def is_free() -> bool:
-        dead = trouble.dead()
+        dead = departure.dead()
         for slot, sent in list(on_the_way.items()):
             if sent.peer in dead or pad.was_taken(slot, sent.number):
                 del on_the_way[slot]
@@ -133,10 +133,11 @@ class DeviceMail:
         self._lock = threading.RLock()
         self._sent = [0] * core.size  # messages put out for each rank
         self._on_the_way: dict[int, _Sent] = {}  # by slot
+        self._notes: dict[int, Any] = {}  # what the hosts were sent about them
         self._number = 0  # of messages of this rank, to tell a slot's users apart
         self._last_sender: Any = None  # the stream of the last one
         _living.add(self)
-        weakref.finalize(self, _part, self._trouble, self._pad, self._on_the_way).atexit = False
+        weakref.finalize(self, _part, self._trouble.departure, self._pad, self._on_the_way).atexit = False
         core._before_leaving.append(self.finish)
 
     # --- sending ----------------------------------------------------------------------------------------------
@@ -164,7 +165,8 @@ class DeviceMail:
                 driver().copy(memory.address, source.address, source.nbytes, stream)
             driver().write(stream, self._pad.sent(peer), self._sent[peer] & 0xFFFFFFFF)
             note = self._note_of(memory, source, slot, self._sent[peer])
-            self._on_the_way[slot] = _Sent(memory, self._number, peer, (self.core.isend(note, peer, tag), note))
+            self._notes[slot] = (self.core.isend(note, peer, tag), note)
+            self._on_the_way[slot] = _Sent(memory, self._number, peer)
             copied = torch.cuda.Event()
             copied.record(torch_stream(stream, self.device))
         return DeviceSend(self._trouble, tensor, copied, self.device)
@@ -182,7 +184,7 @@ class DeviceMail:
     def _forget_taken(self) -> None:
         for slot, sent in list(self._on_the_way.items()):
             if self._pad.was_taken(slot, sent.number):
-                del self._on_the_way[slot]
+                del self._on_the_way[slot], self._notes[slot]
 
     def finish(self, timeout: float = 10.0) -> None:
         """Before this rank leaves: messages lie in its memory until they are taken."""
@@ -355,6 +357,10 @@ class DeviceReceive:
         if not self._is_right:
             self._mail._trouble.look()
         return True
+
+    def is_queued(self) -> bool:
+        """Whether it is in a stream."""
+        return self._taken is not None
 
     def has_passed(self) -> bool:
         """Whether the GPU is done with it."""

@@ -145,7 +145,10 @@ class Pool:
         import torch
 
         event = torch.cuda.Event()
-        event.record(torch_stream(stream, self.device))
+        try:
+            event.record(torch_stream(stream, self.device))
+        except RuntimeError:  # a stream of somebody else's that is gone: wait for all
+            torch.cuda.synchronize(self.device)
         return event
 
     def find(self, address: int) -> tuple[Block, int] | None:
@@ -194,8 +197,12 @@ def _give_up_held() -> None:
             item = _held.popleft()
         except IndexError:  # another thread took it
             return
-        if not item[1]():
-            _held.append(item)
+        free = False
+        try:
+            free = item[1]()
+        finally:
+            if not free:
+                _held.append(item)
 
 
 def find_block(device: int, address: int) -> tuple[Block, int] | None:

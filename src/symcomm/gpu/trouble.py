@@ -5,7 +5,7 @@ do its streams go on, and only then is its caller told. So whoever used a peer's
 the time its GPU was done with it: it asks then, not before (``found``).
 
 Peers may be in the middle of using this rank's tensors when it fails. They are told to stop, and the caller is told
-once they have left, or after LEAVE_S: see docs/failures.md for what that means.
+once they have left, and its own works have ended, or after LEAVE_S: see docs/failures.md for what that means.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.errors import words_for_ranks, words_for_seconds
-from symcomm.gpu.places import torch_stream
+from symcomm.gpu.departure import Departure
 from symcomm.gpu.watch import Watch
+from symcomm.group import hooks
 from symcomm.group.failure import Status, how_it_ended
 from symcomm.group.process_group import ProcessGroup
 
@@ -27,6 +28,20 @@ __all__ = ["Trouble", "trouble_of"]
 
 LEAVE_S = 2.0  # the longest that a caller's error waits for peers: a kernel of theirs that has begun takes milliseconds
 TOLD_S = 10.0  # the longest that a caller waits for the watch, which looks every 10 ms
+
+
+def _has_passed(work: Any) -> bool:
+    try:
+        return work.has_passed()
+    except RuntimeError:  # the GPU is broken, as whoever asks the work is told
+        return False
+
+
+def _is_running(work: Any) -> bool:
+    try:
+        return work.is_queued() and not work.has_passed()
+    except RuntimeError:
+        return False
 
 
 class Trouble:
@@ -42,14 +57,10 @@ class Trouble:
         self._told = False
         self._settled = threading.Event()
         self._lock = threading.Lock()
-        self.pads: Any = None  # of the group's collectives, once it has some
+        self.departure = Departure(core._handle, core.rank, device)
         self.works: weakref.WeakSet[Any] = weakref.WeakSet()  # that fail along
-        self.last_stream: int | None = None  # of the group's collectives
-        self._touching: list[Any] = []  # events of what reads or writes peers' tensors
-        self.windows = 0  # into which peers may put at any time
         self._users: list[int] = []  # ranks that may be using this rank's tensors
         self._since: float | None = None  # when it failed
-        self._left = False
         self._is_first = False  # to know of it on this rank
         self.watch = Watch(self)
 
@@ -59,7 +70,11 @@ class Trouble:
         """What went wrong so far, on any rank. None: whatever the GPU was done with before the call is right."""
         if self.error is None and (self._verdict is not None or self._is_over()):
             self.watch.wake()
-            self._settled.wait(TOLD_S)
+            if not self._settled.wait(TOLD_S):  # whatever the reason, it is no success
+                return errors.GroupUnusableError(
+                    f"work on cuda:{self.device} on rank {self._rank}: the group has failed; what was under way holds "
+                    "no result. Destroy the group, or call group.shrink() to go on."
+                )
         return self.error
 
     def look(self) -> None:
@@ -86,19 +101,6 @@ class Trouble:
                 "rank is noticed. Call it outside of the graph."
             )
 
-    # --- what may be touched ------------------------------------------------------------------------------------
-
-    def touch(self, event: Any) -> None:
-        """Behind ``event`` a stream of this rank has done something with peers' tensors."""
-        with self._lock:
-            self._touching = [e for e in self._touching if e is not event and not e.query()]
-            self._touching.append(event)
-
-    def _is_touching(self) -> bool:
-        with self._lock:
-            self._touching = [e for e in self._touching if not e.query()]
-            return bool(self._touching)
-
     def add(self, work: Any) -> None:
         """A work that fails when the group does, unless it was right before."""
         with self._lock:
@@ -110,17 +112,14 @@ class Trouble:
         """Ranks that have died or left."""
         return [r["rank"] for r in native.group_report(self._handle)["ranks"] if r["gone"]]
 
-    def dead(self) -> set[int]:
-        return {r["rank"] for r in native.group_report(self._handle)["ranks"] if r["gone"] == Status.DEAD}
-
     def is_busy(self) -> bool:
         """Peers wait for us to leave if the group fails."""
-        return self.error is None and (self.windows > 0 or self._is_touching())
+        return self.error is None and (self.departure.windows > 0 or self.departure.is_touching())
 
     def has_failed(self) -> bool:
         """Works that the GPU was done with before it failed stay right."""
         with self._lock:
-            done = [work for work in self.works if work.has_passed()]
+            done = [work for work in self.works if _has_passed(work)]
         if self._is_over():
             return True
         for work in done:
@@ -172,51 +171,30 @@ class Trouble:
 
     def _stop(self) -> None:
         """Before any wait is released: no kernel waits or writes to peers from now on, on any rank."""
-        lane = self.watch.lane
-        if self.pads is not None:
+        lane, pads = self.watch.lane, self.departure.pads
+        if pads is not None:
             self._users = lane.users() if lane is not None else []
-            if self.windows:
-                self._users = [r for r in range(self.pads.world) if r != self._rank]
-            self.pads.stop_kernels()
+            if self.departure.windows:
+                self._users = [r for r in range(pads.world) if r != self._rank]
+            pads.stop_kernels()
 
     def settle(self, now: float) -> bool:
         """Tell the peers once this rank has left their memory, and the callers once they have left its own."""
         self._since = now if self._since is None else self._since
-        self._leave_when_done()
-        if self.error is None and (not self._is_used() or now - self._since >= LEAVE_S):
+        self.departure.leave_when_done()
+        in_use = self._is_used() or self._is_at_work()
+        if self.error is None and (not in_use or now - self._since >= LEAVE_S):
             self._publish()
-        return self._settled.is_set() and self._left
-
-    def _leave_when_done(self) -> None:
-        if self.last_stream is not None:  # its last operation may be using peers' staging areas
-            import torch
-
-            with torch.cuda.device(self.device):
-                event = torch.cuda.Event()
-                event.record(torch_stream(self.last_stream, self.device))
-            self.last_stream = None
-            self.touch(event)
-        if not self._left and not self._is_touching():
-            self.leave()
-
-    def leave(self) -> None:
-        """Nothing of this rank uses peers' memory any more."""
-        self._left = True
-        if self.pads is not None:
-            self.pads.say_left()
-
-    def is_left_alone(self) -> bool:
-        """Whether all peers have said that they use nothing of this rank's any more, or have died."""
-        if self._core() is None or native.group_status(self._handle):
-            self._leave_when_done()
-        dead = self.dead()
-        return all(r in dead or self.pads.has_left(r) for r in range(self.pads.world) if r != self._rank)
+        return self._settled.is_set() and self.departure.has_left
 
     def _is_used(self) -> bool:
-        if self._users:
-            dead = self.dead()
-            self._users = [r for r in self._users if r not in dead and not self.pads.has_left(r)]
+        self._users = self.departure.staying(self._users) if self._users else []
         return bool(self._users)
+
+    def _is_at_work(self) -> bool:
+        """Whether a stream of this rank's own, which no caller's is behind, may still write to tensors of works."""
+        with self._lock:
+            return any(_is_running(work) for work in self.works)
 
     def _publish(self) -> None:
         with self._lock:
@@ -231,6 +209,7 @@ class Trouble:
                 work.fail(error)
             self.error = error
             if first:
+                hooks.failed(core, error)
                 core.run_abort_hooks()
         self._settled.set()
 

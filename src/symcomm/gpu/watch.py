@@ -7,6 +7,7 @@ the GPU.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -148,7 +149,8 @@ class Watch:
         self._failed = self._failed or self._finds_failure(waiting, now)
         if self._failed:
             for item in waiting:
-                item.release(_missing(item))
+                with contextlib.suppress(Exception):  # of a GPU that is broken: see _missing
+                    item.release(_missing(item))
             self._settled = self._settled or self._judge.settle(now)
         return bool(waiting) or (self._failed and not self._settled) or self._judge.is_busy()
 

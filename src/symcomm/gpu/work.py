@@ -65,6 +65,10 @@ class DeviceWork:
     # What peers have may be overwritten once one of them has failed. So a work is right if the GPU was done with it and
     # nobody had failed when that was looked at afterwards.
 
+    def is_queued(self) -> bool:
+        """Whether it is in a stream."""
+        return self._event is not None
+
     def has_passed(self) -> bool:
         """Whether the GPU is done with it."""
         return self._event is not None and self._event.query()

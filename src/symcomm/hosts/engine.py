@@ -128,7 +128,8 @@ class Engine(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End every transfer now, with an error; the engine is of no use afterwards."""
+        """End every transfer now, with an error; the engine is of no use afterwards. As far as the network allows, none
+        reads or writes its memory any more when this returns: callers have their tensors back then."""
 
     @abstractmethod
     def close(self) -> None:

@@ -48,6 +48,7 @@ LOCAL_ROUNDS = 3  # of the exchange, at most, to make a host's own group
 Handler = Callable[[int, dict[str, Any], "bytes | bytearray"], None]
 MOST_ARRIVALS = 10_000  # of hosts at operations that this one has not come to; each is at most a few ahead
 ENGINE_NEWS = 1.0  # seconds for the office to learn who is gone, when the engine has noticed first
+ENGINE_STOPS = 5.0  # seconds for an engine to stop; Gloo takes milliseconds
 
 _living: weakref.WeakSet[HostsGroup] = weakref.WeakSet()
 
@@ -316,10 +317,12 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
             body(operation)
         except Stopped:
             self._abandoned.append((operation, on))
+            self.await_engine()
             raise self._fail(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun) from None
         except BaseException:  # interrupted, or a bug: what the others do cannot be met any more
             self._abandoned.append((operation, on))
             self.trouble.abort()
+            self.await_engine()
             self._fail(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun)
             raise
         operation.end()
@@ -359,9 +362,15 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         self.trouble.cut_off(transfer.peers, transfer.error)
 
     def stop_engine(self) -> None:
-        """End what is on its way. Not here: this may be the office's thread, or the engine's."""
-        self._stopping = threading.Thread(target=self.engine.abort, name="symcomm-abort", daemon=True)
-        self._stopping.start()
+        """End what is on its way. Not here: this may be the office's thread, or the engine's. See await_engine."""
+        stopping = threading.Thread(target=self.engine.abort, name="symcomm-abort", daemon=True)
+        stopping.start()
+        self._stopping = stopping
+
+    def await_engine(self) -> None:
+        """After a failure, before a caller is told: the engine leaves the caller's tensors alone."""
+        if self._stopping is not None:
+            self._stopping.join(ENGINE_STOPS)
 
     # --- the office -------------------------------------------------------------------------------------------
 

@@ -118,6 +118,8 @@ class _Remote(AnyMessageWork):
             group.trouble.gone(gone)
         if group.trouble.verdict is None and not self._mail.withdraw(self):
             group.trouble.late(0, seconds, self._awaited())
+        if group.trouble.verdict is not None:
+            group.await_engine()
         with group.news:
             if self.ended:
                 return

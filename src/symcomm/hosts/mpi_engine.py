@@ -133,6 +133,8 @@ class MpiEngine(Engine):
     def abort(self) -> None:
         self._aborted = True
         self._asked.put(None)
+        if self._comm is not None and threading.current_thread() is not self._thread:
+            self._thread.join(2.0)  # what it then has not cancelled is up to MPI
 
     def close(self) -> None:
         self._asked.put(None)

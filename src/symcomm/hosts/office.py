@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -21,6 +22,7 @@ import select
 import socket
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -40,6 +42,7 @@ EARLY_FRAMES = 100_000  # kept for groups that are not made here yet
 EARLY_BYTES = 256 << 20
 PAST_GROUPS = 1000  # remembered, so that nothing is kept for them
 DEFAULT_PATIENCE = 5.0
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN)
 
 
 def host_patience() -> float:
@@ -225,13 +228,31 @@ class Office:
         return None if to.nonce in self._lost else self._greet(to, timeout, key)
 
     def _greet(self, to: Card, timeout: float, line: str | None = None) -> Link | None:
-        try:
-            sock = socket.create_connection((to.address, to.port), timeout)
-        except OSError:
-            self._lose(to.nonce)
+        sock = self._open(to, time.monotonic() + timeout)
+        if sock is None:
             return None
         self._prepare(sock)
         return Link(sock, to.nonce, Caller(self._job or to.secret.encode(), self.nonce, to.nonce, line))
+
+    def _open(self, to: Card, deadline: float) -> socket.socket | None:
+        """A socket that is connected to ``to``. What this process lacks is not that rank's fault, and may pass."""
+        while True:
+            try:
+                return socket.create_connection((to.address, to.port), max(0.001, deadline - time.monotonic()))
+            except OSError as error:
+                if error.errno not in SHORTAGES:
+                    self._lose(to.nonce)
+                    return None
+                reason = error.strerror
+            if time.monotonic() >= deadline:
+                warnings.warn(
+                    f"rank of pid {self.pid} cannot connect to {to.address}:{to.port}: {reason}; raise the limit on "
+                    "open files (ulimit -n), or the range of local ports.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return None
+            time.sleep(0.01)
 
     def _connect(self, to: Card, timeout: float) -> Link | None:
         link = self._greet(to, timeout)

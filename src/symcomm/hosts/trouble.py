@@ -190,9 +190,9 @@ class Trouble:
         with self._lock:
             if self.verdict is not None:
                 return False
+            native.group_abort(self._group.local._handle)  # before a caller can know, and use its tensors anew
+            self._group.stop_engine()
             self.verdict = verdict
-        native.group_abort(self._group.local._handle)
-        self._group.stop_engine()
         self._group.ring()
         return True
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
+from symcomm.gpu.departure import Departure
 from symcomm.gpu.driver import driver
 from symcomm.gpu.group import DeviceGroup, device_group
 from symcomm.gpu.pool import Raw, hold, opened, pool_of, storage_over
-from symcomm.gpu.trouble import Trouble
 from symcomm.gpu.watch import Outstanding
 from symcomm.gpu.work import DeviceWork
 from symcomm.group.buffers import torch_dtypes
@@ -44,10 +44,10 @@ class _Source:
         self.dtype = torch_dtypes()[tensor.dtype]
 
 
-def _part(trouble: Trouble, pieces: Any) -> None:
+def _part(departure: Departure, pieces: Any) -> None:
     """A window is gone without a goodbye."""
-    trouble.windows -= 1
-    hold(pieces, trouble.is_left_alone)
+    departure.windows -= 1
+    hold(pieces, departure.is_left_alone)
 
 
 class CudaMemory:
@@ -90,10 +90,10 @@ class CudaMemory:
         self.cards = cards
         self._host.connect([card["host"] for card in cards])
         self._gpu: DeviceGroup = device_group(self.group, self.device.index)
-        trouble = self._gpu.trouble
-        trouble.windows += 1
-        trouble.watch.wake()
-        self._part = weakref.finalize(self, _part, trouble, (self._piece, self.words))
+        self._departure = self._gpu.trouble.departure
+        self._departure.windows += 1
+        self._gpu.trouble.watch.wake()
+        self._part = weakref.finalize(self, _part, self._departure, (self._piece, self.words))
         self._part.atexit = False
         with self._using():
             self._addresses = [
@@ -115,7 +115,7 @@ class CudaMemory:
             event.synchronize()
         self.group.barrier()
         self._part.detach()
-        self._gpu.trouble.windows -= 1
+        self._departure.windows -= 1
 
     def end(self) -> None:
         """Unless ``close`` succeeded, peers may have puts in their streams: the memory is held until they left."""
@@ -159,7 +159,7 @@ class CudaMemory:
                 driver().copy(target, source.tensor.data_ptr(), source.count * size, stream.cuda_stream)
             ended = self._puts.setdefault(stream.cuda_stream, torch.cuda.Event())
             ended.record(stream)
-        self._gpu.trouble.touch(ended)
+        self._departure.touch(ended)
         return 0
 
     def tensor_of(self, rank: int, keeps: Any) -> torch.Tensor:
@@ -192,7 +192,7 @@ class CudaMemory:
             event = torch.cuda.Event()
             event.record(stream)
         self._signalled[rank] = (stream, event)
-        self._gpu.trouble.touch(event)
+        self._departure.touch(event)
         return 0
 
     def wait_signal(self, what: str, rank: int, async_op: bool, seconds: float) -> DeviceWork | None:
