@@ -18,7 +18,7 @@ PIP           := -m pip install -q --disable-pip-version-check
 PYTEST        ?= -q --durations=5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-torch test-python clean-torch clean-python test-gpu lint format bench conformance soak sanitize clean
+.PHONY: help setup demo test test-torch test-python clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 15
@@ -99,6 +99,9 @@ soak: $(BUILT) ## a thousand random faults, then ten minutes each of hosts and o
 	$(BIN)/python -m tests.soak
 	$(BIN)/python -m tests.hosts_soak 10
 	$(BIN)/python -m tests.elastic_soak 10
+
+prove: $(BUILT) ## every interleaving of the core's protocols, and what goes wrong without each line of them (five minutes)
+	$(BIN)/python -m tests.model
 
 sanitize: $(BUILT) ## the C core under ASan, UBSan and TSan
 	$(BIN)/python tests/sanitize.py

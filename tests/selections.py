@@ -25,8 +25,8 @@ TORCH = (
 # What runs where torch is not installed. Tests in these files that compare with torch are skipped there, and say so.
 WITHOUT_TORCH = (
     "arena", "cli", "control_api", "control_attacks", "doctor", "errors", "launch_conventions", "launcher",
-    "launcher_blame", "launcher_elastic", "metrics", "numpy_ranks", "observe_together", "plan_bugs", "plans",
-    "rendezvous", "selections", "simulate", "store_collectives", "store_contract", "store_file", "store_model",
+    "launcher_blame", "launcher_elastic", "litmus", "metrics", "model", "numpy_ranks", "observe_together", "plan_bugs",
+    "plan_failures", "plans", "rendezvous", "selections", "simulate", "store_collectives", "store_contract", "store_file", "store_model",
     "tcp_store", "tcp_store_hostile", "top_model", "top_page", "top_servers", "trace_verdict",
 )  # fmt: skip
 

@@ -105,6 +105,11 @@ def until(place: Hashable, *values: Any) -> Step:
     return Step("until", place, values, order=ACQUIRE)
 
 
+def own(place: Hashable) -> Step:
+    """A load of what only this process writes: nobody can come between, so it is no step of its own."""
+    return Step("own", place)
+
+
 def check(true: bool, message: str) -> Step:
     return Step("check", None, bool(true), message)
 
@@ -267,6 +272,9 @@ class Strong:
         """The process will do nothing more."""
         return state
 
+    def peek(self, state: tuple, place: Hashable) -> Any:
+        return state[0][self.index[place]]
+
     def die(self, state: tuple, who: int, place: Hashable) -> tuple:
         """The kernel marks the word that tells of a death, after everything that the process did."""
         ((_, after),) = self.do(self.nudge(state, who), who, store(place, 1, RELEASE))
@@ -283,6 +291,7 @@ class Model:
     ``mortal``  processes that may be killed at any step, ``deaths`` of them at most; the kernel then stores 1 in ``life``
     ``ends``    told every final state's results by process (None: killed); returns what is wrong with them, or ""
     ``stuck``   whether processes that wait for ever are wrong
+    ``joined``  loads that happen at once with what the process did before: for models that are too large otherwise
     ``nudge``   whether a sleeper may wake by itself once somebody has died (the core looks for the dead in slices)
     """
 
@@ -295,6 +304,7 @@ class Model:
     life: Callable[[str], Hashable] = lambda name: ("life", name)
     stuck: bool = True
     nudge: bool = True
+    joined: Callable[[Step], bool] = lambda step: False
     most: int = 5_000_000
 
 
@@ -326,27 +336,33 @@ class _Explorer:
         for who, here in enumerate(at):
             if here == DEAD:
                 continue
-            player = self.players[who]
-            step = player.steps[here]
-            if step.kind == "end":
-                continue
-            if step.kind == "check":
-                if not step.a:
-                    raise WrongError(step.b)
-                outcomes: Any = [(None, memory)]
-            elif step.kind == "choose":
-                outcomes = [(way, memory) for way in step.a]
-            elif step.kind == "asleep" and self.model.nudge and DEAD in at:
-                outcomes = [(None, self.memory.nudge(memory, who))]
+            step = self.players[who].steps[here]
+            if step.kind == "asleep" and self.model.nudge and DEAD in at:
+                outcomes: Any = [(None, self.memory.nudge(memory, who))]
             else:
-                outcomes = self.memory.do(memory, who, step)
+                outcomes = () if step.kind == "end" else self.memory.do(memory, who, step)
             for value, then in outcomes:
-                there = player.send(here, value)
-                if player.steps[there].kind == "end":
-                    then = self.memory.end(then, who)
-                yield (who, step, value), (then, (*at[:who], there, *at[who + 1 :]))
+                there = self.players[who].send(here, value)
+                for also, place in self.alone(then, who, there):
+                    ended = self.players[who].steps[place].kind == "end"
+                    after = self.memory.end(then, who) if ended else then
+                    yield (who, ((step, value), *also)), (after, (*at[:who], place, *at[who + 1 :]))
         if sum(here == DEAD for here in at) < self.model.deaths:
             yield from self.kill(state)
+
+    def alone(self, memory: Any, who: int, here: int) -> Iterator[tuple[tuple, int]]:
+        """What a process does without touching what others touch is part of the step before: it can be seen by nobody."""
+        player = self.players[who]
+        step = player.steps[here]
+        if step.kind == "check" and not step.a:
+            raise WrongError(step.b)
+        if step.kind in ("choose", "check", "own") or self.model.joined(step):
+            ways = step.a if step.kind == "choose" else [None if step.kind == "check" else self.memory.peek(memory, step.place)]
+            for way in ways:
+                for also, there in self.alone(memory, who, player.send(here, way)):
+                    yield ((step, way), *also), there
+        else:
+            yield (), here
 
     def kill(self, state: tuple) -> Iterator[tuple[tuple, tuple]]:
         memory, at = state
@@ -354,7 +370,7 @@ class _Explorer:
             if at[who] == DEAD or self.players[who].steps[at[who]].kind == "end":
                 continue
             then = self.memory.die(memory, who, self.model.life(self.names[who]))
-            yield (who, Step("killed"), None), (then, (*at[:who], DEAD, *at[who + 1 :]))
+            yield (who, ((Step("killed"), None),)), (then, (*at[:who], DEAD, *at[who + 1 :]))
 
     def final(self, state: tuple) -> str:
         """What is wrong with a state that has no next one."""
@@ -369,10 +385,16 @@ class _Explorer:
                 results[name] = "stuck"
         return self.model.ends(results)
 
+    def starts(self) -> list[tuple]:
+        ways = [[place for _, place in self.alone(self.memory.initial, n, p.start)] for n, p in enumerate(self.players)]
+        return [(self.memory.initial, places) for places in itertools.product(*ways)]
+
     def run(self) -> Verdict:
-        first = self.memory.initial, tuple(player.start for player in self.players)
-        numbers = {first: 0}
-        states, before, ways = [first], [(0, None)], [[]]  # ways: which states lead to a state, other than by a death
+        firsts = self.starts()
+        numbers = {first: n for n, first in enumerate(firsts)}
+        states: list[tuple] = list(firsts)
+        before: list[Any] = [(-1, None) for _ in firsts]
+        ways: list[list[int]] = [[] for _ in firsts]  # which states lead to a state, other than by a death
         final = []
         for number in itertools.count():
             if number == len(states):
@@ -385,7 +407,7 @@ class _Explorer:
                         states.append(then)
                         before.append((number, event))
                         ways.append([])
-                    if event[1].kind != "killed":
+                    if event[1][0][0].kind != "killed":
                         moved = True
                         ways[there].append(number)
                 wrong = "" if moved else self.final(state)
@@ -416,9 +438,10 @@ class _Explorer:
 
     def trace(self, before: list, number: int) -> list[str]:
         lines: list[str] = []
-        while number:
-            number, (who, step, value) = before[number]
-            lines.append(f"{self.names[who]}: {step}" + (f" -> {value}" if value is not None else ""))
+        while before[number][1] is not None:
+            number, (who, steps) = before[number]
+            told = [f"{self.names[who]}: {step}" + (f" -> {value}" if value is not None else "") for step, value in steps]
+            lines += told[::-1]
         return lines[::-1]
 
 
