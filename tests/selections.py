@@ -25,8 +25,8 @@ TORCH = (
 # What runs where torch is not installed. Tests in these files that compare with torch are skipped there, and say so.
 WITHOUT_TORCH = (
     "arena", "cli", "control_api", "control_attacks", "doctor", "errors", "launch_conventions", "launcher",
-    "launcher_blame", "launcher_elastic", "litmus", "metrics", "model", "numpy_ranks", "observe_together", "plan_bugs",
-    "plan_failures", "plans", "rendezvous", "selections", "simulate", "store_collectives", "store_contract", "store_file", "store_model",
+    "launcher_blame", "launcher_elastic", "metrics", "numpy_ranks", "observe_together", "plan_bugs", "plan_failures",
+    "plans", "rendezvous", "selections", "simulate", "store_collectives", "store_contract", "store_file", "store_model",
     "tcp_store", "tcp_store_hostile", "top_model", "top_page", "top_servers", "trace_verdict",
 )  # fmt: skip
 
@@ -34,9 +34,9 @@ WITHOUT_TORCH = (
 MAIN_ONLY = (
     "async", "attack", "bench", "collectives", "control_plane", "demo", "docs", "elastic", "failures", "flight",
     "gpu_collectives", "gpu_comm", "gpu_torch", "gpu_windows", "groups", "grow", "hosts_attack", "hosts_failures",
-    "hosts_lines", "hosts_network", "hosts_values", "layers", "p2p", "ray", "reconfigure", "reconfigure_deaths",
-    "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "top_browser", "top_feed", "trace_failures",
-    "trace_live", "trace_timing",
+    "hosts_lines", "hosts_network", "hosts_values", "layers", "litmus", "model", "p2p", "ray", "reconfigure",
+    "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "top_browser", "top_feed",
+    "trace_failures", "trace_live", "trace_timing",
 )  # fmt: skip
 
 SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH}

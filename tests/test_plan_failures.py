@@ -1,5 +1,5 @@
-"""Every collective while a rank fails at every one of its steps: whoever succeeds has the right values, everybody ends, and
-nobody writes into a tensor whose owner's call has returned with an error."""
+"""Every collective while a rank fails at every one of its steps: whoever succeeds has the right values, everybody
+ends, and nobody writes into a tensor whose owner's call has returned with an error."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def play(cases: Sequence[Case], failure: Failure, schedule: int | str) -> tuple[
 
 
 def fail_everywhere(cases: Sequence[Case], operation: int = 1) -> Counter[str]:
-    """One rank after the other fails at one step after the other. Where steps are few in every way and every schedule, else
-    in one of them each."""
+    """One rank after the other fails at one step after the other. Where steps are few in every way and every schedule,
+    else in one of them each."""
     world = cases[0].world
     short = world < 4 and all(case.symmetric == "all" and not case.in_place for case in cases)
     counts: Counter[str] = Counter()

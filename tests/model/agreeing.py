@@ -1,11 +1,12 @@
 """Agreement on one host (`group/shrink.py`): whoever gets a group has the same members as everybody else who gets one.
 
-One word (number, author, is_open) is moved by compare-and-swap alone. Each rank has a record that only it writes, as a whole:
-its last two proposals (number, since, dead), the attempt it has voted for, and the last attempt that it has finished.
-A deadline may pass at any time; a rank may die, be stopped, be interrupted, or leave the old group once it has returned.
+One word (number, author, is_open) is moved by compare-and-swap alone. Each rank has a record that only it writes, as a
+whole: its last two proposals (number, since, dead), the attempt it has voted for, and the last attempt that it has
+finished. A deadline may pass at any time; a rank may die, be stopped, be interrupted, or leave the old group once it
+has returned.
 
-``coarse``: a rank looks at the word and all records at once. Without it each is a load of its own, which three ranks are
-too many for.
+``coarse``: a rank looks at the word and all records at once. Without it each is a load of its own, which three ranks
+are too many for.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ MUTANTS = {
     "no compare-and-swap": "_propose, _take_part: the word is stored, whatever it has become",
     "word before proposal": "_propose: moves the word before the proposal that it names is in the record",
     "keeps one proposal": "_propose: overwrites the proposal that the word still names",
-    "keeps the wrong proposal": "_propose: keeps its last proposal, also one that lost, whose number the next one has again",
-    "frees too early": "_take_part: gives its part back although another agreement has begun, so that this one may be decided",
+    "keeps the wrong proposal": "_propose: keeps its last proposal, also one that lost and has the same number",
+    "frees too early": "_take_part: gives its part back although its agreement may have been decided",
     "does not look for itself": "next_attempt: a rank that was left out goes on",
     "does not wait for others": "_is_over: a new agreement begins although members still read the votes of the last",
 }
@@ -172,7 +173,9 @@ def take_part(rank: Rank, attempt: tuple) -> Steps:
 
 
 def overtaken(rank: Rank, number: int) -> Steps:
-    """The word names another attempt. Only within the same agreement is it sure that nobody has decided the last one."""
+    """The word names another attempt. Only within the same agreement is it sure that nobody has decided the last
+    one.
+    """
     if rank.without == "frees too early":
         return "failed"
     _, attempt = yield from attempt_now(rank)
@@ -189,8 +192,8 @@ def withdraw(rank: Rank) -> Steps:
 
 
 def shrink(rank: Rank) -> Steps:
-    """Everything that came of it: ("freed", attempt) for parts of groups given back, at last ("group", attempt, agreement,
-    members) or why not."""
+    """Everything that came of it: ("freed", attempt) for parts of groups given back, at last ("group", attempt,
+    agreement, members) or why not."""
     voted, events = 0, ()
     while True:
         attempt = yield from next_attempt(rank, voted)
@@ -251,11 +254,17 @@ def agreement(
         if calm and any(event[0] != "group" for mine in results.values() for event in mine):
             return f"somebody got no group although nothing failed: {results}"
         return _one_set(results)
+
     words: dict = {"word": (0, 0, False)}
     words |= {(word, r): value for r in range(world) for word, value in (("record", Record()), ("gone", 0))}
-    extras = [f"{deaths} deaths" if deaths else "", "an interrupt" if interrupts else "", f"{len(hurried)} deadlines", without]
+    extras = [
+        f"{deaths} deaths" if deaths else "",
+        "an interrupt" if interrupts else "",
+        f"{len(hurried)} deadlines",
+        without,
+    ]
     return Model(
         ", ".join([f"agreement of {world}, {'+'.join(map(str, calls))} calls", *filter(None, extras)]),
         processes, Strong(words), ends, mortal=list(processes), deaths=deaths,
-        life=lambda name: ("gone", int(name[5:])), joined=lambda step: coarse and step.kind == "load" and step.place != "word",
-    )  # fmt: skip
+        life=lambda name: ("gone", int(name[5:])), joined=lambda step: coarse and step.kind == "load" and step.place !=
+    "word", )  # fmt: skip

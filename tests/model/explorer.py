@@ -9,8 +9,8 @@ A process is a generator. It yields what it does to shared memory, one access at
             return "awake"
 
 Between two yields a process is alone with its local variables, so the accesses are all that can interleave. A process's
-state is where it is in its code and the values of its local variables; generators cannot be copied, so one is played again
-from its start when a state is first needed, and what a step leads to is remembered. Therefore
+state is where it is in its code and the values of its local variables; generators cannot be copied, so one is played
+again from its start when a state is first needed, and what a step leads to is remembered. Therefore
     - local variables hold numbers, strings, tuples and the like
     - what it does may depend on nothing but what it was sent
     - an expression holds one yield, or several joined by `and`, `or`, `not` (``check_source`` makes sure): a value that
@@ -23,6 +23,7 @@ from its start when a state is first needed, and what a step leads to is remembe
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import itertools
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
@@ -78,7 +79,9 @@ def fence(order: str = "seq_cst") -> Step:
 
 
 def futex_wait(place: Hashable, seen: Any) -> Generator[Step, Any, None]:
-    """The kernel compares and puts to sleep in one step. Nothing but a wake-up ends it, or a slice where somebody died."""
+    """The kernel compares and puts to sleep in one step. Nothing but a wake-up ends it, or a slice where somebody
+    died.
+    """
     if (yield Step("futex_wait", place, seen)):
         yield Step("asleep", place)
 
@@ -227,7 +230,11 @@ class Strong:
 
     def __init__(self, initial: dict[Hashable, Any]):
         self.index = {place: n for n, place in enumerate(initial)}
-        self.initial = tuple(initial.values()), frozenset(), frozenset()  # values, blocks given back, (process, word) asleep
+        self.initial = (
+            tuple(initial.values()),
+            frozenset(),
+            frozenset(),
+        )  # values, blocks given back, (process, word) asleep
 
     def do(self, state: tuple, who: int, step: Step) -> Iterator[tuple[Any, tuple]]:
         """What the step may return, and memory then. Nothing when it has to wait."""
@@ -288,7 +295,8 @@ class Strong:
 class Model:
     """Processes on a memory, and what must hold.
 
-    ``mortal``  processes that may be killed at any step, ``deaths`` of them at most; the kernel then stores 1 in ``life``
+    ``mortal``  processes that may be killed at any step, ``deaths`` of them at most; the kernel then stores 1 in
+    ``life``
     ``ends``    told every final state's results by process (None: killed); returns what is wrong with them, or ""
     ``stuck``   whether processes that wait for ever are wrong
     ``joined``  loads that happen at once with what the process did before: for models that are too large otherwise
@@ -320,7 +328,9 @@ class Verdict:
     def __str__(self) -> str:
         if not self.wrong:
             return f"{self.model}: {self.states:,} states, none is wrong"
-        return "\n".join([f"{self.model}: {self.wrong} ({self.states:,} states)", *(f"    {line}" for line in self.trace)])
+        return "\n".join(
+            [f"{self.model}: {self.wrong} ({self.states:,} states)", *(f"    {line}" for line in self.trace)]
+        )
 
 
 class _Explorer:
@@ -351,13 +361,19 @@ class _Explorer:
             yield from self.kill(state)
 
     def alone(self, memory: Any, who: int, here: int) -> Iterator[tuple[tuple, int]]:
-        """What a process does without touching what others touch is part of the step before: it can be seen by nobody."""
+        """What a process does without touching what others touch is part of the step before: it can be seen by
+        nobody.
+        """
         player = self.players[who]
         step = player.steps[here]
         if step.kind == "check" and not step.a:
             raise WrongError(step.b)
         if step.kind in ("choose", "check", "own") or self.model.joined(step):
-            ways = step.a if step.kind == "choose" else [None if step.kind == "check" else self.memory.peek(memory, step.place)]
+            ways = (
+                step.a
+                if step.kind == "choose"
+                else [None if step.kind == "check" else self.memory.peek(memory, step.place)]
+            )
             for way in ways:
                 for also, there in self.alone(memory, who, player.send(here, way)):
                     yield ((step, way), *also), there
@@ -440,11 +456,19 @@ class _Explorer:
         lines: list[str] = []
         while before[number][1] is not None:
             number, (who, steps) = before[number]
-            told = [f"{self.names[who]}: {step}" + (f" -> {value}" if value is not None else "") for step, value in steps]
+            told = [
+                f"{self.names[who]}: {step}" + (f" -> {value}" if value is not None else "") for step, value in steps
+            ]
             lines += told[::-1]
         return lines[::-1]
 
 
 def explore(model: Model) -> Verdict:
     """Visits every state that can be reached, or stops at the first wrong one."""
-    return _Explorer(model).run()
+    collecting = gc.isenabled()
+    gc.disable()  # it would look at all states again and again, and there are no cycles in them
+    try:
+        return _Explorer(model).run()
+    finally:
+        if collecting:
+            gc.enable()

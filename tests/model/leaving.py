@@ -1,9 +1,11 @@
-"""Leaving a group and giving its memory back (`_core/leave.c`, `_core/group.c`): nobody touches a block that was given back.
+"""Leaving a group and giving its memory back (`_core/leave.c`, `_core/group.c`): nobody touches a block that was given
+back.
 
-A rank's process has several threads: one that leaves, one in an operation (under the group's lock), one that aborts or sends
-at any time without the lock (a *visit*). Blocks are what the peers have mapped: once a rank knows that all others have
-departed or died it gives its own block back, and it becomes something else.
-All of these words are seq_cst in the core, and pointers are only switched when nobody uses them, so memory is ``Strong``.
+A rank's process has several threads: one that leaves, one in an operation (under the group's lock), one that aborts or
+sends at any time without the lock (a *visit*). Blocks are what the peers have mapped: once a rank knows that all
+others have departed or died it gives its own block back, and it becomes something else.
+All of these words are seq_cst in the core, and pointers are only switched when nobody uses them, so memory is
+``Strong``; but for the end of an operation, which looks without a fence whether a departure waits for it.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ from collections.abc import Generator
 from typing import Any
 
 from tests.model.explorer import (
+    ACQUIRE,
+    RELEASE,
     Model,
     Step,
     Strong,
+    check,
     choose,
     compare_and_swap,
     fetch_add,
@@ -26,17 +31,18 @@ from tests.model.explorer import (
     unlock,
     until,
 )
+from tests.model.weak import Weak
 
 Steps = Generator[Step, Any, Any]
 OWN, COPY = "own", "copy"
 
 MUTANTS = {
     "does not settle": "group_leave(): departs while another thread is in an operation",
-    "lets go of the lock": "leave_depart(): waits for operations, but switches pointers without the lock that they hold",
-    "does not wait for visitors": "leave_settle(): departs while another thread aborts or sends",
+    "lets go of the lock": "leave_group(): switches pointers without the lock that operations hold",
+    "does not wait for visitors": "leave_group(): departs while another thread aborts or sends",
     "visits without looking": "visit_begin(): does not look whether the group is being left",
     "looks before it counts": "visit_begin(): looks at `leaving` before it has counted itself",
-    "keeps its pointers": "leave_depart(): the group still looks at the shared blocks",
+    "keeps its pointers": "depart(): the group still looks at the shared blocks",
     "gives back at once": "group_detach(): does not wait for every rank to depart",
     "waits for the dead": "group_detach(): does not count a dead rank as departed",
 }
@@ -95,7 +101,7 @@ def visit(me: int, world: int, without: str) -> Steps:
 
 
 def depart(me: int, world: int, without: str) -> Steps:
-    """leave_depart(): with the lock held, so that no operation is in the middle of its look at a block."""
+    """depart(): with the lock held, so that no operation is in the middle of its look at a block."""
     if without != "does not settle":
         yield lock(f"lock {me}")
     if without == "lets go of the lock":
@@ -155,3 +161,56 @@ def leaving(without: str = "", world: int = 2, deaths: int = 0, threads: tuple =
         processes, Strong(words), mortal=[f"rank {r}" for r in range(1, world)], deaths=deaths,
         life=lambda name: f"life {name[5:]}",  # in the arena's header, which is never given back
     )  # fmt: skip
+
+
+# --- a thread that leaves in the middle of a call ------------------------------------------------------
+
+LATE_MUTANTS = {
+    "nobody looks again": "group_detach(): does not try a departure that was put off",
+    "departs twice": "leave_late(): departs without the lock",
+}
+
+
+def try_to_depart(without: str) -> Steps:
+    """leave_late(): unless an operation runs, whose end comes here too."""
+    if without != "departs twice" and not (yield compare_and_swap("lock", 0, 1)):
+        return
+    if not (yield load("left")):
+        yield fetch_add("departures", 1)
+        yield store("left", 1, RELEASE)
+    yield unlock("lock")
+
+
+def leave_within(without: str) -> Steps:
+    """group_leave() by a signal handler within a call of its own thread, whose end departs; then group_detach()."""
+    yield store("departs_late", 1, RELEASE)
+    yield from try_to_depart(without)
+    if without != "nobody looks again":
+        while not (yield load("left", ACQUIRE)):
+            yield from try_to_depart(without)
+    return "left"
+
+
+def ending(without: str) -> Steps:
+    """exec_run(): lets go of the lock, and looks."""
+    yield unlock("lock")
+    if (yield load("departs_late")):
+        yield from try_to_depart(without)
+    return "ended"
+
+
+def observer(without: str) -> Steps:
+    """A peer that waits for the departure."""
+    yield until("left", 1)
+    yield check((yield load("departures")) == 1, "departed twice")
+    return "seen"
+
+
+def late_departure(without: str = "") -> Model:
+    processes = {
+        "leaver": lambda: leave_within(without),
+        "operation": lambda: ending(without),
+        "peer": lambda: observer(without),
+    }
+    memory = Weak({"lock": 1, "departs_late": 0, "left": 0, "departures": 0}, 3)
+    return Model("late departure, weak memory" + (f", {without}" if without else ""), processes, memory)

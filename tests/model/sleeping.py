@@ -145,11 +145,11 @@ def _contended(world: int) -> list:
     return [("sleeping", rank) for rank in range(world)]
 
 
-def meeting(without: str = "", operations: int = 1, world: int = 3, deaths: int = 0, sleepers: Collection[int] = (0, 1, 2)) -> Model:
+def meeting(
+    without: str = "", operations: int = 1, world: int = 3, deaths: int = 0, sleepers: Collection[int] = (0, 1, 2)
+) -> Model:
     """All arrive, and those in ``sleepers`` sleep until all have."""
-    processes = {
-        f"rank {r}": lambda r=r: member(r, world, operations, without, r in sleepers) for r in range(world)
-    }
+    processes = {f"rank {r}": lambda r=r: member(r, world, operations, without, r in sleepers) for r in range(world)}
 
     def ends(results: dict) -> str:
         if not deaths and set(results.values()) != {"ok"}:
@@ -158,8 +158,8 @@ def meeting(without: str = "", operations: int = 1, world: int = 3, deaths: int 
 
     return Model(
         f"meeting of {world}, {operations} operations, {deaths} deaths" + (f", {without}" if without else ""),
-        processes, Strong(words(world)), ends, mortal=list(processes), deaths=deaths, life=lambda name: ("life", int(name[5:])),
-    )  # fmt: skip
+        processes, Strong(words(world)), ends, mortal=list(processes), deaths=deaths, life=lambda name: ("life",
+    int(name[5:])), )  # fmt: skip
 
 
 def weak_meeting(without: str = "", sleepers: Collection[int] = (0, 1)) -> Model:

@@ -1,8 +1,8 @@
 """Failing and succeeding (`_core/sync.c`, `_core/exec.c`), on weak memory.
 
-A rank that fails tells all others before it returns to its caller, who may then overwrite its tensors. A rank that has done
-its last step looks whether the operation was void before it says that it succeeded. So nobody succeeds who has read what was
-written after a failure, and nobody writes into a tensor whose owner has returned with an error.
+A rank that fails tells all others before it returns to its caller, who may then overwrite its tensors. A rank that has
+done its last step looks whether the operation was void before it says that it succeeded. So nobody succeeds who has
+read what was written after a failure, and nobody writes into a tensor whose owner has returned with an error.
 
 Tensors are read and written like relaxed atomics: ``RIGHT`` is what the operation should move, ``JUNK`` what a caller
 scribbles over its tensor as soon as its call has failed.
@@ -37,6 +37,7 @@ MUTANTS = {
     "no acquire fence": "finish(): looks at `voided` without an acquire fence after the last step",
     "no look at voided": "finish(): success without a look at `voided`",
     "not passed on": "fail(): a rank that learns of a failure tells nobody else",
+    "signals without a fence": "sync_signal(): no acquire fence before a value that was read is handed on",
     "scribbles first": "the caller gets its tensor back before the others are told",
 }
 PUSH_MUTANTS = {
@@ -87,11 +88,13 @@ def failing(rank: int, world: int, without: str) -> Steps:
     return "failed"
 
 
-def relay(rank: int, source: int, world: int, without: str, signal: str = RELEASE) -> Steps:
+def relay(rank: int, source: int, world: int, without: str) -> Steps:
     """Reads a peer's tensor, shows what came of it, and looks at last; having failed, its caller scribbles too."""
     got = yield load(("tensor", source))
     yield store(("stage", rank), got)
-    yield store(("progress", rank), 1, signal)
+    if without != "signals without a fence":
+        yield fence("acquire")
+    yield store(("progress", rank), 1, RELEASE)
     result = yield from finish(rank, world, without)
     if result == "failed":
         yield store(("tensor", rank), JUNK)
@@ -137,7 +140,9 @@ def two(without: str = "") -> Model:
 
 
 def passed_on(without: str = "", deaths: int = 1) -> Model:
-    """0 fails, and may be killed half-way. 1 and 2 read its tensor; 2 reads 1's too, whose caller scribbles if it fails."""
+    """0 fails, and may be killed half-way. 1 and 2 read its tensor; 2 reads 1's too, whose caller scribbles if it
+    fails.
+    """
     processes = {
         "rank 0": lambda: failing(0, 3, without),
         "rank 1": lambda: relay(1, 0, 3, without),
@@ -150,11 +155,11 @@ def passed_on(without: str = "", deaths: int = 1) -> Model:
     )  # fmt: skip
 
 
-def relayed(without: str = "", one_copy: bool = True) -> Model:
+def relayed(without: str = "", one_copy: bool = False) -> Model:
     """0 fails. 1 reads its tensor and passes the value on; 2 reads only what 1 has passed on.
 
-    C11 alone does not order 0's telling before 2's look: 1 reads the junk without an acquire. Processors on which a store
-    is seen by all others at once (arm64, x86) do: 1's signal comes after its read, so it carries what 1 has come across.
+    1 reads the junk without an acquire, so C11 needs the fence before its signal to order 0's telling before 2's look.
+    Processors on which a store is seen by all others at once (arm64, x86) do so without: ``one_copy``.
     """
     processes = {
         "rank 0": lambda: failing(0, 3, without),
@@ -162,7 +167,7 @@ def relayed(without: str = "", one_copy: bool = True) -> Model:
         "rank 2": lambda: reader(2, (("stage", 1),), 3, without),
     }
     words = _values(3) | {("tensor", 0): RIGHT, ("tensor", 1): RIGHT, ("stage", 1): None, ("progress", 1): 0}
-    name = "value handed on, " + ("one copy of memory" if one_copy else "C11 alone")
+    name = "value handed on, weak memory" + (" of one copy" if one_copy else "")
     return Model(name + (f", {without}" if without else ""), processes, Weak(words, 3, one_copy=one_copy), _right)
 
 
@@ -192,7 +197,9 @@ def push(rank: int, owner: int, world: int, without: str, may_fail: bool = False
 
 
 def fail_owning(rank: int, world: int, without: str, stopped: bool = False) -> Steps:
-    """Rules 1 and 3 for a rank with a symmetric output. Returns where its tensor is then: its pages, or a copy of them."""
+    """Rules 1 and 3 for a rank with a symmetric output. Returns where its tensor is then: its pages, or a copy of
+    them.
+    """
     if without != "fails without leaving":
         yield store(("left", rank), 1, RELEASE)
     yield from fail(rank, world, without)

@@ -5,12 +5,12 @@ says of every place which write is the oldest one that may still be read. Each p
     now       what its next load must respect
     seen      what it has come across in relaxed loads: an acquire fence makes it count
     released  what it had seen at its last release fence: every later store carries it
-A load returns *any* write that is not older than its view allows, so loads overtake each other and stores linger, as they
-do on arm64. A store carries the view that an acquire load of it must respect. A seq_cst fence adds its view to one that
-all such fences share.
+A load returns *any* write that is not older than its view allows, so loads overtake each other and stores linger, as
+they do on arm64. A store carries the view that an acquire load of it must respect. A seq_cst fence adds its view to
+one that all such fences share.
 
-What C11 does not promise but every processor with one copy of memory (arm64, x86) does: a release also carries what relaxed
-loads have come across. ``one_copy`` adds that.
+What C11 does not promise but every processor with one copy of memory (arm64, x86) does: a release also carries what
+relaxed loads have come across. ``one_copy`` adds that.
 
 Left out: a store that takes effect before an earlier load of its own process (load buffering). Whatever the core stores
 because of a load is behind an acquire or a release.
@@ -57,7 +57,8 @@ def put(view: View, at: int, index: int) -> View:
 
 class Weak:
     """``contended``: places that several processes write with plain stores, whose order they may disagree about until
-    it is settled. ``blocks``: memory that is given back; then every earlier access must be over, not only every store."""
+    it is settled. ``blocks``: memory that is given back; then every earlier access must be over, not only every
+    store."""
 
     def __init__(
         self,

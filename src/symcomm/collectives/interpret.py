@@ -401,8 +401,8 @@ def run(
     """Play ``plans[operation][rank]`` on ``tensors[operation][rank]``; returns every output, as it was on return.
 
     ``schedule``: a seed for random interleavings, "round-robin", "slowest R" (rank R moves only when nobody else can),
-    "stalled R" (the same, after its first step) or "fastest R". Raises RaceError, DeadlockError or PlanError, naming rank, step, space and range.
-    """
+    "stalled R" (the same, after its first step) or "fastest R". Raises RaceError, DeadlockError or PlanError, naming
+    rank, step, space and range."""
     machine = _Machine(plans, tensors, stage_bytes, reduce)
     play_all(machine, schedule)
     return machine.results

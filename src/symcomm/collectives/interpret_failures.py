@@ -1,22 +1,23 @@
 """Plays plans while a rank fails at some step, and proves that nobody succeeds with wrong values.
 
 What the core does when an operation fails (`_core/sync.c`, `_core/exec.c`), step by step and in any schedule
-    telling    the rank that fails tells one rank after the other: stop, and this operation is void. Then its caller gets the
-               tensors back and scribbles over them at once. It may be killed before it has told everybody
-    learning   a rank whose wait does not hold stops when it was told, or when it waits for a dead one; it then tells all
-               others before it returns, as the first one did
+    telling    the rank that fails tells one rank after the other: stop, and this operation is void. Then its caller
+               gets the tensors back and scribbles over them at once. It may be killed before it has told everybody
+    learning   a rank whose wait does not hold stops when it was told, or when it waits for a dead one; it then tells
+               all others before it returns, as the first one did
     finishing  a rank that has done its last step looks whether the operation is void, and succeeds only if it is not
-    pushing    a rank that writes into others' outputs looks for that too before it begins, and says when it is through; a
-               rank that fails does not return before all that have arrived are through. If one takes too long (it was
-               stopped), the tensor gets pages of its own, and what the other one writes goes to the old ones
+    pushing    a rank that writes into others' outputs looks for that too before it begins, and says when it is
+               through; a rank that fails does not return before all that have arrived are through. If one takes too
+               long (it was stopped), the tensor gets pages of its own, and what the other one writes goes to the old
+               ones
 
-What is checked, besides what ``interpret.run`` checks: every rank ends; and no rank writes into a tensor after its owner's
-operation has returned with an error. That those who succeed have the right values, the caller compares.
+What is checked, besides what ``interpret.run`` checks: every rank ends; and no rank writes into a tensor after its
+owner's operation has returned with an error. That those who succeed have the right values, the caller compares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,8 @@ __all__ = ["Failure", "Outcome", "run_failing"]
 class Failure:
     """Rank ``rank`` fails at its ``step``-th step of an operation (counted from 1).
 
-    ``killed``: it dies once it has told so many ranks. ``patient``: whether it waits until all who have arrived are through;
-    otherwise it gives up at once, and its tensor gets pages of its own.
+    ``killed``: it dies once it has told so many ranks. ``patient``: whether it waits until all who have arrived are
+    through; otherwise it gives up at once, and its tensor gets pages of its own.
     """
 
     rank: int
@@ -87,7 +88,7 @@ class _FailingMachine(_Machine):
                 return
             self.give_back(rank, seq)
 
-    def attempt(self, rank: int, seq: int) -> Iterator[Any]:
+    def attempt(self, rank: int, seq: int) -> Generator[_Wait | None, None, bool]:
         """run_locked(): whether the operation succeeds."""
         if self.told[rank]:
             return False
@@ -137,7 +138,7 @@ class _FailingMachine(_Machine):
                 self.returned[id(buffer.block)] = rank
                 self.values(buffer)[:] = -(10**9) - seq
 
-    def recover(self, rank: int, seq: int) -> Iterator[Any]:
+    def recover(self, rank: int, seq: int) -> Generator[_Wait | None, None, frozenset[int]]:
         """Until nobody writes into my output any more. Returns the blocks that got pages of their own instead."""
         outputs = self.tensors[seq - 1][rank].outputs if Need.OUTPUT & self.tensors[seq - 1][rank].symmetric else ()
         if not outputs or not any(map(writes_outputs, self.plans[seq - 1])):
@@ -162,7 +163,9 @@ class _FailingMachine(_Machine):
         if super().ready(rank, wait) or self.told[rank]:
             return True
         assert wait is not None
-        return any(self.dead[p] and not super(_FailingMachine, self).ready(rank, _Wait([(p, t)])) for p, t in wait.wants)
+        return any(
+            self.dead[p] and not super(_FailingMachine, self).ready(rank, _Wait([(p, t)])) for p, t in wait.wants
+        )
 
     # memory --------------------------------------------------------------------------------------
 
