@@ -33,27 +33,27 @@ Steps = Generator[Step, Any, Any]
 RIGHT, JUNK, MINE = "right", "junk", "mine"
 
 MUTANTS = {
-    "no fence after voiding": "fail(): no seq_cst fence before the call returns",
-    "no acquire fence": "finish(): looks at `voided` without an acquire fence after the last step",
-    "no look at voided": "finish(): success without a look at `voided`",
-    "not passed on": "fail(): a rank that learns of a failure tells nobody else",
+    "no fence after voiding": "tell_all(): no seq_cst fence before the call returns",
+    "no acquire fence": "sync_is_void(): no acquire fence between the last step and the look",
+    "no look at voided": "run_locked(): success without a look at `voided`",
+    "not passed on": "run_locked(): a rank that learns of a failure tells nobody else",
     "signals without a fence": "sync_signal(): no acquire fence before a value that was read is handed on",
-    "scribbles first": "the caller gets its tensor back before the others are told",
+    "scribbles first": "abandon(): the caller gets its tensor back before the others are told",
 }
 PUSH_MUTANTS = {
     "arrives without a fence": "arrive(): no seq_cst fence between the arrival and the look at `voided`",
-    "no fence after voiding": "fail(): no seq_cst fence before it looks who has arrived",
-    "pushes without looking": "run_direct(): writes a peer's output without a look at `voided`",
-    "leaves before its last write": "run_direct(): sets `left` before it writes",
-    "left is relaxed": "run_direct(): `left` is no release store",
-    "does not wait": "fail(): returns although a peer that has arrived has not left",
-    "keeps its pages": "fail(): gives up waiting and returns without a copy of its tensor",
-    "fails without leaving": "fail(): does not set its own `left`, so two that fail wait for each other",
+    "no fence after voiding": "tell_all(): no seq_cst fence before it looks who has arrived",
+    "pushes without looking": "run_body(): writes a peer's output without a look at `voided`",
+    "leaves before its last write": "run_locked(): sets `left` before it writes",
+    "left is relaxed": "run_locked(): `left` is no release store",
+    "does not wait": "abandon(): returns although a peer that has arrived has not left",
+    "keeps its pages": "abandon(): gives up waiting and returns without isolate()",
+    "fails without leaving": "run_locked(): fails without setting `left`, so two that fail wait for each other",
 }
 
 
 def fail(rank: int, world: int, without: str, mine: bool = True) -> Steps:
-    """Rule 1: before an operation returns with an error. ``mine``: this rank is the first to know."""
+    """tell_all(): before an operation returns with an error. ``mine``: this rank is the first to know."""
     for i in range(world):
         peer = (rank + i) % world
         if without == "not passed on" and not mine and peer != rank:
@@ -65,7 +65,7 @@ def fail(rank: int, world: int, without: str, mine: bool = True) -> Steps:
 
 
 def finish(rank: int, world: int, without: str) -> Steps:
-    """Rule 2: after the last step."""
+    """The end of run_locked(), after the last step."""
     if without == "no look at voided":
         return "ok"
     if without != "no acquire fence":
@@ -175,7 +175,7 @@ def relayed(without: str = "", one_copy: bool = False) -> Model:
 
 
 def push(rank: int, owner: int, world: int, without: str, may_fail: bool = False) -> Steps:
-    """Rule 3: arrives, waits for all, and writes into the owner's output unless the operation is void."""
+    """arrive(), meet(), run_body(): waits for all, and writes into the owner's output unless the operation is void."""
     yield store(("seq", rank), 1, RELEASE)
     if without != "arrives without a fence":
         yield fence()
@@ -197,7 +197,7 @@ def push(rank: int, owner: int, world: int, without: str, may_fail: bool = False
 
 
 def fail_owning(rank: int, world: int, without: str, stopped: bool = False) -> Steps:
-    """Rules 1 and 3 for a rank with a symmetric output. Returns where its tensor is then: its pages, or a copy of
+    """abandon(), for a rank with a symmetric output. Returns where its tensor is then: its pages, or a copy of
     them.
     """
     if without != "fails without leaving":
