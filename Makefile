@@ -18,7 +18,7 @@ PIP           := -m pip install -q --disable-pip-version-check
 PYTEST        ?= -q --durations=5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-torch test-python clean-torch clean-python test-gpu lint format bench conformance soak sanitize clean
+.PHONY: help setup demo test test-torch test-python clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 15
@@ -100,6 +100,9 @@ soak: $(BUILT) ## an hour of random faults: on one host, between hosts, of ranks
 	$(BIN)/python -m tests.hosts_soak 10
 	$(BIN)/python -m tests.elastic_soak 10
 	for what in arena control http store; do $(BIN)/python -m tests.fuzz_$$what --inputs 1000000 || exit 1; done
+
+prove: $(BUILT) ## every interleaving of the core's protocols, and what goes wrong without each line of them (five minutes)
+	$(BIN)/python -m tests.model
 
 sanitize: $(BUILT) ## the C core under ASan, UBSan and TSan
 	$(BIN)/python tests/sanitize.py

@@ -27,8 +27,8 @@ TORCH = (
 WITHOUT_TORCH = (
     "arena", "arena_shortages", "arena_strangers", "cli", "control_api", "control_attacks", "control_stacks",
     "doctor", "errors", "launch_conventions", "launcher", "launcher_blame", "launcher_elastic", "launcher_token",
-    "limits", "metrics", "numpy_ranks", "observe_together", "plan_bugs", "plans", "rendezvous", "selections",
-    "simulate", "store_collectives", "store_contract", "store_file", "store_model", "tcp_store",
+    "limits", "metrics", "numpy_ranks", "observe_together", "plan_bugs", "plan_failures", "plans", "rendezvous",
+    "selections", "simulate", "store_collectives", "store_contract", "store_file", "store_model", "tcp_store",
     "tcp_store_hostile", "top_model", "top_page", "top_servers", "trace_verdict",
 )  # fmt: skip
 
@@ -37,9 +37,9 @@ MAIN_ONLY = (
     "agreement", "agreement_hosts", "async", "attack", "bench", "collectives", "control_plane", "death", "demo",
     "docs", "elastic", "failures", "flight", "fuzz", "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_torch",
     "gpu_windows", "groups", "grow", "hosts_aftermath", "hosts_attack", "hosts_failures", "hosts_lines",
-    "hosts_network", "hosts_strangers", "hosts_values", "layers", "leaving", "p2p", "ray", "reconfigure",
-    "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "top_browser", "top_feed",
-    "trace_failures", "trace_live", "trace_timing", "trust",
+    "hosts_network", "hosts_strangers", "hosts_values", "layers", "leaving", "litmus", "model", "p2p", "ray",
+    "reconfigure", "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn",
+    "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing", "trust",
 )  # fmt: skip
 
 SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH}

@@ -130,30 +130,41 @@ class _Machine:
 
     def play(self, rank: int) -> Iterator[_Wait | None]:
         """What rank does, one step at a time. Yields None when it could go on, or what it waits for."""
-        for index, plans in enumerate(self.plans):
-            seq, plan = index + 1, plans[rank]
-            self.at[rank] = (f"operation {seq}",)
-            self.own(rank, seq)
-            skipped = self.skips_head(rank, seq)
-            if not skipped:
-                yield from self.block(rank, seq, plan.head, "head")
-            self.publish(rank, seq, 0)
-            yield from self.wait(rank, seq, ALL, 0)
-            self.compare(rank, seq)
-            if plan.direct is not None and all(self.satisfied(r, seq) for r in range(self.world)):
-                yield from self.block(rank, seq, plan.direct, "direct")
-            else:
-                if any(self.skips_head(r, seq) for r in range(self.world)):
-                    if skipped:
-                        yield from self.block(rank, seq, plan.head, "late head")
-                    self.publish(rank, seq, 1)
-                    yield from self.wait(rank, seq, ALL, 1)
-                yield from self.block(rank, seq, plan.staged, "staged")
-            self.at[rank] = (f"return from operation {seq}",)
-            self.results[index][rank] = [self.values(b).copy() for b in self.tensors[index][rank].outputs]
-            self.own(rank, seq)  # the caller may do with its tensors what it likes
-            for buffer in (*self.tensors[index][rank].inputs, *self.tensors[index][rank].outputs):
-                self.values(buffer)[:] = -(10**9) - seq
+        for seq in range(1, len(self.plans) + 1):
+            yield from self.operation(rank, seq)
+            self.give_back(rank, seq)
+
+    def operation(self, rank: int, seq: int) -> Iterator[_Wait | None]:
+        plan = self.plans[seq - 1][rank]
+        self.at[rank] = (f"operation {seq}",)
+        self.own(rank, seq)
+        skipped = self.skips_head(rank, seq)
+        if not skipped:
+            yield from self.block(rank, seq, plan.head, "head")
+        self.publish(rank, seq, 0)
+        yield from self.wait(rank, seq, ALL, 0)
+        self.compare(rank, seq)
+        if self.is_direct(seq):
+            assert plan.direct is not None
+            yield from self.block(rank, seq, plan.direct, "direct")
+        else:
+            if any(self.skips_head(r, seq) for r in range(self.world)):
+                if skipped:
+                    yield from self.block(rank, seq, plan.head, "late head")
+                self.publish(rank, seq, 1)
+                yield from self.wait(rank, seq, ALL, 1)
+            yield from self.block(rank, seq, plan.staged, "staged")
+
+    def give_back(self, rank: int, seq: int) -> None:
+        """The operation has succeeded: the caller may do with its tensors what it likes."""
+        self.at[rank] = (f"return from operation {seq}",)
+        self.results[seq - 1][rank] = [self.values(b).copy() for b in self.tensors[seq - 1][rank].outputs]
+        self.own(rank, seq)
+        self.scribble(rank, seq)
+
+    def scribble(self, rank: int, seq: int) -> None:
+        for buffer in (*self.tensors[seq - 1][rank].inputs, *self.tensors[seq - 1][rank].outputs):
+            self.values(buffer)[:] = -(10**9) - seq
 
     def where(self, rank: int) -> str:
         operation, *step = self.at[rank]
@@ -165,6 +176,9 @@ class _Machine:
     def satisfied(self, rank: int, seq: int) -> bool:
         needs = self.plans[seq - 1][rank].needs[rank]
         return needs & self.tensors[seq - 1][rank].symmetric == needs
+
+    def is_direct(self, seq: int) -> bool:
+        return self.plans[seq - 1][0].direct is not None and all(self.satisfied(r, seq) for r in range(self.world))
 
     def skips_head(self, rank: int, seq: int) -> bool:
         plan = self.plans[seq - 1][rank]
@@ -333,7 +347,7 @@ class _Machine:
             promised = clocks[bisect_left(progress, target)]
             self.clock[rank] = _later(self.clock[rank], promised)
 
-    def ready(self, wait: _Wait | None) -> bool:
+    def ready(self, rank: int, wait: _Wait | None) -> bool:
         return wait is None or all(self.history[p][0] and self.history[p][0][-1] >= t for p, t in wait.wants)
 
     def stuck(self, waits: dict[int, _Wait | None]) -> DeadlockError:
@@ -371,8 +385,9 @@ def _picker(schedule: int | str) -> Callable[[list[int]], int]:
 
         return rotate
     rank = int(number)
-    if kind == "slowest":
-        return lambda ready: next((r for r in ready if r != rank), rank)
+    if kind in ("slowest", "stalled"):
+        first = [rank] if kind == "stalled" else []
+        return lambda ready: first.pop() if first else next((r for r in ready if r != rank), rank)
     return lambda ready: rank if rank in ready else ready[0]
 
 
@@ -385,15 +400,20 @@ def run(
 ) -> list[list[list[Any]]]:
     """Play ``plans[operation][rank]`` on ``tensors[operation][rank]``; returns every output, as it was on return.
 
-    ``schedule``: a seed for random interleavings, "round-robin", "slowest R" (rank R moves only when nobody else can)
-    or "fastest R". Raises RaceError, DeadlockError or PlanError, naming rank, step, space and range.
-    """
+    ``schedule``: a seed for random interleavings, "round-robin", "slowest R" (rank R moves only when nobody else can),
+    "stalled R" (the same, after its first step) or "fastest R". Raises RaceError, DeadlockError or PlanError, naming
+    rank, step, space and range."""
     machine = _Machine(plans, tensors, stage_bytes, reduce)
+    play_all(machine, schedule)
+    return machine.results
+
+
+def play_all(machine: _Machine, schedule: int | str) -> None:
     pick = _picker(schedule)
     ranks = {rank: machine.play(rank) for rank in range(machine.world)}
     waits: dict[int, _Wait | None] = {rank: None for rank in ranks}
     while waits:
-        ready = [rank for rank, wait in waits.items() if machine.ready(wait)]
+        ready = [rank for rank, wait in waits.items() if machine.ready(rank, wait)]
         if not ready:
             raise machine.stuck(waits)
         rank = pick(ready)
@@ -401,7 +421,6 @@ def run(
             waits[rank] = next(ranks[rank])
         except StopIteration:
             del waits[rank]
-    return machine.results
 
 
 # --- words ---------------------------------------------------------------------------------------

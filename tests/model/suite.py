@@ -1,0 +1,66 @@
+"""Which models there are, and what each protects: `make prove` explores all of them, the tests those that are quick."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tests.model import agreeing, deciding, leaving, sleeping, voiding
+from tests.model.explorer import Model
+
+Maker = Callable[..., Model]
+
+QUICK: list[Callable[[], Model]] = [
+    sleeping.weak_meeting,
+    sleeping.weak_failure,
+    lambda: sleeping.meeting(world=2, operations=2, deaths=1),
+    lambda: sleeping.meeting(world=3),
+    voiding.two,
+    voiding.passed_on,
+    voiding.relayed,
+    voiding.pushing,
+    lambda: voiding.pushing(stopped=False),
+    voiding.both_fail,
+    lambda: leaving.leaving(deaths=1),
+    leaving.late_departure,
+    lambda: agreeing.agreement(calls=(1, 1), deaths=1, interrupts=True, coarse=False),
+    lambda: agreeing.agreement(calls=(2, 2)),
+    lambda: agreeing.agreement(hurried=()),
+    lambda: deciding.deciding(world=2),
+    lambda: deciding.deciding(ballots=(((1, 0),), ((2, 1),))),
+]
+
+LONG: list[Callable[[], Model]] = [
+    sleeping.weak_wake,
+    lambda: sleeping.meeting(world=3, deaths=1),
+    lambda: sleeping.meeting(world=3, operations=2, sleepers=(0, 1)),
+    lambda: leaving.leaving(world=3, deaths=1, threads=("operation",)),
+    lambda: leaving.leaving(world=3, deaths=1, threads=("visit",)),
+    lambda: agreeing.agreement(calls=(2, 2), coarse=False),
+    lambda: agreeing.agreement(calls=(2, 2), deaths=1, interrupts=True),
+    lambda: agreeing.agreement(deaths=1, hurried=()),
+    lambda: agreeing.agreement(hurried=(0, 1)),
+    deciding.deciding,
+]
+
+# A mutant has to be found by one of these: not every model can show every defect.
+MUTANTS: list[tuple[dict[str, str], list[Maker]]] = [
+    (sleeping.MUTANTS, [
+        sleeping.weak_meeting, sleeping.weak_failure, lambda without: sleeping.meeting(without, world=2, deaths=1),
+    ]),
+    (voiding.MUTANTS, [voiding.two, voiding.passed_on, voiding.relayed]),
+    (voiding.PUSH_MUTANTS, [voiding.pushing, voiding.both_fail]),
+    (leaving.MUTANTS, [lambda without: leaving.leaving(without, deaths=1)]),
+    (leaving.LATE_MUTANTS, [leaving.late_departure]),
+    (agreeing.MUTANTS, [
+        lambda without: agreeing.agreement(without, calls=(2, 2), hurried=()),
+        lambda without: agreeing.agreement(without, calls=(2, 1)),
+    ]),
+    (deciding.MUTANTS, [lambda without: deciding.deciding(without, world=2)]),
+]  # fmt: skip
+
+
+def mutants() -> Iterator[tuple[str, str, list[Maker]]]:
+    """(name, what is left out of which function, models that may show it)"""
+    for table, makers in MUTANTS:
+        for name, what in table.items():
+            yield name, what, makers
