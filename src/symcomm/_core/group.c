@@ -259,6 +259,7 @@ static PyObject *group_detach(PyObject *self, PyObject *arg) {
     (void)self;
     struct group *g = to_group(arg);
     if (g == NULL) return NULL;
+    if (!g->left) leave_late(g); /* two calls that ended at once may have left it to each other */
     if (!g->left) Py_RETURN_FALSE;
     for (int r = 0; r < g->world && g->own_block; r++) {
         bool dead = atomic_load_explicit(g->life[r], memory_order_acquire) & LIFE_OWNER_DIED;
@@ -310,7 +311,6 @@ static PyObject *group_forked(PyObject *self, PyObject *arg) {
     g->worker = NULL, g->flight = NULL, g->recording = NULL;
     pthread_mutex_init(&g->lock, NULL);
     atomic_store(&g->holder, NULL);
-    atomic_store(&g->putting, 0);
     mail_forked(g);
     Py_RETURN_NONE;
 }
