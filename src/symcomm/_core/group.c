@@ -423,7 +423,10 @@ static PyObject *group_agree(PyObject *self, PyObject *args) {
     struct group *g = to_group(capsule);
     if (g == NULL) return NULL;
     uint64_t found = before;
+    struct visit visit;
+    if (!visit_begin(&visit, g)) return PyErr_Format(PyExc_RuntimeError, "the group was left meanwhile");
     atomic_compare_exchange_strong(&g->control[0]->agreed, &found, (uint64_t)after);
+    visit_end(&visit);
     return PyLong_FromUnsignedLongLong(found);
 }
 
