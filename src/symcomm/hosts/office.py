@@ -69,8 +69,8 @@ def check_tokens(cards: Sequence[dict[str, Any]]) -> None:
     without = [r for r, card in enumerate(cards) if not card["has_token"]]
     if without and len(without) < len(cards):
         raise errors.CollectiveMismatchError(
-            f"groups across hosts: SYMCOMM_TOKEN is not set on rank {errors.words_for_ranks(without)}, and on the others it "
-            "is; set the same one on all hosts."
+            f"groups across hosts: SYMCOMM_TOKEN is not set on rank {errors.words_for_ranks(without)}, and on the "
+            "others it is; set the same one on all hosts."
         )
 
 
