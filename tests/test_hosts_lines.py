@@ -1,4 +1,4 @@
-"""What hosts meet by: frames on a connection, and the lines of a group."""
+"""What hosts tell each other by: frames on a connection, the lines of a group, and messages."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import itertools
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 
 import symcomm
 from symcomm import errors
+from symcomm.group.buffers import Buffer
+from symcomm.group.messages import Message
 from symcomm.hosts.engine import TAGS, Move
 from symcomm.hosts.lines import Lines
 from symcomm.hosts.link import LENGTHS, Broken, Link, Refused
+from symcomm.hosts.messages import Mail
 from symcomm.hosts.session import MAC_SIZE, Callee, Caller
+from symcomm.types import DType
 
 
 def strangers(secrets: tuple[bytes, bytes] = (b"s", b"s")) -> tuple[Link, Link]:
@@ -257,3 +262,46 @@ def test_large_calls_that_differ_never_meet(hosts):
         return True
 
     assert all(symcomm.spawn(rank, size, mode="threads", hosts=hosts, deadline=60, timeout=20))
+
+
+def test_a_message_that_was_withdrawn_is_made_up_for_and_no_other() -> None:
+    """A receiver that has not heard yet makes a place for it: zeros of that size go there, and of no other."""
+    told: list[dict[str, Any]] = []
+    moved: list[tuple[int, int]] = []
+
+    class Stub:
+        size, rank, name, timeout = 2, 0, "stub", 1.0
+        news = threading.Condition()
+        nonce = ""
+
+        def office_card(self, rank: int) -> Any:
+            return self
+
+        def tell(self, rank: int, header: dict[str, Any], payload: bytes = b"") -> bool:
+            told.append(header)
+            return True
+
+        class engine:
+            @staticmethod
+            def start(moves: Any, then: Any) -> None:
+                moved.extend((move.peer, move.nbytes) for move in moves)
+
+    stub = Stub()
+    mail = Mail(stub)
+    tensor = torch.zeros(100, dtype=torch.uint8)
+    buffer = Buffer(tensor.data_ptr(), 100, DType.UINT8, tensor)
+    works = [mail.send(Message.send(tensor, 1), buffer, 0) for _ in range(2)]
+    assert mail.withdraw(works[0]) and told[-1] == {"kind": "withdrawn", "number": 0}
+    for rank, number, nbytes in ((1, 0, 99), (1, 5, 100), (0, 1, 100), (1, 1, 1 << 40)):
+        with pytest.raises(Refused):
+            mail.on_clear(rank, {"number": number, "nbytes": nbytes})
+    assert not moved
+    mail = Mail(stub)
+    works = [mail.send(Message.send(tensor, 1), buffer, 0) for _ in range(2)]
+    assert mail.withdraw(works[0])
+    mail.on_clear(1, {"number": 0, "nbytes": 100})
+    assert told[-1] == {"kind": "going", "number": 0, "real": False} and moved == [(1, 100)]
+    mail.on_clear(1, {"number": 1, "nbytes": 100})
+    assert told[-1] == {"kind": "going", "number": 1, "real": True} and moved == [(1, 100)] * 2
+    with pytest.raises(Refused):
+        mail.on_clear(1, {"number": 0, "nbytes": 100})

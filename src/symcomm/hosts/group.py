@@ -16,7 +16,6 @@ from typing import Any
 from symcomm import errors
 from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
-from symcomm.errors import words_for_ranks
 from symcomm.group import hooks, registry
 from symcomm.group.buffers import Buffer
 from symcomm.group.failure import Site, Status, call_site, explain, words_for_site
@@ -31,7 +30,7 @@ from symcomm.hosts.layout import Layout
 from symcomm.hosts.lines import Lines
 from symcomm.hosts.link import Frame, Link, Refused
 from symcomm.hosts.messages import HostsMessages, Mail
-from symcomm.hosts.office import Card, Office, office_of
+from symcomm.hosts.office import Card, Office, check_tokens, office_in, office_of
 from symcomm.hosts.operation import Operation, Signature
 from symcomm.hosts.rounds import Rounds
 from symcomm.hosts.scratch import Scratch
@@ -196,9 +195,9 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         if any(c["refusal"] for c in self.cards):
             rank, text = next((r, c["refusal"]) for r, c in enumerate(self.cards) if c["refusal"])
             raise refusal or errors.ResourceError(f"rank {rank} cannot take part in group {self.name!r}: {text}")
-        _check_tokens(self.cards)
+        check_tokens(self.cards)
         self._key = self.cards[0]["key"]  # the first rank names the group for all offices
-        self._offices = [_office_in(c, bool(across)) for c in self.cards]
+        self._offices = [office_in(c, bool(across)) for c in self.cards]
         self._rank_of = {card.nonce: r for r, card in enumerate(self._offices)}
         self._untold = [card.nonce for r, card in enumerate(self._offices) if r != self.rank]
         self.office.join(self._key, self)
@@ -587,23 +586,6 @@ def _lines_of(group: HostsGroup) -> Lines:
             found.office.complaints.note(f"rank {rank}", why)
 
     return Lines(group.rank, call, hear, complain)
-
-
-def _check_tokens(cards: Sequence[dict[str, Any]]) -> None:
-    """All ranks have the job's token, or none has."""
-    without = [r for r, card in enumerate(cards) if not card["has_token"]]
-    if without and len(without) < len(cards):
-        raise errors.CollectiveMismatchError(
-            f"groups across hosts: SYMCOMM_TOKEN is not set on rank {words_for_ranks(without)}, and on the others it "
-            "is; set the same one on all hosts."
-        )
-
-
-def _office_in(card: dict[str, Any], across: bool) -> Card:
-    """A rank's office, as its card says. What its callers have to know does not stay there."""
-    nonce, address, port, secret = card["office"]
-    card["office"] = ""
-    return Card(nonce, address, port, secret) if across else Card(nonce, LOOPBACK, card["loopback"], secret)
 
 
 def _agree_on_engine(cards: Sequence[dict[str, Any]]) -> str:

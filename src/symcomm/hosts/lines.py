@@ -53,6 +53,7 @@ class Lines:
         self._lines: dict[int, Link] = {}
         self._waiting: dict[int, list[tuple[dict[str, Any], bytes]]] = {}  # for those who have not called yet
         self._closed = False
+        self.refused: dict[int, str] = {}  # why a rank's line was closed for what came over it
 
     def add(self, rank: int, link: Link) -> None:
         """A rank has called, which a lower one does once."""
@@ -136,6 +137,7 @@ class Lines:
 
     def hang_up(self, rank: int, why: str) -> None:
         """Close a line for what came over it."""
+        self.refused[rank] = why
         self._complain(rank, why)
         self._lines[rank].close()
 

@@ -25,7 +25,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from symcomm import errors
@@ -33,8 +33,9 @@ from symcomm.hosts.door import Complaints, Door
 from symcomm.hosts.link import Broken, Link, Refused
 from symcomm.hosts.session import Callee, Caller, job_secret
 from symcomm.memory.arena import Arena
+from symcomm.store.address import LOOPBACK
 
-__all__ = ["Card", "Office", "host_patience", "office_of"]
+__all__ = ["Card", "Office", "check_tokens", "host_patience", "office_in", "office_of"]
 
 log = logging.getLogger("symcomm.hosts")
 
@@ -64,6 +65,23 @@ class Card(NamedTuple):
     address: str
     port: int
     secret: str
+
+
+def check_tokens(cards: Sequence[dict[str, Any]]) -> None:
+    """All ranks have the job's token, or none has."""
+    without = [r for r, card in enumerate(cards) if not card["has_token"]]
+    if without and len(without) < len(cards):
+        raise errors.CollectiveMismatchError(
+            f"groups across hosts: SYMCOMM_TOKEN is not set on rank {errors.words_for_ranks(without)}, and on the "
+            "others it is; set the same one on all hosts."
+        )
+
+
+def office_in(card: dict[str, Any], across: bool) -> Card:
+    """A rank's office, as its card says. What its callers have to know does not stay there."""
+    nonce, address, port, secret = card["office"]
+    card["office"] = ""
+    return Card(nonce, address, port, secret) if across else Card(nonce, LOOPBACK, card["loopback"], secret)
 
 
 class Member(Protocol):

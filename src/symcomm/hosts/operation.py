@@ -124,11 +124,14 @@ class Operation:
             raise Stopped
         for rank, host in awaited.items():
             if (came := len(theirs[host][1])) != (due := expected.get(host, 0)):
-                why = f"sent {came} bytes with an arrival that has {due}"
-                lines.hang_up(rank, why)
-                group.trouble.cut_off([rank], Refused(f"it {why}"))
-                raise Stopped
+                lines.hang_up(rank, f"sent {came} bytes with an arrival that has {due}")
+                self._cut_off(rank)
         return {host: payload for host, (_, payload) in theirs.items()}
+
+    def _cut_off(self, rank: int) -> None:
+        """Its line was closed for what came over it. We say so first: to the other it looks as if we had gone."""
+        self._group.trouble.cut_off([rank], Refused(f"it {self._group.lines.refused[rank]}"))
+        raise Stopped
 
     def part(self) -> None:
         """Wait for this host's speaker, which has heard of all others."""
@@ -153,6 +156,8 @@ class Operation:
                 return 0.0
             if group.trouble.verdict is not None:
                 raise Stopped
+            if listen_to and (refused := next((r for r in whom if r in group.lines.refused), None)) is not None:
+                self._cut_off(refused)
             now = time.monotonic()
             over = [r for r in whom if listen_to and group.lines.is_over(r)]
             if gone := [r for r in whom if r in over or group.is_gone(r)]:
