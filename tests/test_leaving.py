@@ -376,7 +376,7 @@ def _interrupted(g: ProcessGroup, start: str, words: Words) -> list[str]:
         bad += [f"line {line}: {touched} elements of other tensors written"] if touched else []
         g.barrier()
         if not interrupter.raised:
-            return bad if line > 1 else ["nothing was interrupted"]
+            return bad if line > 0 else ["nothing was interrupted"]
         line += 1
         del fresh, team, work
 

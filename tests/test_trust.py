@@ -279,7 +279,6 @@ def _fenced(g: ProcessGroup, what: str, gate: Gate, words: Words) -> Any:
     if what == "new tensors":  # what the old ones occupied is given to others
         del window, shared, t
         g.exposed.clear()
-        g.failure.__traceback__ = None  # its frames hold the tensor
         g.destroy()
         fresh = [symmetric(MEDIUM) for _ in range(64)]
         for x in fresh:
@@ -333,7 +332,8 @@ def test_a_rank_left_behind_does_not_reach_the_others(what: str):
     first, left, third = returned(outcomes)
     assert hits == [True]
     for raised, size, reused, wrong, touched in (first, third):
-        assert raised == "DeadlineError" and size == 2 and reused
+        assert raised == "DeadlineError" and size == 2
+        assert not (what == "new tensors" and reused), "a stopped rank has it mapped, and may write to it for ever"
         assert wrong == 0, f"{wrong} wrong elements in the smaller group"
         assert touched == 0, f"{touched} elements were written by the rank that was left behind"
     assert left[0] or what == "put", "its own call cannot have succeeded"

@@ -8,9 +8,6 @@
 #include "reduce.h"
 #include "types.h"
 
-/* How long a failed operation waits for peers that write into its output: processes may be stopped, threads only be slow. */
-#define SOON_ENOUGH_NS 1000000000
-#define LONG_ENOUGH_NS 10000000000
 #define BLOCK_BYTES 16384 /* what one source or destination moves before the next is touched: fits L1 with room */
 
 struct run {

@@ -1,11 +1,13 @@
 /* Python's view of groups, plans and requests. They are capsules; the classes are in symcomm/group. */
 #include <sched.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "async.h"
 #include "common.h"
 #include "exec.h"
 #include "flight.h"
+#include "isolate.h"
 #include "p2p.h"
 #include "sync.h"
 
@@ -269,6 +271,37 @@ static PyObject *group_detach(PyObject *self, PyObject *arg) {
     Py_RETURN_TRUE;
 }
 
+static bool is_put_to(struct group *g) {
+    for (int r = 0; r < g->world; r++)
+        if (r != g->rank && atomic_load(&g->control[r]->putting) && sync_marked_gone(g, r) != STATUS_DEAD) return true;
+    return false;
+}
+
+/* group_reclaim(group, ((address, bytes), ...)): the group was aborted. Returns once these pieces of memory, which were windows
+ * of this rank, are its own again. A peer that was stopped in the middle of a put keeps pages that nobody looks at any more. */
+static PyObject *group_reclaim(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule, *pieces;
+    struct group *g;
+    if (!PyArg_ParseTuple(args, "OO!", &capsule, &PyTuple_Type, &pieces) || (g = to_group(capsule)) == NULL) return NULL;
+    struct visit visit;
+    if (!visit_begin(&visit, g)) Py_RETURN_NONE;
+    bool busy;
+    Py_BEGIN_ALLOW_THREADS;
+    int64_t end = symcomm_now_ns() + (g->own_process ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
+    atomic_thread_fence(memory_order_seq_cst);
+    while ((busy = is_put_to(g)) && symcomm_now_ns() < end) usleep(100);
+    Py_END_ALLOW_THREADS;
+    visit_end(&visit);
+    for (Py_ssize_t i = 0; busy && g->own_process && i < PyTuple_Size(pieces); i++) {
+        unsigned long long address;
+        long long nbytes;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(pieces, i), "KL", &address, &nbytes)) return NULL;
+        if (nbytes > 0) isolate((char *)(uintptr_t)address, nbytes);
+    }
+    Py_RETURN_NONE;
+}
+
 /* group_announce(group, looks) -> whether all other ranks are at this operation too, or soon will be. Says so of this rank.
  * The words only ever grow, and whoever wrote one runs its operation whatever it sees: one seen late costs only time. */
 static PyObject *group_announce(PyObject *self, PyObject *args) {
@@ -527,6 +560,7 @@ static PyMethodDef methods[] = {
     {"group_reserved", group_reserved, METH_VARARGS, "group_reserved(group, bytes): so much of each staging half has pages."},
     {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},
     {"group_leave", group_leave, METH_O, "group_leave(group): this rank takes no further part."},
+    {"group_reclaim", group_reclaim, METH_VARARGS, "group_reclaim(group, ((address, bytes), ...)): windows become this rank's own again."},
     {"group_announce", group_announce, METH_VARARGS, "group_announce(group, looks) -> whether all are about to run the same operation"},
     {"group_detach", group_detach, METH_O, "group_detach(group) -> whether all have left, and its memory may be given back"},
     {"group_forked", group_forked, METH_O, "group_forked(group): a forked child takes no part; it is refused everything."},

@@ -42,6 +42,7 @@ struct control {
     _Atomic uint64_t wait_target;
     _Alignas(64) _Atomic uint32_t mail_bell; /* futex: a message, room for one, or an acknowledgement came */
     _Atomic uint32_t mail_sleepers;
+    _Alignas(64) _Atomic uint32_t putting; /* threads of the owner that write into peers' windows */
     _Alignas(64) _Atomic uint64_t abort; /* 0, or packed cause: see fail() */
     _Atomic uint64_t abort_seq;
     _Atomic uint64_t voided; /* ~ of the first operation that some rank left in failure: it only grows. 0: none */

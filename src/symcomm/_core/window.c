@@ -82,12 +82,15 @@ static int unreachable(struct group *g, int peer) {
 static int write_part(struct window *w, int peer, int64_t start, const char *from, int64_t nbytes) {
     struct visit visit;
     if (!visit_begin(&visit, w->group)) return STATUS_ABORTED;
+    _Atomic uint32_t *putting = &w->group->control[w->group->rank]->putting;
+    atomic_fetch_add(putting, 1);
     int status = unreachable(w->group, peer);
     if (status == STATUS_OK && nbytes) {
         memmove(w->parts[peer].address + start, from, (size_t)nbytes);
         atomic_thread_fence(memory_order_seq_cst);
         status = unreachable(w->group, peer);
     }
+    atomic_fetch_sub(putting, 1);
     visit_end(&visit);
     return status;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import importlib
 import itertools
@@ -308,7 +309,10 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
             )
         with self._failure_lock:
             if self._failure is None:
-                first = self._failure = explain(self, status, call, site, seconds)
+                first = explain(self, status, call, site, seconds)
+                self._failure = copy.copy(
+                    first
+                )  # the one that is raised holds its frames, and they the caller's tensors
             else:
                 return self._unusable()
         hooks.failed(self, first)
@@ -465,6 +469,11 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
             ranks.index(self.rank), len(ranks), exchange, f"{self.name}-shrunk", self.timeout, self._limits,
             [self.global_ranks[r] for r in ranks], [self._peers[r] for r in ranks],
         )  # fmt: skip
+
+    def reclaim_windows(self) -> None:
+        """After an abort: what peers could put into is this rank's alone from now on, whoever was stopped meanwhile."""
+        tensors = [tensor for tensor, _ in self.exposed.values() if tensor is not None and tensor.device.type == "cpu"]
+        native.group_reclaim(self._handle, tuple((t.data_ptr(), t.numel() * t.element_size()) for t in tensors))
 
     def inherit(self, older: ProcessGroup) -> None:
         """Take the place of a group that this one was made from: newcomers find it where they would have found that."""

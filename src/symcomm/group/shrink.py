@@ -258,5 +258,6 @@ def shrink(group: Any, timeout: float, exclude: Collection[int], abort: bool) ->
         agreement.withdraw()
         raise
     native.group_abort(group._handle)  # tells the ranks that were left out, should they still use it
+    group.reclaim_windows()
     smaller.inherit(group)
     return smaller

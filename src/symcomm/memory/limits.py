@@ -107,10 +107,9 @@ def _folders(proc: Path, hierarchy: _Hierarchy) -> Iterator[Path]:
 def _room_in(folder: Path, hierarchy: _Hierarchy, above: int, wanted: int) -> tuple[int, str] | None:
     """What a control group may still take. Of cached files, half of those in use count as free, as in MemAvailable;
     that is looked up only where it matters."""
-    limit, used = _number(folder / hierarchy.limit), _number(folder / hierarchy.used)
-    if limit is None or used is None or min(limit, above) >= UNLIMITED:
+    limit, cached = min(_number(folder / hierarchy.limit) or UNLIMITED, above), 0
+    if limit >= UNLIMITED or (used := _number(folder / hierarchy.used)) is None:
         return None
-    limit, cached = min(limit, above), 0
     if limit - used < wanted:
         stat = _numbers(folder / "memory.stat")
         cached = stat.get(f"{hierarchy.cache}inactive_file", 0) + stat.get(f"{hierarchy.cache}active_file", 0) // 2
