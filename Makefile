@@ -100,7 +100,7 @@ soak: $(BUILT) ## a thousand random faults, then ten minutes each of hosts and o
 	$(BIN)/python -m tests.hosts_soak 10
 	$(BIN)/python -m tests.elastic_soak 10
 
-prove: $(BUILT) ## every interleaving of the core's protocols, and what goes wrong without each line of them (five minutes)
+prove: $(BUILT) ## every interleaving of the core's protocols, and what goes wrong without each line of them (two minutes)
 	$(BIN)/python -m tests.model
 
 sanitize: $(BUILT) ## the C core under ASan, UBSan and TSan
