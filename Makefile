@@ -101,7 +101,7 @@ soak: $(BUILT) ## an hour of random faults: on one host, between hosts, of ranks
 	$(BIN)/python -m tests.elastic_soak 10
 	for what in arena control http store; do $(BIN)/python -m tests.fuzz_$$what --inputs 1000000 || exit 1; done
 
-prove: $(BUILT) ## every interleaving of the core's protocols, and what goes wrong without each line of them (five minutes)
+prove: $(BUILT) ## every interleaving of the core's protocols, and what goes wrong without each line of them (two minutes)
 	$(BIN)/python -m tests.model
 
 sanitize: $(BUILT) ## the C core under ASan, UBSan and TSan
