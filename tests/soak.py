@@ -61,7 +61,7 @@ def disturb(plan: Scenario, crowd: SoakCrowd) -> None:
     """What this process does to the ranks: lets a stopped one go on, kills a newcomer."""
     if plan.fault in ("stop", "pause"):
         victim = crowd.pids[plan.victim]
-        until(lambda: state_of(victim) in "TtZX", 20.0)
+        until(lambda: state_of(victim) in "TtZX", LIMIT)
         time.sleep(STOPPED_TIMEOUT + 0.7 if plan.fault == "stop" else PAUSE)
         os.kill(victim, signal.SIGCONT)
     if plan.newcomer_killed:
