@@ -44,6 +44,9 @@ class Report:
     wrong: list[str] = field(default_factory=list)
 
     def note(self, error: errors.SymcommError) -> None:
+        cause = error.__cause__  # where an earlier call, that nobody has waited for yet, was the first to fail
+        if isinstance(error, errors.GroupUnusableError) and isinstance(cause, errors.SymcommError):
+            error = cause
         if not self.kind:
             self.kind, self.message = type(error).__name__, str(error)
             self.named = list(getattr(error, "missing", None) or getattr(error, "ranks", []) or [])
@@ -225,7 +228,21 @@ def go_on(plan: Scenario, g: ProcessGroup, report: Report) -> ProcessGroup:
         if g is not old:
             old.destroy()
         report.sizes.append(g.size)
+        g = after_growing(plan, g)
+    return g
+
+
+def after_growing(plan: Scenario, g: ProcessGroup) -> ProcessGroup:
+    """The newcomer that is killed may have come in by then; the others go on without it once more."""
+    try:
         after(plan, g, 2)
+        return g
+    except errors.RankFailedError:
+        if not plan.newcomer_killed:
+            raise
+    old, g = g, shrink(g)
+    old.destroy()
+    after(plan, g, 3)
     return g
 
 
@@ -264,7 +281,7 @@ def newcomer(store: Any, seed: int) -> Report:
     g = grow.join_through(store, "world", 25.0)
     report.sizes.append(g.size)
     try:
-        after(plan, g, 2)
+        g = after_growing(plan, g)
     except WrongValues as error:
         report.wrong.append(f"wrong values: {error}")
     g.destroy()
