@@ -35,8 +35,8 @@ MAIN_ONLY = (
     "async", "attack", "bench", "collectives", "control_plane", "demo", "docs", "elastic", "failures", "flight",
     "gpu_collectives", "gpu_comm", "gpu_torch", "gpu_windows", "groups", "grow", "hosts_attack", "hosts_failures",
     "hosts_lines", "hosts_network", "hosts_values", "layers", "leaving", "p2p", "ray", "reconfigure",
-    "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "top_browser", "top_feed",
-    "trace_failures", "trace_live", "trace_timing", "trust",
+    "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "store_kept_socket",
+    "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing", "trust",
 )  # fmt: skip
 
 SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH}
