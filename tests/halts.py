@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._prims_common  # seconds of imports, which the first symmetric tensor of each forked rank would make
 
 from symcomm import symm_mem
 
 PAGE = 4096
+# Loads modules for seconds: here, and not when each forked rank makes its first symmetric tensor.
+torch._prims_common.make_contiguous_strides_for((1,))
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

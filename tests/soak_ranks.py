@@ -20,9 +20,11 @@ from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import current_arena
 from tests.halted_calls import CASES, PATTERN, shift_values
 from tests.halts import ordinary, symmetric, until
-from tests.soak_scenario import STOPPED_TIMEOUT, Scenario
+from tests.soak_scenario import HARMLESS, STOPPED_TIMEOUT, Scenario
 
 STEPS_AFTER = 12
+TURNS = 20  # of groups that are left, in a scenario
+CLAIMS = 24  # tensors of 256 KiB in the place of a group's memory
 SETTLE = 10.0  # seconds for threads to end and peers to leave
 
 
@@ -42,6 +44,9 @@ class Report:
     wrong: list[str] = field(default_factory=list)
 
     def note(self, error: errors.SymcommError) -> None:
+        cause = error.__cause__  # where an earlier call, that nobody has waited for yet, was the first to fail
+        if isinstance(error, errors.GroupUnusableError) and isinstance(cause, errors.SymcommError):
+            error = cause
         if not self.kind:
             self.kind, self.message = type(error).__name__, str(error)
             self.named = list(getattr(error, "missing", None) or getattr(error, "ranks", []) or [])
@@ -129,13 +134,56 @@ def run_steps(plan: Scenario, g: ProcessGroup, report: Report, kept: list[Any]) 
     dice, own = random.Random(-1 - plan.seed), random.Random(plan.seed * 31 + g.rank)
     if plan.fault == "stop":
         g.set_timeout(STOPPED_TIMEOUT)
-    for step in range(plan.step + 12 if plan.fault in ("pause", "none") else 2000):
+    for step in range(plan.step + 12 if plan.fault in HARMLESS else 2000):
         if step == plan.step and plan.fault == "mismatch":
             g.reduce(torch.ones(3), op="max") if g.rank == plan.victim else g.all_reduce(torch.ones(7))
+        elif step == plan.step and plan.fault == "leavings":
+            leave_often(g, dice)
         elif step == plan.step and g.rank == plan.victim:
             strike(plan, g, kept)
         one_step(g, dice, own)
         report.steps += 1
+
+
+def wait_somewhere(team: ProcessGroup, which: int) -> None:
+    """In a call that nobody else makes."""
+    peer = (team.rank + 1) % team.size
+    try:
+        if which == 0:
+            team.all_reduce(torch.ones(20_000))
+        elif which == 1:
+            team.barrier()
+        elif which == 2:
+            team.recv(torch.ones(20_000), peer, tag=1)
+        else:
+            team.irecv(torch.ones(20_000), peer, tag=1).wait()
+    except errors.SymcommError:
+        pass
+
+
+def leave_often(g: ProcessGroup, dice: random.Random) -> None:
+    """Groups that are left, or aborted, while another thread waits in them; works of theirs are asked afterwards."""
+    for _ in range(TURNS):
+        team = g.new_group(range(g.size), timeout=5.0)
+        assert team is not None
+        waits, which, how = dice.randrange(g.size), dice.randrange(4), dice.choice(("destroy", "abort"))
+        kept: list[Any] = []
+        if g.rank == waits:
+            kept.append(team.isend(symmetric(20_000).fill_(1.0), (g.rank + 1) % g.size, tag=-5))
+            kept.append(later(0.0, lambda team=team, which=which: wait_somewhere(team, which)))
+        g.barrier()
+        if how == "destroy":
+            team.destroy()
+        elif g.rank == waits:
+            team.abort()
+        claims = [symmetric(65_536).fill_(PATTERN) for _ in range(CLAIMS)]
+        g.barrier()
+        wrong = ask_late(kept, team) if kept else []
+        g.barrier()
+        touched = sum(int((t != PATTERN).sum()) for t in claims)
+        check(not touched, f"{touched} elements written in the place of a group that was left")
+        check(not wrong, "; ".join(wrong))
+        team.destroy()
 
 
 # --- afterwards --------------------------------------------------------------------------------------------------
@@ -146,7 +194,7 @@ def ask_late(kept: list[Any], g: ProcessGroup) -> list[str]:
     wrong = []
     works = kept[:-1]
     kept[-1].join(SETTLE)
-    claims = [symmetric(65_536).fill_(PATTERN) for _ in range(24)]
+    claims = [symmetric(65_536).fill_(PATTERN) for _ in range(CLAIMS)]
     for call in [f for w in works for f in (w.is_completed, w.exception, lambda w=w: w.wait(0.05), w.wait)] + [g.abort]:
         started = time.monotonic()
         try:
@@ -180,7 +228,21 @@ def go_on(plan: Scenario, g: ProcessGroup, report: Report) -> ProcessGroup:
         if g is not old:
             old.destroy()
         report.sizes.append(g.size)
+        g = after_growing(plan, g)
+    return g
+
+
+def after_growing(plan: Scenario, g: ProcessGroup) -> ProcessGroup:
+    """The newcomer that is killed may have come in by then; the others go on without it once more."""
+    try:
         after(plan, g, 2)
+        return g
+    except errors.RankFailedError:
+        if not plan.newcomer_killed:
+            raise
+    old, g = g, shrink(g)
+    old.destroy()
+    after(plan, g, 3)
     return g
 
 
@@ -219,7 +281,7 @@ def newcomer(store: Any, seed: int) -> Report:
     g = grow.join_through(store, "world", 25.0)
     report.sizes.append(g.size)
     try:
-        after(plan, g, 2)
+        g = after_growing(plan, g)
     except WrongValues as error:
         report.wrong.append(f"wrong values: {error}")
     g.destroy()

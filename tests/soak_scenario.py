@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-FAULTS = ("kill", "kill later", "exit", "stop", "pause", "mismatch", "abort", "destroy", "none")
+FAULTS = ("kill", "kill later", "exit", "stop", "pause", "mismatch", "abort", "destroy", "leavings", "none")
+HARMLESS = ("pause", "leavings", "none")  # nobody raises
 STOPPED_TIMEOUT = 1.0  # seconds: how long the others wait for a stopped rank; a starved one must not look like it
 
 
@@ -24,8 +25,7 @@ class Scenario:
         # rank that raised for it would be a second fault: after a stop they live on.
         self.goes_on = dice.random() < 0.6
         self.ends_at_once = not self.goes_on and self.fault != "stop" and dice.random() < 0.5
-        has_survivors = self.fault not in ("none", "pause")
-        self.newcomers = dice.choice((0, 1, 2)) if self.goes_on and has_survivors else 0
+        self.newcomers = dice.choice((0, 1, 2)) if self.goes_on and self.fault not in HARMLESS else 0
         self.newcomer_killed = self.newcomers > 0 and dice.random() < 0.3
         self.kill_newcomer_after = dice.uniform(0, 0.5)
         self.over_tcp = dice.random() < 0.5  # where ranks meet: a store that strangers can reach, or a file

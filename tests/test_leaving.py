@@ -212,34 +212,81 @@ WAITS = (
 )  # fmt: skip
 
 
+class VoteFirst:
+    """What a thread of rank 0 says of its failed call comes right after what shrink() says there in its first exchange,
+    and before rank 1 looks."""
+
+    EXCHANGE = 2  # the vote is said before
+
+    def __init__(self) -> None:
+        self._real, self._count = native.group_publish, 0
+        self._said = threading.Event()
+        native.group_publish = self._publish
+
+    def _publish(self, handle: Any, text: bytes) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            self._said.wait(1.0)
+            self._real(handle, text)
+            return
+        self._real(handle, text)
+        self._count += 1
+        if self._count == self.EXCHANGE:
+            self._said.set()
+            until(lambda: b'"dead"' not in (native.group_records(handle)[0] or b'"dead"'), 0.1)
+
+    def undo(self) -> None:
+        native.group_publish = self._real
+
+
+def wait_in_threads(team: ProcessGroup, waiting: Callable, ends: list[str]) -> list[threading.Thread]:
+    """Several where they can wait at the same time: each wakes at another moment."""
+    count = 8 if waiting in (wait_in_receive, wait_in_send, wait_in_message) else 1
+    before = native.group_report(team._handle)["seq"]
+    threads = [
+        threading.Thread(target=lambda: ends.append(attempt(lambda: waiting(team))), daemon=True) for _ in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    until(lambda: native.group_report(team._handle)["seq"] > before, 0.02)  # messages are not counted there
+    return threads
+
+
+def leave(team: ProcessGroup, how: str) -> ProcessGroup | None:
+    if how == "shrink":
+        order = VoteFirst()
+        try:
+            return team.shrink(timeout=2.0)
+        finally:
+            order.undo()
+    if how == "abort" and team.rank == 0:
+        team.abort()
+    if how == "destroy":
+        team.destroy()
+        until(lambda: process_group.give_back() or process_group.retired_count() == 0, 0.05)
+    return None
+
+
 def _leave_while_waiting(g: ProcessGroup, waiting: Callable, how: str, turns: int) -> list[str]:
     bad: list[str] = []
     for _ in range(turns):
         team = new_team(g, 1.0)
         mine = extent(team)
         ends: list[str] = []
-        thread = threading.Thread(target=lambda t=team, e=ends: e.append(attempt(lambda: waiting(t))), daemon=True)
-        if g.rank == 0:
-            recorded = native.group_report(team._handle)["seq"]
-            thread.start()
-            until(lambda t=team, r=recorded: native.group_report(t._handle)["seq"] > r, 0.02)
+        threads = wait_in_threads(team, waiting, ends) if g.rank == 0 else []
         g.barrier()
-        smaller = team.shrink(timeout=2.0) if how == "shrink" else None
-        if how == "abort" and g.rank == 0:
-            team.abort()
-        if how == "destroy":
-            team.destroy()
+        smaller = leave(team, how)
         claim = Claim(*mine)
         g.barrier()
-        if g.rank == 0:
+        for thread in threads:
             thread.join(PROMPT)
             bad += ["the call that waited did not return"] if thread.is_alive() else []
-            bad += ["the call that waited returned as if all was well"] if ends == [""] else []
-        elif how == "abort" and not attempt(team.barrier):
+        bad += ["the call that waited returned as if all was well"] if "" in ends else []
+        if how == "abort" and g.rank and not attempt(team.barrier):
             bad.append("a call on an aborted group returned")
         if smaller is not None:
             smaller.all_reduce(x := torch.full((N,), float(g.rank + 1)))
             bad += ["wrong values after shrink"] if (x != 3.0).any() else []
+            smaller.destroy()
         g.barrier()
         team.destroy()
         bad += [f"rank {g.rank}: {claim.touched()} elements of new tensors written"] if claim.touched() else []
