@@ -373,7 +373,8 @@ class Agreement:
         if not ready:
             self._check_quorum(accepted)
             self._dead |= missing()
-            return self._next(ballot)
+            self._next(ballot)
+            return
         with self._news:
             self._state.decided = value
 
