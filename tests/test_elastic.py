@@ -300,6 +300,28 @@ def test_too_few_are_left(tmp_path):
     assert returned([alive]) == ["1 of 2 ranks are left, which is less than min_size=2."] and dead.kind == "died"
 
 
+def test_without_a_quorum_the_run_ends(tmp_path):
+    """The others may go on: trying again would be wrong, and so would be going on alone."""
+
+    def member(group: Any) -> list:
+        asked = []
+
+        def refuse(**how: Any) -> None:
+            asked.append(how)
+            raise errors.NoQuorumError("too few", [1])
+
+        group.shrink = refuse
+        with pytest.raises(errors.NoQuorumError, match="too few"):
+            train(group, dies(1, "before"), {"wait": 0.0, "quorum": 7})
+        return asked
+
+    crowd = Crowd(tmp_path)
+    for rank in range(2):
+        crowd.member(member, rank, 2)
+    alive, dead = crowd.outcomes()
+    assert returned([alive]) == [[{"quorum": 2}]] and dead.kind == "died"
+
+
 def test_errors_of_the_program_are_not_taken_for_lost_ranks(tmp_path):
     def member(group: Any) -> str:
         def hook(now: str, session: Any) -> None:

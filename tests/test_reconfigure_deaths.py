@@ -170,6 +170,63 @@ def test_a_death_within_the_verdict_leaves_one_verdict(victim, keepers, tmp_path
         assert f"failed: rank {victim} (pid " in values[0]
 
 
+# --- keepers that some members cannot reach --------------------------------------------------------------------------
+
+
+def decide_apart(party: Party, cut: dict[int, list[int]], order: list[int]) -> None:
+    """At the verdict, ``cut[me]`` are the keepers that do not answer; members come there in this order."""
+    decide, server = Reconfiguration.decide, Reconfiguration._server
+
+    def decided(self: Reconfiguration, verdict: str) -> str:
+        def unanswered(self: Reconfiguration, place: int, seconds: float) -> Any:
+            if place in cut.get(party.me, []):
+                raise errors.StoreUnreachableError("no answer")
+            return server(self, place, seconds)
+
+        before = order[: order.index(party.me)]
+        if before:
+            party.store.wait([f"decided/{before[-1]}"])
+        Reconfiguration._server = unanswered  # type: ignore[method-assign]
+        if 0 in cut.get(party.me, []):  # it would not have heard there that all have built
+            verdict = self.to_verdict(self._gone(0))
+        try:
+            return decide(self, verdict)
+        finally:
+            Reconfiguration._server = server  # type: ignore[method-assign]
+            party.store.set(f"decided/{party.me}", "x")
+
+    Reconfiguration.decide = decided  # type: ignore[method-assign]
+
+
+def parted(party: Party, cut: dict[int, list[int]], order: list[int]) -> str:
+    party.become(1, [0, 1, 2, 3])
+    old = party.group.current
+    decide_apart(party, cut, order)
+    try:
+        return "new" if party.become(2, [0, 1, 2, 3]) is not old else "?"
+    except errors.RankFailedError as error:
+        if party.group._group is None:
+            assert error.ranks == [party.me] and "cannot know whether the others went on" in str(error)
+            return "none"
+        return "old" if party.group.current is old else "?"
+
+
+HALVES = {0: [1, 2], 3: [1, 2], 1: [0], 2: [0]}
+
+
+@pytest.mark.parametrize("order", [[0, 3, 1, 2], [1, 2, 0, 3], [2, 0, 1, 3]], ids=str)
+@pytest.mark.parametrize(
+    ("cut", "expected"),
+    [(HALVES, {"old", "none"}), ({3: [0, 1, 2]}, {"new", "none"}), ({1: [2], 3: [0]}, None), ({0: [1], 2: [0]}, None)],
+    ids=["halves", "one alone", "one each", "the keepers"],
+)
+def test_a_keeper_that_some_cannot_reach_parts_nobody(cut, expected, order, tmp_path):
+    """Who goes on goes on in one group: all in the new one, or all in the old one."""
+    values = returned(crowd_of(tmp_path, parted, 4, cut, order))
+    assert not {"old", "new"} <= set(values) and "?" not in values, values
+    assert expected is None or set(values) <= expected, values
+
+
 # --- processes that stop, leave, or stay behind ----------------------------------------------------------------------
 
 

@@ -38,6 +38,7 @@ class Session:
     ``data_parallel``  True, or arguments for symcomm.DistributedDataParallel; ``session.model`` is then one
     ``wait``           seconds to wait for another rank after one was lost, before going on with fewer
     ``min_size``       with fewer ranks than this the run ends with RankFailedError
+    ``quorum``         of ``group.shrink()``, where ranks are on several hosts; with fewer it ends with NoQuorumError
     ``admit_every``    newcomers are looked for before every so many steps
     ``on_change``      called with the session whenever ranks have come or gone, also at the start
     ``enter``          returns the group to begin with; unless given, what init() or, in a newcomer, join() returns
@@ -52,6 +53,7 @@ class Session:
         data_parallel: bool | Mapping[str, Any] = False,
         wait: float = 0.0,
         min_size: int = 1,
+        quorum: int | None = None,
         admit_every: int = 1,
         on_change: Callable[[Session], None] | None = None,
         enter: Callable[[], ProcessGroup] = _enter,
@@ -69,6 +71,7 @@ class Session:
         self._wrap = None if not data_parallel else {} if data_parallel is True else dict(data_parallel)
         self._snapshot = Snapshot({name: thing for name, thing in things.items() if thing is not None})
         self._wait, self._min_size, self._admit_every = wait, min_size, admit_every
+        self._quorum = quorum
         self._on_change, self._enter = on_change, enter
         self._full = 0  # as many ranks as there were at most
         self._settled = False
@@ -161,9 +164,15 @@ class Session:
         while True:
             self._check_is_loss(error)
             try:
-                return self._use(self.group.shrink())
+                return self._use(self._smaller())
+            except errors.NoQuorumError:
+                raise  # the others may go on, so this rank must not
             except errors.SymcommError as another:
                 error = another
+
+    def _smaller(self) -> ProcessGroup:
+        quorum = None if self._quorum is None else min(self._quorum, self.size)
+        return self.group.shrink(quorum=quorum)
 
     def _check_is_loss(self, error: Exception) -> None:
         """Whether the group failed because a rank died, left, or did not come in time."""

@@ -10,7 +10,9 @@ Members notice a death at once: the first one holds a connection to each of the 
 The agreement has to survive the death of any member, the first included. So it is kept by several: every member takes
 what it holds to be true ("go", or why not) to the stores of the first three, in this order. The first value that
 reaches a store stays, and each who comes takes it along to the next. Where one of these three lives, all members pass
-it, and leave it with the same answer.
+it, and leave it with the same answer. A keeper that is cut off from some members, and not from others, must not part
+them: who gets no answer from one says no to the rest. If they say "go" all the same, or nothing at all, it cannot know
+what holds, and leaves the old group as well as the new one.
 
 In a member's store::
 
@@ -73,6 +75,8 @@ class Reconfiguration(Round):
         self._poll = select.poll()
         servers = {member[:2]: place for place, member in reversed(list(enumerate(members)))}
         self._keepers = sorted(servers.values())[:KEEPERS]  # without those that did not answer
+        self._silent: list[int] = []  # those that may live, but did not answer
+        self._is_known = True  # what was decided
 
     # --- connections ------------------------------------------------------------------------------------------
 
@@ -149,13 +153,31 @@ class Reconfiguration(Round):
             super().check()
 
     def decide(self, verdict: str) -> str:
-        """See the module's text: the same answer on every member, as long as one of the keepers lives."""
+        """See the module's text: what the keepers say. Where one of them does not answer, others may have had "go" from
+        it or not: from there on this member says no, and it knows the outcome only if the last one agrees."""
+        said = ""
         for place in list(self._keepers):
             try:
                 part = PrefixStore(self._prefix, self._server(place, KEEPER_SECONDS))
-                verdict = bytes(part.compare_set("verdict", "", verdict)).decode()
-            except (*LOST, errors.DeadlineError):
+                said = verdict = bytes(part.compare_set("verdict", "", verdict)).decode()
+            except (*SILENT, errors.DeadlineError):
                 self._keepers.remove(place)
+                self._silent.append(place)
+                if verdict == GO:
+                    verdict = self.to_verdict(errors.RankFailedError(f"{self._who(place)} does not answer", [place]))
+            except LOST:
+                self._keepers.remove(place)
+        self._is_known = not self._silent or said not in ("", GO)
+        return verdict
+
+    def settle(self, verdict: str) -> str:
+        verdict = self.decide(verdict)
+        if not self._is_known:
+            raise errors.RankFailedError(
+                f"reconfigure to uuid {self.uuid}: {', '.join(map(self._who, self._silent))} did not answer, so rank "
+                f"{self.index} cannot know whether the others went on; it is in no group any more.",
+                [self.index],
+            )
         return verdict
 
     # --- words ------------------------------------------------------------------------------------------------
@@ -304,7 +326,13 @@ class ReconfigurableGroup:
             round_.refuse(errors.BadArgumentError(told))  # the others may not know it, and would wait for us
             raise refusal
         self._used.add(uuid)
-        group = round_.build(self._make)
+        try:
+            group = round_.build(self._make)
+        except errors.SymcommError as unknown:  # what the others do
+            if (old := self._replace(None)) is not None:
+                old.leave("was left: what its members were reconfigured to is not known here")
+            self._why = f"has no members: {str(unknown).rstrip('.')}"
+            raise
         if round_.why != GO:
             error = round_.to_error(round_.why)
             told = str(error)

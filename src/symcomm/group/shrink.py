@@ -215,6 +215,8 @@ class Agreement:
         while True:
             word = self._records.word()
             if word.number != number:
+                if self._now()[1].since > number:  # this one may have been decided, and its group be in use
+                    raise left_out(self._name, self._rank)
                 raise NotMade(f"attempt {number} to shrink group {self._name!r} has failed")
             records = self._records.read()
             missing = [r for r in living if records[r].vote != number]

@@ -21,7 +21,7 @@ and a value is (the ballot in which its group was built, the ranks left out).
 2. Has a quorum promised, and one of them accepted a value before, the proposer must take that value: go to 4.
 3. All that are to go on build the new group, and tell each other when they have. They keep it, and do not use it yet.
 4. The proposer sends ``accept`` with the value to all. Those that have promised nothing higher do. When a quorum has,
-   the value is decided.
+   the value is decided. (Where callers ask for fewer ranks than that, all that go on must have, too.)
 5. Who learns of the decision tells all others, and returns the group that was built in that ballot; or raises, where
    the decision is to go on without it.
 
@@ -358,11 +358,23 @@ class Agreement:
         accepted = self._state.acceptances.setdefault(ballot, set())
         dead = pack_ranks(self._state.attempts[ballot])
         self._send_all({"step": "accept", "ballot": list(ballot), "value": value.pack(), "dead": dead})
-        ready = self._await(lambda: self._moved(ballot) or self._is_quorum(accepted), time.monotonic() + self._timeout)
+
+        def missing() -> set[int]:
+            """Where callers content themselves with few ranks, any may take over: all members have to know."""
+            members = set() if self._quorum is None else set(range(self._size)) - value.dead - self._lost()
+            return members - accepted
+
+        ready = self._await(
+            lambda: self._moved(ballot) or (self._is_quorum(accepted) and not missing()),
+            time.monotonic() + self._timeout,
+        )
         if self._moved(ballot):
             return
         if not ready:
             self._check_quorum(accepted)
+            self._dead |= missing()
+            self._next(ballot)
+            return
         with self._news:
             self._state.decided = value
 
