@@ -353,3 +353,23 @@ def _attributes(g: ProcessGroup) -> int:
 def test_groups_have_few_attributes_of_their_own():
     """Python reads those of objects with more than thirty more slowly: a small call took 1.14 us instead of 1.0."""
     assert max(symcomm.spawn(_attributes, 2, mode="processes", deadline=60)) <= 30
+
+
+def _count_on(group: ProcessGroup) -> int:
+    from symcomm import symm_mem
+
+    wrong = 0
+    for turn in range(8):
+        for t in (torch.empty(400_000), symm_mem.empty(200_000), torch.empty(3)):  # turns of chunks, direct, one turn
+            t.fill_(group.rank + turn)
+            group.all_reduce(t)
+            wrong += int((t != 2 * turn + 1).sum())
+            group.broadcast(t.fill_(group.rank * 7.0 + turn), 1)
+            wrong += int((t != 7.0 + turn).sum())
+    return wrong
+
+
+@pytest.mark.parametrize("before", [(1 << 40) - 20, (1 << 32) - 20, (1 << 63) - 20])
+def test_operations_beyond_the_numbers_that_signals_carry(before: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ProcessGroup, "_operations", before)
+    assert symcomm.spawn(_count_on, 2, mode="threads") == [0, 0]

@@ -126,7 +126,10 @@ static uint64_t signature_of(const struct plan *p) {
 }
 
 static void arrive(struct run *x, int64_t in_offset, int64_t out_offset) {
-    struct arrival *a = &x->g->control[x->g->rank]->arrival[x->half];
+    struct control *me = x->g->control[x->g->rank];
+    struct arrival *a = &me->arrival[x->half];
+    if ((x->g->seq & 0xffffffff) == 0) /* a signal of 2^40 operations ago would pass for one of today's */
+        atomic_store_explicit(&me->progress, x->g->seq << PLAN_SIGNAL_BITS, memory_order_relaxed);
     atomic_store_explicit(&a->signature, signature_of(x->p), memory_order_relaxed);
     atomic_store_explicit(&a->count, (uint64_t)x->p->count, memory_order_relaxed);
     atomic_store_explicit(&a->in_offset, in_offset, memory_order_relaxed);

@@ -163,9 +163,10 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     unsigned long long flight;
     unsigned flight_group;
     long long stage_bytes, arena_bytes, yield_ns;
-    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!KIpiL", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage, &stage_bytes,
+    unsigned long long seq;
+    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!KIpiLK", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage, &stage_bytes,
                           &PyTuple_Type, &arena, &arena_bytes, &PyTuple_Type, &life, &PyTuple_Type, &channels, &flight, &flight_group, &own_process, &spin,
-                          &yield_ns))
+                          &yield_ns, &seq))
         return NULL;
     if (world < 1 || world > MAX_BUFFERS || rank < 0 || rank >= world)
         return PyErr_Format(PyExc_ValueError, "rank %d of %d: a group has 1 to %d ranks", rank, world, MAX_BUFFERS);
@@ -175,6 +176,7 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     size_t n = (size_t)world;
     g->rank = rank, g->world = world, g->spin = g->spin_now = spin, g->yield_ns = yield_ns;
     g->own_process = own_process;
+    g->seq = seq;
     g->flight = (struct flight *)(uintptr_t)flight, g->flight_group = flight_group;
     g->stage_bytes = stage_bytes, g->arena_bytes = arena_bytes;
     g->control = calloc(n, sizeof *g->control), g->stage = calloc(n, sizeof *g->stage);
@@ -193,6 +195,7 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
         free_group(g);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
+    atomic_store(&g->control[rank]->progress, g->seq << PLAN_SIGNAL_BITS);
     atomic_store(&g->control[rank]->state, CONTROL_IN_USE);
     return PyCapsule_New(g, GROUP, drop_group);
 }
@@ -556,7 +559,7 @@ static PyMethodDef methods[] = {
     {"plan_stage", plan_stage, METH_O, "plan_stage(plan) -> how many bytes of a staging half it uses"},
     {"make_group", make_group, METH_VARARGS,
      "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, flight, flight_group, own_process,"
-     " spin, yield_ns) -> group"},
+     " spin, yield_ns, operations so far) -> group"},
     {"group_reserved", group_reserved, METH_VARARGS, "group_reserved(group, bytes): so much of each staging half has pages."},
     {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},
     {"group_leave", group_leave, METH_O, "group_leave(group): this rank takes no further part."},

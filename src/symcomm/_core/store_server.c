@@ -304,6 +304,7 @@ static void close_conn(Server *server, Conn *conn) {
     if (conn->next != NULL) conn->next->previous = conn->previous;
     if (conn->stage != STAGE_OPEN) server->greeting--;
     mark_fd(server, conn->fd, false);
+    epoll_ctl(server->epoll_fd, EPOLL_CTL_DEL, conn->fd, NULL); /* a forked child may have the socket, too */
     close(conn->fd);
     buffer_drop(server, &conn->in);
     buffer_drop(server, &conn->out);

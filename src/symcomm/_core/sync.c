@@ -15,6 +15,7 @@
 
 #include "common.h"
 #include "flight.h"
+#include "plan.h"
 
 #define LEAST_SPIN 20
 #define SOON_NS 2000 /* an answer this soon after we stopped looking: worth looking longer */
@@ -31,7 +32,8 @@ static bool rank_satisfies(struct group *g, int rank, const struct condition *c)
     struct control *peer = g->control[rank];
     if (c->kind == WAIT_ARRIVED_ALL)
         return atomic_load_explicit(&peer->arrival[c->target & 1].seq, memory_order_acquire) == c->target;
-    return atomic_load_explicit(&peer->progress, memory_order_acquire) >= c->target;
+    /* A peer is at this operation or the next, or has not signalled for long: also where numbers wrap after 2^40 operations. */
+    return atomic_load_explicit(&peer->progress, memory_order_acquire) - c->target < (uint64_t)2 << PLAN_SIGNAL_BITS;
 }
 
 /* Whether c holds for the rank `sleeper`. */

@@ -141,6 +141,7 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
 
     spans_hosts = False  # see symcomm.hosts
     _yield_ns = YIELD_NS
+    _operations = 0  # that count as done when a group is made; the same on all ranks
 
     # Defaults live here: Python reads the attributes of objects that have more than thirty of their own more slowly.
     store: Any = None  # where the ranks met, and where newcomers find them
@@ -215,7 +216,7 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
             tuple([p.life for p in self._peers]),
             tuple([s + channels for s in starts]),
             self._arena.flight.address, self._arena.flight.add_group(self.name, self.rank, self.global_ranks),
-            own_process, SPIN_LOOKS, self._yield_ns,
+            own_process, SPIN_LOOKS, self._yield_ns, self._operations,
         )  # fmt: skip
         _living.add(self)
         self._retire = weakref.finalize(self, _retire, self._handle, self._arena, self._offset, self.exposed)

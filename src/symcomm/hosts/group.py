@@ -29,6 +29,7 @@ from symcomm.hosts.frames import MESSAGES, check
 from symcomm.hosts.layout import Layout
 from symcomm.hosts.lines import Lines
 from symcomm.hosts.link import Frame, Link, Refused
+from symcomm.hosts.meeting import Part, agree_on_engine, boot_id, network
 from symcomm.hosts.messages import HostsMessages, Mail
 from symcomm.hosts.office import Card, Office, check_tokens, office_in, office_of
 from symcomm.hosts.operation import Operation, Signature
@@ -183,7 +184,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         office, here = self.office.card(address), self.office.card(LOOPBACK)
         card = {
             "office": office, "loopback": here.port, "has_token": self.office.has_token, "pid": os.getpid(),
-            "host": socket.gethostname(), "machine": [_boot_id(), _network()], "wanted": wanted,
+            "host": socket.gethostname(), "machine": [boot_id(), network()], "wanted": wanted,
             "engines": [] if wanted else available_engines(), "refusal": str(refusal or ""), "key": key,
         }  # fmt: skip
         try:
@@ -216,7 +217,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
     def _make_local(self, exchange: Exchange) -> ProcessGroup:
         """This host's own group. Hosts may need more or fewer rounds of the exchange; all take part in as many."""
         here = self.layout.here
-        exchange_here = _Part(exchange, here)
+        exchange_here = Part(exchange, here)
         local = _HostGroup(
             self.layout.local, len(here), exchange_here, f"{self.name}@{self.layout.host}", self.timeout, self._limits,
             [self.global_ranks[r] for r in here],
@@ -227,7 +228,7 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         return local
 
     def _make_engine(self, exchange: Exchange) -> None:
-        self.engine_name = _agree_on_engine(self.cards)
+        self.engine_name = agree_on_engine(self.cards)
         check = getattr(exchange, "check", None)
         place = Place(self.rank, self.size, self._offices[self.rank].address, check)
         self.engine = engine_class(self.engine_name)(place)
@@ -552,20 +553,6 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         return (counterparts | set(self.layout.here)) - {self.rank}
 
 
-class _Part:
-    """An exchange of all ranks, as some of them see it."""
-
-    def __init__(self, exchange: Exchange, ranks: Sequence[int]):
-        self._exchange, self._ranks = exchange, ranks
-        self.check = getattr(exchange, "check", None)
-        self.rounds = 0
-
-    def __call__(self, item: bytes) -> list[bytes]:
-        self.rounds += 1
-        everyone = self._exchange(item)
-        return [everyone[r] for r in self._ranks]
-
-
 def _lines_of(group: HostsGroup) -> Lines:
     """They do not keep the group alive."""
     arrivals, ref = group.arrivals, weakref.ref(group)
@@ -586,30 +573,3 @@ def _lines_of(group: HostsGroup) -> Lines:
             found.office.complaints.note(f"rank {rank}", why)
 
     return Lines(group.rank, call, hear, complain)
-
-
-def _agree_on_engine(cards: Sequence[dict[str, Any]]) -> str:
-    wanted = {card["wanted"] for card in cards}
-    if len(wanted) > 1:
-        told = ", ".join(sorted(name or "none" for name in wanted))
-        raise errors.CollectiveMismatchError(
-            f"groups across hosts: ranks ask for different engines ({told}); ask alike."
-        )
-    [name] = wanted
-    if name:
-        return name
-    for name in cards[0]["engines"]:
-        if all(name in card["engines"] for card in cards):
-            return name
-    raise errors.ResourceError(
-        "the ranks are on several hosts, and no engine that crosses them is on all; install torch (Gloo) or mpi4py."
-    )
-
-
-def _boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-
-
-def _network() -> str:
-    return os.readlink("/proc/self/ns/net")
