@@ -6,12 +6,14 @@ functional collectives); the end of the class lists them.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
@@ -36,7 +38,6 @@ from symcomm.group.failure import call_site, explain
 from symcomm.group.making import make_group
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store.handshake import Exchange, handshake
-from symcomm.symm_mem.groups import torch_world
 
 if TYPE_CHECKING:
     from symcomm.backend.careful import Careful
@@ -64,8 +65,12 @@ def place_in_store(members: Sequence[int] | None) -> str:
 
 def _watch(members: Sequence[int]) -> Callable[[], None] | None:
     """Raises once one of these ranks of torch's default group is gone; None where that is not one of ours."""
-    world = torch_world()
-    if world is None or not set(members) <= set(world.global_ranks):
+    default: Any = dist.group.WORLD if dist.is_initialized() else None
+    world = getattr(default, "core", None)
+    if world is None and default is not None:
+        with contextlib.suppress(RuntimeError):  # it has a backend for each kind of device, and none for this one
+            world = getattr(default._get_backend(torch.device("cpu")), "core", None)
+    if not isinstance(world, ProcessGroup) or not set(members) <= set(world.global_ranks):
         return None
     return world.watch([world.global_ranks.index(r) for r in members], "new_group()")
 

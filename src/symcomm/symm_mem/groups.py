@@ -108,11 +108,6 @@ def _torch_distributed() -> Any:
     return dist if dist is not None and dist.is_available() else None
 
 
-def torch_world() -> ProcessGroup | None:
-    """What torch's default group stands on, if that is one of ours."""
-    return _core_of(_torch_default())
-
-
 def _torch_default() -> Any:
     dist = _torch_distributed()
     return dist.group.WORLD if dist is not None and dist.is_initialized() else None
