@@ -254,7 +254,7 @@ def test_what_the_kernel_refuses_is_an_error_and_not_a_signal(arena, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(arena_module, "native", types.SimpleNamespace(set_pages=refuse))
+        patch.setattr(arena_module, "native", types.SimpleNamespace(set_pages=refuse, is_isolated=native.is_isolated))
         with pytest.raises(errors.ResourceError, match=r"the kernel refused 4 MiB \(No space left on device\)"):
             arena.allocate(4 * MIB)
     assert arena.used_bytes == 0

@@ -223,16 +223,16 @@ class VoteFirst:
         self._said = threading.Event()
         native.group_publish = self._publish
 
-    def _publish(self, handle: Any, text: bytes) -> None:
+    def _publish(self, handle: Any, kind: int, text: bytes) -> None:
         if threading.current_thread() is not threading.main_thread():
             self._said.wait(1.0)
-            self._real(handle, text)
+            self._real(handle, kind, text)
             return
-        self._real(handle, text)
+        self._real(handle, kind, text)
         self._count += 1
         if self._count == self.EXCHANGE:
             self._said.set()
-            until(lambda: b'"dead"' not in (native.group_records(handle)[0] or b'"dead"'), 0.1)
+            until(lambda: native.group_records(handle, native.RECORD_CALL)[0] is not None, 0.1)
 
     def undo(self) -> None:
         native.group_publish = self._real

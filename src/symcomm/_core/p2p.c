@@ -228,7 +228,9 @@ static void take_bytes(struct mail *m, int peer) {
         if (to) memcpy(to, m->group->arena[peer] + i->header.offset, i->header.nbytes);
         i->moved = i->header.nbytes;
         if (was_withdrawn(c)) { /* the sender says the same as soon as it can */
-            sync_fail_of(m->group, STATUS_HALF_SENT, m->group->rank, peer);
+            int gone = sync_marked_gone(m->group, peer);
+            if (gone) sync_fail(m->group, gone, peer);
+            else sync_fail_of(m->group, STATUS_HALF_SENT, m->group->rank, peer);
             i->void_message = true;
             return;
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ EAGER = 64 << 10  # bytes of a message that travel with its announcement where t
 LARGEST = 1 << 62  # of any number
 SIGNATURE = 6  # numbers
 DTYPES = frozenset(map(int, DType))
+MOST_PACKED = 172  # characters, for 1,024 ranks
+PACKED = re.compile(r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?")
 FAULTS = ("gone", "late", "mismatch", "aborted")
 
 Check = Callable[[Any], bool]
@@ -51,9 +54,26 @@ def _is_ended(value: Any) -> bool:
     )  # fmt: skip
 
 
-def _is_vote(value: Any) -> bool:
-    """A vote, or somebody's bytes as text."""
-    return type(value) is dict or (type(value) is str and all(c <= "\xff" for c in value))
+def _is_bytes(value: Any) -> bool:
+    """Somebody's bytes as text."""
+    return type(value) is str and all(c <= "\xff" for c in value)
+
+
+def _is_ballot(value: Any) -> bool:
+    return type(value) is list and len(value) == 2 and all(map(_is_any_int, value))
+
+
+def _is_set(value: Any) -> bool:
+    """A set of ranks, as hosts/shrink.py packs them."""
+    return type(value) is str and len(value) <= MOST_PACKED and PACKED.fullmatch(value) is not None
+
+
+def _is_value(value: Any) -> bool:
+    return type(value) is list and len(value) == 2 and _is_ballot(value[0]) and _is_set(value[1])
+
+
+def _is_accepted(value: Any) -> bool:
+    return value is None or (type(value) is list and len(value) == 2 and _is_ballot(value[0]) and _is_value(value[1]))
 
 
 def _is_signature(value: Any) -> bool:
@@ -76,10 +96,23 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
         "fault": FAULTS.__contains__, "story": _is_text, "ranks": _is_ranks, "origin": is_number,
         "seconds": _is_seconds,
     },
-    "vote": {"topic": _is_text, "says": _is_vote},
+    "vote": {"topic": _is_text, "says": _is_bytes},
+    "agree": {"turn": is_number, "step": lambda step: step in AGREEING},
     "arrival": {"seq": is_number, "signature": _is_signature},
 }  # fmt: skip
 
+
+AGREEING: Mapping[str, Mapping[str, Check]] = {  # by step, see hosts/shrink.py
+    "here": {},
+    "quit": {},
+    "late": {"ballot": _is_ballot, "dead": _is_set},
+    "prepare": {"ballot": _is_ballot, "dead": _is_set},
+    "promise": {"ballot": _is_ballot, "accepted": _is_accepted},
+    "accept": {"ballot": _is_ballot, "value": _is_value, "dead": _is_set},
+    "accepted": {"ballot": _is_ballot},
+    "refused": {"ballot": _is_ballot, "dead": _is_set},
+    "decided": {"value": _is_value},
+}
 
 MESSAGES = FIELDS.keys() - {"arrival"}  # which has a line of its own
 
@@ -105,7 +138,10 @@ def check(kind: str, header: dict[str, Any], payload: bytes | bytearray, size: i
             raise Refused(f"announced a message of {header['nbytes']} bytes and sent {len(payload)}")
     elif payload and kind != "arrival":
         raise Refused(f"sent {len(payload)} bytes with a message that has none")
-    if kind == "fail":
+    if kind == "agree":
+        for name, is_good in AGREEING[header["step"]].items():
+            need(header, name, is_good)
+    elif kind == "fail":
         _check_ranks([*header["ranks"], header["origin"]], size)
     elif kind == "answer":
         _check_ranks([int(r) for r in header["ended"]], size)

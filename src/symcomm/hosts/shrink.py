@@ -149,9 +149,6 @@ class Acceptor:
         return {"step": "refused", "ballot": list(self.promised), "dead": pack_ranks(self.attempts[self.promised])}
 
 
-STEPS = ("here", "quit", "late", "prepare", "promise", "accept", "accepted", "refused", "decided")
-
-
 def _ballot(header: dict[str, Any]) -> Ballot:
     number, rank = header["ballot"]
     return int(number), int(rank)
@@ -172,8 +169,6 @@ class Council:
     def note(self, rank: int, header: dict[str, Any]) -> None:
         """Called by the office, in its thread: a member has something to say."""
         step, turn = header["step"], header["turn"]
-        if step not in STEPS:
-            return
         with self._news:
             answer = getattr(self.acceptor(turn), f"on_{step}")(rank, header)
             self._news.notify_all()
