@@ -23,7 +23,7 @@ from symcomm import errors
 from symcomm.group.default import join_ranks
 from symcomm.group.making import make_group
 from symcomm.hosts import door
-from symcomm.hosts.frames import FIELDS, check
+from symcomm.hosts.frames import AGREEING, FIELDS, check
 from symcomm.hosts.link import LENGTHS, Link, Refused
 from symcomm.hosts.link import Broken as LinkOver
 from symcomm.hosts.office import Card, Office
@@ -367,10 +367,11 @@ def _tampered(kind: str) -> Iterator[dict[str, Any]]:
     good: dict[str, Any] = {
         "number": 1, "tag": 0, "dtype": 0, "nbytes": 4, "inline": False, "real": True, "survey": 0, "seq": 1,
         "call": "x", "site": "y", "ended": {}, "fault": "gone", "story": "z", "ranks": [], "origin": 0, "seconds": 1.0,
-        "topic": "t", "says": {}, "signature": [0] * 6,
+        "topic": "t", "says": "x", "signature": [0] * 6, "turn": 1, "step": "accept", "ballot": [1, 1], "dead": "AQ==",
+        "value": [[1, 1], "AQ=="],
     }  # fmt: skip
     odd = [None, -1, 1 << 70, "\ud800", [], {"a": []}, [[]], 1.5, True, float("inf"), "x" * 10]
-    fields = FIELDS[kind]
+    fields = _fields(kind)
     for name, is_good in fields.items():
         base = {"kind": kind, **{field: good[field] for field in fields}}
         yield {field: value for field, value in base.items() if field != name}
@@ -379,6 +380,10 @@ def _tampered(kind: str) -> Iterator[dict[str, Any]]:
                 if is_good(value):
                     continue
             yield {**base, name: value}
+
+
+def _fields(kind: str) -> dict[str, Any]:
+    return {**FIELDS[kind], **(AGREEING["accept"] if kind == "agree" else {})}
 
 
 @pytest.mark.parametrize("kind", sorted(FIELDS.keys() - {"arrival"}))
@@ -390,11 +395,12 @@ def test_every_field_of_every_message_is_checked(kind: str) -> None:
             check(kind, header, b"", 2)
     with pytest.raises(Refused):
         check(kind, {**next(iter(_whole(kind)))}, b"payload of another length", 2)
-    assert tried >= 5 * len(FIELDS[kind])
+    assert tried >= 5 * len(_fields(kind))
 
 
 def _whole(kind: str) -> Iterator[dict[str, Any]]:
-    values = {"fault": "gone", "says": {}, "ranks": [], "ended": {}, "inline": True, "real": True, "seconds": 1.0}
+    values = {"fault": "gone", "says": "", "ranks": [], "ended": {}, "inline": True, "real": True, "seconds": 1.0}
+    values |= {"step": "here"}
     texts = {"call", "site", "story", "topic"}
     yield {"kind": kind, **{name: values.get(name, "x" if name in texts else 0) for name in FIELDS[kind]}}
 
@@ -423,7 +429,7 @@ def test_a_rank_that_sends_what_none_does_loses_its_connection(what: str) -> Non
 
     def rank(g: Any) -> Any:
         memory = torch.full((64,), 7, dtype=torch.uint8)
-        _inbox_of(g).open(0, window := Arrivals(memory[:16].data_ptr(), 16, g.news))
+        _inbox_of(g).open(0, window := Arrivals(memory[:16], g.news))
         work = g.irecv(memory[:16], 1) if g.rank == 0 else None
         done.wait(30)
         if g.rank == 1:

@@ -40,6 +40,7 @@ from symcomm import errors
 from symcomm.errors import words_for_ranks
 from symcomm.group.shrink import left_out, pack_ranks, unpack_ranks
 from symcomm.hosts.rounds import SLICE
+from symcomm.hosts.session import Refused
 from symcomm.memory.share import NotMade
 
 __all__ = ["Agreement", "Council"]
@@ -58,6 +59,9 @@ class Lost(errors.RankFailedError):
 
 class Silent(errors.DeadlineError):
     """Members of a ballot did not come."""
+
+
+MOST_TURNS = 1000  # agreements that another rank may be ahead
 
 
 class Value(NamedTuple):
@@ -169,6 +173,8 @@ class Council:
     def note(self, rank: int, header: dict[str, Any]) -> None:
         """Called by the office, in its thread: a member has something to say."""
         step, turn = header["step"], header["turn"]
+        if turn > self.turn + MOST_TURNS:
+            raise Refused(f"spoke of agreement {turn}, far beyond {self.turn}")
         with self._news:
             answer = getattr(self.acceptor(turn), f"on_{step}")(rank, header)
             self._news.notify_all()
