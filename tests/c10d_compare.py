@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 OLDER = torch.torch_version.TorchVersion(torch.__version__) < (2, 13)
-NEWEST = hasattr(theirs, "HookOpName")  # as of 2.15: ours has what that has
+NEWEST = torch.torch_version.TorchVersion(torch.__version__) >= (2, 15)  # ours has what that has
 since_2_15 = pytest.mark.skipif(not NEWEST, reason=f"torch has it since 2.15; this is {torch.__version__}")
 since_2_13 = pytest.mark.skipif(OLDER, reason=f"torch does so since 2.13; this is {torch.__version__}")
 

@@ -21,6 +21,17 @@ CHECKS = [
 ]
 # Since which torch a check makes sense, and why.
 SINCE = {
+    "a_missing_rank_is_a_timeout": ((2, 12), "before torch 2.12 Dynamo traces names of our groups, not the objects"),
+    "backward": ((2, 13), "before torch 2.13 the operator all_reduce has no gradient"),
+    "ddp_with_its_reductions_in_the_graph": (
+        (2, 12),
+        "before torch 2.12 Dynamo traces names of our groups, not the objects",
+    ),
+    "every_operator": ((2, 12), "it counts what is made in symmetric memory, which Inductor allows since torch 2.12"),
+    "groups_of_their_own": ((2, 12), "before torch 2.12 Dynamo traces names of our groups, not the objects"),
+    "messages_are_waited_for": ((2, 12), "the operators of messages came with torch 2.12"),
+    "strides_as_in_eager_code": ((2, 12), "before torch 2.12 Inductor gives the results strides of its own"),
+    "the_table": ((2, 12), "some operators came with torch 2.12"),
     "graphs_that_hold_a_group": ((2, 13), "the module that unboxes groups in graphs came with torch 2.13"),
     "odd_inputs": ((2, 13), "before torch 2.13 its all_gather_tensor along dimension 1 breaks a full graph"),
 }

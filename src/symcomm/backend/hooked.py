@@ -97,7 +97,7 @@ def _named_by_torch(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return hook
 
     def told(args: PreHookArgs | PostHookArgs) -> Any:
-        return hook(replace(args, name=getattr(_TORCHS_NAMES, args.name.name)))
+        return hook(replace(args, name=getattr(_TORCHS_NAMES, args.name.name, args.name)))
 
     return told
 

@@ -77,18 +77,17 @@ def method_of_group(group: Any, name: str, older: str) -> Callable[..., Any] | N
     return getattr(group, name, None) or getattr(group, older, None)
 
 
-def comm_buffer_line() -> tuple[Any, str]:
-    """The class of Inductor that writes the line which allocates a comm buffer, and its method for that."""
-    from torch._inductor.codegen import wrapper
+def allocates_comm_buffers() -> bool:
+    """Whether Inductor's lines of allocation know comm buffers (since 2.12). Before, they had a line of their own, and
+    only values whose strides were not settled could become one."""
+    from torch._inductor.codegen.wrapper import AllocateLine
 
-    if hasattr(wrapper.AllocateLine, "_codegen_comm_buffer"):
-        return wrapper.AllocateLine, "_codegen_comm_buffer"
-    return vars(wrapper)["CommBufferAllocateLine"], "codegen"  # before 2.12
+    return hasattr(AllocateLine, "_codegen_comm_buffer")
 
 
-def takes_fixed_layouts() -> bool:
-    """Whether Inductor makes a comm buffer of a value whose strides are settled (since 2.12)."""
-    return comm_buffer_line()[1] != "codegen"
+def joins_what_is_awaited_twice() -> bool:
+    """Whether Inductor's bucketing can do with several waits for one collective; in 2.14 it raises."""
+    return release(torch.__version__) != (2, 14)
 
 
 def dist2_factories() -> dict[str, Callable[..., Any]]:

@@ -30,6 +30,8 @@ def realize(box: Any, source: Any, group_name: str, direct: bool = True) -> str:
     """
     if not direct:
         return "this collective has no form without copies"
+    if not versions.allocates_comm_buffers():
+        return "this version of torch has few values that can be made there"
     if not getattr(box.get_numel(), "is_number", True):
         return "its size is symbolic"
     nbytes = int(box.get_numel()) * box.get_dtype().itemsize
@@ -39,7 +41,7 @@ def realize(box: Any, source: Any, group_name: str, direct: bool = True) -> str:
         return "the C++ wrapper allocates its buffers itself"
     box.realize()
     buffer = _buffer_of(box)
-    reason = _why_not(box, buffer) or (_why_kept(source) if source is not None else "") or _why_settled(buffer)
+    reason = _why_not(box, buffer) or (_why_kept(source) if source is not None else "")
     if not reason:
         comm_lowering.realize_as_comm_buffer(box, ir.CommBufferType.SYMM_MEM, group_name)
     return reason
@@ -87,18 +89,6 @@ def _maker(buffer: Any) -> str:
 def _why_kept(source: Any) -> str:
     """Comm buffers that leave the graph are copied by torch, so nothing would be won."""
     return "it is a result of the graph too" if leaves_graph(source) else ""
-
-
-def _why_settled(buffer: Any) -> str:
-    """Older versions of torch move only what has no settled strides; contiguous ones would be chosen again."""
-    layout = buffer.get_output_spec()
-    if versions.takes_fixed_layouts() or isinstance(layout, (ir.FlexibleLayout, ir.CommBufferLayout)):
-        return ""
-    free = ir.FlexibleLayout(layout.device, layout.dtype, layout.size)
-    if layout.offset != 0 or list(layout.stride) != list(free.stride):
-        return "this version of torch cannot move a value with settled strides"
-    buffer.layout = free
-    return ""
 
 
 def leaves_graph(node: Any) -> bool:

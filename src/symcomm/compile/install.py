@@ -41,13 +41,14 @@ def uninstall() -> None:
 
 def _install() -> None:
     from torch._inductor import codecache, compile_fx
+    from torch._inductor.codegen.wrapper import AllocateLine
 
     from symcomm.backend import versions
     from symcomm.compile.codegen import make_allocate
 
     _lowerings()
-    line, method = versions.comm_buffer_line()
-    _replace(line, method, make_allocate(vars(line)[method]))
+    if versions.allocates_comm_buffers():
+        _replace(AllocateLine, "_codegen_comm_buffer", make_allocate(AllocateLine._codegen_comm_buffer))
     _replace(compile_fx, "fx_codegen_and_compile", _with_settings(compile_fx.fx_codegen_and_compile))
     details = codecache.FxGraphHashDetails
     _replace(details, "__init__", _with_our_key(details.__init__))

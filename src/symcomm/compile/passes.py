@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch._inductor import config
 
 from symcomm import symm_mem
+from symcomm.backend import versions
 from symcomm.backend.symm_reduce import PIECES_FROM
 from symcomm.compile import cost, options, overlap, report
 from symcomm.compile.lowering import group_of, name_groups
@@ -45,7 +46,7 @@ def settings_for(graph: Any) -> dict[str, Any]:
         return {}
     chosen = options.current()
     wanted: dict[str, Any] = {}
-    if chosen.bucket and _sizes_are_known(found):
+    if chosen.bucket and _sizes_are_known(found) and _may_be_joined(found):
         for kind in _BUCKETING:
             if getattr(config, f"bucket_{kind}_fx") == "none":
                 wanted[f"bucket_{kind}_fx"] = "all"
@@ -62,6 +63,10 @@ def _sizes_are_known(found: dict[Any, Any]) -> bool:
     """Ranks whose examples differ in size would join different collectives, and then wait for each other in vain."""
     values = [n.meta.get("val") for node in found for n in node.all_input_nodes]
     return not any(isinstance(size, torch.SymInt) for v in values for size in getattr(v, "shape", ()))
+
+
+def _may_be_joined(found: dict[Any, Any]) -> bool:
+    return versions.joins_what_is_awaited_twice() or all(len(node.users) <= 1 for node in found)
 
 
 def _bucket_mb(_: int) -> float:

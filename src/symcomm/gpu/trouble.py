@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from symcomm import errors
@@ -62,13 +63,14 @@ class Trouble:
         self._users: list[int] = []  # ranks that may be using this rank's tensors
         self._since: float | None = None  # when it failed
         self._is_first = False  # to know of it on this rank
+        self._word: Callable[[], errors.SymcommError] | None = None  # what went wrong, once somebody asks
         self.watch = Watch(self)
 
     # --- asking -----------------------------------------------------------------------------------------------
 
     def found(self) -> errors.SymcommError | None:
         """What went wrong so far, on any rank. None: whatever the GPU was done with before the call is right."""
-        if self.error is None and (self._verdict is not None or self._is_over()):
+        if self.error is None and (self._verdict is not None or self._word is not None or self._is_over()):
             self.watch.wake()
             if not self._settled.wait(TOLD_S):  # whatever the reason, it is no success
                 return errors.GroupUnusableError(
@@ -142,32 +144,33 @@ class Trouble:
         status = native.group_report(self._handle)["ranks"][ranks[0]]["gone"] if died else Status.TIMEOUT
         native.group_fail(self._handle, status, ranks[0])
         self._stop()
-        self._verdict = self._lost(core, item, ranks) if died else self._late(core, item, ranks)
+        self._word = lambda: self._lost(core, item, ranks) if died else self._late(core, item, ranks)
         self._is_first = True
 
     def learn(self) -> None:
         """The group failed on another rank, or in a call that is not the GPU's."""
         self._stop()
-        core, report = self._core(), native.group_report(self._handle)
-        if core is None:
-            return
+        if (core := self._core()) is not None:
+            self._word = lambda: self._told_elsewhere(core)
+
+    def _told_elsewhere(self, core: ProcessGroup) -> errors.SymcommError:
+        report = native.group_report(self._handle)
         origin, culprit = report["origin"], report["culprit"]
         what = f"work on cuda:{self.device} of group {core.name!r}"
         if core._failure is not None:
-            self._verdict = core._failure
-        elif report["status"] in (Status.DEAD, Status.LEFT):
-            self._verdict = self._without(core, f"{what} failed on rank {core.rank}", [culprit], "")
-        elif report["status"] == Status.TIMEOUT:
-            self._verdict = errors.DeadlineError(
+            return core._failure
+        if report["status"] in (Status.DEAD, Status.LEFT):
+            return self._without(core, f"{what} failed on rank {core.rank}", [culprit], "")
+        if report["status"] == Status.TIMEOUT:
+            return errors.DeadlineError(
                 f"{what} failed on rank {core.rank}: rank {origin}'s deadline passed while it waited for rank {culprit}"
                 "; what was under way holds no result. Look at what that rank does, or give a longer timeout.",
                 [culprit],
             )
-        else:
-            self._verdict = errors.GroupUnusableError(
-                f"{what} ended on rank {core.rank}, since the group failed on rank {origin}; what was under way holds "
-                "no result. Destroy the group, or call group.shrink() to go on."
-            )
+        return errors.GroupUnusableError(
+            f"{what} ended on rank {core.rank}, since the group failed on rank {origin}; what was under way holds "
+            "no result. Destroy the group, or call group.shrink() to go on."
+        )
 
     def _stop(self) -> None:
         """Before any wait is released: no kernel waits or writes to peers from now on, on any rank."""
@@ -179,7 +182,12 @@ class Trouble:
             pads.stop_kernels()
 
     def settle(self, now: float) -> bool:
-        """Tell the peers once this rank has left their memory, and the callers once they have left its own."""
+        """Tell the peers once this rank has left their memory, and the callers once they have left its own.
+
+        What went wrong is worded here and not before waits were released: how a process ended is known a moment after
+        its death, when under MPS its memory may be gone, which streams that were let go too late would still read."""
+        if self._verdict is None and self._word is not None:
+            self._verdict, self._word = self._word(), None
         self._since = now if self._since is None else self._since
         self.departure.leave_when_done()
         in_use = self._is_used() or self._is_at_work()
