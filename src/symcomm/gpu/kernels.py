@@ -129,7 +129,9 @@ __device__ u64 heard(const u64 *at) {{
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
     return value;
 }}
-__device__ void meet(const Turn &t) {{
+__device__ bool meet(const Turn &t) {{
+    __shared__ unsigned stopped;
+    if (threadIdx.x == 0) stopped = 0;
     __syncthreads();
     const unsigned peer = threadIdx.x;
     const bool meets = peer < {sources} && peer != t.rank;
@@ -142,9 +144,10 @@ __device__ void meet(const Turn &t) {{
     }}
     if (meets) {{
         for (unsigned looks = 1; heard(t.mine + blockIdx.x * {sources} + peer) < t.value; looks++)
-            if (looks % 1024 == 0 && *t.stop) break;
+            if (looks % 1024 == 0 && *t.stop) {{ stopped = 1; break; }}
     }}
     __syncthreads();
+    return !stopped;
 }}
 
 extern "C" __global__ void __launch_bounds__({threads}) all_reduce(const Turn t, const u64 n, const u64 aligned) {{
@@ -158,7 +161,7 @@ extern "C" __global__ void __launch_bounds__({threads}) all_reduce(const Turn t,
         mine[i] = in.whole;
     }}
     if (last < n) t.half[t.rank][last] = t.src[last];
-    meet(t);
+    if (!meet(t)) return; /* the memory of a rank that died is not there any more */
     for (u64 i = first; i < packs; i += stride) {{
         Pack in[{sources}], out;
 #pragma unroll
