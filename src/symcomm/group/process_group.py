@@ -190,7 +190,8 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
     def _build(self, exchange: Exchange, peers: Sequence[Peer] | None, tune: bool) -> None:
         give_back()
         stage, channels, total = _layout(self.size, self._limits)
-        self._offset = self._arena.allocate_sparse(total, touched=stage)
+        spares = self._arena.spares.setdefault((total, *self.global_ranks), [])
+        self._offset = spares.pop() if spares else self._arena.allocate_sparse(total, touched=stage)
         self._stage, self._reserved = self._offset + stage, 0
         if self._arena.must_reserve:
             self._reserve_channels(channels, total)
@@ -201,7 +202,12 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
             everyone = self._introduce(exchange, peers, total)
         except (NotMade, SeveralHostsError):
             self._arena.free(self._offset)
-            raise  # after any other failure some ranks may have the group, and mark in our part of it that they left
+            raise
+        except BaseException:
+            # Some of these ranks may have the group now, and will write into our part that it failed. They are done with
+            # it before they meet us again.
+            spares.append(self._offset)
+            raise
         all_cores = functools.reduce(operator.or_, (int(f["cores"], 16) for f in everyone))
         if tune and self.size > all_cores.bit_count():
             self._limits = self._limits.crowded()

@@ -33,6 +33,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from symcomm._core import native
 from symcomm.errors import CallerError, ResourceError
@@ -174,6 +175,7 @@ class Arena:
         self._heap = Heap(PAGE + flight_bytes(CAPACITY), self.nbytes)
         self._lock = threading.RLock()
         self._busy = False  # whoever has the lock is in the middle of it
+        self.spares: dict[Any, list[int]] = {}  # parts of groups that were not made; only the same ranks may use them
         self._dropped: deque[int] = deque()  # offsets to take back once the lock is free
         self._idle = 0  # freed bytes whose pages were kept, about
         self._unasked = ASK_BYTES  # allocated since we last asked how much memory is left
