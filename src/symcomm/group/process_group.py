@@ -204,8 +204,8 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
             self._arena.free(self._offset)
             raise
         except BaseException:
-            # Some of these ranks may have the group now, and will write into our part that it failed. They are done with
-            # it before they meet us again.
+            # Some of these ranks may have the group now, and will write into our part that it failed. They are done
+            # with it before they meet us again.
             spares.append(self._offset)
             raise
         all_cores = functools.reduce(operator.or_, (int(f["cores"], 16) for f in everyone))
