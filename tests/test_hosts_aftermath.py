@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 
 START = "forkserver"  # loads torch once, not in every rank
 multiprocessing.get_context(START).set_forkserver_preload(["torch.distributed", "symcomm.hosts.group", "pytest"])
-N = 4 << 20  # elements: more than connections hold on their way, and no more than a collective sends at once
+N = 16 << 20  # elements: more than connections hold on their way, up to 36 MiB where the kernel is generous
 
 
 def _join(rank: int, world: int, path: str, timeout: float = 30.0) -> Any:
