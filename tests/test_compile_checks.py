@@ -21,6 +21,18 @@ CHECKS = [
 ]
 # Since which torch a check makes sense, and why.
 SINCE = {
+    **dict.fromkeys(
+        (
+            "explained",
+            "kernels_write_into_comm_buffers",
+            "launches_leave_nothing_behind",
+            "reasons",
+            "sizes_that_change",
+            "tensor_parallel",
+            "the_same_memory_again",
+        ),
+        ((2, 12), "Inductor makes values in symmetric memory since torch 2.12"),
+    ),  # fmt: skip
     "a_missing_rank_is_a_timeout": ((2, 12), "before torch 2.12 Dynamo traces names of our groups, not the objects"),
     "backward": ((2, 13), "before torch 2.13 the operator all_reduce has no gradient"),
     "ddp_with_its_reductions_in_the_graph": (

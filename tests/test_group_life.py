@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from tests.test_torch_backend import environment, find_mpirun, free_port, run, r
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = ["-m", "tests.life_program"]
+
+LIVES = int(os.environ.get("SYMCOMM_LIVES", "40"))  # of a process; `make soak` wants 100
 
 
 def launch(launcher: str, api: str, cycles: int) -> str:
@@ -53,14 +56,14 @@ def launch(launcher: str, api: str, cycles: int) -> str:
 @pytest.mark.parametrize(
     ("launcher", "api", "cycles"),
     [
-        ("torchrun", "torch", 100),
-        ("symcomm run", "symcomm", 100),
-        ("mpirun", "torch", 30),
-        ("spawn", "torch", 100),
-        ("by hand", "symcomm", 100),
-        ("torchrun", "symcomm", 20),
-        ("symcomm run", "torch", 20),
-        ("mpirun", "symcomm", 20),
+        ("torchrun", "torch", LIVES),
+        ("symcomm run", "symcomm", LIVES),
+        ("mpirun", "torch", 20),
+        ("spawn", "torch", LIVES),
+        ("by hand", "symcomm", LIVES),
+        ("torchrun", "symcomm", 10),
+        ("symcomm run", "torch", 10),
+        ("mpirun", "symcomm", 10),
         ("by hand", "torch", 10),
     ],
 )
