@@ -44,9 +44,10 @@ static void depart(struct group *g) {
     struct control *copy = g->left ? NULL : aligned_alloc(64, (sizeof *copy + 63) / 64 * 64);
     if (copy == NULL) return; /* without memory for it the peers keep what they have, too */
     g->own_block = g->control[g->rank];
-    memcpy(copy, g->own_block, sizeof *copy);
-    memset(copy->arrival, 0, sizeof copy->arrival);
-    atomic_store(&copy->progress, 0);
+    memset(copy, 0, sizeof *copy);
+    atomic_store(&copy->state, CONTROL_LEFT);
+    atomic_store(&copy->abort, atomic_load(&g->own_block->abort));
+    atomic_store(&copy->abort_seq, atomic_load(&g->own_block->abort_seq));
     for (int r = 0; r < g->world; r++) atomic_store(&g->control[r]->departed[g->rank], 1);
     for (int r = 0; r < g->world; r++) g->control[r] = copy;
     g->own_copy = copy;
