@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import select
 import signal
 import time
 import traceback
@@ -23,7 +22,7 @@ import torch
 from symcomm.group.default import join_ranks
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store import FileStore
-from tests.faults import Outcome
+from tests.faults import Outcome, readable
 
 
 class Crowd:
@@ -70,14 +69,14 @@ class Crowd:
         while payload:
             payload = payload[os.write(writer, payload) :]
         os.close(writer)
-        select.select([self._go], [], [], 60)
+        readable([self._go], 60)
 
     def outcomes(self, deadline: float = 30.0) -> list[Outcome]:
         end = time.monotonic() + deadline
         texts: dict[int, bytes] = {fd: b"" for fd in self._readers}
         open_ = set(self._readers)
         while open_ and (left := end - time.monotonic()) > 0:
-            for fd in select.select(list(open_), [], [], left)[0]:
+            for fd in readable(open_, left):
                 piece = os.read(fd, 1 << 16)
                 texts[fd] += piece
                 if not piece:

@@ -16,7 +16,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,7 +70,15 @@ def _child(
         payload = payload[os.write(tell, payload) :]
     os.close(tell)
     if linger:
-        select.select([hear], [], [], 60)
+        readable([hear], 60)
+
+
+def readable(descriptors: Iterable[int], seconds: float) -> list[int]:
+    """Those that can be read, or have ended, within that time; numbers may be beyond what select() knows."""
+    poll = select.poll()
+    for fd in descriptors:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(seconds * 1000)]
 
 
 def _read(fd: int) -> Outcome | None:
@@ -129,7 +137,7 @@ def _collect(
     outcomes: dict[int, Outcome | None] = {}
     while len(outcomes) < len(pids) and (left := end - time.monotonic()) > 0:
         waiting = {fd: r for r, fd in enumerate(readers) if r not in outcomes}
-        for fd in select.select(list(waiting), [], [], left)[0]:
+        for fd in readable(waiting, left):
             outcomes[waiting[fd]] = _read(fd)
     os.close(go)
     done = []

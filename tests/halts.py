@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import select
 import signal
 import socket
 import struct
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 
 from symcomm import symm_mem
+from tests.faults import readable
 
 PAGE = 4096
 # Loads modules for seconds: here, and not when each forked rank makes its first symmetric tensor.
@@ -100,7 +100,7 @@ class Gate:
     def await_hit(self, seconds: float = 10.0) -> bool:
         """In the test: whether the gate was closed once more and somebody stands there, within that time each."""
         self._seen += 1
-        return self._closed.reach(0, self._seen, seconds) and bool(select.select([self._hits], [], [], seconds)[0])
+        return self._closed.reach(0, self._seen, seconds) and bool(readable([self._hits.fileno()], seconds))
 
     def open(self) -> None:
         os.write(self._open, b".")

@@ -96,7 +96,11 @@ class Lifeline:
             self.dead = True
 
     def _ended(self) -> bool:
-        return self._fd is not None and bool(select.select([self._fd], [], [], 0)[0])
+        if self._fd is None:
+            return False
+        poll = select.poll()  # its number may be beyond what select() knows
+        poll.register(self._fd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def look(self) -> bool:
         """Whether it is dead."""
