@@ -118,7 +118,8 @@ def dies(rank: int, moment: str, at: int = AT) -> Hook:
         if now == moment and session.step == at and session.group.global_ranks[session.rank] == rank:
             session.group.store.set(f"died/{rank}", "x")
             if moment == "middle":  # a collective of ours is under way while we die
-                session.group.all_reduce(torch.ones(1 << 20), async_op=True)
+                second = list(session.model.parameters())[1]  # what the others call next: it is a death, not a mismatch
+                session.group.all_reduce(torch.ones_like(second), async_op=True)
             die()
 
     return hook
