@@ -42,7 +42,12 @@ demo: $(BUILT) ## a language model trained on two ranks, beside Gloo, and what f
 	@$(BIN)/symcomm demo --picture build/demo.png
 
 test: $(BUILT) lint ## lint, types and all tests (about twenty minutes on 2 cores)
-	$(BIN)/python -m pytest -q --durations=15
+	@mkdir -p build
+	@beside="$$($(BIN)/python -m tests.selections beside)"; \
+	$(BIN)/python -m pytest -q -p no:cacheprovider --durations=3 $$beside > build/test-beside.log 2>&1 & other=$$!; \
+	$(BIN)/python -m pytest -q --durations=15 $$(printf -- '--ignore=%s ' $$($(BIN)/python -m tests.selections beside)); status=$$?; \
+	wait $$other && tail -n 1 build/test-beside.log || { cat build/test-beside.log; status=1; }; \
+	exit $$status
 
 lint: $(BUILT) ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .

@@ -42,7 +42,14 @@ MAIN_ONLY = (
     "store_kept_socket", "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing", "trust",
 )  # fmt: skip
 
-SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH}
+# What only computes, and does not mind how busy the machine is: `make test` runs it beside the rest.
+BESIDE = (
+    "c10d_enums", "c10d_groups", "c10d_names", "c10d_options", "c10d_stores", "c10d_works", "compile_checks",
+    "device_autograd", "device_coalesced", "device_copies", "model", "plan_bugs", "plan_failures", "plans",
+    "reduce_kernels", "simulate", "store_model",
+)  # fmt: skip
+
+SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH, "beside": BESIDE}
 
 
 def files(names: tuple[str, ...]) -> list[str]:
