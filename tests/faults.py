@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from symcomm import errors
 from symcomm.collectives.select import Limits
 from symcomm.group.default import join_ranks
 from symcomm.group.process_group import ProcessGroup
@@ -156,6 +157,21 @@ def process_state(pid: int) -> str:
     """A letter, as the kernel shows it: T is stopped, Z dead and not collected."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
+
+
+def returned(outcomes: list[Outcome]) -> list[Any]:
+    """What every rank gave; all must have."""
+    assert all(o.kind == "returned" for o in outcomes), "\n".join(map(str, outcomes))
+    return [o.value for o in outcomes]
+
+
+def attempt(call: Callable[[], Any]) -> str:
+    """The name of the error it raised, or "" when it returned."""
+    try:
+        call()
+    except errors.SymcommError as error:
+        return type(error).__name__
+    return ""
 
 
 def leftovers() -> list[str]:

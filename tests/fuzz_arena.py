@@ -6,7 +6,6 @@ be left of the strangers: no descriptors, no threads, no memory.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import logging
@@ -21,6 +20,7 @@ from pathlib import Path
 from symcomm import errors
 from symcomm.memory import share
 from symcomm.memory.arena import Arena
+from tests.fuzz_common import arguments
 
 BATCH = 2_000
 HELD = 24  # strangers that stay connected at the same time
@@ -199,10 +199,7 @@ def run(inputs: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--inputs", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
+    count, number = arguments(__doc__ or "")
     begun = time.monotonic()
-    run(options.inputs, options.seed)
-    print(f"{options.inputs} odd connections (seed {options.seed}) in {time.monotonic() - begun:.0f} s: all dropped")
+    run(count, number)
+    print(f"{count:,} odd connections (seed {number}) in {time.monotonic() - begun:.0f} s: all dropped")

@@ -6,7 +6,6 @@ each batch honest requests must be answered, and nothing may be left of the odd 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
@@ -22,6 +21,7 @@ from symcomm.observe.connection import Bucket
 from symcomm.observe.server import Server, listen_tcp, listen_unix
 from tests.control_client import ask, connect
 from tests.fuzz_arena import held_now
+from tests.fuzz_common import arguments
 
 BATCH = 2_000
 AT_ONCE = 8  # connections at the same time: fewer than strangers get
@@ -202,10 +202,7 @@ def run(inputs: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--inputs", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
+    count, number = arguments(__doc__ or "")
     begun = time.monotonic()
-    run(options.inputs, options.seed)
-    print(f"{options.inputs} odd requests (seed {options.seed}) in {time.monotonic() - begun:.0f} s: all survived")
+    run(count, number)
+    print(f"{count:,} odd requests (seed {number}) in {time.monotonic() - begun:.0f} s: all survived")

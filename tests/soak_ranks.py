@@ -311,7 +311,7 @@ def leave(report: Report, before: tuple[int, int, int], grown_in_vain: bool) -> 
         gc.collect()
         process_group.give_back()
         counted = 2 if grown_in_vain else 3
-        return all(now <= then for now, then in zip(held()[:counted], before, strict=False))
+        return all(now <= then for now, then in zip(held()[:counted], before[:counted], strict=True))
 
     if not until(gone, SETTLE):
         now = held()

@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from symcomm import errors
 from symcomm._core import native
 from symcomm.group import process_group
 from symcomm.group.process_group import ProcessGroup
-from tests.faults import Outcome, leftovers, run_group
+from tests.faults import attempt, leftovers, returned, run_group
 from tests.halted_calls import PATTERN
 from tests.halts import Words, ordinary, symmetric, until
 
@@ -35,20 +34,6 @@ def nothing_is_left():
     before = leftovers()
     yield
     assert leftovers() == before == []
-
-
-def returned(outcomes: list[Outcome]) -> list[Any]:
-    assert all(o.kind == "returned" for o in outcomes), "\n".join(map(str, outcomes))
-    return [o.value for o in outcomes]
-
-
-def attempt(call: Callable[[], Any]) -> str:
-    """What it raised, or "" when it returned."""
-    try:
-        call()
-    except errors.SymcommError as error:
-        return type(error).__name__
-    return ""
 
 
 def extent(team: ProcessGroup) -> tuple[int, int]:

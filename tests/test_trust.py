@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from symcomm import errors
 from symcomm._core import native
 from symcomm.group.process_group import ProcessGroup
-from tests.faults import Outcome, leftovers, run_group
+from tests.faults import attempt, leftovers, returned, run_group
 from tests.halted_calls import APART, CASES, HALTED, MUTUAL, PATTERN, of_rank, total
 from tests.halts import Gate, Words, ordinary, state_of, stop, symmetric, until
 
@@ -37,20 +36,6 @@ def nothing_is_left():
     before = leftovers()
     yield
     assert leftovers() == before == []
-
-
-def returned(outcomes: list[Outcome]) -> list[Any]:
-    assert all(o.kind == "returned" for o in outcomes), "\n".join(map(str, outcomes))
-    return [o.value for o in outcomes]
-
-
-def attempt(call: Callable[[], Any]) -> str:
-    """ "" when it returned, else what it raised."""
-    try:
-        call()
-    except errors.SymcommError as error:
-        return type(error).__name__
-    return ""
 
 
 def await_first(team: ProcessGroup) -> None:

@@ -132,13 +132,7 @@ class Link:
         """Read what is there, once, and give the frames that are whole by now; then raise Broken, if it is over."""
         if not self.session.ready and not self.shake_hands():
             return
-        over: Exception | None = None
-        try:
-            self._read()
-        except BlockingIOError:
-            pass
-        except (OSError, Broken) as error:
-            over = error
+        over = self._read_what_is_there()
         while (frame := self._next()) is not None:
             yield frame
         if over is not None:
@@ -146,13 +140,7 @@ class Link:
 
     def shake_hands(self) -> bool:
         """Read what is there, once, and go on with the handshake. True when it is done; later frames stay unread."""
-        over: Exception | None = None
-        try:
-            self._read()
-        except BlockingIOError:
-            pass
-        except (OSError, Broken) as error:
-            over = error
+        over = self._read_what_is_there()
         while not self.session.ready and (word := self._word()) is not None:
             with self._sending:
                 if (answer := self.session.answer(word)) is not None:
@@ -178,6 +166,16 @@ class Link:
         said = bytes(self._inbox[LENGTHS.size : end])
         del self._inbox[:end]
         return parse(said)
+
+    def _read_what_is_there(self) -> Exception | None:
+        """Once. Why nothing more will come, or None; what came before that counts."""
+        try:
+            self._read()
+        except BlockingIOError:
+            pass
+        except (OSError, Broken) as error:
+            return error
+        return None
 
     def _read(self) -> None:
         if self._awaited is not None:

@@ -15,6 +15,7 @@ caller has read from the store: worth as much as the store is (docs/security.md)
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import hmac
 import json
@@ -88,7 +89,7 @@ class Seal:
         return mac.digest()
 
 
-class Session:
+class Session(abc.ABC):
     """One side of a handshake. ``ready`` once the other has proved who it is; then both seals are there."""
 
     peer: str
@@ -106,9 +107,9 @@ class Session:
         """What this side says first, if it does."""
         return None
 
+    @abc.abstractmethod
     def answer(self, header: dict[str, Any]) -> dict[str, Any] | None:
         """Take the other side's next word, return ours. Raises Refused."""
-        raise NotImplementedError
 
     def _signed(self, purpose: str) -> bytes:
         return hmac.digest(self._secret, json.dumps([f"symcomm {purpose}", *self._said]).encode(), "sha256")

@@ -7,6 +7,7 @@ leaves this file.
 
 from __future__ import annotations
 
+import abc
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -75,7 +76,7 @@ class Head:
     headers: Headers
 
 
-class HttpSession:
+class HttpSession(abc.ABC):
     """Serves one client until either side closes. Subclasses say what is answered: ``respond(head)``."""
 
     fixed_headers: Mapping[str, str] = {}
@@ -89,8 +90,9 @@ class HttpSession:
         self._wants_head_only = False
         self.sock: Any = None
 
+    @abc.abstractmethod
     def respond(self, head: Head) -> Response:
-        raise NotImplementedError
+        """What to say to a request whose head was read."""
 
     def serve(self, sock: socket.socket) -> None:
         """Answer requests; raises OSError when the client is gone or too slow."""
