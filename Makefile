@@ -105,6 +105,7 @@ soak: $(BUILT) ## an hour of random faults: on one host, between hosts, of ranks
 	$(BIN)/python -m tests.hosts_soak 10
 	$(BIN)/python -m tests.elastic_soak 10
 	SYMCOMM_LIVES=100 $(BIN)/python -m pytest -q tests/test_group_life.py -k again_and_again
+	SYMCOMM_EVERY_STEP=1 $(BIN)/python -m pytest -q tests/test_agreement_hosts.py tests/test_stops.py
 	for what in arena control http store; do $(BIN)/python -m tests.fuzz_$$what --inputs 1000000 || exit 1; done
 
 prove: $(BUILT) ## every interleaving of the core's protocols, and what goes wrong without each line of them (two minutes)

@@ -24,7 +24,7 @@ from symcomm.hosts.group import HostsGroup
 from symcomm.store import FileStore
 from tests.faults import Outcome, process_state, run_group
 
-SECONDS = 2.0  # of one deadline: many ranks share few cores
+SECONDS = 4.0  # of one deadline: many ranks share few cores, and none of them may be late for that
 
 
 def _join(hosts: list[int], rank: int, world: int, folder: str, timeout: float) -> Any:
@@ -94,6 +94,7 @@ def _check_one_set(told: list[list]) -> None:
 
 # --- deaths and stops at every step -----------------------------------------------------------------------------
 
+EVERY_STEP = "SYMCOMM_EVERY_STEP" in os.environ  # of both victims, as `make soak` wants it
 STEPS = [("agree", n) for n in range(8)] + [("vote", n) for n in (0, 1, 5, 9)]  # a kind of message, and which one
 
 
@@ -145,7 +146,8 @@ def _continue_last(victim: int, count: int, marks: str, pids: list[int]) -> None
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stops"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_set_or_none_whoever_fails_at_whichever_step(victim: int, how: signal.Signals, tmp_path):
-    scenarios = [(victim, kind, step, how) for kind, step in STEPS]
+    chosen = STEPS if EVERY_STEP else STEPS[victim::2]
+    scenarios = [(victim, kind, step, how) for kind, step in chosen]
 
     def body(group: Any, scenario: tuple) -> list:
         group.marks = str(tmp_path)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -352,33 +350,6 @@ def test_a_member_who_cannot_know_the_verdict_is_in_no_group(tmp_path):
     first, loser, dead, new = crowd.outcomes()
     assert dead.kind == "died", str(dead)
     assert returned([first, loser, new]) == [[0, 1, 2, 3], ([1], False), [0, 1, 2, 3]]
-
-
-def test_a_stopped_newcomer_costs_the_deadline_and_comes_in_later(tmp_path):
-    def stopping(store: Any) -> tuple:
-        exchange, stopped = growing.Round.exchange, []
-
-        def stop_once(self: Any, item: bytes) -> list[bytes]:
-            if not stopped:
-                stopped.append(True)
-                os.kill(os.getpid(), signal.SIGSTOP)
-            return exchange(self, item)
-
-        growing.Round.exchange = stop_once
-        return joined(store)
-
-    def member(group: Any) -> tuple:
-        assert group.grow(timeout=0.5, wait=WAIT) is group
-        pid = json.loads(group.store.get("grow/world/card/1"))["pid"]
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            time.sleep(0.01)
-        os.kill(pid, signal.SIGCONT)
-        return facts(group.grow(wait=WAIT))
-
-    crowd = Crowd(tmp_path)
-    crowd.member(member, 0, 1)
-    crowd.newcomer(stopping)
-    assert returned(crowd.outcomes()) == [(r, 2, [0, 1], [1], 3.0) for r in range(2)]
 
 
 # --- words, threads --------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 import time
@@ -14,69 +13,27 @@ import pytest
 import torch
 
 from symcomm import errors
-from symcomm.group import reconfigure
 from symcomm.group.reconfigure import Reconfiguration
-from symcomm.hosts.torch_engine import GlooEngine
 from symcomm.memory import share
 from tests.comers import die, returned
-from tests.parties import WAIT, Party, crowd_of, expected, failure
-
-# --- steps at which a process dies -----------------------------------------------------------------------------------
-
-
-def before_it_connects() -> None:
-    Reconfiguration.connect = lambda self: die()
-
-
-def once_it_is_connected() -> None:
-    after(Reconfiguration, "connect")
-
-
-def after_its_first_exchange() -> None:
-    after(Reconfiguration, "exchange")
+from tests.parties import (
+    STEPS,
+    WAIT,
+    Party,
+    after_its_first_exchange,
+    around,
+    before_hosts_connect,
+    crowd_of,
+    expected,
+    failure,
+    on_hosts,
+)  # fmt: skip
 
 
-def before_it_passes_its_memory() -> None:
-    share._pass_descriptors = lambda *args: die()
-
-
-def when_it_has_the_memory_of_the_others() -> None:
-    after(share, "_pass_descriptors")
-
-
-def before_it_says_that_it_has_built() -> None:
-    exchange = Reconfiguration.exchange
-
-    def exchanged(self: Any, item: bytes) -> list[bytes]:
-        return die() if item == b"built" else exchange(self, item)  # type: ignore[return-value]
-
-    Reconfiguration.exchange = exchanged
-
-
-def before_hosts_connect() -> None:
-    GlooEngine._make_group = lambda self, timeout: die()  # type: ignore[method-assign]
-
-
-def after(owner: Any, name: str) -> None:
-    call = getattr(owner, name)
-
-    def called(*args: Any) -> None:
-        call(*args)
-        die()
-
-    setattr(owner, name, called)
-
-
-STEPS = [
-    before_it_connects, once_it_is_connected, after_its_first_exchange, before_it_passes_its_memory,
-    when_it_has_the_memory_of_the_others, before_it_says_that_it_has_built,
-]  # fmt: skip
-
-
-def survive(party: Party, victim: int, step: Callable[[], None], everybody: list[int]) -> tuple:
+def survive(party: Party, victim: int, step: Callable, everybody: list[int]) -> tuple:
     """Be there when ``victim`` dies at ``step``, then go on without it."""
     if party.me == victim:
-        step()
+        step(die)
     said = failure(lambda: party.become(1, everybody))
     empty = failure(lambda: party.group.barrier())
     survivors = [me for me in everybody if me != victim]
@@ -104,6 +61,19 @@ def check_survivors(outcomes: list[Any], victim: int, everybody: Sequence[int]) 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_a_death_before_the_verdict_ends_it_for_all(step, victim, tmp_path):
     check_survivors(crowd_of(tmp_path, survive, 3, victim, step, [0, 1, 2]), victim, [0, 1, 2])
+
+
+def test_a_peer_that_hangs_up_because_of_a_death_is_not_what_is_told(tmp_path):
+    """The first rank finds the dead one, and hangs up on the second long before it says why."""
+
+    def run(party: Party) -> tuple:
+        if party.me == 0:
+            around(Reconfiguration, "decide", before=lambda: time.sleep(0.5))
+        if party.me == 1:
+            share.SLICE = 0.4  # it looks for the dead more seldom than it hears of others
+        return survive(party, 2, after_its_first_exchange, [0, 1, 2])
+
+    check_survivors(crowd_of(tmp_path, run, 3), 2, [0, 1, 2])
 
 
 # --- deaths while the verdict is made --------------------------------------------------------------------------------
@@ -227,49 +197,7 @@ def test_a_keeper_that_some_cannot_reach_parts_nobody(cut, expected, order, tmp_
     assert expected is None or set(values) <= expected, values
 
 
-# --- processes that stop, leave, or stay behind ----------------------------------------------------------------------
-
-
-def stopped(party: Party, victim: int) -> tuple:
-    """``victim`` stops once it is connected, and goes on when the others have given up."""
-    reconfigure.KEEPER_SECONDS = 0.5  # for one that is stopped to answer
-    if party.me == victim:
-        connect = Reconfiguration.connect
-
-        def connected(self: Reconfiguration) -> None:
-            connect(self)
-            party.store.set("stops", "x")
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-        Reconfiguration.connect = connected  # type: ignore[method-assign]
-        said = failure(lambda: party.become(1, [0, 1, 2], timeout=2.0))
-        Reconfiguration.connect = connect  # type: ignore[method-assign]
-    else:
-        party.store.wait(["stops"])
-        said = failure(lambda: party.become(1, [0, 1, 2], timeout=2.0))
-        party.store.set(f"told/{party.me}", "x")
-        party.store.wait([f"told/{me}" for me in range(3) if me != victim])
-        os.kill(int(party.handles([victim])[0].split("/")[4]), signal.SIGCONT)
-    party.become(2, [0, 1, 2])
-    return said, party.facts()
-
-
-@pytest.mark.parametrize("victim", [0, 2], ids=["the first", "the last"])
-def test_one_that_stops_is_named_and_hears_the_same(victim, tmp_path):
-    values = returned(crowd_of(tmp_path, stopped, 3, victim))
-    kind, words, ranks = values[0][0]
-    assert [v[0] for v in values] == [(kind, words, ranks)] * 3
-    assert (kind, ranks) == ("DeadlineError", [victim]) and f"failed: rank {victim} (pid " in words
-    assert words.endswith(" did not come within 2 s; the group has no members yet.")
-    assert [v[1] for v in values] == [expected(me, [0, 1, 2]) for me in range(3)]
-
-
-def on_hosts(fn: Callable, hosts: Sequence[str]) -> Callable:
-    def run(party: Party, *args: Any) -> Any:
-        os.environ["SYMCOMM_HOST_ID"] = hosts[party.me]
-        return fn(party, *args)
-
-    return run
+# --- processes that leave, or stay behind ----------------------------------------------------------------------
 
 
 def test_after_a_failure_members_have_the_group_they_had(tmp_path):

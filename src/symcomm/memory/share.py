@@ -360,9 +360,8 @@ class _DescriptorServer:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, OSError) and error.errno in SHORTAGES:
             error = _shortage(0, error)
-        if isinstance(error, errors.SymcommError):
-            for sock in self._ranks.values():
-                _apologize(sock, error)
+        for sock in self._ranks.values():
+            _apologize(sock, error)
         for fd in self._descriptors.values():
             os.close(fd)
         for sock in [*self._ranks.values(), *(sock for sock, _ in self._silent.values())]:
@@ -503,9 +502,11 @@ def _check_not_sorry(data: bytes) -> None:
         raise errors.ResourceError(data.removeprefix(SORRY).decode(errors="replace"))
 
 
-def _apologize(sock: socket.socket, error: BaseException) -> None:
-    with contextlib.suppress(OSError):
-        sock.send(SORRY + str(error).encode(errors="replace")[:REASON_BYTES])
+def _apologize(sock: socket.socket, error: BaseException | None) -> None:
+    """Tell of what only this process can know. Who is dead, or late, the others find out for themselves."""
+    if isinstance(error, errors.ResourceError):
+        with contextlib.suppress(OSError):
+            sock.send(SORRY + str(error).encode(errors="replace")[:REASON_BYTES])
 
 
 def _connected(name: bytes, patience: Patience) -> socket.socket:
