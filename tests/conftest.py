@@ -1,7 +1,8 @@
-"""How the test process ends, and what it says last."""
+"""What holds for all tests: what one file leaves to the next, how the process ends, and what it says last."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -9,6 +10,13 @@ import pytest
 
 LINES, WIDTH = 12, 400  # of a failure that is told again
 _status = 0
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Groups that a file forgot are collected at its end. With as many objects as torch has, the collector comes too
+    seldom, and their sockets are taken for another test's leak."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:
