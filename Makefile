@@ -45,7 +45,8 @@ test: $(BUILT) lint ## lint, types and all tests (about twenty minutes on 2 core
 	@mkdir -p build
 	@beside="$$($(BIN)/python -m tests.selections beside)"; \
 	$(BIN)/python -m pytest -q -p no:cacheprovider --durations=3 $$beside > build/test-beside.log 2>&1 & other=$$!; \
-	$(BIN)/python -m pytest -q --durations=15 $$(printf -- '--ignore=%s ' $$($(BIN)/python -m tests.selections beside)); status=$$?; \
+	$(BIN)/python -m pytest -q --durations=15 $$(printf -- '--ignore=%s ' $$beside); status=$$?; \
+	echo "== waiting for the other half (build/test-beside.log)"; \
 	wait $$other && tail -n 1 build/test-beside.log || { cat build/test-beside.log; status=1; }; \
 	exit $$status
 

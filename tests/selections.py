@@ -42,11 +42,13 @@ MAIN_ONLY = (
     "stops", "store_kept_socket", "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing", "trust",
 )  # fmt: skip
 
-# What only computes, and does not mind how busy the machine is: `make test` runs it beside the rest.
+# Half of the time that all tests take: computing, and programs that others run. `make test` runs it beside the rest.
 BESIDE = (
-    "c10d_enums", "c10d_groups", "c10d_names", "c10d_options", "c10d_stores", "c10d_works", "compile_checks",
-    "device_autograd", "device_coalesced", "device_copies", "model", "plan_bugs", "plan_failures", "plans",
-    "reduce_kernels", "simulate", "store_model",
+    "bench", "c10d_enums", "c10d_groups", "c10d_names", "c10d_options", "c10d_stores", "c10d_works", "cli",
+    "compile_checks", "compile_options", "conformance_quick", "default_group_name", "demo", "device_autograd",
+    "device_coalesced", "device_copies", "docs", "doctor", "examples", "group_life", "hooks_torch", "launcher",
+    "layers", "model", "numpy_ranks", "plan_bugs", "plan_failures", "plans", "reduce_kernels", "simulate",
+    "store_model", "torch_backend",
 )  # fmt: skip
 
 SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH, "beside": BESIDE}
