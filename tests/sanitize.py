@@ -62,7 +62,7 @@ def collectives(g) -> None:
 
     small = Limits(stage_bytes=8192, chunk_bytes=1024, one_shot_bytes=512, direct_bytes=2048)
     n, total = g.size, g.size * (g.size + 1) // 2
-    for group in (g, ProcessGroup(g.rank, n, g.all_gather_object, "small", 60, small)):
+    for group in (g, ProcessGroup(g.rank, n, g.all_gather_bytes, "small", 60, small)):
         for count in (0, 1, 333, 20_001):
             for make in (lambda c: np.empty(c, "f4"), lambda c: symmetric(g, c)):
                 t = make(count)
@@ -203,7 +203,7 @@ def one_sided(g) -> None:
     assert install()
     n, mine = 64, symmetric(g, 64 * g.size, "i4")
     segment = Segment(g, mine.ctypes.data, mine.size, DType.INT32)
-    segment.connect([json.loads(card) for card in g.all_gather_object(json.dumps(segment.card).encode())])
+    segment.connect([json.loads(card) for card in g.all_gather_bytes(json.dumps(segment.card).encode())])
     put, signal, wait = segment.shortcuts()
     for turn in range(100):
         source = np.full(n, turn, "i4")

@@ -40,7 +40,7 @@ def threads(fn: Callable, n: int, *args: object) -> list:
 
 def variant(g: ProcessGroup, limits: Limits) -> ProcessGroup:
     """A group of the same ranks that chooses its algorithms by other limits."""
-    return ProcessGroup(g.rank, g.size, g.all_gather_object, "variant", timeout=20, limits=limits)
+    return ProcessGroup(g.rank, g.size, g.all_gather_bytes, "variant", timeout=20, limits=limits)
 
 
 def place(g: ProcessGroup, values: torch.Tensor, kind: str) -> torch.Tensor:

@@ -336,3 +336,20 @@ def test_other_threads_run_while_data_moves(call):
         done.set()
         thread.join(10)
     assert sum(start < t < end for t in ticks) >= 2, "nobody else ran during the call"
+
+
+def test_bindings_take_their_arguments_by_the_names_that_torch_gives_them():
+    """As torch/csrc/cuda/python_comm.cpp declares them; a CPU build has none to compare with."""
+    source, twice = torch.arange(6.0).reshape(2, 3), [torch.empty(2, 3), torch.empty(2, 3)]
+    cpu = [torch.device("cpu")] * 2
+    assert all(t.equal(source) for t in comm._broadcast(tensor=source, devices=cpu))
+    assert comm._broadcast_out(tensor=source, out=twice) == twice and all(t.equal(source) for t in twice)
+    ((copy,), _) = comm._broadcast_coalesced(tensors=[source], devices=cpu, buffer_size=100)
+    assert copy.equal(source)
+    parts = comm._scatter(tensor=source, devices=cpu, chunk_sizes=[1, 1], dim=0, streams=None)
+    assert [p.tolist() for p in parts] == [[[0.0, 1.0, 2.0]], [[3.0, 4.0, 5.0]]]
+    rows = [torch.empty(1, 3), torch.empty(1, 3)]
+    assert comm._scatter_out(tensor=source, out=rows, dim=0, streams=None) == rows and rows[1].equal(source[1:])
+    assert comm._gather(tensors=rows, dim=0, destination_index=-1).equal(source)
+    whole = torch.empty(2, 3)
+    assert comm._gather_out(tensors=rows, out=whole, dim=0) is whole and whole.equal(source)

@@ -331,7 +331,7 @@ def _shrink(g: ProcessGroup, victims: list[int], stopped: int) -> tuple:
     small = g.shrink(timeout=10.0 if stopped < 0 else 1.5)
     t = torch.full((100_000,), float(g.rank + 1))
     small.all_reduce(t)
-    ranks = small.all_gather_object(str(g.rank).encode())
+    ranks = small.all_gather_bytes(str(g.rank).encode())
     sending = small.isend(t, (small.rank + 1) % small.size)
     small.recv(torch.empty_like(t), (small.rank - 1) % small.size)
     sending.wait()

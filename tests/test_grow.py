@@ -322,7 +322,7 @@ def test_a_member_who_cannot_know_the_verdict_is_in_no_group(tmp_path):
     """It loses the store, and a member dies so that the others cannot be asked: the rest goes on as the store said."""
 
     def member(group: Any) -> Any:
-        decide, gather = growing.Round.decide, group.all_gather_object
+        decide, gather = growing.Round.decide, group.all_gather_bytes
 
         def lost(self: Any, verdict: str) -> str:
             raise errors.StoreConnectionError("the store is gone")
@@ -334,7 +334,7 @@ def test_a_member_who_cannot_know_the_verdict_is_in_no_group(tmp_path):
 
         growing.Round.decide = lost if group.rank == 1 else decide
         if group.rank == 2:
-            group.all_gather_object = gather_dying
+            group.all_gather_bytes = gather_dying
         if group.rank == 1:
             with pytest.raises(errors.RankFailedError, match="rank 1 lost the store, and could not ask") as caught:
                 group.grow(timeout=5.0, wait=WAIT)

@@ -81,7 +81,7 @@ def every_call(g: Any) -> list[tuple[str, Any, Any]]:
         ("reduce_scatter_coalesced", lambda a: g.reduce_scatter_coalesced([t(2)], [t(4)], async_op=a),
          [("REDUCE_SCATTER_TENSOR_COALESCED", -1, [FOUR], [TWO])]),
         ("monitored_barrier", lambda a: g.monitored_barrier(), [("BARRIER", -1, [], [])]),
-        ("all_gather_object", lambda a: g.all_gather_object(b"x"), [("ALLGATHER", -1, [], [])]),
+        ("all_gather_bytes", lambda a: g.all_gather_bytes(b"x"), [("ALLGATHER", -1, [], [])]),
         ("batch", lambda a: [w.wait() for w in g.batch(messages)], both),
         ("isend", lambda a: [w.wait() for w in (g.isend(t(2), peer), g.irecv(t(2), peer))], both),
         ("send", lambda a: (g.send(t(2), 1) if g.rank == 0 else g.recv(t(2), 0)),
@@ -94,7 +94,7 @@ def every_call(g: Any) -> list[tuple[str, Any, Any]]:
 def seen_by_hooks(g: Any) -> None:
     log, number = Log(g), 0
     always = {"batch": True, "isend": True}
-    never = {"monitored_barrier", "all_gather_object", "send", "split", "new_group"}
+    never = {"monitored_barrier", "all_gather_bytes", "send", "split", "new_group"}
     for is_async in (False, True):
         for what, call, told in every_call(g):
             log.said.clear()

@@ -98,7 +98,7 @@ def finish(processes: list[subprocess.Popen]) -> list[str]:
 MEET = """
 import symcomm
 group = symcomm.init(timeout=60)
-everyone = group.all_gather_object(str(group.rank).encode())
+everyone = group.all_gather_bytes(str(group.rank).encode())
 print(group.rank, group.size, b"".join(everyone).decode())
 symcomm.destroy()
 """

@@ -101,7 +101,7 @@ def test_of_a_set_all_make_the_same_choice(tmp_path):
 def test_threads_are_ranks_too():
     def work(group: Any) -> tuple:
         mine = ReconfigurableGroup(timeout=WAIT)
-        handles = [bytes(h).decode() for h in group.all_gather_object(mine.get_reconfigure_handle().encode())]
+        handles = [bytes(h).decode() for h in group.all_gather_bytes(mine.get_reconfigure_handle().encode())]
         seen = []
         for uuid, order in enumerate((handles, handles[::-1], handles[:2])):
             if mine.get_reconfigure_handle() in order:

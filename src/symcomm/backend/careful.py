@@ -43,7 +43,7 @@ class Careful:
             "shapes": [list(t.shape) for t in tensors],
             "dtypes": [t.type().rpartition(".")[2].removesuffix("Tensor") for t in tensors],
         }
-        everyone = [json.loads(item) for item in self._core.all_gather_object(json.dumps(mine).encode())]
+        everyone = [json.loads(item) for item in self._core.all_gather_bytes(json.dumps(mine).encode())]
         compared = [key for key in mine if key != "shapes" or call not in _UNEVEN]
         differ = [key for key in compared if any(one[key] != everyone[0][key] for one in everyone)]
         if differ:

@@ -102,7 +102,7 @@ class Engines:
         from symcomm.gpu import devices
 
         card = json.dumps(devices.describe(_index(device)))
-        cards = [json.loads(item) for item in core.all_gather_object(card.encode())]
+        cards = [json.loads(item) for item in core.all_gather_bytes(card.encode())]
         return "nccl" if len({(c["host"], c["gpu"]) for c in cards}) == core.size else "symcomm"
 
     # --- engines ----------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def time_turn(run: Callable[[], Any], core: Any) -> tuple[float, float]:
         return (time.perf_counter() - begun) / count
 
     mine = json.dumps(once(1, True)).encode()
-    first = max(map(json.loads, core.all_gather_object(mine)))  # all ranks make the same number of calls
+    first = max(map(json.loads, core.all_gather_bytes(mine)))  # all ranks make the same number of calls
     return once(max(3, min(MOST_CALLS, int(BUDGET_S / first))), False), once(SINGLE_CALLS, True)
 
 
@@ -84,7 +84,7 @@ def main() -> None:
     for nbytes in plan["sizes"]:
         check_values(gpu, nbytes // 4)
         sides = make_sides(nbytes // 4, gpu, dist)
-        everyone = [json.loads(names) for names in core.all_gather_object(json.dumps(list(sides)).encode())]
+        everyone = [json.loads(names) for names in core.all_gather_bytes(json.dumps(list(sides)).encode())]
         shared = [name for name in sides if all(name in names for names in everyone)]
         for _ in range(plan["rounds"]):
             for name in shared:

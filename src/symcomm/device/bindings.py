@@ -24,8 +24,8 @@ def _broadcast(tensor: torch.Tensor, devices: Sequence[Any]) -> list[torch.Tenso
     return list(copies.broadcast(tensor, devices))
 
 
-def _broadcast_out(tensor: torch.Tensor, out_tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list(copies.broadcast(tensor, out=out_tensors))
+def _broadcast_out(tensor: torch.Tensor, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list(copies.broadcast(tensor, out=out))
 
 
 def _broadcast_coalesced(
@@ -41,14 +41,14 @@ def _scatter(
 
 
 def _scatter_out(
-    tensor: torch.Tensor, out_tensors: Sequence[torch.Tensor], dim: int, streams: Any = None
+    tensor: torch.Tensor, out: Sequence[torch.Tensor], dim: int, streams: Any = None
 ) -> list[torch.Tensor]:
-    return list(copies.scatter(tensor, dim=dim, streams=streams, out=out_tensors))
+    return list(copies.scatter(tensor, dim=dim, streams=streams, out=out))
 
 
 def _gather(tensors: Sequence[torch.Tensor], dim: int, destination_index: Any = None) -> torch.Tensor:
     return copies.gather(tensors, dim, destination_index)
 
 
-def _gather_out(tensors: Sequence[torch.Tensor], out_tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    return copies.gather(tensors, dim, out=out_tensor)
+def _gather_out(tensors: Sequence[torch.Tensor], out: torch.Tensor, dim: int) -> torch.Tensor:
+    return copies.gather(tensors, dim, out=out)

@@ -190,7 +190,7 @@ class Session:
         if self._settled:
             return
         mine = json.dumps([self.step, self._full, self._lost, self._admits])
-        told = [json.loads(item) for item in self.group.all_gather_object(mine.encode())]
+        told = [json.loads(item) for item in self.group.all_gather_bytes(mine.encode())]
         places, most, lost, admits = zip(*told, strict=True)
         farthest = max(places)
         if farthest == NO_STATE:

@@ -104,7 +104,7 @@ class Snapshot:
         if is_root:
             shapes = [(t.shape, t.dtype) for t in self._tensors]
             told = pickle.dumps((self._rest, shapes, extra))
-        rest, shapes, extra = pickle.loads(group.all_gather_object(told)[root])
+        rest, shapes, extra = pickle.loads(group.all_gather_bytes(told)[root])
         tensors = self._tensors if is_root else [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         _broadcast(group, root, tensors)
         if not is_root:

@@ -173,7 +173,7 @@ class DeviceGroup(DeviceCalls):
 
     def _tell(self, card: dict[str, Any]) -> list[dict[str, Any]]:
         """What all ranks tell, in rank order."""
-        return [json.loads(item) for item in self.core.all_gather_object(json.dumps(card).encode())]
+        return [json.loads(item) for item in self.core.all_gather_bytes(json.dumps(card).encode())]
 
     @functools.cached_property
     def _small(self) -> HostMover:

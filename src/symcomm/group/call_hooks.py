@@ -158,7 +158,7 @@ class _GroupCalls:
         "all_gather_single": Seen(HookOpName.ALLGATHER_BASE, "input", "output"),
         "all_gather_coalesced": Seen(HookOpName.ALLGATHER_INTO_TENSOR_COALESCED, "inputs", "outputs"),
         "all_gather_lists": Seen(HookOpName.ALLGATHER_COALESCED, "inputs", "outputs"),
-        "all_gather_object": Seen(HookOpName.ALLGATHER, is_async=False),
+        "all_gather_bytes": Seen(HookOpName.ALLGATHER, is_async=False),
         "gather": Seen(HookOpName.GATHER, "input", "outputs", "root"),
         "gather_single": Seen(HookOpName.GATHER, "input", "output", "root"),
         "scatter": Seen(HookOpName.SCATTER, "inputs", "output", "root"),

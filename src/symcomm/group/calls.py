@@ -390,7 +390,7 @@ class CollectiveCalls(Arguments):
         native.remember(self._handle, _BARRIER, 0, None, None, plan, self._site(2))
         return self._run("barrier", plan, [], [], [], async_op, timeout)
 
-    def all_gather_object(self, item: bytes, timeout: Timeout = None) -> list[bytes]:
+    def all_gather_bytes(self, item: bytes, timeout: Timeout = None) -> list[bytes]:
         """Everybody's bytes, of any length, in rank order."""
         import array
 
@@ -398,10 +398,10 @@ class CollectiveCalls(Arguments):
         lengths = array.array("q", bytes(8 * self.size))
         plan = self._plan(collectives.all_gather, (1,) * self.size, DType.INT64)
         a, b = (Buffer(x.buffer_info()[0], len(x), DType.INT64, x) for x in (length, lengths))
-        self._run("all_gather_object", plan, [a], [b], [], False, timeout)
+        self._run("all_gather_bytes", plan, [a], [b], [], False, timeout)
         mine, everyone = array.array("B", item), array.array("B", bytes(sum(lengths)))
         plan = self._plan(collectives.all_gather, tuple(lengths), DType.UINT8)
         a, b = (Buffer(x.buffer_info()[0], len(x), DType.UINT8, x) for x in (mine, everyone))
-        self._run("all_gather_object", plan, [a], [b], [], False, timeout)
+        self._run("all_gather_bytes", plan, [a], [b], [], False, timeout)
         ends = [sum(lengths[: r + 1]) for r in range(self.size)]
         return [everyone[end - n : end].tobytes() for end, n in zip(ends, lengths, strict=True)]

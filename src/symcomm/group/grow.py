@@ -216,7 +216,7 @@ class MembersRound(Round):
         with contextlib.suppress(errors.PeerError, errors.DeadlineError):
             known = self.decide(verdict)
         try:
-            told = self._group.all_gather_object(known.encode(), self.seconds)
+            told = self._group.all_gather_bytes(known.encode(), self.seconds)
         except errors.SymcommError as error:
             if known == GO:
                 return known
@@ -305,7 +305,7 @@ def grow(group: ProcessGroup, timeout: float, wait: float, size: int | None) -> 
     try:
         if group.rank == 0:
             plan, lifelines = _plan(group, meeting, timeout, wait, size)
-        told = group.all_gather_object(json.dumps(plan).encode(), max(group.timeout, wait + timeout))[0]
+        told = group.all_gather_bytes(json.dumps(plan).encode(), max(group.timeout, wait + timeout))[0]
         plan = json.loads(told)
         if "error" in plan:
             raise errors.StoreConnectionError(plan["error"])

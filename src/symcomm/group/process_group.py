@@ -27,6 +27,7 @@ from symcomm.group.ephemeral import EphemeralTimeouts
 from symcomm.group.failure import Site, Status, call_site, check_living
 from symcomm.group.messages import MessageWork
 from symcomm.group.more_calls import MoreCalls
+from symcomm.group.object_calls import ObjectCalls
 from symcomm.group.together import looks_for_others
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
 from symcomm.memory.arena import Arena, Peer, current_arena
@@ -136,7 +137,7 @@ def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
     return stage, channels, channels + world * native.CHANNEL_BYTES
 
 
-class ProcessGroup(EphemeralTimeouts, MoreCalls):
+class ProcessGroup(EphemeralTimeouts, MoreCalls, ObjectCalls):
     """Made by ``symcomm.init()``, ``join()``, ``new_group()``, ``split()``, ``shrink()`` or ``grow()``."""
 
     spans_hosts = False  # see symcomm.hosts
@@ -427,7 +428,7 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
 
     def split(self, color: int | None, key: int = 0, name: str = "", timeout: Timeout = None) -> ProcessGroup | None:
         """Ranks with the same ``color`` form a group, ordered by ``key``, then rank. Color None: no group."""
-        answers = self.all_gather_object(json.dumps([color, key]).encode(), timeout)
+        answers = self.all_gather_bytes(json.dumps([color, key]).encode(), timeout)
         choice = {r: json.loads(a) for r, a in enumerate(answers)}
         return self._subgroup({r: (c, k) for r, (c, k) in choice.items() if c is not None}, name, timeout)
 
@@ -442,11 +443,11 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls):
 
         # Everybody takes part in the exchange, since it runs on this group; a group keeps what its members said.
         def exchange(item: bytes) -> list[bytes]:
-            everyone = self.all_gather_object(item, timeout)
+            everyone = self.all_gather_bytes(item, timeout)
             return [everyone[r] for r in ranks]
 
         if mine is None:
-            self.all_gather_object(b"", timeout)
+            self.all_gather_bytes(b"", timeout)
             return None
         return ProcessGroup(
             ranks.index(self.rank), len(ranks), exchange, label, self.timeout if timeout is None else timeout,

@@ -87,7 +87,7 @@ def _time(group: Any, call: Callable[[], Any], seconds: float) -> float:
         call()
     each = max((time.perf_counter() - began) / 3, 1e-7)
     asked = max(1, min(10000, int(seconds / REPETITIONS / each)))
-    calls = int.from_bytes(group.all_gather_object(asked.to_bytes(8, "little"))[0], "little")
+    calls = int.from_bytes(group.all_gather_bytes(asked.to_bytes(8, "little"))[0], "little")
     times = []
     for _ in range(REPETITIONS):
         group.barrier()

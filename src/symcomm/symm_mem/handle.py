@@ -44,7 +44,7 @@ class Meeting:
         ctypes.memset(self._pad, 0, len(self._pad))
         pad_offset = ctypes.addressof(self._pad) - group._arena.base
         card = {"offset": offset, "nbytes": nbytes, "pad": pad_offset, "pad_bytes": self.pad_bytes}
-        cards = [json.loads(item) for item in group.all_gather_object(json.dumps(card).encode())]
+        cards = [json.loads(item) for item in group.all_gather_bytes(json.dumps(card).encode())]
         check_alike(group, "nbytes", "allocated", cards, "allocate the same size on every rank")
         check_alike(
             group, "pad_bytes", "asked for signal pads of", cards, "call set_signal_pad_size alike on every rank"

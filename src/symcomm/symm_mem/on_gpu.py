@@ -132,7 +132,7 @@ class Meeting:
             "handle": piece.block.handle.hex(), "offset": piece.offset, "nbytes": nbytes,
             "pad_handle": self._pad.block.handle.hex(), "pad": self._pad.offset, "pad_bytes": self.pad_bytes,
         }  # fmt: skip
-        cards = [json.loads(item) for item in gpu.core.all_gather_object(json.dumps(card).encode())]
+        cards = [json.loads(item) for item in gpu.core.all_gather_bytes(json.dumps(card).encode())]
         check_alike(gpu.core, "nbytes", "allocated", cards, "allocate the same size on every rank")
         fix = "call set_signal_pad_size alike on every rank"
         check_alike(gpu.core, "pad_bytes", "asked for signal pads of", cards, fix)

@@ -162,7 +162,7 @@ class HostsMemory(HostMemory):
     def close(self) -> None:
         """Tell everybody how much was sent, and wait until all of it is here."""
         sent = [self._sent[r] for r in range(self.group.size)]
-        told = [json.loads(item) for item in self.group.all_gather_object(json.dumps(sent).encode())]
+        told = [json.loads(item) for item in self.group.all_gather_bytes(json.dumps(sent).encode())]
         seconds = self.group.timeout
         deadline = time.monotonic() + seconds
         for rank, counts in enumerate(told):

@@ -76,7 +76,7 @@ class Window:
         except Exception as error:  # told to the others, who would wait for us
             refusal = error
         card = {"window": self._number, "refusal": str(refusal or ""), **(memory.card if memory else {})}
-        cards = [json.loads(item) for item in self.group.all_gather_object(json.dumps(card).encode())]
+        cards = [json.loads(item) for item in self.group.all_gather_bytes(json.dumps(card).encode())]
         if refusal is not None:
             raise refusal
         _check_cards(self.group, cards)
