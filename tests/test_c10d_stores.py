@@ -405,3 +405,33 @@ def test_two_ranks_as_in_pytorch():
 def test_who_is_missing_is_named():
     with pytest.raises(DeadlineError, match="rank 1 did not come"):
         ours._StoreCollectives(ours.HashStore(), 0, 2).barrier("a", timedelta(milliseconds=20))
+
+
+@pytest.mark.parametrize("through", ["itself", "a prefix"])
+@pytest.mark.parametrize("module", [ours, theirs], ids=["ours", "theirs"])
+def test_a_class_is_asked_by_the_names_that_c_plus_plus_has(module, through: str):
+    asked = []
+
+    class Counting(module.Store):
+        def getNumKeys(self) -> int:
+            return 7
+
+        def deleteKey(self, key: str) -> bool:
+            asked.append(key)
+            return True
+
+    store = Counting()
+    used = store if through == "itself" else module.PrefixStore("p", store)
+    assert used.num_keys() == 7 and used.delete_key("k") is True
+    assert asked == ["k" if through == "itself" else "p/k"]
+
+
+def test_a_class_that_defines_pythons_names_answers_to_both():
+    class Plain(ours.Store):
+        def num_keys(self) -> int:
+            return 3
+
+        def delete_key(self, key: str) -> bool:
+            return key == "there"
+
+    assert Plain().getNumKeys() == 3 and Plain().deleteKey("there") and not Plain().deleteKey("not there")

@@ -75,6 +75,8 @@ class Store:
 
     def delete_key(self, key: str) -> bool:
         """Forget ``key``; returns whether it existed."""
+        if type(self).deleteKey is not Store.deleteKey:
+            return self.deleteKey(key)
         raise self._lacks("delete_key")
 
     def list_keys(self) -> list[str]:
@@ -128,6 +130,8 @@ class Store:
 
     def num_keys(self) -> int:
         """How many keys there are."""
+        if type(self).getNumKeys is not Store.getNumKeys:
+            return self.getNumKeys()
         return len(self.list_keys())
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
@@ -163,6 +167,16 @@ class Store:
     def has_extended_api(self) -> bool:
         """Whether append, multi_get, multi_set and queues are the store's own, not made of simpler calls."""
         return False
+
+    # PyTorch's C++ asks classes written in Python by these names: a subclass may define either one.
+
+    def deleteKey(self, key: str) -> bool:
+        """``delete_key``."""
+        return self.delete_key(key)
+
+    def getNumKeys(self) -> int:
+        """``num_keys``."""
+        return self.num_keys()
 
     @property
     def timeout(self) -> timedelta:
