@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch._C._distributed_c10d as theirs
 
 import symcomm.c10d as ours
 from symcomm.errors import BadArgumentError
+from symcomm.memory.arena import Arena, use_arena
 
 __all__ = [
     "NEWEST",
@@ -106,3 +108,26 @@ def same(expression: str, *, loosely: bool = False) -> None:
         assert plain(theirs_was) == plain(ours_was), said
     elif not (loosely and isinstance(theirs_was, TypeError) and isinstance(ours_was, BadArgumentError)):
         assert family(theirs_was) == family(ours_was), said
+
+
+def on_two_ranks(body, store=None) -> list:
+    """``body(store, rank)`` on two threads that are ranks; their results."""
+    store, results, failures = store or ours.HashStore(), [None, None], []
+
+    def main(rank: int) -> None:
+        use_arena(Arena())
+        try:
+            results[rank] = body(store, rank)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            use_arena(None)
+
+    threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    if failures:
+        raise failures[0]
+    return results

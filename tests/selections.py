@@ -14,22 +14,22 @@ TESTS = Path(__file__).parent
 # What depends on the version of torch: its groups, stores, operators, compiler, DDP, and the programs built on them.
 TORCH = (
     "c10d_ddp", "c10d_engine", "c10d_enums", "c10d_groups", "c10d_names", "c10d_options", "c10d_stores",
-    "c10d_symmetric", "c10d_works", "compile_checks", "compile_options", "conformance_quick", "ddp_checks",
-    "ddp_hooks", "ddp_hooks_local", "default_group_name", "device_autograd", "device_coalesced", "device_copies",
-    "device_data_parallel", "device_nested", "doctor", "engines", "examples", "gpu_trouble", "gpu_without",
-    "group_creation", "group_life", "group_life_memory", "handshake", "hooks", "hooks_torch", "hosts_torch",
-    "profile_fields", "reconfigure_torch", "store_collectives", "store_contract", "store_model", "symm_mem",
-    "symm_ops", "symmetrize", "tcp_store_interop", "torch_backend", "torch_versions", "trace_dumps", "windows",
-    "windows_failures",
+    "c10d_symmetric", "c10d_works", "c10d_wrapper", "compile_checks", "compile_options", "conformance_quick",
+    "ddp_checks", "ddp_hooks", "ddp_hooks_local", "default_group_name", "device_autograd", "device_coalesced",
+    "device_copies", "device_data_parallel", "device_nested", "doctor", "engines", "examples", "gpu_trouble",
+    "gpu_without", "group_creation", "group_life", "group_life_memory", "handshake", "hooks", "hooks_torch",
+    "hosts_torch", "profile_fields", "reconfigure_torch", "store_collectives", "store_contract", "store_model",
+    "symm_mem", "symm_ops", "symmetrize", "tcp_store_interop", "torch_backend", "torch_versions", "trace_dumps",
+    "windows", "windows_failures",
 )  # fmt: skip
 
 # What runs where torch is not installed. Tests in these files that compare with torch are skipped there, and say so.
 WITHOUT_TORCH = (
-    "arena", "arena_shortages", "arena_strangers", "cli", "control_api", "control_attacks", "control_stacks",
-    "doctor", "errors", "launch_conventions", "launcher", "launcher_blame", "launcher_elastic", "launcher_token",
-    "limits", "metrics", "numpy_ranks", "objects", "observe_together", "plan_bugs", "plan_failures", "plans",
-    "rendezvous", "selections", "simulate", "store_collectives", "store_contract", "store_file", "store_model",
-    "tcp_store", "tcp_store_hostile", "top_model", "top_page", "top_servers", "trace_verdict",
+    "arena", "arena_shortages", "arena_strangers", "cli", "control_api", "control_attacks", "control_stacks", "doctor",
+    "errors", "launch_conventions", "launcher", "launcher_blame", "launcher_elastic", "launcher_token", "limits",
+    "metrics", "numpy_ranks", "objects", "observe_together", "plan_bugs", "plan_failures", "plans", "rendezvous",
+    "selections", "simulate", "store_collectives", "store_contract", "store_file", "store_model", "tcp_store",
+    "tcp_store_hostile", "top_model", "top_page", "top_servers", "trace_verdict",
 )  # fmt: skip
 
 # Torch tensors in calls that have been the same in all its versions, our own sources, or tools that few machines have.
@@ -38,14 +38,14 @@ MAIN_ONLY = (
     "docs", "elastic", "failures", "flight", "fuzz", "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_torch",
     "gpu_windows", "groups", "grow", "hosts_aftermath", "hosts_attack", "hosts_failures", "hosts_lines",
     "hosts_network", "hosts_strangers", "hosts_values", "layers", "leaving", "litmus", "model", "p2p", "ray",
-    "reconfigure", "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn",
-    "stops", "store_kept_socket", "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing", "trust",
+    "reconfigure", "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "stops",
+    "store_kept_socket", "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing", "trust",
 )  # fmt: skip
 
 # Half of the time that all tests take: computing, and programs that others run. `make test` runs it beside the rest.
 BESIDE = (
-    "bench", "c10d_enums", "c10d_groups", "c10d_names", "c10d_options", "c10d_stores", "c10d_works", "cli",
-    "compile_checks", "compile_options", "conformance_quick", "default_group_name", "demo", "device_autograd",
+    "bench", "c10d_enums", "c10d_groups", "c10d_names", "c10d_options", "c10d_stores", "c10d_works", "c10d_wrapper",
+    "cli", "compile_checks", "compile_options", "conformance_quick", "default_group_name", "demo", "device_autograd",
     "device_coalesced", "device_copies", "docs", "doctor", "examples", "group_life", "hooks_torch", "launcher",
     "layers", "model", "numpy_ranks", "plan_bugs", "plan_failures", "plans", "reduce_kernels", "simulate",
     "store_model", "torch_backend",

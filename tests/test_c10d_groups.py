@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 
 from symcomm.backend.group import TorchGroup
-from symcomm.errors import CollectiveMismatchError
-from symcomm.memory.arena import Arena, use_arena
-from tests.c10d_compare import family, ours, outcome, plain, same, since_2_13, since_2_15, theirs
+from tests.c10d_compare import on_two_ranks, ours, outcome, plain, same, since_2_13, since_2_15, theirs
 
 CPU = torch.device("cpu")
 
@@ -279,29 +277,6 @@ def test_a_backend_written_in_python():
 # --- our engine behind the group ----------------------------------------------------------------------------------
 
 
-def on_two_ranks(body) -> list:
-    """``body(store, rank)`` on two threads that are ranks; their results."""
-    store, results, failures = ours.HashStore(), [None, None], []
-
-    def main(rank: int) -> None:
-        use_arena(Arena())
-        try:
-            results[rank] = body(store, rank)
-        except BaseException as error:
-            failures.append(error)
-        finally:
-            use_arena(None)
-
-    threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(40)
-    if failures:
-        raise failures[0]
-    return results
-
-
 def eventually(condition) -> None:
     """Hooks run in the thread that first sees the end of an operation, which need not be the one that waits for it."""
     end = time.monotonic() + 20
@@ -465,55 +440,6 @@ def test_sequence_numbers_and_names():
     assert isinstance(group._get_backend(CPU), TorchGroup) and isinstance(group._get_backend(CPU), ours.Backend)
     assert isinstance(group._get_backend(CPU), ours.ProcessGroup)
     group.shutdown()
-
-
-# --- checks before each collective --------------------------------------------------------------------------------
-
-
-WRAPPED = [
-    "w.wrapped_pg is i", "w.name()", "w._get_backend_name()", "w.rank()", "w.size()", "w.get_error()",
-    "w.supports_splitting", "w._get_sequence_number_for_group()", "type(w.options).__name__", "w.memory_stats()",
-    "w.allreduce(torch.ones(1)).wait()", "w.allreduce([torch.ones(1)], m.AllreduceOptions()).wait()",
-    "w.barrier().wait()", "w.broadcast(torch.ones(1), 0).wait()", "m._ProcessGroupWrapper(i, 3)",
-]  # fmt: skip
-
-
-@since_2_13  # its wrapper has more to say since
-def test_wrapper_facts():
-    results = []
-    for module in (theirs, ours):
-        store = dist.HashStore()
-        inner, helper = (dist.ProcessGroupGloo(dist.PrefixStore(p, store), 0, 1, timedelta(seconds=20)) for p in "ab")
-        texts = [f"w = m._ProcessGroupWrapper(i, h)\n{text}" for text in WRAPPED]
-        facts = [outcome(text, module, i=inner, h=helper) for text in texts]
-        results.append([(kind, value if kind == "gave" else family(value)) for kind, value in facts])
-    assert [(kind, plain(value)) for kind, value in results[0]] == [(kind, plain(value)) for kind, value in results[1]]
-
-
-def test_wrapper_says_what_ended_our_engine():
-    engine = TorchGroup(ours.HashStore(), 0, 1, timedelta(seconds=20), "one")
-    group = ours._ProcessGroupWrapper(engine, engine)
-    assert group.get_error() is ours.ErrorType.SUCCESS
-    group.allreduce(torch.ones(1)).wait()
-    group.shutdown()
-    assert group.get_error() is ours.ErrorType.COMM_ERROR
-
-
-def test_wrapper_names_what_each_rank_called():
-    def body(store, rank):
-        inner = ours.FakeProcessGroup._create_internal(rank, 2)
-        helper = TorchGroup(store, rank, 2, timedelta(seconds=20), "helper")
-        group = ours._ProcessGroupWrapper(inner, helper)
-        group.allreduce(torch.ones(3)).wait()
-        try:
-            group.allreduce(torch.ones(3)) if rank == 0 else group.broadcast(torch.ones(3), 0)
-        except CollectiveMismatchError as error:
-            return str(error)
-        finally:
-            helper.shutdown()
-
-    said = on_two_ranks(body)
-    assert said[0] == said[1] and "rank 0 called #2 allreduce of float32[3]; rank 1 called #2 broadcast" in said[0]
 
 
 # --- groups by name -----------------------------------------------------------------------------------------------

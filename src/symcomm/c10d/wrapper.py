@@ -7,6 +7,7 @@ For other backends the ranks compare what they are about to do through a second 
 from __future__ import annotations
 
 import functools
+import hashlib
 import operator
 from typing import Any
 
@@ -20,23 +21,43 @@ from symcomm.c10d.words import wrong_type
 
 __all__ = ["_ProcessGroupWrapper"]
 
-_WORDS_BYTES = 512  # of a call's description; longer ones are cut, which keeps the beginning: name, shapes, dtypes
+_WORDS_BYTES = 512  # of a call's description; longer ones end in a digest of the whole
 
-_CHECKED = (
-    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base", "broadcast", "allgather",
-    "_allgather_base", "allgather_coalesced", "gather", "gather_single", "scatter", "alltoall", "alltoall_base",
-    "barrier",
-)  # fmt: skip
-# Tensors whose shapes must agree: not those that only the root has, nor those that may differ among ranks.
-_COMPARED = {"allreduce", "allreduce_coalesced", "reduce", "broadcast", "_reduce_scatter_base", "_allgather_base"}
+# What must agree among ranks, by place and by name: not what only the root has, nor what may differ.
+_COMPARED: dict[str, tuple[set[int], set[str]]] = {
+    "allreduce": ({0}, {"tensors", "tensor"}),
+    "allreduce_coalesced": ({0}, {"tensors"}),
+    "reduce": ({0}, {"tensors", "tensor"}),
+    "reduce_scatter": ({0}, {"output_tensors"}),
+    "_reduce_scatter_base": ({0, 1}, {"outputTensor", "inputTensor"}),
+    "broadcast": ({0}, {"tensors", "tensor"}),
+    "allgather": ({1}, {"input_tensors", "input_tensor"}),
+    "_allgather_base": ({0, 1}, {"output", "input"}),
+    "allgather_coalesced": ({1}, {"input_list"}),
+    "gather": ({1}, {"input_tensors", "input_tensor"}),
+    "gather_single": ({1}, {"input"}),
+    "scatter": ({0}, {"output_tensors", "output_tensor"}),
+    "alltoall": (set(), set()),
+    "alltoall_base": (set(), set()),
+    "barrier": (set(), set()),
+}
 
 
-def describe(name: str, args: tuple) -> str:
+def describe(name: str, args: tuple, kwargs: dict[str, Any]) -> str:
     """A collective in one line, the same on all ranks that make the same call."""
-    if name not in _COMPARED:
-        return name
-    shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in _tensors(args)]
-    return f"{name} of {', '.join(shapes)}"
+    places, names = _COMPARED[name]
+    compared = [item for place, item in enumerate(args) if place in places]
+    compared += [kwargs[key] for key in sorted(names & kwargs.keys())]
+    shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in _tensors(compared)]
+    return f"{name} of {', '.join(shapes)}" if shapes else name
+
+
+def _fixed_length(words: str) -> bytes:
+    text = words.encode()
+    if len(text) > _WORDS_BYTES:
+        digest = f"... ({hashlib.blake2b(text, digest_size=8).hexdigest()})".encode()
+        text = text[: _WORDS_BYTES - len(digest)] + digest
+    return text.ljust(_WORDS_BYTES, b"\0")
 
 
 def _tensors(args: Any) -> list[Any]:
@@ -73,11 +94,12 @@ class _ProcessGroupWrapper(Backend):
             raise self._lacks("get_error")
         return ErrorType(self.wrapped_pg.get_error().value)
 
-    def _check(self, name: str, args: tuple) -> None:
+    def _check(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         if getattr(self.wrapped_pg, "is_symcomm", False):
             return
         self._checks += 1
-        mine = f"#{self._checks} {describe(name, args)}".encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES, b"\0")
+        self._helper.monitored_barrier(wait_all_ranks=True)  # names those that do not come
+        mine = _fixed_length(f"#{self._checks} {describe(name, args, kwargs)}")
         everyone = [torch.zeros(_WORDS_BYTES, dtype=torch.uint8) for _ in range(self._size)]
         self._helper.allgather([everyone], [torch.frombuffer(bytearray(mine), dtype=torch.uint8)]).wait()
         calls = [bytes(t.tolist()).rstrip(b"\0").decode(errors="replace") for t in everyone]
@@ -90,7 +112,7 @@ class _ProcessGroupWrapper(Backend):
 
 def _checked(name: str) -> Any:
     def call(self: _ProcessGroupWrapper, *args: Any, **kwargs: Any) -> Any:
-        self._check(name, args)
+        self._check(name, args, kwargs)
         if not isinstance(self.wrapped_pg, torch._C._distributed_c10d.Backend):
             return getattr(self.wrapped_pg, name)(*args, **kwargs)
         given = {key: for_torch(value) for key, value in kwargs.items()}
@@ -109,7 +131,7 @@ def _passed_on(name: str) -> Any:
     return call
 
 
-for _name in _CHECKED:
+for _name in _COMPARED:
     setattr(_ProcessGroupWrapper, _name, _checked(_name))
 for _name in (
     "name", "_get_backend_name", "send", "recv", "recv_anysource", "monitored_barrier", "_start_coalescing",
