@@ -5,6 +5,7 @@ The tree says whose fault it is::
     SymcommError (RuntimeError)
       CallerError                 fix the call
         BadArgumentError            an argument is wrong (also a ValueError)
+          WrongTypeError              it is of a type that the call does not take (also a TypeError)
         CollectiveMismatchError     ranks made different calls
         GroupUnusableError          the group was destroyed, aborted, or failed before
         RendezvousError             the environment does not say who we are
@@ -48,6 +49,7 @@ __all__ = [
     "StoreDeadlineError",
     "StoreUnreachableError",
     "SymcommError",
+    "WrongTypeError",
 ]
 
 
@@ -61,6 +63,10 @@ class CallerError(SymcommError):
 
 class BadArgumentError(CallerError, ValueError):
     """An argument is wrong: which, what it was, what is allowed, what to do."""
+
+
+class WrongTypeError(BadArgumentError, TypeError):
+    """An argument is of a type that the call does not take."""
 
 
 class CollectiveMismatchError(CallerError):
@@ -197,6 +203,11 @@ def bad_argument(call: str, argument: str, got: object, allowed: str, fix: str =
     text = f"{call}: {argument} must be {allowed}, got {got!r}"
     end = "" if fix.endswith("?") else "."
     return BadArgumentError(f"{text}; {fix}{end}" if fix else f"{text}.")
+
+
+def wrong_type(call: str, argument: str, got: object, allowed: str, fix: str = "") -> WrongTypeError:
+    """The same of an argument that is of another type altogether."""
+    return WrongTypeError(str(bad_argument(call, argument, got, allowed, fix)))
 
 
 def nan_found(call: str, number: int, tensor: str, rank: int, group: str) -> CallerError:

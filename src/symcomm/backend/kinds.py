@@ -1,8 +1,7 @@
-"""Enumerations that behave like those of PyTorch's binding, and refusals of wrong types.
+"""Enumerations that behave like those of PyTorch's binding.
 
 Members compare by kind and number, also with PyTorch's member of the same name, and never with a plain number; they
-hash, convert to int and index lists like the numbers they stand for. PyTorch's binding raises TypeError for an argument
-of a wrong type; so do we, with our words.
+hash, convert to int and index lists like the numbers they stand for.
 """
 
 from __future__ import annotations
@@ -10,18 +9,9 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from symcomm import errors
+from symcomm.errors import wrong_type
 
-__all__ = ["Numbered", "WrongTypeError", "wrong_type"]
-
-
-class WrongTypeError(errors.BadArgumentError, TypeError):
-    """An argument is of a type that the call does not take."""
-
-
-def wrong_type(call: str, argument: str, got: object, allowed: str, fix: str = "") -> WrongTypeError:
-    """One sentence: the call, the argument, what it was, what is allowed, what to do."""
-    return WrongTypeError(str(errors.bad_argument(call, argument, got, allowed, fix)))
+__all__ = ["Numbered"]
 
 
 class Numbered(enum.Enum):

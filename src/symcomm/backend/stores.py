@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed import Store as TorchStore
 
-from symcomm.backend.kinds import wrong_type
+from symcomm.errors import wrong_type
 from symcomm.store import Store
 
 __all__ = ["as_torch_store", "lend_to_default_group", "take_back"]

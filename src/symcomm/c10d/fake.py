@@ -15,8 +15,8 @@ from symcomm.backend.arguments import root_of, sort_out
 from symcomm.backend.checks import single
 from symcomm.c10d.backend import Backend, BackendOptions
 from symcomm.c10d.options import Option, flag, integer
-from symcomm.c10d.words import wrong_type
 from symcomm.c10d.works import FakeWork
+from symcomm.errors import wrong_type
 
 __all__ = ["FakeOptions", "FakeProcessGroup"]
 

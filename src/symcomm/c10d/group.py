@@ -23,8 +23,8 @@ from symcomm.c10d.enums import BackendType, OpType
 from symcomm.c10d.group_hooks import OwnHooks
 from symcomm.c10d.options import DEFAULT_TIMEOUT, NO_TIMEOUT, for_torch, short, text
 from symcomm.c10d.stores import PrefixStore, Store
-from symcomm.c10d.words import wrong_type
 from symcomm.c10d.works import WorkInfo
+from symcomm.errors import wrong_type
 
 __all__ = ["ProcessGroup"]
 

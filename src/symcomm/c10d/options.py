@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as torch_c10d
 
-from symcomm.c10d.words import wrong_type
+from symcomm.errors import wrong_type
 from symcomm.group.arguments import to_redop
 from symcomm.types import RedOpType, ReduceOp
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from symcomm.c10d.words import wrong_type
+from symcomm.errors import wrong_type
 from symcomm.types import ReduceOp, make_premul_sum
 
 __all__ = ["ReduceOp", "_make_nccl_premul_sum"]

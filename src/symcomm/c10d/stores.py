@@ -13,7 +13,7 @@ import torch.distributed as dist
 from symcomm import errors
 from symcomm.backend.stores import as_torch_store
 from symcomm.backend.teach import errors_by_pytorchs_names
-from symcomm.c10d.words import wrong_type
+from symcomm.errors import wrong_type
 from symcomm.store import FileStore, HashStore, PrefixStore, QueueEmptyError, Store, StoreCollectives
 from symcomm.store.tcp import TCPStore
 

@@ -13,7 +13,7 @@ from symcomm import errors, symm_mem
 from symcomm.backend.group import TorchGroup
 from symcomm.c10d.group import ProcessGroup
 from symcomm.c10d.stores import Store
-from symcomm.c10d.words import wrong_type
+from symcomm.errors import wrong_type
 from symcomm.group.process_group import ProcessGroup as Engine
 from symcomm.symm_mem.handle import SymmetricMemory
 

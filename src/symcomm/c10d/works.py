@@ -14,7 +14,7 @@ from symcomm import errors
 from symcomm.backend.work import WorkInfo
 from symcomm.c10d.enums import OpType
 from symcomm.c10d.options import DEFAULT_TIMEOUT, duration
-from symcomm.c10d.words import wrong_type
+from symcomm.errors import wrong_type
 
 __all__ = ["FakeWork", "PythonCallbackWork", "Work", "WorkInfo", "_create_work_from_future"]
 

@@ -17,7 +17,7 @@ from symcomm import errors
 from symcomm.c10d.backend import Backend
 from symcomm.c10d.enums import ErrorType
 from symcomm.c10d.options import for_torch
-from symcomm.c10d.words import wrong_type
+from symcomm.errors import wrong_type
 
 __all__ = ["_ProcessGroupWrapper"]
 

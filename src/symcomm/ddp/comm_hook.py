@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from symcomm import errors
-from symcomm.backend.kinds import Numbered, wrong_type
+from symcomm.backend.kinds import Numbered
 from symcomm.ddp.bucket import GradBucket
+from symcomm.errors import wrong_type
 
 __all__ = [
     "AllReduceHook",

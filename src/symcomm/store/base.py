@@ -24,6 +24,7 @@ from symcomm.errors import (
     StoreDeadlineError,
     bad_argument,
     words_for_seconds,
+    wrong_type,
 )
 
 __all__ = ["DEFAULT_TIMEOUT", "NotOfferedError", "QueueEmptyError", "Store", "Timeout", "Value"]
@@ -247,7 +248,7 @@ def to_bytes(call: str, value: object) -> bytes:
         return value.encode()
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
-    raise bad_argument(call, "value", value, "str or bytes", "use str(value), or pickle.dumps(value) for objects")
+    raise wrong_type(call, "value", value, "str or bytes", "use str(value), or pickle.dumps(value) for objects")
 
 
 def to_key(call: str, key: object) -> str:
@@ -256,14 +257,16 @@ def to_key(call: str, key: object) -> str:
         return key
     try:
         return key.decode()  # type: ignore[attr-defined]
-    except (AttributeError, UnicodeDecodeError):
+    except AttributeError:
+        raise wrong_type(call, "key", key, "a str") from None
+    except UnicodeDecodeError:
         raise bad_argument(call, "key", key, "a str") from None
 
 
 def to_keys(call: str, keys: object) -> list[str]:
     """A list of keys; a lone str is refused, as it would be taken for a list of letters."""
     if isinstance(keys, str | bytes) or not isinstance(keys, Iterable):
-        raise bad_argument(call, "keys", keys, "a list of str", "put brackets around a single key")
+        raise wrong_type(call, "keys", keys, "a list of str", "put brackets around a single key")
     return [to_key(call, key) for key in keys]
 
 
@@ -279,7 +282,7 @@ def to_amount(call: str, amount: object) -> int:
     """What ``add`` may add: a 64-bit int."""
     if isinstance(amount, int) and -(2**63) <= amount < 2**63:
         return int(amount)
-    raise bad_argument(call, "amount", amount, "an int that fits in 64 bits")
+    raise wrong_type(call, "amount", amount, "an int that fits in 64 bits")
 
 
 def add_to(call: str, key: str, stored: bytes, amount: int) -> int:
@@ -295,7 +298,8 @@ def to_seconds(timeout: object, call: str = "Store") -> float:
         return to_seconds(timeout.total_seconds(), call)
     if isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 <= timeout <= _LONGEST:
         return float(timeout)
-    raise bad_argument(call, "timeout", timeout, "a timedelta or a number of seconds, from 0 to 1e9")
+    refuse = bad_argument if isinstance(timeout, int | float) else wrong_type
+    raise refuse(call, "timeout", timeout, "a timedelta or a number of seconds, from 0 to 1e9")
 
 
 def poll_until(seconds: float) -> Iterator[None]:

@@ -34,6 +34,7 @@ from symcomm.errors import (
     SymcommError,
     bad_argument,
     deadline,
+    wrong_type,
 )
 from symcomm.store.base import poll_until
 from symcomm.store.hash import Result, Table, TableStore
@@ -338,9 +339,9 @@ class FileStore(TableStore):
 
     def __init__(self, file_name: str, world_size: int = -1) -> None:
         if not isinstance(file_name, str | os.PathLike) or not os.fspath(file_name):
-            raise bad_argument("FileStore", "file_name", file_name, "a path")
+            raise wrong_type("FileStore", "file_name", file_name, "a path")
         if not isinstance(world_size, int):
-            raise bad_argument("FileStore", "world_size", world_size, "an int")
+            raise wrong_type("FileStore", "world_size", world_size, "an int")
         self._path = os.fspath(file_name)
         self._world_size = world_size
         self._log = Log(os.path.abspath(self._path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-from symcomm.errors import bad_argument
+from symcomm.errors import wrong_type
 from symcomm.store.base import Store, Timeout, Value, to_bytes, to_key, to_keys, to_pairs
 
 __all__ = ["PrefixStore"]
@@ -21,9 +21,9 @@ class PrefixStore(Store):
 
     def __init__(self, prefix: str, store: Store) -> None:
         if not isinstance(prefix, str):
-            raise bad_argument("PrefixStore", "prefix", prefix, "a str")
+            raise wrong_type("PrefixStore", "prefix", prefix, "a str")
         if not callable(getattr(store, "get", None)) or not callable(getattr(store, "set", None)):
-            raise bad_argument("PrefixStore", "store", store, "a Store")
+            raise wrong_type("PrefixStore", "store", store, "a Store")
         self._prefix = prefix
         self._store = store
 

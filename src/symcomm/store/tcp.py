@@ -15,7 +15,14 @@ from datetime import timedelta
 from typing import Any
 
 from symcomm._core import native
-from symcomm.errors import BadArgumentError, StoreConnectionError, StoreDeadlineError, bad_argument, words_for_seconds
+from symcomm.errors import (
+    BadArgumentError,
+    StoreConnectionError,
+    StoreDeadlineError,
+    bad_argument,
+    words_for_seconds,
+    wrong_type,
+)
 from symcomm.store import tcp_wire as wire
 from symcomm.store.base import (
     DEFAULT_TIMEOUT,
@@ -444,7 +451,7 @@ def _client(host: str, port: int, timeout: timedelta, use_libuv: bool, token: by
 
 def _check_arguments(host_name: object, port: object, world_size: object) -> None:
     if not isinstance(host_name, str):
-        raise bad_argument("TCPStore", "host_name", host_name, "a str: a host name or an address")
+        raise wrong_type("TCPStore", "host_name", host_name, "a str: a host name or an address")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
         raise bad_argument("TCPStore", "port", port, "an int from 0 to 65535")
     if world_size is not None and (not isinstance(world_size, int) or world_size == 0):
