@@ -18,7 +18,6 @@ import torch
 import torch._C._distributed_c10d as theirs
 
 import symcomm.c10d as ours
-from symcomm.errors import BadArgumentError
 from symcomm.memory.arena import Arena, use_arena
 
 __all__ = [
@@ -58,7 +57,7 @@ def plain(value: Any) -> Any:
 
 
 def family(error: BaseException) -> str:
-    """TypeErrors stay apart; a refused argument of ours may stand for PyTorch's TypeError (see ``same``)."""
+    """TypeErrors stay apart."""
     if isinstance(error, TypeError):
         return "TypeError"
     return "refused" if isinstance(error, (RuntimeError, ValueError)) else type(error).__name__
@@ -93,11 +92,8 @@ def skip_what_is_newer(kind: str, value: Any) -> None:
         pytest.skip(f"torch {torch.__version__}: {str(value).splitlines()[0]}")
 
 
-def same(expression: str, *, loosely: bool = False) -> None:
-    """Fail unless both sides give the same value, or raise of the same family.
-
-    ``loosely``: where PyTorch raises TypeError, our BadArgumentError will do (stores, which know no torch).
-    """
+def same(expression: str) -> None:
+    """Fail unless both sides give the same value, or raise of the same family."""
     their_kind, theirs_was = outcome(expression, theirs)
     our_kind, ours_was = outcome(expression, ours)
     said = f"{expression!r}: theirs {their_kind} {theirs_was!r}, ours {our_kind} {ours_was!r}"
@@ -106,7 +102,7 @@ def same(expression: str, *, loosely: bool = False) -> None:
     assert their_kind == our_kind, said
     if their_kind == "gave":
         assert plain(theirs_was) == plain(ours_was), said
-    elif not (loosely and isinstance(theirs_was, TypeError) and isinstance(ours_was, BadArgumentError)):
+    else:
         assert family(theirs_was) == family(ours_was), said
 
 

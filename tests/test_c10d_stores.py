@@ -45,12 +45,12 @@ def table(text: str) -> list[str]:
 
 @pytest.mark.parametrize("expression", table(CONSTRUCTORS))
 def test_constructors(expression: str):
-    same(expression, loosely=True)
+    same(expression)
 
 
 @pytest.mark.parametrize("call", table(CALLS))
 def test_calls_on_an_empty_store(call: str):
-    same(f"s = m.HashStore()\ns.{call}", loosely=True)
+    same(f"s = m.HashStore()\ns.{call}")
 
 
 STORY = """
@@ -348,7 +348,7 @@ m._StoreCollectives(m.HashStore(), 0, 2).broadcast_recv('a', td(milliseconds=20)
 
 @pytest.mark.parametrize("expression", table(COLLECTIVES))
 def test_collectives_alone(expression: str):
-    same(expression, loosely=True)
+    same(expression)
 
 
 def test_scattering_too_little_is_refused():
