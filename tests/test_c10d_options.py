@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 pytest.importorskip("torch")
@@ -202,3 +204,11 @@ def test_refusals_are_one_sentence():
         ours.AllreduceOptions().timeout = 5
     with pytest.raises(TypeError, match="_make_nccl_premul_sum: factor must be a number or a tensor, got 'x'"):
         ours._make_nccl_premul_sum("x")
+
+
+def test_a_copy_of_options_is_a_copy():
+    first = ours.BroadcastOptions()
+    first.rootRank = 2
+    second = copy.copy(first)
+    second.rootRank = 3
+    assert (first.rootRank, second.rootRank) == (2, 3)

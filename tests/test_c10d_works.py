@@ -63,6 +63,8 @@ OTHERS = [
     "m._create_work_from_future(3)",
     "m._create_work_from_future()",
     "m._create_work_from_future(torch.futures.Future()).is_completed()",
+    "m._create_work_from_future(torch.futures.Future()).is_success()",
+    "f = torch.futures.Future()\nw = m._create_work_from_future(f)\nf.set_result([torch.ones(1)])\nw.is_success()",
     "f = torch.futures.Future()\nw = m._create_work_from_future(f)\nf.set_result([torch.ones(1)])\nw.is_completed()",
     "f = torch.futures.Future()\nw = m._create_work_from_future(f)\nf.set_result([torch.ones(1)])\nw.wait()",
     "f = torch.futures.Future()\nw = m._create_work_from_future(f)\nf.set_result([torch.ones(1)])\nw.result()",

@@ -78,6 +78,11 @@ class Options:
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
 
+    def __copy__(self) -> Options:
+        other = type(self)()
+        other._values.update(self._values)
+        return other
+
     def __repr__(self) -> str:
         names = [name for kind in reversed(type(self).__mro__) for name, v in vars(kind).items() if type(v) is Option]
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"

@@ -172,6 +172,9 @@ class _FutureWork(Work):
     def is_completed(self) -> bool:
         return self._future.done()
 
+    def is_success(self) -> bool:
+        return self._future.done() and super().is_success()
+
     def result(self) -> list[Any]:
         self.wait()
         return self._future.value()
