@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import pickle
+import re
+import socket
 import threading
 from datetime import timedelta
 
@@ -435,3 +437,31 @@ def test_a_class_that_defines_pythons_names_answers_to_both():
             return key == "there"
 
     assert Plain().getNumKeys() == 3 and Plain().deleteKey("there") and not Plain().deleteKey("not there")
+
+
+TCP = "s = m.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
+FREE = "with socket.socket() as q: q.bind(('127.0.0.1', 0)); p = q.getsockname()[1]"
+# what programs do, and the words that they look for in what it raises
+LOOKED_FOR = [
+    ("m.HashStore().wait(['k'], td(milliseconds=20))", "(?i)timeout"),
+    ("m.PrefixStore('p', m.HashStore()).wait(['k'], td(milliseconds=20))", "(?i)timeout"),
+    (f"{TCP}\ns.wait(['k'], td(milliseconds=20))", "wait timeout after 20ms, keys: /k"),
+    (f"{TCP}\ns.set_timeout(td(milliseconds=20))\ns.get('k')", "wait timeout after 20ms, keys: /k"),
+    (f"{TCP}\ns.set_timeout(td(milliseconds=20))\ns.multi_get(['k'])", "wait timeout after 20ms, keys: /k"),
+    (f"{TCP}\ns.set_timeout(td(milliseconds=20))\ns.queue_pop('q')", "wait timeout after 20ms, keys: /q"),
+    (f"{TCP}\ns.barrier('b', 2, td(milliseconds=20))", "barrier timeout after 20ms, key: b"),
+    (f"{TCP}\ns.queue_pop('q', False)", "queue is empty"),
+    (f"{TCP}\nm.TCPStore('127.0.0.1', s.port, is_master=True)", "^The server socket has failed to listen on any "),
+    (f"{FREE}\nm.TCPStore('127.0.0.1', p, is_master=False, timeout=td(milliseconds=200))",
+     r"(?i)the client socket has timed out after 200ms while trying to connect to \(127.0.0.1, "),
+    ("m.TCPStore('127.0.0.1', 0, 2, True, timeout=td(milliseconds=200))", "1/2 clients joined"),
+    ("class X(m.Store): pass\nX().set('a', 'b')", "Not implemented"),
+    ("class X(m.Store): pass\nX().get('a')", "Not implemented"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "words"), LOOKED_FOR, ids=[code.splitlines()[-1] for code, _ in LOOKED_FOR])
+@pytest.mark.parametrize("module", [theirs, ours], ids=["theirs", "ours"])
+def test_words_that_programs_look_for(module, code: str, words: str):
+    kind, error = outcome(code, module, socket=socket)
+    assert kind == "raised" and isinstance(error, RuntimeError) and re.search(words, str(error)), error

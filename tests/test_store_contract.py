@@ -695,7 +695,7 @@ def test_a_store_says_what_it_lacks(wrap):
     ):
         with pytest.raises(CallerError, match="TinyStore does not define|define it in TinyStore"):
             call()
-    with pytest.raises(CallerError, match="Store.set: this store class does not define"):
+    with pytest.raises(CallerError, match="Store.set: Not implemented. This store class does not define"):
         Store().set("a", "b")
 
 

@@ -134,6 +134,13 @@ def gather(outputs: Any, inputs: Any, root: Any, rank: int, size: int) -> tuple[
     return _from_root("gather", "output", outputs, tensor, root, rank, size), tensor
 
 
+def all_to_all(outputs: Sequence[Any], inputs: Sequence[Any], size: int) -> None:
+    for side, tensors in (("input", inputs), ("output", outputs)):
+        if len(tensors) != size:
+            words = f"{side} tensor list size {len(tensors)} does not match world size {size}"
+            raise _refuse("all_to_all", words, f"{side}s", f"a list of {len(tensors)}", f"{size} tensors, one per rank")
+
+
 def all_gather_lists(outputs: Any, inputs: Sequence[Any], size: int) -> list[list[Any]]:
     """One list of places for each of this rank's tensors, each with as many places as all ranks give tensors."""
     call = "all_gather"

@@ -464,6 +464,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
 
     def alltoall(self, output_tensors: Sequence[Any], input_tensors: Sequence[Any], opts: Any = None) -> Any:
         args = (list(output_tensors), list(input_tensors))
+        checks.all_to_all(*args, self.core.size)
         return self._call(
             "all_to_all", self.core.all_to_all, *args, options=opts, inputs=input_tensors, result=output_tensors
         )

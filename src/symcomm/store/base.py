@@ -157,9 +157,7 @@ class Store:
             came = self._withdraw(counter, (turn + 1) * world_size)
             if came is not None:
                 here = came - turn * world_size
-                raise StoreDeadlineError(
-                    f"{call}({key!r}) timed out after {words_for_seconds(seconds)}: {here} of {world_size} came."
-                ) from None
+                raise barrier_late(f"{call}({key!r})", key, seconds, f"{here} of {world_size} came") from None
 
     def clone(self) -> Store:
         """A store with the same content that another thread may use at the same time; here the store itself."""
@@ -196,7 +194,7 @@ class Store:
     def _lacks(self, call: str) -> NotOfferedError:
         name = type(self).__name__
         return NotOfferedError(
-            f"{name}.{call}: this store class does not define {call}(); define it in {name} to use it."
+            f"{name}.{call}: Not implemented. This store class does not define {call}(); define it in {name} to use it."
         )
 
     def _forget(self, key: str) -> bool:
@@ -318,7 +316,20 @@ def keys_missing(store: Store, call: str, keys: Sequence[str], seconds: float) -
     names = ", ".join(repr(key) for key in keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
     what = "key" if len(keys) == 1 else "keys"
     where = f"{type(store).__name__}.{call}"
-    return StoreDeadlineError(f"{where} timed out after {words_for_seconds(seconds)}: nobody set {what} {names}.")
+    return wait_late(where, keys, seconds, f"nobody set {what} {names}")
+
+
+# Programs look for PyTorch's words in what its stores raise: they follow ours, in parentheses.
+
+
+def wait_late(call: str, keys: Sequence[str], seconds: float, why: str) -> StoreDeadlineError:
+    theirs = f"wait timeout after {seconds * 1e3:.0f}ms, keys: {', '.join('/' + key for key in keys[:8])}"
+    return StoreDeadlineError(f"{call} timed out after {words_for_seconds(seconds)}: {why} ({theirs}).")
+
+
+def barrier_late(call: str, key: str, seconds: float, why: str) -> StoreDeadlineError:
+    theirs = f"barrier timeout after {seconds * 1e3:.0f}ms, key: {key}"
+    return StoreDeadlineError(f"{call} timed out after {words_for_seconds(seconds)}: {why} ({theirs}).")
 
 
 def _marker(key: str, turn: int) -> str:

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from symcomm.errors import StoreDeadlineError, words_for_seconds
 from symcomm.store.base import (
     QueueEmptyError,
     Store,
@@ -21,6 +20,7 @@ from symcomm.store.base import (
     to_key,
     to_keys,
     to_pairs,
+    wait_late,
 )
 
 __all__ = ["HashStore", "Table", "TableStore"]
@@ -192,8 +192,7 @@ class TableStore(Store):
         call = self._call("queue_pop")
         if seconds is None:
             return QueueEmptyError(f"{call}: queue {queue!r} is empty.")
-        waited = words_for_seconds(seconds)
-        return StoreDeadlineError(f"{call} timed out after {waited}: nobody pushed to queue {queue!r}.")
+        return wait_late(call, [queue], seconds, f"nobody pushed to queue {queue!r}")
 
     def _call(self, method: str) -> str:
         return f"{type(self).__name__}.{method}"

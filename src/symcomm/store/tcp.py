@@ -31,6 +31,7 @@ from symcomm.store.base import (
     Timeout,
     Value,
     add_to,
+    barrier_late,
     keys_missing,
     to_amount,
     to_bytes,
@@ -38,6 +39,7 @@ from symcomm.store.base import (
     to_keys,
     to_pairs,
     to_seconds,
+    wait_late,
 )
 from symcomm.store.tcp_server import Server, StoreLimits, start_server
 from symcomm.store.tcp_wire import Connection
@@ -208,9 +210,7 @@ class TCPStore(Store):
             raise bad_argument("TCPStore.barrier", "world_size", world_size, "a positive int")
         seconds = self._timeout_s if timeout is None else to_seconds(timeout, "TCPStore.barrier")
         if not self._wait_call("barrier", wire.BARRIER, key, world_size, seconds):
-            raise StoreDeadlineError(
-                f"TCPStore.barrier({key!r}) timed out after {words_for_seconds(seconds)}: fewer than {world_size} came."
-            )
+            raise barrier_late(f"TCPStore.barrier({key!r})", key, seconds, f"fewer than {world_size} came")
 
     def _wait(self, call: str, keys: list[str], seconds: float) -> None:
         if not self._wait_call(call, wire.WAIT, keys, None, seconds):
@@ -231,10 +231,7 @@ class TCPStore(Store):
             end = end or time.monotonic() + self._timeout_s
             left = max(end - time.monotonic(), 0.0)  # somebody may have been quicker than we: wait again
             if not self._wait_call("queue_pop", wire.WAIT, [key], None, left):
-                raise StoreDeadlineError(
-                    f"TCPStore.queue_pop({key!r}) timed out after {words_for_seconds(self._timeout_s)}: "
-                    "nobody pushed a value."
-                )
+                raise wait_late(f"TCPStore.queue_pop({key!r})", [key], self._timeout_s, "nobody pushed a value")
         return value
 
     def queue_len(self, key: str) -> int:
@@ -407,7 +404,7 @@ class TCPStore(Store):
                 raise StoreDeadlineError(
                     f"TCPStore: {came} of {world_size} workers joined the store on port {self._port} "
                     f"in {words_for_seconds(self._timeout_s)}; start the missing ranks with the same MASTER_ADDR and "
-                    "MASTER_PORT, or lower WORLD_SIZE."
+                    f"MASTER_PORT, or lower WORLD_SIZE ({came}/{world_size} clients joined)."
                 )
             time.sleep(_JOIN_PAUSE)
             came = self._count_workers(0)

@@ -152,7 +152,8 @@ def _sockets(
             return _listen(["::"], port)
         fix = "; another server has that port: choose another, or 0" if error.errno == errno.EADDRINUSE else ""
         raise StoreConnectionError(
-            f"TCPStore: cannot listen on {' and '.join(addresses)} port {port}: {error.strerror}{fix}."
+            "The server socket has failed to listen on any local network address: TCPStore cannot listen on "
+            f"{' and '.join(addresses)} port {port}: {error.strerror}{fix}."
         ) from None
 
 
