@@ -57,7 +57,8 @@ def compute_bucket_assignment_by_size(
         bucket.nbytes += tensor.numel() * tensor.element_size()
         if bucket.nbytes >= bucket.limit:
             done.append(bucket.close())
-    done += [bucket.close() for bucket in being_filled.values() if bucket.indices]
+    # PyTorch's table gives what is left in this order: the kind of tensor that came last comes first.
+    done += [bucket.close() for bucket in reversed(being_filled.values()) if bucket.indices]
     if not tensor_indices:
         done.sort(key=lambda bucket: min(bucket[0]))
     return [indices for indices, _ in done], [limit for _, limit in done]
@@ -77,6 +78,8 @@ def _check(
         error = errors.bad_argument(call, "expect_sparse_gradient", list(sparse), allowed)
     elif order and len(order) != len(tensors):
         error = errors.bad_argument(call, "tensor_indices", list(order), f"{len(tensors)} numbers, one for each tensor")
+    elif sparse and any(not 0 <= index < len(sparse) for index in order):
+        error = errors.bad_argument(call, "tensor_indices", list(order), f"numbers from 0 to {len(sparse) - 1}")
     elif any(tensor.is_sparse for tensor in tensors):
         error = errors.bad_argument(call, "tensors", "a sparse tensor", "dense: No support for sparse tensors")
     if error is not None:
