@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import warnings
 
 import pytest
 import torch
+import torch._prims_common
 
 from symcomm import comm
 from symcomm._core import native
+from symcomm.device.copies import suggested_memory_format
 from symcomm.errors import BadArgumentError
 from symcomm.group.buffers import torch_dtypes
 
@@ -191,7 +194,7 @@ def test_gather_is_cat(dtype, dim):
     parts = [numbers(2, 3, dtype=dtype) for _ in range(3)]
     if dim == 0:
         parts.append(numbers(0, 3, dtype=dtype))
-    for destination in (None, "cpu", -1, torch.device("cpu")):
+    for destination in (None, "cpu", torch.device("cpu")):
         result = comm.gather(parts, dim, destination)
         assert torch.equal(result, torch.cat(parts, dim)) and result.device.type == "cpu"
     out = torch.empty_like(torch.cat(parts, dim))
@@ -350,6 +353,33 @@ def test_bindings_take_their_arguments_by_the_names_that_torch_gives_them():
     assert [p.tolist() for p in parts] == [[[0.0, 1.0, 2.0]], [[3.0, 4.0, 5.0]]]
     rows = [torch.empty(1, 3), torch.empty(1, 3)]
     assert comm._scatter_out(tensor=source, out=rows, dim=0, streams=None) == rows and rows[1].equal(source[1:])
-    assert comm._gather(tensors=rows, dim=0, destination_index=-1).equal(source)
+    assert comm._gather(tensors=rows, dim=0, destination_index=None).equal(source)
     whole = torch.empty(2, 3)
     assert comm._gather_out(tensors=rows, out=whole, dim=0) is whole and whole.equal(source)
+
+
+@pytest.mark.parametrize("dims", [3, 4, 5])
+def test_memory_formats_are_what_pytorch_takes_strides_for(dims: int):
+    formats = [torch.contiguous_format, *({4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(dims, []))]
+    seen = set()
+    for shape in itertools.product((1, 2, 3), repeat=dims):
+        for given in formats:
+            whole = torch.empty([2 * n for n in shape]).to(memory_format=given)
+            exact = torch.empty(shape).to(memory_format=given)
+            sliced = [
+                whole[:, : shape[1]],
+                whole[..., : shape[-1]],
+                whole[: shape[0]].transpose(0, 1),
+                exact.expand(shape),
+            ]
+            for tensor in (whole, exact, *sliced):
+                assert suggested_memory_format(tensor) == torch._prims_common.suggest_memory_format(tensor), (
+                    tensor.shape, tensor.stride()
+                )  # fmt: skip
+                seen.add(suggested_memory_format(tensor))
+    assert seen == set(formats)
+
+
+def test_gather_to_minus_one_is_deprecated_as_in_torch():
+    with pytest.warns(FutureWarning, match='-1 for the CPU is deprecated; say destination="cpu"'):
+        assert comm.gather([torch.ones(1, 2)] * 2, 0, -1).equal(torch.ones(2, 2))

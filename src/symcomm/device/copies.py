@@ -221,6 +221,9 @@ def gather(tensors: Any, dim: int = 0, destination: Any = None, *, out: torch.Te
     dim = wrap_dim("gather", dim, tensors[0].dim())
     shape = _gathered_shape(tensors, dim)
     if out is None:
+        if destination == -1:
+            text = 'gather: -1 for the CPU is deprecated; say destination="cpu".'
+            warnings.warn(text, FutureWarning, stacklevel=2)
         device = as_destination("gather", destination, tensors)
         if all(t.device == device and t.dtype == tensors[0].dtype for t in tensors):
             return torch.cat(tensors, dim)
@@ -252,8 +255,19 @@ def _gathered_shape(tensors: list[torch.Tensor], dim: int) -> list[int]:
 
 
 def common_memory_format(tensors: Sequence[torch.Tensor]) -> torch.memory_format:
-    """Channels last where all tensors are, and could not be taken for contiguous ones."""
-    for dims, candidate in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if all(t.dim() == dims and t.is_contiguous(memory_format=candidate) and not t.is_contiguous() for t in tensors):
-            return candidate
-    return torch.contiguous_format
+    """The one that all tensors have; contiguous where they differ."""
+    formats = {suggested_memory_format(t) for t in tensors}
+    return formats.pop() if len(formats) == 1 else torch.contiguous_format
+
+
+def suggested_memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """What PyTorch takes a tensor's strides for, dense or not. Strides that fit both formats are contiguous."""
+    order = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}.get(tensor.dim())
+    if order is None or tensor.numel() == 0 or tensor.stride(1) == 0:
+        return torch.contiguous_format
+    least = 0
+    for d in order:
+        if tensor.stride(d) < least or (d == 0 and least == tensor.stride(1)):
+            return torch.contiguous_format
+        least = tensor.stride(d) * tensor.size(d)
+    return torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
