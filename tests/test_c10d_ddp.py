@@ -218,3 +218,39 @@ def test_parameters_of_a_bare_layer_have_no_leading_dot(group, monkeypatch):
     assert "Parameter at index 0 with name weight has been marked" in str(twice.value)
     assert "No gradient came for bias (parameter 1) on rank 0" in str(unused.value)
     assert "Parameters which did not receive grad for rank 0: bias\n" in str(unused.value)
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+def test_logger_and_used_map_as_pytorchs(find_unused: bool, static: bool, group):
+    told = []
+    for module in (theirs, ours):
+        params = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
+        reducer = module.Reducer(
+            params, [[0, 1]], [1 << 20], group, [False, False], 1 << 20, find_unused, False, {0: "a", 1: "b"}, 1 << 20
+        )
+        logger = module.Logger(reducer)
+        logger.set_construction_data_and_log("Module", [], -1, False, False, False)
+        logger._set_static_graph()
+        if static:
+            reducer._set_static_graph()
+            logger._set_static_graph()
+        reducer.set_logger(logger)
+        is_mapped = reducer._get_local_used_map() is not None
+        for _ in range(2):
+            logger.set_runtime_stats_and_log()
+            reducer.prepare_for_forward()
+            total = params[0].sum() + params[1].sum()
+            reducer.prepare_for_backward([total] if find_unused and not static else [])
+            total.backward()
+            reducer._rebuild_buckets()
+        logger.set_runtime_stats_and_log()
+        data = logger._get_ddp_logging_data()
+        kept = {**data.ints_map, **data.strs_map}
+        told.append((is_mapped, {k: v for k, v in kept.items() if "rebuilt" in k or "static" in k}))
+    assert told[0] == told[1]
+
+
+def test_a_logger_is_one_of_a_reducer():
+    same("m.Logger(3)")
+    same("m.Logger()")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from symcomm import errors
 from symcomm.ddp.timeline import not_compiled
 
 __all__ = ["DDPLoggingData", "Logger"]
@@ -58,6 +59,8 @@ class Logger:
     """Collects facts about a reducer; the reducer refers back to it only weakly."""
 
     def __init__(self, reducer: Any):
+        if not hasattr(reducer, "_rebuild_buckets"):  # the reducer's module is above this one
+            raise errors.wrong_type("Logger", "reducer", reducer, "a Reducer")
         self._reducer = reducer
         self._data = DDPLoggingData()
         self._samples = 0
@@ -97,7 +100,7 @@ class Logger:
         if is_gloo and hasattr(options := group._get_backend(params[0].device).options, "_threads"):
             ints["gloo_num_threads"] = options._threads
         if static_graph:
-            self._set_static_graph()
+            ints["static_graph"] = 1
 
     @not_compiled
     def set_runtime_stats_and_log(self) -> None:
@@ -110,7 +113,7 @@ class Logger:
         unused = [reducer.params[i] for i in reducer.unused]
         ints["unused_parameter_size"] = sum(p.numel() * p.element_size() for p in unused)
         ints["num_buckets_reduced"] = reducer.buckets_reduced
-        if ints.get("has_rebuilt_buckets") != int(reducer.has_rebuilt):
+        if ints.setdefault("has_rebuilt_buckets", 0) != int(reducer.has_rebuilt):
             ints["has_rebuilt_buckets"] = int(reducer.has_rebuilt)
             strs["rebuilt_bucket_sizes"] = _listed(bucket.nbytes for bucket in reducer.buckets)
             per_bucket = (" ".join(map(str, bucket.indices)) for bucket in reducer.buckets)
@@ -140,7 +143,7 @@ class Logger:
         self._data.strs_map["comm_hook"] = comm_hook
 
     def _set_static_graph(self) -> None:
-        self._data.ints_map["static_graph"] = 1
+        self._data.ints_map["static_graph"] = int(self._reducer.static_graph)
 
     def _set_uneven_input_join(self) -> None:
         self._data.ints_map["join_uneven_inputs"] = 1

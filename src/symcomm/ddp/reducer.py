@@ -515,8 +515,9 @@ class Reducer(Filler):
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         self._sample_rate = sample_rate
 
-    def _get_local_used_map(self) -> torch.Tensor:
-        return self._used_anywhere
+    def _get_local_used_map(self) -> torch.Tensor | None:
+        """Which parameters were used on any rank; None where nobody looks for unused ones."""
+        return self._used_anywhere if self.find_unused_parameters or self.static_graph else None
 
     def _remove_autograd_hooks(self) -> None:
         _remove(self._handles)
