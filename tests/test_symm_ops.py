@@ -108,6 +108,28 @@ def test_operators_that_need_multicast_say_so_and_what_to_use():
         ops._rendezvous(t, "world")
 
 
+@pytest.mark.parametrize("name", ["two_shot_all_reduce_", "one_shot_all_reduce_out", "two_shot_all_reduce_out"])
+def test_dynamo_traces_operators_that_return_what_they_write(name: str):
+    """Values on real tensors are compared below; here is what a traced program is told."""
+    operator = getattr(ops, name)
+    places = [a.name for a in operator.default._schema.arguments if a.name in ("out", "output")]
+
+    def call(tensor: torch.Tensor) -> torch.Tensor:
+        written = {place: torch.empty_like(tensor) for place in places}
+        return operator(tensor, "sum", "a group", **written) + 1
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return lambda *args: (args[0],)
+
+    torch.compile(call, backend=keep, fullgraph=True)(torch.ones(3))
+    assert [node.target for node in graphs[0].graph.nodes if "all_reduce" in str(node.target)] == [operator]
+    (result,) = next(node for node in graphs[0].graph.nodes if node.op == "output").args[0]
+    assert result.meta["example_value"].shape == (3,)
+
+
 def test_uninstall_gives_back_what_was_there():
     ours = Statics.rendezvous
     symm_mem.install()

@@ -75,7 +75,7 @@ NOT_HERE = {  # why, and what to use
 }
 _TAKES_NO_TENSOR = {"_barrier", "nccl_wait_signal"}  # so nothing leads to the CPU
 
-_library: Any = None
+_libraries: list[Any] = []
 
 
 def _refusing(name: str, why: str) -> Callable[..., Any]:
@@ -85,23 +85,48 @@ def _refusing(name: str, why: str) -> Callable[..., Any]:
     return refuse
 
 
+def _without_data(schema: Any) -> Callable[..., Any] | None:
+    """What a traced program is given by an operator that returns what it writes to, or nothing; None for others."""
+    if not schema.returns:
+        return lambda *_, **__: None
+    written = schema.returns[0].alias_info
+    if len(schema.returns) != 1 or written is None:
+        return None
+    sets = [argument.alias_info and argument.alias_info.before_set for argument in schema.arguments]
+    place = sets.index(written.before_set)
+    name = schema.arguments[place].name
+    return lambda *args, **kwargs: args[place] if place < len(args) else kwargs[name]
+
+
+def _register_for_tracing(names: set[str]) -> Any:
+    """Dynamo asks each operator what it would give, without data; torch says so of some only."""
+    library = torch.library.Library("symm_mem", "IMPL", "Meta")
+    for name in sorted(names):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"symm_mem::{name}", "Meta"):
+            kernel = _without_data(getattr(torch.ops.symm_mem, name).default._schema)
+            if kernel is not None:
+                library.impl(name, kernel)
+    return library
+
+
 def register() -> None:
     """Give torch the operators for CPU tensors, those of them that this version of torch has."""
-    global _library
-    if _library is not None:
+    global _libraries
+    if _libraries:
         return
     multicast = "needs multicast hardware (NVLink SHARP), which a CPU has not; use torch.ops.symm_mem.{}"
     refused = {name: multicast.format(other) for name, other in NEEDS_MULTICAST.items()}
     refused |= {name: why for name, why in NOT_HERE.items() if name not in _TAKES_NO_TENSOR}
     kernels = IMPLEMENTED | {name: _refusing(name, why) for name, why in refused.items()}
     known = {name.removeprefix("symm_mem::") for name in torch._C._dispatch_get_all_op_names()}
-    _library = torch.library.Library("symm_mem", "IMPL", "CPU")
+    library = torch.library.Library("symm_mem", "IMPL", "CPU")
     for name in sorted(kernels.keys() & known):
-        _library.impl(name, kernels[name])
+        library.impl(name, kernels[name])
+    _libraries = [library, _register_for_tracing(IMPLEMENTED.keys() & known)]
 
 
 def unregister() -> None:
-    global _library
-    if _library is not None:
-        _library._destroy()
-    _library = None
+    global _libraries
+    for library in _libraries:
+        library._destroy()
+    _libraries = []
