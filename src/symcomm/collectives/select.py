@@ -21,6 +21,7 @@ from symcomm.collectives.all_reduce import direct_all_reduce, one_shot, two_shot
 from symcomm.collectives.all_to_all import direct_all_to_all, streamed_all_to_all
 from symcomm.collectives.barrier import arrival
 from symcomm.collectives.broadcast import direct_broadcast, streamed_broadcast
+from symcomm.collectives.by_node import by_node, direct_by_node, grid_of
 from symcomm.collectives.chunks import LINE, SLOTS, Pieces
 from symcomm.collectives.gather import direct_gather, streamed_gather
 from symcomm.collectives.plan import At, Collective, Copy, Need, Plan, Reduce, Space, Step
@@ -56,6 +57,12 @@ class Limits:
     one_shot_bytes: int = 32 << 10  # all_reduce, reduce: up to here one-shot; measured: at 64 KiB both take 23 us
     direct_bytes: int = 4 << 10  # from here on symmetric tensors take part without copies; measured: 0.8, 1.3 us there
     two_rank_variant: str = "two_shot"  # all_reduce of more, 2 ranks; or "one_shot"; measured at 1 MiB: 8.1, 5.8 GB/s
+    nodes: tuple[int, ...] = ()  # each rank's NUMA node, -1 where it is not bound to one; () where all are on one
+    node_bytes: int = 256 << 10  # from here on all_reduce goes by node; simulated, docs/simulate.md, not yet measured
+
+    def on_nodes(self, nodes: Sequence[int]) -> Limits:
+        """For ranks on these nodes. Where all are on one, that is as good as not knowing."""
+        return replace(self, nodes=tuple(nodes) if len(set(nodes)) > 1 else ())
 
     def crowded(self) -> Limits:
         """For more ranks than cores, where a turn costs several switches between processes: the largest chunks that
@@ -149,6 +156,12 @@ def all_reduce(rank: int, world: int, count: int, dtype: int, redop: int, limits
     nbytes = count * ITEMSIZE[dtype]
     if world == 1:
         return _alone(plan, nbytes, combine=True)
+    grid = grid_of(limits.nodes, dtype, redop) if nbytes >= limits.node_bytes else None
+    if grid is not None:
+        plan.why = f"{nbytes} bytes >= node_bytes {limits.node_bytes}, {grid.nodes} nodes of {grid.width} ranks"
+        by_node(plan, nbytes, limits, grid)
+        _offer_direct(plan, nbytes, limits, direct_by_node, nbytes, limits, grid)
+        return plan
     choice = one_shot if _prefer_one_shot(plan, nbytes, limits) else two_shot
     choice(plan, nbytes, limits)
     _offer_direct(plan, nbytes, limits, direct_all_reduce, nbytes)
