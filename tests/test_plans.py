@@ -291,6 +291,83 @@ def test_many_ranks(name: str):
         play([Case(name, 33, 20, 17, symmetric=symmetric, limits=replace(TINY, stage_bytes=8192))], 1)
 
 
+# --- machines of several nodes -----------------------------------------------------------------------
+
+
+def on_nodes(nodes: int, width: int, limits: Limits = TINY) -> Limits:
+    return replace(limits, nodes=tuple(rank // width for rank in range(nodes * width)), node_bytes=64)
+
+
+@pytest.mark.parametrize(("nodes", "width"), [(2, 2), (2, 3), (3, 2), (4, 2), (2, 4)])
+def test_by_node(nodes: int, width: int):
+    """Chunks that fill a turn or not, one and several, in place or not, wherever tensors are."""
+    world = nodes * width
+    base = Case("all_reduce", world, 0, limits=on_nodes(nodes, width))
+    kinds = schedules(world)
+    for number, count in enumerate((8, 9, 63, 64, 65, 150, 333)):
+        symmetric = ("none", "all", "mixed")[number % 3]
+        trio = [
+            replace(base, count=count, symmetric=symmetric),
+            replace(base, count=count, symmetric="none" if symmetric == "all" else "all", in_place=True),
+            replace(base, count=count + 1, in_place=number % 2 == 0),
+        ]
+        assert {plan.name for case in trio for plan in Operation(case).plans} == {"by-node"}
+        try:
+            play(trio, kinds[number % len(kinds)])
+        except (PlanError, AssertionError) as error:
+            raise AssertionError(explain(trio, kinds[number % len(kinds)])) from error
+
+
+def crossed(plans: Sequence[Plan], nodes: Sequence[int], part: str) -> int:
+    """Bytes that ranks read from or write to memory of other nodes."""
+    total = 0
+    for plan in plans:
+        for step in getattr(plan, part):
+            turns, body = (step.turns, step.body) if isinstance(step, Loop) else (1, (step,))
+            for inner in body:
+                if isinstance(inner, Copy | Reduce):
+                    places = [*inner.dst, *(inner.src if isinstance(inner, Reduce) else (inner.src,))]
+                    far = [p for p in places if p.space > Space.OUT and nodes[p.index] != nodes[plan.rank]]
+                    total += turns * inner.nbytes * len(far)
+    return total
+
+
+@pytest.mark.parametrize("part", ["staged", "direct"])
+def test_each_byte_crosses_between_nodes_once(part: str):
+    """Once up, combined so far, and once down, as the result: for each node but the last."""
+    for nodes, width in ((2, 8), (4, 4)):
+        limits = on_nodes(nodes, width, Limits())
+        count = 5_000_001
+        made = [collectives.all_reduce(r, 16, count, DType.FLOAT32, RedOpType.SUM, limits) for r in range(16)]
+        flat = [collectives.all_reduce(r, 16, count, DType.FLOAT32, RedOpType.SUM) for r in range(16)]
+        assert crossed(made, limits.nodes, part) == 2 * (nodes - 1) * count * 4
+        assert crossed(flat, limits.nodes, part) == pytest.approx(width * crossed(made, limits.nodes, part), rel=0.01)
+
+
+def test_what_is_combined_by_node_and_what_is_not():
+    """Where a result so far cannot be stored, or ranks of a node do not follow each other, plans are as on one node."""
+
+    def name(
+        nodes: tuple[int, ...], dtype: DType = DType.FLOAT32, op: RedOpType = RedOpType.SUM, n: int = 1 << 20
+    ) -> str:
+        limits = Limits().on_nodes(nodes)
+        return collectives.all_reduce(0, len(nodes), n, dtype, op, limits).name
+
+    assert name((0, 0, 1, 1)) == name((5, 5, 2, 2)) == name((0, 0, 1, 1), DType.INT8, RedOpType.BXOR) == "by-node"
+    assert name((0, 0, 1, 1), n=100) == "one-shot"
+    flat = [(0, 0, 0, 0), (0, 1, 0, 1), (0, 1, 2, 3), (0, 0, 0, 1), (0, 0, -1, -1), (0, 0, 1, 1, 1)]
+    assert {name(nodes) for nodes in flat} == {"two-shot"}
+    assert {name((0, 0, 1, 1), dtype) for dtype in (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E5M2)} == {"two-shot"}
+    assert {name((0, 0, 1, 1), op=op) for op in (RedOpType.AVG, RedOpType.PREMUL_SUM)} == {"two-shot"}
+
+
+def test_by_node_in_a_staging_area_without_room():
+    limits = replace(on_nodes(2, 4), stage_bytes=2 * (4 + 2) * 64, chunk_bytes=64)
+    play([Case("all_reduce", 8, 200, limits=limits)], 1)
+    with pytest.raises(ValueError, match="stage_bytes must be at least 768, got 700"):
+        collectives.all_reduce(0, 8, 200, DType.INT64, RedOpType.SUM, replace(limits, stage_bytes=700))
+
+
 # --- what a plan promises ----------------------------------------------------------------------------
 
 

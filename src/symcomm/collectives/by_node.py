@@ -66,7 +66,7 @@ class Grid:
 
 
 def grid_of(nodes: Sequence[int], dtype: int, redop: int) -> Grid | None:
-    """The ranks by node (``nodes[r]``: rank r's), where this algorithm can be used."""
+    """The ranks by node (``nodes[r]``: rank r's), or None where this algorithm cannot be used."""
     count = len(set(nodes))
     if count < 2 or min(nodes) < 0 or dtype not in _STORABLE or redop not in _FOLDING or len(nodes) % count:
         return None
@@ -123,7 +123,10 @@ def by_node(plan: Plan, nbytes: int, limits: Limits, grid: Grid) -> None:
         return steps
 
     def turn(now: Sizes, following: Sizes | None) -> list[Simple]:
-        steps = later(combine(now[0]), -node) + (later(put(following[0]), 1 - node) if following else [])
+        if following is None:  # what the others have fetched is all that is left
+            own = [Wait(rank, FIRST_SIGNAL, 1) for rank in grid.beside(me) if rank != me]
+            return [Signal(FIRST_SIGNAL, 1), *own, *later(collect(now[2]), -grid.nodes)] if node != last else []
+        steps = later(combine(now[0]), -node) + later(put(following[0]), 1 - node)
         steps += [Signal(FIRST_SIGNAL, 1), Wait(ALL, FIRST_SIGNAL, 1)]
         if node == last:
             return steps + later(collect(now[1]), -last)
@@ -147,8 +150,8 @@ def _chunk(nbytes: int, limits: Limits, grid: Grid) -> int:
 
 
 def direct_by_node(plan: Plan, nbytes: int, limits: Limits, grid: Grid) -> tuple[list[Step], list[Need]]:
-    """Slice i of a node's tensors is read and written by its rank i alone, but for what other nodes read of it in the
-    turn after: so in place is safe."""
+    """Slice i of a node's tensors is read and written by its rank i alone, but for what the i-th ranks of other nodes
+    read of it later: so in place is safe, and only those wait for each other before the end."""
     me, last = plan.rank, grid.nodes - 1
     node, place = grid.of(me)
     lines = LINE * grid.width
@@ -170,8 +173,11 @@ def direct_by_node(plan: Plan, nbytes: int, limits: Limits, grid: Grid) -> tuple
         return [Copy(outputs(start), At(PEER_OUT, last * grid.width + place, start, chunk), length)] if length else []
 
     def turn(now: Sizes, following: Sizes | None) -> list[Simple]:
-        steps = [*later(combine(now[0]), -node), Signal(FIRST_SIGNAL, 1), Wait(ALL, FIRST_SIGNAL, 1)]
-        return steps + (later(fetch(now[1]), -last) if node != last else [])
+        before = [Wait(me - grid.width, FIRST_SIGNAL - 1, 1)] if node else []  # has combined the chunk in its last turn
+        ready = [Wait(last * grid.width + place, FIRST_SIGNAL, 1)]
+        combining, fetching = combine(now[0]), fetch(now[1]) if node != last else []
+        steps = [*before, *later(combining, -node)] if combining else []
+        return [*steps, Signal(FIRST_SIGNAL, 1), *([*ready, *later(fetching, -last)] if fetching else [])]
 
     turns = -(-nbytes // chunk) + last
     steps = pipeline([nbytes] * 2, [chunk] * 2, turns, turn, [node, last])

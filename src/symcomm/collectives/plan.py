@@ -136,14 +136,6 @@ class Need(enum.IntFlag):
 
 # Names of plans; records hold their numbers.
 ALGORITHMS = ("", "alone", "arrival", "one-shot", "two-shot", "streamed", "by-node")
-    "",
-    "alone",
-    "arrival",
-    "one-shot",
-    "two-shot",
-    "streamed",
-    "by-node",
-)  # names of plans; numbers in records
 
 
 @dataclass
