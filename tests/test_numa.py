@@ -1,0 +1,146 @@
+"""Machines whose memory is divided: which node a rank is on, where its pages are, and what its group makes of it.
+
+Nodes are made up, in a folder that looks like the kernel's, one for each core that is there.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import symcomm
+from symcomm._core import native
+from symcomm.collectives.plan import ALGORITHMS
+from symcomm.memory import numa
+from symcomm.memory.arena import Arena
+from symcomm.memory.flight import read_flight
+from tests.ranks import run_ranks
+
+COUNT = 100_003  # float32: more than node_bytes, several chunks, not a whole number of slices
+
+
+def make_nodes(folder: Path, nodes: dict[int, str]) -> Path:
+    for node, cores in nodes.items():
+        (folder / f"node{node}").mkdir(parents=True)
+        (folder / f"node{node}" / "cpulist").write_text(cores + "\n")
+    (folder / "online").write_text("0-1\n")
+    return folder
+
+
+@pytest.fixture
+def two_cores() -> list[int]:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("one core only")
+    return cores[:2]
+
+
+def test_nodes_of_cores(tmp_path: Path):
+    made = make_nodes(tmp_path / "a", {0: "0-2,8", 1: "3-4", 10: "5", 2: ""})
+    assert numa.nodes_of_cores(str(made)) == {0: 0, 1: 0, 2: 0, 8: 0, 3: 1, 4: 1, 5: 10}
+    assert numa.nodes_of_cores(str(tmp_path / "nothing")) == {}
+
+
+def test_a_rank_is_on_a_node_if_it_is_bound_to_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_cores: list[int]
+):
+    one, other = two_cores
+    monkeypatch.setattr(numa, "SYSFS", str(make_nodes(tmp_path / "two", {3: str(one), 4: str(other)})))
+    before = os.sched_getaffinity(0)
+    found = []
+    try:
+        for cores in ({one}, {other}, {one, other}):
+            os.sched_setaffinity(0, cores)
+            found.append(numa.current_node())
+        monkeypatch.setattr(numa, "SYSFS", str(tmp_path / "nothing"))
+        os.sched_setaffinity(0, {one})
+        found.append(numa.current_node())
+    finally:
+        os.sched_setaffinity(0, before)
+    assert found == [3, 4, numa.UNBOUND, numa.UNBOUND]
+
+
+def policy_of(address: int) -> str:
+    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    return next(line.split()[1] for line in lines if int(line.split()[0], 16) == address)
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="this kernel knows no nodes")
+def test_an_arena_takes_its_pages_from_its_node():
+    """The kernel is asked what it will do; on a machine of one node there is but one to ask for."""
+    arena = Arena()
+    arena.node = numa.UNBOUND
+    arena.move_to(0)
+    assert arena.node == 0
+    assert policy_of(arena.base) == "prefer:0"
+    arena.move_to(numa.UNBOUND)
+    arena.move_to(1022)  # which is not there
+    assert arena.node == 0
+    assert policy_of(arena.base) == "prefer:0"
+    assert not native.prefer_node(arena.base, arena.nbytes, 100_000)
+
+
+def placed(rank: int, world: int, store: str, folder: str, cores: list[int]) -> symcomm.ProcessGroup:
+    numa.SYSFS = folder
+    os.sched_setaffinity(0, {cores[rank]} if rank < len(cores) else set(cores))
+    return symcomm.init(store=symcomm.FileStore(store, world), rank=rank, world_size=world, timeout=30)
+
+
+def values(rank: int) -> np.ndarray:
+    """Of very different sizes, so that another order of additions gives other bits."""
+    random = np.random.default_rng(rank)
+    return (random.standard_normal(COUNT) * 10.0 ** random.integers(-4, 4, COUNT)).astype(np.float32)
+
+
+def in_order(world: int) -> np.ndarray:
+    total = values(0)
+    for rank in range(1, world):
+        total = total + values(rank)
+    return total
+
+
+def reduced(rank: int, world: int, store: str, folder: str, cores: list[int]) -> dict[str, Any]:
+    group = placed(rank, world, store, folder, cores)
+    ordinary = values(rank)
+    symmetric = np.frombuffer(group._arena.buffer(ordinary.nbytes), np.float32)
+    symmetric[:] = ordinary
+    for _ in range(3):  # staging halves are used again
+        again = ordinary.copy()
+        group.all_reduce(again)
+    group.all_reduce(symmetric)
+    half = group.split(rank // 2, rank)
+    entries = [entry for entry in read_flight(group._arena.flight.address) if entry.count == COUNT]
+    found = {
+        "nodes": group._limits.nodes,
+        "of a half": half._limits.nodes,
+        "right": [np.array_equal(tensor, in_order(world)) for tensor in (again, symmetric)],
+        "algorithms": [ALGORITHMS[entry.plan] for entry in entries],
+    }
+    group.barrier()
+    return found
+
+
+def test_a_group_on_two_nodes(tmp_path: Path, two_cores: list[int]):
+    """The same bits as on one node, by plans that know nodes; a group of one node's ranks knows none."""
+    one, other = two_cores
+    folder = make_nodes(tmp_path / "two", {0: str(one), 1: str(other)})
+    arguments = (str(tmp_path / "store"), str(folder), [one, one, other, other])
+    for found in run_ranks(reduced, 4, *arguments):
+        assert found["nodes"] == (0, 0, 1, 1)
+        assert found["of a half"] == ()
+        assert found["right"] == [True, True]
+        assert found["algorithms"] == ["by-node"] * 4
+
+
+def test_ranks_that_are_not_bound(tmp_path: Path, two_cores: list[int]):
+    """One of four may run anywhere: plans are as on one node, on all ranks."""
+    one, other = two_cores
+    folder = make_nodes(tmp_path / "two", {0: str(one), 1: str(other)})
+    for found in run_ranks(reduced, 4, str(tmp_path / "store"), str(folder), [one, one, other]):
+        assert found["nodes"] == (0, 0, 1, numa.UNBOUND)
+        assert found["right"] == [True, True]
+        assert found["algorithms"] == ["two-shot"] * 4
