@@ -5,6 +5,7 @@ Nodes are made up, in a folder that looks like the kernel's, one for each core t
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 import symcomm
 from symcomm._core import native
 from symcomm.collectives.plan import ALGORITHMS
+from symcomm.collectives.select import Limits
+from symcomm.group import process_group
 from symcomm.memory import numa
 from symcomm.memory.arena import Arena
 from symcomm.memory.flight import read_flight
@@ -86,6 +89,7 @@ def test_an_arena_takes_its_pages_from_its_node():
 
 def placed(rank: int, world: int, store: str, folder: str, cores: list[int]) -> symcomm.ProcessGroup:
     numa.SYSFS = folder
+    process_group.Limits = functools.partial(Limits, node_ranks=2)  # type: ignore[misc,assignment]
     os.sched_setaffinity(0, {cores[rank]} if rank < len(cores) else set(cores))
     return symcomm.init(store=symcomm.FileStore(store, world), rank=rank, world_size=world, timeout=30)
 

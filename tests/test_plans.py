@@ -295,7 +295,7 @@ def test_many_ranks(name: str):
 
 
 def on_nodes(nodes: int, width: int, limits: Limits = TINY) -> Limits:
-    return replace(limits, nodes=tuple(rank // width for rank in range(nodes * width)), node_bytes=64)
+    return replace(limits, nodes=tuple(rank // width for rank in range(nodes * width)), node_bytes=64, node_ranks=2)
 
 
 @pytest.mark.parametrize(("nodes", "width"), [(2, 2), (2, 3), (3, 2), (4, 2), (2, 4)])
@@ -350,11 +350,13 @@ def test_what_is_combined_by_node_and_what_is_not():
     def name(
         nodes: tuple[int, ...], dtype: DType = DType.FLOAT32, op: RedOpType = RedOpType.SUM, n: int = 1 << 20
     ) -> str:
-        limits = Limits().on_nodes(nodes)
+        limits = Limits(node_ranks=2).on_nodes(nodes)
         return collectives.all_reduce(0, len(nodes), n, dtype, op, limits).name
 
     assert name((0, 0, 1, 1)) == name((5, 5, 2, 2)) == name((0, 0, 1, 1), DType.INT8, RedOpType.BXOR) == "by-node"
     assert name((0, 0, 1, 1), n=100) == "one-shot"
+    few = Limits().on_nodes((0, 0, 0, 1, 1, 1))
+    assert collectives.all_reduce(0, 6, 1 << 20, DType.FLOAT32, RedOpType.SUM, few).name == "two-shot"
     flat = [(0, 0, 0, 0), (0, 1, 0, 1), (0, 1, 2, 3), (0, 0, 0, 1), (0, 0, -1, -1), (0, 0, 1, 1, 1)]
     assert {name(nodes) for nodes in flat} == {"two-shot"}
     assert {name((0, 0, 1, 1), dtype) for dtype in (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E5M2)} == {"two-shot"}

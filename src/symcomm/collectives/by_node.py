@@ -155,7 +155,7 @@ def direct_by_node(plan: Plan, nbytes: int, limits: Limits, grid: Grid) -> tuple
     me, last = plan.rank, grid.nodes - 1
     node, place = grid.of(me)
     lines = LINE * grid.width
-    most = max(limits.chunk_bytes * grid.width // lines, 1) * lines
+    most = max(limits.chunk_bytes // lines, 1) * lines
     chunk = up(-(-nbytes // -(-nbytes // most)), lines)
 
     def outputs(start: int) -> tuple[At, ...]:

@@ -58,7 +58,8 @@ class Limits:
     direct_bytes: int = 4 << 10  # from here on symmetric tensors take part without copies; measured: 0.8, 1.3 us there
     two_rank_variant: str = "two_shot"  # all_reduce of more, 2 ranks; or "one_shot"; measured at 1 MiB: 8.1, 5.8 GB/s
     nodes: tuple[int, ...] = ()  # each rank's NUMA node, -1 where it is not bound to one; () where all are on one
-    node_bytes: int = 256 << 10  # from here on all_reduce goes by node; simulated, docs/simulate.md, not yet measured
+    node_bytes: int = 256 << 10  # from here on all_reduce goes by node, if each has
+    node_ranks: int = 4  # so many ranks; both simulated (docs/simulate.md), not yet measured
 
     def on_nodes(self, nodes: Sequence[int]) -> Limits:
         """For ranks on these nodes. Where all are on one, that is as good as not knowing."""
@@ -157,7 +158,7 @@ def all_reduce(rank: int, world: int, count: int, dtype: int, redop: int, limits
     if world == 1:
         return _alone(plan, nbytes, combine=True)
     grid = grid_of(limits.nodes, dtype, redop) if nbytes >= limits.node_bytes else None
-    if grid is not None:
+    if grid is not None and grid.width >= limits.node_ranks:
         plan.why = f"{nbytes} bytes >= node_bytes {limits.node_bytes}, {grid.nodes} nodes of {grid.width} ranks"
         by_node(plan, nbytes, limits, grid)
         _offer_direct(plan, nbytes, limits, direct_by_node, nbytes, limits, grid)
