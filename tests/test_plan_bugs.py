@@ -31,9 +31,10 @@ SUBJECTS = [
     Case("all_gather", 3, 200, uneven=True),
     Case("all_to_all", 3, 200, uneven=True),
 ]
-BY_NODE = [
-    Case("all_reduce", 4, 200, limits=on_nodes(2, 2)),
-    Case("all_reduce", 4, 200, limits=on_nodes(2, 2), in_place=True, symmetric="all"),
+BY_NODE = [  # in every turn every rank has something to do
+    Case(name, 4, 192, 1, symmetric=symmetric, limits=on_nodes(2, 2))
+    for name in ("all_reduce", "broadcast", "all_gather")
+    for symmetric in ("none", "all")
 ]
 
 
@@ -210,7 +211,7 @@ FAMILIES = (*ROOTED, *UNROOTED)
 def fewer_slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every algorithm with one slot less than it claims to need."""
     forget_plans()
-    for name in (*FAMILIES, "chunks", "by_node"):
+    for name in (*FAMILIES, "chunks", "by_node", "nodes"):
         module = sys.modules[f"symcomm.collectives.{name}"]
         for constant in ("SLOTS", "TWO_SHOT_SLOTS", "NODE_SLOTS"):
             if hasattr(module, constant):
@@ -235,8 +236,9 @@ def test_one_slot_less_is_a_race(name: str, variant: str, world: int, fewer_slot
 
 
 @pytest.mark.parametrize("nodes", [2, 3])
-def test_one_slot_less_is_a_race_by_node_too(nodes: int, fewer_slots: None):
-    case = Case("all_reduce", 2 * nodes, 400, limits=on_nodes(nodes, 2))
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather"])
+def test_one_slot_less_is_a_race_by_node_too(name: str, nodes: int, fewer_slots: None):
+    case = Case(name, 2 * nodes, 400, 1, limits=on_nodes(nodes, 2))
     for schedule in SCHEDULES:
         assert caught(case, None, lambda plan: plan, [schedule]) == "RaceError"
 

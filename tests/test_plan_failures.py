@@ -108,9 +108,10 @@ def test_a_failure_at_every_step(name: str, world: int):
 
 
 @pytest.mark.parametrize("form", [{}, {"symmetric": "all"}, {"symmetric": "all", "in_place": True}])
-def test_a_failure_at_every_step_of_a_plan_by_node(form: dict[str, Any]):
-    total = fail_everywhere([Case("all_reduce", 4, 60, limits=on_nodes(2, 2, replace(TINY, chunk_bytes=128)), **form)])
-    assert total["runs"] > 50
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather"])
+def test_a_failure_at_every_step_of_a_plan_by_node(name: str, form: dict[str, Any]):
+    total = fail_everywhere([Case(name, 4, 60, 1, limits=on_nodes(2, 2, replace(TINY, chunk_bytes=128)), **form)])
+    assert total["runs"] > 20
     assert total["right"] > 0
     assert total["failed"] > total["runs"]
 

@@ -298,24 +298,31 @@ def on_nodes(nodes: int, width: int, limits: Limits = TINY) -> Limits:
     return replace(limits, nodes=tuple(rank // width for rank in range(nodes * width)), node_bytes=64, node_ranks=2)
 
 
+BY_NODE = ("all_reduce", "broadcast", "all_gather")
+
+
 @pytest.mark.parametrize(("nodes", "width"), [(2, 2), (2, 3), (3, 2), (4, 2), (2, 4)])
 def test_by_node(nodes: int, width: int):
-    """Chunks that fill a turn or not, one and several, in place or not, wherever tensors are."""
-    world = nodes * width
-    base = Case("all_reduce", world, 0, limits=on_nodes(nodes, width))
+    """Chunks that fill a turn or not, one and several, in place or not, in a list or not, wherever tensors are."""
+    pick, world = random.Random(nodes * width), nodes * width
+    cases = []
+    for name in BY_NODE:
+        for count in (8, 9, 63, 64, 65, 150, 333):
+            for symmetric in ("none", "all", "mixed"):
+                forms = {form: pick.random() < 0.4 for form in ("listed", "in_place")}
+                limits = on_nodes(nodes, width)
+                cases.append(
+                    Case(name, world, count, pick.randrange(world), **forms, symmetric=symmetric, limits=limits)
+                )
+    pick.shuffle(cases)
     kinds = schedules(world)
-    for number, count in enumerate((8, 9, 63, 64, 65, 150, 333)):
-        symmetric = ("none", "all", "mixed")[number % 3]
-        trio = [
-            replace(base, count=count, symmetric=symmetric),
-            replace(base, count=count, symmetric="none" if symmetric == "all" else "all", in_place=True),
-            replace(base, count=count + 1, in_place=number % 2 == 0),
-        ]
+    for number in range(0, len(cases), 3):
+        trio, schedule = cases[number : number + 3], kinds[number // 3 % len(kinds)]
         assert {plan.name for case in trio for plan in Operation(case).plans} == {"by-node"}
         try:
-            play(trio, kinds[number % len(kinds)])
+            play(trio, schedule)
         except (PlanError, AssertionError) as error:
-            raise AssertionError(explain(trio, kinds[number % len(kinds)])) from error
+            raise AssertionError(explain(trio, schedule)) from error
 
 
 def crossed(plans: Sequence[Plan], nodes: Sequence[int], part: str) -> int:
@@ -333,14 +340,16 @@ def crossed(plans: Sequence[Plan], nodes: Sequence[int], part: str) -> int:
 
 
 @pytest.mark.parametrize("part", ["staged", "direct"])
-def test_each_byte_crosses_between_nodes_once(part: str):
-    """Once up, combined so far, and once down, as the result: for each node but the last."""
+@pytest.mark.parametrize("name", BY_NODE)
+def test_each_byte_crosses_between_nodes_once(name: str, part: str):
+    """To each node but where it comes from. Sums cross once up, combined so far, and once down, as the result."""
     for nodes, width in ((2, 8), (4, 4)):
         limits = on_nodes(nodes, width, Limits())
-        count = 5_000_001
-        made = [collectives.all_reduce(r, 16, count, DType.FLOAT32, RedOpType.SUM, limits) for r in range(16)]
-        flat = [collectives.all_reduce(r, 16, count, DType.FLOAT32, RedOpType.SUM) for r in range(16)]
-        assert crossed(made, limits.nodes, part) == 2 * (nodes - 1) * count * 4
+        count = 320_000
+        made = [make(name, rank, 16, count, limits=limits) for rank in range(16)]
+        flat = [make(name, rank, 16, count) for rank in range(16)]
+        times = {"all_reduce": 2, "broadcast": 1, "all_gather": 16}[name]
+        assert crossed(made, limits.nodes, part) == times * (nodes - 1) * count * 8
         assert crossed(flat, limits.nodes, part) == pytest.approx(width * crossed(made, limits.nodes, part), rel=0.01)
 
 
@@ -368,6 +377,10 @@ def test_by_node_in_a_staging_area_without_room():
     play([Case("all_reduce", 8, 200, limits=limits)], 1)
     with pytest.raises(ValueError, match="stage_bytes must be at least 768, got 700"):
         collectives.all_reduce(0, 8, 200, DType.INT64, RedOpType.SUM, replace(limits, stage_bytes=700))
+    with pytest.raises(ValueError, match="stage_bytes must be at least 512, got 500"):
+        collectives.broadcast(0, 8, 200, DType.INT64, 0, replace(limits, stage_bytes=500))
+    with pytest.raises(ValueError, match="stage_bytes must be at least 256, got 200"):
+        collectives.all_gather(0, 8, (200,) * 8, DType.INT64, limits=replace(limits, stage_bytes=200))
 
 
 # --- what a plan promises ----------------------------------------------------------------------------

@@ -44,8 +44,8 @@ def plans_for(collective: str, nbytes: int, ranks: int, nodes: Sequence[int] = (
     made = {
         "all_reduce": lambda r: collectives.all_reduce(r, ranks, whole, ELEMENT, RedOpType.SUM, limits),
         "reduce_scatter": lambda r: collectives.reduce_scatter(r, ranks, piece, ELEMENT, RedOpType.SUM),
-        "all_gather": lambda r: collectives.all_gather(r, ranks, piece, ELEMENT),
-        "broadcast": lambda r: collectives.broadcast(r, ranks, whole, ELEMENT, 0),
+        "all_gather": lambda r: collectives.all_gather(r, ranks, piece, ELEMENT, limits=limits),
+        "broadcast": lambda r: collectives.broadcast(r, ranks, whole, ELEMENT, 0, limits),
         "reduce": lambda r: collectives.reduce(r, ranks, whole, ELEMENT, RedOpType.SUM, 0),
         "gather": lambda r: collectives.gather(r, ranks, piece, ELEMENT, 0),
         "scatter": lambda r: collectives.scatter(r, ranks, piece, ELEMENT, 0),
