@@ -24,6 +24,7 @@ from symcomm.memory.flight import read_flight
 from tests.ranks import run_ranks
 
 COUNT = 100_003  # float32: more than node_bytes, several chunks, not a whole number of slices
+PIECE = 25_000
 
 
 def make_nodes(folder: Path, nodes: dict[int, str]) -> Path:
@@ -115,7 +116,8 @@ def called(rank: int, world: int, store: str, folder: str, cores: list[int]) -> 
         symmetric = np.frombuffer(group._arena.buffer(4 * n), np.float32)
         return [*(np.zeros(n, np.float32) for _ in range(3)), symmetric]
 
-    right: dict[str, list[bool]] = {"all_reduce": [], "broadcast": [], "all_gather": []}
+    right: dict[str, list[bool]] = {name: [] for name in ALL_RIGHT}
+    pieces = slice(rank * PIECE, (rank + 1) * PIECE)
     for mine, gathered in zip(tensors(COUNT), tensors(COUNT * world), strict=True):
         mine[:] = values(rank)
         group.all_gather_single(gathered, mine)
@@ -123,10 +125,13 @@ def called(rank: int, world: int, store: str, folder: str, cores: list[int]) -> 
         group.all_reduce(mine)
         right["all_reduce"].append(np.array_equal(mine, in_order(world)))
         mine[:] = values(rank)
+        group.reduce_scatter_single(mine[pieces], mine[: PIECE * world])
+        right["reduce_scatter"].append(np.array_equal(mine[pieces], in_order(world)[pieces]))
+        mine[:] = values(rank)
         group.broadcast(mine, 1)
         right["broadcast"].append(np.array_equal(mine, values(1)))
     half = group.split(rank // 2, rank)
-    entries = [entry for entry in read_flight(group._arena.flight.address) if entry.count >= COUNT]
+    entries = [entry for entry in read_flight(group._arena.flight.address) if entry.count >= PIECE * world]
     found = {
         "nodes": group._limits.nodes,
         "of a half": half._limits.nodes if half is not None else None,
@@ -138,7 +143,7 @@ def called(rank: int, world: int, store: str, folder: str, cores: list[int]) -> 
     return found
 
 
-ALL_RIGHT = {name: [True] * 4 for name in ("all_reduce", "broadcast", "all_gather")}
+ALL_RIGHT = {name: [True] * 4 for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter")}
 
 
 def test_a_group_on_two_nodes(tmp_path: Path, two_cores: list[int]):
@@ -151,7 +156,7 @@ def test_a_group_on_two_nodes(tmp_path: Path, two_cores: list[int]):
         assert found["of a half"] == ()
         assert found["right"] == ALL_RIGHT
         assert found["algorithms"] == {"by-node"}
-        assert found["calls"] == 12
+        assert found["calls"] == 16
 
 
 def test_ranks_that_are_not_bound(tmp_path: Path, two_cores: list[int]):

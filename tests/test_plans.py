@@ -298,7 +298,7 @@ def on_nodes(nodes: int, width: int, limits: Limits = TINY) -> Limits:
     return replace(limits, nodes=tuple(rank // width for rank in range(nodes * width)), node_bytes=64, node_ranks=2)
 
 
-BY_NODE = ("all_reduce", "broadcast", "all_gather")
+BY_NODE = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 
 
 @pytest.mark.parametrize(("nodes", "width"), [(2, 2), (2, 3), (3, 2), (4, 2), (2, 4)])
@@ -342,15 +342,17 @@ def crossed(plans: Sequence[Plan], nodes: Sequence[int], part: str) -> int:
 @pytest.mark.parametrize("part", ["staged", "direct"])
 @pytest.mark.parametrize("name", BY_NODE)
 def test_each_byte_crosses_between_nodes_once(name: str, part: str):
-    """To each node but where it comes from. Sums cross once up, combined so far, and once down, as the result."""
+    """To each node but where it comes from. Sums cross once up, combined so far, and once down, as the result: that of
+    a reduce_scatter only where it belongs."""
     for nodes, width in ((2, 8), (4, 4)):
         limits = on_nodes(nodes, width, Limits())
         count = 320_000
         made = [make(name, rank, 16, count, limits=limits) for rank in range(16)]
         flat = [make(name, rank, 16, count) for rank in range(16)]
-        times = {"all_reduce": 2, "broadcast": 1, "all_gather": 16}[name]
+        times = {"all_reduce": 2, "broadcast": 1, "all_gather": 16, "reduce_scatter": 16 + 16 // nodes}[name]
         assert crossed(made, limits.nodes, part) == times * (nodes - 1) * count * 8
-        assert crossed(flat, limits.nodes, part) == pytest.approx(width * crossed(made, limits.nodes, part), rel=0.01)
+        saved = {"reduce_scatter": width * nodes / (nodes + 1)}.get(name, width)
+        assert crossed(flat, limits.nodes, part) == pytest.approx(saved * crossed(made, limits.nodes, part), rel=0.01)
 
 
 def test_what_is_combined_by_node_and_what_is_not():
@@ -379,6 +381,10 @@ def test_by_node_in_a_staging_area_without_room():
         collectives.all_reduce(0, 8, 200, DType.INT64, RedOpType.SUM, replace(limits, stage_bytes=700))
     with pytest.raises(ValueError, match="stage_bytes must be at least 512, got 500"):
         collectives.broadcast(0, 8, 200, DType.INT64, 0, replace(limits, stage_bytes=500))
+    with pytest.raises(ValueError, match="stage_bytes must be at least 1280, got 1200"):
+        collectives.reduce_scatter(
+            0, 8, (200,) * 8, DType.INT64, RedOpType.SUM, limits=replace(limits, stage_bytes=1200)
+        )
     with pytest.raises(ValueError, match="stage_bytes must be at least 256, got 200"):
         collectives.all_gather(0, 8, (200,) * 8, DType.INT64, limits=replace(limits, stage_bytes=200))
 

@@ -93,7 +93,7 @@ def all_gather_by_node(plan: Plan, pieces: Pieces, limits: Limits, grid: Grid) -
         return [Copy((staged(me), out(me)), At(IN, 0, 0, chunk), size)] if size else []
 
     def get(size: int) -> list[Simple]:
-        far = [Copy((staged(me, k), out(rank)), staged(rank), size) for k, rank in enumerate(column, 1)]
+        far: list[Simple] = [Copy((staged(me, k), out(rank)), staged(rank), size) for k, rank in enumerate(column, 1)]
         return far + [Copy((out(rank),), staged(rank), size) for rank in beside]
 
     def collect(size: int) -> list[Simple]:

@@ -20,22 +20,13 @@ from typing import TYPE_CHECKING
 from symcomm.collectives.chunks import LINE, Simple, Sizes, copy, finish, fixed, later, pipeline, shard, up
 from symcomm.collectives.nodes import NODE_SLOTS, Grid, chunk_in, wait_for
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Need, Plan, Reduce, Signal, Space, Step, Wait
-from symcomm.types import DType, RedOpType
 
 if TYPE_CHECKING:
     from symcomm.collectives.select import Limits
 
-__all__ = ["by_node", "can_go_on", "direct_by_node"]
+__all__ = ["by_node", "direct_by_node"]
 
 IN, OUT, STAGE, PEER_IN, PEER_OUT = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN, Space.PEER_OUT
-
-_STORABLE = frozenset({DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128, *range(DType.FLOAT16)})
-_FOLDING = frozenset(RedOpType) - {RedOpType.AVG, RedOpType.PREMUL_SUM}
-
-
-def can_go_on(dtype: int, redop: int) -> bool:
-    """Whether what has been combined so far can be stored, and combined on as if it never had been."""
-    return dtype in _STORABLE and redop in _FOLDING
 
 
 def by_node(plan: Plan, nbytes: int, limits: Limits, grid: Grid) -> None:
@@ -104,7 +95,7 @@ class _Staged:
 
     def turn(self, now: Sizes, following: Sizes | None) -> list[Simple]:
         if following is None:  # what the other nodes have fetched is all that is left
-            end = [Signal(FIRST_SIGNAL, 1), *wait_for(self.grid.beside(self.me))]
+            end: list[Simple] = [Signal(FIRST_SIGNAL, 1), *wait_for(self.grid.beside(self.me))]
             return [*end, *later(self.collect(now[2]), -self.grid.nodes)] if self.node != self.last else []
         steps = later(self.combine(now[0]), -self.node) + later(self.put(following[0]), 1 - self.node)
         steps += [Signal(FIRST_SIGNAL, 1), Wait(ALL, FIRST_SIGNAL, 1)]

@@ -17,13 +17,21 @@ from typing import TYPE_CHECKING
 
 from symcomm.collectives.chunks import LINE, too_small, up
 from symcomm.collectives.plan import FIRST_SIGNAL, Wait
+from symcomm.types import DType, RedOpType
 
 if TYPE_CHECKING:
     from symcomm.collectives.select import Limits
 
-__all__ = ["NODE_SLOTS", "Grid", "chunk_in", "grid_of", "wait_for"]
+__all__ = ["NODE_SLOTS", "Grid", "can_go_on", "chunk_in", "grid_of", "wait_for"]
 
 NODE_SLOTS = 2
+_STORABLE = frozenset({DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128, *range(DType.FLOAT16)})
+_FOLDING = frozenset(RedOpType) - {RedOpType.AVG, RedOpType.PREMUL_SUM}
+
+
+def can_go_on(dtype: int, redop: int) -> bool:
+    """Whether what has been combined so far can be stored, and combined on as if it never had been."""
+    return dtype in _STORABLE and redop in _FOLDING
 
 
 @dataclass(frozen=True)

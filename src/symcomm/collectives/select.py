@@ -31,13 +31,18 @@ from symcomm.collectives.broadcast import (
     direct_broadcast_by_node,
     streamed_broadcast,
 )
-from symcomm.collectives.by_node import by_node, can_go_on, direct_by_node
+from symcomm.collectives.by_node import by_node, direct_by_node
 from symcomm.collectives.chunks import LINE, SLOTS, Pieces
 from symcomm.collectives.gather import direct_gather, streamed_gather
-from symcomm.collectives.nodes import Grid, grid_of
+from symcomm.collectives.nodes import Grid, can_go_on, grid_of
 from symcomm.collectives.plan import At, Collective, Copy, Need, Plan, Reduce, Space, Step
 from symcomm.collectives.reduce import direct_reduce, one_shot_reduce, two_shot_reduce
-from symcomm.collectives.reduce_scatter import direct_reduce_scatter, streamed_reduce_scatter
+from symcomm.collectives.reduce_scatter import (
+    direct_reduce_scatter,
+    direct_reduce_scatter_by_node,
+    reduce_scatter_by_node,
+    streamed_reduce_scatter,
+)
 from symcomm.collectives.scatter import direct_scatter, streamed_scatter
 from symcomm.types import ITEMSIZE
 
@@ -69,7 +74,7 @@ class Limits:
     direct_bytes: int = 4 << 10  # from here on symmetric tensors take part without copies; measured: 0.8, 1.3 us there
     two_rank_variant: str = "two_shot"  # all_reduce of more, 2 ranks; or "one_shot"; measured at 1 MiB: 8.1, 5.8 GB/s
     nodes: tuple[int, ...] = ()  # each rank's NUMA node, -1 where it is not bound to one; () where all are on one
-    node_bytes: int = 256 << 10  # from here on all_reduce, all_gather and broadcast go by node, if each has
+    node_bytes: int = 256 << 10  # from here on most collectives go by node, if each has
     node_ranks: int = 4  # so many ranks; both simulated (docs/simulate.md), not yet measured
 
     def on_nodes(self, nodes: Sequence[int]) -> Limits:
@@ -215,6 +220,12 @@ def reduce_scatter(
     pieces = Pieces(tuple(n * ITEMSIZE[dtype] for n in counts), listed)
     if world == 1:
         return _alone(plan, sum(pieces.sizes), combine=True)
+    foldable = len(set(counts)) == 1 and can_go_on(dtype, redop)
+    if foldable and (grid := _nodes(plan, sum(pieces.sizes), limits)) is not None:
+        reduce_scatter_by_node(plan, pieces, limits, grid)
+        if not listed or _are_even(plan, pieces.sizes):
+            _offer_direct(plan, sum(pieces.sizes), limits, direct_reduce_scatter_by_node, pieces, limits, grid)
+        return plan
     streamed_reduce_scatter(plan, pieces, limits)
     plan.why = _turns(max(pieces.sizes) * (world - 1), limits)
     if not listed or _are_even(plan, pieces.sizes):

@@ -43,7 +43,7 @@ def plans_for(collective: str, nbytes: int, ranks: int, nodes: Sequence[int] = (
     whole, piece = max(1, nbytes // item), (max(1, nbytes // item // ranks),) * ranks
     made = {
         "all_reduce": lambda r: collectives.all_reduce(r, ranks, whole, ELEMENT, RedOpType.SUM, limits),
-        "reduce_scatter": lambda r: collectives.reduce_scatter(r, ranks, piece, ELEMENT, RedOpType.SUM),
+        "reduce_scatter": lambda r: collectives.reduce_scatter(r, ranks, piece, ELEMENT, RedOpType.SUM, limits=limits),
         "all_gather": lambda r: collectives.all_gather(r, ranks, piece, ELEMENT, limits=limits),
         "broadcast": lambda r: collectives.broadcast(r, ranks, whole, ELEMENT, 0, limits),
         "reduce": lambda r: collectives.reduce(r, ranks, whole, ELEMENT, RedOpType.SUM, 0),
