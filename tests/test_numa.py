@@ -90,7 +90,7 @@ def test_an_arena_takes_its_pages_from_its_node():
 
 def placed(rank: int, world: int, store: str, folder: str, cores: list[int]) -> symcomm.ProcessGroup:
     numa.SYSFS = folder
-    process_group.Limits = functools.partial(Limits, node_ranks=2)  # type: ignore[misc,assignment]
+    process_group.Limits = functools.partial(Limits, node_ranks=2, node_scatter_bytes=4 * PIECE)  # type: ignore[misc,assignment]
     os.sched_setaffinity(0, {cores[rank]} if rank < len(cores) else set(cores))
     return symcomm.init(store=symcomm.FileStore(store, world), rank=rank, world_size=world, timeout=30)
 

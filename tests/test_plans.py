@@ -295,7 +295,8 @@ def test_many_ranks(name: str):
 
 
 def on_nodes(nodes: int, width: int, limits: Limits = TINY) -> Limits:
-    return replace(limits, nodes=tuple(rank // width for rank in range(nodes * width)), node_bytes=64, node_ranks=2)
+    where = tuple(rank // width for rank in range(nodes * width))
+    return replace(limits, nodes=where, node_ranks=2, node_bytes=64, node_scatter_bytes=64)
 
 
 BY_NODE = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")

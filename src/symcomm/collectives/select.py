@@ -74,8 +74,11 @@ class Limits:
     direct_bytes: int = 4 << 10  # from here on symmetric tensors take part without copies; measured: 0.8, 1.3 us there
     two_rank_variant: str = "two_shot"  # all_reduce of more, 2 ranks; or "one_shot"; measured at 1 MiB: 8.1, 5.8 GB/s
     nodes: tuple[int, ...] = ()  # each rank's NUMA node, -1 where it is not bound to one; () where all are on one
-    node_bytes: int = 256 << 10  # from here on most collectives go by node, if each has
-    node_ranks: int = 4  # so many ranks; both simulated (docs/simulate.md), not yet measured
+    # By node, where each has so many ranks, go all_reduce, all_gather and broadcast, and reduce_scatter, from so many
+    # bytes on. All three are simulated (docs/simulate.md), not yet measured.
+    node_ranks: int = 4
+    node_bytes: int = 256 << 10
+    node_scatter_bytes: int = 8 << 20
 
     def on_nodes(self, nodes: Sequence[int]) -> Limits:
         """For ranks on these nodes. Where all are on one, that is as good as not knowing."""
@@ -163,11 +166,12 @@ def _prefer_one_shot(plan: Plan, nbytes: int, limits: Limits) -> bool:
     return False
 
 
-def _nodes(plan: Plan, nbytes: int, limits: Limits) -> Grid | None:
+def _nodes(plan: Plan, nbytes: int, limits: Limits, field: str = "node_bytes") -> Grid | None:
     """The ranks by node, where a call of that size should go by them."""
-    grid = grid_of(limits.nodes, limits.node_ranks) if nbytes >= limits.node_bytes else None
+    least = getattr(limits, field)
+    grid = grid_of(limits.nodes, limits.node_ranks) if nbytes >= least else None
     if grid is not None:
-        plan.why = f"{nbytes} bytes >= node_bytes {limits.node_bytes}, {grid.nodes} nodes of {grid.width} ranks"
+        plan.why = f"{nbytes} bytes >= {field} {least}, {grid.nodes} nodes of {grid.width} ranks"
     return grid
 
 
@@ -221,7 +225,7 @@ def reduce_scatter(
     if world == 1:
         return _alone(plan, sum(pieces.sizes), combine=True)
     foldable = len(set(counts)) == 1 and can_go_on(dtype, redop)
-    if foldable and (grid := _nodes(plan, sum(pieces.sizes), limits)) is not None:
+    if foldable and (grid := _nodes(plan, sum(pieces.sizes), limits, "node_scatter_bytes")) is not None:
         reduce_scatter_by_node(plan, pieces, limits, grid)
         if not listed or _are_even(plan, pieces.sizes):
             _offer_direct(plan, sum(pieces.sizes), limits, direct_reduce_scatter_by_node, pieces, limits, grid)
