@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import pytest
 
 import symcomm
 from symcomm._core import native
+from symcomm.cli.job import Job
+from symcomm.cli.launch import launch
+from symcomm.cli.output import Output
 from symcomm.collectives.plan import ALGORITHMS
 from symcomm.collectives.select import Limits
 from symcomm.group import process_group
@@ -66,6 +70,34 @@ def test_a_rank_is_on_a_node_if_it_is_bound_to_one(
     finally:
         os.sched_setaffinity(0, before)
     assert found == [3, 4, numa.UNBOUND, numa.UNBOUND]
+
+
+def test_ranks_are_bound_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cores = set(range(8))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+    monkeypatch.setattr(numa, "SYSFS", str(make_nodes(tmp_path / "two", {0: "0-2", 1: "3-7"})))
+    low, high = {0, 1, 2}, {3, 4, 5, 6, 7}
+    assert [numa.cores_for(rank, 4) for rank in range(4)] == [low, low, high, high]
+    assert [numa.cores_for(rank, 3) for rank in range(3)] == [low, low, high]
+    assert numa.cores_for(0, 1) == low
+    cores -= {0, 1, 2}
+    assert numa.cores_for(0, 4) == high
+    monkeypatch.setattr(numa, "SYSFS", str(tmp_path / "nothing"))
+    assert numa.cores_for(0, 4) == high
+
+
+def test_the_launcher_binds_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_cores: list[int]):
+    one, other = two_cores
+    monkeypatch.setattr(numa, "SYSFS", str(make_nodes(tmp_path / "two", {0: str(one), 1: str(other)})))
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import os; open(f'{tmp_path}/{{os.environ[\"RANK\"]}}', 'w').write(repr(os.sched_getaffinity(0)))"
+    )
+    for bound in (True, False):
+        job = Job([sys.executable, str(script)], 3, bind_numa=bound)
+        assert launch(job, Output(color=False, prefix=False, quiet=True)) == 0
+        found = [(tmp_path / str(rank)).read_text() for rank in range(3)]
+        assert found == ([repr({one}), repr({one}), repr({other})] if bound else [repr(os.sched_getaffinity(0))] * 3)
 
 
 def policy_of(address: int) -> str:

@@ -10,7 +10,7 @@ import functools
 import os
 from pathlib import Path
 
-__all__ = ["SYSFS", "UNBOUND", "current_node", "nodes_of_cores"]
+__all__ = ["SYSFS", "UNBOUND", "cores_for", "current_node", "nodes_of_cores"]
 
 SYSFS = "/sys/devices/system/node"
 UNBOUND = -1  # the node of a rank that may run on several
@@ -40,3 +40,14 @@ def current_node() -> int:
     known = nodes_of_cores(SYSFS)
     nodes = {known.get(core, UNBOUND) for core in os.sched_getaffinity(0)}
     return nodes.pop() if len(nodes) == 1 else UNBOUND
+
+
+def cores_for(rank: int, ranks: int) -> set[int]:
+    """The cores of one node for a rank of so many, of those that we may use: ranks of a node follow each other."""
+    usable = os.sched_getaffinity(0)
+    known = nodes_of_cores(SYSFS)
+    nodes = sorted({known[core] for core in usable if core in known})
+    if not nodes:
+        return usable
+    mine = nodes[rank * len(nodes) // ranks]
+    return {core for core in usable if known.get(core) == mine}

@@ -85,7 +85,7 @@ def numa() -> Finding:
         "numa",
         OK,
         f"{len(nodes)} nodes",
-        "bind each rank to one node's cores, ranks of a node one after the other (numactl --cpunodebind)",
+        "bind each rank to one node's cores: symcomm run --bind-numa",
     )
 
 
