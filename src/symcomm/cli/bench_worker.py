@@ -55,14 +55,18 @@ PERIOD = 10  # of the values of all ranks, and of what becomes of them
 def values(np: Any, rank: int, start: int, count: int, op: str) -> Any:
     """What rank ``rank`` holds at elements start..start+count: small whole numbers, exact in every dtype."""
     index = np.arange(start, start + PERIOD, dtype=np.int64)
-    return np.resize((index + rank) % 2 + 1 if op == "prod" else (index + 3 * rank) % 5, count)
+    return repeated(np, (index + rank) % 2 + 1 if op == "prod" else (index + 3 * rank) % 5, count)
 
 
 def reduced(np: Any, world: int, start: int, count: int, op: str) -> Any:
     parts = (values(np, r, start, PERIOD, op) for r in range(world))
     combine = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[op]
     total = functools.reduce(combine, parts)
-    return np.resize(total / world if op == "avg" else total, count)
+    return repeated(np, total / world if op == "avg" else total, count)
+
+
+def repeated(np: Any, period: Any, count: int) -> Any:
+    return np.tile(period, -(-count // PERIOD))[:count]
 
 
 def inputs_of(np: Any, rank: int, case: SimpleNamespace) -> Any:
