@@ -56,10 +56,13 @@ class HookOrder:
             self._call_next()
 
     def end(self) -> None:
-        """The backward pass has ended, or will not."""
-        if self._guarded is not None:
-            self._guarded.remove(self._let_hooks_go_first)
-            self._guarded = None
+        """The backward pass has come to its end. Collectives of the same thread are no longer the model's."""
+        try:
+            self.finish()
+        finally:
+            if self._guarded is not None:
+                self._guarded.remove(self._let_hooks_go_first)
+                self._guarded = None
 
     def call_in_turn(self, group: Any, hook: Callable[[], Any]) -> Any:
         """Wait for the turn of ``hook`` and call it; its result."""

@@ -229,8 +229,7 @@ class Reducer(Filler):
     def prepare_for_backward(self, outputs: Any) -> None:
         """``outputs``: tensors of the forward pass; what they do not lead to goes unused."""
         with self._lock:
-            self._order.finish()  # what a backward pass that raised has left
-            self._order.end()
+            self._order.end()  # of a backward pass that raised
             self.clock.backward_start = now()
             self._stats_start = time.monotonic_ns()
             self._expecting = True
@@ -363,7 +362,7 @@ class Reducer(Filler):
     def _backward_ended(self) -> None:
         with self._lock:
             self.clock.compute_end = now()
-            self._order.finish()
+            self._order.end()
             if self.static_graph and self._may_rebuild():
                 self._arrived += self.unused
             self._finalize()
@@ -381,7 +380,7 @@ class Reducer(Filler):
                 self._launch(bucket)
             self._next = len(self.buckets)
             if not self._finalized_by_caller:
-                self._order.finish()
+                self._order.end()
                 self._finalize()
 
     # The caller may want to finalize: to do something else while the last buckets are under way.
@@ -424,7 +423,6 @@ class Reducer(Filler):
             self._used_work.wait()
         if self.find_unused_parameters and not self.static_graph:
             self._used.zero_()
-        self._order.end()
         self.clock.comm_end = now()
         self._used_work, self._used_known, self._futures = None, False, []
         self._divide_by, self._join, self._sparse_metadata = 0, None, None
