@@ -15,12 +15,12 @@ TESTS = Path(__file__).parent
 TORCH = (
     "c10d_ddp", "c10d_engine", "c10d_enums", "c10d_groups", "c10d_names", "c10d_options", "c10d_stores",
     "c10d_symmetric", "c10d_works", "compile_checks", "compile_options", "conformance_quick", "ddp_checks",
-    "ddp_hook_order", "ddp_hooks", "ddp_hooks_local", "default_group_name", "device_autograd", "device_coalesced",
-    "device_copies", "device_data_parallel", "device_nested", "doctor", "engines", "examples", "gpu_trouble",
-    "gpu_without", "group_creation", "group_life", "group_life_memory", "handshake", "hooks", "hooks_torch",
-    "hosts_torch", "profile_fields", "reconfigure_torch", "store_collectives", "store_contract", "store_model",
-    "symm_mem", "symm_ops", "symmetrize", "tcp_store_interop", "torch_backend", "torch_versions", "trace_dumps",
-    "windows", "windows_failures",
+    "ddp_hooks", "ddp_hooks_local", "default_group_name", "device_autograd", "device_coalesced", "device_copies",
+    "device_data_parallel", "device_nested", "doctor", "engines", "examples", "gpu_trouble", "gpu_without",
+    "group_creation", "group_life", "group_life_memory", "handshake", "hooks", "hooks_torch", "hosts_torch",
+    "profile_fields", "reconfigure_torch", "store_collectives", "store_contract", "store_model", "symm_mem",
+    "symm_ops", "symmetrize", "tcp_store_interop", "torch_backend", "torch_versions", "trace_dumps", "windows",
+    "windows_failures", "ddp_hook_order",
 )  # fmt: skip
 
 # What runs where torch is not installed. Tests in these files that compare with torch are skipped there, and say so.
