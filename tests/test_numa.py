@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import symcomm
+from symcomm import errors
 from symcomm._core import native
 from symcomm.cli.job import Job
 from symcomm.cli.launch import launch
@@ -199,3 +201,25 @@ def test_ranks_that_are_not_bound(tmp_path: Path, two_cores: list[int]):
         assert found["nodes"] == (0, 0, 1, numa.UNBOUND)
         assert found["right"] == ALL_RIGHT
         assert found["algorithms"] == {"two-shot", "streamed"}
+
+
+def dies(rank: int, world: int, store: str, folder: str, cores: list[int]) -> tuple[str, tuple[int, ...]]:
+    """Rank 2 dies before a call that the others make."""
+    group = placed(rank, world, store, folder, cores)
+    tensor = values(rank)
+    group.all_reduce(tensor)
+    if rank == 2:
+        group.all_reduce(tensor[:10])
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.all_reduce(tensor[:10])
+    with pytest.raises(errors.RankFailedError) as raised:
+        group.all_reduce(tensor)
+    return type(raised.value).__name__, tuple(raised.value.ranks)
+
+
+def test_a_rank_that_dies_is_named_by_node_too(tmp_path: Path, two_cores: list[int]):
+    one, other = two_cores
+    folder = make_nodes(tmp_path / "two", {0: str(one), 1: str(other)})
+    found = run_ranks(dies, 4, str(tmp_path / "store"), str(folder), [one, one, other, other], outcomes=True)
+    assert [outcome.kind for outcome in found] == ["returned", "returned", "died", "returned"]
+    assert {outcome.value for outcome in found if outcome.rank != 2} == {("RankFailedError", (2,))}
