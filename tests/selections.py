@@ -15,21 +15,21 @@ TESTS = Path(__file__).parent
 TORCH = (
     "c10d_ddp", "c10d_engine", "c10d_enums", "c10d_groups", "c10d_names", "c10d_options", "c10d_stores",
     "c10d_symmetric", "c10d_works", "c10d_wrapper", "compile_checks", "compile_options", "conformance_quick",
-    "ddp_checks", "ddp_hooks", "ddp_hooks_local", "default_group_name", "device_autograd", "device_coalesced",
-    "device_copies", "device_data_parallel", "device_nested", "doctor", "engines", "examples", "gpu_trouble",
-    "gpu_without", "group_creation", "group_life", "group_life_memory", "handshake", "hooks", "hooks_torch",
-    "hosts_torch", "profile_fields", "reconfigure_torch", "store_collectives", "store_contract", "store_model",
-    "symm_mem", "symm_ops", "symmetrize", "tcp_store_interop", "torch_backend", "torch_versions", "trace_dumps",
-    "windows", "windows_failures",
+    "ddp_checks", "ddp_hook_order", "ddp_hooks", "ddp_hooks_local", "default_group_name", "device_autograd",
+    "device_coalesced", "device_copies", "device_data_parallel", "device_nested", "doctor", "engines", "examples",
+    "gpu_trouble", "gpu_without", "group_creation", "group_life", "group_life_memory", "handshake", "hooks",
+    "hooks_torch", "hosts_torch", "profile_fields", "reconfigure_torch", "store_collectives", "store_contract",
+    "store_model", "symm_mem", "symm_ops", "symmetrize", "tcp_store_interop", "torch_backend", "torch_versions",
+    "trace_dumps", "windows", "windows_failures",
 )  # fmt: skip
 
 # What runs where torch is not installed. Tests in these files that compare with torch are skipped there, and say so.
 WITHOUT_TORCH = (
     "arena", "arena_shortages", "arena_strangers", "cli", "control_api", "control_attacks", "control_stacks", "doctor",
     "errors", "launch_conventions", "launcher", "launcher_blame", "launcher_elastic", "launcher_token", "limits",
-    "metrics", "numpy_ranks", "objects", "observe_together", "plan_bugs", "plan_failures", "plans", "rendezvous",
-    "selections", "simulate", "store_collectives", "store_contract", "store_file", "store_model", "tcp_store",
-    "tcp_store_hostile", "top_model", "top_page", "top_servers", "trace_verdict",
+    "metrics", "numa", "numpy_ranks", "objects", "observe_together", "plan_bugs", "plan_failures", "plans",
+    "rendezvous", "selections", "simulate", "store_collectives", "store_contract", "store_file", "store_model",
+    "tcp_store", "tcp_store_hostile", "top_model", "top_page", "top_servers", "trace_verdict",
 )  # fmt: skip
 
 # Torch tensors in calls that have been the same in all its versions, our own sources, or tools that few machines have.

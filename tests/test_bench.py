@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from symcomm.cli import (
     bench_worker,
     refusals,
 )
+from symcomm.cli.bench_estimate import Estimate, in_words
 from symcomm.cli.bench_run import Case, Effort, Result, measure, open_sides
 
 TINY = ["-n", "3", "-w", "1", "--rounds", "1"]
@@ -98,11 +100,75 @@ def test_summary_marks_what_misses_its_goal():
     case = Case("all_reduce", 8, 2, "float32", "sum", 0, True)
     seconds = {"ordinary": 2e-6, "gloo": 5e-6, "mpich": 3e-6, "openmpi": 1e-6}
     results = [Result(case, name, s, s, 0) for name, s in seconds.items()]
-    _, head, [row] = bench_table.summary_table(results, ["ordinary"], ["gloo", "mpich", "openmpi"], best=False)
-    cells = dict(zip(head, row, strict=True))
+    peers = ["gloo", "mpich", "openmpi"]
+    row = bench_table.summary_row(results, ["ordinary"], peers, best=False)
+    cells = dict(zip(bench_table.summary_head(["ordinary"], peers), row, strict=True))
     assert cells["ordinary vs MPI"] == "0.50x!"
     assert cells["ordinary vs gloo"] == "2.50x!"
     assert cells["mpich (us)"] == "3.00"
+
+
+def test_the_time_that_is_left_is_learnt():
+    """A guess at first; then what cases of the same size took, and guesses as wrong as those before."""
+    cases = [Case(name, size, size, "float32", "sum", 0, True) for name in ("reduce", "gather") for size in (8, 4096)]
+    estimate = Estimate(cases, 2, Effort())
+    assert 0.4 * 4 < estimate.seconds_left() < 60
+    estimate.took(10.0)
+    left = estimate.seconds_left()  # 10 s for the other small one, and about as much for each large one
+    assert 29 < left < 40
+    estimate.took(20.0)
+    assert estimate.seconds_left() == 30.0
+    estimate.took(10.0)
+    estimate.took(20.0)
+    assert estimate.seconds_left() == 0.0
+    assert [in_words(seconds) for seconds in (0.2, 42, 200, 7200)] == ["1 s", "45 s", "3 min", "2.0 h"]
+
+
+def test_lines_come_as_they_are_measured(tmp_path: Path):
+    """The benchmark is stopped at its first line: the others are not in the pipe, and no file is written."""
+    path = tmp_path / "out.json"
+    command = [sys.executable, "-m", "symcomm", "bench", "all", "--quick", "-e", "8", "--json", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=False, bufsize=0) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert b"10 measurements of ordinary and symmetric, about " in process.stderr.readline()
+        seen = b""
+        while b"all_reduce       8 B" not in seen:
+            seen += (chunk := os.read(process.stdout.fileno(), 4096))
+            assert chunk
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            while select.select([process.stdout], [], [], 0)[0]:
+                seen += os.read(process.stdout.fileno(), 4096)
+            assert b"p2p" not in seen and not path.exists()
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    rows = [line.split()[0].decode() for line in (seen + rest).splitlines() if line.startswith(b"  ")]
+    assert rows == list(bench.COLLECTIVES)
+    check_rows(path, 2, {"ordinary", "symmetric"})
+
+
+@pytest.mark.parametrize("peers", [[], ["gloo"]])
+def test_lines_have_as_many_cells_as_their_heads(peers: list[str]):
+    """Whatever placements a collective has."""
+    question = bench.make_question(
+        bench.What("all", "float32", "sum", 0), [8, 1024], 2, ["ordinary", "symmetric"], ",".join(peers), SMALL,
+        pin=False, one_place=False,
+    )  # fmt: skip
+    lines: list[str] = []
+    report = bench.Report(question, lines.append, summary=False, markdown=True, best=False)
+    for case in question.cases:
+        report.add([Result(case, name, 2e-6, 1e-6, 0) for name in question.series])
+    tables = [block.splitlines() for block in "\n".join(lines).split("**") if block.startswith("\n")]
+    assert len(tables) == len(bench.COLLECTIVES)
+    for collective, (_, _, head, _, *rows) in zip(bench.COLLECTIVES, tables, strict=True):
+        rows = [row for row in rows if row]
+        assert len(rows) == 2 * (1 if collective == "barrier" else 2)
+        assert {row.count("|") for row in rows} == {head.count("|")}
+        assert ("in:time" in head, "out:time" in head) == (
+            True in bench_run.PLACES[collective], False in bench_run.PLACES[collective]
+        )  # fmt: skip
 
 
 def test_a_call_that_does_nothing_is_wrong_everywhere():

@@ -20,7 +20,8 @@ from symcomm import collectives
 from symcomm.collectives import Plan
 from symcomm.collectives.interpret import PlanError, describe, run
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Loop, Reduce, Signal, Space, Step, Wait
-from tests.test_plans import ROOTED, TINY, UNROOTED, Case, Operation, combine
+from tests.test_plans import BY_NODE as NODES
+from tests.test_plans import ROOTED, TINY, UNROOTED, Case, Operation, combine, on_nodes
 
 SCHEDULES = [1, 2, "slowest 0", "fastest 0"]
 SUBJECTS = [
@@ -30,6 +31,9 @@ SUBJECTS = [
     Case("all_reduce", 2, 300, limits=replace(TINY, two_rank_variant="two_shot"), in_place=True),
     Case("all_gather", 3, 200, uneven=True),
     Case("all_to_all", 3, 200, uneven=True),
+]
+BY_NODE = [  # in every turn every rank has something to do
+    Case(name, 4, 192, 1, symmetric=symmetric, limits=on_nodes(2, 2)) for name in NODES for symmetric in ("none", "all")
 ]
 
 
@@ -105,12 +109,13 @@ def swaps(first: Any, second: Any) -> Callable[[Plan], list[tuple[Path, Callable
     return find
 
 
+SIGNAL_FIRST = "signal before the copy or reduce it announces"
 CHANGES: dict[str, Callable[[Plan], list[tuple[Path, Callable]]]] = {
     "drop a wait": drops(Wait),
     "drop a signal": drops(Signal),
     "drop a copy": drops(Copy),
     "drop a reduce": drops(Reduce),
-    "signal before the copy or reduce it announces": swaps(Copy | Reduce, Signal),
+    SIGNAL_FIRST: swaps(Copy | Reduce, Signal),
     "copy or reduce before the wait that allows it": swaps(Wait, Copy | Reduce),
     "wait for one signal less": lambda plan: [
         (path, earlier)
@@ -133,7 +138,7 @@ def mutants(case: Case, kind: str) -> Iterator[tuple[Plan, Path, Callable]]:
 
 
 def test_subjects_are_right_as_they_are():
-    for case in SUBJECTS:
+    for case in SUBJECTS + BY_NODE:
         assert caught(case, None, lambda plan: plan) == ""
 
 
@@ -148,6 +153,9 @@ def furthest_wait(plan: Plan, part: str, who: int) -> int:
 
 def is_harmless(kind: str, case: Case, plan: Plan, path: Path) -> bool:
     """Whether the change may go unnoticed because it costs only time."""
+    if kind == SIGNAL_FIRST and case.limits.nodes:  # a turn may end with what only its own rank reads
+        step = dict(walk(plan))[path]
+        return all(at.space is Space.OUT for at in step.dst) or case.symmetric == "all"
     if kind == "drop a signal":  # whoever waits for it goes on at the next one, or nobody waits for it
         part, number, inner = path
         after = [p for p, step in walk(plan) if isinstance(step, Signal) and p[0] == part and p > path]
@@ -158,7 +166,8 @@ def is_harmless(kind: str, case: Case, plan: Plan, path: Path) -> bool:
         return False
     if case.name == "scatter" and plan.rank == case.root:  # its last turn only copies its own piece to itself
         return plan.staged[path[1]] == [step for step in plan.staged if isinstance(step, Wait)][-1]
-    return case.uneven  # some turns move nothing between this rank and its peers
+    # some turns move nothing between this rank and its peers; by node those at either end
+    return case.uneven or (case.name == "reduce_scatter" and bool(case.limits.nodes))
 
 
 @pytest.mark.parametrize("kind", CHANGES)
@@ -174,10 +183,19 @@ def test_changed_plans_are_caught(kind: str, record_property: Callable[[str, obj
     assert outcomes.total() - outcomes["not caught"] > 0.7 * outcomes.total()
 
 
+@pytest.mark.parametrize("kind", CHANGES)
+def test_changed_plans_by_node_are_caught(kind: str):
+    """Most of their signals are followed by others, so fewer of them are missed."""
+    for case in BY_NODE:
+        for plan, path, edit in mutants(case, kind):
+            how = caught(case, plan.rank, lambda p, path=path, edit=edit: edited(p, path, edit))
+            assert how or is_harmless(kind, case, plan, path), f"{kind} at {path} of\n{describe(plan)}"
+
+
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "round-robin", "slowest 2", "fastest 2"])
 def test_races_are_found_whatever_the_schedule(schedule: int | str):
     """The values may come out right by luck; the missing order is seen all the same."""
-    kind = "signal before the copy or reduce it announces"
+    kind = SIGNAL_FIRST
     for case in SUBJECTS[:16:2]:
         for plan, path, edit in mutants(case, kind):
             how = caught(case, plan.rank, lambda p, path=path, edit=edit: edited(p, path, edit), [schedule])
@@ -193,9 +211,9 @@ FAMILIES = (*ROOTED, *UNROOTED)
 def fewer_slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every algorithm with one slot less than it claims to need."""
     forget_plans()
-    for name in (*FAMILIES, "chunks"):
+    for name in (*FAMILIES, "chunks", "by_node", "nodes"):
         module = sys.modules[f"symcomm.collectives.{name}"]
-        for constant in ("SLOTS", "TWO_SHOT_SLOTS"):
+        for constant in ("SLOTS", "TWO_SHOT_SLOTS", "NODE_SLOTS"):
             if hasattr(module, constant):
                 monkeypatch.setattr(module, constant, getattr(module, constant) - 1)
     yield
@@ -213,6 +231,14 @@ def forget_plans() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_slot_less_is_a_race(name: str, variant: str, world: int, fewer_slots: None):
     case = Case(name, world, 400, root=1, limits=replace(TINY, two_rank_variant=variant))
+    for schedule in SCHEDULES:
+        assert caught(case, None, lambda plan: plan, [schedule]) == "RaceError"
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("name", NODES)
+def test_one_slot_less_is_a_race_by_node_too(name: str, nodes: int, fewer_slots: None):
+    case = Case(name, 2 * nodes, 400, 1, limits=on_nodes(nodes, 2))
     for schedule in SCHEDULES:
         assert caught(case, None, lambda plan: plan, [schedule]) == "RaceError"
 

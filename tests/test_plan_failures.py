@@ -15,7 +15,7 @@ import pytest
 from symcomm.collectives import interpret_failures
 from symcomm.collectives.interpret import PlanError
 from symcomm.collectives.interpret_failures import Failure, run_failing
-from tests.test_plans import ROOTED, TINY, UNROOTED, Case, Operation, combine, explain
+from tests.test_plans import BY_NODE, ROOTED, TINY, UNROOTED, Case, Operation, combine, explain, on_nodes
 
 PUSHING = [Case(name, 3, 40, 1, symmetric="all") for name in ("all_reduce", "reduce")]
 
@@ -104,6 +104,15 @@ def test_a_failure_at_every_step(name: str, world: int):
         total += fail_everywhere([case])
     assert total["runs"] > 50
     assert total["right"] > 0, "some ranks were through before the failure"
+    assert total["failed"] > total["runs"]
+
+
+@pytest.mark.parametrize("form", [{}, {"symmetric": "all"}, {"symmetric": "all", "in_place": True}])
+@pytest.mark.parametrize("name", BY_NODE)
+def test_a_failure_at_every_step_of_a_plan_by_node(name: str, form: dict[str, Any]):
+    total = fail_everywhere([Case(name, 4, 60, 1, limits=on_nodes(2, 2, replace(TINY, chunk_bytes=128)), **form)])
+    assert total["runs"] > 20
+    assert total["right"] > 0
     assert total["failed"] > total["runs"]
 
 

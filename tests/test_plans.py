@@ -291,6 +291,105 @@ def test_many_ranks(name: str):
         play([Case(name, 33, 20, 17, symmetric=symmetric, limits=replace(TINY, stage_bytes=8192))], 1)
 
 
+# --- machines of several nodes -----------------------------------------------------------------------
+
+
+def on_nodes(nodes: int, width: int, limits: Limits = TINY) -> Limits:
+    where = tuple(rank // width for rank in range(nodes * width))
+    return replace(limits, nodes=where, node_ranks=2, node_bytes=64, node_scatter_bytes=64)
+
+
+BY_NODE = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+
+
+@pytest.mark.parametrize(("nodes", "width"), [(2, 2), (2, 3), (3, 2), (4, 2), (2, 4)])
+def test_by_node(nodes: int, width: int):
+    """Chunks that fill a turn or not, one and several, in place or not, in a list or not, wherever tensors are."""
+    pick, world = random.Random(nodes * width), nodes * width
+    cases = []
+    for name in BY_NODE:
+        for count in (8, 9, 63, 64, 65, 150, 333):
+            for symmetric in ("none", "all", "mixed"):
+                forms = {form: pick.random() < 0.4 for form in ("listed", "in_place")}
+                limits = on_nodes(nodes, width)
+                cases.append(
+                    Case(name, world, count, pick.randrange(world), **forms, symmetric=symmetric, limits=limits)
+                )
+    pick.shuffle(cases)
+    kinds = schedules(world)
+    for number in range(0, len(cases), 3):
+        trio, schedule = cases[number : number + 3], kinds[number // 3 % len(kinds)]
+        assert {plan.name for case in trio for plan in Operation(case).plans} == {"by-node"}
+        try:
+            play(trio, schedule)
+        except (PlanError, AssertionError) as error:
+            raise AssertionError(explain(trio, schedule)) from error
+
+
+def crossed(plans: Sequence[Plan], nodes: Sequence[int], part: str) -> int:
+    """Bytes that ranks read from or write to memory of other nodes."""
+    total = 0
+    for plan in plans:
+        for step in getattr(plan, part):
+            turns, body = (step.turns, step.body) if isinstance(step, Loop) else (1, (step,))
+            for inner in body:
+                if isinstance(inner, Copy | Reduce):
+                    places = [*inner.dst, *(inner.src if isinstance(inner, Reduce) else (inner.src,))]
+                    far = [p for p in places if p.space > Space.OUT and nodes[p.index] != nodes[plan.rank]]
+                    total += turns * inner.nbytes * len(far)
+    return total
+
+
+@pytest.mark.parametrize("part", ["staged", "direct"])
+@pytest.mark.parametrize("name", BY_NODE)
+def test_each_byte_crosses_between_nodes_once(name: str, part: str):
+    """To each node but where it comes from. Sums cross once up, combined so far, and once down, as the result: that of
+    a reduce_scatter only where it belongs."""
+    for nodes, width in ((2, 8), (4, 4)):
+        limits = on_nodes(nodes, width, Limits())
+        count = 320_000
+        made = [make(name, rank, 16, count, limits=limits) for rank in range(16)]
+        flat = [make(name, rank, 16, count) for rank in range(16)]
+        times = {"all_reduce": 2, "broadcast": 1, "all_gather": 16, "reduce_scatter": 16 + 16 // nodes}[name]
+        assert crossed(made, limits.nodes, part) == times * (nodes - 1) * count * 8
+        saved = {"reduce_scatter": width * nodes / (nodes + 1)}.get(name, width)
+        assert crossed(flat, limits.nodes, part) == pytest.approx(saved * crossed(made, limits.nodes, part), rel=0.01)
+
+
+def test_what_is_combined_by_node_and_what_is_not():
+    """Where a result so far cannot be stored, or ranks of a node do not follow each other, plans are as on one node."""
+
+    def name(
+        nodes: tuple[int, ...], dtype: DType = DType.FLOAT32, op: RedOpType = RedOpType.SUM, n: int = 1 << 20
+    ) -> str:
+        limits = Limits(node_ranks=2).on_nodes(nodes)
+        return collectives.all_reduce(0, len(nodes), n, dtype, op, limits).name
+
+    assert name((0, 0, 1, 1)) == name((5, 5, 2, 2)) == name((0, 0, 1, 1), DType.INT8, RedOpType.BXOR) == "by-node"
+    assert name((0, 0, 1, 1), n=100) == "one-shot"
+    few = Limits().on_nodes((0, 0, 0, 1, 1, 1))
+    assert collectives.all_reduce(0, 6, 1 << 20, DType.FLOAT32, RedOpType.SUM, few).name == "two-shot"
+    flat = [(0, 0, 0, 0), (0, 1, 0, 1), (0, 1, 2, 3), (0, 0, 0, 1), (0, 0, -1, -1), (0, 0, 1, 1, 1)]
+    assert {name(nodes) for nodes in flat} == {"two-shot"}
+    assert {name((0, 0, 1, 1), dtype) for dtype in (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E5M2)} == {"two-shot"}
+    assert {name((0, 0, 1, 1), op=op) for op in (RedOpType.AVG, RedOpType.PREMUL_SUM)} == {"two-shot"}
+
+
+def test_by_node_in_a_staging_area_without_room():
+    limits = replace(on_nodes(2, 4), stage_bytes=2 * (4 + 2) * 64, chunk_bytes=64)
+    play([Case("all_reduce", 8, 200, limits=limits)], 1)
+    with pytest.raises(ValueError, match="stage_bytes must be at least 768, got 700"):
+        collectives.all_reduce(0, 8, 200, DType.INT64, RedOpType.SUM, replace(limits, stage_bytes=700))
+    with pytest.raises(ValueError, match="stage_bytes must be at least 512, got 500"):
+        collectives.broadcast(0, 8, 200, DType.INT64, 0, replace(limits, stage_bytes=500))
+    with pytest.raises(ValueError, match="stage_bytes must be at least 1280, got 1200"):
+        collectives.reduce_scatter(
+            0, 8, (200,) * 8, DType.INT64, RedOpType.SUM, limits=replace(limits, stage_bytes=1200)
+        )
+    with pytest.raises(ValueError, match="stage_bytes must be at least 256, got 200"):
+        collectives.all_gather(0, 8, (200,) * 8, DType.INT64, limits=replace(limits, stage_bytes=200))
+
+
 # --- what a plan promises ----------------------------------------------------------------------------
 
 

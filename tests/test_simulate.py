@@ -91,6 +91,35 @@ def test_a_hosts_memory_is_shared():
     assert host_seconds("all_gather", nbytes, 8, narrow) > 2 * host_seconds("all_gather", nbytes, 8, PLAIN)
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_memory_of_another_node_is_far(symmetric):
+    """All that takes time is reading across: of a flat all_reduce eight times as much as of one by node."""
+    free = dataclasses.replace(PLAIN, cached=1e30, memory=1e30)
+    divided = dataclasses.replace(free, nodes=2, between=1e9)
+    nbytes, nodes = 64 << 20, [0] * 8 + [1] * 8
+    assert host_seconds("all_reduce", nbytes, 16, free, symmetric) < 1e-6
+    flat = plans_seconds(plans_for("all_reduce", nbytes, 16), nbytes, divided, symmetric)
+    assert flat == pytest.approx(8 * nbytes * 1e-9, rel=0.02)  # each way, between the nodes at 1 GB/s
+    by_node = host_seconds("all_reduce", nbytes, 16, divided, symmetric)
+    assert by_node == plans_seconds(plans_for("all_reduce", nbytes, 16, nodes), nbytes, divided, symmetric)
+    assert by_node == pytest.approx(nbytes * 1e-9, rel=0.05)
+
+
+NODES = ([], ["--numa-nodes", "2"])
+
+
+def test_nodes_of_a_machine():
+    with pytest.raises(ValueError, match="nodes must be more than 0, got 0"):
+        dataclasses.replace(PLAIN, nodes=0)
+    told = [
+        CliRunner().invoke(app, ["simulate", "--hosts", "1", "--ranks-per-host", "16", *more, "--json"])
+        for more in NODES
+    ]
+    seconds = [json.loads(result.output)["found"][0]["seconds"] for result in told]
+    assert seconds[0] < seconds[1]
+    assert json.loads(told[1].output)["machine"]["nodes"] == 2
+
+
 # --- wires -------------------------------------------------------------------------------------------------
 
 

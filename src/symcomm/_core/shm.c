@@ -162,6 +162,23 @@ static PyObject *advise_huge(PyObject *self, PyObject *args) {
     return PyBool_FromLong(madvise((void *)(uintptr_t)address, (size_t)bytes, MADV_HUGEPAGE) == 0);
 }
 
+#define NODES 1024
+#define MPOL_PREFERRED 1 /* linux/mempolicy.h */
+
+/* New pages of a shared mapping come from one NUMA node while that has some, whoever touches them first. */
+static PyObject *prefer_node(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long address;
+    long long bytes;
+    int node;
+    if (!PyArg_ParseTuple(args, "KLi", &address, &bytes, &node)) return NULL;
+    if (node < 0 || node >= NODES - 1) Py_RETURN_FALSE;
+    const int bits = 8 * (int)sizeof(unsigned long);
+    unsigned long mask[NODES / (8 * sizeof(unsigned long))] = {0};
+    mask[node / bits] = 1UL << (node % bits);
+    return PyBool_FromLong(syscall(SYS_mbind, (void *)(uintptr_t)address, (size_t)bytes, MPOL_PREFERRED, mask, NODES, 0) == 0);
+}
+
 /* Make sure that pages exist (create != 0), so that running out of memory is an error here and not a signal later;
  * or give them back to the kernel. */
 static PyObject *set_pages(PyObject *self, PyObject *args) {
@@ -209,6 +226,7 @@ static PyMethodDef methods[] = {
     {"map_shared", map_shared, METH_VARARGS, "map_shared(fd, bytes) -> address"},
     {"unmap", unmap, METH_VARARGS, "unmap(address, bytes)"},
     {"advise_huge", advise_huge, METH_VARARGS, "advise_huge(address, bytes) -> whether the kernel took the advice"},
+    {"prefer_node", prefer_node, METH_VARARGS, "prefer_node(address, bytes, node) -> whether new pages will come from there"},
     {"set_pages", set_pages, METH_VARARGS, "set_pages(fd, offset, bytes, create)"},
     {"is_isolated", py_is_isolated, METH_VARARGS, "is_isolated(address, bytes) -> whether a stopped peer's writes were shut out there"},
     {"peek", peek, METH_VARARGS, "peek(address, bytes) -> bytes"},

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,10 @@ import typer
 from symcomm import errors
 from symcomm.cli import bench_options as options
 from symcomm.cli import bench_table, pictures
+from symcomm.cli.bench_estimate import Estimate, in_words
 from symcomm.cli.bench_options import COLLECTIVES, ONE_SIDED, OTHERS
 from symcomm.cli.bench_peers import parse_peers, setup_peers
-from symcomm.cli.bench_run import OURS, Case, Effort, Result, make_cases, measure, open_sides
+from symcomm.cli.bench_run import OURS, PLACES, Case, Effort, Result, make_cases, measure, open_sides
 from symcomm.cli.refusals import check_output_file, has_torch, need_torch, refusals_in_words
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -32,6 +34,7 @@ QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
 # Whole programs: turns of a quick run, steps of each
 PROGRAMS = {"ddp": (4, 2), "compile": (4, 10), "groups": (4, 10), "hosts": (3, 1), "torch": (3, 50)}
 FAMILIES = {"all": COLLECTIVES, "window": ONE_SIDED}
+SECONDS_BETWEEN_ESTIMATES = 10.0
 QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
 
 
@@ -133,47 +136,117 @@ def make_question(
 # --- running -----------------------------------------------------------------------------------------------------
 
 
+class Bar:
+    """A bar on stderr while that is a terminal. Calling it advances it by one turn and says what is next."""
+
+    def __init__(self, bar: Any = None, task: Any = None):
+        self._bar, self._task = bar, task
+
+    def __call__(self, what: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, advance=1, description=what, refresh=True)
+
+    def say(self, line: str) -> None:
+        """A line on stdout, at once, above the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+        print(line, flush=True)
+        if self._bar is not None:
+            self._bar.start()
+
+
 @contextlib.contextmanager
-def progress(turns: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr while it is a terminal; the function advances it by one turn and says what is next."""
+def progress(turns: int) -> Iterator[Bar]:
     if not os.isatty(2):
-        yield lambda what: None
+        yield Bar()
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # Drawn at every turn, not by a thread, which would work while others are measured, and while processes are forked.
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+    # Nor may it take stdout, which may be a file.
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, auto_refresh=False, redirect_stdout=False
+    ) as bar:
         task = bar.add_task("starting", total=turns)
         bar.refresh()
-        yield lambda what: bar.update(task, advance=1, description=what, refresh=True)
+        yield Bar(bar, task)
 
 
-def run(question: Question) -> list[Result]:
-    """Measure every case on every series."""
+class Report:
+    """The tables of a question, a line as soon as its cases are measured."""
+
+    def __init__(self, question: Question, say: Callable[[str], None], *, summary: bool, markdown: bool, best: bool):
+        self._question, self._say = question, say
+        self._summary, self._markdown, self._best = summary, markdown, best
+        self._table: bench_table.GrowingTable | None = None
+        self._collective = ""
+        self._unshown: list[Result] = []  # of a size of which not all placements are measured
+
+    def add(self, results: list[Result]) -> None:
+        """The results of one case."""
+        kinds, peers = self._question.kinds, self._question.peers
+        collective = results[0].case.collective
+        if self._summary:
+            if self._table is None:
+                self._table = self._new_table("summary", bench_table.summary_head(kinds, peers))
+            self._table.add(bench_table.summary_row(results, kinds, peers, self._best))
+            return
+        if self._table is None or collective != self._collective:
+            if self._table is not None:
+                self._say("")
+            title = f"{collective}, {self._question.world} ranks"
+            self._table = self._new_table(title, bench_table.case_head(collective, kinds, peers))
+            self._collective = collective
+        self._unshown += results
+        if len(self._unshown) == len(PLACES[collective]) * len(self._question.series):
+            for row in bench_table.case_rows(self._unshown, self._question.world, kinds, peers, self._best):
+                self._table.add(row)
+            self._unshown = []
+
+    def _new_table(self, title: str, head: list[str]) -> bench_table.GrowingTable:
+        return bench_table.GrowingTable(title, head, self._say, markdown=self._markdown)
+
+
+def tell_time(question: Question, estimate: Estimate) -> None:
+    rows = f"{len(question.cases)} measurements of {' and '.join(question.series)}"
+    print(f"# {rows}, about {in_words(estimate.seconds_left())}", file=sys.stderr, flush=True)
+
+
+def run(question: Question, *, summary: bool, markdown: bool, best: bool) -> list[Result]:
+    """Measure every case on every series, and print lines as they come."""
     results: list[Result] = []
     turns = len(question.cases) * len(question.series) * question.effort.rounds
     sides = [*(["symcomm"] if question.kinds else []), *question.peers]
-    with progress(turns) as tick, open_sides(sides, question.world, question.pinned) as opened:
+    estimate = Estimate(question.cases, len(question.series), question.effort)
+    tell_time(question, estimate)
+    with progress(turns) as bar, open_sides(sides, question.world, question.pinned) as opened:
+        print_head(question, bar.say, best=best)
+        report = Report(question, bar.say, summary=summary, markdown=markdown, best=best)
+        told = time.monotonic()
         for case in question.cases:
-            advance = functools.partial(tick, f"{case.collective} {bench_table.short_size(case.nbytes)}")
-            results += measure(opened, case, question.series, question.effort, advance)
+            advance = functools.partial(bar, f"{case.collective} {bench_table.short_size(case.nbytes)}")
+            begun = time.monotonic()
+            found = measure(opened, case, question.series, question.effort, advance)
+            estimate.took(time.monotonic() - begun)
+            report.add(found)
+            results += found
+            if time.monotonic() - told > SECONDS_BETWEEN_ESTIMATES and not os.isatty(2):  # the bar has its own
+                told = time.monotonic()
+                print(f"# about {in_words(estimate.seconds_left())} left", file=sys.stderr, flush=True)
     return results
 
 
-def show(question: Question, results: list[Result], *, summary: bool, markdown: bool, best: bool) -> None:
-    if summary:
-        tables = [bench_table.summary_table(results, question.kinds, question.peers, best)]
-    else:
-        tables = bench_table.case_tables(results, question.world, question.kinds, question.peers, best)
-    word = bench_table.as_markdown if markdown else bench_table.as_text
+def print_head(question: Question, say: Callable[[str], None], *, best: bool) -> None:
     facts = bench_table.machine()
     what = "fastest repetition" if best else "median of repetitions"
-    load = f"load {facts['load']:.1f} when done"
     where = "pinned to" if question.pinned else "free on"
-    print(f"# {question.world} ranks, {where} {facts['cores']} cores, {facts['system']}, {load}; {what}\n")
-    print("\n\n".join(word(table) for table in tables))
+    say(f"# {question.world} ranks, {where} {facts['cores']} cores, {facts['system']}; {what}\n")
+
+
+def print_foot(question: Question, results: list[Result], *, summary: bool) -> None:
+    print(f"# load {bench_table.machine()['load']:.1f} when done")
     for reason in bench_table.reasons(results):
         print(f"# -: {reason}")
     wrong = sum(result.wrong or 0 for result in results)
@@ -186,8 +259,8 @@ def show(question: Question, results: list[Result], *, summary: bool, markdown: 
 
 def answer(question: Question, wanted: Wanted, *, summary: bool) -> None:
     """Measure, print, write."""
-    results = run(question)
-    show(question, results, summary=summary, markdown=wanted.markdown, best=wanted.best)
+    results = run(question, summary=summary, markdown=wanted.markdown, best=wanted.best)
+    print_foot(question, results, summary=summary)
     if wanted.json_file:
         found = bench_table.to_json(results, question.world, question.pinned)
         wanted.json_file.write_text(json.dumps(found, indent=1) + "\n")

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import symcomm
-from symcomm.cli.bench_run import OURS, Case, Result
+from symcomm.cli.bench_run import OURS, PLACES, Case, Result
 from symcomm.cli.pictures import Bars, Curves, Panel
 
-__all__ = ["bandwidths", "case_tables", "over_size", "pick", "picture", "short_size", "summary_table", "to_json"]
+__all__ = [
+    "GrowingTable", "bandwidths", "case_head", "case_rows", "over_size", "pick", "picture", "short_size",
+    "summary_head", "summary_row", "to_json",
+]  # fmt: skip
 
 MPI_GOAL, GLOO_GOAL = 1.0, 3.0  # how many times faster than the best MPI, and than Gloo, we mean to be
 MISSED = "!"
@@ -79,37 +83,40 @@ def _by_case(results: Iterable[Result]) -> dict[Case, dict[str, Result]]:
     return found
 
 
-def case_tables(results: Sequence[Result], world: int, kinds: Sequence[str], peers: Sequence[str], best: bool) -> list:
-    """nccl-tests' table, one per collective and kind of tensor, with the peers' times and ratios behind."""
-    cases = _by_case(results)
-    tables: list[Table] = []
-    for collective in dict.fromkeys(case.collective for case in cases):
-        mine = {case: found for case, found in cases.items() if case.collective == collective}
-        sizes = dict.fromkeys(case.nbytes for case in mine)
-        for kind in kinds:
-            title = f"{collective}, {world} ranks, {kind} tensors"
-            head = ["size(B)", "count", "type", "redop", "root"]
-            for place in ("out", "in"):
-                head += [f"{place}:time(us)", "algbw", "busbw", "#wrong"]
-                head += [word for peer in peers for word in (f"{peer}(us)", "ratio")]
-            rows = [_case_row([c for c in mine if c.nbytes == n], mine, world, kind, peers, best) for n in sizes]
-            tables.append(_without_empty_columns((title, head, rows)))
-    return tables
+def case_head(collective: str, kinds: Sequence[str], peers: Sequence[str]) -> list[str]:
+    """nccl-tests' columns, of the placements that the collective has, with the peers' times and ratios behind."""
+    head = ["size(B)", "count", "type", "redop", "root", "tensors"]
+    for place in _places(collective):
+        head += [f"{place}:time(us)", "algbw", "busbw", "#wrong"] if kinds else []
+        head += [word for peer in peers for word in ((f"{peer}(us)", "ratio") if kinds else (f"{peer}(us)",))]
+    return head
+
+
+def case_rows(
+    results: Sequence[Result], world: int, kinds: Sequence[str], peers: Sequence[str], best: bool
+) -> list[list[str]]:
+    """The lines of one size, one a kind of tensor; ``results`` are those of all its placements."""
+    found = _by_case(results)
+    return [_case_row(found, world, kind, peers, best) for kind in kinds or ("",)]
+
+
+def _places(collective: str) -> list[str]:
+    return [place for place in ("out", "in") if (place == "in") in PLACES[collective]]
 
 
 def _case_row(
-    cases: list[Case], found: dict[Case, dict[str, Result]], world: int, kind: str, peers: Sequence[str], best: bool
+    found: dict[Case, dict[str, Result]], world: int, kind: str, peers: Sequence[str], best: bool
 ) -> list[str]:
     """One size: what both placements share, then out of place, then in place."""
-    case = cases[0]
-    row = [str(case.nbytes), str(case.count), *_labels(case)]
-    for in_place in (False, True):
-        here = next((found[c] for c in cases if c.in_place is in_place), {})
+    case = next(iter(found))
+    row = [str(case.nbytes), str(case.count), *_labels(case), kind or "-"]
+    for place in _places(case.collective):
+        here = next((found[c] for c in found if c.in_place is (place == "in")), {})
         ours = pick(here.get(kind), best)
-        row += _our_cells(here.get(kind), ours, world)
+        row += _our_cells(here.get(kind), ours, world) if kind else []
         for peer in peers:
             theirs = pick(here.get(peer), best)
-            row += [microseconds(theirs), times(ratio(theirs, ours))]
+            row += [microseconds(theirs), times(ratio(theirs, ours))] if kind else [microseconds(theirs)]
     return row
 
 
@@ -129,33 +136,28 @@ def _our_cells(result: Result | None, seconds: float | None, world: int) -> list
     return [microseconds(seconds), f"{algbw:.2f}", f"{busbw:.2f}", wrong]
 
 
-def _without_empty_columns(table: Table) -> Table:
-    """Leave out a placement that the collective does not have."""
-    title, head, rows = table
-    keep = [i for i in range(len(head)) if any(row[i] != "-" for row in rows)]
-    return title, [head[i] for i in keep], [[row[i] for i in keep] for row in rows]
-
-
-def summary_table(results: Sequence[Result], kinds: Sequence[str], peers: Sequence[str], best: bool) -> Table:
-    """One line per collective and size. Ratios take our ordinary tensors, where those were measured."""
-    mpis = [peer for peer in peers if peer != "gloo"]
+def summary_head(kinds: Sequence[str], peers: Sequence[str]) -> list[str]:
     head = ["collective", "size", *[f"{kind} (us)" for kind in kinds], *[f"{peer} (us)" for peer in peers]]
     for kind in kinds:
-        head += [f"{kind} vs MPI"] if mpis else []
+        head += [f"{kind} vs MPI"] if any(peer != "gloo" for peer in peers) else []
         head += [f"{kind} vs gloo"] if "gloo" in peers else []
-    rows = []
-    for case, found in _by_case(results).items():
-        seconds = {name: pick(found.get(name), best) for name in (*kinds, *peers)}
-        row = [case.collective, "" if case.collective == "barrier" else short_size(case.nbytes)]
-        for name in (*kinds, *peers):
-            wrong = found[name].wrong if name in found else None
-            row.append(microseconds(seconds[name]) + (f" WRONG:{wrong}" if wrong else ""))
-        best_mpi = min((s for name in mpis if (s := seconds[name]) is not None), default=None)
-        for kind in kinds:
-            row += [_marked(ratio(best_mpi, seconds[kind]), MPI_GOAL)] if mpis else []
-            row += [_marked(ratio(seconds["gloo"], seconds[kind]), GLOO_GOAL)] if "gloo" in peers else []
-        rows.append(row)
-    return "summary", head, rows
+    return head
+
+
+def summary_row(results: Sequence[Result], kinds: Sequence[str], peers: Sequence[str], best: bool) -> list[str]:
+    """One collective and size, from all results of a case."""
+    case, found = results[0].case, {result.series: result for result in results}
+    seconds = {name: pick(found.get(name), best) for name in (*kinds, *peers)}
+    row = [case.collective, "" if case.collective == "barrier" else short_size(case.nbytes)]
+    for name in (*kinds, *peers):
+        wrong = found[name].wrong if name in found else None
+        row.append(microseconds(seconds[name]) + (f" WRONG:{wrong}" if wrong else ""))
+    mpis = [peer for peer in peers if peer != "gloo"]
+    best_mpi = min((s for name in mpis if (s := seconds[name]) is not None), default=None)
+    for kind in kinds:
+        row += [_marked(ratio(best_mpi, seconds[kind]), MPI_GOAL)] if mpis else []
+        row += [_marked(ratio(seconds["gloo"], seconds[kind]), GLOO_GOAL)] if "gloo" in peers else []
+    return row
 
 
 def _marked(value: float | None, goal: float) -> str:
@@ -172,9 +174,35 @@ def as_text(table: Table) -> str:
 
 def as_markdown(table: Table) -> str:
     title, head, rows = table
-    lines = [f"**{title}**", "", "| " + " | ".join(head) + " |", "|" + " ---: |" * len(head)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines)
+    return "\n".join([*_markdown_head(title, head), *map(_markdown_row, rows)])
+
+
+def _markdown_head(title: str, head: list[str]) -> list[str]:
+    return [f"**{title}**", "", _markdown_row(head), "|" + " ---: |" * len(head)]
+
+
+def _markdown_row(row: list[str]) -> str:
+    return "| " + " | ".join(row) + " |"
+
+
+class GrowingTable:
+    """A table that is printed line by line, so that widths are given by what usually comes."""
+
+    WIDEST = MappingProxyType({"collective": 14, "size(B)": 10, "count": 10, "tensors": 9})
+
+    def __init__(self, title: str, head: list[str], say: Callable[[str], None], *, markdown: bool):
+        self._say = say
+        self._markdown = markdown
+        self._widths = [max(len(word), self.WIDEST.get(word, 8)) for word in head]
+        lines = _markdown_head(title, head) if markdown else [f"# {title}", "# " + self._aligned(head)]
+        for line in lines:
+            say(line)
+
+    def add(self, row: list[str]) -> None:
+        self._say(_markdown_row(row) if self._markdown else "  " + self._aligned(row))
+
+    def _aligned(self, row: list[str]) -> str:
+        return "  ".join(word.rjust(width) for word, width in zip(row, self._widths, strict=True))
 
 
 def reasons(results: Iterable[Result]) -> list[str]:

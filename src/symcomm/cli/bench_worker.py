@@ -48,17 +48,25 @@ class Unsupported(Exception):
 # --- values ------------------------------------------------------------------------------------------------------
 
 
+PART = 1 << 18  # elements of a result that are compared at once: what stays in a cache
+PERIOD = 10  # of the values of all ranks, and of what becomes of them
+
+
 def values(np: Any, rank: int, start: int, count: int, op: str) -> Any:
     """What rank ``rank`` holds at elements start..start+count: small whole numbers, exact in every dtype."""
-    index = np.arange(start, start + count, dtype=np.int64)
-    return (index + rank) % 2 + 1 if op == "prod" else (index + 3 * rank) % 5
+    index = np.arange(start, start + PERIOD, dtype=np.int64)
+    return repeated(np, (index + rank) % 2 + 1 if op == "prod" else (index + 3 * rank) % 5, count)
 
 
 def reduced(np: Any, world: int, start: int, count: int, op: str) -> Any:
-    parts = (values(np, r, start, count, op) for r in range(world))
+    parts = (values(np, r, start, PERIOD, op) for r in range(world))
     combine = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[op]
     total = functools.reduce(combine, parts)
-    return total / world if op == "avg" else total
+    return repeated(np, total / world if op == "avg" else total, count)
+
+
+def repeated(np: Any, period: Any, count: int) -> Any:
+    return np.tile(period, -(-count // PERIOD))[:count]
 
 
 def inputs_of(np: Any, rank: int, case: SimpleNamespace) -> Any:
@@ -436,7 +444,8 @@ class Bench:
         result = self.result
         if self.case.collective == "reduce_scatter" and self.case.in_place and isinstance(self.side, MPISide):
             result = self.source[: self.case.count]
-        return int(self.np.count_nonzero(self.side.numbers(result) != self.rounded(right)))
+        parts = (slice(at, at + PART) for at in range(0, len(right), PART))
+        return sum(int(self.np.count_nonzero(self.side.numbers(result[p]) != self.rounded(right[p]))) for p in parts)
 
     def rounded(self, numbers: Any) -> Any:
         """``numbers`` as the case's dtype holds them."""

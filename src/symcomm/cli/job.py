@@ -51,6 +51,7 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     server: bool = False
     insecure: bool = False  # strangers may reach the store
+    bind_numa: bool = False  # ranks to the cores of one NUMA node each
     token: str = field(default_factory=secrets.token_urlsafe)  # the job's, where nobody gives one
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 

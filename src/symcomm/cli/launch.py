@@ -24,6 +24,7 @@ from symcomm.cli.job import CALL, LOCAL_ADDRESS, Job, reserve_port
 from symcomm.cli.keeper import KILL_DEADLINE_S, Keeper, find_processes, kill_processes, signal_processes
 from symcomm.cli.output import STDERR, STDOUT, Output
 from symcomm.errors import InternalError, ResourceError
+from symcomm.memory import numa
 
 # After a rank failed, the others get this long to fail by themselves and print why (a lost peer breaks every wait
 # within milliseconds; a Python traceback and exit take about 0.1 s), before they get SIGTERM.
@@ -169,14 +170,15 @@ class Attempt:
         return TCPStore(host, port, is_master=True, wait_for_workers=False, token=token, token_is_optional=optional)
 
     def _start(self, address: str, port: int) -> None:
-        prepare = functools.partial(_die_with_parent, ctypes.CDLL(None), os.getpid())
+        libc, parent, here = ctypes.CDLL(None), os.getpid(), self.job.ranks_here
 
         def start_one(local_rank: int, joins: int | None = None) -> None:
             number = self.job.first_rank + local_rank
             log_dir = self.job.log_directory(self.restarts)
             self._output.begin(number, self.job.world_size - 1, self.job.tag, log_dir)
             environment = self.job.environment(local_rank, self.restarts, address, port, joins)
-            process = _spawn(self.job, environment, prepare)
+            cores = numa.cores_for(local_rank, here) if self.job.bind_numa else None
+            process = _spawn(self.job, environment, functools.partial(_prepare, libc, parent, cores))
             self._keeper.watch(process.pid)
             rank = Rank(number, process, time.monotonic())
             self.ranks.append(rank)
@@ -430,8 +432,10 @@ def _spawn(job: Job, env: dict[str, str], prepare: Callable[[], None]) -> subpro
         raise ResourceError(f"{CALL}: {job.command[0]} cannot be started ({why}).") from None
 
 
-def _die_with_parent(libc: Any, parent: int) -> None:
-    """Runs in the new rank before its program: the kernel kills it when the launcher dies."""
+def _prepare(libc: Any, parent: int, cores: set[int] | None) -> None:
+    """Runs in the new rank before its program. It keeps to its cores; the kernel kills it when the launcher dies."""
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the launcher died before that
         os._exit(1)

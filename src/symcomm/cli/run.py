@@ -41,6 +41,7 @@ def run(
     env: options.Env = None,
     server: options.Server = False,
     insecure: options.Insecure = False,
+    bind_numa: options.BindNuma = False,
     mps: options.Mps = False,
     prefix: options.Prefix = True,
     color: options.Color = None,
@@ -82,6 +83,7 @@ def run(
             env=variables,
             server=server,
             insecure=insecure,
+            bind_numa=bind_numa,
         )
         on_terminal = os.isatty(STDOUT) and os.isatty(STDERR)
         output = Output(color=want_color(color, os.environ, on_terminal), prefix=prefix, quiet=quiet)

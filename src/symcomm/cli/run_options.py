@@ -68,6 +68,10 @@ Insecure = Annotated[
     bool,
     typer.Option("--insecure", help="Several nodes without a job token (SYMCOMM_TOKEN): anybody can join the store."),
 ]
+BindNuma = Annotated[
+    bool,
+    typer.Option("--bind-numa", help="Keep each rank on the cores of one NUMA node, and its memory there."),
+]
 Mps = Annotated[
     bool,
     typer.Option("--mps", help="Start NVIDIA's MPS for the job: ranks on one GPU then use it at the same time."),

@@ -53,6 +53,10 @@ def simulate(
     memory: Annotated[
         str, typer.Option("--memory-bandwidth", metavar="RATE", help="Of a whole host: 200GB/s.", show_default=False)
     ] = "",
+    nodes: Annotated[
+        int,
+        typer.Option("--numa-nodes", metavar="N", help="Parts of a host's memory. [default: 1]", show_default=False),
+    ] = 0,
     model_bytes: Annotated[str, typer.Option("--model-bytes", metavar="SIZE", help="ddp, fsdp: the model.")] = "1G",
     compute: Annotated[
         float, typer.Option("--compute-ms", metavar="MS", help="ddp, fsdp: a step's computing.")
@@ -95,7 +99,7 @@ def simulate(
             check_picture(CALL, "--plot", plot_file)
         if calibrate:
             measure_this_machine()
-        machine = _machine(machine_file, cores, memory)
+        machine = _machine(machine_file, cores, memory, nodes)
         if checked:
             show_check(checked, machine, as_json)
             return
@@ -124,12 +128,12 @@ def _simulate_collective(what: str, cluster: Cluster, sizes: str, as_json: bool,
         plot_collective(plot_file, [compare(what, asked[-1], c) for c in sweep(cluster)])
 
 
-def _machine(file: Path | None, cores: int, memory: str) -> machines.Machine:
+def _machine(file: Path | None, cores: int, memory: str, nodes: int) -> machines.Machine:
     machine = machines.load(file)
-    if cores < 0:
-        raise errors.bad_argument(CALL, "--cores", cores, "1 or more")
-    if cores:
-        machine = replace(machine, cores=cores)
+    for option, given in (("--cores", cores), ("--numa-nodes", nodes)):
+        if given < 0:
+            raise errors.bad_argument(CALL, option, given, "1 or more")
+    machine = replace(machine, cores=cores or machine.cores, nodes=nodes or machine.nodes)
     return replace(machine, host_memory=parse_bandwidth(CALL, "--memory-bandwidth", memory)) if memory else machine
 
 

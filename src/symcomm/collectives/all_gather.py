@@ -1,7 +1,10 @@
 """all_gather: every rank ends with every rank's tensor, as pieces of one output or as a list.
 
 streamed   every rank stages its tensor chunk by chunk, all copy the chunks out
-direct     every rank copies out of its peers' symmetric inputs
+by-node    (nodes.py) so do ranks of its node; in other nodes the rank of its place does, and the others take it from
+           there
+direct     every rank copies out of its peers' symmetric inputs; by node, the rank of its place in another node copies
+           it into all outputs there
 
 The input may be the rank's own piece of the output: that copy is then onto itself, which is nothing.
 """
@@ -10,13 +13,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, finish, ring, stage, stream
-from symcomm.collectives.plan import ALL, At, Copy, Need, Plan, Space, Step
+from symcomm.collectives.chunks import (
+    LINE,
+    Pieces,
+    Simple,
+    Sizes,
+    copy,
+    finish,
+    fixed,
+    later,
+    pipeline,
+    ring,
+    stage,
+    stream,
+    too_small,
+    up,
+)
+from symcomm.collectives.nodes import NODE_SLOTS, Grid, wait_for
+from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Need, Plan, Signal, Space, Step
 
 if TYPE_CHECKING:
     from symcomm.collectives.select import Limits
 
-IN, OUT, PEER_IN = Space.IN, Space.OUT, Space.PEER_IN
+IN, OUT, STAGE, PEER_IN, PEER_OUT = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN, Space.PEER_OUT
 
 
 def streamed_all_gather(plan: Plan, pieces: Pieces, limits: Limits) -> None:
@@ -46,3 +65,59 @@ def direct_all_gather(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[Need
         steps += copy(pieces.at(OUT, rank), At(PEER_IN, rank), pieces.sizes[rank])
     own = copy(pieces.at(OUT, me), At(IN), pieces.sizes[me])
     return steps + finish(own), [Need.INPUT if size else Need.NOTHING for size in pieces.sizes]
+
+
+def all_gather_by_node(plan: Plan, pieces: Pieces, limits: Limits, grid: Grid) -> None:
+    """Turn i: take chunk i of my node's ranks and of my column's, stage chunk i+1, signal, wait for both; then collect
+    what the others of my node took from their columns. All pieces have one size.
+
+    What is staged in a turn is read in the next, what is fetched before a signal is read before the next one: two slots
+    of a chunk, and of one for each other node.
+    """
+    me, nbytes = plan.rank, pieces.sizes[0]
+    room = limits.stage_bytes // NODE_SLOTS // grid.nodes // LINE * LINE
+    if not room:
+        raise too_small(limits.stage_bytes, NODE_SLOTS * grid.nodes * LINE)
+    most = max(min(limits.chunk_bytes, room) // LINE, 1) * LINE
+    chunk = up(-(-nbytes // -(-nbytes // most)), LINE)
+    beside, column = grid.beside(me), grid.column(me)
+
+    def staged(rank: int, lane: int = 0) -> At:
+        """Lane 0: a rank's own chunk; lane k: that of the rank of its place k nodes further."""
+        return At(STAGE, rank, lane * NODE_SLOTS * chunk, chunk, NODE_SLOTS)
+
+    def out(rank: int) -> At:
+        return At(OUT, rank, 0, chunk) if pieces.listed else At(OUT, 0, pieces.starts[rank], chunk)
+
+    def put(size: int) -> list[Simple]:
+        return [Copy((staged(me), out(me)), At(IN, 0, 0, chunk), size)] if size else []
+
+    def get(size: int) -> list[Simple]:
+        far: list[Simple] = [Copy((staged(me, k), out(rank)), staged(rank), size) for k, rank in enumerate(column, 1)]
+        return far + [Copy((out(rank),), staged(rank), size) for rank in beside]
+
+    def collect(size: int) -> list[Simple]:
+        fetched = [(rank, k, far) for rank in beside for k, far in enumerate(grid.column(rank), 1)]
+        return [Copy((out(far),), staged(rank, k), size) for rank, k, far in fetched]
+
+    def turn(now: Sizes, following: Sizes | None) -> list[Simple]:
+        steps = get(now[0]) + (later(put(following[0]), 1) if following else [])
+        ready = wait_for(column) if following else []
+        return [*steps, Signal(FIRST_SIGNAL, 1), *wait_for(beside), *collect(now[0]), *ready]
+
+    plan.head = list(fixed(put(min(nbytes, chunk)), 0))
+    plan.staged = pipeline([nbytes], [chunk], -(-nbytes // chunk), turn)
+    plan.name = "by-node"
+
+
+def direct_all_gather_by_node(plan: Plan, pieces: Pieces, grid: Grid) -> tuple[list[Step], list[Need]]:
+    """Outputs are one tensor each, since others write into them."""
+    me = plan.rank
+    steps: list[Step] = []
+    for rank in grid.beside(me):
+        steps += copy(pieces.at(OUT, rank), At(PEER_IN, rank), pieces.sizes[rank])
+    for rank in grid.column(me):
+        outputs = tuple(At(PEER_OUT, peer, pieces.starts[rank]) for peer in (me, *grid.beside(me)))
+        steps += [Copy(outputs, At(PEER_IN, rank), pieces.sizes[rank])]
+    own = copy(pieces.at(OUT, me), At(IN), pieces.sizes[me])
+    return steps + finish(own), [Need.INPUT | Need.OUTPUT] * plan.world

@@ -1,7 +1,10 @@
 """broadcast: every rank ends with the root's tensor.
 
 streamed   the root stages its tensor chunk by chunk, all copy the chunks out
-direct     all copy out of the root's symmetric tensor
+by-node    (nodes.py) so do ranks of the root's node; in another node rank i copies slice i of a chunk, and the others
+           take it from there
+direct     all copy out of the root's symmetric tensor; by node, rank i of another node copies slice i into all outputs
+           of its node
 
 The root's tensor is read and never written.
 """
@@ -10,13 +13,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from symcomm.collectives.chunks import Simple, Sizes, copy, stage, stream
-from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Signal, Space, Step, Wait
+from symcomm.collectives.chunks import LINE, Simple, Sizes, copy, fixed, later, pipeline, shard, stage, stream
+from symcomm.collectives.nodes import NODE_SLOTS, Grid, chunk_in, wait_for
+from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Need, Plan, Signal, Space, Step, Wait
 
 if TYPE_CHECKING:
     from symcomm.collectives.select import Limits
 
-IN, OUT, PEER_IN = Space.IN, Space.OUT, Space.PEER_IN
+IN, OUT, STAGE, PEER_IN, PEER_OUT = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN, Space.PEER_OUT
 
 
 def streamed_broadcast(plan: Plan, nbytes: int, limits: Limits) -> None:
@@ -41,3 +45,64 @@ def direct_broadcast(plan: Plan, nbytes: int) -> tuple[list[Step], list[Need]]:
     if plan.rank == plan.root:
         return [Wait(ALL, FIRST_SIGNAL)], needs
     return [*copy(At(OUT), At(PEER_IN, plan.root), nbytes), Signal(FIRST_SIGNAL)], needs
+
+
+def broadcast_by_node(plan: Plan, nbytes: int, limits: Limits, grid: Grid) -> None:
+    """Turn i: the root stages chunk i+1 while the others take chunk i; ranks of other nodes then collect its slices.
+
+    A chunk is staged in one turn and read in the next; a slice is fetched before a signal and read before the next one.
+    So two slots each.
+    """
+    me, root = plan.rank, plan.root
+    chunk = chunk_in(limits.stage_bytes // NODE_SLOTS, nbytes, limits, grid, grid.width * LINE * NODE_SLOTS)
+    near = grid.of(me)[0] == grid.of(root)[0]
+
+    def staged(start: int) -> At:
+        return At(STAGE, root, start, chunk, NODE_SLOTS)
+
+    def fetched(rank: int) -> At:
+        return At(STAGE, rank, 0, chunk // grid.width, NODE_SLOTS)
+
+    def put(size: int) -> list[Simple]:
+        return copy(staged(0), At(IN, 0, 0, chunk), size)
+
+    def get(size: int) -> list[Simple]:
+        if near:
+            return copy(At(OUT, 0, 0, chunk), staged(0), size)
+        start, length = shard(size, grid.width, grid.of(me)[1])
+        return [Copy((fetched(me), At(OUT, 0, start, chunk)), staged(start), length)] if length else []
+
+    def collect(size: int) -> list[Simple]:
+        steps: list[Simple] = []
+        for rank in grid.beside(me):
+            start, length = shard(size, grid.width, grid.of(rank)[1])
+            steps += copy(At(OUT, 0, start, chunk), fetched(rank), length)
+        return [*wait_for(grid.beside(me)), *steps]
+
+    def turn(now: Sizes, following: Sizes | None) -> list[Simple]:
+        signal = Signal(FIRST_SIGNAL, 1)
+        if me == root:
+            return [*later(put(following[0]), 1), signal, Wait(ALL, FIRST_SIGNAL, 1)] if following else []
+        ready = wait_for([root]) if following else []
+        if near:
+            return [*get(now[0]), signal, *ready] if following else get(now[0])
+        return [*get(now[0]), signal, *collect(now[0]), *ready]
+
+    plan.head = list(fixed(put(min(nbytes, chunk)), 0)) if me == root else []
+    plan.staged = pipeline([nbytes], [chunk], -(-nbytes // chunk), turn)
+    plan.name = "by-node"
+
+
+def direct_broadcast_by_node(plan: Plan, nbytes: int, grid: Grid) -> tuple[list[Step], list[Need]]:
+    """Whose tensor is touched by others waits for them."""
+    me, home = plan.rank, grid.of(plan.root)[0]
+    needs = [Need.NOTHING if grid.of(rank)[0] == home else Need.OUTPUT for rank in range(plan.world)]
+    needs[plan.root] = Need.INPUT
+    if me == plan.root:
+        return [Wait(ALL, FIRST_SIGNAL)], needs
+    if grid.of(me)[0] == home:
+        return [*copy(At(OUT), At(PEER_IN, plan.root), nbytes), Signal(FIRST_SIGNAL)], needs
+    start, length = shard(nbytes, grid.width, grid.of(me)[1])
+    outputs = tuple(At(PEER_OUT, rank, start) for rank in (me, *grid.beside(me)))
+    fetch = [Copy(outputs, At(PEER_IN, plan.root, start), length)] if length else []
+    return [*fetch, Signal(FIRST_SIGNAL), *(Wait(rank, FIRST_SIGNAL) for rank in grid.beside(me))], needs

@@ -160,17 +160,19 @@ def _moved(step: Simple, turns: int, at: Callable[[At], At], looped: bool) -> Si
 Body = Callable[[Sizes, Sizes | None], list[Simple]]
 
 
-def pipeline(pieces: Sizes, chunks: Sizes, turns: int, body: Body) -> list[Step]:
+def pipeline(pieces: Sizes, chunks: Sizes, turns: int, body: Body, delays: Sizes | None = None) -> list[Step]:
     """``body(now, following)`` for every turn, as loops over the turns in which all sizes stay the same.
 
     ``now`` and ``following`` hold the bytes of each piece that this and the next turn handle; ``following`` is None
     in the last turn. The number of steps depends on how many different sizes there are, never on how large they are.
+    ``delays``: the turn in which each piece's first chunk is handled, where that is not the first.
     """
+    cuts = list(zip(pieces, chunks, delays or [0] * len(pieces), strict=True))
 
     def sizes(turn: int) -> Sizes:
-        return [min(max(n - turn * chunk, 0), chunk) for n, chunk in zip(pieces, chunks, strict=True)]
+        return [min(max(n - (turn - d) * chunk, 0), chunk) if turn >= d else 0 for n, chunk, d in cuts]
 
-    ends = {turn for n, chunk in zip(pieces, chunks, strict=True) if n for turn in (n // chunk, -(-n // chunk))}
+    ends = {turn + d for n, chunk, d in cuts if n for turn in (0, n // chunk, -(-n // chunk))}
     changes = {turns, turns - 1, *ends}
     edges = sorted(turn for turn in {0, *changes, *(turn - 1 for turn in changes)} if 0 <= turn <= turns)
     steps: list[Step] = []
@@ -210,6 +212,6 @@ def stream(
     plan.staged = pipeline(pieces, chunks, cut.turns, turn)
 
 
-def finish(meanwhile: Sequence[Step] = ()) -> list[Step]:
+def finish(meanwhile: Sequence[Step] = (), signal: int = FIRST_SIGNAL) -> list[Step]:
     """The end of a direct plan: I touch nobody's tensors any more; ``meanwhile``; nobody touches mine."""
-    return [Signal(FIRST_SIGNAL), *meanwhile, Wait(ALL, FIRST_SIGNAL)]
+    return [Signal(signal), *meanwhile, Wait(ALL, signal)]

@@ -134,7 +134,8 @@ class Need(enum.IntFlag):
     OUTPUT = 2
 
 
-ALGORITHMS = ("", "alone", "arrival", "one-shot", "two-shot", "streamed")  # names of plans; numbers in records
+# Names of plans; records hold their numbers.
+ALGORITHMS = ("", "alone", "arrival", "one-shot", "two-shot", "streamed", "by-node")
 
 
 @dataclass

@@ -1,22 +1,42 @@
 """reduce_scatter: rank k ends with the combination, in rank order, of every rank's k-th piece.
 
 streamed   every rank stages its pieces for the others, chunk by chunk, and combines the chunks meant for it
-direct     rank k combines the k-th piece of all symmetric inputs into its own output
+by-node    (nodes.py) a rank combines what its own node's ranks have for the ranks of its place, going on from what the
+           rank of its place in the node before has; at last each rank fetches its piece from the last node
+direct     rank k combines the k-th piece of all symmetric inputs into its own output; by node, as above
 
 The output may be the rank's own piece of its input: nobody else reads that piece, and it is read as it is written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, finish, ring, stage, stream
-from symcomm.collectives.plan import ALL, At, Need, Plan, Reduce, Space, Step
+from symcomm.collectives.chunks import (
+    LINE,
+    Pieces,
+    Simple,
+    Sizes,
+    copy,
+    finish,
+    fixed,
+    later,
+    pipeline,
+    ring,
+    stage,
+    stream,
+    too_small,
+    up,
+)
+from symcomm.collectives.nodes import NODE_SLOTS, Grid, wait_for
+from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Reduce, Signal, Space, Step
 
 if TYPE_CHECKING:
     from symcomm.collectives.select import Limits
 
-IN, OUT, PEER_IN = Space.IN, Space.OUT, Space.PEER_IN
+IN, OUT, STAGE, PEER_IN = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN
 
 
 def streamed_reduce_scatter(plan: Plan, pieces: Pieces, limits: Limits) -> None:
@@ -44,3 +64,105 @@ def direct_reduce_scatter(plan: Plan, pieces: Pieces) -> tuple[list[Step], list[
         sources = tuple(At(PEER_IN, rank, start) for rank in range(plan.world))
         steps.append(Reduce((At(OUT),), sources, length))
     return steps + finish(), [Need.INPUT] * plan.world
+
+
+@dataclass(frozen=True)
+class _ByNode:
+    """What one rank does in a turn, wherever it reads the pieces of its node's ranks: ``read(rank, piece)``.
+
+    Turn i of node g: combine chunk i-g of the pieces of my column, stage the next chunk, signal, wait for my column
+    and, while they stage for me, for ``stagers``; then fetch a chunk of my own piece from the last node. What is
+    combined in a turn is read before the next signal but one: two slots, as for what is staged.
+    """
+
+    me: int
+    grid: Grid
+    chunk: int
+    lane: int  # of the staging area, from which on chunks that are combined lie, one for each node's piece
+    read: Callable[[int, int], At]
+    put: Callable[[int], list[Simple]]
+    stagers: list[int]
+
+    def combined(self, rank: int, node: int) -> At:
+        return At(STAGE, rank, (self.lane + node) * NODE_SLOTS * self.chunk, self.chunk, NODE_SLOTS)
+
+    def combine(self, size: int) -> list[Simple]:
+        if not size:
+            return []
+        node, place = self.grid.of(self.me)
+        here = sorted([self.me, *self.grid.beside(self.me)])
+        steps: list[Simple] = []
+        for other in range(self.grid.nodes):
+            so_far = (self.combined(self.me - self.grid.width, other),) if node else ()
+            is_mine = node == other == self.grid.nodes - 1
+            target = At(OUT, 0, 0, self.chunk) if is_mine else self.combined(self.me, other)
+            piece = other * self.grid.width + place
+            steps.append(Reduce((target,), (*so_far, *(self.read(rank, piece) for rank in here)), size))
+        return steps
+
+    def fetch(self, size: int) -> list[Simple]:
+        node, place = self.grid.of(self.me)
+        last = self.grid.nodes - 1
+        source = self.combined(last * self.grid.width + place, node)
+        return copy(At(OUT, 0, 0, self.chunk), source, size) if node != last else []
+
+    def turn(self, now: Sizes, following: Sizes | None) -> list[Simple]:
+        node, last = self.grid.of(self.me)[0], self.grid.nodes - 1
+        ahead = later(self.put(following[0]), 1 - node) if following else []
+        stagers = self.stagers if following and following[0] else []
+        ready: list[Simple] = [Signal(FIRST_SIGNAL, 1), *wait_for([*stagers, *self.grid.column(self.me)])]
+        return [*later(self.combine(now[0]), -node), *ahead, *ready, *later(self.fetch(now[1]), -last)]
+
+    def turns(self, nbytes: int) -> int:
+        return -(-nbytes // self.chunk) + self.grid.nodes - 1
+
+    def steps(self, nbytes: int) -> list[Step]:
+        delays = [self.grid.of(self.me)[0], self.grid.nodes - 1]
+        return pipeline([nbytes] * 2, [self.chunk] * 2, self.turns(nbytes), self.turn, delays)
+
+
+def _lane_bytes(nbytes: int, limits: Limits, grid: Grid, lanes: int) -> int:
+    """Bytes of a chunk, ``lanes`` of which a slot has room for."""
+    room = limits.stage_bytes // NODE_SLOTS // lanes // LINE * LINE
+    if not room:
+        raise too_small(limits.stage_bytes, NODE_SLOTS * lanes * LINE)
+    most = max(min(limits.chunk_bytes // grid.width, room) // LINE, 1) * LINE
+    return up(-(-nbytes // -(-nbytes // most)), LINE)
+
+
+def reduce_scatter_by_node(plan: Plan, pieces: Pieces, limits: Limits, grid: Grid) -> None:
+    """All pieces have one size."""
+    me, world, nbytes = plan.rank, plan.world, pieces.sizes[0]
+    chunk = _lane_bytes(nbytes, limits, grid, world + grid.nodes)
+    place = grid.of(me)[1]
+
+    def of_input(piece: int) -> At:
+        return At(IN, piece, 0, chunk) if pieces.listed else At(IN, 0, pieces.starts[piece], chunk)
+
+    def read(rank: int, piece: int) -> At:
+        return of_input(piece) if rank == me else At(STAGE, rank, piece * NODE_SLOTS * chunk, chunk, NODE_SLOTS)
+
+    def put(size: int) -> list[Simple]:
+        """The pieces that other ranks of my node combine."""
+        others = [piece for piece in ring(world, me) if grid.of(piece)[1] != place]
+        targets = [(At(STAGE, me, piece * NODE_SLOTS * chunk, chunk, NODE_SLOTS), piece) for piece in others]
+        return [step for target, piece in targets for step in copy(target, of_input(piece), size)]
+
+    rank = _ByNode(me, grid, chunk, world, read, put, grid.beside(me))
+    plan.head = list(fixed(put(min(nbytes, chunk)), 0)) if me < grid.width else []
+    plan.staged = rank.steps(nbytes)
+    plan.name = "by-node"
+
+
+def direct_reduce_scatter_by_node(
+    plan: Plan, pieces: Pieces, limits: Limits, grid: Grid
+) -> tuple[list[Step], list[Need]]:
+    """Of a rank's pieces that of its own place are read by itself alone, so its output may be one of them."""
+    me, nbytes = plan.rank, pieces.sizes[0]
+    chunk = _lane_bytes(nbytes, limits, grid, grid.nodes)
+
+    def read(rank: int, piece: int) -> At:
+        return At(PEER_IN, rank, pieces.starts[piece], chunk)
+
+    rank = _ByNode(me, grid, chunk, 0, read, lambda size: [], [])
+    return [*rank.steps(nbytes), *finish(signal=FIRST_SIGNAL + rank.turns(nbytes))], [Need.INPUT] * plan.world

@@ -16,16 +16,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from symcomm.collectives.all_gather import direct_all_gather, streamed_all_gather
+from symcomm.collectives.all_gather import (
+    all_gather_by_node,
+    direct_all_gather,
+    direct_all_gather_by_node,
+    streamed_all_gather,
+)
 from symcomm.collectives.all_reduce import direct_all_reduce, one_shot, two_shot
 from symcomm.collectives.all_to_all import direct_all_to_all, streamed_all_to_all
 from symcomm.collectives.barrier import arrival
-from symcomm.collectives.broadcast import direct_broadcast, streamed_broadcast
+from symcomm.collectives.broadcast import (
+    broadcast_by_node,
+    direct_broadcast,
+    direct_broadcast_by_node,
+    streamed_broadcast,
+)
+from symcomm.collectives.by_node import by_node, direct_by_node
 from symcomm.collectives.chunks import LINE, SLOTS, Pieces
 from symcomm.collectives.gather import direct_gather, streamed_gather
+from symcomm.collectives.nodes import Grid, can_go_on, grid_of
 from symcomm.collectives.plan import At, Collective, Copy, Need, Plan, Reduce, Space, Step
 from symcomm.collectives.reduce import direct_reduce, one_shot_reduce, two_shot_reduce
-from symcomm.collectives.reduce_scatter import direct_reduce_scatter, streamed_reduce_scatter
+from symcomm.collectives.reduce_scatter import (
+    direct_reduce_scatter,
+    direct_reduce_scatter_by_node,
+    reduce_scatter_by_node,
+    streamed_reduce_scatter,
+)
 from symcomm.collectives.scatter import direct_scatter, streamed_scatter
 from symcomm.types import ITEMSIZE
 
@@ -56,6 +73,16 @@ class Limits:
     one_shot_bytes: int = 32 << 10  # all_reduce, reduce: up to here one-shot; measured: at 64 KiB both take 23 us
     direct_bytes: int = 4 << 10  # from here on symmetric tensors take part without copies; measured: 0.8, 1.3 us there
     two_rank_variant: str = "two_shot"  # all_reduce of more, 2 ranks; or "one_shot"; measured at 1 MiB: 8.1, 5.8 GB/s
+    nodes: tuple[int, ...] = ()  # each rank's NUMA node, -1 where it is not bound to one; () where all are on one
+    # By node, where each has so many ranks, go all_reduce, all_gather and broadcast, and reduce_scatter, from so many
+    # bytes on. All three are simulated (docs/simulate.md), not yet measured.
+    node_ranks: int = 4
+    node_bytes: int = 256 << 10
+    node_scatter_bytes: int = 8 << 20
+
+    def on_nodes(self, nodes: Sequence[int]) -> Limits:
+        """For ranks on these nodes. Where all are on one, that is as good as not knowing."""
+        return replace(self, nodes=tuple(nodes) if len(set(nodes)) > 1 else ())
 
     def crowded(self) -> Limits:
         """For more ranks than cores, where a turn costs several switches between processes: the largest chunks that
@@ -139,6 +166,15 @@ def _prefer_one_shot(plan: Plan, nbytes: int, limits: Limits) -> bool:
     return False
 
 
+def _nodes(plan: Plan, nbytes: int, limits: Limits, field: str = "node_bytes") -> Grid | None:
+    """The ranks by node, where a call of that size should go by them."""
+    least = getattr(limits, field)
+    grid = grid_of(limits.nodes, limits.node_ranks) if nbytes >= least else None
+    if grid is not None:
+        plan.why = f"{nbytes} bytes >= {field} {least}, {grid.nodes} nodes of {grid.width} ranks"
+    return grid
+
+
 def _turns(nbytes: int, limits: Limits) -> str:
     return f"{nbytes} bytes {'<=' if nbytes <= limits.chunk_bytes else '>'} chunk_bytes {limits.chunk_bytes}"
 
@@ -149,6 +185,10 @@ def all_reduce(rank: int, world: int, count: int, dtype: int, redop: int, limits
     nbytes = count * ITEMSIZE[dtype]
     if world == 1:
         return _alone(plan, nbytes, combine=True)
+    if can_go_on(dtype, redop) and (grid := _nodes(plan, nbytes, limits)) is not None:
+        by_node(plan, nbytes, limits, grid)
+        _offer_direct(plan, nbytes, limits, direct_by_node, nbytes, limits, grid)
+        return plan
     choice = one_shot if _prefer_one_shot(plan, nbytes, limits) else two_shot
     choice(plan, nbytes, limits)
     _offer_direct(plan, nbytes, limits, direct_all_reduce, nbytes)
@@ -184,6 +224,12 @@ def reduce_scatter(
     pieces = Pieces(tuple(n * ITEMSIZE[dtype] for n in counts), listed)
     if world == 1:
         return _alone(plan, sum(pieces.sizes), combine=True)
+    foldable = len(set(counts)) == 1 and can_go_on(dtype, redop)
+    if foldable and (grid := _nodes(plan, sum(pieces.sizes), limits, "node_scatter_bytes")) is not None:
+        reduce_scatter_by_node(plan, pieces, limits, grid)
+        if not listed or _are_even(plan, pieces.sizes):
+            _offer_direct(plan, sum(pieces.sizes), limits, direct_reduce_scatter_by_node, pieces, limits, grid)
+        return plan
     streamed_reduce_scatter(plan, pieces, limits)
     plan.why = _turns(max(pieces.sizes) * (world - 1), limits)
     if not listed or _are_even(plan, pieces.sizes):
@@ -200,6 +246,11 @@ def all_gather(
     pieces = Pieces(tuple(n * ITEMSIZE[dtype] for n in counts), listed)
     if world == 1:
         return _alone(plan, sum(pieces.sizes))
+    if len(set(counts)) == 1 and (grid := _nodes(plan, sum(pieces.sizes), limits)) is not None:
+        all_gather_by_node(plan, pieces, limits, grid)
+        if not listed:
+            _offer_direct(plan, max(pieces.sizes), limits, direct_all_gather_by_node, pieces, grid)
+        return plan
     streamed_all_gather(plan, pieces, limits)
     plan.why = _turns(max(pieces.sizes), limits)
     _offer_direct(plan, max(pieces.sizes), limits, direct_all_gather, pieces)
@@ -212,6 +263,10 @@ def broadcast(rank: int, world: int, count: int, dtype: int, root: int, limits: 
     nbytes = count * ITEMSIZE[dtype]
     if world == 1:
         return _alone(plan, 0)
+    if (grid := _nodes(plan, nbytes, limits)) is not None:
+        broadcast_by_node(plan, nbytes, limits, grid)
+        _offer_direct(plan, nbytes, limits, direct_broadcast_by_node, nbytes, grid)
+        return plan
     streamed_broadcast(plan, nbytes, limits)
     plan.why = _turns(nbytes, limits)
     _offer_direct(plan, nbytes, limits, direct_broadcast, nbytes)

@@ -6,6 +6,7 @@ fill.py       gradients into buckets and back
 bucket.py     Bucket, and GradBucket, which hooks are given
 assign.py     which parameters share a bucket
 comm_hook.py  communication hooks: the interface, and the built-in ones
+hook_order.py hooks in turn, without holding up backward
 unused.py     parameters without gradients
 verify.py     do all ranks hold the same model?
 broadcast.py  many tensors from one rank to all

@@ -34,7 +34,12 @@ class BuiltinCommHookType(Numbered):
 
 
 class CommHook:
-    """The interface; ``parse_hook_result`` takes what the future of ``run_hook`` holds."""
+    """The interface; ``parse_hook_result`` takes what the future of ``run_hook`` holds.
+
+    ``callbacks_only_compute``: no callback of the hook's futures starts a collective, so buckets need not take turns.
+    """
+
+    callbacks_only_compute = False
 
     def run_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         raise errors.CallerError(f"{type(self).__name__}.run_hook: a communication hook must define it.")
@@ -47,6 +52,8 @@ class CommHook:
 class AllReduceHook(CommHook):
     """The average over all ranks."""
 
+    callbacks_only_compute = True
+
     def __init__(self, process_group: Any):
         self.process_group = process_group
 
@@ -58,6 +65,8 @@ class AllReduceHook(CommHook):
 class Fp16CompressHook(CommHook):
     """The average over all ranks, sent as 16-bit floats."""
 
+    callbacks_only_compute = True
+
     def __init__(self, process_group: Any):
         self.process_group = process_group
 
@@ -68,12 +77,19 @@ class Fp16CompressHook(CommHook):
         return future.then(lambda ended: buffer.copy_(self.parse_hook_result(ended.wait())))
 
 
+# Of torch's hooks, those that are known to start no collective in a callback.
+_DEFAULT_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+_ONLY_COMPUTE = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
+
+
 class PythonHook(CommHook):
     """``hook(state, bucket)``, as people register it."""
 
     def __init__(self, state: Any, hook: Callable[[Any, Any], Any]):
         self.state = state
         self.hook = hook
+        is_known = getattr(hook, "__module__", "") == _DEFAULT_HOOKS and self._name() in _ONLY_COMPUTE
+        self.callbacks_only_compute = is_known or getattr(hook, "callbacks_only_compute", False)
 
     def _name(self) -> str:
         return getattr(self.hook, "__qualname__", type(self.hook).__name__)

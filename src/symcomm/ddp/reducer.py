@@ -28,6 +28,7 @@ from symcomm.ddp.assign import compute_bucket_assignment_by_size
 from symcomm.ddp.bucket import Bucket, GradBucket, is_alias
 from symcomm.ddp.comm_hook import CommHook
 from symcomm.ddp.fill import Filler
+from symcomm.ddp.hook_order import HookOrder
 from symcomm.ddp.timeline import ALWAYS_SAMPLED, Clock, IterationTimes, measure, not_compiled, now
 from symcomm.ddp.unused import marked_twice, search_unused, unfinished
 
@@ -90,6 +91,7 @@ class Reducer(Filler):
         self._skips_unused = skip_all_reduce_unused_params
         self._batches = batched_grad_copy
         self._lock = threading.RLock()
+        self._order = HookOrder(self._lock)
         self._logger: Any = lambda: None
         self._hook: CommHook | None = None
         self._mixed_dtype: torch.dtype | None = None
@@ -227,6 +229,7 @@ class Reducer(Filler):
     def prepare_for_backward(self, outputs: Any) -> None:
         """``outputs``: tensors of the forward pass; what they do not lead to goes unused."""
         with self._lock:
+            self._order.end()  # of a backward pass that raised
             self.clock.backward_start = now()
             self._stats_start = time.monotonic_ns()
             self._expecting = True
@@ -259,6 +262,7 @@ class Reducer(Filler):
     def _autograd_hook(self, index: int) -> None:
         """The gradient of parameter ``index`` has been accumulated."""
         with self._lock:
+            self._order.advance()
             if not self._in_backward:
                 self._in_backward = True
                 self._backwards += 1
@@ -316,7 +320,7 @@ class Reducer(Filler):
             self._next += 1
         if self._next == len(self.buckets):
             if self.find_unused_parameters and not self.static_graph:
-                self._reduce_used()
+                self._order.call(self.process_group, self._reduce_used)
             if not self._finalized_by_caller:
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
@@ -333,27 +337,32 @@ class Reducer(Filler):
         if self._hook is None and not bucket.sparse:
             bucket.work = self.process_group.allreduce([bucket.buffer])
         else:
-            position = self.buckets.index(bucket)
-            self._keep_order(position)
-            bucket.future = self._run_comm_hook(self._grad_bucket(position, bucket.buffer))
+            self._launch_hook(bucket)
         self.clock.inside += now() - bucket.launched
 
-    def _keep_order(self, position: int) -> None:
-        """A hook may go on in callbacks, with more collectives. On the CPU these run in other threads: which come
-        first, theirs or the next bucket's, must be the same on all ranks, and so not depend on who is faster."""
-        before = next((b for b in reversed(self.buckets[:position]) if b.future is not None), None)
-        if before is not None and before.buffer.is_cpu and not before.future.done():
-            before.future.wait()
+    def _launch_hook(self, bucket: Bucket) -> None:
+        def call() -> Any:
+            bucket.future = self._call_hook(self._grad_bucket(self.buckets.index(bucket), bucket.buffer))
+            return bucket.future
+
+        if self._keeps_order(bucket.buffer):
+            self._order.call(self.process_group, call)
+        else:
+            call()
+
+    def _keeps_order(self, buffer: Any) -> bool:
+        """Whether the hook might start collectives in callbacks, in threads of their own."""
+        return self._hook is not None and not self._hook.callbacks_only_compute and buffer.is_cpu
 
     def _reduce_used(self) -> None:
         """On how many ranks was each parameter used? Join mode matches this call, so it must be a plain sum."""
-        self._keep_order(len(self.buckets))
         self._used_anywhere.copy_(self._used)
         self._used_work = self.process_group.allreduce([self._used_anywhere])
 
     def _backward_ended(self) -> None:
         with self._lock:
             self.clock.compute_end = now()
+            self._order.end()
             if self.static_graph and self._may_rebuild():
                 self._arrived += self.unused
             self._finalize()
@@ -362,7 +371,7 @@ class Reducer(Filler):
         """The end of a static graph's first backward pass: reduce all that has come."""
         with self._lock:
             self.clock.compute_end = now()
-            self._reduce_used()
+            self._order.call(self.process_group, self._reduce_used)
             self._unfinished = True
             self.unused = [index for index, count in enumerate(self._hook_counts) if count == 0]
             for index in range(len(self.params)):
@@ -371,6 +380,7 @@ class Reducer(Filler):
                 self._launch(bucket)
             self._next = len(self.buckets)
             if not self._finalized_by_caller:
+                self._order.end()
                 self._finalize()
 
     # The caller may want to finalize: to do something else while the last buckets are under way.
@@ -466,8 +476,15 @@ class Reducer(Filler):
     def _grad_bucket(self, index: int, buffer: Any) -> GradBucket:
         return GradBucket(index, len(self.buckets), buffer, self.buckets[index])
 
-    def _run_comm_hook(self, bucket: GradBucket) -> Any:
+    def _call_hook(self, bucket: GradBucket) -> Any:
         return self._run_allreduce_hook(bucket) if self._hook is None else self._hook.run_hook(bucket)
+
+    def _run_comm_hook(self, bucket: GradBucket) -> Any:
+        """What a rank without input does for each bucket, while the others are in their backward pass."""
+        if not self._keeps_order(bucket.buffer()):
+            return self._call_hook(bucket)
+        with self._lock:
+            return self._order.call_in_turn(self.process_group, lambda: self._call_hook(bucket))
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
         """The plain sum over ranks, as a future of a list of one tensor."""
@@ -509,8 +526,8 @@ class Reducer(Filler):
         self._join = work, use_static_world_size
 
     def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
-        """Futures to wait for at the end of backward."""
-        self._futures = list(futures)
+        """Futures to wait for at the end of backward, besides those that were installed before."""
+        self._futures += futures
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         self._sample_rate = sample_rate

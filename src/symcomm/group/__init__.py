@@ -8,6 +8,7 @@ messages.py       its point-to-point calls
 more_calls.py     coalesced forms and the monitored barrier
 buffers.py        any tensor -> address, count, dtype
 work.py           operations that run while the caller goes on
+chains.py         a call with all that goes on in callbacks of its works
 together.py       whether such an operation may run in its caller's thread
 shrink.py         how survivors agree on who goes on
 grow.py           how newcomers come in

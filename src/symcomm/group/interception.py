@@ -93,6 +93,7 @@ class Interception:
     def __init__(self) -> None:
         self._facades: list[tuple[weakref.ref[Any], CallTable]] = []
         self._layers: tuple[Layer, ...] = ()
+        self._shadows: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()  # made once
         self._lock = threading.RLock()
         self._inside = threading.local()
 
@@ -128,10 +129,13 @@ class Interception:
                 act(owner, table)
 
     def _shadow(self, owner: Any, table: CallTable) -> None:
-        for method in table.methods:
-            signature = _signature(type(owner), method)
-            if signature is not None:
-                setattr(owner, method, self._shadow_of(owner, method, table, signature))
+        shadows = self._shadows.get(owner)
+        if shadows is None:
+            signatures = {method: _signature(type(owner), method) for method in table.methods}
+            shadows = {m: self._shadow_of(owner, m, table, s) for m, s in signatures.items() if s is not None}
+            self._shadows[owner] = shadows
+        for method, shadow in shadows.items():
+            setattr(owner, method, shadow)
         table.changed(owner, True)
 
     def _shadow_of(self, owner: Any, method: str, table: CallTable, signature: inspect.Signature) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.errors import words_for_seconds
 from symcomm.group.buffers import Buffer, read_buffer, write_buffer
+from symcomm.group.chains import Continuation, continued
 from symcomm.group.failure import Site, Status, call_site, explain
 from symcomm.group.work import Timeout, no_thread, to_ns
 from symcomm.types import DType
@@ -43,16 +44,22 @@ class Message:
 
 def wait_in_thread(work: Any, callback: Callable[[], None]) -> None:
     """``callback()`` runs once ``work`` has ended, in a thread that waits for it; here if it has ended already."""
+    if work.is_completed():
+        callback()
+        return
+    later = continued(callback)
 
     def attend() -> None:
         with contextlib.suppress(BaseException):  # exception() tells it to whoever asks
             work.wait()
-        callback()
+        later()
 
-    if work.is_completed():
-        callback()
-    else:
+    try:
         threading.Thread(target=attend, name="symcomm-future", daemon=True).start()
+    except RuntimeError:
+        if isinstance(later, Continuation):
+            later.cancel()
+        raise
 
 
 class AnyMessageWork:

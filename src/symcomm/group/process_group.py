@@ -31,6 +31,7 @@ from symcomm.group.object_calls import ObjectCalls
 from symcomm.group.together import looks_for_others
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
 from symcomm.memory.arena import Arena, Peer, current_arena
+from symcomm.memory.numa import current_node
 from symcomm.memory.share import Exchange, NotMade, SeveralHostsError, connect
 
 if TYPE_CHECKING:
@@ -212,6 +213,7 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls, ObjectCalls):
         all_cores = functools.reduce(operator.or_, (int(f["cores"], 16) for f in everyone))
         if tune and self.size > all_cores.bit_count():
             self._limits = self._limits.crowded()
+        self._limits = self._limits.on_nodes([f["node"] for f in everyone])
         starts = [peer.base + f["offset"] for peer, f in zip(self._peers, everyone, strict=True)]
         own_process = sum(p.pid == os.getpid() for p in self._peers) == 1
         self._looks = looks_for_others(self.size, own_process)
@@ -240,7 +242,9 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls, ObjectCalls):
     def _introduce(self, exchange: Exchange, peers: Sequence[Peer] | None, total: int) -> list[dict]:
         """Learn where the others' parts of the group lie, mapping their arenas where ``peers`` are not given."""
         cores = sum(1 << core for core in os.sched_getaffinity(0))
-        facts = {"offset": self._offset, "total": total, "cores": f"{cores:x}"}
+        node = current_node()
+        self._arena.move_to(node)  # this rank may have been bound since
+        facts = {"offset": self._offset, "total": total, "cores": f"{cores:x}", "node": node}
         if peers is not None:
             everyone = [json.loads(item) for item in exchange(json.dumps(facts).encode())]
             self._peers = list(peers)

@@ -14,6 +14,7 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.group.buffers import Buffer
+from symcomm.group.chains import Continuation, continued
 from symcomm.group.failure import Site, explain
 
 __all__ = ["Timeout", "Watcher", "Work", "no_thread", "to_ns"]
@@ -209,6 +210,7 @@ class Work:
         with self._lock:
             ended, group = self._settled, self._group
             if not ended:
+                callback = continued(callback)
                 self._callbacks.append(callback)
             first = len(self._callbacks) == 1
         if ended:
@@ -218,6 +220,8 @@ class Work:
                 group._watcher.watch(self)
             except errors.ResourceError:
                 self._callbacks.remove(callback)
+                if isinstance(callback, Continuation):
+                    callback.cancel()
                 raise
 
     def get_future(self) -> Any:

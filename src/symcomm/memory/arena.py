@@ -40,6 +40,7 @@ from symcomm.errors import CallerError, ResourceError
 from symcomm.memory.flight import CAPACITY, Flight, flight_bytes
 from symcomm.memory.heap import PAGE, Heap
 from symcomm.memory.limits import ENLARGE, check_room, physical_bytes, words_for_bytes
+from symcomm.memory.numa import UNBOUND, current_node
 
 __all__ = ["Arena", "Peer", "bytes_type", "current_arena", "has_arena", "named_directory", "peer_by_nonce", "use_arena"]
 
@@ -182,6 +183,13 @@ class Arena:
         self._pid = os.getpid()
         weakref.finalize(self, _close, self._pid, self.fd, life, self.peer).atexit = False
         self.huge_pages = native.advise_huge(base, self.nbytes)
+        self.node = UNBOUND
+        self.move_to(current_node())
+
+    def move_to(self, node: int) -> None:
+        """From now on pages come from this NUMA node while it has some; UNBOUND: from where they are first touched."""
+        if node not in (self.node, UNBOUND) and native.prefer_node(self.base, self.nbytes, node):
+            self.node = node
 
     def _make_file(self) -> None:
         if self.directory is None:

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from symcomm import collectives
-from symcomm.collectives.plan import ALL, Copy, Loop, Plan, Reduce, Signal, Space, Step, Wait
+from symcomm.collectives.plan import ALL, At, Copy, Loop, Plan, Reduce, Signal, Space, Step, Wait
+from symcomm.collectives.select import Limits
 from symcomm.errors import InternalError
 from symcomm.simulate.machine import Machine
 from symcomm.types import DType, RedOpType
@@ -32,18 +33,19 @@ def host_seconds(collective: str, nbytes: int, ranks: int, machine: Machine, sym
     """
     if ranks == 1:
         return 0.0  # in place, there is nothing to do
-    return machine.call + plans_seconds(plans_for(collective, nbytes, ranks), nbytes, machine, symmetric)
+    nodes = [machine.node(rank, ranks) for rank in range(ranks)]
+    return machine.call + plans_seconds(plans_for(collective, nbytes, ranks, nodes), nbytes, machine, symmetric)
 
 
-def plans_for(collective: str, nbytes: int, ranks: int) -> list[Plan]:
-    """Every rank's plan for float32, as a call of that size would get it."""
-    item = ELEMENT.itemsize
+def plans_for(collective: str, nbytes: int, ranks: int, nodes: Sequence[int] = ()) -> list[Plan]:
+    """Every rank's plan for float32, as a call of that size would get it; ``nodes``: where ranks are bound to some."""
+    item, limits = ELEMENT.itemsize, Limits().on_nodes(nodes)
     whole, piece = max(1, nbytes // item), (max(1, nbytes // item // ranks),) * ranks
     made = {
-        "all_reduce": lambda r: collectives.all_reduce(r, ranks, whole, ELEMENT, RedOpType.SUM),
-        "reduce_scatter": lambda r: collectives.reduce_scatter(r, ranks, piece, ELEMENT, RedOpType.SUM),
-        "all_gather": lambda r: collectives.all_gather(r, ranks, piece, ELEMENT),
-        "broadcast": lambda r: collectives.broadcast(r, ranks, whole, ELEMENT, 0),
+        "all_reduce": lambda r: collectives.all_reduce(r, ranks, whole, ELEMENT, RedOpType.SUM, limits),
+        "reduce_scatter": lambda r: collectives.reduce_scatter(r, ranks, piece, ELEMENT, RedOpType.SUM, limits=limits),
+        "all_gather": lambda r: collectives.all_gather(r, ranks, piece, ELEMENT, limits=limits),
+        "broadcast": lambda r: collectives.broadcast(r, ranks, whole, ELEMENT, 0, limits),
         "reduce": lambda r: collectives.reduce(r, ranks, whole, ELEMENT, RedOpType.SUM, 0),
         "gather": lambda r: collectives.gather(r, ranks, piece, ELEMENT, 0),
         "scatter": lambda r: collectives.scatter(r, ranks, piece, ELEMENT, 0),
@@ -143,8 +145,17 @@ class _Host:
         """A copy or a reduction: every place costs its bytes, once."""
         assert isinstance(step, Copy | Reduce)
         sources = step.src if isinstance(step, Reduce) else (step.src,)
-        ranks = len(self.plans)
-        staged = sum(place.space == Space.STAGE for place in (*sources, *step.dst))
-        others = len(sources) + len(step.dst) - staged
+        ranks, places = len(self.plans), (*sources, *step.dst)
+        far = sum(self.is_far(rank, place) for place in places)
+        staged = sum(place.space == Space.STAGE and not self.is_far(rank, place) for place in places)
+        others = len(places) - staged - far
+        self.clocks[rank] += self.machine.cross(far * step.nbytes, ranks)
         self.clocks[rank] += self.machine.touch(staged * step.nbytes, ranks, True)
         self.clocks[rank] += self.machine.touch(others * step.nbytes, ranks, self.small)
+
+    def is_far(self, rank: int, place: At) -> bool:
+        """Whether the bytes lie on another node than the rank."""
+        if self.machine.nodes == 1 or place.space in (Space.IN, Space.OUT):
+            return False
+        ranks = len(self.plans)
+        return self.machine.node(place.index, ranks) != self.machine.node(rank, ranks)

@@ -17,6 +17,7 @@ from symcomm.errors import BadArgumentError, bad_argument
 __all__ = ["DEFAULT", "Machine", "cache_file", "load", "save"]
 
 RATES = ("cached", "memory", "host_memory")
+POSITIVE = (*RATES, "between", "nodes")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Machine:
     host_memory: float  # bytes/s: what all cores together get from memory
     cache: int = 1 << 20  # bytes: tensors up to here stay in a core's cache between calls
     switch: float = 11e-6  # seconds that a wait takes longer when ranks outnumber cores (BENCHMARKS.md, 4 ranks on 2)
+    nodes: int = 1  # parts of its memory (NUMA), each with as many ranks, one after the other
+    between: float = 25e9  # bytes/s: what all cores of a node together get of another's memory; assumed, one way
     cores: float = 0  # of a host; 0: as many as ranks; a fraction where hosts share cores, as emulated ones do
 
     def __post_init__(self) -> None:
@@ -42,7 +45,7 @@ class Machine:
             value = getattr(self, field.name)
             if field.name != "name" and not (isinstance(value, int | float) and value >= 0):
                 raise bad_argument("Machine", field.name, value, "a number of 0 or more")
-            if field.name in RATES and value == 0:
+            if field.name in POSITIVE and value == 0:
                 raise bad_argument("Machine", field.name, value, "more than 0")
 
     def crowding(self, ranks: int) -> float:
@@ -60,6 +63,14 @@ class Machine:
         busy = min(ranks, self.cores or ranks)
         rate = self.cached if in_cache else min(self.memory, self.host_memory / busy)
         return nbytes / rate * self.crowding(ranks)
+
+    def node(self, rank: int, ranks: int) -> int:
+        return rank * self.nodes // ranks
+
+    def cross(self, nbytes: float, ranks: int) -> float:
+        """Reading or writing ``nbytes`` of another node while all ranks of this one do the same."""
+        sharing = max(1.0, min(ranks, self.cores or ranks) / self.nodes)
+        return nbytes / min(self.memory, self.between / sharing) * self.crowding(ranks)
 
     def add(self, nbytes: float, ranks: int, in_cache: bool) -> float:
         """Combining ``nbytes`` that arrived with as many of ours, into ours."""

@@ -15,7 +15,13 @@ from symcomm.ddp.hooks._residuals import Names, Residuals
 from symcomm.group import default
 from symcomm.group.process_group import ProcessGroup
 
-__all__ = ["HookState", "at_least", "one_of"]
+__all__ = ["HookState", "at_least", "callbacks_only_compute", "one_of"]
+
+
+def callbacks_only_compute(hook: Any) -> Any:
+    """Tell our reducer that no callback of ``hook`` starts a collective: its buckets need not take turns."""
+    hook.callbacks_only_compute = True
+    return hook
 
 
 def at_least(call: str, argument: str, value: Any, lowest: int) -> int:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from symcomm.ddp.hooks._exchange import all_gather, all_to_all, when_done
-from symcomm.ddp.hooks._state import HookState, at_least, one_of
+from symcomm.ddp.hooks._state import HookState, at_least, callbacks_only_compute, one_of
 
 __all__ = ["BlockCodec", "BlockwiseState", "blockwise_hook", "quantised_mean"]
 
@@ -112,6 +112,7 @@ class BlockwiseState(HookState):
         return future.then(lambda ended: buffer.copy_(ended.value()))
 
 
+@callbacks_only_compute
 def blockwise_hook(state: BlockwiseState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in 8 bits: about a quarter of the bytes of float32."""
     return state.average(bucket)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from symcomm.ddp.hooks._exchange import all_reduce_bytes, when_done
-from symcomm.ddp.hooks._state import HookState, one_of
+from symcomm.ddp.hooks._state import HookState, callbacks_only_compute, one_of
 
 __all__ = ["CastState", "cast_hook"]
 
@@ -35,6 +35,7 @@ class CastState(HookState):
         return when_done(work, lambda: buffer.copy_(sent))
 
 
+@callbacks_only_compute
 def cast_hook(state: CastState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in 16 bits: half the bytes of float32."""
     return state.average(bucket)

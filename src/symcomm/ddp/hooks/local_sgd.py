@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from symcomm import errors
 from symcomm.ddp.hooks._exchange import all_reduce_bytes, done, mean_in_place, nbytes_of
-from symcomm.ddp.hooks._state import HookState, at_least
+from symcomm.ddp.hooks._state import HookState, at_least, callbacks_only_compute
 
 __all__ = ["LocalSGDState", "flattened", "local_sgd_hook", "write_back"]
 
@@ -98,6 +98,7 @@ def write_back(parameters: list[Any], flat: torch.Tensor) -> None:
         parameter.detach().copy_(piece.view(parameter.shape))
 
 
+@callbacks_only_compute
 def local_sgd_hook(state: LocalSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Leave a bucket as it is, except for the first ``state.start`` steps."""
     return state.average(bucket)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from symcomm.ddp.hooks._exchange import all_reduce_bytes, when_done
 from symcomm.ddp.hooks._residuals import places_in
-from symcomm.ddp.hooks._state import HookState, at_least, one_of
+from symcomm.ddp.hooks._state import HookState, at_least, callbacks_only_compute, one_of
 
 __all__ = ["PowerSGDState", "power_sgd_hook"]
 
@@ -141,6 +141,7 @@ def _like(parts: list[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
 
+@callbacks_only_compute
 def power_sgd_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket, its matrices as products of two thin factors."""
     return state.average(bucket)

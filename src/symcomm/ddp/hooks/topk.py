@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from symcomm import errors
 from symcomm.ddp.hooks._exchange import all_gather, when_done
-from symcomm.ddp.hooks._state import HookState
+from symcomm.ddp.hooks._state import HookState, callbacks_only_compute
 
 __all__ = ["TopKState", "topk_hook"]
 
@@ -58,6 +58,7 @@ class TopKState(HookState):
         return when_done(work, mean)
 
 
+@callbacks_only_compute
 def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the largest values of a bucket; the rest waits in the residual."""
     return state.average(bucket)

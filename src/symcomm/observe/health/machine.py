@@ -82,7 +82,10 @@ def numa() -> Finding:
     if len(nodes) < 2:
         return Finding("numa", OK, "one node: all memory is equally near")
     return Finding(
-        "numa", OK, f"{len(nodes)} nodes", "keep each rank's cores on one node (`symcomm bench` pins by itself)"
+        "numa",
+        OK,
+        f"{len(nodes)} nodes",
+        "bind each rank to one node's cores: symcomm run --bind-numa",
     )
 
 

@@ -1,0 +1,137 @@
+"""all_reduce by node (nodes.py): each byte crosses from one node to the next once.
+
+staged     turn by turn, each node a chunk behind the one before it:
+           combine   rank i of a node combines slice i of a chunk: what the node before has of it, then its own ranks'
+           fetch     when the last node has the result, rank i of each other node copies slice i of it, once
+           collect   ranks take the other slices from ranks of their own node
+direct     the same straight on symmetric tensors; what a node has of a slice lies in an output meanwhile
+
+Nodes go on from each other in rank order, so sources are combined in the order 0..W-1 as everywhere, and the result
+has the same bits. That holds where a result so far can be stored: not for 16-bit floats, whose sums are rounded once
+at the end, nor for averages.
+
+With W ranks on two nodes a two-shot all_reduce moves W times the tensor between them, this twice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from symcomm.collectives.chunks import LINE, Simple, Sizes, copy, finish, fixed, later, pipeline, shard, up
+from symcomm.collectives.nodes import NODE_SLOTS, Grid, chunk_in, wait_for
+from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Need, Plan, Reduce, Signal, Space, Step, Wait
+
+if TYPE_CHECKING:
+    from symcomm.collectives.select import Limits
+
+__all__ = ["by_node", "direct_by_node"]
+
+IN, OUT, STAGE, PEER_IN, PEER_OUT = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN, Space.PEER_OUT
+
+
+def by_node(plan: Plan, nbytes: int, limits: Limits, grid: Grid) -> None:
+    """A slot of the staging area has room for a chunk and two slices: what is combined, and what is fetched."""
+    room = limits.stage_bytes // NODE_SLOTS * grid.width // (grid.width + 2)
+    chunk = chunk_in(room, nbytes, limits, grid, (grid.width + 2) * LINE * NODE_SLOTS)
+    rank = _Staged(plan.rank, grid, chunk)
+    if rank.node == 0:
+        plan.head = list(fixed(rank.put(min(nbytes, chunk)), 0))
+    turns = -(-nbytes // chunk) + grid.nodes
+    delays = [rank.node, rank.last, grid.nodes]  # of combining, of fetching, of collecting what was fetched
+    plan.staged = pipeline([nbytes] * 3, [chunk] * 3, turns, rank.turn, delays)
+    plan.name = "by-node"
+
+
+class _Staged:
+    """What one rank does in a turn.
+
+    Turn i of node g: combine chunk i-g, stage the next, signal, wait for all; then collect and fetch.
+    What is staged or combined in a turn is read in the next, and both end with a wait for all: two slots each.
+    What is fetched after the wait of one turn is read after the wait of the next: two slots.
+    """
+
+    def __init__(self, rank: int, grid: Grid, chunk: int):
+        self.me, self.grid, self.chunk = rank, grid, chunk
+        self.node, self.place = grid.of(rank)
+        self.last = grid.nodes - 1
+        self.slice = chunk // grid.width
+
+    def staged(self, rank: int, start: int) -> At:
+        return At(STAGE, rank, start, self.chunk, NODE_SLOTS)
+
+    def combined(self, rank: int) -> At:
+        return At(STAGE, rank, NODE_SLOTS * self.chunk, self.slice, NODE_SLOTS)
+
+    def fetched(self, rank: int) -> At:
+        return At(STAGE, rank, NODE_SLOTS * (self.chunk + self.slice), self.slice, NODE_SLOTS)
+
+    def put(self, size: int) -> list[Simple]:
+        """All but my own slice."""
+        start, length = shard(size, self.grid.width, self.place)
+        end = start + length
+        before = copy(self.staged(self.me, 0), At(IN, 0, 0, self.chunk), start)
+        return before + copy(self.staged(self.me, end), At(IN, 0, end, self.chunk), size - end)
+
+    def combine(self, size: int) -> list[Simple]:
+        start, length = shard(size, self.grid.width, self.place)
+        so_far = (self.combined(self.me - self.grid.width),) if self.node else ()
+        here = sorted([self.me, *self.grid.beside(self.me)])
+        own = tuple(At(IN, 0, start, self.chunk) if r == self.me else self.staged(r, start) for r in here)
+        outs = (At(OUT, 0, start, self.chunk),) if self.node == self.last else ()
+        return [Reduce((*outs, self.combined(self.me)), so_far + own, length)] if length else []
+
+    def fetch(self, size: int) -> list[Simple]:
+        start, length = shard(size, self.grid.width, self.place)
+        source = self.combined(self.last * self.grid.width + self.place)
+        return [Copy((self.fetched(self.me), At(OUT, 0, start, self.chunk)), source, length)] if length else []
+
+    def collect(self, size: int) -> list[Simple]:
+        steps: list[Simple] = []
+        for rank in self.grid.beside(self.me):
+            start, length = shard(size, self.grid.width, self.grid.of(rank)[1])
+            source = self.combined(rank) if self.node == self.last else self.fetched(rank)
+            steps += copy(At(OUT, 0, start, self.chunk), source, length)
+        return steps
+
+    def turn(self, now: Sizes, following: Sizes | None) -> list[Simple]:
+        if following is None:  # what the other nodes have fetched is all that is left
+            end: list[Simple] = [Signal(FIRST_SIGNAL, 1), *wait_for(self.grid.beside(self.me))]
+            return [*end, *later(self.collect(now[2]), -self.grid.nodes)] if self.node != self.last else []
+        steps = later(self.combine(now[0]), -self.node) + later(self.put(following[0]), 1 - self.node)
+        steps += [Signal(FIRST_SIGNAL, 1), Wait(ALL, FIRST_SIGNAL, 1)]
+        if self.node == self.last:
+            return steps + later(self.collect(now[1]), -self.last)
+        return steps + later(self.collect(now[2]), -self.grid.nodes) + later(self.fetch(now[1]), -self.last)
+
+
+def direct_by_node(plan: Plan, nbytes: int, limits: Limits, grid: Grid) -> tuple[list[Step], list[Need]]:
+    """Slice i of a node's tensors is read and written by its rank i alone, but for what the i-th ranks of other nodes
+    read of it later: so in place is safe, and only those wait for each other before the end."""
+    me, last = plan.rank, grid.nodes - 1
+    node, place = grid.of(me)
+    lines = LINE * grid.width
+    chunk = up(min(limits.chunk_bytes, nbytes), lines)
+
+    def outputs(start: int) -> tuple[At, ...]:
+        return tuple(At(PEER_OUT, rank, start, chunk) for rank in (me, *grid.beside(me)))
+
+    def combine(size: int) -> list[Simple]:
+        start, length = shard(size, grid.width, place)
+        so_far = (At(PEER_OUT, me - grid.width, start, chunk),) if node else ()
+        own = tuple(At(PEER_IN, rank, start, chunk) for rank in sorted([me, *grid.beside(me)]))
+        return [Reduce(outputs(start)[: None if node == last else 1], so_far + own, length)] if length else []
+
+    def fetch(size: int) -> list[Simple]:
+        start, length = shard(size, grid.width, place)
+        return [Copy(outputs(start), At(PEER_OUT, last * grid.width + place, start, chunk), length)] if length else []
+
+    def turn(now: Sizes, following: Sizes | None) -> list[Simple]:
+        before = [Wait(me - grid.width, FIRST_SIGNAL - 1, 1)] if node else []  # has combined the chunk in its last turn
+        combining, fetching = combine(now[0]), fetch(now[1]) if node != last else []
+        steps = [*before, *later(combining, -node)] if combining else []
+        ready = wait_for([last * grid.width + place]) if fetching else []
+        return [*steps, Signal(FIRST_SIGNAL, 1), *ready, *later(fetching, -last)]
+
+    turns = -(-nbytes // chunk) + last
+    steps = pipeline([nbytes] * 2, [chunk] * 2, turns, turn, [node, last])
+    return [*steps, *finish(signal=FIRST_SIGNAL + turns)], [Need.INPUT | Need.OUTPUT] * plan.world

@@ -1,0 +1,81 @@
+"""Machines whose memory is divided among nodes (NUMA): which ranks are on which, and what algorithms by node share.
+
+A node's cores share the link to other nodes. So algorithms by node let each byte cross it once, to the one rank of a
+node that has the *place* for it, from which the others take it.
+
+Vocabulary
+    place     the number of a rank in its node
+    slice     the part of a chunk that the ranks of one place handle
+    column    the ranks of one place, of all nodes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from symcomm.collectives.chunks import LINE, too_small, up
+from symcomm.collectives.plan import FIRST_SIGNAL, Wait
+from symcomm.types import DType, RedOpType
+
+if TYPE_CHECKING:
+    from symcomm.collectives.select import Limits
+
+__all__ = ["NODE_SLOTS", "Grid", "can_go_on", "chunk_in", "grid_of", "wait_for"]
+
+NODE_SLOTS = 2
+_STORABLE = frozenset({DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128, *range(DType.FLOAT16)})
+_FOLDING = frozenset(RedOpType) - {RedOpType.AVG, RedOpType.PREMUL_SUM}
+
+
+def can_go_on(dtype: int, redop: int) -> bool:
+    """Whether what has been combined so far can be stored, and combined on as if it never had been."""
+    return dtype in _STORABLE and redop in _FOLDING
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks by node: rank ``node * width + place``."""
+
+    nodes: int
+    width: int
+
+    def of(self, rank: int) -> tuple[int, int]:
+        """(node, place)"""
+        return divmod(rank, self.width)
+
+    def beside(self, rank: int) -> list[int]:
+        """The other ranks of its node, from the one after it round to the one before: not all read in one order."""
+        node, place = self.of(rank)
+        return [node * self.width + (place + k) % self.width for k in range(1, self.width)]
+
+    def column(self, rank: int) -> list[int]:
+        """The ranks of its place in the other nodes, from the next node round to the one before."""
+        return [(rank + k * self.width) % (self.nodes * self.width) for k in range(1, self.nodes)]
+
+
+def grid_of(nodes: Sequence[int], least: int) -> Grid | None:
+    """The ranks by node (``nodes[r]``: rank r's), of ``least`` ranks or more each. None unless ranks of a node follow
+    each other, and nodes have equally many."""
+    count = len(set(nodes))
+    if count < 2 or min(nodes) < 0 or len(nodes) % count:
+        return None
+    width = len(nodes) // count
+    blocks = [set(nodes[start : start + width]) for start in range(0, len(nodes), width)]
+    return Grid(count, width) if width >= max(least, 2) and all(len(block) == 1 for block in blocks) else None
+
+
+def chunk_in(room: int, nbytes: int, limits: Limits, grid: Grid, needed: int) -> int:
+    """Bytes of a chunk, of which ``room`` fit, whose slices start at cache lines. ``needed``: bytes of a staging area
+    for the smallest one."""
+    lines = LINE * grid.width
+    most = max(min(limits.chunk_bytes, room) // lines, 1) * lines
+    if most > room:
+        raise too_small(limits.stage_bytes, needed)
+    return up(-(-nbytes // -(-nbytes // most)), lines)
+
+
+def wait_for(ranks: Sequence[int]) -> list[Wait]:
+    """Until each of them has signalled this turn."""
+    return [Wait(rank, FIRST_SIGNAL, 1) for rank in ranks]

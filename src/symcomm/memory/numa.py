@@ -1,0 +1,53 @@
+"""Which part of a machine's memory is near to a rank: its NUMA node.
+
+A rank that may run on the cores of one node only is on that node; its arena's pages are taken there, and groups make
+plans that read other nodes' memory once. Where a rank may run on several, the kernel moves it about, and we do not ask.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+__all__ = ["SYSFS", "UNBOUND", "cores_for", "current_node", "nodes_of_cores"]
+
+SYSFS = "/sys/devices/system/node"
+UNBOUND = -1  # the node of a rank that may run on several
+
+
+@functools.lru_cache(maxsize=8)
+def nodes_of_cores(folder: str) -> dict[int, int]:
+    """The node of each core, as the kernel lists them; empty where it does not."""
+    found: dict[int, int] = {}
+    for node in sorted(Path(folder).glob("node[0-9]*")):
+        try:
+            text = (node / "cpulist").read_text()
+        except OSError:
+            continue
+        found.update(dict.fromkeys(_cores(text), int(node.name[4:])))
+    return found
+
+
+def _cores(text: str) -> list[int]:
+    """ "0-2,8" -> 0, 1, 2, 8."""
+    ranges = (part.partition("-") for part in text.strip().split(",") if part)
+    return [core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)]
+
+
+def current_node() -> int:
+    """The node of all cores that the calling thread may run on; UNBOUND if they are of several."""
+    known = nodes_of_cores(SYSFS)
+    nodes = {known.get(core, UNBOUND) for core in os.sched_getaffinity(0)}
+    return nodes.pop() if len(nodes) == 1 else UNBOUND
+
+
+def cores_for(rank: int, ranks: int) -> set[int]:
+    """The cores of one node for a rank of so many, of those that we may use: ranks of a node follow each other."""
+    usable = os.sched_getaffinity(0)
+    known = nodes_of_cores(SYSFS)
+    nodes = sorted({known[core] for core in usable if core in known})
+    if not nodes:
+        return usable
+    mine = nodes[rank * len(nodes) // ranks]
+    return {core for core in usable if known.get(core) == mine}
