@@ -155,39 +155,55 @@ PLAIN_FORMAT(float64)
 
 /* --- kernels ------------------------------------------------------------------------------------------------- */
 
-/* Less than a unit, element by element: for formats that are computed with as they lie in memory. */
+/* Less than a unit, vector by vector and then one by one: for formats that are computed with as they lie in memory. */
 #define FEW_ONE_BY_ONE(NAME, T, K, IN, FOLD, OUT)                                                       \
     SYMCOMM_INLINE T##_element NAME##_in_one(T##_element x, K k) { (void)k; return IN; }                \
     SYMCOMM_INLINE T##_element NAME##_fold_one(T##_element a, T##_element b) { return FOLD; }           \
     SYMCOMM_INLINE T##_element NAME##_out_one(T##_element a, K k) { (void)k; return OUT; }              \
-    SYMCOMM_INLINE void NAME##_few(char *out, const char *const *s, int n, size_t count, K k) {         \
-        for (size_t at = 0; at < count * sizeof(T##_element); at += sizeof(T##_element)) {              \
-            T##_element a, b;                                                                           \
-            memcpy(&b, s[0] + at, sizeof b);                                                            \
-            a = NAME##_in_one(b, k);                                                                    \
-            for (int i = 1; i < n; i++) {                                                               \
-                memcpy(&b, s[i] + at, sizeof b);                                                        \
-                a = NAME##_fold_one(a, NAME##_in_one(b, k));                                            \
-            }                                                                                           \
-            a = NAME##_out_one(a, k);                                                                   \
-            memcpy(out + at, &a, sizeof a);                                                             \
-        }                                                                                               \
+    SYMCOMM_INLINE void NAME##_few(char *out, const char *const *s, int n, size_t count, K k) {                         \
+        const size_t bytes = count * sizeof(T##_element);                                                               \
+        size_t at = 0;                                                                                                  \
+        for (; at + VECTOR_BYTES <= bytes; at += VECTOR_BYTES) {                                                        \
+            T##_vector a = NAME##_in((T##_vector)words_at(s[0] + at, 0), k);                                            \
+            for (int i = 1; i < n; i++) a = NAME##_fold(a, NAME##_in((T##_vector)words_at(s[i] + at, 0), k));           \
+            put_words(out + at, 0, (words)NAME##_out(a, k));                                                            \
+        }                                                                                                               \
+        for (; at < bytes; at += sizeof(T##_element)) {                                                                 \
+            T##_element a, b;                                                                                           \
+            memcpy(&b, s[0] + at, sizeof b);                                                                            \
+            a = NAME##_in_one(b, k);                                                                                    \
+            for (int i = 1; i < n; i++) {                                                                               \
+                memcpy(&b, s[i] + at, sizeof b);                                                                        \
+                a = NAME##_fold_one(a, NAME##_in_one(b, k));                                                            \
+            }                                                                                                           \
+            a = NAME##_out_one(a, k);                                                                                   \
+            memcpy(out + at, &a, sizeof a);                                                                             \
+        }                                                                                                               \
     }
+
+/* A copy of a few bytes, without the call that memcpy would be. */
+SYMCOMM_INLINE void copy_few(char *to, const char *from, size_t bytes) {
+    size_t at = 0;
+    for (; at + 16 <= bytes; at += 16) memcpy(to + at, from + at, 16);
+    if (bytes & 8) memcpy(to + at, from + at, 8), at += 8;
+    if (bytes & 4) memcpy(to + at, from + at, 4), at += 4;
+    if (bytes & 2) memcpy(to + at, from + at, 2), at += 2;
+    if (bytes & 1) to[at] = from[at];
+}
 
 /* Less than a unit, as one that is filled up with zeros: for formats that are converted many at a time. */
 #define FEW_PADDED(NAME, T, K, IN, FOLD, OUT)                                                           \
     SYMCOMM_INLINE void NAME##_few(char *out, const char *const *s, int n, size_t count, K k) {         \
         char unit[T##_unit] = {0};                                                                      \
         const size_t bytes = count * T##_size;                                                          \
-        if (bytes == 0) return; /* an empty tensor may have no address */                               \
-        memcpy(unit, s[0], bytes);                                                                      \
+        copy_few(unit, s[0], bytes);                                                                    \
         T##_quad a = NAME##_first(unit, k);                                                             \
         for (int i = 1; i < n; i++) {                                                                   \
-            memcpy(unit, s[i], bytes);                                                                  \
+            copy_few(unit, s[i], bytes);                                                                \
             a = NAME##_next(a, unit, k);                                                                \
         }                                                                                               \
         NAME##_last(unit, a, k);                                                                        \
-        memcpy(out, unit, bytes);                                                                       \
+        copy_few(out, unit, bytes);                                                                     \
     }
 
 /* More than three sources, in passes over blocks: the first two or three, then two by two. */
@@ -221,7 +237,7 @@ PLAIN_FORMAT(float64)
  *   IN    what source element x brings to the accumulation
  *   FOLD  accumulator a combined with the next source's b
  *   OUT   what is stored for the final accumulator a
- * Nothing is done element by element at the end: the last unit may overlap the one before it. It is computed first,
+ * What does not fill a unit at the end is done in a last unit that overlaps the one before it. It is computed first,
  * since dst may be one of the sources. FEW says what becomes of less than a unit. */
 #define VECTOR_KERNEL(NAME, T, K, SCALAR, FEW, IN, FOLD, OUT)                                                           \
     SYMCOMM_INLINE T##_vector NAME##_in(T##_vector x, K k) { (void)k; return IN; }                                      \
@@ -248,11 +264,13 @@ PLAIN_FORMAT(float64)
             NAME##_few(dst, s, n, count, k);                                                                            \
             return;                                                                                                     \
         }                                                                                                               \
-        char *out = dst, end_unit[T##_unit];                                                                            \
-        const size_t end = count * T##_size - T##_unit;                                                                 \
-        T##_quad a = NAME##_first(s[0] + end, k);                                                                       \
-        for (int i = 1; i < n; i++) a = NAME##_next(a, s[i] + end, k);                                                  \
-        NAME##_last(end_unit, a, k);                                                                                    \
+        char *out = dst, last_unit[T##_unit];                                                                           \
+        const size_t bytes = count * T##_size, rest = bytes % T##_unit, end = bytes - rest, last = bytes - T##_unit;    \
+        if (rest) {                                                                                                     \
+            T##_quad a = NAME##_first(s[0] + last, k);                                                                  \
+            for (int i = 1; i < n; i++) a = NAME##_next(a, s[i] + last, k);                                             \
+            NAME##_last(last_unit, a, k);                                                                               \
+        }                                                                                                               \
         const char *p = s[0], *q = s[n > 1], *r = s[n > 2 ? 2 : 0];                                                     \
         if (n == 1)                                                                                                     \
             for (size_t at = 0; at < end; at += T##_unit) NAME##_last(out + at, NAME##_first(p + at, k), k);            \
@@ -264,7 +282,7 @@ PLAIN_FORMAT(float64)
                 NAME##_last(out + at, NAME##_next(NAME##_next(NAME##_first(p + at, k), q + at, k), r + at, k), k);      \
         else                                                                                                            \
             NAME##_passes(out, s, n, end, k);                                                                           \
-        memcpy(out + end, end_unit, T##_unit);                                                                          \
+        if (rest) memcpy(out + last, last_unit, T##_unit);                                                              \
     }
 
 #endif
