@@ -25,7 +25,10 @@ static const char *const op_names[RED_COUNT] = {
 
 static void add_set(const char *name, const struct reduce_type *own) {
     if (own == NULL) return;
-    for (int d = 0; d < DT_COUNT; d++) sets[n_sets].types[d] = own[d].name || !n_sets ? own[d] : sets[n_sets - 1].types[d];
+    for (int d = 0; d < DT_COUNT; d++) {
+        const int better = n_sets == 0 || own[d].name != NULL;
+        sets[n_sets].types[d] = better ? own[d] : sets[n_sets - 1].types[d];
+    }
     sets[n_sets++].name = name;
 }
 
@@ -78,7 +81,7 @@ int symcomm_reduce(int dtype, int op, void *dst, const void *const *sources, int
     const struct reduce_entry *entry = entry_of(dtype, op);
     if (entry == NULL || n_sources < 1 || n_sources > SYMCOMM_MAX_SOURCES) return -1;
     struct reduce_scalar scalar = {1, 1};
-    if (op == RED_PREMUL_SUM) { /* the one NaN whose payload no conversion can lose, see bfloat16_encode */
+    if (op == RED_PREMUL_SUM) { /* of all NaNs the one without a payload, see bfloat16_encode */
         scalar = (struct reduce_scalar){factor == factor ? factor : (double)NAN, integer_of(factor)};
     } else if (op == RED_AVG) {
         scalar.real = n_sources;

@@ -16,6 +16,7 @@ static int supported(void) {
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
 #else
+#pragma GCC push_options
 #pragma GCC target("avx2,f16c")
 #endif
 
@@ -23,9 +24,9 @@ static int supported(void) {
 
 #if defined(__clang__)
 #pragma clang attribute pop
+#else
+#pragma GCC pop_options
 #endif
 
 const struct reduce_type *symcomm_kernels_avx2(void) { return supported() ? all_types : NULL; }
-#else
-typedef int reduce_avx2_is_for_x86_64; /* a file must declare something */
 #endif

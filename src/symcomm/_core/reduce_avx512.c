@@ -16,6 +16,7 @@ static int supported(void) {
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c"))), apply_to = function)
 #else
+#pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,f16c")
 #endif
 
@@ -23,9 +24,9 @@ static int supported(void) {
 
 #if defined(__clang__)
 #pragma clang attribute pop
+#else
+#pragma GCC pop_options
 #endif
 
 const struct reduce_type *symcomm_kernels_avx512(void) { return supported() ? all_types : NULL; }
-#else
-typedef int reduce_avx512_is_for_x86_64; /* a file must declare something */
 #endif

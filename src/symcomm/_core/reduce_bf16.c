@@ -3,7 +3,13 @@
 
 #include "reduce_kernels.h"
 
-#if defined(__aarch64__) && (defined(__clang__) || __GNUC__ >= 10) /* GCC 9 does not know the extension */
+#if defined(__clang__)
+#define COMPILER_KNOWS_IT (__clang_major__ >= 16)
+#else
+#define COMPILER_KNOWS_IT (__GNUC__ >= 10)
+#endif
+
+#if defined(__aarch64__) && COMPILER_KNOWS_IT
 #include <arm_neon.h>
 #include <sys/auxv.h>
 
@@ -16,6 +22,7 @@ static int supported(void) {
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("arch=armv8.2-a+fp16+bf16"))), apply_to = function)
 #else
+#pragma GCC push_options
 #pragma GCC target("arch=armv8.2-a+fp16+bf16")
 #endif
 
@@ -23,6 +30,8 @@ static int supported(void) {
 
 #if defined(__clang__)
 #pragma clang attribute pop
+#else
+#pragma GCC pop_options
 #endif
 
 static const struct reduce_type halves_types[DT_COUNT] = {
@@ -31,6 +40,6 @@ static const struct reduce_type halves_types[DT_COUNT] = {
 };
 
 const struct reduce_type *symcomm_kernels_bf16(void) { return supported() ? halves_types : NULL; }
-#else
-typedef int reduce_bf16_is_for_arm64; /* a file must declare something */
+#elif defined(__aarch64__)
+const struct reduce_type *symcomm_kernels_bf16(void) { return NULL; }
 #endif

@@ -3,7 +3,7 @@
 
 #include "reduce_kernels.h"
 
-#if defined(__aarch64__)
+#if defined(__aarch64__) && (!defined(__clang__) || __clang_major__ >= 16) /* older ones take no architecture here */
 #include <arm_neon.h>
 #include <sys/auxv.h>
 
@@ -13,6 +13,7 @@ static int supported(void) { return (getauxval(AT_HWCAP) & 1ul << 10) != 0; } /*
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("arch=armv8.2-a+fp16"))), apply_to = function)
 #else
+#pragma GCC push_options
 #pragma GCC target("arch=armv8.2-a+fp16")
 #endif
 
@@ -20,6 +21,8 @@ static int supported(void) { return (getauxval(AT_HWCAP) & 1ul << 10) != 0; } /*
 
 #if defined(__clang__)
 #pragma clang attribute pop
+#else
+#pragma GCC pop_options
 #endif
 
 static const struct reduce_type halves_types[DT_COUNT] = {
@@ -28,6 +31,6 @@ static const struct reduce_type halves_types[DT_COUNT] = {
 };
 
 const struct reduce_type *symcomm_kernels_fp16(void) { return supported() ? halves_types : NULL; }
-#else
-typedef int reduce_fp16_is_for_arm64; /* a file must declare something */
+#elif defined(__aarch64__)
+const struct reduce_type *symcomm_kernels_fp16(void) { return NULL; }
 #endif
