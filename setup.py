@@ -17,7 +17,7 @@ if os.environ.get("SYMCOMM_WERROR") == "1":
     compile_args.append("-Werror")
 if sanitize := os.environ.get("SYMCOMM_SANITIZE"):
     flags = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-O1"]
-    compile_args += [*flags, "-DSYMCOMM_SANITIZED=1"]
+    compile_args += flags
     link_args += flags
 
 setup(

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from symcomm import torch_versions
+from symcomm._core import native
 from symcomm.cli.doctor import examine, exit_code
 from symcomm.observe.health import FAIL, OK, WARN, Finding, machine, memory, network, run_checks, software
 
@@ -43,12 +44,37 @@ def test_this_machine_as_json():
     assert done.returncode == (0 if found["fit"] else 1)
     assert states["C core"] == states["collective"] == states["memfd"] == states["loopback"] == OK
     asked = {"cores", "cpu quota", "numa", "clock", "tick counter", "open files", "container", "host name", "gpus",
-             "torch", "ptrace", "huge pages", "shared memory", "memory", "ports"}  # fmt: skip
+             "torch", "ptrace", "huge pages", "shared memory", "memory", "ports", "kernels"}  # fmt: skip
     assert asked <= set(states)
     if HAS_TORCH:
         told = {f["check"]: f["found"] for f in found["findings"]}
         assert states["torch group"] == OK and all(version in told["torch"] for version in torch_versions.TESTED)
     assert all(f["fix"] for f in found["findings"] if f["state"] != OK), "whatever is wrong, there is advice"
+
+
+def test_which_kernels_the_cpu_gets(monkeypatch):
+    sets, chosen = native.reduce_sets()
+    native.use_reduce_set(sets[-1])
+    try:
+        _, found = software.core()
+        assert (found.check, found.state, found.found) == (
+            "kernels",
+            OK,
+            f"{sets[-1]} (this CPU has {', '.join(sets)})",
+        )
+        monkeypatch.setattr(native, "reduce_sets", lambda: (("baseline", "better"), "baseline"))
+        _, found = software.core()
+        assert (found.state, found.found) == (WARN, "baseline (this CPU has baseline, better)")
+        assert "SYMCOMM_KERNELS" in found.fix
+    finally:
+        native.use_reduce_set(chosen)
+
+
+def test_kernels_that_the_cpu_does_not_have():
+    ask = "from symcomm.observe.health import software; [found] = software.core(); print(found.state, found.found)"
+    env = {**os.environ, "PYTHONPATH": str(SRC), "SYMCOMM_KERNELS": "mmx"}
+    said = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, timeout=60).stdout
+    assert said.startswith("fail SYMCOMM_KERNELS: the reduction kernels of this CPU are ")
 
 
 def test_a_table_and_exit_codes():

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import platform
+import struct
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -328,6 +333,124 @@ def test_integer_factors(factor, int8, uint64):
     for dtype, want in ((DType.INT8, int8), (DType.UINT64, uint64)):
         one = torch.ones(3, dtype=torch_dtype(dtype))
         assert reduce(dtype, RedOpType.PREMUL_SUM, [one], factor).tolist() == [want] * 3
+
+
+# --- sets of kernels -------------------------------------------------------------------------------------------
+
+SETS, CHOSEN = native.reduce_sets()
+MOST = 70  # elements: several vectors of every set, and every remainder
+
+
+@pytest.fixture(params=SETS)
+def kernels(request):
+    native.use_reduce_set(request.param)
+    yield request.param
+    native.use_reduce_set(CHOSEN)
+
+
+def misplaced(tensor: torch.Tensor, shift: int) -> tuple[torch.Tensor, int]:
+    """A copy at an odd address: the memory, and the address."""
+    memory = torch.zeros(tensor.nbytes + 64, dtype=torch.uint8)
+    memory[shift : shift + tensor.nbytes] = tensor.view(torch.uint8)
+    return memory, memory.data_ptr() + shift
+
+
+@pytest.mark.parametrize(("dtype", "op"), DEFINED, ids=label)
+def test_every_length_at_every_place(kernels, dtype, op):
+    """Each element is on its own: a shorter reduction is the beginning of a longer one, and writes no more."""
+    factor, size = 3.0 if dtype in INTEGERS else 0.37, dtype.itemsize
+    make = moderate if dtype in COMPLEX and op == RedOpType.PRODUCT else random_bits
+    for n, shift in ((1, 0), (2, 1), (2, 16), (3, 7), (4, 3), (5, 0)):
+        sources = [make(dtype, MOST, seed=31 * n + s) for s in range(n)]
+        want = expected(dtype, op, sources, factor)
+        placed = [misplaced(source, shift * (s + 1) % 33) for s, source in enumerate(sources)]
+        out = torch.full((MOST + 1, MOST * size + 64), 0xA5, dtype=torch.uint8)
+        for count in range(MOST + 1):
+            place = out[count].data_ptr() + shift
+            native.reduce(dtype, op, place, [address for _, address in placed], count, factor)
+        got = torch.cat([row[shift : shift + count * size] for count, row in enumerate(out)]).view(torch_dtype(dtype))
+        assert_matches_torch(dtype, op, got, torch.cat([want[:count] for count in range(MOST + 1)]))
+        for count, row in enumerate(out):
+            row[shift : shift + count * size] = 0xA5
+        assert (out == 0xA5).all(), "nothing else was written"
+
+
+@pytest.mark.parametrize(("dtype", "op"), DEFINED, ids=label)
+def test_all_sets_give_the_same_bits(dtype, op):
+    """Whatever cannot be compared with torch bit for bit, products of complex numbers and signs of zeros, included."""
+    for n, count in ((1, 333), (2, 5001), (3, 1025), (4, 2049), (9, 1300), (10, 4099)):
+        sources = [random_bits(dtype, count, seed=13 * n + s) for s in range(n)]
+        found = []
+        for name in SETS:
+            native.use_reduce_set(name)
+            fresh = reduce(dtype, op, sources, 0.37)
+            own = [source.clone() for source in sources]
+            found += [fresh, reduce(dtype, op, own, 0.37, out=own[n // 2])]
+        native.use_reduce_set(CHOSEN)
+        for other in found[1:]:
+            assert_same_bits(other, found[0])
+
+
+def test_two_float16_of_any_kind(kernels):
+    """Sums that overflow, and means of what is subnormal, are those of float32: every code beside many others."""
+    codes = torch.arange(1 << 16).to(torch.uint16).view(torch.float16)
+    partners = [
+        0,
+        1,
+        2,
+        3,
+        0x200,
+        0x3FF,
+        0x400,
+        0x401,
+        0x3C00,
+        0x3C01,
+        0x4BFF,
+        0x4C00,
+        0x4C01,
+        0x7BFE,
+        0x7BFF,
+        0x7C00,
+        0x7E00,
+    ]
+    for code in [sign | p for p in (*partners, *range(7, 0x7C00, 4001)) for sign in (0, 0x8000)]:
+        sources = [codes, torch.full((1 << 16,), code, dtype=torch.uint16).view(torch.float16)]
+        for op in (RedOpType.SUM, RedOpType.AVG, RedOpType.PRODUCT):
+            assert_same_bits(reduce(DType.FLOAT16, op, sources), expected(DType.FLOAT16, op, sources))
+
+
+def test_no_nan_is_rounded_to_a_number(kernels):
+    """Adding to the last place of one with all bits set would carry into its sign."""
+    codes = torch.arange(1 << 16).to(torch.uint16).view(torch.bfloat16)
+    ones = torch.ones(1 << 16, dtype=torch.bfloat16)
+    nan = codes.isnan()
+    for n in (1, 2, 3, 4):
+        assert torch.equal(reduce(DType.BFLOAT16, RedOpType.SUM, [codes, *[ones] * (n - 1)]).isnan(), nan)
+    full = struct.unpack("<d", struct.pack("<Q", 0x7FFFFFFFFFFFFFFF))[0]
+    for dtype in FLOATS:
+        out = reduce(dtype, RedOpType.PREMUL_SUM, [torch.ones(99).to(torch_dtype(dtype))], full)
+        assert out.to(torch.float32).isnan().all()
+
+
+def test_the_environment_names_a_set():
+    ask = "from symcomm._core import native; print(*native.reduce_sets()[0], native.reduce_sets()[1])"
+
+    def run(wanted: str) -> subprocess.CompletedProcess:
+        env = {**os.environ, "SYMCOMM_KERNELS": wanted}
+        return subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, timeout=60)
+
+    for name in SETS:
+        assert run(name).stdout.split() == [*SETS, name]
+    assert run("").stdout.split() == [*SETS, SETS[-1]]  # the best one
+    refused = run("mmx").stderr
+    assert f"SYMCOMM_KERNELS: the reduction kernels of this CPU are {', '.join(SETS)}, got 'mmx'." in refused
+    with pytest.raises(ValueError, match="got 'mmx'"):
+        native.use_reduce_set("mmx")
+
+
+def test_the_baseline_is_always_there():
+    assert SETS[0] == {"aarch64": "neon"}.get(platform.machine(), "baseline")
+    assert len(set(SETS)) == len(SETS) and CHOSEN in SETS
 
 
 # --- small formats ---------------------------------------------------------------------------------------------

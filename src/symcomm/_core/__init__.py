@@ -4,10 +4,13 @@
 file               what it holds
 =================  ===============================================================
 module.c           the Python module; each file below adds its functions to it
-common.h           shared macros (CPU dispatch, cache lines), argument helpers
-reduce*.c          one-pass reductions over N sources, for every dtype and operation
+common.h           shared macros (the interpreter lock, cache lines), argument helpers
+reduce.c           one-pass reductions over N sources, for every dtype and operation; which kernels this CPU gets
+reduce_set.h       their kernels, compiled once for each instruction set (reduce_baseline.c, reduce_avx2.c, ...)
+reduce_vectors.h   vectors of any width, and the kernel that is stamped out of them
+halves_kernels.h   kernels of 16-bit floats, for which some CPUs have more instructions
 pack.c             many small pieces of memory in one call: copied together, or added
-float_formats.h    float16, bfloat16 and float8 to and from float32
+float_formats.h    float16, bfloat16 and float8 to and from float32, a vector at a time
 shm.c              shared mappings, and the word by which the kernel tells that a rank died
 sync.c             published progress, waits with deadlines, sleep and wake
 plan.c, exec.c     load and run a plan (see symcomm.collectives.plan) in one call

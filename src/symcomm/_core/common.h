@@ -11,14 +11,6 @@
 #include "clock.h"
 #include "sync.h"
 
-/* Functions marked SYMCOMM_CLONES are compiled once per instruction set and chosen at load time.
- * arm64 needs no clones: its baseline already has the vector instructions we use. */
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(SYMCOMM_SANITIZED) && !defined(__clang__)
-#define SYMCOMM_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define SYMCOMM_CLONES
-#endif
-
 #define SYMCOMM_LINE 64 /* bytes in a cache line, for layout */
 
 /* Run a statement without the interpreter lock, while sync_wait() may ask now and then whether a signal handler raised.

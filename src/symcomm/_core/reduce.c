@@ -1,12 +1,67 @@
 /* Reductions: picks the kernel for an element type and operation; and the same for Python. */
 #include "common.h"
 
+#include <math.h>
+#include <stdlib.h>
+#include <time.h>
+
 #include "reduce.h"
 #include "reduce_kernels.h"
 
+/* --- sets of kernels ----------------------------------------------------------------------------------------- */
+
+static struct {
+    const char *name;
+    struct reduce_type types[DT_COUNT];
+} sets[REDUCE_SETS]; /* those that this CPU can run; each has everything, its own or the one's before it */
+static int n_sets, chosen;
+static const struct reduce_type *types; /* of the chosen set */
+
+static const char *const op_names[RED_COUNT] = {
+    [RED_SUM] = "SUM", [RED_AVG] = "AVG",   [RED_PRODUCT] = "PRODUCT", [RED_MIN] = "MIN",
+    [RED_MAX] = "MAX", [RED_BAND] = "BAND", [RED_BOR] = "BOR",         [RED_BXOR] = "BXOR",
+    [RED_PREMUL_SUM] = "PREMUL_SUM",
+};
+
+static void add_set(const char *name, const struct reduce_type *own) {
+    if (own == NULL) return;
+    for (int d = 0; d < DT_COUNT; d++) {
+        const int better = n_sets == 0 || own[d].name != NULL;
+        sets[n_sets].types[d] = better ? own[d] : sets[n_sets - 1].types[d];
+    }
+    sets[n_sets++].name = name;
+}
+
+static void find_sets(void) {
+#if defined(__x86_64__)
+    add_set("baseline", symcomm_kernels_baseline());
+    add_set("avx2", symcomm_kernels_avx2());
+    add_set("avx512", symcomm_kernels_avx512());
+#elif defined(__aarch64__)
+    add_set("neon", symcomm_kernels_baseline());
+    add_set("fp16", symcomm_kernels_fp16());
+    add_set("bf16", symcomm_kernels_bf16());
+#else
+    add_set("baseline", symcomm_kernels_baseline());
+#endif
+}
+
+/* Returns 0, or -1 where this CPU has no such set. */
+static int choose_set(const char *name) {
+    for (int i = 0; i < n_sets; i++) {
+        if (strcmp(sets[i].name, name)) continue;
+        chosen = i;
+        types = sets[i].types;
+        return 0;
+    }
+    return -1;
+}
+
+/* --- one reduction ------------------------------------------------------------------------------------------- */
+
 static const struct reduce_entry *entry_of(int dtype, int op) {
     if (dtype < 0 || dtype >= DT_COUNT || op < 0 || op >= RED_COUNT) return NULL;
-    const struct reduce_entry *entry = &symcomm_reduce_types[dtype].ops[op];
+    const struct reduce_entry *entry = &types[dtype].ops[op];
     return entry->run == NULL ? NULL : entry;
 }
 
@@ -21,52 +76,21 @@ static uint64_t integer_of(double real) {
 
 int symcomm_reduce_defined(int dtype, int op) { return entry_of(dtype, op) != NULL; }
 
-/* One reduction, with all that depends on its type and operation already chosen. */
-struct reduction {
-    const struct reduce_type *type;
-    int op; /* RED_MEAN for some AVG */
-    int n_sources;
-    struct reduce_scalar scalar;
-};
-
-/* Block by block, elements become float32, are combined as such, and are rounded once at the end.
- * PREMUL_SUM scales every source before the sum, AVG and MEAN scale after it. */
-static void reduce_widened(const struct reduction *r, char *dst, const void *const *sources, size_t first,
-                           size_t count) {
-    enum { BLOCK = 1024 }; /* two blocks of 4 KiB stay in any L1 cache */
-    float total[BLOCK], next[BLOCK];
-    const void *const pair[] = {total, next};
-    const struct reduce_entry *ops = symcomm_reduce_types[DT_FLOAT32].ops;
-    const int scale_before = r->op == RED_PREMUL_SUM, scale_after = r->op == RED_AVG || r->op == RED_MEAN;
-    reduce_kernel *run = ops[r->op].run, *combine = scale_before || scale_after ? ops[RED_SUM].run : run;
-    const struct reduce_scalar one = {1, 1};
-    for (size_t start = first; start < count; start += BLOCK) {
-        size_t length = count - start < BLOCK ? count - start : BLOCK;
-        for (int s = 0; s < r->n_sources; s++) {
-            float *into = s == 0 ? total : next;
-            r->type->widen(into, (const char *)sources[s] + start * r->type->itemsize, length);
-            if (scale_before) run(into, &pair[s > 0], 1, length, r->scalar);
-            if (s > 0) combine(total, pair, 2, length, one);
-        }
-        if (scale_after) run(total, pair, 1, length, r->scalar);
-        r->type->narrow(dst + start * r->type->itemsize, total, length);
-    }
-}
-
 int symcomm_reduce(int dtype, int op, void *dst, const void *const *sources, int n_sources, size_t count,
                    double factor) {
-    if (entry_of(dtype, op) == NULL || n_sources < 1 || n_sources > SYMCOMM_MAX_SOURCES) return -1;
-    struct reduction r = {&symcomm_reduce_types[dtype], op, n_sources, {1, 1}};
-    if (op == RED_PREMUL_SUM) r.scalar = (struct reduce_scalar){factor, integer_of(factor)};
-    if (op == RED_AVG) r.scalar.real = n_sources;
-    if (op == RED_AVG && r.type->floating && (n_sources & (n_sources - 1)) == 0) {
-        r.op = RED_MEAN;
-        r.scalar.real = 1.0 / n_sources;
+    const struct reduce_entry *entry = entry_of(dtype, op);
+    if (entry == NULL || n_sources < 1 || n_sources > SYMCOMM_MAX_SOURCES) return -1;
+    struct reduce_scalar scalar = {1, 1};
+    if (op == RED_PREMUL_SUM) { /* of all NaNs the one without a payload, see bfloat16_encode */
+        scalar = (struct reduce_scalar){factor == factor ? factor : (double)NAN, integer_of(factor)};
+    } else if (op == RED_AVG) {
+        scalar.real = n_sources;
+        if (types[dtype].floating && (n_sources & (n_sources - 1)) == 0) {
+            scalar.real = 1.0 / n_sources;
+            entry = &types[dtype].ops[RED_MEAN];
+        }
     }
-    const struct reduce_entry *entry = &r.type->ops[r.op];
-    size_t lanes = r.type->lanes, whole = lanes ? count / lanes : 0;
-    if (whole > 0) entry->run(dst, sources, n_sources, whole * entry->parts, r.scalar);
-    if (whole * lanes < count) reduce_widened(&r, dst, sources, whole * lanes, count);
+    entry->run(dst, sources, n_sources, count * entry->parts, scalar);
     return 0;
 }
 
@@ -93,7 +117,7 @@ static int check_pair(int dtype, int op) {
     if (!symcomm_reduce_defined(dtype, op)) {
         PyErr_Format(PyExc_ValueError, "reduce: %s is not defined for %s; bitwise operations need integers or bool, "
                      "and complex numbers have no MIN or MAX.",
-                     symcomm_reduce_op_names[op], symcomm_reduce_types[dtype].name);
+                     op_names[op], types[dtype].name);
         return -1;
     }
     return 0;
@@ -137,6 +161,33 @@ static PyObject *py_reduce(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* Calls as short as a microsecond are timed in a row, here, where nothing else is between them. */
+static PyObject *py_time_reduce(PyObject *self, PyObject *args) {
+    (void)self;
+    int dtype, op;
+    unsigned long long dst;
+    PyObject *addresses;
+    Py_ssize_t count;
+    long repeats;
+    if (!PyArg_ParseTuple(args, "iiKOnl:time_reduce", &dtype, &op, &dst, &addresses, &count, &repeats)) return NULL;
+    const int copy = op < 0;
+    if (!copy && check_pair(dtype, op) < 0) return NULL;
+    const void *sources[SYMCOMM_MAX_SOURCES];
+    int n_sources = read_sources(addresses, sources);
+    if (n_sources < 0) return NULL;
+    struct timespec begin, end;
+    Py_BEGIN_ALLOW_THREADS
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    for (long i = 0; i < repeats; i++) {
+        if (copy) memcpy((void *)(uintptr_t)dst, sources[0], (size_t)count);
+        else symcomm_reduce(dtype, op, (void *)(uintptr_t)dst, sources, n_sources, (size_t)count, 0.5);
+        __asm__ volatile("" : : : "memory"); /* or the compiler might copy but once */
+    }
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    Py_END_ALLOW_THREADS
+    return PyFloat_FromDouble((double)(end.tv_sec - begin.tv_sec) + (double)(end.tv_nsec - begin.tv_nsec) * 1e-9);
+}
+
 static PyObject *py_reduce_defined(PyObject *self, PyObject *args) {
     (void)self;
     int dtype, op;
@@ -149,12 +200,12 @@ static PyObject *py_reduce_tables(PyObject *self, PyObject *args) {
     PyObject *dtypes = PyTuple_New(DT_COUNT), *ops = PyTuple_New(RED_COUNT);
     if (dtypes == NULL || ops == NULL) goto failed;
     for (int i = 0; i < DT_COUNT; i++) {
-        const struct reduce_type *type = &symcomm_reduce_types[i];
+        const struct reduce_type *type = &types[i];
         PyObject *item = Py_BuildValue("(sn)", type->name, (Py_ssize_t)type->itemsize);
         if (item == NULL || PyTuple_SetItem(dtypes, i, item) < 0) goto failed;
     }
     for (int i = 0; i < RED_COUNT; i++) {
-        PyObject *item = PyUnicode_FromString(symcomm_reduce_op_names[i]);
+        PyObject *item = PyUnicode_FromString(op_names[i]);
         if (item == NULL || PyTuple_SetItem(ops, i, item) < 0) goto failed;
     }
     return Py_BuildValue("(NN)", dtypes, ops);
@@ -164,15 +215,57 @@ failed:
     return NULL;
 }
 
+static PyObject *py_reduce_sets(PyObject *self, PyObject *args) {
+    (void)self, (void)args;
+    PyObject *names = PyTuple_New(n_sets);
+    for (int i = 0; names != NULL && i < n_sets; i++) {
+        PyObject *name = PyUnicode_FromString(sets[i].name);
+        if (name == NULL || PyTuple_SetItem(names, i, name) < 0) Py_CLEAR(names);
+    }
+    return names == NULL ? NULL : Py_BuildValue("(Ns)", names, sets[chosen].name);
+}
+
+static int choose_or_raise(const char *name, const char *whose) {
+    if (choose_set(name) == 0) return 0;
+    char known[64] = "";
+    for (int i = 0; i < n_sets; i++) {
+        if (i) strcat(known, ", ");
+        strcat(known, sets[i].name);
+    }
+    PyErr_Format(PyExc_ValueError, "%s: the reduction kernels of this CPU are %s, got '%s'.", whose, known, name);
+    return -1;
+}
+
+static PyObject *py_use_reduce_set(PyObject *self, PyObject *args) {
+    (void)self;
+    const char *name;
+    if (!PyArg_ParseTuple(args, "s:use_reduce_set", &name)) return NULL;
+    if (choose_or_raise(name, "use_reduce_set") < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"reduce", py_reduce, METH_VARARGS,
      "reduce(dtype, op, dst, sources, count, factor=1.0): combine `count` elements of each source, in order, into dst.\n"
      "dst and sources are addresses; dst may be one of the sources. Releases the interpreter lock."},
+    {"time_reduce", py_time_reduce, METH_VARARGS,
+     "time_reduce(dtype, op, dst, sources, count, repeats): the seconds that so many calls of reduce() take, one after\n"
+     "the other; or, where op is -1, so many copies of `count` bytes of the first source. Releases the interpreter lock."},
     {"reduce_defined", py_reduce_defined, METH_VARARGS,
      "reduce_defined(dtype, op): whether that pair of numbers is one that reduce() accepts."},
     {"reduce_tables", py_reduce_tables, METH_NOARGS,
      "((name, itemsize) of every dtype, name of every operation), each at the index that is its number."},
+    {"reduce_sets", py_reduce_sets, METH_NOARGS,
+     "((name of every set of kernels that this CPU can run, the best one last), name of the one in use)."},
+    {"use_reduce_set", py_use_reduce_set, METH_VARARGS,
+     "use_reduce_set(name): use these kernels from now on, in the whole process. All give the same bits."},
     {NULL, NULL, 0, NULL},
 };
 
-int symcomm_add_reduce(PyObject *module) { return PyModule_AddFunctions(module, functions); }
+int symcomm_add_reduce(PyObject *module) {
+    if (n_sets == 0) find_sets();
+    const char *wanted = getenv("SYMCOMM_KERNELS");
+    if (wanted == NULL || *wanted == 0) wanted = sets[n_sets - 1].name;
+    if (choose_or_raise(wanted, "SYMCOMM_KERNELS") < 0) return -1;
+    return PyModule_AddFunctions(module, functions);
+}

@@ -1,7 +1,7 @@
 /* One pass over N sources, in the order given; the result goes to one destination.
  *
  * Pointers need no alignment. dst may be exactly one of the sources (same address), and may not overlap them
- * otherwise. dtype and op are numbers of types.h; reduce_kernels.c says what each pair computes. */
+ * otherwise. dtype and op are numbers of types.h; reduce_set.h says what each pair computes. */
 #ifndef SYMCOMM_REDUCE_H
 #define SYMCOMM_REDUCE_H
 

@@ -1,4 +1,4 @@
-/* The table of reduction kernels: one function per element type and operation. */
+/* Sets of reduction kernels: one function per element type and operation, for one instruction set. */
 #ifndef SYMCOMM_REDUCE_KERNELS_H
 #define SYMCOMM_REDUCE_KERNELS_H
 
@@ -25,18 +25,18 @@ struct reduce_entry {
 enum { RED_MEAN = RED_COUNT, RED_KERNELS };
 
 struct reduce_type {
-    const char *name;
+    const char *name; /* NULL: this set has nothing better than the one before it */
     size_t itemsize;
     int floating; /* real or complex floats, of any width */
-    /* How many elements the kernels take at a time. What is left of the count, or everything where this is 0, is
-     * widened to float32 in blocks, combined with float32's kernels, and narrowed again. */
-    size_t lanes;
-    void (*widen)(float *out, const void *in, size_t count);
-    void (*narrow)(void *out, const float *in, size_t count);
     struct reduce_entry ops[RED_KERNELS];
 };
 
-extern const struct reduce_type symcomm_reduce_types[DT_COUNT];
-extern const char *const symcomm_reduce_op_names[RED_COUNT];
+/* One table of DT_COUNT types per instruction set; NULL where this CPU cannot run it. */
+enum { REDUCE_SETS = 3 }; /* at most, on any architecture */
+const struct reduce_type *symcomm_kernels_baseline(void);
+const struct reduce_type *symcomm_kernels_avx2(void);
+const struct reduce_type *symcomm_kernels_avx512(void);
+const struct reduce_type *symcomm_kernels_fp16(void);
+const struct reduce_type *symcomm_kernels_bf16(void);
 
 #endif

@@ -327,6 +327,25 @@ def bench_store(wanted: Wanted, *, quick: bool) -> None:
     bench_program("store", module.Plan(**sides | (module.QUICK if quick else {})), wanted)
 
 
+def bench_kernels(sources: int, rounds: int | None, wanted: Wanted, *, quick: bool) -> None:
+    """The reductions of the C core; a row is printed when it is measured."""
+    _check_numbers(sources, 0, 0, 0, rounds, "kernels")
+    module = _module_of("kernels")
+    more = (module.QUICK if quick else {}) | ({"rounds": rounds} if rounds else {})
+    plan = module.Plan(sources, sizes=module.buffer_sizes(sources), **more)
+    facts = bench_table.machine()
+    print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f}\n")
+    print(module.opening(plan, wanted.markdown), flush=True)
+    found = module.run_kernels_bench(
+        plan, lambda row: print(module.line(module.cells(row), plan, wanted.markdown), flush=True)
+    )
+    print(f"# {module.note(found)}")
+    if wanted.json_file:
+        wanted.json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
+    if wanted.plot_file:
+        pictures.draw(wanted.plot_file, module.title(plan), module.picture(found, plan))
+
+
 def _module_of(name: str) -> Any:
     return importlib.import_module(f"symcomm.cli.bench_{name}")
 
@@ -374,6 +393,7 @@ def bench(
       symcomm bench ddp
       symcomm bench compile --quick
       symcomm bench gpu
+      symcomm bench kernels --quick
       symcomm bench hosts --ranks 4 --collectives all_reduce,all_gather
       symcomm bench sites
       symcomm bench torch --python other/bin/python
@@ -392,6 +412,8 @@ def bench(
             bench_store(wanted, quick=quick)
         elif collective == "gpu":
             bench_gpu(ranks, rounds, wanted, quick=quick)
+        elif collective == "kernels":
+            bench_kernels(ranks, rounds, wanted, quick=quick)
         elif collective == "sites":
             bench_sites(ranks, wanted, quick=quick)
         elif collective in PROGRAMS:

@@ -12,7 +12,7 @@ COLLECTIVES = (
     "p2p",
 )  # fmt: skip
 ONE_SIDED = ("put", "put_signal")  # into windows: what ``window`` measures
-OTHERS = ("store", "groups", "ddp", "compile", "gpu", "hosts", "sites", "torch")  # each in a file of its own
+OTHERS = ("store", "kernels", "groups", "ddp", "compile", "gpu", "hosts", "sites", "torch")  # each in a file of its own
 
 Collective = Annotated[
     str,
@@ -40,7 +40,7 @@ Ranks = Annotated[
     typer.Option(
         "--ranks",
         metavar="N",
-        help="Ranks on each side; hosts, sites: of each. [default: 2; sites: 1]",
+        help="Ranks on each side; hosts, sites: of each; kernels: sources. [default: 2; sites: 1]",
         show_default=False,
     ),
 ]
@@ -49,7 +49,7 @@ Rounds = Annotated[
     typer.Option(
         "--rounds",
         metavar="N",
-        help="Turns that the sides take. [default: 3; ddp, compile, groups: 10; hosts: 5; torch: 15]",
+        help="Turns that the sides take. [default: 3; kernels: 7; ddp, compile, groups: 10; hosts: 5; torch: 15]",
         show_default=False,
     ),
 ]

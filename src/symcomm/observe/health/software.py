@@ -32,13 +32,22 @@ def python() -> Finding:
     return Finding("python", OK, found)
 
 
-def core() -> Finding:
+def core() -> list[Finding]:
+    """The extension, and which of its reduction kernels this CPU gets."""
     try:
         from symcomm._core import native
     except ImportError as error:
         fix = "pip install symcomm, or `python setup.py build_ext --inplace` in a checkout (needs a C compiler)"
-        return Finding("C core", FAIL, f"cannot be loaded ({error})", fix)
-    return Finding("C core", OK, str(native.__file__))
+        return [Finding("C core", FAIL, f"cannot be loaded ({error})", fix)]
+    except ValueError as error:
+        return [Finding("C core", FAIL, str(error), "unset SYMCOMM_KERNELS: the best ones are the default")]
+    sets, chosen = native.reduce_sets()
+    found = f"{chosen} (this CPU has {', '.join(sets)})"
+    slow = Finding("kernels", WARN, found, "unset SYMCOMM_KERNELS: the results are the same, and come sooner")
+    return [
+        Finding("C core", OK, str(native.__file__)),
+        Finding("kernels", OK, found) if chosen == sets[-1] else slow,
+    ]
 
 
 def a_collective() -> list[Finding]:

@@ -1,4 +1,5 @@
-/* The reduction kernels, written once as a macro and stamped out per element type and operation.
+/* One set of reduction kernels, for the instruction set that the including file has chosen: written once as macros and
+ * stamped out per element type and operation.
  *
  * What each operation means:
  *   integers   arithmetic wraps around, as torch's; AVG divides the wrapped sum, toward zero;
@@ -11,30 +12,9 @@
  *   MIN, MAX   a NaN in any source gives NaN; of equal values (0.0 and -0.0) the earliest source's is kept
  *
  * All CPUs and all instruction sets give the same bits (but for the payload of a NaN), wherever count is cut. */
-#include "common.h"
-
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#elif defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "float_formats.h"
-#include "reduce_kernels.h"
-
-/* A fused multiply-add rounds once where two instructions round twice: bits would depend on the CPU.
- * Assuming that no float traps lets choices between floats vectorise. Vectors are all that -O3 adds here: its other
- * loop transformations cost 40% more code and time to build, and gain nothing. */
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF
-#else
-#pragma GCC optimize("O2", "tree-loop-vectorize", "vect-cost-model=dynamic", "fp-contract=off", "no-trapping-math")
-#endif
-
-/* How many bytes of each source a pass takes. The accumulators stay in the L1 cache at either size; small blocks let the
- * prefetcher see all sources as streams, until they are too many for it. Sum of float32 out of memory on a Neoverse N1:
- * 8 sources run at 17 GB/s in blocks of 1 KiB and 12 in 4 KiB, 16 sources at 9 and 13. */
-enum { SMALL_BLOCK = 1024, LARGE_BLOCK = 4096, MANY_SOURCES = 9 };
+#include "halves_kernels.h"
+#include "reduce_vectors.h"
 
 /* dst may be one of the sources: iteration i then reads and writes the same element i, which vectorises. */
 #if defined(__clang__)
@@ -55,9 +35,6 @@ typedef uint64_t uint64_stored ANYWHERE;
 typedef int64_t int64_stored ANYWHERE;
 typedef float float32_stored ANYWHERE;
 typedef double float64_stored ANYWHERE;
-#if defined(__aarch64__) /* every CPU converts four float16 at a time */
-typedef float16x4_t float16x4_stored ANYWHERE;
-#endif
 
 /* Keeps the compiler from merging passes over a block into one loop nest, which it then fails to vectorise. */
 #define PASS_ENDS(BLOCK) __asm__ volatile("" : : "r"(BLOCK) : "memory")
@@ -73,7 +50,7 @@ typedef float16x4_t float16x4_stored ANYWHERE;
     SYMCOMM_INLINE S NAME##_out(A a, K k) { (void)k; return OUT; }                                                      \
     SYMCOMM_INLINE A NAME##_two(S x, S y, K k) { return NAME##_fold(NAME##_in(x, k), NAME##_in(y, k)); }                \
     SYMCOMM_INLINE A NAME##_add(A a, S x, K k) { return NAME##_fold(a, NAME##_in(x, k)); }                              \
-    SYMCOMM_CLONES static void NAME(void *dst, const void *const *sources, int n, size_t count,                         \
+    static void NAME(void *dst, const void *const *sources, int n, size_t count,                         \
                                     struct reduce_scalar scalar) {                                                      \
         const K k = (K)(scalar.SCALAR);                                                                                 \
         S *out = dst;                                                                                                   \
@@ -141,81 +118,12 @@ KERNEL(bool_premul_sum, uint8_t, uint8_t, uint8_t, real != 0, x, a | b, (a != 0)
 
 /* --- floats -------------------------------------------------------------------------------------------------- */
 
-/* k is the number of sources to `avg`, its inverse to `mean` and the factor to `premul_sum`. */
-#define FLOAT_KERNELS(T, S, A, K, LOAD, STORE, SELECT)                                       \
-    KERNEL(T##_sum, S, A, int, integer, LOAD(x), a + b, STORE(a))                            \
-    KERNEL(T##_mean, S, A, K, real, LOAD(x), a + b, STORE(a * k))                            \
-    KERNEL(T##_avg, S, A, K, real, LOAD(x), a + b, STORE(a / k))                             \
-    KERNEL(T##_product, S, A, int, integer, LOAD(x), a * b, STORE(a))                        \
-    KERNEL(T##_min, S, A, int, integer, LOAD(x), SELECT((b < a) | (b != b), b, a), STORE(a)) \
-    KERNEL(T##_max, S, A, int, integer, LOAD(x), SELECT((b > a) | (b != b), b, a), STORE(a)) \
-    KERNEL(T##_premul_sum, S, A, K, real, LOAD(x) * k, a + b, STORE(a))
-
-#define AS_IT_IS(value) (value)
-#define CHOOSE(condition, yes, no) ((condition) ? (yes) : (no))
-
-FLOAT_KERNELS(float64, float64_stored, double, double, AS_IT_IS, AS_IT_IS, CHOOSE)
-FLOAT_KERNELS(float32, float32_stored, float, float, AS_IT_IS, AS_IT_IS, CHOOSE)
-FLOAT_KERNELS(bfloat16, uint16_stored, float, float, bfloat16_decode, bfloat16_encode, CHOOSE)
-#if defined(__aarch64__)
-FLOAT_KERNELS(float16, float16x4_stored, float32x4_t, float, vcvt_f32_f16, vcvt_f16_f32, vbslq_f32)
-#define FLOAT16_LANES 4
-#define FLOAT16_OPS FLOAT_OPS(float16)
-#else
-#define FLOAT16_LANES 0
-#define FLOAT16_OPS FLOAT_OPS(float32)
-#endif
-
-/* --- small floats to and from blocks of float32 ------------------------------------------------------------- */
-
-#define CONVERSION_KERNELS(T, S, FORMAT)                                              \
-    SYMCOMM_CLONES static void T##_widen(float *out, const void *in, size_t count) {  \
-        const S *codes = in;                                                          \
-        EACH(count) out[i] = FORMAT##_decode(codes[i]);                               \
-    }                                                                                 \
-    SYMCOMM_CLONES static void T##_narrow(void *out, const float *in, size_t count) { \
-        S *codes = out;                                                               \
-        EACH(count) codes[i] = FORMAT##_encode(in[i]);                                \
-    }
-
-CONVERSION_KERNELS(float8_e4m3fn, uint8_stored, float8_e4m3fn)
-CONVERSION_KERNELS(float8_e5m2, uint8_stored, float8_e5m2)
-CONVERSION_KERNELS(float8_e4m3fnuz, uint8_stored, float8_e4m3fnuz)
-CONVERSION_KERNELS(float8_e5m2fnuz, uint8_stored, float8_e5m2fnuz)
-#if !defined(__x86_64__)
-CONVERSION_KERNELS(float16, uint16_stored, float16)
-#else
-CONVERSION_KERNELS(float16_any_cpu, uint16_stored, float16)
-
-/* Most x86 CPUs convert eight at a time; these return how many they did. */
-__attribute__((target("avx,f16c"))) static size_t float16_widen_f16c(float *out, const void *in, size_t count) {
-    size_t i = 0;
-    for (; i + 8 <= count; i += 8) {
-        __m128i codes = _mm_loadu_si128((const __m128i_u *)((const uint16_stored *)in + i));
-        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(codes));
-    }
-    return i;
-}
-
-__attribute__((target("avx,f16c"))) static size_t float16_narrow_f16c(void *out, const float *in, size_t count) {
-    size_t i = 0;
-    for (; i + 8 <= count; i += 8) {
-        __m128i codes = _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
-        _mm_storeu_si128((__m128i_u *)((uint16_stored *)out + i), codes);
-    }
-    return i;
-}
-
-static void float16_widen(float *out, const void *in, size_t count) {
-    size_t done = __builtin_cpu_supports("f16c") ? float16_widen_f16c(out, in, count) : 0;
-    float16_any_cpu_widen(out + done, (const uint16_stored *)in + done, count - done);
-}
-
-static void float16_narrow(void *out, const float *in, size_t count) {
-    size_t done = __builtin_cpu_supports("f16c") ? float16_narrow_f16c(out, in, count) : 0;
-    float16_any_cpu_narrow((uint16_stored *)out + done, in + done, count - done);
-}
-#endif
+FLOAT_KERNELS(float64, float64, float64, double, FEW_ONE_BY_ONE)
+FLOAT_KERNELS(float32, float32, float32, float, FEW_ONE_BY_ONE)
+FLOAT_KERNELS(float8_e4m3fn, float8_e4m3fn, float8_e4m3fn, float, FEW_PADDED)
+FLOAT_KERNELS(float8_e5m2, float8_e5m2, float8_e5m2, float, FEW_PADDED)
+FLOAT_KERNELS(float8_e4m3fnuz, float8_e4m3fnuz, float8_e4m3fnuz, float, FEW_PADDED)
+FLOAT_KERNELS(float8_e5m2fnuz, float8_e5m2fnuz, float8_e5m2fnuz, float, FEW_PADDED)
 
 /* --- complex ------------------------------------------------------------------------------------------------- */
 
@@ -227,7 +135,11 @@ typedef struct {
 } complex128;
 
 /* A sum whose second term has its sign flipped, since GCC 12 fuses alternating - and + even when told not to. */
-SYMCOMM_INLINE float negative_of_float32(float value) { return float_of(bits_of(value) ^ 1u << 31); }
+SYMCOMM_INLINE float negative_of_float32(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return float_of(bits ^ 1u << 31);
+}
 SYMCOMM_INLINE double negative_of_float64(double value) {
     uint64_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -246,23 +158,16 @@ COMPLEX_KERNELS(complex128, float64)
 /* --- the table ----------------------------------------------------------------------------------------------- */
 
 #define INTEGER_TYPE(T, U, SIZE)                                                                  \
-    {#T, SIZE, 0, 1, NULL, NULL,                                                                  \
+    {#T, SIZE, 0,                                                                                 \
      {[RED_SUM] = {U##_sum, 1}, [RED_AVG] = {T##_avg, 1}, [RED_PRODUCT] = {U##_product, 1},       \
       [RED_MIN] = {T##_min, 1}, [RED_MAX] = {T##_max, 1}, [RED_PREMUL_SUM] = {U##_premul_sum, 1}, \
       [RED_BAND] = {bytes_and, SIZE}, [RED_BOR] = {bytes_or, SIZE}, [RED_BXOR] = {bytes_xor, SIZE}}}
-
-#define FLOAT_OPS(T)                                                                             \
-    {[RED_SUM] = {T##_sum, 1}, [RED_AVG] = {T##_avg, 1}, [RED_PRODUCT] = {T##_product, 1},       \
-     [RED_MIN] = {T##_min, 1}, [RED_MAX] = {T##_max, 1}, [RED_PREMUL_SUM] = {T##_premul_sum, 1}, \
-     [RED_MEAN] = {T##_mean, 1}}
 
 #define COMPLEX_OPS(T, REAL)                                                                     \
     {[RED_SUM] = {REAL##_sum, 2}, [RED_AVG] = {REAL##_avg, 2}, [RED_PRODUCT] = {T##_product, 1}, \
      [RED_PREMUL_SUM] = {REAL##_premul_sum, 2}, [RED_MEAN] = {REAL##_mean, 2}}
 
-#define FLOAT8_TYPE(T) {#T, 1, 1, 0, T##_widen, T##_narrow, FLOAT_OPS(float32)}
-
-const struct reduce_type symcomm_reduce_types[DT_COUNT] = {
+static const struct reduce_type all_types[DT_COUNT] = {
     [DT_UINT8] = INTEGER_TYPE(uint8, uint8, 1),
     [DT_INT8] = INTEGER_TYPE(int8, uint8, 1),
     [DT_UINT16] = INTEGER_TYPE(uint16, uint16, 2),
@@ -271,24 +176,18 @@ const struct reduce_type symcomm_reduce_types[DT_COUNT] = {
     [DT_INT32] = INTEGER_TYPE(int32, uint32, 4),
     [DT_UINT64] = INTEGER_TYPE(uint64, uint64, 8),
     [DT_INT64] = INTEGER_TYPE(int64, uint64, 8),
-    [DT_BOOL] = {"bool", 1, 0, 1, NULL, NULL,
+    [DT_BOOL] = {"bool", 1, 0,
                  {[RED_SUM] = {bool_any, 1}, [RED_AVG] = {bool_any, 1}, [RED_PRODUCT] = {bool_all, 1},
                   [RED_MIN] = {bool_all, 1}, [RED_MAX] = {bool_any, 1}, [RED_PREMUL_SUM] = {bool_premul_sum, 1},
                   [RED_BAND] = {bool_all, 1}, [RED_BOR] = {bool_any, 1}, [RED_BXOR] = {bool_odd, 1}}},
-    [DT_FLOAT16] = {"float16", 2, 1, FLOAT16_LANES, float16_widen, float16_narrow, FLOAT16_OPS},
-    [DT_BFLOAT16] = {"bfloat16", 2, 1, 1, NULL, NULL, FLOAT_OPS(bfloat16)},
-    [DT_FLOAT32] = {"float32", 4, 1, 1, NULL, NULL, FLOAT_OPS(float32)},
-    [DT_FLOAT64] = {"float64", 8, 1, 1, NULL, NULL, FLOAT_OPS(float64)},
-    [DT_COMPLEX64] = {"complex64", 8, 1, 1, NULL, NULL, COMPLEX_OPS(complex64, float32)},
-    [DT_COMPLEX128] = {"complex128", 16, 1, 1, NULL, NULL, COMPLEX_OPS(complex128, float64)},
-    [DT_FLOAT8_E4M3FN] = FLOAT8_TYPE(float8_e4m3fn),
-    [DT_FLOAT8_E5M2] = FLOAT8_TYPE(float8_e5m2),
-    [DT_FLOAT8_E4M3FNUZ] = FLOAT8_TYPE(float8_e4m3fnuz),
-    [DT_FLOAT8_E5M2FNUZ] = FLOAT8_TYPE(float8_e5m2fnuz),
-};
-
-const char *const symcomm_reduce_op_names[RED_COUNT] = {
-    [RED_SUM] = "SUM", [RED_AVG] = "AVG",   [RED_PRODUCT] = "PRODUCT", [RED_MIN] = "MIN",
-    [RED_MAX] = "MAX", [RED_BAND] = "BAND", [RED_BOR] = "BOR",         [RED_BXOR] = "BXOR",
-    [RED_PREMUL_SUM] = "PREMUL_SUM",
+    [DT_FLOAT16] = FLOAT16_TYPE,
+    [DT_BFLOAT16] = BFLOAT16_TYPE,
+    [DT_FLOAT32] = {"float32", 4, 1, FLOAT_OPS(float32)},
+    [DT_FLOAT64] = {"float64", 8, 1, FLOAT_OPS(float64)},
+    [DT_COMPLEX64] = {"complex64", 8, 1, COMPLEX_OPS(complex64, float32)},
+    [DT_COMPLEX128] = {"complex128", 16, 1, COMPLEX_OPS(complex128, float64)},
+    [DT_FLOAT8_E4M3FN] = {"float8_e4m3fn", 1, 1, FLOAT_OPS(float8_e4m3fn)},
+    [DT_FLOAT8_E5M2] = {"float8_e5m2", 1, 1, FLOAT_OPS(float8_e5m2)},
+    [DT_FLOAT8_E4M3FNUZ] = {"float8_e4m3fnuz", 1, 1, FLOAT_OPS(float8_e4m3fnuz)},
+    [DT_FLOAT8_E5M2FNUZ] = {"float8_e5m2fnuz", 1, 1, FLOAT_OPS(float8_e5m2fnuz)},
 };
