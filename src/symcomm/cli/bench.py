@@ -176,6 +176,8 @@ def show(question: Question, results: list[Result], *, summary: bool, markdown: 
     print("\n\n".join(word(table) for table in tables))
     for reason in bench_table.reasons(results):
         print(f"# -: {reason}")
+    if said := bench_table.ways(results):
+        print(f"# {said}")
     wrong = sum(result.wrong or 0 for result in results)
     if question.effort.check:
         print(f"# wrong elements: {wrong}" + (" (values are NOT right)" if wrong else ""))
