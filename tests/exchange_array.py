@@ -58,6 +58,9 @@ class ExchangeArray:
     def is_neg(self) -> bool:
         return False
 
+    def storage_offset(self) -> int:
+        return 0
+
 
 def _view(array: ExchangeArray, out: Any) -> int:
     v, t = array.values, out.contents
@@ -77,4 +80,5 @@ def install() -> bool:
 
     make = ctypes.pythonapi.PyCapsule_New
     make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    return native.use_tensors((ExchangeArray,), make(ctypes.addressof(_interface), b"dlpack_exchange_api", None))
+    capsule = make(ctypes.addressof(_interface), b"dlpack_exchange_api", None)
+    return native.use_tensors((ExchangeArray,), capsule, None)

@@ -18,9 +18,9 @@ TORCH = (
     "ddp_checks", "ddp_hook_order", "ddp_hooks", "ddp_hooks_local", "default_group_name", "device_autograd",
     "device_coalesced", "device_copies", "device_data_parallel", "device_nested", "doctor", "engines", "examples",
     "gpu_trouble", "gpu_without", "group_creation", "group_life", "group_life_memory", "handshake", "hooks",
-    "hooks_torch", "hosts_torch", "profile_fields", "reconfigure_torch", "store_collectives", "store_contract",
-    "store_model", "symm_mem", "symm_ops", "symmetrize", "tcp_store_interop", "torch_backend", "torch_versions",
-    "trace_dumps", "windows", "windows_failures",
+    "hooks_torch", "hosts_torch", "profile_fields", "reconfigure_torch", "short_way", "store_collectives",
+    "store_contract", "store_model", "symm_mem", "symm_ops", "symmetrize", "tcp_store_interop", "torch_backend",
+    "torch_versions", "trace_dumps", "windows", "windows_failures",
 )  # fmt: skip
 
 # What runs where torch is not installed. Tests in these files that compare with torch are skipped there, and say so.

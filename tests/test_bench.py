@@ -84,6 +84,24 @@ def test_sizes_count_as_in_nccl_tests():
     assert (case.nbytes, case.count) == (16, 1)
 
 
+def test_calls_that_took_the_long_way_are_warned_of():
+    case = Case("all_reduce", 1024, 256, "float32", "sum", 0, True)
+    gloo, short = Result(case, "gloo", 1e-6, 1e-6, 0), Result(case, "ordinary", 1e-6, 1e-6, 0, calls=1200)
+    assert bench_table.ways([gloo]) == ""
+    assert bench_table.ways([gloo, short]) == "way: all 1,200 timed calls of ours took the short way"
+    slow = Result(case, "symmetric", 1e-5, 1e-5, 0, calls=100, long=40)
+    words = "WARNING: 40 of 1,300 timed calls took the long way through Python: all_reduce of 1 KiB"
+    assert bench_table.ways([gloo, short, slow]) == words
+    figures = bench_torch.Figures("2.15.0", "direct")
+    assert "all blocking calls of ours took the short way" in bench_torch.note([figures])
+    figures.long["async 8 B"] = 7  # handed to the group's thread, which is what asynchronous calls are for
+    assert "WARNING" not in bench_torch.note([figures])
+    figures.long["barrier"] = 7
+    assert "WARNING: calls took the long way through Python: barrier (symcomm, torch 2.15" in bench_torch.note(
+        [figures]
+    )
+
+
 @pytest.mark.parametrize(
     ("collective", "factor"),
     [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75), ("gather", 0.75),
@@ -231,7 +249,9 @@ def test_every_collective(tmp_path: Path, ranks: int, sizes: int, more: list[str
     code, output = cli("all", *more, *TINY, "--ranks", str(ranks), "--json", str(path))
     assert code == 0, output
     assert "# wrong elements: 0" in output
+    assert "timed calls of ours took the short way" in output and "WARNING" not in output
     rows = check_rows(path, ranks, {"ordinary", "symmetric"})
+    assert not any(row["long_way"] for row in rows)
     for collective in bench.COLLECTIVES:
         places = bench_run.PLACES[collective]
         mine = [row for row in rows if row["collective"] == collective]
@@ -245,6 +265,7 @@ def test_windows(tmp_path: Path, ranks: int):
     code, output = cli("window", "-b", "8", "-e", "4K", "-f", "512", *TINY, "--ranks", str(ranks), "--json", str(path))
     assert code == 0, output
     rows = check_rows(path, ranks, {"ordinary"})
+    assert "timed calls of ours took the short way" in output
     assert [(row["collective"], row["size"]) for row in rows] == [
         ("put", 8), ("put", 4096), ("put_signal", 8), ("put_signal", 4096)
     ]  # fmt: skip

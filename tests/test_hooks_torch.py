@@ -119,8 +119,8 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._native, name)
 
-    def again(self, *args: Any) -> int:
-        status = self._native.again(*args)
+    def again_with(self, *args: Any) -> int:
+        status = self._native.again_with(*args)
         self.short += status == 0
         return status
 

@@ -53,6 +53,8 @@ def test_every_operation_is_counted_once():
     )
     assert found["symcomm_bytes_total", kind] == nbytes
     assert found["symcomm_waited_seconds_total", kind] > 0
+    ways = (*kind, ("thread", "inline"), ("way", "short"))
+    assert found["symcomm_calls_total", ways] == found["symcomm_operations_total", kind]
     for rank in "012":
         assert found["symcomm_rank_up", (("rank", rank),)] == 1
         assert found["symcomm_recorded_operations_total", (("rank", rank),)] >= counted // 3

@@ -9,7 +9,7 @@ import pytest
 
 from symcomm.observe.clocks import offsets
 from symcomm.observe.perfetto import chrome_trace
-from symcomm.observe.report import as_text
+from symcomm.observe.report import as_data, as_text
 from symcomm.observe.stragglers import WINDOWS, stragglers
 from symcomm.observe.trace import RankTrace, Trace
 from tests.faults import run_group
@@ -55,6 +55,21 @@ def test_nobody_waits():
     assert all(row.caused_s == 0 for row in stragglers(trace))
     assert "Who makes" not in as_text(trace)
     assert stragglers(Trace({})) == []
+
+
+def test_which_way_the_calls_took():
+    trace = late(3, [lambda s: 0, lambda s: 0])
+    assert (
+        "How the recorded calls" not in as_text(trace) and as_data(trace)["ways"] == []
+    )  # not known, as in torch's dumps
+    for one in trace.ranks.values():
+        ways = [("short", "inline"), ("long", "inline"), ("long", "queued")]
+        pairs = zip(one.operations, ways, strict=True)
+        one.operations = [replace(op, way=way, thread=thread) for op, (way, thread) in pairs]
+    assert as_data(trace)["ways"] == [{"group": "world", "short": 2, "long": 4, "inline": 4, "queued": 2}]
+    lines = as_text(trace).splitlines()
+    at = lines.index("How the recorded calls were made:")
+    assert lines[at + 2].split() == ["world", "2", "4", "4", "2"]
 
 
 def slow_rank(group):

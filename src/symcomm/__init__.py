@@ -39,6 +39,7 @@ _PUBLIC = {
     "symcomm.store": ("Store", "HashStore", "FileStore", "TCPStore", "PrefixStore"),
     "symcomm.device.data_parallel": ("DataParallel",),
     "symcomm.symm_mem.symmetrize": ("symmetrize",),
+    "symcomm.symm_mem.groups": ("of",),
     "symcomm.windows.window": ("Window",),
     "symcomm.ddp.module": ("DistributedDataParallel",),
     "symcomm.types": ("DType", "ReduceOp", "make_premul_sum"),

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from symcomm.backend.register import register
-from tests.torch_checks import CHECKS, at_once, collectives, devices, groups, leave, on_top, words
+from tests.torch_checks import CHECKS, at_once, collectives, devices, groups, leave, on_top, ways, words
 
-assert all((at_once, collectives, devices, groups, on_top, words))  # importing them is what fills CHECKS
+assert all((at_once, collectives, devices, groups, on_top, ways, words))  # importing them is what fills CHECKS
 
 
 def _on_rank(rank: int, names: list[str], folder: str, out: int, checks: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ static struct worker *start(struct group *g) {
 int async_submit(struct group *g, struct request *r) {
     struct worker *w = g->worker ? g->worker : start(g);
     if (w == NULL) return -1;
-    r->from.created = symcomm_ticks();
+    r->from.created = symcomm_ticks(), r->from.way |= FLIGHT_QUEUED;
     pthread_mutex_lock(&w->lock);
     bool late = w->stopping; /* another thread leaves the group at this moment: nobody would take it */
     if (!late) {

@@ -184,7 +184,7 @@ static int run_body(struct run *x, bool skipped_head) {
     int direct, someone_skipped, status;
     survey(x, &direct, &someone_skipped);
     if (direct) {
-        if (x->g->recording) x->g->recording->path = FLIGHT_DIRECT;
+        if (x->g->recording) x->g->recording->path |= FLIGHT_DIRECT;
         if (x->p->writes_outputs && sync_is_void(x->g, x->g->seq)) return sync_aborted(x->g); /* its owner has it back */
         return run_part(x, PLAN_DIRECT);
     }
@@ -266,7 +266,7 @@ static struct flight_entry *record(struct group *g, const struct plan *p, uint64
     if (e == NULL) return NULL;
     e->seq = g->seq + 1, e->signature = signature_of(p), e->count = (uint64_t)p->count, e->group = g->flight_group;
     e->created = from.created ? from.created : now;
-    e->status = 0, e->path = FLIGHT_STAGED, e->plan = (uint8_t)p->algorithm, e->exact_site = from.exact_site;
+    e->status = 0, e->path = FLIGHT_STAGED | from.way, e->plan = (uint8_t)p->algorithm, e->exact_site = from.exact_site;
     atomic_store_explicit(&e->site, from.site, memory_order_relaxed);
     flight_show(e, *number);
     return e;

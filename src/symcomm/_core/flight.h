@@ -8,7 +8,12 @@
 
 #include "clock.h"
 
-enum flight_path { FLIGHT_STAGED, FLIGHT_DIRECT, FLIGHT_MESSAGE };
+/* How the bytes went, and in the bits above that how the call was carried out. */
+enum flight_path { FLIGHT_STAGED, FLIGHT_DIRECT, FLIGHT_MESSAGE, FLIGHT_PATHS = 0x0f };
+enum flight_way {
+    FLIGHT_LONG = 0x10,   /* Python looked at the tensors and found the plan; otherwise the core did */
+    FLIGHT_QUEUED = 0x20, /* the group's own thread ran it, or (messages) was there to; otherwise the caller's */
+};
 
 struct flight_entry {          /* one cache line; times in ticks */
     _Atomic uint64_t number;   /* of the operation among all this rank's, from 1; 0: being written */
@@ -21,7 +26,7 @@ struct flight_entry {          /* one cache line; times in ticks */
     _Atomic uint32_t site;     /* where the call was made: a number in the table of sites, 0: not known */
     uint32_t group;            /* which group: a number in the table of groups */
     uint8_t status;            /* enum status, once finished */
-    uint8_t path;              /* enum flight_path */
+    uint8_t path;              /* enum flight_path | enum flight_way */
     uint8_t plan;              /* the algorithm: a number in symcomm.collectives.plan.ALGORITHMS */
     uint8_t exact_site;        /* 1: of this very call; 0: of the first call of this kind */
 };
@@ -38,6 +43,7 @@ struct origin {
     uint64_t created; /* ticks; 0: now */
     uint32_t site;
     uint8_t exact_site;
+    uint8_t way; /* enum flight_way */
 };
 
 _Static_assert(sizeof(struct flight_entry) == 64, "an entry is one cache line");

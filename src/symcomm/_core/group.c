@@ -379,6 +379,22 @@ static PyObject *group_report(PyObject *self, PyObject *arg) {
                          (unsigned long long)g->seq, "slept", (long long)g->slept, "running", running, "ranks", ranks);
 }
 
+static PyObject *as_dict(const struct ways *w) {
+    unsigned long long n[2][2];
+    for (int i = 0; i < 4; i++) n[i / 2][i % 2] = atomic_load_explicit(&w->taken[i / 2][i % 2], memory_order_relaxed);
+    return Py_BuildValue("{s:K,s:K,s:K,s:K}", "short", n[0][0] + n[0][1], "long", n[1][0] + n[1][1], "inline", n[0][0] + n[1][0],
+                         "queued", n[0][1] + n[1][1]);
+}
+
+/* group_ways(group) -> how many calls of each kind took which way */
+static PyObject *group_ways(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct group *g = to_group(arg);
+    if (g == NULL) return NULL;
+    return Py_BuildValue("{s:N,s:N,s:N}", "collectives", as_dict(&g->collectives), "messages", as_dict(&g->messages), "puts",
+                         as_dict(&g->puts));
+}
+
 enum record_kind { RECORD_CALL, RECORD_VOTE };
 
 /* A record of a rank, where its words lie and how long they may be. */
@@ -478,10 +494,11 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     if (p == NULL) return NULL;
     struct buffers b = {in, out, to_addresses(args[2], in), to_addresses(args[3], out)};
     int64_t timeout = PyLong_AsLongLong(args[4]);
-    struct origin from = {.site = (uint32_t)PyLong_AsUnsignedLong(args[5]), .exact_site = 1};
+    struct origin from = {.site = (uint32_t)PyLong_AsUnsignedLong(args[5]), .exact_site = 1, .way = FLIGHT_LONG};
     if (b.n_in < 0 || b.n_out < 0 || PyErr_Occurred()) return NULL;
     int64_t status;
     bool idle = async_idle(g);
+    count_call(&g->collectives, true, !idle);
     WITHOUT_LOCK_UNLESS(idle && exec_is_short(g, p),
                         status = idle ? exec_run(g, p, &b, timeout, from) : async_run_queued(g, p, &b, timeout, from));
     if (PyErr_Occurred()) return NULL;
@@ -510,7 +527,7 @@ static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t n_args
     if (p == NULL) return NULL;
     int n_in = to_addresses(args[2], in), n_out = n_in < 0 ? -1 : to_addresses(args[3], out);
     int64_t timeout = PyLong_AsLongLong(args[4]);
-    struct origin from = {.site = (uint32_t)PyLong_AsUnsignedLong(args[5]), .exact_site = 1};
+    struct origin from = {.site = (uint32_t)PyLong_AsUnsignedLong(args[5]), .exact_site = 1, .way = FLIGHT_LONG};
     if (n_in < 0 || n_out < 0 || PyErr_Occurred()) return NULL;
     struct request *r = calloc(1, sizeof *r);
     char **ins = malloc(sizeof(char *) * (size_t)(n_in + 1)), **outs = malloc(sizeof(char *) * (size_t)(n_out + 1));
@@ -527,6 +544,7 @@ static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t n_args
         Py_DECREF(capsule);
         return PyErr_Format(PyExc_OSError, "can't start new thread");
     }
+    if (capsule) count_call(&g->collectives, true, true);
     return capsule;
 }
 
@@ -569,6 +587,7 @@ static PyMethodDef methods[] = {
     {"group_forked", group_forked, METH_O, "group_forked(group): a forked child takes no part; it is refused everything."},
     {"group_keep", group_keep, METH_VARARGS, "group_keep(group, object): hold on to it as long as the group exists."},
     {"group_report", group_report, METH_O, "group_report(group) -> what this rank can see of all ranks"},
+    {"group_ways", group_ways, METH_O, "group_ways(group) -> how many collectives, messages and puts took which way"},
     {"group_publish", group_publish, METH_VARARGS, "group_publish(group, kind, text): show the others a record of this rank."},
     {"group_records", group_records, METH_VARARGS, "group_records(group, kind) -> what each rank has published, or None"},
     {"group_agree", group_agree, METH_VARARGS, "group_agree(group, before, after) -> what the word of all ranks was"},

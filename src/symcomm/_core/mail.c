@@ -22,7 +22,8 @@ void mail_record(struct group *g, struct op *op) {
     if (e == NULL) return;
     e->seq = ++g->mail->posted[op->is_send], e->count = op->nbytes, e->group = g->flight_group, e->created = symcomm_ticks();
     e->signature = (uint64_t)op->is_send | (uint64_t)op->dtype << 8 | (uint64_t)(uint32_t)op->peer << 24;
-    e->status = 0, e->path = FLIGHT_MESSAGE, e->plan = 0, e->exact_site = 1;
+    int way = (op->is_long ? FLIGHT_LONG : 0) | (op->background ? FLIGHT_QUEUED : 0);
+    e->status = 0, e->path = (uint8_t)(FLIGHT_MESSAGE | way), e->plan = 0, e->exact_site = 1;
     atomic_store_explicit(&e->site, op->site, memory_order_relaxed);
     flight_show(e, op->record_number);
 }

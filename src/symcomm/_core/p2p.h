@@ -43,6 +43,7 @@ struct op {
     struct op *next;
     int references;
     bool background; /* nobody may be waiting: the mail thread drives it */
+    bool is_long;    /* Python looked at the tensor */
     uint32_t site;   /* of the call, for the flight recorder */
     struct flight_entry *record;
     uint64_t record_number;

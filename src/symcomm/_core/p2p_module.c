@@ -27,9 +27,10 @@ static PyObject *py_post(PyObject *self, PyObject *args) {
     if (g == NULL) return NULL;
     if (g->mail == NULL || peer >= g->world || peer < (is_send ? 0 : ANY_SOURCE) || nbytes < 0)
         return PyErr_Format(PyExc_ValueError, "no rank %d to exchange %lld bytes with", peer, nbytes);
-    struct op wanted = {.is_send = is_send, .peer = peer, .tag = tag, .dtype = dtype, .background = background, .site = site};
+    struct op wanted = {.is_send = is_send, .peer = peer, .tag = tag, .dtype = dtype, .background = background, .is_long = true, .site = site};
     wanted.buffer = (char *)(uintptr_t)address, wanted.nbytes = (uint64_t)nbytes;
     struct op *op;
+    count_call(&g->messages, true, background);
     Py_BEGIN_ALLOW_THREADS;
     op = mail_post(g, &wanted);
     Py_END_ALLOW_THREADS;
@@ -79,6 +80,7 @@ static PyObject *message(PyObject *self, PyObject *const *args, Py_ssize_t n_arg
     wanted.nbytes = (uint64_t)view.count * symcomm_itemsize[view.dtype];
     struct op *op;
     int status;
+    count_call(&g->messages, false, false);
     WITHOUT_LOCK_UNLESS(g->own_process && mail_is_short(g, wanted.nbytes), op = mail_exchange(g, &wanted, timeout, &status));
     if (op == NULL) return PyErr_NoMemory();
     PyObject *result = NULL;

@@ -74,6 +74,11 @@ enum status {
 
 struct flight_entry;
 
+/* How many calls took which way. Each is counted where it comes in, with the interpreter lock held. */
+struct ways {
+    _Atomic uint64_t taken[2][2]; /* by [Python looked at it][another thread runs it] */
+};
+
 struct group {
     int rank, world;
     _Atomic uint64_t seq;          /* of the last operation */
@@ -106,6 +111,7 @@ struct group {
     struct quick *quick;           /* plans by kind of call, see quick.c */
     struct mail *mail;             /* point-to-point messages, see p2p.c */
     struct worker *worker;         /* runs asynchronous operations, see async.c; NULL until first used */
+    struct ways collectives, messages, puts; /* statistics */
 };
 
 enum wait_kind { WAIT_ARRIVED_ALL, WAIT_PROGRESS_ALL, WAIT_PROGRESS_ONE };
@@ -176,6 +182,12 @@ void leave_group(struct group *g);
 void leave_late(struct group *g);
 
 void quick_drop(struct group *g);
+
+/* No read-modify-write: nobody else counts while the caller has the interpreter lock. */
+static inline void count_call(struct ways *w, bool is_long, bool is_queued) {
+    _Atomic uint64_t *n = &w->taken[is_long][is_queued];
+    atomic_store_explicit(n, atomic_load_explicit(n, memory_order_relaxed) + 1, memory_order_relaxed);
+}
 
 long symcomm_futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t ns);
 void symcomm_futex_wake(_Atomic uint32_t *word, int n);

@@ -12,7 +12,7 @@ struct tensor_view {
     int dtype;
 };
 
-/* True when `tensor` is one of the known types, dense, contiguous, on the CPU and neither complex nor lazily negated.
+/* True when `tensor` is of one of the known types, dense, contiguous, on the CPU, and is what its memory holds.
  * Otherwise (never with an exception set) Python has to look at it. */
 int tensor_view(PyObject *tensor, struct tensor_view *view);
 

@@ -128,6 +128,7 @@ static PyObject *window_put(PyObject *self, PyObject *const *args, Py_ssize_t n)
     if (view.dtype != part->dtype || offset < 0 || view.count > part->count || offset > part->count - view.count) Py_RETURN_NONE;
     int64_t size = symcomm_itemsize[view.dtype], nbytes = view.count * size;
     int status;
+    count_call(&w->group->puts, false, false);
     WITHOUT_LOCK_UNLESS(nbytes < LONG_COPY, status = write_part(w, peer, offset * size, view.address, nbytes));
     return PyLong_FromLong(status);
 }
@@ -145,6 +146,7 @@ static PyObject *window_write(PyObject *self, PyObject *args) {
     if (peer < 0 || peer >= w->group->world || nbytes < 0 || offset < 0 ||
         offset + nbytes > w->parts[peer].count * symcomm_itemsize[w->parts[peer].dtype])
         return PyErr_Format(PyExc_ValueError, "not inside the window of rank %d", peer);
+    count_call(&w->group->puts, true, false);
     WITHOUT_LOCK(status = write_part(w, peer, offset, (const char *)(uintptr_t)address, nbytes));
     return PyLong_FromLong(status);
 }

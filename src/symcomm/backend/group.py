@@ -27,13 +27,14 @@ from symcomm.backend.functional import register_work
 from symcomm.backend.hooked import TORCH_CALLS, attach_own_health_checks
 from symcomm.backend.life import Life
 from symcomm.backend.newer import Newer
+from symcomm.backend.options_layout import ASYNC, UNKNOWN, install, read_options
 from symcomm.backend.profile import Span, describe, is_profiling
 from symcomm.backend.reconfigure import Reconfigures
 from symcomm.backend.sparse import all_reduce_sparse
 from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, late, op_type_of
 from symcomm.group import hooks
 from symcomm.group.arguments import to_redop
-from symcomm.group.calls import Kind, rooted
+from symcomm.group.calls import Kind
 from symcomm.group.failure import call_site, explain
 from symcomm.group.making import make_group
 from symcomm.group.process_group import ProcessGroup
@@ -45,15 +46,16 @@ if TYPE_CHECKING:
 __all__ = ["TorchGroup"]
 
 Options: Any = Backend.Options
+install()
 _ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL = map(int, list(Kind)[:6])
-_ALL_GATHER_LIST, _GATHER, _SCATTER, _, _GATHER_SINGLE = map(int, list(Kind)[6:])
+_ALL_GATHER_LIST, _GATHER, _SCATTER, _BARRIER, _GATHER_SINGLE, _REDUCE_SCATTER_LIST = map(int, list(Kind)[6:])
 SMALL = 4096  # elements; what an operation of that size takes is about what handing it over takes
 
 
 def _is_small(tensors: Any) -> bool:
     """Whether this is a small operation of the group itself: other engines carry tensors of other devices."""
     if not isinstance(tensors, (list, tuple)):
-        return tensors.is_cpu and tensors.numel() <= SMALL
+        return tensors is not None and tensors.is_cpu and tensors.numel() <= SMALL
     return bool(tensors) and tensors[0].is_cpu and tensors[0].numel() * len(tensors) <= SMALL
 
 
@@ -213,31 +215,25 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         """The profiler's event for one operation, with what torch's own backends tell about theirs."""
         return Span(name, inputs, describe(self.core, (self._name, self._desc), inputs, outputs, **more))
 
-    def _may_be_short(self, opts: Any) -> bool:
-        """Whether nothing but the core needs to know of a call with these options: it blocks, and nobody watches.
-
-        Reading torch's options costs as much as the operation, so each is looked at once, and only here."""
-        try:
-            return self._plain and not opts.asyncOp and opts.timeout.days < 0 and not is_profiling()  # unset is -1 ms
-        except AttributeError:  # plain arguments instead of options
-            return False
-
-    def _again(self, call: int, detail: Any, source: Any, target: Any, opts: Any) -> Any:
+    def _short(self, call: int, source: Any, target: Any, opts: Any) -> Any:
         """Run a call of a kind seen before with nothing but the core; None: it has to go the long way.
 
         That is for calls that block, and for small asynchronous ones that all ranks have come to already: those end
         here and now, sooner than a thread could take them over."""
-        try:
-            if not self._plain or opts.timeout.days >= 0 or is_profiling():  # unset is -1 ms
-                return None
-            blocks = not opts.asyncOp
-        except AttributeError:  # plain arguments instead of options
+        if not self._plain:
             return None
         core = self.core
-        if not blocks:
+        status = native.again_with(core._handle, call, opts, source, target, core._timeout_ns)
+        if status == 0:
+            return done
+        detail = None
+        if status == UNKNOWN:
+            status, detail = read_options(call, opts)
+            if status == 0:
+                status = native.again(core._handle, call, detail, source, target, core._timeout_ns)
+        if status == ASYNC:
             small = _is_small(source if target is None else target)
-            return self._at_once(call, detail, source, target) if small and core._may_run_here() else None
-        status = native.again(core._handle, call, detail, source, target, core._timeout_ns)
+            return self._at_once(call, detail, source, target, opts) if small and core._may_run_here() else None
         if status > 0:
             try:
                 core._ended(status, Kind(call).label)
@@ -245,10 +241,14 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
                 raise late(error, core.timeout, core.timeout) from None
         return done if status == 0 else None
 
-    def _at_once(self, call: int, detail: Any, source: Any, target: Any) -> Any:
-        """Run an asynchronous call here; None as above. Failures wait for whoever waits."""
+    def _at_once(self, call: int, detail: Any, source: Any, target: Any, opts: Any) -> Any:
+        """Run an asynchronous call here; None as above. Failures wait for whoever waits. ``detail`` is None where the
+        core reads ``opts``."""
         core, begun = self.core, time.monotonic()
-        status = native.again(core._handle, call, detail, source, target, core._timeout_ns)
+        if detail is None:
+            status = native.again_with(core._handle, call, opts, source, target, core._timeout_ns, True)
+        else:
+            status = native.again(core._handle, call, detail, source, target, core._timeout_ns)
         if status < 0:
             return None
         result = list(target) if isinstance(target, (list, tuple)) else [] if target is None else [target]
@@ -287,9 +287,9 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         if op is not None or timeout is not None:
             opts, _, op, timeout = sort_out(opts, op, timeout)
-        redop = redop_of(opts, op)
-        if timeout is None and (work := self._again(_ALL_REDUCE, redop, tensors, tensors, opts)) is not None:
+        elif (work := self._short(_ALL_REDUCE, tensors, tensors, opts)) is not None:
             return work
+        redop = redop_of(opts, op)
         if isinstance(tensors, (list, tuple)) and len(tensors) != 1:
             return lists.all_reduce(self.core, tensors, redop, seconds_of(opts, timeout))
         tensor = single("all_reduce", tensors, "tensor list")
@@ -311,10 +311,9 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     def reduce(self, tensors: Any, opts: Any = None, root: Any = None, op: Any = None, timeout: Any = None) -> Any:
         if root is not None or op is not None or timeout is not None:
             opts, root, op, timeout = sort_out(opts, root, op, timeout)
-        origin, redop = root_of(opts, root), redop_of(opts, op)
-        detail = rooted(origin, redop)
-        if timeout is None and (work := self._again(_REDUCE, detail, tensors, tensors, opts)) is not None:
+        elif (work := self._short(_REDUCE, tensors, tensors, opts)) is not None:
             return work
+        origin, redop = root_of(opts, root), redop_of(opts, op)
         checks.root_rank("reduce", origin, self.core.size)
         tensor = single("reduce", tensors, "tensor list")
         checks.root_tensor("reduce", opts, 1)
@@ -330,16 +329,19 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
             single("reduce_scatter", output_tensors, "output tensor list"),
             one_list("reduce_scatter", "inputs", input_tensors),
         )
+        if op is None and timeout is None:
+            work = self._short(_REDUCE_SCATTER_LIST, pieces, output, opts)
+            if work is not None:
+                return work
         opts, _, op, timeout = sort_out(opts, op, timeout)
         args = (output, pieces, redop_of(opts, op))
         call = self.core.reduce_scatter
         return self._call("reduce_scatter", call, *args, options=opts, timeout=timeout, inputs=pieces, result=[output])
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        redop = redop_of(opts)
-        if (work := self._again(_REDUCE_SCATTER, redop, input, output, opts)) is not None:
+        if (work := self._short(_REDUCE_SCATTER, input, output, opts)) is not None:
             return work
-        call = self.core.reduce_scatter_single
+        call, redop = self.core.reduce_scatter_single, redop_of(opts)
         return self._call(
             "reduce_scatter_single", call, output, input, redop, options=opts, inputs=[input], result=[output]
         )
@@ -354,9 +356,9 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     def broadcast(self, tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
         if root is not None or timeout is not None:
             opts, root, _, timeout = sort_out(opts, root, timeout)
-        origin = root_of(opts, root)
-        if timeout is None and (work := self._again(_BROADCAST, origin, tensors, tensors, opts)) is not None:
+        elif (work := self._short(_BROADCAST, tensors, tensors, opts)) is not None:
             return work
+        origin = root_of(opts, root)
         if isinstance(tensors, (list, tuple)) and len(tensors) != 1:
             return lists.broadcast(self.core, tensors, origin, opts, seconds_of(opts, timeout))
         tensor = single("broadcast", tensors, "tensor list")
@@ -372,7 +374,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         if timeout is not None:
             opts, _, _, timeout = sort_out(opts, timeout)
         elif output_tensors:
-            work = self._again(_ALL_GATHER_LIST, 0, input_tensors, output_tensors[0], opts)
+            work = self._short(_ALL_GATHER_LIST, input_tensors, output_tensors[0], opts)
             if work is not None:
                 return work
         tensors = input_tensors if isinstance(input_tensors, (list, tuple)) else [input_tensors]
@@ -388,7 +390,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         )
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        if (work := self._again(_ALL_GATHER, 0, input, output, opts)) is not None:
+        if (work := self._short(_ALL_GATHER, input, output, opts)) is not None:
             return work
         call = self.core.all_gather_single
         return self._call("all_gather_single", call, output, input, options=opts, inputs=[input], result=[output])
@@ -418,10 +420,11 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     ) -> Any:
         if root is not None or timeout is not None:
             opts, root, _, timeout = sort_out(opts, root, timeout)
+        else:
+            work = self._short(_GATHER, input_tensors, output_tensors[0] if output_tensors else None, opts)
+            if work is not None:
+                return work
         origin = root_of(opts, root)
-        target = output_tensors[0] if output_tensors else None
-        if timeout is None and (work := self._again(_GATHER, origin, input_tensors, target, opts)) is not None:
-            return work
         places, tensor = checks.gather(output_tensors, input_tensors, origin, self.core.rank, self.core.size)
         args = (places or None, tensor, origin)
         return self._call(
@@ -433,8 +436,10 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
             opts, root, _, timeout = sort_out(opts, root, timeout)
         origin = root_of(opts, root)
         target = output if self.core.rank == origin else None  # torch's callers pass an empty tensor elsewhere
-        if timeout is None and (work := self._again(_GATHER_SINGLE, origin, input, target, opts)) is not None:
-            return work
+        if root is None and timeout is None:
+            work = self._short(_GATHER_SINGLE, input, target, opts)
+            if work is not None:
+                return work
         checks.root_rank("gather_single", origin, self.core.size)
         args, result = (target, input, origin), [] if target is None else [target]
         return self._call(
@@ -452,10 +457,11 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     ) -> Any:
         if root is not None or timeout is not None:
             opts, root, _, timeout = sort_out(opts, root, timeout)
+        else:
+            work = self._short(_SCATTER, input_tensors[0] if input_tensors else None, output_tensors, opts)
+            if work is not None:
+                return work
         origin = root_of(opts, root)
-        source = input_tensors[0] if input_tensors else None
-        if timeout is None and (work := self._again(_SCATTER, origin, source, output_tensors, opts)) is not None:
-            return work
         tensor, pieces = checks.scatter(output_tensors, input_tensors, origin, self.core.rank, self.core.size)
         args = (tensor, pieces or None, origin)
         return self._call(
@@ -481,7 +487,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         if timeout is not None:
             opts, _, _, timeout = sort_out(opts, timeout)
         elif not output_split_sizes and not input_split_sizes:
-            work = self._again(_ALL_TO_ALL, 0, input, output, opts)
+            work = self._short(_ALL_TO_ALL, input, output, opts)
             if work is not None:
                 return work
         args = (output, input, list(output_split_sizes or []), list(input_split_sizes or []))
@@ -522,12 +528,8 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     # --- synchronisation --------------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        if timeout is None and self._may_be_short(opts):
-            try:
-                self.core.barrier()
-            except errors.DeadlineError as error:
-                raise late(error, self.core.timeout, self.core.timeout) from None
-            return done
+        if timeout is None and (work := self._short(_BARRIER, None, None, opts)) is not None:
+            return work
         opts, _, _, timeout = sort_out(opts, timeout)
         return self._call("barrier", self.core.barrier, options=opts, timeout=timeout)
 

@@ -283,6 +283,10 @@ class Life:
     def memory_stats(self) -> dict[str, int]:
         return {"symmetric_used_bytes": self.core._arena.used_bytes}
 
+    def call_stats(self) -> dict[str, dict[str, int]]:
+        """Which way this rank's calls on CPU tensors took; see ``symcomm.ProcessGroup.call_stats``."""
+        return self.core.call_stats()
+
     def _wait_for_pending_works(self) -> None:
         for work in list(self.core._pending):
             work.wait()

@@ -249,6 +249,8 @@ def print_foot(question: Question, results: list[Result], *, summary: bool) -> N
     print(f"# load {bench_table.machine()['load']:.1f} when done")
     for reason in bench_table.reasons(results):
         print(f"# -: {reason}")
+    if said := bench_table.ways(results):
+        print(f"# {said}")
     wrong = sum(result.wrong or 0 for result in results)
     if question.effort.check:
         print(f"# wrong elements: {wrong}" + (" (values are NOT right)" if wrong else ""))

@@ -101,6 +101,8 @@ class Result:
     wrong: int | None = None
     iterations: int = 0
     reason: str = ""
+    calls: int = 0  # timed calls of ours, of all ranks
+    long: int = 0  # those that took the long way, through Python
 
 
 # --- sides -------------------------------------------------------------------------------------------------------
@@ -269,6 +271,8 @@ class _Series:
 
     def time(self, iterations: int, repetitions: int, warmup: int, expect: float = 0.0) -> list[float]:
         answers = self.ask("time", expect, iterations=iterations, repetitions=repetitions, warmup=warmup)
+        self.result.calls += sum(answer.get("calls", 0) for answer in answers)
+        self.result.long += sum(answer.get("long", 0) for answer in answers)
         return [max(ns) / 1e9 for ns in zip(*(answer["ns"] for answer in answers), strict=True)]
 
 

@@ -210,6 +210,19 @@ def reasons(results: Iterable[Result]) -> list[str]:
     return list(dict.fromkeys(f"{r.series}, {r.case.collective}: {r.reason}" for r in results if r.reason))
 
 
+def ways(results: Iterable[Result]) -> str:
+    """Which way our calls took; a warning where some were not left to the core, whose times those are not."""
+    counted = [r for r in results if r.calls]
+    slow = [r for r in counted if r.long]
+    if not counted:
+        return ""
+    total = sum(r.calls for r in counted)
+    if not slow:
+        return f"way: all {total:,} timed calls of ours took the short way"
+    where = ", ".join(dict.fromkeys(f"{r.case.collective} of {short_size(r.case.nbytes)}" for r in slow))
+    return f"WARNING: {sum(r.long for r in slow):,} of {total:,} timed calls took the long way through Python: {where}"
+
+
 # --- files -------------------------------------------------------------------------------------------------------
 
 
@@ -232,7 +245,7 @@ def to_json(results: Sequence[Result], world: int, pinned: bool) -> dict[str, An
         row: dict[str, Any] = {
             "collective": case.collective, "series": result.series, "size": case.nbytes, "count": case.count,
             "type": dtype, "redop": op, "root": int(root), "in_place": case.in_place,
-            "iterations": result.iterations, "wrong": result.wrong,
+            "iterations": result.iterations, "wrong": result.wrong, "long_way": result.long,
         }  # fmt: skip
         if result.seconds is None or result.fastest is None:
             row["unsupported"] = result.reason

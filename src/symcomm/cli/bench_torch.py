@@ -51,6 +51,7 @@ class Figures:
     torch: str
     way: str
     turns: dict[str, list[float]] = field(default_factory=lambda: {call: [] for call in CALLS})
+    long: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CALLS, 0))  # calls that Python had to plan
 
     def seconds(self, call: str, best: bool = False) -> float:
         return min(self.turns[call]) if best else statistics.median(self.turns[call])
@@ -89,6 +90,7 @@ def _measure(side: Side, figures: Figures, steps: int) -> None:
     for call in CALLS:
         answers = side.ask(call, {"do": "time", "way": figures.way, "call": call, "steps": steps})
         figures.turns[call].append(max(answer["seconds"] for answer in answers))
+        figures.long[call] += sum(answer["long"] for answer in answers)
 
 
 # --- words -------------------------------------------------------------------------------------------------------
@@ -106,7 +108,12 @@ def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Pa
 
 
 def note(found: Sequence[Figures]) -> str:
-    return "us: one call of dist.*, of the slowest rank; asynchronous calls include their wait"
+    units = "us: one call of dist.*, of the slowest rank; asynchronous calls include their wait"
+    blocking = [(f, call) for f in found for call, what in CALLS.items() if not (what and what[1])]
+    slow = [f"{call} ({WAYS[f.way]}, torch {f.torch})" for f, call in blocking if f.long[call]]
+    if slow:
+        return f"{units}\n# WARNING: calls took the long way through Python: {', '.join(slow)}"
+    return f"{units}\n# way: all blocking calls of ours took the short way"
 
 
 def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
@@ -114,7 +121,7 @@ def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
     rows = [
         {
             "torch": f.torch, "way": f.way, "call": call, "us": f.seconds(call) * 1e6,
-            "turns_us": [seconds * 1e6 for seconds in f.turns[call]],
+            "turns_us": [seconds * 1e6 for seconds in f.turns[call]], "long_way": f.long[call],
         }
         for f in found for call in CALLS
     ]  # fmt: skip

@@ -8,7 +8,8 @@ order       answer
 ==========  =================================================================================
 prepare     {} once the tensors exist and the call was made once; or {"unsupported": reason}
 check       {"wrong": elements of this rank's result that are not what they must be}
-time        {"ns": [mean time of one call, for each repetition]}
+time        {"ns": [mean time of one call, for each repetition], "long": calls of ours that Python had to plan,
+            "calls": all of ours}
 drop        {} once the tensors are gone
 ==========  =================================================================================
 """
@@ -118,6 +119,10 @@ class TorchSide(abc.ABC):
         """A window, and the memory that peers write to through it."""
         raise Unsupported("it has no windows")
 
+    def ways(self) -> dict[str, int]:
+        """How many calls took the long way, and how many there were; empty where a library does not tell."""
+        return {}
+
     def assign(self, tensor: Any, numbers: Any) -> None:
         tensor.copy_(self.torch.from_numpy(numbers))
 
@@ -188,6 +193,10 @@ class SymcommSide(TorchSide):
     def window(self, count: int, dtype: str) -> tuple[Any, Any]:
         memory = self.empty(count, dtype, "ordinary")
         return self.group.new_window(memory), memory
+
+    def ways(self) -> dict[str, int]:
+        counts = self.group.call_stats().values()
+        return {"long": sum(c["long"] for c in counts), "calls": sum(c["short"] + c["long"] for c in counts)}
 
     def close_window(self, case: SimpleNamespace) -> None:
         case.window.tensor_deregister()
@@ -318,6 +327,9 @@ class MPISide:
 
     def zero(self, array: Any) -> None:
         array.fill(0)
+
+    def ways(self) -> dict[str, int]:
+        return {}
 
     def call(self, case: SimpleNamespace, source: Any, result: Any) -> Callable:
         comm, root, at_root, make = self.comm, case.root, self.rank == case.root, functools.partial
@@ -513,7 +525,9 @@ def obey(side: Any, cases: dict[int, Bench], order: dict[str, Any]) -> dict[str,
     if what == "check":
         return {"wrong": cases[number].check()}
     if what == "time":
-        return {"ns": cases[number].time(order["iterations"], order["repetitions"], order["warmup"])}
+        before = side.ways()
+        means = cases[number].time(order["iterations"], order["repetitions"], order["warmup"])
+        return {"ns": means} | {name: count - before[name] for name, count in side.ways().items()}
     if what == "drop":
         if number in cases:
             cases.pop(number).close()

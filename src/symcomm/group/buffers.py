@@ -13,6 +13,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm._core import native
+from symcomm.group.torch_layout import tensor_layout
 from symcomm.types import DType
 
 __all__ = ["Buffer", "arrived", "keep_apart", "read_buffer", "read_list", "write_buffer", "write_list"]
@@ -31,11 +32,11 @@ def torch_dtypes() -> dict[Any, DType]:
     """torch's dtype objects -> ours; empty until torch is loaded by somebody."""
     torch = sys.modules.get("torch")
     if not _torch_dtypes and torch is not None:
-        for dtype in DType:
-            if hasattr(torch, dtype.label):
-                _torch_dtypes[getattr(torch, dtype.label)] = dtype
         if (api := getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)) is not None:
-            native.use_tensors((torch.Tensor, torch.nn.Parameter), api)  # a subclass may hide anything
+            kinds = (torch.Tensor, torch.nn.Parameter)  # a subclass may hide anything
+            native.use_tensors(kinds, api, tensor_layout(torch))
+        found = {getattr(torch, dtype.label): dtype for dtype in DType if hasattr(torch, dtype.label)}
+        _torch_dtypes.update(found)  # last: another thread may look
     return _torch_dtypes
 
 
@@ -136,16 +137,12 @@ def _from_torch(call: str, name: str, tensor: Any, write: bool) -> Buffer:
     return Buffer(copy.data_ptr(), copy.numel(), dtype, copy, tensor if write else None, tensor)
 
 
-# Storage that was given away starts at 0; a tensor that began far inside it lies somewhat higher. As in tensor.c.
-LEAST_ADDRESS = 1 << 32
-
-
 def _with_memory(call: str, name: str, tensor: Any, write: bool) -> Any:
     """``tensor``, if it has memory of its own to look at. Zeros that are only promised are made real for reading."""
     if not write and tensor._is_zerotensor():
         return tensor.clone()
     try:
-        if tensor.numel() == 0 or tensor.data_ptr() >= LEAST_ADDRESS or tensor.untyped_storage().data_ptr():
+        if tensor.numel() == 0 or tensor.untyped_storage().data_ptr():  # storage that was given away starts at 0
             return tensor
     except RuntimeError:  # torch.func's wrappers: vmap, grad
         pass

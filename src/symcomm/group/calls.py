@@ -38,6 +38,7 @@ class Kind(enum.IntEnum):
     SCATTER = 8
     BARRIER = 9
     GATHER_SINGLE = 10
+    REDUCE_SCATTER = 11
 
     @property
     def label(self) -> str:
@@ -45,7 +46,7 @@ class Kind(enum.IntEnum):
 
 
 _ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL = list(Kind)[:6]
-_ALL_GATHER_LIST, _GATHER, _SCATTER, _BARRIER, _GATHER_SINGLE = list(Kind)[6:]
+_ALL_GATHER_LIST, _GATHER, _SCATTER, _BARRIER, _GATHER_SINGLE, _REDUCE_SCATTER_LIST = list(Kind)[6:]
 
 
 def rooted(root: Any, op: Any) -> Any:
@@ -221,9 +222,16 @@ class CollectiveCalls(Arguments):
     ) -> Work | None:
         """Like reduce_scatter_single, with a list of pieces; they may differ in size."""
         call = "reduce_scatter"
+        if not async_op and timeout is None:
+            status = native.again(self._handle, _REDUCE_SCATTER_LIST, op, inputs, output, self._timeout_ns)
+            if status >= 0:
+                self._ended(status, call)
+                return None
         sources, out, redop = self._of_reduce_scatter(call, output, inputs, op)
         counts = tuple([s.count for s in sources])
         plan = self._plan(collectives.reduce_scatter, counts, out.dtype, redop, True)
+        if redop is not RedOpType.PREMUL_SUM:
+            native.remember(self._handle, _REDUCE_SCATTER_LIST, op, inputs, output, plan, self._site(2))
         return self._run(call, plan, sources, [out], [output], async_op, timeout)
 
     # --- copies -----------------------------------------------------------------------------------------------

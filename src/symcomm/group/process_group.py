@@ -310,6 +310,13 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls, ObjectCalls):
         """How many collectives this rank has started on the group."""
         return native.group_report(self._handle)["seq"]
 
+    def call_stats(self) -> dict[str, dict[str, int]]:
+        """How many collectives, messages and puts this rank has made on the group, and which way they took.
+
+        ``short``: the core knew the call and did it all; ``long``: Python looked at the tensors and found the plan.
+        ``inline``: the calling thread ran it; ``queued``: the group's own did. See docs/process-group.md."""
+        return native.group_ways(self._handle)
+
     def _failed(
         self, status: int, call: str, site: Site, seconds: float | None, explain: Callable
     ) -> errors.SymcommError:

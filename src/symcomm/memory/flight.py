@@ -30,6 +30,7 @@ __all__ = ["CAPACITY", "Flight", "FlightEntry", "Peek", "read_flight", "read_gro
 DEFAULT_CAPACITY = 2048
 ENTRY, NUMBER, GROUP, SITE = struct.Struct("<6Q3I4B"), struct.Struct("<Q"), 512, 128
 GROUPS, SITES = 256, 4096
+PATHS = 0x0F  # bits of an entry's path that say how its bytes went; those above say how the call was carried out
 SIZES = ("SYMCOMM_FLIGHT_ENTRIES", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the first that is set
 
 
@@ -67,9 +68,19 @@ class FlightEntry:
     site: str
     group: dict
     status: int
-    path: int
+    path: int  # enum flight_path of _core/flight.h
+    way: int  # enum flight_way
     plan: int
     exact_site: bool
+
+    @classmethod
+    def of(cls, fields: tuple, site: str, group: dict) -> FlightEntry:
+        """From the numbers of an entry, with what its numbers of a site and a group stand for."""
+        number, seq, signature, count, created, finished, waited, _, _, status, path, plan, exact = fields
+        return cls(
+            number, seq, signature, count, created, finished, waited, site, group, status, path & PATHS, path & ~PATHS,
+            plan, bool(exact),
+        )  # fmt: skip
 
 
 class Flight:
@@ -149,15 +160,12 @@ def read_flight(address: int, peek: Peek = native.peek) -> list[FlightEntry]:
     groups, sites = read_groups(address, peek), {0: ""}
     entries = []
     for fields in _consistent(address, capacity, peek):
-        number, seq, signature, count, created, finished, waited, site, group, status, path, plan, exact = fields
+        number, site, group = fields[0], fields[7], fields[8]
         if number <= forgotten:
             continue
         if site not in sites:
             sites[site] = _read_site(address, capacity, site, peek)
-        entries.append(
-            FlightEntry(number, seq, signature, count, created, finished, waited, sites[site],
-                        groups.get(group, {}), status, path, plan, bool(exact))
-        )  # fmt: skip
+        entries.append(FlightEntry.of(fields, sites[site], groups.get(group, {})))
     return sorted(entries, key=lambda e: e.number)
 
 

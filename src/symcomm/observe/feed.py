@@ -153,11 +153,7 @@ class _Recorder:
         fields = ENTRY.unpack_from(again, at)
         if not fields[0] or fields[0] != ENTRY.unpack_from(raw, at)[0]:
             return None
-        number, seq, signature, count, created, finished, waited, site, group, status, path, plan, exact = fields
-        return FlightEntry(
-            number, seq, signature, count, created, finished, waited, self._site(site), self._groups.get(group, {}),
-            status, path, plan, bool(exact),
-        )  # fmt: skip
+        return FlightEntry.of(fields, self._site(fields[7]), self._groups.get(fields[8], {}))
 
     def _site(self, number: int) -> str:
         if number not in self._sites and number < SITES:

@@ -68,6 +68,9 @@ class Meter:
         self._operations = Counter("symcomm_operations", "Operations that ended.", kind, registry=registry)
         self._bytes = Counter("symcomm_bytes", "Bytes of their tensors.", kind, registry=registry)
         self._waited = Counter("symcomm_waited_seconds", "Slept until all had come.", kind, registry=registry)
+        self._calls = Counter(
+            "symcomm_calls", "Operations that ended, by the way they took.", (*kind, "way", "thread"), registry=registry
+        )
         self._failures = Counter("symcomm_failures", "Operations that failed.", (*kind, "state"), registry=registry)
         self._latency = Histogram(
             "symcomm_latency_seconds", "From the call to its end, on each rank.", kind, buckets=BUCKETS,
@@ -87,6 +90,7 @@ class Meter:
         self._kinds = _Children(
             operations=self._operations, bytes=self._bytes, waited=self._waited, latency=self._latency
         )
+        self._ways = _Children(calls=self._calls)
         self._ranks = _Children(
             recorded=self._recorded, missed=self._missed, arena=self._arena, up=self._up, lag=self._lag
         )
@@ -114,6 +118,7 @@ class Meter:
         kind.operations.inc()
         kind.bytes.inc(operation.nbytes)
         kind.waited.inc(operation.waited_us / 1e6)
+        self._ways(operation.call, operation.group, operation.way, operation.thread).calls.inc()
         if operation.state == "completed":
             kind.latency.observe(max(0, operation.finished_ns - operation.created_ns) / 1e9)
         else:

@@ -13,6 +13,7 @@ from symcomm.memory.flight import FlightEntry, Peek, read_flight
 from symcomm.types import ITEMSIZE, DType, RedOpType
 
 DIRECT, MESSAGE = 1, 2  # enum flight_path of _core/flight.h
+LONG, QUEUED = 0x10, 0x20  # enum flight_way
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Operation:
     zero_copy: bool
     site: str  # "file:line", or "" when not known
     exact_site: bool  # False: where the first call of this kind was made
+    way: str = ""  # "short": the core did it all; "long": Python had to look at it; "": not known
+    thread: str = ""  # "inline": the caller's; "queued": the group's own
 
     @property
     def is_message(self) -> bool:
@@ -135,6 +138,8 @@ def as_operation(entry: FlightEntry) -> Operation:
         zero_copy=entry.path == DIRECT,
         site=entry.site,
         exact_site=entry.exact_site,
+        way="long" if entry.way & LONG else "short",
+        thread="queued" if entry.way & QUEUED else "inline",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from symcomm.errors import words_for_seconds
@@ -12,7 +13,7 @@ from symcomm.observe.stragglers import stragglers
 from symcomm.observe.trace import RankTrace, Trace
 from symcomm.observe.verdict import Verdict, judge
 
-__all__ = ["as_data", "as_text", "last_operations"]
+__all__ = ["Ways", "as_data", "as_text", "count_ways", "last_operations"]
 
 DETAIL_FRAMES = 12
 BARS = " ▁▂▃▄▅▆▇█"
@@ -33,6 +34,28 @@ def last_operations(trace: Trace) -> list[tuple[str, int, Operation | None]]:
     return [(group, rank, found.get((group, rank))) for group, rank in sorted(members | set(found))]
 
 
+@dataclass
+class Ways:
+    """How the recorded calls of a group were carried out, on all ranks together."""
+
+    group: str
+    short: int = 0  # the core did it all
+    long: int = 0  # Python looked at the tensors and found the plan
+    inline: int = 0  # in the thread that called
+    queued: int = 0  # in the group's own thread
+
+
+def count_ways(trace: Trace) -> list[Ways]:
+    found: dict[str, Ways] = {}
+    for operations in trace.operations().values():
+        for op in operations:
+            if op.way:  # which torch's own dumps do not tell
+                counts = found.setdefault(op.group, Ways(op.group)).__dict__
+                counts[op.way] += 1
+                counts[op.thread] += 1
+    return [ways for _, ways in sorted(found.items())]
+
+
 def as_data(trace: Trace) -> dict[str, Any]:
     """Everything, for programs."""
     verdict = judge(trace)
@@ -43,6 +66,7 @@ def as_data(trace: Trace) -> dict[str, Any]:
             {"group": group, "rank": rank, "operation": op.to_dict() if op else None}
             for group, rank, op in last_operations(trace)
         ],
+        "ways": [ways.__dict__ for ways in count_ways(trace)],
         "stragglers": [row.to_dict() for row in stragglers(trace)],
         "ranks": {str(rank): one.to_dict() for rank, one in sorted(trace.ranks.items())},
     }
@@ -51,7 +75,7 @@ def as_data(trace: Trace) -> dict[str, Any]:
 def as_text(trace: Trace, verdict: Verdict | None = None) -> str:
     verdict = verdict or judge(trace)
     parts = [verdict.sentence, "\n".join(f"note: {problem}" for problem in trace.problems), _table(trace)]
-    parts += [_stragglers(trace), _details(trace, verdict)]
+    parts += [_ways(trace), _stragglers(trace), _details(trace, verdict)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -80,6 +104,12 @@ def _waited(op: Operation, one: RankTrace | None) -> float:
     if op.state == "completed" or one is None:
         return op.waited_us / 1e6
     return max(0.0, ((op.finished_ns or one.noted_ns) - op.created_ns) / 1e9)
+
+
+def _ways(trace: Trace) -> str:
+    rows = [[w.group, str(w.short), str(w.long), str(w.inline), str(w.queued)] for w in count_ways(trace)]
+    header = ["group", "short way", "through Python", "caller's thread", "group's thread"]
+    return "How the recorded calls were made:\n" + columns(header, rows) if rows else ""
 
 
 def _stragglers(trace: Trace) -> str:

@@ -98,7 +98,7 @@ class SimulatedFeed(Feed):
             rank=0, number=self._seq + 1, group="world", ranks=self._members, seq=self._seq, call=call, dtype=dtype,
             op=op, root=0 if call == "broadcast" else None, count=count, nbytes=count * ITEM[dtype], created_ns=0,
             finished_ns=0, waited_us=0, state="completed", plan="streamed" if count > 1 << 16 else "one-shot",
-            zero_copy=count > 1 << 20, site=site, exact_site=True,
+            zero_copy=count > 1 << 20, site=site, exact_site=True, way="short", thread="inline",
         )  # fmt: skip
         operations = [_copy(base, r, starts[r], ends[r], last, bool(missing)) for r in self._members]
         self._seq += 1

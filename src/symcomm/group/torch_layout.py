@@ -1,0 +1,91 @@
+"""Where torch's objects keep a few words that the core reads at every call.
+
+torch tells them to whoever asks, but a question costs as much as a small operation: most of a microsecond for four of
+them. So each place is found once a process, by asking torch about a few objects that differ and looking where in their
+memory the answers stand. A place that is not found beyond doubt is not used; the core then asks, or leaves the call to
+Python. The memory is read through the kernel, so that a wrong guess is an error and not a crash.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+__all__ = ["places_of", "pointed_to", "read_memory", "tensor_layout"]
+
+WORD = 8
+OBJECT_BYTES = 256  # of a C++ object to look at; torch's tensors have less than 200
+MEMORY = "/proc/self/mem"
+
+TensorLayout = tuple[int, int, int, tuple[int, ...]]  # of the C++ object; in it keys, offset; keys of plain tensors
+
+
+def read_memory(address: int, nbytes: int) -> bytes:
+    """As much of it as there is. Raises OSError where there is none, or where the kernel does not show it."""
+    with open(MEMORY, "rb", buffering=0) as memory:
+        return os.pread(memory.fileno(), nbytes, address)
+
+
+def places_of(samples: Iterable[tuple[bytes, int]], width: int = WORD) -> list[int]:
+    """Where in all of these pieces of memory the number that belongs to each stands."""
+    found: set[int] | None = None
+    for memory, number in samples:
+        at = {
+            i
+            for i in range(0, len(memory) - width + 1, width)
+            if int.from_bytes(memory[i : i + width], "little") == number
+        }
+        found = at if found is None else found & at
+    return sorted(found or ())
+
+
+def pointed_to(thing: Any, at: int) -> bytes:
+    """The beginning of what the pointer at this place of a Python object points to."""
+    return read_memory(int.from_bytes(read_memory(id(thing) + at, WORD), "little"), OBJECT_BYTES)
+
+
+def _samples(torch: Any) -> tuple[list[Any], list[Any]]:
+    """(tensors that are what their memory holds, others)"""
+
+    def empty(*shape: int, dtype: Any = torch.float32, device: str = "cpu") -> Any:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    with torch.inference_mode(False):
+        plain = [empty(3), empty(9, dtype=torch.int64)[5:], torch.nn.Parameter(empty(2, 2))]
+        conjugate = empty(2, dtype=torch.complex64).conj()
+        nowhere = empty(1 << 40, dtype=torch.uint8, device="meta")[0x5EED5EED:]  # far into memory that is not there
+        others = [torch._neg_view(plain[0]), conjugate, conjugate.imag, nowhere]
+        others += [torch._efficientzerotensor(3, device="cpu"), torch.eye(2, device="cpu").to_sparse()]
+    with torch.inference_mode():
+        plain.append(empty(4)[1:])
+    return plain, others
+
+
+def tensor_layout(torch: Any) -> TensorLayout | None:
+    """What ``native.use_tensors`` takes; None where this torch keeps these words in another way."""
+    try:
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with torch._C.DisableTorchFunction(), _disable_current_modes():  # whatever the caller is in the middle of
+            return _find(torch)
+    except (OSError, ImportError, AttributeError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+def _find(torch: Any) -> TensorLayout | None:
+    plain, others = _samples(torch)
+    keys: Callable[[Any], int] = lambda t: torch._C._dispatch_keys(t).raw_repr()  # noqa: E731
+    head, size = object.__basicsize__, torch.Tensor.__basicsize__
+    every: Sequence[Any] = [*plain, *others]
+    in_python = [(read_memory(id(t) + head, size - head), t._cdata) for t in every]
+    objects = [read_memory(t._cdata, OBJECT_BYTES) for t in every]
+    strided = [(memory, t) for memory, t in zip(objects, every, strict=True) if t.layout is torch.strided]
+    object_at = places_of(in_python)
+    keys_at = places_of([(memory, keys(t)) for memory, t in zip(objects, every, strict=True)])
+    start_at = places_of([(memory, t.storage_offset()) for memory, t in strided])
+    known = {keys(t) for t in plain}  # of ordinary ones and of inference mode's
+    sound = len(known) == 2 and not known & {keys(t) for t in others}
+    if not sound or not (len(object_at) == len(keys_at) == len(start_at) == 1):
+        return None
+    return head + object_at[0], keys_at[0], start_at[0], tuple(sorted(known))
