@@ -162,11 +162,11 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     PyObject *control, *stage, *arena, *life, *channels;
     unsigned long long flight;
     unsigned flight_group;
-    long long stage_bytes, arena_bytes, yield_ns;
+    long long stage_bytes, arena_bytes, look_ns, yield_ns;
     unsigned long long seq;
-    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!KIpiLK", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage, &stage_bytes,
+    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!KIpiLLK", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage, &stage_bytes,
                           &PyTuple_Type, &arena, &arena_bytes, &PyTuple_Type, &life, &PyTuple_Type, &channels, &flight, &flight_group, &own_process, &spin,
-                          &yield_ns, &seq))
+                          &look_ns, &yield_ns, &seq))
         return NULL;
     if (world < 1 || world > MAX_BUFFERS || rank < 0 || rank >= world)
         return PyErr_Format(PyExc_ValueError, "rank %d of %d: a group has 1 to %d ranks", rank, world, MAX_BUFFERS);
@@ -174,7 +174,7 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     if (g == NULL) return PyErr_NoMemory();
     pthread_mutex_init(&g->lock, NULL);
     size_t n = (size_t)world;
-    g->rank = rank, g->world = world, g->spin = g->spin_now = spin, g->yield_ns = yield_ns;
+    g->rank = rank, g->world = world, g->spin = g->spin_now = spin, g->look_ns = look_ns, g->yield_ns = yield_ns;
     g->own_process = own_process;
     g->seq = seq;
     g->flight = (struct flight *)(uintptr_t)flight, g->flight_group = flight_group;
@@ -374,9 +374,17 @@ static PyObject *group_report(PyObject *self, PyObject *arg) {
     struct control *me = g->control[g->rank];
     uint64_t cause = atomic_load(&me->abort);
     double running = symcomm_seconds_since(atomic_load(&g->started));
-    return Py_BuildValue("{s:i,s:i,s:i,s:K,s:K,s:L,s:d,s:N}", "status", (int)(cause & 0xff), "culprit", (int)(cause >> 8 & 0xffff), "origin",
+    return Py_BuildValue("{s:i,s:i,s:i,s:K,s:K,s:d,s:N}", "status", (int)(cause & 0xff), "culprit", (int)(cause >> 8 & 0xffff), "origin",
                          (int)(cause >> 24 & 0xffff), "abort_seq", (unsigned long long)atomic_load(&me->abort_seq), "seq",
-                         (unsigned long long)g->seq, "slept", (long long)g->slept, "running", running, "ranks", ranks);
+                         (unsigned long long)g->seq, "running", running, "ranks", ranks);
+}
+
+/* group_waits(group) -> (looked, yielded, slept): see struct wait_counts */
+static PyObject *group_waits(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct group *g = to_group(arg);
+    if (g == NULL) return NULL;
+    return Py_BuildValue("KKK", (unsigned long long)g->waits.looked, (unsigned long long)g->waits.yielded, (unsigned long long)g->waits.slept);
 }
 
 enum record_kind { RECORD_CALL, RECORD_VOTE };
@@ -559,7 +567,7 @@ static PyMethodDef methods[] = {
     {"plan_stage", plan_stage, METH_O, "plan_stage(plan) -> how many bytes of a staging half it uses"},
     {"make_group", make_group, METH_VARARGS,
      "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, flight, flight_group, own_process,"
-     " spin, yield_ns, operations so far) -> group"},
+     " spin, look_ns, yield_ns, operations so far) -> group"},
     {"group_reserved", group_reserved, METH_VARARGS, "group_reserved(group, bytes): so much of each staging half has pages."},
     {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},
     {"group_leave", group_leave, METH_O, "group_leave(group): this rank takes no further part."},
@@ -569,6 +577,7 @@ static PyMethodDef methods[] = {
     {"group_forked", group_forked, METH_O, "group_forked(group): a forked child takes no part; it is refused everything."},
     {"group_keep", group_keep, METH_VARARGS, "group_keep(group, object): hold on to it as long as the group exists."},
     {"group_report", group_report, METH_O, "group_report(group) -> what this rank can see of all ranks"},
+    {"group_waits", group_waits, METH_O, "group_waits(group) -> how many of its long waits were over by looking, yielding, sleeping"},
     {"group_publish", group_publish, METH_VARARGS, "group_publish(group, kind, text): show the others a record of this rank."},
     {"group_records", group_records, METH_VARARGS, "group_records(group, kind) -> what each rank has published, or None"},
     {"group_agree", group_agree, METH_VARARGS, "group_agree(group, before, after) -> what the word of all ranks was"},

@@ -1,10 +1,10 @@
 #include "p2p.h"
 
 #include <errno.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 
+#include "backoff.h"
 #include "common.h"
 #include "exec.h"
 #include "mail.h"
@@ -105,20 +105,8 @@ static int give_up(struct op *op, int status, bool withdraw_it) {
     return status;
 }
 
-static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
+static int sleep_until_done(struct op *op, int64_t deadline, bool withdraw_it) {
     struct mail *m = op->mail;
-    if (drive(op)) return op->status;
-    if (timeout < 0) return STATUS_TIMEOUT;
-    for (int i = 0; i < m->group->spin_now / 8; i++) {
-        if (drive(op)) return op->status;
-        symcomm_relax();
-    }
-    int64_t start = symcomm_now_ns(), deadline = timeout ? start + timeout : INT64_MAX;
-    if (symcomm_before_waiting) symcomm_before_waiting();
-    while (symcomm_now_ns() < start + m->group->yield_ns) {
-        if (drive(op)) return op->status;
-        sched_yield();
-    }
     symcomm_note_site(op->record);
     for (int slices = 1;; slices++) {
         int64_t left = deadline - symcomm_now_ns();
@@ -134,6 +122,25 @@ static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
         if (slices % 16 == 0) signalled = true; /* one may have come just before we slept */
         if (signalled && symcomm_interrupted && symcomm_interrupted()) return give_up(op, STATUS_INTERRUPTED, true);
     }
+}
+
+static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
+    struct group *g = op->mail->group;
+    if (drive(op)) return op->status;
+    if (timeout < 0) return STATUS_TIMEOUT;
+    for (int i = 0; i < g->spin_now / 8; i++) {
+        if (drive(op)) return op->status;
+        symcomm_relax();
+    }
+    int64_t deadline = timeout ? symcomm_now_ns() + timeout : INT64_MAX;
+    if (symcomm_before_waiting) symcomm_before_waiting();
+    struct backoff b;
+    bool done;
+    backoff_begin(&b, g, deadline);
+    while (!(done = drive(op)) && !sync_aborted(g) && backoff_step(&b, op->peer, false)) {}
+    int status = done ? op->status : sleep_until_done(op, deadline, withdraw_it);
+    backoff_end(&b, !done);
+    return status;
 }
 
 int mail_wait(struct op *op, int64_t timeout, bool withdraw_it) {
