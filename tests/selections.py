@@ -39,7 +39,8 @@ MAIN_ONLY = (
     "gpu_windows", "groups", "grow", "hosts_aftermath", "hosts_attack", "hosts_failures", "hosts_lines",
     "hosts_network", "hosts_strangers", "hosts_values", "layers", "leaving", "litmus", "model", "p2p", "ray",
     "reconfigure", "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn",
-    "store_kept_socket", "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing", "trust", "waiting",
+    "store_kept_socket", "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing", "trust",
+    "bench_noise", "waiting",
 )  # fmt: skip
 
 # What only computes, and does not mind how busy the machine is: `make test` runs it beside the rest.

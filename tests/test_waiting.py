@@ -139,7 +139,8 @@ def test_quotas_count_and_are_read_again(tmp_path: Path):
 def test_quotas_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In both versions, of this control group and those above."""
     for place, file, text in (
-        ("v2", "cpu.max", "300000 100000"), ("v2/job", "cpu.max", "max 100000"), ("v1/job", "cpu.cfs_quota_us", "250000"),
+        ("v2", "cpu.max", "300000 100000"), ("v2/job", "cpu.max", "max 100000"),
+        ("v1/job", "cpu.cfs_quota_us", "250000"),
     ):  # fmt: skip
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / file).write_text(text)

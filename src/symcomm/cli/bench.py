@@ -259,17 +259,14 @@ def bench_noise(
     plan = module.Plan(ranks, kinds, peers, pin=pin, **pace)
     facts = bench_table.machine()
     where = "pinned to" if plan.pinned else "free on"
-    how = f"medians of {plan.rounds} turns of {plan.seconds:g} s"
-    print(
-        f"# {plan.ranks} ranks, {where} {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} before; {how}\n"
-    )
+    how = f"load {facts['load']:.1f} before; medians of {plan.rounds} turns of {plan.seconds:g} s"
+    print(f"# {plan.ranks} ranks, {where} {facts['cores']} cores, {facts['system']}, {how}\n")
     show = bench_table.row_printer(module.head(plan), wanted.markdown)
     with progress(plan.turns) as tick:
         found = module.run_noise_bench(plan, tick, lambda figures: show(module.row(figures, plan)))
     if plan.peers:
-        print(
-            f"# ratios: the better MPI's time / our time; {bench_table.MISSED} marks what is below {bench_table.MPI_GOAL:g}x"
-        )
+        goal = f"{bench_table.MISSED} marks what is below {bench_table.MPI_GOAL:g}x"
+        print(f"# ratios: the better MPI's time / our time; {goal}")
     if wanted.json_file:
         wanted.json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
     if wanted.plot_file:

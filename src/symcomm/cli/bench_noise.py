@@ -1,13 +1,14 @@
 """``symcomm bench noise``: collectives beside neighbours that take the ranks' cores away now and then, beside MPI.
 
-A neighbour is a process bound to one of the cores that ranks use. It is awake for a burst, then sleeps, so that it is awake
-for a given part of the time. Every kind of neighbour is met by all sides in turns, call by call: what counts is the median
-call, and the one that only one in a hundred exceeds.
+A neighbour is a process bound to one of the cores that ranks use. It is awake for a burst, then sleeps, so that it is
+awake for a given part of the time. All sides take turns beside the same neighbours, and every call is timed: what
+counts is the median call, and the one that only one in a hundred exceeds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import statistics
 import subprocess
@@ -25,7 +26,8 @@ from symcomm.cli.pictures import Bars, Panel
 __all__ = ["QUICK", "Figures", "Neighbours", "Plan", "parse_neighbours", "picture", "run_noise_bench", "to_json"]
 
 WORK = (
-    ("all_reduce", (8, 1 << 10, 64 << 10, 1 << 20)), ("all_gather", (64 << 10,)), ("broadcast", (1 << 10,)), ("p2p", (8,)),
+    ("all_reduce", (8, 1 << 10, 64 << 10, 1 << 20)), ("all_gather", (64 << 10,)), ("broadcast", (1 << 10,)),
+    ("p2p", (8,)),
 )  # fmt: skip
 QUICK = {"rounds": 2, "seconds": 0.1}
 MOST_CALLS = 100_000  # of one turn
@@ -47,7 +49,7 @@ while os.getppid() == parent:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """One on each core: awake for ``burst`` seconds at a time, ``duty`` of all the time; a duty of 0: nobody is there."""
+    """One on each core: awake for ``burst`` seconds at a time, ``duty`` of all the time; a duty of 0: nobody there."""
 
     duty: float = 0.0
     burst: float = 0.0
@@ -96,9 +98,8 @@ class Plan:
 
     @property
     def cases(self) -> list[Case]:
-        return [
-            case for name, sizes in WORK for case in make_cases(name, sizes, self.ranks, "float32", "sum", 0, one_place=True)
-        ]  # fmt: skip
+        make = functools.partial(make_cases, world=self.ranks, dtype="float32", op="sum", root=0, one_place=True)
+        return [case for name, sizes in WORK for case in make(name, sizes)]
 
     @property
     def turns(self) -> int:
@@ -239,7 +240,8 @@ def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
     rows = [
         {
             "duty": f.neighbours.duty, "burst_ms": f.neighbours.burst * 1e3, "collective": f.case.collective,
-            "size": f.case.nbytes, "side": side, "median_us": f.seconds(side)[0] * 1e6, "p99_us": f.seconds(side)[1] * 1e6,
+            "size": f.case.nbytes, "side": side,
+            "median_us": f.seconds(side)[0] * 1e6, "p99_us": f.seconds(side)[1] * 1e6,
             "turns_median_us": [s * 1e6 for s in f.medians[side]], "turns_p99_us": [s * 1e6 for s in f.tails[side]],
         }
         for f in found

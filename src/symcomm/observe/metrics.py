@@ -82,8 +82,8 @@ class Meter:
             "symcomm_missed_operations", "Too many at once to be counted one by one.", ("rank",), registry=registry
         )
         self._waits = Counter(
-            "symcomm_waits", "Waits of more than some microseconds, by how they ended: the rank kept its core and looked, "
-            "yielded it, or slept.", ("rank", "ended"), registry=registry,
+            "symcomm_waits", "Waits of more than 10 us: looked on, yielded the core, or slept.", ("rank", "ended"),
+            registry=registry,
         )  # fmt: skip
         self._arena = Gauge("symcomm_arena_bytes", "Memory the rank's arena takes.", ("rank",), registry=registry)
         self._up = Gauge("symcomm_rank_up", "1 while the rank's process runs.", ("rank",), registry=registry)
