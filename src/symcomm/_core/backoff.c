@@ -93,7 +93,7 @@ void backoff_begin(struct backoff *b, struct group *g, int64_t deadline) {
     int64_t now = symcomm_now_ns();
     bool crowded = is_crowded(g, now), keeps = !crowded && !works_aside();
     int64_t until = now + (keeps ? g->look_ns : g->yield_ns);
-    *b = (struct backoff){.g = g, .start = now, .now = now, .keeps_core = keeps, .offer_at = now + OFFER_NS};
+    *b = (struct backoff){.g = g, .start = now, .now = now, .keeps_core = keeps, .offer_at = now};
     b->until = deadline && deadline < until ? deadline : until;
     if (!crowded) g->spin_now = g->spin;
     note_core(g);

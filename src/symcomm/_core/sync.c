@@ -220,14 +220,8 @@ static void note_wait(struct group *g, const struct backoff *b) {
     if (g->recording && ns >= WORTH_NOTING_NS) atomic_fetch_add_explicit(&g->recording->waited, (uint32_t)(ns / 1000), memory_order_relaxed);
 }
 
-int sync_wait(struct group *g, struct condition *c, struct deadline *deadline) {
-    for (int i = 0; i < g->spin_now; i++) {
-        if (holds(g, g->rank, c)) {
-            if (g->spin_now != g->spin) backoff_not_needed(g);
-            return STATUS_OK;
-        }
-        symcomm_relax();
-    }
+/* Apart from the first looks, so that those stay short. */
+static __attribute__((noinline)) int wait_for_long(struct group *g, struct condition *c, struct deadline *deadline) {
     if (symcomm_before_waiting) symcomm_before_waiting();
     if (deadline->at == 0 && deadline->timeout) deadline->at = symcomm_now_ns() + deadline->timeout;
     struct backoff b;
@@ -239,4 +233,15 @@ int sync_wait(struct group *g, struct condition *c, struct deadline *deadline) {
     backoff_end(&b, sleeps);
     note_wait(g, &b);
     return status;
+}
+
+int sync_wait(struct group *g, struct condition *c, struct deadline *deadline) {
+    for (int i = 0; i < g->spin_now; i++) {
+        if (holds(g, g->rank, c)) {
+            if (g->spin_now != g->spin) backoff_not_needed(g);
+            return STATUS_OK;
+        }
+        symcomm_relax();
+    }
+    return wait_for_long(g, c, deadline);
 }
