@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import symcomm
-from symcomm.group.process_group import ProcessGroup
+from symcomm._core import native
+from symcomm.group.process_group import SPIN_LOOKS, ProcessGroup
 from symcomm.memory.control_groups import PROC, Quota, granted_cores, quotas, watch_quotas
 from tests.faults import run_group
 from tests.halts import Words, until
@@ -34,12 +35,12 @@ def spin(seconds: float) -> None:
 
 def waits_of_rank_0(g: ProcessGroup, call: Callable[[], object], times: int = 10, late: float = LATE) -> dict[str, int]:
     """How rank 0's waits ended in so many calls to which rank 1 came late; the same answer on all ranks."""
-    before = g.wait_counts()
+    before = g.wait_stats()
     for _ in range(times):
         if g.rank == 1:
             spin(late)
         call()
-    found = torch.tensor([g.wait_counts()[way] - before[way] for way in before])
+    found = torch.tensor([g.wait_stats()[way] - before[way] for way in before])
     g.broadcast(found, 0)
     return dict(zip(before, found.tolist(), strict=True))
 
@@ -69,6 +70,10 @@ def comes_to(
     return True
 
 
+def first_looks(g: ProcessGroup) -> int:
+    return native.group_waits(g._handle)[3]
+
+
 def check(outcomes: list) -> None:
     assert [o.kind for o in outcomes] == ["returned"] * len(outcomes), "\n".join(map(str, outcomes))
 
@@ -84,6 +89,7 @@ def affinity_changes(g: ProcessGroup) -> None:
     assert comes_to(g, offers), "both have the same"
     os.sched_setaffinity(0, {CORES[g.rank]})
     assert comes_to(g, keeps), "each has its own again"
+    assert g.rank == 1 or first_looks(g) == SPIN_LOOKS, "nothing is left of that"
     if g.rank == 0:
         os.sched_setaffinity(0, CORES[:1])
     else:
@@ -172,7 +178,7 @@ def more_ranks_than_cores(g: ProcessGroup, cpu: list[float]) -> dict[str, int]:
     if pair is not None:  # its two ranks are not alone
         assert comes_to(pair, offers)
     g.barrier()
-    return g.wait_counts()
+    return g.wait_stats()
 
 
 def test_more_ranks_than_cores_burn_nothing_in_any_group():
@@ -190,13 +196,13 @@ def waits_for_a_stopped_peer(g: ProcessGroup, words: Words) -> tuple[float, dict
     os.sched_setaffinity(0, {CORES[g.rank]})
     assert comes_to(g, keeps)
     t = torch.zeros(2)
-    before, used = g.wait_counts(), time.thread_time()
+    before, used = g.wait_stats(), time.thread_time()
     words[g.rank] = 1
     if g.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     g.all_reduce(t)
     used = time.thread_time() - used
-    found = {way: n - before[way] for way, n in g.wait_counts().items()}
+    found = {way: n - before[way] for way, n in g.wait_stats().items()}
     batches = 1
     while not keeps(waits_of_rank_0(g, lambda: g.all_reduce(t))):
         batches += 1
@@ -286,7 +292,7 @@ def counted_by_rank(g: ProcessGroup) -> tuple[dict[str, int], bytes]:
     from symcomm.observe.metrics import _RankMeter
 
     assert comes_to(g, keeps) or comes_to(g, offers)
-    return g.wait_counts(), _RankMeter(g._arena).render()[1]
+    return g.wait_stats(), _RankMeter(g._arena).render()[1]
 
 
 def test_waits_are_in_the_metrics():

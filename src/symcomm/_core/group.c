@@ -379,12 +379,13 @@ static PyObject *group_report(PyObject *self, PyObject *arg) {
                          (unsigned long long)g->seq, "running", running, "ranks", ranks);
 }
 
-/* group_waits(group) -> (looked, yielded, slept): see struct wait_counts */
+/* group_waits(group) -> (looked, yielded, slept, first looks at present): see struct wait_counts */
 static PyObject *group_waits(PyObject *self, PyObject *arg) {
     (void)self;
     struct group *g = to_group(arg);
     if (g == NULL) return NULL;
-    return Py_BuildValue("KKK", (unsigned long long)g->waits.looked, (unsigned long long)g->waits.yielded, (unsigned long long)g->waits.slept);
+    const struct wait_counts *w = &g->waits;
+    return Py_BuildValue("KKKi", (unsigned long long)w->looked, (unsigned long long)w->yielded, (unsigned long long)w->slept, g->spin_now);
 }
 
 enum record_kind { RECORD_CALL, RECORD_VOTE };
@@ -577,7 +578,7 @@ static PyMethodDef methods[] = {
     {"group_forked", group_forked, METH_O, "group_forked(group): a forked child takes no part; it is refused everything."},
     {"group_keep", group_keep, METH_VARARGS, "group_keep(group, object): hold on to it as long as the group exists."},
     {"group_report", group_report, METH_O, "group_report(group) -> what this rank can see of all ranks"},
-    {"group_waits", group_waits, METH_O, "group_waits(group) -> how many of its long waits were over by looking, yielding, sleeping"},
+    {"group_waits", group_waits, METH_O, "group_waits(group) -> how many of its long waits were over by looking, yielding, sleeping; and how often it looks first"},
     {"group_publish", group_publish, METH_VARARGS, "group_publish(group, kind, text): show the others a record of this rank."},
     {"group_records", group_records, METH_VARARGS, "group_records(group, kind) -> what each rank has published, or None"},
     {"group_agree", group_agree, METH_VARARGS, "group_agree(group, before, after) -> what the word of all ranks was"},

@@ -10,6 +10,7 @@
 #include "mail.h"
 
 #define SLICE_NS 10000000
+#define LOOKS_A_DRIVE 8
 
 /* --- waiting ---------------------------------------------------------------------------------------------------- */
 
@@ -69,10 +70,16 @@ static int peer_gone(struct op *op, int *culprit) {
     return all_gone ? STATUS_LEFT : STATUS_OK;
 }
 
+/* Moves what can be moved until op is done; with the lock held. */
+static void progress(struct mail *m, struct op *op) {
+    if (!m->closed && op->state != OP_DONE) mail_progress_first(m, op);
+    while (!m->closed && op->state != OP_DONE && mail_progress(m)) {}
+}
+
 static bool drive(struct op *op) {
     struct mail *m = op->mail;
     symcomm_lock(&m->lock);
-    while (!m->closed && op->state != OP_DONE && mail_progress(m)) {}
+    progress(m, op);
     bool done = op->state == OP_DONE;
     pthread_mutex_unlock(&m->lock);
     return done;
@@ -124,12 +131,20 @@ static int sleep_until_done(struct op *op, int64_t deadline, bool withdraw_it) {
     }
 }
 
+/* Whether something has come for a receive that waits for one peer; others have to be driven to know. */
+static bool may_move(const struct op *op) {
+    int peer = op->peer;
+    if (op->is_send || peer == ANY_SOURCE) return true;
+    const struct channel *c = op->mail->in[peer].channel;
+    return atomic_load_explicit(&c->filled, memory_order_relaxed) != atomic_load_explicit(&c->emptied, memory_order_relaxed);
+}
+
 static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
     struct group *g = op->mail->group;
     if (drive(op)) return op->status;
     if (timeout < 0) return STATUS_TIMEOUT;
-    for (int i = 0; i < g->spin_now / 8; i++) {
-        if (drive(op)) return op->status;
+    for (int i = 0; i < g->spin_now; i++) { /* driving takes as long as some looks, and other messages need it only now and then */
+        if ((i % LOOKS_A_DRIVE == 0 || may_move(op)) && drive(op)) return op->status;
         symcomm_relax();
     }
     int64_t deadline = timeout ? symcomm_now_ns() + timeout : INT64_MAX;
@@ -231,8 +246,8 @@ void mail_forked(struct group *g) {
     g->mail = NULL; /* operations that were on their way keep it */
 }
 
-/* False: the thread that would drive it cannot be started. */
-static bool queue(struct mail *m, struct op *op) {
+/* False: the thread that would drive it cannot be started. done: nothing is left to be waited for. */
+static bool queue(struct mail *m, struct op *op, bool *done) {
     symcomm_lock(&m->lock);
     if (op->background && !m->thread_runs && !start_thread(m)) {
         pthread_mutex_unlock(&m->lock);
@@ -250,7 +265,8 @@ static bool queue(struct mail *m, struct op *op) {
         while (*at) at = &(*at)->next;
         *at = op;
     }
-    while (!m->closed && mail_progress(m)) {}
+    progress(m, op);
+    *done = op->state == OP_DONE;
     pthread_mutex_unlock(&m->lock);
     return true;
 }
@@ -275,7 +291,8 @@ struct op *mail_post(struct group *g, const struct op *wanted) {
     struct op *op = make_op(g, wanted);
     if (op == NULL) return NULL;
     if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
-    if (!queue(g->mail, op)) free(op), op = NULL, errno = EAGAIN;
+    bool done;
+    if (!queue(g->mail, op, &done)) free(op), op = NULL, errno = EAGAIN;
     visit_end(&visit);
     return op;
 }
@@ -286,8 +303,9 @@ struct op *mail_exchange(struct group *g, const struct op *wanted, int64_t timeo
     *status = STATUS_LEFT;
     if (op == NULL) return NULL;
     if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
-    queue(g->mail, op);
-    *status = wait_for(op, timeout, true);
+    bool done;
+    queue(g->mail, op, &done);
+    *status = done ? op->status : wait_for(op, timeout, true);
     visit_end(&visit);
     return op;
 }
