@@ -189,6 +189,23 @@ def test_more_ranks_than_cores_burn_nothing_in_any_group():
     assert min(cpu) < 0.3, "8 ranks waited for half a second"
 
 
+def has_a_core(g: ProcessGroup) -> None:
+    os.sched_setaffinity(0, {CORES[g.rank]})
+    assert comes_to(g, keeps)
+
+
+def arena_of(g: ProcessGroup) -> object:
+    g.barrier()
+    return g._arena
+
+
+@needs_two_cores
+def test_ranks_that_have_left_all_groups_do_not_count():
+    arenas = symcomm.spawn(arena_of, 8, mode="threads", timeout=30, deadline=60)  # mapped as long as we hold them
+    check(run_group(has_a_core, 2))
+    assert len(arenas) == 8
+
+
 # --- disturbances --------------------------------------------------------------------------------------------
 
 

@@ -39,9 +39,11 @@ void cores_forget(const char *at, int64_t nbytes) {
     pthread_mutex_unlock(&lock);
 }
 
-static bool lives(const struct life *life) {
+static bool takes_part(const struct life *life) {
     uint32_t word = atomic_load_explicit(&life->word, memory_order_relaxed);
-    return word != 0 && !(word & LIFE_OWNER_DIED);
+    uint32_t joined = atomic_load_explicit(&life->seat.joined, memory_order_relaxed);
+    bool in_a_group = joined == 0 || joined != atomic_load_explicit(&life->seat.left, memory_order_relaxed); /* or about to be */
+    return word != 0 && !(word & LIFE_OWNER_DIED) && in_a_group;
 }
 
 /* --- quotas ------------------------------------------------------------------------------------------------------- */
@@ -147,7 +149,7 @@ bool cores_suffice(struct life *me, bool own_thread) {
     pthread_mutex_lock(&lock);
     bool used_up = publish_quota(&me->seat);
     for (int i = 0; i < n_ranks; i++)
-        if (lives(ranks[i])) count(&c, &me->seat, &ranks[i]->seat);
+        if (takes_part(ranks[i])) count(&c, &me->seat, &ranks[i]->seat);
     pthread_mutex_unlock(&lock);
     int all = 0, mine = 0;
     for (int i = 0; i < WORDS; i++) {

@@ -15,6 +15,7 @@ struct seat {
     _Atomic uint64_t cores[MOST_CORES / 64]; /* that the thread which waits for peers may run on */
     _Atomic uint64_t quota_of;               /* the control group whose quota is the tightest, by its inode */
     _Atomic uint64_t quota;                  /* thousandths of a core that its processes may use together; 0: no limit */
+    _Atomic uint32_t joined, left;           /* groups, ever: who has left all that it was in needs no core */
     _Alignas(64) _Atomic int32_t core;       /* where it was when it last waited for long, plus one; 0: not known */
     _Atomic uint64_t looked, yielded, slept; /* see struct wait_counts */
 };

@@ -5,6 +5,7 @@
 
 #include "async.h"
 #include "common.h"
+#include "cores.h"
 #include "exec.h"
 #include "flight.h"
 #include "isolate.h"
@@ -121,11 +122,16 @@ static void free_group(struct group *g) {
     free(g);
 }
 
+static void give_up_seat(struct group *g) {
+    if (atomic_exchange(&g->has_seat, false)) atomic_fetch_add(&life_of(g->life[g->rank])->seat.left, 1);
+}
+
 /* Nobody refers to the group any more. What still runs on it could wait for ever, so it is ended. */
 static void drop_now(struct group *g) {
     Py_BEGIN_ALLOW_THREADS;
     if (!async_idle(g)) sync_fail(g, STATUS_ABORTED, g->rank);
     atomic_store(&g->control[g->rank]->state, CONTROL_LEFT);
+    give_up_seat(g);
     async_stop(g);
     mail_drop(g);
     Py_END_ALLOW_THREADS;
@@ -197,6 +203,8 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     }
     atomic_store(&g->control[rank]->progress, g->seq << PLAN_SIGNAL_BITS);
     atomic_store(&g->control[rank]->state, CONTROL_IN_USE);
+    atomic_fetch_add(&life_of(g->life[rank])->seat.joined, 1);
+    atomic_store(&g->has_seat, true);
     return PyCapsule_New(g, GROUP, drop_group);
 }
 
@@ -249,6 +257,7 @@ static PyObject *group_leave(PyObject *self, PyObject *arg) {
     struct control *me = g->control[g->rank];
     atomic_store(&g->leaving, true);
     atomic_store(&me->state, CONTROL_LEFT);
+    give_up_seat(g);
     uint64_t none = 0, cause = STATUS_LEFT | (uint64_t)g->rank << 8 | (uint64_t)g->rank << 24;
     atomic_compare_exchange_strong(&me->abort, &none, cause); /* ends and refuses operations here, and only here */
     Py_BEGIN_ALLOW_THREADS;
@@ -342,6 +351,7 @@ static PyObject *group_forked(PyObject *self, PyObject *arg) {
     free(g->own_copy);
     g->own_copy = copy, g->own_block = NULL;
     g->forked = g->left = true;
+    atomic_store(&g->has_seat, false); /* it is the parent's */
     atomic_store(&g->leaving, true);
     atomic_store(&g->visitors, 0);
     g->worker = NULL, g->flight = NULL, g->recording = NULL;

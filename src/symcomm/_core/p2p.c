@@ -277,12 +277,13 @@ static struct op *make_op(struct group *g, const struct op *wanted) {
     if (op == NULL) return NULL;
     *op = *wanted;
     op->mail = g->mail;
-    op->references = 2; /* the caller's, and that of the queue it stands in */
+    atomic_store(&op->references, 2); /* the caller's, and that of the queue it stands in */
     return op;
 }
 
 static struct op *refuse(struct op *op, int status) {
-    op->references = 1, op->state = OP_DONE, op->status = status;
+    atomic_store(&op->references, 1);
+    op->state = OP_DONE, op->status = status;
     return op;
 }
 
@@ -310,16 +311,8 @@ struct op *mail_exchange(struct group *g, const struct op *wanted, int64_t timeo
     return op;
 }
 
-void mail_disown(struct op *op) {
-    pthread_mutex_t *lock = &op->mail->lock;
-    pthread_mutex_lock(lock);
-    mail_release(op);
-    pthread_mutex_unlock(lock);
-}
-
-/* Called with the mail's lock held. */
 void mail_release(struct op *op) {
-    if (--op->references == 0) free(op);
+    if (atomic_fetch_sub_explicit(&op->references, 1, memory_order_acq_rel) == 1) free(op);
 }
 
 static void release_all(struct op *op) {

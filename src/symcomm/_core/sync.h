@@ -97,6 +97,7 @@ struct group {
     int64_t look_ns, yield_ns;     /* then, before sleeping: how long to keep a core and look, or to offer it; see backoff.h */
     _Atomic int64_t next_review;   /* when to count cores and ranks again */
     _Atomic bool crowded;          /* there were more ranks than cores then */
+    _Atomic bool has_seat;         /* the rank counts as one that may need a core for it */
     struct wait_counts waits;
     _Atomic int64_t slices;        /* that waits have slept, for asking about signals now and then */
     bool own_process;              /* no other rank of the group is a thread of this process */
