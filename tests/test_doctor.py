@@ -159,10 +159,10 @@ def test_slow_and_missing_names(monkeypatch):
 def test_too_few_cores_and_quota(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     assert machine.cores(2).state == OK and machine.cores(3).state == WARN
-    monkeypatch.setattr(machine, "cgroup_quota", lambda: 1.5)
+    monkeypatch.setattr(machine, "granted_cores", lambda: 1.5)
     assert machine.quota(None).state == WARN and "--cpus" in machine.quota(None).fix
     assert machine.quota(1).state == OK
-    monkeypatch.setattr(machine, "cgroup_quota", lambda: None)
+    monkeypatch.setattr(machine, "granted_cores", lambda: None)
     assert machine.quota(None).state == OK
 
 

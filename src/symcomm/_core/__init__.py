@@ -13,6 +13,7 @@ pack.c             many small pieces of memory in one call: copied together, or 
 float_formats.h    float16, bfloat16 and float8 to and from float32, a vector at a time
 shm.c              shared mappings, and the word by which the kernel tells that a rank died
 sync.c             published progress, waits with deadlines, sleep and wake
+backoff.c, cores.c  what a wait does before it sleeps; whether there is a core for every rank
 plan.c, exec.c     load and run a plan (see symcomm.collectives.plan) in one call
 async.c            operations that run while the caller goes on
 group.c            groups, plans and requests as Python sees them

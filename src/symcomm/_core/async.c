@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "backoff.h"
 #include "common.h"
 
 struct worker {
@@ -33,6 +34,7 @@ static void *work(void *argument) {
     struct worker *w = g->worker;
     struct request *r;
     while ((r = take(w)) != NULL) {
+        symcomm_awaited = &r->awaited;
         r->status = g->left ? STATUS_LEFT : exec_run(g, r->plan, &r->buffers, r->timeout, r->from);
         bool more = r->finished != NULL; /* which is part of it: blocking calls come after */
         if (!more) atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
@@ -42,6 +44,7 @@ static void *work(void *argument) {
             r->finished(r);
             atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
         }
+        symcomm_awaited = NULL;
         async_release(r);
     }
     if (w->farewell) {
@@ -96,8 +99,8 @@ bool async_idle(struct group *g) {
     return g->worker == NULL || atomic_load_explicit(&g->worker->pending, memory_order_acquire) == 0;
 }
 
-bool async_wait(struct request *r, int64_t timeout) {
-    int64_t deadline = timeout ? symcomm_now_ns() + timeout : 0;
+/* False: the time is up, or a signal handler raised. */
+static bool sleep_until_done(struct request *r, int64_t deadline) {
     while (!atomic_load_explicit(&r->done, memory_order_acquire)) {
         int64_t left = deadline ? deadline - symcomm_now_ns() : 100000000;
         if (left <= 0) return false;
@@ -106,6 +109,13 @@ bool async_wait(struct request *r, int64_t timeout) {
         if (slept < 0 && errno != EAGAIN && symcomm_interrupted && symcomm_interrupted()) return false;
     }
     return true;
+}
+
+bool async_wait(struct request *r, int64_t timeout) {
+    atomic_fetch_add_explicit(&r->awaited, 1, memory_order_relaxed); /* our core is free meanwhile, the worker may keep one */
+    bool done = sleep_until_done(r, timeout ? symcomm_now_ns() + timeout : 0);
+    atomic_fetch_sub_explicit(&r->awaited, 1, memory_order_relaxed);
+    return done;
 }
 
 void async_release(struct request *r) {

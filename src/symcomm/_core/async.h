@@ -14,6 +14,7 @@ struct request {
     uint64_t number;           /* of the operation in its group, counted as g->seq is */
     _Atomic uint32_t done;     /* futex */
     _Atomic int references;    /* the worker's and the owner's */
+    _Atomic int awaited;       /* threads that wait for it */
     void (*finished)(struct request *); /* called by the worker after done, or NULL */
     void *context;
     struct request *next;

@@ -40,6 +40,7 @@ int symcomm_add_reduce(PyObject *module);
 int symcomm_add_pack(PyObject *module);
 int symcomm_add_shm(PyObject *module);
 int symcomm_add_tensor(PyObject *module);
+int symcomm_add_cores(PyObject *module);
 int symcomm_add_group(PyObject *module);
 int symcomm_add_quick(PyObject *module);
 int symcomm_add_options(PyObject *module);

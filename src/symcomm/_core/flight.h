@@ -22,7 +22,7 @@ struct flight_entry {          /* one cache line; times in ticks */
     uint64_t count;            /* elements as the ranks compare them; of a message: bytes */
     uint64_t created;
     _Atomic uint64_t finished; /* 0: not yet */
-    _Atomic uint32_t waited;   /* microseconds that the caller slept until all had come; 0: it did not have to */
+    _Atomic uint32_t waited;   /* microseconds that the caller waited until all had come, beyond the first looks; 0: less than 100 */
     _Atomic uint32_t site;     /* where the call was made: a number in the table of sites, 0: not known */
     uint32_t group;            /* which group: a number in the table of groups */
     uint8_t status;            /* enum status, once finished */

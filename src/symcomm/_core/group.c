@@ -5,6 +5,7 @@
 
 #include "async.h"
 #include "common.h"
+#include "cores.h"
 #include "exec.h"
 #include "flight.h"
 #include "isolate.h"
@@ -121,11 +122,16 @@ static void free_group(struct group *g) {
     free(g);
 }
 
+static void give_up_seat(struct group *g) {
+    if (atomic_exchange(&g->has_seat, false)) atomic_fetch_add(&life_of(g->life[g->rank])->seat.left, 1);
+}
+
 /* Nobody refers to the group any more. What still runs on it could wait for ever, so it is ended. */
 static void drop_now(struct group *g) {
     Py_BEGIN_ALLOW_THREADS;
     if (!async_idle(g)) sync_fail(g, STATUS_ABORTED, g->rank);
     atomic_store(&g->control[g->rank]->state, CONTROL_LEFT);
+    give_up_seat(g);
     async_stop(g);
     mail_drop(g);
     Py_END_ALLOW_THREADS;
@@ -162,11 +168,11 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     PyObject *control, *stage, *arena, *life, *channels;
     unsigned long long flight;
     unsigned flight_group;
-    long long stage_bytes, arena_bytes, yield_ns;
+    long long stage_bytes, arena_bytes, look_ns, yield_ns;
     unsigned long long seq;
-    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!KIpiLK", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage, &stage_bytes,
+    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!KIpiLLK", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage, &stage_bytes,
                           &PyTuple_Type, &arena, &arena_bytes, &PyTuple_Type, &life, &PyTuple_Type, &channels, &flight, &flight_group, &own_process, &spin,
-                          &yield_ns, &seq))
+                          &look_ns, &yield_ns, &seq))
         return NULL;
     if (world < 1 || world > MAX_BUFFERS || rank < 0 || rank >= world)
         return PyErr_Format(PyExc_ValueError, "rank %d of %d: a group has 1 to %d ranks", rank, world, MAX_BUFFERS);
@@ -174,7 +180,7 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     if (g == NULL) return PyErr_NoMemory();
     pthread_mutex_init(&g->lock, NULL);
     size_t n = (size_t)world;
-    g->rank = rank, g->world = world, g->spin = g->spin_now = spin, g->yield_ns = yield_ns;
+    g->rank = rank, g->world = world, g->spin = g->spin_now = spin, g->look_ns = look_ns, g->yield_ns = yield_ns;
     g->own_process = own_process;
     g->seq = seq;
     g->flight = (struct flight *)(uintptr_t)flight, g->flight_group = flight_group;
@@ -197,6 +203,8 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     }
     atomic_store(&g->control[rank]->progress, g->seq << PLAN_SIGNAL_BITS);
     atomic_store(&g->control[rank]->state, CONTROL_IN_USE);
+    atomic_fetch_add(&life_of(g->life[rank])->seat.joined, 1);
+    atomic_store(&g->has_seat, true);
     return PyCapsule_New(g, GROUP, drop_group);
 }
 
@@ -249,6 +257,7 @@ static PyObject *group_leave(PyObject *self, PyObject *arg) {
     struct control *me = g->control[g->rank];
     atomic_store(&g->leaving, true);
     atomic_store(&me->state, CONTROL_LEFT);
+    give_up_seat(g);
     uint64_t none = 0, cause = STATUS_LEFT | (uint64_t)g->rank << 8 | (uint64_t)g->rank << 24;
     atomic_compare_exchange_strong(&me->abort, &none, cause); /* ends and refuses operations here, and only here */
     Py_BEGIN_ALLOW_THREADS;
@@ -342,6 +351,7 @@ static PyObject *group_forked(PyObject *self, PyObject *arg) {
     free(g->own_copy);
     g->own_copy = copy, g->own_block = NULL;
     g->forked = g->left = true;
+    atomic_store(&g->has_seat, false); /* it is the parent's */
     atomic_store(&g->leaving, true);
     atomic_store(&g->visitors, 0);
     g->worker = NULL, g->flight = NULL, g->recording = NULL;
@@ -374,9 +384,18 @@ static PyObject *group_report(PyObject *self, PyObject *arg) {
     struct control *me = g->control[g->rank];
     uint64_t cause = atomic_load(&me->abort);
     double running = symcomm_seconds_since(atomic_load(&g->started));
-    return Py_BuildValue("{s:i,s:i,s:i,s:K,s:K,s:L,s:d,s:N}", "status", (int)(cause & 0xff), "culprit", (int)(cause >> 8 & 0xffff), "origin",
+    return Py_BuildValue("{s:i,s:i,s:i,s:K,s:K,s:d,s:N}", "status", (int)(cause & 0xff), "culprit", (int)(cause >> 8 & 0xffff), "origin",
                          (int)(cause >> 24 & 0xffff), "abort_seq", (unsigned long long)atomic_load(&me->abort_seq), "seq",
-                         (unsigned long long)g->seq, "slept", (long long)g->slept, "running", running, "ranks", ranks);
+                         (unsigned long long)g->seq, "running", running, "ranks", ranks);
+}
+
+/* group_waits(group) -> (looked, yielded, slept, first looks at present): see struct wait_counts */
+static PyObject *group_waits(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct group *g = to_group(arg);
+    if (g == NULL) return NULL;
+    const struct wait_counts *w = &g->waits;
+    return Py_BuildValue("KKKi", (unsigned long long)w->looked, (unsigned long long)w->yielded, (unsigned long long)w->slept, g->spin_now);
 }
 
 static PyObject *as_dict(const struct ways *w) {
@@ -577,7 +596,7 @@ static PyMethodDef methods[] = {
     {"plan_stage", plan_stage, METH_O, "plan_stage(plan) -> how many bytes of a staging half it uses"},
     {"make_group", make_group, METH_VARARGS,
      "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, flight, flight_group, own_process,"
-     " spin, yield_ns, operations so far) -> group"},
+     " spin, look_ns, yield_ns, operations so far) -> group"},
     {"group_reserved", group_reserved, METH_VARARGS, "group_reserved(group, bytes): so much of each staging half has pages."},
     {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},
     {"group_leave", group_leave, METH_O, "group_leave(group): this rank takes no further part."},
@@ -588,6 +607,7 @@ static PyMethodDef methods[] = {
     {"group_keep", group_keep, METH_VARARGS, "group_keep(group, object): hold on to it as long as the group exists."},
     {"group_report", group_report, METH_O, "group_report(group) -> what this rank can see of all ranks"},
     {"group_ways", group_ways, METH_O, "group_ways(group) -> how many collectives, messages and puts took which way"},
+    {"group_waits", group_waits, METH_O, "group_waits(group) -> how many of its long waits were over by looking, yielding, sleeping; and how often it looks first"},
     {"group_publish", group_publish, METH_VARARGS, "group_publish(group, kind, text): show the others a record of this rank."},
     {"group_records", group_records, METH_VARARGS, "group_records(group, kind) -> what each rank has published, or None"},
     {"group_agree", group_agree, METH_VARARGS, "group_agree(group, before, after) -> what the word of all ranks was"},

@@ -57,11 +57,17 @@ static int64_t arena_offset(struct group *g, const char *p, uint64_t nbytes) {
     return inside && nbytes >= DIRECT_BYTES ? (int64_t)(at - base) : -1;
 }
 
+/* Bytes that fit into the ring, of so many wanted. */
+static uint64_t room_for(struct outgoing *o, uint64_t filled, uint64_t wanted) {
+    if (RING_BYTES - (filled - o->emptied) < wanted) o->emptied = atomic_load_explicit(&o->channel->emptied, memory_order_acquire);
+    return RING_BYTES - (filled - o->emptied);
+}
+
 /* Puts as much of op into the ring as there is room for. True when all of it is in. */
 static bool push(struct mail *m, struct outgoing *o, struct op *op) {
     struct channel *c = o->channel;
     uint64_t filled = atomic_load_explicit(&c->filled, memory_order_relaxed);
-    uint64_t room = RING_BYTES - (filled - atomic_load_explicit(&c->emptied, memory_order_acquire));
+    uint64_t room = room_for(o, filled, sizeof(struct header) + op->nbytes - op->moved);
     if (op->state == OP_POSTED) {
         if (room < sizeof(struct header)) return false;
         struct header h = {op->nbytes, op->tag, arena_offset(m->group, op->buffer, op->nbytes), op->dtype};
@@ -276,6 +282,11 @@ bool mail_unpark(struct mail *m, struct op *op) {
         }
     }
     return false;
+}
+
+void mail_progress_first(struct mail *m, const struct op *op) {
+    if (op->is_send) progress_sends(m, op->peer);
+    else if (op->peer != ANY_SOURCE) progress_receives(m, op->peer);
 }
 
 bool mail_progress(struct mail *m) {

@@ -27,6 +27,7 @@ struct outgoing {
     struct op *first, *last; /* sends not yet fully in the ring */
     struct op *unacknowledged;
     uint64_t tickets;
+    uint64_t emptied; /* as it was when we last needed to know: the receiver's line of memory is far away */
 };
 
 struct mail {
@@ -48,6 +49,8 @@ void mail_record(struct group *g, struct op *op);
 void mail_finish(struct op *op, int status);
 /* Moves whatever can be moved; whether anything was. */
 bool mail_progress(struct mail *m);
+/* Only between op and its peer, which is all that most messages need. */
+void mail_progress_first(struct mail *m, const struct op *op);
 /* A receive that finds its message among those set aside. */
 bool mail_unpark(struct mail *m, struct op *op);
 void mail_free_parked(struct parked *p);

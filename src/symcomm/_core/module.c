@@ -14,6 +14,7 @@ PyMODINIT_FUNC PyInit__native(void) {
         symcomm_add_pack,
         symcomm_add_shm,
         symcomm_add_tensor,
+        symcomm_add_cores,
         symcomm_add_group,
         symcomm_add_quick,
         symcomm_add_options,

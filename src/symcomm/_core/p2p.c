@@ -1,15 +1,16 @@
 #include "p2p.h"
 
 #include <errno.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 
+#include "backoff.h"
 #include "common.h"
 #include "exec.h"
 #include "mail.h"
 
 #define SLICE_NS 10000000
+#define LOOKS_A_DRIVE 8
 
 /* --- waiting ---------------------------------------------------------------------------------------------------- */
 
@@ -69,10 +70,16 @@ static int peer_gone(struct op *op, int *culprit) {
     return all_gone ? STATUS_LEFT : STATUS_OK;
 }
 
+/* Moves what can be moved until op is done; with the lock held. */
+static void progress(struct mail *m, struct op *op) {
+    if (!m->closed && op->state != OP_DONE) mail_progress_first(m, op);
+    while (!m->closed && op->state != OP_DONE && mail_progress(m)) {}
+}
+
 static bool drive(struct op *op) {
     struct mail *m = op->mail;
     symcomm_lock(&m->lock);
-    while (!m->closed && op->state != OP_DONE && mail_progress(m)) {}
+    progress(m, op);
     bool done = op->state == OP_DONE;
     pthread_mutex_unlock(&m->lock);
     return done;
@@ -105,20 +112,8 @@ static int give_up(struct op *op, int status, bool withdraw_it) {
     return status;
 }
 
-static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
+static int sleep_until_done(struct op *op, int64_t deadline, bool withdraw_it) {
     struct mail *m = op->mail;
-    if (drive(op)) return op->status;
-    if (timeout < 0) return STATUS_TIMEOUT;
-    for (int i = 0; i < m->group->spin_now / 8; i++) {
-        if (drive(op)) return op->status;
-        symcomm_relax();
-    }
-    int64_t start = symcomm_now_ns(), deadline = timeout ? start + timeout : INT64_MAX;
-    if (symcomm_before_waiting) symcomm_before_waiting();
-    while (symcomm_now_ns() < start + m->group->yield_ns) {
-        if (drive(op)) return op->status;
-        sched_yield();
-    }
     symcomm_note_site(op->record);
     for (int slices = 1;; slices++) {
         int64_t left = deadline - symcomm_now_ns();
@@ -134,6 +129,33 @@ static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
         if (slices % 16 == 0) signalled = true; /* one may have come just before we slept */
         if (signalled && symcomm_interrupted && symcomm_interrupted()) return give_up(op, STATUS_INTERRUPTED, true);
     }
+}
+
+/* Whether something has come for a receive that waits for one peer; others have to be driven to know. */
+static bool may_move(const struct op *op) {
+    int peer = op->peer;
+    if (op->is_send || peer == ANY_SOURCE) return true;
+    const struct channel *c = op->mail->in[peer].channel;
+    return atomic_load_explicit(&c->filled, memory_order_relaxed) != atomic_load_explicit(&c->emptied, memory_order_relaxed);
+}
+
+static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
+    struct group *g = op->mail->group;
+    if (drive(op)) return op->status;
+    if (timeout < 0) return STATUS_TIMEOUT;
+    for (int i = 0; i < g->spin_now; i++) { /* driving takes as long as some looks, and other messages need it only now and then */
+        if ((i % LOOKS_A_DRIVE == 0 || may_move(op)) && drive(op)) return op->status;
+        symcomm_relax();
+    }
+    int64_t deadline = timeout ? symcomm_now_ns() + timeout : INT64_MAX;
+    if (symcomm_before_waiting) symcomm_before_waiting();
+    struct backoff b;
+    bool done;
+    backoff_begin(&b, g, deadline);
+    while (!(done = drive(op)) && !sync_aborted(g) && backoff_step(&b, op->peer, false)) {}
+    int status = done ? op->status : sleep_until_done(op, deadline, withdraw_it);
+    backoff_end(&b, !done);
+    return status;
 }
 
 int mail_wait(struct op *op, int64_t timeout, bool withdraw_it) {
@@ -224,8 +246,8 @@ void mail_forked(struct group *g) {
     g->mail = NULL; /* operations that were on their way keep it */
 }
 
-/* False: the thread that would drive it cannot be started. */
-static bool queue(struct mail *m, struct op *op) {
+/* False: the thread that would drive it cannot be started. done: nothing is left to be waited for. */
+static bool queue(struct mail *m, struct op *op, bool *done) {
     symcomm_lock(&m->lock);
     if (op->background && !m->thread_runs && !start_thread(m)) {
         pthread_mutex_unlock(&m->lock);
@@ -243,7 +265,8 @@ static bool queue(struct mail *m, struct op *op) {
         while (*at) at = &(*at)->next;
         *at = op;
     }
-    while (!m->closed && mail_progress(m)) {}
+    progress(m, op);
+    *done = op->state == OP_DONE;
     pthread_mutex_unlock(&m->lock);
     return true;
 }
@@ -254,12 +277,13 @@ static struct op *make_op(struct group *g, const struct op *wanted) {
     if (op == NULL) return NULL;
     *op = *wanted;
     op->mail = g->mail;
-    op->references = 2; /* the caller's, and that of the queue it stands in */
+    atomic_store(&op->references, 2); /* the caller's, and that of the queue it stands in */
     return op;
 }
 
 static struct op *refuse(struct op *op, int status) {
-    op->references = 1, op->state = OP_DONE, op->status = status;
+    atomic_store(&op->references, 1);
+    op->state = OP_DONE, op->status = status;
     return op;
 }
 
@@ -268,7 +292,8 @@ struct op *mail_post(struct group *g, const struct op *wanted) {
     struct op *op = make_op(g, wanted);
     if (op == NULL) return NULL;
     if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
-    if (!queue(g->mail, op)) free(op), op = NULL, errno = EAGAIN;
+    bool done;
+    if (!queue(g->mail, op, &done)) free(op), op = NULL, errno = EAGAIN;
     visit_end(&visit);
     return op;
 }
@@ -279,22 +304,15 @@ struct op *mail_exchange(struct group *g, const struct op *wanted, int64_t timeo
     *status = STATUS_LEFT;
     if (op == NULL) return NULL;
     if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
-    queue(g->mail, op);
-    *status = wait_for(op, timeout, true);
+    bool done;
+    queue(g->mail, op, &done);
+    *status = done ? op->status : wait_for(op, timeout, true);
     visit_end(&visit);
     return op;
 }
 
-void mail_disown(struct op *op) {
-    pthread_mutex_t *lock = &op->mail->lock;
-    pthread_mutex_lock(lock);
-    mail_release(op);
-    pthread_mutex_unlock(lock);
-}
-
-/* Called with the mail's lock held. */
 void mail_release(struct op *op) {
-    if (--op->references == 0) free(op);
+    if (atomic_fetch_sub_explicit(&op->references, 1, memory_order_acq_rel) == 1) free(op);
 }
 
 static void release_all(struct op *op) {

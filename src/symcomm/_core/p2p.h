@@ -41,7 +41,7 @@ struct op {
     uint64_t got;
     int64_t got_dtype;
     struct op *next;
-    int references;
+    _Atomic int references;
     bool background; /* nobody may be waiting: the mail thread drives it */
     bool is_long;    /* Python looked at the tensor */
     uint32_t site;   /* of the call, for the flight recorder */
@@ -67,8 +67,7 @@ int mail_wait(struct op *op, int64_t timeout, bool withdraw);
 /* Whether a message of so many bytes is over in microseconds once the peer takes part, with no others on their way. */
 bool mail_is_short(const struct group *g, uint64_t nbytes);
 bool mail_done(struct op *op);
+/* Whoever held on to op has no further use for it. */
 void mail_release(struct op *op);
-/* The caller of mail_post() has no further use for op. */
-void mail_disown(struct op *op);
 
 #endif

@@ -10,7 +10,7 @@ static const char OP[] = "symcomm.op";
 
 static void drop_op(PyObject *capsule) {
     PyObject *group = PyCapsule_GetContext(capsule);
-    mail_disown(PyCapsule_GetPointer(capsule, OP));
+    mail_release(PyCapsule_GetPointer(capsule, OP));
     Py_DECREF(group);
 }
 
@@ -85,7 +85,7 @@ static PyObject *message(PyObject *self, PyObject *const *args, Py_ssize_t n_arg
     if (op == NULL) return PyErr_NoMemory();
     PyObject *result = NULL;
     if (!PyErr_Occurred()) result = status == STATUS_OK ? PyLong_FromLong(op->peer) : outcome(op, status);
-    mail_disown(op);
+    mail_release(op);
     return result;
 }
 

@@ -14,17 +14,9 @@
 #include <unistd.h>
 
 #include "common.h"
+#include "cores.h"
 #include "isolate.h"
 #include "sync.h"
-
-/* At a fixed place of every arena. A robust list entry: when the thread that registered it ends for whatever reason,
- * SIGKILL included, the kernel sets FUTEX_OWNER_DIED in `word`. Peers learn of a death by reading memory. */
-struct life {
-    struct robust_list entry;
-    _Atomic uint32_t word;
-    uint64_t pid_namespace;  /* in which the word's thread id means the owner; 0: unknown */
-    _Atomic int64_t looked;  /* when somebody last asked the kernel whether the owner dumps core */
-};
 
 struct watch {
     struct robust_list_head head;
@@ -66,7 +58,7 @@ static bool status_says_dumping(uint32_t tid) {
 /* A process that dumps core never runs again, but the kernel marks its word only after the dump, which takes seconds. Whoever
  * finds out first sets the mark for everybody. */
 bool symcomm_dumps_core(_Atomic uint32_t *word) {
-    struct life *life = (struct life *)(void *)((char *)word - offsetof(struct life, word));
+    struct life *life = life_of(word);
     uint32_t seen = atomic_load_explicit(word, memory_order_acquire);
     if ((seen & FUTEX_TID_MASK) == 0 || life->pid_namespace == 0 || life->pid_namespace != pid_namespace()) return false;
     int64_t now = symcomm_now_ns(), last = atomic_load_explicit(&life->looked, memory_order_relaxed);
@@ -117,6 +109,7 @@ static PyObject *life_start(PyObject *self, PyObject *arg) {
         free(w);
         return PyErr_SetFromErrnoWithFilename(PyExc_OSError, "set_robust_list");
     }
+    cores_publish(w->life);
     return PyLong_FromVoidPtr(w);
 }
 
@@ -149,6 +142,7 @@ static PyObject *unmap(PyObject *self, PyObject *args) {
     unsigned long long address;
     long long bytes;
     if (!PyArg_ParseTuple(args, "KL", &address, &bytes)) return NULL;
+    cores_forget((const char *)(uintptr_t)address, bytes); /* before it is gone */
     if (munmap((void *)(uintptr_t)address, (size_t)bytes)) return PyErr_SetFromErrno(PyExc_OSError);
     isolate_forget((const char *)(uintptr_t)address, bytes);
     Py_RETURN_NONE;

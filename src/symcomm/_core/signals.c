@@ -8,8 +8,8 @@
  *
  * Windows (window.c) count: a signal adds one to the word, at once, and a wait takes one away. */
 #include <errno.h>
-#include <sched.h>
 
+#include "backoff.h"
 #include "common.h"
 #include "signals.h"
 #include "sync.h"
@@ -86,10 +86,14 @@ static void wake(const struct signal *s) {
 static int await_flip(struct group *g, const struct signal *s, int peer, int64_t deadline) {
     int status = STATUS_OK;
     bool done = false;
-    for (int i = 0; i < g->spin && !(done = flip(s)); i++) symcomm_relax();
-    int64_t until = done ? 0 : symcomm_now_ns() + g->yield_ns;
-    while (!done && !(done = flip(s)) && symcomm_now_ns() < until) sched_yield();
-    if (!done) status = sleep_for(g, s, peer, deadline);
+    for (int i = 0; i < g->spin_now && !(done = flip(s)); i++) symcomm_relax();
+    if (!done) {
+        struct backoff b;
+        backoff_begin(&b, g, deadline);
+        while (!(done = flip(s)) && !sync_aborted(g) && backoff_step(&b, peer, false)) {}
+        if (!done) status = sleep_for(g, s, peer, deadline);
+        backoff_end(&b, !done);
+    }
     if (status == STATUS_OK && !s->counted) wake(s); /* whoever adds to a count does not wait for it to fall */
     return status;
 }

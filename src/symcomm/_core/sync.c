@@ -1,4 +1,4 @@
-/* Waits: look for a while, offer the core, then sleep in the kernel until a peer rings.
+/* Waits: look for a while (backoff.c says how), then sleep in the kernel until a peer rings.
  *
  * A sleeper publishes what it waits for. A rank that signals looks at the sleepers and wakes only those whose
  * condition now holds, so that 32 ranks on 2 cores are woken once each and not at every arrival.
@@ -7,18 +7,17 @@
 
 #include <errno.h>
 #include <linux/futex.h>
-#include <sched.h>
 #include <stddef.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
+#include "backoff.h"
 #include "common.h"
 #include "flight.h"
 #include "plan.h"
 
-#define LEAST_SPIN 20
-#define SOON_NS 2000 /* an answer this soon after we stopped looking: worth looking longer */
+#define WORTH_NOTING_NS 100000 /* of a wait, in the flight recorder */
 #define SLICE_NS 10000000 /* how often a sleeper looks for dead peers: a tenth of the 100 ms we promise */
 
 long symcomm_futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t ns) {
@@ -120,10 +119,13 @@ int sync_gone(struct group *g, int rank) {
     return status == STATUS_OK && symcomm_dumps_core(g->life[rank]) ? STATUS_DEAD : status;
 }
 
+/* Of a condition that was looked at: whom it waits for first. */
+static int missing_rank(const struct condition *c) { return c->kind == WAIT_PROGRESS_ONE ? c->who : c->next; }
+
 /* The first rank that is missing and gone, or -1. Looks at the condition again after it saw the rank gone:
  * it may have done its part before it left. */
 static int find_gone(struct group *g, const struct condition *c, int *status) {
-    int first = c->kind == WAIT_PROGRESS_ONE ? c->who : c->next;
+    int first = missing_rank(c);
     int end = c->kind == WAIT_PROGRESS_ONE ? c->who + 1 : g->world;
     for (int r = first; r < end; r++) {
         if (r == g->rank || rank_satisfies(g, r, c)) continue;
@@ -145,7 +147,7 @@ _Thread_local int (*symcomm_interrupted)(void);
 
 /* After a sleep: nonzero when the caller must stop because a signal handler raised. */
 static int check_interrupt(struct group *g, bool signalled) {
-    if (symcomm_interrupted == NULL || (!signalled && g->slept % 16 != 0) || !symcomm_interrupted()) return STATUS_OK;
+    if (symcomm_interrupted == NULL || (!signalled && g->slices % 16 != 0) || !symcomm_interrupted()) return STATUS_OK;
     sync_fail(g, STATUS_ABORTED, g->rank);
     return STATUS_INTERRUPTED;
 }
@@ -175,23 +177,15 @@ static int sleep_until(struct group *g, struct condition *c, const struct deadli
         }
         int64_t left = deadline->at ? deadline->at - symcomm_now_ns() : SLICE_NS;
         if (left <= 0) {
-            status = sync_fail(g, STATUS_TIMEOUT, c->kind == WAIT_PROGRESS_ONE ? c->who : c->next);
+            status = sync_fail(g, STATUS_TIMEOUT, missing_rank(c));
             break;
         }
-        g->slept++;
+        g->slices++;
         bool signalled = symcomm_futex_wait(&me->doorbell, seen, left < SLICE_NS ? left : SLICE_NS) < 0 && errno == EINTR;
         if ((status = check_interrupt(g, signalled))) break;
     }
     atomic_store_explicit(&me->sleeping, 0, memory_order_relaxed);
     return status;
-}
-
-/* Looking pays while peers answer within a microsecond or two. Where they need this very core, or compute for long, it only
- * delays them: then look less next time. */
-static void adapt_spin(struct group *g, bool paid) {
-    int now = g->spin_now;
-    if (paid) g->spin_now = now < g->spin / 2 ? now * 2 : g->spin;
-    else g->spin_now = now / 2 > LEAST_SPIN ? now / 2 : LEAST_SPIN;
 }
 
 _Thread_local void (*symcomm_before_waiting)(void);
@@ -202,29 +196,52 @@ void symcomm_lock(pthread_mutex_t *lock) {
     pthread_mutex_lock(lock);
 }
 
+static const void *awaited_word(struct group *g, int rank, const struct condition *c) {
+    struct control *peer = g->control[rank];
+    return c->kind == WAIT_ARRIVED_ALL ? &peer->arrival[c->target & 1].seq : &peer->progress;
+}
+
+/* Looks on, until there is no more point in it. `over`: it holds. */
+static int look_on(struct group *g, struct condition *c, struct backoff *b, bool *over) {
+    int status, missing;
+    bool watched;
+    do {
+        missing = missing_rank(c);
+        watched = backoff_watch(b, awaited_word(g, missing, c));
+        if ((*over = holds(g, g->rank, c))) return STATUS_OK;
+        if ((status = sync_aborted(g))) return status;
+        watched = watched && missing == missing_rank(c);
+    } while (backoff_step(b, missing_rank(c), watched));
+    return STATUS_OK;
+}
+
+static void note_wait(struct group *g, const struct backoff *b) {
+    int64_t ns = symcomm_now_ns() - b->start;
+    if (g->recording && ns >= WORTH_NOTING_NS) atomic_fetch_add_explicit(&g->recording->waited, (uint32_t)(ns / 1000), memory_order_relaxed);
+}
+
+/* Apart from the first looks, so that those stay short. */
+static __attribute__((noinline)) int wait_for_long(struct group *g, struct condition *c, struct deadline *deadline) {
+    if (symcomm_before_waiting) symcomm_before_waiting();
+    if (deadline->at == 0 && deadline->timeout) deadline->at = symcomm_now_ns() + deadline->timeout;
+    struct backoff b;
+    backoff_begin(&b, g, deadline->at);
+    bool over = false;
+    int status = look_on(g, c, &b, &over);
+    bool sleeps = status == STATUS_OK && !over;
+    if (sleeps) status = sleep_until(g, c, deadline);
+    backoff_end(&b, sleeps);
+    note_wait(g, &b);
+    return status;
+}
+
 int sync_wait(struct group *g, struct condition *c, struct deadline *deadline) {
     for (int i = 0; i < g->spin_now; i++) {
         if (holds(g, g->rank, c)) {
-            if (g->spin_now != g->spin) adapt_spin(g, true);
+            if (g->spin_now != g->spin) backoff_not_needed(g);
             return STATUS_OK;
         }
         symcomm_relax();
     }
-    if (symcomm_before_waiting) symcomm_before_waiting();
-    int status;
-    int64_t start = symcomm_now_ns(), now = start;
-    if (deadline->at == 0 && deadline->timeout) deadline->at = start + deadline->timeout;
-    do {
-        if (holds(g, g->rank, c)) {
-            adapt_spin(g, now - start < SOON_NS);
-            return STATUS_OK;
-        }
-        if ((status = sync_aborted(g))) return status;
-        sched_yield();
-        now = symcomm_now_ns();
-    } while (now < start + g->yield_ns);
-    adapt_spin(g, false);
-    status = sleep_until(g, c, deadline);
-    if (g->recording) atomic_fetch_add_explicit(&g->recording->waited, (uint32_t)((symcomm_now_ns() - start) / 1000), memory_order_relaxed);
-    return status;
+    return wait_for_long(g, c, deadline);
 }

@@ -79,6 +79,13 @@ struct ways {
     _Atomic uint64_t taken[2][2]; /* by [Python looked at it][another thread runs it] */
 };
 
+/* Waits that were not over within the first looks, by how they ended. */
+struct wait_counts {
+    _Atomic uint64_t looked;  /* while the rank kept its core and went on looking */
+    _Atomic uint64_t yielded; /* while it offered the core to others */
+    _Atomic uint64_t slept;
+};
+
 struct group {
     int rank, world;
     _Atomic uint64_t seq;          /* of the last operation */
@@ -90,10 +97,14 @@ struct group {
     char **arena;                  /* per rank: where this process has mapped it */
     int64_t arena_bytes;           /* size of my own */
     _Atomic uint32_t **life;       /* per rank */
-    int spin;                      /* most looks before giving the core away */
-    int spin_now;                  /* looks at present: adapts to how soon peers answer */
-    int64_t yield_ns;              /* then this long offering it to others before sleeping */
-    _Atomic int64_t slept;         /* statistics */
+    int spin;                      /* the first looks of a wait, at most */
+    int spin_now;                  /* at present: fewer where ranks share cores and peers do not answer soon */
+    int64_t look_ns, yield_ns;     /* then, before sleeping: how long to keep a core and look, or to offer it; see backoff.h */
+    _Atomic int64_t next_review;   /* when to count cores and ranks again */
+    _Atomic bool crowded;          /* there were more ranks than cores then */
+    _Atomic bool has_seat;         /* the rank counts as one that may need a core for it */
+    struct wait_counts waits;
+    _Atomic int64_t slices;        /* that waits have slept, for asking about signals now and then */
     bool own_process;              /* no other rank of the group is a thread of this process */
     bool forked;                   /* this is a child's copy: the rank is its parent */
     _Atomic bool leaving;          /* group_leave() was called: nothing new begins */

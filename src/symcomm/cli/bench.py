@@ -322,6 +322,34 @@ def bench_gpu(ranks: int, rounds: int | None, wanted: Wanted, *, quick: bool) ->
     bench_program("gpu", module.Plan(ranks, **(module.QUICK if quick else {}) | more), wanted)
 
 
+def bench_noise(
+    ranks: int, rounds: int | None, neighbours: str, against: str, wanted: Wanted, *, quick: bool, pin: bool
+) -> None:
+    """Beside neighbours. It takes minutes, so every row is shown as soon as it is known."""
+    _check_numbers(ranks, 0, 0, 0, rounds, "noise")
+    module = _module_of("noise")
+    kinds, peers = module.parse_neighbours(neighbours), module.peers_at_hand(against, parse_peers)
+    need_torch("symcomm bench noise")
+    pace = (module.QUICK if quick else {}) | ({"rounds": rounds} if rounds else {})
+    plan = module.Plan(ranks, kinds, peers, pin=pin, **pace)
+    facts = bench_table.machine()
+    where = "pinned to" if plan.pinned else "free on"
+    how = f"load {facts['load']:.1f} before; medians of {plan.rounds} turns of {plan.seconds:g} s"
+    print(f"# {plan.ranks} ranks, {where} {facts['cores']} cores, {facts['system']}, {how}\n")
+    show = bench_table.row_printer(module.head(plan), wanted.markdown)
+    with progress(plan.turns) as tick:
+        found = module.run_noise_bench(plan, tick, lambda figures: show(module.row(figures, plan)))
+    if plan.peers:
+        goal = f"{bench_table.MISSED} marks what is below {bench_table.MPI_GOAL:g}x"
+        print(f"# ratios: the better MPI's time / our time; {goal}")
+    if wanted.json_file:
+        wanted.json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
+    if wanted.plot_file:
+        pictures.draw(
+            wanted.plot_file, "beside neighbours: time of one call, lower is better", module.picture(found, plan)
+        )
+
+
 def bench_store(wanted: Wanted, *, quick: bool) -> None:
     """Beside PyTorch's, where that is installed."""
     module = _module_of("store")
@@ -374,6 +402,7 @@ def bench(
     ordinary: options.Ordinary = False,
     against: options.Against = "",
     collectives: options.Collectives = "all_reduce",
+    neighbours: options.Neighbours = "none,2:1,10:1,25:4",
     python: options.Python = "",
     quick: options.Quick = False,
     best: options.Best = False,
@@ -397,6 +426,7 @@ def bench(
       symcomm bench gpu
       symcomm bench kernels --quick
       symcomm bench hosts --ranks 4 --collectives all_reduce,all_gather
+      symcomm bench noise --ranks 2 --neighbours none,25:4
       symcomm bench sites
       symcomm bench torch --python other/bin/python
     """
@@ -416,6 +446,8 @@ def bench(
             bench_gpu(ranks, rounds, wanted, quick=quick)
         elif collective == "kernels":
             bench_kernels(ranks, rounds, wanted, quick=quick)
+        elif collective == "noise":
+            bench_noise(ranks, rounds, neighbours, against, wanted, quick=quick, pin=pin)
         elif collective == "sites":
             bench_sites(ranks, wanted, quick=quick)
         elif collective in PROGRAMS:
@@ -441,7 +473,7 @@ def bench(
 
 def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:
     call = "symcomm bench"
-    lowest = 2 if collective in ("p2p", "all", "window", "groups", "ddp", "compile", "gpu", "torch") else 1
+    lowest = 2 if collective in ("p2p", "all", "window", "groups", "ddp", "compile", "gpu", "noise", "torch") else 1
     if ranks < lowest:
         raise errors.bad_argument(call, "--ranks", ranks, f"{lowest} or more for {collective}")
     if not 0 <= root < ranks:

@@ -12,7 +12,8 @@ COLLECTIVES = (
     "p2p",
 )  # fmt: skip
 ONE_SIDED = ("put", "put_signal")  # into windows: what ``window`` measures
-OTHERS = ("store", "kernels", "groups", "ddp", "compile", "gpu", "hosts", "sites", "torch")  # each in a file of its own
+# Each in a file of its own.
+OTHERS = ("store", "kernels", "groups", "ddp", "compile", "gpu", "hosts", "noise", "sites", "torch")
 
 Collective = Annotated[
     str,
@@ -56,10 +57,21 @@ Rounds = Annotated[
 Symmetric = Annotated[bool, typer.Option("--symmetric", help="Only tensors in symmetric memory.")]
 Ordinary = Annotated[bool, typer.Option("--ordinary", help="Only ordinary tensors.")]
 Against = Annotated[
-    str, typer.Option("--against", metavar="NAMES", help="Also measure gloo, mpich, openmpi (with commas).")
+    str,
+    typer.Option(
+        "--against", metavar="NAMES", help="Also measure gloo, mpich, openmpi (with commas); noise: the MPIs there."
+    ),
 ]
 Collectives = Annotated[
     str, typer.Option("--collectives", metavar="NAMES", help="hosts: which, with commas, or all but p2p: all.")
+]
+Neighbours = Annotated[
+    str,
+    typer.Option(
+        "--neighbours",
+        metavar="KINDS",
+        help="noise: none or PERCENT:MS, with commas: awake so much, in bursts so long.",
+    ),
 ]
 Python = Annotated[
     str, typer.Option("--python", metavar="PATHS", help="torch: interpreters with another torch, with commas.")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from symcomm import errors
 
-__all__ = ["MPIS", "PEERS", "Start", "parse_peers", "peers_dir", "setup_peers", "start_of"]
+__all__ = ["MPIS", "PEERS", "Start", "is_set_up", "parse_peers", "peers_dir", "setup_peers", "start_of"]
 
 PEERS = ("gloo", "mpich", "openmpi")
 MPIS = {"mpich": "mpiexec", "openmpi": "mpirun"}  # environment -> its launcher
@@ -42,9 +42,14 @@ def parse_peers(text: str) -> list[str]:
     for name in names:
         if name not in PEERS:
             raise errors.bad_choice("symcomm bench", "--against", name, PEERS, "some")
-        if name in MPIS and not (peers_dir() / name / "bin" / MPIS[name]).exists():
+        if name in MPIS and not is_set_up(name):
             raise errors.ResourceError(f"symcomm bench: {name} is not set up in {peers_dir()}; run `{SETUP}` first.")
     return list(dict.fromkeys(names))
+
+
+def is_set_up(name: str) -> bool:
+    """Whether the MPI of that name can be run."""
+    return (peers_dir() / name / "bin" / MPIS[name]).exists()
 
 
 def peers_dir() -> Path:
@@ -54,9 +59,9 @@ def peers_dir() -> Path:
 
 def setup_peers(say: Callable[[str], None]) -> None:
     """Make the MPIs' virtual environments where they are missing."""
-    for name, launcher in MPIS.items():
+    for name in MPIS:
         place = peers_dir() / name
-        if (place / "bin" / launcher).exists():
+        if is_set_up(name):
             say(f"{name}: ready in {place}")
             continue
         say(f"{name}: installing into {place}")

@@ -155,13 +155,27 @@ def summary_row(results: Sequence[Result], kinds: Sequence[str], peers: Sequence
     mpis = [peer for peer in peers if peer != "gloo"]
     best_mpi = min((s for name in mpis if (s := seconds[name]) is not None), default=None)
     for kind in kinds:
-        row += [_marked(ratio(best_mpi, seconds[kind]), MPI_GOAL)] if mpis else []
-        row += [_marked(ratio(seconds["gloo"], seconds[kind]), GLOO_GOAL)] if "gloo" in peers else []
+        row += [marked(ratio(best_mpi, seconds[kind]), MPI_GOAL)] if mpis else []
+        row += [marked(ratio(seconds["gloo"], seconds[kind]), GLOO_GOAL)] if "gloo" in peers else []
     return row
 
 
-def _marked(value: float | None, goal: float) -> str:
+def marked(value: float | None, goal: float) -> str:
     return times(value) + (MISSED if value is not None and value < goal else "")
+
+
+def row_printer(head: Sequence[str], markdown: bool) -> Callable[[Sequence[str]], None]:
+    """Prints the head of a table now and its rows as they come, before it is known how wide they are."""
+    widths = [max(len(word), 10) for word in head]
+
+    def line(words: Sequence[str]) -> str:
+        return "  ".join(word.rjust(width) for word, width in zip(words, widths, strict=True))
+
+    if markdown:
+        print("| " + " | ".join(head) + " |\n|" + " ---: |" * len(head), flush=True)
+        return lambda row: print("| " + " | ".join(row) + " |", flush=True)
+    print("# " + line(head), flush=True)
+    return lambda row: print("  " + line(row), flush=True)
 
 
 def as_text(table: Table) -> str:

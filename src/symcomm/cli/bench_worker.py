@@ -10,6 +10,7 @@ prepare     {} once the tensors exist and the call was made once; or {"unsupport
 check       {"wrong": elements of this rank's result that are not what they must be}
 time        {"ns": [mean time of one call, for each repetition], "long": calls of ours that Python had to plan,
             "calls": all of ours}
+sample      {"median", "p99", "total"}: nanoseconds of one call, and of all of them
 drop        {} once the tensors are gone
 ==========  =================================================================================
 """
@@ -485,8 +486,30 @@ class Bench:
             for _ in itertools.repeat(None, iterations):
                 call()
             means.append((now() - start) / iterations)
-        half = 2 if self.case.collective in ("p2p", "put_signal") else 1  # there and back are two messages
-        return [mean / half for mean in means]
+        return [mean / self.messages for mean in means]
+
+    @property
+    def messages(self) -> int:
+        """Of one call: there and back are two."""
+        return 2 if self.case.collective in ("p2p", "put_signal") else 1
+
+    def sample(self, calls: int) -> dict[str, float]:
+        """Time every single call; what the median one took, and what only one in a hundred exceeds."""
+        self.clear()
+        call, now = self.call, time.perf_counter_ns
+        took = []
+        for _ in range(5):
+            call()
+        self.side.barrier()
+        start = before = now()
+        for _ in itertools.repeat(None, calls):
+            call()
+            after = now()
+            took.append(after - before)
+            before = after
+        took.sort()
+        median, p99 = (took[int(calls * part)] / self.messages for part in (0.5, 0.99))
+        return {"median": median, "p99": p99, "total": before - start}
 
     def close(self) -> None:
         """Every rank does so."""
@@ -528,6 +551,8 @@ def obey(side: Any, cases: dict[int, Bench], order: dict[str, Any]) -> dict[str,
         before = side.ways()
         means = cases[number].time(order["iterations"], order["repetitions"], order["warmup"])
         return {"ns": means} | {name: count - before[name] for name, count in side.ways().items()}
+    if what == "sample":
+        return cases[number].sample(order["calls"])
     if what == "drop":
         if number in cases:
             cases.pop(number).close()

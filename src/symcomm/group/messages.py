@@ -166,6 +166,7 @@ class MessageCalls:
     _handle: Any
     _arena: Any
     _timeout_ns: int
+    _failure: Any
     _in_flight: list[MessageWork]
     _sweep_at: int
     _keep_lock: threading.Lock
@@ -173,36 +174,38 @@ class MessageCalls:
 
     def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
         """Returns once ``tensor`` may be changed again."""
-        if self._at_once(True, tensor, peer, tag, timeout) is not None:
-            return
+        if timeout is None and self._failure is None:  # of a plain torch tensor: one call of the core
+            outcome = native.message(self._handle, True, peer, tag, tensor, self._timeout_ns)
+            if type(outcome) is int:
+                return
+            self._raise_failure(outcome, Message.send(tensor, peer, tag), read_buffer)
+        self._check_usable()
         if timeout is not None:
             to_ns("send", timeout)  # a wrong one is refused before anything is on its way
         self._post(Message.send(tensor, peer, tag), "send", False).wait(timeout)
 
     def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
         """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank."""
-        source = self._at_once(False, tensor, peer, tag, timeout)
-        if source is not None:
-            return source
+        if timeout is None and self._failure is None:
+            outcome = native.message(self._handle, False, peer, tag, tensor, self._timeout_ns)
+            if type(outcome) is int:
+                return outcome
+            self._raise_failure(outcome, Message.receive(tensor, peer, tag), write_buffer)
+        self._check_usable()
         if timeout is not None:
             to_ns("recv", timeout)
         work = self._post(Message.receive(tensor, peer, tag), "recv", False)
         work.wait(timeout)
         return work.source
 
-    def _at_once(self, is_send: bool, tensor: Any, peer: Any, tag: Any, timeout: Timeout) -> int | None:
-        """A blocking message of a plain torch tensor, in one call of the core: the peer's rank, or None."""
-        self._check_usable()
-        if timeout is not None:
-            return None
-        outcome = native.message(self._handle, is_send, peer, tag, tensor, self._timeout_ns)
-        if outcome is None or type(outcome) is int:
-            return outcome
-        buffer = (read_buffer if is_send else write_buffer)("send" if is_send else "recv", "tensor", tensor)
-        work = MessageWork(self, Message(is_send, tensor, peer, tag), buffer, call_site(3))
+    def _raise_failure(self, outcome: tuple | None, message: Message, view: Callable[..., Any]) -> None:
+        """Of a message that the core has tried; None: it cannot, and Python has to look at the tensor."""
+        if outcome is None:
+            return
+        buffer = view("send" if message.is_send else "recv", "tensor", message.tensor)
+        work = MessageWork(self, message, buffer, call_site(3))
         work._conclude(outcome, self._timeout_ns)
         work.wait()
-        return None
 
     def isend(self, tensor: Any, peer: int, tag: int = 0) -> MessageWork:
         """Start a send; ``wait()`` before changing ``tensor``."""

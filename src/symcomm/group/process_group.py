@@ -44,10 +44,11 @@ DEFAULT_TIMEOUT = 1800.0  # seconds, as in PyTorch
 FAREWELL = 5.0  # seconds for the others to leave before the rank that serves their store does
 WINDOWS = "symcomm.windows"  # a layer above: loaded by name when it is asked for
 
-# How often a waiting rank looks, at most, before it offers its core (about 10 us), and how long it offers before it
-# sleeps. Looking costs the core, sleeping two context switches (about 10 us). The core looks less where that does not
-# pay: with more ranks than cores it only delays the rank one waits for.
+# How often a waiting rank looks first (about 10 us). If it has a core of its own it then goes on looking, for longer
+# than a peer stays away whose core somebody else uses for a time slice; with more ranks than cores it offers its core.
+# Then it sleeps, which costs two context switches (about 10 us). See _core/backoff.h.
 SPIN_LOOKS = 4000
+LOOK_NS = 5_000_000
 YIELD_NS = 100_000
 FIRST_STAGE = 16 << 10  # bytes of a staging half that the first call that stages anything reserves; then it doubles
 
@@ -142,7 +143,7 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls, ObjectCalls):
     """Made by ``symcomm.init()``, ``join()``, ``new_group()``, ``split()``, ``shrink()`` or ``grow()``."""
 
     spans_hosts = False  # see symcomm.hosts
-    _yield_ns = YIELD_NS
+    _look_ns, _yield_ns = LOOK_NS, YIELD_NS
     _operations = 0  # that count as done when a group is made; the same on all ranks
 
     # Defaults live here: Python reads the attributes of objects that have more than thirty of their own more slowly.
@@ -225,7 +226,7 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls, ObjectCalls):
             tuple([p.life for p in self._peers]),
             tuple([s + channels for s in starts]),
             self._arena.flight.address, self._arena.flight.add_group(self.name, self.rank, self.global_ranks),
-            own_process, SPIN_LOOKS, self._yield_ns, self._operations,
+            own_process, SPIN_LOOKS, self._look_ns, self._yield_ns, self._operations,
         )  # fmt: skip
         _living.add(self)
         self._retire = weakref.finalize(self, _retire, self._handle, self._arena, self._offset, self.exposed)
@@ -316,6 +317,11 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls, ObjectCalls):
         ``short``: the core knew the call and did it all; ``long``: Python looked at the tensors and found the plan.
         ``inline``: the calling thread ran it; ``queued``: the group's own did. See docs/process-group.md."""
         return native.group_ways(self._handle)
+
+    def wait_stats(self) -> dict[str, int]:
+        """How this rank's waits on the group ended that took more than about 10 us: while it kept its core and looked,
+        while it offered the core to others, or after it had slept."""
+        return dict(zip(("looked", "yielded", "slept"), native.group_waits(self._handle), strict=False))
 
     def _failed(
         self, status: int, call: str, site: Site, seconds: float | None, explain: Callable

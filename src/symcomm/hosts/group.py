@@ -89,9 +89,9 @@ def _retire(office: Office, key: str, runner: Runner, engine: Engine, lines: Lin
 
 
 class _HostGroup(ProcessGroup):
-    """The ranks of one host. What they wait for is on the network, mostly: longer than offering the core pays."""
+    """The ranks of one host. What they wait for is on the network, mostly: longer than looking for it pays."""
 
-    _yield_ns = 5_000
+    _look_ns = _yield_ns = 5_000
 
 
 class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):

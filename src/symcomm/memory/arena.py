@@ -9,7 +9,8 @@ Header of an arena, in its first page::
     0    magic
     8    nonce (16 bytes): peers read it to prove that they see the same memory
     24   process id
-    64   life: the word the kernel marks when the owner dies (see _core/shm.c)
+    64   life: the word the kernel marks when the owner dies (see _core/shm.c); the cores that the owner may use, and
+         how its long waits ended (see _core/cores.h)
     2048 what the lock watch has to say, 1024 bytes (see _core/lockwatch.c)
 
 From the second page on lies the flight recorder (see flight.py), and then what is allocated.
@@ -37,6 +38,7 @@ from typing import Any
 
 from symcomm._core import native
 from symcomm.errors import CallerError, ResourceError
+from symcomm.memory.control_groups import watch_quotas
 from symcomm.memory.flight import CAPACITY, Flight, flight_bytes
 from symcomm.memory.heap import PAGE, Heap
 from symcomm.memory.limits import ENLARGE, check_room, physical_bytes, words_for_bytes
@@ -105,6 +107,7 @@ class Peer:
 
     def __post_init__(self) -> None:
         weakref.finalize(self, native.unmap, self.base, self.nbytes).atexit = False
+        native.add_rank(self.life)
 
     @property
     def life(self) -> int:
@@ -126,6 +129,11 @@ class Peer:
         if magic != MAGIC:
             raise _not_an_arena()
         return cls(nonce, pid, _map(fd, nbytes), nbytes)
+
+
+def read_waits(fd: int) -> tuple[int, ...]:
+    """How many long waits of the rank whose arena is open as ``fd`` were over by looking, by yielding, by sleeping."""
+    return struct.unpack("<3Q", os.pread(fd, 24, LIFE + native.LIFE_WAITS))
 
 
 _peers: weakref.WeakValueDictionary[bytes, Peer] = weakref.WeakValueDictionary()  # arenas mapped by this process
@@ -156,6 +164,7 @@ class Arena:
         self.path: str | None = None
         self.nbytes = min(physical_bytes(), MAX_ADDRESSES // RANKS_PLANNED_FOR) & -HUGE
         self.fd, base = -1, 0
+        watch_quotas()
         try:
             self._make_file()
             base = _map(self.fd, self.nbytes)

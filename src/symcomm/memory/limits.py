@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from symcomm.errors import ResourceError
+from symcomm.memory.control_groups import PROC, folders
 
 __all__ = ["check_room", "physical_bytes", "words_for_bytes"]
 
 UNLIMITED = 1 << 62  # version 1 says so by a number of about 2**63
-PROC = Path("/proc/self")
 ENLARGE = "enlarge it (docker run --shm-size=8g, mount -o remount,size=8g), or let ranks share one network namespace"
 
 
@@ -46,28 +45,14 @@ def _numbers(path: Path) -> dict[str, int]:
         return {}
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
 @dataclass(frozen=True)
 class _Hierarchy:
-    """A version of control groups: how its lines in /proc look, and what it calls its files."""
+    """A version of control groups, and what it calls its files."""
 
     kind: str  # of file system
     limit: str
     used: str
     cache: str  # what precedes the names of cached pages in memory.stat, so that they include the groups below
-
-    def is_mounted_by(self, options: str) -> bool:
-        return self.kind == "cgroup2" or "memory" in options.split(",")
-
-    def is_named_by(self, controllers: str) -> bool:
-        """Of a line in /proc/self/cgroup, ``number:controllers:place``."""
-        return controllers == "" if self.kind == "cgroup2" else "memory" in controllers.split(",")
 
 
 HIERARCHIES = (
@@ -79,29 +64,9 @@ HIERARCHIES = (
 @functools.lru_cache(maxsize=4)
 def _groups(proc: Path, _pid: int) -> list[tuple[Path, _Hierarchy, int]]:
     """And the tightest limit above each, where it says so. Looked up once: that takes longer than reading the rest."""
-    found = [(folder, hierarchy) for hierarchy in HIERARCHIES for folder in _folders(proc, hierarchy)]
+    found = [(folder, h) for h in HIERARCHIES for folder in folders(proc, h.kind, "memory", h.limit)]
     name = "hierarchical_memory_limit"
     return [(folder, kind, _numbers(folder / "memory.stat").get(name, UNLIMITED)) for folder, kind in found]
-
-
-def _folders(proc: Path, hierarchy: _Hierarchy) -> Iterator[Path]:
-    """The control group of this process and those above it, as far as they are mounted here."""
-    fields = [line.split(":", 2) for line in _lines(proc / "cgroup")]
-    place = next((f[2] for f in fields if len(f) == 3 and hierarchy.is_named_by(f[1])), None)
-    if place is None:
-        return
-    for line in _lines(proc / "mountinfo"):
-        mount, _, rest = line.partition(" - ")
-        kind, _, options = [*rest.split(), "", "", ""][:3]
-        if kind != hierarchy.kind or not hierarchy.is_mounted_by(options):
-            continue
-        root, point = mount.split()[3:5]
-        below = place.removeprefix(root) if root != "/" and place.startswith(root) else place  # a container's own part
-        folder = Path(point) / below.lstrip("/")
-        while folder.is_relative_to(point):
-            if (folder / hierarchy.limit).exists():
-                yield folder
-            folder = folder.parent
 
 
 def _room_in(folder: Path, hierarchy: _Hierarchy, above: int, wanted: int) -> tuple[int, str] | None:

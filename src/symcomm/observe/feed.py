@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from symcomm import errors
+from symcomm.memory.arena import read_waits
 from symcomm.memory.flight import ENTRY, GROUP, GROUPS, SITE, SITES, FlightEntry
 from symcomm.memory.heap import PAGE
 from symcomm.observe.ask import ask_stacks, kernel_stacks, list_store, spied_stacks, words_for_stacks
@@ -42,6 +43,7 @@ class RankFacts:
     arena_bytes: int  # memory its arena really takes
     missed: int = 0  # operations that were overwritten before anybody read them
     stopped: bool = False  # by SIGSTOP or a debugger
+    waits: tuple[int, ...] = ()  # that took long and were over by looking, by yielding, by sleeping; empty: not known
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class _Recorder:
         self._named = 0
         self.missed = 0
         self.total = 0
+        self.waits: tuple[int, ...] = ()
         self.latest_ns = 0  # when its last operation began
 
     def bytes_at(self, place: int, length: int) -> bytes:
@@ -110,6 +113,7 @@ class _Recorder:
     def read(self) -> None:
         """Copy what is new. Nothing is decoded yet, so that all ranks are read at nearly the same moment."""
         self.total, self._capacity, self._named, _, forgotten = struct.unpack("<5Q", self.bytes_at(0, 40))
+        self.waits = read_waits(self.fd)
         self._pieces = []
         if not self._capacity:
             return
@@ -215,7 +219,8 @@ class SharedMemoryFeed(Feed):
             self._last[rank] = recorder.pid
             taken = os.fstat(recorder.fd).st_blocks * 512
             alive, stopped = is_running(recorder.pid), process_state(recorder.pid) in ("T", "t")
-            ranks.append(RankFacts(rank, recorder.pid, alive, recorder.total, taken, recorder.missed, stopped))
+            counts = (recorder.total, taken, recorder.missed)
+            ranks.append(RankFacts(rank, recorder.pid, alive, *counts, stopped, recorder.waits))
         return Sample(now, ranks, operations, list(groups.values()))
 
     def find_stacks(self, ranks: Iterable[int]) -> dict[int, list[ThreadStack]]:

@@ -30,6 +30,8 @@ __all__ = ["Meter", "Spans"]
 # Seconds. From a small all_reduce in shared memory (about a microsecond) to something that waits for a disk.
 BUCKETS = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
+WAYS_TO_WAIT = ("looked", "yielded", "slept")
+
 
 def _library(name: str, extra: str) -> Any:
     import importlib
@@ -82,11 +84,16 @@ class Meter:
         self._missed = Counter(
             "symcomm_missed_operations", "Too many at once to be counted one by one.", ("rank",), registry=registry
         )
+        self._waits = Counter(
+            "symcomm_waits", "Waits of more than 10 us: looked on, yielded the core, or slept.", ("rank", "ended"),
+            registry=registry,
+        )  # fmt: skip
         self._arena = Gauge("symcomm_arena_bytes", "Memory the rank's arena takes.", ("rank",), registry=registry)
         self._up = Gauge("symcomm_rank_up", "1 while the rank's process runs.", ("rank",), registry=registry)
         self._lag = Gauge("symcomm_rank_lag", "Collectives behind the first rank.", ("rank",), registry=registry)
         self._stuck = Gauge("symcomm_stuck", "1 while something is stuck.", registry=registry)
         self._before: dict[int, tuple[int, int]] = {}
+        self._waits_before: dict[int, tuple[int, ...]] = {}
         self._kinds = _Children(
             operations=self._operations, bytes=self._bytes, waited=self._waited, latency=self._latency
         )
@@ -107,10 +114,17 @@ class Meter:
             rank.recorded.inc(max(0, fact.operations - recorded))
             rank.missed.inc(max(0, fact.missed - missed))
             self._before[fact.rank] = fact.operations, fact.missed
+            self._count_waits(fact.rank, fact.waits)
             rank.arena.set(fact.arena_bytes)
             rank.up.set(int(fact.alive))
             rank.lag.set(lag)
         self._stuck.set(int(live.verdict() is not None))
+
+    def _count_waits(self, rank: int, waits: tuple[int, ...]) -> None:
+        before = self._waits_before.get(rank, (0,) * len(waits))
+        for way, count, counted in zip(WAYS_TO_WAIT, waits, before, strict=False):
+            self._waits.labels(str(rank), way).inc(max(0, count - counted))
+        self._waits_before[rank] = waits
 
     def _count(self, operation: Operation) -> None:
         assert operation.finished_ns is not None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 from functools import partial
 from pathlib import Path
 
+from symcomm.memory.control_groups import granted_cores
 from symcomm.observe.health import FAIL, OK, WARN, Check, Finding
 
 __all__ = ["checks"]
@@ -39,35 +39,8 @@ def cores(ranks: int | None) -> Finding:
     return Finding("cores", WARN, found, fix)
 
 
-def cgroup_quota() -> float | None:
-    """Cores' worth of time that the control groups of this process grant; None: no limit."""
-    best: float | None = None
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    place = next((line.split("::", 1)[1] for line in lines if line.startswith("0::")), "/")
-    folder = Path("/sys/fs/cgroup") / place.lstrip("/")
-    while str(folder).startswith("/sys/fs/cgroup"):
-        try:
-            limit, period = (folder / "cpu.max").read_text().split()
-            if limit != "max":
-                best = min(best or math.inf, int(limit) / int(period))
-        except (OSError, ValueError):
-            pass
-        folder = folder.parent
-    try:  # the first version of control groups
-        old = Path("/sys/fs/cgroup/cpu")
-        granted, of = (int((old / f"cpu.cfs_{what}_us").read_text()) for what in ("quota", "period"))
-        if granted > 0:
-            best = min(best or math.inf, granted / of)
-    except (OSError, ValueError):
-        pass
-    return best
-
-
 def quota(ranks: int | None) -> Finding:
-    granted, usable = cgroup_quota(), len(os.sched_getaffinity(0))
+    granted, usable = granted_cores(), len(os.sched_getaffinity(0))
     if granted is None:
         return Finding("cpu quota", OK, "none: all of every core's time")
     found = f"{granted:.2g} cores' worth of time on {usable} cores"

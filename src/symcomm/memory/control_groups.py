@@ -1,0 +1,89 @@
+"""The control groups that this process is in, in both of their versions, and how much processor time they grant."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from symcomm._core import native
+
+__all__ = ["PROC", "Quota", "folders", "granted_cores", "quotas", "watch_quotas"]
+
+PROC = Path("/proc/self")
+LIMITS = {"cgroup2": "cpu.max", "cgroup": "cpu.cfs_quota_us"}  # kind of file system -> where the quota is
+PERIOD = "cpu.cfs_period_us"  # of the first version; the second has it in the same file
+
+
+def folders(proc: Path, kind: str, controller: str, file: str) -> Iterator[Path]:
+    """The control group of this process and those above it, as far as they are mounted here and have ``file``."""
+    fields = [line.split(":", 2) for line in _lines(proc / "cgroup")]
+    place = next((f[2] for f in fields if len(f) == 3 and _is_named(kind, f[1], controller)), None)
+    if place is None:
+        return
+    for line in _lines(proc / "mountinfo"):
+        mount, _, rest = line.partition(" - ")
+        mounted, _, options = [*rest.split(), "", "", ""][:3]
+        if mounted != kind or not (kind == "cgroup2" or controller in options.split(",")):
+            continue
+        root, point = mount.split()[3:5]
+        below = place.removeprefix(root) if root != "/" and place.startswith(root) else place  # a container's own part
+        folder = Path(point) / below.lstrip("/")
+        while folder.is_relative_to(point):
+            if (folder / file).exists():
+                yield folder
+            folder = folder.parent
+
+
+def _is_named(kind: str, controllers: str, controller: str) -> bool:
+    """By a line in /proc/self/cgroup, ``number:controllers:place``."""
+    return controllers == "" if kind == "cgroup2" else controller in controllers.split(",")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+@dataclass(frozen=True)
+class Quota:
+    """Where a control group says how much processor time its processes may use together."""
+
+    limit: Path
+    period: Path | None  # None: it stands beside the limit
+
+    @property
+    def cores(self) -> float | None:
+        """Cores' worth of time; None: no limit."""
+        try:
+            text = self.limit.read_text() + (f" {self.period.read_text()}" if self.period else "")
+            granted, period = (int(word) for word in text.split())
+        except (OSError, ValueError):  # "max"
+            return None
+        return granted / period if granted > 0 and period > 0 else None
+
+
+def quotas(proc: Path = PROC) -> list[Quota]:
+    """Of all control groups of this process."""
+    return [
+        Quota(folder / limit, folder / PERIOD if kind == "cgroup" else None)
+        for kind, limit in LIMITS.items()
+        for folder in folders(proc, kind, "cpu", limit)
+    ]
+
+
+def granted_cores() -> float | None:
+    """What the tightest of them grants; None: there is no limit."""
+    return min((cores for quota in quotas() if (cores := quota.cores) is not None), default=None)
+
+
+def watch_quotas(found: list[Quota] | None = None) -> None:
+    """Have the core look at these files from now on when it asks whether ranks have a core each."""
+    native.watch_quotas(tuple(
+        (str(quota.limit), str(quota.period) if quota.period else None, str(quota.limit.with_name("cpu.stat")),
+         os.stat(quota.limit.parent).st_ino)
+        for quota in (quotas() if found is None else found)
+    ))  # fmt: skip
