@@ -247,6 +247,33 @@ def bench_gpu(ranks: int, rounds: int | None, wanted: Wanted, *, quick: bool) ->
     bench_program("gpu", module.Plan(ranks, **(module.QUICK if quick else {}) | more), wanted)
 
 
+def bench_llm(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: bool, **shape: int) -> None:
+    """A language model on CPUs. Rows are printed section by section: ways to run, numbers of ranks."""
+    need_torch("symcomm bench llm")
+    module = _module_of("llm")
+    given = {name: value for name, value in shape.items() if value} | ({"rounds": rounds} if rounds else {})
+    plan = module.Plan(**(module.QUICK if quick else {}) | given | ({"worlds": (ranks,)} if ranks else {}))
+    module.check(plan)
+    print(f"# {module.note(plan)}")
+    lines = bench_table.Lines(module.HEAD, module.WIDTHS, wanted.markdown)
+    found = []
+    for section in plan.sections:
+        with progress(len(section.sides) * plan.rounds) as tick:
+            here = module.measure(section, plan, tick)
+        for figures in here:
+            lines.show(module.row_of(figures, here, plan, wanted.best))
+        found += here
+    for reason in dict.fromkeys(f"{figures.side}: {figures.reason}" for figures in found if figures.reason):
+        print(f"# -: {reason}")
+    facts = bench_table.machine()
+    what = "fastest turn" if wanted.best else f"median of {plan.rounds} turns"
+    print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} when done; {what}")
+    if wanted.json_file:
+        wanted.json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
+    if wanted.plot_file:
+        pictures.draw(wanted.plot_file, module.note(plan), module.picture(found, plan, wanted.best))
+
+
 def bench_store(wanted: Wanted, *, quick: bool) -> None:
     """Beside PyTorch's, where that is installed."""
     module = _module_of("store")
@@ -281,6 +308,9 @@ def bench(
     against: options.Against = "",
     collectives: options.Collectives = "all_reduce",
     python: options.Python = "",
+    layers: options.Layers = 0,
+    width: options.Width = 0,
+    batch: options.Batch = 0,
     quick: options.Quick = False,
     best: options.Best = False,
     pin: options.Pin = True,
@@ -300,11 +330,13 @@ def bench(
       symcomm bench groups --ranks 4
       symcomm bench ddp
       symcomm bench compile --quick
+      symcomm bench llm --ranks 2
       symcomm bench gpu
       symcomm bench hosts --ranks 4 --collectives all_reduce,all_gather
       symcomm bench sites
       symcomm bench torch --python other/bin/python
     """
+    asked = ranks
     if ranks is None:
         ranks = 1 if collective == "sites" else 2
     wanted = Wanted(markdown, best, json_file, plot_file)
@@ -317,6 +349,9 @@ def bench(
             setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
         elif collective == "store":
             bench_store(wanted, quick=quick)
+        elif collective == "llm":
+            _check_numbers(ranks, 0, 0, 0, rounds, "llm")
+            bench_llm(asked, rounds, wanted, quick=quick, layers=layers, width=width, batch=batch)
         elif collective == "gpu":
             bench_gpu(ranks, rounds, wanted, quick=quick)
         elif collective == "sites":
@@ -344,7 +379,7 @@ def bench(
 
 def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:
     call = "symcomm bench"
-    lowest = 2 if collective in ("p2p", "all", "window", "groups", "ddp", "compile", "gpu", "torch") else 1
+    lowest = 2 if collective in ("p2p", "all", "window", "groups", "ddp", "compile", "gpu", "torch", "llm") else 1
     if ranks < lowest:
         raise errors.bad_argument(call, "--ranks", ranks, f"{lowest} or more for {collective}")
     if not 0 <= root < ranks:

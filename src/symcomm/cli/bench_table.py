@@ -170,11 +170,35 @@ def as_text(table: Table) -> str:
     return "\n".join(lines)
 
 
+class Lines:
+    """A table whose rows are printed as they come. ``widths``: of columns that are wider than their names."""
+
+    def __init__(self, head: list[str], widths: Mapping[str, int], markdown: bool):
+        self.head, self.markdown = head, markdown
+        self.widths = [max(len(word), widths.get(word, 0)) for word in head]
+        self.shown = False
+
+    def show(self, row: list[str]) -> None:
+        if not self.shown:
+            print(_markdown_head(self.head) if self.markdown else "# " + self._spaced(self.head))
+        self.shown = True
+        print(_markdown_row(row) if self.markdown else "  " + self._spaced(row), flush=True)
+
+    def _spaced(self, row: list[str]) -> str:
+        return "  ".join(word.rjust(w) for word, w in zip(row, self.widths, strict=True))
+
+
 def as_markdown(table: Table) -> str:
     title, head, rows = table
-    lines = [f"**{title}**", "", "| " + " | ".join(head) + " |", "|" + " ---: |" * len(head)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines)
+    return "\n".join([f"**{title}**", "", _markdown_head(head), *map(_markdown_row, rows)])
+
+
+def _markdown_head(head: list[str]) -> str:
+    return _markdown_row(head) + "\n|" + " ---: |" * len(head)
+
+
+def _markdown_row(row: list[str]) -> str:
+    return "| " + " | ".join(row) + " |"
 
 
 def reasons(results: Iterable[Result]) -> list[str]:
