@@ -52,6 +52,11 @@ HEAD += ["decode / gloo's", "decode / one process's"]
 WIDTHS = {"mode": len("compiled"), "side": max(map(len, SIDES.values()))}
 
 
+def has_deepspeed() -> bool:
+    """Whether it is installed; it is not loaded."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
 @dataclass(frozen=True)
 class Plan:
     """What to measure: ``rounds`` turns of every side, each a prompt to read and tokens to write for every text."""
@@ -84,7 +89,7 @@ class Section:
 
     @property
     def sides(self) -> list[str]:
-        names = [name for name in SIDES if name != "deepspeed" or importlib.util.find_spec(name)]
+        names = [name for name in SIDES if name != "deepspeed" or has_deepspeed()]
         return [name for name in names if self.mode == "eager" or name not in EAGER_ONLY]
 
 
@@ -109,7 +114,10 @@ def check(plan: Plan) -> None:
     """Refuse shapes that cannot be divided among the ranks."""
     from symcomm.cli.bench_llm_model import Config
 
-    if plan.width % 256:
+    for option, value in (("--layers", plan.layers), ("--batch", plan.batch)):
+        if value < 1:
+            raise errors.bad_argument("symcomm bench", option, value, "1 or more")
+    if plan.width < 256 or plan.width % 256:
         raise errors.bad_argument("symcomm bench", "--width", plan.width, "a multiple of 256")
     heads = Config(**plan.config).kv_heads
     for world in plan.worlds:
