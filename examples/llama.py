@@ -192,7 +192,7 @@ def read_options() -> argparse.Namespace:
     return options
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def main() -> None:
     options = read_options()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("WORLD_SIZE", 1))))

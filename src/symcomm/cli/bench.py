@@ -350,8 +350,8 @@ def bench(
         elif collective == "store":
             bench_store(wanted, quick=quick)
         elif collective == "llm":
-            _check_numbers(ranks, 0, 0, 0, rounds, "llm")
-            bench_llm(asked, rounds, wanted, quick=quick, layers=layers, width=width, batch=batch)
+            _check_numbers(ranks, 0, iters, 0, rounds, "llm")
+            bench_llm(asked, rounds, wanted, quick=quick, layers=layers, width=width, batch=batch, tokens=iters)
         elif collective == "gpu":
             bench_gpu(ranks, rounds, wanted, quick=quick)
         elif collective == "sites":

@@ -95,7 +95,7 @@ class Section:
 
 @dataclass
 class Figures:
-    """One side in one section. Seconds are the slowest rank's, once for every turn."""
+    """One side in one section. Seconds are the slowest rank's, once a turn: of a prompt, and of the median token."""
 
     mode: str
     ranks: int
@@ -147,7 +147,7 @@ def measure(section: Section, plan: Plan, tick: Callable[[str], None] = lambda w
             for figures in able[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
                 answers = sides[figures.side].ask(what, {"do": "time"})
                 for name in ("prefill", "decode", "reducing"):
-                    getattr(figures, name).append(max(answer[name] for answer in answers))
+                    getattr(figures, name).append(max(statistics.median(answer[name]) for answer in answers))
                 tick(f"{what}, {SIDES[figures.side]}")
     return found
 
@@ -179,8 +179,8 @@ def _prepare(sides: Sequence[Side], section: Section, plan: Plan, what: str) -> 
 
 def speeds(figures: Figures, plan: Plan, best: bool) -> tuple[float, float]:
     """Tokens a second: read, and written."""
-    read, written = plan.batch * plan.prompt, plan.batch * plan.tokens
-    return read / figures.seconds("prefill", best), written / figures.seconds("decode", best)
+    prefill, decode = figures.seconds("prefill", best), figures.seconds("decode", best)
+    return plan.batch * plan.prompt / prefill, plan.batch / decode
 
 
 def row_of(figures: Figures, section: Sequence[Figures], plan: Plan, best: bool = False) -> list[str]:
@@ -190,7 +190,7 @@ def row_of(figures: Figures, section: Sequence[Figures], plan: Plan, best: bool 
     prefill, decode = speeds(figures, plan, best)
     reducing = figures.seconds("reducing", best)
     row = [figures.mode, str(figures.ranks), SIDES[figures.side], f"{prefill:.0f}", f"{decode:.1f}"]
-    row.append(f"{reducing / plan.tokens * 1e3:.2f}" if reducing else "-")
+    row.append(f"{reducing * 1e3:.2f}" if reducing else "-")
     for other in ("gloo", "one"):
         base = next(speeds(f, plan, best)[1] for f in section if f.side == other)
         row.append("-" if figures.side == other else bench_table.times(decode / base))

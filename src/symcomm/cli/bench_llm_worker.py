@@ -6,7 +6,7 @@ order      answer
 start      {}, or {"unsupported": why this side cannot run here}; the ranks meet
 prepare    {}; makes this rank's part of the model, compiles it if it is asked to, and writes once
 check      {"tokens": what it writes}
-time       {"prefill": seconds, "decode": seconds, "reducing": how many of the latter were in all_reduce}
+time       {"prefill": [seconds], "decode": [seconds of each token], "reducing": [how many of all these in all_reduce]}
 =========  ======================================================================================================
 
 Sides: "one" is one process with the whole model; "gloo" and "symcomm" call `dist.all_reduce`, "direct" calls the
@@ -100,18 +100,19 @@ class Run:
         self.places = torch.arange(config.length).split([order["prompt"], *[1] * order["tokens"]])
         self.write()
 
-    def write(self) -> tuple[dict[str, float], list[Any]]:
+    def write(self) -> tuple[dict[str, list[float]], list[Any]]:
         """Read the prompt, then write a token for each place: how long that took, and what was written."""
         import torch
 
-        with torch.no_grad():
-            begin = time.perf_counter()
-            written = [self.step(self.prompt, self.places[0])]
-            self.reducing, prefilled = 0.0, time.perf_counter()
-            for place in self.places[1:]:
-                written.append(self.step(written[-1][:, None], place))
-        decode = time.perf_counter() - prefilled
-        return {"prefill": prefilled - begin, "decode": decode, "reducing": self.reducing}, written
+        found: dict[str, list[float]] = {"prefill": [], "decode": [], "reducing": []}
+        written = [self.prompt]
+        with torch.inference_mode():
+            for place in self.places:
+                self.reducing, begin = 0.0, time.perf_counter()
+                written.append(self.step(written[-1].view(len(self.prompt), -1), place))
+                found["prefill" if len(written) == 2 else "decode"].append(time.perf_counter() - begin)
+                found["reducing"].append(self.reducing)
+        return found, written[1:]
 
 
 def main() -> None:
