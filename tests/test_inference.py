@@ -18,11 +18,11 @@ import torch
 import symcomm
 from symcomm import errors
 from symcomm.cli import bench_llm, bench_llm_worker
-from symcomm.cli.bench_llm_model import Config, Llama, Parallel, generate
+from symcomm.llama import Config, Llama, Parallel, generate
 from tests.test_bench import cli, refused
 from tests.test_examples import ENVIRONMENT, ROOT, run_example
 
-MODEL = ROOT / "src/symcomm/cli/bench_llm_model.py"
+MODEL = ROOT / "src/symcomm/llama.py"
 CONFIG = Config(layers=2, width=256, vocabulary=512, length=24, batch=3)
 PROMPT = torch.arange(30).view(3, 10) * 17 % 512
 

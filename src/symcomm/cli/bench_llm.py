@@ -1,6 +1,6 @@
 """``symcomm bench llm``: tokens a second of a language model that is split over ranks, on CPUs.
 
-The same decoder (bench_llm_model.py) runs eager and compiled: in one process with a thread on every core, and divided
+The same decoder (symcomm/llama.py) runs eager and compiled: in one process with a thread on every core, and divided
 among ranks, which add up their parts twice a layer: on Gloo, on the symcomm backend, and by Symcomm's own call. A
 *section* is one mode (eager, compiled) with one number of ranks; its sides take turns, its rows come when it is done.
 """
@@ -112,7 +112,7 @@ class Figures:
 
 def check(plan: Plan) -> None:
     """Refuse shapes that cannot be divided among the ranks."""
-    from symcomm.cli.bench_llm_model import Config
+    from symcomm.llama import Config
 
     for option, value in (("--layers", plan.layers), ("--batch", plan.batch)):
         if value < 1:

@@ -75,7 +75,7 @@ class Run:
     def __init__(self, rank: int, world: int, reduce: Reduce, order: dict[str, Any]):
         import torch
 
-        from symcomm.cli.bench_llm_model import Config, Llama, Parallel
+        from symcomm.llama import Config, Llama, Parallel
 
         compiled = order["compiled"]
         self.reducing = 0.0

@@ -1,6 +1,7 @@
-"""A decoder of Llama's shape, split over ranks: what `symcomm bench llm` measures.
+"""A decoder of Llama's shape with random weights, split over ranks: the model of `symcomm bench llm`.
 
-`examples/llama.py` is the same model as a program; a test keeps the two the same.
+`examples/llama.py` has the same model, with a program around it that can be read and copied on its own; a test keeps
+the two the same. docs/inference.md explains it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Config", "Llama", "Parallel"]
+__all__ = ["Config", "Llama", "Parallel", "generate"]
 
 HEAD = 64  # elements of an attention head
 
