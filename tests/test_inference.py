@@ -161,14 +161,16 @@ def test_transformers_tp_plan(tmp_path: Path):
 
 
 def fake_figures(section: bench_llm.Section, plan: bench_llm.Plan) -> list[bench_llm.Figures]:
-    """Seconds of a token in three rounds; the second is slow."""
+    """Seconds of a token in three rounds; the second is slow, and so is every second token."""
     decode = {"one": [0.05, 0.9, 0.05], "gloo": [0.1, 3.0, 0.1], "symcomm": [0.04, 1, 0.04], "direct": [0.025, 1, 0.02]}
     figures = []
     for name in section.sides:
         turns = decode.get(name, [1.0])
         ranks = 1 if name == "one" else section.ranks
-        reducing = [turn / 2 if section.mode == "eager" else 0.0 for turn in turns]
-        figures.append(bench_llm.Figures(section.mode, ranks, name, "", [20 * t for t in turns], turns, reducing))
+        prefill = [[20 * seconds] for seconds in turns]
+        tokens = [[seconds, 5 * seconds, seconds] for seconds in turns]
+        reducing = [[seconds / 2 if section.mode == "eager" else 0.0] * 3 for seconds in turns]
+        figures.append(bench_llm.Figures(section.mode, ranks, name, "", prefill, tokens, reducing))
     return figures
 
 
@@ -234,6 +236,7 @@ def test_a_rank_times_its_tokens(monkeypatch: pytest.MonkeyPatch, compiled: bool
     assert asked == [3, *[False] * compiled]
     assert [token.shape for token in written] == [(1,)] * 5
     assert len(found["prefill"]) == 1 and len(found["decode"]) == 4 and min(found["decode"]) > 0.003
+    assert len(found["reducing"]) == 4
     assert all(seconds == 0 if compiled else seconds >= 0.003 for seconds in found["reducing"])  # three calls a token
 
 

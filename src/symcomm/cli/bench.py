@@ -266,7 +266,7 @@ def bench_llm(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: b
     for reason in dict.fromkeys(f"{figures.side}: {figures.reason}" for figures in found if figures.reason):
         print(f"# -: {reason}")
     facts = bench_table.machine()
-    what = "fastest turn" if wanted.best else f"median of {plan.rounds} turns"
+    what = "fastest prompt and token" if wanted.best else f"median of {plan.rounds} turns"
     print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} when done; {what}")
     if wanted.json_file:
         wanted.json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")

@@ -95,19 +95,20 @@ class Section:
 
 @dataclass
 class Figures:
-    """One side in one section. Seconds are the slowest rank's, once a turn: of a prompt, and of the median token."""
+    """One side in one section. Seconds are the slowest rank's: of every prompt, and, turn by turn, of every token."""
 
     mode: str
     ranks: int
     side: str
     reason: str = ""  # why it cannot run here
-    prefill: list[float] = field(default_factory=list)
-    decode: list[float] = field(default_factory=list)
-    reducing: list[float] = field(default_factory=list)  # of ``decode``, inside all_reduce
+    prefill: list[list[float]] = field(default_factory=list)
+    decode: list[list[float]] = field(default_factory=list)
+    reducing: list[list[float]] = field(default_factory=list)  # of each token's, inside all_reduce
 
     def seconds(self, what: str, best: bool = False) -> float:
+        """Of a turn's median token, the median of turns; or of the fastest token of all."""
         turns = getattr(self, what)
-        return min(turns) if best else statistics.median(turns)
+        return min(map(min, turns)) if best else statistics.median(map(statistics.median, turns))
 
 
 def check(plan: Plan) -> None:
@@ -147,7 +148,8 @@ def measure(section: Section, plan: Plan, tick: Callable[[str], None] = lambda w
             for figures in able[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
                 answers = sides[figures.side].ask(what, {"do": "time"})
                 for name in ("prefill", "decode", "reducing"):
-                    getattr(figures, name).append(max(statistics.median(answer[name]) for answer in answers))
+                    ranks = [answer[name] for answer in answers]
+                    getattr(figures, name).append([max(seconds) for seconds in zip(*ranks, strict=True)])
                 tick(f"{what}, {SIDES[figures.side]}")
     return found
 

@@ -6,7 +6,7 @@ order      answer
 start      {}, or {"unsupported": why this side cannot run here}; the ranks meet
 prepare    {}; makes this rank's part of the model, compiles it if it is asked to, and writes once
 check      {"tokens": what it writes}
-time       {"prefill": [seconds], "decode": [seconds of each token], "reducing": [how many of all these in all_reduce]}
+time       {"prefill": [seconds], "decode": [seconds of each token], "reducing": [how many of those in all_reduce]}
 =========  ======================================================================================================
 
 Sides: "one" is one process with the whole model; "gloo" and "symcomm" call `dist.all_reduce`, "direct" calls the
@@ -110,8 +110,12 @@ class Run:
             for place in self.places:
                 self.reducing, begin = 0.0, time.perf_counter()
                 written.append(self.step(written[-1].view(len(self.prompt), -1), place))
-                found["prefill" if len(written) == 2 else "decode"].append(time.perf_counter() - begin)
-                found["reducing"].append(self.reducing)
+                seconds = time.perf_counter() - begin
+                if len(written) == 2:
+                    found["prefill"] = [seconds]
+                else:
+                    found["decode"].append(seconds)
+                    found["reducing"].append(self.reducing)
         return found, written[1:]
 
 
