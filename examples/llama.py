@@ -24,7 +24,7 @@ HEAD = 64  # elements of an attention head
 @dataclass(frozen=True)
 class Config:
     layers: int = 2
-    width: int = 256
+    width: int = 512
     vocabulary: int = 2048
     length: int = 64  # of the key-value cache, in tokens
     batch: int = 1
@@ -185,7 +185,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="compare with one rank that has the whole model")
     parser.add_argument("--tokens", type=int, default=16, help="to generate")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--width", type=int, default=512)
     options = parser.parse_args()
     if options.compile and options.by == "direct":
         parser.error("compiled graphs make their own calls: --compile goes with symcomm or gloo")

@@ -23,7 +23,7 @@ from tests.test_bench import cli, refused
 from tests.test_examples import ENVIRONMENT, ROOT, run_example
 
 MODEL = ROOT / "src/symcomm/llama.py"
-CONFIG = Config(layers=2, width=256, vocabulary=512, length=24, batch=3)
+CONFIG = Config(layers=2, width=512, vocabulary=512, length=24, batch=3)
 PROMPT = torch.arange(30).view(3, 10) * 17 % 512
 
 
@@ -136,10 +136,38 @@ if dist.is_initialized():
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed (pip install transformers)"
 )
+
+
+@needs_transformers
+def test_the_model_is_a_llama():
+    """transformers' model with our weights writes what ours writes."""
+    transformers = importlib.import_module("transformers")
+    ours = Llama(CONFIG, Parallel())
+    config = transformers.LlamaConfig(
+        vocab_size=CONFIG.vocabulary, hidden_size=CONFIG.width, intermediate_size=CONFIG.hidden,
+        num_hidden_layers=CONFIG.layers, num_attention_heads=CONFIG.heads, num_key_value_heads=CONFIG.kv_heads,
+    )  # fmt: skip
+    weights = {"model.embed_tokens": ours.embedding, "model.norm": ours.norm, "lm_head": ours.head}
+    for number, layer in enumerate(ours.layers):
+        q, k, v = layer.qkv.split([CONFIG.width, *[64 * CONFIG.kv_heads] * 2])
+        gate, up = layer.gate_up.chunk(2)
+        own = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": layer.out}
+        own |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": layer.down}
+        own |= {"input_layernorm": layer.norms[0], "post_attention_layernorm": layer.norms[1]}
+        weights |= {f"model.layers.{number}.{name}": weight for name, weight in own.items()}
+    theirs = transformers.LlamaForCausalLM(config)
+    theirs.load_state_dict({f"{name}.weight": weight for name, weight in weights.items()})
+    found = theirs.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=12, do_sample=False,
+                            eos_token_id=None, pad_token_id=0)  # fmt: skip
+    with torch.no_grad():
+        assert torch.equal(found[:, PROMPT.shape[1] :], generate(ours, PROMPT, 12))
+
+
+@pytest.mark.slow
+@needs_transformers
 def test_transformers_tp_plan(tmp_path: Path):
     script, folder = tmp_path / "program.py", str(tmp_path / "model")
     script.write_text(TRANSFORMERS)

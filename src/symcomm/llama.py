@@ -21,7 +21,7 @@ HEAD = 64  # elements of an attention head
 @dataclass(frozen=True)
 class Config:
     layers: int = 2
-    width: int = 256
+    width: int = 512
     vocabulary: int = 2048
     length: int = 64  # of the key-value cache, in tokens
     batch: int = 1
