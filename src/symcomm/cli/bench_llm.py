@@ -200,12 +200,11 @@ def row_of(figures: Figures, section: Sequence[Figures], plan: Plan, best: bool 
 
 
 def note(plan: Plan) -> str:
-    threads = ", ".join(f"{world} ranks: {threads_of(world)}" for world in (1, *plan.worlds)).replace(
-        "1 ranks", "1 rank"
-    )
+    threads = ", ".join(f"{threads_of(world)} at {world} ranks" for world in plan.worlds)
+    texts = "a text" if plan.batch == 1 else f"{plan.batch} texts"
     return (
-        f"{plan.layers} layers, {plan.width} wide, float32, {plan.batch} texts of {plan.prompt} tokens, {plan.tokens} "
-        f"more of each; threads of each rank: {threads}; all sides wrote the same tokens"
+        f"{plan.layers} layers, {plan.width} wide, float32; {texts} of {plan.prompt} tokens and {plan.tokens} more; "
+        f"{threads_of(1)} threads in one process, each rank {threads}"
     )
 
 
