@@ -192,7 +192,7 @@ def row_of(figures: Figures, section: Sequence[Figures], plan: Plan, best: bool 
     prefill, decode = speeds(figures, plan, best)
     reducing = figures.seconds("reducing", best)
     row = [figures.mode, str(figures.ranks), SIDES[figures.side], f"{prefill:.0f}", f"{decode:.1f}"]
-    row.append(f"{reducing * 1e3:.2f}" if reducing else "-")
+    row.append(f"{reducing * 1e3:.2f}" if reducing and figures.side != "one" else "-")
     for other in ("gloo", "one"):
         base = next(speeds(f, plan, best)[1] for f in section if f.side == other)
         row.append("-" if figures.side == other else bench_table.times(decode / base))
