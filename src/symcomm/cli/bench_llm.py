@@ -200,11 +200,11 @@ def row_of(figures: Figures, section: Sequence[Figures], plan: Plan, best: bool 
 
 
 def note(plan: Plan) -> str:
-    threads = ", ".join(f"{threads_of(world)} at {world} ranks" for world in plan.worlds)
+    threads = ", ".join(f"{threads_of(world)} in each of {world} ranks" for world in plan.worlds)
     texts = "a text" if plan.batch == 1 else f"{plan.batch} texts"
     return (
         f"{plan.layers} layers, {plan.width} wide, float32; {texts} of {plan.prompt} tokens and {plan.tokens} more; "
-        f"{threads_of(1)} threads in one process, each rank {threads}"
+        f"threads: {threads_of(1)} in one process, {threads}"
     )
 
 
