@@ -18,7 +18,7 @@ TORCH = (
     "ddp_checks", "ddp_hook_order", "ddp_hooks", "ddp_hooks_local", "default_group_name", "device_autograd",
     "device_coalesced", "device_copies", "device_data_parallel", "device_nested", "doctor", "engines", "examples",
     "gpu_trouble", "gpu_without", "group_creation", "group_life", "group_life_memory", "handshake", "hooks",
-    "hooks_torch", "hosts_torch", "profile_fields", "reconfigure_torch", "short_way", "store_collectives",
+    "hooks_torch", "hosts_torch", "inference", "profile_fields", "reconfigure_torch", "short_way", "store_collectives",
     "store_contract", "store_model", "symm_mem", "symm_ops", "symmetrize", "tcp_store_interop", "torch_backend",
     "torch_versions", "trace_dumps", "windows", "windows_failures",
 )  # fmt: skip
@@ -34,13 +34,12 @@ WITHOUT_TORCH = (
 
 # Torch tensors in calls that have been the same in all its versions, our own sources, or tools that few machines have.
 MAIN_ONLY = (
-    "agreement", "agreement_hosts", "async", "attack", "bench", "bench_kernels", "collectives", "control_plane",
-    "death", "demo", "docs", "elastic", "failures", "flight", "fuzz", "gpu_collectives", "gpu_comm", "gpu_failures",
-    "gpu_torch", "gpu_windows", "groups", "grow", "hosts_aftermath", "hosts_attack", "hosts_failures", "hosts_lines",
-    "hosts_network", "hosts_strangers", "hosts_values", "layers", "leaving", "litmus", "model", "p2p", "ray",
-    "reconfigure", "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "stops",
-    "store_kept_socket", "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing", "trust",
-    "bench_noise", "waiting",
+    "agreement", "agreement_hosts", "async", "attack", "bench", "bench_kernels", "bench_noise", "collectives",
+    "control_plane", "death", "demo", "docs", "elastic", "failures", "flight", "fuzz", "gpu_collectives", "gpu_comm",
+    "gpu_failures", "gpu_torch", "gpu_windows", "groups", "grow", "hosts_aftermath", "hosts_attack", "hosts_failures",
+    "hosts_lines", "hosts_network", "hosts_strangers", "hosts_values", "layers", "leaving", "litmus", "model", "p2p",
+    "ray", "reconfigure", "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "stops",
+    "store_kept_socket", "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing", "trust", "waiting",
 )  # fmt: skip
 
 # Half of the time that all tests take: computing, and programs that others run. `make test` runs it beside the rest.

@@ -103,3 +103,43 @@ def test_costs():
     assert cost.kernel_us(nodes["a"]) == 0
     assert cost.collective_us(1 << 20, 2) > cost.collective_us(8, 2) > 0
     assert cost.has_idle_cores(len(os.sched_getaffinity(0)) * 2) is False
+
+
+BLOCKING = """
+import tempfile
+from datetime import timedelta
+import torch, torch.distributed as dist
+from symcomm.backend.register import register; register()
+from symcomm import errors
+from symcomm.compile import runtime
+path = f"file://{tempfile.mkdtemp()}/meet"
+dist.init_process_group("symcomm", init_method=path, rank=0, world_size=1, timeout=timedelta(seconds=60))
+group, seen = dist.group.WORLD, []
+theirs = type(group).allreduce
+type(group).allreduce = lambda self, *args: seen.append("torch's way") or theirs(self, *args)
+for op in ("sum", "avg", "product", "min", "max"):
+    x = torch.full((3,), 2.0)
+    runtime.all_reduce_(x, op, group.group_name)
+    assert x.tolist() == [2.0] * 3 and not seen, (op, x, seen)
+with torch.profiler.profile() as profile:
+    runtime.all_reduce_(torch.ones(2), "sum", group.group_name)
+assert seen and any("symcomm:all_reduce" in event.name for event in profile.events())
+
+def too_late(tensor, op):
+    raise errors.DeadlineError("nobody came", [1])
+
+group.core.all_reduce = too_late
+try:
+    runtime.all_reduce_(torch.ones(2), "sum", group.group_name)
+except errors.DeadlineError as error:
+    print(error, error.missing)
+"""
+
+
+def test_all_reduce_of_a_graph_goes_straight_to_the_core():
+    """Not by torch's options, unless somebody watches; late ones are told as everywhere."""
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKING], env=environment(), capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "Timed out waiting 60000ms: nobody came [1]"

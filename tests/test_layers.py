@@ -16,6 +16,7 @@ SRC = Path(__file__).parent.parent / "src" / "symcomm"
 # Higher number may import lower or equal ones, never the other way round.
 LAYERS = {
     "errors": 0,
+    "llama": 0,
     "torch_versions": 0,
     "types": 0,
     "_core": 0,

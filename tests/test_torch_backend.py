@@ -121,13 +121,14 @@ TWO_GROUPS = (
     "import sys, torch, torch.distributed as dist\n"
     "from symcomm.backend.register import register; register()\n"
     "for _ in range(int(sys.argv[1])):\n"
-    "    dist.init_process_group('gloo'); dist.new_group(); dist.barrier(); dist.destroy_process_group()\n"
+    "    dist.init_process_group('gloo'); dist.new_group(); dist.new_group([1]); dist.barrier()\n"
+    "    dist.destroy_process_group()\n"
 )
 
 
 @pytest.mark.parametrize(("asked", "lives"), [("gloo", 2), ("", 1)])  # Gloo itself may not survive a second one
 def test_a_replaced_gloo_is_told_once_by_rank_0(asked: str, lives: int, tmp_path: Path):
-    """Two ranks make two groups, twice: one line of one rank, and none where nothing is replaced."""
+    """Two ranks make groups, twice, one without rank 0: one line of one rank, and none where nothing is replaced."""
     script = tmp_path / "program.py"
     script.write_text(TWO_GROUPS)
     command = [sys.executable, "-m", "symcomm", "run", "-n", "2", str(script), str(lives)]

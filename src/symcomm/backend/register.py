@@ -27,11 +27,11 @@ def create(options: Any, backend_options: Any = None) -> Any:
     from symcomm.backend.reconfigure import EmptyCore, wants_reconfigure
 
     versions.warn_if_untested()
-    if _replaced and options.group_rank == 0:
+    members = list(options.global_ranks_in_group) or None  # torch names none for the default group
+    if _replaced and (members or range(options.group_size))[options.group_rank] == 0:
         _say_replaced()
     install()
     inductor.when_loaded()
-    members = list(options.global_ranks_in_group) or None  # torch names none for the default group
     empty: Any = EmptyCore(options) if wants_reconfigure(options, backend_options) else None
     group = TorchGroup(
         options.store,

@@ -335,10 +335,10 @@ def bench_noise(
     facts = bench_table.machine()
     where = "pinned to" if plan.pinned else "free on"
     how = f"load {facts['load']:.1f} before; medians of {plan.rounds} turns of {plan.seconds:g} s"
-    print(f"# {plan.ranks} ranks, {where} {facts['cores']} cores, {facts['system']}, {how}\n")
-    show = bench_table.row_printer(module.head(plan), wanted.markdown)
+    title = f"{plan.ranks} ranks, {where} {facts['cores']} cores, {facts['system']}, {how}"
+    table = bench_table.GrowingTable(title, module.head(plan), typer.echo, markdown=wanted.markdown)
     with progress(plan.turns) as tick:
-        found = module.run_noise_bench(plan, tick, lambda figures: show(module.row(figures, plan)))
+        found = module.run_noise_bench(plan, tick, lambda figures: table.add(module.row(figures, plan)))
     if plan.peers:
         goal = f"{bench_table.MISSED} marks what is below {bench_table.MPI_GOAL:g}x"
         print(f"# ratios: the better MPI's time / our time; {goal}")
@@ -348,6 +348,33 @@ def bench_noise(
         pictures.draw(
             wanted.plot_file, "beside neighbours: time of one call, lower is better", module.picture(found, plan)
         )
+
+
+def bench_llm(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: bool, **shape: int) -> None:
+    """A language model on CPUs. Rows are printed section by section: ways to run, numbers of ranks."""
+    need_torch("symcomm bench llm")
+    module = _module_of("llm")
+    given = {name: value for name, value in shape.items() if value} | ({"rounds": rounds} if rounds else {})
+    plan = module.Plan(**(module.QUICK if quick else {}) | given | ({"worlds": (ranks,)} if ranks else {}))
+    module.check(plan)
+    table = bench_table.GrowingTable(module.note(plan), module.HEAD, typer.echo, markdown=wanted.markdown)
+    found = []
+    for section in plan.sections:
+        with progress(len(section.sides) * plan.rounds) as tick:
+            here = module.measure(section, plan, tick)
+        for figures in here:
+            table.add(module.row_of(figures, here, plan, wanted.best))
+        found += here
+    for reason in dict.fromkeys(f"{figures.side}: {figures.reason}" for figures in found if figures.reason):
+        print(f"# -: {reason}")
+    facts = bench_table.machine()
+    what = "fastest prompt and token" if wanted.best else f"median of {plan.rounds} turns"
+    print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} when done; {what}")
+    print("# all sides wrote the same tokens")
+    if wanted.json_file:
+        wanted.json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
+    if wanted.plot_file:
+        pictures.draw(wanted.plot_file, module.note(plan), module.picture(found, plan, wanted.best))
 
 
 def bench_store(wanted: Wanted, *, quick: bool) -> None:
@@ -404,6 +431,9 @@ def bench(
     collectives: options.Collectives = "all_reduce",
     neighbours: options.Neighbours = "none,2:1,10:1,25:4",
     python: options.Python = "",
+    layers: options.Layers = 0,
+    width: options.Width = 0,
+    batch: options.Batch = 0,
     quick: options.Quick = False,
     best: options.Best = False,
     pin: options.Pin = True,
@@ -423,6 +453,7 @@ def bench(
       symcomm bench groups --ranks 4
       symcomm bench ddp
       symcomm bench compile --quick
+      symcomm bench llm --ranks 2
       symcomm bench gpu
       symcomm bench kernels --quick
       symcomm bench hosts --ranks 4 --collectives all_reduce,all_gather
@@ -430,6 +461,7 @@ def bench(
       symcomm bench sites
       symcomm bench torch --python other/bin/python
     """
+    asked = ranks
     if ranks is None:
         ranks = 1 if collective == "sites" else 2
     wanted = Wanted(markdown, best, json_file, plot_file)
@@ -442,6 +474,9 @@ def bench(
             setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
         elif collective == "store":
             bench_store(wanted, quick=quick)
+        elif collective == "llm":
+            _check_numbers(ranks, 0, iters, 0, rounds, "llm")
+            bench_llm(asked, rounds, wanted, quick=quick, layers=layers, width=width, batch=batch, tokens=iters)
         elif collective == "gpu":
             bench_gpu(ranks, rounds, wanted, quick=quick)
         elif collective == "kernels":
@@ -473,7 +508,8 @@ def bench(
 
 def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:
     call = "symcomm bench"
-    lowest = 2 if collective in ("p2p", "all", "window", "groups", "ddp", "compile", "gpu", "noise", "torch") else 1
+    pairs = ("p2p", "all", "window", "groups", "ddp", "compile", "gpu", "noise", "torch", "llm")
+    lowest = 2 if collective in pairs else 1
     if ranks < lowest:
         raise errors.bad_argument(call, "--ranks", ranks, f"{lowest} or more for {collective}")
     if not 0 <= root < ranks:

@@ -13,7 +13,7 @@ COLLECTIVES = (
 )  # fmt: skip
 ONE_SIDED = ("put", "put_signal")  # into windows: what ``window`` measures
 # Each in a file of its own.
-OTHERS = ("store", "kernels", "groups", "ddp", "compile", "gpu", "hosts", "noise", "sites", "torch")
+OTHERS = ("store", "kernels", "groups", "ddp", "compile", "gpu", "hosts", "noise", "sites", "torch", "llm")
 
 Collective = Annotated[
     str,
@@ -41,7 +41,7 @@ Ranks = Annotated[
     typer.Option(
         "--ranks",
         metavar="N",
-        help="Ranks on each side; hosts, sites: of each; kernels: sources. [default: 2; sites: 1]",
+        help="Ranks on each side; hosts, sites: of each; kernels: sources. [default: 2; sites: 1; llm: 2, then 4]",
         show_default=False,
     ),
 ]
@@ -50,7 +50,7 @@ Rounds = Annotated[
     typer.Option(
         "--rounds",
         metavar="N",
-        help="Turns that the sides take. [default: 3; kernels: 7; ddp, compile, groups: 10; hosts: 5; torch: 15]",
+        help="Turns that the sides take. [default: 3; kernels, llm: 7; ddp, compile, groups: 10; hosts: 5; torch: 15]",
         show_default=False,
     ),
 ]
@@ -75,6 +75,18 @@ Neighbours = Annotated[
 ]
 Python = Annotated[
     str, typer.Option("--python", metavar="PATHS", help="torch: interpreters with another torch, with commas.")
+]
+Layers = Annotated[
+    int, typer.Option("--layers", metavar="N", help="llm: of the model. [default: 8]", show_default=False)
+]
+Width = Annotated[
+    int,
+    typer.Option(
+        "--width", metavar="N", help="llm: of the model, a multiple of 256. [default: 1024]", show_default=False
+    ),
+]
+Batch = Annotated[
+    int, typer.Option("--batch", metavar="N", help="llm: texts at once. [default: 1]", show_default=False)
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Seven sizes, short repetitions, one summary.")]
 Best = Annotated[bool, typer.Option("--best", help="Show fastest repetitions: for noisy machines.")]

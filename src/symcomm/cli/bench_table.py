@@ -164,20 +164,6 @@ def marked(value: float | None, goal: float) -> str:
     return times(value) + (MISSED if value is not None and value < goal else "")
 
 
-def row_printer(head: Sequence[str], markdown: bool) -> Callable[[Sequence[str]], None]:
-    """Prints the head of a table now and its rows as they come, before it is known how wide they are."""
-    widths = [max(len(word), 10) for word in head]
-
-    def line(words: Sequence[str]) -> str:
-        return "  ".join(word.rjust(width) for word, width in zip(words, widths, strict=True))
-
-    if markdown:
-        print("| " + " | ".join(head) + " |\n|" + " ---: |" * len(head), flush=True)
-        return lambda row: print("| " + " | ".join(row) + " |", flush=True)
-    print("# " + line(head), flush=True)
-    return lambda row: print("  " + line(row), flush=True)
-
-
 def as_text(table: Table) -> str:
     title, head, rows = table
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
@@ -191,20 +177,20 @@ def as_markdown(table: Table) -> str:
     return "\n".join([*_markdown_head(title, head), *map(_markdown_row, rows)])
 
 
-def _markdown_head(title: str, head: list[str]) -> list[str]:
+def _markdown_head(title: str, head: Sequence[str]) -> list[str]:
     return [f"**{title}**", "", _markdown_row(head), "|" + " ---: |" * len(head)]
 
 
-def _markdown_row(row: list[str]) -> str:
+def _markdown_row(row: Sequence[str]) -> str:
     return "| " + " | ".join(row) + " |"
 
 
 class GrowingTable:
     """A table that is printed line by line, so that widths are given by what usually comes."""
 
-    WIDEST = MappingProxyType({"collective": 14, "size(B)": 10, "count": 10, "tensors": 9})
+    WIDEST = MappingProxyType({"collective": 14, "size(B)": 10, "count": 10, "tensors": 9, "side": 20})
 
-    def __init__(self, title: str, head: list[str], say: Callable[[str], None], *, markdown: bool):
+    def __init__(self, title: str, head: Sequence[str], say: Callable[[str], None], *, markdown: bool):
         self._say = say
         self._markdown = markdown
         self._widths = [max(len(word), self.WIDEST.get(word, 8)) for word in head]
@@ -212,10 +198,10 @@ class GrowingTable:
         for line in lines:
             say(line)
 
-    def add(self, row: list[str]) -> None:
+    def add(self, row: Sequence[str]) -> None:
         self._say(_markdown_row(row) if self._markdown else "  " + self._aligned(row))
 
-    def _aligned(self, row: list[str]) -> str:
+    def _aligned(self, row: Sequence[str]) -> str:
         return "  ".join(word.rjust(width) for word, width in zip(row, self._widths, strict=True))
 
 

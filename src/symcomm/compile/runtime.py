@@ -24,9 +24,13 @@ from torch._C._distributed_c10d import (
     _resolve_process_group,
 )
 
+from symcomm import errors
+from symcomm.backend.profile import is_profiling
+from symcomm.backend.work import late
 from symcomm.compile import shapes
 from symcomm.group.process_group import ProcessGroup
 from symcomm.symm_mem.allocate import empty_strided_p2p
+from symcomm.types import RedOpType
 
 __all__ = [
     "all_gather_into_tensor",
@@ -101,6 +105,8 @@ def places(group: ProcessGroup) -> dict[int, int]:
 
 # --- collectives that block -------------------------------------------------------------------------------------------
 
+_REDOPS = {op.name.lower(): op for op in RedOpType}
+
 
 @functools.cache
 def _options(kind: Any, op: str | None = None, root: int | None = None) -> Any:
@@ -114,7 +120,18 @@ def _options(kind: Any, op: str | None = None, root: int | None = None) -> Any:
 
 
 def all_reduce_(tensor: Tensor, op: str, group_name: str) -> None:
-    _resolve(group_name).allreduce([tensor], _options(AllreduceOptions, op))
+    """Straight to the core, unless somebody watches the group's calls. A model that writes tokens waits for many of
+    these, and between them its weights push everything else out of the caches: each object on the way costs.
+    """
+    group = _resolve(group_name)
+    if not group._plain or is_profiling():
+        group.allreduce([tensor], _options(AllreduceOptions, op))
+        return
+    core = group.core
+    try:
+        core.all_reduce(tensor, _REDOPS[op])
+    except errors.DeadlineError as error:
+        raise late(error, core.timeout, core.timeout) from None
 
 
 def all_reduce_coalesced_(tensors: list[Tensor], op: str, group_name: str) -> None:

@@ -1,0 +1,220 @@
+"""Tensor-parallel inference: a decoder of Llama's shape with random weights, split over the ranks.
+
+    symcomm run -n 2 examples/llama.py                  # dist.all_reduce on the symcomm backend
+    symcomm run -n 2 examples/llama.py direct           # Symcomm's own calls
+    symcomm run -n 2 examples/llama.py gloo --compile
+
+`--check` compares the tokens with those of one rank that has the whole model. docs/inference.md explains it.
+"""
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HEAD = 64  # elements of an attention head
+PROMPT = 16  # tokens
+
+
+@dataclass(frozen=True)
+class Config:
+    layers: int = 2
+    width: int = 512
+    vocabulary: int = 2048
+    length: int = 64  # of the key-value cache, in tokens
+    batch: int = 1
+
+    @property
+    def heads(self) -> int:
+        return self.width // HEAD
+
+    @property
+    def kv_heads(self) -> int:
+        return max(4, self.heads // 4)  # grouped-query attention
+
+    @property
+    def hidden(self) -> int:
+        return 256 * round(self.width * 8 / 3 / 256)
+
+
+class Parallel:
+    """What a rank is, and how ranks combine what they have. This one is alone."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' ``x``, where ``x`` was."""
+        return x
+
+
+class Weights:
+    """Random matrices. All ranks draw the same ones, and each keeps its part."""
+
+    def __init__(self, ranks: Parallel, seed: int = 0):
+        self.ranks, self.generator = ranks, torch.Generator().manual_seed(seed)
+
+    def whole(self, rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=self.generator) * columns**-0.5
+
+    def by_rows(self, rows: int, columns: int) -> Tensor:
+        """For a layer whose outputs are divided among the ranks ("column parallel", by how the papers write x A)."""
+        return self.whole(rows, columns).chunk(self.ranks.size, 0)[self.ranks.rank].clone()
+
+    def by_columns(self, rows: int, columns: int) -> Tensor:
+        """For a layer whose inputs are divided ("row parallel"): each rank has a part of every sum."""
+        return self.whole(rows, columns).chunk(self.ranks.size, 1)[self.ranks.rank].clone()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding: turns each pair (x[i], x[i + 32]); ``sin`` has the minus of the first of each pair in it."""
+    return torch.addcmul(x * cos, x.roll(HEAD // 2, -1), sin)
+
+
+class Layer(nn.Module):
+    """One rank's heads, and its part of the MLP. Two all_reduces: after attention, and after the MLP."""
+
+    def __init__(self, config: Config, ranks: Parallel, draw: Weights):
+        super().__init__()
+        wide, kv_wide = config.heads * HEAD, config.kv_heads * HEAD
+        self.ranks = ranks
+        self.heads, self.kv_heads = config.heads // ranks.size, config.kv_heads // ranks.size
+        projections = [draw.by_rows(n, config.width) for n in (wide, kv_wide, kv_wide)]
+        self.register_buffer("qkv", torch.cat(projections))
+        self.register_buffer("out", draw.by_columns(config.width, wide))
+        self.register_buffer("gate_up", torch.cat([draw.by_rows(config.hidden, config.width) for _ in range(2)]))
+        self.register_buffer("down", draw.by_columns(config.width, config.hidden))
+        self.register_buffer("norms", torch.ones(2, config.width))
+        cache = (config.batch, self.kv_heads, config.length, HEAD)
+        self.register_buffer("keys", torch.zeros(cache))
+        self.register_buffer("values", torch.zeros(cache))
+
+    def attend(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        qkv = F.linear(x, self.qkv).view(batch, tokens, -1, HEAD).transpose(1, 2)
+        turned = rotate(qkv[:, : -self.kv_heads], cos, sin)
+        self.keys.index_copy_(2, positions, turned[:, self.heads :])
+        self.values.index_copy_(2, positions, qkv[:, -self.kv_heads :])
+        # Query heads that share keys are more rows of the same product.
+        query = turned[:, : self.heads].reshape(batch, self.kv_heads, -1, HEAD)
+        mixed = F.scaled_dot_product_attention(query, self.keys, self.values, mask)
+        return mixed.reshape(batch, self.heads, tokens, HEAD).transpose(1, 2).reshape(batch, tokens, -1)
+
+    def forward(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        normed = F.rms_norm(x, x.shape[-1:], self.norms[0])
+        mixed = self.attend(normed, positions, cos, sin, mask)
+        x = x + self.ranks.all_reduce(F.linear(mixed, self.out))
+        gate, up = F.linear(F.rms_norm(x, x.shape[-1:], self.norms[1]), self.gate_up).chunk(2, -1)
+        return x + self.ranks.all_reduce(F.linear(F.silu(gate) * up, self.down))
+
+
+class Llama(nn.Module):
+    """Tokens in, the most likely next token out. Each rank has its rows of the vocabulary's last layer."""
+
+    def __init__(self, config: Config, ranks: Parallel):
+        super().__init__()
+        draw = Weights(ranks)
+        self.config, self.ranks = config, ranks
+        self.register_buffer("embedding", draw.whole(config.vocabulary, config.width))
+        self.layers = nn.ModuleList(Layer(config, ranks, draw) for _ in range(config.layers))
+        self.register_buffer("head", draw.by_rows(config.vocabulary, config.width))
+        self.register_buffer("norm", torch.ones(config.width))
+        angles = torch.outer(torch.arange(config.length), 10000.0 ** -torch.arange(0, 1, 2 / HEAD))
+        self.register_buffer("cos", angles.cos().repeat(1, 2))
+        self.register_buffer("sin", torch.cat([-angles.sin(), angles.sin()], -1))
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding[tokens]
+        cos, sin = self.cos[positions], self.sin[positions]
+        seen = torch.arange(self.config.length) <= positions[:, None]
+        mask = seen.repeat(self.config.heads // self.config.kv_heads, 1)
+        for layer in self.layers:
+            x = layer(x, positions, cos, sin, mask)
+        scores = F.linear(F.rms_norm(x[:, -1], x.shape[-1:], self.norm), self.head)
+        return self.most_likely(scores)
+
+    def most_likely(self, scores: Tensor) -> Tensor:
+        """Ranks compare the best of their rows: two numbers a text, each rank's in a place that is 0 elsewhere."""
+        rank, rows = self.ranks.rank, scores.shape[-1]
+        found = scores.new_zeros(self.ranks.size, 2, len(scores))
+        found[rank] = torch.stack([scores.amax(-1), scores.argmax(-1) + float(rank * rows)])
+        best, row = self.ranks.all_reduce(found).unbind(1)
+        return row.gather(0, best.argmax(0, keepdim=True))[0].long()
+
+
+def generate(step: Any, prompt: Tensor, count: int) -> Tensor:
+    """Greedy: prefill with the whole prompt, then token by token."""
+    length = prompt.shape[1]
+    found = [step(prompt, torch.arange(length))]
+    for place in range(length, length + count - 1):
+        found.append(step(found[-1][:, None], torch.tensor([place])))
+    return torch.stack(found, 1)
+
+
+class TorchRanks(Parallel):
+    """The ranks of torch's default group, through torch.distributed."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x
+
+
+class DirectRanks(TorchRanks):
+    """The same ranks, past torch.distributed: the Symcomm group behind torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.group: Any = dist.group.WORLD.core
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.group.all_reduce(x)
+        return x
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("by", nargs="?", choices=("symcomm", "direct", "gloo"), default="symcomm")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument("--check", action="store_true", help="compare with one rank that has the whole model")
+    parser.add_argument("--tokens", type=int, default=16, help="to generate")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=512)
+    options = parser.parse_args()
+    if options.compile and options.by == "direct":
+        parser.error("compiled graphs make their own calls: --compile goes with symcomm or gloo")
+    return options
+
+
+@torch.inference_mode()
+def main() -> None:
+    options = read_options()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("WORLD_SIZE", 1))))
+    dist.init_process_group("gloo" if options.by == "gloo" else "symcomm")
+    config = Config(options.layers, options.width, length=PROMPT + options.tokens)
+    ranks = DirectRanks() if options.by == "direct" else TorchRanks()
+    assert config.kv_heads % ranks.size == 0, f"{config.kv_heads} key heads cannot be divided among {ranks.size} ranks"
+    model = Llama(config, ranks)
+    step = torch.compile(model, dynamic=False) if options.compile else model
+    prompt = torch.randint(config.vocabulary, (1, PROMPT), generator=torch.Generator().manual_seed(1))
+    tokens = generate(step, prompt, options.tokens)
+    begin = time.perf_counter()
+    assert torch.equal(tokens, generate(step, prompt, options.tokens)), "a second run gave other tokens"
+    seconds = time.perf_counter() - begin
+    if options.check:
+        assert torch.equal(tokens, generate(Llama(config, Parallel()), prompt, options.tokens)), "one rank disagrees"
+    if ranks.rank == 0:
+        print("tokens", *tokens[0].tolist(), flush=True)
+        print(f"{options.tokens / seconds:.0f} tokens/s on {ranks.size} ranks, prefill included", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
