@@ -44,11 +44,11 @@ MAIN_ONLY = (
 
 # Half of the time that all tests take: computing, and programs that others run. `make test` runs it beside the rest.
 BESIDE = (
-    "bench", "c10d_enums", "c10d_groups", "c10d_names", "c10d_options", "c10d_stores", "c10d_works", "c10d_wrapper",
-    "cli", "compile_checks", "compile_options", "conformance_quick", "default_group_name", "demo", "device_autograd",
-    "device_coalesced", "device_copies", "docs", "doctor", "examples", "group_life", "hooks_torch", "launcher",
-    "layers", "model", "numpy_ranks", "plan_bugs", "plan_failures", "plans", "reduce_kernels", "simulate",
-    "store_model", "torch_backend",
+    "bench", "bench_kernels", "bench_noise", "c10d_enums", "c10d_groups", "c10d_names", "c10d_options", "c10d_stores",
+    "c10d_works", "c10d_wrapper", "cli", "compile_checks", "compile_options", "conformance_quick",
+    "default_group_name", "demo", "device_autograd", "device_coalesced", "device_copies", "docs", "doctor", "examples",
+    "group_life", "hooks_torch", "inference", "launcher", "layers", "model", "numpy_ranks", "plan_bugs",
+    "plan_failures", "plans", "reduce_kernels", "simulate", "store_model", "torch_backend",
 )  # fmt: skip
 
 SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH, "beside": BESIDE}
