@@ -12,6 +12,11 @@ LINES, WIDTH = 12, 400  # of a failure that is told again
 _status = 0
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What looks at the whole process comes first, before other tests have left ranks and sockets in it."""
+    items.sort(key=lambda item: item.get_closest_marker("unused_process") is None)
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Groups that a file forgot are collected at its end. With as many objects as torch has, the collector comes too
     seldom, and their sockets are taken for another test's leak."""

@@ -14,7 +14,7 @@ from tests.test_torch_backend import environment, find_mpirun, free_port, run, r
 ROOT = Path(__file__).parent.parent
 PROGRAM = ["-m", "tests.life_program"]
 
-LIVES = int(os.environ.get("SYMCOMM_LIVES", "25"))  # of a process; `make soak` wants 100
+LIVES = int(os.environ.get("SYMCOMM_LIVES", "15"))  # of a process; `make soak` wants 100
 
 
 def launch(launcher: str, api: str, cycles: int) -> str:

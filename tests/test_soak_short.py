@@ -7,6 +7,8 @@ import pytest
 from tests.soak import soak
 from tests.soak_scenario import FAULTS, HARMLESS, Scenario
 
+pytestmark = pytest.mark.unused_process
+
 FIRST, COUNT = 20_054, 30
 
 

@@ -101,7 +101,8 @@ def test_reconfigure_names_one_that_stops_at_any_step_and_it_hears_the_same(host
     for (victim, step), values in zip(scenarios, play(tmp_path, size, run, scenarios), strict=True):
         kind, words, ranks = values[0][0]
         assert [v[0] for v in values] == [(kind, words, ranks)] * size, step  # one story, on all
-        assert kind == "DeadlineError" and victim in ranks, (step, words)  # others may have been late because of it
+        # Others are late because of it; where the first one passes on everybody's memory, some wait for that one.
+        assert kind == "DeadlineError" and {victim, 0} & set(ranks), (step, words)
         assert words.startswith("reconfigure of group 'world' to uuid 1 failed: ")
         assert words.endswith("; the group has no members yet.")
         assert [v[1] for v in values] == [expected(me, range(size)) for me in range(size)], step

@@ -7,7 +7,11 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
+
 from symcomm.store import TCPStore
+
+pytestmark = pytest.mark.unused_process
 
 
 def _accepted(port: int) -> int:

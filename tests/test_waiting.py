@@ -22,6 +22,8 @@ from symcomm.memory.control_groups import PROC, Quota, granted_cores, quotas, wa
 from tests.faults import run_group
 from tests.halts import Words, until
 
+pytestmark = pytest.mark.unused_process
+
 CORES = sorted(os.sched_getaffinity(0))
 needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 LATE = 300e-6  # seconds: longer than the first looks, shorter than a rank keeps its core for

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from symcomm._core import native
-
 __all__ = ["PROC", "Quota", "folders", "granted_cores", "quotas", "watch_quotas"]
 
 PROC = Path("/proc/self")
@@ -82,6 +80,8 @@ def granted_cores() -> float | None:
 
 def watch_quotas(found: list[Quota] | None = None) -> None:
     """Have the core look at these files from now on when it asks whether ranks have a core each."""
+    from symcomm._core import native  # `symcomm doctor` asks for quotas where it was not built
+
     native.watch_quotas(tuple(
         (str(quota.limit), str(quota.period) if quota.period else None, str(quota.limit.with_name("cpu.stat")),
          os.stat(quota.limit.parent).st_ino)
