@@ -4,156 +4,22 @@
     symcomm run -n 2 examples/llama.py direct           # Symcomm's own calls
     symcomm run -n 2 examples/llama.py gloo --compile
 
-`--check` compares the tokens with those of one rank that has the whole model. docs/inference.md explains it.
+The model is symcomm.llama, 150 lines of PyTorch. `--check` compares the tokens with those of one rank that has the
+whole model. docs/inference.md explains it.
 """
 
 import argparse
 import os
 import time
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-HEAD = 64  # elements of an attention head
+import symcomm
+from symcomm.llama import Config, Llama, Parallel, generate
+
 PROMPT = 16  # tokens
-
-
-@dataclass(frozen=True)
-class Config:
-    layers: int = 2
-    width: int = 512
-    vocabulary: int = 2048
-    length: int = 64  # of the key-value cache, in tokens
-    batch: int = 1
-
-    @property
-    def heads(self) -> int:
-        return self.width // HEAD
-
-    @property
-    def kv_heads(self) -> int:
-        return max(4, self.heads // 4)  # grouped-query attention
-
-    @property
-    def hidden(self) -> int:
-        return 256 * round(self.width * 8 / 3 / 256)
-
-
-class Parallel:
-    """What a rank is, and how ranks combine what they have. This one is alone."""
-
-    rank, size = 0, 1
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' ``x``, where ``x`` was."""
-        return x
-
-
-class Weights:
-    """Random matrices. All ranks draw the same ones, and each keeps its part."""
-
-    def __init__(self, ranks: Parallel, seed: int = 0):
-        self.ranks, self.generator = ranks, torch.Generator().manual_seed(seed)
-
-    def whole(self, rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=self.generator) * columns**-0.5
-
-    def by_rows(self, rows: int, columns: int) -> Tensor:
-        """For a layer whose outputs are divided among the ranks ("column parallel", by how the papers write x A)."""
-        return self.whole(rows, columns).chunk(self.ranks.size, 0)[self.ranks.rank].clone()
-
-    def by_columns(self, rows: int, columns: int) -> Tensor:
-        """For a layer whose inputs are divided ("row parallel"): each rank has a part of every sum."""
-        return self.whole(rows, columns).chunk(self.ranks.size, 1)[self.ranks.rank].clone()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: turns each pair (x[i], x[i + 32]); ``sin`` has the minus of the first of each pair in it."""
-    return torch.addcmul(x * cos, x.roll(HEAD // 2, -1), sin)
-
-
-class Layer(nn.Module):
-    """One rank's heads, and its part of the MLP. Two all_reduces: after attention, and after the MLP."""
-
-    def __init__(self, config: Config, ranks: Parallel, draw: Weights):
-        super().__init__()
-        wide, kv_wide = config.heads * HEAD, config.kv_heads * HEAD
-        self.ranks = ranks
-        self.heads, self.kv_heads = config.heads // ranks.size, config.kv_heads // ranks.size
-        projections = [draw.by_rows(n, config.width) for n in (wide, kv_wide, kv_wide)]
-        self.register_buffer("qkv", torch.cat(projections))
-        self.register_buffer("out", draw.by_columns(config.width, wide))
-        self.register_buffer("gate_up", torch.cat([draw.by_rows(config.hidden, config.width) for _ in range(2)]))
-        self.register_buffer("down", draw.by_columns(config.width, config.hidden))
-        self.register_buffer("norms", torch.ones(2, config.width))
-        cache = (config.batch, self.kv_heads, config.length, HEAD)
-        self.register_buffer("keys", torch.zeros(cache))
-        self.register_buffer("values", torch.zeros(cache))
-
-    def attend(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        batch, tokens, _ = x.shape
-        qkv = F.linear(x, self.qkv).view(batch, tokens, -1, HEAD).transpose(1, 2)
-        turned = rotate(qkv[:, : -self.kv_heads], cos, sin)
-        self.keys.index_copy_(2, positions, turned[:, self.heads :])
-        self.values.index_copy_(2, positions, qkv[:, -self.kv_heads :])
-        # Query heads that share keys are more rows of the same product.
-        query = turned[:, : self.heads].reshape(batch, self.kv_heads, -1, HEAD)
-        mixed = F.scaled_dot_product_attention(query, self.keys, self.values, mask)
-        return mixed.reshape(batch, self.heads, tokens, HEAD).transpose(1, 2).reshape(batch, tokens, -1)
-
-    def forward(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        normed = F.rms_norm(x, x.shape[-1:], self.norms[0])
-        mixed = self.attend(normed, positions, cos, sin, mask)
-        x = x + self.ranks.all_reduce(F.linear(mixed, self.out))
-        gate, up = F.linear(F.rms_norm(x, x.shape[-1:], self.norms[1]), self.gate_up).chunk(2, -1)
-        return x + self.ranks.all_reduce(F.linear(F.silu(gate) * up, self.down))
-
-
-class Llama(nn.Module):
-    """Tokens in, the most likely next token out. Each rank has its rows of the vocabulary's last layer."""
-
-    def __init__(self, config: Config, ranks: Parallel):
-        super().__init__()
-        draw = Weights(ranks)
-        self.config, self.ranks = config, ranks
-        self.register_buffer("embedding", draw.whole(config.vocabulary, config.width))
-        self.layers = nn.ModuleList(Layer(config, ranks, draw) for _ in range(config.layers))
-        self.register_buffer("head", draw.by_rows(config.vocabulary, config.width))
-        self.register_buffer("norm", torch.ones(config.width))
-        angles = torch.outer(torch.arange(config.length), 10000.0 ** -torch.arange(0, 1, 2 / HEAD))
-        self.register_buffer("cos", angles.cos().repeat(1, 2))
-        self.register_buffer("sin", torch.cat([-angles.sin(), angles.sin()], -1))
-
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        x = self.embedding[tokens]
-        cos, sin = self.cos[positions], self.sin[positions]
-        seen = torch.arange(self.config.length) <= positions[:, None]
-        mask = seen.repeat(self.config.heads // self.config.kv_heads, 1)
-        for layer in self.layers:
-            x = layer(x, positions, cos, sin, mask)
-        scores = F.linear(F.rms_norm(x[:, -1], x.shape[-1:], self.norm), self.head)
-        return self.most_likely(scores)
-
-    def most_likely(self, scores: Tensor) -> Tensor:
-        """Ranks compare the best of their rows: two numbers a text, each rank's in a place that is 0 elsewhere."""
-        rank, rows = self.ranks.rank, scores.shape[-1]
-        found = scores.new_zeros(self.ranks.size, 2, len(scores))
-        found[rank] = torch.stack([scores.amax(-1), scores.argmax(-1) + float(rank * rows)])
-        best, row = self.ranks.all_reduce(found).unbind(1)
-        return row.gather(0, best.argmax(0, keepdim=True))[0].long()
-
-
-def generate(step: Any, prompt: Tensor, count: int) -> Tensor:
-    """Greedy: prefill with the whole prompt, then token by token."""
-    length = prompt.shape[1]
-    found = [step(prompt, torch.arange(length))]
-    for place in range(length, length + count - 1):
-        found.append(step(found[-1][:, None], torch.tensor([place])))
-    return torch.stack(found, 1)
 
 
 class TorchRanks(Parallel):
@@ -172,7 +38,7 @@ class DirectRanks(TorchRanks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.group: Any = dist.group.WORLD.core
+        self.group = symcomm.of(dist.group.WORLD)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.group.all_reduce(x)

@@ -1,7 +1,6 @@
-"""A decoder of Llama's shape with random weights, split over ranks: the model of `symcomm bench llm`.
+"""A decoder of Llama's shape with random weights, split over ranks.
 
-`examples/llama.py` has the same model, with a program around it that can be read and copied on its own; a test keeps
-the two the same. docs/inference.md explains it.
+`examples/llama.py` is a program around it, and `symcomm bench llm` measures it. docs/inference.md explains it.
 """
 
 from __future__ import annotations

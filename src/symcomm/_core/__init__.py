@@ -17,6 +17,7 @@ backoff.c, cores.c  what a wait does before it sleeps; whether there is a core f
 plan.c, exec.c     load and run a plan (see symcomm.collectives.plan) in one call
 async.c            operations that run while the caller goes on
 group.c            groups, plans and requests as Python sees them
+report.c           what Python is told of a group: where ranks are, ways of calls, waits
 tensor.c, quick.c  blocking calls seen before: from Python tensors to the executor in one call
 p2p.c, p2p_module.c  mailboxes: tagged messages between two ranks
 signals.c          signal pads: put, wait and barrier on words of symmetric memory

@@ -42,6 +42,7 @@ int symcomm_add_shm(PyObject *module);
 int symcomm_add_tensor(PyObject *module);
 int symcomm_add_cores(PyObject *module);
 int symcomm_add_group(PyObject *module);
+int symcomm_add_report(PyObject *module);
 int symcomm_add_quick(PyObject *module);
 int symcomm_add_options(PyObject *module);
 int symcomm_add_p2p(PyObject *module);

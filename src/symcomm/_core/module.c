@@ -16,6 +16,7 @@ PyMODINIT_FUNC PyInit__native(void) {
         symcomm_add_tensor,
         symcomm_add_cores,
         symcomm_add_group,
+        symcomm_add_report,
         symcomm_add_quick,
         symcomm_add_options,
         symcomm_add_p2p,

@@ -407,6 +407,18 @@ def _module_of(name: str) -> Any:
     return importlib.import_module(f"symcomm.cli.bench_{name}")
 
 
+def bench_collective(
+    what: What, sizes: list[int], ranks: int, kinds: list[str], against: str, effort: Effort, wanted: Wanted, *,
+    pin: bool, quick: bool,
+) -> None:  # fmt: skip
+    _check_numbers(ranks, what.root, effort.iterations, effort.warmup, effort.rounds, what.collective)
+    if what.collective == "window":
+        kinds = kinds[:1]  # where a tensor is that is put makes no difference
+    question = make_question(what, sizes, ranks, kinds, against, effort, pin=pin, one_place=quick)
+    need_torch(f"symcomm bench {what.collective}")
+    answer(question, wanted, summary=quick)
+
+
 # --- the command -------------------------------------------------------------------------------------------------
 
 
@@ -491,19 +503,13 @@ def bench(
                 more = {"pythons": _module_of("torch").find_pythons(python)}
             bench_turns(collective, ranks, rounds, iters, wanted, quick=quick, **more)
         else:
-            _check_numbers(ranks, root, iters, warmup, rounds, collective)
             what = What(collective, NCCL_DTYPES.get(dtype, dtype), op, root)
             sizes = pick_sizes(minbytes, maxbytes, factor, step, quick)
             pace = QUICK if quick else Effort()
-            effort = Effort(
-                pace.rounds if rounds is None else rounds, pace.repetitions, pace.seconds, iters, warmup, check != 0
-            )
+            turns = pace.rounds if rounds is None else rounds
+            effort = Effort(turns, pace.repetitions, pace.seconds, iters, warmup, check != 0)
             kinds = [kind for kind in OURS if ordinary == symmetric or ordinary == (kind == "ordinary")]
-            if collective == "window":
-                kinds = kinds[:1]  # where a tensor is that is put makes no difference
-            question = make_question(what, sizes, ranks, kinds, against, effort, pin=pin, one_place=quick)
-            need_torch(f"symcomm bench {collective}")
-            answer(question, wanted, summary=quick)
+            bench_collective(what, sizes, ranks, kinds, against, effort, wanted, pin=pin, quick=quick)
 
 
 def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:
