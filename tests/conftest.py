@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
+import tempfile
 
 import pytest
 
 LINES, WIDTH = 12, 400  # of a failure that is told again
 _status = 0
+
+
+def pytest_configure() -> None:
+    """Files that arenas are, where they have names, lie in a directory of this process's own: what another process has
+    there, such as the other half of ``make test``, is not a leak of ours."""
+    os.environ["SYMCOMM_SHM_DIR"] = tempfile.mkdtemp(dir="/dev/shm", prefix="tests-")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,6 +35,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_sessionfinish(exitstatus: int) -> None:
     global _status
     _status = int(exitstatus)
+    shutil.rmtree(os.environ["SYMCOMM_SHM_DIR"], ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -175,8 +175,8 @@ def attempt(call: Callable[[], Any]) -> str:
 
 
 def leftovers() -> list[str]:
-    """Children, files in /dev/shm and memory of ours that should not be there any more."""
-    found = [name for name in os.listdir("/dev/shm") if "symcomm" in name]
+    """Children and files of ours that should not be there any more."""
+    found = os.listdir(os.environ["SYMCOMM_SHM_DIR"]) if "SYMCOMM_SHM_DIR" in os.environ else []
     try:
         while (pid := os.waitpid(-1, os.WNOHANG)[0]) > 0:
             found.append(f"child {pid}")

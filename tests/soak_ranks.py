@@ -25,7 +25,7 @@ from tests.soak_scenario import HARMLESS, STOPPED_TIMEOUT, Scenario
 STEPS_AFTER = 12
 TURNS = 20  # of groups that are left, in a scenario
 CLAIMS = 24  # tensors of 256 KiB in the place of a group's memory
-SETTLE = 10.0  # seconds for threads to end and peers to leave
+SETTLE = 10.0  # seconds for threads to end, peers to leave, survivors and newcomers to come: on a busy machine, too
 
 
 class WrongValues(Exception):
@@ -132,9 +132,9 @@ def strike(plan: Scenario, g: ProcessGroup, kept: list[Any]) -> None:
 
 def run_steps(plan: Scenario, g: ProcessGroup, report: Report, kept: list[Any]) -> None:
     dice, own = random.Random(-1 - plan.seed), random.Random(plan.seed * 31 + g.rank)
-    if plan.fault == "stop":
-        g.set_timeout(STOPPED_TIMEOUT)
     for step in range(plan.step + 12 if plan.fault in HARMLESS else 2000):
+        if step == plan.step and plan.fault == "stop":
+            g.set_timeout(STOPPED_TIMEOUT)
         if step == plan.step and plan.fault == "mismatch":
             g.reduce(torch.ones(3), op="max") if g.rank == plan.victim else g.all_reduce(torch.ones(7))
         elif step == plan.step and plan.fault == "leavings":
@@ -210,7 +210,7 @@ def ask_late(kept: list[Any], g: ProcessGroup) -> list[str]:
 def shrink(g: ProcessGroup) -> ProcessGroup:
     while True:
         try:
-            return g.shrink(timeout=2.0)
+            return g.shrink(timeout=SETTLE)
         except errors.RankFailedError as error:
             if "call shrink() again" not in str(error):
                 raise
@@ -224,7 +224,8 @@ def go_on(plan: Scenario, g: ProcessGroup, report: Report) -> ProcessGroup:
     report.sizes.append(g.size)
     after(plan, g, 1)
     if plan.newcomers:
-        old, g = g, g.grow(timeout=4.0, wait=3.0, size=g.size + plan.newcomers)
+        wait = 3.0 if plan.newcomer_killed else SETTLE  # the killed one never comes
+        old, g = g, g.grow(timeout=4.0, wait=wait, size=g.size + plan.newcomers)
         if g is not old:
             old.destroy()
         report.sizes.append(g.size)

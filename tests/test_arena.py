@@ -384,7 +384,7 @@ def named_files(directory: str) -> set[str]:
 
 @pytest.mark.parametrize("way", ["fd", "named"])
 def test_nothing_is_left_after_sigkill(tmp_path, monkeypatch, way):
-    directory = "/dev/shm"
+    directory = os.environ["SYMCOMM_SHM_DIR"]
     if way == "named":
         directory = str(tmp_path / "shm")
         os.mkdir(directory)

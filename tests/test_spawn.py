@@ -33,7 +33,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert list(tmp_path.glob("symcomm-*")) == []
-    assert [name for name in os.listdir("/dev/shm") if "symcomm" in name] == []
+    assert os.listdir(os.environ["SYMCOMM_SHM_DIR"]) == []
     assert multiprocessing.active_children() == []
 
 
