@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from symcomm import errors
+from symcomm.backend.group import TorchGroup
 from symcomm.group.process_group import ProcessGroup
 from symcomm.hosts.group import HostsGroup
 from symcomm.store.handshake import _Attempt
@@ -127,6 +128,61 @@ def _new_group_in_tcp(rank: int) -> tuple:
         os.kill(os.getpid(), signal.SIGKILL)
     seconds, error = _seconds_until(lambda: dist.new_group([0, 1, 2]))
     return seconds, type(error).__name__, getattr(error, "ranks", None), str(error)
+
+
+# --- merge_remote_group: in a store, ranks of several groups ----------------------------------------------------------
+
+
+def _two_pairs(rank: int, world: int, folder: str, timeout: float) -> tuple:
+    store = dist.FileStore(os.path.join(folder, "store"), world)
+    pair = dist.PrefixStore(f"pair {rank // 2}", store)
+    long = timedelta(seconds=600)
+    return rank, TorchGroup(pair, rank % 2, 2, long, "pair"), dist.PrefixStore("all", store)
+
+
+def _merge_without_the_last(party: tuple, how: str) -> tuple:
+    rank, pair, store = party
+    pair.allreduce([torch.ones(1)]).wait()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "merge":
+        seconds, error = _seconds_until(lambda: pair.merge(store, None, rank, 4))
+    else:
+        seconds, error = _seconds_until(lambda: pair.merge_remote_group(store, 4))
+    return seconds, type(error), str(error)
+
+
+@pytest.mark.parametrize("how", ["merge", "merge_remote_group"])
+def test_groups_that_merge_notice_who_died(how: str):
+    """Nobody knows the ranks of the other pair: the one that has lost its partner tells them."""
+    *survivors, last = run_group(_merge_without_the_last, 4, how, join=_two_pairs)
+    assert last.kind == "died"
+    for outcome in survivors:
+        assert outcome.kind == "returned", outcome
+        seconds, kind, text = outcome.value
+        assert seconds < NOTICED and issubclass(kind, errors.RankFailedError), outcome
+        assert "SIGKILL" in text, outcome
+
+
+def _merge_survivors(party: tuple) -> float:
+    rank, pair, store = party
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        with pytest.raises(errors.RankFailedError):
+            pair.allreduce([torch.ones(1)]).wait()
+    three = pair.merge_remote_group(store, 3)
+    x = torch.ones(1)
+    three.allreduce([x]).wait()
+    three.shutdown()
+    return x.item()
+
+
+def test_a_survivor_merges_with_others():
+    """Its own group has failed, which everybody knows: who comes is nobody else's business."""
+    *survivors, last = run_group(_merge_survivors, 4, join=_two_pairs)
+    assert last.kind == "died"
+    assert [o.value for o in survivors] == [3.0] * 3, survivors
 
 
 # --- groups of groups: in memory, and by messages between hosts ------------------------------------------------------

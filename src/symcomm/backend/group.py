@@ -77,15 +77,25 @@ def _watch(members: Sequence[int]) -> Callable[[], None] | None:
     return world.watch([world.global_ranks.index(r) for r in members], "new_group()")
 
 
-def _meet(store: Any, rank: int, size: int, timeout: timedelta, name: str, members: Sequence[int] | None) -> Any:
-    """Our group of the ranks that torch makes one of."""
+def _meet(
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    name: str,
+    members: Sequence[int] | None,
+    check: Callable[[], None] | None,
+) -> Any:
+    """Our group of the ranks that torch makes one of. ``check``: raises once one of them cannot come any more."""
 
     def build(exchange: Exchange) -> Any:
         core = make_group(rank, size, exchange, name, timeout, None, members)
         core.barrier()  # nobody reads the store any more, so its host may leave
         return core
 
-    call, check = ("init_process_group", None) if members is None else ("new_group", _watch(members))
+    call = "merge_remote_group" if check is not None else "init_process_group" if members is None else "new_group"
+    if check is None and members is not None:
+        check = _watch(members)
     return handshake(store, place_in_store(members), rank, size, timeout.total_seconds(), build, call, check=check)
 
 
@@ -105,15 +115,17 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         options: Any = None,
         core: ProcessGroup | None = None,
         label: str = "",
+        check: Callable[[], None] | None = None,
     ):
-        """``label``: what messages and traces call the group, where ``name`` is a number that torch gave it."""
+        """``label``: what messages and traces call the group, where ``name`` is a number that torch gave it. ``check``:
+        raises once a rank that others wait for cannot come, where ``global_ranks`` do not say who they are."""
         super().__init__(rank, size)
         self._store = store
         self._global_ranks = global_ranks
         self.options = options if options is not None else Options("symcomm", timeout)
         self._is_default = bool(label)
         if core is None:
-            core = _meet(store, rank, size, timeout, label or name, global_ranks)
+            core = _meet(store, rank, size, timeout, label or name, global_ranks, check)
             hooks.joined(core, store)
         self._operations_before = core.sequence_number
         self.core = core

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = ["Life", "await_previous_group"]
 
 
 LAG = 10.0  # seconds for the others to leave a group before this rank looks for them in the next one
+MERGE_FAILED = "symcomm/merge/failed"  # a key; whoever tries again takes another store
 _previous: list[Callable[[float], None]] = []  # waits until all ranks have left the last default group
 
 
@@ -34,6 +36,21 @@ def await_previous_group() -> None:
     """Wait until rank 0 has left the last default group, whose store's server would be mistaken for the next one's."""
     while _previous:
         _previous.pop()(LAG)
+
+
+def _check_merge(store: Any, watch: Callable[[], None] | None) -> None:
+    try:
+        if watch is not None:
+            watch()
+    except errors.RankFailedError as error:
+        with contextlib.suppress(RuntimeError, errors.SymcommError):  # it may have been the store's host
+            store.set(MERGE_FAILED, str(error))
+        raise
+    why = b""
+    with contextlib.suppress(RuntimeError, errors.SymcommError):
+        why = bytes(store.get(MERGE_FAILED)) if store.check([MERGE_FAILED]) else b""
+    if why:
+        raise errors.RankFailedError(f"Another group that was to merge failed: {why.decode(errors='replace')}", [])
 
 
 class Life:
@@ -146,20 +163,26 @@ class Life:
         if not isinstance(size, int) or size < self.core.size:
             raise errors.bad_argument("merge_remote_group", "size", size, f"at least this group's {self.core.size}")
         lifetime = timeout or timedelta(seconds=self.core.timeout)
-        group = self.merged(store, size, lifetime, group_name or f"{self._name}:merge")
+        group = self.merged(store, size, lifetime, group_name or f"{self._name}:merge", self.merge_check(store))
         group._desc = group_desc or f"{self._desc}:merge"
         return group
 
     mergeRemoteGroup = merge_remote_group
 
+    def merge_check(self, store: Any) -> Callable[[], None]:
+        """For a meeting in ``store`` to which all of this group's ranks go: raises once one of them is gone, and tells
+        the other groups, whose ranks watch their own. Survivors of a group that has failed meet whom they like."""
+        watch = self.core.watch(range(self.core.size), "merge_remote_group()") if self.core.failure is None else None
+        return partial(_check_merge, store, watch)
+
     @classmethod
-    def merged(cls, store: Any, size: int, timeout: timedelta, name: str) -> Any:
+    def merged(cls, store: Any, size: int, timeout: timedelta, name: str, check: Callable[[], None]) -> Any:
         """A group of the first ``size`` ranks that come to ``store``."""
         place = int(store.add("mergeGroupRank", 1)) - 1
         if place >= size:
             raise errors.bad_argument("merge_remote_group", "size", size, f"at least {place + 1}, as many as came")
         make: Any = cls
-        return make(store, place, size, timeout, name)
+        return make(store, place, size, timeout, name, check=check)
 
     def shrink(self, ranks_to_exclude: Sequence[int] = (), shrink_flags: int = 0, opts_override: Any = None) -> Any:
         """The ranks that still live, without ``ranks_to_exclude``, go on in a new group; only they call this.

@@ -22,6 +22,7 @@ class Newer(Hooked, Estimates):
     core: ProcessGroup
     split_group: Callable[..., Any]
     getGroupName: Callable[[], str]
+    merge_check: Callable[[Any], Any]
     _group_uid = ""
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any = None) -> Any:
@@ -38,7 +39,7 @@ class Newer(Hooked, Estimates):
         timeout = getattr(opts, "_timeout", None) or timedelta(seconds=self.core.timeout)
         name = getattr(opts, "group_name", None) or f"{self.getGroupName()}:merge"
         make: Any = type(self)
-        return make(store, rank, size, timeout, name, list(range(size)), opts)
+        return make(store, rank, size, timeout, name, list(range(size)), opts, check=self.merge_check(store))
 
     def get_error(self) -> Any:
         """What ended the group, if something has."""

@@ -306,7 +306,9 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
         """One group of all ranks that meet in ``store``: ``size`` in all, numbered in the order in which they come."""
         if not isinstance(size, int) or size < self._size:
             raise errors.bad_argument("merge_remote_group", "size", size, f"at least this group's {self._size}")
-        engine = TorchGroup.merged(store, size, timeout, group_name or f"{self._name}:merge")
+        ours = next((b for b in self._kinds.values() if isinstance(b, TorchGroup)), None)
+        check = (lambda: None) if ours is None else ours.merge_check(store)  # PyTorch's do not say who lives
+        engine = TorchGroup.merged(store, size, timeout, group_name or f"{self._name}:merge", check)
         return self._around(engine, group_desc or f"{self._desc}:merge", self._device_types or [_CPU])
 
     mergeRemoteGroup = merge_remote_group
