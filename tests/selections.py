@@ -27,9 +27,9 @@ TORCH = (
 WITHOUT_TORCH = (
     "arena", "arena_shortages", "arena_strangers", "cli", "control_api", "control_attacks", "control_stacks", "doctor",
     "errors", "launch_conventions", "launcher", "launcher_blame", "launcher_elastic", "launcher_token", "limits",
-    "metrics", "numa", "numpy_ranks", "objects", "observe_together", "plan_bugs", "plan_failures", "plans",
-    "rendezvous", "selections", "simulate", "store_collectives", "store_contract", "store_file", "store_model",
-    "tcp_store", "tcp_store_hostile", "top_model", "top_page", "top_servers", "trace_verdict",
+    "metrics", "native_stub", "numa", "numpy_ranks", "objects", "observe_together", "plan_bugs", "plan_failures",
+    "plans", "rendezvous", "selections", "simulate", "store_collectives", "store_contract", "store_file",
+    "store_model", "tcp_store", "tcp_store_hostile", "top_model", "top_page", "top_servers", "trace_verdict",
 )  # fmt: skip
 
 # Torch tensors in calls that have been the same in all its versions, our own sources, or tools that few machines have.

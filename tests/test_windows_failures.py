@@ -92,7 +92,11 @@ def test_a_peer_that_is_killed_on_another_host_is_named(tmp_path):
 def left(group):
     window = group.new_window(torch.zeros(2))
     if group.rank == 1:
+        signal = window.wait_signal(0, async_op=True)
         group.destroy()
+        with pytest.raises(errors.GroupUnusableError):  # nobody sent it
+            signal.wait()
+        assert signal.is_completed() and not signal.is_success()
         with pytest.raises(errors.GroupUnusableError, match="was destroyed"):
             window.put(torch.ones(1), 0)
         with pytest.raises(errors.GroupUnusableError, match="was destroyed"):

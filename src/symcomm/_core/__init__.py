@@ -27,6 +27,6 @@ lockwatch.c        notices that the interpreter lock is not to be had, and says 
 =================  ===============================================================
 """
 
-from symcomm._core import _native as native  # type: ignore[attr-defined]
+from symcomm._core import _native as native
 
 __all__ = ["native"]

@@ -170,7 +170,8 @@ static PyObject *window_wait(PyObject *self, PyObject *const *args, Py_ssize_t n
     int64_t timeout = n == 3 ? PyLong_AsLongLong(args[2]) : 0;
     if (PyErr_Occurred()) return NULL;
     struct visit visit;
-    if (peer < 0 || !visit_begin(&visit, w->group)) Py_RETURN_NONE;
+    if (peer < 0) Py_RETURN_NONE;
+    if (!visit_begin(&visit, w->group)) return PyLong_FromLong(STATUS_ABORTED);
     struct counter c = counter_of(w, w->group->rank, peer);
     WITHOUT_LOCK_UNLESS(true, status = counter_take(w->group, &c, peer, timeout));
     visit_end(&visit);

@@ -52,8 +52,8 @@ class Server:
                 [sock.detach() for sock in sockets],
                 token,
                 writer,
-                *(getattr(limits, name) for name in _LIMIT_NAMES),
-                token_is_optional,
+                **vars(limits),
+                token_is_optional=token_is_optional,
             )
         except OSError as error:
             os.close(reader)
@@ -74,7 +74,6 @@ class Server:
         self._native.stop()
 
 
-_LIMIT_NAMES = ("max_key", "max_value", "max_frame", "max_keys", "max_memory", "handshake_s")
 _servers: weakref.WeakSet[Server] = weakref.WeakSet()
 _shared: weakref.WeakValueDictionary[int, Server] = weakref.WeakValueDictionary()  # multi-tenant ones, by port
 _shared_lock = threading.Lock()
