@@ -63,7 +63,7 @@ class CollectiveCalls(Arguments):
     """Mixed into ProcessGroup, which provides rank, size, name, the core's handle and time-outs."""
 
     name: str
-    _handle: Any
+    _handle: native.Group
     _timeout_ns: int
     _plans: dict[Any, Any]
     _pending: list[Work]

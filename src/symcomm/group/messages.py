@@ -163,7 +163,7 @@ class MessageCalls:
     rank: int
     size: int
     name: str
-    _handle: Any
+    _handle: native.Group
     _arena: Any
     _timeout_ns: int
     _failure: Any

@@ -218,7 +218,7 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls, ObjectCalls):
         starts = [peer.base + f["offset"] for peer, f in zip(self._peers, everyone, strict=True)]
         own_process = sum(p.pid == os.getpid() for p in self._peers) == 1
         self._looks = looks_for_others(self.size, own_process)
-        self._handle: Any = native.make_group(
+        self._handle = native.make_group(
             self.rank, self.size,
             tuple(starts),
             tuple([s + stage for s in starts]), self._limits.stage_bytes,

@@ -41,7 +41,7 @@ class Segment:
             "words": ctypes.addressof(self.words) - arena.base,
         }
         self._addresses: list[int] = []
-        self._window: Any = None
+        self._window: native.Window  # once they are connected
 
     def connect(self, cards: Sequence[dict[str, Any]]) -> None:
         """``cards``: of all ranks of the group, in order."""
