@@ -40,6 +40,7 @@ MAIN_ONLY = (
     "hosts_lines", "hosts_network", "hosts_strangers", "hosts_values", "layers", "leaving", "litmus", "model", "p2p",
     "ray", "reconfigure", "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "stops",
     "store_kept_socket", "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing", "trust", "waiting",
+    "workflow",
 )  # fmt: skip
 
 # Half of the time that all tests take: computing, and programs that others run. `make test` runs it beside the rest.
