@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs, top to bottom, page by page; every link leads somewhere."""
+"""Every Python block of the documentation runs as it stands, alone; every link leads somewhere."""
 
 from __future__ import annotations
 
@@ -12,22 +12,31 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
-ids = [page.name for page in PAGES]
+BLOCKS = {page: re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S) for page in PAGES}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
-def test_python_blocks_run(page: Path, tmp_path: Path):
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S)
-    script = tmp_path / "page.py"
-    script.write_text("\n".join(blocks))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, f"{page.name} does not run:\n{done.stdout}\n{done.stderr}"
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What went wrong in blocks, each of which begins with its page and number. All run in forks of one process."""
+    folder = tmp_path_factory.mktemp("blocks")
+    for page, blocks in BLOCKS.items():
+        for number, block in enumerate(blocks):
+            (folder / f"{page.stem}-{number}.py").write_text(block)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "tests.run_blocks", str(folder)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    found = [text for text in done.stdout.split("\0") if text.strip()]
+    assert done.returncode == len(found), done.stderr
+    return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", [p for p in PAGES if BLOCKS[p]], ids=lambda page: page.name)
+def test_python_blocks_run_alone(page: Path, failures: list[str]):
+    assert [text for text in failures if text.startswith(f"{page.stem}-")] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"

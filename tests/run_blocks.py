@@ -1,0 +1,55 @@
+"""``python -m tests.run_blocks FOLDER``: runs each Python file there by itself, in a process that torch is loaded in
+already, and says how those that fail ended, a zero byte after each."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+LIMIT = 60  # seconds for a block
+
+
+def run_alone(path: Path) -> str:
+    """What a fork that runs the file has to say; nothing when all is well."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        signal.alarm(LIMIT)
+        said, status = io.StringIO(), 0
+        sys.argv = [str(path)]
+        try:
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as error:
+            status = int(bool(error.code))
+        except BaseException:
+            status = 1
+            said.write(traceback.format_exc())
+        os.write(writer, said.getvalue()[-3000:].encode())
+        os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        said = file.read().decode()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return f"{path.name} ended with {code}:\n{said}" if code else ""
+
+
+def main(folder: Path) -> int:
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)  # a fork has none of its parent's threads
+    failed = [text for path in sorted(folder.glob("*.py")) if (text := run_alone(path))]
+    print("\0".join(failed))
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
