@@ -463,5 +463,7 @@ LOOKED_FOR = [
 @pytest.mark.parametrize(("code", "words"), LOOKED_FOR, ids=[code.splitlines()[-1] for code, _ in LOOKED_FOR])
 @pytest.mark.parametrize("module", [theirs, ours], ids=["theirs", "ours"])
 def test_words_that_programs_look_for(module, code: str, words: str):
+    if module is theirs and ".barrier(" in code and not hasattr(theirs.TCPStore, "barrier"):
+        pytest.skip("this torch's stores have no barrier")
     kind, error = outcome(code, module, socket=socket)
     assert kind == "raised" and isinstance(error, RuntimeError) and re.search(words, str(error)), error
