@@ -41,14 +41,12 @@ def uninstall() -> None:
 
 def _install() -> None:
     from torch._inductor import codecache, compile_fx
-    from torch._inductor.codegen.wrapper import AllocateLine
 
-    from symcomm.backend import versions
-    from symcomm.compile.codegen import make_allocate
+    from symcomm.compile import codegen
 
     _lowerings()
-    if versions.allocates_comm_buffers():
-        _replace(AllocateLine, "_codegen_comm_buffer", make_allocate(AllocateLine._codegen_comm_buffer))
+    codegen.write_for_cpu("lowerings")
+    _undo.append(lambda: codegen.release("lowerings"))
     _replace(compile_fx, "fx_codegen_and_compile", _with_settings(compile_fx.fx_codegen_and_compile))
     details = codecache.FxGraphHashDetails
     _replace(details, "__init__", _with_our_key(details.__init__))
@@ -86,6 +84,7 @@ def _lowerings() -> None:
 def _if_ours(entry: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
     from torch._inductor.virtualized import V
 
+    from symcomm.compile import one_shot
     from symcomm.compile.lowering import group_of
 
     def lower(inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,6 +93,8 @@ def _if_ours(entry: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
         on_cpu = hasattr(first, "get_device") and first.get_device().type == "cpu"
         if not on_cpu or V.graph.cpp_wrapper or group_of(node) is None:
             return theirs(inputs, *args, **kwargs)
+        if entry.one_shot and one_shot.is_selected(inputs, *args):
+            return one_shot.lower(entry, theirs, inputs, *args)
         return entry.lowering(entry, theirs, inputs, *args, **kwargs)
 
     return lower
