@@ -73,13 +73,13 @@ def test_both_sides_are_named_after_a_second_and_at_the_deadline(how: str):
         message = on_threads(_waits_for_a_message, how)[1]
     who = "any rank" if how == "any source" else "rank 0"
     assert message == (
-        f"receive from {who}, tag 7, on group 'world' timed out after 1.6 s: the other side did not come: rank 0 waits in "
-        "all_reduce(float32 x 4, SUM) #2, which this rank has not called. The group can still be used."
+        f"receive from {who}, tag 7, on group 'world' timed out after 1.6 s: the other side did not come: "
+        "rank 0 waits in all_reduce(float32 x 4, SUM) #2, which this rank has not called. The group can still be used."
     )
     (line,) = heard.lines
     assert line.startswith(
-        f"receive from {who}, tag 7, on group 'world': rank 0 waits in all_reduce(float32 x 4, SUM) #2, which rank 1 has "
-        "not called, and rank 1 waits for it"
+        f"receive from {who}, tag 7, on group 'world': rank 0 waits in all_reduce(float32 x 4, SUM) #2, "
+        "which rank 1 has not called, and rank 1 waits for it"
     )
 
 

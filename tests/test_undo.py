@@ -19,7 +19,7 @@ import torch._inductor.compile_fx, torch._dynamo, torch.fx.experimental.proxy_te
 from torch._inductor.lowering import lowerings
 
 assert not any(name.split(".")[0] == "symcomm" for name in sys.modules), "autoloading is off"
-KINDS = (types.FunctionType, types.BuiltinFunctionType, type, staticmethod, classmethod, property, torch._ops.OpOverload)
+KINDS = (types.FunctionType, types.BuiltinFunctionType, type, staticmethod, classmethod, property)
 
 
 def look():
@@ -28,7 +28,7 @@ def look():
     for module in [*loaded, torch.ops.symm_mem]:
         name = module.__name__
         for key, value in list(vars(module).items()):
-            if isinstance(value, (*KINDS, torch._ops.OpOverloadPacket)) or name.startswith("torch.ops."):
+            if isinstance(value, KINDS) or name.startswith("torch.ops."):
                 seen[name, key] = value
             if isinstance(value, type) and value.__module__.startswith("torch"):
                 seen |= {(value.__module__, value.__qualname__, k): v for k, v in vars(value).items()
@@ -54,7 +54,7 @@ def changed(before, now):
 
 
 def is_new_module(key):
-    return len(key) in (2, 3) and key[0] not in known_modules and key[0] not in ("lowering", "finder", "kernels", "rules")
+    return key[0] not in {*known_modules, "lowering", "finder", "kernels", "rules"}
 
 
 look()  # operators are made when they are first asked for

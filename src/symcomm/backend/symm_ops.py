@@ -1,7 +1,8 @@
 """``torch.ops.symm_mem.*`` on CPU tensors: which there are, and telling torch.
 
-Every operator that torch registers is in exactly one of three tables: IMPLEMENTED, NEEDS_MULTICAST and symm_boxed.BOXED. They
-take tensors in symmetric memory as torch's do; where that makes no difference to the result, any CPU tensor will do.
+Every operator that torch registers is in exactly one of three tables: IMPLEMENTED, NEEDS_MULTICAST and BOXED (in
+symm_boxed.py). They take tensors in symmetric memory as torch's do; where that makes no difference to the result, any
+CPU tensor will do.
 Groups are named: ours, or torch.distributed's on our backend.
 """
 
