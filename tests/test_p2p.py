@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
 import re
+import threading
 import time
 from collections.abc import Callable
 

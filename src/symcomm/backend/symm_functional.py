@@ -40,10 +40,10 @@ def _rule(name: str) -> Callable[..., Any]:
     return without_writes
 
 
-def register() -> Callable[[], None]:
-    """Tell torch; what is returned undoes it."""
+def register(known: set[str]) -> Callable[[], None]:
+    """Tell torch, of the operators that this version has; what is returned undoes it."""
     changed: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    for name in _WRITE:
+    for name in known.intersection(_WRITE):
         operator = getattr(torch.ops.symm_mem, name).default
         tables = (operator.python_key_table, operator.py_kernels, operator.functorch_table)
         if any(tables):

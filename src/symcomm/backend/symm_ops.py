@@ -115,7 +115,7 @@ def register() -> None:
     for name in sorted(kernels.keys() & known):
         library.impl(name, kernels[name])
     _libraries = [library, _register_for_tracing(IMPLEMENTED.keys() & known)]
-    _undo.extend((symm_functional.register(), symm_boxed.replace(known)))
+    _undo.extend((symm_functional.register(known), symm_boxed.replace(known)))
     open_comm_buffers()
 
 

@@ -16,6 +16,7 @@ from torch._inductor import comm_lowering, config
 from torch._inductor.virtualized import V
 
 from symcomm import symm_mem
+from symcomm.backend import versions
 from symcomm.compile import lowering
 
 __all__ = ["is_selected", "lower"]
@@ -24,7 +25,9 @@ _WHY = "auto_select: one_shot_all_reduce leaves its input as it was"
 
 
 def is_selected(box: Any, reduce_op: str, group_name: Any) -> bool:
-    if not config._collective.auto_select or not getattr(box.get_numel(), "is_number", True):
+    if not config._collective.auto_select or not versions.allocates_comm_buffers():
+        return False
+    if not getattr(box.get_numel(), "is_number", True):
         return False  # torch compares symbolic sizes, too, and then cannot allocate what it chose
     symm_mem.install()  # the operator takes CPU tensors, and every group of ours has symmetric memory
     return comm_lowering._should_lower_as_one_shot_all_reduce(box, reduce_op, group_name)
