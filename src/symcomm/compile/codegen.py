@@ -49,8 +49,6 @@ def release(holder: str) -> None:
 def _allocate_by(theirs: Callable[..., None]) -> Callable[..., None]:
     """What writes that line, for both devices."""
 
-    from torch._inductor import config
-
     def allocate(self: Any, code: Any) -> None:
         node: Any = self.node
         if node.get_device().type != "cpu":
@@ -58,8 +56,6 @@ def _allocate_by(theirs: Callable[..., None]) -> Callable[..., None]:
         size, stride = (self.wrapper.codegen_shape_tuple(tuple(n)) for n in (node.get_size(), node.get_stride()))
         args = f"{size}, {stride}, {node.get_dtype()}, {node.get_output_spec().group_name!r}, {next(_numbers)}"
         self.wrapper.add_import_once(IMPORT)
-        if config._collective.auto_select:  # the code may be kept, and run by a process that has compiled nothing
-            self.wrapper.add_import_once(f"{RUNTIME}.symm_mem.install()")
         code.writeline(f"{node.get_name()} = {RUNTIME}.comm_buffer({args})")
         return None
 

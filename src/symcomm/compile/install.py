@@ -1,8 +1,8 @@
 """Telling Inductor.
 
-Four places of Inductor are changed: the lowerings of the table's operators, the line that allocates a comm buffer, the
-function that compiles one graph (for the passes' settings) and the key of its cache. Each asks whether a group is ours,
-and otherwise does what it did before.
+Five places of Inductor are changed: the lowerings of the table's operators, the line that allocates a comm buffer, the
+function that compiles one graph (for the passes' settings), the key of its cache and the loading of its code. Each asks
+whether a group is ours, and otherwise does what it did before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def uninstall() -> None:
 
 
 def _install() -> None:
-    from torch._inductor import codecache, compile_fx
+    from torch._inductor import codecache, compile_fx, output_code
 
     from symcomm.compile import codegen
 
@@ -48,6 +48,8 @@ def _install() -> None:
     codegen.write_for_cpu("lowerings")
     _undo.append(lambda: codegen.release("lowerings"))
     _replace(compile_fx, "fx_codegen_and_compile", _with_settings(compile_fx.fx_codegen_and_compile))
+    kept = output_code.CompiledFxGraph
+    _replace(kept, "post_compile", _with_operators(kept.post_compile))
     details = codecache.FxGraphHashDetails
     _replace(details, "__init__", _with_our_key(details.__init__))
 
@@ -109,6 +111,20 @@ def _with_settings(theirs: Callable[..., Any]) -> Callable[..., Any]:
             return theirs(gm, *args, **kwargs)
 
     return compile_graph
+
+
+def _with_operators(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Code from the compiler's cache may call operators that this process has had no reason to ask for yet."""
+
+    @functools.wraps(theirs)
+    def post_compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "torch.ops.symm_mem." in (self.source_code or "") and _key():
+            from symcomm import symm_mem
+
+            symm_mem.install()
+        return theirs(self, *args, **kwargs)
+
+    return post_compile
 
 
 def _with_our_key(theirs: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import (
     _resolve_process_group,
 )
 
-from symcomm import errors, symm_mem
+from symcomm import errors
 from symcomm.backend.profile import is_profiling
 from symcomm.backend.work import late
 from symcomm.compile import shapes
@@ -45,7 +45,6 @@ __all__ = [
     "places",
     "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced",
-    "symm_mem",
 ]
 
 _view: Any = torch._C._dynamo.guards._reinterpret_tensor
