@@ -20,7 +20,7 @@ TORCH = (
     "gpu_trouble", "gpu_without", "group_creation", "group_life", "group_life_memory", "handshake", "hooks",
     "hooks_torch", "hosts_torch", "inference", "profile_fields", "reconfigure_torch", "short_way", "store_collectives",
     "store_contract", "store_model", "symm_mem", "symm_ops", "symmetrize", "tcp_store_interop", "torch_backend",
-    "torch_versions", "trace_dumps", "windows", "windows_failures",
+    "torch_versions", "trace_dumps", "undo", "windows", "windows_failures",
 )  # fmt: skip
 
 # What runs where torch is not installed. Tests in these files that compare with torch are skipped there, and say so.
@@ -38,7 +38,8 @@ MAIN_ONLY = (
     "control_plane", "death", "demo", "docs", "elastic", "failures", "flight", "fuzz", "gpu_collectives", "gpu_comm",
     "gpu_failures", "gpu_torch", "gpu_windows", "groups", "grow", "hosts_aftermath", "hosts_attack", "hosts_failures",
     "hosts_lines", "hosts_network", "hosts_strangers", "hosts_values", "layers", "leaving", "litmus", "model", "p2p",
-    "ray", "reconfigure", "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "stops",
+    "ray", "reconfigure", "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short", "spawn",
+    "standoff", "stops",
     "store_kept_socket", "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing", "trust", "waiting",
     "workflow",
 )  # fmt: skip
@@ -50,7 +51,7 @@ BESIDE = (
     "default_group_name", "demo", "device_autograd", "device_coalesced", "device_copies", "docs", "doctor", "elastic",
     "examples", "group_life", "hooks_torch", "inference", "launcher", "layers", "model", "numpy_ranks",
     "observe_together", "plan_bugs", "plan_failures", "plans", "reconfigure_torch", "reduce_kernels", "simulate",
-    "store_model", "torch_backend",
+    "store_model", "torch_backend", "undo",
 )  # fmt: skip
 
 SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH, "beside": BESIDE}

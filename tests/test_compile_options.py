@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
 from symcomm import errors
+from symcomm.torch_versions import release
 from tests.test_compile_checks import environment
 
 pytest.importorskip("torch")
@@ -85,6 +87,56 @@ def test_install_by_hand_loads_the_compiler(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, env=environment()
     )
     assert done.stdout == "True\n", done.stderr[-3000:]
+
+
+KEPT = """
+import json
+import torch, torch.distributed as dist
+from symcomm.backend.register import register
+register()
+dist.init_process_group("symcomm", store=dist.HashStore(), rank=0, world_size=1)
+import torch.distributed._functional_collectives as functional
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from symcomm.compile import configure
+
+
+def fused(a, w):
+    return functional.all_gather_tensor(a, 0, "0") @ w
+
+
+def selected(a, w):
+    return functional.all_reduce(a @ w, "sum", "0") + 1
+
+
+a, w, told = torch.randn(64, 32), torch.randn(32, 16), []
+for function in (fused, selected):
+    with configure(fuse=True), config.patch("_collective.auto_select", True):
+        found = torch.compile(function, fullgraph=True)(a, w)
+    torch.testing.assert_close(found, function(a, w), rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
+    told.append([counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]])
+print(json.dumps(told))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(
+    release(metadata.version("torch")) < (2, 12), reason="torch 2.12 is the first to allocate comm buffers"
+)
+def test_graphs_with_symm_mem_operators_run_from_the_compilers_cache(tmp_path):
+    """In a process that has compiled nothing, and so has never asked for these operators."""
+    told = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", KEPT], capture_output=True, text=True, timeout=120, check=False,
+            env=environment(TORCHINDUCTOR_CACHE_DIR=str(tmp_path)),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        told.append(json.loads(done.stdout.splitlines()[-1]))
+    assert told == [[[0, 1], [0, 2]], [[1, 0], [2, 0]]]
+    kept = "".join(path.read_text() for path in tmp_path.rglob("*.py"))
+    assert "symm_mem.fused_all_gather_matmul" in kept and "symm_mem.one_shot_all_reduce" in kept
 
 
 def test_costs():

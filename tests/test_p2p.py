@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -287,9 +288,10 @@ def _timeouts(g: ProcessGroup) -> str:
 
 def test_a_timeout_leaves_the_group_usable():
     message = threads(_timeouts, 2)[0]
-    assert message == (
-        "receive from rank 1, tag 9, on group 'world' timed out after 50 ms: the other side did not come. "
-        "The group can still be used."
+    assert re.fullmatch(  # rank 1 may have come to its barrier already
+        r"receive from rank 1, tag 9, on group 'world' timed out after 50 ms: the other side did not come"
+        r"(: rank 1 waits in barrier\(\) #1, which this rank has not called)?\. The group can still be used\.",
+        message,
     )
 
 

@@ -176,16 +176,20 @@ def test_persistent_allocation():
     tensor.fill_(5)
     view = tensor[3]
     del tensor
-    with pytest.raises(errors.BadArgumentError, match="alloc_id must be one whose tensor is gone, got 42"):
+    with pytest.raises(
+        errors.BadArgumentError,
+        match="alloc_id == 42 because a previous allocation with the same alloc_id is still active; drop",
+    ):
         symm_mem.empty_strided_p2p(*args, alloc_id=42)
     assert symm_mem.empty_strided_p2p(*args, alloc_id=43).data_ptr() != address
     del view
     again = symm_mem.empty_strided_p2p(*args, alloc_id=42)
     assert again.data_ptr() == address and (again == 5).all()
     del again
-    with pytest.raises(
-        errors.BadArgumentError, match="size must be 16384 bytes, as before with alloc_id 42, got '4 bytes'"
-    ):
+    said = (
+        r"requested allocation size \(4\) is different from the size of a previous allocation with the same alloc_id 42"
+    )
+    with pytest.raises(errors.BadArgumentError, match=said):
         symm_mem.empty_strided_p2p((1,), (1,), torch.float32, "cpu", alloc_id=42)
 
 
@@ -214,7 +218,7 @@ def test_every_name_of_torch_is_there():
     theirs = {
         name for name in dir(TorchSymmetricMemory) if not name.startswith("_") and not name.startswith("pybind11")
     }
-    assert theirs - ours <= {"boxed"}, "boxed() makes a TorchScript object, which only torch can"
+    assert theirs <= ours
 
 
 def test_backend():
@@ -224,8 +228,11 @@ def test_backend():
     with pytest.raises(errors.BadArgumentError, match="name must be 'symcomm', got 'NVSHMEM'"):
         symm_mem.set_backend("NVSHMEM")
     assert symm_mem.has_multicast_support(torch._C._autograd.DeviceType.CPU, 0) is False
-    with pytest.raises(errors.BadArgumentError, match="symm_mem.empty"):
+    with pytest.raises(
+        errors.BadArgumentError, match=r"no memory pools for CPU tensors: allocate with symm_mem\.empty"
+    ):
         symm_mem.get_mempool_allocator("cpu")
+    assert not hasattr(torch.cpu, "MemPool"), "torch has memory pools on the CPU: give them an allocator"
     with pytest.raises(errors.BadArgumentError, match="got 'cuda'; allocate with symm_mem.empty.device='cuda'"):
         symm_mem.get_mempool_allocator("cuda")
 

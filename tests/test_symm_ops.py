@@ -15,9 +15,10 @@ from torch._C._distributed_c10d import _SymmetricMemory as Statics
 import symcomm
 from symcomm import errors, symm_mem
 from symcomm._core import native
-from symcomm.backend import symm_one_sided, symm_ops, symm_reduce, symm_shuffle
+from symcomm.backend import symm_boxed, symm_one_sided, symm_ops, symm_reduce, symm_shuffle
 from symcomm.backend.register import register
 from symcomm.group.process_group import _layout
+from symcomm.symm_mem.install import get_elements
 from tests.ranks import run_ranks
 
 ops = torch.ops.symm_mem
@@ -79,7 +80,7 @@ def summed(world: int, shape, dtype=torch.float32) -> torch.Tensor:
 
 def test_every_operator_is_in_one_table():
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("symm_mem::")}
-    tables = [symm_ops.IMPLEMENTED, symm_ops.NEEDS_MULTICAST, symm_ops.NOT_HERE]
+    tables = [symm_ops.IMPLEMENTED, symm_ops.NEEDS_MULTICAST, symm_boxed.BOXED]
     listed = [f"symm_mem::{name}" for table in tables for name in table]
     assert len(listed) == len(set(listed))
     assert registered <= set(listed), "new operators of torch's: say in symm_ops.py what becomes of them"
@@ -104,8 +105,6 @@ def test_operators_that_need_multicast_say_so_and_what_to_use():
         with pytest.raises(errors.CallerError, match=f"{name} on CPU tensors: needs multicast .*{other}\\.$"):
             getattr(ops, name)(*args)
         assert other in symm_ops.IMPLEMENTED
-    with pytest.raises(errors.CallerError, match="C\\+\\+ handle.*use torch.distributed"):
-        ops._rendezvous(t, "world")
 
 
 @pytest.mark.parametrize("name", ["two_shot_all_reduce_", "one_shot_all_reduce_out", "two_shot_all_reduce_out"])
@@ -143,6 +142,55 @@ def test_uninstall_gives_back_what_was_there():
         theirs.empty(4, device="cpu")
     symm_mem.install()
     assert symm_mem.is_symm_mem_tensor(theirs.empty(4, device="cpu"))
+
+
+def check_handles(group):
+    """Operators that pass a handle, in both ways torch has of naming them; the memory is looked at after each."""
+    tensor = theirs.empty(6, dtype=torch.float32, device="cpu").fill_(group.rank)
+    handle = ops._rendezvous(tensor, group.name)
+    assert handle.boxed() is handle and handle.buffer_ptrs == symm_mem.rendezvous(tensor, group.name).buffer_ptrs
+    assert ops._rendezvous(torch.ones(3)) is None
+    other = 1 - group.rank
+    ops._barrier(handle)
+    assert handle.get_buffer(other, (6,), torch.float32).eq(other).all()
+    ops._barrier.default(handle)
+    if group.rank == 0:
+        ops.nccl_put_signal(torch.full((6,), 7.0), handle, other)
+    else:
+        ops.nccl_wait_signal(handle, other)
+        assert tensor.eq(7).all()
+    handle.barrier(channel=1)
+    mine, part = theirs.empty(8, dtype=torch.int32, device="cpu"), torch.zeros(3, dtype=torch.int32)
+    met = symm_mem.rendezvous(mine.copy_(torch.arange(8) + 10 * group.rank), group)
+    met.barrier()
+    symm_boxed.BOXED["nccl_get_out"](part, met, 2, 2, other)  # an operator since torch 2.15, as the function get is
+    assert part.tolist() == [2 + 10 * other, 3 + 10 * other, 0]
+    if hasattr(theirs, "get"):
+        theirs.get(part, met, other, 5)
+        assert part.tolist() == [n + 10 * other for n in (5, 6, 7)]
+    with pytest.raises(errors.BadArgumentError, match="within the 32 bytes allocated"):
+        get_elements(part, met, other, 6)
+    met.barrier()
+    return True
+
+
+@needs(ops, "nccl_wait_signal")
+def test_operators_that_pass_a_handle():
+    assert on_ranks(check_handles, 2) == [True, True]
+    with pytest.raises(RuntimeError):  # anything else goes to torch's
+        ops._barrier("no handle")
+
+
+def check_pools(group):
+    for refused in (theirs.get_mempool_allocator, theirs.get_mem_pool, Statics.get_mempool_allocator):
+        with pytest.raises(errors.BadArgumentError, match="no memory pools for CPU tensors"):
+            refused(torch.device("cpu"))
+    return ops.one_shot_all_reduce(torch.ones(2), "sum", group.name).tolist()
+
+
+@needs(theirs, "get_mem_pool")
+def test_memory_pools_are_refused_on_every_rank_and_nobody_waits():
+    assert on_ranks(check_pools, 2) == [[2.0, 2.0], [2.0, 2.0]]
 
 
 # --- torch's functions --------------------------------------------------------------------------------------

@@ -76,6 +76,12 @@ def dumps_of_one_rank() -> dict:
     for name, _ in PAIRS:
         fn = getattr(ours, name)
         got[name] = {"all": fn(), "bare": fn(includeCollectives=False), "active": fn(onlyActive=True)}
+    # Versions with a recorder for each backend have ours under its name, others have all in one.
+    which = {"backend": "symcomm"} if "backend" in theirs._dump_fr_trace.__doc__ else {}
+    for name, _ in PAIRS[:2]:
+        fn = getattr(theirs, name)
+        got[f"torch's {name}"] = {"all": fn(**which), "bare": fn(includeCollectives=False, **which), "which": which}
+        got[f"torch's {name}"]["active"] = fn(onlyActive=True, **which)
     without = ours._dump_fr_trace(includeStackTraces=False)
     ours._reset_fr_recording_nccl()
     got["forgotten"] = ours._dump_fr_trace()
@@ -101,6 +107,26 @@ def test_the_same_keys_and_types(both, name, read):
         for key in ("collective_seq_id", "op_id", "record_id"):
             assert mine[key] == other[key] + 1, key  # torch ran a barrier when it made the group on us
         assert mine["input_dtypes"] == other["input_dtypes"] and mine["output_dtypes"] == other["output_dtypes"]
+
+
+@pytest.mark.parametrize("name, read", PAIRS[:2])
+def test_torchs_own_function_has_our_entries(both, name, read):
+    """Beside those that C++ recorded, in the order of time, or under the name of our backend."""
+    ours, gloo, torchs = both["ours"][name], both["theirs"][name], both["ours"][f"torch's {name}"]
+    alone = bool(torchs["which"])
+    got, mine, others = (read(each["all"]) for each in (torchs, ours, gloo))
+    keep = ("profiling_name", "state", "input_sizes", "op_id", "is_p2p", "retired", "process_group")
+    times = [e["time_created_ns"] for e in got["entries"]]
+    assert times == sorted(times)
+    expected = [e for dump in ([mine] if alone else [others, mine]) for e in dump["entries"]]
+    assert [{k: e[k] for k in keep} for e in got["entries"]] == [{k: e[k] for k in keep} for e in expected]
+    assert {e["state"] for e in got["entries"][-len(mine["entries"]) :]} == {"completed"}
+    numbers = [e["record_id"] for e in got["entries"]]
+    assert len(set(numbers)) == len(numbers) and set(mine["pg_config"]) <= set(got["pg_config"])
+    assert {str(e["pg_id"]) for e in got["entries"]} <= set(got["pg_status"])
+    assert "entries" not in read(torchs["bare"]) and set(read(torchs["bare"])) == set(read(ours["bare"]))
+    active = [] if alone else read(gloo["active"])["entries"]
+    assert [e["op_id"] for e in read(torchs["active"])["entries"]] == [e["op_id"] for e in active]
 
 
 def test_call_sites(both):

@@ -205,7 +205,7 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     atomic_store(&g->control[rank]->state, CONTROL_IN_USE);
     atomic_fetch_add(&life_of(g->life[rank])->seat.joined, 1);
     atomic_store(&g->has_seat, true);
-    return PyCapsule_New(g, GROUP, drop_group);
+    return g->capsule = PyCapsule_New(g, GROUP, drop_group);
 }
 
 static struct group *to_group(PyObject *capsule) { return PyCapsule_GetPointer(capsule, GROUP); }

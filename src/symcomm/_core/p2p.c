@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <stdlib.h>
 
+#include "async.h"
 #include "backoff.h"
 #include "common.h"
 #include "exec.h"
@@ -11,6 +12,7 @@
 
 #define SLICE_NS 10000000
 #define LOOKS_A_DRIVE 8
+#define STAND_OFF_NS 1000000000 /* until it is worth a word: a thread that is about to send would have done so */
 
 /* --- waiting ---------------------------------------------------------------------------------------------------- */
 
@@ -112,8 +114,33 @@ static int give_up(struct op *op, int status, bool withdraw_it) {
     return status;
 }
 
-static int sleep_until_done(struct op *op, int64_t deadline, bool withdraw_it) {
+/* Whether all whom op waits for have arrived at a collective that this rank has not called, so that they cannot go on without
+ * it, and no other thread of this rank runs one or has one queued. */
+static bool stands_off(const struct op *op) {
+    struct group *g = op->mail->group;
+    uint64_t next = atomic_load(&g->seq) + 1;
+    if (g->world == 1 || op->peer == g->rank || atomic_load(&g->holder) || !async_idle(g)) return false;
+    for (int r = 0; r < g->world; r++) {
+        if (r == g->rank || (op->peer != ANY_SOURCE && r != op->peer)) continue;
+        if (atomic_load_explicit(&g->control[r]->arrival[next & 1].seq, memory_order_acquire) != next) return false;
+    }
+    return true;
+}
+
+void (*symcomm_stand_off)(const struct op *op);
+
+/* `since`: when it was first seen so; -1: told already. It is not known to last: a thread of either rank may end it. */
+static void tell_stand_off(const struct op *op, int64_t *since) {
+    if (*since < 0 || symcomm_stand_off == NULL) return;
+    int64_t now = symcomm_now_ns();
+    if (!stands_off(op)) *since = 0;
+    else if (*since == 0) *since = now;
+    else if (now - *since >= STAND_OFF_NS) symcomm_stand_off(op), *since = -1;
+}
+
+static int sleep_in_slices(struct op *op, int64_t deadline, bool withdraw_it) {
     struct mail *m = op->mail;
+    int64_t since = 0;
     symcomm_note_site(op->record);
     for (int slices = 1;; slices++) {
         int64_t left = deadline - symcomm_now_ns();
@@ -128,7 +155,18 @@ static int sleep_until_done(struct op *op, int64_t deadline, bool withdraw_it) {
         if (status) return give_up(op, status, true);
         if (slices % 16 == 0) signalled = true; /* one may have come just before we slept */
         if (signalled && symcomm_interrupted && symcomm_interrupted()) return give_up(op, STATUS_INTERRUPTED, true);
+        tell_stand_off(op, &since);
     }
+}
+
+static int sleep_until_done(struct op *op, int64_t deadline, bool withdraw_it) {
+    _Atomic int32_t *awaits = &op->mail->group->control[op->mail->group->rank]->mail_awaits;
+    int32_t mine = 2 * (op->peer + 2) + op->is_send, seen = mine;
+    atomic_store_explicit(awaits, mine, memory_order_release);
+    int status = sleep_in_slices(op, deadline, withdraw_it);
+    /* Unless another thread has come since. Whoever ended the group still wants to say what this rank waited for. */
+    if (status == STATUS_OK || sync_aborted(op->mail->group) == STATUS_OK) atomic_compare_exchange_strong(awaits, &seen, 0);
+    return status;
 }
 
 /* Whether something has come for a receive that waits for one peer; others have to be driven to know. */

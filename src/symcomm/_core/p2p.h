@@ -49,6 +49,9 @@ struct op {
     uint64_t record_number;
 };
 
+/* Called once in a wait of a Python thread when op and whom it waits for seem to wait for each other. NULL: nobody listens. */
+extern void (*symcomm_stand_off)(const struct op *op);
+
 #define STATUS_SIZE 32 /* the message has another length or dtype than the receive */
 
 /* channels: per rank, where its outgoing channels start (world of them). 0, or -1: out of memory. */

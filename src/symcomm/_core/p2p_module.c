@@ -2,7 +2,7 @@
 #include <errno.h>
 
 #include "common.h"
-#include "p2p.h"
+#include "mail.h"
 #include "tensor.h"
 #include "types.h"
 
@@ -89,7 +89,29 @@ static PyObject *message(PyObject *self, PyObject *const *args, Py_ssize_t n_arg
     return result;
 }
 
+static PyObject *teller; /* a callable: says that two ranks seem to wait for each other */
+
+static void stand_off(const struct op *op) {
+    if (teller == NULL || symcomm_released == NULL) return;
+    PyEval_RestoreThread(symcomm_released);
+    PyObject *group = op->mail->group->capsule;
+    PyObject *told = PyObject_CallFunction(teller, "OiiL", group, (int)op->is_send, (int)op->peer, (long long)op->tag);
+    Py_XDECREF(told); /* what it raised is for our caller, who asks for it as for a signal handler's */
+    symcomm_interrupted = symcomm_ask_python;
+    symcomm_released = PyEval_SaveThread();
+}
+
+static PyObject *use_teller(PyObject *self, PyObject *callable) {
+    (void)self;
+    PyObject *before = teller;
+    teller = Py_NewRef(callable);
+    Py_XDECREF(before);
+    symcomm_stand_off = stand_off;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+    {"use_teller", use_teller, METH_O, "use_teller(callable): told (group, is_send, peer, tag) when two ranks seem to wait for each other."},
     {"message", (PyCFunction)(void (*)(void))message, METH_FASTCALL,
      "message(group, is_send, peer, tag, tensor, timeout_ns) -> peer, outcome or None"},
     {"mail_post", py_post, METH_VARARGS, "mail_post(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op"},

@@ -6,9 +6,10 @@ static PyObject *rank_report(struct group *g, int r) {
     struct control *c = g->control[r];
     uint64_t even = atomic_load(&c->arrival[0].seq), odd = atomic_load(&c->arrival[1].seq);
     struct arrival *last = &c->arrival[even > odd ? 0 : 1];
-    return Py_BuildValue("{s:i,s:K,s:K,s:K,s:K,s:i}", "rank", r, "seq", (unsigned long long)(even > odd ? even : odd), "signature",
+    return Py_BuildValue("{s:i,s:K,s:K,s:K,s:K,s:i,s:i}", "rank", r, "seq", (unsigned long long)(even > odd ? even : odd), "signature",
                          (unsigned long long)atomic_load(&last->signature), "count", (unsigned long long)atomic_load(&last->count),
-                         "progress", (unsigned long long)atomic_load(&c->progress), "gone", sync_gone(g, r));
+                         "progress", (unsigned long long)atomic_load(&c->progress), "gone", sync_gone(g, r), "message",
+                         (int)atomic_load(&c->mail_awaits));
 }
 
 static PyObject *group_report(PyObject *self, PyObject *arg) {

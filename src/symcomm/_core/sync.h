@@ -42,6 +42,7 @@ struct control {
     _Atomic uint64_t wait_target;
     _Alignas(64) _Atomic uint32_t mail_bell; /* futex: a message, room for one, or an acknowledgement came */
     _Atomic uint32_t mail_sleepers;
+    _Atomic int32_t mail_awaits; /* of a thread of the owner that sleeps for a message: 2 * (peer + 2) + is_send; 0: none */
     _Alignas(64) _Atomic uint32_t putting; /* threads of the owner that write into peers' windows */
     _Alignas(64) _Atomic uint64_t abort; /* 0, or packed cause: see fail() */
     _Atomic uint64_t abort_seq;
@@ -121,6 +122,7 @@ struct group {
     struct flight_entry *recording; /* of the operation that holds the lock */
     struct quick *quick;           /* plans by kind of call, see quick.c */
     struct mail *mail;             /* point-to-point messages, see p2p.c */
+    void *capsule;                 /* the Python object that owns this struct */
     struct worker *worker;         /* runs asynchronous operations, see async.c; NULL until first used */
     struct ways collectives, messages, puts; /* statistics */
 };

@@ -18,6 +18,9 @@ traced.py    calls that make_fx traces
 counted.py   calls that CommDebugMode counts
 exchange.py  methods that are others meanwhile
 inductor.py  tells torch's compiler, once it is loaded
+recorder.py  our operations in what torch's functions tell of its flight recorder
+symm_ops.py  torch.ops.symm_mem on CPU tensors; symm_reduce.py, symm_shuffle.py, symm_one_sided.py do the work,
+             symm_boxed.py has those that pass a handle, symm_functional.py lets those that write compile
 careful.py   what TORCH_DISTRIBUTED_DEBUG=DETAIL adds
 lists.py     calls with several tensors of one rank
 profile.py   events for torch's profiler

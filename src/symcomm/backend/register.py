@@ -25,12 +25,14 @@ def create(options: Any, backend_options: Any = None) -> Any:
     from symcomm.backend.functional import install
     from symcomm.backend.group import TorchGroup
     from symcomm.backend.reconfigure import EmptyCore, wants_reconfigure
+    from symcomm.backend.recorder import show_ours
 
     versions.warn_if_untested()
     members = list(options.global_ranks_in_group) or None  # torch names none for the default group
     if _replaced and (members or range(options.group_size))[options.group_rank] == 0:
         _say_replaced()
     install()
+    show_ours()
     inductor.when_loaded()
     empty: Any = EmptyCore(options) if wants_reconfigure(options, backend_options) else None
     group = TorchGroup(

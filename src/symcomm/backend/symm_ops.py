@@ -1,7 +1,8 @@
 """``torch.ops.symm_mem.*`` on CPU tensors: which there are, and telling torch.
 
-Every operator that torch registers is in exactly one of three tables: IMPLEMENTED, NEEDS_MULTICAST and NOT_HERE. They
-take tensors in symmetric memory as torch's do; where that makes no difference to the result, any CPU tensor will do.
+Every operator that torch registers is in exactly one of three tables: IMPLEMENTED, NEEDS_MULTICAST and BOXED (in
+symm_boxed.py). They take tensors in symmetric memory as torch's do; where that makes no difference to the result, any
+CPU tensor will do.
 Groups are named: ours, or torch.distributed's on our backend.
 """
 
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 
 from symcomm import errors
-from symcomm.backend import symm_one_sided, symm_reduce, symm_shuffle
+from symcomm.backend import symm_boxed, symm_functional, symm_one_sided, symm_reduce, symm_shuffle
+from symcomm.backend.inductor import close_comm_buffers, open_comm_buffers
 from symcomm.symm_mem import words
 
-__all__ = ["IMPLEMENTED", "NEEDS_MULTICAST", "NOT_HERE", "register", "unregister"]
+__all__ = ["IMPLEMENTED", "NEEDS_MULTICAST", "register", "unregister"]
 
 IMPLEMENTED: dict[str, Callable[..., Any]] = {
     "_async_input_mm": symm_one_sided.async_input_mm,
@@ -64,18 +66,9 @@ NEEDS_MULTICAST = {  # and what does the same without
     "multimem_one_shot_all_reduce_out": "one_shot_all_reduce_out",
     "multimem_one_shot_reduce_out": "tile_reduce",
 }
-_BOX = "takes or gives torch's own C++ handle, which CPU memory has none of"
-NOT_HERE = {  # why, and what to use
-    "_barrier": f"{_BOX}; use handle.barrier()",
-    "_rendezvous": f"{_BOX}; use torch.distributed._symmetric_memory.rendezvous",
-    "nccl_get_out": f"{_BOX}; use handle.get_buffer(peer, sizes, dtype)",
-    "nccl_put_signal": f"{_BOX}; use torch.distributed._symmetric_memory.put_signal",
-    "nccl_wait_signal": f"{_BOX}; use torch.distributed._symmetric_memory.wait_signal",
-    "nvshmem_get_out": f"{_BOX}; use handle.get_buffer(peer, sizes, dtype)",
-}
-_TAKES_NO_TENSOR = {"_barrier", "nccl_wait_signal"}  # so nothing leads to the CPU
 
 _libraries: list[Any] = []
+_undo: list[Callable[[], None]] = []
 
 
 def _refusing(name: str, why: str) -> Callable[..., Any]:
@@ -116,13 +109,14 @@ def register() -> None:
         return
     multicast = "needs multicast hardware (NVLink SHARP), which a CPU has not; use torch.ops.symm_mem.{}"
     refused = {name: multicast.format(other) for name, other in NEEDS_MULTICAST.items()}
-    refused |= {name: why for name, why in NOT_HERE.items() if name not in _TAKES_NO_TENSOR}
     kernels = IMPLEMENTED | {name: _refusing(name, why) for name, why in refused.items()}
     known = {name.removeprefix("symm_mem::") for name in torch._C._dispatch_get_all_op_names()}
     library = torch.library.Library("symm_mem", "IMPL", "CPU")
     for name in sorted(kernels.keys() & known):
         library.impl(name, kernels[name])
     _libraries = [library, _register_for_tracing(IMPLEMENTED.keys() & known)]
+    _undo.extend((symm_functional.register(known), symm_boxed.replace(known)))
+    open_comm_buffers()
 
 
 def unregister() -> None:
@@ -130,3 +124,6 @@ def unregister() -> None:
     for library in _libraries:
         library._destroy()
     _libraries = []
+    while _undo:
+        _undo.pop()()
+    close_comm_buffers()

@@ -132,10 +132,6 @@ class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
     def get_multimem_cft_handle(self) -> tuple[int, int]:
         raise _of_nccl("get_multimem_cft_handle")
 
-    def boxed(self) -> _SymmetricMemory:
-        """The handle itself: Python code needs no box around it."""
-        return self
-
 
 def _of_nccl(call: str) -> errors.CallerError:
     return errors.CallerError(f"{call}: such endpoints are NCCL's, for its kernels; get_buffer gives the memory.")

@@ -6,6 +6,7 @@ runtime.py     what compiled graphs call: comm buffers, collectives that block
 buffers.py     can a value be made straight in symmetric memory, and if not, why
 lowering.py    functional operator -> Inductor's IR
 codegen.py     the line of generated code that allocates a comm buffer
+one_shot.py    small sums that Inductor's auto_select makes one-shot
 cost.py        what a collective and a kernel take, roughly
 calibrate.py   where those numbers come from
 overlap.py     which collectives run beside kernels, and which block

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["IMPORT", "RUNTIME", "make_allocate"]
+__all__ = ["IMPORT", "RUNTIME", "release", "write_for_cpu"]
 
 RUNTIME = "symcomm_runtime"
 IMPORT = f"import symcomm.compile.runtime as {RUNTIME}"
@@ -22,7 +22,31 @@ IMPORT = f"import symcomm.compile.runtime as {RUNTIME}"
 _numbers = itertools.count(int.from_bytes(os.urandom(6), "little") << 14)
 
 
-def make_allocate(theirs: Callable[..., None]) -> Callable[..., None]:
+_holders: dict[str, Callable[..., None]] = {}  # who needs the line -> torch's function, before the first of them
+
+
+def write_for_cpu(holder: str) -> None:
+    """Inductor writes the line for CPU tensors, until every holder has released it. Two need it: our lowerings, and
+    torch's own lowerings of ``torch.ops.symm_mem`` while these operators take CPU tensors."""
+    from torch._inductor.codegen.wrapper import AllocateLine
+
+    from symcomm.backend import versions
+
+    if versions.allocates_comm_buffers() and holder not in _holders:
+        theirs = next(iter(_holders.values()), AllocateLine._codegen_comm_buffer)
+        _holders[holder] = theirs
+        AllocateLine._codegen_comm_buffer = _allocate_by(theirs)
+
+
+def release(holder: str) -> None:
+    from torch._inductor.codegen.wrapper import AllocateLine
+
+    theirs = _holders.pop(holder, None)
+    if theirs is not None and not _holders:
+        AllocateLine._codegen_comm_buffer = theirs
+
+
+def _allocate_by(theirs: Callable[..., None]) -> Callable[..., None]:
     """What writes that line, for both devices."""
 
     def allocate(self: Any, code: Any) -> None:

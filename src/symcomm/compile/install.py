@@ -1,8 +1,8 @@
 """Telling Inductor.
 
-Four places of Inductor are changed: the lowerings of the table's operators, the line that allocates a comm buffer, the
-function that compiles one graph (for the passes' settings) and the key of its cache. Each asks whether a group is ours,
-and otherwise does what it did before.
+Five places of Inductor are changed: the lowerings of the table's operators, the line that allocates a comm buffer, the
+function that compiles one graph (for the passes' settings), the key of its cache and the loading of its code. Each asks
+whether a group is ours, and otherwise does what it did before.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def uninstall() -> None:
 
 
 def _install() -> None:
-    from torch._inductor import codecache, compile_fx
-    from torch._inductor.codegen.wrapper import AllocateLine
+    from torch._inductor import codecache, compile_fx, output_code
 
-    from symcomm.backend import versions
-    from symcomm.compile.codegen import make_allocate
+    from symcomm.compile import codegen
 
     _lowerings()
-    if versions.allocates_comm_buffers():
-        _replace(AllocateLine, "_codegen_comm_buffer", make_allocate(AllocateLine._codegen_comm_buffer))
+    codegen.write_for_cpu("lowerings")
+    _undo.append(lambda: codegen.release("lowerings"))
     _replace(compile_fx, "fx_codegen_and_compile", _with_settings(compile_fx.fx_codegen_and_compile))
+    kept = output_code.CompiledFxGraph
+    _replace(kept, "post_compile", _with_operators(kept.post_compile))
     details = codecache.FxGraphHashDetails
     _replace(details, "__init__", _with_our_key(details.__init__))
 
@@ -86,6 +86,7 @@ def _lowerings() -> None:
 def _if_ours(entry: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
     from torch._inductor.virtualized import V
 
+    from symcomm.compile import one_shot
     from symcomm.compile.lowering import group_of
 
     def lower(inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,6 +95,8 @@ def _if_ours(entry: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
         on_cpu = hasattr(first, "get_device") and first.get_device().type == "cpu"
         if not on_cpu or V.graph.cpp_wrapper or group_of(node) is None:
             return theirs(inputs, *args, **kwargs)
+        if entry.one_shot and one_shot.is_selected(inputs, *args):
+            return one_shot.lower(entry, theirs, inputs, *args)
         return entry.lowering(entry, theirs, inputs, *args, **kwargs)
 
     return lower
@@ -108,6 +111,20 @@ def _with_settings(theirs: Callable[..., Any]) -> Callable[..., Any]:
             return theirs(gm, *args, **kwargs)
 
     return compile_graph
+
+
+def _with_operators(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Code from the compiler's cache may call operators that this process has had no reason to ask for yet."""
+
+    @functools.wraps(theirs)
+    def post_compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "torch.ops.symm_mem." in (self.source_code or "") and _key():
+            from symcomm import symm_mem
+
+            symm_mem.install()
+        return theirs(self, *args, **kwargs)
+
+    return post_compile
 
 
 def _with_our_key(theirs: Callable[..., Any]) -> Callable[..., Any]:

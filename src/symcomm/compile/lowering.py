@@ -21,7 +21,7 @@ from symcomm.backend.functional import _our as our_group
 from symcomm.compile import buffers, options, overlap, report
 from symcomm.compile.codegen import IMPORT, RUNTIME
 
-__all__ = ["Lowering", "group_of", "name_groups", "wait"]
+__all__ = ["Lowering", "group_of", "name_groups", "note", "wait"]
 __all__ += ["as_torch_does", "in_place", "into", "out_of_place", "then_in_place", "unchanged"]
 
 Lowering = Callable[..., Any]  # (entry, torch's lowering, *what the operator takes)
@@ -115,7 +115,7 @@ def _run_in_place(
         launch(operator, result, *args)
     else:
         result = launch(result, *args)
-    _note(entry, node, group, boxes, reasons, blocking, boxes[0].get_name())
+    note(entry, node, group, boxes, reasons, blocking, boxes[0].get_name())
     return result
 
 
@@ -132,7 +132,7 @@ def out_of_place(entry: Any, theirs: Lowering, inputs: Any, *args: Any) -> Any:
         result = pytree.tree_map(ir.TensorBox.create, made)
     else:
         result = theirs(given, *args)
-    _note(entry, node, group, boxes, reasons, blocking, _listed(result)[0].get_name())
+    note(entry, node, group, boxes, reasons, blocking, _listed(result)[0].get_name())
     return result
 
 
@@ -143,7 +143,7 @@ def into(entry: Any, theirs: Lowering, input: Any, *args: Any, out: Any) -> Any:
     if blocking:
         BlockingKernel.create_inplace(node.target, input, *args, out=out)
     reason = "it lies inside another value"
-    _note(entry, node, group_of(node), [input], [reason], blocking, out.get_name())
+    note(entry, node, group_of(node), [input], [reason], blocking, out.get_name())
     return out if blocking else theirs(input, *args, out=out)
 
 
@@ -153,7 +153,7 @@ def unchanged(entry: Any, theirs: Lowering, inputs: Any, *args: Any, **kwargs: A
     group = group_of(node)
     boxes = [ir.ExternKernel.require_contiguous(box) for box in _listed(inputs)]
     reasons = [_realize(entry, box, source, group) for box, source in zip(boxes, _sources(node), strict=False)]
-    _note(entry, node, group, boxes, reasons, False, boxes[0].get_name())
+    note(entry, node, group, boxes, reasons, False, boxes[0].get_name())
     return theirs(_like(inputs, boxes), *args, **kwargs)
 
 
@@ -194,7 +194,7 @@ def _realize(entry: Any, box: Any, source: Any, group: Any) -> str:
     return buffers.realize(box, source, group.group_name, entry.direct)
 
 
-def _note(entry: Any, node: Any, group: Any, boxes: list[Any], reasons: list[str], blocking: bool, name: str) -> None:
+def note(entry: Any, node: Any, group: Any, boxes: list[Any], reasons: list[str], blocking: bool, name: str) -> None:
     sizes = [box.get_numel() for box in boxes]
     known = all(getattr(size, "is_number", True) for size in sizes)
     first = boxes[0]

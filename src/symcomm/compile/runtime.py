@@ -30,6 +30,7 @@ from symcomm.backend.work import late
 from symcomm.compile import shapes
 from symcomm.group.process_group import ProcessGroup
 from symcomm.symm_mem.allocate import empty_strided_p2p
+from symcomm.symm_mem.groups import find_group
 from symcomm.types import RedOpType
 
 __all__ = [
@@ -75,7 +76,7 @@ def comm_buffer(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, 
     """An empty tensor in symmetric memory: the same memory each time ``line`` runs, unless a result of an earlier run
     still lies there. So results may leave the graph without a copy, and peers see the same addresses every iteration.
     """
-    core = _resolve(group_name).core
+    core = _core_of(group_name)
     known = _places.get(core)
     if known is None:
         known = _places.setdefault(core, {})
@@ -96,6 +97,13 @@ def comm_buffer(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, 
     tensor = _view(fresh, size, stride, 0)
     kept.append(place)
     return tensor
+
+
+def _core_of(group_name: str) -> ProcessGroup:
+    try:
+        return _resolve(group_name).core
+    except RuntimeError:  # one that torch does not know: operators of torch.ops.symm_mem take its name, too
+        return find_group("comm_buffer", group_name)
 
 
 def places(group: ProcessGroup) -> dict[int, int]:

@@ -32,6 +32,7 @@ class Entry:
     plan: MakePlan | None
     lowering: lowering.Lowering
     direct: bool = True  # whether there is a form without copies
+    one_shot: bool = False  # whether Inductor's auto_select may choose torch.ops.symm_mem.one_shot_all_reduce
     rule: str = ""  # torch's autograd rule: a function of torch.distributed._functional_collectives
 
     @property
@@ -77,8 +78,9 @@ _IN_PLACE = "none: Inductor makes it from the functional one, after gradients ar
 _C = "_c10d_functional::"
 _ENTRIES = (
     Entry(_C + "all_reduce", shapes.same, "allreduce", "all_reduce", _all_reduce, lowering.then_in_place,
-          rule="all_reduce_backward"),
-    Entry(_C + "all_reduce_", shapes.same, "allreduce", _IN_PLACE, _all_reduce, lowering.in_place),
+          one_shot=True, rule="all_reduce_backward"),
+    Entry(_C + "all_reduce_", shapes.same, "allreduce", _IN_PLACE, _all_reduce, lowering.in_place,
+          one_shot=True),
     Entry(_C + "all_reduce_coalesced", shapes.same_each, "allreduce_coalesced", "all_reduce_coalesced", _all_reduce,
           lowering.then_in_place, rule="all_reduce_coalesced_backward"),
     Entry(_C + "all_reduce_coalesced_", shapes.same_each, "allreduce_coalesced", _IN_PLACE, _all_reduce,

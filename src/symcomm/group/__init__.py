@@ -16,6 +16,7 @@ reconfigure.py    ReconfigurableGroup: members named anew each time; handles.py 
 registry.py       groups by name
 hooks.py          what observers may want to know
 failure.py        what went wrong, in words
+standoff.py       two ranks that seem to wait for each other
 default.py        init(), the default group and the functions on it
 spawn.py          ranks from one Python function, as processes or threads
 """

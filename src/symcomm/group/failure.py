@@ -239,6 +239,15 @@ def _last_seen(seen: dict, seq: int) -> str:
     return f"in {last}" if seen["seq"] >= seq else f"after {last}"
 
 
+def _awaits(seen: dict) -> str:
+    """What a rank that did not come does instead, if it sleeps for a message."""
+    if not seen["message"]:
+        return ""
+    peer, is_send = seen["message"] // 2 - 2, seen["message"] % 2
+    who = "any rank" if peer < 0 else f"rank {peer}"
+    return f" and waits to send to {who}" if is_send else f" and waits for a message from {who}"
+
+
 def _rank_gone(group: Any, what: str, report: dict, seconds: float) -> errors.SymcommError:
     first = report["culprit"]  # others may have left because of it: only who died is named beside it
     gone = [first, *(r["rank"] for r in report["ranks"] if r["gone"] == Status.DEAD and r["rank"] != first)]
@@ -262,7 +271,7 @@ def _timed_out(group: Any, what: str, report: dict, seconds: float) -> errors.Sy
     origin, ranks = report["origin"], report["ranks"]
     if absent:
         missing = [r["rank"] for r in absent]
-        last = "; ".join(f"rank {r['rank']} was last seen {_last_seen(r, seq)}" for r in absent[:4])
+        last = "; ".join(f"rank {r['rank']} was last seen {_last_seen(r, seq)}{_awaits(r)}" for r in absent[:4])
         arrived = [r["rank"] for r in ranks if r["seq"] >= seq]
         story = f"did not come: {words_for_ranks(missing)}; arrived: {words_for_ranks(arrived)}; {last}"
     else:

@@ -15,12 +15,12 @@ from symcomm.errors import words_for_seconds
 from symcomm.group.buffers import Buffer, read_buffer, write_buffer
 from symcomm.group.chains import Continuation, continued
 from symcomm.group.failure import Site, Status, call_site, explain
+from symcomm.group.standoff import ANY_SOURCE, words_for_message, words_for_standoff
 from symcomm.group.work import Timeout, no_thread, to_ns
 from symcomm.types import DType
 
 __all__ = ["ANY_SOURCE", "Message", "MessageCalls", "MessageWork", "wait_in_thread"]
 
-ANY_SOURCE = -1
 STATUS_SIZE = 32  # _core/p2p.h
 
 
@@ -93,9 +93,7 @@ class MessageWork(AnyMessageWork):
 
     @property
     def _what(self) -> str:
-        m = self._message
-        peer = "any rank" if m.peer == ANY_SOURCE else f"rank {m.peer}"
-        return f"send to {peer}, tag {m.tag}," if m.is_send else f"receive from {peer}, tag {m.tag},"
+        return words_for_message(self._message.is_send, self._message.peer, self._message.tag)
 
     def _settle(self, outcome: tuple[int, int, int, int]) -> None:
         self._outcome = outcome
@@ -126,9 +124,10 @@ class MessageWork(AnyMessageWork):
             self._settle(outcome)
             return
         self._outcome = outcome
+        why = words_for_standoff(self._group, self._message.peer)
         self._error = errors.DeadlineError(
             f"{self._what} on group {self._group.name!r} timed out after {words_for_seconds(given_ns / 1e9)}: "
-            "the other side did not come. The group can still be used.",
+            f"the other side did not come{f': {why}' if why else ''}. The group can still be used.",
             [] if self._message.peer == ANY_SOURCE else [self._message.peer],
         )
 

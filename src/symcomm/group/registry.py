@@ -13,7 +13,7 @@ from symcomm.memory.arena import current_arena
 if TYPE_CHECKING:
     from symcomm.group.process_group import ProcessGroup
 
-__all__ = ["add", "find", "names", "of_rank"]
+__all__ = ["add", "find", "names", "of_handle", "of_rank"]
 
 _groups: weakref.WeakValueDictionary[tuple[bytes, str], ProcessGroup] = weakref.WeakValueDictionary()
 
@@ -31,6 +31,11 @@ def find(name: str) -> ProcessGroup | None:
 def of_rank(nonce: bytes) -> list[ProcessGroup]:
     """The groups of the rank whose arena has that nonce."""
     return sorted((group for (n, _), group in list(_groups.items()) if n == nonce), key=lambda group: group.name)
+
+
+def of_handle(handle: object) -> ProcessGroup | None:
+    """The group that the core knows by this handle."""
+    return next((group for group in list(_groups.values()) if group._handle is handle), None)
 
 
 def names() -> list[str]:

@@ -8,14 +8,19 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from symcomm.group import registry
+from symcomm.memory.arena import current_arena, has_arena
 from symcomm.memory.flight import read_groups
 from symcomm.observe.records import operations_at
 from symcomm.observe.stacks import ThreadStack
 from symcomm.observe.torch_format import as_pickle, torch_dump
 from symcomm.observe.trace import RankTrace
 
-__all__ = ["answer_name", "ask_name", "note", "prefix_from_environment", "torchs_prefix", "write"]
+__all__ = ["answer_name", "ask_name", "note", "prefix_from_environment", "this_rank", "torchs_prefix", "write"]
+__all__ += ["write_for_torch"]
 
 FILE = "trace_rank_"
 PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -69,6 +74,29 @@ def note(rank: int, pid: int, flight: int, stacks: Sequence[ThreadStack] = (), s
         stacks=list(stacks),
         groups=list(read_groups(flight).values()),
     )
+
+
+def this_rank(collectives: bool | None, stacks: bool | None, only_active: bool | None) -> dict[str, Any]:
+    """What this rank recorded, as PyTorch's functions tell it. None: as if nothing had been said."""
+    if not has_arena():
+        return torch_dump([], {}, collectives=collectives is not False)
+    place = current_arena().flight.address
+    groups = (registry.find(name) for name in registry.names())
+    return torch_dump(
+        operations_at(place),
+        read_groups(place),
+        collectives=collectives is not False,
+        stacks=stacks is not False,
+        only_active=bool(only_active),
+        timeouts_ms={group.name: int(group.timeout * 1000) for group in groups if group is not None},
+    )
+
+
+def write_for_torch(rank: int, dump: bytes) -> None:
+    """Into the file that ``TORCH_FR_DUMP_TEMP_FILE`` (or PyTorch's place) and ``rank`` name."""
+    path = Path(f"{prefix_from_environment() or torchs_prefix()}{rank}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(dump)
 
 
 def write(trace: RankTrace, prefix: str, *, timeouts_ms: Mapping[str, int] | None = None, replace: bool = True) -> str:

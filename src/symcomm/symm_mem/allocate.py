@@ -28,7 +28,9 @@ __all__ = [
     "find_memory",
     "is_symm_mem_tensor",
     "memory_stats",
+    "other_size",
     "part_of",
+    "still_active",
     "storage_over",
     "to_sizes",
     "trim",
@@ -184,21 +186,28 @@ _lent: weakref.WeakValueDictionary[tuple[Arena, int], Memory] = weakref.WeakValu
 def _persistent(arena: Arena, alloc_id: int, nbytes: int) -> Memory:
     kept = _kept.setdefault(arena, {})
     if (arena, alloc_id) in _lent:
-        raise errors.bad_argument(
-            "empty_strided_p2p",
-            "alloc_id",
-            alloc_id,
-            "one whose tensor is gone",
-            "drop that tensor first, or use another id",
-        )
+        raise still_active(alloc_id)
     if alloc_id not in kept:
         kept[alloc_id] = allocate(arena, nbytes)
     known = kept[alloc_id].allocation.nbytes
     if known != nbytes:
-        raise errors.bad_argument(
-            "empty_strided_p2p", "size", f"{nbytes} bytes", f"{known} bytes, as before with alloc_id {alloc_id}"
-        )
+        raise other_size(alloc_id, nbytes, known)
     return kept[alloc_id]
+
+
+def still_active(alloc_id: int) -> errors.BadArgumentError:
+    """In the words of torch's own, which scripts may look for; so is the next."""
+    return errors.BadArgumentError(
+        f"empty_strided_p2p: can not allocate with alloc_id == {alloc_id} because a previous allocation with the same "
+        "alloc_id is still active; drop that tensor first, or use another id."
+    )
+
+
+def other_size(alloc_id: int, nbytes: int, known: int) -> errors.BadArgumentError:
+    return errors.BadArgumentError(
+        f"empty_strided_p2p: requested allocation size ({nbytes}) is different from the size of a previous allocation "
+        f"with the same alloc_id {alloc_id} ({known}); use another id."
+    )
 
 
 def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:

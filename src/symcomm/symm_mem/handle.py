@@ -248,6 +248,10 @@ class SymmetricMemory:
         part.keeps = self
         return storage_over(part)
 
+    def boxed(self) -> SymmetricMemory:
+        """The handle itself: Python code needs no box around it."""
+        return self
+
     # --- signals ------------------------------------------------------------------------------------------------
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:

@@ -14,12 +14,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from symcomm import errors
 from symcomm.group.process_group import ProcessGroup
 from symcomm.symm_mem import allocate, settings, words
 from symcomm.symm_mem.groups import find_group, is_known
 from symcomm.symm_mem.handle import SymmetricMemory, rendezvous
 
-__all__ = ["install", "uninstall", "workspace"]
+__all__ = ["get_elements", "install", "meet", "put_and_signal", "uninstall", "workspace"]
 
 _lock = threading.Lock()
 _replaced: list[tuple[Any, str, Any]] = []  # owner, name, what was there before
@@ -86,9 +87,9 @@ def _is_on_cpu(tensor: Any) -> bool:
 # --- what stands behind them -----------------------------------------------------------------------------
 
 
-def _meet(tensor: Any, group: Any = None) -> SymmetricMemory | None:
+def meet(tensor: Any, group_name: Any = None) -> SymmetricMemory | None:
     """As torch has it: None for a tensor that is not in symmetric memory."""
-    return rendezvous(tensor, group) if allocate.is_symm_mem_tensor(tensor) else None
+    return rendezvous(tensor, group_name) if allocate.is_symm_mem_tensor(tensor) else None
 
 
 _workspaces: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDictionary()
@@ -112,9 +113,18 @@ def _wants_cpu_workspace(group_name: str, min_size: int) -> bool:
     return is_known(group_name) and not torch.cuda.is_initialized()
 
 
-def _put_and_signal(src: Any, hdl: SymmetricMemory, peer: int) -> None:
+def put_and_signal(src: Any, hdl: SymmetricMemory, peer: int) -> None:
     hdl.get_buffer(peer, src.shape, src.dtype).copy_(src)
     hdl.put_signal(peer)
+
+
+def get_elements(dst: Any, hdl: SymmetricMemory, peer: int, offset: int = 0) -> None:
+    """Fill ``dst`` from element ``offset`` on of what ``peer`` met with."""
+    if not dst.is_contiguous():
+        raise errors.bad_argument("get", "dst", f"strides {tuple(dst.stride())}", "backed by contiguous memory")
+    if offset < 0 or hdl.offset % dst.element_size():
+        raise errors.bad_argument("get", "offset", offset, "non-negative, and aligned to elements")
+    dst.copy_(hdl.get_buffer(peer, dst.shape, dst.dtype, hdl.offset // dst.element_size() + offset))
 
 
 def _set_pad_size(theirs: Any) -> Any:
@@ -158,13 +168,9 @@ def _device_type(device_type: Any, *_: Any) -> bool:
     return getattr(device_type, "name", str(device_type)).lower() == "cpu"
 
 
-def _rendezvous_static(tensor: Any, group_name: str | None = None) -> SymmetricMemory | None:
-    return _meet(tensor, group_name)
-
-
 _STATICS: dict[str, Callable[[Any], Any]] = {
     "empty_strided_p2p": _by(_device_of_call, allocate.empty_strided_p2p),
-    "rendezvous": _by(_first_tensor, _rendezvous_static),
+    "rendezvous": _by(_first_tensor, meet),
     "is_symm_mem_tensor": _by(_first_tensor, allocate.is_symm_mem_tensor),
     "memset32": _by(_word_tensor, words.memset32),
     "stream_write_value32": _by(_word_tensor, words.stream_write_value32),
@@ -175,14 +181,15 @@ _STATICS: dict[str, Callable[[Any], Any]] = {
 }
 # Those that are not listed (empty, get_backend, is_symm_mem_tensor, ...) call the static ones.
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "rendezvous": _by(_first_tensor, _meet),
+    "rendezvous": _by(_first_tensor, lambda tensor, group: meet(tensor, group)),
     "enable_symm_mem_for_group": _by(
         lambda group_name: is_known(group_name), lambda group_name: None
     ),  # every group of ours has it
     "is_symm_mem_enabled_for_group": _enabled,
     "get_symm_mem_workspace": _by(_wants_cpu_workspace, workspace),
     "set_signal_pad_size": _set_pad_size,
-    "put_signal": _by(_first_tensor, _put_and_signal),
+    "get": _by(_first_tensor, get_elements),
+    "put_signal": _by(_first_tensor, put_and_signal),
     "wait_signal": _by(lambda hdl, peer: isinstance(hdl, SymmetricMemory), lambda hdl, peer: hdl.wait_signal(peer)),
     "reduce_scatter_offset": _by(lambda input, *_, **__: _is_on_cpu(input), _reduce_scatter_offset),
 }

@@ -22,6 +22,7 @@ from symcomm.gpu.watch import Outstanding
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import current_arena
 from symcomm.symm_mem import settings
+from symcomm.symm_mem.allocate import other_size, still_active
 from symcomm.symm_mem.groups import find_group
 from symcomm.symm_mem.handle import SymmetricMemory, check_alike
 
@@ -89,16 +90,14 @@ def _allocate(device: int, nbytes: int) -> Piece:
 
 
 def _persistent(key: _Id, nbytes: int) -> Piece:
-    call, (_, device, alloc_id) = "empty_strided_p2p", key
+    _, device, alloc_id = key
     if key in _lent:
-        fix = "drop that tensor first, or use another id"
-        raise errors.bad_argument(call, "alloc_id", alloc_id, "one whose tensor is gone", fix)
+        raise still_active(alloc_id)
     if key not in _kept:
         _kept[key] = _allocate(device, nbytes)
     known = _facts[_kept[key]].nbytes
     if known != nbytes:
-        allowed = f"{known} bytes, as before with alloc_id {alloc_id}"
-        raise errors.bad_argument(call, "size", f"{nbytes} bytes", allowed)
+        raise other_size(alloc_id, nbytes, known)
     return _kept[key]
 
 

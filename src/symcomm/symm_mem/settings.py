@@ -45,7 +45,8 @@ def has_multicast_support(device_type: Any, device_idx: int = 0) -> bool:
 
 
 def get_mempool_allocator(device: Any) -> Any:
-    """Always raises: torch has memory pools for CUDA only, and these take an allocator of torch's own.
+    """Always raises: torch has memory pools for CUDA and XPU only (``torch.cuda.MemPool``), which take an allocator of
+    torch's own; what allocates CPU tensors cannot be redirected, so that no pool could use one of ours.
 
     ``symm_mem.empty`` needs none, since it gives out freed memory again by itself, on the CPU and on GPUs."""
     import torch
@@ -53,7 +54,7 @@ def get_mempool_allocator(device: Any) -> Any:
     if torch.device(device).type == "cuda":
         fix = "allocate with symm_mem.empty(device='cuda'), or use torch.distributed._symmetric_memory for a pool"
         raise errors.bad_argument("get_mempool_allocator", "device", str(device), "one of torch's own backends'", fix)
-    fix = "on the CPU allocate with symm_mem.empty"
+    fix = "torch has no memory pools for CPU tensors: allocate with symm_mem.empty, or move with symcomm.symmetrize"
     raise errors.bad_argument("get_mempool_allocator", "device", str(device), "a CUDA device", fix)
 
 
