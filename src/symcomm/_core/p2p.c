@@ -47,6 +47,7 @@ static bool withdraw(struct op *op) {
     } else if (op->state == OP_POSTED) {
         remove_op(&m->receives, op);
     } else {
+        mail_take_away(m, op->peer);
         m->in[op->peer].into = NULL; /* the rest of the message is discarded */
     }
     mail_finish(op, received ? STATUS_OK : STATUS_TIMEOUT);
@@ -73,7 +74,7 @@ static int peer_gone(struct op *op, int *culprit) {
 /* Moves what can be moved until op is done; with the lock held. */
 static void progress(struct mail *m, struct op *op) {
     if (!m->closed && op->state != OP_DONE) mail_progress_first(m, op);
-    while (!m->closed && op->state != OP_DONE && mail_progress(m)) {}
+    while (!m->closed && op->state != OP_DONE && mail_progress(m, true)) {}
 }
 
 static bool drive(struct op *op) {
@@ -186,7 +187,7 @@ static void *background(void *argument) {
         atomic_fetch_add(&me->mail_sleepers, 1);
         atomic_thread_fence(memory_order_seq_cst);
         pthread_mutex_lock(&m->lock);
-        while (mail_progress(m)) {}
+        while (mail_progress(m, false)) {}
         int64_t slice = m->background ? SLICE_NS : 100 * SLICE_NS;
         pthread_mutex_unlock(&m->lock);
         symcomm_futex_wait(&me->mail_bell, seen, slice);
@@ -233,8 +234,10 @@ void mail_close(struct group *g) {
         m->thread_runs = false;
     }
     pthread_mutex_lock(&m->lock);
-    for (int r = 0; r < g->world && !m->closed; r++) /* whoever sent them may use its tensors again */
+    for (int r = 0; r < g->world && !m->closed; r++) { /* whoever has them on their way may use its tensors again */
         if (m->out[r].tickets) take_back(&m->out[r], m->out[r].tickets);
+        mail_take_away(m, r);
+    }
     m->closed = true;
     pthread_mutex_unlock(&m->lock);
 }
