@@ -232,7 +232,6 @@ void mail_take_away(struct mail *m, int peer) {
     i->joint = false;
     struct joint *j = &i->channel->joint;
     uint64_t number = ticket_of(i);
-    joint_close(j);
     if (is_dead(m, peer) || !joint_is_written(j, number)) return;
     if (symcomm_before_waiting) symcomm_before_waiting();
     int64_t end = symcomm_now_ns() + (g->own_process ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
