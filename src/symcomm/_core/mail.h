@@ -39,7 +39,8 @@ struct mail {
     struct op *receives; /* posted, in order */
     uint64_t posted[2];  /* receives and sends so far */
     _Atomic int background; /* unfinished operations that nobody may be waiting for */
-    pthread_t thread;
+    pthread_t thread; /* drives those */
+    pthread_cond_t needed; /* there is one */
     bool thread_runs;
     bool closed; /* the channels belong to others: the rank has left, or this is a child's copy */
     _Atomic bool closing;
