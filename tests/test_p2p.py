@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import symcomm
 from symcomm import ANY_SOURCE, Message, errors
 from symcomm.group.process_group import ProcessGroup
 from tests.faults import run_group
+from tests.halts import Words, until
 
 SIZES = (0, 1, 7, 1000, 65_536, 100_000, 1_000_001)  # elements: below and above the ring's 256 KiB
 
@@ -310,6 +313,62 @@ def test_a_large_send_that_nobody_takes_ends_the_group():
     story = "rank 0 gave up a message to rank 1 of which a part was on its way"
     assert str(outcomes[0].error).startswith(f"send to rank 1, tag 0, on group 'world' failed: {story}")
     assert str(outcomes[1].error).startswith(f"barrier #1 on group 'world' failed: {story}")
+
+
+def _threads() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
+
+
+def _times_woken(thread: str) -> int:
+    status = Path(f"/proc/self/task/{thread}/status").read_text()
+    return int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", status, re.MULTILINE)[1])
+
+
+def _blocking_after_a_batch(g: ProcessGroup) -> int:
+    """How often the thread of unattended messages was woken by the last of many blocking ones."""
+    peer, x, y = 1 - g.rank, torch.ones(2), torch.zeros(2)
+    before = _threads()
+    for work in g.batch([Message.send(x, peer), Message.receive(y, peer)]):
+        work.wait()
+    (thread,) = _threads() - before
+    for _ in range(10):
+        woken = _times_woken(thread)
+        for _ in range(1000):
+            (g.send(x, peer), g.recv(y, peer)) if g.rank else (g.recv(y, peer), g.send(x, peer))
+        most = torch.tensor([_times_woken(thread) - woken])
+        g.all_reduce(most, symcomm.ReduceOp.MAX)
+        if most.item() == 0:
+            break
+    works = [g.irecv(y, peer), g.isend(x, peer)]  # it is back when it is needed
+    assert until(lambda: all(work.is_completed() for work in works))
+    return int(most.item())
+
+
+def test_blocking_messages_wake_no_thread_once_nothing_is_unattended():
+    outcomes = run_group(_blocking_after_a_batch, 2)
+    assert [o.value for o in outcomes] == [0, 0], "\n".join(map(str, outcomes))
+
+
+def _unattended_after_a_pause(g: ProcessGroup, words: Words) -> float:
+    """Rank 1 posts a receive when its thread has rested, and looks at nothing but memory until rank 0 has sent."""
+    x = torch.full((100_000,), float(g.rank))  # larger than the ring: it does not leave without the thread
+    for number in range(1, 4):
+        if g.rank == 0:
+            assert words.reach(1, number)
+            g.send(x + number, 1)
+            words[0] = number
+        else:
+            time.sleep(0.03)  # the thread rests after 10 ms without work
+            work = g.irecv(x, 0)
+            words[1] = number
+            assert words.reach(0, number), "nobody took the message"
+            work.wait()
+    return x[-1].item()
+
+
+def test_an_unattended_message_is_taken_by_a_thread_that_has_rested():
+    outcomes = run_group(_unattended_after_a_pause, 2, Words())
+    assert outcomes[1].value == 3.0, "\n".join(map(str, outcomes))
 
 
 def _send_and_go(g: ProcessGroup, count: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tests.model import agreeing, deciding, leaving, sleeping, voiding
+from tests.model import agreeing, copying, deciding, leaving, sleeping, voiding
 from tests.model.explorer import Model
 
 Maker = Callable[..., Model]
@@ -20,6 +20,9 @@ QUICK: list[Callable[[], Model]] = [
     voiding.pushing,
     lambda: voiding.pushing(stopped=False),
     voiding.both_fail,
+    copying.joint,
+    lambda: copying.joint(gives_up=False),
+    lambda: copying.joint(gives_up=False, deaths=1),
     lambda: leaving.leaving(deaths=1),
     leaving.late_departure,
     lambda: agreeing.agreement(calls=(1, 1), deaths=1, interrupts=True, coarse=False),
@@ -49,6 +52,8 @@ MUTANTS: list[tuple[dict[str, str], list[Maker]]] = [
     ]),
     (voiding.MUTANTS, [voiding.two, voiding.passed_on, voiding.relayed]),
     (voiding.PUSH_MUTANTS, [voiding.pushing, voiding.both_fail]),
+    (copying.MUTANTS, [copying.joint, lambda without: copying.joint(without, gives_up=False)]),
+    (copying.DEATH_MUTANTS, [lambda without: copying.joint(without, gives_up=False, deaths=1)]),
     (leaving.MUTANTS, [lambda without: leaving.leaving(without, deaths=1)]),
     (leaving.LATE_MUTANTS, [leaving.late_departure]),
     (agreeing.MUTANTS, [

@@ -66,10 +66,10 @@ def _gather_single(output: torch.Tensor, input: torch.Tensor, async_op: bool = F
     return dist.group.WORLD.gather_single(output, input, options)
 
 
-def _ways(group: Any, call: Callable[[], Any]) -> dict[str, int]:
-    before = group.call_stats()["collectives"]
+def _ways(group: Any, call: Callable[[], Any], what: str = "collectives") -> dict[str, int]:
+    before = group.call_stats()[what]
     call()
-    after = group.call_stats()["collectives"]
+    after = group.call_stats()[what]
     return {name: after[name] - before[name] for name in after}
 
 
@@ -193,3 +193,101 @@ def the_group_inside_is_the_short_entrance(rank: int, path: str) -> None:
         equal(x, torch.full((2,), 4.0))
         assert _ways(group, lambda: core.all_reduce(x)) == SHORT == _ways(group, lambda: dist.all_reduce(x))
     refused(lambda: symcomm.of(torch.ones(1)), "of: group must be a ProcessGroup, its name, or None")
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
+def _message(group: Any, rank: int, make: Callable, n: int, kind: str, expected: tuple[dict, dict]) -> None:
+    """Rank 0 sends ``n`` elements, rank 1 receives them; ``expected``: the way of each."""
+    values = torch.arange(n) % 4 + 5.0  # which every type can hold
+    tensor = make(values if rank == 0 else torch.zeros(n))
+
+    def call() -> None:
+        if rank == 0:
+            dist.send(tensor, 1, tag=3)
+        else:
+            assert dist.recv(tensor, 0, tag=3) == 0
+
+    ways = _ways(group, call, "messages")
+    assert ways == expected[rank], f"{n} elements, {kind}: {ways}"
+    equal(tensor.detach().clone().reshape(-1).to(torch.complex64), values)
+
+
+@check
+def blocking_messages_of_every_dense_tensor_take_the_short_way(rank: int, path: str) -> None:
+    with joined(rank, path) as group:
+        dist.all_reduce(torch.ones(1))  # a process's first tensor teaches the core what torch's tensors are
+        for kind, make in OF_THEIR_MEMORY.items():
+            for n in (0, 1, 5):
+                _message(group, rank, make, n, kind, (SHORT, SHORT))
+        ring = 256 * 1024  # bytes; more of them than that are sent in turns
+        _message(group, rank, torch.clone, ring, "larger than the ring", (SHORT, SHORT))
+
+
+@check
+def blocking_messages_of_other_tensors_stay_in_the_callers_thread(rank: int, path: str) -> None:
+    with joined(rank, path) as group:
+        for kind in ("negative", "imaginary part", "subclass", "every second"):
+            _message(group, rank, OTHERS[kind], 5, kind, (LONG, LONG))
+
+
+@check
+def messages_that_nobody_waits_for_yet_are_left_to_the_thread(rank: int, path: str) -> None:
+    with joined(rank, path) as group:
+        x, peer = torch.full((3,), rank + 1.0), 1 - rank
+        got = torch.zeros(3)
+
+        def batch() -> None:
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]):
+                work.wait()
+
+        assert _ways(group, batch, "messages") == {name: 2 * n for name, n in QUEUED.items()}
+        equal(got, [peer + 1.0] * 3)
+        works: list[Any] = []
+        start = (lambda: works.append(dist.isend(x, 1))) if rank == 0 else (lambda: works.append(dist.irecv(got, 0)))
+        assert _ways(group, start, "messages") == QUEUED
+        works[0].wait()
+        dist.barrier()  # what C++ or a thread without Python code below it calls has nobody to look back at
+        group.send([x], peer, 4)
+        group.recv([got], peer, 4).wait()
+        equal(got, [peer + 1.0] * 3)
+
+
+@check
+def a_blocking_receive_from_anybody_names_the_sender(rank: int, path: str) -> None:
+    with joined(rank, path) as group:
+        dist.all_reduce(torch.ones(1))
+        got = torch.zeros(2)
+
+        def call() -> None:
+            if rank == 0:
+                dist.send(torch.full((2,), 7.0), 1)
+            else:
+                assert dist.recv(got) == 0
+                equal(got, [7.0, 7.0])
+
+        assert _ways(group, call, "messages") == SHORT
+
+
+@check
+def blocking_messages_fail_as_others_do(rank: int, path: str) -> None:
+    with joined(rank, path) as group:
+        if rank == 0:
+            dist.send(torch.ones(3), 1)
+        else:
+            refused(lambda: dist.recv(torch.ones(2), 0), "rank 0 sent 12 bytes of float32")
+            group.core.set_timeout(0.1)
+            refused(lambda: dist.recv(torch.ones(2), 0), "Timed out waiting 100ms", "receive from rank 0")
+            refused(lambda: dist.recv(torch.ones(2)), "Timed out waiting 100ms", "receive from any rank")
+            group.core.set_timeout(30)
+        dist.barrier()
+        refused(lambda: dist.send(torch.ones(2).to_sparse(), 1 - rank), "send: tensor")
+        with torch.profiler.profile() as profile:
+            dist.send(torch.ones(2), 1) if rank == 0 else dist.recv(torch.zeros(2), 0)
+        assert any(event.key == f"symcomm:{('send', 'recv')[rank]}" for event in profile.key_averages())
+        if rank == 0:
+            group.core.abort()
+            refused(lambda: dist.recv(torch.ones(2), 1), "abort")
+        else:
+            refused(lambda: dist.recv(torch.ones(2), 0), "abort")

@@ -29,6 +29,7 @@ class Window: ...
 
 CALL_BYTES: int
 CHANNEL_BYTES: int
+CHANNEL_HEAD_BYTES: int
 CONTROL_BYTES: int
 RECORD_CALL: int
 RECORD_VOTE: int

@@ -2,12 +2,14 @@
 #include "mail.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "common.h"
 #include "flight.h"
 #include "isolate.h"
 
 #define DIRECT_BYTES (32 * 1024) /* below, copying twice is cheaper than waiting for the receiver */
+#define WAKING_BYTES (4 * 1024 * 1024) /* below, a sender that sleeps is not woken to help: it would come too late */
 
 static void ring_bell(struct group *g, int rank) {
     struct control *c = g->control[rank];
@@ -84,9 +86,18 @@ static bool push(struct mail *m, struct outgoing *o, struct op *op) {
     return op->moved == op->nbytes;
 }
 
-static bool progress_sends(struct mail *m, int peer) {
+/* Takes part in copying what peer is at. */
+static bool help(struct mail *m, int peer) {
+    bool helped = false;
+    for (struct op *op = m->out[peer].unacknowledged; op; op = op->next)
+        if (joint_fits(op->nbytes)) helped |= joint_push(&m->out[peer].channel->joint, op->ticket, m->group->arena[peer], op->buffer, op->nbytes);
+    if (helped) ring_bell(m->group, peer);
+    return helped;
+}
+
+static bool progress_sends(struct mail *m, int peer, bool waits) {
     struct outgoing *o = &m->out[peer];
-    bool moved = false;
+    bool moved = waits && o->unacknowledged && help(m, peer);
     while (o->first) {
         struct op *op = o->first;
         uint64_t before = atomic_load_explicit(&o->channel->filled, memory_order_relaxed);
@@ -185,21 +196,69 @@ static bool was_withdrawn(const struct channel *c) {
     return atomic_load_explicit(&c->withdrawn, memory_order_relaxed);
 }
 
+static bool is_dead(struct mail *m, int peer) { return sync_marked_gone(m->group, peer) == STATUS_DEAD; }
+
+/* The number that the sender gave to the symmetric message which is being read. */
+static uint64_t ticket_of(struct incoming *i) { return atomic_load_explicit(&i->channel->copied, memory_order_relaxed) + 1; }
+
+/* Whether the sender may help to copy. Where ranks share cores, it would only take the receiver's. */
+static bool may_be_joint(struct group *g, struct incoming *i, int peer) {
+    if (i->into == NULL || peer == g->rank || !joint_fits(i->header.nbytes)) return false;
+    return !atomic_load_explicit(&g->crowded, memory_order_relaxed) && arena_offset(g, i->into->buffer, i->header.nbytes) >= 0;
+}
+
+/* Copies a symmetric message. False: the sender is still at its share of it. */
+static bool copy(struct mail *m, int peer) {
+    struct incoming *i = &m->in[peer];
+    const char *from = m->group->arena[peer] + i->header.offset;
+    char *to = destination(i);
+    uint64_t nbytes = i->header.nbytes;
+    if (to == NULL) return true;
+    if (!i->joint && may_be_joint(m->group, i, peer)) {
+        i->joint = true;
+        joint_open(&i->channel->joint, ticket_of(i), arena_offset(m->group, to, nbytes));
+        if (nbytes >= WAKING_BYTES) ring_bell(m->group, peer);
+    }
+    if (!i->joint) memcpy(to, from, nbytes);
+    else if (!joint_pull(&i->channel->joint, ticket_of(i), to, from, nbytes, is_dead(m, peer))) return false;
+    i->joint = false;
+    return true;
+}
+
+void mail_take_away(struct mail *m, int peer) {
+    struct incoming *i = &m->in[peer];
+    struct group *g = m->group;
+    if (!i->joint) return;
+    i->joint = false;
+    struct joint *j = &i->channel->joint;
+    uint64_t number = ticket_of(i);
+    if (is_dead(m, peer) || !joint_is_written(j, number)) return;
+    if (symcomm_before_waiting) symcomm_before_waiting();
+    int64_t end = symcomm_now_ns() + (g->own_process ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
+    while (joint_is_written(j, number) && !is_dead(m, peer) && symcomm_now_ns() < end) usleep(100);
+    if (g->own_process && joint_is_written(j, number) && !is_dead(m, peer)) isolate(i->into->buffer, (int64_t)i->header.nbytes);
+}
+
+static void take_symmetric(struct mail *m, int peer) {
+    struct incoming *i = &m->in[peer];
+    if (!copy(m, peer)) return;
+    i->moved = i->header.nbytes;
+    if (was_withdrawn(i->channel)) { /* the sender says the same as soon as it can */
+        int gone = sync_marked_gone(m->group, peer);
+        if (gone) sync_fail(m->group, gone, peer);
+        else sync_fail_of(m->group, STATUS_HALF_SENT, m->group->rank, peer);
+        i->void_message = true;
+        return;
+    }
+    atomic_fetch_add_explicit(&i->channel->copied, 1, memory_order_release);
+}
+
 static void take_bytes(struct mail *m, int peer) {
     struct incoming *i = &m->in[peer];
     struct channel *c = i->channel;
     char *to = destination(i);
     if (i->header.offset >= 0) {
-        if (to) memcpy(to, m->group->arena[peer] + i->header.offset, i->header.nbytes);
-        i->moved = i->header.nbytes;
-        if (was_withdrawn(c)) { /* the sender says the same as soon as it can */
-            int gone = sync_marked_gone(m->group, peer);
-            if (gone) sync_fail(m->group, gone, peer);
-            else sync_fail_of(m->group, STATUS_HALF_SENT, m->group->rank, peer);
-            i->void_message = true;
-            return;
-        }
-        atomic_fetch_add_explicit(&c->copied, 1, memory_order_release);
+        take_symmetric(m, peer);
         return;
     }
     uint64_t emptied = atomic_load_explicit(&c->emptied, memory_order_relaxed);
@@ -285,14 +344,14 @@ bool mail_unpark(struct mail *m, struct op *op) {
 }
 
 void mail_progress_first(struct mail *m, const struct op *op) {
-    if (op->is_send) progress_sends(m, op->peer);
+    if (op->is_send) progress_sends(m, op->peer, true);
     else if (op->peer != ANY_SOURCE) progress_receives(m, op->peer);
 }
 
-bool mail_progress(struct mail *m) {
+bool mail_progress(struct mail *m, bool waits) {
     bool moved = false;
     for (int r = 0; r < m->group->world; r++) {
-        moved |= progress_sends(m, r);
+        moved |= progress_sends(m, r, waits);
         moved |= progress_receives(m, r);
     }
     return moved;

@@ -49,7 +49,9 @@ static bool withdraw(struct op *op) {
     } else if (op->state == OP_POSTED) {
         remove_op(&m->receives, op);
     } else {
+        mail_take_away(m, op->peer);
         m->in[op->peer].into = NULL; /* the rest of the message is discarded */
+        pthread_cond_signal(&m->needed);
     }
     mail_finish(op, received ? STATUS_OK : STATUS_TIMEOUT);
     mail_release(op);
@@ -75,7 +77,7 @@ static int peer_gone(struct op *op, int *culprit) {
 /* Moves what can be moved until op is done; with the lock held. */
 static void progress(struct mail *m, struct op *op) {
     if (!m->closed && op->state != OP_DONE) mail_progress_first(m, op);
-    while (!m->closed && op->state != OP_DONE && mail_progress(m)) {}
+    while (!m->closed && op->state != OP_DONE && mail_progress(m, true)) {}
 }
 
 static bool drive(struct op *op) {
@@ -215,20 +217,39 @@ bool mail_done(struct op *op) {
     return done;
 }
 
-/* Drives operations that nobody waits for. */
+/* Whether something may have to be moved that nobody waits for; also the rest of a message that is only discarded. */
+static bool is_needed(const struct mail *m) {
+    for (int r = 0; r < m->group->world; r++)
+        if (m->in[r].reading) return true;
+    return m->background > 0;
+}
+
+static void rest(struct mail *m) {
+    pthread_mutex_lock(&m->lock);
+    while (!is_needed(m) && !atomic_load(&m->closing)) pthread_cond_wait(&m->needed, &m->lock);
+    pthread_mutex_unlock(&m->lock);
+}
+
+/* Drives operations that nobody waits for. Some time after the last of them it hears no bells any more: each would cost
+ * whoever sends a blocking message a call of the kernel, and wake this thread for nothing. */
 static void *background(void *argument) {
     struct mail *m = argument;
     struct control *me = m->group->control[m->group->rank];
+    int64_t last = symcomm_now_ns(); /* when there was something to drive */
     while (!atomic_load(&m->closing)) {
         uint32_t seen = atomic_load_explicit(&me->mail_bell, memory_order_acquire);
         atomic_fetch_add(&me->mail_sleepers, 1);
         atomic_thread_fence(memory_order_seq_cst);
         pthread_mutex_lock(&m->lock);
-        while (mail_progress(m)) {}
-        int64_t slice = m->background ? SLICE_NS : 100 * SLICE_NS;
+        while (mail_progress(m, false)) {}
+        bool needed = is_needed(m);
         pthread_mutex_unlock(&m->lock);
-        symcomm_futex_wait(&me->mail_bell, seen, slice);
+        int64_t now = symcomm_now_ns();
+        if (needed) last = now;
+        bool long_idle = now - last >= SLICE_NS;
+        if (!long_idle) symcomm_futex_wait(&me->mail_bell, seen, SLICE_NS);
         atomic_fetch_sub(&me->mail_sleepers, 1);
+        if (long_idle) rest(m), last = symcomm_now_ns();
     }
     return NULL;
 }
@@ -251,6 +272,7 @@ int mail_open(struct group *g, char *const *channels) {
     if (!m || !m->in || !m->out) return -1;
     m->group = g;
     pthread_mutex_init(&m->lock, NULL);
+    pthread_cond_init(&m->needed, NULL);
     for (int r = 0; r < g->world; r++) {
         m->out[r].channel = (struct channel *)channels[g->rank] + r;
         m->in[r].channel = (struct channel *)channels[r] + g->rank;
@@ -264,15 +286,20 @@ void mail_close(struct group *g) {
     if (m == NULL) return;
     if (m->thread_runs) {
         struct control *me = g->control[g->rank];
+        pthread_mutex_lock(&m->lock);
         atomic_store(&m->closing, true);
+        pthread_cond_signal(&m->needed);
+        pthread_mutex_unlock(&m->lock);
         atomic_fetch_add(&me->mail_bell, 1);
         symcomm_futex_wake(&me->mail_bell, INT32_MAX);
         pthread_join(m->thread, NULL);
         m->thread_runs = false;
     }
     pthread_mutex_lock(&m->lock);
-    for (int r = 0; r < g->world && !m->closed; r++) /* whoever sent them may use its tensors again */
+    for (int r = 0; r < g->world && !m->closed; r++) { /* whoever has them on their way may use its tensors again */
         if (m->out[r].tickets) take_back(&m->out[r], m->out[r].tickets);
+        mail_take_away(m, r);
+    }
     m->closed = true;
     pthread_mutex_unlock(&m->lock);
 }
@@ -280,6 +307,7 @@ void mail_close(struct group *g) {
 void mail_forked(struct group *g) {
     if (g->mail == NULL) return;
     pthread_mutex_init(&g->mail->lock, NULL);
+    pthread_cond_init(&g->mail->needed, NULL);
     g->mail->closed = true, g->mail->thread_runs = false;
     g->mail = NULL; /* operations that were on their way keep it */
 }
@@ -305,6 +333,7 @@ static bool queue(struct mail *m, struct op *op, bool *done) {
     }
     progress(m, op);
     *done = op->state == OP_DONE;
+    if (op->background && !*done) pthread_cond_signal(&m->needed);
     pthread_mutex_unlock(&m->lock);
     return true;
 }
@@ -372,6 +401,7 @@ static void mail_free(struct mail *m) {
             mail_free_parked(p);
         }
     }
+    pthread_cond_destroy(&m->needed);
     pthread_mutex_destroy(&m->lock);
     free(m->in);
     free(m->out);

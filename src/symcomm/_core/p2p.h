@@ -2,10 +2,11 @@
  *
  * Every ordered pair of ranks has a channel in the sender's arena: a ring of bytes that the sender fills and the receiver
  * empties. A message is a header and its bytes, streamed as room allows; a symmetric tensor sends only the header, and the
- * receiver copies straight from it. A posted operation is a small state machine; whoever waits drives all of them. */
+ * receiver copies straight from it, with the sender's help where it is large (see joint.h). A posted operation is a small state machine; whoever waits drives all of them. */
 #ifndef SYMCOMM_P2P_H
 #define SYMCOMM_P2P_H
 
+#include "joint.h"
 #include "sync.h"
 
 #define RING_BYTES (256 * 1024)
@@ -16,6 +17,7 @@ struct channel {
     _Atomic uint64_t withdrawn;            /* 1: its symmetric messages that were not copied yet are not to be trusted */
     _Alignas(64) _Atomic uint64_t emptied; /* bytes the receiver has taken out, ever */
     _Alignas(64) _Atomic uint64_t copied;  /* symmetric messages the receiver has copied, ever */
+    struct joint joint;                    /* of the one that it is at */
     _Alignas(64) char ring[RING_BYTES];
 };
 

@@ -1,5 +1,6 @@
 /* Messages as Python sees them; the classes are in symcomm/group/messages.py. */
 #include <errno.h>
+#include <stddef.h>
 
 #include "common.h"
 #include "mail.h"
@@ -121,5 +122,6 @@ static PyMethodDef methods[] = {
 
 int symcomm_add_p2p(PyObject *module) {
     PyModule_AddIntConstant(module, "CHANNEL_BYTES", (long)sizeof(struct channel));
+    PyModule_AddIntConstant(module, "CHANNEL_HEAD_BYTES", (long)offsetof(struct channel, ring));
     return PyModule_AddFunctions(module, methods);
 }

@@ -26,6 +26,7 @@ from symcomm.backend.engines import Engines
 from symcomm.backend.functional import register_work
 from symcomm.backend.hooked import TORCH_CALLS, attach_own_health_checks
 from symcomm.backend.life import Life
+from symcomm.backend.messages import exchange
 from symcomm.backend.newer import Newer
 from symcomm.backend.options_layout import ASYNC, UNKNOWN, install, read_options
 from symcomm.backend.profile import Span, describe, is_profiling
@@ -37,6 +38,7 @@ from symcomm.group.arguments import to_redop
 from symcomm.group.calls import Kind
 from symcomm.group.failure import call_site, explain
 from symcomm.group.making import make_group
+from symcomm.group.messages import ANY_SOURCE
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store.handshake import Exchange, handshake
 
@@ -529,13 +531,19 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         return work.profiled(span) if span is not None else work
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
+        if self._plain and (work := exchange(self.core, True, tensors, dstRank, tag)) is not None:
+            return work
         return self._message("send", self.core.isend, tensors, dstRank, tag)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
+        if self._plain and (work := exchange(self.core, False, tensors, srcRank, tag)) is not None:
+            return work
         return self._message("recv", self.core.irecv, tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        return self._message("recvAnySource", self.core.irecv, tensors, -1, tag)
+        if self._plain and (work := exchange(self.core, False, tensors, ANY_SOURCE, tag)) is not None:
+            return work
+        return self._message("recvAnySource", self.core.irecv, tensors, ANY_SOURCE, tag)
 
     # --- synchronisation --------------------------------------------------------------------------------------
 

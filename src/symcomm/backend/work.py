@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Work
 from symcomm import errors
 from symcomm.backend import versions
 
-__all__ = ["AllOf", "DoneWork", "TorchWork", "WorkInfo", "done", "late", "op_type_of"]
+__all__ = ["AllOf", "DoneWork", "Received", "TorchWork", "WorkInfo", "done", "late", "op_type_of"]
 
 OpType: Any = vars(torch_c10d)["OpType"]  # which torch's own stubs do not list
 # Our calls -> torch's word for them.
@@ -168,6 +168,19 @@ class DoneWork(Work):
 
 
 done = DoneWork()
+
+
+class Received(DoneWork):
+    """A receive from anybody that ended before its call returned."""
+
+    def __init__(self, source: int):
+        super().__init__(call="recvAnySource")
+        self._source = source
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
 
 
 class TorchWork(Work):

@@ -200,7 +200,8 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls, ObjectCalls):
             self._reserve_channels(channels, total)
         native.poke(self._arena.base + self._offset, bytes(native.CONTROL_BYTES))
         for r in range(self.size):  # only the counters of a channel need to start at zero
-            native.poke(self._arena.base + self._offset + channels + r * native.CHANNEL_BYTES, bytes(192))
+            channel = self._arena.base + self._offset + channels + r * native.CHANNEL_BYTES
+            native.poke(channel, bytes(native.CHANNEL_HEAD_BYTES))
         try:
             everyone = self._introduce(exchange, peers, total)
         except (NotMade, SeveralHostsError):
