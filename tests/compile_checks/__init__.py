@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._functorch import config as functorch
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
@@ -43,7 +44,10 @@ class Compiled:
         with (
             symcompile.configure(**chosen),
             report.listening() as self.records,
-            config.patch(force_disable_caches=True),
+            config.patch(
+                fx_graph_cache=False
+            ),  # the passes run each time; kernels of the same source are compiled once
+            functorch.patch(enable_autograd_cache=False),
         ):
             self.function = torch.compile(function, fullgraph=True, dynamic=dynamic)
             self.result, self.codes = run_and_get_code(self.function, *args)
