@@ -52,6 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("unused_process") is None)
 
 
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays. Collectors need not look at it, here and in forked ranks, which share its memory."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Groups that a file forgot are collected at its end. With as many objects as torch has, the collector comes too
     seldom, and their sockets are taken for another test's leak."""

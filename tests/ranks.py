@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-# Whoever is the first to start a process this way decides for all of them, hence one list.
-LOADED = ["torch.distributed", "torch._dynamo", "symcomm.windows.hosts", "pytest"]
-mp.get_context("forkserver").set_forkserver_preload(LOADED)
+# Whoever is the first to start a process this way decides for all of them what is loaded.
+mp.get_context("forkserver").set_forkserver_preload(["tests.preloaded"])
 
 
 @dataclass
