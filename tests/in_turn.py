@@ -1,29 +1,70 @@
-"""Programs one after the other in one rank: ``python -m symcomm run -n 2 tests/in_turn.py BACKEND one.py two.py ...``
+"""Programs one after the other, each in a process and a folder of its own, forked from one that has loaded torch:
 
-Each runs in a process of its own, forked from one that has loaded torch. Between them a line names the next.
+    python tests/in_turn.py one.py two.py ...
+    python -m symcomm run -n 2 tests/in_turn.py one.py two.py ... -- words that each of them gets
+
+The first rank says "== one.py" before each, and "== one.py: 0" after it, with its exit code. ``parts`` reads that.
 """
 
 from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
+import tempfile
+from collections.abc import Sequence
 
-import torch._dynamo
-import torch.distributed
+SECONDS = 100  # that a program has
 
-assert torch._dynamo and torch.distributed  # what all of them load
 
-backend, *programs = sys.argv[1:]
-for number, program in enumerate(programs):
-    if os.environ["RANK"] == "0":
-        print("==", program, flush=True)
-    child = os.fork()
-    if child == 0:
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # keys in the launcher's store that nobody has used
-        sys.argv = [program, backend]
-        runpy.run_path(program, run_name="__main__")
-        sys.exit()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code:
-        sys.exit(f"{program} on rank {os.environ['RANK']}: exit code {code}")
+def parts(lines: Sequence[str], programs: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """(exit code, lines) of each program; those that never began, or never ended, have no code."""
+    found = []
+    for program in programs:
+        said: list[str] = []
+        code, inside = "", False
+        for line in lines:
+            if line.startswith(f"== {program}: "):
+                code, inside = line.rpartition(" ")[2], False
+            inside = inside or line == f"== {program}"
+            if inside:
+                said.append(line)
+        found.append((code, said))
+    return found
+
+
+def run(program: str, words: Sequence[str], number: int) -> int:
+    """The exit code of a program in a child of this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(SECONDS)
+            os.chdir(folder)
+            if "TORCHELASTIC_RESTART_COUNT" in os.environ:  # it names the keys in a launcher's store
+                os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+            sys.argv, sys.path[0] = [program, *words], os.path.dirname(program)
+            runpy.run_path(program, run_name="__main__")
+            sys.exit()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def main(arguments: Sequence[str]) -> int:
+    import torch._dynamo
+    import torch.distributed
+
+    assert torch._dynamo and torch.distributed  # what many of them load
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    speaks, failed = os.environ.get("RANK", "0") == "0", False
+    for number, program in enumerate(arguments[:end]):
+        if speaks:
+            print("==", program, flush=True)
+        code = run(program, arguments[end + 1 :], number)
+        failed = failed or code != 0
+        if speaks:
+            print(f"== {program}: {code}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

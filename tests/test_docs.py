@@ -10,21 +10,39 @@ from pathlib import Path
 
 import pytest
 
+from tests.in_turn import parts
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
 ids = [page.name for page in PAGES]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
-def test_python_blocks_run(page: Path, tmp_path: Path):
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S)
-    script = tmp_path / "page.py"
-    script.write_text("\n".join(blocks))
+def blocks_of(page: Path) -> str:
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S))
+
+
+WITH_BLOCKS = [page for page in PAGES if blocks_of(page)]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, list[str]]]:
+    """What each page's blocks did: an exit code, and what they said."""
+    scripts = [tmp_path_factory.mktemp("pages") / f"{page.name}.py" for page in WITH_BLOCKS]
+    for page, script in zip(WITH_BLOCKS, scripts, strict=True):
+        script.write_text(blocks_of(page))
+    programs = [str(script) for script in scripts]
+    command = [sys.executable, str(ROOT / "tests" / "in_turn.py"), *programs]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, f"{page.name} does not run:\n{done.stdout}\n{done.stderr}"
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, env=environment, text=True, timeout=500, **both)
+    return dict(zip([page.name for page in WITH_BLOCKS], parts(done.stdout.splitlines(), programs), strict=True))
+
+
+@pytest.mark.timeout(550)
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.name)
+def test_python_blocks_run(page: Path, ran: dict[str, tuple[str, list[str]]]):
+    code, said = ran[page.name]
+    assert code == "0", "\n".join([f"{page.name} does not run:", *said])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)

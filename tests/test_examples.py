@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.in_turn import parts
+
 pytest.importorskip("torch", reason="the examples train torch models")
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {
@@ -44,9 +46,8 @@ THERE = [name for name in PROGRAMS if name not in NEEDS or importlib.util.find_s
 def train(backend: str, torchrun: bool) -> dict[str, list[float]]:
     """Every example's losses, of ranks that one launcher has started."""
     files = [str(ROOT / "examples" / f"{name}.py") for name in THERE]
-    lines = run_example("../tests/in_turn.py", backend, *files, torchrun=torchrun, seconds=280)
-    starts = [lines.index(f"== {file}") for file in files]
-    return {name: losses(lines[a:b]) for name, a, b in zip(THERE, starts, [*starts[1:], None], strict=True)}
+    lines = run_example("../tests/in_turn.py", *files, "--", backend, torchrun=torchrun, seconds=280)
+    return {name: losses(said) for name, (_, said) in zip(THERE, parts(lines, files), strict=True)}
 
 
 @pytest.fixture(scope="module")
