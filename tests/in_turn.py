@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
 SECONDS = 100  # that a program has
 
@@ -41,12 +42,20 @@ def run(program: str, words: Sequence[str], number: int) -> int:
         if child == 0:
             signal.alarm(SECONDS)
             os.chdir(folder)
-            if "TORCHELASTIC_RESTART_COUNT" in os.environ:  # it names the keys in a launcher's store
-                os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+            _own_keys(f"program {number}")
             sys.argv, sys.path[0] = [program, *words], os.path.dirname(program)
             runpy.run_path(program, run_name="__main__")
             sys.exit()
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _own_keys(prefix: str) -> None:
+    """In the store of the launcher, which all programs use."""
+    from torch.distributed import PrefixStore
+
+    module: Any = sys.modules["torch.distributed.rendezvous"]
+    make = module._create_c10d_store
+    module._create_c10d_store = lambda *args, **options: PrefixStore(prefix, make(*args, **options))
 
 
 def main(arguments: Sequence[str]) -> int:
