@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import run_ranks
 from tests.test_torch_backend import environment, find_mpirun, free_port, run, run_python
 
 ROOT = Path(__file__).parent.parent
@@ -89,8 +92,19 @@ def listens():
 """
 
 
+def _printed(rank: int, world: int, code: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(code, {"__name__": "__main__"})
+    return out.getvalue()
+
+
+def printed_by(code: str) -> str:
+    """What a program says that has a process to itself."""
+    return run_ranks(_printed, 1, code)[0]
+
+
 def test_the_port_is_free_while_the_old_group_is_still_held():
-    out = run_python(
+    out = printed_by(
         ALONE
         + """
 dist.init_process_group("symcomm", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
@@ -105,7 +119,7 @@ print(before, listens(), len(held))
 
 
 def test_our_own_store_ends_with_the_group():
-    out = run_python(
+    out = printed_by(
         ALONE
         + """
 import symcomm
@@ -120,7 +134,7 @@ print(before, listens(), held.store)
 
 
 def test_a_store_that_was_given_is_the_callers():
-    out = run_python(
+    out = printed_by(
         ALONE
         + """
 import symcomm
@@ -141,7 +155,7 @@ print(listens())
 
 def test_a_forked_child_can_collect_what_its_parent_had():
     """It must not run the destructor of a store whose threads it does not have."""
-    out = run_python(
+    out = printed_by(
         ALONE
         + """
 dist.init_process_group("symcomm", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
@@ -160,7 +174,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 def test_groups_of_the_newest_interface_go_when_they_are_dropped():
     """Nobody calls shutdown(); the next one meets in the same store."""
-    out = run_python(
+    out = printed_by(
         ALONE
         + """
 import threading, weakref
