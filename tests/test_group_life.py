@@ -20,8 +20,8 @@ PROGRAM = ["-m", "tests.life_program"]
 LIVES = int(os.environ.get("SYMCOMM_LIVES", "15"))  # of a process; `make soak` wants 100
 
 
-def launch(launcher: str, api: str, cycles: int) -> str:
-    program = [*PROGRAM, api, str(cycles)]
+def launch(launcher: str, folder: Path, cycles: dict[str, int]) -> str:
+    program = [*PROGRAM, str(folder), *[str(word) for pair in cycles.items() for word in pair]]
     if launcher == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
         return run(*command, deadline=110)
@@ -57,23 +57,20 @@ def launch(launcher: str, api: str, cycles: int) -> str:
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    ("launcher", "api", "cycles"),
+    ("launcher", "cycles"),
     [
-        ("torchrun", "torch", LIVES),
-        ("symcomm run", "symcomm", LIVES),
-        ("mpirun", "torch", 20),
-        ("spawn", "torch", LIVES),
-        ("by hand", "symcomm", LIVES),
-        ("torchrun", "symcomm", 10),
-        ("symcomm run", "torch", 10),
-        ("mpirun", "symcomm", 10),
-        ("by hand", "torch", 10),
+        ("torchrun", {"torch": LIVES, "symcomm": 10}),
+        ("symcomm run", {"symcomm": LIVES, "torch": 10}),
+        ("mpirun", {"torch": 20, "symcomm": 10}),
+        ("spawn", {"torch": LIVES}),
+        ("by hand", {"symcomm": LIVES, "torch": 10}),
     ],
 )
-def test_init_and_destroy_again_and_again(launcher: str, api: str, cycles: int):
-    said = launch(launcher, api, cycles)
-    ranks = 3 if launcher == "by hand" else 2
-    assert [f"rank {r}: {cycles} cycles" in said for r in range(ranks)] == [True] * ranks, said
+def test_init_and_destroy_again_and_again(launcher: str, cycles: dict[str, int], tmp_path: Path):
+    said = launch(launcher, tmp_path, cycles)
+    for rank in range(3 if launcher == "by hand" else 2):
+        for api, count in cycles.items():
+            assert f"rank {rank}: {count} cycles of {api}" in said, said
 
 
 # --- what is left of one group ------------------------------------------------------------------------------------
