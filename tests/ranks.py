@@ -3,7 +3,8 @@
 ``run_ranks(fn, n)`` calls ``fn(rank, n, *args)`` in n processes and returns their results in rank order. It fails the
 test when one raises, dies or does not end in time, and says what every rank did. ``outcomes=True`` returns an Outcome
 per rank instead. The processes are forked by one that has loaded torch and ours, and done nothing else (loading it
-takes 2 s of CPU time); ``start="spawn"`` makes fresh interpreters, ``start="fork"`` copies of the test.
+takes 2 s of CPU time), and stay until all have said how they ended, so that no end is taken for a fault.
+``start="spawn"`` makes fresh interpreters, ``start="fork"`` copies of the test; these end by themselves.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
+LINGER = 60.0  # seconds at most
 # Whoever is the first to start a process this way decides for all of them what is loaded.
 mp.get_context("forkserver").set_forkserver_preload(["tests.preloaded"])
 
@@ -61,6 +63,8 @@ def _child(fn: Callable, rank: int, world: int, args: tuple, conn: Any, environm
     except Exception:
         payload = pickle.dumps((result[0], repr(result[1]), None, result[3]))
     conn.send_bytes(payload)
+    if environment is not None:
+        conn.poll(LINGER)
     conn.close()
 
 
@@ -75,7 +79,7 @@ def run_ranks(
 ) -> list[Any]:
     """See the module's text. ``during(processes)`` runs in the test while the ranks run (to kill some, say)."""
     ctx: Any = mp.get_context(start)
-    pipes = [ctx.Pipe(duplex=False) for _ in range(world)]
+    pipes = [ctx.Pipe() for _ in range(world)]
     environment = dict(os.environ) if start == "forkserver" else None
     procs = [
         ctx.Process(target=_child, args=(fn, r, world, args, pipes[r][1], environment), daemon=True)
@@ -101,6 +105,8 @@ def run_ranks(
                 code = procs[rank].exitcode
                 how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
                 results[rank] = Outcome(rank, "died", value=code, text=how)
+    for conn, _ in pipes:
+        conn.close()
     for rank, proc in enumerate(procs):
         if results[rank] is None:
             results[rank] = Outcome(rank, "stuck", text=f"still running after {deadline} s")
