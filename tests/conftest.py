@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -56,6 +58,22 @@ def pytest_collection_finish() -> None:
     """What is loaded by now stays. Collectors need not look at it, here and in forked ranks, which share its memory."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``symcomm.spawn`` forks its ranks from this process, which has loaded torch. tests/test_spawn.py is about how it
+    starts fresh ones."""
+    module: Any = importlib.import_module("symcomm.group.spawn")
+    rank_main = module._rank_main
+
+    def forked(*args: Any) -> None:
+        if "torch" in sys.modules:  # a forked child has none of its parent's OpenMP threads
+            sys.modules["torch"].set_num_threads(1)
+        rank_main(*args)
+
+    monkeypatch.setattr(module, "_pack", lambda fn, args: (b"", "fork"))
+    monkeypatch.setattr(module, "_rank_main", forked)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
