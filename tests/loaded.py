@@ -39,7 +39,8 @@ class Loaded:
     def __init__(self, command: Sequence[str], *, env: dict[str, str], stdout: IO, **_: Any):
         self.args = command
         context: Any = mp.get_context("forkserver")
-        self._process = context.Process(target=_run, args=(command[2], command[3:], env, DupFd(stdout.fileno())))
+        arguments = (command[2], command[3:], env, DupFd(stdout.fileno()))
+        self._process = context.Process(target=_run, args=arguments, daemon=True)
         self._process.start()
         self.pid = self._process.pid
 
