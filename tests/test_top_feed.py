@@ -23,8 +23,6 @@ from symcomm.observe.stacks import short_site
 from symcomm.observe.top.model import STATES, Live
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.usefixtures("forked_ranks")
-
 SRC = Path(__file__).parent.parent / "src"
 
 
