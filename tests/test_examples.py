@@ -67,6 +67,7 @@ def test_same_losses_as_gloo(name: str, trained: list[dict[str, list[float]]]):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_command_that_the_examples_name(trained: list[dict[str, list[float]]]):
     """Not in turn with others."""
     assert losses(run_example("ddp.py", torchrun=True)) == trained[0]["ddp"]
