@@ -593,8 +593,7 @@ def main() -> None:
         pin(side.rank, side.world)
     gc.freeze()  # what is loaded by now stays: collecting after each case need not look at it
     gc.disable()
-    cases: dict[int, Bench] = {}
-    answer_orders(connection, side.rank, functools.partial(obey, side, cases))
+    answer_orders(connection, side.rank, functools.partial(obey, side, {}))
 
 
 if __name__ == "__main__":
