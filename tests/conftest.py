@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import re
 import shutil
+import signal
 import sys
 import tempfile
+from collections import Counter
+from typing import Any
 
 import pytest
 
 LINES, WIDTH = 12, 400  # of a failure that is told again
+NOT_RUN = "not run here"  # the heading that `make test` looks for in what its other half said
+# What would run a test that was skipped, by its reason. Other reasons say so themselves, or nothing would.
+RUN_BY = {
+    r"CUDA GPU|NCCL": "`make test-gpu` where there is one",
+    r"(since|since torch|came with) 2\.15": "`make test-torch TORCH=2.15.0`",
+    r"Chromium|playwright": "`make test` once it is in /usr/bin, with `pip install playwright`",
+    r"cores": "`make test` where there are more",
+}
 _status = 0
 
 
+def heed_signals() -> None:
+    """A shell may have this process ignore or block signals (nohup, a job in the background), and programs that tests
+    start would inherit that. They do not inherit handlers, so this process ignores them by one."""
+    for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, lambda *_: None)
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # nobody could wait for a child
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 def pytest_configure() -> None:
+    heed_signals()
+    _own_shared_memory()
+
+
+def _own_shared_memory() -> None:
     """Files that arenas are, where they have names, lie in a directory of this process's own: what another process has
     there, such as the other half of ``make test``, is not a leak of ours."""
     os.environ["SYMCOMM_SHM_DIR"] = tempfile.mkdtemp(dir="/dev/shm", prefix="tests-")
@@ -23,6 +52,28 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What looks at the whole process comes first, before other tests have left ranks and sockets in it."""
     items.sort(key=lambda item: item.get_closest_marker("unused_process") is None)
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays. Collectors need not look at it, here and in forked ranks, which share its memory."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``symcomm.spawn`` forks its ranks from this process, which has loaded torch. tests/test_spawn.py is about how it
+    starts fresh ones."""
+    module: Any = importlib.import_module("symcomm.group.spawn")
+    rank_main = module._rank_main
+
+    def forked(*args: Any) -> None:
+        if "torch" in sys.modules:  # a forked child has none of its parent's OpenMP threads
+            sys.modules["torch"].set_num_threads(1)
+        rank_main(*args)
+
+    monkeypatch.setattr(module, "_pack", lambda fn, args: (b"", "fork"))
+    monkeypatch.setattr(module, "_rank_main", forked)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
@@ -38,12 +89,32 @@ def pytest_sessionfinish(exitstatus: int) -> None:
     shutil.rmtree(os.environ["SYMCOMM_SHM_DIR"], ignore_errors=True)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def _failures_once_more(terminalreporter: pytest.TerminalReporter) -> None:
     """Failures once more, in a few lines each: what is printed last is what people see, and what logs keep."""
     for report in terminalreporter.getreports("failed") + terminalreporter.getreports("error"):
         terminalreporter.section(f"{report.nodeid}, {report.when}", "-", red=True)
         told = [line for line in report.longreprtext.splitlines() if line.startswith(("E ", "> "))]
         terminalreporter.write_line("\n".join(line[:WIDTH] for line in told[-LINES:]))
+
+
+def what_was_not_run(reasons: Counter[str]) -> list[str]:
+    """A line for each reason of skipped tests: how many, why, and what would run them."""
+    lines = []
+    for reason, count in reasons.most_common():
+        by = next((by for words, by in RUN_BY.items() if re.search(words, reason)), "")
+        lines.append(f"{count:5d}  {reason}" + (f"; {by} runs it" if by else ""))
+    return lines
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.getreports("skipped"):
+        reasons[report.longrepr[2].removeprefix("Skipped: ").removeprefix("SKIP: ")] += 1
+    if reasons:
+        terminalreporter.section(NOT_RUN, "=")
+        terminalreporter.write_line("\n".join(what_was_not_run(reasons)))
+    _failures_once_more(terminalreporter)
 
 
 def pytest_unconfigure() -> None:

@@ -4,7 +4,6 @@ go on with right values, until few are left. Every round must end, and must end 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -15,7 +14,6 @@ import time
 from symcomm import errors
 from tests.ranks import run_ranks
 
-START = "forkserver"
 LAYOUTS = ([2, 2], [1, 1, 1, 1], [3, 1], [2, 1, 2], [1, 3, 2])
 
 
@@ -119,15 +117,12 @@ def _rank(rank: int, world: int, path: str, seed: int, hosts: list[int]):
 
 def main() -> None:
     minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 2.0
-    multiprocessing.get_context(START).set_forkserver_preload(["torch.distributed", "symcomm.hosts.group"])
     end, rounds, first = time.monotonic() + minutes * 60, 0, int(time.time())
     while time.monotonic() < end:
         seed = first + rounds
         hosts = LAYOUTS[seed % len(LAYOUTS)]
         with tempfile.TemporaryDirectory() as folder:
-            outcomes = run_ranks(
-                _rank, sum(hosts), f"{folder}/store", seed, hosts, deadline=100, outcomes=True, start=START
-            )
+            outcomes = run_ranks(_rank, sum(hosts), f"{folder}/store", seed, hosts, deadline=100, outcomes=True)
         bad = [o for o in outcomes if not (o.kind == "died" and o.text == "SIGKILL") and o.value != "done"]
         if bad:
             print(f"round {rounds}, seed {seed}, hosts {hosts}:", *outcomes, sep="\n  ")

@@ -1,10 +1,10 @@
 """A rank that makes its default group, uses it and destroys it, again and again; see test_group_life.py.
 
-    python -m tests.life_program torch|symcomm CYCLES            a rank that a launcher started
-    python -m tests.life_program torch|symcomm CYCLES spawn      starts two ranks with torch.multiprocessing.spawn
+    python -m tests.life_program FOLDER torch 15 symcomm 10      a rank that a launcher started
+    python -m tests.life_program FOLDER torch 15 spawn           starts two ranks with torch.multiprocessing.spawn
 
 Old groups stay in variables, memory is allocated meanwhile, ranks lag by random times, a sub-group is alive when the
-default group is destroyed. Prints "rank R: N cycles", after it has seen that nothing of them is left.
+default group is destroyed. Prints "rank R: N cycles of torch", after it has seen that nothing of them is left.
 """
 
 from __future__ import annotations
@@ -30,16 +30,31 @@ from symcomm.memory.arena import current_arena
 WARM_UP = 5  # cycles after which nothing may grow any more
 
 
-def main(api: str, cycles: int) -> None:
+def main(folder: str, cycles: list[str]) -> None:
     torch.set_num_threads(1)
     register()
+    gc.disable()  # nothing may wait for the collector
     if "RANK" not in os.environ:  # mpirun speaks of itself only
         os.environ["RANK"] = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
         os.environ["WORLD_SIZE"] = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ["PMI_SIZE"]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for api, count in zip(cycles[::2], cycles[1::2], strict=True):
+        live(api, int(count), rank, world)
+        await_all(f"{folder}/{api}", rank, world)
+
+
+def await_all(path: str, rank: int, world: int) -> None:
+    """A rank that is ahead would find the last store of the others' old life at the same port."""
+    open(f"{path}-{rank}", "w").close()
+    deadline = time.monotonic() + 60
+    while not all(os.path.exists(f"{path}-{other}") for other in range(world)):
+        assert time.monotonic() < deadline, "the others have not come so far"
+        time.sleep(0.005)
+
+
+def live(api: str, cycles: int, rank: int, world: int) -> None:
     lags = random.Random(rank)
     cycle = {"torch": through_torch, "symcomm": through_symcomm}[api]
-    gc.disable()  # nothing may wait for the collector
     kept: list[Any] = []
     before: dict[str, int] = {}
     for number in range(cycles):
@@ -50,7 +65,7 @@ def main(api: str, cycles: int) -> None:
     grown = what_grew(before)
     assert not grown, f"rank {rank}: (then, now) of what grew in {cycles} cycles: {grown}"
     assert kept
-    print(f"rank {rank}: {cycles} cycles", flush=True)
+    print(f"rank {rank}: {cycles} cycles of {api}", flush=True)
 
 
 def what_grew(before: dict[str, int]) -> dict[str, tuple[int, int]]:
@@ -130,17 +145,17 @@ def through_symcomm(rank: int, world: int, number: int) -> list[Any]:
     return [group, part] if number < 3 else []
 
 
-def spawned(rank: int, place: dict[str, str], api: str, cycles: int) -> None:
+def spawned(rank: int, place: dict[str, str], folder: str, cycles: list[str]) -> None:
     os.environ.update(place, RANK=str(rank))
-    main(api, cycles)
+    main(folder, cycles)
 
 
 if __name__ == "__main__":
-    if sys.argv[3:] == ["spawn"]:
+    if sys.argv[-1] == "spawn":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-        torch.multiprocessing.spawn(spawned, (place, sys.argv[1], int(sys.argv[2])), 2)
+        torch.multiprocessing.spawn(spawned, (place, sys.argv[1], sys.argv[2:-1]), 2)
     else:
-        main(sys.argv[1], int(sys.argv[2]))
+        main(sys.argv[1], sys.argv[2:])

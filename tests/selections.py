@@ -46,11 +46,11 @@ MAIN_ONLY = (
 # Half of the time that all tests take: computing, and programs that others run. `make test` runs it beside the rest.
 BESIDE = (
     "bench", "bench_kernels", "bench_noise", "c10d_enums", "c10d_groups", "c10d_names", "c10d_options", "c10d_stores",
-    "c10d_works", "c10d_wrapper", "cli", "compile_checks", "compile_options", "conformance_quick",
-    "default_group_name", "demo", "device_autograd", "device_coalesced", "device_copies", "docs", "doctor", "elastic",
-    "examples", "group_life", "hooks_torch", "inference", "launcher", "layers", "model", "numpy_ranks",
-    "observe_together", "plan_bugs", "plan_failures", "plans", "reconfigure_torch", "reduce_kernels", "simulate",
-    "store_model", "torch_backend", "undo",
+    "c10d_works", "c10d_wrapper", "cli", "compile_checks", "compile_options", "conformance_quick", "ddp_checks",
+    "ddp_hooks", "default_group_name", "demo", "device_autograd", "device_coalesced", "device_copies", "docs",
+    "doctor", "elastic", "examples", "group_life", "group_life_memory", "hooks_torch", "inference", "launcher",
+    "layers", "model", "numpy_ranks", "observe_together", "plan_bugs", "plan_failures", "plans", "reconfigure_torch",
+    "reduce_kernels", "simulate", "store_model", "torch_backend", "undo",
 )  # fmt: skip
 
 SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH, "beside": BESIDE}

@@ -190,7 +190,7 @@ def test_the_first_deadline_counts_for_all():
     with tempfile.TemporaryDirectory() as marks:
         begun = time.monotonic()
         outcomes = run_group(_late_and_early, 3, marks)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 18  # the others' deadline is 20 s
     assert [o.kind for o in outcomes] == ["returned", "returned", "raised"], "\n".join(map(str, outcomes))
     assert outcomes[0].value == outcomes[1].value == [[0, 1], [3.0]]
     assert isinstance(outcomes[2].error, errors.RankFailedError) and outcomes[2].error.ranks == [2]
@@ -211,7 +211,7 @@ def _gives_up(group: ProcessGroup) -> list:
 def test_a_rank_that_cannot_go_on_says_so_at_once():
     begun = time.monotonic()
     outcomes = run_group(_gives_up, 3)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 18  # the others' deadline is 20 s
     assert isinstance(outcomes[1].error, errors.ResourceError), outcomes[1]
     assert outcomes[0].value == outcomes[2].value == [[0, 2], [4.0]], "\n".join(map(str, outcomes))
 

@@ -8,6 +8,7 @@ import errno
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -373,9 +374,21 @@ def _fill_and_say(rank: int, world: int, path: str, nbytes: int) -> None:
     time.sleep(60)
 
 
-def system_shared() -> int:
-    line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("Shmem:"))
-    return int(line.split()[1]) * 1024
+ARENA = re.compile(r"memfd:symcomm|/symcomm-[0-9a-f]{32}")
+
+
+def arenas_held_by(pid: int) -> set[int]:
+    """Inodes of arenas that a process has open or mapped: the memory of one is gone when it is in nobody's set."""
+    held = set()
+    with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if ARENA.search(os.readlink(fd)):
+                    held.add(os.stat(fd).st_ino)
+        held |= {
+            int(line.split()[4]) for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if ARENA.search(line)
+        }
+    return held
 
 
 def named_files(directory: str) -> set[str]:
@@ -390,9 +403,8 @@ def test_nothing_is_left_after_sigkill(tmp_path, monkeypatch, way):
         os.mkdir(directory)
         monkeypatch.setenv("SYMCOMM_SHARE", "named")
         monkeypatch.setenv("SYMCOMM_SHM_DIR", directory)
-    nbytes = 400 * MIB if way == "fd" else MIB
     before = named_files(directory)
-    seen: dict[str, int] = {}
+    arenas: set[int] = set()
 
     def kill_all(processes) -> None:
         deadline = time.monotonic() + 40
@@ -401,20 +413,18 @@ def test_nothing_is_left_after_sigkill(tmp_path, monkeypatch, way):
             time.sleep(0.01)
         assert all(p.exists() for p in ready)
         assert named_files(directory) == before, "names go as soon as everybody has mapped the memory"
-        seen["full"] = system_shared()
+        arenas.update(*(arenas_held_by(process.pid) for process in processes))
         links = [os.readlink(fd) for fd in Path(f"/proc/{processes[0].pid}/fd").iterdir()]
         assert sum("symcomm" in link for link in links) == 1, "a rank holds its own memory open, and nobody else's"
         for process in processes:
             os.kill(process.pid, signal.SIGKILL)
 
-    outcomes = run_ranks(_fill_and_say, 2, str(tmp_path / "store"), nbytes, deadline=60, outcomes=True, during=kill_all)
+    outcomes = run_ranks(_fill_and_say, 2, str(tmp_path / "store"), MIB, deadline=60, outcomes=True, during=kill_all)
     assert [o.text for o in outcomes] == ["SIGKILL", "SIGKILL"]
     assert named_files(directory) == before
-    if way == "fd":
-        end = time.monotonic() + 10
-        while seen["full"] - system_shared() < 500 * MIB and time.monotonic() < end:
-            time.sleep(0.05)
-        assert seen["full"] - system_shared() >= 500 * MIB, "800 MiB were held"
+    assert len(arenas) == 2, "each had one"
+    holders = {pid: arenas_held_by(int(pid)) & arenas for pid in os.listdir("/proc") if pid.isdigit()}
+    assert not any(holders.values()), "what nobody holds is gone"
 
 
 def test_sharing_by_name_is_used_when_asked_for(tmp_path, monkeypatch):

@@ -27,6 +27,8 @@ from symcomm.group import process_group
 from symcomm.memory.arena import current_arena
 from symcomm.memory.flight import Flight, flight_bytes, read_flight
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 # --- forks ----------------------------------------------------------------------------------------------------------
 
 

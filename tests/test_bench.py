@@ -40,9 +40,16 @@ from symcomm.cli import (
 )
 from symcomm.cli.bench_estimate import Estimate, in_words
 from symcomm.cli.bench_run import Case, Effort, Result, measure, open_sides
+from tests.loaded import Loaded
 
 TINY = ["-n", "3", "-w", "1", "--rounds", "1"]
 SMALL = Effort(rounds=1, repetitions=1, iterations=3, warmup=1)
+
+
+@pytest.fixture(autouse=True)
+def loaded_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that load torch by themselves are those of benchmarks in processes of their own, below."""
+    monkeypatch.setattr(bench_run, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Loaded}))
 
 
 def cli(*args: str) -> tuple[int, str]:
@@ -597,10 +604,7 @@ def test_a_side_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch):
 def test_interrupt_ends_every_process():
     command = [sys.executable, "-m", "symcomm", "bench", "all_reduce", "-n", "3", "--rounds", "100000"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell in the background ignores it
-    )  # fmt: skip
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         end = time.monotonic() + 30
         workers: list[psutil.Process] = []

@@ -51,7 +51,7 @@ def own(path: Path, uid: int = NOBODY) -> Path:
 def asked(user: int, seconds: float = 0.3) -> dict:
     begun = time.monotonic()
     found = ask.ask_stacks({3: user}, seconds)
-    assert time.monotonic() - begun < seconds + 5
+    assert time.monotonic() - begun < seconds + 30  # it does not wait for ever
     return found
 
 
@@ -134,6 +134,6 @@ def test_only_files_are_opened_as_arenas(tmp_path):
     try:
         begun = time.monotonic()
         assert jobs.arenas_of(os.getpid()).count(f"/proc/{os.getpid()}/fd/{holder}") == 0
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 30  # it does not wait for ever
     finally:
         os.close(holder)

@@ -63,7 +63,7 @@ def test_a_rank_that_dumps_core_is_dead_at_once(tmp_path, way):
         assert isinstance(outcome.error, errors.RankFailedError), outcome
         assert "died with SIGSEGV (it still writes a core dump)" in str(outcome.error)
     assert outcomes[1].kind == "died" and outcomes[1].value == -signal.SIGSEGV
-    assert max(delays(outcomes)) < 2.0, "100 ms are promised, and a test machine may be busy"
+    assert max(delays(outcomes)) < 20.0, "100 ms are promised, a test machine may be busy, and deadlines are 60 s"
 
 
 # --- no robust list --------------------------------------------------------------------------------------------------

@@ -34,6 +34,13 @@ def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
+@pytest.fixture
+def broken_torch(tmp_path: Path) -> str:
+    """A PYTHONPATH on which torch fails at once: for tests of the doctor to which it does not matter."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')")
+    return f"{tmp_path}:{SRC}"
+
+
 # --- the command ---------------------------------------------------------------------------------
 
 
@@ -48,7 +55,9 @@ def test_this_machine_as_json():
     assert asked <= set(states)
     if HAS_TORCH:
         told = {f["check"]: f["found"] for f in found["findings"]}
-        assert states["torch group"] == OK and all(version in told["torch"] for version in torch_versions.TESTED)
+        assert states["torch group"] == OK
+        assert told["torch group"] == "two ranks made a group through torch.distributed, twice"
+        assert all(version in told["torch"] for version in torch_versions.TESTED)
     assert all(f["fix"] for f in found["findings"] if f["state"] != OK), "whatever is wrong, there is advice"
 
 
@@ -77,8 +86,8 @@ def test_kernels_that_the_cpu_does_not_have():
     assert said.startswith("fail SYMCOMM_KERNELS: the reduction kernels of this CPU are ")
 
 
-def test_a_table_and_exit_codes():
-    done = doctor()
+def test_a_table_and_exit_codes(broken_torch):
+    done = doctor(PYTHONPATH=broken_torch)
     assert "what to change" in done.stdout and "host name" in done.stdout
     assert doctor("-n", "0").returncode == 2
     ok, warn, fail = (Finding("x", state, "") for state in (OK, WARN, FAIL))
@@ -87,10 +96,9 @@ def test_a_table_and_exit_codes():
 
 
 @needs_torch
-def test_a_broken_torch_is_a_finding(tmp_path):
+def test_a_broken_torch_is_a_finding(broken_torch):
     """The command itself does not import torch: only the two ranks see that it is broken."""
-    (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')")
-    done = doctor("--json", PYTHONPATH=f"{tmp_path}:{SRC}")
+    done = doctor("--json", PYTHONPATH=broken_torch)
     found = {f["check"]: f for f in json.loads(done.stdout)["findings"]}
     assert done.returncode == 1 and found["collective"]["state"] == found["torch"]["state"] == OK
     assert found["torch group"]["state"] == FAIL and "ImportError: torch is broken" in found["torch group"]["found"]
@@ -106,24 +114,20 @@ def test_a_torch_that_hangs_does_not_keep_the_doctor(tmp_path, monkeypatch):
     assert not [p for p in psutil.Process().children(recursive=True) if "doctor_ranks" in " ".join(p.cmdline())]
 
 
-@needs_torch
-def test_two_ranks_make_a_torch_group_twice():
-    found = software.torch_group()
-    assert (found.state, found.found) == (OK, "two ranks made a group through torch.distributed, twice")
-
-
-def test_without_the_core(tmp_path):
+def test_without_the_core(broken_torch):
     """A checkout that was not built: everything else is still checked, and the exit code says that it matters."""
     code = "import sys; sys.modules['symcomm._core._native'] = None; from symcomm.cli.main import main\n"
     code += "sys.argv = ['symcomm', 'doctor', '--json']; main()"
-    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    env = {**os.environ, "PYTHONPATH": broken_torch}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     states = {f["check"]: (f["state"], f["fix"]) for f in json.loads(done.stdout)["findings"]}
     assert done.returncode == 1 and states["C core"][0] == FAIL and "build_ext" in states["C core"][1]
     assert states["loopback"][0] == OK
 
 
-def test_a_check_that_breaks_is_a_finding():
+def test_a_check_that_breaks_is_a_finding(broken_torch, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", broken_torch)
+
     def broken():
         raise KeyError("odd")
 

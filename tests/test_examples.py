@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.in_turn import parts
+
 pytest.importorskip("torch", reason="the examples train torch models")
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {
@@ -20,13 +22,13 @@ ENVIRONMENT = {
 
 
 def run_example(
-    name: str, *args: str, ranks: int = 2, options: tuple[str, ...] = (), torchrun: bool = False
+    name: str, *args: str, ranks: int = 2, options: tuple[str, ...] = (), torchrun: bool = False, seconds: float = 100
 ) -> list[str]:
     launcher = ["symcomm", "run", "-n", str(ranks), "--no-prefix", *options]
     if torchrun:
         launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
     command = [sys.executable, "-m", *launcher, str(ROOT / "examples" / name), *args]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, f"{name} {args} failed:\n{done.stdout}\n{done.stderr}"
     return done.stdout.splitlines()
 
@@ -36,20 +38,39 @@ def losses(lines: list[str]) -> list[float]:
     return [float(line.split()[1]) for line in lines if line.startswith("loss ")]
 
 
+PROGRAMS = ["ddp", "fsdp2", "tensor_parallel", "zero", "checkpoint", "accelerate_train", "lightning_train"]
+NEEDS = {"accelerate_train": "accelerate", "lightning_train": "lightning"}
+THERE = [name for name in PROGRAMS if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
+
+
+def train(backend: str, torchrun: bool) -> dict[str, list[float]]:
+    """Every example's losses, of ranks that one launcher has started."""
+    files = [str(ROOT / "examples" / f"{name}.py") for name in THERE]
+    lines = run_example("../tests/in_turn.py", *files, "--", backend, torchrun=torchrun, seconds=280)
+    return {name: losses(said) for name, (_, said) in zip(THERE, parts(lines, files), strict=True)}
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, list[float]]]:
+    return [train("symcomm", False), train("symcomm", True), train("gloo", True)]
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(310)  # three trainings
-@pytest.mark.parametrize(
-    "name", ["ddp", "fsdp2", "tensor_parallel", "zero", "checkpoint", "accelerate_train", "lightning_train"]
-)
-def test_same_losses_as_gloo(name: str):
-    needs = {"accelerate_train": "accelerate", "lightning_train": "lightning"}.get(name)
-    if needs and importlib.util.find_spec(needs) is None:
-        pytest.skip(f"{needs} is not installed (pip install {needs})")
-    program = f"{name}.py"
-    ours = losses(run_example(program, "symcomm"))
-    gloo = losses(run_example(program, "gloo", torchrun=True))
-    assert len(ours) >= 10 and ours == gloo == losses(run_example(program, "symcomm", torchrun=True))
-    assert ours[-1] < ours[0], "the training does not learn"
+@pytest.mark.timeout(900)  # three trainings of each
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_same_losses_as_gloo(name: str, trained: list[dict[str, list[float]]]):
+    if name not in THERE:
+        pytest.skip(f"{NEEDS[name]} is not installed (pip install {NEEDS[name]})")
+    launched, torchrun, gloo = [each[name] for each in trained]
+    assert len(launched) >= 10 and launched == torchrun == gloo
+    assert launched[-1] < launched[0], "the training does not learn"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_command_that_the_examples_name(trained: list[dict[str, list[float]]]):
+    """Not in turn with others."""
+    assert losses(run_example("ddp.py", torchrun=True)) == trained[0]["ddp"]
 
 
 def test_first_steps():

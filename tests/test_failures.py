@@ -21,6 +21,7 @@ import symcomm
 from symcomm import errors
 from symcomm.group.process_group import ProcessGroup
 from tests.faults import Outcome, leftovers, run_group
+from tests.halts import Words
 
 PROMPT = 5.0  # seconds, far below every deadline here: 100 ms are promised, and a test machine may be busy
 _clock = mmap.mmap(-1, 4096)  # shared with forked ranks: when the fault happened
@@ -118,19 +119,20 @@ def test_mismatch_names_both_calls_on_every_rank(which: Callable):
     assert max(delays(outcomes)) < PROMPT
 
 
-def _two_differ_one_is_busy(g: ProcessGroup) -> None:
+def _two_differ_one_is_busy(g: ProcessGroup, told: Words) -> None:
     g.barrier()
-    mark_fault()
     if g.rank == 2:
-        time.sleep(1.5)
-    g.all_reduce(torch.ones(4 + (g.rank == 1)))
+        assert told.reach(0, 1) and told.reach(1, 1), "the others have not been told before it came"
+    try:
+        g.all_reduce(torch.ones(4 + (g.rank == 1)))
+    finally:
+        told[g.rank] = 1
 
 
 def test_mismatch_is_seen_before_all_have_arrived():
-    outcomes = run_group(_two_differ_one_is_busy, 3)
+    outcomes = run_group(_two_differ_one_is_busy, 3, Words(), timeout=20.0)
     messages = expect(outcomes, errors.CollectiveMismatchError)
     assert "rank 2 called nothing yet" in messages[0]
-    assert max(delays(outcomes[:2])) < 1.2
 
 
 # --- death ---------------------------------------------------------------------------------------------------
@@ -460,7 +462,7 @@ def test_a_thread_rank_that_raises_leaves_its_other_groups_too():
     started = time.monotonic()
     with pytest.raises(KeyError, match="mine"):
         symcomm.spawn(rank, 3, mode="threads", timeout=30, deadline=20)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 18  # the deadline is 20 s
 
 
 def test_a_thread_rank_that_returns_early():

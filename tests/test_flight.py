@@ -21,6 +21,8 @@ from symcomm.observe.records import operations_of
 from symcomm.types import DType
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 def own(group):
     return [e for e in read_flight(group._arena.flight.address) if e.group.get("name") == group.name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import run_ranks
 from tests.test_torch_backend import environment, find_mpirun, free_port, run, run_python
 
 ROOT = Path(__file__).parent.parent
@@ -17,8 +20,8 @@ PROGRAM = ["-m", "tests.life_program"]
 LIVES = int(os.environ.get("SYMCOMM_LIVES", "15"))  # of a process; `make soak` wants 100
 
 
-def launch(launcher: str, api: str, cycles: int) -> str:
-    program = [*PROGRAM, api, str(cycles)]
+def launch(launcher: str, folder: Path, cycles: dict[str, int]) -> str:
+    program = [*PROGRAM, str(folder), *[str(word) for pair in cycles.items() for word in pair]]
     if launcher == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
         return run(*command, deadline=110)
@@ -54,23 +57,20 @@ def launch(launcher: str, api: str, cycles: int) -> str:
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    ("launcher", "api", "cycles"),
+    ("launcher", "cycles"),
     [
-        ("torchrun", "torch", LIVES),
-        ("symcomm run", "symcomm", LIVES),
-        ("mpirun", "torch", 20),
-        ("spawn", "torch", LIVES),
-        ("by hand", "symcomm", LIVES),
-        ("torchrun", "symcomm", 10),
-        ("symcomm run", "torch", 10),
-        ("mpirun", "symcomm", 10),
-        ("by hand", "torch", 10),
+        ("torchrun", {"torch": LIVES, "symcomm": 10}),
+        ("symcomm run", {"symcomm": LIVES, "torch": 10}),
+        ("mpirun", {"torch": 20, "symcomm": 10}),
+        ("spawn", {"torch": LIVES}),
+        ("by hand", {"symcomm": LIVES, "torch": 10}),
     ],
 )
-def test_init_and_destroy_again_and_again(launcher: str, api: str, cycles: int):
-    said = launch(launcher, api, cycles)
-    ranks = 3 if launcher == "by hand" else 2
-    assert [f"rank {r}: {cycles} cycles" in said for r in range(ranks)] == [True] * ranks, said
+def test_init_and_destroy_again_and_again(launcher: str, cycles: dict[str, int], tmp_path: Path):
+    said = launch(launcher, tmp_path, cycles)
+    for rank in range(3 if launcher == "by hand" else 2):
+        for api, count in cycles.items():
+            assert f"rank {rank}: {count} cycles of {api}" in said, said
 
 
 # --- what is left of one group ------------------------------------------------------------------------------------
@@ -89,8 +89,19 @@ def listens():
 """
 
 
+def _printed(rank: int, world: int, code: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(code, {"__name__": "__main__"})
+    return out.getvalue()
+
+
+def printed_by(code: str) -> str:
+    """What a program says that has a process to itself."""
+    return run_ranks(_printed, 1, code)[0]
+
+
 def test_the_port_is_free_while_the_old_group_is_still_held():
-    out = run_python(
+    out = printed_by(
         ALONE
         + """
 dist.init_process_group("symcomm", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
@@ -105,7 +116,7 @@ print(before, listens(), len(held))
 
 
 def test_our_own_store_ends_with_the_group():
-    out = run_python(
+    out = printed_by(
         ALONE
         + """
 import symcomm
@@ -120,7 +131,7 @@ print(before, listens(), held.store)
 
 
 def test_a_store_that_was_given_is_the_callers():
-    out = run_python(
+    out = printed_by(
         ALONE
         + """
 import symcomm
@@ -141,7 +152,7 @@ print(listens())
 
 def test_a_forked_child_can_collect_what_its_parent_had():
     """It must not run the destructor of a store whose threads it does not have."""
-    out = run_python(
+    out = printed_by(
         ALONE
         + """
 dist.init_process_group("symcomm", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
@@ -160,7 +171,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 def test_groups_of_the_newest_interface_go_when_they_are_dropped():
     """Nobody calls shutdown(); the next one meets in the same store."""
-    out = run_python(
+    out = printed_by(
         ALONE
         + """
 import threading, weakref

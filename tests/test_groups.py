@@ -18,6 +18,8 @@ from symcomm.collectives.select import Limits
 from symcomm.group.process_group import ProcessGroup, give_back
 from tests.faults import run_group
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 def threads(fn: Callable, n: int, *args: object, timeout: float = 20) -> list:
     return symcomm.spawn(fn, n, args, mode="threads", timeout=timeout, deadline=60)

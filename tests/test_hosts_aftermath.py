@@ -6,7 +6,6 @@ Hosts are pretended (SYMCOMM_HOST_ID), the ranks are processes.
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import signal
 import socket
@@ -18,8 +17,6 @@ import pytest
 from symcomm import errors
 from tests.ranks import run_ranks
 
-START = "forkserver"  # loads torch once, not in every rank
-multiprocessing.get_context(START).set_forkserver_preload(["torch.distributed", "symcomm.hosts.group", "pytest"])
 N = 16 << 20  # elements: more than connections hold on their way, up to 36 MiB where the kernel is generous
 
 
@@ -105,7 +102,7 @@ def _sender_gives_up(rank: int, world: int, path: str, way: str) -> tuple[str, f
 
 @pytest.mark.parametrize("way", ["collective", "message"])
 def test_what_a_sender_overwrites_after_its_deadline_is_no_result(tmp_path, way):
-    (gave_up, _), (said, wrong) = run_ranks(_sender_gives_up, 2, str(tmp_path / "store"), way, start=START)
+    (gave_up, _), (said, wrong) = run_ranks(_sender_gives_up, 2, str(tmp_path / "store"), way)
     assert gave_up == "DeadlineError"
     assert said != "nothing" or wrong == 0, f"returned with {wrong:.0%} wrong elements"
 
@@ -146,7 +143,7 @@ def _receiver_gives_up(rank: int, world: int, path: str, way: str) -> tuple[str,
 
 @pytest.mark.parametrize("way", ["collective", "message"])
 def test_nothing_is_written_to_a_receivers_tensor_after_its_deadline(tmp_path, way):
-    _, (said, values) = run_ranks(_receiver_gives_up, 2, str(tmp_path / "store"), way, start=START)
+    _, (said, values) = run_ranks(_receiver_gives_up, 2, str(tmp_path / "store"), way)
     assert said == "DeadlineError" and values == [5.0]
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing
 import os
 import signal
 import time
@@ -18,8 +17,6 @@ from symcomm import errors
 from tests.ranks import run_ranks
 
 HOSTS = [0, 0, 1, 2, 2]
-START = "forkserver"  # loads torch once, not in every rank
-multiprocessing.get_context(START).set_forkserver_preload(["torch.distributed", "symcomm.hosts.group"])
 
 
 def _join(rank: int, world: int, path: str, timeout: float = 30.0):
@@ -71,7 +68,7 @@ def _one_after_the_other(rank: int, world: int, path: str):
 
 
 def test_a_rank_then_a_host_then_another(tmp_path):
-    outcomes = run_ranks(_one_after_the_other, 5, str(tmp_path / "store"), deadline=100, outcomes=True, start=START)
+    outcomes = run_ranks(_one_after_the_other, 5, str(tmp_path / "store"), deadline=100, outcomes=True)
     assert [o.kind for o in outcomes] == ["returned", "died", "died", "died", "died"], "\n".join(map(str, outcomes))
     said = outcomes[0].value
     assert said[0] == 5.0 and said[2] == (4.0, [0, 2, 3, 4], True)
@@ -104,7 +101,7 @@ def _leaves(rank: int, world: int, path: str):
 
 
 def test_a_rank_that_leaves_is_named(tmp_path):
-    assert run_ranks(_leaves, 3, str(tmp_path / "store"), deadline=60, start=START) == [
+    assert run_ranks(_leaves, 3, str(tmp_path / "store"), deadline=60) == [
         ([2], True),
         ([2], True),
         "left",

@@ -188,9 +188,7 @@ def test_a_greeting_has_five_seconds_and_a_proof_thirty(pair: Pair, monkeypatch:
     greeting = json.dumps({"from": "zz.9", "nonce": "00" * 32}).encode()
     begun = time.monotonic()
     silent, slow = pair.knock(), pair.knock(LENGTHS.pack(len(greeting), len(greeting)) + greeting)
-    assert hung_up(silent) and time.monotonic() - begun < 1.4
-    assert pair.offices[0].stats()["strangers"] == 1
-    assert hung_up(slow) and time.monotonic() - begun >= 1.4
+    assert hung_up(silent) and hung_up(slow) and time.monotonic() - begun >= 1.4
     assert [reason.split(" ", 3)[3] for reason in pair.offices[0].stats()["reasons"]] == [
         "sent no greeting in 0.2 s", "did not prove in 1.5 s who it is",
     ]  # fmt: skip
@@ -224,9 +222,10 @@ def test_out_of_descriptors_the_door_waits(pair: Pair, caplog: pytest.LogCapture
             for sock in knocks:
                 sock.connect((LOOPBACK, pair.cards[0].port))
             assert eventually(lambda: office.stats()["pauses"])
-            used = time.process_time()
+            used, begun, pauses = time.process_time(), time.monotonic(), office.stats()["pauses"]
             time.sleep(0.5)
-            assert time.process_time() - used < 0.3 and office.stats()["pauses"] < 4  # it does not spin
+            seconds, more = time.monotonic() - begun, office.stats()["pauses"] - pauses
+            assert time.process_time() - used < 0.6 * seconds and more <= seconds / door.NO_DESCRIPTOR_S + 1, "it spins"
     finally:
         for fd in fillers:
             os.close(fd)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 
 from tests.ranks import run_ranks
-
-START = "forkserver"  # loads torch once, not in every rank
-multiprocessing.get_context(START).set_forkserver_preload(["torch.distributed", "symcomm.hosts.group"])
 
 
 def _program(rank: int, world: int, path: str):
@@ -52,7 +48,7 @@ def _program(rank: int, world: int, path: str):
 
 
 def test_a_program_on_two_hosts(tmp_path):
-    said = run_ranks(_program, 4, str(tmp_path / "store"), deadline=90, start=START)
+    said = run_ranks(_program, 4, str(tmp_path / "store"), deadline=90)
     for rank, (total, everyone, pair, ones, (weight, gradient), z) in enumerate(said):
         assert total == [6.0] * 4 and everyone == [{"rank": r} for r in range(4)]
         assert pair == ([2.0, 2.0] if rank in (1, 2) else [1.0, 1.0]) and ones == [4.0] * 3

@@ -36,11 +36,6 @@ def environ(**more: str) -> dict[str, str]:
     return {**env, "PYTHONPATH": str(SRC), **more}
 
 
-def default_interrupt() -> None:
-    """A shell may have started pytest in the background, with SIGINT ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 # Put before every script. pid_file says that a process is there by writing its pid to a file, in one step.
 PRELUDE = """
 import json, os, signal, socket, subprocess, sys, time
@@ -72,7 +67,6 @@ class Jobs:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            preexec_fn=default_interrupt,
         )
         self.started.append(process)
         return process
@@ -511,7 +505,7 @@ while True: time.sleep(1)
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0), default_interrupt()),  # its own terminal
+        preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),  # its own terminal
     )
     jobs.started.append(process)
     os.close(theirs)

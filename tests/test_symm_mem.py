@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import re
 import signal
@@ -27,16 +26,11 @@ from tests.ranks import run_ranks
 MODES = pytest.mark.parametrize("mode", ["threads", "processes"])
 
 
-multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["torch", "torch._dynamo", "symcomm.symm_mem", "pytest"]
-)
-
-
 def spawn(fn, n, *args, mode="threads"):
     if mode == "threads":
         return symcomm.spawn(fn, n, args, mode=mode, timeout=20, deadline=50)
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(_rank_main, n, f"{folder}/store", fn, args, deadline=50, start="forkserver")
+        return run_ranks(_rank_main, n, f"{folder}/store", fn, args, deadline=50)
 
 
 def join(rank: int, world: int, path: str) -> symcomm.ProcessGroup:
@@ -411,9 +405,7 @@ def _through_a_store(rank, world, path, kind):
 
 @pytest.mark.parametrize("kind", ["ours", "torch"])
 def test_group_info_makes_a_group(tmp_path, kind):
-    assert (
-        run_ranks(_through_a_store, 2, str(tmp_path / "store"), kind, start="forkserver") == [([0.0, 1.0], "mine")] * 2
-    )
+    assert run_ranks(_through_a_store, 2, str(tmp_path / "store"), kind) == [([0.0, 1.0], "mine")] * 2
 
 
 def test_group_info_is_checked():
@@ -612,9 +604,7 @@ def _wait_for_the_dead(rank, world, path, call):
 
 @pytest.mark.parametrize("call", ["wait", "put", "barrier"])
 def test_a_dead_peer_is_noticed(tmp_path, call):
-    outcomes = run_ranks(
-        _wait_for_the_dead, 3, str(tmp_path / "store"), call, outcomes=True, deadline=50, start="forkserver"
-    )
+    outcomes = run_ranks(_wait_for_the_dead, 3, str(tmp_path / "store"), call, outcomes=True, deadline=50)
     assert outcomes[1].text == "SIGKILL"
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.kind == "returned", outcome.text
@@ -676,7 +666,7 @@ def _interrupted(rank, world):
 
 
 def test_ctrl_c_ends_a_wait():
-    assert run_ranks(_interrupted, 1, deadline=20, start="forkserver") == [True]
+    assert run_ranks(_interrupted, 1, deadline=20) == [True]
 
 
 def test_the_interpreter_runs_while_we_wait():
@@ -703,7 +693,7 @@ def _named(rank, world, path, shm):
 def test_sharing_by_name(tmp_path):
     shm = tmp_path / "shm"
     shm.mkdir()
-    results = run_ranks(_named, 3, str(tmp_path / "store"), str(shm), start="forkserver")
+    results = run_ranks(_named, 3, str(tmp_path / "store"), str(shm))
     assert [seen for seen, _ in results] == [[0, 1, 2]] * 3
     assert list(shm.iterdir()) == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from datetime import timedelta
 from typing import Any
 
@@ -38,11 +37,6 @@ def has_scales_by_row() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["torch", "torch._dynamo", "symcomm.symm_mem", "pytest"]
-)
 
 
 @pytest.fixture(autouse=True)
@@ -707,4 +701,4 @@ def check_all(rank, world, folder):
 def test_with_torch_distributed(tmp_path):
     for check in CHECKS:
         (tmp_path / check.__name__).mkdir()
-    assert run_ranks(check_all, 2, str(tmp_path), deadline=90, start="forkserver") == [[True] * len(CHECKS)] * 2
+    assert run_ranks(check_all, 2, str(tmp_path), deadline=90) == [[True] * len(CHECKS)] * 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import multiprocessing
 import sys
 import tempfile
 
@@ -22,9 +21,6 @@ from tests.ranks import run_ranks
 from tests.test_symm_mem import _rank_main
 
 symmetrize_module = sys.modules["symcomm.symm_mem.symmetrize"]  # the function of that name hides it
-multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["torch", "torch._dynamo", "symcomm.symm_mem", "pytest"]
-)
 
 
 class NoSwap:
@@ -302,7 +298,7 @@ def test_data_parallel_training(mode):
             return symcomm.spawn(_data_parallel, 3, (start, symmetric), mode="threads", timeout=20, deadline=50)
         with tempfile.TemporaryDirectory() as folder:
             args = (f"{folder}/store", _data_parallel_plain, (None, symmetric))
-            return run_ranks(_rank_main, 2, *args, deadline=50, start="forkserver")
+            return run_ranks(_rank_main, 2, *args, deadline=50)
 
     plain, moved = run(False), run(True)
     for name in plain[0]:

@@ -502,7 +502,7 @@ def test_clients_notice_at_once_that_the_server_was_killed():
     for result in results:
         with pytest.raises(StoreConnectionError, match="closed the connection during"):
             result()
-    assert time.monotonic() - killed < 5  # far below the 60 s they would have waited
+    assert time.monotonic() - killed < 30  # far below the 60 s they would have waited
     process.join(5)
     with pytest.raises(StoreConnectionError):
         clients[7].set("k", "v")

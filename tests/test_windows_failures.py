@@ -18,7 +18,7 @@ from symcomm.c10d import WaitSignalOptions
 from symcomm.windows import WindowAccessType
 from tests.faults import join_group
 from tests.ranks import run_ranks
-from tests.window_ranks import START, join, spawn, sync
+from tests.window_ranks import join, spawn, sync
 
 # --- failures ----------------------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ def killed_during_a_wait(rank, world, path):
 
 
 def test_a_peer_that_is_killed_during_a_wait_is_named(tmp_path):
-    outcomes = run_ranks(killed_during_a_wait, 2, str(tmp_path / "store"), outcomes=True, start=START)
+    outcomes = run_ranks(killed_during_a_wait, 2, str(tmp_path / "store"), outcomes=True)
     assert [o.kind for o in outcomes] == ["returned", "died"], outcomes[0].text
 
 
@@ -84,7 +84,7 @@ def killed_on_another_host(rank, world, path):
 
 
 def test_a_peer_that_is_killed_on_another_host_is_named(tmp_path):
-    outcomes = run_ranks(killed_on_another_host, 3, str(tmp_path / "store"), outcomes=True, start=START)
+    outcomes = run_ranks(killed_on_another_host, 3, str(tmp_path / "store"), outcomes=True)
     assert [o.kind for o in outcomes] == ["returned", "returned", "died"], "\n".join(map(str, outcomes))
     assert [o.value for o in outcomes[:2]] == [2, 2]
 
@@ -184,7 +184,7 @@ def _torch_options(seconds: float) -> list:
 
 
 def test_through_torch_distributed(tmp_path):
-    run_ranks(through_torch, 2, str(tmp_path / "store"), start=START)
+    run_ranks(through_torch, 2, str(tmp_path / "store"))
 
 
 def gloo_says(rank, world, path):
@@ -242,7 +242,7 @@ def stopped_in_a_put(rank, world, folder, way):
 
 @pytest.mark.parametrize("way", ["leaves", "fails", "is forgotten"])
 def test_a_put_into_a_window_that_is_gone_reaches_nothing_else(tmp_path, way):
-    outcomes = run_ranks(stopped_in_a_put, 2, str(tmp_path), way, outcomes=True, start=START)
+    outcomes = run_ranks(stopped_in_a_put, 2, str(tmp_path), way, outcomes=True)
     assert [o.kind for o in outcomes] == ["returned", "returned"], "\n".join(map(str, outcomes))
     assert outcomes[0].value == [True, True]
     assert (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 
 import torch
@@ -10,16 +9,13 @@ import torch
 import symcomm
 from tests.ranks import run_ranks
 
-__all__ = ["START", "join", "sync", "spawn"]
-
-START = "forkserver"  # loads torch once, not in every rank
-multiprocessing.get_context(START).set_forkserver_preload(["torch.distributed", "symcomm.windows.hosts", "pytest"])
+__all__ = ["join", "sync", "spawn"]
 
 
 def spawn(fn, world: int, place="threads", *args):
     if place == "processes":
         with tempfile.TemporaryDirectory() as folder:
-            return run_ranks(_rank_main, world, f"{folder}/store", fn, args, start=START)
+            return run_ranks(_rank_main, world, f"{folder}/store", fn, args)
     hosts = list(place) if isinstance(place, tuple) else None
     return symcomm.spawn(fn, world, args, mode="threads", hosts=hosts, timeout=20, deadline=60)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._functorch import config as functorch
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
@@ -36,6 +37,13 @@ def check(function: Callable[[int], None]) -> Callable[[int], None]:
     return function
 
 
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Our passes see every graph, though one like it was compiled before. Kernels of one text are compiled once."""
+    with config.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
+        yield
+
+
 class Compiled:
     """A function compiled in one graph, called once: its result, its code, and what was done to its collectives."""
 
@@ -43,7 +51,7 @@ class Compiled:
         with (
             symcompile.configure(**chosen),
             report.listening() as self.records,
-            config.patch(force_disable_caches=True),
+            uncached(),
         ):
             self.function = torch.compile(function, fullgraph=True, dynamic=dynamic)
             self.result, self.codes = run_and_get_code(self.function, *args)

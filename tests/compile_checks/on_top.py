@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
-from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -16,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from symcomm.compile import report
-from tests.compile_checks import alike, check
+from tests.compile_checks import alike, check, uncached
 
 
 def _model() -> nn.Module:
@@ -43,7 +42,7 @@ def tensor_parallel(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     model = parallelize_module(_model(), mesh, plan)
-    with report.listening() as records, config.patch(force_disable_caches=True):
+    with report.listening() as records, uncached():
         got = _train(torch.compile(model, fullgraph=True))  # type: ignore[arg-type]
     alike(got, _train(parallelize_module(_model(), mesh, plan)), exact=False)
     alike(got, _train(_model()), exact=False)
@@ -75,7 +74,7 @@ def ddp_with_its_reductions_in_the_graph(rank: int) -> None:
         torch._dynamo.config.patch(optimize_ddp="python_reducer"),
         torch._dynamo.compiled_autograd._enable(torch.compile(fullgraph=True)),
         report.listening() as records,
-        config.patch(force_disable_caches=True),
+        uncached(),
     ):
         got = _train(torch.compile(DistributedDataParallel(_model()), fullgraph=True))  # type: ignore[arg-type]
     alike(got, _train(DistributedDataParallel(_model())), exact=False)
@@ -98,7 +97,7 @@ def ddp_by_functional_collectives(rank: int) -> None:
     model, batch = _model(), torch.randn(16, 32)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    with report.listening() as records, config.patch(force_disable_caches=True):
+    with report.listening() as records, uncached():
         got = torch.compile(gradients, fullgraph=True)(copy.deepcopy(model), batch)
     alike(got, gradients(model, batch), exact=False)
     assert 1 <= len(records) < 4, records  # four gradients, the small ones joined

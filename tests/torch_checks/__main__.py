@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -39,6 +40,7 @@ def _on_rank(rank: int, names: list[str], folder: str, out: int, checks: dict[st
 def main(names: list[str], checks: dict[str, Any] = CHECKS) -> int:
     chosen = names or list(checks)
     children = []
+    gc.freeze()  # ranks share what is loaded, and need not look at it when they collect
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(max(checks[name][1] for name in chosen)):
             child = os.fork()

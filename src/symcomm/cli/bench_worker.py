@@ -591,9 +591,9 @@ def main() -> None:
     side = SIDES[name](SimpleNamespace(rank=int(rank), world=int(world), store=store))
     if pinned == "pin":
         pin(side.rank, side.world)
+    gc.freeze()  # what is loaded by now stays: collecting after each case need not look at it
     gc.disable()
-    cases: dict[int, Bench] = {}
-    answer_orders(connection, side.rank, functools.partial(obey, side, cases))
+    answer_orders(connection, side.rank, functools.partial(obey, side, {}))
 
 
 if __name__ == "__main__":
