@@ -23,7 +23,7 @@ class BackendOptions(Options):
     """``Backend.Options``: what every backend can be told."""
 
     __slots__ = ()
-    backend = Option("", text)
+    backend = Option("", None)
     _timeout = Option(DEFAULT_TIMEOUT, timeout_of)
     group_name = Option("", text)
     global_ranks_in_group = Option([], ranks)

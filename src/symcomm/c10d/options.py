@@ -6,7 +6,6 @@ Each attribute checks and converts what it is given, as PyTorch's do; an attribu
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as torch_c10d
 
+from symcomm.backend.values import duration, flag, integer, ranks, short, text, timeout_of
 from symcomm.errors import wrong_type
 from symcomm.group.arguments import to_redop
 from symcomm.types import RedOpType, ReduceOp
@@ -51,9 +51,9 @@ DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
 
 class Option:
-    """One attribute: its default, and how a value given to it is checked and converted."""
+    """One attribute: its default, and how a value given to it is checked and converted; None: it cannot be set."""
 
-    def __init__(self, default: Any, convert: Callable[[str, Any], Any]):
+    def __init__(self, default: Any, convert: Callable[[str, Any], Any] | None):
         self._default = default
         self._convert = convert
 
@@ -67,6 +67,8 @@ class Option:
         return value.copy() if isinstance(value, (list, set, dict)) else value  # who changes a copy changes no default
 
     def __set__(self, instance: Any, value: Any) -> None:
+        if self._convert is None:
+            raise AttributeError(f"{type(instance).__name__}.{self._name} is set when the object is made.")
         instance._values[self._name] = self._convert(f"{type(instance).__name__}.{self._name}", value)
 
 
@@ -110,53 +112,6 @@ def redop_for_torch(op: Any) -> Any:
 
 
 # --- kinds of values ----------------------------------------------------------------------------------------------
-
-
-def duration(name: str, value: Any) -> timedelta:
-    """A timedelta, or seconds as a float."""
-    if isinstance(value, float):
-        return timedelta(seconds=value)
-    if not isinstance(value, timedelta):
-        raise wrong_type(name, "value", value, "a timedelta", "write timedelta(seconds=...)")
-    return value
-
-
-def timeout_of(name: str, value: Any) -> timedelta:
-    """The same, kept in whole milliseconds."""
-    return timedelta(milliseconds=int(duration(name, value) / timedelta(milliseconds=1)))
-
-
-def flag(name: str, value: Any) -> bool:
-    if isinstance(value, RedOpType) or (value is not None and not hasattr(type(value), "__bool__")):
-        raise wrong_type(name, "value", value, "True or False")
-    return bool(value)
-
-
-def integer(name: str, value: Any, bits: int = 64) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise wrong_type(name, "value", value, "an int") from None
-    if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
-        raise wrong_type(name, "value", value, f"an int that fits in {bits} bits")
-    return number
-
-
-def short(name: str, value: Any) -> int:
-    """Ranks and sizes of groups, which C++ holds in 32 bits."""
-    return integer(name, value, 32)
-
-
-def ranks(name: str, value: Any) -> list[int]:
-    if not isinstance(value, (list, tuple, range)):
-        raise wrong_type(name, "value", value, "a list of int")
-    return [integer(name, item) for item in value]
-
-
-def text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise wrong_type(name, "value", value, "a str")
-    return value
 
 
 def hints(name: str, value: Any) -> dict[str, str]:

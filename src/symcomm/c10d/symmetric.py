@@ -173,14 +173,25 @@ def _engine_of(group_name: str | None) -> Engine | str | None:
 class _DMAConnectivity:
     """``matrix[i][j]``: how devices i and j are connected, in units of ``connection_type``."""
 
-    device_type: Any
-    connection_type: str
-    matrix: list[list[int]]
+    __slots__ = ("_found",)
+    _found: tuple[Any, str, list[list[int]]]
 
     def __init__(self, *_: Any):
         raise TypeError(
             "_DMAConnectivity: no constructor; call _detect_dma_connectivity(device_type, connection_type)."
         )
+
+    @property
+    def device_type(self) -> Any:
+        return self._found[0]
+
+    @property
+    def connection_type(self) -> str:
+        return self._found[1]
+
+    @property
+    def matrix(self) -> list[list[int]]:
+        return [row.copy() for row in self._found[2]]
 
 
 def _detect_dma_connectivity(device_type: Any, connection_type: str) -> Any:
@@ -194,7 +205,7 @@ def _detect_dma_connectivity(device_type: Any, connection_type: str) -> Any:
     if connection_type != "numa":
         raise errors.bad_argument("_detect_dma_connectivity", "connection_type", connection_type, "'numa' for the CPU")
     found = object.__new__(_DMAConnectivity)
-    found.device_type, found.connection_type, found.matrix = device_type, connection_type, _numa_distances()
+    found._found = device_type, connection_type, _numa_distances()
     return found
 
 
