@@ -16,11 +16,13 @@ from symcomm.errors import wrong_type
 from symcomm.types import RedOpType
 
 __all__ = [
+    "device",
     "duration",
     "flag",
     "flags",
     "integer",
     "mapping",
+    "optional",
     "ranks",
     "short",
     "tensor",
@@ -69,6 +71,17 @@ def text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise wrong_type(name, "value", value, "a str")
     return value
+
+
+def device(name: str, value: Any) -> torch.device:
+    if not isinstance(value, torch.device):
+        raise wrong_type(name, "value", value, "a torch.device", "write torch.device(...)")
+    return value
+
+
+def optional(kind: Callable[[str, Any], Any], name: str, value: Any) -> Any:
+    """None, or a value of that kind."""
+    return None if value is None else kind(name, value)
 
 
 def tensor(name: str, value: Any) -> torch.Tensor:

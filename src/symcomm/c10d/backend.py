@@ -16,7 +16,7 @@ from symcomm.backend.group import TorchGroup
 from symcomm.c10d.enums import ErrorType
 from symcomm.c10d.options import DEFAULT_TIMEOUT, Option, Options, flag, ranks, text, timeout_of
 
-__all__ = ["Backend", "BackendOptions"]
+__all__ = ["NEWER_NAMES", "Backend", "BackendOptions"]
 
 
 class BackendOptions(Options):

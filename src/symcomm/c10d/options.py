@@ -135,7 +135,8 @@ def _timeout_or_none(name: str, value: Any) -> timedelta | None:
 def _redop(name: str, value: Any) -> ReduceOp:
     if not isinstance(value, (ReduceOp, torch_c10d.ReduceOp)):
         raise wrong_type(name, "value", value, "a ReduceOp")
-    return ReduceOp(*to_redop(name, value))
+    redop, factor = to_redop(name, value)
+    return ReduceOp(redop, factor=factor)
 
 
 def _device(name: str, value: Any) -> torch.device | None:
