@@ -216,7 +216,7 @@ def test_init_process_group_takes_our_stores_as_they_are(tmp_path):
             inner = dist.distributed_c10d._get_default_store()
             while isinstance(inner, dist.PrefixStore):
                 inner = inner.underlying_store
-            assert inner.store is store
+            assert inner is store
         finally:
             dist.destroy_process_group()
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from symcomm import errors
-from symcomm.backend import checks, stores, values
+from symcomm.backend import checks, values
 from symcomm.backend.arguments import seconds_of
 from symcomm.backend.engines import Engines, device_map
 from symcomm.backend.work import WorkInfo
@@ -77,8 +77,6 @@ class Life:
         self._end_membership()
         self._engines.shutdown()
         self._store = None
-        if self._is_default:
-            stores.take_back()
 
     def _meets_at_rank_0(self) -> bool:
         """Whether the ranks' store ends when rank 0 has destroyed this group."""

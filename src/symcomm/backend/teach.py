@@ -32,7 +32,9 @@ def teach() -> None:
             setattr(dist, name, taught)
     versions.dist2_factories()["symcomm"] = dist2_group
     errors_by_pytorchs_names()
+    _prefix_store()
     _init_process_group()
+    _destroy_process_group()
     _keep_works_of_reducers()
 
 
@@ -60,24 +62,32 @@ def _taught(known: Callable[..., Any], ours: Callable[..., Any]) -> Callable[...
     return either
 
 
-def _init_process_group() -> None:
-    """Two things that init_process_group does for our groups only.
-
-    It takes our stores, where C++ takes PyTorch's only. And a rank that destroys a group and makes the next one before
-    rank 0 does finds the server of the one that ends: when that goes away, it looks again."""
-    known = c10d.init_process_group
+def _prefix_store() -> None:
+    """Whatever takes a store puts a prefix before its keys first, which takes ours as well from now on."""
+    known = dist.PrefixStore.__init__
 
     def lent(value: Any) -> Any:
         base = sys.modules.get("symcomm.store.base")  # loaded by whoever made a store of ours
         if base is None or not isinstance(value, base.Store):
             return value
-        from symcomm.backend.stores import lend_to_default_group
+        from symcomm.backend.stores import as_torch_store
 
-        return lend_to_default_group(value)
+        return as_torch_store(value)
+
+    @functools.wraps(known)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        known(self, *map(lent, args), **{name: lent(value) for name, value in kwargs.items()})
+
+    dist.PrefixStore.__init__ = make
+
+
+def _init_process_group() -> None:
+    """A rank that destroys a group and makes the next one before rank 0 does finds the server of the one that ends:
+    when that goes away, it looks again."""
+    known = c10d.init_process_group
 
     @functools.wraps(known)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tuple(map(lent, args)), {name: lent(value) for name, value in kwargs.items()}
         asked = inspect.signature(known).bind(*args, **kwargs).arguments
         if (life := sys.modules.get("symcomm.backend.life")) is not None:
             life.await_previous_group()
@@ -91,6 +101,21 @@ def _init_process_group() -> None:
                 c10d._world.group_count = 0  # the next attempt's group has the same name, and so the same keys
 
     c10d.init_process_group = dist.init_process_group = init_process_group
+
+
+def _destroy_process_group() -> None:
+    """Stores that only the group's C++ half held go with it."""
+    known = c10d.destroy_process_group
+
+    @functools.wraps(known)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return known(*args, **kwargs)
+        finally:
+            if (stores := sys.modules.get("symcomm.backend.stores")) is not None:
+                stores.take_back()
+
+    c10d.destroy_process_group = dist.destroy_process_group = destroy_process_group
 
 
 def _is_ours(backend: Any) -> bool:

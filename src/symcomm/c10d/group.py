@@ -24,9 +24,10 @@ from symcomm.c10d.backend import Backend
 from symcomm.c10d.enums import BackendType, OpType
 from symcomm.c10d.group_hooks import OwnHooks
 from symcomm.c10d.options import DEFAULT_TIMEOUT, NO_TIMEOUT, for_torch, short, text
-from symcomm.c10d.stores import PrefixStore, Store
+from symcomm.c10d.stores import Store
 from symcomm.c10d.works import WorkInfo
 from symcomm.errors import wrong_type
+from symcomm.store import PrefixStore
 
 __all__ = ["ProcessGroup"]
 
@@ -415,7 +416,7 @@ def _who(*args: Any, **named: Any) -> tuple[Any, int, int]:
     if len(args) > 3 or set(given) != set(names):
         raise wrong_type("ProcessGroup", "arguments", args or named, "(rank, size) or (store, rank, size)")
     store = given.get("store")
-    if store is not None and not isinstance(store, (Store, dist.Store)):
+    if store is not None and not isinstance(store, Store):
         raise wrong_type("ProcessGroup", "store", store, "a Store")
     return store, short("ProcessGroup: rank", given["rank"]), short("ProcessGroup: size", given["size"])
 

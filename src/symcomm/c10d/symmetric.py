@@ -94,7 +94,7 @@ class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
     @staticmethod
     def set_group_info(group_name: str, rank: int, world_size: int, store: Any) -> None:
         """Say who takes part in the group of that name, and where they meet."""
-        if not isinstance(store, (torch_c10d.Store, Store)):
+        if not isinstance(store, Store):
             raise wrong_type("set_group_info", "store", store, "a Store")
         symm_mem.set_group_info(group_name, rank, world_size, store)
         if isinstance(store, torch_c10d.Store):
