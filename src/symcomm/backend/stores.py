@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,8 +31,8 @@ class Lendable(TorchStore):
         super().__init__()
         take_back()
 
-    def __del__(self) -> None:  # which Python calls once only, so that what is taken back goes
-        if _is_held(self):
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_ending() and _is_held(self):  # Python calls this once only, so that what is taken back goes
             _lent.append(self)
 
 
@@ -42,14 +43,12 @@ def take_back() -> None:
 
 def _is_held(store: Any) -> bool:
     """Whether somebody in C++ has a reference. Where that cannot be told, somebody may have."""
-    at = _count_at()
-    if at is None:
+    if _COUNT_AT is None:
         return True
     half = ctypes.c_void_p.from_address(id(store) + _AT).value
-    return half is not None and ctypes.c_uint32.from_address(half + at).value > 1  # one is the Python half's
+    return half is not None and ctypes.c_uint32.from_address(half + _COUNT_AT).value > 1  # one is the Python half's
 
 
-@functools.cache
 def _count_at() -> int | None:
     """Where the C++ half of a store counts its references (see group/torch_layout.py); None where it is not found."""
     try:
@@ -63,6 +62,9 @@ def _count_at() -> int | None:
     except (OSError, RuntimeError, TypeError):
         return None
     return found[0] if len(found) == 1 else None
+
+
+_COUNT_AT = _count_at()
 
 
 def _passed_on(name: str) -> Callable[..., Any]:

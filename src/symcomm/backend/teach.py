@@ -1,7 +1,7 @@
 """Functions of torch that refuse every backend but those they know by name, before they ask the group.
 
 Each is replaced by one that does the work when the group is ours, and otherwise calls what was there. This module is
-loaded while torch is being imported, so it imports nothing of ours but errors and versions until a group is made.
+loaded while torch is being imported, so it imports next to nothing of ours until a group is made.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from symcomm.backend import versions
+from symcomm.backend.reduce_ops import take_ours
 
 __all__ = ["dist2_group", "errors_by_pytorchs_names", "teach"]
 
@@ -32,6 +33,7 @@ def teach() -> None:
             setattr(dist, name, taught)
     versions.dist2_factories()["symcomm"] = dist2_group
     errors_by_pytorchs_names()
+    take_ours()
     _prefix_store()
     _init_process_group()
     _destroy_process_group()

@@ -11,18 +11,20 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch._C._distributed_c10d as torch_c10d
+
 from symcomm import errors
 from symcomm.backend.arguments import root_of
 from symcomm.backend.checks import single
 from symcomm.backend.overloads import CALLS, fit, positional
-from symcomm.c10d.backend import NEWER_NAMES, Backend, BackendOptions
-from symcomm.c10d.options import Option, flag, integer
+from symcomm.c10d.backend import NEWER_NAMES, AnyBackendOptions, Backend
+from symcomm.c10d.options import Option, flag, integer, with_half
 from symcomm.c10d.works import FakeWork
 
 __all__ = ["FakeOptions", "FakeProcessGroup"]
 
 
-class FakeOptions(BackendOptions):
+class _FakeOptions(AnyBackendOptions):
     """``FakeProcessGroup.Options``. ``error_on_collective`` finds the collectives a program should not make."""
 
     __slots__ = ()
@@ -30,7 +32,11 @@ class FakeOptions(BackendOptions):
     error_on_collective = Option(False, flag)
 
     def __init__(self) -> None:
-        super().__init__("fake")
+        super().__init__()
+        self._values["backend"] = "fake"
+
+
+FakeOptions: Any = with_half(_FakeOptions, getattr(torch_c10d.FakeProcessGroup, "Options", None))
 
 
 def _pieces(lists: Any) -> list[Any]:

@@ -49,6 +49,10 @@ class CommHook:
         """One tensor, or the list of one that futures of works hold."""
         return result[0] if isinstance(result, (list, tuple)) else result
 
+    def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Any]:
+        """For PyTorch's Reducer, which knows hooks as functions."""
+        return self.run_hook(bucket).then(lambda ended: self.parse_hook_result(ended.value()))
+
 
 class AllReduceHook(CommHook):
     """The average over all ranks."""
