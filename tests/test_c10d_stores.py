@@ -465,3 +465,23 @@ LOOKED_FOR = [
 def test_words_that_programs_look_for(module, code: str, words: str):
     kind, error = outcome(code, module, socket=socket)
     assert kind == "raised" and isinstance(error, RuntimeError) and re.search(words, str(error)), error
+
+
+def keys_of_a_file(module, path) -> list:
+    """How many keys there are, and what deleting them says, at each step."""
+    store = module.FileStore(path, 2)
+    seen = [store.num_keys()]
+    store.set("a", "1")
+    seen += [store.num_keys(), store.delete_key("a"), store.num_keys(), store.delete_key("a"), store.delete_key("b")]
+    store.add("n", 1)
+    store.append("c", "x")
+    other = module.FileStore(path, 2)
+    part = module.PrefixStore("p", store)
+    seen += [store.num_keys(), other.num_keys(), part.num_keys(), part.delete_key("n"), part.num_keys()]
+    store.multi_set(["d", "e"], ["1", "2"])
+    return [*seen, store.num_keys(), store.delete_key("e"), store.num_keys(), other.check(["e"])]
+
+
+def test_keys_of_a_file_are_counted_as_in_pytorch(tmp_path):
+    mine, wanted = keys_of_a_file(ours, str(tmp_path / "mine")), keys_of_a_file(theirs, str(tmp_path / "theirs"))
+    assert mine == wanted and mine[0] == 1

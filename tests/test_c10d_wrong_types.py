@@ -19,6 +19,11 @@ NOT_OPTIONS = ["'sum'", "3", "3.5", "td(seconds=1)", "object()", "[3]", "R.SUM",
 OPTIONS = ["m.AllreduceOptions()", "m.BroadcastOptions()", "m.BarrierOptions()", "m.AllToAllOptions()"]
 AFTER = ["opts=3", "op='sum'", "root='a'", "root=0", "timeout=3", "timeout='a'", "nonsense=3", "0, 'a'", "R.SUM, 3"]
 
+
+def same_for(names: tuple[str, ...], forms: list[str]) -> dict[str, list[str]]:
+    return {name: forms for name in names}
+
+
 # A call's tensors in the forms that it takes and in some that it does not.
 TENSORS = {
     "allreduce": [LIST, X, f"({X},)", "3", "'a'", "None", "[3]", "", f"tensor={X}", f"tensors={LIST}"],
@@ -30,16 +35,16 @@ TENSORS = {
     "gather": [f"{LISTS}, {LIST}", f"{LIST}, {X}", "3, 3", f"{LISTS}, 3", f"3, {LIST}", f"{LISTS}", "None, None"],
     "scatter": [f"{LIST}, {LISTS}", f"{X}, {LIST}", "3, 3", f"{LIST}, 3", f"3, {LISTS}", f"{LIST}", "None, None"],
     "reduce_scatter": [f"{LIST}, {LISTS}", f"{X}, {LIST}", "3, 3", f"{LIST}, 3", f"3, {LISTS}", f"{LIST}"],
-    **dict.fromkeys(
+    **same_for(
         ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "reduce_scatter_single"),
         [f"{X}, {X}", f"{X}, 3", f"3, {X}", X, f"{LIST}, {LIST}"],
     ),
-    **dict.fromkeys(
+    **same_for(
         ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "alltoall"),
         [f"{LIST}, {LIST}", f"{LIST}, 3", f"3, {LIST}", f"{LIST}, [3]", f"{X}, {X}"],
     ),
     "allgather_coalesced": [f"{LISTS}, {LIST}", f"{LIST}, {LIST}", f"3, {LIST}"],
-    **dict.fromkeys(
+    **same_for(
         ("alltoall_base", "all_to_all_single"),
         [f"{X}, {X}, [], []", f"{X}, {X}, (2,), (2,)", f"{X}, {X}", f"{X}, {X}, 3, 3", f"{X}, {X}, None, None",
          f"{X}, {X}, ['a'], [2]", f"{X}, {X}, [2.0], [2]", f"{LIST}, {LIST}, [], []", f"{X}, 3, [], []"],
@@ -267,6 +272,7 @@ def test_data_parallel(kind: str, gloo):
 
 # --- fields that only C++ may set ---------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("make", ["m.Backend.Options('x')", "m.FakeProcessGroup.Options()"])
 @pytest.mark.parametrize("change", ["o.backend = 'y'", "del o.backend", "o.other = 3"])
 def test_backend_options_keep_their_backend(make: str, change: str):
@@ -277,7 +283,9 @@ def test_backend_options_keep_their_backend(make: str, change: str):
 
 def test_what_was_detected_stays():
     """PyTorch detects for CUDA only; its class says which fields there are, and that none can be set."""
-    assert {name for name, v in vars(theirs._DMAConnectivity).items() if isinstance(v, property) and v.fset is None} == {
+    assert {
+        name for name, v in vars(theirs._DMAConnectivity).items() if isinstance(v, property) and v.fset is None
+    } == {
         "device_type",
         "connection_type",
         "matrix",

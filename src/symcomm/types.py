@@ -113,7 +113,7 @@ class ReduceOp(metaclass=_ReduceOpMeta):
     __slots__ = ("_factor", "_op")
 
     def __init__(self, op: Any, *, factor: Any = None):
-        self._op = _kind_of(op)
+        self._op: Any = _kind_of(op)
         self._factor: Any = factor
 
     @property

@@ -37,10 +37,12 @@ _Form = tuple[_Parameter, ...]
 
 def _forms(*texts: str) -> tuple[_Form, ...]:
     """``"tensors:list opts:AllreduceOptions?"``: a name and a kind each; what has a question mark may be left out."""
-    return tuple(
-        tuple(_Parameter(*word.rstrip("?").split(":"), not word.endswith("?")) for word in text.split())
-        for text in texts
-    )
+    return tuple(tuple(map(_parameter, text.split())) for text in texts)
+
+
+def _parameter(word: str) -> _Parameter:
+    name, _, kind = word.rstrip("?").partition(":")
+    return _Parameter(name, kind, not word.endswith("?"))
 
 
 _TIMEOUT = "timeout:timeout?"

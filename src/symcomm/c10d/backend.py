@@ -30,7 +30,6 @@ class AnyBackendOptions(Options):
     enable_reconfigure = Option(False, flag)
 
 
-
 class _BackendOptions(AnyBackendOptions):
     """``Backend.Options``."""
 
@@ -38,7 +37,7 @@ class _BackendOptions(AnyBackendOptions):
 
     def __init__(self, backend: str, timeout: timedelta = DEFAULT_TIMEOUT):
         self._half.__init__(self, text("Backend.Options: backend", backend))
-        self._values = {"backend": backend}
+        self._values = {"backend": backend}  # type: ignore[misc]  # the subclass's slot
         self._timeout = timeout
 
 

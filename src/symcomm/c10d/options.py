@@ -92,7 +92,7 @@ class Options:
     def __init__(self) -> None:
         if self._half is not None:
             self._half.__init__(self)
-        self._values = {}
+        self._values = {}  # type: ignore[misc]  # the subclass's slot
 
     def __copy__(self) -> Options:
         other = type(self)()

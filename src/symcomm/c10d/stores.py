@@ -73,6 +73,15 @@ class FileStore(OwnFileStore, Store):
     def _another(*args: Any, **named: Any) -> FileStore:
         return FileStore(*args, **named)
 
+    def num_keys(self) -> int:
+        """PyTorch keeps the number of processes that have the file open under a key, and counts that one too."""
+        return 1 + super().num_keys()
+
+    def delete_key(self, key: str) -> bool:
+        """True, as in PyTorch, which does not look whether the key is there."""
+        super().delete_key(key)
+        return True
+
 
 class PrefixStore(OwnPrefixStore, Store):
     __doc__ = OwnPrefixStore.__doc__
@@ -84,7 +93,6 @@ class PrefixStore(OwnPrefixStore, Store):
     @staticmethod
     def _another(prefix: str, store: Any) -> PrefixStore:
         return PrefixStore(prefix, store)
-
 
 
 class TCPStore(OwnTCPStore, Store):
