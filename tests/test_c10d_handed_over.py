@@ -357,3 +357,42 @@ def test_pytorchs_hooks_on_our_reducer(world):
     group = dist.group.WORLD
     for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
         assert trained_by(ours, group, None, hook) == trained_by(theirs, group, None, hook)
+
+
+# --- what is said not to work -------------------------------------------------------------------------------------
+
+REFUSED = {
+    "an operation in a call of a group of C++": "gloo.allreduce(torch.ones(1), symcomm.ReduceOp.SUM)",
+    "a member of an enumeration": "theirs.set_debug_level(ours.DebugLevel.OFF)",
+    "a kind of hook": "theirs._register_builtin_comm_hook(reducers[0], ours.BuiltinCommHookType.ALLREDUCE)",
+    "a logger of theirs": "theirs.Logger(reducers[1])",
+    "a logger of ours": "ours.Logger(reducers[0])",
+    "a hook of ours on their reducer": "ours._register_comm_hook(reducers[0], None, print)",
+    "a store made without torch": "dist.ProcessGroupGloo(symcomm.HashStore(), 0, 1)",
+    "a backend": "dist.ProcessGroup(0, 1)._register_backend(torch.device('cpu'), KIND, ours.Backend(0, 1))",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_said_to_be_refused_is(what: str):
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, SOON)
+    group = dist.ProcessGroup(0, 1)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._register_backend(torch.device("cpu"), kind, gloo)
+    reducers = [module.Reducer([torch.ones(1, requires_grad=True)], [[0]], [9], group) for module in (theirs, ours)]
+    with pytest.raises(TypeError):
+        eval(REFUSED[what], {**globals(), "gloo": gloo, "reducers": reducers, "KIND": kind})
+
+
+def test_everything_here_takes_pytorchs():
+    options = ours.AllreduceOptions()
+    options.reduceOp = theirs.ReduceOp.MAX
+    assert options.reduceOp == ours.ReduceOp.MAX
+    ours.PrefixStore("p", theirs.HashStore()).set("a", "1")
+    ours.set_debug_level(theirs.get_debug_level())
+    group = ours.ProcessGroup(theirs.HashStore(), 0, 1)
+    tensor = torch.ones(2)
+    group.allreduce([tensor], theirs.AllreduceOptions()).wait()
+    group.allreduce(tensor, theirs._make_nccl_premul_sum(2.0)).wait()
+    assert tensor.tolist() == [2, 2] and isinstance(theirs.FakeWork(), ours.Work)
+    group.shutdown()

@@ -21,8 +21,8 @@ def group_of(call: str, process_group: Any) -> Any:
 
 
 def reducer_of(call: str, reducer: Any) -> Any:
-    """The module of Reducer is above this one."""
-    if not callable(getattr(reducer, "_rebuild_buckets", None)):
+    """One of ours: PyTorch's has no such method. (The module of Reducer is above this one.)"""
+    if not callable(getattr(reducer, "set_hook", None)):
         raise errors.wrong_type(call, "reducer", reducer, "a Reducer")
     return reducer
 
