@@ -243,7 +243,7 @@ class Life:
 
     def _get_backend(self, device: Any) -> Any:
         """This group, or the engine that carries tensors on ``device``."""
-        asked = values.device("_get_backend: device", device)
+        asked = torch.device(device) if isinstance(device, str) else values.device("_get_backend: device", device)
         if self._devices().get(asked.type, "symcomm") == "symcomm":
             return self
         return self._engines.on("_get_backend", asked)._get_backend(asked)

@@ -208,7 +208,7 @@ def check(call: str, given: Mapping[str, Any], by_place: int | None = None) -> N
     best = [m for m in misfits if m.place == farthest]
     wanted = dict.fromkeys((m.parameter.name, m.parameter.kind) for m in best if m.parameter is not None)
     if not wanted:
-        raise wrong_type(call, slots_of(call)[farthest], best[0].got, "left out")
+        raise wrong_type(call, slots_of(call)[farthest], best[0].got, "left out with these tensors")
     names = " or ".join(dict.fromkeys(name for name, _ in wanted))
     raise wrong_type(call, names, best[0].got, " or ".join(_words(kind) for _, kind in wanted))
 
