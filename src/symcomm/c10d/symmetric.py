@@ -15,6 +15,7 @@ from symcomm.c10d.group import ProcessGroup
 from symcomm.c10d.stores import Store
 from symcomm.errors import wrong_type
 from symcomm.group.process_group import ProcessGroup as Engine
+from symcomm.store import Store as OwnStore
 from symcomm.symm_mem.handle import SymmetricMemory
 
 __all__ = ["_DMAConnectivity", "_SymmetricMemory", "_detect_dma_connectivity"]
@@ -97,7 +98,7 @@ class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
         if not isinstance(store, Store):
             raise wrong_type("set_group_info", "store", store, "a Store")
         symm_mem.set_group_info(group_name, rank, world_size, store)
-        if isinstance(store, torch_c10d.Store):
+        if isinstance(store, torch_c10d.Store) and not isinstance(store, OwnStore):  # ranks of ours may be threads
             _theirs.set_group_info(group_name, rank, world_size, store)
 
     @staticmethod
