@@ -216,7 +216,7 @@ def test_init_process_group_takes_our_stores_as_they_are(tmp_path):
             inner = dist.distributed_c10d._get_default_store()
             while isinstance(inner, dist.PrefixStore):
                 inner = inner.underlying_store
-            assert inner.store is store
+            assert inner is store
         finally:
             dist.destroy_process_group()
 
@@ -467,3 +467,23 @@ def test_words_that_programs_look_for(module, code: str, words: str):
         pytest.skip("this torch's stores have no barrier")
     kind, error = outcome(code, module, socket=socket)
     assert kind == "raised" and isinstance(error, RuntimeError) and re.search(words, str(error)), error
+
+
+def keys_of_a_file(module, path) -> list:
+    """How many keys there are, and what deleting them says, at each step."""
+    store = module.FileStore(path, 2)
+    seen = [store.num_keys()]
+    store.set("a", "1")
+    seen += [store.num_keys(), store.delete_key("a"), store.num_keys(), store.delete_key("a"), store.delete_key("b")]
+    store.add("n", 1)
+    store.append("c", "x")
+    other = module.FileStore(path, 2)
+    part = module.PrefixStore("p", store)
+    seen += [store.num_keys(), other.num_keys(), part.num_keys(), part.delete_key("n"), part.num_keys()]
+    store.multi_set(["d", "e"], ["1", "2"])
+    return [*seen, store.num_keys(), store.delete_key("e"), store.num_keys(), other.check(["e"])]
+
+
+def test_keys_of_a_file_are_counted_as_in_pytorch(tmp_path):
+    mine, wanted = keys_of_a_file(ours, str(tmp_path / "mine")), keys_of_a_file(theirs, str(tmp_path / "theirs"))
+    assert mine == wanted and mine[0] == 1

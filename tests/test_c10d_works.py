@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -158,3 +161,52 @@ def test_inflight_setting():
     text = "m._set_allow_inflight_collective_as_graph_input({})\nm._allow_inflight_collective_as_graph_input()"
     same(text.format(True))
     same(text.format(False))
+
+
+OLD_CALLS = """
+import sys, torch, torch.distributed as dist
+from datetime import timedelta
+import symcomm.c10d as ours, torch._C._distributed_c10d as theirs
+from symcomm.backend.group import TorchGroup
+
+def use(*works):
+    for call in ("is_success", "exception", "source_rank", "result", "synchronize"):
+        for work in works * 2:
+            try:
+                getattr(work, call)()
+            except RuntimeError:
+                pass
+
+ended = torch.futures.Future()
+ended.set_result([torch.ones(1)])
+gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=20))
+engine = TorchGroup(ours.HashStore(), 0, 1, timedelta(seconds=20), "old calls")
+for name, works in {
+    "theirs": [gloo.allreduce([torch.ones(2)]), theirs.FakeWork(), theirs._create_work_from_future(ended)],
+    "ours": [engine.allreduce([torch.ones(2)]), ours.FakeWork(), ours._create_work_from_future(ended)],
+}.items():
+    for work in works:
+        work.wait()
+        try:
+            work._source_rank()  # does not warn
+        except RuntimeError:
+            pass
+    print("===", file=sys.stderr, flush=True)
+    use(*works)
+print("===", file=sys.stderr, flush=True)
+engine.shutdown()
+"""
+
+
+def test_old_calls_warn_once_as_pytorchs_do():
+    ran = subprocess.run([sys.executable, "-c", OLD_CALLS], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    before, by_theirs, by_ours, after = ran.stderr.split("===\n")
+    warned = [
+        [name for line in text.splitlines() if "deprecated" in line for name in re.findall(r"Work(?:::|\.)(\w+)", line)]
+        for text in (before, by_theirs, by_ours, after)
+    ]
+    assert warned == [[], OLD, OLD, []], ran.stderr
+
+
+OLD = ["is_success", "exception", "source_rank", "result", "synchronize"]

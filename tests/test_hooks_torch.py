@@ -376,7 +376,7 @@ def facts(rank: int, world: int, path: str) -> None:
         part = group.split(group.get_group_store(), [1, 0], options)
         assert (part.rank(), part.size(), part.core.timeout) == (1 - rank, 2, 20)
         value = torch.tensor([float(rank)])
-        part.broadcast([value], root=0).wait()
+        part.broadcast(value, root=0).wait()
         assert value.item() == 1.0
         alone = group.split(group.get_group_store(), [0])
         assert alone.size() == 1 if rank == 0 else alone is None

@@ -49,7 +49,16 @@ class DType(enum.IntEnum):
 ITEMSIZE: dict[int, int] = dict(zip(DType, (1, 1, 2, 2, 4, 4, 8, 8, 1, 2, 2, 4, 8, 8, 16, 1, 1, 1, 1), strict=True))
 
 
-class RedOpType(enum.IntEnum):
+class _OfNumbers(enum.EnumMeta):
+    """Members by their number, which a float is not even where it equals one."""
+
+    def __call__(cls, value: Any, *args: Any, **named: Any) -> Any:
+        if not hasattr(type(value), "__index__"):
+            raise errors.wrong_type(cls.__name__, "value", value, "a number of an operation")
+        return super().__call__(value, *args, **named)
+
+
+class RedOpType(enum.IntEnum, metaclass=_OfNumbers):
     """Reduce operations, numbered as in PyTorch."""
 
     SUM = 0
@@ -61,12 +70,6 @@ class RedOpType(enum.IntEnum):
     BOR = 6
     BXOR = 7
     PREMUL_SUM = 8
-
-    @classmethod
-    def _missing_(cls, value: object) -> Any:
-        if not isinstance(value, int):
-            raise TypeError(f"RedOpType: value must be a number of an operation, got {value!r}.")
-        return None
 
     def __bool__(self) -> bool:
         return True  # SUM is 0, but "op or default" must not replace it
@@ -80,7 +83,7 @@ class RedOpType(enum.IntEnum):
             raise errors.CallerError(f"ReduceOp.{self.name}: only PREMUL_SUM takes a factor.")
         if isinstance(factor, str) or factor is None:
             raise errors.bad_argument("ReduceOp.PREMUL_SUM", "factor", factor, "a number or a tensor")
-        return ReduceOp(self, factor)
+        return ReduceOp(self, factor=factor)
 
 
 _RedOpType = RedOpType  # ReduceOp has an attribute of that name
@@ -107,12 +110,22 @@ class ReduceOp(metaclass=_ReduceOpMeta):
     BXOR = RedOpType.BXOR
     PREMUL_SUM = RedOpType.PREMUL_SUM
 
-    __slots__ = ("_factor", "op")
+    __slots__ = ("_factor", "_op")
 
-    def __init__(self, op: Any, factor: Any = None):
-        given: Any = op.op if type(op) is ReduceOp else op
-        self.op: Any = _RedOpType(given)
-        self._factor: Any = op._factor if type(op) is ReduceOp and factor is None else factor
+    def __init__(self, op: Any, *, factor: Any = None):
+        self._op: Any = _kind_of(op)
+        self._factor: Any = factor
+
+    @property
+    def op(self) -> Any:
+        """Which operation it is: one of RedOpType."""
+        return self._op
+
+    @op.setter
+    def op(self, op: Any) -> None:
+        if type(op) is ReduceOp or not isinstance(op, ReduceOp):
+            raise errors.wrong_type("ReduceOp.op", "value", op, "a RedOpType, such as ReduceOp.SUM")
+        self._op = op
 
     @property
     def factor(self) -> Any:
@@ -124,7 +137,7 @@ class ReduceOp(metaclass=_ReduceOpMeta):
     def boxed(self) -> Any:
         """The form in which PyTorch's operators take it."""
         theirs = _torchs_reduce_op("boxed")
-        if self.op is _RedOpType.PREMUL_SUM:
+        if self._op is _RedOpType.PREMUL_SUM:
             return theirs.PREMUL_SUM(self.factor).boxed()
         return theirs(getattr(theirs, self.op.name)).boxed()
 
@@ -132,7 +145,7 @@ class ReduceOp(metaclass=_ReduceOpMeta):
     def unbox(obj: Any) -> ReduceOp:
         """What ``boxed`` gave, as ours."""
         op, factor = _torchs_reduce_op("unbox").unbox(obj).__getstate__()
-        return ReduceOp(_RedOpType(int(op)), factor)
+        return ReduceOp(_RedOpType(int(op)), factor=factor)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RedOpType):
@@ -145,10 +158,24 @@ class ReduceOp(metaclass=_ReduceOpMeta):
         return hash(self.op)
 
     def __reduce__(self):
-        return ReduceOp, (self.op, self._factor)
+        return _restored, (self._op, self._factor)
 
     def __repr__(self) -> str:
         return f"ReduceOp.{self.op.name}" + (f"(factor={self._factor!r})" if self._factor is not None else "")
+
+
+def _restored(op: RedOpType, factor: Any) -> ReduceOp:
+    """From a pickle."""
+    return ReduceOp(op, factor=factor)
+
+
+def _kind_of(op: Any) -> RedOpType:
+    """One of ours, or PyTorch's of the same name; torch need not be loaded."""
+    if isinstance(op, RedOpType):
+        return op
+    if type(op).__name__ != "RedOpType":
+        raise errors.wrong_type("ReduceOp", "op", op, "a RedOpType, such as ReduceOp.SUM")
+    return RedOpType(int(op))
 
 
 def _torchs_reduce_op(call: str) -> Any:
@@ -169,4 +196,4 @@ def _same_factor(one: Any, other: Any) -> bool:
 
 def make_premul_sum(factor: Any) -> ReduceOp:
     """SUM of the inputs, each multiplied by ``factor`` (a number, or a tensor that broadcasts) first."""
-    return ReduceOp(RedOpType.PREMUL_SUM, factor)
+    return ReduceOp(RedOpType.PREMUL_SUM, factor=factor)

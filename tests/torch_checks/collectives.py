@@ -220,7 +220,9 @@ def lists_of_tensors(rank: int, path: str) -> None:
         assert [[t.item() for t in row] for row in places] == [[0, 1, 2, 3]] * 2
         refused(lambda: group.allreduce([torch.ones(1), torch.ones(2)]), "invalid tensor size")
         refused(lambda: group.allreduce([]), "tensors")
-        refused(lambda: group.scatter([torch.ones(1)], [[torch.ones(1)], [torch.ones(1)]], root=rank), "one list")
+        from_me = dist.ScatterOptions()
+        from_me.rootRank = rank
+        refused(lambda: group.scatter([torch.ones(1)], [[torch.ones(1)], [torch.ones(1)]], from_me), "one list")
         group.broadcast(torch.ones(1), root=0).get_future().wait()
 
 

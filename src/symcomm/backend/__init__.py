@@ -6,10 +6,14 @@ stores.py    our stores where torch wants its own
 group.py     TorchGroup: torch's ProcessGroup on ours
 inner.py     the Backend that torch's C++ finds inside a TorchGroup (torch 2.15)
 versions.py  what differs between versions of torch
+meeting.py   how its ranks meet, in torch's store
 life.py      the rest of TorchGroup: its end, groups made from it, what torch asks about it
 reconfigure.py members that come and go
 engines.py   tensors on other devices, for maps such as "cpu:symcomm,cuda:nccl"
 arguments.py what torch passes -> what ours takes
+overloads.py, values.py  the forms that calls have in PyTorch's binding, and types that it refuses
+reduce_ops.py our reduce operations where torch wants its own
+messages.py  dist.send and dist.recv, within the call
 checks.py    wrong arguments, in the words that scripts look for
 work.py      what torch expects of a Work and of its future
 sparse.py    sums of sparse tensors

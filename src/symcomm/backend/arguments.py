@@ -5,12 +5,15 @@ Every collective can be called with an options object, or (by people who hold th
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import ReduceOp
 
 from symcomm import errors
+from symcomm.backend.overloads import check, has_options
 from symcomm.group.buffers import arrived
 from symcomm.types import RedOpType
 from symcomm.types import ReduceOp as OwnReduceOp
@@ -18,18 +21,24 @@ from symcomm.types import ReduceOp as OwnReduceOp
 __all__ = ["is_async", "once_each", "one_list", "redop_of", "root_of", "seconds_of", "sort_out"]
 
 
-def sort_out(*given: Any) -> tuple[Any, Any, Any, Any]:
-    """(options, root, operation, time-out) from arguments in any of the orders that the overloads allow."""
+def sort_out(call: str, given: Mapping[str, Any], opts: Any = None, **plain: Any) -> tuple[Any, Any, Any, Any]:
+    """(options, root, operation, time-out) of a call, once it is known to be one that torch would take.
+
+    ``given``: what comes before the options, by parameter. ``opts`` may be the first of the plain arguments, in the
+    place of options, and each of those one that belongs behind it."""
+    if has_options(call, given, opts) and not any(value is not None for value in plain.values()):
+        return opts, None, None, None
+    check(call, {**given, **{name: value for name, value in {"opts": opts, **plain}.items() if value is not None}})
     options = root = op = timeout = None
-    for item in given:
+    for item in (opts, *plain.values()):
         if item is None:
             continue
         if isinstance(item, (timedelta, float)):
             timeout = item
         elif isinstance(item, (ReduceOp, OwnReduceOp)):
             op = item
-        elif isinstance(item, int):
-            root = item
+        elif hasattr(type(item), "__index__"):
+            root = operator.index(item)
         else:
             options = item
     return options, root, op, timeout
@@ -74,6 +83,8 @@ def once_each(tensors: Any) -> list[Any]:
 
 def one_list(call: str, name: str, lists: Any) -> list[Any]:
     """The list of tensors, one per rank, that torch wraps in a list of one; empty where a rank passes none."""
+    if lists is not None and not isinstance(lists, (list, tuple)):
+        raise errors.wrong_type(call, name, lists, "one list of tensors")
     if lists and isinstance(lists[0], (list, tuple)):
         if len(lists) != 1:
             raise errors.bad_argument(call, name, f"{len(lists)} lists", "one list of tensors")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from symcomm import errors
+from symcomm.backend import values
 
 __all__ = [
     "alike",
@@ -19,11 +20,13 @@ __all__ = [
     "all_gather_lists",
     "all_reduce_coalesced",
     "gather",
+    "merge_group",
     "non_empty",
     "root_rank",
     "root_tensor",
     "scatter",
     "single",
+    "split_group",
     "splits",
 ]
 
@@ -193,3 +196,28 @@ def splits(output: Any, input: Any, output_splits: Sequence[int], input_splits: 
         elif sum(rows) != count or min(rows) < 0:
             words = "Split sizes doesn't match total dim 0 size"
             raise _refuse(call, words, f"{name}_split_sizes", list(rows), f"numbers that add up to {count}")
+
+
+def _names(call: str, timeout: Any, group_name: Any, group_desc: Any) -> None:
+    values.optional(values.duration, f"{call}: timeout", timeout)
+    values.optional(values.text, f"{call}: group_name", group_name)
+    values.optional(values.text, f"{call}: group_desc", group_desc)
+
+
+def split_group(ranks: Any, timeout: Any, opts: Any, group_name: Any, group_desc: Any) -> None:
+    """Raise where torch's split_group would refuse the type of an argument."""
+    call = "split_group"
+    values.ranks(f"{call}: ranks", ranks)
+    if opts is not None and not hasattr(opts, "_timeout"):
+        raise errors.wrong_type(call, "opts", opts, "a Backend.Options or None")
+    _names(call, timeout, group_name, group_desc)
+
+
+def merge_group(store: Any, size: Any, at_least: int, timeout: Any, group_name: Any, group_desc: Any) -> None:
+    """The same for merge_remote_group, by which a group does not become smaller."""
+    call = "merge_remote_group"
+    if not callable(getattr(store, "add", None)) or not callable(getattr(store, "wait", None)):
+        raise errors.wrong_type(call, "store", store, "a Store")
+    _names(call, timeout, group_name, group_desc)
+    if values.short(f"{call}: size", size) < at_least:
+        raise errors.bad_argument(call, "size", size, f"at least this group's {at_least}")

@@ -6,9 +6,7 @@ functional collectives); the end of the class lists them.
 
 from __future__ import annotations
 
-import contextlib
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,13 +17,14 @@ from torch._C._distributed_c10d import Backend
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.backend import checks, lists, versions
+from symcomm.backend import checks, lists, values, versions
 from symcomm.backend.arguments import is_async, once_each, one_list, redop_of, root_of, seconds_of, sort_out
 from symcomm.backend.checks import single
 from symcomm.backend.engines import Engines
 from symcomm.backend.functional import register_work
 from symcomm.backend.hooked import TORCH_CALLS, attach_own_health_checks
 from symcomm.backend.life import Life
+from symcomm.backend.meeting import meet
 from symcomm.backend.messages import exchange
 from symcomm.backend.newer import Newer
 from symcomm.backend.options_layout import ASYNC, UNKNOWN, install, read_options
@@ -37,10 +36,8 @@ from symcomm.group import hooks
 from symcomm.group.arguments import to_redop
 from symcomm.group.calls import Kind
 from symcomm.group.failure import call_site, explain
-from symcomm.group.making import make_group
 from symcomm.group.messages import ANY_SOURCE
 from symcomm.group.process_group import ProcessGroup
-from symcomm.store.handshake import Exchange, handshake
 
 if TYPE_CHECKING:
     from symcomm.backend.careful import Careful
@@ -61,44 +58,8 @@ def _is_small(tensors: Any) -> bool:
     return bool(tensors) and tensors[0].is_cpu and tensors[0].numel() * len(tensors) <= SMALL
 
 
-def place_in_store(members: Sequence[int] | None) -> str:
-    """Ranks that are not in the same groups count them differently, so that torch may give two groups the same name,
-    and with it the same part of the store. Their members tell them apart."""
-    return "symcomm" if members is None else f"symcomm/{zlib.crc32(repr(list(members)).encode()):x}"
-
-
-def _watch(members: Sequence[int]) -> Callable[[], None] | None:
-    """Raises once one of these ranks of torch's default group is gone; None where that is not one of ours."""
-    default: Any = dist.group.WORLD if dist.is_initialized() else None
-    world = getattr(default, "core", None)
-    if world is None and default is not None:
-        with contextlib.suppress(RuntimeError):  # it has a backend for each kind of device, and none for this one
-            world = getattr(default._get_backend(torch.device("cpu")), "core", None)
-    if not isinstance(world, ProcessGroup) or not set(members) <= set(world.global_ranks):
-        return None
-    return world.watch([world.global_ranks.index(r) for r in members], "new_group()")
-
-
-def _meet(
-    store: Any,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    name: str,
-    members: Sequence[int] | None,
-    check: Callable[[], None] | None,
-) -> Any:
-    """Our group of the ranks that torch makes one of. ``check``: raises once one of them cannot come any more."""
-
-    def build(exchange: Exchange) -> Any:
-        core = make_group(rank, size, exchange, name, timeout, None, members)
-        core.barrier()  # nobody reads the store any more, so its host may leave
-        return core
-
-    call = "merge_remote_group" if check is not None else "init_process_group" if members is None else "new_group"
-    if check is None and members is not None:
-        check = _watch(members)
-    return handshake(store, place_in_store(members), rank, size, timeout.total_seconds(), build, call, check=check)
+def _first(lists: Any) -> Any:
+    return lists[0] if lists and isinstance(lists, (list, tuple)) else None
 
 
 class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
@@ -127,7 +88,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         self.options = options if options is not None else Options("symcomm", timeout)
         self._is_default = bool(label)
         if core is None:
-            core = _meet(store, rank, size, timeout, label or name, global_ranks, check)
+            core = meet(store, rank, size, timeout, label or name, global_ranks, check)
             hooks.joined(core, store)
         self._operations_before = core.sequence_number
         self.core = core
@@ -292,17 +253,17 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
 
     def _other_than_cpu(self, device: Any) -> Any:
         """The engine for a device that is not the CPU."""
-        if device is None or device.type == "cpu" or self._engines.is_ours(device):
+        if device is None or values.device("device", device).type == "cpu" or self._engines.is_ours(device):
             return None
         return self._engines.on("_coalescing_manager", device)
 
     # --- reductions -------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
-        if op is not None or timeout is not None:
-            opts, _, op, timeout = sort_out(opts, op, timeout)
-        elif (work := self._short(_ALL_REDUCE, tensors, tensors, opts)) is not None:
+        is_plain = op is None and timeout is None
+        if is_plain and (work := self._short(_ALL_REDUCE, tensors, tensors, opts)) is not None:
             return work
+        opts, _, op, timeout = sort_out("allreduce", {"tensors": tensors}, opts, op=op, timeout=timeout)
         redop = redop_of(opts, op)
         if isinstance(tensors, (list, tuple)) and len(tensors) != 1:
             return lists.all_reduce(self.core, tensors, redop, seconds_of(opts, timeout))
@@ -317,16 +278,18 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         )
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Any:
+        sort_out("allreduce_coalesced", {"tensors": tensors}, opts)
         checks.all_reduce_coalesced(tensors)
         call = self.core.all_reduce_coalesced
         args = (once_each(tensors), redop_of(opts))
         return self._call("all_reduce_coalesced", call, *args, options=opts, inputs=tensors, result=tensors)
 
     def reduce(self, tensors: Any, opts: Any = None, root: Any = None, op: Any = None, timeout: Any = None) -> Any:
-        if root is not None or op is not None or timeout is not None:
-            opts, root, op, timeout = sort_out(opts, root, op, timeout)
-        elif (work := self._short(_REDUCE, tensors, tensors, opts)) is not None:
+        is_plain = root is None and op is None and timeout is None
+        if is_plain and (work := self._short(_REDUCE, tensors, tensors, opts)) is not None:
             return work
+        given = {"tensors": tensors}
+        opts, root, op, timeout = sort_out("reduce", given, opts, root=root, op=op, timeout=timeout)
         origin, redop = root_of(opts, root), redop_of(opts, op)
         checks.root_rank("reduce", origin, self.core.size)
         tensor = single("reduce", tensors, "tensor list")
@@ -347,7 +310,8 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
             work = self._short(_REDUCE_SCATTER_LIST, pieces, output, opts)
             if work is not None:
                 return work
-        opts, _, op, timeout = sort_out(opts, op, timeout)
+        given = {"output_tensors": output_tensors, "input_tensors": input_tensors}
+        opts, _, op, timeout = sort_out("reduce_scatter", given, opts, op=op, timeout=timeout)
         args = (output, pieces, redop_of(opts, op))
         call = self.core.reduce_scatter
         return self._call("reduce_scatter", call, *args, options=opts, timeout=timeout, inputs=pieces, result=[output])
@@ -355,12 +319,14 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         if (work := self._short(_REDUCE_SCATTER, input, output, opts)) is not None:
             return work
+        sort_out("reduce_scatter_single", {"output": output, "input": input}, opts)
         call, redop = self.core.reduce_scatter_single, redop_of(opts)
         return self._call(
             "reduce_scatter_single", call, output, input, redop, options=opts, inputs=[input], result=[output]
         )
 
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
+        sort_out("reduce_scatter_single_coalesced", {"outputs": outputs, "inputs": inputs}, opts)
         call = self.core.reduce_scatter_coalesced
         args = (outputs, inputs, redop_of(opts))
         return self._call("reduce_scatter_coalesced", call, *args, options=opts, inputs=inputs, result=outputs)
@@ -368,10 +334,10 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     # --- copies -----------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
-        if root is not None or timeout is not None:
-            opts, root, _, timeout = sort_out(opts, root, timeout)
-        elif (work := self._short(_BROADCAST, tensors, tensors, opts)) is not None:
+        is_plain = root is None and timeout is None
+        if is_plain and (work := self._short(_BROADCAST, tensors, tensors, opts)) is not None:
             return work
+        opts, root, _, timeout = sort_out("broadcast", {"tensors": tensors}, opts, root=root, timeout=timeout)
         origin = root_of(opts, root)
         if isinstance(tensors, (list, tuple)) and len(tensors) != 1:
             return lists.broadcast(self.core, tensors, origin, opts, seconds_of(opts, timeout))
@@ -385,12 +351,12 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         )
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        if timeout is not None:
-            opts, _, _, timeout = sort_out(opts, timeout)
-        elif output_tensors:
+        if timeout is None and output_tensors and isinstance(output_tensors, (list, tuple)):
             work = self._short(_ALL_GATHER_LIST, input_tensors, output_tensors[0], opts)
             if work is not None:
                 return work
+        given = {"output_tensors": output_tensors, "input_tensors": input_tensors}
+        opts, _, _, timeout = sort_out("allgather", given, opts, timeout=timeout)
         tensors = input_tensors if isinstance(input_tensors, (list, tuple)) else [input_tensors]
         outputs = checks.all_gather_lists(output_tensors, tensors, self.core.size)
         if len(tensors) > 1:
@@ -406,14 +372,17 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         if (work := self._short(_ALL_GATHER, input, output, opts)) is not None:
             return work
+        sort_out("all_gather_single", {"output": output, "input": input}, opts)
         call = self.core.all_gather_single
         return self._call("all_gather_single", call, output, input, options=opts, inputs=[input], result=[output])
 
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
+        sort_out("all_gather_single_coalesced", {"outputs": outputs, "inputs": inputs}, opts)
         call = self.core.all_gather_coalesced
         return self._call("all_gather_coalesced", call, outputs, inputs, options=opts, inputs=inputs, result=outputs)
 
     def allgather_coalesced(self, output_lists: Sequence[Any], input_list: Sequence[Any], opts: Any = None) -> Any:
+        sort_out("allgather_coalesced", {"output_lists": output_lists, "input_list": input_list}, opts)
         checks.all_gather_coalesced(output_lists, input_list, self.core.size)
 
         def all_gather_lists(outputs: Any, inputs: Any, async_op: bool, timeout: Any) -> Any:
@@ -432,12 +401,12 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
     ) -> Any:
-        if root is not None or timeout is not None:
-            opts, root, _, timeout = sort_out(opts, root, timeout)
-        else:
-            work = self._short(_GATHER, input_tensors, output_tensors[0] if output_tensors else None, opts)
+        if root is None and timeout is None:
+            work = self._short(_GATHER, input_tensors, _first(output_tensors), opts)
             if work is not None:
                 return work
+        given = {"output_tensors": output_tensors, "input_tensors": input_tensors}
+        opts, root, _, timeout = sort_out("gather", given, opts, root=root, timeout=timeout)
         origin = root_of(opts, root)
         places, tensor = checks.gather(output_tensors, input_tensors, origin, self.core.rank, self.core.size)
         args = (places or None, tensor, origin)
@@ -446,35 +415,28 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         )
 
     def gather_single(self, output: Any, input: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
-        if root is not None or timeout is not None:
-            opts, root, _, timeout = sort_out(opts, root, timeout)
+        call = "gather_single"
+        opts, root, _, timeout = sort_out(call, {"output": output, "input": input}, opts, root=root, timeout=timeout)
         origin = root_of(opts, root)
         target = output if self.core.rank == origin else None  # torch's callers pass an empty tensor elsewhere
         if root is None and timeout is None:
             work = self._short(_GATHER_SINGLE, input, target, opts)
             if work is not None:
                 return work
-        checks.root_rank("gather_single", origin, self.core.size)
+        checks.root_rank(call, origin, self.core.size)
         args, result = (target, input, origin), [] if target is None else [target]
-        return self._call(
-            "gather_single",
-            self.core.gather_single,
-            *args,
-            options=opts,
-            timeout=timeout,
-            inputs=[input],
-            result=result,
-        )
+        gather = self.core.gather_single
+        return self._call(call, gather, *args, options=opts, timeout=timeout, inputs=[input], result=result)
 
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
     ) -> Any:
-        if root is not None or timeout is not None:
-            opts, root, _, timeout = sort_out(opts, root, timeout)
-        else:
-            work = self._short(_SCATTER, input_tensors[0] if input_tensors else None, output_tensors, opts)
+        if root is None and timeout is None:
+            work = self._short(_SCATTER, _first(input_tensors), output_tensors, opts)
             if work is not None:
                 return work
+        given = {"output_tensors": output_tensors, "input_tensors": input_tensors}
+        opts, root, _, timeout = sort_out("scatter", given, opts, root=root, timeout=timeout)
         origin = root_of(opts, root)
         tensor, pieces = checks.scatter(output_tensors, input_tensors, origin, self.core.rank, self.core.size)
         args = (tensor, pieces or None, origin)
@@ -483,6 +445,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         )
 
     def alltoall(self, output_tensors: Sequence[Any], input_tensors: Sequence[Any], opts: Any = None) -> Any:
+        sort_out("alltoall", {"output_tensors": output_tensors, "input_tensors": input_tensors}, opts)
         args = (list(output_tensors), list(input_tensors))
         checks.all_to_all(*args, self.core.size)
         return self._call(
@@ -493,18 +456,19 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         self,
         output: Any,
         input: Any,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
+        output_split_sizes: Any,
+        input_split_sizes: Any,
         opts: Any = None,
         timeout: Any = None,
     ) -> Any:
-        if timeout is not None:
-            opts, _, _, timeout = sort_out(opts, timeout)
-        elif not output_split_sizes and not input_split_sizes:
+        if timeout is None and not output_split_sizes and not input_split_sizes:
             work = self._short(_ALL_TO_ALL, input, output, opts)
             if work is not None:
                 return work
-        args = (output, input, list(output_split_sizes or []), list(input_split_sizes or []))
+        given = {"output": output, "input": input}
+        given |= {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
+        opts, _, _, timeout = sort_out("all_to_all_single", given, opts, timeout=timeout)
+        args = (output, input, list(output_split_sizes), list(input_split_sizes))
         checks.splits(*args, self.core.size)
         call = self.core.all_to_all_single
         return self._call("all_to_all", call, *args, options=opts, timeout=timeout, inputs=[input], result=[output])
@@ -512,6 +476,8 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     # --- messages ---------------------------------------------------------------------------------------------
 
     def _message(self, name: str, start: Callable[..., Any], tensors: Any, *args: Any) -> Any:
+        if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, torch.Tensor) for t in tensors):
+            raise errors.wrong_type(name, "tensors", tensors, "a list of one tensor")
         tensor = single(name, tensors, "tensor list")
         if not tensor.is_cpu:
             mail = self._engines.mail(tensor.device)
@@ -530,17 +496,17 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
             self._coalescing.append(work)
         return work.profiled(span) if span is not None else work
 
-    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
+    def send(self, tensors: Any, dstRank: int, tag: int) -> Any:
         if self._plain and (work := exchange(self.core, True, tensors, dstRank, tag)) is not None:
             return work
         return self._message("send", self.core.isend, tensors, dstRank, tag)
 
-    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
+    def recv(self, tensors: Any, srcRank: int, tag: int) -> Any:
         if self._plain and (work := exchange(self.core, False, tensors, srcRank, tag)) is not None:
             return work
         return self._message("recv", self.core.irecv, tensors, srcRank, tag)
 
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+    def recv_anysource(self, tensors: Any, tag: int) -> Any:
         if self._plain and (work := exchange(self.core, False, tensors, ANY_SOURCE, tag)) is not None:
             return work
         return self._message("recvAnySource", self.core.irecv, tensors, ANY_SOURCE, tag)
@@ -550,11 +516,13 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         if timeout is None and (work := self._short(_BARRIER, None, None, opts)) is not None:
             return work
-        opts, _, _, timeout = sort_out(opts, timeout)
+        opts, _, _, timeout = sort_out("barrier", {}, opts, timeout=timeout)
         return self._call("barrier", self.core.barrier, options=opts, timeout=timeout)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Ours, with the words that scripts written for Gloo look for at the start of the message."""
+        values.flag("monitored_barrier: wait_all_ranks", wait_all_ranks)
+        timeout = values.optional(values.duration, "monitored_barrier: timeout", timeout)
         if timeout is not None and timedelta(0) <= timeout < timedelta(milliseconds=1):
             raise errors.DeadlineError(f"Rank {self.core.rank} timed out in monitoredBarrier after 0 ms.")
         try:

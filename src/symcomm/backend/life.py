@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from symcomm import errors
-from symcomm.backend import stores
+from symcomm.backend import checks, values
 from symcomm.backend.arguments import seconds_of
 from symcomm.backend.engines import Engines, device_map
 from symcomm.backend.work import WorkInfo
@@ -94,8 +94,6 @@ class Life:
         self._end_membership()
         self._engines.shutdown()
         self._store = None
-        if self._is_default:
-            stores.take_back()
 
     def _meets_at_rank_0(self) -> bool:
         """Whether the ranks' store ends when rank 0 has destroyed this group."""
@@ -108,6 +106,7 @@ class Life:
         )
 
     def set_timeout(self, timeout: timedelta) -> None:
+        timeout = values.duration("set_timeout: timeout", timeout)
         self.core.set_timeout(timeout)
         self.options._timeout = timeout
         for engine in self._engines.made():
@@ -139,6 +138,7 @@ class Life:
         device_types: Any = None,
     ) -> Any:
         """A group of some of our ranks; every rank of this group calls it, those outside get None."""
+        checks.split_group(ranks, timeout, opts, group_name, group_desc)
         self._splits += 1
         name = group_name or f"{self._name}/split{self._splits}"
         core = self.core.new_group(list(ranks), name, seconds_of(None, timeout))
@@ -160,8 +160,7 @@ class Life:
         self, store: Any, size: int, timeout: Any = None, group_name: Any = None, group_desc: Any = None
     ) -> Any:
         """One group of all ranks that meet in ``store``: ``size`` in all, numbered in the order in which they come."""
-        if not isinstance(size, int) or size < self.core.size:
-            raise errors.bad_argument("merge_remote_group", "size", size, f"at least this group's {self.core.size}")
+        checks.merge_group(store, size, self.core.size, timeout, group_name, group_desc)
         lifetime = timeout or timedelta(seconds=self.core.timeout)
         group = self.merged(store, size, lifetime, group_name or f"{self._name}:merge", self.merge_check(store))
         group._desc = group_desc or f"{self._desc}:merge"
@@ -228,7 +227,7 @@ class Life:
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        self._name = name
+        self._name = values.text("_set_group_name", name)
         if not self._label:
             self.core.name = name
 
@@ -236,7 +235,7 @@ class Life:
         return self._desc
 
     def setGroupDesc(self, desc: str) -> None:
-        self._desc = desc
+        self._desc = values.text("_set_group_desc", desc)
 
     @property
     def group_name(self) -> str:
@@ -250,7 +249,7 @@ class Life:
         self.setGroupName(name)
 
     def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
+        self._desc = values.text("_set_group_desc", desc)
 
     def get_group_store(self) -> Any:
         return self._store
@@ -267,7 +266,7 @@ class Life:
 
     def _get_backend(self, device: Any) -> Any:
         """This group, or the engine that carries tensors on ``device``."""
-        asked = torch.device(device)
+        asked = torch.device(device) if isinstance(device, str) else values.device("_get_backend: device", device)
         if self._devices().get(asked.type, "symcomm") == "symcomm":
             return self
         return self._engines.on("_get_backend", asked)._get_backend(asked)

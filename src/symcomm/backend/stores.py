@@ -2,22 +2,69 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import PrefixStore as TorchPrefixStore
 from torch.distributed import Store as TorchStore
 
 from symcomm.errors import wrong_type
+from symcomm.group.torch_layout import places_of, pointed_to
 from symcomm.store import Store
 
-__all__ = ["as_torch_store", "lend_to_default_group", "take_back"]
+__all__ = ["Lendable", "as_torch_store", "take_back"]
 
-# C++ keeps its half of a dressed store only, and does not say how long. So the Python half lives as long as the
-# process, or as the default group where only that group uses it.
-_alive: list[Any] = []
-_of_default_group: list[Any] = []
+_AT = object.__basicsize__  # a pointer to the C++ half is the first thing behind Python's own part
+_lent: list[Any] = []  # nobody in Python holds these any more, but C++ does
+
+
+class Lendable(TorchStore):
+    """A store whose calls C++ can make. C++ keeps its own half only, and without the Python half nobody would answer:
+    one that only C++ still holds is kept here, until it lets go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        take_back()
+
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_ending() and _is_held(self):  # Python calls this once only, so that what is taken back goes
+            _lent.append(self)
+
+
+def take_back() -> None:
+    """Keep no store longer than C++ does."""
+    _lent[:] = [store for store in _lent if _is_held(store)]
+
+
+def _is_held(store: Any) -> bool:
+    """Whether somebody in C++ has a reference. Where that cannot be told, somebody may have."""
+    if _COUNT_AT is None:
+        return True
+    half = ctypes.c_void_p.from_address(id(store) + _AT).value
+    return half is not None and ctypes.c_uint32.from_address(half + _COUNT_AT).value > 1  # one is the Python half's
+
+
+def _count_at() -> int | None:
+    """Where the C++ half of a store counts its references (see group/torch_layout.py); None where it is not found."""
+    try:
+        samples: list[tuple[bytes, int]] = []
+        for count in (1, 2, 5, 3):
+            store = TorchStore()
+            holders = [TorchPrefixStore("", store) for _ in range(count - 1)]
+            samples.append((pointed_to(store, _AT), 1 + len(holders)))
+            del holders
+        found = places_of(samples, 4)
+    except (OSError, RuntimeError, TypeError):
+        return None
+    return found[0] if len(found) == 1 else None
+
+
+_COUNT_AT = _count_at()
 
 
 def _passed_on(name: str) -> Callable[..., Any]:
@@ -28,7 +75,7 @@ def _passed_on(name: str) -> Callable[..., Any]:
     return call
 
 
-class _DressedStore(TorchStore):
+class _DressedStore(Lendable):
     """One of our stores as one of PyTorch's. C++ knows some calls by other names than Python does."""
 
     def __init__(self, store: Any):
@@ -68,28 +115,16 @@ class _DressedStore(TorchStore):
         return getattr(self.store, name)
 
 
+_dressed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by the store's id
+
+
 def as_torch_store(store: Any) -> Any:
-    """``store`` as a ``torch.distributed.Store``; PyTorch's own come back as they are."""
-    return _dressed(store, _alive)
-
-
-def lend_to_default_group(store: Any) -> Any:
-    """The same, until the default group is destroyed."""
-    return _dressed(store, _of_default_group)
-
-
-def take_back() -> None:
-    """The default group is destroyed."""
-    _of_default_group.clear()
-
-
-def _dressed(store: Any, keep: list[Any]) -> Any:
+    """``store`` as a ``torch.distributed.Store``; PyTorch's own, and those of symcomm.c10d, come back as they are."""
     if isinstance(store, TorchStore):
         return store
     if not isinstance(store, Store):
         raise wrong_type("as_torch_store", "store", store, "a Store")
-    known = next((dressed for dressed in (*_alive, *_of_default_group) if dressed.store is store), None)
+    known = _dressed.get(id(store))  # it holds the store, so that the id is not another's meanwhile
     if known is None:
-        known = _DressedStore(store)
-        keep.append(known)
+        known = _dressed[id(store)] = _DressedStore(store)
     return known

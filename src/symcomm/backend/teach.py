@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch._C._distributed_c10d as _C
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -32,7 +33,10 @@ def teach() -> None:
             setattr(dist, name, taught)
     versions.dist2_factories()["symcomm"] = dist2_group
     errors_by_pytorchs_names()
+    _take_our_reduce_ops()
+    _prefix_store()
     _init_process_group()
+    _destroy_process_group()
     _keep_works_of_reducers()
 
 
@@ -60,24 +64,62 @@ def _taught(known: Callable[..., Any], ours: Callable[..., Any]) -> Callable[...
     return either
 
 
-def _init_process_group() -> None:
-    """Two things that init_process_group does for our groups only.
+def _take_our_reduce_ops() -> None:
+    """Options objects of PyTorch take our operations: torch.distributed's functions put there what they are given.
 
-    It takes our stores, where C++ takes PyTorch's only. And a rank that destroys a group and makes the next one before
-    rank 0 does finds the server of the one that ends: when that goes away, it looks again."""
-    known = c10d.init_process_group
+    C++ makes an operation of a kind such as SUM, which is what most callers give. One that is made already saves more
+    than looking for it costs: about half of the time that setting it takes."""
+    theirs: Any = dist.ReduceOp
+    kinds = [kind for name, kind in theirs.RedOpType.__members__.items() if name != "PREMUL_SUM"]
+    made = {id(kind): theirs(kind) for kind in kinds}  # a kind is one object for ever, its class's attribute
+    for name in ("AllreduceOptions", "AllreduceCoalescedOptions", "ReduceOptions", "ReduceScatterOptions"):
+        options = getattr(_C, name)
+        options.reduceOp = _taking_ours(options.reduceOp, made)
+
+
+def _taking_ours(known: property, made: dict[int, Any]) -> property:
+    set_known: Any = known.fset
+
+    def set_op(options: Any, op: Any) -> None:
+        try:
+            set_known(options, made.get(id(op), op))
+        except TypeError:
+            types = sys.modules.get("symcomm.types")  # loaded by whoever made an operation of ours
+            if types is None or not isinstance(op, types.ReduceOp):
+                raise
+            from symcomm.backend.reduce_ops import redop_for_torch
+
+            set_known(options, redop_for_torch(op))
+
+    return property(known.fget, set_op, doc=known.__doc__)
+
+
+def _prefix_store() -> None:
+    """Whatever takes a store puts a prefix before its keys first, which takes ours as well from now on."""
+    known = dist.PrefixStore.__init__
 
     def lent(value: Any) -> Any:
         base = sys.modules.get("symcomm.store.base")  # loaded by whoever made a store of ours
         if base is None or not isinstance(value, base.Store):
             return value
-        from symcomm.backend.stores import lend_to_default_group
+        from symcomm.backend.stores import as_torch_store
 
-        return lend_to_default_group(value)
+        return as_torch_store(value)
+
+    @functools.wraps(known)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        known(self, *map(lent, args), **{name: lent(value) for name, value in kwargs.items()})
+
+    dist.PrefixStore.__init__ = make
+
+
+def _init_process_group() -> None:
+    """A rank that destroys a group and makes the next one before rank 0 does finds the server of the one that ends:
+    when that goes away, it looks again."""
+    known = c10d.init_process_group
 
     @functools.wraps(known)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tuple(map(lent, args)), {name: lent(value) for name, value in kwargs.items()}
         asked = inspect.signature(known).bind(*args, **kwargs).arguments
         if (life := sys.modules.get("symcomm.backend.life")) is not None:
             life.await_previous_group()
@@ -91,6 +133,21 @@ def _init_process_group() -> None:
                 c10d._world.group_count = 0  # the next attempt's group has the same name, and so the same keys
 
     c10d.init_process_group = dist.init_process_group = init_process_group
+
+
+def _destroy_process_group() -> None:
+    """Stores that only the group's C++ half held go with it."""
+    known = c10d.destroy_process_group
+
+    @functools.wraps(known)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return known(*args, **kwargs)
+        finally:
+            if (stores := sys.modules.get("symcomm.backend.stores")) is not None:
+                stores.take_back()
+
+    c10d.destroy_process_group = dist.destroy_process_group = destroy_process_group
 
 
 def _is_ours(backend: Any) -> bool:

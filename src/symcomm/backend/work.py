@@ -6,11 +6,13 @@ somebody else than its waiter, and an exception must come out of a ``then`` call
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._C._distributed_c10d as torch_c10d
@@ -19,8 +21,9 @@ from torch._C._distributed_c10d import Work
 from symcomm import errors
 from symcomm.backend import versions
 
-__all__ = ["AllOf", "DoneWork", "Received", "TorchWork", "WorkInfo", "done", "late", "op_type_of"]
+__all__ = ["AllOf", "DoneWork", "Received", "TorchWork", "WorkInfo", "done", "late", "op_type_of", "warns_of_old_calls"]
 
+WorkClass = TypeVar("WorkClass", bound=type)
 OpType: Any = vars(torch_c10d)["OpType"]  # which torch's own stubs do not list
 # Our calls -> torch's word for them.
 _OP_TYPES = {
@@ -94,6 +97,39 @@ def _future_of(result: list[Any], error: BaseException | None = None) -> Any:
     return future
 
 
+# Methods of works that PyTorch is about to drop -> what to do instead.
+_OLD_CALLS = {
+    "is_success": "wait() raises what went wrong",
+    "exception": "wait() raises it",
+    "source_rank": "torch.distributed.recv() returns it",
+    "result": "look at the tensors that the call was given, or at get_future().value()",
+    "synchronize": "call wait()",
+}
+
+
+def warns_of_old_calls(kind: WorkClass) -> WorkClass:
+    """The class with a warning, once a process, of each method that PyTorch's works warn of."""
+    for name, instead in _OLD_CALLS.items():
+        if name in vars(kind):
+            setattr(kind, name, _warning(name, vars(kind)[name], instead))
+    return kind
+
+
+@functools.cache  # once each
+def _warn_of(name: str, instead: str) -> None:
+    warnings.warn(f"Work.{name} is deprecated, as PyTorch's is: {instead}.", stacklevel=3)
+
+
+def _warning(name: str, method: Callable[[Any], Any], instead: str) -> Callable[[Any], Any]:
+    @functools.wraps(method)
+    def call(self: Any) -> Any:
+        _warn_of(name, instead)
+        return method(self)
+
+    return call
+
+
+@warns_of_old_calls
 class DoneWork(Work):
     """An operation that ended before its call returned."""
 
@@ -170,6 +206,7 @@ class DoneWork(Work):
 done = DoneWork()
 
 
+@warns_of_old_calls
 class Received(DoneWork):
     """A receive from anybody that ended before its call returned."""
 
@@ -183,6 +220,7 @@ class Received(DoneWork):
     _source_rank = source_rank
 
 
+@warns_of_old_calls
 class TorchWork(Work):
     """An operation on its way; ``inner`` is one of our works, ``limit`` the seconds it has."""
 
@@ -298,6 +336,7 @@ class TorchWork(Work):
         return self._tensors
 
 
+@warns_of_old_calls
 class AllOf(Work):
     """Several works as one: what a coalescing manager gives."""
 

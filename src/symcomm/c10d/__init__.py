@@ -14,7 +14,6 @@ flight.py     _dump_fr_trace and its kin
 symmetric.py  _SymmetricMemory, _detect_dma_connectivity
 worker_server.py  _WorkerServer, _Request, _Response and handlers by name
 registry.py   groups by name, works by tensor
-words.py      refusals of wrong types
 
 Reducer, Logger, GradBucket and their kin are those of symcomm.ddp.
 

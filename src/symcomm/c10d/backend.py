@@ -14,30 +14,34 @@ import torch._C._distributed_c10d as torch_c10d
 from symcomm import errors
 from symcomm.backend.group import TorchGroup
 from symcomm.c10d.enums import ErrorType
-from symcomm.c10d.options import DEFAULT_TIMEOUT, Option, Options, flag, ranks, text, timeout_of
+from symcomm.c10d.options import DEFAULT_TIMEOUT, Option, Options, flag, ranks, text, timeout_of, with_half
 
-__all__ = ["Backend", "BackendOptions"]
+__all__ = ["NEWER_NAMES", "AnyBackendOptions", "Backend", "BackendOptions"]
 
 
-class BackendOptions(Options):
-    """``Backend.Options``: what every backend can be told."""
+class AnyBackendOptions(Options):
+    """What every backend can be told."""
 
     __slots__ = ()
-    backend = Option("", text)
+    backend = Option("", None)
     _timeout = Option(DEFAULT_TIMEOUT, timeout_of)
     group_name = Option("", text)
     global_ranks_in_group = Option([], ranks)
     enable_reconfigure = Option(False, flag)
 
+
+class _BackendOptions(AnyBackendOptions):
+    """``Backend.Options``."""
+
+    __slots__ = ()
+
     def __init__(self, backend: str, timeout: timedelta = DEFAULT_TIMEOUT):
-        super().__init__()
-        self._values["backend"] = text("Backend.Options: backend", backend)
+        self._half.__init__(self, text("Backend.Options: backend", backend))
+        self._values = {"backend": backend}  # type: ignore[misc]  # the subclass's slot
         self._timeout = timeout
 
-    def for_torch(self) -> Any:
-        theirs = torch_c10d.Backend.Options(self.backend, self._timeout)
-        theirs.group_name, theirs.global_ranks_in_group = self.group_name, self.global_ranks_in_group
-        return theirs
+
+BackendOptions = with_half(_BackendOptions, torch_c10d.Backend.Options)
 
 
 class _AnyBackend(type):

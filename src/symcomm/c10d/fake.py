@@ -6,22 +6,25 @@ data; sums leave the input as it is.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch._C._distributed_c10d as torch_c10d
+
 from symcomm import errors
-from symcomm.backend.arguments import root_of, sort_out
+from symcomm.backend.arguments import root_of
 from symcomm.backend.checks import single
-from symcomm.c10d.backend import Backend, BackendOptions
-from symcomm.c10d.options import Option, flag, integer
+from symcomm.backend.overloads import CALLS, fit, positional
+from symcomm.c10d.backend import NEWER_NAMES, AnyBackendOptions, Backend
+from symcomm.c10d.options import Option, flag, integer, with_half
 from symcomm.c10d.works import FakeWork
-from symcomm.errors import wrong_type
 
 __all__ = ["FakeOptions", "FakeProcessGroup"]
 
 
-class FakeOptions(BackendOptions):
+class _FakeOptions(AnyBackendOptions):
     """``FakeProcessGroup.Options``. ``error_on_collective`` finds the collectives a program should not make."""
 
     __slots__ = ()
@@ -29,20 +32,16 @@ class FakeOptions(BackendOptions):
     error_on_collective = Option(False, flag)
 
     def __init__(self) -> None:
-        super().__init__("fake")
+        super().__init__()
+        self._values["backend"] = "fake"
+
+
+FakeOptions: Any = with_half(_FakeOptions, getattr(torch_c10d.FakeProcessGroup, "Options", None))
 
 
 def _pieces(lists: Any) -> list[Any]:
     """The inner list of a list of one list, or the list itself."""
     return list(lists[0]) if lists and isinstance(lists[0], (list, tuple)) else list(lists)
-
-
-def _tensors_in(call: str, tensors: Any) -> None:
-    for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
-        if isinstance(tensor, (list, tuple)):
-            _tensors_in(call, tensor)
-        elif not hasattr(tensor, "copy_"):
-            raise wrong_type(call, "tensors", tensor, "a tensor or a list of tensors")
 
 
 class FakeProcessGroup(Backend):
@@ -76,47 +75,46 @@ class FakeProcessGroup(Backend):
         return self._create_internal(chosen.index(self._rank), len(chosen), opts) if self._rank in chosen else None
 
     def allreduce_sparse(self, tensors: Any, opts: Any = None) -> FakeWork:
-        return self._did("allreduce_sparse", tensors)
+        return self._did("allreduce_sparse")
 
     def name(self) -> str:
         return "fake"
 
-    def _did(self, call: str, *tensors: Any) -> FakeWork:
-        _tensors_in(call, tensors)
+    def _did(self, call: str) -> FakeWork:
         if self.options.error_on_collective:
             raise errors.CallerError(f"FakeProcessGroup: {call} was called, and options.error_on_collective is set.")
         return FakeWork()
 
     def allreduce(self, tensors: Any, *_: Any, **__: Any) -> FakeWork:
-        return self._did("allreduce", tensors)
+        return self._did("allreduce")
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> FakeWork:
-        return self._did("allreduce_coalesced", tensors)
+        return self._did("allreduce_coalesced")
 
     def reduce(self, tensors: Any, *_: Any, **__: Any) -> FakeWork:
-        return self._did("reduce", tensors)
+        return self._did("reduce")
 
     def broadcast(self, tensors: Any, *_: Any, **__: Any) -> FakeWork:
-        return self._did("broadcast", tensors)
+        return self._did("broadcast")
 
     def barrier(self, *_: Any, **__: Any) -> FakeWork:
         return self._did("barrier")
 
     def allgather(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> FakeWork:
-        work = self._did("allgather", outputs, inputs)
+        work = self._did("allgather")
         for place in _pieces(outputs):
             place.copy_(single("all_gather", inputs, "input tensor list"))
         return work
 
     def allgather_coalesced(self, output_lists: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> FakeWork:
-        work = self._did("allgather_coalesced", output_lists, inputs)
+        work = self._did("allgather_coalesced")
         for places in output_lists:
             for place, tensor in zip(places, inputs, strict=True):
                 place.copy_(tensor)
         return work
 
     def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> FakeWork:
-        work = self._did("_allgather_base", output, input)
+        work = self._did("_allgather_base")
         for part in output.chunk(self._size):
             part.copy_(input)
         return work
@@ -124,16 +122,16 @@ class FakeProcessGroup(Backend):
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
         for output, input in zip(outputs, inputs, strict=True):
             self._allgather_base(output, input)
-        return self._did("allgather_into_tensor_coalesced", outputs, inputs)
+        return self._did("allgather_into_tensor_coalesced")
 
     def reduce_scatter(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> FakeWork:
-        work = self._did("reduce_scatter", outputs, inputs)
+        work = self._did("reduce_scatter")
         pieces = self._one_each("reduce_scatter", "input_tensors", _pieces(inputs))
         single("reduce_scatter", outputs, "output tensor list").copy_(pieces[self._rank])
         return work
 
     def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> FakeWork:
-        work = self._did("_reduce_scatter_base", output, input)
+        work = self._did("_reduce_scatter_base")
         if input.numel() != output.numel() * self._size:
             allowed = f"{self._size} times the {output.numel()} elements of output"
             raise errors.bad_argument("_reduce_scatter_base", "input", f"{input.numel()} elements", allowed)
@@ -143,17 +141,17 @@ class FakeProcessGroup(Backend):
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> FakeWork:
         for output, input in zip(outputs, inputs, strict=True):
             self._reduce_scatter_base(output, input)
-        return self._did("reduce_scatter_tensor_coalesced", outputs, inputs)
+        return self._did("reduce_scatter_tensor_coalesced")
 
     def gather(self, outputs: Any, inputs: Any, *rest: Any, **named: Any) -> FakeWork:
-        work = self._did("gather", outputs, inputs)
+        work = self._did("gather")
         places = self._at_root("gather", "output_tensors", outputs, rest, named)
         for place in places:
             place.copy_(single("gather", inputs, "input tensor list"))
         return work
 
     def scatter(self, outputs: Any, inputs: Any, *rest: Any, **named: Any) -> FakeWork:
-        work = self._did("scatter", outputs, inputs)
+        work = self._did("scatter")
         pieces = self._at_root("scatter", "input_tensors", inputs, rest, named)
         if pieces:
             single("scatter", outputs, "output tensor list").copy_(pieces[self._rank])
@@ -161,8 +159,8 @@ class FakeProcessGroup(Backend):
 
     def _at_root(self, call: str, argument: str, lists: Any, rest: Any, named: Any) -> list[Any]:
         """The list of one tensor for each rank that only the root has."""
-        options, root, _, _ = sort_out(*rest, *named.values())
-        at_root = self._rank == root_of(options, root)
+        given = next((item for item in (*rest, *named.values()) if item is not None), None)  # options, or the root
+        at_root = self._rank == root_of(given)
         pieces = _pieces(lists)
         if at_root:
             return self._one_each(call, argument, pieces)
@@ -178,7 +176,7 @@ class FakeProcessGroup(Backend):
         return list(pieces)
 
     def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> FakeWork:
-        work = self._did("alltoall", outputs, inputs)
+        work = self._did("alltoall")
         places = self._one_each("alltoall", "output_tensors", outputs)
         for place, tensor in zip(places, self._one_each("alltoall", "input_tensors", inputs), strict=True):
             place.copy_(tensor)
@@ -187,18 +185,18 @@ class FakeProcessGroup(Backend):
     def alltoall_base(
         self, output: Any, input: Any, output_split_sizes: Any = (), input_split_sizes: Any = (), *_: Any, **__: Any
     ) -> FakeWork:
-        work = self._did("alltoall_base", output, input)
+        work = self._did("alltoall_base")
         here, kept = input.reshape(-1), min(input.numel(), output.numel())
         output.zero_().view(-1)[:kept].copy_(here[:kept])
         return work
 
-    def send(self, tensors: Sequence[Any], dstRank: int, tag: int = 0) -> FakeWork:
+    def send(self, tensors: Sequence[Any], dstRank: int, tag: int) -> FakeWork:
         return FakeWork()
 
-    def recv(self, tensors: Sequence[Any], srcRank: int, tag: int = 0) -> FakeWork:
+    def recv(self, tensors: Sequence[Any], srcRank: int, tag: int) -> FakeWork:
         return FakeWork()
 
-    def recv_anysource(self, tensors: Sequence[Any], tag: int = 0) -> FakeWork:
+    def recv_anysource(self, tensors: Sequence[Any], tag: int) -> FakeWork:
         return FakeWork()
 
     def _start_coalescing(self) -> None:
@@ -206,3 +204,18 @@ class FakeProcessGroup(Backend):
 
     def _end_coalescing(self) -> FakeWork:
         return FakeWork()
+
+
+def _checked(call: str, method: Any) -> Any:
+    @functools.wraps(method)
+    def checked(self: FakeProcessGroup, *args: Any, **named: Any) -> FakeWork:
+        fit(call, args, named)
+        return method(self, *positional(args, named), **named)
+
+    return checked
+
+
+for _name in (*CALLS, *NEWER_NAMES.values()):
+    if _name in vars(FakeProcessGroup):
+        _call = next((newer for newer, older in NEWER_NAMES.items() if older == _name), _name)
+        setattr(FakeProcessGroup, _name, _checked(_call, vars(FakeProcessGroup)[_name]))

@@ -17,14 +17,17 @@ import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.backend import versions
+from symcomm.backend import checks, values, versions
 from symcomm.backend.group import TorchGroup
+from symcomm.backend.overloads import fit, positional
+from symcomm.c10d.backend import Backend
 from symcomm.c10d.enums import BackendType, OpType
 from symcomm.c10d.group_hooks import OwnHooks
 from symcomm.c10d.options import DEFAULT_TIMEOUT, NO_TIMEOUT, for_torch, short, text
-from symcomm.c10d.stores import PrefixStore, Store
+from symcomm.c10d.stores import Store
 from symcomm.c10d.works import WorkInfo
 from symcomm.errors import wrong_type
+from symcomm.store import PrefixStore
 
 __all__ = ["ProcessGroup"]
 
@@ -53,9 +56,6 @@ OPERATIONS = {
     "recv_anysource": ("recv_anysource", OpType.RECVANYSOURCE),
     "barrier": ("barrier", OpType.BARRIER),
 }
-# What the tensors are called: those a call has once, or writes to; then those it reads.
-_FIRST = ("tensors", "tensor", "output_tensors", "output_tensor", "outputs", "output", "outputTensor", "output_lists")
-_SECOND = ("input_tensors", "input_tensor", "inputs", "input", "inputTensor", "input_list")
 # The same operations by the names that PyTorch 2.10 to 2.12 use.
 OLDER_NAMES = {
     "_reduce_scatter_base": "reduce_scatter_single",
@@ -124,7 +124,10 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
     def _register_backend(self, device: torch.device, backend_type: Any, backend: Any = None) -> None:
         """Send what is on ``device`` to ``backend``; without one, to the one registered for ``backend_type``."""
         kind = _kind(backend_type)
+        values.device("_register_backend: device", device)
         if backend is not None:
+            if not isinstance(backend, Backend):
+                raise wrong_type("_register_backend", "backend", backend, "a Backend")
             self._kinds[kind] = backend
         self._backends[device.type] = chosen = self._kinds.get(kind)
         if isinstance(chosen, torch_c10d.Backend):
@@ -138,7 +141,7 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
         return [torch.device(name) for name in self._backends]
 
     def _get_backend(self, device: torch.device) -> Any:
-        backend: Any = self._backends.get(device.type)
+        backend: Any = self._backends.get(values.device("_get_backend: device", device).type)
         if backend is None and self._store is not None:
             backend = self._own_engine()
             self._register_backend(device, BackendType.CUSTOM, backend)
@@ -182,7 +185,8 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
 
     def _run(self, name: str, args: tuple, named: dict[str, Any]) -> Any:
         on_backend, kind = OPERATIONS[name]
-        args = (*args, *[named.pop(key) for key in (*_FIRST, *_SECOND) if key in named])
+        fit(name, args, named)
+        args = positional(args, named)
         where = device_of(args)
         if where is None and name != "barrier":
             raise wrong_type(name, "tensors", args[0] if args else None, "a tensor or a list of tensors")
@@ -213,6 +217,8 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks that did not come."""
+        values.flag("monitored_barrier: wait_all_ranks", wait_all_ranks)
+        timeout = values.optional(values.duration, "monitored_barrier: timeout", timeout)
         backend = self._get_backend(_CPU)
         if timeout is None and not hasattr(backend, "is_symcomm"):
             timeout = NO_TIMEOUT
@@ -276,6 +282,7 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
         device_types: Sequence[torch.device] | None = None,
     ) -> ProcessGroup | None:
         """A group of some of our ranks; every rank of this group calls it, those outside get None."""
+        checks.split_group(ranks, timeout, opts, group_name, group_desc)
         backend = self._default_backend()
         part = backend.split_group(list(ranks), timeout, opts, group_name, group_desc)
         if part is None:
@@ -304,8 +311,7 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
         group_desc: str | None = None,
     ) -> ProcessGroup:
         """One group of all ranks that meet in ``store``: ``size`` in all, numbered in the order in which they come."""
-        if not isinstance(size, int) or size < self._size:
-            raise errors.bad_argument("merge_remote_group", "size", size, f"at least this group's {self._size}")
+        checks.merge_group(store, size, self._size, timeout, group_name, group_desc)
         ours = next((b for b in self._kinds.values() if isinstance(b, TorchGroup)), None)
         check = (lambda: None) if ours is None else ours.merge_check(store)  # PyTorch's do not say who lives
         engine = TorchGroup.merged(store, size, timeout, group_name or f"{self._name}:merge", check)
@@ -326,7 +332,7 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
         self._each("shutdown")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+        self._timeout = values.duration("set_timeout: timeout", timeout)
         self._each("set_timeout", timeout)
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
@@ -412,7 +418,7 @@ def _who(*args: Any, **named: Any) -> tuple[Any, int, int]:
     if len(args) > 3 or set(given) != set(names):
         raise wrong_type("ProcessGroup", "arguments", args or named, "(rank, size) or (store, rank, size)")
     store = given.get("store")
-    if store is not None and not isinstance(store, (Store, dist.Store)):
+    if store is not None and not isinstance(store, Store):
         raise wrong_type("ProcessGroup", "store", store, "a Store")
     return store, short("ProcessGroup: rank", given["rank"]), short("ProcessGroup: size", given["size"])
 

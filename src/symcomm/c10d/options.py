@@ -1,21 +1,26 @@
 """The options objects that collectives take.
 
 Each attribute checks and converts what it is given, as PyTorch's do; an attribute that does not exist cannot be set.
-``for_torch()`` makes PyTorch's object of the same name, for engines that only know those.
+Where PyTorch has a class of the same name, ours is one of these too, and keeps its C++ half up to date: engines that
+are written in C++ take them as they are.
 """
 
 from __future__ import annotations
 
-import operator
+import types
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._C._distributed_c10d as torch_c10d
 
+from symcomm.backend.reduce_ops import redop_for_torch
+from symcomm.backend.stores import as_torch_store
+from symcomm.backend.values import duration, flag, integer, ranks, short, text, timeout_of
 from symcomm.errors import wrong_type
 from symcomm.group.arguments import to_redop
+from symcomm.store import Store
 from symcomm.types import RedOpType, ReduceOp
 
 __all__ = [
@@ -44,6 +49,7 @@ __all__ = [
     "short",
     "text",
     "timeout_of",
+    "with_half",
 ]
 
 NO_TIMEOUT = timedelta(milliseconds=-1)  # "the group's own"
@@ -51,9 +57,9 @@ DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
 
 class Option:
-    """One attribute: its default, and how a value given to it is checked and converted."""
+    """One attribute: its default, and how a value given to it is checked and converted; None: it cannot be set."""
 
-    def __init__(self, default: Any, convert: Callable[[str, Any], Any]):
+    def __init__(self, default: Any, convert: Callable[[str, Any], Any] | None):
         self._default = default
         self._convert = convert
 
@@ -67,96 +73,57 @@ class Option:
         return value.copy() if isinstance(value, (list, set, dict)) else value  # who changes a copy changes no default
 
     def __set__(self, instance: Any, value: Any) -> None:
-        instance._values[self._name] = self._convert(f"{type(instance).__name__}.{self._name}", value)
+        if self._convert is None:
+            raise AttributeError(f"{type(instance).__name__}.{self._name} is set when the object is made.")
+        value = self._convert(f"{type(instance).__name__}.{self._name}", value)
+        half = getattr(type(instance)._half, self._name, None)  # of newer torch there may be more than this one has
+        if half is not None:
+            half.__set__(instance, for_torch(value))
+        instance._values[self._name] = value
 
 
 class Options:
-    """Base of all options objects."""
+    """Base of all options objects; a subclass has the slot ``_values``, and with ``half`` one of PyTorch's classes."""
 
-    __slots__ = ("_values",)
+    __slots__ = ()
+    _half: Any = None
+    _values: dict[str, Any]
 
     def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
+        if self._half is not None:
+            self._half.__init__(self)
+        self._values = {}  # type: ignore[misc]  # the subclass's slot
 
     def __copy__(self) -> Options:
         other = type(self)()
-        other._values.update(self._values)
+        for name, value in self._values.items():
+            setattr(other, name, value)
         return other
 
     def __repr__(self) -> str:
         names = [name for kind in reversed(type(self).__mro__) for name, v in vars(kind).items() if type(v) is Option]
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
-    def for_torch(self) -> Any:
-        """PyTorch's object of the same name, with the same values."""
-        theirs = getattr(torch_c10d, type(self).__name__)()
-        for name, value in self._values.items():
-            setattr(theirs, name, redop_for_torch(value) if isinstance(value, ReduceOp) else value)
-        return theirs
-
 
 def for_torch(item: Any) -> Any:
-    """Options and reduce operations of ours as PyTorch's; anything else as it is."""
-    if isinstance(item, Options):
-        return item.for_torch()
-    return redop_for_torch(item) if isinstance(item, ReduceOp) else item
+    """Reduce operations and stores of ours as PyTorch's; anything else as it is."""
+    if isinstance(item, ReduceOp):
+        return redop_for_torch(item)
+    return as_torch_store(item) if isinstance(item, Store) else item
 
 
-def redop_for_torch(op: Any) -> Any:
-    redop, factor = to_redop("ReduceOp", op)
-    if factor is not None:
-        return torch_c10d._make_nccl_premul_sum(float(factor) if isinstance(factor, int) else factor)
-    return torch_c10d.ReduceOp(torch_c10d.ReduceOp.RedOpType(int(redop)))
+Kind = TypeVar("Kind", bound=type)
+
+
+def with_half(kind: Kind, half: Any = None) -> Kind:
+    """``kind`` as a class that is PyTorch's of the same name, too, where PyTorch has one."""
+    half = half or getattr(torch_c10d, kind.__name__.lstrip("_"), None)
+    facts = {"__slots__": ("_values",), "_half": half, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    bases = (kind,) if half is None else (kind, half)
+    return types.new_class(kind.__name__.lstrip("_"), bases, exec_body=lambda body: body.update(facts))  # type: ignore[return-value]
 
 
 # --- kinds of values ----------------------------------------------------------------------------------------------
-
-
-def duration(name: str, value: Any) -> timedelta:
-    """A timedelta, or seconds as a float."""
-    if isinstance(value, float):
-        return timedelta(seconds=value)
-    if not isinstance(value, timedelta):
-        raise wrong_type(name, "value", value, "a timedelta", "write timedelta(seconds=...)")
-    return value
-
-
-def timeout_of(name: str, value: Any) -> timedelta:
-    """The same, kept in whole milliseconds."""
-    return timedelta(milliseconds=int(duration(name, value) / timedelta(milliseconds=1)))
-
-
-def flag(name: str, value: Any) -> bool:
-    if isinstance(value, RedOpType) or (value is not None and not hasattr(type(value), "__bool__")):
-        raise wrong_type(name, "value", value, "True or False")
-    return bool(value)
-
-
-def integer(name: str, value: Any, bits: int = 64) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise wrong_type(name, "value", value, "an int") from None
-    if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
-        raise wrong_type(name, "value", value, f"an int that fits in {bits} bits")
-    return number
-
-
-def short(name: str, value: Any) -> int:
-    """Ranks and sizes of groups, which C++ holds in 32 bits."""
-    return integer(name, value, 32)
-
-
-def ranks(name: str, value: Any) -> list[int]:
-    if not isinstance(value, (list, tuple, range)):
-        raise wrong_type(name, "value", value, "a list of int")
-    return [integer(name, item) for item in value]
-
-
-def text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise wrong_type(name, "value", value, "a str")
-    return value
 
 
 def hints(name: str, value: Any) -> dict[str, str]:
@@ -180,7 +147,8 @@ def _timeout_or_none(name: str, value: Any) -> timedelta | None:
 def _redop(name: str, value: Any) -> ReduceOp:
     if not isinstance(value, (ReduceOp, torch_c10d.ReduceOp)):
         raise wrong_type(name, "value", value, "a ReduceOp")
-    return ReduceOp(*to_redop(name, value))
+    redop, factor = to_redop(name, value)
+    return ReduceOp(redop, factor=factor)
 
 
 def _device(name: str, value: Any) -> torch.device | None:
@@ -204,20 +172,25 @@ class _CallOptions(Options):
     timeout = Option(NO_TIMEOUT, timeout_of)
 
 
+@with_half
 class AllreduceOptions(_CallOptions):
     __slots__ = ()
     reduceOp = Option(ReduceOp(RedOpType.SUM), _redop)
 
 
-class AllreduceCoalescedOptions(AllreduceOptions):
+@with_half
+class AllreduceCoalescedOptions(_CallOptions):
     __slots__ = ()
+    reduceOp = Option(ReduceOp(RedOpType.SUM), _redop)
 
 
+@with_half
 class ReduceScatterOptions(_CallOptions):
     __slots__ = ()
     reduceOp = Option(ReduceOp(RedOpType.SUM), _redop)
 
 
+@with_half
 class ReduceOptions(_CallOptions):
     __slots__ = ()
     reduceOp = Option(ReduceOp(RedOpType.SUM), _redop)
@@ -225,36 +198,43 @@ class ReduceOptions(_CallOptions):
     rootTensor = Option(0, integer)
 
 
+@with_half
 class BroadcastOptions(_CallOptions):
     __slots__ = ()
     rootRank = Option(0, integer)
     rootTensor = Option(0, integer)
 
 
+@with_half
 class AllgatherOptions(_CallOptions):
     __slots__ = ()
 
 
+@with_half
 class GatherOptions(_CallOptions):
     __slots__ = ()
     rootRank = Option(0, integer)
 
 
+@with_half
 class ScatterOptions(_CallOptions):
     __slots__ = ()
     rootRank = Option(0, integer)
 
 
+@with_half
 class AllToAllOptions(_CallOptions):
     __slots__ = ()
 
 
+@with_half
 class BarrierOptions(_CallOptions):
     __slots__ = ()
     device_ids = Option([], ranks)
     device = Option(None, _device)
 
 
+@with_half
 class ReconfigureOptions(Options):
     """Who forms a group from now on; see docs/reconfigure.md."""
 
@@ -265,19 +245,26 @@ class ReconfigureOptions(Options):
     hints = Option({}, hints)
 
 
-class PutOptions(Options):
-    """For ``Window.put``, as the two below for its other calls. Before torch 2.15 there is none of torch's."""
-
+class _WindowOptions(Options):
     __slots__ = ()
     timeout = Option(NO_TIMEOUT, timeout_of)
     hints = Option({}, hints)
 
 
-class SignalOptions(PutOptions):
+@with_half
+class PutOptions(_WindowOptions):
+    """For ``Window.put``, as the two below for its other calls. Before torch 2.15 there is none of torch's."""
+
     __slots__ = ()
 
 
-class WaitSignalOptions(PutOptions):
+@with_half
+class SignalOptions(_WindowOptions):
+    __slots__ = ()
+
+
+@with_half
+class WaitSignalOptions(_WindowOptions):
     __slots__ = ()
 
 
@@ -296,7 +283,7 @@ def _backend(name: str, value: Any) -> Any:
 class _DistributedBackendOptions(Options):
     """What a backend's creator is given."""
 
-    __slots__ = ()
+    __slots__ = ("_values",)
     store = Option(None, _store)
     group_rank = Option(0, short)
     group_size = Option(0, short)

@@ -1,21 +1,27 @@
-"""Stores: ours by PyTorch's names, and the bridge between the two kinds.
+"""Stores: ours by PyTorch's names, each of them a ``torch.distributed.Store`` too, so that C++ takes them.
 
-Our ``PrefixStore`` and ``_StoreCollectives`` take PyTorch's stores as they are. The other way, ``as_torch_store``
-dresses one of ours as a ``torch.distributed.Store`` (see backend/stores.py).
+They are those of symcomm.store, which need no torch, with a C++ half (see backend/stores.py). ``as_torch_store`` gives
+one to a store that was made without. Our ``PrefixStore`` and ``_StoreCollectives`` take stores of all kinds.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.backend.stores import as_torch_store
+from symcomm.backend.stores import Lendable, as_torch_store
 from symcomm.backend.teach import errors_by_pytorchs_names
 from symcomm.errors import wrong_type
-from symcomm.store import FileStore, HashStore, PrefixStore, QueueEmptyError, Store, StoreCollectives
-from symcomm.store.tcp import TCPStore
+from symcomm.store import FileStore as OwnFileStore
+from symcomm.store import HashStore as OwnHashStore
+from symcomm.store import PrefixStore as OwnPrefixStore
+from symcomm.store import QueueEmptyError, StoreCollectives
+from symcomm.store import Store as OwnStore
+from symcomm.store.tcp import TCPStore as OwnTCPStore
 
 __all__ = [
     "FakeStore",
@@ -32,6 +38,79 @@ __all__ = [
 ]
 
 errors_by_pytorchs_names()
+
+
+class _AnyStore(type(dist.Store)):  # type: ignore[misc]
+    """``isinstance(s, Store)`` holds for stores that were made without torch, and for PyTorch's."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return super().__instancecheck__(instance) or (cls is Store and isinstance(instance, (OwnStore, dist.Store)))
+
+
+class Store(OwnStore, Lendable, metaclass=_AnyStore):
+    """What every store can do; a subclass defines what it offers, and calls ``super().__init__()``."""
+
+    def __init__(self) -> None:
+        Lendable.__init__(self)
+
+
+class HashStore(OwnHashStore, Store):
+    __doc__ = OwnHashStore.__doc__
+
+    def __init__(self) -> None:
+        Store.__init__(self)
+        OwnHashStore.__init__(self)
+
+
+class FileStore(OwnFileStore, Store):
+    __doc__ = OwnFileStore.__doc__
+
+    def __init__(self, file_name: str, world_size: int = -1) -> None:
+        Store.__init__(self)
+        OwnFileStore.__init__(self, file_name, world_size)
+
+    @staticmethod
+    def _another(*args: Any, **named: Any) -> FileStore:
+        return FileStore(*args, **named)
+
+    def num_keys(self) -> int:
+        """PyTorch keeps the number of processes that have the file open under a key, and counts that one too."""
+        return 1 + super().num_keys()
+
+    def delete_key(self, key: str) -> bool:
+        """True, as in PyTorch, which does not look whether the key is there."""
+        super().delete_key(key)
+        return True
+
+
+class PrefixStore(OwnPrefixStore, Store):
+    __doc__ = OwnPrefixStore.__doc__
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        Store.__init__(self)
+        OwnPrefixStore.__init__(self, prefix, store)
+
+    @staticmethod
+    def _another(prefix: str, store: Any) -> PrefixStore:
+        return PrefixStore(prefix, store)
+
+
+class TCPStore(OwnTCPStore, Store):
+    __doc__ = OwnTCPStore.__doc__
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        Store.__init__(self)
+        OwnTCPStore.__init__(self, *args, **named)
+
+    __init__.__signature__ = inspect.signature(OwnTCPStore.__init__)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _another(*args: Any, **named: Any) -> TCPStore:
+        return TCPStore(*args, **named)
+
+    def __reduce__(self) -> Any:
+        _, (host, port, timeout, use_libuv, token) = super().__reduce__()
+        return functools.partial(TCPStore, timeout=timeout, use_libuv=use_libuv, token=token), (host, port)
 
 
 class FakeStore(Store):
@@ -77,10 +156,6 @@ class FakeStore(Store):
         return FakeStore()
 
 
-def _is_store(store: Any) -> bool:
-    return isinstance(store, (Store, dist.Store))
-
-
 # --- tests and collectives ----------------------------------------------------------------------------------------
 
 
@@ -89,7 +164,7 @@ def _test_python_store(store: Any) -> None:
 
     Values are bytes, which is what PyTorch's C++ gives such a store. Of the calls that PyTorch's test does not make,
     only those that the class defines itself are made."""
-    if not _is_store(store):
+    if not isinstance(store, Store):
         raise wrong_type("_test_python_store", "store", store, "a Store")
 
     def expect(call: str, got: Any, wanted: Any) -> None:
@@ -97,7 +172,7 @@ def _test_python_store(store: Any) -> None:
             raise errors.CallerError(f"_test_python_store: {type(store).__name__}.{call} gave {got!r}, not {wanted!r}.")
 
     def defines(call: str) -> bool:
-        return getattr(type(store), call) not in (getattr(Store, call), getattr(dist.Store, call))
+        return getattr(type(store), call) not in (getattr(OwnStore, call), getattr(dist.Store, call))
 
     store.add("key", 1)
     expect("add", store.add("key", 2), 3)
@@ -142,6 +217,6 @@ class _StoreCollectives(StoreCollectives, _ControlCollectives):
     """Collectives among ``world_size`` ranks with nothing but a store, ours or PyTorch's."""
 
     def __init__(self, store: Any, rank: int, world_size: int):
-        if not _is_store(store):
+        if not isinstance(store, Store):
             raise wrong_type("_StoreCollectives", "store", store, "a Store")
         StoreCollectives.__init__(self, store, rank, world_size)

@@ -15,6 +15,7 @@ from symcomm.c10d.group import ProcessGroup
 from symcomm.c10d.stores import Store
 from symcomm.errors import wrong_type
 from symcomm.group.process_group import ProcessGroup as Engine
+from symcomm.store import Store as OwnStore
 from symcomm.symm_mem.handle import SymmetricMemory
 
 __all__ = ["_DMAConnectivity", "_SymmetricMemory", "_detect_dma_connectivity"]
@@ -94,10 +95,10 @@ class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
     @staticmethod
     def set_group_info(group_name: str, rank: int, world_size: int, store: Any) -> None:
         """Say who takes part in the group of that name, and where they meet."""
-        if not isinstance(store, (torch_c10d.Store, Store)):
+        if not isinstance(store, Store):
             raise wrong_type("set_group_info", "store", store, "a Store")
         symm_mem.set_group_info(group_name, rank, world_size, store)
-        if isinstance(store, torch_c10d.Store):
+        if isinstance(store, torch_c10d.Store) and not isinstance(store, OwnStore):  # ranks of ours may be threads
             _theirs.set_group_info(group_name, rank, world_size, store)
 
     @staticmethod
@@ -169,14 +170,25 @@ def _engine_of(group_name: str | None) -> Engine | str | None:
 class _DMAConnectivity:
     """``matrix[i][j]``: how devices i and j are connected, in units of ``connection_type``."""
 
-    device_type: Any
-    connection_type: str
-    matrix: list[list[int]]
+    __slots__ = ("_found",)
+    _found: tuple[Any, str, list[list[int]]]
 
     def __init__(self, *_: Any):
         raise TypeError(
             "_DMAConnectivity: no constructor; call _detect_dma_connectivity(device_type, connection_type)."
         )
+
+    @property
+    def device_type(self) -> Any:
+        return self._found[0]
+
+    @property
+    def connection_type(self) -> str:
+        return self._found[1]
+
+    @property
+    def matrix(self) -> list[list[int]]:
+        return [row.copy() for row in self._found[2]]
 
 
 def _detect_dma_connectivity(device_type: Any, connection_type: str) -> Any:
@@ -190,7 +202,7 @@ def _detect_dma_connectivity(device_type: Any, connection_type: str) -> Any:
     if connection_type != "numa":
         raise errors.bad_argument("_detect_dma_connectivity", "connection_type", connection_type, "'numa' for the CPU")
     found = object.__new__(_DMAConnectivity)
-    found.device_type, found.connection_type, found.matrix = device_type, connection_type, _numa_distances()
+    found._found = device_type, connection_type, _numa_distances()
     return found
 
 

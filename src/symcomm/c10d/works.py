@@ -11,7 +11,7 @@ import torch
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
-from symcomm.backend.work import WorkInfo
+from symcomm.backend.work import WorkInfo, warns_of_old_calls
 from symcomm.c10d.enums import OpType
 from symcomm.c10d.options import DEFAULT_TIMEOUT, duration
 from symcomm.errors import wrong_type
@@ -28,6 +28,7 @@ class _AnyWork(type(torch_c10d.Work)):  # type: ignore[misc]
         return super().__instancecheck__(instance) or (cls is Work and isinstance(instance, torch_c10d.Work))
 
 
+@warns_of_old_calls
 class Work(torch_c10d.Work, metaclass=_AnyWork):
     """An operation that somebody else completes, by ``_finish()``. Also the base of all works here."""
 
@@ -71,11 +72,11 @@ class Work(torch_c10d.Work, metaclass=_AnyWork):
     def result(self) -> list[Any]:
         raise errors.CallerError(f"{type(self).__name__}.result: this work has no tensors; keep those you passed in.")
 
-    def source_rank(self) -> int:
+    def _source_rank(self) -> int:
         raise errors.CallerError(f"{type(self).__name__}.source_rank: only works of recv have a source.")
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    def source_rank(self) -> int:
+        return self._source_rank()
 
     def get_future(self) -> Any:
         raise errors.CallerError(f"{type(self).__name__}.get_future: this work has no future; call wait().")
@@ -153,6 +154,7 @@ class PythonCallbackWork(Work):
         return self._future
 
 
+@warns_of_old_calls
 class _FutureWork(Work):
     """A work that ends when a ``torch.futures.Future`` does."""
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from symcomm import errors
+from symcomm.backend import values
 
 __all__ = ["compute_bucket_assignment_by_size"]
 
@@ -68,6 +69,10 @@ def _check(
     tensors: Sequence[Any], limits: Sequence[int], sparse: Sequence[bool], order: Sequence[int], log: Any
 ) -> None:
     call = "_compute_bucket_assignment_by_size"
+    values.tensors(f"{call}: tensors", tensors)
+    values.ranks(f"{call}: bucket_size", limits)
+    values.flags(f"{call}: expect_sparse_gradient", sparse)
+    values.ranks(f"{call}: tensor_indices", order)
     error = None
     if not tensors:
         error = errors.bad_argument(call, "tensors", tensors, "at least one tensor")

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symcomm.backend import values
+from symcomm.ddp.arguments import group_of
 from symcomm.ddp.assign import compute_bucket_assignment_by_size
 from symcomm.ddp.timeline import not_compiled
 
@@ -49,7 +51,11 @@ class _Pack:
 @not_compiled
 def broadcast_coalesced(process_group: Any, tensors: Sequence[Any], buffer_size: int, src: int = 0) -> None:
     """Everybody's ``tensors`` become those of rank ``src`` of the group; they travel in packs of ``buffer_size``."""
-    if not tensors:
+    call = "_broadcast_coalesced"
+    group_of(call, process_group)
+    values.integer(f"{call}: buffer_size", buffer_size)
+    values.short(f"{call}: src", src)
+    if not values.tensors(f"{call}: tensors", tensors):
         return
     packs, _ = compute_bucket_assignment_by_size(tensors, [buffer_size])
     on_their_way: deque[_Pack] = deque()

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from symcomm.backend import values
+
 __all__ = ["Bucket", "GradBucket", "allocate", "is_alias"]
 
 
@@ -78,6 +80,8 @@ class Bucket:
 class GradBucket:
     """What a communication hook is given: one bucket's flat buffer, and whose gradients are where in it."""
 
+    __slots__ = ("__weakref__", "_bucket", "_buffer", "_count", "_index")
+
     def __init__(self, index: int, count: int, buffer: Any, bucket: Bucket):
         self._index = index
         self._count = count
@@ -94,7 +98,7 @@ class GradBucket:
 
     def set_buffer(self, buffer: Any) -> None:
         """Replace the tensor: what a hook does when it goes on with another, of another dtype say."""
-        self._buffer = buffer
+        self._buffer = values.tensor("GradBucket.set_buffer: buffer", buffer)
 
     def gradients(self) -> list[Any]:
         """Every parameter's gradient, a view of the buffer."""

@@ -12,6 +12,7 @@ import torch
 
 from symcomm import errors
 from symcomm.backend.kinds import Numbered
+from symcomm.ddp.arguments import reducer_of
 from symcomm.ddp.bucket import GradBucket
 from symcomm.errors import wrong_type
 
@@ -47,6 +48,10 @@ class CommHook:
     def parse_hook_result(self, result: Any) -> torch.Tensor:
         """One tensor, or the list of one that futures of works hold."""
         return result[0] if isinstance(result, (list, tuple)) else result
+
+    def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Any]:
+        """For PyTorch's Reducer, which knows hooks as functions."""
+        return self.run_hook(bucket).then(lambda ended: self.parse_hook_result(ended.value()))
 
 
 class AllReduceHook(CommHook):
@@ -121,11 +126,12 @@ def register_comm_hook(reducer: Any, state: object, comm_hook: Any) -> None:
         if not callable(comm_hook):
             raise wrong_type("_register_comm_hook", "comm_hook", comm_hook, "a function of a state and a bucket")
         comm_hook = PythonHook(state, comm_hook)
-    reducer.set_hook(comm_hook, "register_comm_hook or register_builtin_comm_hook")
+    reducer_of("_register_comm_hook", reducer).set_hook(comm_hook, "register_comm_hook or register_builtin_comm_hook")
 
 
 def register_builtin_comm_hook(reducer: Any, comm_hook_type: Any) -> None:
     """Let one of the built-in hooks reduce buckets."""
+    reducer_of("_register_builtin_comm_hook", reducer)
     for kind, make in _BUILTIN.items():
         if kind == comm_hook_type:
             reducer.set_hook(make(reducer.process_group), "register_builtin_comm_hook or register_comm_hook")

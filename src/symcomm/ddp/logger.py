@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from symcomm import errors
+from symcomm.backend import values
+from symcomm.ddp.arguments import reducer_of
 from symcomm.ddp.timeline import not_compiled
 
 __all__ = ["DDPLoggingData", "Logger"]
@@ -43,12 +44,27 @@ _MOMENTS = {
 class DDPLoggingData:
     """Words and numbers by key."""
 
-    strs_map: dict[str, str]
-    ints_map: dict[str, int]
+    __slots__ = ("_ints_map", "_strs_map")
 
     def __init__(self) -> None:
-        self.strs_map = {}
-        self.ints_map = {}
+        self._strs_map: dict[str, str] = {}
+        self._ints_map: dict[str, int] = {}
+
+    @property
+    def strs_map(self) -> dict[str, str]:
+        return self._strs_map
+
+    @strs_map.setter
+    def strs_map(self, words: dict[str, str]) -> None:
+        self._strs_map = values.mapping("DDPLoggingData.strs_map", words, values.text, values.text, "str to str")
+
+    @property
+    def ints_map(self) -> dict[str, int]:
+        return self._ints_map
+
+    @ints_map.setter
+    def ints_map(self, numbers: dict[str, int]) -> None:
+        self._ints_map = values.mapping("DDPLoggingData.ints_map", numbers, values.text, values.integer, "str to int")
 
 
 def _listed(items: Iterable[Any]) -> str:
@@ -59,9 +75,7 @@ class Logger:
     """Collects facts about a reducer; the reducer refers back to it only weakly."""
 
     def __init__(self, reducer: Any):
-        if not hasattr(reducer, "_rebuild_buckets"):  # the reducer's module is above this one
-            raise errors.wrong_type("Logger", "reducer", reducer, "a Reducer")
-        self._reducer = reducer
+        self._reducer = reducer_of("Logger", reducer)
         self._data = DDPLoggingData()
         self._samples = 0
 
@@ -77,17 +91,19 @@ class Logger:
         """What is known once the module was wrapped."""
         reducer, strs, ints = self._reducer, self._data.strs_map, self._data.ints_map
         params, group = reducer.params, reducer.process_group
-        strs["module_name"] = module_name
-        strs["device_ids"] = _listed(device_ids)
+        call = "set_construction_data_and_log"
+        static_graph = values.flag(f"{call}: static_graph", static_graph)
+        strs["module_name"] = values.text(f"{call}: module_name", module_name)
+        strs["device_ids"] = _listed(values.ranks(f"{call}: device_ids", device_ids))
         strs["dtypes"] = _listed(dict.fromkeys(_DTYPE_NAMES.get(p.dtype, str(p.dtype)[6:]) for p in params))
         strs["backend_name"] = backend = getattr(group, "known_as", group.name)()
         strs["bucket_sizes"] = _listed(bucket.nbytes for bucket in reducer.buckets)
         is_gloo = backend == "gloo"
         for name in _ENVIRONMENT + _ENVIRONMENT_OF_GLOO * is_gloo:
             strs[name.lower()] = os.environ.get(name) or "N/A"
-        ints["output_device"] = int(output_device)
-        ints["broadcast_buffers"] = int(bool(broadcast_buffers))
-        ints["has_sync_bn"] = int(has_sync_bn)
+        ints["output_device"] = values.short(f"{call}: output_device", output_device)
+        ints["broadcast_buffers"] = int(values.flag(f"{call}: broadcast_buffers", broadcast_buffers))
+        ints["has_sync_bn"] = int(values.flag(f"{call}: has_sync_bn", has_sync_bn))
         ints["world_size"] = group.size()
         ints["rank"] = group.rank()
         ints["iteration"] = 0
@@ -131,16 +147,16 @@ class Logger:
             ints[key] = getattr(clock, event)
 
     def set_error_and_log(self, error: str) -> None:
+        self._data.strs_map["error"] = values.text("set_error_and_log: error", error)
         self._data.ints_map["has_error"] = 1
         self._data.ints_map["iteration"] = self._reducer.iterations
-        self._data.strs_map["error"] = str(error)
 
     def graph_is_static(self, static: bool) -> None:
         """What the reducer has seen of the graph: could static_graph=True be set?"""
         self._data.ints_map["can_set_static_graph"] = int(static)
 
     def _set_comm_hook_name(self, comm_hook: str) -> None:
-        self._data.strs_map["comm_hook"] = comm_hook
+        self._data.strs_map["comm_hook"] = values.text("_set_comm_hook_name: comm_hook", comm_hook)
 
     def _set_static_graph(self) -> None:
         self._data.ints_map["static_graph"] = int(self._reducer.static_graph)

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 
 from symcomm import errors
+from symcomm.backend import values
+from symcomm.ddp.arguments import bucket_of, check_buckets, group_of, names_of, outputs_of
 from symcomm.ddp.assign import compute_bucket_assignment_by_size
 from symcomm.ddp.bucket import Bucket, GradBucket, is_alias
 from symcomm.ddp.comm_hook import CommHook
@@ -78,18 +80,20 @@ class Reducer(Filler):
         bucket_bytes_cap_list: Sequence[int] = (),
         batched_grad_copy: bool = False,
     ):
-        self.params = list(params)
-        sparse = list(expect_sparse_gradients) or [False] * len(self.params)
-        _check_arguments(self.params, bucket_indices, sparse)
-        self.process_group = process_group
-        self.bucket_bytes_cap = bucket_bytes_cap
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self._sparse = sparse
-        self._names = dict(param_to_name_mapping or {})  # as torch writes them, which sparse metadata have too
-        self._limits = list(bucket_bytes_cap_list) or [first_bucket_bytes_cap, bucket_bytes_cap]
-        self._skips_unused = skip_all_reduce_unused_params
-        self._batches = batched_grad_copy
+        self.params = values.tensors("Reducer: params", params)
+        self._sparse = values.flags("Reducer: expect_sparse_gradients", expect_sparse_gradients)
+        self._sparse = self._sparse or [False] * len(self.params)
+        check_buckets(self.params, bucket_indices, per_bucket_size_limits, self._sparse)
+        self.process_group = group_of("Reducer", process_group)
+        self.bucket_bytes_cap = values.integer("Reducer: bucket_bytes_cap", bucket_bytes_cap)
+        self.find_unused_parameters = values.flag("Reducer: find_unused_parameters", find_unused_parameters)
+        self.gradient_as_bucket_view = values.flag("Reducer: gradient_as_bucket_view", gradient_as_bucket_view)
+        self._names = names_of(param_to_name_mapping)  # as torch writes them, which sparse metadata have too
+        first = values.integer("Reducer: first_bucket_bytes_cap", first_bucket_bytes_cap)
+        caps = values.ranks("Reducer: bucket_bytes_cap_list", bucket_bytes_cap_list)
+        self._limits = caps or [first, self.bucket_bytes_cap]
+        self._skips_unused = values.flag("Reducer: skip_all_reduce_unused_params", skip_all_reduce_unused_params)
+        self._batches = values.flag("Reducer: batched_grad_copy", batched_grad_copy)
         self._lock = threading.RLock()
         self._order = HookOrder(self._lock)
         self._logger: Any = lambda: None
@@ -228,6 +232,7 @@ class Reducer(Filler):
     @not_compiled
     def prepare_for_backward(self, outputs: Any) -> None:
         """``outputs``: tensors of the forward pass; what they do not lead to goes unused."""
+        outputs = outputs_of(outputs)
         with self._lock:
             self._order.end()  # of a backward pass that raised
             self.clock.backward_start = now()
@@ -242,7 +247,7 @@ class Reducer(Filler):
             if self.static_graph:
                 self._hooks_left = list(self._hook_counts)
             elif self.find_unused_parameters:
-                self._search_unused([outputs] if isinstance(outputs, torch.Tensor) else outputs)
+                self._search_unused(outputs)
 
     def _search_unused(self, outputs: Sequence[Any]) -> None:
         self.unused = search_unused(outputs, self._accumulators)
@@ -481,14 +486,14 @@ class Reducer(Filler):
 
     def _run_comm_hook(self, bucket: GradBucket) -> Any:
         """What a rank without input does for each bucket, while the others are in their backward pass."""
-        if not self._keeps_order(bucket.buffer()):
+        if not self._keeps_order(bucket_of("_run_comm_hook", bucket).buffer()):
             return self._call_hook(bucket)
         with self._lock:
             return self._order.call_in_turn(self.process_group, lambda: self._call_hook(bucket))
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
         """The plain sum over ranks, as a future of a list of one tensor."""
-        return self.process_group.allreduce([bucket.buffer()]).get_future()
+        return self.process_group.allreduce([bucket_of("_run_allreduce_hook", bucket).buffer()]).get_future()
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
         """What a rank without input contributes."""
@@ -518,19 +523,27 @@ class Reducer(Filler):
 
     def _set_sparse_metadata(self, metadata: Mapping[str, Any]) -> None:
         """The rows of sparse gradients that any rank has, by parameter name, for the next backward pass."""
-        self._sparse_metadata = dict(metadata) or None
+        words = "str to tensor"
+        call = "_set_sparse_metadata: metadata"
+        self._sparse_metadata = values.mapping(call, metadata, values.text, values.tensor, words) or None
 
     @not_compiled
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
         """Join mode: ``work`` sums up how many ranks take part in this iteration."""
-        self._join = work, use_static_world_size
+        call = "_set_forward_pass_work_handle"
+        if not isinstance(work, dist.Work):
+            raise errors.wrong_type(call, "work", work, "a Work")
+        self._join = work, values.flag(f"{call}: use_static_world_size", use_static_world_size)
 
     def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
         """Futures to wait for at the end of backward, besides those that were installed before."""
+        wrong = [f for f in futures if not isinstance(f, torch._C.Future)]
+        if wrong:
+            raise errors.wrong_type("_install_post_backward_futures", "futures", wrong[0], "a list of futures")
         self._futures += futures
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        self._sample_rate = sample_rate
+        self._sample_rate = values.short("_set_ddp_runtime_logging_sample_rate", sample_rate)
 
     def _get_local_used_map(self) -> torch.Tensor | None:
         """Which parameters were used on any rank; None where nobody looks for unused ones."""
@@ -549,7 +562,7 @@ class Reducer(Filler):
                 self._used.zero_()
 
     def _update_process_group(self, process_group: Any) -> None:
-        self.process_group = process_group
+        self.process_group = group_of("_update_process_group", process_group)
 
     # --- statistics -------------------------------------------------------------------------------------------
 
@@ -564,22 +577,3 @@ class Reducer(Filler):
     def timeline(self) -> IterationTimes:
         """The last iteration: how long it computed and communicated, how much of that showed, bucket by bucket."""
         return measure(self.clock, self.buckets)
-
-
-def _check_arguments(params: list[Any], bucket_indices: Sequence[Sequence[int]], sparse: list[bool]) -> None:
-    if not params:
-        raise errors.bad_argument(
-            "Reducer", "params", params, "at least one parameter", "Expected at least one parameter"
-        )
-    if len(sparse) != len(params):
-        raise errors.bad_argument("Reducer", "expect_sparse_gradients", sparse, f"{len(params)} bools, one a parameter")
-    for indices in bucket_indices:
-        bad = [index for index in indices if not 0 <= index < len(params)]
-        if bad or not indices:
-            raise errors.bad_argument(
-                "Reducer", "bucket_indices", list(indices), f"indices of 0 to {len(params) - 1}, at least one a bucket"
-            )
-        if len(indices) > 1 and any(sparse[i] for i in indices):
-            raise errors.bad_argument(
-                "Reducer", "bucket_indices", list(indices), "one index alone where its gradient is sparse"
-            )

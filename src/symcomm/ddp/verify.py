@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from symcomm import errors
+from symcomm.backend import values
+from symcomm.ddp.arguments import group_of
 
 __all__ = ["verify_params", "verify_params_across_processes"]
 
@@ -81,4 +83,9 @@ def verify_params(process_group: Any, params: Sequence[Any], names: Mapping[int,
 
 def verify_params_across_processes(process_group: Any, params: Sequence[Any], logger: Any = None) -> None:
     """``verify_params`` for callers who know no names."""
+    call = "_verify_params_across_processes"
+    group_of(call, process_group)
+    values.tensors(f"{call}: params", params)
+    if logger is not None and not callable(getattr(logger, "set_error_and_log", None)):
+        raise errors.wrong_type(call, "logger", logger, "a Logger or None")
     verify_params(process_group, params, {}, logger)

@@ -27,9 +27,10 @@ def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
             return RedOpType[op.upper()], None
         redop = RedOpType(int(getattr(op, "op", op)))
         return redop, op.__getstate__()[1] if redop is RedOpType.PREMUL_SUM else None  # .factor is new in torch 2.13
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError) as error:
         names = ", ".join(o.name for o in RedOpType)
-        raise errors.bad_argument(call, "op", op, f"one of {names}") from None
+        refuse = errors.wrong_type if isinstance(error, TypeError) else errors.bad_argument
+        raise refuse(call, "op", op, f"one of {names}") from None
 
 
 def check_same_dtype(call: str, buffers: Sequence[Buffer]) -> DType:
@@ -174,7 +175,8 @@ class Arguments:
 
     def _check_root(self, call: str, root: Any) -> None:
         if not isinstance(root, int) or not 0 <= root < self.size:
-            raise errors.bad_argument(call, "root", root, f"a rank of this group, 0 to {self.size - 1}")
+            refuse = errors.bad_argument if isinstance(root, int) else errors.wrong_type
+            raise refuse(call, "root", root, f"a rank of this group, 0 to {self.size - 1}")
 
     def _check_count(self, call: str, name: str, got: int, expected: int, like: str) -> None:
         if got != expected:

@@ -187,7 +187,7 @@ def _view(call: str, name: str, tensor: Any, write: bool) -> Buffer:
         import numpy as np
 
         return _from_numpy(call, name, np.from_dlpack(tensor), write)
-    raise errors.bad_argument(call, name, type(tensor).__name__, "a tensor, a NumPy array or an object with __dlpack__")
+    raise errors.wrong_type(call, name, type(tensor).__name__, "a tensor, a NumPy array or an object with __dlpack__")
 
 
 def read_buffer(call: str, name: str, tensor: Any) -> Buffer:

@@ -225,9 +225,11 @@ class MessageCalls:
         lowest = 0 if message.is_send else ANY_SOURCE
         if not isinstance(message.peer, int) or not lowest <= message.peer < self.size:
             also = "" if message.is_send else ", or ANY_SOURCE (-1)"
-            raise errors.bad_argument(call, "peer", message.peer, f"a rank of this group, 0 to {self.size - 1}{also}")
+            refuse = errors.bad_argument if isinstance(message.peer, int) else errors.wrong_type
+            raise refuse(call, "peer", message.peer, f"a rank of this group, 0 to {self.size - 1}{also}")
         if not isinstance(message.tag, int) or not -(1 << 63) <= message.tag < 1 << 63:
-            raise errors.bad_argument(call, "tag", message.tag, "a whole number of at most 64 bits")
+            refuse = errors.bad_argument if isinstance(message.tag, int) else errors.wrong_type
+            raise refuse(call, "tag", message.tag, "a whole number of at most 64 bits")
 
     def _post(self, message: Message, call: str, background: bool) -> MessageWork:
         self._check_usable()

@@ -25,6 +25,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from symcomm.errors import (
     CallerError,
@@ -353,9 +354,14 @@ class FileStore(TableStore):
         """The file's name, as given."""
         return self._path
 
+    @staticmethod
+    def _another(*args: Any, **named: Any) -> FileStore:
+        """For ``clone``: a subclass whose clones are of its own class says how they are made."""
+        return FileStore(*args, **named)
+
     def clone(self) -> FileStore:
         """Another store on the same file."""
-        other = FileStore(self._path, self._world_size)
+        other = self._another(self._path, self._world_size)
         other.set_timeout(self.timeout)
         return other
 

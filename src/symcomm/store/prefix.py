@@ -89,8 +89,13 @@ class PrefixStore(Store):
     def queue_len(self, key: str) -> int:
         return self._store.queue_len(self._name(key))
 
+    @staticmethod
+    def _another(prefix: str, store: Store) -> PrefixStore:
+        """For ``clone``: a subclass whose clones are of its own class says how they are made."""
+        return PrefixStore(prefix, store)
+
     def clone(self) -> PrefixStore:
-        return PrefixStore(self._prefix, self._store.clone())
+        return self._another(self._prefix, self._store.clone())
 
     def has_extended_api(self) -> bool:
         return self._store.has_extended_api()

@@ -260,10 +260,16 @@ class TCPStore(Store):
     def has_extended_api(self) -> bool:
         return True
 
+    @staticmethod
+    def _another(*args: Any, **named: Any) -> TCPStore:
+        """For ``clone``: a subclass whose clones are of its own class says how they are made."""
+        return TCPStore(*args, **named)
+
     def clone(self) -> TCPStore:
         """A second connection to the same server, so that two threads need not wait for each other."""
         token = self._token if self._token is not None else b""
-        twin = TCPStore(self._connect_host, self._port, timeout=self.timeout, use_libuv=self._use_libuv, token=token)
+        facts: Any = {"timeout": self.timeout, "use_libuv": self._use_libuv, "token": token}
+        twin = self._another(self._connect_host, self._port, **facts)
         twin._host = self._host
         return twin
 

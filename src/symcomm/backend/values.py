@@ -1,0 +1,117 @@
+"""Values that C++ would take for an argument of a kind, and the refusal of others.
+
+Each function is given the argument's name, for the sentence, and the value; it returns what C++ would have made of it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from symcomm.errors import wrong_type
+from symcomm.types import RedOpType
+
+__all__ = [
+    "device",
+    "duration",
+    "flag",
+    "flags",
+    "integer",
+    "mapping",
+    "optional",
+    "ranks",
+    "short",
+    "tensor",
+    "tensors",
+    "text",
+    "timeout_of",
+]
+
+
+def duration(name: str, value: Any) -> timedelta:
+    """A timedelta, or seconds as a float."""
+    if isinstance(value, float):
+        return timedelta(seconds=value)
+    if not isinstance(value, timedelta):
+        raise wrong_type(name, "value", value, "a timedelta", "write timedelta(seconds=...)")
+    return value
+
+
+def timeout_of(name: str, value: Any) -> timedelta:
+    """The same, kept in whole milliseconds."""
+    return timedelta(milliseconds=int(duration(name, value) / timedelta(milliseconds=1)))
+
+
+def flag(name: str, value: Any) -> bool:
+    if isinstance(value, RedOpType) or (value is not None and not hasattr(type(value), "__bool__")):
+        raise wrong_type(name, "value", value, "True or False")
+    return bool(value)
+
+
+def integer(name: str, value: Any, bits: int = 64) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise wrong_type(name, "value", value, "an int") from None
+    if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
+        raise wrong_type(name, "value", value, f"an int that fits in {bits} bits")
+    return number
+
+
+def short(name: str, value: Any) -> int:
+    """Ranks and sizes of groups, which C++ holds in 32 bits."""
+    return integer(name, value, 32)
+
+
+def text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise wrong_type(name, "value", value, "a str")
+    return value
+
+
+def device(name: str, value: Any) -> torch.device:
+    if not isinstance(value, torch.device):
+        raise wrong_type(name, "value", value, "a torch.device", "write torch.device(...)")
+    return value
+
+
+def optional(kind: Callable[[str, Any], Any], name: str, value: Any) -> Any:
+    """None, or a value of that kind."""
+    return None if value is None else kind(name, value)
+
+
+def tensor(name: str, value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise wrong_type(name, "value", value, "a tensor")
+    return value
+
+
+def _list_of(name: str, value: Any, kind: Callable[[str, Any], Any], words: str) -> list[Any]:
+    if not isinstance(value, (list, tuple, range)):
+        raise wrong_type(name, "value", value, f"a list of {words}")
+    return [kind(name, item) for item in value]
+
+
+def tensors(name: str, value: Any) -> list[torch.Tensor]:
+    return _list_of(name, value, tensor, "tensors")
+
+
+def flags(name: str, value: Any) -> list[bool]:
+    return _list_of(name, value, flag, "bools")
+
+
+def ranks(name: str, value: Any) -> list[int]:
+    return _list_of(name, value, integer, "int")
+
+
+def mapping(
+    name: str, value: Any, key: Callable[[str, Any], Any], item: Callable[[str, Any], Any], words: str
+) -> dict[Any, Any]:
+    """A dict whose keys and values are each of a kind."""
+    if not isinstance(value, dict):
+        raise wrong_type(name, "value", value, f"a dict of {words}")
+    return {key(name, k): item(name, v) for k, v in value.items()}
