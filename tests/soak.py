@@ -153,7 +153,9 @@ def run_one(seed: int, stranger: Stranger | None = None) -> list[str]:
 def soak(faults: int, seed: int, minutes: float = 0.0, progress: bool = False) -> dict[int, list[str]]:
     """seed -> what went wrong, of so many scenarios from ``seed`` on, or of as many as ``minutes`` have room for."""
     bad: dict[int, list[str]] = {}
-    logging.getLogger("symcomm.store").setLevel(logging.ERROR)  # each of the stranger's calls gets a line otherwise
+    log = logging.getLogger("symcomm.store")
+    level = log.level
+    log.setLevel(logging.ERROR)  # each of the stranger's calls gets a line otherwise
     stranger = Stranger(seed)
     started, done = time.monotonic(), 0
     try:
@@ -169,6 +171,7 @@ def soak(faults: int, seed: int, minutes: float = 0.0, progress: bool = False) -
                 print(f"\r{text} ", end="", flush=True)
     finally:
         stranger.end()
+        log.setLevel(level)
     if not stranger.met and any(Scenario(seed + i).over_tcp for i in range(done)):
         bad[-1] = ["the stranger met nobody"]
     return bad

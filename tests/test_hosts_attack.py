@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import pickle
+import re
 import threading
 import time
 from typing import Any
@@ -80,11 +81,19 @@ def _refusals(g: Any) -> dict[str, Any]:
     return {**said, "in the end": total.item()}
 
 
+def _without_bystanders(answer: Any) -> Any:
+    """On one host a late message also says which collective its other side may be waiting in by then."""
+    if not isinstance(answer, tuple):
+        return answer
+    bystander = r": ranks? [^:]* waits? in .* which this rank has not called"
+    return tuple(re.sub(bystander, "", part) if isinstance(part, str) else part for part in answer)
+
+
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 1], [1, 1, 1]])
 def test_refusals_are_those_of_one_host(hosts: list[int]) -> None:
     expected = symcomm.spawn(_refusals, sum(hosts), mode="threads", deadline=60, timeout=10)
     for mine, theirs in zip(run(_refusals, hosts), expected, strict=True):
-        assert mine == theirs
+        assert mine == {name: _without_bystanders(answer) for name, answer in theirs.items()}
     assert {answer[0] for answer in list(expected[1].values())[:-1]} >= {"BadArgumentError", "DeadlineError"}
 
 

@@ -20,11 +20,9 @@ from tests.faults import attempt, leftovers, returned, run_group
 from tests.halted_calls import PATTERN, of_rank
 from tests.halts import PAGE, Gate, Words, stop, symmetric, until
 
-HIT, RAISED, WROTE = (
-    0,
-    1,
-    2,
-)  # words: rank 0 is stopped; rank 1 has its tensor back; rank 0 has gone on and ended its call
+pytestmark = pytest.mark.unused_process  # ranks that other tests have left in it count as sharing the cores
+
+HIT, RAISED, WROTE = 0, 1, 2  # words: rank 0 is stopped; rank 1 has its tensor back; rank 0 has ended its call
 COUNT = (1 << 20) + 3  # elements, of several pieces
 
 

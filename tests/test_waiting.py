@@ -290,6 +290,7 @@ def ends_while_looking(g: ProcessGroup) -> str:
     os.sched_setaffinity(0, {CORES[g.rank]})
     g.barrier()
     if g.rank == 1:
+        assert until(lambda: native.group_report(g._handle)["ranks"][0]["seq"] == g.sequence_number + 1, 20)
         spin(0.001)
         g.abort()
         return ""

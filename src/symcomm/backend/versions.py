@@ -67,6 +67,11 @@ def functional_operators(names: Iterable[str]) -> list[str]:
     return list(present(torch.ops._c10d_functional, names))
 
 
+def fake_options() -> Any:
+    """The class of options of torch's FakeProcessGroup, or None."""
+    return getattr(torch_c10d.FakeProcessGroup, "Options", None)
+
+
 def hook_classes() -> dict[str, Any]:
     """What torch has of hooks that watch groups (since 2.15)."""
     return present(torch_c10d, ("FlightRecorderHook", "HealthCheckHook", "HookOpName", "NanCheckHook"))

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch._C._distributed_c10d as torch_c10d
-
 from symcomm import errors
+from symcomm.backend import versions
 from symcomm.backend.arguments import root_of
 from symcomm.backend.checks import single
 from symcomm.backend.overloads import CALLS, fit, positional
@@ -36,7 +35,7 @@ class _FakeOptions(AnyBackendOptions):
         self._values["backend"] = "fake"
 
 
-FakeOptions: Any = with_half(_FakeOptions, getattr(torch_c10d.FakeProcessGroup, "Options", None))
+FakeOptions: Any = with_half(_FakeOptions, versions.fake_options())
 
 
 def _pieces(lists: Any) -> list[Any]:
