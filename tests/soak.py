@@ -30,10 +30,10 @@ from tests.comers import Crowd
 from tests.faults import Outcome, leftovers
 from tests.halts import state_of, until
 from tests.soak_ranks import Report
-from tests.soak_scenario import HARMLESS, STOPPED_TIMEOUT, Scenario
+from tests.soak_scenario import HARMLESS, STARVED, STOPPED_TIMEOUT, Scenario
 from tests.soak_stranger import Stranger
 
-LIMIT = 45.0  # seconds: a scenario that takes longer hangs
+LIMIT = 60.0  # seconds: a scenario that takes longer hangs
 PAUSE = 0.3  # seconds: for less than the deadline of any call
 
 
@@ -63,7 +63,7 @@ def disturb(plan: Scenario, crowd: SoakCrowd) -> None:
     if plan.fault in ("stop", "pause"):
         victim = crowd.pids[plan.victim]
         until(lambda: state_of(victim) in "TtZX", LIMIT)
-        time.sleep(STOPPED_TIMEOUT + 0.7 if plan.fault == "stop" else PAUSE)
+        time.sleep(STOPPED_TIMEOUT + STARVED if plan.fault == "stop" else PAUSE)
         os.kill(victim, signal.SIGCONT)
     if plan.newcomer_killed:
         time.sleep(plan.kill_newcomer_after)

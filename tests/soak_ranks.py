@@ -20,7 +20,7 @@ from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import current_arena
 from tests.halted_calls import CASES, PATTERN, shift_values
 from tests.halts import ordinary, symmetric, until
-from tests.soak_scenario import HARMLESS, STOPPED_TIMEOUT, Scenario
+from tests.soak_scenario import HARMLESS, STARVED, STOPPED_TIMEOUT, Scenario
 
 STEPS_AFTER = 12
 TURNS = 20  # of groups that are left, in a scenario
@@ -225,7 +225,7 @@ def go_on(plan: Scenario, g: ProcessGroup, report: Report) -> ProcessGroup:
     after(plan, g, 1)
     if plan.newcomers:
         wait = 3.0 if plan.newcomer_killed else SETTLE  # the killed one never comes
-        old, g = g, g.grow(timeout=4.0, wait=wait, size=g.size + plan.newcomers)
+        old, g = g, g.grow(timeout=SETTLE, wait=wait, size=g.size + plan.newcomers)
         if g is not old:
             old.destroy()
         report.sizes.append(g.size)
@@ -273,7 +273,9 @@ def member(join: Callable[[], ProcessGroup], seed: int) -> Report:
     except errors.SymcommError as error:
         report.wrong.append(f"afterwards: {type(error).__name__}: {error}")
     if plan.fault == "stop" and not plan.goes_on:
-        time.sleep(STOPPED_TIMEOUT)  # a late message is no failure of the group, but the end of its rank would be one
+        # A late message is no failure of the group, but the end of its rank would be one, until the stopped rank has
+        # gone on and waited in vain as well.
+        time.sleep(STARVED + 2 * STOPPED_TIMEOUT)
     g.destroy()
     del g, kept
     return report if plan.ends_at_once else leave(report, before, plan.newcomer_killed)
@@ -282,7 +284,7 @@ def member(join: Callable[[], ProcessGroup], seed: int) -> Report:
 def newcomer(store: Any, seed: int) -> Report:
     plan, report = Scenario(seed), Report()
     try:
-        g = grow.join_through(store, "world", 25.0)
+        g = grow.join_through(store, "world", 40.0)
     except errors.DeadlineError:
         if not plan.newcomer_killed:
             raise

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 FAULTS = ("kill", "kill later", "exit", "stop", "pause", "mismatch", "abort", "destroy", "leavings", "none")
 HARMLESS = ("pause", "leavings", "none")  # nobody raises
 STOPPED_TIMEOUT = 1.0  # seconds: how long the others wait for a stopped rank; a starved one must not look like it
+STARVED = 3.0  # seconds by which a rank may be late on a busy machine
 
 
 @dataclass
