@@ -102,13 +102,16 @@ def engine():
 
 
 def compared(calls: list[str], theirs_is, ours_is) -> list[str]:
-    """What differs: whether a call was a TypeError."""
+    """What differs: whether a call was a TypeError, or what torch 2.14 raises instead of one here and there."""
     different = []
     for call in calls:
         if not hasattr(theirs_is, call.split("(")[0]):
             continue  # another version of torch
         was = [outcome(f"g.{call}", module, g=g) for module, g in ((theirs, theirs_is), (ours, ours_is))]
-        refused = [kind == "raised" and family(value) == "TypeError" for kind, value in was]
+        refused = [
+            kind == "raised" and (family(value) == "TypeError" or "Unable to cast Python" in str(value))
+            for kind, value in was
+        ]
         if refused[0] != refused[1] or (was[0][0] == "gave") != (was[1][0] == "gave"):
             different.append(f"{call}: theirs {was[0][0]} {plain(was[0][1])}, ours {was[1][0]} {was[1][1]!r}")
     return different
@@ -150,8 +153,9 @@ def test_other_methods_of_groups(kind: str, gloo, request):
 @pytest.mark.parametrize("name", [name for name in TENSORS if hasattr(theirs.Backend, name)])
 def test_calls_of_fake_groups(name: str):
     fakes = [module.FakeProcessGroup._create_internal(0, 1) for module in (theirs, ours)]
+    takes_timeout = "timeout" in (getattr(theirs.Backend, name).__doc__ or "")  # not since torch 2.14
     calls = [call for call in calls_of(name) if "None" not in call and "timeout=" not in call]
-    if name == "barrier":  # in PyTorch only a group's takes a time-out
+    if name == "barrier" or (name == "all_to_all_single" and not takes_timeout):  # ours do as groups' do
         calls = [call for call in calls if "td" not in call and "3.5" not in call]
     assert not (different := compared(calls, *fakes)), "\n".join(different)
 

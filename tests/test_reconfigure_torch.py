@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
 
 from symcomm import c10d
@@ -309,8 +310,8 @@ def test_options_hold_what_torchs_do(tmp_path: Path):
         with pytest.raises(TypeError):
             setattr(options, name, value)
     if HAS_RECONFIGURE:
-        theirs = options.for_torch()
-        told = (theirs.uuid, theirs.handles, theirs.timeout, theirs.hints)
+        theirs: Any = torch_c10d.ReconfigureOptions  # ours are of that class, too: what C++ reads
+        told = tuple(getattr(theirs, name).__get__(options) for name in ("uuid", "handles", "timeout", "hints"))
         assert told == (0, {"a"}, timedelta(seconds=2), {"k": "v"})
 
 
