@@ -19,6 +19,8 @@ import torch
 
 import symcomm
 from symcomm import errors
+from symcomm._core import native
+from symcomm.group.failure import Status
 from symcomm.group.process_group import ProcessGroup
 from tests.faults import Outcome, leftovers, run_group
 from tests.halts import Words
@@ -472,3 +474,26 @@ def test_a_thread_rank_that_returns_early():
 
     with pytest.raises(errors.RankFailedError, match=r"rank 1 \(pid \d+\) left the group before its first operation"):
         symcomm.spawn(rank, 3, mode="threads", deadline=20)
+
+
+def _hears_of_it_first(g: ProcessGroup) -> tuple[int, int]:
+    """Rank 0 saw rank 2 die, told rank 1, and was interrupted before it told rank 2; rank 1 gives up the group."""
+    death = struct.pack("<Q", Status.DEAD | 2 << 8 | 0 << 24)
+    trial = g.new_group([0, 1, 2])
+    assert trial is not None
+    if g.rank == 0:
+        native.group_fail(trial._handle, Status.DEAD, 2)
+    g.barrier()
+    word = native.peek(trial._arena.base + trial._offset, native.CONTROL_BYTES).index(death)
+    team = g.new_group([0, 1, 2])
+    assert team is not None
+    if g.rank == 1:
+        native.poke(team._arena.base + team._offset + word, death)
+        team.abort()
+    g.barrier()
+    report = native.group_report(team._handle)
+    return report["status"], report["culprit"]
+
+
+def test_who_gives_up_a_failed_group_passes_on_why_it_failed():
+    assert symcomm.spawn(_hears_of_it_first, 3, mode="threads", deadline=60) == [(Status.DEAD, 2)] * 3

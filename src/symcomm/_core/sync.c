@@ -79,12 +79,14 @@ static void wake(struct control *block) {
     symcomm_futex_wake(&block->mail_bell, INT32_MAX);
 }
 
-/* Gives every rank a reason to stop, unless it has one, and marks operations from ~mark on as void (0: none). */
+/* Gives every rank a reason to stop, unless it has one, and marks operations from ~mark on as void (0: none). If I have one
+ * already, the others get that: whoever gave it to me may not have come to them yet, and it is why I do what I do now. */
 static void tell_all(struct group *g, uint64_t cause, uint64_t mark) {
     for (int i = 0; i < g->world; i++) {
         struct control *peer = g->control[(g->rank + i) % g->world]; /* mine first: it decides what I report */
         uint64_t none = 0, voided = atomic_load(&peer->voided);
         if (atomic_compare_exchange_strong(&peer->abort, &none, cause)) atomic_store(&peer->abort_seq, g->seq);
+        else if (i == 0) cause = none; /* what was there */
         while (voided < mark && !atomic_compare_exchange_weak(&peer->voided, &voided, mark)) {}
         wake(peer);
     }
