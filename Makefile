@@ -41,7 +41,7 @@ demo: $(BUILT) ## a language model trained on two ranks, beside Gloo, and what f
 	@mkdir -p build
 	@$(BIN)/symcomm demo --picture build/demo.png
 
-test: $(BUILT) lint ## lint, types and all tests (about 24 minutes on 2 cores)
+test: $(BUILT) lint ## lint, types and all tests (about 20 minutes on 2 cores)
 	@mkdir -p build
 	@beside="$$($(BIN)/python -m tests.selections beside)"; \
 	$(BIN)/python -m pytest -q -p no:cacheprovider --durations=3 $$beside > build/test-beside.log 2>&1 & other=$$!; \

@@ -577,5 +577,8 @@ def _on_backend(rank: int, world: int, path: str, backend: str) -> list[tuple[fl
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("backend", ["symcomm", "gloo"])
 def test_in_processes(backend: str, tmp_path: Any):
-    for told in run_ranks(_on_backend, 2, str(tmp_path / "meet"), backend, deadline=100):
-        assert all(same and saved > 0.1 for saved, same in told), told
+    outcomes = run_ranks(_on_backend, 2, str(tmp_path / "meet"), backend, deadline=60, outcomes=True)
+    if backend == "gloo" and [o.kind for o in outcomes] == ["stuck"] * 2:  # Gloo's ranks may miss each other: once
+        outcomes = run_ranks(_on_backend, 2, str(tmp_path / "again"), backend, deadline=60, outcomes=True)
+    for outcome in outcomes:
+        assert outcome.kind == "returned" and all(same and saved > 0.1 for saved, same in outcome.value), outcome
