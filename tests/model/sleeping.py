@@ -39,6 +39,7 @@ MUTANTS = {
     "doorbell not moved": "ring: wakes without changing the doorbell",
     "failure does not ring": "sync_fail: sets the abort word only",
     "abort not looked at": "sleep_until: no look at the abort word after publishing",
+    "given up, no second look": "given_up: does not look at the condition again after it saw the abort word",
     "death not looked for": "sleep_until: no find_gone",
 }
 
@@ -79,6 +80,12 @@ def fail(rank: int, world: int, without: str) -> Steps:
             yield from ring(peer, without)
 
 
+def given_up(rank: int, target: int, world: int, without: str) -> Steps:
+    if not (yield load(("abort", rank), ACQUIRE)):
+        return False
+    return without == "given up, no second look" or not (yield from arrived(rank, rank, target, world))
+
+
 def find_gone(rank: int, target: int, world: int) -> Steps:
     for r in range(world):
         if r == rank or (yield load(("seq", r), ACQUIRE)) >= target:
@@ -99,7 +106,7 @@ def sleep_until(rank: int, target: int, world: int, without: str) -> Steps:
         if without != "no second look" and (yield from arrived(rank, rank, target, world)):
             result = "ok"
             break
-        if without != "abort not looked at" and (yield load(("abort", rank), ACQUIRE)):
+        if without != "abort not looked at" and (yield from given_up(rank, target, world, without)):
             result = "failed"
             break
         if without != "death not looked for" and (yield from find_gone(rank, target, world)):
@@ -128,13 +135,16 @@ def member(rank: int, world: int, operations: int, without: str, sleeps: bool = 
 
 
 def aborter(rank: int, world: int, without: str) -> Steps:
-    """A rank that fails instead of arriving: a deadline, an interrupt, or abort() called by another thread."""
-    if (yield choose("arrives", "fails")) == "arrives":
+    """A rank that fails instead of arriving (a deadline, an interrupt, abort() called by another thread), or that gives the
+    group up after a meeting that it found complete."""
+    what = yield choose("arrives", "fails", "arrives and gives up")
+    if what != "fails":
         yield store(("seq", rank), 1, RELEASE)
         yield from wake_peers(rank, world, without)
-        return "ok"
+        if what == "arrives" or not (yield from arrived(rank, rank, 1, world)):
+            return "ok"
     yield from fail(rank, world, without)
-    return "failed"
+    return "failed" if what == "fails" else "ok"
 
 
 def words(world: int) -> dict:
@@ -190,7 +200,7 @@ def weak_failure(without: str = "") -> Model:
 
     def ends(results: dict) -> str:
         wrong = results["rank 1"] == "ok" and results["rank 0"] != "ok"
-        return "a meeting without a failure fails" if wrong else ""
+        return "a meeting that was complete fails" if wrong else ""
 
     memory = Weak(words(2), 2, contended=_contended(1))
     return Model("one sleeper, one failure, weak memory" + (f", {without}" if without else ""), processes, memory, ends)

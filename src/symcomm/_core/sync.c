@@ -121,6 +121,13 @@ int sync_gone(struct group *g, int rank) {
     return status == STATUS_OK && symcomm_dumps_core(g->life[rank]) ? STATUS_DEAD : status;
 }
 
+/* Why not to wait for c any longer. Looks at c again after it saw the group given up: whoever did so may have passed this meeting
+ * first, and then it was complete for everybody. */
+static int given_up(struct group *g, struct condition *c) {
+    int status = sync_aborted(g);
+    return status && holds(g, g->rank, c) ? STATUS_OK : status;
+}
+
 /* Of a condition that was looked at: whom it waits for first. */
 static int missing_rank(const struct condition *c) { return c->kind == WAIT_PROGRESS_ONE ? c->who : c->next; }
 
@@ -171,7 +178,7 @@ static int sleep_until(struct group *g, struct condition *c, const struct deadli
         uint32_t seen = atomic_load_explicit(&me->doorbell, memory_order_acquire);
         publish_condition(me, c);
         if (holds(g, g->rank, c)) break;
-        if ((status = sync_aborted(g)) || (c->look && (status = c->look(c->context)))) break;
+        if ((status = given_up(g, c)) || (c->look && (status = c->look(c->context)))) break;
         int culprit = find_gone(g, c, &status);
         if (culprit >= 0) {
             status = sync_fail(g, status, culprit);
@@ -211,7 +218,7 @@ static int look_on(struct group *g, struct condition *c, struct backoff *b, bool
         missing = missing_rank(c);
         watched = backoff_watch(b, awaited_word(g, missing, c));
         if ((*over = holds(g, g->rank, c))) return STATUS_OK;
-        if ((status = sync_aborted(g))) return status;
+        if ((status = given_up(g, c))) return status;
         watched = watched && missing == missing_rank(c);
     } while (backoff_step(b, missing_rank(c), watched));
     return STATUS_OK;
