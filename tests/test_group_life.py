@@ -34,8 +34,7 @@ def launch(launcher: str, folder: Path, cycles: dict[str, int]) -> str:
         mpirun = find_mpirun()
         if mpirun is None:
             pytest.skip("no mpirun: install the dev extra")
-        place |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        place |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PMIX_MCA_gds": "hash"}
+        place["PMIX_MCA_gds"] = "hash"
         return run(mpirun, "-n", "2", sys.executable, *program, deadline=110, **place)
     place["WORLD_SIZE"] = "3"
     ranks = [

@@ -136,7 +136,9 @@ def test_threads_give_back_what_they_took():
     before = held()
     for _ in range(5):
         symcomm.spawn(work, 3, mode="threads", deadline=20)
-    assert held() == before
+    descriptors, pages, threads = held()
+    assert (descriptors, pages) == before[:2]
+    assert threads <= before[2]  # torch's own, which end when it likes, may have been among them
 
 
 def test_a_symmetric_tensor_outlives_its_threads():

@@ -232,8 +232,7 @@ def test_under_mpirun(script: str):
     if mpirun is None:
         pytest.skip("no mpirun: install the dev extra")
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    place |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    place |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PMIX_MCA_gds": "hash"}
+    place["PMIX_MCA_gds"] = "hash"
     assert said(run(mpirun, "-n", "2", sys.executable, script, **place)) == EXPECTED
 
 

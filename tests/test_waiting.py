@@ -168,7 +168,6 @@ def test_quotas_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def more_ranks_than_cores(g: ProcessGroup, cpu: list[float]) -> dict[str, int]:
-    os.sched_setaffinity(0, CORES[:2])
     pair = g.new_group([0, 1])
     for _ in range(3):
         g.barrier()
@@ -185,7 +184,11 @@ def more_ranks_than_cores(g: ProcessGroup, cpu: list[float]) -> dict[str, int]:
 
 def test_more_ranks_than_cores_burn_nothing_in_any_group():
     cpu: list[float] = []
-    found = symcomm.spawn(more_ranks_than_cores, 8, (cpu,), mode="threads", timeout=30, deadline=60)
+    os.sched_setaffinity(0, CORES[:2])
+    try:
+        found = symcomm.spawn(more_ranks_than_cores, 8, (cpu,), mode="threads", timeout=30, deadline=60)
+    finally:
+        os.sched_setaffinity(0, CORES)
     assert sum(counts["looked"] for counts in found) == 0, found
     assert all(counts["slept"] > 0 for rank, counts in enumerate(found) if rank != 1), found
     assert min(cpu) < 0.3, "8 ranks waited for half a second"

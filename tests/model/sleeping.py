@@ -135,8 +135,8 @@ def member(rank: int, world: int, operations: int, without: str, sleeps: bool = 
 
 
 def aborter(rank: int, world: int, without: str) -> Steps:
-    """A rank that fails instead of arriving (a deadline, an interrupt, abort() called by another thread), or that gives the
-    group up after a meeting that it found complete."""
+    """A rank that fails instead of arriving (a deadline, an interrupt, abort() called by another thread), or that finds
+    the meeting complete and gives the group up."""
     what = yield choose("arrives", "fails", "arrives and gives up")
     if what != "fails":
         yield store(("seq", rank), 1, RELEASE)
