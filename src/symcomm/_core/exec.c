@@ -6,6 +6,7 @@
 #include "common.h"
 #include "isolate.h"
 #include "reduce.h"
+#include "stream.h"
 #include "types.h"
 
 #define BLOCK_BYTES 16384 /* what one source or destination moves before the next is touched: fits L1 with room */
@@ -15,6 +16,7 @@ struct run {
     const struct plan *p;
     const struct buffers *b;
     struct deadline deadline;
+    bool streamed; /* results are written past the caches */
     int64_t out_offset; /* of my output in my arena; -1: peers cannot write to it */
     int half;
 };
@@ -36,18 +38,17 @@ static char *resolve(struct run *x, const struct plan_place *at, int64_t turn) {
     }
 }
 
+/* Whether what is written to the place goes past the caches; what is staged is read again soon. */
+static bool goes_past(const struct run *x, int64_t place) { return x->streamed && x->p->places[place].space != SPACE_STAGE; }
+
 static void copy_step(struct run *x, const struct plan_step *s, int64_t turn, int64_t nbytes) {
     const char *src = resolve(x, &x->p->places[s->src], turn);
-    if (s->n_dst == 1) {
-        char *dst = resolve(x, &x->p->places[s->dst], turn);
-        if (dst != src) memcpy(dst, src, (size_t)nbytes);
-        return;
-    }
-    for (int64_t done = 0; done < nbytes; done += BLOCK_BYTES) {
-        size_t n = (size_t)(nbytes - done < BLOCK_BYTES ? nbytes - done : BLOCK_BYTES);
-        for (int64_t d = 0; d < s->n_dst; d++) {
-            char *dst = resolve(x, &x->p->places[s->dst + d], turn);
-            if (dst != src) memcpy(dst + done, src + done, n);
+    int64_t block = s->n_dst == 1 ? nbytes : BLOCK_BYTES;
+    for (int64_t done = 0; done < nbytes; done += block) {
+        size_t n = (size_t)(nbytes - done < block ? nbytes - done : block);
+        for (int64_t d = s->dst; d < s->dst + s->n_dst; d++) {
+            char *dst = resolve(x, &x->p->places[d], turn);
+            if (dst != src) stream_copy(dst + done, src + done, n, goes_past(x, d));
         }
     }
 }
@@ -58,11 +59,17 @@ static void reduce_step(struct run *x, const struct plan_step *s, int64_t turn, 
     int dtype = (int)x->p->dtype, item = symcomm_itemsize[dtype];
     for (int64_t i = 0; i < s->n_src; i++) src[i] = resolve(x, &x->p->places[s->src + i], turn);
     for (int64_t i = 0; i < s->n_dst; i++) dst[i] = resolve(x, &x->p->places[s->dst + i], turn);
+    bool past = true;
+    for (int64_t i = 0; i < s->n_dst; i++) past = past && goes_past(x, s->dst + i);
+    if (past) {
+        stream_reduce(dtype, (int)x->p->redop, dst, (int)s->n_dst, src, (int)s->n_src, (size_t)(nbytes / item), 1.0);
+        return;
+    }
     int64_t block = s->n_dst == 1 ? nbytes : BLOCK_BYTES;
     for (int64_t done = 0; done < nbytes; done += block) {
         int64_t n = nbytes - done < block ? nbytes - done : block;
         symcomm_reduce(dtype, (int)x->p->redop, dst[0] + done, src, (int)s->n_src, (size_t)(n / item), 1.0);
-        for (int64_t d = 1; d < s->n_dst; d++) memcpy(dst[d] + done, dst[0] + done, (size_t)n);
+        for (int64_t d = 1; d < s->n_dst; d++) stream_copy(dst[d] + done, dst[0] + done, (size_t)n, goes_past(x, s->dst + d));
         for (int64_t i = 0; i < s->n_src; i++) src[i] = (const char *)src[i] + n;
     }
 }
@@ -243,7 +250,8 @@ static int run_locked(struct group *g, const struct plan *p, const struct buffer
     bool late = status == STATUS_MISMATCH && atomic_load(&g->control[g->rank]->abort_seq) == g->seq + 1;
     if (status && !late) return status;
     g->seq++;
-    struct run x = {.g = g, .p = p, .b = b, .deadline = {.timeout = timeout}, .out_offset = -1, .half = (int)(g->seq & 1)};
+    struct run x = {.g = g, .p = p, .b = b, .deadline = {.timeout = timeout}, .out_offset = -1, .half = (int)(g->seq & 1),
+                    .streamed = stream_pays(p->result_bytes * (uint64_t)g->world)};
     if (late) {
         atomic_store(&g->control[g->rank]->arrival[x.half].left, g->seq);
         arrive(&x, -1, -1); /* so that everybody's error names this call too */

@@ -1,6 +1,6 @@
 #include "joint.h"
 
-#include <string.h>
+#include "stream.h"
 
 #define PIECE_BYTES (64 * 1024) /* a few microseconds: at the end one waits for the other's */
 #define COUNT_BITS 20 /* of pieces: 64 GiB */
@@ -18,7 +18,7 @@ bool joint_fits(uint64_t nbytes) { return nbytes >= JOINT_BYTES && pieces_of(nby
 
 static void copy_piece(char *to, const char *from, uint64_t nbytes, uint64_t piece) {
     uint64_t start = piece * PIECE_BYTES, n = nbytes - start < PIECE_BYTES ? nbytes - start : PIECE_BYTES;
-    memcpy(to + start, from + start, n);
+    stream_copy(to + start, from + start, n, stream_pays(2 * nbytes));
 }
 
 /* Takes one more piece for a side. before: the claims until then. False: none is left, or it is another message's turn. */

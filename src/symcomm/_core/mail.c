@@ -7,6 +7,7 @@
 #include "common.h"
 #include "flight.h"
 #include "isolate.h"
+#include "stream.h"
 
 #define DIRECT_BYTES (32 * 1024) /* below, copying twice is cheaper than waiting for the receiver */
 #define WAKING_BYTES (4 * 1024 * 1024) /* below, a sender that sleeps is not woken to help: it would come too late */
@@ -45,10 +46,10 @@ static void ring_write(struct channel *c, uint64_t at, const void *bytes, uint64
     memcpy(c->ring, (const char *)bytes + first, n - first);
 }
 
-static void ring_read(struct channel *c, uint64_t at, void *bytes, uint64_t n) {
+static void ring_read(struct channel *c, uint64_t at, void *bytes, uint64_t n, bool streamed) {
     uint64_t start = at % RING_BYTES, first = n < RING_BYTES - start ? n : RING_BYTES - start;
-    memcpy(bytes, c->ring + start, first);
-    memcpy((char *)bytes + first, c->ring, n - first);
+    stream_copy(bytes, c->ring + start, first, streamed);
+    stream_copy((char *)bytes + first, c->ring, n - first, streamed);
 }
 
 /* --- sending ---------------------------------------------------------------------------------------------------- */
@@ -165,7 +166,7 @@ static bool take_header(struct mail *m, int peer) {
     struct channel *c = i->channel;
     uint64_t emptied = atomic_load_explicit(&c->emptied, memory_order_relaxed);
     if (atomic_load_explicit(&c->filled, memory_order_acquire) - emptied < sizeof(struct header)) return false;
-    ring_read(c, emptied, &i->header, sizeof i->header);
+    ring_read(c, emptied, &i->header, sizeof i->header, false);
     i->into = match(m, peer, &i->header);
     i->park = NULL;
     if (i->into == NULL) {
@@ -219,7 +220,7 @@ static bool copy(struct mail *m, int peer) {
         joint_open(&i->channel->joint, ticket_of(i), arena_offset(m->group, to, nbytes));
         if (nbytes >= WAKING_BYTES) ring_bell(m->group, peer);
     }
-    if (!i->joint) memcpy(to, from, nbytes);
+    if (!i->joint) stream_copy(to, from, nbytes, stream_pays(2 * nbytes));
     else if (!joint_pull(&i->channel->joint, ticket_of(i), to, from, nbytes, is_dead(m, peer))) return false;
     i->joint = false;
     return true;
@@ -264,7 +265,7 @@ static void take_bytes(struct mail *m, int peer) {
     uint64_t emptied = atomic_load_explicit(&c->emptied, memory_order_relaxed);
     uint64_t n = atomic_load_explicit(&c->filled, memory_order_acquire) - emptied;
     if (n > i->header.nbytes - i->moved) n = i->header.nbytes - i->moved;
-    if (to) ring_read(c, emptied, to + i->moved, n);
+    if (to) ring_read(c, emptied, to + i->moved, n, stream_pays(2 * i->header.nbytes));
     i->moved += n;
     atomic_store_explicit(&c->emptied, emptied + n, memory_order_release);
 }

@@ -46,8 +46,15 @@ static const char *check_move(struct plan *p, const struct plan_step *s, int64_t
     return why;
 }
 
+static uint64_t written_by(const struct plan *p, const struct plan_step *s, int64_t turns) {
+    uint64_t outputs = 0;
+    for (int64_t i = 0; i < s->n_dst; i++) outputs += p->places[s->dst + i].space != SPACE_STAGE;
+    return outputs * (uint64_t)turns * (uint64_t)s->nbytes;
+}
+
 static const char *check_part(struct plan *p, int part, int64_t n_places) {
     const struct plan_step *steps = p->steps[part];
+    uint64_t written = 0;
     int64_t left = 0, turns = 1; /* steps left in the loop we are in */
     for (int64_t i = 0; i < p->n_steps[part]; i++) {
         const struct plan_step *s = &steps[i];
@@ -57,6 +64,7 @@ static const char *check_part(struct plan *p, int part, int64_t n_places) {
         case OP_COPY:
         case OP_REDUCE:
             why = check_move(p, s, turns, n_places);
+            if (!why) written += written_by(p, s, turns);
             break;
         case OP_SIGNAL:
         case OP_WAIT:
@@ -77,6 +85,7 @@ static const char *check_part(struct plan *p, int part, int64_t n_places) {
         if (why) return why;
         if (left > 0) left--;
     }
+    if (written > p->result_bytes) p->result_bytes = written;
     return NULL;
 }
 
