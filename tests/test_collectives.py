@@ -25,7 +25,7 @@ from tests.test_reduce_kernels import COMPLEX, DEFINED, expected, moderate, torc
 NEVER, ALWAYS = 1 << 50, 0
 LIMITS = {
     "usual": Limits(),
-    "one-shot": Limits(one_shot_bytes=NEVER, direct_bytes=NEVER),
+    "one-shot": Limits(one_shot_bytes=NEVER, one_shot_extra=NEVER, root_extra=NEVER, direct_bytes=NEVER),
     "two-shot": Limits(one_shot_bytes=ALWAYS, direct_bytes=NEVER, two_rank_variant="two_shot"),
     "small chunks": Limits(stage_bytes=8192, chunk_bytes=1024, one_shot_bytes=512, direct_bytes=NEVER),
     "direct": Limits(direct_bytes=ALWAYS),

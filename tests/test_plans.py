@@ -7,7 +7,7 @@ import random
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -19,7 +19,7 @@ from symcomm import collectives
 from symcomm.collectives import Limits, Need, Plan, interpret
 from symcomm.collectives.interpret import Buffer, DeadlockError, PlanError, RaceError, Tensors, describe, run
 from symcomm.collectives.plan import ALGORITHMS, At, Copy, Loop, Reduce, Signal, Space, Wait
-from symcomm.collectives.select import elements_of
+from symcomm.collectives.select import DEFAULT, elements_of
 from symcomm.types import DType, RedOpType
 
 TINY = Limits(stage_bytes=4096, chunk_bytes=512, one_shot_bytes=256, direct_bytes=128)
@@ -253,6 +253,8 @@ def test_any_limits(seed: int):
             stage_bytes=stage,
             chunk_bytes=pick.choice([1, 64, 200, 512, 4096, 10**6]),
             one_shot_bytes=pick.choice([0, 300, 10**6]),
+            one_shot_extra=pick.choice([0, 10**6]),
+            root_extra=pick.choice([0, 10**6]),
             direct_bytes=pick.choice([0, 1, 500, 10**6]),
             two_rank_variant=pick.choice(["one_shot", "two_shot"]),
         )
@@ -492,6 +494,24 @@ def test_plans_are_cached():
 def test_a_staging_area_that_is_too_small_is_refused():
     with pytest.raises(ValueError, match="stage_bytes must be at least 2176, got 1024"):
         collectives.all_reduce(0, 16, 10**6, DType.INT8, RedOpType.SUM, Limits(stage_bytes=1024))
+
+
+def one_shot_until(call: Callable[..., Plan], world: int, *args: int, limits: Limits = DEFAULT) -> int:
+    """The largest power of two, of bytes, that ``world`` ranks reduce in one shot."""
+    sizes = [1 << k for k in range(20)]
+    plans = {n: call(0, world, n, DType.INT8, RedOpType.SUM, *args, limits=limits) for n in sizes}
+    return max(n for n, plan in plans.items() if plan.name == "one-shot")
+
+
+def test_the_more_ranks_the_sooner_they_share_the_work():
+    reached = [one_shot_until(collectives.all_reduce, world) for world in (2, 4, 8, 16)]
+    assert reached == [32 << 10, 4 << 10, 1 << 10, 512]
+    reached = [one_shot_until(collectives.reduce, world, 0) for world in (4, 8, 16)]
+    assert reached == [32 << 10, 16 << 10, 4 << 10]
+
+
+def test_ranks_that_share_cores_meet_once():
+    assert one_shot_until(collectives.all_reduce, 16, limits=Limits().crowded()) == 32 << 10
 
 
 def test_debug_prints_each_choice_once():

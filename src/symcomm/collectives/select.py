@@ -61,6 +61,9 @@ __all__ = [
 ]
 
 
+ANY_EXTRA = 1 << 40
+
+
 @dataclass(frozen=True)
 class Limits:
     """Where one algorithm takes over from another. All ranks of a group must use the same.
@@ -71,6 +74,10 @@ class Limits:
     stage_bytes: int = 2 << 20  # one half of a rank's staging area
     chunk_bytes: int = 256 << 10  # what one turn moves per rank; measured: 128 to 512 KiB alike, 64 KiB 6 % slower
     one_shot_bytes: int = 32 << 10  # all_reduce, reduce: up to here one-shot; measured: at 64 KiB both take 23 us
+    # ... and while a rank reads at most so much more than it would by two-shot; measured on 16 x86-64 cores: all_reduce
+    # is as fast either way at 4 KiB with 4 ranks, 1 KiB with 8; reduce, where the root alone reads, at 16 KiB with 8.
+    one_shot_extra: int = 8 << 10
+    root_extra: int = 96 << 10
     direct_bytes: int = 4 << 10  # from here on symmetric tensors take part without copies; measured: 0.8, 1.3 us there
     two_rank_variant: str = "two_shot"  # all_reduce of more, 2 ranks; or "one_shot"; measured at 1 MiB: 8.1, 5.8 GB/s
     nodes: tuple[int, ...] = ()  # each rank's NUMA node, -1 where it is not bound to one; () where all are on one
@@ -86,8 +93,10 @@ class Limits:
 
     def crowded(self) -> Limits:
         """For more ranks than cores, where a turn costs several switches between processes: the largest chunks that
-        three slots have room for. Measured, 4 ranks on 2 cores: 16 MiB all_gather 11 ms to 6, all_reduce 15 to 12."""
-        return replace(self, chunk_bytes=max(self.chunk_bytes, self.stage_bytes // SLOTS // LINE * LINE))
+        three slots have room for, and one-shot whatever a rank has to read for it. Measured, 4 ranks on 2 cores: 16 MiB
+        all_gather 11 ms to 6, all_reduce 15 to 12."""
+        chunk_bytes = max(self.chunk_bytes, self.stage_bytes // SLOTS // LINE * LINE)
+        return replace(self, chunk_bytes=chunk_bytes, one_shot_extra=ANY_EXTRA, root_extra=ANY_EXTRA)
 
 
 DEFAULT = Limits()
@@ -156,14 +165,22 @@ def _alone(plan: Plan, nbytes: int, combine: bool = False) -> Plan:
 
 
 def _prefer_one_shot(plan: Plan, nbytes: int, limits: Limits) -> bool:
-    if nbytes <= limits.one_shot_bytes:
-        plan.why = f"{nbytes} bytes <= one_shot_bytes {limits.one_shot_bytes}"
+    if _is_one_shot(plan, nbytes, limits, "one_shot_extra"):
         return True
     if plan.world == 2:
         plan.why = f"{nbytes} bytes, two ranks: two_rank_variant is {limits.two_rank_variant}"
         return limits.two_rank_variant == "one_shot"
-    plan.why = f"{nbytes} bytes > one_shot_bytes {limits.one_shot_bytes}"
     return False
+
+
+def _is_one_shot(plan: Plan, nbytes: int, limits: Limits, field: str) -> bool:
+    extra, most = nbytes * (plan.world - 2), getattr(limits, field)
+    small = nbytes <= limits.one_shot_bytes
+    if small and extra > most:
+        plan.why = f"{nbytes} bytes, {extra} more to read > {field} {most}"
+        return False
+    plan.why = f"{nbytes} bytes {'<=' if small else '>'} one_shot_bytes {limits.one_shot_bytes}"
+    return small
 
 
 def _nodes(plan: Plan, nbytes: int, limits: Limits, field: str = "node_bytes") -> Grid | None:
@@ -201,9 +218,9 @@ def reduce(rank: int, world: int, count: int, dtype: int, redop: int, root: int,
     nbytes = count * ITEMSIZE[dtype]
     if world == 1:
         return _alone(plan, nbytes, combine=True)
-    small = nbytes <= limits.one_shot_bytes
+    small = _is_one_shot(plan, nbytes, limits, "root_extra")
     choice = one_shot_reduce if small or world == 2 else two_shot_reduce  # 2 ranks, 16 MiB: 1.69 ms, 1.95 two-shot
-    plan.why = f"{nbytes} bytes {'<=' if small else '>'} one_shot_bytes {limits.one_shot_bytes}, {world} ranks"
+    plan.why += f", {world} ranks"
     choice(plan, nbytes, limits)
     _offer_direct(plan, nbytes, limits, direct_reduce, nbytes)
     return plan
