@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,8 +39,10 @@ def heed_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     heed_signals()
+    if not all(Path(name).name.startswith("test_gpu_") for name in config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a forked rank cannot use a GPU that its parent has looked at
     _own_shared_memory()
     for name in ("OMPI", "PRTE"):  # containers run tests as root, which Open MPI refuses until it is told twice
         os.environ |= {f"{name}_ALLOW_RUN_AS_ROOT": "1", f"{name}_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

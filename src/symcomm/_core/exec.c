@@ -16,7 +16,7 @@ struct run {
     const struct plan *p;
     const struct buffers *b;
     struct deadline deadline;
-    bool streamed; /* results are written past the caches */
+    bool streamed; /* what is copied into outputs goes past the caches */
     int64_t out_offset; /* of my output in my arena; -1: peers cannot write to it */
     int half;
 };
@@ -59,17 +59,11 @@ static void reduce_step(struct run *x, const struct plan_step *s, int64_t turn, 
     int dtype = (int)x->p->dtype, item = symcomm_itemsize[dtype];
     for (int64_t i = 0; i < s->n_src; i++) src[i] = resolve(x, &x->p->places[s->src + i], turn);
     for (int64_t i = 0; i < s->n_dst; i++) dst[i] = resolve(x, &x->p->places[s->dst + i], turn);
-    bool past = true;
-    for (int64_t i = 0; i < s->n_dst; i++) past = past && goes_past(x, s->dst + i);
-    if (past) {
-        stream_reduce(dtype, (int)x->p->redop, dst, (int)s->n_dst, src, (int)s->n_src, (size_t)(nbytes / item), 1.0);
-        return;
-    }
     int64_t block = s->n_dst == 1 ? nbytes : BLOCK_BYTES;
     for (int64_t done = 0; done < nbytes; done += block) {
         int64_t n = nbytes - done < block ? nbytes - done : block;
         symcomm_reduce(dtype, (int)x->p->redop, dst[0] + done, src, (int)s->n_src, (size_t)(n / item), 1.0);
-        for (int64_t d = 1; d < s->n_dst; d++) stream_copy(dst[d] + done, dst[0] + done, (size_t)n, goes_past(x, s->dst + d));
+        for (int64_t d = 1; d < s->n_dst; d++) memcpy(dst[d] + done, dst[0] + done, (size_t)n);
         for (int64_t i = 0; i < s->n_src; i++) src[i] = (const char *)src[i] + n;
     }
 }
@@ -251,7 +245,7 @@ static int run_locked(struct group *g, const struct plan *p, const struct buffer
     if (status && !late) return status;
     g->seq++;
     struct run x = {.g = g, .p = p, .b = b, .deadline = {.timeout = timeout}, .out_offset = -1, .half = (int)(g->seq & 1),
-                    .streamed = stream_pays(p->result_bytes * (uint64_t)g->world)};
+                    .streamed = stream_pays(p->copied_bytes * (uint64_t)g->world)};
     if (late) {
         atomic_store(&g->control[g->rank]->arrival[x.half].left, g->seq);
         arrive(&x, -1, -1); /* so that everybody's error names this call too */

@@ -85,7 +85,7 @@ static const char *check_part(struct plan *p, int part, int64_t n_places) {
         if (why) return why;
         if (left > 0) left--;
     }
-    if (written > p->result_bytes) p->result_bytes = written;
+    if (written > p->copied_bytes) p->copied_bytes = written;
     return NULL;
 }
 
@@ -112,10 +112,13 @@ static const char *check(struct plan *p, int64_t n_words) {
         p->steps[part] = (const struct plan_step *)next;
         next += p->n_steps[part] * STEP_WORDS;
     }
+    bool reduces = false;
     for (int part = 0; part < PLAN_PARTS; part++) {
         const char *why = check_part(p, part, n_places);
         if (why) return why;
+        for (int64_t i = 0; i < p->n_steps[part]; i++) reduces |= p->steps[part][i].op == OP_REDUCE;
     }
+    if (reduces) p->copied_bytes = 0;
     return NULL;
 }
 

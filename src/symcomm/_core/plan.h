@@ -28,7 +28,7 @@ struct plan {
     int64_t n_in, n_out;      /* buffers the caller must pass */
     int64_t piece_bytes;      /* of each input of a list that is one tensor where they lie one after another; 0: never */
     int64_t algorithm;        /* a number in ALGORITHMS of plan.py, for the flight recorder */
-    uint64_t result_bytes;    /* what this rank writes into outputs, in the part where that is most */
+    uint64_t copied_bytes;    /* into outputs by this rank, in the part where that is most; 0: it reduces */
     int64_t stage_bytes;      /* how far the plan reaches into a staging half */
     int64_t n_steps[PLAN_PARTS];
     const struct plan_step *steps[PLAN_PARTS];

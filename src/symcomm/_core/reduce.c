@@ -7,7 +7,6 @@
 
 #include "reduce.h"
 #include "reduce_kernels.h"
-#include "stream.h"
 
 /* --- sets of kernels ----------------------------------------------------------------------------------------- */
 
@@ -142,13 +141,6 @@ static int read_sources(PyObject *sequence, const void **sources) {
     return (int)n;
 }
 
-/* As a collective does it for results of that size, of one rank. */
-static void reduce_alone(int dtype, int op, void *dst, const void *const *sources, int n_sources, size_t count, double factor) {
-    char *const places[] = {dst};
-    if (stream_pays((uint64_t)count * types[dtype].itemsize)) stream_reduce(dtype, op, places, 1, sources, n_sources, count, factor);
-    else symcomm_reduce(dtype, op, dst, sources, n_sources, count, factor);
-}
-
 static PyObject *py_reduce(PyObject *self, PyObject *args) {
     (void)self;
     int dtype, op;
@@ -164,7 +156,7 @@ static PyObject *py_reduce(PyObject *self, PyObject *args) {
     int n_sources = read_sources(addresses, sources);
     if (n_sources < 0) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    reduce_alone(dtype, op, dst, sources, n_sources, (size_t)count, factor);
+    symcomm_reduce(dtype, op, dst, sources, n_sources, (size_t)count, factor);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -188,7 +180,7 @@ static PyObject *py_time_reduce(PyObject *self, PyObject *args) {
     clock_gettime(CLOCK_MONOTONIC, &begin);
     for (long i = 0; i < repeats; i++) {
         if (copy) memcpy((void *)(uintptr_t)dst, sources[0], (size_t)count);
-        else reduce_alone(dtype, op, (void *)(uintptr_t)dst, sources, n_sources, (size_t)count, 0.5);
+        else symcomm_reduce(dtype, op, (void *)(uintptr_t)dst, sources, n_sources, (size_t)count, 0.5);
         __asm__ volatile("" : : : "memory"); /* or the compiler might copy but once */
     }
     clock_gettime(CLOCK_MONOTONIC, &end);

@@ -4,9 +4,6 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "reduce.h"
-#include "types.h"
-
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #define HAS_STREAMING_STORES 1
@@ -15,10 +12,9 @@
 #endif
 
 #define LINE 64
-#define BLOCK_BYTES 16384 /* of a result, on its way from the kernel to memory: stays in L1 */
 #define USUAL_CACHE ((long)32 << 20)
 
-/* From so many bytes on. Set before main() has threads; a page of documentation names the variable. */
+/* From so many bytes on. */
 static uint64_t pays_from = UINT64_MAX;
 
 __attribute__((constructor)) static void find_cache(void) {
@@ -56,18 +52,4 @@ void stream_copy(void *dst, const void *src, size_t n, bool streamed) {
     memcpy(dst, src, before);
     stream_lines((char *)dst + before, (const char *)src + before, lines);
     memcpy((char *)dst + done, (const char *)src + done, n - done);
-}
-
-int stream_reduce(int dtype, int op, char *const *dst, int n_dst, const void *const *sources, int n_sources, size_t count, double factor) {
-    _Alignas(LINE) char block[BLOCK_BYTES];
-    const void *from[SYMCOMM_MAX_SOURCES];
-    size_t item = (size_t)symcomm_itemsize[dtype], most = BLOCK_BYTES / item;
-    for (size_t done = 0; done < count; done += most) {
-        size_t n = count - done < most ? count - done : most;
-        for (int i = 0; i < n_sources; i++) from[i] = (const char *)sources[i] + done * item;
-        int status = symcomm_reduce(dtype, op, block, from, n_sources, n, factor);
-        if (status) return status;
-        for (int d = 0; d < n_dst; d++) stream_copy(dst[d] + done * item, block, n * item, true);
-    }
-    return 0;
 }
