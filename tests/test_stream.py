@@ -21,6 +21,15 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("wrong", ["many", "-1", "12 MiB", "9" * 30])
+def test_a_threshold_that_is_no_number_is_refused(wrong: str):
+    environment = {**os.environ, "SYMCOMM_STREAM_BYTES": wrong, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", "import symcomm._core._native"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    words = f"ValueError: SYMCOMM_STREAM_BYTES must be a number of bytes such as 33554432, got '{wrong}'."
+    assert done.stderr.splitlines()[-1] == words
+
+
 @pytest.mark.parametrize("ranks", ["2", "3"])
 def test_every_collective_and_messages(ranks: str):
     """Before it measures, a benchmark compares every element."""

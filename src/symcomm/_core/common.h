@@ -50,6 +50,7 @@ int symcomm_add_signals(PyObject *module);
 int symcomm_add_window(PyObject *module);
 int symcomm_add_gpu(PyObject *module);
 int symcomm_add_store_server(PyObject *module);
+int symcomm_add_stream(PyObject *module);
 int symcomm_add_lockwatch(PyObject *module);
 
 #endif

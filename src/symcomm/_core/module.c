@@ -11,6 +11,7 @@ PyMODINIT_FUNC PyInit__native(void) {
     symcomm_start_clock();
     int (*const parts[])(PyObject *) = {
         symcomm_add_reduce,
+        symcomm_add_stream,
         symcomm_add_pack,
         symcomm_add_shm,
         symcomm_add_tensor,

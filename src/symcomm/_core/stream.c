@@ -1,8 +1,11 @@
 #include "stream.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+
+#include "common.h"
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -17,11 +20,25 @@
 /* From so many bytes on. */
 static uint64_t pays_from = UINT64_MAX;
 
-__attribute__((constructor)) static void find_cache(void) {
+static uint64_t last_cache(void) {
+    long bytes = 0;
+#ifdef _SC_LEVEL3_CACHE_SIZE
+    bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
+#endif
+    return (uint64_t)(bytes > 0 ? bytes : USUAL_CACHE);
+}
+
+int symcomm_add_stream(PyObject *module) {
+    (void)module;
     const char *wanted = getenv("SYMCOMM_STREAM_BYTES");
-    long cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    if (wanted) pays_from = strtoull(wanted, NULL, 10);
-    else if (HAS_STREAMING_STORES) pays_from = (uint64_t)(cache > 0 ? cache : USUAL_CACHE);
+    if (HAS_STREAMING_STORES) pays_from = last_cache();
+    if (wanted == NULL || *wanted == 0) return 0;
+    char *end;
+    errno = 0;
+    pays_from = strtoull(wanted, &end, 10);
+    if (*wanted >= '0' && *wanted <= '9' && *end == 0 && errno == 0) return 0;
+    PyErr_Format(PyExc_ValueError, "SYMCOMM_STREAM_BYTES must be a number of bytes such as 33554432, got '%s'.", wanted);
+    return -1;
 }
 
 bool stream_pays(uint64_t nbytes) { return nbytes >= pays_from; }

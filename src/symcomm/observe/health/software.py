@@ -40,7 +40,7 @@ def core() -> list[Finding]:
         fix = "pip install symcomm, or `python setup.py build_ext --inplace` in a checkout (needs a C compiler)"
         return [Finding("C core", FAIL, f"cannot be loaded ({error})", fix)]
     except ValueError as error:
-        return [Finding("C core", FAIL, str(error), "unset SYMCOMM_KERNELS: the best ones are the default")]
+        return [Finding("C core", FAIL, str(error), "unset that variable: the default is what is best for this CPU")]
     sets, chosen = native.reduce_sets()
     found = f"{chosen} (this CPU has {', '.join(sets)})"
     slow = Finding("kernels", WARN, found, "unset SYMCOMM_KERNELS: the results are the same, and come sooner")
