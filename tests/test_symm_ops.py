@@ -162,8 +162,9 @@ def check_handles(group):
     if hasattr(theirs, "get"):
         theirs.get(part, met, other, 5)
         assert part.tolist() == [n + 10 * other for n in (5, 6, 7)]
-    with pytest.raises(errors.BadArgumentError, match="within the 32 bytes allocated"):
-        get_elements(part, met, other, 6)
+    for peer, offset, says in ((other, 6, "exceeds.*32 bytes"), (2, 0, "invalid peer 2"), (-1, 0, "invalid peer -1")):
+        with pytest.raises(errors.BadArgumentError, match=says):
+            get_elements(part, met, peer, offset)
     met.barrier()
     return True
 
@@ -428,6 +429,9 @@ def _of_torch_2_14(group) -> None:
     assert torch.equal(into, everybodys)
     with pytest.raises(errors.BadArgumentError, match="out must be"):
         symm_reduce.low_contention_all_gather_out(values_of(rank, (2, 3)), name, into[:1])
+    number, numbers = torch.tensor(float(rank)), torch.arange(float(world))
+    assert torch.equal(symm_reduce.low_contention_all_gather_multicast(number, name), numbers)
+    assert torch.equal(symm_reduce.low_contention_all_gather_out(number, name, symm_mem.empty(world)), numbers)
     group.barrier()
     into.zero_()
     group.barrier()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from datetime import timedelta
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -27,11 +29,21 @@ def two_layers(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 @check
 def kernels_write_into_comm_buffers(rank: int) -> None:
     compiled = as_eager(two_layers, torch.randn(64, 64), torch.randn(64, 64) / 8)
-    assert compiled.code.count("comm_buffer(") == 2 and "empty_strided_cpu(" not in compiled.code.split("def call")[1]
+    line = r"buf\d+ = empty_strided_p2p\(\(64, 64\), \(64, 1\), torch.float32, .*, group_name='0', alloc_id=(\d+)\)"
+    numbers = re.findall(line, compiled.code)  # as torch writes it for a GPU, which tools look for
+    assert len(set(numbers)) == compiled.code.count("empty_strided_p2p(") == 2, compiled.code
+    assert "empty_strided_cpu(" not in compiled.code.split("def call")[1]
     assert [record.plan for record in compiled.records] == ["direct", "direct"]
     assert symm_mem.is_symm_mem_tensor(compiled.result), "the result left the graph in a copy"
     without = as_eager(two_layers, torch.randn(64, 64), torch.randn(64, 64) / 8, zero_copy=False)
-    assert "comm_buffer(" not in without.code and {r.reason for r in without.records} == {"switched off"}
+    assert "empty_strided_p2p(" not in without.code and {r.reason for r in without.records} == {"switched off"}
+
+
+@check
+def comm_buffers_of_other_devices_are_torchs(rank: int) -> None:
+    """A graph may use two devices; its code has one name for both."""
+    with pytest.raises(RuntimeError, match="(?i)SymmetricMemory.*meta"):
+        runtime.comm_buffer((2,), (1,), torch.float32, torch.device("meta"), group_name="0", alloc_id=1)
 
 
 @check

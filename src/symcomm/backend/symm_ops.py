@@ -23,7 +23,7 @@ __all__ = ["IMPLEMENTED", "NEEDS_MULTICAST", "register", "unregister"]
 IMPLEMENTED: dict[str, Callable[..., Any]] = {
     "_async_input_mm": symm_one_sided.async_input_mm,
     "_low_contention_all_gather": symm_reduce.low_contention_all_gather,
-    "_low_contention_all_gather_ce_multicast": symm_reduce.low_contention_all_gather,
+    "_low_contention_all_gather_ce_multicast": symm_reduce.low_contention_all_gather_multicast,
     "_low_contention_all_gather_ce_multicast_out": symm_reduce.low_contention_all_gather_out,
     "_low_contention_reduce_scatter": symm_reduce.low_contention_reduce_scatter,
     "all_to_all_vdev": symm_shuffle.all_to_all_vdev,

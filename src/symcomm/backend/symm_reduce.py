@@ -27,6 +27,8 @@ __all__ = [
     "fused_scaled_matmul_reduce_scatter",
     "gathered",
     "low_contention_all_gather",
+    "low_contention_all_gather_multicast",
+    "low_contention_all_gather_out",
     "low_contention_reduce_scatter",
     "multi_root_tile_reduce",
     "nccl_reduce_scatter_offset",
@@ -141,10 +143,15 @@ def low_contention_all_gather(tensor: Tensor, group_name: str) -> Tensor:
     return gathered(find_group(call, group_name), tensor)
 
 
+def low_contention_all_gather_multicast(tensor: Tensor, group_name: str) -> Tensor:
+    """As the one before, and takes a single number of each rank too."""
+    return gathered(find_group("_low_contention_all_gather_ce_multicast", group_name), torch.atleast_1d(tensor))
+
+
 def low_contention_all_gather_out(tensor: Tensor, group_name: str, out: Tensor) -> Tensor:
     call = "_low_contention_all_gather_ce_multicast_out"
-    check_dim(call, "tensor", 0, tensor)
     group = find_group(call, group_name)
+    tensor = torch.atleast_1d(tensor)
     shape = (tensor.shape[0] * group.size, *tensor.shape[1:])
     check_like(call, "out", out, shape, tensor.dtype)
     group.all_gather_single(out, tensor)

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import (
     BroadcastOptions,
     ReduceScatterOptions,
     _resolve_process_group,
+    _SymmetricMemory,
 )
 
 from symcomm import errors
@@ -72,15 +73,20 @@ class Place:
 _places: weakref.WeakKeyDictionary[ProcessGroup, dict[int, list[Place]]] = weakref.WeakKeyDictionary()
 
 
-def comm_buffer(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, group_name: str, line: int) -> Tensor:
-    """An empty tensor in symmetric memory: the same memory each time ``line`` runs, unless a result of an earlier run
-    still lies there. So results may leave the graph without a copy, and peers see the same addresses every iteration.
+def comm_buffer(
+    size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: Any, group_name: str, alloc_id: int
+) -> Tensor:
+    """An empty tensor in symmetric memory: the same memory each time the line of this ``alloc_id`` runs, unless a
+    result of an earlier run still lies there. So results may leave the graph without a copy, and peers see the same
+    addresses every iteration. Devices other than "cpu" are torch's.
     """
+    if device != "cpu":
+        return _SymmetricMemory.empty_strided_p2p(size, stride, dtype, device, group_name, alloc_id)
     core = _core_of(group_name)
     known = _places.get(core)
     if known is None:
         known = _places.setdefault(core, {})
-    kept = known.setdefault(line, [])
+    kept = known.setdefault(alloc_id, [])
     for _ in range(len(kept)):
         try:
             place = kept.pop(0)  # taken out, so that no other thread looks at it meanwhile

@@ -119,12 +119,21 @@ def put_and_signal(src: Any, hdl: SymmetricMemory, peer: int) -> None:
 
 
 def get_elements(dst: Any, hdl: SymmetricMemory, peer: int, offset: int = 0) -> None:
-    """Fill ``dst`` from element ``offset`` on of what ``peer`` met with."""
+    """Fill ``dst`` from element ``offset`` on of what ``peer`` met with. Refusals have torch's words in them."""
+    size = dst.element_size()
     if not dst.is_contiguous():
         raise errors.bad_argument("get", "dst", f"strides {tuple(dst.stride())}", "backed by contiguous memory")
-    if offset < 0 or hdl.offset % dst.element_size():
+    if offset < 0 or hdl.offset % size:
         raise errors.bad_argument("get", "offset", offset, "non-negative, and aligned to elements")
-    dst.copy_(hdl.get_buffer(peer, dst.shape, dst.dtype, hdl.offset // dst.element_size() + offset))
+    if not 0 <= peer < hdl.world_size:
+        raise errors.BadArgumentError(f"get: invalid peer {peer}; the group's ranks are 0 to {hdl.world_size - 1}.")
+    end = hdl.offset + (offset + dst.numel()) * size
+    if end > hdl.buffer_size:
+        raise errors.BadArgumentError(
+            f"get: the range up to byte {end} exceeds the symmetric allocation of {hdl.buffer_size} bytes; "
+            "ask for fewer elements, or from a smaller offset."
+        )
+    dst.copy_(hdl.get_buffer(peer, dst.shape, dst.dtype, hdl.offset // size + offset))
 
 
 def _set_pad_size(theirs: Any) -> Any:
