@@ -100,7 +100,7 @@ class Logger:
         strs["bucket_sizes"] = _listed(bucket.nbytes for bucket in reducer.buckets)
         is_gloo = backend == "gloo"
         for name in _ENVIRONMENT + _ENVIRONMENT_OF_GLOO * is_gloo:
-            strs[name.lower()] = os.environ.get(name) or "N/A"
+            strs[name.lower()] = os.environ.get(name, "N/A")
         ints["output_device"] = values.short(f"{call}: output_device", output_device)
         ints["broadcast_buffers"] = int(values.flag(f"{call}: broadcast_buffers", broadcast_buffers))
         ints["has_sync_bn"] = int(values.flag(f"{call}: has_sync_bn", has_sync_bn))
