@@ -374,6 +374,20 @@ def _abort(g: ProcessGroup) -> None:
     g.all_reduce(torch.ones(10))
 
 
+def pass_and_give_up(g: ProcessGroup) -> int:
+    """One passes a barrier and gives the group up at once; the others, still in it, have met everybody too."""
+    for turn in range(50):
+        team = g.split(0)
+        team.barrier()
+        if g.rank == turn % g.size:
+            team.abort()
+    return turn + 1
+
+
+def test_a_barrier_that_one_has_passed_is_passed_by_all():
+    assert symcomm.spawn(pass_and_give_up, 3, mode="threads", timeout=20, deadline=60) == [50] * 3
+
+
 def test_abort_ends_everybodys_operation():
     outcomes = run_group(_abort, 3)
     for message in expect(outcomes, errors.GroupUnusableError):

@@ -39,7 +39,7 @@ MUTANTS = {
     "doorbell not moved": "ring: wakes without changing the doorbell",
     "failure does not ring": "sync_fail: sets the abort word only",
     "abort not looked at": "sleep_until: no look at the abort word after publishing",
-    "given up, no second look": "given_up: does not look at the condition again after it saw the abort word",
+    "given up, no second look": "is_over: does not look at the condition again after it saw the abort word",
     "death not looked for": "sleep_until: no find_gone",
 }
 

@@ -121,11 +121,14 @@ int sync_gone(struct group *g, int rank) {
     return status == STATUS_OK && symcomm_dumps_core(g->life[rank]) ? STATUS_DEAD : status;
 }
 
-/* Why not to wait for c any longer. Looks at c again after it saw the group given up: whoever did so may have passed this meeting
- * first, and then it was complete for everybody. */
-static int given_up(struct group *g, struct condition *c) {
-    int status = sync_aborted(g);
-    return status && holds(g, g->rank, c) ? STATUS_OK : status;
+/* Whether c holds, or the group was given up (status). Looks at c again after it saw that: whoever gave it up may have passed this
+ * meeting first, and then it was complete for everybody. */
+static bool is_over(struct group *g, struct condition *c, int *status) {
+    *status = STATUS_OK;
+    if (holds(g, g->rank, c)) return true;
+    if ((*status = sync_aborted(g)) == STATUS_OK) return false;
+    if (holds(g, g->rank, c)) *status = STATUS_OK;
+    return true;
 }
 
 /* Of a condition that was looked at: whom it waits for first. */
@@ -177,8 +180,7 @@ static int sleep_until(struct group *g, struct condition *c, const struct deadli
     for (;;) {
         uint32_t seen = atomic_load_explicit(&me->doorbell, memory_order_acquire);
         publish_condition(me, c);
-        if (holds(g, g->rank, c)) break;
-        if ((status = given_up(g, c)) || (c->look && (status = c->look(c->context)))) break;
+        if (is_over(g, c, &status) || (c->look && (status = c->look(c->context)))) break;
         int culprit = find_gone(g, c, &status);
         if (culprit >= 0) {
             status = sync_fail(g, status, culprit);
@@ -210,15 +212,14 @@ static const void *awaited_word(struct group *g, int rank, const struct conditio
     return c->kind == WAIT_ARRIVED_ALL ? &peer->arrival[c->target & 1].seq : &peer->progress;
 }
 
-/* Looks on, until there is no more point in it. `over`: it holds. */
+/* Looks on, until there is no more point in it. `over`: it holds, or failed. */
 static int look_on(struct group *g, struct condition *c, struct backoff *b, bool *over) {
     int status, missing;
     bool watched;
     do {
         missing = missing_rank(c);
         watched = backoff_watch(b, awaited_word(g, missing, c));
-        if ((*over = holds(g, g->rank, c))) return STATUS_OK;
-        if ((status = given_up(g, c))) return status;
+        if ((*over = is_over(g, c, &status))) return status;
         watched = watched && missing == missing_rank(c);
     } while (backoff_step(b, missing_rank(c), watched));
     return STATUS_OK;
