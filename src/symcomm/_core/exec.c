@@ -16,7 +16,7 @@ struct run {
     const struct plan *p;
     const struct buffers *b;
     struct deadline deadline;
-    bool streamed; /* what is copied into outputs goes past the caches */
+    bool streamed; /* copies into outputs use non-temporal stores */
     int64_t out_offset; /* of my output in my arena; -1: peers cannot write to it */
     int half;
 };
@@ -38,8 +38,8 @@ static char *resolve(struct run *x, const struct plan_place *at, int64_t turn) {
     }
 }
 
-/* Whether what is written to the place goes past the caches; what is staged is read again soon. */
-static bool goes_past(const struct run *x, int64_t place) { return x->streamed && x->p->places[place].space != SPACE_STAGE; }
+/* Whether copies to a place use non-temporal stores. What is staged is read again soon. */
+static bool is_streamed(const struct run *x, int64_t place) { return x->streamed && x->p->places[place].space != SPACE_STAGE; }
 
 static void copy_step(struct run *x, const struct plan_step *s, int64_t turn, int64_t nbytes) {
     const char *src = resolve(x, &x->p->places[s->src], turn);
@@ -48,7 +48,7 @@ static void copy_step(struct run *x, const struct plan_step *s, int64_t turn, in
         size_t n = (size_t)(nbytes - done < block ? nbytes - done : block);
         for (int64_t d = s->dst; d < s->dst + s->n_dst; d++) {
             char *dst = resolve(x, &x->p->places[d], turn);
-            if (dst != src) stream_copy(dst + done, src + done, n, goes_past(x, d));
+            if (dst != src) stream_copy(dst + done, src + done, n, is_streamed(x, d));
         }
     }
 }

@@ -11,7 +11,7 @@
 #include <emmintrin.h>
 #define HAS_STREAMING_STORES 1
 #else
-#define HAS_STREAMING_STORES 0 /* of those that we know, others notice long runs of stores by themselves */
+#define HAS_STREAMING_STORES 0 /* Arm cores recognise long runs of stores by themselves */
 #endif
 
 #define LINE 64
@@ -53,7 +53,7 @@ static void stream_lines(char *dst, const char *src, size_t lines) {
         _mm_stream_si128((__m128i *)(dst + 32), c);
         _mm_stream_si128((__m128i *)(dst + 48), d);
     }
-    _mm_sfence(); /* these stores alone would be seen in any order */
+    _mm_sfence(); /* non-temporal stores are weakly ordered */
 }
 #else
 static void stream_lines(char *dst, const char *src, size_t lines) { memcpy(dst, src, lines * LINE); }

@@ -1,6 +1,6 @@
-/* Copies too large for the caches are written past them, where the CPU has stores for that: an ordinary store first reads the
- * line that it replaces, a third of what a copy moves. Results of reductions are not: measured, 16 ranks, 64 MiB, that took
- * 1.1 to 1.9 times as long. */
+/* Copies too large for the caches use non-temporal stores, where the CPU has them: an ordinary store first reads the line that it
+ * replaces, a third of what a copy moves. Reductions use ordinary ones: with 16 ranks and 64 MiB, non-temporal stores of their
+ * results took 1.1 to 1.9 times as long. */
 #ifndef SYMCOMM_STREAM_H
 #define SYMCOMM_STREAM_H
 
@@ -8,10 +8,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Whether so many bytes, of all ranks together, are better written past the caches. */
+/* Whether non-temporal stores pay when all ranks together write so many bytes. */
 bool stream_pays(uint64_t nbytes);
 
-/* memcpy(), past the cache if `streamed`. Whatever is stored after it is seen after it. */
+/* memcpy(), with non-temporal stores if `streamed`; they are visible before any store that follows. */
 void stream_copy(void *dst, const void *src, size_t n, bool streamed);
 
 #endif
