@@ -207,6 +207,36 @@ def optimizer_in_backward_works(rank: int, path: str) -> None:
         torch.Stream, torch.accelerator.current_stream = kept  # type: ignore[misc,assignment]
 
 
+@check
+def callbacks_that_hooks_queue_run_after_all_hooks(rank: int, path: str) -> None:
+    """The optimizer-in-backward hook relies on it: its callback takes the gradients away."""
+
+    def order(kind: Any) -> list[list[Any]]:
+        net = kind(Net(), bucket_cap_mb=0.0001)
+        passes: list[list[Any]] = []
+
+        def hook(bucket: Any) -> Any:
+            if bucket.index() == 0:
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: passes[-1].append("ended"))
+            passes[-1].append(bucket.index())
+            future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+            return future.then(slowly)
+
+        def slowly(ended: Any) -> Any:
+            time.sleep(0.02)  # so that the next bucket's hook has to wait for its turn
+            return ended.value()[0]
+
+        net.register_comm_hook(None, lambda _, bucket: hook(bucket))
+        for step in range(3):
+            passes.append([])
+            net(batch(rank, step)).square().sum().backward()
+        return passes
+
+    with joined(rank, path):
+        theirs, mine = order(TorchDDP), order(DistributedDataParallel)
+        assert theirs == mine, f"{theirs} and {mine}"
+
+
 # --- hooks made for ours ------------------------------------------------------------------------------------------
 
 

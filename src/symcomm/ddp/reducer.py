@@ -350,10 +350,16 @@ class Reducer(Filler):
             bucket.future = self._call_hook(self._grad_bucket(self.buckets.index(bucket), bucket.buffer))
             return bucket.future
 
-        if self._keeps_order(bucket.buffer):
-            self._order.call(self.process_group, call)
-        else:
+        if not self._keeps_order(bucket.buffer):
             call()
+            return
+        if self.buckets_reduced == 1:  # before the hook queues callbacks of its own: those expect that all hooks have run
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_hooks)
+        self._order.call(self.process_group, call)
+
+    def _finish_hooks(self) -> None:
+        with self._lock:
+            self._order.finish()
 
     def _keeps_order(self, buffer: Any) -> bool:
         """Whether the hook might start collectives in callbacks, in threads of their own."""
