@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.c10d_compare import OLDER, ours, same, since_2_15, theirs
+from tests.torch_checks import leave
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_buckets_are_pytorchs(case):
 def group(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
-    dist.destroy_process_group()
+    leave()
 
 
 def test_reducer_takes_pytorchs_arguments(group):

@@ -21,6 +21,7 @@ from torch import nn  # noqa: E402
 import symcomm.c10d  # noqa: E402
 from symcomm.ddp import DistributedDataParallel, hooks  # noqa: E402
 from tests.test_ddp_hooks import dressed, one_thread_a_rank  # noqa: E402, F401
+from tests.torch_checks import leave  # noqa: E402
 
 DIM, LAYERS, PATIENCE = 4, 3, 3.0
 
@@ -50,7 +51,7 @@ def on_gloo(job: Callable[[Any], Any]) -> Any:
     try:
         return job(dist.group.WORLD)
     finally:
-        dist.destroy_process_group()
+        leave()
 
 
 def on_ours(job: Callable[[Any], Any], ranks: int = 1) -> list[Any]:

@@ -20,6 +20,7 @@ from symcomm.backend.group import TorchGroup  # noqa: E402
 from symcomm.ddp import hooks  # noqa: E402
 from symcomm.ddp.hooks._exchange import all_reduce_bytes  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
+from tests.torch_checks import leave  # noqa: E402
 
 DIM, WIDTH, STEPS = 16, 64, 60
 INT8, FP8, BF16, FP16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16
@@ -569,7 +570,7 @@ def _on_backend(rank: int, world: int, path: str, backend: str) -> list[tuple[fl
         others = [torch.empty_like(mine) for _ in range(world)]
         dist.all_gather(others, mine)
         told.append((state.saved, all(torch.equal(mine, other) for other in others)))
-    dist.destroy_process_group()
+    leave()
     return told
 
 
@@ -578,7 +579,7 @@ def _on_backend(rank: int, world: int, path: str, backend: str) -> list[tuple[fl
 @pytest.mark.parametrize("backend", ["symcomm", "gloo"])
 def test_in_processes(backend: str, tmp_path: Any):
     outcomes = run_ranks(_on_backend, 2, str(tmp_path / "meet"), backend, deadline=60, outcomes=True)
-    if backend == "gloo" and [o.kind for o in outcomes] == ["stuck"] * 2:  # Gloo's ranks may miss each other: once
+    if backend == "gloo" and "stuck" in [o.kind for o in outcomes]:  # Gloo's ranks may miss each other: once
         outcomes = run_ranks(_on_backend, 2, str(tmp_path / "again"), backend, deadline=60, outcomes=True)
     for outcome in outcomes:
         assert outcome.kind == "returned" and all(same and saved > 0.1 for saved, same in outcome.value), outcome

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,9 +51,19 @@ def train(backend: str, torchrun: bool) -> dict[str, list[float]]:
     return {name: losses(said) for name, (_, said) in zip(THERE, parts(lines, files), strict=True)}
 
 
+def train_on_gloo() -> dict[str, list[float]]:
+    """On a busy machine Gloo may deadlock (see ``torch_checks.leave``): once more then."""
+    try:
+        return train("gloo", True)
+    except AssertionError as error:
+        if f": -{signal.SIGALRM.value}\n" not in str(error):
+            raise
+    return train("gloo", True)
+
+
 @pytest.fixture(scope="module")
 def trained() -> list[dict[str, list[float]]]:
-    return [train("symcomm", False), train("symcomm", True), train("gloo", True)]
+    return [train("symcomm", False), train("symcomm", True), train_on_gloo()]
 
 
 @pytest.mark.slow

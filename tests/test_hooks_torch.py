@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.test_hooks import Log, as_torch_does
+from tests.torch_checks import leave
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -28,7 +29,7 @@ def joined(rank: int, world: int, path: str, backend: str = "symcomm"):
     try:
         yield dist.group.WORLD
     finally:
-        dist.destroy_process_group()
+        leave()
 
 
 def calls_of(rank: int, group: Any) -> dict[str, Any]:

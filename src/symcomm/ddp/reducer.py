@@ -353,7 +353,7 @@ class Reducer(Filler):
         if not self._keeps_order(bucket.buffer):
             call()
             return
-        if self.buckets_reduced == 1:  # before the hook queues callbacks of its own: those expect that all hooks have run
+        if self.buckets_reduced == 1:  # ahead of the callbacks that hooks queue: those expect all hooks to have run
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_hooks)
         self._order.call(self.process_group, call)
 
