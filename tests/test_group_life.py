@@ -175,7 +175,7 @@ def test_groups_of_the_newest_interface_go_when_they_are_dropped():
         + """
 import threading, weakref
 from datetime import timedelta
-from symcomm.backend.teach import dist2_group as make
+from symcomm.backend.torch_patches.dist2 import dist2_group as make
 from symcomm.memory.arena import current_arena
 store = dist.HashStore()
 used = []

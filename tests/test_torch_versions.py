@@ -66,7 +66,6 @@ def test_arguments_that_a_version_does_not_take():
 TORCH = r"(torch_c10d|torch\.distributed|torch\.ops|torch\.library|dist|c10d)\b[\w.]*"
 PROBES = re.compile(rf"hasattr\({TORCH}, |getattr\({TORCH}, [^,()]+, |release\(torch\.__version__")
 ELSEWHERE = {
-    "backend/teach.py": 1,  # private functions are in distributed_c10d only, whichever version it is
     "types.py": 1,  # lies below that file
 }
 

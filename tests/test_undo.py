@@ -1,4 +1,4 @@
-"""What symm_mem.install() and compile.install() change of torch is as it was after their uninstall()."""
+"""What of torch symm_mem.install(), compile.install() and torch_patches change is as it was after that is undone."""
 
 from __future__ import annotations
 
@@ -13,53 +13,9 @@ from tests.test_compile_checks import environment
 pytest.importorskip("torch")
 
 # A process of its own: nothing of ours may have touched its torch before the first look.
-LOOK = """
-import json, sys, types
-import torch, torch.distributed as dist, torch.distributed._symmetric_memory as functions
-import torch._inductor.compile_fx, torch._dynamo, torch.fx.experimental.proxy_tensor
-from torch._inductor.lowering import lowerings
-
-assert not any(name.split(".")[0] == "symcomm" for name in sys.modules), "autoloading is off"
-KINDS = (types.FunctionType, types.BuiltinFunctionType, type, staticmethod, classmethod, property)
-
-
-def look():
-    seen = {}
-    loaded = [m for n, m in sorted(sys.modules.items()) if n.split(".")[0] == "torch" and m is not None]
-    for module in [*loaded, torch.ops.symm_mem]:
-        name = module.__name__
-        for key, value in list(vars(module).items()):
-            if isinstance(value, KINDS) or name.startswith("torch.ops."):
-                seen[name, key] = value
-            if isinstance(value, type) and value.__module__.startswith("torch"):
-                seen |= {(value.__module__, value.__qualname__, k): v for k, v in vars(value).items()
-                         if isinstance(v, KINDS)}
-    seen |= {("lowering", str(key)): value for key, value in lowerings.items()}
-    seen |= {("finder", str(place)): finder for place, finder in enumerate(sys.meta_path)}
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith(("symm_mem::", "_c10d_functional::")):
-            seen["kernels", name] = torch._C._dispatch_dump_table(name)
-            operator = getattr(torch.ops, name.split("::")[0])
-            overload = getattr(getattr(operator, name.split("::")[1].split(".")[0]), "default", None)
-            if overload is not None:
-                seen["rules", name] = [sorted(map(str, t)) for t in (
-                    overload.python_key_table, overload.py_kernels, overload.functorch_table)]
-    return seen
-
-
-def changed(before, now):
-    def same(a, b):
-        return a is b or (isinstance(a, (str, list)) and a == b)
-    return sorted(str(key) for key in before.keys() | now.keys()
-                  if not same(before.get(key), now.get(key)) and not (key not in before and is_new_module(key)))
-
-
-def is_new_module(key):
-    return key[0] not in {*known_modules, "lowering", "finder", "kernels", "rules"}
-
-
-look()  # operators are made when they are first asked for
-known_modules = {m.__name__ for n, m in sys.modules.items() if n.split(".")[0] == "torch" and m is not None}
+INSTALLS = """
+import json, sys
+from tests.torch_state import changed, look
 before = look()
 from symcomm import symm_mem
 import symcomm.compile as symcompile
@@ -82,9 +38,65 @@ CHANGES = [  # older versions lack some
 
 def test_torch_is_as_it_was_after_everything_is_undone():
     done = subprocess.run(
-        [sys.executable, "-c", LOOK, json.dumps(CHANGES)], capture_output=True, text=True, timeout=200, check=False,
+        [sys.executable, "-c", INSTALLS, json.dumps(CHANGES)], capture_output=True, text=True, timeout=200, check=False,
         env=environment(TORCH_DEVICE_BACKEND_AUTOLOAD="0"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     there, unchanged = json.loads(done.stdout)
     assert len(there) >= len(CHANGES) - 2 and unchanged == [], "or the comparison says nothing"
+
+
+PATCHES = """
+import importlib, json, sys
+from pathlib import Path
+from tests.torch_state import changed, look
+import torch, torch.distributed as dist
+from symcomm import errors
+
+before = look()
+bases = errors.StoreDeadlineError.__bases__
+from symcomm.backend import register, torch_patches, versions
+from torch.fx.experimental.proxy_tensor import make_fx
+
+factories = dict(versions.dist2_factories())
+files = {path.stem for path in Path(torch_patches.__file__).parent.glob("*.py")}
+tools = {"__init__", "patch", "method_swap", "make_fx", "comm_debug_mode", "dynamo_rules"}
+names = [*torch_patches.AT_IMPORT, *torch_patches.AT_FIRST_GROUP, "replace_gloo"]
+assert files - tools == set(names), files ^ {*names, *tools}
+for path in files - {"__init__", "patch", "method_swap"}:
+    words = importlib.import_module(f"{torch_patches.__name__}.{path}").__doc__
+    assert all(f"{word}: " in words for word in ("What", "Why", "Versions", "Undo")), path
+
+known = changed(before, look())
+silent = []
+for name in names:
+    torch_patches.apply(name)
+    now = changed(before, look())
+    facts = (now, errors.StoreDeadlineError.__bases__ != bases, len(versions.dist2_factories()))
+    silent += [name] if "facts_before" in globals() and facts == facts_before else []
+    facts_before = facts
+assert torch_patches.applied() == names
+
+dist.Backend.register_backend("symcomm", register.create, extended_api=True, devices=["cpu", "cuda"])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert getattr(dist.group.WORLD, "is_symcomm", False), "Gloo is replaced"
+traced = make_fx(lambda x: dist.all_reduce(x) or x + 1)(torch.ones(2))
+assert "allreduce_" in traced.code, traced.code
+with_kernels = changed(before, look())
+dist.destroy_process_group()
+torch_patches.undo_all()
+assert errors.StoreDeadlineError.__bases__ == bases and versions.dist2_factories() == factories
+print(json.dumps([silent, with_kernels, changed(before, look()), torch_patches.applied()]))
+"""
+
+
+def test_torch_is_as_it_was_after_its_patches_are_undone():
+    done = subprocess.run(
+        [sys.executable, "-c", PATCHES], capture_output=True, text=True, timeout=200, check=False,
+        env=environment(TORCH_DEVICE_BACKEND_AUTOLOAD="0", SYMCOMM_REPLACE=""),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    silent, inside, after, applied = json.loads(done.stdout)
+    assert after == [] and applied == []
+    assert any("c10d::allreduce_" in key for key in inside), "or the comparison says nothing"
+    assert set(silent) <= {"split_group", "shrink_group", "flight_recorder_hook"}, "others change every torch"

@@ -22,7 +22,8 @@ The tree says whose fault it is::
       InternalError               a bug of ours: please report it
 
 All of them are RuntimeErrors, since that is what ``torch.distributed`` raises and what scripts catch. Those of stores
-are also what PyTorch's stores raise (DistStoreError and its kin) as soon as torch knows us: see backend/teach.py.
+are also what PyTorch's stores raise (DistStoreError and its kin) as soon as torch knows us: see
+backend/torch_patches/store_errors.py.
 """
 
 from __future__ import annotations

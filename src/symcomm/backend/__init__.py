@@ -1,7 +1,7 @@
 """Symcomm as a ``torch.distributed`` backend.
 
 register.py  tells torch about us; torch calls it by itself through the ``torch.backends`` entry point
-teach.py     functions of torch that know other backends by name: split_group, shrink_group, monitored_barrier
+torch_patches/ every change of torch's behaviour, a file each
 stores.py    our stores where torch wants its own
 group.py     TorchGroup: torch's ProcessGroup on ours
 inner.py     the Backend that torch's C++ finds inside a TorchGroup (torch 2.15)
@@ -17,15 +17,11 @@ messages.py  dist.send and dist.recv, within the call
 checks.py    wrong arguments, in the words that scripts look for
 work.py      what torch expects of a Work and of its future
 sparse.py    sums of sparse tensors
-functional.py operators of functional collectives that torch does not bring to us by itself
-traced.py    calls that make_fx traces
-counted.py   calls that CommDebugMode counts
-exchange.py  methods that are others meanwhile
-inductor.py  tells torch's compiler, once it is loaded
-recorder.py  our operations in what torch's functions tell of its flight recorder
 symm_ops.py  torch.ops.symm_mem on CPU tensors; symm_reduce.py, symm_shuffle.py, symm_one_sided.py do the work,
              symm_boxed.py has those that pass a handle, symm_functional.py lets those that write compile
 careful.py   what TORCH_DISTRIBUTED_DEBUG=DETAIL adds
 lists.py     calls with several tensors of one rank
 profile.py   events for torch's profiler
 """
+
+import torch  # noqa: F401  before all modules of this package, which torch loads while it is being imported

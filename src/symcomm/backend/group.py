@@ -21,7 +21,6 @@ from symcomm.backend import checks, lists, values, versions
 from symcomm.backend.arguments import is_async, once_each, one_list, redop_of, root_of, seconds_of, sort_out
 from symcomm.backend.checks import single
 from symcomm.backend.engines import Engines
-from symcomm.backend.functional import register_work
 from symcomm.backend.hooked import TORCH_CALLS, attach_own_health_checks
 from symcomm.backend.life import Life
 from symcomm.backend.meeting import meet
@@ -31,6 +30,7 @@ from symcomm.backend.options_layout import ASYNC, UNKNOWN, install, read_options
 from symcomm.backend.profile import Span, describe, is_profiling
 from symcomm.backend.reconfigure import Reconfigures
 from symcomm.backend.sparse import all_reduce_sparse
+from symcomm.backend.torch_patches.functional_collectives import register_work
 from symcomm.backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, late, op_type_of
 from symcomm.group import hooks
 from symcomm.group.arguments import to_redop

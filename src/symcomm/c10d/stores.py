@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from symcomm import errors
 from symcomm.backend.stores import Lendable, as_torch_store
-from symcomm.backend.teach import errors_by_pytorchs_names
+from symcomm.backend.torch_patches import store_errors
 from symcomm.errors import wrong_type
 from symcomm.store import FileStore as OwnFileStore
 from symcomm.store import HashStore as OwnHashStore
@@ -37,7 +37,7 @@ __all__ = [
     "as_torch_store",
 ]
 
-errors_by_pytorchs_names()
+store_errors.apply()
 
 
 class _AnyStore(type(dist.Store)):  # type: ignore[misc]

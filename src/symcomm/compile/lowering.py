@@ -17,7 +17,7 @@ from torch._inductor.virtualized import V
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
-from symcomm.backend.functional import _our as our_group
+from symcomm.backend.torch_patches.functional_collectives import our_group
 from symcomm.compile import buffers, options, overlap, report
 from symcomm.compile.codegen import IMPORT, RUNTIME
 

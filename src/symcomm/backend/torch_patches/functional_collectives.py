@@ -1,8 +1,9 @@
-"""Functional collectives that torch's C++ does not bring to Python groups.
-
-``_c10d_functional`` resolves a group by name and calls it. For two of its operators torch 2.13 looks past a Python
-group for a C++ backend inside it, and finds none. For CPU and CUDA tensors those two get kernels of ours, which do the
-same on our groups and hand every other group to the kernel that was there.
+"""What: two operators of ``_c10d_functional`` get kernels of ours for CPU and CUDA tensors, which do the same on our
+groups and hand every other group to the kernel that was there.
+Why: ``_c10d_functional`` resolves a group by name and calls it. For these two, torch looks past a Python group for a
+C++ backend inside it, and finds none.
+Versions: those whose kernels do so (see versions.py).
+Undo: the kernels are torch's again.
 
 Inside ``allow_inflight_collective_as_graph_input_ctx`` the tensors of asynchronous calls are known to ``wait_tensor``,
 so that a compiled graph can wait for what eager code has begun.
@@ -17,23 +18,19 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, _register_work, _resolve_process_group
 
 from symcomm.backend import versions
+from symcomm.backend.torch_patches.patch import Undo
 
-__all__ = ["install", "register_work"]
-
-_installed: list[Any] = []  # the library; its kernels live as long as it does
+__all__ = ["apply", "our_group", "register_work"]
 
 
-def install() -> None:
-    """Once a process, when the first group is made."""
-    if _installed:
-        return
-    library = torch.library.Library("_c10d_functional", "IMPL")
-    _installed.append(library)
+def apply() -> Undo:
+    library = torch.library.Library("_c10d_functional", "IMPL")  # its kernels live as long as it does
     kernels: dict[str, Callable[..., Any]] = {"all_gather_into_tensor_out": _all_gather_out, "batch_p2p_ops": _batch}
     for name in versions.functional_operators(kernels):
         for where in ("CPU", "CUDA") if versions.HAS_CUDA else ("CPU",):
             known = torch.library.get_kernel(f"_c10d_functional::{name}", where)
             library.impl(name, _either(known, kernels[name]), where, with_keyset=True)
+    return library._destroy
 
 
 def _either(known: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,14 +41,14 @@ def _either(known: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-def _our(group: Any) -> Any:
+def our_group(group: Any) -> Any:
     """The group of this name (newer graphs carry the group itself) if it is ours, else None."""
     found = _resolve_process_group(group) if isinstance(group, str) else group
     return found if getattr(found, "is_symcomm", False) else None
 
 
 def _all_gather_out(input: Any, group_size: int, group_name: Any, *, out: Any) -> Any:
-    group = _our(group_name)
+    group = our_group(group_name)
     if group is None:
         return None
     _register_work(out, group.all_gather_single(out, input, AllgatherOptions()))
@@ -59,7 +56,7 @@ def _all_gather_out(input: Any, group_size: int, group_name: Any, *, out: Any) -
 
 
 def _batch(ops: Sequence[str], peers: Sequence[int], tags: Sequence[int], tensors: Sequence[Any], name: Any) -> Any:
-    if _our(name) is None:
+    if our_group(name) is None:
         return None
     functional = torch.ops._c10d_functional
     each = {"isend": functional.isend, "irecv": functional.irecv}

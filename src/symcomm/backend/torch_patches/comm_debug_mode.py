@@ -1,5 +1,8 @@
-"""``CommDebugMode`` counts torch's operators, which calls of our groups are not: while one counts, every call shows
-itself to it as the operator that torch's own groups would call.
+"""What: while a ``CommDebugMode`` counts, every call of our groups shows itself to it as the operator that torch's
+own groups would call.
+Why: it counts torch's operators, which calls of our groups are not.
+Versions: all.
+Undo: methods stay what they are while one counts.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from symcomm.backend import exchange
+from symcomm.backend.torch_patches import method_swap
+from symcomm.backend.torch_patches.patch import Undo
 
-__all__ = ["watch"]
+__all__ = ["apply"]
 
 # The group's method -> operator of torch.ops.c10d
 _OPERATORS = {
@@ -33,7 +37,7 @@ _OPERATORS = {
     "alltoall": "alltoall_",
     "all_to_all_single": "alltoall_base_",
 }
-_TRACES = torch._C._TorchDispatchModeKey.PROXY  # see traced.py: what it traces are operators, which count by themselves
+_TRACES = torch._C._TorchDispatchModeKey.PROXY  # what make_fx.py traces are operators, which count by themselves
 
 
 class _Shown:
@@ -50,14 +54,14 @@ class _Shown:
         return f"{self._overloadpacket}.default"
 
 
-def watch(mode: Any, group_class: type) -> None:
+def apply(mode: Any, group_class: type) -> Undo:
     """Have ``mode``, which is CommDebugMode, count the calls of this class of groups from now on."""
-    operators = {exchange.own(group_class, method): operator for method, operator in _OPERATORS.items()}
+    operators = {method_swap.own(group_class, method): operator for method, operator in _OPERATORS.items()}
 
     def counted(_: str, own: Callable[..., Any], now: Callable[..., Any]) -> Callable[..., Any] | None:
         return _counted(now, getattr(torch.ops.c10d, operators[own]), mode) if own in operators else None
 
-    exchange.wrap_inside(mode, group_class, counted)
+    return method_swap.wrap_inside(mode, group_class, counted)
 
 
 def _counted(ours: Callable[..., Any], operator: Any, mode: type) -> Callable[..., Any]:

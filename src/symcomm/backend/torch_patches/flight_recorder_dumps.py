@@ -1,9 +1,10 @@
-"""torch's own functions that dump its flight recorder show what our groups did.
-
-torch's recorder is written by C++ backends, and since 2.14 by a hook that slows every call down; ours records all calls
-anyway. So what Python reads of torch's recorder has our entries as well, in its format. Versions that have one recorder
-for each backend (since 2.15) have ours under ``backend="symcomm"``, older ones among the others by time. Where torch's
-hook is attached to a group of ours, torch's recorder has these calls itself, and is left alone.
+"""What: torch's own functions that dump its flight recorder show what our groups did.
+Why: torch's recorder is written by C++ backends, and since 2.14 by a hook that slows every call down; ours records
+all calls anyway. So what Python reads of torch's recorder has our entries as well, in its format.
+Versions: those that have one recorder for each backend (since 2.15) have ours under ``backend="symcomm"``, older ones
+among the others by time. Where torch's hook is attached to a group of ours, torch's recorder has these calls itself,
+and is left alone.
+Undo: the functions are torch's again.
 """
 
 from __future__ import annotations
@@ -16,29 +17,26 @@ from typing import Any
 
 import torch._C._distributed_c10d as torch_c10d
 
+from symcomm.backend import versions
+from symcomm.backend.torch_patches.patch import Undo, all_of, replace
 from symcomm.memory.arena import current_arena, has_arena
 
-__all__ = ["show_ours"]
+__all__ = ["apply"]
 
 BACKEND = "symcomm"
 _module: Any = torch_c10d
 
 
-@functools.cache
-def show_ours() -> None:
-    """Once a process, when its first group is made."""
+def apply() -> Undo:
     by_backend = "backend" in (_module._dump_fr_trace.__doc__ or "")
-    _replace("_dump_fr_trace", lambda theirs: _dump(theirs, True, by_backend))
-    _replace("_dump_fr_trace_json", lambda theirs: _dump(theirs, False, by_backend))
-    if by_backend:
-        _replace("_dump_fr_trace_file", _dump_file)
-        _replace("_reset_fr_trace", _reset)
-
-
-def _replace(name: str, make: Callable[[Any], Any]) -> None:
-    theirs = getattr(_module, name, None)
-    if theirs is not None:
-        setattr(_module, name, functools.wraps(theirs)(make(theirs)))
+    made: dict[str, Callable[[Any], Any]] = {
+        "_dump_fr_trace": lambda theirs: _dump(theirs, True, by_backend),
+        "_dump_fr_trace_json": lambda theirs: _dump(theirs, False, by_backend),
+        **({"_dump_fr_trace_file": _dump_file, "_reset_fr_trace": _reset} if by_backend else {}),
+    }
+    there = versions.present(_module, made)
+    undos = [replace(_module, name, functools.wraps(known)(made[name](known))) for name, known in there.items()]
+    return all_of(*undos)
 
 
 def _dump(theirs: Any, pickled: bool, by_backend: bool) -> Any:

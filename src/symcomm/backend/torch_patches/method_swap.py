@@ -1,4 +1,4 @@
-"""Methods of our groups that are others while somebody is inside one of torch's dispatch modes.
+"""Swaps methods of our groups while somebody is inside one of torch's dispatch modes.
 
 Calls cost nothing more at other times. Several modes may be entered and left in any order, by several threads: the
 methods are always the class's own, wrapped for each kind of mode that is entered somewhere.
@@ -11,13 +11,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from symcomm.backend.torch_patches.patch import Undo, all_of, replace
+
 __all__ = ["own", "wrap_inside"]
 
 # (the name, the class's own method, what is there now) -> what is there meanwhile, or None where that stays
 Wrapper = Callable[[str, Callable[..., Any], Callable[..., Any]], Callable[..., Any] | None]
 
 _lock = threading.RLock()
-_own: dict[tuple[type, str], Callable[..., Any]] = {}  # methods that are exchanged now
+_own: dict[tuple[type, str], Callable[..., Any]] = {}  # methods that are swapped now
 
 
 class _Layer:
@@ -32,12 +34,12 @@ _layers: dict[type, list[_Layer]] = {}
 
 
 def own(owner: type, name: str) -> Callable[..., Any]:
-    """The class's own method, also while methods are exchanged."""
+    """The class's own method, also while methods are swapped."""
     with _lock:
         return _own.get((owner, name)) or getattr(owner, name)
 
 
-def wrap_inside(mode: Any, owner: type, wrapper: Wrapper) -> None:
+def wrap_inside(mode: Any, owner: type, wrapper: Wrapper) -> Undo:
     """While somebody is inside ``mode``, the methods of ``owner`` are wrapped; later wrappers go around earlier."""
     layer = _Layer(wrapper)
     with _lock:
@@ -57,17 +59,22 @@ def wrap_inside(mode: Any, owner: type, wrapper: Wrapper) -> None:
         finally:
             _count(owner, layer, -1)
 
-    mode.__enter__, mode.__exit__ = entered, left
+    def forget() -> None:
+        with _lock:
+            _layers[owner].remove(layer)
+            _swap(owner)
+
+    return all_of(forget, replace(mode, "__enter__", entered), replace(mode, "__exit__", left))
 
 
 def _count(owner: type, layer: _Layer, change: int) -> None:
     with _lock:
         before, layer.entered = layer.entered, layer.entered + change
         if bool(before) != bool(layer.entered):
-            _exchange(owner)
+            _swap(owner)
 
 
-def _exchange(owner: type) -> None:
+def _swap(owner: type) -> None:
     for (whose, name), method in list(_own.items()):
         if whose is owner:
             setattr(owner, name, method)

@@ -1,4 +1,7 @@
-"""``dist.all_reduce`` and the like under ``make_fx``: they become nodes of the graph, as with torch's own groups.
+"""What: ``dist.all_reduce`` and the like under ``make_fx`` become nodes of the graph, as with torch's own groups.
+Why: a Python group would just run them, and the graph would lack them.
+Versions: all.
+Undo: methods stay what they are while somebody traces; the operators' kernels are torch's again.
 
 ::
 
@@ -6,7 +9,7 @@
     while tracing   group.allreduce = ProcessGroup.allreduce, which calls torch.ops.c10d.allreduce_, which is traced
     the operator    at the end of it all, on real tensors: a kernel of ours, which calls the group's own method
 
-The methods are exchanged only while somebody traces (see exchange.py); the operators get kernels when the first call
+The methods are swapped only while somebody traces (see method_swap.py); the operators get kernels when the first call
 is traced, so other groups' calls cost nothing more in programs that never do this.
 """
 
@@ -21,10 +24,12 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as c10d
 
-from symcomm.backend import exchange, versions
+from symcomm.backend import versions
+from symcomm.backend.torch_patches import method_swap
+from symcomm.backend.torch_patches.patch import Undo, all_of
 from symcomm.backend.work import done
 
-__all__ = ["watch"]
+__all__ = ["apply"]
 
 # Operator of torch.ops.c10d -> (the group's method, the kind of its options)
 _OPERATORS = {
@@ -51,16 +56,17 @@ _PREMUL_SUM = int(torch.distributed.ReduceOp.RedOpType.PREMUL_SUM)
 _libraries: list[Any] = []  # kernels live as long as it does
 
 
-def watch(proxy_tensor: Any, group_class: type) -> None:
+def apply(proxy_tensor: Any, group_class: type) -> Undo:
     """Have this class of groups traced from now on. ``proxy_tensor`` is torch's module that traces."""
-    operations = {exchange.own(group_class, method) for method, _ in _OPERATORS.values()}
+    operations = {method_swap.own(group_class, method) for method, _ in _OPERATORS.values()}
 
     def traced(name: str, own: Callable[..., Any], now: Callable[..., Any]) -> Callable[..., Any] | None:
         """Operations by all names that this version of torch calls them by."""
         is_called = own in operations and versions.present(torch.distributed.ProcessGroup, [name])
         return _dispatched(name, own, now) if is_called else None
 
-    exchange.wrap_inside(proxy_tensor.ProxyTorchDispatchMode, group_class, traced)
+    swapped = method_swap.wrap_inside(proxy_tensor.ProxyTorchDispatchMode, group_class, traced)
+    return all_of(_remove_kernels, swapped)
 
 
 def _dispatched(method: str, own: Callable[..., Any], now: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,6 +108,12 @@ def _add_kernels() -> None:
                 library.impl(name, _kernel(schema, known, method, options), "CPU", with_keyset=True)
 
 
+def _remove_kernels() -> None:
+    with _lock:
+        while _libraries:
+            _libraries.pop()._destroy()
+
+
 def _kernel(schema: Any, known: Any, method: str, kind: Any) -> Callable[..., Any]:
     names = [argument.name for argument in schema.arguments]
     place = names.index("process_group")
@@ -111,7 +123,7 @@ def _kernel(schema: Any, known: Any, method: str, kind: Any) -> Callable[..., An
         given = dict(zip(names, args, strict=False))
         splits = [list(given[name]) for name in ("output_split_sizes", "input_split_sizes") if name in given]
         if getattr(group, "is_symcomm", False):
-            exchange.own(type(group), method)(group, *args[:place], *splits, _options(kind, given, False))
+            method_swap.own(type(group), method)(group, *args[:place], *splits, _options(kind, given, False))
             work = c10d.FakeWork()  # it has ended
         elif (theirs := _of_backend(group, method, given)) is not None:
             work = theirs(

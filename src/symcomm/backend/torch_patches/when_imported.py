@@ -1,12 +1,14 @@
-"""Once something is compiled, torch's compiler is told of us; until then it is not even loaded.
+"""What: a finder at the front of ``sys.meta_path`` waits for some of the compiler's modules. It asks the other
+finders for them, and applies further patches after a module's own code has run:
 
-A finder at the front of ``sys.meta_path`` waits for some of the compiler's modules. It asks the other finders for them,
-and has something done after a module's own code has run:
-
-* Calls of our groups become nodes of graphs that ``make_fx`` traces, and ``CommDebugMode`` counts them.
-* Dynamo leaves our own code alone. When C++ calls a group (DDP does, in its forward), it would compile that as well.
+* make_fx.py: calls of our groups become nodes of graphs. comm_debug_mode.py: CommDebugMode counts them.
+* dynamo_rules.py: Dynamo leaves our own code alone.
 * Inductor gets our lowerings, from ``symcomm.compile``.
 * Inductor can allocate comm buffers on the CPU, while ``torch.ops.symm_mem`` takes CPU tensors.
+
+Why: once something is compiled, torch's compiler must know of us; until then it is not even loaded.
+Versions: all.
+Undo: the finder is gone, and so are those patches.
 """
 
 from __future__ import annotations
@@ -20,54 +22,58 @@ from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["close_comm_buffers", "open_comm_buffers", "when_loaded"]
+from symcomm.backend.torch_patches import dynamo_rules
+from symcomm.backend.torch_patches.patch import Undo
+
+__all__ = ["apply", "close_comm_buffers", "open_comm_buffers"]
 
 _installer = "symcomm.compile.install"  # above this layer, so they are loaded by name
 _codegen = "symcomm.compile.codegen"
 
 
-def _leave_alone(trace_rules: Any) -> None:
-    for package in ("backend", "compile", "group", "symm_mem"):
-        trace_rules.add(f"symcomm.{package}")
-
-
-def _install(_: Any) -> None:
-    importlib.import_module(_installer).install()
-
-
-def _trace(proxy_tensor: Any) -> None:
+def _trace(proxy_tensor: Any) -> Undo:
     from symcomm.backend.group import TorchGroup
-    from symcomm.backend.traced import watch
+    from symcomm.backend.torch_patches import make_fx
 
-    watch(proxy_tensor, TorchGroup)
+    return make_fx.apply(proxy_tensor, TorchGroup)
 
 
-def _count(comm_mode: Any) -> None:
-    from symcomm.backend.counted import watch
+def _count(comm_mode: Any) -> Undo:
     from symcomm.backend.group import TorchGroup
+    from symcomm.backend.torch_patches import comm_debug_mode
 
-    watch(comm_mode.CommDebugMode, TorchGroup)
+    return comm_debug_mode.apply(comm_mode.CommDebugMode, TorchGroup)
 
 
-def _allocate(_: Any) -> None:
-    importlib.import_module(_codegen).write_for_cpu("operators")
+def _install(_: Any) -> Undo:
+    module = importlib.import_module(_installer)
+    module.install()
+    return module.uninstall
+
+
+def _allocate(_: Any) -> Undo:
+    module = importlib.import_module(_codegen)
+    module.write_for_cpu("operators")
+    return lambda: module.release("operators")
 
 
 _ALLOCATES = "torch._inductor.codegen.wrapper"
-_THEN: dict[str, Callable[[Any], None]] = {
+_THEN: dict[str, Callable[[Any], Undo]] = {
     "torch.fx.experimental.proxy_tensor": _trace,
     "torch.distributed.tensor.debug._comm_mode": _count,
-    "torch._dynamo.trace_rules": _leave_alone,
+    "torch._dynamo.trace_rules": dynamo_rules.apply,
     "torch._inductor.compile_fx": _install,
     _ALLOCATES: _allocate,
 }
 _wanted: set[str] = set()
-_done: set[str] = set()
+_done: dict[str, Undo] = {}
 
 
-def when_loaded() -> None:
-    """Tell the compiler now if it is loaded, else when it will be. Harmless when called twice."""
-    _want(_THEN.keys() - {_ALLOCATES})
+def apply() -> Undo:
+    """Patch the compiler now if it is loaded, else when it will be."""
+    names = _THEN.keys() - {_ALLOCATES}
+    _want(names)
+    return lambda: _forget(names)
 
 
 def open_comm_buffers() -> None:
@@ -76,10 +82,14 @@ def open_comm_buffers() -> None:
 
 
 def close_comm_buffers() -> None:
-    _wanted.discard(_ALLOCATES)
-    if _ALLOCATES in _done:
-        _done.discard(_ALLOCATES)
-        importlib.import_module(_codegen).release("operators")
+    _forget({_ALLOCATES})
+
+
+def _forget(names: Iterable[str]) -> None:
+    _wanted.difference_update(names)
+    for name in names:
+        if name in _done:
+            _done.pop(name)()
     if not _wanted:
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
 
@@ -95,8 +105,8 @@ def _want(names: Iterable[str]) -> None:
 
 def _tell(name: str) -> None:
     if name in _wanted and name not in _done:
-        _done.add(name)
-        _THEN[name](sys.modules[name])
+        _done[name] = lambda: None  # while it is being applied
+        _done[name] = _THEN[name](sys.modules[name])
 
 
 class _Finder(importlib.abc.MetaPathFinder):
