@@ -31,6 +31,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 __all__ = [
     "BadArgumentError",
@@ -97,7 +98,7 @@ class RankFailedError(PeerError):
         super().__init__(message)
         self.ranks = list(ranks)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.ranks)
 
 
@@ -120,7 +121,7 @@ class DeadlineError(SymcommError, TimeoutError):
         super().__init__(message)
         self.missing = list(missing)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.missing)
 
 

@@ -27,7 +27,7 @@ STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 def run(
     fn: Callable[..., Any],
     n: int,
-    args: tuple = (),
+    args: tuple[Any, ...] = (),
     *,
     num_cpus: float = 1,
     num_gpus: float = 0,
@@ -189,7 +189,13 @@ class _Rank:
         return _Place(node, host, self.store.port, self.held.getsockname()[1])
 
     def work(
-        self, fn: Callable, args: tuple, variables: dict[str, str], port: int, token: str, timeout: float | None
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        variables: dict[str, str],
+        port: int,
+        token: str,
+        timeout: float | None,
     ) -> Any:
         """Join the others, call ``fn``, leave."""
         from symcomm.group import default

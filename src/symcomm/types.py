@@ -157,7 +157,7 @@ class ReduceOp(metaclass=_ReduceOpMeta):
     def __hash__(self) -> int:
         return hash(self.op)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self._op, self._factor)
 
     def __repr__(self) -> str:

@@ -123,7 +123,7 @@ class Engines:
                 self._in_making = ""
         return made
 
-    def forward(self, call: str, args: tuple, options: Any, timeout: Any, device: torch.device) -> Any:
+    def forward(self, call: str, args: tuple[Any, ...], options: Any, timeout: Any, device: torch.device) -> Any:
         """One of our collectives, by the name of its method, on the engine for ``device``."""
         return _FORWARD[call](self.on(call, device), options, timeout, *args)
 
@@ -140,7 +140,7 @@ class Engines:
 
         return device_mail(self._group.core, _index(device))
 
-    def message(self, call: str, tensor: Any, args: tuple) -> Any:
+    def message(self, call: str, tensor: Any, args: tuple[Any, ...]) -> Any:
         """send, recv, or recv from anybody, on another engine."""
         engine = self.on(call, tensor.device)
         if call == "recvAnySource":

@@ -150,7 +150,13 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         return work.profiled(span)
 
     def _dressed(
-        self, name: str, method: Callable[..., Any], args: tuple, options: Any, timeout: Any, result: Sequence[Any]
+        self,
+        name: str,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: Any,
+        timeout: Any,
+        result: Sequence[Any],
     ) -> Any:
         asynchronous = is_async(options) or self._coalescing is not None
         begun, seconds = time.monotonic(), seconds_of(options, timeout)

@@ -213,7 +213,7 @@ def check(call: str, given: Mapping[str, Any], by_place: int | None = None) -> N
     raise wrong_type(call, names, best[0].got, " or ".join(_words(kind) for _, kind in wanted))
 
 
-def fit(call: str, args: tuple, named: Mapping[str, Any]) -> None:
+def fit(call: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     """The same for arguments as a caller wrote them."""
     slots = slots_of(call)
     if len(args) > len(slots):
@@ -227,6 +227,6 @@ def fit(call: str, args: tuple, named: Mapping[str, Any]) -> None:
     check(call, {slot: given[slot] for slot in slots if slot in given}, len(args))
 
 
-def positional(args: tuple, named: dict[str, Any]) -> tuple:
+def positional(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
     """``args`` with the tensors that a caller has named, in any form's way, which ``named`` has no longer."""
     return (*args, *[named.pop(name) for name in (*FIRST, *SECOND) if name in named])

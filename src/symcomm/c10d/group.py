@@ -183,7 +183,7 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
 
     # --- running ----------------------------------------------------------------------------------------------
 
-    def _run(self, name: str, args: tuple, named: dict[str, Any]) -> Any:
+    def _run(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         on_backend, kind = OPERATIONS[name]
         fit(name, args, named)
         args = positional(args, named)

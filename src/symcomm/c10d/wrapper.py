@@ -43,7 +43,7 @@ _COMPARED: dict[str, tuple[set[int], set[str]]] = {
 }
 
 
-def describe(name: str, args: tuple, kwargs: dict[str, Any]) -> str:
+def describe(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """A collective in one line, the same on all ranks that make the same call."""
     places, names = _COMPARED[name]
     compared = [item for place, item in enumerate(args) if place in places]
@@ -94,7 +94,7 @@ class _ProcessGroupWrapper(Backend):
             raise self._lacks("get_error")
         return ErrorType(self.wrapped_pg.get_error().value)
 
-    def _check(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if getattr(self.wrapped_pg, "is_symcomm", False):
             return
         self._checks += 1

@@ -100,7 +100,7 @@ def _ranks(plan: Plan, environment: Mapping[str, str], folder: Path, seconds: fl
     """Starts them, gives the first one, and ends all: when they are done with, or after ``seconds``."""
     words = [sys.executable, "-m", WORKER, str(folder), json.dumps(asdict(plan))]
     common = {"WORLD_SIZE": str(plan.ranks), "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-    ranks: list[subprocess.Popen] = []
+    ranks: list[subprocess.Popen[Any]] = []
 
     def end() -> None:
         for rank in ranks:

@@ -147,7 +147,7 @@ class Figures:
 def live_beside(neighbours: Neighbours, cores: Sequence[int]) -> Iterator[None]:
     """One neighbour on each core, no two of them in step."""
     period = neighbours.burst / neighbours.duty if neighbours.duty else 0.0
-    there: list[subprocess.Popen] = []
+    there: list[subprocess.Popen[Any]] = []
     try:
         for place, core in enumerate(cores if neighbours.duty else ()):
             words = (core, neighbours.burst, period, period * place / len(cores), os.getpid())

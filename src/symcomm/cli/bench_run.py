@@ -128,7 +128,7 @@ class Side:
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(address)
         self.listener.listen(world)
-        self.processes: list[subprocess.Popen] = []
+        self.processes: list[subprocess.Popen[Any]] = []
         with self.log.open("wb") as log:
             for command in start.commands:
                 process = subprocess.Popen(

@@ -154,11 +154,11 @@ class _Client:
         if self.rank == 0:
             self.pipe.send(("turn", what))
 
-    def run(self, work: Callable, args: Sequence[Any]) -> None:
+    def run(self, work: Callable[..., Any], args: Sequence[Any]) -> None:
         self.pipe.send(("result", work(self, *args)))
 
 
-def _in_processes(count: int, tick: Tick, work: Callable, *args: Any) -> list[Any]:
+def _in_processes(count: int, tick: Tick, work: Callable[..., Any], *args: Any) -> list[Any]:
     """``work(client, *args)`` in ``count`` processes at once; their results by rank."""
     ctx: Any = mp.get_context("fork")
     barrier = ctx.Barrier(count)

@@ -105,7 +105,7 @@ class TorchSide(abc.ABC):
 
     rank: int
     world: int
-    barrier: Callable
+    barrier: Callable[..., Any]
 
     def __init__(self) -> None:
         import torch
@@ -133,7 +133,7 @@ class TorchSide(abc.ABC):
     def numbers(self, tensor: Any) -> Any:
         return tensor.to(self.torch.float64).numpy()
 
-    def call(self, case: SimpleNamespace, source: Any, result: Any) -> Callable:
+    def call(self, case: SimpleNamespace, source: Any, result: Any) -> Callable[..., Any]:
         if case.collective == "barrier":
             return self.barrier
         if case.collective in ONE_SIDED:
@@ -147,16 +147,16 @@ class TorchSide(abc.ABC):
         call = self.bind(case, source, result, pieces)
         return after_copy(functools.partial(result.copy_, source), call) if copies_first else call
 
-    def one_sided(self, case: SimpleNamespace, source: Any) -> Callable:
+    def one_sided(self, case: SimpleNamespace, source: Any) -> Callable[..., Any]:
         """The calls on ``case.window``."""
         raise Unsupported("it has no windows")
 
     @abc.abstractmethod
-    def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list | None) -> Callable:
+    def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list[Any] | None) -> Callable[..., Any]:
         """The library's call with all its arguments."""
 
 
-def after_copy(copy: Callable, call: Callable) -> Callable:
+def after_copy(copy: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
     """An out-of-place call from one that works in place: what a program has to write, a copy first."""
 
     def both() -> None:
@@ -202,7 +202,7 @@ class SymcommSide(TorchSide):
     def close_window(self, case: SimpleNamespace) -> None:
         case.window.tensor_deregister()
 
-    def one_sided(self, case: SimpleNamespace, source: Any) -> Callable:
+    def one_sided(self, case: SimpleNamespace, source: Any) -> Callable[..., Any]:
         window = case.window
         if case.collective == "put":
             return functools.partial(window.put, source, 1) if self.rank == 0 else nothing
@@ -213,10 +213,10 @@ class SymcommSide(TorchSide):
 
         return ping_pong(self.rank, send, window.wait_signal)
 
-    def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list | None) -> Callable:
+    def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list[Any] | None) -> Callable[..., Any]:
         group, root, make = self.group, case.root, functools.partial
         op = getattr(self.ops, TORCH_OPS[case.op])
-        calls: dict[str, Callable] = {
+        calls: dict[str, Callable[..., Any]] = {
             "all_reduce": make(group.all_reduce, result, op),
             "reduce": make(group.reduce, result, root, op),
             "reduce_scatter": make(group.reduce_scatter_single, result, source, op),
@@ -251,10 +251,10 @@ class GlooSide(TorchSide):
         dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.world, timeout=seconds)
         return cls()
 
-    def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list | None) -> Callable:
+    def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list[Any] | None) -> Callable[..., Any]:
         dist, root, make = self.dist, case.root, functools.partial
         op = getattr(dist.ReduceOp, TORCH_OPS[case.op])
-        calls: dict[str, Callable] = {
+        calls: dict[str, Callable[..., Any]] = {
             "all_reduce": make(dist.all_reduce, result, op),
             "reduce": make(dist.reduce, result, root, op),
             "reduce_scatter": make(dist.reduce_scatter_tensor, result, source, op),
@@ -296,7 +296,7 @@ class MPISide:
             case.window.Unlock_all()
         case.window.Free()
 
-    def one_sided(self, case: SimpleNamespace, source: Any) -> Callable:
+    def one_sided(self, case: SimpleNamespace, source: Any) -> Callable[..., Any]:
         """put: an access epoch that is open all the time, and a flush. put_signal: a fence after each put."""
         window, sent = case.window, self.describe(source)
         if case.collective == "put":
@@ -332,7 +332,7 @@ class MPISide:
     def ways(self) -> dict[str, int]:
         return {}
 
-    def call(self, case: SimpleNamespace, source: Any, result: Any) -> Callable:
+    def call(self, case: SimpleNamespace, source: Any, result: Any) -> Callable[..., Any]:
         comm, root, at_root, make = self.comm, case.root, self.rank == case.root, functools.partial
         if case.collective == "barrier":
             return comm.Barrier
@@ -344,7 +344,7 @@ class MPISide:
         send, recv = self.describe(source), self.describe(result)
         given = self.MPI.IN_PLACE if case.in_place else send
         root_only = recv if at_root else None
-        calls: dict[str, Callable] = {
+        calls: dict[str, Callable[..., Any]] = {
             "all_reduce": make(comm.Allreduce, given, recv, op),
             "reduce": make(comm.Reduce, given if at_root else send, root_only, op, root),
             "reduce_scatter": make(comm.Reduce_scatter_block, *self.scattered(case, source, result), op),
@@ -379,7 +379,7 @@ def nothing() -> None:
     """The part of a rank that others write to."""
 
 
-def ping_pong(rank: int, send: Callable, recv: Callable) -> Callable:
+def ping_pong(rank: int, send: Callable[..., Any], recv: Callable[..., Any]) -> Callable[..., Any]:
     """A message there and one back between ranks 0 and 1; the others have nothing to do."""
     peer = 1 - rank
 

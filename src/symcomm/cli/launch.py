@@ -41,7 +41,7 @@ class Rank:
     """A started rank."""
 
     number: int
-    process: subprocess.Popen
+    process: subprocess.Popen[Any]
     started: float
     ended: float | None = None
     returncode: int | None = None
@@ -415,7 +415,7 @@ def judge(attempt: Attempt, stopped_by: int, output: Output) -> int:
     return verdict.exit_code(cause)
 
 
-def _spawn(job: Job, env: dict[str, str], prepare: Callable[[], None]) -> subprocess.Popen:
+def _spawn(job: Job, env: dict[str, str], prepare: Callable[[], None]) -> subprocess.Popen[Any]:
     try:
         return subprocess.Popen(
             job.command,

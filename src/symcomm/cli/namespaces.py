@@ -109,7 +109,7 @@ class _Hosts(abc.ABC):
         self.hosts, self.mbits = hosts, mbits
         self._names = [f"{NAME}-{os.getpid()}-{h}" for h in range(hosts)]
         self._made: list[str] = []
-        self._started: list[subprocess.Popen] = []
+        self._started: list[subprocess.Popen[Any]] = []
 
     @abc.abstractmethod
     def _connect_all(self) -> None:

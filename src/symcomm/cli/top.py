@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -143,7 +143,7 @@ def make_spans(stack: contextlib.ExitStack) -> Spans:
     return made
 
 
-def make_meter(required: bool):
+def make_meter(required: bool) -> Any:
     """None where the metrics library is missing and nobody asked for metrics."""
     from symcomm.observe.metrics import Meter
 

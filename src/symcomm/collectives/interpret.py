@@ -119,7 +119,7 @@ class _Machine:
             self.clock[rank, rank] = 1
         self.history: list[tuple[list[int], list[Any]]] = [([], []) for _ in range(world)]  # progress, clock then
         self.results = [[[] for _ in range(world)] for _ in self.plans]
-        self.at: list[tuple] = [()] * world  # what each rank is doing, for errors
+        self.at: list[tuple[Any, ...]] = [()] * world  # what each rank is doing, for errors
         self.stages: dict[tuple[int, int, int], Buffer] = {}  # by rank, half, element size
         for operation in self.tensors:
             for tensors in operation:
@@ -185,7 +185,7 @@ class _Machine:
         return plan.direct is not None and plan.needs[rank] != Need.NOTHING and self.satisfied(rank, seq)
 
     def compare(self, rank: int, seq: int) -> None:
-        def signature(plan: Plan) -> tuple:
+        def signature(plan: Plan) -> tuple[Any, ...]:
             what = (plan.collective, plan.world, plan.count, plan.dtype, plan.redop, plan.root)
             return *what, plan.direct is None, tuple(plan.needs)
 
@@ -474,7 +474,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) != 3:
         raise SystemExit("usage: python -m symcomm.collectives.interpret COLLECTIVE RANKS ELEMENTS")
     name, world, count = argv[0], int(argv[1]), int(argv[2])
-    arguments: dict[str, tuple] = {
+    arguments: dict[str, tuple[Any, ...]] = {
         "all_reduce": (count, DType.FLOAT32, 0),
         "reduce": (count, DType.FLOAT32, 0, 0),
         "reduce_scatter": ((count,) * world, DType.FLOAT32, 0),

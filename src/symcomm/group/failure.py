@@ -199,7 +199,7 @@ def _publish(group: Any, call: str, site: str, seq: int) -> None:
     native.group_publish(group._handle, native.RECORD_CALL, text)
 
 
-def _await_records(group: Any, ranks: Sequence[int]) -> list[dict | None]:
+def _await_records(group: Any, ranks: Sequence[int]) -> list[dict[str, Any] | None]:
     deadline = time.monotonic() + RECORD_WAIT
     while True:
         records = native.group_records(group._handle, native.RECORD_CALL)
@@ -208,7 +208,7 @@ def _await_records(group: Any, ranks: Sequence[int]) -> list[dict | None]:
         time.sleep(0.001)
 
 
-def _mismatch(group: Any, what: str, report: dict, text: str, site: str) -> errors.SymcommError:
+def _mismatch(group: Any, what: str, report: dict[str, Any], text: str, site: str) -> errors.SymcommError:
     there = [r["rank"] for r in report["ranks"] if r["seq"] >= report["abort_seq"] and not r["gone"]]
     sides: dict[str, list[int]] = {}
     coming = [r["rank"] for r in report["ranks"] if not r["gone"]]
@@ -232,14 +232,14 @@ def _mismatch(group: Any, what: str, report: dict, text: str, site: str) -> erro
     )
 
 
-def _last_seen(seen: dict, seq: int) -> str:
+def _last_seen(seen: dict[str, Any], seq: int) -> str:
     if seen["seq"] == 0:
         return "before its first operation"
     last = f"{describe_call(seen['signature'], seen['count'])} #{seen['seq']}"
     return f"in {last}" if seen["seq"] >= seq else f"after {last}"
 
 
-def _awaits(seen: dict) -> str:
+def _awaits(seen: dict[str, Any]) -> str:
     """What a rank that did not come does instead, if it sleeps for a message."""
     if not seen["message"]:
         return ""
@@ -248,7 +248,7 @@ def _awaits(seen: dict) -> str:
     return f" and waits to send to {who}" if is_send else f" and waits for a message from {who}"
 
 
-def _rank_gone(group: Any, what: str, report: dict, seconds: float) -> errors.SymcommError:
+def _rank_gone(group: Any, what: str, report: dict[str, Any], seconds: float) -> errors.SymcommError:
     first = report["culprit"]  # others may have left because of it: only who died is named beside it
     gone = [first, *(r["rank"] for r in report["ranks"] if r["gone"] == Status.DEAD and r["rank"] != first)]
     parts = []
@@ -265,7 +265,7 @@ def _rank_gone(group: Any, what: str, report: dict, seconds: float) -> errors.Sy
     )
 
 
-def _timed_out(group: Any, what: str, report: dict, seconds: float) -> errors.SymcommError:
+def _timed_out(group: Any, what: str, report: dict[str, Any], seconds: float) -> errors.SymcommError:
     seq = report["abort_seq"] or report["seq"]
     absent = [r for r in report["ranks"] if r["seq"] < seq]
     origin, ranks = report["origin"], report["ranks"]

@@ -169,7 +169,7 @@ def _signature(kind: type, method: str) -> inspect.Signature | None:
     return next(named, signatures[0] if signatures else None)
 
 
-def _bound(signature: inspect.Signature, owner: Any, args: tuple, named: dict[str, Any]) -> Mapping[str, Any]:
+def _bound(signature: inspect.Signature, owner: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Mapping[str, Any]:
     """The arguments by name; none where they do not fit: the method itself refuses them, or knows other names."""
     try:
         bound = signature.bind(owner, *args, **named)

@@ -197,7 +197,7 @@ class MessageCalls:
         work.wait(timeout)
         return work.source
 
-    def _raise_failure(self, outcome: tuple | None, message: Message, view: Callable[..., Any]) -> None:
+    def _raise_failure(self, outcome: tuple[Any, ...] | None, message: Message, view: Callable[..., Any]) -> None:
         """Of a message that the core has tried; None: it cannot, and Python has to look at the tensor."""
         if outcome is None:
             return

@@ -84,7 +84,7 @@ class MoreCalls(CollectiveCalls, MessageCalls):
                 f"monitored_barrier #{self._barriers} on group {self.name!r}", seconds, missing=named, arrived=arrived
             )
 
-    def _flags(self) -> tuple[array.array, Any]:
+    def _flags(self) -> tuple[array.array[Any], Any]:
         flags = array.array("B", bytes(self.size))
         return flags, _Raw(flags)
 
@@ -125,5 +125,5 @@ class MoreCalls(CollectiveCalls, MessageCalls):
 class _Raw:
     """Bytes of our own, dressed as a tensor for the calls above."""
 
-    def __init__(self, data: array.array):
+    def __init__(self, data: array.array[Any]):
         self.buffer = Buffer(data.buffer_info()[0], len(data), DType.UINT8, data)

@@ -241,7 +241,7 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls, ObjectCalls):
             self._arena.free(self._offset)
             raise
 
-    def _introduce(self, exchange: Exchange, peers: Sequence[Peer] | None, total: int) -> list[dict]:
+    def _introduce(self, exchange: Exchange, peers: Sequence[Peer] | None, total: int) -> list[dict[str, Any]]:
         """Learn where the others' parts of the group lie, mapping their arenas where ``peers`` are not given."""
         cores = sum(1 << core for core in os.sched_getaffinity(0))
         node = current_node()
@@ -325,7 +325,7 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls, ObjectCalls):
         return dict(zip(("looked", "yielded", "slept"), native.group_waits(self._handle), strict=False))
 
     def _failed(
-        self, status: int, call: str, site: Site, seconds: float | None, explain: Callable
+        self, status: int, call: str, site: Site, seconds: float | None, explain: Callable[..., Any]
     ) -> errors.SymcommError:
         """The exception to raise for a failed operation. The first one tells the story, later ones refer to it."""
         if status & 0xFF == Status.NESTED:

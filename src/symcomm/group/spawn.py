@@ -42,7 +42,7 @@ GRACE = 5.0  # seconds that the other ranks get to end by themselves after one h
 def spawn(
     fn: Callable[..., Any],
     n: int,
-    args: tuple = (),
+    args: tuple[Any, ...] = (),
     *,
     mode: str = "processes",
     timeout: Timeout = None,
@@ -93,7 +93,12 @@ class _ThreadExchange:
 
 
 def _spawn_threads(
-    fn: Callable, n: int, args: tuple, timeout: Timeout, deadline: float | None, hosts: Sequence[str]
+    fn: Callable[..., Any],
+    n: int,
+    args: tuple[Any, ...],
+    timeout: Timeout,
+    deadline: float | None,
+    hosts: Sequence[str],
 ) -> list[Any]:
     meeting = _ThreadExchange(n)
     results: list[Any] = [None] * n
@@ -150,7 +155,7 @@ def _first_cause(failures: list[tuple[float, int, BaseException]]) -> BaseExcept
 # --- processes -------------------------------------------------------------------------------------
 
 
-def _pack(fn: Callable, args: tuple) -> tuple[bytes, str]:
+def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, str]:
     """The function for a fresh process, and the start method: notebooks need cloudpickle or fork."""
     try:
         packed = pickle.dumps((fn, args))
@@ -233,7 +238,12 @@ def _rank_main(
 
 
 def _spawn_processes(
-    fn: Callable, n: int, args: tuple, timeout: Timeout, deadline: float | None, hosts: Sequence[str]
+    fn: Callable[..., Any],
+    n: int,
+    args: tuple[Any, ...],
+    timeout: Timeout,
+    deadline: float | None,
+    hosts: Sequence[str],
 ) -> list[Any]:
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise errors.CallerError(
@@ -269,7 +279,7 @@ def _spawn_processes(
         os.close(file.descriptor)
 
 
-def _collect(processes: list, receivers: list, deadline: float | None) -> list[Any]:
+def _collect(processes: list[Any], receivers: list[Any], deadline: float | None) -> list[Any]:
     results: dict[int, Any] = {}
     failures: list[tuple[float, int, BaseException]] = []
     waiting = {conn: rank for rank, conn in enumerate(receivers)}

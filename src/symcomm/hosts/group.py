@@ -250,7 +250,9 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
 
     # --- running ----------------------------------------------------------------------------------------------
 
-    def first_plan(self, signature: Signature, build: Callable[..., Plan] | None = None, args: tuple = ()) -> Any:
+    def first_plan(
+        self, signature: Signature, build: Callable[..., Plan] | None = None, args: tuple[Any, ...] = ()
+    ) -> Any:
         """What this host's ranks begin an operation with: they compare its signature, and maybe do a part of it."""
         key = (signature, build, args)
         plan = self._plans.get(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from typing import Any
 
 from symcomm._core import native
 from symcomm.memory.arena import Arena
@@ -14,7 +15,7 @@ KEEP_BYTES = 64 << 20  # what is kept for the next operation
 
 
 class Piece:
-    def __init__(self, memory: ctypes.Array):
+    def __init__(self, memory: ctypes.Array[Any]):
         self.memory = memory
         self.address = ctypes.addressof(memory)
         self.nbytes = len(memory)

@@ -118,7 +118,7 @@ class _TorchEngine(Engine):
             transfer.end(error)
         return transfer
 
-    def _waiter(self, tag: int) -> queue.SimpleQueue:
+    def _waiter(self, tag: int) -> queue.SimpleQueue[Any]:
         """What the thread for transfers of one tag reads. Those of one tag end about in the order of their start."""
         waiting = self._waiting.get(tag)
         if waiting is None:
@@ -136,7 +136,7 @@ class _TorchEngine(Engine):
             works.append(act([_bytes_at(m.address, m.nbytes)], m.peer, m.label(LARGEST_TAG)))
         return works
 
-    def _attend(self, waiting: queue.SimpleQueue) -> None:
+    def _attend(self, waiting: queue.SimpleQueue[Any]) -> None:
         """A thread of the engine: waits for what is on its way, in the order in which it was started."""
         while (item := waiting.get()) is not None:
             works, transfer = item

@@ -79,7 +79,7 @@ class Runner:
         self._works.put(None)
 
 
-def _run(works: queue.SimpleQueue) -> None:
+def _run(works: queue.SimpleQueue[Any]) -> None:
     while (work := works.get()) is not None:
         work.perform()
         del work

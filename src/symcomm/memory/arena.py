@@ -60,7 +60,7 @@ KEEP_BYTES = 256 << 20  # freed pages kept for the next allocation before they g
 
 
 @functools.lru_cache(maxsize=1024)
-def bytes_type(nbytes: int) -> type[ctypes.Array]:
+def bytes_type(nbytes: int) -> type[ctypes.Array[Any]]:
     """The ctypes array type of so many bytes. Making one takes 0.1 ms, and programs use the same sizes again."""
     return ctypes.c_char * nbytes
 
@@ -331,7 +331,7 @@ class Arena:
         self._settle()
         return max(0, before - after)
 
-    def buffer(self, nbytes: int) -> ctypes.Array:
+    def buffer(self, nbytes: int) -> ctypes.Array[Any]:
         """``nbytes`` of the arena as a writable Python buffer; freed when nothing refers to it any more."""
         offset = self.allocate(nbytes)
         view = bytes_type(nbytes).from_address(self.base + offset)

@@ -20,6 +20,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from symcomm._core import native
 from symcomm.errors import bad_argument
@@ -66,7 +67,7 @@ class FlightEntry:
     finished: int
     waited_us: int
     site: str
-    group: dict
+    group: dict[str, Any]
     status: int
     path: int  # enum flight_path of _core/flight.h
     way: int  # enum flight_way
@@ -74,7 +75,7 @@ class FlightEntry:
     exact_site: bool
 
     @classmethod
-    def of(cls, fields: tuple, site: str, group: dict) -> FlightEntry:
+    def of(cls, fields: tuple[Any, ...], site: str, group: dict[str, Any]) -> FlightEntry:
         """From the numbers of an entry, with what its numbers of a site and a group stand for."""
         number, seq, signature, count, created, finished, waited, _, _, status, path, plan, exact = fields
         return cls(
@@ -134,7 +135,7 @@ def _sites_at(address: int, capacity: int) -> int:
     return _groups_at(address, capacity) + GROUPS * GROUP
 
 
-def read_groups(address: int, peek: Peek = native.peek) -> dict[int, dict]:
+def read_groups(address: int, peek: Peek = native.peek) -> dict[int, dict[str, Any]]:
     """The groups that a recorder's rank is or was in, by number: name, rank, size, ranks, description."""
     _, capacity, named = struct.unpack("<3Q", peek(address, 24))
     groups = {}
@@ -169,7 +170,7 @@ def read_flight(address: int, peek: Peek = native.peek) -> list[FlightEntry]:
     return sorted(entries, key=lambda e: e.number)
 
 
-def _consistent(address: int, capacity: int, peek: Peek) -> Iterator[tuple]:
+def _consistent(address: int, capacity: int, peek: Peek) -> Iterator[tuple[Any, ...]]:
     """Entries that nobody was writing while they were read."""
     before, raw, after = (peek(address + PAGE, capacity * ENTRY.size) for _ in range(3))
     for at in range(0, len(raw), ENTRY.size):

@@ -63,7 +63,7 @@ class SeveralHostsError(errors.ResourceError):
         super().__init__(message)
         self.hosts = [list(ranks) for ranks in hosts]
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.hosts)
 
 
@@ -97,7 +97,7 @@ def _link(path: str) -> str:
 
 def connect(
     rank: int, world: int, exchange: Exchange, extra: dict[str, Any], timeout: float
-) -> tuple[list[Peer], list[dict]]:
+) -> tuple[list[Peer], list[dict[str, Any]]]:
     """Map every rank's arena. Returns the peers and each rank's ``extra``. Collective over ``exchange``.
 
     Ranks say which arenas they have mapped already, so that all of them know at once whether any has to be passed."""
@@ -138,7 +138,7 @@ def _short(nonces: Sequence[bytes]) -> str:
     return "".join(base64.b64encode(nonce[:6]).decode() for nonce in nonces)
 
 
-def _all_mapped(cards: Sequence[dict]) -> bool:
+def _all_mapped(cards: Sequence[dict[str, Any]]) -> bool:
     """Whether every rank has mapped every arena; the same on all ranks."""
     everyone = {_short([bytes.fromhex(card["nonce"])]) for card in cards}
     mapped = ([card["mapped"][i : i + SHORT] for i in range(0, len(card["mapped"]), SHORT)] for card in cards)
@@ -150,7 +150,7 @@ def _boot_id() -> str:
     return _read("/proc/sys/kernel/random/boot_id")
 
 
-def _check_one_host(cards: Sequence[dict]) -> None:
+def _check_one_host(cards: Sequence[dict[str, Any]]) -> None:
     """Refuse ranks that cannot share memory; what they say here is proved later, by what they have mapped."""
     hosts = _alike([_host_key(card) for card in cards])
     for ranks in hosts:
@@ -177,7 +177,7 @@ def _check_one_host(cards: Sequence[dict]) -> None:
     )
 
 
-def _host_key(card: dict) -> tuple[str, ...]:
+def _host_key(card: dict[str, Any]) -> tuple[str, ...]:
     """Equal for ranks that should be able to map each other's memory."""
     named = card.get("named", bool(card["path"]))
     return card.get("host_id", ""), card["boot"], "" if named else card["net"]
@@ -191,7 +191,7 @@ def _alike(keys: Sequence[Any]) -> list[list[int]]:
     return list(found.values())
 
 
-def _check_all_mapped(seen: Sequence[Sequence[int]], cards: Sequence[dict]) -> None:
+def _check_all_mapped(seen: Sequence[Sequence[int]], cards: Sequence[dict[str, Any]]) -> None:
     """``seen[r]``: the ranks whose named memory rank r could open. Who does not see everybody is on another host."""
     hosts = _alike([min(ranks) for ranks in seen])
     if len(hosts) > 1:
@@ -203,7 +203,7 @@ def _check_all_mapped(seen: Sequence[Sequence[int]], cards: Sequence[dict]) -> N
         )
 
 
-def _prove(cards: Sequence[dict]) -> list[Peer]:
+def _prove(cards: Sequence[dict[str, Any]]) -> list[Peer]:
     peers = []
     for r, card in enumerate(cards):
         peer = peer_by_nonce(bytes.fromhex(card["nonce"]))
@@ -304,7 +304,7 @@ class Patience:
 
 
 def _pass_descriptors(
-    rank: int, arena: Arena, listener: socket.socket | None, cards: Sequence[dict], patience: Patience
+    rank: int, arena: Arena, listener: socket.socket | None, cards: Sequence[dict[str, Any]], patience: Patience
 ) -> list[Peer]:
     try:
         if rank == 0:
@@ -345,7 +345,7 @@ class _DescriptorServer:
     The socket's name is public. Connections of other users are closed at once. One of our own user has to name a rank
     and its nonce, and nobody waits for those that do not."""
 
-    def __init__(self, listener: socket.socket, cards: Sequence[dict], arena: Arena):
+    def __init__(self, listener: socket.socket, cards: Sequence[dict[str, Any]], arena: Arena):
         self._listener, self._cards = listener, cards
         self._ranks: dict[int, socket.socket] = {}
         self._descriptors = {0: os.dup(arena.fd)}
@@ -452,7 +452,7 @@ class _DescriptorServer:
             raise _Missing([rank]) from error
 
 
-def _join(rank: int, arena: Arena, cards: Sequence[dict], patience: Patience) -> list[Peer]:
+def _join(rank: int, arena: Arena, cards: Sequence[dict[str, Any]], patience: Patience) -> list[Peer]:
     with _connected(bytes.fromhex(cards[0]["socket"]), patience) as sock:
         _check_user(sock)
         socket.send_fds(sock, [HELLO.pack(rank, bytes.fromhex(cards[rank]["nonce"]))], [arena.fd])
@@ -468,7 +468,7 @@ def _join(rank: int, arena: Arena, cards: Sequence[dict], patience: Patience) ->
         return peers
 
 
-def _receive_all(sock: socket.socket, cards: Sequence[dict], patience: Patience) -> list[Peer]:
+def _receive_all(sock: socket.socket, cards: Sequence[dict[str, Any]], patience: Patience) -> list[Peer]:
     peers: list[Peer] = []
     received = 0
     while received < len(cards):
@@ -525,7 +525,7 @@ def _connected(name: bytes, patience: Patience) -> socket.socket:
         raise
 
 
-def _map_unknown(cards: Sequence[dict], descriptors: dict[int, int]) -> list[Peer]:
+def _map_unknown(cards: Sequence[dict[str, Any]], descriptors: dict[int, int]) -> list[Peer]:
     return [
         add_peer(Peer.map(fd, cards[r]["nbytes"]))
         for r, fd in descriptors.items()
@@ -536,7 +536,7 @@ def _map_unknown(cards: Sequence[dict], descriptors: dict[int, int]) -> list[Pee
 # --- by name ---------------------------------------------------------------------------------------
 
 
-def _open_named(cards: Sequence[dict], unknown: Sequence[int]) -> list[Peer]:
+def _open_named(cards: Sequence[dict[str, Any]], unknown: Sequence[int]) -> list[Peer]:
     """The memory of those ranks of ``unknown`` whose files are to be found here."""
     peers = []
     for r in unknown:

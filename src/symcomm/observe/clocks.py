@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from typing import Any
 
 from symcomm.observe.trace import RankTrace, Trace
 
@@ -29,9 +30,9 @@ def offsets(trace: Trace) -> dict[int, int]:
     return {rank: found[one.boot] for rank, one in trace.ranks.items()}
 
 
-def _last_ends(trace: Trace) -> dict[str, dict[tuple, int]]:
+def _last_ends(trace: Trace) -> dict[str, dict[tuple[Any, ...], int]]:
     """By host: when each collective ended there at last."""
-    ends: dict[str, dict[tuple, int]] = {}
+    ends: dict[str, dict[tuple[Any, ...], int]] = {}
     for rank, operations in trace.operations().items():
         here = ends.setdefault(trace.ranks[rank].boot, {})
         for op in operations:
@@ -41,7 +42,7 @@ def _last_ends(trace: Trace) -> dict[str, dict[tuple, int]]:
     return ends
 
 
-def _offset(base: Mapping, other: Mapping, first: RankTrace, one: RankTrace) -> int:
+def _offset(base: Mapping[Any, Any], other: Mapping[Any, Any], first: RankTrace, one: RankTrace) -> int:
     differences = [base[key] - other[key] for key in base.keys() & other.keys()]
     if differences:
         return int(statistics.median(differences))

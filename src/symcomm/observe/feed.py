@@ -16,6 +16,7 @@ import struct
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from symcomm import errors
 from symcomm.memory.arena import read_waits
@@ -97,7 +98,7 @@ class _Recorder:
         self._capacity = 0
         self._read: int | None = None  # operations up to this number were read
         self._unsettled: set[int] = set()  # numbers of operations that had not ended, or were being written
-        self._groups: dict[int, dict] = {}
+        self._groups: dict[int, dict[str, Any]] = {}
         self._sites = {0: ""}
         self._pieces: list[tuple[int, bytes, bytes]] = []  # (number before the first, entries, the same read again)
         self._named = 0
@@ -203,7 +204,7 @@ class SharedMemoryFeed(Feed):
     def poll(self) -> Sample:
         ranks: list[RankFacts] = []
         operations: dict[int, list[Operation]] = {}
-        groups: dict[tuple, GroupFacts] = {}  # disjoint ones may share a name
+        groups: dict[tuple[Any, ...], GroupFacts] = {}  # disjoint ones may share a name
         for recorder in self._recorders:
             recorder.read()
         now = time.monotonic_ns()

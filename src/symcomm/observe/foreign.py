@@ -34,7 +34,7 @@ def from_torch(rank: int, dump: dict[str, Any]) -> RankTrace:
     return RankTrace(rank=rank, noted_ns=last, noted_wall_ns=last, operations=operations, groups=groups)
 
 
-def _operation(entry: dict[str, Any], rank: int, group: dict) -> Operation:
+def _operation(entry: dict[str, Any], rank: int, group: dict[str, Any]) -> Operation:
     call, _, peers = entry["profiling_name"].partition(":")[2].partition(" ")
     sizes = entry["input_sizes"] + entry["output_sizes"]
     count = max((math.prod(size) for size in sizes), default=0)

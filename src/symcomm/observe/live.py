@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from symcomm.observe.ask import ask_stacks
 from symcomm.observe.dump import boot_id
@@ -51,7 +52,7 @@ def _end(operations: list[Operation], a_death: bool) -> str:
     return "left" if state == "completed" else ""
 
 
-def _group_facts(group: GroupFacts) -> dict:
+def _group_facts(group: GroupFacts) -> dict[str, Any]:
     return {"name": group.name, "rank": 0, "size": group.size, "ranks": list(group.ranks), "description": ""}
 
 

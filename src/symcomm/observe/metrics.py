@@ -142,7 +142,7 @@ class Meter:
         """(content type, text), as a Prometheus server reads it."""
         return "text/plain; version=0.0.4; charset=utf-8", self._prometheus.generate_latest(self.registry)
 
-    def write(self, path: str | os.PathLike) -> None:
+    def write(self, path: str | os.PathLike[str]) -> None:
         """Replace the file at once, as node_exporter's textfile collector wants it."""
         target = Path(path)
         try:

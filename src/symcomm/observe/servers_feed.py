@@ -103,7 +103,7 @@ class ServersFeed(Feed):
     def __init__(self, servers: list[_Server], title: str):
         self.title = title
         self._servers = {server.rank: server for server in servers}
-        self._groups: dict[tuple, GroupFacts] = {}  # disjoint ones may share a name
+        self._groups: dict[tuple[Any, ...], GroupFacts] = {}  # disjoint ones may share a name
         self._pool = ThreadPoolExecutor(min(AT_ONCE, len(servers)), "symcomm-ask")
 
     def poll(self) -> Sample:

@@ -36,7 +36,7 @@ DTYPES = {dtype.label: name for dtype, name in SCALAR_TYPES.items()}
 
 def torch_dump(
     operations: Sequence[Operation],
-    groups: Mapping[int, dict],
+    groups: Mapping[int, dict[str, Any]],
     *,
     collectives: bool = True,
     stacks: bool = True,
@@ -94,7 +94,7 @@ def latest_of_each_group(operations: Sequence[Operation]) -> list[Operation]:
     return [op for key, op in zip(keys, operations, strict=True) if op.number >= starts.get(key, (0, 0))[1]]
 
 
-def _description(facts: dict) -> str:
+def _description(facts: dict[str, Any]) -> str:
     return facts.get("description") or "undefined"
 
 
@@ -110,7 +110,7 @@ def _status(group: str, operations: Sequence[Operation]) -> dict[str, int]:
 
 
 def _entries(
-    operations: Sequence[Operation], named: Mapping[str, tuple[int, dict]], timeouts_ms: Mapping[str, int]
+    operations: Sequence[Operation], named: Mapping[str, tuple[int, dict[str, Any]]], timeouts_ms: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     to_wall = time.time_ns() - time.monotonic_ns()
     collectives: dict[str, int] = {}

@@ -35,7 +35,7 @@ class RankTrace:
     errors: list[str] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     stacks: list[ThreadStack] = field(default_factory=list)
-    groups: list[dict] = field(default_factory=list)  # name, rank, size, ranks, description
+    groups: list[dict[str, Any]] = field(default_factory=list[Any])  # name, rank, size, ranks, description
 
     def to_dict(self) -> dict[str, Any]:
         facts = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -88,7 +88,7 @@ class _OnlyData(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it wants {module}.{name}, but a dump holds nothing but plain data")
 
 
-def load(place: str | os.PathLike) -> Trace:
+def load(place: str | os.PathLike[str]) -> Trace:
     """The dumps in a folder, or those whose names are a prefix and the rank's number."""
     ranks: dict[int, RankTrace] = {}
     problems = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from symcomm.errors import words_for_ranks
 from symcomm.observe.calls import Calls
@@ -193,7 +194,7 @@ def _mismatch(calls: Calls) -> Verdict | None:
     return Verdict("mismatch", sentence, blamed, group_name, seq, since)
 
 
-def _signature(op: Operation) -> tuple:
+def _signature(op: Operation) -> tuple[Any, ...]:
     """Whatever ``str(op)`` says of a call."""
     return (op.call,) if op.call == "barrier" else (op.call, op.dtype, op.count, op.op, op.root)
 

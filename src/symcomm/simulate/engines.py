@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from symcomm.errors import BadArgumentError, ResourceError, bad_argument, deadline
 from symcomm.simulate.rounds import Pairs, Round
@@ -42,7 +43,7 @@ def _message_seconds(topology: Topology, messages: Round) -> float:
 @functools.lru_cache(maxsize=256)
 def _longest_and_busiest(topology: Topology, pairs: Pairs) -> tuple[int, float]:
     """(links of the longest route, seconds that the busiest wire takes when every message has one byte)."""
-    carried: Counter = Counter()
+    carried: Counter[Any] = Counter()
     hops = 0
     for pair, times in Counter(pairs).items():
         route = topology.route(*pair)
@@ -70,9 +71,9 @@ def simgrid_seconds(topology: Topology, rounds: Sequence[Round]) -> list[float]:
     return [r.software * topology.link.message + t if r.pairs else 0.0 for r, t in zip(rounds, times, strict=True)]
 
 
-def _as_platform(topology: Topology, rounds: Sequence[Round]) -> dict:
+def _as_platform(topology: Topology, rounds: Sequence[Round]) -> dict[str, Any]:
     """Only the wires and routes that some message takes."""
-    wires: dict[tuple, int] = {}
+    wires: dict[tuple[Any, ...], int] = {}
     bandwidths: list[float] = []
     routes = []
     for a, b in dict.fromkeys(pair for r in rounds for pair in r.pairs):

@@ -21,7 +21,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from symcomm.errors import bad_argument
 from symcomm.simulate.units import parse_bandwidth, parse_seconds
@@ -47,7 +47,7 @@ class Link(NamedTuple):
 class Wire(NamedTuple):
     """One direction of a link of the topology: a name that is the same for all who share it, and its bandwidth."""
 
-    name: tuple
+    name: tuple[Any, ...]
     bandwidth: float
 
 

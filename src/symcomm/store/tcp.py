@@ -288,7 +288,7 @@ class TCPStore(Store):
             self._drop()
             self._server = None
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as a client of the same server. A token from the environment is left to the other environment."""
         token = (self._token if self._own_token else None) if self._token is not None else b""
         return _client, (self._host, self._port, self.timeout, self._use_libuv, token)

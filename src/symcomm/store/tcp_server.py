@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 from symcomm._core import native
 from symcomm.errors import ResourceError, StoreConnectionError, bad_argument, words_for_seconds
@@ -66,7 +67,7 @@ class Server:
         """An address at which this process itself reaches the server."""
         return {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(self.addresses[0], self.addresses[0])
 
-    def stats(self) -> dict:
+    def stats(self) -> dict[str, Any]:
         """Counters (clients, accepted, refused, requests, keys, bytes) and the last ``reasons`` for refusals."""
         return self._native.stats()
 

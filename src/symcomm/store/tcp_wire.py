@@ -15,6 +15,7 @@ import secrets
 import socket
 import struct
 import time
+from typing import Any
 
 from symcomm._core import native
 from symcomm.errors import (
@@ -57,7 +58,7 @@ class Connection:
         self._sock = sock
         self.fd = sock.fileno()
 
-    def exchange(self, frame: bytes, shape: str, count: int, seconds: float):
+    def exchange(self, frame: bytes, shape: str, count: int, seconds: float) -> Any:
         """Send a frame and return an answer of the given shape."""
         return native.store_exchange(self.fd, frame, shape, count, seconds)
 

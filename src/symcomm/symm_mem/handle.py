@@ -61,7 +61,7 @@ def _pad_total(pad_bytes: int) -> int:
     return -(-pad_bytes // SLEEPERS) * SLEEPERS + SLEEPERS
 
 
-def check_alike(group: ProcessGroup, key: str, verb: str, cards: Sequence[dict], fix: str) -> None:
+def check_alike(group: ProcessGroup, key: str, verb: str, cards: Sequence[dict[str, Any]], fix: str) -> None:
     by_size: dict[int, list[int]] = {}
     for rank, card in enumerate(cards):
         by_size.setdefault(card[key], []).append(rank)
@@ -270,7 +270,7 @@ class SymmetricMemory:
         """Wait for a signal of ``src_rank`` and take it. What it wrote before the signal is visible then."""
         self._signal("wait_signal", "src_rank", native.signal_take, src_rank, channel, timeout_ms)
 
-    def _signal(self, call: str, name: str, act: Callable, peer: int, channel: int, timeout_ms: int) -> None:
+    def _signal(self, call: str, name: str, act: Callable[..., Any], peer: int, channel: int, timeout_ms: int) -> None:
         self._check_rank(call, name, peer)
         self._check_channel(call, channel)
         self.group._check_usable()

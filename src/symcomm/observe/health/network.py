@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from typing import Any
 
 from symcomm.observe.health import FAIL, OK, WARN, Finding
 
@@ -17,7 +18,7 @@ DEADLINE = 12.0
 
 def look_up(name: str, seconds: float = DEADLINE) -> tuple[float, list[str] | None, str]:
     """(how long it took, addresses or None, what went wrong). A resolver has no deadline, so a thread waits for it."""
-    answer: list = []
+    answer: list[Any] = []
 
     def ask() -> None:
         try:

@@ -11,6 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from symcomm.observe.feed import Feed, GroupFacts, RankFacts, Sample
 from symcomm.observe.live import add_stacks, as_trace
@@ -102,7 +103,7 @@ class Live:
         self.feed = feed
         self.version = 0
         self.sample = Sample(0, [], {})
-        self.running: dict[tuple, Meeting] = {}
+        self.running: dict[tuple[Any, ...], Meeting] = {}
         self.over: deque[Meeting] = deque()
         self.numbers: dict[tuple[str, int], Numbers] = {}
         self.heat: dict[int, dict[int, int]] = {}  # column -> rank -> nanoseconds behind the pack, at most
