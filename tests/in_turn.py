@@ -45,6 +45,8 @@ def run(program: str, words: Sequence[str], number: int) -> int:
             signal.alarm(SECONDS)
             os.chdir(folder)
             _own_keys(f"program {number}")
+            if "gloo" in words:
+                _keep_groups()
             sys.argv, sys.path[0] = [program, *words], os.path.dirname(program)
             runpy.run_path(program, run_name="__main__")
             atexit._run_exitfuncs()
@@ -60,6 +62,22 @@ def _own_keys(prefix: str) -> None:
     module: Any = sys.modules["torch.distributed.rendezvous"]
     make = module._create_c10d_store
     module._create_c10d_store = lambda *args, **options: PrefixStore(prefix, make(*args, **options))
+
+
+_kept: list[Any] = []
+
+
+def _keep_groups() -> None:
+    """Gloo's groups outlive the program: taking one down may deadlock (see ``torch_checks.leave``)."""
+    import torch.distributed as dist
+
+    known = dist.destroy_process_group
+
+    def destroy(*args: Any) -> None:
+        _kept.extend(dist.distributed_c10d._world.pg_map)
+        known(*args)
+
+    dist.destroy_process_group = destroy
 
 
 def main(arguments: Sequence[str]) -> int:

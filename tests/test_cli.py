@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symcomm.cli import job, main, verdict
@@ -248,6 +248,7 @@ def shown(stream: LineStream, *pieces: bytes, now: float = 0.0) -> bytes:
     return b"".join(stream.feed(piece, now) for piece in pieces)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200).map(lambda data: data.replace(b"\r", b"")), st.lists(st.integers(0, 200)))
 def test_lines_do_not_depend_on_how_they_arrive(data, cuts):
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]

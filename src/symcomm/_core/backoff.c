@@ -68,9 +68,9 @@ static bool is_crowded(struct group *g, int64_t now) {
 /* With more ranks than cores, looking pays while peers answer within a microsecond or two. Where they need this very core
  * it only delays them: then look less next time. */
 static void adapt_spin(struct group *g, bool paid) {
-    int now = g->spin_now;
-    if (paid) g->spin_now = now < g->spin / 2 ? now * 2 : g->spin;
-    else g->spin_now = now / 2 > LEAST_SPIN ? now / 2 : LEAST_SPIN;
+    int now = looks_now(g);
+    int next = paid ? (now < g->spin / 2 ? now * 2 : g->spin) : now / 2 > LEAST_SPIN ? now / 2 : LEAST_SPIN;
+    atomic_store_explicit(&g->spin_now, next, memory_order_relaxed);
 }
 
 void backoff_not_needed(struct group *g) { adapt_spin(g, true); }
@@ -95,7 +95,7 @@ void backoff_begin(struct backoff *b, struct group *g, int64_t deadline) {
     int64_t until = now + (keeps ? g->look_ns : g->yield_ns);
     *b = (struct backoff){.g = g, .start = now, .now = now, .keeps_core = keeps, .offer_at = now};
     b->until = deadline && deadline < until ? deadline : until;
-    if (!crowded) g->spin_now = g->spin;
+    if (!crowded) atomic_store_explicit(&g->spin_now, g->spin, memory_order_relaxed);
     note_core(g);
 }
 

@@ -180,7 +180,8 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     if (g == NULL) return PyErr_NoMemory();
     pthread_mutex_init(&g->lock, NULL);
     size_t n = (size_t)world;
-    g->rank = rank, g->world = world, g->spin = g->spin_now = spin, g->look_ns = look_ns, g->yield_ns = yield_ns;
+    g->rank = rank, g->world = world, g->spin = spin, g->look_ns = look_ns, g->yield_ns = yield_ns;
+    atomic_init(&g->spin_now, spin);
     g->own_process = own_process;
     g->seq = seq;
     g->flight = (struct flight *)(uintptr_t)flight, g->flight_group = flight_group;

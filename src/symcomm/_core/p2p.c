@@ -183,7 +183,7 @@ static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
     struct group *g = op->mail->group;
     if (drive(op)) return op->status;
     if (timeout < 0) return STATUS_TIMEOUT;
-    for (int i = 0; i < g->spin_now; i++) { /* driving takes as long as some looks, and other messages need it only now and then */
+    for (int i = 0, looks = looks_now(g); i < looks; i++) { /* driving takes as long as some looks, and other messages need it only now and then */
         if ((i % LOOKS_A_DRIVE == 0 || may_move(op)) && drive(op)) return op->status;
         symcomm_relax();
     }

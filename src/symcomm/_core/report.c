@@ -37,7 +37,7 @@ static PyObject *group_waits(PyObject *self, PyObject *arg) {
     struct group *g = PyCapsule_GetPointer(arg, "symcomm.group");
     if (g == NULL) return NULL;
     const struct wait_counts *w = &g->waits;
-    return Py_BuildValue("KKKi", (unsigned long long)w->looked, (unsigned long long)w->yielded, (unsigned long long)w->slept, g->spin_now);
+    return Py_BuildValue("KKKi", (unsigned long long)w->looked, (unsigned long long)w->yielded, (unsigned long long)w->slept, looks_now(g));
 }
 
 static PyObject *as_dict(const struct ways *w) {

@@ -86,7 +86,7 @@ static void wake(const struct signal *s) {
 static int await_flip(struct group *g, const struct signal *s, int peer, int64_t deadline) {
     int status = STATUS_OK;
     bool done = false;
-    for (int i = 0; i < g->spin_now && !(done = flip(s)); i++) symcomm_relax();
+    for (int i = 0, looks = looks_now(g); i < looks && !(done = flip(s)); i++) symcomm_relax();
     if (!done) {
         struct backoff b;
         backoff_begin(&b, g, deadline);
@@ -106,7 +106,7 @@ void counter_add(const struct counter *c) {
 
 int counter_take(struct group *g, const struct counter *c, int peer, int64_t timeout) {
     struct signal s = {.word = c->word, .sleepers = c->sleepers, .counted = true};
-    int looks = timeout >= 0 && g->own_process ? g->spin_now : 0; /* ranks that are threads need the lock to signal us */
+    int looks = timeout >= 0 && g->own_process ? looks_now(g) : 0; /* ranks that are threads need the lock to signal us */
     bool done = flip(&s);
     for (int i = 0; i < looks && !(done = done || flip(&s)); i++) symcomm_relax();
     if (done) return STATUS_OK;

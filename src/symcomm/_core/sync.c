@@ -246,9 +246,9 @@ static __attribute__((noinline)) int wait_for_long(struct group *g, struct condi
 }
 
 int sync_wait(struct group *g, struct condition *c, struct deadline *deadline) {
-    for (int i = 0; i < g->spin_now; i++) {
+    for (int i = 0, looks = looks_now(g); i < looks; i++) {
         if (holds(g, g->rank, c)) {
-            if (g->spin_now != g->spin) backoff_not_needed(g);
+            if (looks != g->spin) backoff_not_needed(g);
             return STATUS_OK;
         }
         symcomm_relax();

@@ -99,7 +99,7 @@ struct group {
     int64_t arena_bytes;           /* size of my own */
     _Atomic uint32_t **life;       /* per rank */
     int spin;                      /* the first looks of a wait, at most */
-    int spin_now;                  /* at present: fewer where ranks share cores and peers do not answer soon */
+    _Atomic int spin_now;          /* at present: fewer where ranks share cores and peers do not answer soon */
     int64_t look_ns, yield_ns;     /* then, before sleeping: how long to keep a core and look, or to offer it; see backoff.h */
     _Atomic int64_t next_review;   /* when to count cores and ranks again */
     _Atomic bool crowded;          /* there were more ranks than cores then */
@@ -126,6 +126,9 @@ struct group {
     struct worker *worker;         /* runs asynchronous operations, see async.c; NULL until first used */
     struct ways collectives, messages, puts; /* statistics */
 };
+
+/* How often a wait that begins now looks first. Several threads of a rank may wait at once, for messages. */
+static inline int looks_now(const struct group *g) { return atomic_load_explicit(&g->spin_now, memory_order_relaxed); }
 
 enum wait_kind { WAIT_ARRIVED_ALL, WAIT_PROGRESS_ALL, WAIT_PROGRESS_ONE };
 
