@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.ranks import run_ranks
-from tests.test_torch_backend import environment, find_mpirun, free_port, run, run_python
+from tests.test_torch_backend import environment, find_mpirun, run, run_python
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = ["-m", "tests.life_program"]
@@ -29,7 +30,7 @@ def launch(launcher: str, folder: Path, cycles: dict[str, int]) -> str:
         return run(sys.executable, "-m", "symcomm", "run", "-n", "2", *program, deadline=110)
     if launcher == "spawn":
         return run(sys.executable, *program, "spawn", deadline=110)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if launcher == "mpirun":
         mpirun = find_mpirun()
         if mpirun is None:

@@ -205,6 +205,7 @@ def test_groups_that_were_left_or_forgotten_leave_nothing_behind() -> None:
 def test_a_forgotten_group_leaves_at_once() -> None:
     def rank(g: Any) -> Any:
         team = g.split(0)
+        g.barrier()  # both have it
         if g.rank == 1:
             return attempt(team.barrier)
         del team

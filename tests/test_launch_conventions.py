@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from symcomm.cli.job import Place, find_place
 from symcomm.errors import SymcommError
 from symcomm.store.launchers import port_for_job
+from tests.ports import free_port
 
 SOURCE = str(Path(__file__).parent.parent / "src")
 SLURM = {
@@ -65,12 +65,6 @@ def test_mistakes_get_one_sentence(given, environ, words):
     with pytest.raises(SymcommError) as info:
         find_place(*given, environ)
     assert str(info.value).startswith("symcomm run: ") and words in str(info.value) and "\n" not in str(info.value)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def clean_environment() -> dict[str, str]:

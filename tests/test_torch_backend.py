@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from symcomm.backend.torch_patches import method_swap
+from tests.ports import free_port
 from tests.told import tell
 
 ROOT = Path(__file__).parent.parent
@@ -187,12 +187,6 @@ def said(out: str) -> list[str]:
     return sorted(re.findall(r"rank \d of \d has [\d.]+", out))
 
 
-def free_port() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return str(sock.getsockname()[1])
-
-
 def test_under_torchrun(script: str):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     assert said(run(*command, deadline=100)) == EXPECTED
@@ -203,7 +197,7 @@ def test_under_symcomm_run(script: str):
 
 
 def test_started_by_hand(script: str):
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
             [sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment(**place, RANK=str(r))
@@ -231,7 +225,7 @@ def test_under_mpirun(script: str):
     mpirun = find_mpirun()
     if mpirun is None:
         pytest.skip("no mpirun: install the dev extra")
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     place["PMIX_MCA_gds"] = "hash"
     assert said(run(mpirun, "-n", "2", sys.executable, script, **place)) == EXPECTED
 
