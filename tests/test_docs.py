@@ -24,13 +24,13 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             (folder / f"{page.stem}-{number}.py").write_text(block)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "tests.run_blocks", str(folder)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=450)
     found = [text for text in done.stdout.split("\0") if text.strip()]
     assert done.returncode == len(found), done.stderr
     return found
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCKS[p]], ids=lambda page: page.name)
 def test_python_blocks_run_alone(page: Path, failures: list[str]):
     assert [text for text in failures if text.startswith(f"{page.stem}-")] == []
