@@ -50,7 +50,7 @@ SINCE = {
     "odd_inputs": ((2, 13), "before torch 2.13 its all_gather_tensor along dimension 1 breaks a full graph"),
 }
 RANKS = 2
-DEADLINE = 700  # of all together: 133 s of CPU time, 370 s on a busy machine; most of it in the C++ compiler
+DEADLINE = 1000  # of all together: 133 s of CPU time, 530 s on a busy machine; most of it in the C++ compiler
 
 
 def environment(**extra: str) -> dict[str, str]:
