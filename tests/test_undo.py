@@ -97,6 +97,7 @@ def test_torch_is_as_it_was_after_its_patches_are_undone():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     silent, inside, after, applied = json.loads(done.stdout)
-    assert after == [] and applied == []
+    left = [key for key in after if "Hook'" not in key]  # C++'s hooks of torch 2.15: see inner.py
+    assert left == [] and applied == []
     assert any("c10d::allreduce_" in key for key in inside), "or the comparison says nothing"
-    assert set(silent) <= {"split_group", "shrink_group", "flight_recorder_hook"}, "others change every torch"
+    assert set(silent) <= {"split_group", "shrink_group", "flight_recorder_hook", "dist2"}, "others change every torch"
