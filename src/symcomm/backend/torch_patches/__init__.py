@@ -1,5 +1,6 @@
-"""Every change that Symcomm makes to torch's behaviour, one file each. A file says what it changes, why, for which
-versions of torch, and how that is undone; its ``apply()`` returns the function that undoes it.
+"""Changes that Symcomm makes to torch's behaviour, one file each. A file says what it changes, why, for which versions
+of torch, and how that is undone; its ``apply()`` returns the function that undoes it. (Not here yet: torch 2.15's C++
+hooks, which inner.py and hooked.py wrap for good.)
 
 when torch is imported (Symcomm is registered)
     store_errors.py           our stores' exceptions are torch's, too
