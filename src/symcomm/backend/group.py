@@ -17,11 +17,11 @@ from torch._C._distributed_c10d import Backend
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.backend import checks, lists, values, versions
+from symcomm.backend import checks, lists, torch_patches, values, versions
 from symcomm.backend.arguments import is_async, once_each, one_list, redop_of, root_of, seconds_of, sort_out
 from symcomm.backend.checks import single
 from symcomm.backend.engines import Engines
-from symcomm.backend.hooked import TORCH_CALLS, attach_own_health_checks
+from symcomm.backend.hooked import TORCH_CALLS
 from symcomm.backend.life import Life
 from symcomm.backend.meeting import meet
 from symcomm.backend.messages import exchange
@@ -104,8 +104,8 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         self._map: dict[str, str] = {}
         self._intercepted = False
         core.interception.add_facade(self, TORCH_CALLS)
-        attach_own_health_checks()
-        self.watchers = 0  # of torch's hooks, see inner.py
+        torch_patches.apply(*torch_patches.AT_FIRST_GROUP)
+        self.watchers = 0  # of torch's hooks, see torch_patches/cpp_hooks.py
         if versions.HAS_PYTHON_BACKENDS:
             from symcomm.backend.inner import put_inside
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 from symcomm.backend import versions
 from symcomm.backend.arguments import is_async, root_of
 from symcomm.group.call_hooks import HookOpName, PostHookArgs, PreHookArgs
-from symcomm.group.hook_classes import HealthCheckHook
 from symcomm.group.interception import Seen
 from symcomm.group.process_group import ProcessGroup
 
-__all__ = ["TORCH_CALLS", "Hooked", "TorchCalls", "attach_own_health_checks"]
+__all__ = ["TORCH_CALLS", "Hooked", "TorchCalls"]
 
 _TORCHS_NAMES: Any = versions.hook_classes().get("HookOpName")
 
@@ -72,23 +70,6 @@ class TorchCalls:
 
 
 TORCH_CALLS = TorchCalls()
-
-
-@functools.cache
-def attach_own_health_checks() -> None:
-    """torch 2.15 attaches a HealthCheckHook to every group, but asks only C++ backends to call it: ours goes along."""
-    theirs: Any = versions.hook_classes().get("HealthCheckHook")
-    if theirs is None:
-        return
-    attach = theirs.attach
-
-    @functools.wraps(attach)
-    def attached(pg: Any) -> None:
-        attach(pg)
-        if getattr(pg, "is_symcomm", False):
-            HealthCheckHook.attach(pg)
-
-    theirs.attach = staticmethod(attached)
 
 
 def _named_by_torch(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:

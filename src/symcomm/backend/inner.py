@@ -112,7 +112,6 @@ _fill()
 
 def put_inside(group: TorchGroup, device_types: list[str]) -> None:
     """Let C++ find a Backend in ``group`` for tensors on these devices."""
-    _notice_hooks()
     inner = InnerBackend(group)
     group._set_default_backend(_CUSTOM)
     for device_type in device_types:
@@ -145,41 +144,3 @@ def _through_cpp(name: str) -> Callable[..., Any]:
 
 for _name in versions.present(dist.ProcessGroup, OPERATIONS):
     setattr(WatchedGroup, _name, _through_cpp(_name))
-
-
-@functools.cache
-def _notice_hooks() -> None:
-    """Have groups of ours notice that one of torch's hooks was attached to them, or removed."""
-    watching = versions.hook_classes()
-    for kind in (watching[name] for name in ("FlightRecorderHook", "NanCheckHook") if name in watching):
-        kind.attach = staticmethod(_attaching(kind.attach))
-        kind.remove = _removing(kind.remove)
-
-
-_watching: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # hook -> the group that it watches
-
-
-def _attaching(attach: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(attach)
-    def attached(pg: Any, *args: Any, **kwargs: Any) -> Any:
-        hook = attach(pg, *args, **kwargs)
-        if getattr(pg, "is_symcomm", False):
-            pg.__class__ = WatchedGroup
-            pg.watchers += 1
-            _watching[hook] = weakref.ref(pg)
-        return hook
-
-    return attached
-
-
-def _removing(remove: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(remove)
-    def removed(hook: Any) -> None:
-        remove(hook)
-        group = _watching.pop(hook, lambda: None)()
-        if group is not None:
-            group.watchers -= 1
-            if not group.watchers:
-                group.__class__ = TorchGroup
-
-    return removed

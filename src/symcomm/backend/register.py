@@ -31,7 +31,6 @@ def create(options: Any, backend_options: Any = None) -> Any:
         from symcomm.backend.torch_patches.replace_gloo import say_replaced
 
         say_replaced()
-    torch_patches.apply(*torch_patches.AT_FIRST_GROUP)
     empty: Any = EmptyCore(options) if wants_reconfigure(options, backend_options) else None
     group = TorchGroup(
         options.store,

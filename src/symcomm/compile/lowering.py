@@ -17,7 +17,7 @@ from torch._inductor.virtualized import V
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
-from symcomm.backend.torch_patches.functional_collectives import our_group
+from symcomm.backend.torch_patches.functional_collectives import our_group_of
 from symcomm.compile import buffers, options, overlap, report
 from symcomm.compile.codegen import IMPORT, RUNTIME
 
@@ -39,7 +39,7 @@ def group_of(node: Any) -> Any:
     if isinstance(given, torch.fx.Node) and given.op == "get_attr":  # graphs of make_fx hold the group itself
         given = getattr(node.graph.owning_module, str(given.target), None)
     try:
-        return our_group(given) if isinstance(given, (str, ProcessGroup)) else None
+        return our_group_of(given) if isinstance(given, (str, ProcessGroup)) else None
     except RuntimeError:
         return None  # nobody knows a group of that name here: torch's lowering does not need one
 

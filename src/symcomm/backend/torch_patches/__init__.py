@@ -1,6 +1,5 @@
-"""Changes that Symcomm makes to torch's behaviour, one file each. A file says what it changes, why, for which versions
-of torch, and how that is undone; its ``apply()`` returns the function that undoes it. (Not here yet: torch 2.15's C++
-hooks, which inner.py and hooked.py wrap for good.)
+"""Every change that Symcomm makes to torch's behaviour, one file each. A file says what it changes, why, for which
+versions of torch, and how that is undone; its ``apply()`` returns the function that undoes it.
 
 when torch is imported (Symcomm is registered)
     store_errors.py           our stores' exceptions are torch's, too
@@ -20,16 +19,20 @@ when torch is imported (Symcomm is registered)
 when the first group is made
     functional_collectives.py operators that torch's C++ does not bring to Python groups
     flight_recorder_dumps.py  torch's dumps show our operations
+    health_check_hook.py      torch's health check brings ours along
+    cpp_hooks.py              groups notice that a hook of C++ was attached
     when_imported.py          the compiler's modules, once they are imported: make_fx.py, comm_debug_mode.py,
                               dynamo_rules.py and our lowerings (symcomm.compile)
 
-method_swap.py and patch.py are tools that these use. What ``symm_mem.install()`` and ``compile.install()`` change is
-theirs to undo. This package is loaded while torch is being imported, so it imports only what it needs at once.
+method_swap.py, operators.py and patch.py are tools that these use. What ``symm_mem.install()`` and
+``compile.install()`` change is theirs to undo. This package is loaded while torch is being imported, so it imports only
+what it needs at once.
 """
 
 from __future__ import annotations
 
 import importlib
+import threading
 
 from symcomm.backend.torch_patches.patch import Undo
 
@@ -39,16 +42,22 @@ AT_IMPORT = (
     "store_errors", "reduce_op_options", "prefix_store", "init_process_group", "destroy_process_group", "reducer_join",
     "monitored_barrier", "pg_timeout", "split_group", "shrink_group", "debug_wrapper", "flight_recorder_hook", "dist2",
 )  # fmt: skip
-AT_FIRST_GROUP = ("functional_collectives", "flight_recorder_dumps", "when_imported")
+AT_FIRST_GROUP = (
+    "functional_collectives", "flight_recorder_dumps", "health_check_hook", "cpp_hooks", "when_imported",
+)  # fmt: skip
 
 _undo: dict[str, Undo] = {}
+_lock = threading.RLock()
 
 
 def apply(*names: str) -> None:
     """Those of the named patches that are not applied yet."""
-    for name in names:
-        if name not in _undo:
-            _undo[name] = importlib.import_module(f"{__name__}.{name}").apply()
+    if all(name in _undo for name in names):
+        return
+    with _lock:
+        for name in names:
+            if name not in _undo:
+                _undo[name] = importlib.import_module(f"{__name__}.{name}").apply()
 
 
 def applied() -> list[str]:
@@ -57,5 +66,6 @@ def applied() -> list[str]:
 
 def undo_all() -> None:
     """The last one first."""
-    while _undo:
-        _undo.popitem()[1]()
+    with _lock:
+        while _undo:
+            _undo.popitem()[1]()

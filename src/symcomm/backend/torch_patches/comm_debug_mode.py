@@ -15,28 +15,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from symcomm.backend.torch_patches import method_swap
+from symcomm.backend.torch_patches.operators import OPERATORS
 from symcomm.backend.torch_patches.patch import Undo
 
 __all__ = ["apply"]
 
-# The group's method -> operator of torch.ops.c10d
-_OPERATORS = {
-    "allreduce": "allreduce_",
-    "allreduce_coalesced": "allreduce_coalesced_",
-    "broadcast": "broadcast_",
-    "reduce": "reduce_",
-    "allgather": "allgather_",
-    "allgather_coalesced": "allgather_coalesced_",
-    "all_gather_single": "_allgather_base_",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
-    "reduce_scatter": "reduce_scatter_",
-    "reduce_scatter_single": "_reduce_scatter_base_",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
-    "gather": "gather_",
-    "scatter": "scatter_",
-    "alltoall": "alltoall_",
-    "all_to_all_single": "alltoall_base_",
-}
 _TRACES = torch._C._TorchDispatchModeKey.PROXY  # what make_fx.py traces are operators, which count by themselves
 
 
@@ -56,7 +39,7 @@ class _Shown:
 
 def apply(mode: Any, group_class: type) -> Undo:
     """Have ``mode``, which is CommDebugMode, count the calls of this class of groups from now on."""
-    operators = {method_swap.own(group_class, method): operator for method, operator in _OPERATORS.items()}
+    operators = {method_swap.own(group_class, method): operator for method, operator in OPERATORS.items()}
 
     def counted(_: str, own: Callable[..., Any], now: Callable[..., Any]) -> Callable[..., Any] | None:
         return _counted(now, getattr(torch.ops.c10d, operators[own]), mode) if own in operators else None

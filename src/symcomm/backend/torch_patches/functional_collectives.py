@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions, _register_work, _resolv
 from symcomm.backend import versions
 from symcomm.backend.torch_patches.patch import Undo
 
-__all__ = ["apply", "our_group", "register_work"]
+__all__ = ["apply", "our_group_of", "register_work"]
 
 
 def apply() -> Undo:
@@ -41,14 +41,14 @@ def _either(known: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-def our_group(group: Any) -> Any:
+def our_group_of(group: Any) -> Any:
     """The group of this name (newer graphs carry the group itself) if it is ours, else None."""
     found = _resolve_process_group(group) if isinstance(group, str) else group
     return found if getattr(found, "is_symcomm", False) else None
 
 
 def _all_gather_out(input: Any, group_size: int, group_name: Any, *, out: Any) -> Any:
-    group = our_group(group_name)
+    group = our_group_of(group_name)
     if group is None:
         return None
     _register_work(out, group.all_gather_single(out, input, AllgatherOptions()))
@@ -56,7 +56,7 @@ def _all_gather_out(input: Any, group_size: int, group_name: Any, *, out: Any) -
 
 
 def _batch(ops: Sequence[str], peers: Sequence[int], tags: Sequence[int], tensors: Sequence[Any], name: Any) -> Any:
-    if our_group(name) is None:
+    if our_group_of(name) is None:
         return None
     functional = torch.ops._c10d_functional
     each = {"isend": functional.isend, "irecv": functional.irecv}

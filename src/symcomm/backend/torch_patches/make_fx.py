@@ -26,24 +26,25 @@ import torch._C._distributed_c10d as c10d
 
 from symcomm.backend import versions
 from symcomm.backend.torch_patches import method_swap
+from symcomm.backend.torch_patches.operators import OPERATORS
 from symcomm.backend.torch_patches.patch import Undo, all_of
 from symcomm.backend.work import done
 
 __all__ = ["apply"]
 
-# Operator of torch.ops.c10d -> (the group's method, the kind of its options)
-_OPERATORS = {
-    "allreduce_": ("allreduce", c10d.AllreduceOptions),
-    "broadcast_": ("broadcast", c10d.BroadcastOptions),
-    "reduce_": ("reduce", c10d.ReduceOptions),
-    "allgather_": ("allgather", c10d.AllgatherOptions),
-    "_allgather_base_": ("all_gather_single", c10d.AllgatherOptions),
-    "reduce_scatter_": ("reduce_scatter", c10d.ReduceScatterOptions),
-    "_reduce_scatter_base_": ("reduce_scatter_single", c10d.ReduceScatterOptions),
-    "gather_": ("gather", c10d.GatherOptions),
-    "scatter_": ("scatter", c10d.ScatterOptions),
-    "alltoall_": ("alltoall", c10d.AllToAllOptions),
-    "alltoall_base_": ("all_to_all_single", c10d.AllToAllOptions),
+# The methods that are traced, and the kind of their options
+_OPTIONS = {
+    "allreduce": c10d.AllreduceOptions,
+    "broadcast": c10d.BroadcastOptions,
+    "reduce": c10d.ReduceOptions,
+    "allgather": c10d.AllgatherOptions,
+    "all_gather_single": c10d.AllgatherOptions,
+    "reduce_scatter": c10d.ReduceScatterOptions,
+    "reduce_scatter_single": c10d.ReduceScatterOptions,
+    "gather": c10d.GatherOptions,
+    "scatter": c10d.ScatterOptions,
+    "alltoall": c10d.AllToAllOptions,
+    "all_to_all_single": c10d.AllToAllOptions,
 }
 # What a Backend of torch's calls these methods
 _OF_BACKENDS = {
@@ -58,7 +59,7 @@ _libraries: list[Any] = []  # kernels live as long as it does
 
 def apply(proxy_tensor: Any, group_class: type) -> Undo:
     """Have this class of groups traced from now on. ``proxy_tensor`` is torch's module that traces."""
-    operations = {method_swap.own(group_class, method) for method, _ in _OPERATORS.values()}
+    operations = {method_swap.own(group_class, method) for method in _OPTIONS}
 
     def traced(name: str, own: Callable[..., Any], now: Callable[..., Any]) -> Callable[..., Any] | None:
         """Operations by all names that this version of torch calls them by."""
@@ -102,7 +103,8 @@ def _add_kernels() -> None:
         _libraries.append(library)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
-            for name, (method, options) in _OPERATORS.items():
+            for method, options in _OPTIONS.items():
+                name = OPERATORS[method]
                 known = torch.library.get_kernel(f"c10d::{name}", "CPU")
                 schema = getattr(torch.ops.c10d, name).default._schema
                 library.impl(name, _kernel(schema, known, method, options), "CPU", with_keyset=True)
