@@ -15,7 +15,7 @@ PYTHON_ENV    := $(abspath $(PYTHON_ENVS))/$(notdir $(PYTHON))
 # PYENV_VERSION, which may be set to show PYTHON, would hide this one.
 BUILD_PYTHON  ?= python3.11
 PIP           := -m pip install -q --disable-pip-version-check
-PYTEST        ?= -q --durations=5
+TESTERS       ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-torch test-python clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize clean
@@ -42,13 +42,7 @@ demo: $(BUILT) ## a language model trained on two ranks, beside Gloo, and what f
 	@$(BIN)/symcomm demo --picture build/demo.png
 
 test: $(BUILT) lint ## lint, types and all tests (about 20 minutes on 2 cores)
-	@mkdir -p build
-	@beside="$$($(BIN)/python -m tests.selections beside)"; \
-	$(BIN)/python -m pytest -q -p no:cacheprovider --durations=3 $$beside > build/test-beside.log 2>&1 & other=$$!; \
-	$(BIN)/python -m pytest -q --durations=15 $$(printf -- '--ignore=%s ' $$beside); status=$$?; \
-	echo "== waiting for the other half (build/test-beside.log)"; \
-	wait $$other && sed -n '/= not run here =/,$$p;$$p' build/test-beside.log | uniq || { cat build/test-beside.log; status=1; }; \
-	exit $$status
+	@$(BIN)/python -m tests.side_by_side -n $(TESTERS)
 
 lint: $(BUILT) ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .
@@ -66,7 +60,7 @@ test-torch: $(TORCH_ENV)/.ready ## the torch-facing tests on another torch: TORC
 	@echo "== building the C core"
 	@SYMCOMM_WERROR=1 $(TORCH_ENV)/bin/python setup.py -q build_ext --inplace
 	@echo "== the torch-facing tests on torch $(TORCH), $$($(TORCH_ENV)/bin/python -V)"
-	PYTHONPATH=src $(TORCH_ENV)/bin/python -m pytest $(PYTEST) $$($(TORCH_ENV)/bin/python -m tests.selections torch)
+	PYTHONPATH=src $(TORCH_ENV)/bin/python -m tests.side_by_side -n $(TESTERS) --log build/torch-$(TORCH) torch
 
 $(TORCH_ENV)/.ready: pyproject.toml
 	@echo "== setting up $(TORCH_ENV) (first time only: some minutes, up to 6 GB)"
@@ -90,7 +84,7 @@ test-python: ## one wheel for every Python, tested without torch: PYTHON=python3
 	@echo "== the tests that need no torch on $$($(PYTHON_ENV)/bin/python -V), from a folder without the sources"
 	@rm -rf $(PYTHON_ENV)/checkout && mkdir $(PYTHON_ENV)/checkout
 	@cp -r tests examples docs pyproject.toml $(PYTHON_ENV)/checkout
-	cd $(PYTHON_ENV)/checkout && env -u PYTHONPATH $(PYTHON_ENV)/bin/python -m pytest $(PYTEST) $$($(PYTHON_ENV)/bin/python -m tests.selections without-torch)
+	cd $(PYTHON_ENV)/checkout && env -u PYTHONPATH $(PYTHON_ENV)/bin/python -m tests.side_by_side -n $(TESTERS) without-torch
 
 clean-python: ## remove the environment of PYTHON
 	rm -rf "$(PYTHON_ENV)"

@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 
+from tests.selections import LONG
+from tests.side_by_side import SHARE, Share
+
 LINES, WIDTH = 12, 400  # of a failure that is told again
-NOT_RUN = "not run here"  # the heading that `make test` looks for in what its other half said
+NOT_RUN = "not run here"  # a heading
 # What would run a test that was skipped, by its reason. Other reasons say so themselves, or nothing would.
 RUN_BY = {
     r"CUDA GPU|NCCL": "`make test-gpu` where there is one",
@@ -26,6 +29,8 @@ RUN_BY = {
     r"cores": "`make test` where there are more",
 }
 _status = 0
+_share = Share(os.environ.pop(SHARE)) if SHARE in os.environ else None
+_failed: Counter[str] = Counter()  # by file
 
 
 def heed_signals() -> None:
@@ -55,8 +60,22 @@ def _own_shared_memory() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What looks at the whole process comes first, before other tests have left ranks and sockets in it."""
-    items.sort(key=lambda item: item.get_closest_marker("unused_process") is None)
+    """What looks at the whole process comes first, before other tests have left ranks and sockets in it. Then files
+    that take long, so that processes which share the files end at about the same time."""
+    places = {f"test_{name}": place for place, name in enumerate(LONG)}
+    items.sort(
+        key=lambda item: (item.get_closest_marker("unused_process") is None, places.get(item.path.stem, len(LONG)))
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Nothing is to be done for what another process runs."""
+    return None if _share is None or _share.claims(item.path.stem) else True
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _failed[Path(report.fspath).stem] += report.failed
 
 
 def pytest_collection_finish() -> None:
@@ -86,6 +105,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     seldom, and their sockets are taken for another test's leak."""
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
+        if _share is not None:
+            _share.is_done(item.path.stem, _failed[item.path.stem])
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:
@@ -116,7 +137,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons: Counter[str] = Counter()
     for report in terminalreporter.getreports("skipped"):
         reasons[report.longrepr[2].removeprefix("Skipped: ").removeprefix("SKIP: ")] += 1
-    if reasons:
+    if _share is not None:
+        _share.tell({word: len(found) for word, found in terminalreporter.stats.items() if word}, reasons)
+    elif reasons:
         terminalreporter.section(NOT_RUN, "=")
         terminalreporter.write_line("\n".join(what_was_not_run(reasons)))
     _failures_once_more(terminalreporter)

@@ -44,17 +44,13 @@ MAIN_ONLY = (
     "trace_live", "trace_timing", "trust", "waiting", "workflow",
 )  # fmt: skip
 
-# Half of the time that all tests take: computing, and programs that others run. `make test` runs it beside the rest.
-BESIDE = (
-    "bench", "bench_kernels", "bench_noise", "c10d_enums", "c10d_groups", "c10d_names", "c10d_options", "c10d_stores",
-    "c10d_works", "c10d_wrapper", "cli", "compile_checks", "compile_options", "conformance_quick", "ddp_checks",
-    "ddp_hooks", "default_group_name", "demo", "device_autograd", "device_coalesced", "device_copies", "docs",
-    "doctor", "elastic", "examples", "group_life", "group_life_memory", "hooks_torch", "inference", "launcher",
-    "layers", "model", "numpy_ranks", "observe_together", "plan_bugs", "plan_failures", "plans", "reconfigure_torch",
-    "reduce_kernels", "simulate", "store_model", "torch_backend", "undo",
+# What takes longest, longest first: `make test` begins with it.
+LONG = (
+    "compile_checks", "examples", "docs", "torch_backend", "conformance_quick", "group_life", "simulate",
+    "plan_failures", "collectives", "hosts_network", "stops", "ddp_hooks", "launcher", "demo", "bench",
 )  # fmt: skip
 
-SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH, "beside": BESIDE}
+SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH}
 
 
 def files(names: tuple[str, ...]) -> list[str]:
