@@ -35,13 +35,14 @@ WITHOUT_TORCH = (
 
 # Torch tensors in calls that have been the same in all its versions, our own sources, or tools that few machines have.
 MAIN_ONLY = (
-    "agreement", "agreement_hosts", "async", "attack", "bench", "bench_kernels", "bench_noise", "collectives",
-    "control_plane", "death", "demo", "docs", "elastic", "failures", "flight", "fuzz", "gpu_collectives", "gpu_comm",
-    "gpu_failures", "gpu_torch", "gpu_windows", "groups", "grow", "hosts_aftermath", "hosts_attack", "hosts_failures",
-    "hosts_lines", "hosts_network", "hosts_strangers", "hosts_values", "joint_copies", "layers", "leaving", "litmus",
-    "model", "p2p", "ray", "reconfigure", "reconfigure_deaths", "reduce_kernels", "reentrant", "sites", "soak_short",
-    "spawn", "standoff", "stops", "store_kept_socket", "stream", "top_browser", "top_feed", "trace_failures",
-    "trace_live", "trace_timing", "trust", "waiting", "workflow",
+    "agreement", "agreement_hosts", "async", "attached", "attack", "bench", "bench_kernels", "bench_noise",
+    "collectives", "control_plane", "death", "demo", "docs", "elastic", "failures", "flight", "fuzz",
+    "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_torch", "gpu_windows", "groups", "grow", "hosts_aftermath",
+    "hosts_attack", "hosts_failures", "hosts_lines", "hosts_network", "hosts_strangers", "hosts_values",
+    "joint_copies", "layers", "leaving", "litmus", "model", "p2p", "ray", "reconfigure", "reconfigure_deaths",
+    "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "standoff", "stops", "store_kept_socket",
+    "stream", "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing", "trust", "waiting",
+    "workflow",
 )  # fmt: skip
 
 # What takes longest, longest first: `make test` begins with it.

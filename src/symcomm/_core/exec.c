@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include "cma.h"
 #include "common.h"
 #include "isolate.h"
 #include "reduce.h"
@@ -17,6 +18,7 @@ struct run {
     const struct buffers *b;
     struct deadline deadline;
     bool streamed; /* copies into outputs use non-temporal stores */
+    bool attached; /* inputs that are not symmetric are read by cross-memory attach */
     int64_t out_offset; /* of my output in my arena; -1: peers cannot write to it */
     int half;
 };
@@ -40,6 +42,23 @@ static char *resolve(struct run *x, const struct plan_place *at, int64_t turn) {
 
 /* Whether copies to a place use non-temporal stores. What is staged is read again soon. */
 static bool is_streamed(const struct run *x, int64_t place) { return x->streamed && x->p->places[place].space != SPACE_STAGE; }
+
+/* Where a rank that lends its tensors writes where they are: no rank stages anything then. */
+static uint64_t *addresses_of(struct run *x, int rank) {
+    return (uint64_t *)(void *)(x->g->stage[rank] + x->half * x->g->stage_bytes);
+}
+
+static bool is_remote(struct run *x, const struct plan_place *at) {
+    if (!x->attached || at->space != SPACE_PEER_IN) return false;
+    return atomic_load_explicit(&x->g->control[at->index]->arrival[x->half].in_offset, memory_order_relaxed) < 0;
+}
+
+static int remote_step(struct run *x, const struct plan_step *s, int64_t nbytes) {
+    const struct plan_place *at = &x->p->places[s->src];
+    int64_t piece = x->p->attach_bytes;
+    uint64_t address = addresses_of(x, (int)at->index)[at->offset / piece] + (uint64_t)(at->offset % piece);
+    return cma_read(x->g, (int)at->index, resolve(x, &x->p->places[s->dst], 0), address, nbytes);
+}
 
 static void copy_step(struct run *x, const struct plan_step *s, int64_t turn, int64_t nbytes) {
     const char *src = resolve(x, &x->p->places[s->src], turn);
@@ -81,7 +100,10 @@ static int run_step(struct run *x, const struct plan_step *s, int64_t turn, bool
     int64_t nbytes = last ? s->last : s->nbytes;
     int64_t value = s->value + s->value_stride * turn;
     switch (s->op) {
-    case OP_COPY: copy_step(x, s, turn, nbytes); return STATUS_OK;
+    case OP_COPY:
+        if (is_remote(x, &x->p->places[s->src])) return remote_step(x, s, nbytes);
+        copy_step(x, s, turn, nbytes);
+        return STATUS_OK;
     case OP_REDUCE: reduce_step(x, s, turn, nbytes); return STATUS_OK;
     case OP_SIGNAL: sync_signal(x->g, x->g->seq << PLAN_SIGNAL_BITS | (uint64_t)value); return STATUS_OK;
     default: return wait_progress(x, s->who, value);
@@ -126,7 +148,7 @@ static uint64_t signature_of(const struct plan *p) {
     return (uint64_t)p->collective | (uint64_t)p->dtype << 8 | (uint64_t)p->redop << 16 | (uint64_t)p->root << 24;
 }
 
-static void arrive(struct run *x, int64_t in_offset, int64_t out_offset) {
+static void arrive(struct run *x, int64_t in_offset, int64_t out_offset, bool attached) {
     struct control *me = x->g->control[x->g->rank];
     struct arrival *a = &me->arrival[x->half];
     if ((x->g->seq & 0xffffffff) == 0) /* a signal of 2^40 operations ago would pass for one of today's */
@@ -135,6 +157,7 @@ static void arrive(struct run *x, int64_t in_offset, int64_t out_offset) {
     atomic_store_explicit(&a->count, (uint64_t)x->p->count, memory_order_relaxed);
     atomic_store_explicit(&a->in_offset, in_offset, memory_order_relaxed);
     atomic_store_explicit(&a->out_offset, out_offset, memory_order_relaxed);
+    atomic_store_explicit(&a->attached, attached, memory_order_relaxed);
     atomic_store_explicit(&a->seq, x->g->seq, memory_order_release);
     sync_wake_peers(x->g);
 }
@@ -168,24 +191,30 @@ static int meet(struct run *x) {
     return status ? status : compare(x);
 }
 
-/* direct: 1 when every rank's tensors lie where the direct plan needs them. skipped: 1 when some rank left its head out. */
-static void survey(struct run *x, int *direct, int *skipped) {
-    *direct = x->p->has_direct, *skipped = 0;
+/* direct: every rank's tensors lie where the direct plan needs them, or can be read there. skipped: some rank left its head out. */
+static void survey(struct run *x, bool *direct, bool *skipped) {
+    bool symmetric = x->p->has_direct, attached = x->p->attach_bytes > 0;
+    *skipped = false;
     for (int r = 0; x->p->has_direct && r < x->g->world; r++) {
         struct arrival *a = &x->g->control[r]->arrival[x->half];
         int64_t needs = x->p->needs[r];
         bool there = satisfies(needs, atomic_load_explicit(&a->in_offset, memory_order_relaxed),
                                atomic_load_explicit(&a->out_offset, memory_order_relaxed));
-        if (!there) *direct = 0;
-        if (there && needs) *skipped = 1;
+        bool lent = x->p->attach_bytes && atomic_load_explicit(&a->attached, memory_order_relaxed);
+        symmetric = symmetric && there;
+        attached = attached && lent;
+        if (needs && (there || lent)) *skipped = true;
     }
+    *direct = symmetric || attached;
+    x->attached = attached && !symmetric;
 }
 
 static int run_body(struct run *x, bool skipped_head) {
-    int direct, someone_skipped, status;
+    bool direct, someone_skipped;
+    int status;
     survey(x, &direct, &someone_skipped);
     if (direct) {
-        if (x->g->recording) x->g->recording->path |= FLIGHT_DIRECT;
+        if (x->g->recording) x->g->recording->path |= x->attached ? FLIGHT_ATTACHED : FLIGHT_DIRECT;
         if (x->p->writes_outputs && sync_is_void(x->g, x->g->seq)) return sync_aborted(x->g); /* its owner has it back */
         return run_part(x, PLAN_DIRECT);
     }
@@ -197,15 +226,31 @@ static int run_body(struct run *x, bool skipped_head) {
     return run_part(x, PLAN_STAGED);
 }
 
+/* Whether my part of an attached run is possible: I can read what I need, and peers what they need of me. */
+static bool attach(struct run *x, int64_t in_offset) {
+    struct group *g = x->g;
+    const struct plan *p = x->p;
+    if (!p->attach_bytes || !g->own_process) return false;
+    for (int r = 0; r < g->world; r++)
+        if ((p->needs[r] & NEED_INPUT) && !cma_can_read(g, r)) return false;
+    if (!(p->needs[g->rank] & NEED_INPUT) || in_offset >= 0) return true;
+    char *pieces[MAX_WORLD];
+    for (int i = 0; i < g->world; i++) pieces[i] = x->b->n_in > 1 ? x->b->in[i] : x->b->in[0] + i * p->attach_bytes;
+    if (!cma_is_readable(pieces, g->world, p->attach_bytes)) return false;
+    for (int i = 0; i < g->world; i++) addresses_of(x, g->rank)[i] = (uint64_t)(uintptr_t)pieces[i];
+    return true;
+}
+
 static int run_whole(struct run *x) {
     struct group *g = x->g;
     const struct plan *p = x->p;
     int status;
     int64_t in_offset = input_offset(g, p, x->b);
     if (x->b->n_out == 1) x->out_offset = offset_in_arena(g, x->b->out[0], p->count * symcomm_itemsize[p->dtype]);
-    bool skip_head = p->has_direct && p->needs[g->rank] && satisfies(p->needs[g->rank], in_offset, x->out_offset);
+    bool attached = attach(x, in_offset);
+    bool skip_head = p->has_direct && p->needs[g->rank] && (attached || satisfies(p->needs[g->rank], in_offset, x->out_offset));
     if (!skip_head && (status = run_part(x, PLAN_HEAD))) return status;
-    arrive(x, in_offset, x->out_offset);
+    arrive(x, in_offset, x->out_offset, attached);
     if ((status = meet(x))) return status;
     return run_body(x, skip_head);
 }
@@ -248,7 +293,7 @@ static int run_locked(struct group *g, const struct plan *p, const struct buffer
                     .streamed = stream_pays(p->copied_bytes * (uint64_t)g->world)};
     if (late) {
         atomic_store(&g->control[g->rank]->arrival[x.half].left, g->seq);
-        arrive(&x, -1, -1); /* so that everybody's error names this call too */
+        arrive(&x, -1, -1, false); /* so that everybody's error names this call too */
         return status;
     }
     status = run_whole(&x);

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "async.h"
+#include "cma.h"
 #include "common.h"
 #include "cores.h"
 #include "exec.h"
@@ -116,6 +117,7 @@ static void free_group(struct group *g) {
     free(g->stage);
     free(g->arena);
     free(g->own_copy);
+    free(g->readable);
     free((void *)g->life);
     async_free(g);
     pthread_mutex_destroy(&g->lock);
@@ -188,7 +190,8 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     g->stage_bytes = stage_bytes, g->arena_bytes = arena_bytes;
     g->control = calloc(n, sizeof *g->control), g->stage = calloc(n, sizeof *g->stage);
     g->arena = calloc(n, sizeof *g->arena), g->life = calloc(n, sizeof *g->life);
-    if (!g->control || !g->stage || !g->arena || !g->life) {
+    g->readable = calloc(n, 1);
+    if (!g->control || !g->stage || !g->arena || !g->life || !g->readable) {
         free_group(g);
         return PyErr_NoMemory();
     }
@@ -203,6 +206,7 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
     atomic_store(&g->control[rank]->progress, g->seq << PLAN_SIGNAL_BITS);
+    cma_introduce(g);
     atomic_store(&g->control[rank]->state, CONTROL_IN_USE);
     atomic_fetch_add(&life_of(g->life[rank])->seat.joined, 1);
     atomic_store(&g->has_seat, true);

@@ -7,7 +7,7 @@
 #include "sync.h"
 #include "types.h"
 
-#define HEADER_WORDS 14
+#define HEADER_WORDS 15
 #define STEP_WORDS (int64_t)(sizeof(struct plan_step) / sizeof(int64_t))
 #define PLACE_WORDS (int64_t)(sizeof(struct plan_place) / sizeof(int64_t))
 
@@ -89,12 +89,27 @@ static const char *check_part(struct plan *p, int part, int64_t n_places) {
     return NULL;
 }
 
+/* Peers' inputs are only copied, a piece at a time, and the addresses of the pieces find room. */
+static const char *check_attached(const struct plan *p) {
+    if (p->attach_bytes < 0 || !p->has_direct || p->writes_outputs) return "attaches without a direct part that only reads";
+    if (p->stage_bytes < p->world * (int64_t)sizeof(uint64_t)) return "no room for addresses";
+    for (int64_t i = 0; i < p->n_steps[PLAN_DIRECT]; i++) {
+        const struct plan_step *s = &p->steps[PLAN_DIRECT][i];
+        if (s->op == OP_REDUCE || s->op == OP_LOOP) return "attaches for more than a copy";
+        if (s->op != OP_COPY || p->places[s->src].space != SPACE_PEER_IN) continue;
+        const struct plan_place *at = &p->places[s->src];
+        if (s->n_dst != 1 || at->offset / p->attach_bytes >= p->world) return "attaches for more than a piece";
+        if (at->offset % p->attach_bytes + s->nbytes > p->attach_bytes) return "attaches across pieces";
+    }
+    return NULL;
+}
+
 static const char *check(struct plan *p, int64_t n_words) {
     const int64_t *w = p->words;
     p->world = w[0], p->rank = w[1], p->collective = w[2], p->dtype = w[3];
     p->redop = w[4], p->root = w[5], p->count = w[6], p->has_direct = w[7] != 0;
     int64_t n_places = w[11], total = 0;
-    p->piece_bytes = w[12], p->algorithm = w[13];
+    p->piece_bytes = w[12], p->algorithm = w[13], p->attach_bytes = w[14];
     if (p->world < 1 || p->world > MAX_WORLD || p->rank < 0 || p->rank >= p->world) return "bad world";
     if (p->dtype < 0 || p->dtype >= DT_COUNT || p->redop < 0 || p->redop >= RED_COUNT) return "bad type";
     if (n_places < 0 || n_places > n_words) return "bad place count";
@@ -119,7 +134,7 @@ static const char *check(struct plan *p, int64_t n_words) {
         for (int64_t i = 0; i < p->n_steps[part]; i++) reduces |= p->steps[part][i].op == OP_REDUCE;
     }
     if (reduces) p->copied_bytes = 0;
-    return NULL;
+    return p->attach_bytes ? check_attached(p) : NULL;
 }
 
 struct plan *plan_load(const void *bytes, size_t size, const char **why) {

@@ -21,7 +21,8 @@ struct arrival { /* one cache line: the flag and all that others must know */
     _Atomic int64_t in_offset;  /* of my tensors in my arena; -1: not symmetric */
     _Atomic int64_t out_offset;
     _Atomic uint64_t left; /* seq, once the owner writes no more into peers' tensors; kept where plans do that */
-    uint64_t pad[2];
+    _Atomic uint64_t attached; /* 1: my tensors that the plan needs can be read, and I can read those that it needs of others */
+    uint64_t pad;
 };
 
 /* A few words of one rank for all others, written by turns into two places: whoever dies while it writes leaves the words
@@ -50,6 +51,7 @@ struct control {
     _Alignas(64) _Atomic uint32_t state; /* enum control_state */
     _Atomic uint8_t departed[MAX_WORLD]; /* written by others: rank r will not touch this block again */
     _Atomic uint64_t agreed; /* rank 0's, for all to write: where the agreement of survivors stands (group/shrink.py) */
+    _Atomic uint64_t token, token_address; /* a random number and where the owner has it, see cma.c */
     struct record call, vote;
     char call_text[2][CALL_BYTES]; /* what this rank was doing, once something went wrong */
     char vote_text[2][VOTE_BYTES];
@@ -70,6 +72,7 @@ enum status {
     STATUS_PLAN = 6,     /* the plan does not fit the group: a bug */
     STATUS_INTERRUPTED = 7, /* a Python signal handler raised (Ctrl-C) */
     STATUS_HALF_SENT = 8, /* origin gave up a message to culprit when part of it was on its way */
+    STATUS_UNREADABLE = 10, /* origin could not read culprit's tensor */
     STATUS_NESTED = 9, /* a signal handler called it while its own thread is in another operation of the group */
 };
 
@@ -98,6 +101,7 @@ struct group {
     char **arena;                  /* per rank: where this process has mapped it */
     int64_t arena_bytes;           /* size of my own */
     _Atomic uint32_t **life;       /* per rank */
+    uint8_t *readable;             /* per rank: what cma.c has found out */
     int spin;                      /* the first looks of a wait, at most */
     _Atomic int spin_now;          /* at present: fewer where ranks share cores and peers do not answer soon */
     int64_t look_ns, yield_ns;     /* then, before sleeping: how long to keep a core and look, or to offer it; see backoff.h */

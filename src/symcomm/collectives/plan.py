@@ -156,6 +156,7 @@ class Plan:
     direct: list[Step] | None = None
     needs: Sequence[Need] = ()  # per rank; looked at only when there is a direct plan
     piece_bytes: int = 0  # of each tensor, when the input is a list that is one tensor if they lie one after another
+    attach_bytes: int = 0  # of each piece that the direct part may read out of a peer's memory, not symmetric; 0: none
 
     def encode(self) -> bytes:
         """The plan as the C core reads it: 64-bit integers, see ``_core/plan.h``."""
@@ -165,7 +166,7 @@ class Plan:
         head = [
             self.world, self.rank, self.collective, self.dtype, self.redop, self.root, self.count,
             1 if self.direct is not None else 0, *map(len, parts), len(coder.places), self.piece_bytes,
-            ALGORITHMS.index(self.name),
+            ALGORITHMS.index(self.name), self.attach_bytes,
         ]  # fmt: skip
         ints = array("q", [*head, *needs])
         for part in parts:

@@ -62,6 +62,7 @@ __all__ = [
 
 
 ANY_EXTRA = 1 << 40
+NO_RANKS = 1 << 20  # more than a group has
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ class Limits:
     root_extra: int = 96 << 10
     direct_bytes: int = 4 << 10  # from here on symmetric tensors take part without copies; measured: 0.8, 1.3 us there
     two_rank_variant: str = "two_shot"  # all_reduce of more, 2 ranks; or "one_shot"; measured at 1 MiB: 8.1, 5.8 GB/s
+    # a scatter's root lends its pieces from so many bytes and ranks on: they are read by system call, see _core/cma.h
+    attach_bytes: int = 256 << 10
+    attach_ranks: int = 4
     nodes: tuple[int, ...] = ()  # each rank's NUMA node, -1 where it is not bound to one; () where all are on one
     # By node, where each has so many ranks, go all_reduce, all_gather and broadcast, and reduce_scatter, from so many
     # bytes on. All three are simulated (docs/simulate.md), not yet measured.
@@ -96,7 +100,8 @@ class Limits:
         three slots have room for, and one-shot whatever a rank has to read for it. Measured, 4 ranks on 2 cores: 16 MiB
         all_gather 11 ms to 6, all_reduce 15 to 12."""
         chunk_bytes = max(self.chunk_bytes, self.stage_bytes // SLOTS // LINE * LINE)
-        return replace(self, chunk_bytes=chunk_bytes, one_shot_extra=ANY_EXTRA, root_extra=ANY_EXTRA)
+        one_shot = replace(self, one_shot_extra=ANY_EXTRA, root_extra=ANY_EXTRA)
+        return replace(one_shot, chunk_bytes=chunk_bytes, attach_ranks=NO_RANKS)
 
 
 DEFAULT = Limits()
@@ -330,6 +335,8 @@ def scatter(
     plan.why = _turns(max(pieces.sizes) * (world - 1), limits)
     if not listed or _are_even(plan, pieces.sizes):
         _offer_direct(plan, max(pieces.sizes), limits, direct_scatter, pieces)
+    if plan.direct is not None and len(set(counts)) == 1 and world >= limits.attach_ranks:
+        plan.attach_bytes = pieces.sizes[0] if pieces.sizes[0] >= limits.attach_bytes else 0
     return plan
 
 

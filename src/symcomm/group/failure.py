@@ -43,6 +43,7 @@ class Status(enum.IntEnum):
     INTERRUPTED = 7
     HALF_SENT = 8
     NESTED = 9
+    UNREADABLE = 10
 
 
 Site = tuple[str, int]  # file, line; worded only when something went wrong
@@ -148,6 +149,11 @@ def explain(group: Any, status: int, call: str, at: Site, seconds: float | None)
             f"{what} failed: rank {report['origin']} gave up a message to rank {report['culprit']} of which a part was "
             "on its way, so that what follows could not be read. Receive in time, or give a longer timeout.",
             [report["culprit"]],
+        )
+    if status == Status.UNREADABLE:
+        return errors.GroupUnusableError(
+            f"{what} failed: rank {report['origin']} could not read the tensor of rank {report['culprit']}, of which a "
+            "part is not mapped. Give a tensor whose memory is there until the call returns."
         )
     if status in (Status.ABORTED, Status.INTERRUPTED):
         return errors.GroupUnusableError(

@@ -12,7 +12,7 @@ from symcomm.group.failure import REDUCING, ROOTED, Status
 from symcomm.memory.flight import FlightEntry, Peek, read_flight
 from symcomm.types import ITEMSIZE, DType, RedOpType
 
-DIRECT, MESSAGE = 1, 2  # enum flight_path of _core/flight.h
+DIRECT, MESSAGE, ATTACHED = 1, 2, 3  # enum flight_path of _core/flight.h
 LONG, QUEUED = 0x10, 0x20  # enum flight_way
 
 
@@ -134,7 +134,7 @@ def as_operation(entry: FlightEntry) -> Operation:
         finished_ns=native.ticks_to_ns(entry.finished) if entry.finished else None,
         waited_us=entry.waited_us,
         state="running" if not entry.finished else "completed" if not entry.status else _failure(entry.status),
-        plan="direct" if entry.path == DIRECT else ALGORITHMS[entry.plan],
+        plan={DIRECT: "direct", ATTACHED: "attached"}.get(entry.path, ALGORITHMS[entry.plan]),
         zero_copy=entry.path == DIRECT,
         site=entry.site,
         exact_site=entry.exact_site,
