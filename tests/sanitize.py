@@ -60,7 +60,8 @@ def collectives(g) -> None:
     from symcomm.collectives.select import Limits
     from symcomm.group.process_group import ProcessGroup
 
-    small = Limits(stage_bytes=8192, chunk_bytes=1024, one_shot_bytes=512, direct_bytes=2048)
+    small = Limits(stage_bytes=8192, chunk_bytes=1024, one_shot_bytes=512, direct_bytes=2048,
+                   attach_bytes=1024, attach_ranks=2)  # fmt: skip
     n, total = g.size, g.size * (g.size + 1) // 2
     for group in (g, ProcessGroup(g.rank, n, g.all_gather_bytes, "small", 60, small)):
         for count in (0, 1, 333, 20_001):

@@ -33,8 +33,8 @@ static pid_t owner_of(struct group *g, int rank) {
 
 bool cma_can_read(struct group *g, int rank) {
     if (!g->own_process || rank == g->rank) return rank == g->rank;
-    if (g->readable[rank] == UNKNOWN) {
-        struct control *peer = g->control[rank];
+    struct control *peer = g->control[rank];
+    if (g->readable[rank] == UNKNOWN && atomic_load(&peer->state) == CONTROL_IN_USE) { /* it has introduced itself */
         uint64_t token = 0, expected = atomic_load(&peer->token);
         ssize_t got = read_from(owner_of(g, rank), &token, atomic_load(&peer->token_address), sizeof token);
         /* Another token: a process of another pid namespace has that number here. */
