@@ -18,7 +18,7 @@ PIP           := -m pip install -q --disable-pip-version-check
 TESTERS       ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-torch test-python clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize clean
+.PHONY: help setup demo test check test-torch test-python clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 15
@@ -43,6 +43,9 @@ demo: $(BUILT) ## a language model trained on two ranks, beside Gloo, and what f
 
 test: $(BUILT) lint ## lint, types and all tests (about 20 minutes on 2 cores)
 	@$(BIN)/python -m tests.side_by_side -n $(TESTERS)
+
+check: $(BUILT) lint ## lint, types and the tests that matter most for what changed (a minute and a half)
+	@$(BIN)/python -m tests.check -n $(TESTERS)
 
 lint: $(BUILT) ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 SHARE = "SYMCOMM_TESTS_SHARE"  # names the directory by which processes tell each other what they run
+DURATIONS = Path(__file__).parent.parent / "build" / "durations.json"  # of files, as they were last run here
 ORDER = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
 
@@ -51,6 +52,14 @@ def _show_progress(share: Path, shown: set[str], start: float) -> None:
         if path.stem not in shown:
             shown.add(path.stem)
             print(f"{time.monotonic() - start:5.0f} s {len(shown):4d}  {path.stem} ({path.read_text()})", flush=True)
+
+
+def _remember(share: Path) -> None:
+    """How long each file took, for ``make check``."""
+    known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    known |= {path.stem: float(path.read_text().split()[0]) for path in share.glob("*.done")}
+    DURATIONS.parent.mkdir(exist_ok=True)
+    DURATIONS.write_text(json.dumps(known))
 
 
 def _summary(share: Path) -> str:
@@ -92,6 +101,7 @@ def run(files: list[str], processes: int, logs: Path) -> int:
             if process.returncode:
                 print(f"== process {i} ended with {process.returncode}: {logs}/test-{i}.log", flush=True)
                 print(_failures(logs / f"test-{i}.log"), flush=True)
+        _remember(Path(share))
         minutes = (time.monotonic() - start) / 60
         print(_summary(Path(share)) + f" in {len(shown)} files, {minutes:.1f} minutes", flush=True)
     return int(any(process.returncode for process in running))

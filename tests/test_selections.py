@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+from tests.check import choose, modules_of, names
 from tests.conftest import what_was_not_run
 from tests.selections import MAIN_ONLY, SELECTIONS, TESTS, TORCH, WITHOUT_TORCH
 
@@ -56,3 +57,16 @@ def test_what_was_not_run():
         "   24  torch has it since 2.15; this is 2.13.0; `make test-torch TORCH=2.15.0` runs it",
         "    4  waits for ever",
     ]
+
+
+def test_what_is_checked_after_a_change():
+    assert modules_of(["src/symcomm/_core/sync.c", "src/symcomm/store/__init__.py", "docs/a.md"]) == [
+        "symcomm._core",
+        "symcomm.store",
+    ]
+    assert names("from symcomm.store import lease, tcp\n", "symcomm.store.tcp")
+    assert not names("from symcomm.store import lease\nimport symcomm.store.tcp2", "symcomm.store.tcp")
+    chosen, left_out = choose(["src/symcomm/store/lease.py", "tests/test_sites.py"], {"test_group_life": 100.0}, 120)
+    assert {"test_layers", "test_sites"} <= set(chosen) and not set(chosen) & set(left_out)
+    everything = choose(["src/symcomm/_core/sync.c"], {}, 1e6)[0]
+    assert set(choose(["src/symcomm/_core/sync.c"], {}, 200)[0]) < set(everything)
