@@ -236,8 +236,10 @@ class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
         cards = [json.loads(item) for item in exchange(json.dumps(self.engine.card).encode())]
         try:
             self.engine.connect(cards, self.timeout)
-        except RuntimeError as error:  # torch's
+        except RuntimeError as error:  # also torch's
             Patience(self.timeout, check).await_reason()
+            if isinstance(error, errors.DeadlineError):
+                raise
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise errors.RankFailedError(
                 f"group {self.name!r}: {self.engine_name} could not connect rank {self.rank} to the others ({why}); "

@@ -73,6 +73,7 @@ class _TorchEngine(Engine):
         self.pid = os.getpid()
         self._served: TCPStore | None = None
         self._store: Any = None
+        self._first: dict[str, Any] = {}  # the first rank's card
         self._group: Any = None
         self._post = threading.RLock()  # messages of one pair are started in one order
         self._waiting: dict[int, queue.SimpleQueue[tuple[list[Any], Transfer] | None]] = {}  # by tag
@@ -85,14 +86,18 @@ class _TorchEngine(Engine):
             self.card = {"address": place.address, "port": self._served.port, "token": token}
 
     def connect(self, cards: Sequence[dict[str, Any]], timeout: float) -> None:
-        first, limit = cards[0], timedelta(seconds=timeout)
-        store = self._served or TCPStore(
-            first["address"], first["port"], timeout=limit, token=first["token"] or None, patient=False
-        )
+        limit = timedelta(seconds=timeout)
+        self._first = cards[0]
+        store = self._served or self._visit(limit)
         store.set_timeout(limit)
         self._store = _dressed(store)
         self._group = self._make_group(timeout)
         _connected.add(self)
+
+    def _visit(self, timeout: timedelta) -> TCPStore:
+        """The store that the first rank serves."""
+        first = self._first
+        return TCPStore(first["address"], first["port"], timeout=timeout, token=first["token"] or None, patient=False)
 
     def _make_group(self, timeout: float) -> Any:
         raise AssertionError("made by the engines below")
@@ -197,6 +202,7 @@ class GlooEngine(_TorchEngine):
         options._timeout = NEVER
         options._devices = [gloo.create_device(hostname=self.place.address)]
         made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._store.set(f"connecting/{self.place.rank}", b"1")
 
         def make() -> None:
             try:
@@ -208,10 +214,20 @@ class GlooEngine(_TorchEngine):
         try:
             found = Patience(timeout, self.place.check).get(made)
         except queue.Empty:
-            raise errors.deadline(f"connecting rank {self.place.rank} by Gloo", timeout) from None
+            what = f"connecting rank {self.place.rank} by Gloo"
+            raise errors.deadline(what, timeout, missing=self._absent()) from None
         if isinstance(found, Exception):
             raise found
         return found
+
+    def _absent(self) -> list[int]:
+        """Ranks that have not begun to connect. The first one serves the store that knows, and may be the one.
+        Gloo still waits in the connection that we have."""
+        try:
+            store = self._visit(timedelta(seconds=1))
+            return [r for r in range(self.place.size) if not store.check([f"connecting/{r}"])]
+        except RuntimeError:
+            return [0]
 
     def expect(self, moves: Sequence[Move]) -> Expected:
         expected = Expected(moves)
