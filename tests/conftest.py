@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _own_shared_memory() -> None:
     """Files that arenas are, where they have names, lie in a directory of this process's own: what another process has
-    there, such as the other half of ``make test``, is not a leak of ours."""
+    there, such as another one that ``make test`` runs, is not a leak of ours."""
     os.environ["SYMCOMM_SHM_DIR"] = tempfile.mkdtemp(dir="/dev/shm", prefix="tests-")
 
 
