@@ -16,16 +16,17 @@ from pathlib import Path
 from tests.selections import TESTS
 from tests.side_by_side import DURATIONS, run
 
+# What looks at the whole package, or at what every call passes through.
 ALWAYS = ("layers", "selections", "native_stub", "short_way", "groups", "p2p", "errors")
 UNKNOWN = 15.0  # seconds, of a file that has not been timed here
 CORE = "symcomm._core"
 
 
-def changed_files(git: list[str] | None = None) -> list[str]:
+def changed_files() -> list[str]:
     """Paths from the checkout's root."""
 
     def ask(*words: str) -> list[str]:
-        done = subprocess.run([*(git or ["git"]), *words], cwd=TESTS.parent, capture_output=True, text=True, check=True)
+        done = subprocess.run(["git", *words], cwd=TESTS.parent, capture_output=True, text=True, check=True)
         return done.stdout.split()
 
     now = ask("diff", "--name-only", "HEAD") + ask("ls-files", "--others", "--exclude-standard")

@@ -93,9 +93,14 @@ def run(files: list[str], processes: int, logs: Path) -> int:
                 env = {**os.environ, SHARE: share}
                 running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env))
         shown: set[str] = set()
-        while any(process.poll() is None for process in running):
-            _show_progress(Path(share), shown, start)
-            time.sleep(1)
+        try:
+            while any(process.poll() is None for process in running):
+                _show_progress(Path(share), shown, start)
+                time.sleep(1)
+        finally:
+            for process in running:
+                process.terminate()
+                process.wait()
         _show_progress(Path(share), shown, start)
         for i, process in enumerate(running):
             if process.returncode:

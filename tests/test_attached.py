@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import symcomm
+from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives import select
 from symcomm.collectives.select import Limits
@@ -108,6 +109,13 @@ def test_ranks_that_are_threads_stage():
     assert symcomm.spawn(ways, WORLD, mode="threads", timeout=20) == ["streamed"] * WORLD
 
 
+def needs_pager() -> None:
+    try:
+        os.close(Pager().fd)
+    except OSError as error:
+        pytest.skip(f"{error}; `make test` as root, or with vm.unprivileged_userfaultfd=1, runs it")
+
+
 class Pager:
     """Memory with one page that its first reader or writer, also the kernel, gets when the test says so."""
 
@@ -116,7 +124,7 @@ class Pager:
     def __init__(self) -> None:
         self.fd = _libc.syscall({"x86_64": 323, "aarch64": 282}[platform.machine()], os.O_CLOEXEC | os.O_NONBLOCK)
         if self.fd < 0:
-            pytest.skip(f"userfaultfd is refused here ({os.strerror(ctypes.get_errno())})")
+            raise OSError(ctypes.get_errno(), "userfaultfd")
         fcntl.ioctl(self.fd, self.API, struct.pack("QQQ", 0xAA, 0, 0))
 
     def tensor(self) -> torch.Tensor:
@@ -187,6 +195,28 @@ def _run_halted(how: str) -> list[Outcome]:
         os.close(let_go)
 
 
+def _unmapped(g: ProcessGroup, where: int) -> tuple[str, str]:
+    """A page of the root's piece for rank 1 (``where`` 0), or of rank 1's output, cannot be touched."""
+    given = [ordinary(COUNT) for _ in range(WORLD)]
+    out = ordinary(COUNT)
+    g.barrier()
+    if g.rank == where:
+        page = (given[1] if where == 0 else out).data_ptr() + 4 * PAGE
+        assert _libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), 0) == 0
+    try:
+        g.scatter(out, given if g.rank == 0 else None, 0)
+    except errors.SymcommError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_memory_that_is_not_there_is_an_error_on_all_ranks(where):
+    told = returned(run_group(_unmapped, WORLD, where, join=lent))
+    assert [name for name, _ in told[:2]] == ["GroupUnusableError"] * 2 and told[2][0] in ("", "GroupUnusableError")
+    assert all("rank 1 could not copy out of the tensor of rank 0" in words for _, words in told[:2]), told
+
+
 def has_it_or_raised(told: tuple[str, bool], error: str) -> bool:
     """Of a rank that nobody stopped: it was done in time, or its read came too late."""
     return told == ("", True) or told[0] == error
@@ -194,7 +224,7 @@ def has_it_or_raised(told: tuple[str, bool], error: str) -> bool:
 
 @pytest.mark.parametrize("how", ["owner gives up", "reader stops"])
 def test_what_an_owner_overwrites_after_its_deadline_is_no_result(how):
-    Pager()
+    needs_pager()
     root, reader, other = returned(_run_halted(how))
     assert root == ("DeadlineError", True)
     assert reader == ("DeadlineError", False), "or it was not stopped in the middle"
@@ -202,14 +232,14 @@ def test_what_an_owner_overwrites_after_its_deadline_is_no_result(how):
 
 
 def test_a_reader_whose_owner_dies_raises():
-    Pager()
+    needs_pager()
     root, reader, other = _run_halted("owner dies")
     assert (root.kind, reader.value[0]) == ("died", "RankFailedError")
     assert has_it_or_raised(other.value, "RankFailedError")
 
 
 def test_a_reader_that_dies_is_named():
-    Pager()
+    needs_pager()
     root, reader, other = _run_halted("reader dies")
     assert (reader.kind, root.value) == ("died", ("RankFailedError", True))
     assert has_it_or_raised(other.value, "RankFailedError")

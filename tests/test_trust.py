@@ -257,6 +257,7 @@ def _fenced(g: ProcessGroup, what: str, gate: Gate, words: Words) -> Any:
     g.set_timeout(0.3)
     raised = attempt(lambda: g.barrier() if what == "put" else g.all_reduce(t))
     smaller = g.shrink(timeout=1.0)
+    wrong = _gather_unevenly(smaller, t)
     shared.fill_(PATTERN)
     t.fill_(PATTERN)
     place = t.data_ptr()
@@ -271,7 +272,7 @@ def _fenced(g: ProcessGroup, what: str, gate: Gate, words: Words) -> Any:
     kept = fresh or [shared, t]
     reused = place in [x.data_ptr() for x in kept]
     words[RAISED + g.rank] = 1
-    wrong, turns = 0, 0
+    turns = 0
     x = symmetric(MEDIUM)
     while not words[OVER] or turns < 10:  # under fire: while it goes on
         x.copy_(of_rank(smaller.rank, MEDIUM))
@@ -283,6 +284,18 @@ def _fenced(g: ProcessGroup, what: str, gate: Gate, words: Words) -> Any:
             break
     touched = sum(int((x != PATTERN).sum()) for x in kept)
     return [raised, smaller.size, reused, wrong, touched]
+
+
+def _gather_unevenly(g: ProcessGroup, t: torch.Tensor) -> int:
+    """Wrong elements, where ranks give different parts of what may not be shared any more."""
+    wrong = 0
+    for less in range(1, 20):
+        sizes = [MEDIUM - 64 * less * rank for rank in range(g.size)]
+        t.copy_(of_rank(g.rank, MEDIUM) + less)
+        outs = [torch.empty(size) for size in sizes]
+        g.all_gather(outs, t[: sizes[g.rank]])
+        wrong += sum(int((out != of_rank(rank, MEDIUM)[: sizes[rank]] + less).sum()) for rank, out in enumerate(outs))
+    return wrong
 
 
 def _misbehave(g: ProcessGroup, window: Any) -> list[str]:

@@ -137,7 +137,7 @@ static int64_t input_offset(struct group *g, const struct plan *p, const struct 
     if (b->n_in < 1 || (b->n_in > 1 && p->piece_bytes <= 0)) return -1;
     for (int i = 1; i < b->n_in; i++)
         if (b->in[i] != b->in[0] + i * p->piece_bytes) return -1;
-    return offset_in_arena(g, b->in[0], b->n_in > 1 ? b->n_in * p->piece_bytes : p->count * symcomm_itemsize[p->dtype]);
+    return offset_in_arena(g, b->in[0], b->n_in > 1 ? b->n_in * p->piece_bytes : p->in_bytes);
 }
 
 static bool satisfies(int64_t needs, int64_t in_offset, int64_t out_offset) {
@@ -246,7 +246,7 @@ static int run_whole(struct run *x) {
     const struct plan *p = x->p;
     int status;
     int64_t in_offset = input_offset(g, p, x->b);
-    if (x->b->n_out == 1) x->out_offset = offset_in_arena(g, x->b->out[0], p->count * symcomm_itemsize[p->dtype]);
+    if (x->b->n_out == 1) x->out_offset = offset_in_arena(g, x->b->out[0], p->out_bytes);
     bool attached = attach(x, in_offset);
     bool skip_head = p->has_direct && p->needs[g->rank] && (attached || satisfies(p->needs[g->rank], in_offset, x->out_offset));
     if (!skip_head && (status = run_part(x, PLAN_HEAD))) return status;
@@ -275,7 +275,7 @@ static void abandon(struct run *x) {
     if (symcomm_before_waiting) symcomm_before_waiting();
     int64_t end = symcomm_now_ns() + (x->g->own_process ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
     while (is_written(x) && symcomm_now_ns() < end) usleep(100);
-    if (x->g->own_process && is_written(x)) isolate(x->b->out[0], x->p->count * symcomm_itemsize[x->p->dtype]);
+    if (x->g->own_process && is_written(x)) isolate(x->b->out[0], x->p->out_bytes);
 }
 
 static bool fits(const struct group *g, const struct plan *p, const struct buffers *b) {

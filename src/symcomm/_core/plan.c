@@ -29,6 +29,15 @@ static const char *check_place(struct plan *p, const struct plan_place *at, int6
     return NULL;
 }
 
+/* How far the plan reaches into my first tensor of each kind. Its count does not tell: it may be a hash. */
+static void note_extent(struct plan *p, const struct plan_place *at, const struct plan_step *s, int64_t turns) {
+    int64_t *bytes = at->space == SPACE_IN ? &p->in_bytes : &p->out_bytes;
+    if ((at->space != SPACE_IN && at->space != SPACE_OUT) || at->index != 0 || turns < 1) return;
+    int64_t end = at->offset + at->stride * (turns - 1) + s->last, before = turns > 1 ? farthest(at, turns - 1, s->nbytes) : 0;
+    if (before > end) end = before;
+    if (end > *bytes) *bytes = end;
+}
+
 static const char *check_move(struct plan *p, const struct plan_step *s, int64_t turns, int64_t n_places) {
     if (s->nbytes < 0 || s->last < 0 || s->last > s->nbytes) return "bad length";
     if (s->n_dst < 1 || s->n_src < 1 || s->n_dst > MAX_WORLD || s->n_src > MAX_WORLD) return "bad place count";
@@ -38,11 +47,15 @@ static const char *check_move(struct plan *p, const struct plan_step *s, int64_t
     for (int64_t i = 0; i < s->n_dst && !why; i++) {
         const struct plan_place *at = &p->places[s->dst + i];
         why = check_place(p, at, turns, s->nbytes);
+        note_extent(p, at, s, turns);
         if (at->space == SPACE_STAGE && at->index != p->rank) why = "writes another rank's staging area"; /* it may lack pages */
         if (at->space == SPACE_PEER_IN) why = "writes another rank's input";
         if (at->space == SPACE_PEER_OUT && !(p->needs[at->index] & NEED_OUTPUT)) why = "writes an output that nobody promised";
     }
-    for (int64_t i = 0; i < s->n_src && !why; i++) why = check_place(p, &p->places[s->src + i], turns, s->nbytes);
+    for (int64_t i = 0; i < s->n_src && !why; i++) {
+        why = check_place(p, &p->places[s->src + i], turns, s->nbytes);
+        note_extent(p, &p->places[s->src + i], s, turns);
+    }
     return why;
 }
 

@@ -27,6 +27,7 @@ struct plan {
     int writes_outputs;       /* ranks write into each other's outputs where all are symmetric; the same on all of them */
     int64_t attach_bytes;     /* of each piece that the direct part may read by cross-memory attach if inputs are not symmetric; 0: none */
     int64_t n_in, n_out;      /* buffers the caller must pass */
+    int64_t in_bytes, out_bytes; /* of the first of each */
     int64_t piece_bytes;      /* of each input of a list that is one tensor where they lie one after another; 0: never */
     int64_t algorithm;        /* a number in ALGORITHMS of plan.py, for the flight recorder */
     uint64_t copied_bytes;    /* into outputs by this rank, in the part where that is most; 0: it reduces */

@@ -152,8 +152,8 @@ def explain(group: Any, status: int, call: str, at: Site, seconds: float | None)
         )
     if status == Status.UNREADABLE:
         return errors.GroupUnusableError(
-            f"{what} failed: rank {report['origin']} could not read the tensor of rank {report['culprit']}, of which a "
-            "part is not mapped. Give a tensor whose memory is there until the call returns."
+            f"{what} failed: rank {report['origin']} could not copy out of the tensor of rank {report['culprit']}: a "
+            "part of it is not mapped any more, or a part of the output is not writable."
         )
     if status in (Status.ABORTED, Status.INTERRUPTED):
         return errors.GroupUnusableError(

@@ -224,8 +224,8 @@ class GlooEngine(_TorchEngine):
         """Ranks that have not begun to connect. The first one serves the store that knows, and may be the one.
         Gloo still waits in the connection that we have."""
         try:
-            store = self._visit(timedelta(seconds=1))
-            return [r for r in range(self.place.size) if not store.check([f"connecting/{r}"])]
+            with contextlib.closing(self._visit(timedelta(seconds=1))) as store:
+                return [r for r in range(self.place.size) if not store.check([f"connecting/{r}"])]
         except RuntimeError:
             return [0]
 
