@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from symcomm.hosts.engine import Engine, Move, Place, engine_class
+from symcomm.hierarchical.engines.base import Engine, Move, Place, engine_class
 
 RANKS = 3
 LARGE = 3_000_000

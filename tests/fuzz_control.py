@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from symcomm.group.buffers import Buffer
-from symcomm.group.messages import Message
-from symcomm.hosts.frames import AGREEING, FIELDS
-from symcomm.hosts.group import HostsGroup
-from symcomm.hosts.link import LENGTHS, Link
-from symcomm.hosts.messages import Mail, _Remote
-from symcomm.hosts.office import Office
-from symcomm.hosts.rounds import Rounds
-from symcomm.hosts.session import Caller
-from symcomm.hosts.shrink import Council
+from symcomm.group.p2p import Message
+from symcomm.hierarchical.agreement import Council
+from symcomm.hierarchical.connection import LENGTHS, Link
+from symcomm.hierarchical.control_channel import Office
+from symcomm.hierarchical.frames import AGREEING, FIELDS
+from symcomm.hierarchical.group import HostsGroup
+from symcomm.hierarchical.p2p import Mail, _Remote
+from symcomm.hierarchical.rounds import Rounds
+from symcomm.hierarchical.session import Caller
 from symcomm.store.address import LOOPBACK
 from symcomm.types import DType
 from symcomm.windows.hosts import Arrivals, Inbox

@@ -417,7 +417,7 @@ def symmetric_memory(gpu: Any, core: Any) -> None:
 
 
 def run_all(rank: int, world: int, store: str) -> dict[str, str]:
-    from symcomm.gpu.group import device_group
+    from symcomm.cuda.group import device_group
     from symcomm.group.default import init
 
     torch.cuda.set_device(0)

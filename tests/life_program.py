@@ -23,9 +23,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import symcomm
-from symcomm.backend.register import register
 from symcomm.group import process_group
 from symcomm.memory.arena import current_arena
+from symcomm.torch_backend.register import register
 
 WARM_UP = 5  # cycles after which nothing may grow any more
 

@@ -11,7 +11,7 @@ import torch
 
 from symcomm import errors
 from symcomm.group.reconfigure import ReconfigurableGroup, Reconfiguration
-from symcomm.hosts.torch_engine import GlooEngine
+from symcomm.hierarchical.engines.torch_engine import GlooEngine
 from symcomm.memory import share
 from tests.comers import Crowd
 

@@ -230,7 +230,7 @@ def lock_watch(g) -> None:
     import ctypes
     import time
 
-    from symcomm.observe import gil
+    from symcomm.observe.recorder import gil
 
     with open(os.devnull, "w") as nowhere:
         stop = gil.watch(g, 0.2, nowhere.fileno())

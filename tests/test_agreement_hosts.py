@@ -19,8 +19,8 @@ import torch
 
 from symcomm import errors
 from symcomm.group.default import join_ranks
-from symcomm.group.making import make_group
-from symcomm.hosts.group import HostsGroup
+from symcomm.group.factory import make_group
+from symcomm.hierarchical.group import HostsGroup
 from symcomm.store import FileStore
 from tests.faults import Outcome, process_state, run_group
 

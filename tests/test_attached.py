@@ -26,7 +26,7 @@ from symcomm._core import native
 from symcomm.collectives import select
 from symcomm.collectives.select import Limits
 from symcomm.group.process_group import ProcessGroup
-from symcomm.observe import records
+from symcomm.observe.recorder import records
 from symcomm.types import DType, RedOpType
 from tests.faults import Outcome, attempt, join_group, leftovers, readable, returned, run_group
 from tests.halted_calls import PATTERN

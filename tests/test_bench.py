@@ -22,24 +22,21 @@ import pytest
 from typer.testing import CliRunner
 
 from symcomm import errors
-from symcomm.cli import (
-    bench,
-    bench_compile,
-    bench_ddp,
-    bench_ddp_worker,
-    bench_groups,
-    bench_hosts,
-    bench_peers,
-    bench_run,
-    bench_sites,
-    bench_store,
-    bench_table,
-    bench_torch,
-    bench_worker,
-    refusals,
-)
-from symcomm.cli.bench_estimate import Estimate, in_words
-from symcomm.cli.bench_run import Case, Effort, Result, measure, open_sides
+from symcomm.bench import compile as bench_compile
+from symcomm.bench import ddp as bench_ddp
+from symcomm.bench import ddp_worker as bench_ddp_worker
+from symcomm.bench import groups as bench_groups
+from symcomm.bench import hosts as bench_hosts
+from symcomm.bench import peers as bench_peers
+from symcomm.bench import run as bench_run
+from symcomm.bench import sites as bench_sites
+from symcomm.bench import store as bench_store
+from symcomm.bench import table as bench_table
+from symcomm.bench import torch_calls as bench_torch
+from symcomm.bench import worker as bench_worker
+from symcomm.bench.estimate import Estimate, in_words
+from symcomm.bench.run import Case, Effort, Result, measure, open_sides
+from symcomm.cli import bench, refusals
 from tests.loaded import Loaded
 
 TINY = ["-n", "3", "-w", "1", "--rounds", "1"]
@@ -507,7 +504,7 @@ def test_torch_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_every_way_through_torch_is_timed(tmp_path: Path):
     """The same interpreter under another name is another environment, which finds our package and measures as well."""
     pytest.importorskip("torch")
-    from symcomm.backend import versions
+    from symcomm.torch_backend import versions
 
     other = tmp_path / "python"
     other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
@@ -522,7 +519,7 @@ def test_every_way_through_torch_is_timed(tmp_path: Path):
 def test_compile_graphs_divide():
     """Every rank's part, added up, is what one process gives: layers are linear in what is divided."""
     torch = pytest.importorskip("torch")
-    from symcomm.cli.bench_compile_worker import GRAPHS
+    from symcomm.bench.compile_worker import GRAPHS
 
     for name, make in GRAPHS.items():
         seen: list[list[object]] = []

@@ -13,9 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from symcomm import errors
-from symcomm.cli import bench, bench_noise, bench_worker
-from symcomm.cli.bench_noise import Figures, Neighbours, Plan, live_beside, parse_neighbours
-from symcomm.cli.bench_run import Case
+from symcomm.bench import noise as bench_noise
+from symcomm.bench import worker as bench_worker
+from symcomm.bench.noise import Figures, Neighbours, Plan, live_beside, parse_neighbours
+from symcomm.bench.run import Case
+from symcomm.cli import bench
 from tests.halts import until
 
 SMALL = Case("all_reduce", 8, 2, "float32", "sum", 0, True)
@@ -60,7 +62,7 @@ def test_a_neighbour_works_on_its_core_and_ends_with_its_bench():
 
 def test_neighbours_of_a_bench_that_was_killed_end():
     source = (
-        "from symcomm.cli.bench_noise import Neighbours, live_beside\n"
+        "from symcomm.bench.noise import Neighbours, live_beside\n"
         f"with live_beside(Neighbours(0.1, 0.001), [{min(os.sched_getaffinity(0))}]):\n"
         "    print('there', flush=True); input()"
     )

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from symcomm.cli import demo, demo_model, demo_plot, demo_train
+from symcomm.bench import model as demo_model
+from symcomm.cli import demo
+from symcomm.demo import plot as demo_plot
+from symcomm.demo import train as demo_train
 
 torch = pytest.importorskip("torch", reason="the demo trains a model")
 SRC = Path(__file__).parent.parent / "src"

@@ -17,7 +17,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.plan import ALGORITHMS, Collective
 from symcomm.memory.flight import DEFAULT_CAPACITY, read_flight
-from symcomm.observe.records import operations_of
+from symcomm.observe.recorder.records import operations_of
 from symcomm.types import DType
 from tests.ranks import run_ranks
 

@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from symcomm.hosts import group
-from symcomm.hosts.frames import FIELDS, need
+from symcomm.hierarchical import group
+from symcomm.hierarchical.frames import FIELDS, need
 from tests import fuzz_control, fuzz_store
 
 INPUTS = 10_000

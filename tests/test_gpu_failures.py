@@ -25,7 +25,7 @@ DIRECT = 1 << 20  # bytes from which on they do
 
 def join(rank: int, world: int, folder: str) -> Any:
     """A group on the GPU that nobody else holds, and that uses symmetric tensors of a few MiB in place."""
-    from symcomm.gpu.group import DeviceGroup, Limits
+    from symcomm.cuda.group import DeviceGroup, Limits
     from tests.faults import join_group
 
     torch.cuda.set_device(0)
@@ -239,7 +239,7 @@ def test_a_put_into_a_window_that_is_gone(tmp_path: Path):
 
 def leaves_while_others_read(rank: int, world: int, folder: str) -> bool:
     """Rank 0 has its result and leaves; rank 1 is yet to read rank 0's staging area."""
-    from symcomm.gpu import kernels
+    from symcomm.cuda import kernels
 
     gpu = join(rank, world, folder)
     tensor = torch.full((1 << 18,), complex(rank + 1.0), dtype=torch.complex64, device="cuda")  # left to torch
@@ -299,8 +299,8 @@ def test_freed_memory_cools_on_the_stream_that_used_it():
 
 
 def pinned(rank: int, world: int, folder: str) -> list[int]:
-    from symcomm.gpu import pads
-    from symcomm.gpu.group import device_group
+    from symcomm.cuda import flag_words
+    from symcomm.cuda.group import device_group
     from tests.faults import join_group
 
     torch.cuda.set_device(0)
@@ -309,7 +309,7 @@ def pinned(rank: int, world: int, folder: str) -> list[int]:
     for n in (1 << 20, 4):
         gpu.all_reduce(torch.ones(n, device="cuda"))
         gpu.synchronize()
-        found.append(sum(nbytes for _, nbytes in pads._shown))
+        found.append(sum(nbytes for _, nbytes in flag_words._shown))
     return found
 
 

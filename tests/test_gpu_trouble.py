@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from symcomm import errors
-from symcomm.gpu import pads as pads_module
-from symcomm.gpu import pool as pool_module
-from symcomm.gpu import trouble as trouble_module
-from symcomm.gpu.pads import Pads, is_behind, pad_bytes
-from symcomm.gpu.pool import Pool, hold
-from symcomm.gpu.trouble import Trouble
-from symcomm.gpu.watch import Lane, Outstanding, Watch
-from symcomm.gpu.work import DeviceWork
+from symcomm.cuda import failure as trouble_module
+from symcomm.cuda import flag_words as pads_module
+from symcomm.cuda import pool as pool_module
+from symcomm.cuda.failure import Trouble
+from symcomm.cuda.flag_words import Pads, is_behind, pad_bytes
+from symcomm.cuda.pool import Pool, hold
+from symcomm.cuda.watchdog import Lane, Outstanding, Watch
+from symcomm.cuda.work import DeviceWork
 
 torch = pytest.importorskip("torch")
 

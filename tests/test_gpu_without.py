@@ -19,15 +19,15 @@ import pytest
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.cli.mps import multi_process_service
 from symcomm.collectives.plan import Collective
 from symcomm.collectives.select import ON_DEVICE, elements_of, signature_count
-from symcomm.gpu.kernels import source_of, spinning_source_of
-from symcomm.gpu.moves import Meetings, Mover, shard_of
-from symcomm.gpu.pads import is_behind
-from symcomm.gpu.spinning import MOST_BLOCKS, most_blocks
-from symcomm.gpu.through_host import STAGE_BYTES, HostMover
+from symcomm.cuda.flag_words import is_behind
+from symcomm.cuda.kernels import source_of, spinning_source_of
+from symcomm.cuda.single_kernel import MOST_BLOCKS, most_blocks
+from symcomm.cuda.stream_collectives import Meetings, Mover, shard_of
+from symcomm.cuda.via_host import STAGE_BYTES, HostMover
 from symcomm.group.failure import describe_call
+from symcomm.launcher.mps import multi_process_service
 from symcomm.types import DType, RedOpType
 
 torch = pytest.importorskip("torch")
@@ -41,7 +41,7 @@ class StandIn(SimpleNamespace):
 def test_loading_needs_no_cuda():
     code = (
         "import sys; before = set(sys.modules);"  # some packages load themselves by a .pth file
-        "import symcomm.gpu.group, symcomm.gpu.messages, symcomm.symm_mem.on_gpu, symcomm.windows.cuda;"
+        "import symcomm.cuda.group, symcomm.cuda.p2p, symcomm.symm_mem.on_gpu, symcomm.windows.cuda;"
         "assert not {'torch', 'triton', 'cuda'} & (set(sys.modules) - before)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": "src"})
@@ -50,7 +50,7 @@ def test_loading_needs_no_cuda():
 @without_cuda
 def test_words_without_a_gpu():
     import symcomm
-    from symcomm.gpu import devices
+    from symcomm.cuda import devices
 
     for call in (lambda: symcomm.symm_mem.empty(4, device="cuda"), lambda: devices.need_cuda("here")):
         with pytest.raises(errors.ResourceError, match="has no CUDA; install one|finds no CUDA GPU"):
@@ -66,7 +66,7 @@ def test_words_without_a_gpu():
     ],
 )
 def test_devices_that_nobody_carries(device: str, words: str):
-    from symcomm.backend.engines import Engines
+    from symcomm.torch_backend.engines import Engines
 
     nothing: Any = StandIn(_devices=dict)
     with pytest.raises(errors.BadArgumentError, match=words):
@@ -119,8 +119,8 @@ def test_words_count_on_beyond_32_bits():
 
 
 def test_the_table_of_ranks_on_one_gpu(tmp_path: Path):
-    from symcomm.cli import bench_gpu as module
-    from symcomm.cli import pictures
+    from symcomm.bench import gpu as module
+    from symcomm.bench import pictures
 
     found = [
         module.Figures("in turns", 4096, "ordinary", [70e-6, 72e-6, 68e-6], [120e-6]),
@@ -154,10 +154,10 @@ def test_bench_gpu_says_what_is_missing():
 
 
 def test_messages_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch):
-    from symcomm.backend import engines
+    from symcomm.torch_backend import engines
 
     group = StandIn(core=SimpleNamespace(spans_hosts=False), _devices=lambda: {"cuda": "symcomm"})
-    monkeypatch.setattr("symcomm.gpu.messages.device_mail", lambda core, index: f"mail {index}")
+    monkeypatch.setattr("symcomm.cuda.p2p.device_mail", lambda core, index: f"mail {index}")
     monkeypatch.setattr(engines.Engines, "_make", lambda self, call, name, kind: f"{call} by {name}")
     device = torch.device("cuda", 1)
     for wish, mail in (("", "mail 1"), ("symcomm", "mail 1"), ("nccl", None)):

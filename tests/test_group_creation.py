@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.backend.group import TorchGroup
 from symcomm.group.process_group import ProcessGroup
-from symcomm.hosts.group import HostsGroup
+from symcomm.hierarchical.group import HostsGroup
 from symcomm.store.handshake import _Attempt
+from symcomm.torch_backend.group import TorchGroup
 from tests.faults import Outcome, process_state, run_group
 from tests.test_agreement_hosts import _run
 

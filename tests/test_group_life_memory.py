@@ -74,7 +74,7 @@ def check_level(grown: dict[str, int]) -> None:
 
 
 def _through_torch(rank: int, world: int, place: str) -> dict[str, int]:
-    from symcomm.backend.register import register
+    from symcomm.torch_backend.register import register
 
     register()
     dist.init_process_group("symcomm", init_method=f"file://{place}", rank=rank, world_size=world)

@@ -68,9 +68,9 @@ def _sender_gives_up(rank: int, world: int, path: str, way: str) -> tuple[str, f
     """Rank 1 stops in the middle of receiving; rank 0's deadline passes, and it uses its tensor for something else."""
     import torch
 
-    from symcomm.hosts import messages
+    from symcomm.hierarchical import p2p
 
-    messages.ARRIVING = 0.1
+    p2p.ARRIVING = 0.1
     group = _join(rank, world, path)
     tensor = torch.full((N,), 1.0 if rank == 0 else 0.0)
     group.barrier()
@@ -111,9 +111,9 @@ def _receiver_gives_up(rank: int, world: int, path: str, way: str) -> tuple[str,
     """Rank 0 stops in the middle of sending; rank 1's deadline passes, and it uses its tensor for something else."""
     import torch
 
-    from symcomm.hosts import messages
+    from symcomm.hierarchical import p2p
 
-    messages.ARRIVING = 0.1
+    p2p.ARRIVING = 0.1
     group = _join(rank, world, path)
     tensor = torch.full((N,), 1.0 if rank == 0 else 0.0)
     group.barrier()
@@ -153,7 +153,7 @@ def test_nothing_is_written_to_a_receivers_tensor_after_its_deadline(tmp_path, w
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EADDRNOTAVAIL], ids=["descriptors", "ports"])
 def test_a_shortage_here_is_not_a_dead_rank_there(monkeypatch: pytest.MonkeyPatch, number: int):
     """This process cannot open a connection for a moment. The other rank is not at fault."""
-    from symcomm.hosts.office import Office
+    from symcomm.hierarchical.control_channel import Office
 
     class Member:
         lost: list[str] = []

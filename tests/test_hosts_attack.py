@@ -19,8 +19,8 @@ import torch
 
 import symcomm
 from symcomm.group.grow import Lifeline, _my_card
-from symcomm.group.messages import Message
-from symcomm.hosts.office import Office
+from symcomm.group.p2p import Message
+from symcomm.hierarchical.control_channel import Office
 from symcomm.types import RedOpType
 
 

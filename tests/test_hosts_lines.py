@@ -15,12 +15,12 @@ import torch
 import symcomm
 from symcomm import errors
 from symcomm.group.buffers import Buffer
-from symcomm.group.messages import Message
-from symcomm.hosts.engine import TAGS, Move
-from symcomm.hosts.lines import Lines
-from symcomm.hosts.link import LENGTHS, Broken, Link, Refused
-from symcomm.hosts.messages import Mail
-from symcomm.hosts.session import MAC_SIZE, Callee, Caller
+from symcomm.group.p2p import Message
+from symcomm.hierarchical.connection import LENGTHS, Broken, Link, Refused
+from symcomm.hierarchical.engines.base import TAGS, Move
+from symcomm.hierarchical.leader_links import Lines
+from symcomm.hierarchical.p2p import Mail
+from symcomm.hierarchical.session import MAC_SIZE, Callee, Caller
 from symcomm.types import DType
 
 

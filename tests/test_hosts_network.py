@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from symcomm.bench.hosts import Figures, Plan, as_table, expected_bytes, run_hosts_bench, to_json
+from symcomm.bench.namespaces import why_no_namespaces
 from symcomm.cli import bench
 from symcomm.cli.bench import pick_collectives
-from symcomm.cli.bench_hosts import Figures, Plan, as_table, expected_bytes, run_hosts_bench, to_json
-from symcomm.cli.namespaces import why_no_namespaces
 from tests.namespaces import network
 
 ROOT = Path(__file__).parent.parent
@@ -156,7 +156,7 @@ def test_every_collective_moves_what_it_must():
 
 def test_which_collectives(monkeypatch):
     asked = []
-    monkeypatch.setattr("symcomm.cli.bench_hosts.run_hosts_bench", lambda plan, tick: asked.append(plan) or [])
+    monkeypatch.setattr("symcomm.bench.hosts.run_hosts_bench", lambda plan, tick: asked.append(plan) or [])
     for words in ([], ["--collectives", "all_gather, barrier"], ["--collectives", "all"]):
         out = CliRunner().invoke(bench.app, ["hosts", "--quick", *words])
         assert out.exit_code == 0 and "all values were right" in out.output

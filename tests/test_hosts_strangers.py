@@ -21,13 +21,13 @@ import torch
 import symcomm
 from symcomm import errors
 from symcomm.group.default import join_ranks
-from symcomm.group.making import make_group
-from symcomm.hosts import door
-from symcomm.hosts.frames import AGREEING, FIELDS, check
-from symcomm.hosts.link import LENGTHS, Link, Refused
-from symcomm.hosts.link import Broken as LinkOver
-from symcomm.hosts.office import Card, Office
-from symcomm.hosts.operation import Operation
+from symcomm.group.factory import make_group
+from symcomm.hierarchical import listener
+from symcomm.hierarchical.connection import LENGTHS, Link, Refused
+from symcomm.hierarchical.connection import Broken as LinkOver
+from symcomm.hierarchical.control_channel import Card, Office
+from symcomm.hierarchical.frames import AGREEING, FIELDS, check
+from symcomm.hierarchical.operation import Operation
 from symcomm.store import HashStore, TCPStore
 from symcomm.store.address import LOOPBACK
 from symcomm.windows.hosts import Arrivals, _inbox_of
@@ -167,13 +167,13 @@ def test_an_impostor_is_told_nothing(pair: Pair) -> None:
 
 def test_strangers_are_few_and_not_for_long(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four hundred that say nothing: descriptors stay, ranks get in at once, and after a while no stranger is left."""
-    monkeypatch.setattr(door, "ROOM_S", 0.05)
+    monkeypatch.setattr(listener, "ROOM_S", 0.05)
     before = len(os.listdir("/proc/self/fd"))
     silent = [pair.knock() for _ in range(400)]
     assert pair.still_work()
-    assert len(os.listdir("/proc/self/fd")) - before <= len(silent) + door.STRANGERS + 4
-    assert pair.offices[0].stats()["strangers"] <= door.STRANGERS
-    monkeypatch.setattr(door, "GREETING_S", 0.1)
+    assert len(os.listdir("/proc/self/fd")) - before <= len(silent) + listener.STRANGERS + 4
+    assert pair.offices[0].stats()["strangers"] <= listener.STRANGERS
+    monkeypatch.setattr(listener, "GREETING_S", 0.1)
     assert eventually(lambda: not pair.offices[0].stats()["strangers"])
     assert all(hung_up(sock) for sock in silent)
     for sock in silent:
@@ -182,9 +182,9 @@ def test_strangers_are_few_and_not_for_long(pair: Pair, monkeypatch: pytest.Monk
 
 
 def test_a_greeting_has_five_seconds_and_a_proof_thirty(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (door.GREETING_S, door.PROOF_S) == (5.0, 30.0)
-    monkeypatch.setattr(door, "GREETING_S", 0.2)
-    monkeypatch.setattr(door, "PROOF_S", 1.5)
+    assert (listener.GREETING_S, listener.PROOF_S) == (5.0, 30.0)
+    monkeypatch.setattr(listener, "GREETING_S", 0.2)
+    monkeypatch.setattr(listener, "PROOF_S", 1.5)
     greeting = json.dumps({"from": "zz.9", "nonce": "00" * 32}).encode()
     begun = time.monotonic()
     silent, slow = pair.knock(), pair.knock(LENGTHS.pack(len(greeting), len(greeting)) + greeting)
@@ -196,8 +196,8 @@ def test_a_greeting_has_five_seconds_and_a_proof_thirty(pair: Pair, monkeypatch:
 
 def test_young_strangers_are_not_pushed_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """When many ranks call at once, those that are too many wait in the kernel; nobody is refused."""
-    monkeypatch.setattr(door, "STRANGERS", 3)
-    monkeypatch.setattr(door, "ROOM_S", 60.0)
+    monkeypatch.setattr(listener, "STRANGERS", 3)
+    monkeypatch.setattr(listener, "ROOM_S", 60.0)
     others = [Office(f"{i:02x}.9") for i in range(20)]
     for i, office in enumerate(others):
         assert office.join("g", Group()) and office.send(pair.cards[0], {"group": "g", "number": i})
@@ -225,7 +225,9 @@ def test_out_of_descriptors_the_door_waits(pair: Pair, caplog: pytest.LogCapture
             used, begun, pauses = time.process_time(), time.monotonic(), office.stats()["pauses"]
             time.sleep(0.5)
             seconds, more = time.monotonic() - begun, office.stats()["pauses"] - pauses
-            assert time.process_time() - used < 0.6 * seconds and more <= seconds / door.NO_DESCRIPTOR_S + 1, "it spins"
+            assert time.process_time() - used < 0.6 * seconds and more <= seconds / listener.NO_DESCRIPTOR_S + 1, (
+                "it spins"
+            )
     finally:
         for fd in fillers:
             os.close(fd)
@@ -237,12 +239,12 @@ def test_out_of_descriptors_the_door_waits(pair: Pair, caplog: pytest.LogCapture
 
 
 def test_the_log_cannot_be_flooded(caplog: pytest.LogCaptureFixture) -> None:
-    complaints = door.Complaints()
+    complaints = listener.Complaints()
     with caplog.at_level(logging.WARNING, "symcomm.hosts"):
         for k in range(1000):
             complaints.note("somebody", f"came {k} times")
-    assert complaints.refused == 1000 and len(complaints.reasons) == door.REASONS
-    assert len(caplog.records) <= 2 * door.LINES_A_SECOND + 1
+    assert complaints.refused == 1000 and len(complaints.reasons) == listener.REASONS
+    assert len(caplog.records) <= 2 * listener.LINES_A_SECOND + 1
 
 
 # --- where it listens -------------------------------------------------------------------------------------------------
@@ -340,7 +342,7 @@ def test_ranks_of_which_only_some_have_the_token_are_told() -> None:
     made = threading.Lock()
 
     def rank(g: Any) -> str:
-        from symcomm.hosts import office
+        from symcomm.hierarchical import control_channel as office
 
         store = stores[0]
         with pytest.MonkeyPatch.context() as patch, made:
@@ -471,7 +473,7 @@ def test_an_arrival_of_another_length_is_not_used(size: int) -> None:
 
 
 def test_little_is_kept_for_groups_that_are_not_made_yet(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symcomm.hosts.office.EARLY_FRAMES", 10)
+    monkeypatch.setattr("symcomm.hierarchical.control_channel.EARLY_FRAMES", 10)
     other, group = Office("cc.3"), Group()
     assert other.join("g", group)
     for k in range(11):
@@ -524,7 +526,7 @@ def test_an_error_of_ours_ends_one_connection_and_not_the_channel(pair: Pair) ->
 
 @pytest.mark.parametrize("what", ["twice", "far ahead", "no signature", "a word for a number"])
 def test_arrivals_that_no_host_sends_end_the_line(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symcomm.hosts.group.MOST_ARRIVALS", 20)
+    monkeypatch.setattr("symcomm.hierarchical.group.MOST_ARRIVALS", 20)
     good = {"seq": 7, "signature": [0] * 6}
     sent = {
         "twice": [good, good], "far ahead": [{**good, "seq": 100 + k} for k in range(21)],

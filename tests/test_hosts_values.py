@@ -12,8 +12,9 @@ import symcomm
 from symcomm import errors
 from symcomm._core import native
 from symcomm.group.buffers import torch_dtypes
-from symcomm.hosts import algorithms, layout
-from symcomm.hosts.layout import FEW_OF_A_HOST, Layout, split_evenly, travels
+from symcomm.hierarchical import pipelined
+from symcomm.hierarchical import topology as layout
+from symcomm.hierarchical.topology import FEW_OF_A_HOST, Layout, split_evenly, travels
 from symcomm.memory import share
 from symcomm.types import DType, RedOpType
 
@@ -33,7 +34,7 @@ def values(rank: int, count: int, dtype=torch.float32) -> torch.Tensor:
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Tensors of some kilobytes take several chunks, and the engine."""
-    monkeypatch.setattr(algorithms, "CHUNK", 2048)
+    monkeypatch.setattr(pipelined, "CHUNK", 2048)
     monkeypatch.setattr(layout, "FEW_OF_A_HOST", 0)
 
 

@@ -16,7 +16,8 @@ import torch
 
 import symcomm
 from symcomm import errors
-from symcomm.cli import bench_llm, bench_llm_worker
+from symcomm.bench import llm as bench_llm
+from symcomm.bench import llm_worker as bench_llm_worker
 from symcomm.llama import Config, Llama, Parallel, generate
 from tests.test_bench import cli, refused
 from tests.test_examples import ENVIRONMENT, run_example

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from symcomm.cli.job import Place, find_place
 from symcomm.errors import SymcommError
+from symcomm.launcher.job import Place, find_place
 from symcomm.store.launchers import port_for_job
 from tests.ports import free_port
 

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from symcomm.cli.job import Job, reserve_port
 from symcomm.errors import BadArgumentError, StoreAuthError
+from symcomm.launcher.job import Job, reserve_port
 from symcomm.store.bootstrap import rendezvous
 from symcomm.store.tcp import TCPStore
 from tests.test_launcher import jobs  # noqa: F401

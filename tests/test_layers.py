@@ -13,38 +13,17 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "symcomm"
 
-# Higher number may import lower or equal ones, never the other way round.
-LAYERS = {
-    "errors": 0,
-    "llama": 0,
-    "torch_versions": 0,
-    "types": 0,
-    "_core": 0,
-    "store": 1,
-    "memory": 2,
-    "collectives": 3,
-    "group": 4,
-    "hosts": 5,
-    "observe": 5,
-    "simulate": 5,
-    "ray": 5,
-    "gpu": 5,
-    "symm_mem": 5,
-    "windows": 6,
-    "backend": 6,
-    "device": 6,
-    "comm": 6,
-    "ddp": 7,
-    "c10d": 8,
-    "compile": 8,
-    "elastic": 8,
-    "cli": 9,
-    "__main__": 9,
-}
+# The one order of layers, lowest first: each may import those before it, and itself. The package's docstring and
+# ARCHITECTURE.md show the same.
+ORDER = """
+errors types torch_versions preflight _core store memory collectives group hierarchical cuda symm_mem windows simulate
+observe torch_backend ddp device comm compile elastic c10d ray launcher llama bench demo cli __main__
+""".split()
+LAYERS = {name: level for level, name in enumerate(ORDER)}
 # Packages below the line never import torch when they are loaded, only inside a function that was handed a tensor.
 TORCH_FREE_AT_IMPORT = {
-    "errors", "types", "_core", "store", "memory", "collectives", "group", "hosts", "observe", "gpu", "symm_mem", "cli",
-    "simulate", "ray", "windows",
+    "errors", "types", "_core", "store", "memory", "collectives", "group", "hierarchical", "observe", "cuda",
+    "symm_mem", "cli", "simulate", "ray", "windows", "launcher", "preflight",
 }  # fmt: skip
 
 
@@ -116,7 +95,7 @@ def test_ranks_load_no_observer_unless_asked():
     """Neither groups nor the torch backend; a variable in the environment asks for one."""
     code = """
 import json, os, sys, torch, torch.distributed as dist, symcomm
-from symcomm.backend.register import register
+from symcomm.torch_backend.register import register
 symcomm.spawn(lambda group: group.all_reduce(torch.ones(4)), 2, mode="threads", deadline=30)
 register()
 dist.init_process_group("symcomm", rank=0, world_size=1, store=dist.HashStore())

@@ -18,12 +18,12 @@ import pytest
 import symcomm
 from symcomm import errors
 from symcomm._core import native
-from symcomm.cli.job import Job
-from symcomm.cli.launch import launch
-from symcomm.cli.output import Output
 from symcomm.collectives.plan import ALGORITHMS
 from symcomm.collectives.select import Limits
 from symcomm.group import process_group
+from symcomm.launcher.job import Job
+from symcomm.launcher.launch import launch
+from symcomm.launcher.output import Output
 from symcomm.memory import numa
 from symcomm.memory.arena import Arena
 from symcomm.memory.flight import read_flight

@@ -20,7 +20,7 @@ import symcomm
 from symcomm import errors
 from symcomm.group import hooks
 from symcomm.group.buffers import Buffer
-from symcomm.group.messages import MessageWork
+from symcomm.group.p2p import MessageWork
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.work import Work
 from symcomm.memory import arena as arenas

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from symcomm.cli.main import app
 from symcomm.errors import BadArgumentError
-from symcomm.hosts import algorithms
+from symcomm.hierarchical import pipelined
 from symcomm.simulate import Cluster, Link, Topology, compare, ddp_step, fsdp_step, parse_topology, predict
 from symcomm.simulate import machine as machines
 from symcomm.simulate.calibrate import CALL, CASES, calibrate, fit, fit_link, fitted_sizes
@@ -370,7 +370,7 @@ def test_three_figures_predict_the_others(ranks, nbytes):
 
 
 def test_sizes_are_those_of_groups_of_several_hosts():
-    assert CHUNK == algorithms.CHUNK
+    assert CHUNK == pipelined.CHUNK
 
 
 def test_hosts_meet_first_and_small_tensors_travel_along():

@@ -20,9 +20,11 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from symcomm.cli import bench, bench_sites, refusals, relay
-from symcomm.cli.bench_sites import Figures, Plan
-from symcomm.cli.namespaces import SlowNetwork, why_no_slow_network
+from symcomm.bench import relay
+from symcomm.bench import sites as bench_sites
+from symcomm.bench.namespaces import SlowNetwork, why_no_slow_network
+from symcomm.bench.sites import Figures, Plan
+from symcomm.cli import bench, refusals
 
 ROOT = Path(__file__).parent.parent
 HOSTS = [bytes([10, 0, 0, number]) for number in (1, 2)]
@@ -169,7 +171,7 @@ def test_the_relay_ends_with_its_maker_even_if_that_is_killed():
     if reason := _why_not():
         pytest.skip(f"sites: {reason}")
     script = (
-        "import time; from symcomm.cli.namespaces import SlowNetwork; net = SlowNetwork(2, 100, 5).__enter__();"
+        "import time; from symcomm.bench.namespaces import SlowNetwork; net = SlowNetwork(2, 100, 5).__enter__();"
         "print(net._started[0].pid, flush=True); time.sleep(60)"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

@@ -8,9 +8,9 @@ import json
 import pytest
 
 from symcomm.errors import BadArgumentError
-from symcomm.observe.feed import Feed, GroupFacts, RankFacts, Sample
-from symcomm.observe.records import Operation
+from symcomm.observe.recorder.records import Operation
 from symcomm.observe.top import model
+from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
 from symcomm.observe.top.model import BIN_NS, STATES, Live, end_of_pack
 from symcomm.observe.top.simulate import SimulatedFeed
 from symcomm.observe.top.snapshot import MEETINGS_SENT, RANK_OPERATIONS_SENT, snapshot

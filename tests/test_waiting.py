@@ -312,7 +312,7 @@ def test_an_abort_ends_a_wait_that_looks():
 
 
 def counted_by_rank(g: ProcessGroup) -> tuple[dict[str, int], bytes]:
-    from symcomm.observe.metrics import _RankMeter
+    from symcomm.observe.top.metrics import _RankMeter
 
     assert comes_to(g, keeps) or comes_to(g, offers)
     return g.wait_stats(), _RankMeter(g._arena).render()[1]

@@ -137,7 +137,7 @@ def test_abort_ends_waits(place):
 
 
 def through_torch(rank, world, path):
-    from symcomm.backend.register import register
+    from symcomm.torch_backend.register import register
 
     register()
     dist.init_process_group("symcomm", rank=rank, world_size=world, store=dist.FileStore(path, world))

@@ -23,7 +23,7 @@ The tree says whose fault it is::
 
 All of them are RuntimeErrors, since that is what ``torch.distributed`` raises and what scripts catch. Those of stores
 are also what PyTorch's stores raise (DistStoreError and its kin) as soon as torch knows us: see
-backend/torch_patches/store_errors.py.
+torch_backend/torch_patches/store_errors.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Agreement across hosts (`hosts/shrink.py`): one value is decided, whatever is lost, late or in whatever order.
+"""Agreement across hosts (`hierarchical/agreement.py`): one value is decided, whatever is lost or late.
 
 Every member answers for itself (``Acceptor``); whoever has a reason proposes. Messages lie in the network until they
 are delivered, if ever: loss is a delivery that does not happen. Answers are seen by the proposer one by one, or not at

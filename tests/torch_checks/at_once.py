@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.backend.work import DoneWork
+from symcomm.torch_backend.work import DoneWork
 from tests.torch_checks import WORLD, check, equal, joined, refused
 
 

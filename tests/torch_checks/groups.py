@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.backend.group import TorchGroup
-from symcomm.backend.meeting import place_in_store
-from symcomm.backend.versions import SPLIT_KEEPS_ORDER
+from symcomm.torch_backend.bootstrap import place_in_store
+from symcomm.torch_backend.group import TorchGroup
+from symcomm.torch_backend.versions import SPLIT_KEEPS_ORDER
 from tests.torch_checks import WORLD, check, check3, equal, joined, refused
 
 

@@ -1,6 +1,6 @@
 /* What a GPU collective asks of the driver most often, in one call.
  *
- * The core knows nothing of CUDA: it is handed the addresses of driver functions by gpu/driver.py, which found them in
+ * The core knows nothing of CUDA: it is handed the addresses of driver functions by cuda/driver.py, which found them in
  * the driver's library. The interpreter lock is released meanwhile: the driver makes a caller wait when a stream is full. */
 #include "common.h"
 #include "reduce.h"

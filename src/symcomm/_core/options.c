@@ -1,5 +1,5 @@
 /* torch's options objects. Each of the three questions that a call has for one takes a third of a microsecond in Python; where
- * the answers lie in memory was found by symcomm/backend/options_layout.py. */
+ * the answers lie in memory was found by symcomm/torch_backend/options_layout.py. */
 #include "options.h"
 
 #include <stdbool.h>

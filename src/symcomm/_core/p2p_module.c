@@ -1,4 +1,4 @@
-/* Messages as Python sees them; the classes are in symcomm/group/messages.py. */
+/* Messages as Python sees them; the classes are in symcomm/group/p2p.py. */
 #include <errno.h>
 #include <stddef.h>
 

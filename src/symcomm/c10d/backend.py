@@ -12,9 +12,9 @@ from typing import Any
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
-from symcomm.backend.group import TorchGroup
 from symcomm.c10d.enums import ErrorType
 from symcomm.c10d.options import DEFAULT_TIMEOUT, Option, Options, flag, ranks, text, timeout_of, with_half
+from symcomm.torch_backend.group import TorchGroup
 
 __all__ = ["NEWER_NAMES", "AnyBackendOptions", "Backend", "BackendOptions"]
 

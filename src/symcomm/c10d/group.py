@@ -17,9 +17,6 @@ import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.backend import checks, values, versions
-from symcomm.backend.group import TorchGroup
-from symcomm.backend.overloads import fit, positional
 from symcomm.c10d.backend import Backend
 from symcomm.c10d.enums import BackendType, OpType
 from symcomm.c10d.group_hooks import OwnHooks
@@ -28,6 +25,9 @@ from symcomm.c10d.stores import Store
 from symcomm.c10d.works import WorkInfo
 from symcomm.errors import wrong_type
 from symcomm.store import PrefixStore
+from symcomm.torch_backend import checks, values, versions
+from symcomm.torch_backend.group import TorchGroup
+from symcomm.torch_backend.overloads import fit, positional
 
 __all__ = ["ProcessGroup"]
 

@@ -17,13 +17,15 @@ from typing import Any
 import typer
 
 from symcomm import errors
-from symcomm.cli import bench_options as options
-from symcomm.cli import bench_table, pictures
-from symcomm.cli.bench_estimate import Estimate, in_words
-from symcomm.cli.bench_options import COLLECTIVES, ONE_SIDED, OTHERS
-from symcomm.cli.bench_peers import parse_peers, setup_peers
-from symcomm.cli.bench_run import OURS, PLACES, Case, Effort, Result, make_cases, measure, open_sides
-from symcomm.cli.refusals import check_output_file, has_torch, need_torch, refusals_in_words
+from symcomm.bench import options as options
+from symcomm.bench import pictures
+from symcomm.bench import table as bench_table
+from symcomm.bench.estimate import Estimate, in_words
+from symcomm.bench.options import COLLECTIVES, ONE_SIDED, OTHERS
+from symcomm.bench.peers import parse_peers, setup_peers
+from symcomm.bench.run import OURS, PLACES, Case, Effort, Result, make_cases, measure, open_sides
+from symcomm.cli.refusals import refusals_in_words
+from symcomm.preflight import check_output_file, has_torch, need_torch
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -404,7 +406,7 @@ def bench_kernels(sources: int, rounds: int | None, wanted: Wanted, *, quick: bo
 
 
 def _module_of(name: str) -> Any:
-    return importlib.import_module(f"symcomm.cli.bench_{name}")
+    return importlib.import_module(f"symcomm.bench.{'torch_calls' if name == 'torch' else name}")
 
 
 def bench_collective(

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from symcomm import errors
-from symcomm.cli.pictures import Curves, check_picture, draw
+from symcomm.bench.pictures import Curves, check_picture, draw
 from symcomm.cli.refusals import refusals_in_words
 from symcomm.cli.simulate_check import draw_table, show_check
 from symcomm.simulate import machine as machines

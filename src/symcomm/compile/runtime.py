@@ -26,12 +26,12 @@ from torch._C._distributed_c10d import (
 )
 
 from symcomm import errors
-from symcomm.backend.profile import is_profiling
-from symcomm.backend.work import late
 from symcomm.compile import shapes
 from symcomm.group.process_group import ProcessGroup
 from symcomm.symm_mem.allocate import empty_strided_p2p
 from symcomm.symm_mem.groups import find_group
+from symcomm.torch_backend.profile import is_profiling
+from symcomm.torch_backend.work import late
 from symcomm.types import RedOpType
 
 __all__ = [

@@ -209,8 +209,8 @@ class Session:
         """A fresh DistributedDataParallel on the group as it is now, on all ranks alike."""
         if self._wrap is None:
             return
-        from symcomm.backend.group import TorchGroup
         from symcomm.ddp.module import DistributedDataParallel
+        from symcomm.torch_backend.group import TorchGroup
 
         if self.model is not self._module:
             self.model.reducer._remove_autograd_hooks()

@@ -1,15 +1,15 @@
 """Process groups: ranks that act together.
 
 process_group.py  ProcessGroup: how one comes to be, ends, splits and shrinks
-making.py         make_group(): one of these, or one across hosts (symcomm.hosts)
+factory.py        make_group(): one of these, or one across hosts (symcomm.hierarchical)
 calls.py          its collectives
 arguments.py      what these are given, checked
-messages.py       its point-to-point calls
+p2p.py            its point-to-point calls
 more_calls.py     coalesced forms and the monitored barrier
 buffers.py        any tensor -> address, count, dtype
 work.py           operations that run while the caller goes on
 chains.py         a call with all that goes on in callbacks of its works
-together.py       whether such an operation may run in its caller's thread
+inline_async.py   whether such an operation may run in its caller's thread
 shrink.py         how survivors agree on who goes on
 grow.py           how newcomers come in
 reconfigure.py    ReconfigurableGroup: members named anew each time; handles.py has their names

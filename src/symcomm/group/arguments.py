@@ -1,6 +1,6 @@
 """What a collective is given, as buffers, or a sentence why that cannot be.
 
-The same for ranks of one host (calls.py) and of several (hosts/calls.py).
+The same for ranks of one host (calls.py) and of several (hierarchical/calls.py).
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def _is_torch(tensor: Any) -> bool:
 
 # What to do with a tensor that is not on the CPU, by the type of its device.
 _ELSEWHERE = {
-    "cuda": "CUDA tensors go through symcomm.gpu.group.device_group(group, device), or torch.distributed on 'symcomm'",
+    "cuda": "CUDA tensors go through symcomm.cuda.group.device_group(group, device), or torch.distributed on 'symcomm'",
     "meta": "it has no values; make one on the CPU",
 }
 

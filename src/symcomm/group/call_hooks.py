@@ -18,7 +18,7 @@ from typing import Any
 from symcomm import errors
 from symcomm.group.call_names import HookOpName
 from symcomm.group.interception import Call, Interception, Seen
-from symcomm.group.messages import Message
+from symcomm.group.p2p import Message
 
 __all__ = ["GROUP_CALLS", "CallHooks", "HookCalls", "HookOpName", "PostHookArgs", "PreHookArgs"]
 

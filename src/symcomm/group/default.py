@@ -15,7 +15,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.group import hooks
-from symcomm.group.making import make_group
+from symcomm.group.factory import make_group
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.group.work import Timeout, to_ns
 from symcomm.store.handshake import Exchange, handshake

@@ -399,7 +399,7 @@ def _invite(meeting: Meeting, plan: dict[str, Any]) -> None:
 
 
 def _make(round_: Round, plan: dict[str, Any]) -> ProcessGroup:
-    from symcomm.group.making import make_group
+    from symcomm.group.factory import make_group
 
     # the short deadline while it is built; its own after that
     group = make_group(

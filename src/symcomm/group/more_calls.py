@@ -11,7 +11,7 @@ from typing import Any
 from symcomm import errors
 from symcomm.group.buffers import Buffer
 from symcomm.group.calls import CollectiveCalls
-from symcomm.group.messages import Message, MessageCalls, MessageWork
+from symcomm.group.p2p import Message, MessageCalls, MessageWork
 from symcomm.group.work import Timeout, Work, to_ns
 from symcomm.types import DType, RedOpType
 

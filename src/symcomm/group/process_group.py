@@ -25,10 +25,10 @@ from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
 from symcomm.group.ephemeral import EphemeralTimeouts
 from symcomm.group.failure import Site, Status, call_site, check_living
-from symcomm.group.messages import MessageWork
+from symcomm.group.inline_async import looks_for_others
 from symcomm.group.more_calls import MoreCalls
 from symcomm.group.object_calls import ObjectCalls
-from symcomm.group.together import looks_for_others
+from symcomm.group.p2p import MessageWork
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
 from symcomm.memory.arena import Arena, Peer, current_arena
 from symcomm.memory.numa import current_node
@@ -142,7 +142,7 @@ def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
 class ProcessGroup(EphemeralTimeouts, MoreCalls, ObjectCalls):
     """Made by ``symcomm.init()``, ``join()``, ``new_group()``, ``split()``, ``shrink()`` or ``grow()``."""
 
-    spans_hosts = False  # see symcomm.hosts
+    spans_hosts = False  # see symcomm.hierarchical
     _look_ns, _yield_ns = LOOK_NS, YIELD_NS
     _operations = 0  # that count as done when a group is made; the same on all ranks
 

@@ -39,9 +39,9 @@ from typing import Any
 from symcomm import errors
 from symcomm.errors import words_for_seconds
 from symcomm.group import hooks, registry
+from symcomm.group.factory import make_group
 from symcomm.group.grow import GO, Round
 from symcomm.group.handles import Endpoint, Handle, endpoint, members_of
-from symcomm.group.making import make_group
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.group.work import Timeout, to_ns
 from symcomm.store import tcp_wire as wire

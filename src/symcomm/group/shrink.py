@@ -1,7 +1,7 @@
 """How survivors of a failure agree on who goes on, with nothing but the memory they share.
 
 The store may have died with rank 0, so it is not asked. Any rank may die at any moment, or stop and go on much later;
-and yet all ranks that get a group get one of the same members. (Ranks on several hosts agree in hosts/shrink.py.)
+and yet all ranks that get a group get one of the same members. (Across hosts: hierarchical/agreement.py.)
 
 There is one *word* for all, in the memory of rank 0, which outlives that rank. It is changed by compare-and-swap only,
 and says which *attempt* they are at: its number, who proposed it, and whether it is open or decided. Every rank has a

@@ -27,7 +27,7 @@ from symcomm import errors
 from symcomm.errors import words_for_exit
 from symcomm.group import hooks
 from symcomm.group.default import join_ranks, set_default
-from symcomm.group.making import make_group
+from symcomm.group.factory import make_group
 from symcomm.group.process_group import ProcessGroup, give_back, leave_groups_of
 from symcomm.group.work import Timeout, no_thread
 from symcomm.memory.arena import Arena, use_arena

@@ -7,7 +7,7 @@ SYMCOMM_SHM_DIR (/dev/shm), opened by name and unlinked as soon as all have mapp
 reads each peer's nonce from the mapped memory: that, and nothing else, is what counts as being on the same host.
 
 Ranks that cannot share memory are refused with SeveralHostsError, which says who shares with whom: a group across hosts
-(symcomm.hosts) is made of one such group per host. SYMCOMM_HOST_ID makes ranks of one machine count as being on
+(symcomm.hierarchical) is made of one such group per host. SYMCOMM_HOST_ID makes ranks of one machine count as being on
 different hosts, to try that out.
 """
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from symcomm.errors import bad_argument
-from symcomm.hosts.layout import travels
+from symcomm.hierarchical.topology import travels
 from symcomm.simulate import machine as machines
 from symcomm.simulate.engines import Engine, find_engine, model_seconds
 from symcomm.simulate.host import host_seconds

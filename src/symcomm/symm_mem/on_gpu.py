@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
-from symcomm.gpu import devices
-from symcomm.gpu.driver import WAIT_EQUAL, driver
-from symcomm.gpu.group import DeviceGroup, device_group
-from symcomm.gpu.pool import Piece, Raw, find_block, opened, pool_of, storage_over
-from symcomm.gpu.watch import Outstanding
+from symcomm.cuda import devices
+from symcomm.cuda.driver import WAIT_EQUAL, driver
+from symcomm.cuda.group import DeviceGroup, device_group
+from symcomm.cuda.pool import Piece, Raw, find_block, opened, pool_of, storage_over
+from symcomm.cuda.watchdog import Outstanding
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import current_arena
 from symcomm.symm_mem import settings

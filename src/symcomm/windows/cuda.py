@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
-from symcomm.gpu.departure import Departure
-from symcomm.gpu.driver import driver
-from symcomm.gpu.group import DeviceGroup, device_group
-from symcomm.gpu.pool import Raw, hold, opened, pool_of, storage_over
-from symcomm.gpu.watch import Outstanding
-from symcomm.gpu.work import DeviceWork
+from symcomm.cuda.departure import Departure
+from symcomm.cuda.driver import driver
+from symcomm.cuda.group import DeviceGroup, device_group
+from symcomm.cuda.pool import Raw, hold, opened, pool_of, storage_over
+from symcomm.cuda.watchdog import Outstanding
+from symcomm.cuda.work import DeviceWork
 from symcomm.group.buffers import torch_dtypes
 from symcomm.group.failure import explain_peer
 from symcomm.group.segments import Segment, Shortcut

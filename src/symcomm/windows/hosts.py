@@ -19,8 +19,8 @@ from symcomm._core import native
 from symcomm.group.buffers import Buffer
 from symcomm.group.failure import Status
 from symcomm.group.segments import Shortcut
-from symcomm.hosts.frames import is_number, need
-from symcomm.hosts.session import Refused
+from symcomm.hierarchical.frames import is_number, need
+from symcomm.hierarchical.session import Refused
 from symcomm.windows.memory import HostMemory, no_shortcut
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from symcomm import errors
 from symcomm.group.failure import Status
-from symcomm.group.messages import wait_in_thread
+from symcomm.group.p2p import wait_in_thread
 from symcomm.group.work import to_ns
 
 __all__ = ["DONE", "Counts", "SignalWork"]

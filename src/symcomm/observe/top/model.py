@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from symcomm.observe.feed import Feed, GroupFacts, RankFacts, Sample
-from symcomm.observe.live import add_stacks, as_trace
-from symcomm.observe.records import Operation
-from symcomm.observe.stacks import ThreadStack
-from symcomm.observe.verdict import Verdict, judge
+from symcomm.observe.analysis.verdict import Verdict, judge
+from symcomm.observe.recorder.records import Operation
+from symcomm.observe.recorder.stacks import ThreadStack
+from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
+from symcomm.observe.top.live import add_stacks, as_trace
 
 __all__ = ["Live", "Meeting", "STATES"]
 

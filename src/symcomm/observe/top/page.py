@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from symcomm import errors
-from symcomm.observe.acceptor import Acceptor
-from symcomm.observe.http_session import Head, HttpSession, load_h11
-from symcomm.observe.requests import Response
+from symcomm.observe.server.acceptor import Acceptor
+from symcomm.observe.server.http_session import Head, HttpSession, load_h11
+from symcomm.observe.server.requests import Response
 from symcomm.observe.top.model import Live
 from symcomm.observe.top.snapshot import snapshot
 
 if TYPE_CHECKING:
-    from symcomm.observe.metrics import Meter
+    from symcomm.observe.top.metrics import Meter
 
 __all__ = ["PageServer"]
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from symcomm import errors
-from symcomm.observe.feed import Feed, GroupFacts, RankFacts, Sample
-from symcomm.observe.records import Operation
-from symcomm.observe.stacks import Frame, ThreadStack
+from symcomm.observe.recorder.records import Operation
+from symcomm.observe.recorder.stacks import Frame, ThreadStack
+from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
 
 __all__ = ["SimulatedFeed"]
 

@@ -1,0 +1,228 @@
+"""What collectives do on a stream, step by step.
+
+Each rank has a staging area with two halves, used in turn, which all peers have open. The usual turn is: copy my part
+into my half, meet, read the peers' halves. There is no meeting at its end: a half is written again two turns later,
+and by then every rank has met once more, after its reads. That matters where processes take turns on one GPU: there a
+meeting costs 150 us, whatever else an operation does.
+
+Where all ranks' tensors are symmetric, and large, peers read and write them in place, between two meetings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from symcomm.cuda import kernels
+from symcomm.cuda.kernels import PACK
+from symcomm.cuda.tensor_views import torch_stream
+from symcomm.types import DType, RedOpType
+
+__all__ = ["Meetings", "Mover", "shard_of"]
+
+
+def shard_of(rank: int, world: int, count: int, per_pack: int) -> tuple[int, int]:
+    """(first, past the last) element of the part that ``rank`` combines; parts begin at whole packs."""
+    part = -(-count // (world * per_pack)) * per_pack
+    return min(rank * part, count), min((rank + 1) * part, count)
+
+
+class Meetings:
+    """Where the streams of a group wait for each other. ``count``: meetings that this rank's were sent to."""
+
+    def __init__(self, pads: Any, driver: Any):
+        self.pads, self.driver = pads, driver
+        self.count = 0
+
+    def meet(self, stream: int, copy: tuple[int, ...] = (), kernel: tuple[int, ...] = (), places: Any = ()) -> None:
+        """All ranks' streams come to this point before any goes on; what to copy before, which kernel to start then."""
+        self.count += 1
+        self.driver.turn(stream, copy, self.count, self.pads.theirs, self.pads.mine, kernel, places)
+
+
+class Mover:
+    """The stream operations of one group. The group's lock is held while one is put into a stream."""
+
+    through_host = False  # whether staging areas are host memory
+
+    def __init__(self, rank: int, world: int, device: int, meetings: Meetings):
+        self.rank, self.world, self.device = rank, world, device
+        self.meetings = meetings
+        self.meet = meetings.meet
+        self.half = 0  # bytes of half a staging area
+        self._halves: list[list[int]] = [[], []]  # where each rank's are
+        self._turn = 0
+        self._kernels: dict[Any, Any] = {}
+        self._driver = meetings.driver
+
+    # --- steps ------------------------------------------------------------------------------------------------
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        if nbytes and target != source:
+            self._driver.copy(target, source, nbytes, stream)
+
+    def kernel(self, dtype: DType, redop: RedOpType, sources: int, targets: int) -> Any:
+        """The kernel that combines so many sources into so many targets, or None for what torch has to do.
+
+        Callers ask for it before the hosts meet: loading one makes the driver wait for all streams of the process, and
+        one of those may be a stream of another rank, a thread, that waits for us."""
+        key = (dtype, redop, sources, targets)
+        if key not in self._kernels:
+            self._kernels[key] = kernels.kernel(self.device, *key)
+        return self._kernels[key]
+
+    def combine(
+        self, dtype: DType, redop: RedOpType, sources: Sequence[int], targets: Sequence[int], count: int, stream: int
+    ) -> None:
+        if not count:
+            return
+        kernel = self.kernel(dtype, redop, len(sources), len(targets))
+        if kernel is not None:
+            places = (*sources, *targets)
+            stop = (self.meetings.pads.stop,) if len(targets) > 1 else ()
+            self._driver.turn(stream, (), 0, (), (), kernel.launch(places, count), (*places, *stop))
+        else:
+            on = torch_stream(stream, self.device)
+            kernels.combine(self.device, dtype, redop, sources, targets, count, on)
+
+    def halves(self) -> list[int]:
+        """Where every rank's half for the next turn is."""
+        self._turn ^= 1
+        return self._halves[self._turn]
+
+    def use_stage(self, stage: list[int], half: int) -> None:
+        """``stage``: where every rank's staging area is; ``half``: bytes of half of one."""
+        self.half = half
+        self._halves = [list(stage), [address + half for address in stage]]
+
+    def again(self, dtype: DType, redop: RedOpType, count: int) -> Callable[[int, int], None] | None:
+        """all_reduces of this kind, ready to be put into a stream: called with it and the tensor's address, a multiple
+        of PACK. None where there is no quicker way than the usual one."""
+        kernel = self.kernel(dtype, redop, self.world, 1)
+        nbytes = count * dtype.itemsize
+        if kernel is None or nbytes > self.half:
+            return None
+        launch = kernel.launch((), count)
+
+        def put(stream: int, address: int) -> None:
+            halves = self.halves()
+            self.meet(stream, (address, halves[self.rank], nbytes), launch, (*halves, address))
+
+        return put
+
+    # --- reductions -------------------------------------------------------------------------------------------
+
+    def reduce_to_all(self, dtype: DType, redop: RedOpType, source: int, target: int, count: int, stream: int) -> None:
+        """A small all_reduce."""
+        self.reduce_one_shot(dtype, redop, source, target, count, stream)
+
+    def reduce_one_shot(
+        self, dtype: DType, redop: RedOpType, source: int, target: int | None, count: int, stream: int
+    ) -> None:
+        """Everybody who has a target combines all of it for itself."""
+        item, most = dtype.itemsize, max(1, self.half // dtype.itemsize)
+        for start in range(0, count, most):
+            n, at = min(most, count - start), start * item
+            halves = self.halves()
+            copy = (source + at, halves[self.rank], n * item)
+            kernel = self.kernel(dtype, redop, self.world, 1) if target is not None else None
+            if target is None:
+                self.meet(stream, copy)
+            elif kernel is None:
+                self.meet(stream, copy)
+                self.combine(dtype, redop, halves, [target + at], n, stream)
+            else:
+                places = (*halves, target + at)
+                self.meet(stream, copy, kernel.launch(places, n), places)
+
+    def reduce_two_shot(
+        self, dtype: DType, redop: RedOpType, source: int, target: int, count: int, stream: int
+    ) -> None:
+        """Each rank combines its shard and writes it to all."""
+        item, most = dtype.itemsize, max(1, self.half // dtype.itemsize)
+        for start in range(0, count, most):
+            n, at = min(most, count - start), start * item
+            halves = self.halves()
+            self.meet(stream, (source + at, halves[self.rank], n * item))
+            self._combine_shard(dtype, redop, halves, n, stream)
+            self.meet(stream)
+            self.copy(target + at, halves[self.rank], n * item, stream)
+
+    def reduce_in_place(self, dtype: DType, redop: RedOpType, tensors: Sequence[int], count: int, stream: int) -> None:
+        """Two-shot on symmetric tensors."""
+        self.meet(stream)
+        self._combine_shard(dtype, redop, tensors, count, stream)
+        self.meet(stream)
+
+    def _combine_shard(self, dtype: DType, redop: RedOpType, places: Sequence[int], count: int, stream: int) -> None:
+        first, end = shard_of(self.rank, self.world, count, PACK // dtype.itemsize)
+        mine = [place + first * dtype.itemsize for place in places]
+        self.combine(dtype, redop, mine, mine, end - first, stream)
+
+    def reduce_scatter(
+        self, dtype: DType, redop: RedOpType, sources: Sequence[int], counts: Sequence[int], target: int, stream: int
+    ) -> None:
+        """``sources[q]``: my part of what rank q gets."""
+        item = dtype.itemsize
+        room = self.half // self.world // PACK * PACK
+        for start in range(0, max(counts), max(1, room // item)):
+            halves = self.halves()
+            for q, source in enumerate(sources):
+                n = min(room // item, max(0, counts[q] - start))
+                self.copy(halves[self.rank] + q * room, source + start * item, n * item, stream)
+            self.meet(stream)
+            n = min(room // item, max(0, counts[self.rank] - start))
+            mine = [half + self.rank * room for half in halves]
+            self.combine(dtype, redop, mine, [target + start * item], n, stream)
+
+    def reduce_scatter_direct(
+        self, dtype: DType, redop: RedOpType, inputs: Sequence[int], count: int, target: int, stream: int
+    ) -> None:
+        """Everybody reads its piece out of all ranks' symmetric inputs."""
+        self.meet(stream)
+        mine = [place + self.rank * count * dtype.itemsize for place in inputs]
+        self.combine(dtype, redop, mine, [target], count, stream)
+        self.meet(stream)
+
+    # --- copies -----------------------------------------------------------------------------------------------
+
+    def spread(self, source: int, sizes: Sequence[int], targets: Sequence[int | None], stream: int) -> None:
+        """Rank q shows ``sizes[q]`` bytes to all; ``targets[q]`` is where I want them, None for nowhere."""
+        for start in range(0, max(sizes), max(1, self.half)):
+            halves = self.halves()
+            part = [min(self.half, max(0, size - start)) for size in sizes]
+            self.meet(stream, (source + start, halves[self.rank], part[self.rank]))
+            for q, target in enumerate(targets):
+                if target is not None:
+                    place = source + start if q == self.rank and not self.through_host else halves[q]
+                    self.copy(target + start, place, part[q], stream)
+
+    def spread_direct(
+        self, sources: Sequence[int], sizes: Sequence[int], targets: Sequence[int | None], stream: int
+    ) -> None:
+        """The same, out of symmetric tensors."""
+        self.meet(stream)
+        for q, target in enumerate(targets):
+            if target is not None:
+                self.copy(target, sources[q], sizes[q], stream)
+        self.meet(stream)
+
+    def exchange(
+        self, sources: Sequence[int | None], matrix: Sequence[Sequence[int]], targets: Sequence[int | None], stream: int
+    ) -> None:
+        """Rank i has ``matrix[i][j]`` bytes for rank j; mine are at ``sources[j]`` and go to its ``targets[i]``."""
+        me = self.rank
+        room = self.half // self.world // PACK * PACK
+        for start in range(0, max(map(max, matrix)), max(1, room)):
+            halves = self.halves()
+            for j, source in enumerate(sources):
+                if source is not None:
+                    self.copy(halves[me] + j * room, source + start, _part(matrix[me][j], start, room), stream)
+            self.meet(stream)
+            for i, target in enumerate(targets):
+                if target is not None:
+                    self.copy(target + start, halves[i] + me * room, _part(matrix[i][me], start, room), stream)
+
+
+def _part(size: int, start: int, room: int) -> int:
+    return min(room, max(0, size - start))

@@ -1,0 +1,109 @@
+"""Hooks on torch's view of a group: which of its methods they see, and torch's types where torch has them (2.15)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from symcomm.group.call_hooks import HookOpName, PostHookArgs, PreHookArgs
+from symcomm.group.interception import Seen
+from symcomm.group.process_group import ProcessGroup
+from symcomm.torch_backend import versions
+from symcomm.torch_backend.arguments import is_async, root_of
+
+__all__ = ["TORCH_CALLS", "Hooked", "TorchCalls"]
+
+_TORCHS_NAMES: Any = versions.hook_classes().get("HookOpName")
+
+
+class TorchCalls:
+    """The methods of a TorchGroup that hooks see."""
+
+    methods: Mapping[str, Seen] = {
+        "allreduce": Seen(HookOpName.ALLREDUCE, "tensors"),
+        "allreduce_coalesced": Seen(HookOpName.ALLREDUCE_COALESCED, "tensors"),
+        "reduce": Seen(HookOpName.REDUCE, "tensors", root="root"),
+        "reduce_scatter": Seen(HookOpName.REDUCE_SCATTER, "input_tensors", "output_tensors"),
+        "broadcast": Seen(HookOpName.BROADCAST, "tensors", root="root"),
+        "allgather": Seen(HookOpName.ALLGATHER, "input_tensors", "output_tensors"),
+        "allgather_coalesced": Seen(HookOpName.ALLGATHER_COALESCED, "input_list", "output_lists"),
+        "gather": Seen(HookOpName.GATHER, "input_tensors", "output_tensors", "root"),
+        "scatter": Seen(HookOpName.SCATTER, "input_tensors", "output_tensors", "root"),
+        "alltoall": Seen(HookOpName.ALLTOALL, "input_tensors", "output_tensors"),
+        "send": Seen(HookOpName.SEND, "tensors", root="dstRank", is_async=True),
+        "recv": Seen(HookOpName.RECV, "", "tensors", "srcRank", True),
+        "recv_anysource": Seen(HookOpName.RECV, "", "tensors", is_async=True),
+        "barrier": Seen(HookOpName.BARRIER),
+        "monitored_barrier": Seen(HookOpName.BARRIER, is_async=False),
+        **dict.fromkeys(
+            ("all_gather_single", "_allgather_base"), Seen(HookOpName.ALLGATHER_BASE, "input", "output")
+        ),
+        **dict.fromkeys(
+            ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+            Seen(HookOpName.ALLGATHER_INTO_TENSOR_COALESCED, "inputs", "outputs"),
+        ),
+        **dict.fromkeys(
+            ("reduce_scatter_single", "_reduce_scatter_base"), Seen(HookOpName.REDUCE_SCATTER_BASE, "input", "output")
+        ),
+        **dict.fromkeys(
+            ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+            Seen(HookOpName.REDUCE_SCATTER_TENSOR_COALESCED, "inputs", "outputs"),
+        ),
+        **dict.fromkeys(("all_to_all_single", "alltoall_base"), Seen(HookOpName.ALLTOALL_BASE, "input", "output")),
+        **dict.fromkeys(("gather_single", "gather_into_tensor"), Seen(HookOpName.GATHER, "input", "output", "root")),
+        **dict.fromkeys(("split_group", "splitGroup", "split_into"), Seen(HookOpName.SPLIT, is_async=False)),
+        "new_window": Seen(HookOpName.NEW_WINDOW, "tensor", is_async=False),
+    }  # fmt: skip
+
+    def is_async(self, arguments: Mapping[str, Any]) -> bool:
+        return is_async(arguments.get("opts"))
+
+    def root(self, arguments: Mapping[str, Any], seen: Seen) -> int:
+        given = arguments.get(seen.root)
+        if not isinstance(given, int):  # the options have it, unless an overload put it in their place
+            given = root_of(arguments.get("opts"))
+        return given
+
+    def changed(self, owner: Any, is_intercepted: bool) -> None:
+        owner.set_intercepted(is_intercepted)
+
+
+TORCH_CALLS = TorchCalls()
+
+
+def _named_by_torch(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``hook`` is told torch's name of an operation."""
+    if _TORCHS_NAMES is None or not callable(hook):
+        return hook
+
+    def told(args: PreHookArgs | PostHookArgs) -> Any:
+        return hook(replace(args, name=getattr(_TORCHS_NAMES, args.name.name, args.name)))
+
+    return told
+
+
+class Hooked:
+    """Mixed into TorchGroup: the hooks are the core's, which see calls through either object once."""
+
+    core: ProcessGroup
+    supports_abort_hooks = True
+    supports_completion_hooks = True
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], Any]) -> None:
+        self.core.register_pre_hook(hook_id, _named_by_torch(hook))
+
+    def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], Any]) -> None:
+        self.core.register_post_hook(hook_id, _named_by_torch(hook))
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], Any]) -> None:
+        self.core.register_abort_hook(hook_id, hook)
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        self.core.unregister_pre_hook(hook_id)
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        self.core.unregister_post_hook(hook_id)
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        self.core.unregister_abort_hook(hook_id)
