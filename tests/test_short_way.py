@@ -20,6 +20,7 @@ from symcomm.group import torch_layout
 from symcomm.group.buffers import torch_dtypes
 from symcomm.group.p2p import Message
 from symcomm.group.process_group import ProcessGroup
+from symcomm.ops import CACHED
 from symcomm.torch_backend import options_layout
 from tests.tensor_kinds import OF_THEIR_MEMORY, OTHERS, at_low_address, low_buffer
 
@@ -205,7 +206,7 @@ def test_the_places_that_the_core_reads_are_found_in_this_torch():
     assert layout is not None and len(layout[3]) == 2
     with torch.inference_mode(), torch.device("meta"):
         assert torch_layout.tensor_layout(torch) == layout, "whatever the program was in the middle of"
-    assert options_layout.install() == set(options_layout._TYPES)
+    assert options_layout.install() == set(CACHED)
 
 
 def _refuses_tensors_without_memory() -> None:

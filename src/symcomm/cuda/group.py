@@ -30,9 +30,9 @@ from symcomm.collectives.chunks import Pieces
 from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import ON_DEVICE
 from symcomm.cuda import devices, kernels
-from symcomm.cuda.calls import DeviceCalls, Signature
 from symcomm.cuda.departure import Departure
 from symcomm.cuda.driver import HANDLE_BYTES, driver
+from symcomm.cuda.execution import CudaExecution, Move, Signature, device_views
 from symcomm.cuda.failure import trouble_of
 from symcomm.cuda.flag_words import Pads, pad_bytes, show
 from symcomm.cuda.kernels import PACK
@@ -47,6 +47,7 @@ from symcomm.cuda.work import DeviceWork
 from symcomm.group.call_hooks import GROUP_CALLS
 from symcomm.group.failure import call_site, explain
 from symcomm.group.process_group import ProcessGroup
+from symcomm.group.request import Request
 from symcomm.group.work import Timeout, to_ns
 from symcomm.types import DType, RedOpType
 
@@ -80,7 +81,6 @@ class Card(ctypes.Structure):
 
 CARD_BYTES = ctypes.sizeof(Card)
 NOTHING = bytes(HANDLE_BYTES)
-Enqueue = Callable[[int, "list[int] | None"], None]  # (stream, where all ranks' symmetric tensors are)
 
 
 _living: weakref.WeakSet[DeviceGroup] = weakref.WeakSet()
@@ -109,7 +109,7 @@ def _finish_all() -> None:
             group.finish()
 
 
-class DeviceGroup(DeviceCalls):
+class DeviceGroup(CudaExecution):
     """Made by every rank of ``core`` at once, each with the number of its GPU, which may be the same for all."""
 
     def __init__(self, core: ProcessGroup, device: int, limits: Limits | None = None):
@@ -121,6 +121,7 @@ class DeviceGroup(DeviceCalls):
         core.interception.add_facade(self, GROUP_CALLS)
         self.rank, self.size, self.name = core.rank, core.size, core.name
         self.device = device
+        self.views = device_views(device)
         self._stream_of, self._captures = torch._C._cuda_getCurrentRawStream, torch._C._cuda_isCurrentStreamCapturing
         self._device_here = torch._C._cuda_getDevice
         driver().enter(device)
@@ -208,6 +209,10 @@ class DeviceGroup(DeviceCalls):
         """Whoever moves ``nbytes`` of each rank's: the same on all ranks."""
         return self._small if nbytes <= self._small_half else self.mover
 
+    @property
+    def _timeout_ns(self) -> int:  # type: ignore[override]
+        return self.core._timeout_ns
+
     def __repr__(self) -> str:
         return f"<DeviceGroup {self.name!r}: rank {self.rank} of {self.size} on cuda:{self.device}>"
 
@@ -230,23 +235,16 @@ class DeviceGroup(DeviceCalls):
     @devices.on_its_device
     def _perform(
         self,
-        call: str,
+        request: Request,
         signature: Signature,
-        need: int,
-        enqueue: Enqueue,
-        outputs: Sequence[Place],
-        result: Sequence[Any],
-        keep: Any,
+        move: Move,
         async_op: bool,
         timeout: Timeout,
-        symmetric: Place | None = None,
-        may_be_direct: bool = False,
     ) -> DeviceWork | None:
-        """Meet, then put the operation into a stream. ``need``: bytes of a half staging area that it can make use of.
-
-        ``symmetric``: the tensor that peers may use in place; ``may_be_direct``: that all ranks ask for it."""
+        """Meet, then put the operation into a stream."""
         import torch
 
+        call, need, may_be_direct = request.call, move.need, move.may_be_direct
         timeout_ns = self.core._timeout_ns if timeout is None else to_ns(call, timeout)
         self.trouble.check_usable(call)
         half = self._promised if self._mover_for(need) is self.mover else self._small_half
@@ -254,7 +252,7 @@ class DeviceGroup(DeviceCalls):
         if grow:
             self._promised = self._grown(need)
         cards = _Cards(self.size) if grow or may_be_direct else None
-        new_stage = self._fill(cards, self.rank, need if grow else 0, symmetric) if cards is not None else None
+        new_stage = self._fill(cards, self.rank, need if grow else 0, move.symmetric) if cards is not None else None
         ins, outs = (cards.mine, cards.all) if cards is not None else ((), ())
         plan = self._plan(signature, cards is not None)
 
@@ -264,10 +262,10 @@ class DeviceGroup(DeviceCalls):
                 self._use_stage(cards, new_stage)
             self._order(stream)
             places = self._symmetric(cards) if cards is not None and may_be_direct else None
-            enqueue(stream, places)
+            move.enqueue(stream, places)
             if places is not None:
                 self._show(stream)
-            for output in outputs:
+            for output in request.outputs:
                 if output.target is not None:
                     with torch.cuda.stream(torch_stream(stream, self.device)):
                         output.finish()
@@ -282,7 +280,7 @@ class DeviceGroup(DeviceCalls):
                         raise self._failed(status, call, call_site(1), time.monotonic() - started)
                     put(torch._C._cuda_getCurrentRawStream(self.device))
                     return None
-        work = self._submit(call, plan, ins, outs, put, result, (keep, cards, plan), timeout_ns)
+        work = self._submit(call, plan, ins, outs, put, request.result, (request, cards, plan), timeout_ns)
         if async_op:
             return work
         work.wait()

@@ -74,7 +74,9 @@ def words_for_site(site: Site) -> str:
 
 def _inner_folders() -> tuple[str, ...]:
     """Folders whose code calls collectives on behalf of somebody else."""
-    ours = tuple(PACKAGE + name + os.sep for name in ("group", "store", "hosts", "gpu", "backend", "c10d", "ddp"))
+    ours = tuple(
+        PACKAGE + name + os.sep for name in ("group", "store", "hierarchical", "cuda", "torch_backend", "c10d", "ddp")
+    )
     torch = sys.modules.get("torch")
     return (*ours, os.path.dirname(torch.__file__) + os.sep) if torch is not None and torch.__file__ else ours
 

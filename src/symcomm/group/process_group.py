@@ -26,7 +26,8 @@ from symcomm.group import hooks, registry
 from symcomm.group.ephemeral import EphemeralTimeouts
 from symcomm.group.failure import Site, Status, call_site, check_living
 from symcomm.group.inline_async import looks_for_others
-from symcomm.group.more_calls import MoreCalls
+from symcomm.group.local import LocalExecution
+from symcomm.group.monitored_barrier import MonitoredBarrier
 from symcomm.group.object_calls import ObjectCalls
 from symcomm.group.p2p import MessageWork
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
@@ -139,7 +140,7 @@ def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
     return stage, channels, channels + world * native.CHANNEL_BYTES
 
 
-class ProcessGroup(EphemeralTimeouts, MoreCalls, ObjectCalls):
+class ProcessGroup(EphemeralTimeouts, LocalExecution, MonitoredBarrier, ObjectCalls):
     """Made by ``symcomm.init()``, ``join()``, ``new_group()``, ``split()``, ``shrink()`` or ``grow()``."""
 
     spans_hosts = False  # see symcomm.hierarchical
@@ -229,6 +230,7 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls, ObjectCalls):
             self._arena.flight.address, self._arena.flight.add_group(self.name, self.rank, self.global_ranks),
             own_process, SPIN_LOOKS, self._look_ns, self._yield_ns, self._operations,
         )  # fmt: skip
+        self._run_cached = functools.partial(native.again, self._handle)
         _living.add(self)
         self._retire = weakref.finalize(self, _retire, self._handle, self._arena, self._offset, self.exposed)
         self._retire.atexit = False  # the kernel takes it all

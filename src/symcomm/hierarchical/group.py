@@ -24,11 +24,11 @@ from symcomm.group.p2p import MessageWork
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
 from symcomm.hierarchical.agreement import Agreement, Council
-from symcomm.hierarchical.calls import HostsCalls
 from symcomm.hierarchical.connection import Frame, Link, Refused
 from symcomm.hierarchical.control_channel import Card, Office, check_tokens, office_in, office_of
 from symcomm.hierarchical.discovery import Part, agree_on_engine, boot_id, network
 from symcomm.hierarchical.engines.base import Engine, Place, Transfer, available_engines, engine_class, wanted_engine
+from symcomm.hierarchical.execution import HierarchicalExecution
 from symcomm.hierarchical.failure import Stopped, Trouble
 from symcomm.hierarchical.frames import MESSAGES, check
 from symcomm.hierarchical.leader_links import Lines
@@ -94,7 +94,7 @@ class _HostGroup(ProcessGroup):
     _look_ns = _yield_ns = 5_000
 
 
-class HostsGroup(HostsCalls, HostsMessages, ProcessGroup):
+class HostsGroup(HierarchicalExecution, HostsMessages, ProcessGroup):
     """Made by ``make_group`` where ranks turn out to be on several hosts.
 
     ``hosts``: the ranks that share memory, host by host; ``exchange``: everybody's bytes. All ranks make it at once."""

@@ -18,11 +18,11 @@ from torch._C._distributed_c10d import Backend
 from symcomm import errors
 from symcomm._core import native
 from symcomm.group import hooks
-from symcomm.group.arguments import to_redop
-from symcomm.group.calls import Kind
 from symcomm.group.failure import call_site, explain
 from symcomm.group.p2p import ANY_SOURCE
 from symcomm.group.process_group import ProcessGroup
+from symcomm.group.request import to_redop
+from symcomm.ops import CACHED, numbers_of
 from symcomm.torch_backend import checks, lists, torch_patches, values, versions
 from symcomm.torch_backend.arguments import is_async, once_each, one_list, redop_of, root_of, seconds_of, sort_out
 from symcomm.torch_backend.bootstrap import meet
@@ -46,8 +46,11 @@ __all__ = ["TorchGroup"]
 
 Options: Any = Backend.Options
 install()
-_ALL_REDUCE, _REDUCE, _REDUCE_SCATTER, _BROADCAST, _ALL_GATHER, _ALL_TO_ALL = map(int, list(Kind)[:6])
-_ALL_GATHER_LIST, _GATHER, _SCATTER, _BARRIER, _GATHER_SINGLE, _REDUCE_SCATTER_LIST = map(int, list(Kind)[6:])
+_ALL_REDUCE, _REDUCE, _BROADCAST, _BARRIER = numbers_of("all_reduce", "reduce", "broadcast", "barrier")
+_REDUCE_SCATTER_SINGLE, _REDUCE_SCATTER = numbers_of("reduce_scatter_single", "reduce_scatter")
+_ALL_GATHER_SINGLE, _ALL_GATHER = numbers_of("all_gather_single", "all_gather")
+_GATHER, _GATHER_SINGLE, _SCATTER = numbers_of("gather", "gather_single", "scatter")
+[_ALL_TO_ALL_SINGLE] = numbers_of("all_to_all_single")
 SMALL = 4096  # elements; what an operation of that size takes is about what handing it over takes
 
 
@@ -217,7 +220,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
             return self._at_once(call, detail, source, target, opts) if small and core._may_run_here() else None
         if status > 0:
             try:
-                core._ended(status, Kind(call).label)
+                core._ended(status, CACHED[call].name)
             except errors.DeadlineError as error:
                 raise late(error, core.timeout, core.timeout) from None
         return done if status == 0 else None
@@ -233,7 +236,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         if status < 0:
             return None
         result = list(target) if isinstance(target, (list, tuple)) else [] if target is None else [target]
-        work = DoneWork(result, Kind(call).label, time.monotonic() - begun)
+        work = DoneWork(result, CACHED[call].name, time.monotonic() - begun)
         if status:
             error = core._failed(status, work._call, call_site(3), None, explain)
             work.failed(late(error, core.timeout, time.monotonic() - begun))
@@ -313,7 +316,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
             one_list("reduce_scatter", "inputs", input_tensors),
         )
         if op is None and timeout is None:
-            work = self._short(_REDUCE_SCATTER_LIST, pieces, output, opts)
+            work = self._short(_REDUCE_SCATTER, pieces, output, opts)
             if work is not None:
                 return work
         given = {"output_tensors": output_tensors, "input_tensors": input_tensors}
@@ -323,7 +326,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         return self._call("reduce_scatter", call, *args, options=opts, timeout=timeout, inputs=pieces, result=[output])
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        if (work := self._short(_REDUCE_SCATTER, input, output, opts)) is not None:
+        if (work := self._short(_REDUCE_SCATTER_SINGLE, input, output, opts)) is not None:
             return work
         sort_out("reduce_scatter_single", {"output": output, "input": input}, opts)
         call, redop = self.core.reduce_scatter_single, redop_of(opts)
@@ -358,7 +361,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         if timeout is None and output_tensors and isinstance(output_tensors, (list, tuple)):
-            work = self._short(_ALL_GATHER_LIST, input_tensors, output_tensors[0], opts)
+            work = self._short(_ALL_GATHER, input_tensors, output_tensors[0], opts)
             if work is not None:
                 return work
         given = {"output_tensors": output_tensors, "input_tensors": input_tensors}
@@ -376,7 +379,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         )
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        if (work := self._short(_ALL_GATHER, input, output, opts)) is not None:
+        if (work := self._short(_ALL_GATHER_SINGLE, input, output, opts)) is not None:
             return work
         sort_out("all_gather_single", {"output": output, "input": input}, opts)
         call = self.core.all_gather_single
@@ -468,7 +471,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         timeout: Any = None,
     ) -> Any:
         if timeout is None and not output_split_sizes and not input_split_sizes:
-            work = self._short(_ALL_TO_ALL, input, output, opts)
+            work = self._short(_ALL_TO_ALL_SINGLE, input, output, opts)
             if work is not None:
                 return work
         given = {"output": output, "input": input}

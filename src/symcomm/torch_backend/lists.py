@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from symcomm import errors
-from symcomm.group.arguments import to_redop
+from symcomm.group.request import to_redop
 from symcomm.torch_backend import checks
 from symcomm.torch_backend.sparse import all_reduce_sparse
 from symcomm.torch_backend.work import DoneWork

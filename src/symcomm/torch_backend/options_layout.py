@@ -15,8 +15,9 @@ import torch._C._distributed_c10d as torch_c10d
 from torch._C._distributed_c10d import ReduceOp
 
 from symcomm._core import native
-from symcomm.group.calls import Kind, rooted
+from symcomm.group.request import rooted
 from symcomm.group.torch_layout import places_of, pointed_to
+from symcomm.ops import CACHED
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.arguments import redop_of, root_of
 from symcomm.torch_backend.profile import is_profiling
@@ -26,20 +27,6 @@ __all__ = ["ASYNC", "LONG", "UNKNOWN", "install", "read_options"]
 
 LONG, UNKNOWN, ASYNC = -1, -2, -3  # enum options of _core/options.h
 
-_TYPES = {
-    Kind.ALL_REDUCE: "AllreduceOptions",
-    Kind.REDUCE: "ReduceOptions",
-    Kind.REDUCE_SCATTER: "ReduceScatterOptions",
-    Kind.REDUCE_SCATTER_SINGLE: "ReduceScatterOptions",
-    Kind.BROADCAST: "BroadcastOptions",
-    Kind.ALL_GATHER: "AllgatherOptions",
-    Kind.ALL_GATHER_SINGLE: "AllgatherOptions",
-    Kind.GATHER: "GatherOptions",
-    Kind.GATHER_SINGLE: "GatherOptions",
-    Kind.SCATTER: "ScatterOptions",
-    Kind.ALL_TO_ALL_SINGLE: "AllToAllOptions",
-    Kind.BARRIER: "BarrierOptions",
-}
 # asyncOp, timeout in ms (-1: not set), number of reduceOp, rootRank: no field behaves as another.
 _SAMPLES = (
     (False, -1, 0, 0), (True, 77_777, 4, 3), (True, 5, 7, 900), (False, 123_456_789, 2, 65_537),
@@ -48,13 +35,14 @@ _SAMPLES = (
 
 
 @functools.cache
-def install() -> frozenset[Kind]:
-    """Once a process. The kinds of calls whose options the core can read from now on."""
-    classes = versions.present(torch_c10d, _TYPES.values())
+def install() -> frozenset[int]:
+    """Once a process. The operations, by number, whose options the core can read from now on."""
+    classes = versions.present(torch_c10d, [op.options for op in CACHED.values()])
     found = {}
-    for kind, name in _TYPES.items():
+    for number, op in CACHED.items():
+        name = op.options
         if name in classes and (places := _places(classes[name])) is not None:
-            found[kind] = (int(kind), classes[name], *places)
+            found[number] = (number, classes[name], *places)
     native.use_options(is_profiling, tuple(found.values()))
     return frozenset(found)
 
@@ -97,7 +85,7 @@ def _make(kind: Any, is_async: bool, timeout_ms: int, op: int, root: int) -> Any
 
 def read_options(call: int, opts: Any) -> tuple[int, Any]:
     """(0, LONG or ASYNC; what ``native.again`` wants to know besides the tensors), asked of the object."""
-    if type(opts).__name__ != _TYPES[Kind(call)]:
+    if type(opts).__name__ != CACHED[call].options:
         return LONG, None  # plain arguments instead of options; or something else, which is refused there
     try:
         if opts.timeout.days >= 0 or is_profiling():  # unset is -1 ms

@@ -1,73 +1,24 @@
-"""Calls made of other calls: coalesced collectives and the barrier that says who is missing."""
+"""A barrier that says who is missing."""
 
 from __future__ import annotations
 
 import array
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from symcomm import errors
 from symcomm.group.buffers import Buffer
-from symcomm.group.calls import CollectiveCalls
 from symcomm.group.p2p import Message, MessageCalls, MessageWork
-from symcomm.group.work import Timeout, Work, to_ns
-from symcomm.types import DType, RedOpType
+from symcomm.group.work import Timeout, to_ns
+from symcomm.types import DType
 
 BARRIER_TAG = -(1 << 40)  # tags below are ours; users' are not negative
 
 
-class MoreCalls(CollectiveCalls, MessageCalls):
+class MonitoredBarrier(MessageCalls):
     """Mixed into ProcessGroup."""
 
     _barriers: int
-
-    # --- coalesced --------------------------------------------------------------------------------------------
-
-    def all_reduce_coalesced(
-        self, tensors: Sequence[Any], op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
-    ) -> Work | None:
-        """all_reduce of several tensors, of any dtypes."""
-        calls = [partial(self.all_reduce, t, op, timeout=timeout) for t in tensors]
-        return self._each(calls, tensors, async_op)
-
-    def all_gather_coalesced(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], async_op: bool = False, timeout: Timeout = None
-    ) -> Work | None:
-        """all_gather_single of several pairs."""
-        self._check_pairs("all_gather_coalesced", outputs, inputs)
-        pairs = zip(outputs, inputs, strict=True)
-        return self._each([partial(self.all_gather_single, o, i, timeout=timeout) for o, i in pairs], outputs, async_op)
-
-    def reduce_scatter_coalesced(
-        self,
-        outputs: Sequence[Any],
-        inputs: Sequence[Any],
-        op: Any = RedOpType.SUM,
-        async_op: bool = False,
-        timeout: Timeout = None,
-    ) -> Work | None:
-        """reduce_scatter_single of several pairs."""
-        self._check_pairs("reduce_scatter_coalesced", outputs, inputs)
-        pairs = zip(outputs, inputs, strict=True)
-        calls = [partial(self.reduce_scatter_single, o, i, op, timeout=timeout) for o, i in pairs]
-        return self._each(calls, outputs, async_op)
-
-    def _each(self, calls: Sequence[Callable[..., Work | None]], results: Sequence[Any], async_op: bool) -> Work | None:
-        """Operations of a group run in order and a failure ends the group, so the last work speaks for all."""
-        if not calls:
-            return self.barrier(async_op)
-        last = [call(async_op=async_op) for call in calls][-1]
-        if last is not None:
-            last._result = list(results)
-        return last
-
-    def _check_pairs(self, call: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-        if len(outputs) != len(inputs):
-            raise errors.bad_argument(call, "outputs", f"{len(outputs)} tensors", f"as many as inputs ({len(inputs)})")
-
-    # --- a barrier that names names ---------------------------------------------------------------------------
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose failure names the ranks that did not come, and leaves the group usable.
