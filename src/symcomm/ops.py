@@ -22,6 +22,7 @@ class Op(NamedTuple):
     torch_inputs: str = ""
     torch_outputs: str = ""
     older: str = ""  # what torch 2.10 to 2.13 and backends call it, where that differs
+    alias: str = ""  # another name that torch has for it
     hook: str = ""  # the member of PyTorch's HookOpName, where that is not the OpType's
     plan: str = ""  # the function of symcomm.collectives that writes its plan
     number: int = -1  # under which the core's dispatch cache knows it
@@ -80,7 +81,7 @@ OPS = (
     ),
     Op(
         "all_gather_coalesced", "all_gather_single_coalesced", "COALESCED", *_PAIRS,
-        "allgather_into_tensor_coalesced", "ALLGATHER_INTO_TENSOR_COALESCED",
+        "allgather_into_tensor_coalesced", hook="ALLGATHER_INTO_TENSOR_COALESCED",
     ),
     Op(
         "all_gather_lists", "allgather_coalesced", "ALLGATHER_COALESCED",
@@ -90,7 +91,10 @@ OPS = (
         "gather", "gather", "GATHER", "input", "outputs", *_TORCH_LISTS,
         plan="gather", number=7, rooted=True, listed=True,
     ),
-    Op("gather_single", "gather_single", "GATHER", *_PAIR, plan="gather", number=10, rooted=True, listed=False),
+    Op(
+        "gather_single", "gather_single", "GATHER", *_PAIR, alias="gather_into_tensor",
+        plan="gather", number=10, rooted=True, listed=False,
+    ),
     Op("scatter", "scatter", "SCATTER", "inputs", "output", *_TORCH_LISTS, plan="scatter", number=8, rooted=True),
     Op("all_to_all", "alltoall", "ALLTOALL", "inputs", "outputs", *_TORCH_LISTS, plan="all_to_all", listed=True),
     Op(

@@ -19,6 +19,7 @@ from symcomm import errors
 from symcomm.group.call_names import HookOpName
 from symcomm.group.interception import Call, Interception, Seen
 from symcomm.group.p2p import Message
+from symcomm.ops import OPS
 
 __all__ = ["GROUP_CALLS", "CallHooks", "HookCalls", "HookOpName", "PostHookArgs", "PreHookArgs"]
 
@@ -147,24 +148,11 @@ class _GroupCalls:
     """The methods of a process group that hooks see."""
 
     methods: Mapping[str, Seen] = {
-        "all_reduce": Seen(HookOpName.ALLREDUCE, "tensor"),
-        "all_reduce_coalesced": Seen(HookOpName.ALLREDUCE_COALESCED, "tensors"),
-        "reduce": Seen(HookOpName.REDUCE, "tensor", root="root"),
-        "reduce_scatter": Seen(HookOpName.REDUCE_SCATTER, "inputs", "output"),
-        "reduce_scatter_single": Seen(HookOpName.REDUCE_SCATTER_BASE, "input", "output"),
-        "reduce_scatter_coalesced": Seen(HookOpName.REDUCE_SCATTER_TENSOR_COALESCED, "inputs", "outputs"),
-        "broadcast": Seen(HookOpName.BROADCAST, "tensor", root="root"),
-        "all_gather": Seen(HookOpName.ALLGATHER, "input", "outputs"),
-        "all_gather_single": Seen(HookOpName.ALLGATHER_BASE, "input", "output"),
-        "all_gather_coalesced": Seen(HookOpName.ALLGATHER_INTO_TENSOR_COALESCED, "inputs", "outputs"),
-        "all_gather_lists": Seen(HookOpName.ALLGATHER_COALESCED, "inputs", "outputs"),
+        **{
+            op.name: Seen(HookOpName[op.hook_name], op.inputs, op.outputs, "root" if op.rooted else "")
+            for op in OPS if op.torch not in ("send", "recv", "recv_anysource")
+        },
         "all_gather_bytes": Seen(HookOpName.ALLGATHER, is_async=False),
-        "gather": Seen(HookOpName.GATHER, "input", "outputs", "root"),
-        "gather_single": Seen(HookOpName.GATHER, "input", "output", "root"),
-        "scatter": Seen(HookOpName.SCATTER, "inputs", "output", "root"),
-        "all_to_all": Seen(HookOpName.ALLTOALL, "inputs", "outputs"),
-        "all_to_all_single": Seen(HookOpName.ALLTOALL_BASE, "input", "output"),
-        "barrier": Seen(HookOpName.BARRIER),
         "monitored_barrier": Seen(HookOpName.BARRIER, is_async=False),
         "send": Seen(HookOpName.SEND, "tensor", root="peer", is_async=False),
         "isend": Seen(HookOpName.SEND, "tensor", root="peer", is_async=True),
@@ -174,7 +162,7 @@ class _GroupCalls:
         "new_group": Seen(HookOpName.SPLIT, is_async=False),
         "split": Seen(HookOpName.SPLIT, is_async=False),
         "new_window": Seen(HookOpName.NEW_WINDOW, "tensor", is_async=False),
-    }
+    }  # fmt: skip
 
     def is_async(self, arguments: Mapping[str, Any]) -> bool:
         return bool(arguments.get("async_op"))

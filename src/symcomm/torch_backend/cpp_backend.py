@@ -23,16 +23,12 @@ import torch
 import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
 
+from symcomm.ops import BY_TORCH_NAME
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.group import TorchGroup
 
 __all__ = ["InnerBackend", "WatchedGroup", "put_inside"]
 
-OPERATIONS = (
-    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced", "all_gather_single",
-    "all_gather_single_coalesced", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
-    "gather", "gather_single", "scatter", "alltoall", "all_to_all_single", "send", "recv", "recv_anysource", "barrier",
-)  # fmt: skip
 _CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
 
 
@@ -99,7 +95,7 @@ def _fact(name: str, inner: InnerBackend) -> Any:
 
 
 def _fill() -> None:
-    for name in (*OPERATIONS, *CALLS):
+    for name in (*BY_TORCH_NAME, *CALLS):
         if hasattr(TorchGroup, name):
             setattr(InnerBackend, name, _handed_on(name))
     for name in (*FACTS, "supports_abort_hooks", "supports_completion_hooks", "_supports_time_estimate"):
@@ -142,5 +138,5 @@ def _through_cpp(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in versions.present(dist.ProcessGroup, OPERATIONS):
+for _name in versions.present(dist.ProcessGroup, BY_TORCH_NAME):
     setattr(WatchedGroup, _name, _through_cpp(_name))

@@ -122,23 +122,19 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     # --- running ----------------------------------------------------------------------------------------------
 
     def _call(
-        self,
-        name: str,
-        method: Callable[..., Any],
-        *args: Any,
-        options: Any,
-        timeout: Any = None,
-        inputs: Sequence[Any] = (),
-        result: Sequence[Any] = (),
-    ) -> Any:
-        """Run one of our collectives and dress its work for torch. Tensors of other devices go to their engine."""
+        self, name: str, *args: Any, options: Any, timeout: Any = None, inputs: Sequence[Any] = (),
+        result: Sequence[Any] = (), label: str = "",
+    ) -> Any:  # fmt: skip
+        """Run our collective of that name and dress its work for torch, who may know it as ``label``. Tensors of other
+        devices go to their engine."""
         tensors = inputs or result
+        group: Any = self.core
         if tensors and not tensors[0].is_cpu:
             device = tensors[0].device
-            ours = self._engines.ours(device)
-            if ours is None:
-                return self._engines.forward(method.__name__, args, options, timeout, device)
-            method = getattr(ours, method.__name__)
+            group = self._engines.ours(device)
+            if group is None:
+                return self._engines.forward(name, args, options, timeout, device)
+        method, name = getattr(group, name), label or name
         if self._careful is not None:
             self._careful.check(name, inputs, result)
         if not is_profiling():
@@ -281,17 +277,13 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
             all_reduce_sparse(self.core, tensor, to_redop("all_reduce", redop)[0], seconds_of(opts, timeout))
             return DoneWork([tensor])
         result = [tensor]
-        call = self.core.all_reduce
-        return self._call(
-            "all_reduce", call, tensor, redop, options=opts, timeout=timeout, inputs=result, result=result
-        )
+        return self._call("all_reduce", tensor, redop, options=opts, timeout=timeout, inputs=result, result=result)
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any = None) -> Any:
         sort_out("allreduce_coalesced", {"tensors": tensors}, opts)
         checks.all_reduce_coalesced(tensors)
-        call = self.core.all_reduce_coalesced
         args = (once_each(tensors), redop_of(opts))
-        return self._call("all_reduce_coalesced", call, *args, options=opts, inputs=tensors, result=tensors)
+        return self._call("all_reduce_coalesced", *args, options=opts, inputs=tensors, result=tensors)
 
     def reduce(self, tensors: Any, opts: Any = None, root: Any = None, op: Any = None, timeout: Any = None) -> Any:
         is_plain = root is None and op is None and timeout is None
@@ -304,9 +296,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         tensor = single("reduce", tensors, "tensor list")
         checks.root_tensor("reduce", opts, 1)
         args = (tensor, origin, redop)
-        return self._call(
-            "reduce", self.core.reduce, *args, options=opts, timeout=timeout, inputs=[tensor], result=[tensor]
-        )
+        return self._call("reduce", *args, options=opts, timeout=timeout, inputs=[tensor], result=[tensor])
 
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
@@ -322,23 +312,20 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         given = {"output_tensors": output_tensors, "input_tensors": input_tensors}
         opts, _, op, timeout = sort_out("reduce_scatter", given, opts, op=op, timeout=timeout)
         args = (output, pieces, redop_of(opts, op))
-        call = self.core.reduce_scatter
-        return self._call("reduce_scatter", call, *args, options=opts, timeout=timeout, inputs=pieces, result=[output])
+        return self._call("reduce_scatter", *args, options=opts, timeout=timeout, inputs=pieces, result=[output])
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         if (work := self._short(_REDUCE_SCATTER_SINGLE, input, output, opts)) is not None:
             return work
         sort_out("reduce_scatter_single", {"output": output, "input": input}, opts)
-        call, redop = self.core.reduce_scatter_single, redop_of(opts)
         return self._call(
-            "reduce_scatter_single", call, output, input, redop, options=opts, inputs=[input], result=[output]
+            "reduce_scatter_single", output, input, redop_of(opts), options=opts, inputs=[input], result=[output]
         )
 
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
         sort_out("reduce_scatter_single_coalesced", {"outputs": outputs, "inputs": inputs}, opts)
-        call = self.core.reduce_scatter_coalesced
         args = (outputs, inputs, redop_of(opts))
-        return self._call("reduce_scatter_coalesced", call, *args, options=opts, inputs=inputs, result=outputs)
+        return self._call("reduce_scatter_coalesced", *args, options=opts, inputs=inputs, result=outputs)
 
     # --- copies -----------------------------------------------------------------------------------------------
 
@@ -354,10 +341,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         checks.root_rank("broadcast", origin, self.core.size)
         checks.root_tensor("broadcast", opts, 1)
         result = [tensor]
-        call = self.core.broadcast
-        return self._call(
-            "broadcast", call, tensor, origin, options=opts, timeout=timeout, inputs=result, result=result
-        )
+        return self._call("broadcast", tensor, origin, options=opts, timeout=timeout, inputs=result, result=result)
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         if timeout is None and output_tensors and isinstance(output_tensors, (list, tuple)):
@@ -373,39 +357,26 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         tensor, places = tensors[0], outputs[0]
         # dist.all_gather takes places of any size; who calls the group itself is held to what torch's groups take.
         checks.alike("all_gather", places, tensor, sizes=opts is None)
-        call = self.core.all_gather
-        return self._call(
-            "all_gather", call, places, tensor, options=opts, timeout=timeout, inputs=[tensor], result=places
-        )
+        return self._call("all_gather", places, tensor, options=opts, timeout=timeout, inputs=[tensor], result=places)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         if (work := self._short(_ALL_GATHER_SINGLE, input, output, opts)) is not None:
             return work
         sort_out("all_gather_single", {"output": output, "input": input}, opts)
-        call = self.core.all_gather_single
-        return self._call("all_gather_single", call, output, input, options=opts, inputs=[input], result=[output])
+        return self._call("all_gather_single", output, input, options=opts, inputs=[input], result=[output])
 
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = None) -> Any:
         sort_out("all_gather_single_coalesced", {"outputs": outputs, "inputs": inputs}, opts)
-        call = self.core.all_gather_coalesced
-        return self._call("all_gather_coalesced", call, outputs, inputs, options=opts, inputs=inputs, result=outputs)
+        return self._call("all_gather_coalesced", outputs, inputs, options=opts, inputs=inputs, result=outputs)
 
     def allgather_coalesced(self, output_lists: Sequence[Any], input_list: Sequence[Any], opts: Any = None) -> Any:
         sort_out("allgather_coalesced", {"output_lists": output_lists, "input_list": input_list}, opts)
         checks.all_gather_coalesced(output_lists, input_list, self.core.size)
 
-        def all_gather_lists(outputs: Any, inputs: Any, async_op: bool, timeout: Any) -> Any:
-            work = None
-            for k, tensor in enumerate(inputs):
-                places = [one_rank[k] for one_rank in outputs]
-                work = self.core.all_gather(places, tensor, async_op=async_op, timeout=timeout)
-            return work  # operations run in order, so the last speaks for all
-
         args = (output_lists, input_list)
         result = [t for one_rank in output_lists for t in one_rank]
-        return self._call(
-            "all_gather_coalesced", all_gather_lists, *args, options=opts, inputs=input_list, result=result
-        )
+        label = "all_gather_coalesced"
+        return self._call("all_gather_lists", *args, options=opts, inputs=input_list, result=result, label=label)
 
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
@@ -419,9 +390,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         origin = root_of(opts, root)
         places, tensor = checks.gather(output_tensors, input_tensors, origin, self.core.rank, self.core.size)
         args = (places or None, tensor, origin)
-        return self._call(
-            "gather", self.core.gather, *args, options=opts, timeout=timeout, inputs=[tensor], result=places
-        )
+        return self._call("gather", *args, options=opts, timeout=timeout, inputs=[tensor], result=places)
 
     def gather_single(self, output: Any, input: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
         call = "gather_single"
@@ -434,8 +403,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
                 return work
         checks.root_rank(call, origin, self.core.size)
         args, result = (target, input, origin), [] if target is None else [target]
-        gather = self.core.gather_single
-        return self._call(call, gather, *args, options=opts, timeout=timeout, inputs=[input], result=result)
+        return self._call(call, *args, options=opts, timeout=timeout, inputs=[input], result=result)
 
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
@@ -449,17 +417,13 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         origin = root_of(opts, root)
         tensor, pieces = checks.scatter(output_tensors, input_tensors, origin, self.core.rank, self.core.size)
         args = (tensor, pieces or None, origin)
-        return self._call(
-            "scatter", self.core.scatter, *args, options=opts, timeout=timeout, inputs=pieces, result=[tensor]
-        )
+        return self._call("scatter", *args, options=opts, timeout=timeout, inputs=pieces, result=[tensor])
 
     def alltoall(self, output_tensors: Sequence[Any], input_tensors: Sequence[Any], opts: Any = None) -> Any:
         sort_out("alltoall", {"output_tensors": output_tensors, "input_tensors": input_tensors}, opts)
         args = (list(output_tensors), list(input_tensors))
         checks.all_to_all(*args, self.core.size)
-        return self._call(
-            "all_to_all", self.core.all_to_all, *args, options=opts, inputs=input_tensors, result=output_tensors
-        )
+        return self._call("all_to_all", *args, options=opts, inputs=input_tensors, result=output_tensors)
 
     def all_to_all_single(
         self,
@@ -479,8 +443,8 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         opts, _, _, timeout = sort_out("all_to_all_single", given, opts, timeout=timeout)
         args = (output, input, list(output_split_sizes), list(input_split_sizes))
         checks.splits(*args, self.core.size)
-        call = self.core.all_to_all_single
-        return self._call("all_to_all", call, *args, options=opts, timeout=timeout, inputs=[input], result=[output])
+        given = {"inputs": [input], "result": [output], "label": "all_to_all"}
+        return self._call("all_to_all_single", *args, options=opts, timeout=timeout, **given)
 
     # --- messages ---------------------------------------------------------------------------------------------
 
@@ -526,7 +490,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         if timeout is None and (work := self._short(_BARRIER, None, None, opts)) is not None:
             return work
         opts, _, _, timeout = sort_out("barrier", {}, opts, timeout=timeout)
-        return self._call("barrier", self.core.barrier, options=opts, timeout=timeout)
+        return self._call("barrier", options=opts, timeout=timeout)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Ours, with the words that scripts written for Gloo look for at the start of the message."""

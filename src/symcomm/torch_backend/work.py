@@ -19,36 +19,16 @@ import torch._C._distributed_c10d as torch_c10d
 from torch._C._distributed_c10d import Work
 
 from symcomm import errors
+from symcomm.ops import OPS
 from symcomm.torch_backend import versions
 
 __all__ = ["AllOf", "DoneWork", "Received", "TorchWork", "WorkInfo", "done", "late", "op_type_of", "warns_of_old_calls"]
 
 WorkClass = TypeVar("WorkClass", bound=type)
 OpType: Any = vars(torch_c10d)["OpType"]  # which torch's own stubs do not list
-# Our calls -> torch's word for them.
-_OP_TYPES = {
-    "all_reduce": OpType.ALLREDUCE,
-    "all_reduce_coalesced": OpType.ALLREDUCE_COALESCED,
-    "reduce": OpType.REDUCE,
-    "reduce_scatter": OpType.REDUCE_SCATTER,
-    "reduce_scatter_single": OpType._REDUCE_SCATTER_BASE,
-    "reduce_scatter_coalesced": versions.op_type("REDUCE_SCATTER_TENSOR_COALESCED", "COALESCED"),
-    "broadcast": OpType.BROADCAST,
-    "all_gather": OpType.ALLGATHER,
-    "all_gather_single": OpType._ALLGATHER_BASE,
-    "all_gather_coalesced": OpType.ALLGATHER_COALESCED,
-    "gather": OpType.GATHER,
-    "gather_single": OpType.GATHER,
-    "scatter": OpType.SCATTER,
-    "all_to_all": OpType.ALLTOALL,
-    "all_to_all_single": OpType.ALLTOALL_BASE,
-    "barrier": OpType.BARRIER,
-    "send": OpType.SEND,
-    "recv": OpType.RECV,
-    "recvAnySource": OpType.RECVANYSOURCE,
-}
-
-
+# Torch's word for our calls, and for the two that it knows by a name of its own.
+_OP_TYPES = {op.name: versions.op_type(op.op_type, "COALESCED") for op in OPS}
+_OP_TYPES |= {"all_gather_coalesced": OpType.ALLGATHER_COALESCED, "recvAnySource": OpType.RECVANYSOURCE}
 _WANTS_STACKED = "quantization_hooks.py"
 
 
