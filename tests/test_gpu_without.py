@@ -415,6 +415,7 @@ class Rig:
                 continue
             mover: Any = Mover(rank, world, 0, meetings)
             mover.kernel = lambda *_: HostKernel()
+            mover._next_gate = lambda *_: ()  # for kernels on a GPU
             mover.use_stage(stages, self.HALF)
             self.movers.append(mover)
 

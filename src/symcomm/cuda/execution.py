@@ -37,6 +37,7 @@ class Move(NamedTuple):
     enqueue: Callable[[int, list[int] | None], None]  # (stream, where all ranks' symmetric tensors are)
     symmetric: Any = None  # the tensor that peers may use in place
     may_be_direct: bool = False  # whether all ranks ask for that
+    cached: bool = False  # whether the next call of this kind may take the short way
 
 
 def device_views(device: int) -> Views:
@@ -79,10 +80,10 @@ class CudaExecution(Collectives):
         op, signature = request.op, self._signature(request)
         move = _MOVES[op.plan](self, request)
         work = self._perform(request, signature, move, async_op, timeout)
-        if op.number == _ALL_REDUCE and not move.may_be_direct and move.symmetric is not None:
+        if op.number == _ALL_REDUCE and move.cached and move.symmetric is not None:
             [tensor], mover = request.result, self._mover_for(move.need)
             assert request.key is not None
-            self._remember(tensor, request.key[0], signature, request.dtype, mover)
+            self._remember(tensor, request.key[0], signature, request.dtype, mover, move.may_be_direct)
         return work
 
     def _signature(self, request: Request) -> Signature:
@@ -165,7 +166,9 @@ def _all_reduce(group: CudaExecution, r: Request) -> Move:
             mover.reduce_two_shot(dtype, how, source.address, out.address, count, stream)
 
     in_place = out if source is out and out.target is None else None
-    return Move(nbytes, enqueue, in_place, not one_shot)
+    least = group.limits.direct_reduce_bytes
+    may_be_direct = group.size > 1 and (not one_shot if least is None else nbytes > least)
+    return Move(nbytes, enqueue, in_place, may_be_direct, one_shot)
 
 
 def _reduce(group: CudaExecution, r: Request) -> Move:

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import functools
 import json
+import struct
 import threading
 import time
 import weakref
@@ -62,25 +63,19 @@ class Limits:
     most_half: int = 64 << 20  # and at most: it grows with the tensors that need it
     one_shot_bytes: int = 16 << 20  # tensor x ranks: up to here all_reduce is one-shot
     direct_bytes: int = 4 << 20  # from here on symmetric tensors take part without copies
+    direct_reduce_bytes: int | None = None  # and from here on in all_reduce; None: where it is not one-shot
 
 
 SLICED = Limits(one_shot_bytes=128 << 20, direct_bytes=128 << 20)  # a meeting costs 150 us: one, not two, up to 64 MiB
-SPINNING = Limits(one_shot_bytes=32 << 20)  # one kernel: 54 us at 16 MiB, where meetings and a kernel take 59 to 80
+# One kernel: 54 us at 16 MiB, where meetings and a kernel take 59 to 80.
+SPINNING = Limits(one_shot_bytes=32 << 20, direct_reduce_bytes=4 << 20)
 
 
-class Card(ctypes.Structure):
-    """What a rank says about its memory; a handle of zeros: not symmetric, or no new staging area."""
-
-    _fields_ = [
-        ("handle", ctypes.c_ubyte * HANDLE_BYTES),
-        ("offset", ctypes.c_int64),
-        ("stage_handle", ctypes.c_ubyte * HANDLE_BYTES),
-        ("stage_offset", ctypes.c_int64),
-    ]
-
-
-CARD_BYTES = ctypes.sizeof(Card)
-NOTHING = bytes(HANDLE_BYTES)
+CARD = struct.Struct(
+    f"<{HANDLE_BYTES}sq{HANDLE_BYTES}sq"
+)  # a tensor's block and place, and those of a new staging area
+CARD_BYTES = CARD.size
+NOTHING = bytes(HANDLE_BYTES)  # a handle of zeros: the tensor is not symmetric, or there is no new staging area
 
 
 _living: weakref.WeakSet[DeviceGroup] = weakref.WeakSet()
@@ -155,7 +150,10 @@ class DeviceGroup(CudaExecution):
         self.trouble.departure.pads = self.pads
         self._lane = self.trouble.watch.lane = Lane(self.pads, self.meetings)
         self._watch = self.trouble.watch
-        self._recipes: dict[Any, Any] = {}  # all_reduces seen before, see again()
+        self._recipes: dict[Any, Any] = {}  # all_reduces seen before, see _again()
+        self._spare_cards: list[_Cards] = []
+        self._places: dict[bytes, list[int] | None] = {}  # where symmetric tensors are, by what ranks' cards said
+        self._shown: dict[int, Any] = {}  # by stream: the event behind its last use of peers' tensors
         _living.add(self)
         weakref.finalize(self, _part, self.trouble.departure, self._stages).atexit = False
         core._before_leaving.append(self.finish)
@@ -251,9 +249,9 @@ class DeviceGroup(CudaExecution):
         grow = need > half and half < self.limits.most_half and self.size > 1
         if grow:
             self._promised = self._grown(need)
-        cards = _Cards(self.size) if grow or may_be_direct else None
-        new_stage = self._fill(cards, self.rank, need if grow else 0, move.symmetric) if cards is not None else None
-        ins, outs = (cards.mine, cards.all) if cards is not None else ((), ())
+        cards = self._cards() if grow or may_be_direct else None
+        new_stage = self._fill(cards, need if grow else 0, move.symmetric) if cards is not None else None
+        ins, outs = (cards.ins, cards.outs) if cards is not None else ((), ())
         plan = self._plan(signature, cards is not None)
 
         def put(stream: int) -> None:
@@ -262,6 +260,8 @@ class DeviceGroup(CudaExecution):
                 self._use_stage(cards, new_stage)
             self._order(stream)
             places = self._symmetric(cards) if cards is not None and may_be_direct else None
+            if cards is not None:
+                self._spare_cards.append(cards)
             move.enqueue(stream, places)
             if places is not None:
                 self._show(stream)
@@ -286,7 +286,9 @@ class DeviceGroup(CudaExecution):
         work.wait()
         return None
 
-    def _remember(self, tensor: Any, op: Any, signature: Signature, dtype: DType, mover: Mover) -> None:
+    def _remember(
+        self, tensor: Any, op: Any, signature: Signature, dtype: DType, mover: Mover, may_be_direct: bool
+    ) -> None:
         """Let the next call of this kind take the short way."""
         redop = RedOpType(signature.redop)
         if not signature.elements or self.size == 1 or self._aside or redop is RedOpType.PREMUL_SUM:
@@ -298,14 +300,15 @@ class DeviceGroup(CudaExecution):
             return
         if len(self._recipes) > 1024:
             self._recipes.clear()
-        plan, site = self._plan(signature, False), self.core._site(2)  # of the first call of this kind
-        self._recipes[tensor.dtype, signature.elements, op] = (plan, put, site)
+        plan, site = self._plan(signature, may_be_direct), self.core._site(2)  # of the first call of this kind
+        direct = functools.partial(mover.reduce_in_place, dtype, redop) if may_be_direct else None
+        self._recipes[tensor.dtype, signature.elements, op] = (plan, put, direct, site)
 
     def _again(self, tensor: Any, op: Any) -> bool:
         """A blocking one-shot all_reduce of a kind seen before, with as little as possible around it; False: it has to
         go the long way."""
         try:
-            plan, put, site = self._recipes[tensor.dtype, tensor.numel(), op]
+            plan, put, direct, site = self._recipes[tensor.dtype, tensor.numel(), op]
         except (KeyError, AttributeError, TypeError):
             return False
         core, stream, address = self.core, self._stream_of(self.device), tensor.data_ptr()
@@ -317,10 +320,24 @@ class DeviceGroup(CudaExecution):
         with self._lock:
             if stream != self._last or self._queued:
                 return False
-            status = native.run(core._handle, plan, (), (), core._timeout_ns, site)
+            cards: _Cards | None = None
+            ins: tuple[int, ...] = ()
+            outs: tuple[int, ...] = ()
+            if direct is not None:
+                cards = self._cards()
+                CARD.pack_into(cards.mine, 0, *self._block_of(address), NOTHING, 0)
+                ins, outs = cards.ins, cards.outs
+            status = native.run(core._handle, plan, ins, outs, core._timeout_ns, site)
             if status:
                 raise self._failed(status, "all_reduce", call_site(1), None)
-            put(stream, address)
+            places = self._symmetric(cards) if cards is not None else None
+            if places is None:
+                put(stream, address)
+            else:
+                direct(places, tensor.numel(), stream)
+                self._show(stream)
+            if cards is not None:
+                self._spare_cards.append(cards)
             self._note("all_reduce", core._timeout_ns / 1e9)
         return True
 
@@ -385,26 +402,29 @@ class DeviceGroup(CudaExecution):
 
     # --- memory -----------------------------------------------------------------------------------------------
 
-    def _fill(self, cards: _Cards, rank: int, need: int, symmetric: Place | None) -> Piece | None:
+    def _cards(self) -> _Cards:
+        try:
+            return self._spare_cards.pop()
+        except IndexError:
+            return _Cards(self.size)
+
+    def _fill(self, cards: _Cards, need: int, symmetric: Place | None) -> Piece | None:
         """My card; with ``need``, a new staging area for halves of so many bytes."""
-        card = cards.card
-        found = find_block(self.device, symmetric.address) if symmetric is not None else None
-        if found is not None:
-            card.handle[:] = found[0].handle
-            card.offset = found[1]
-        if not need:
-            return None
-        stage = pool_of(self.device).allocate(2 * self._grown(need))
-        card.stage_handle[:] = stage.block.handle
-        card.stage_offset = stage.offset
+        stage = pool_of(self.device).allocate(2 * self._grown(need)) if need else None
+        tensor = self._block_of(symmetric.address) if symmetric is not None else (NOTHING, 0)
+        at = (stage.block.handle, stage.offset) if stage is not None else (NOTHING, 0)
+        CARD.pack_into(cards.mine, 0, *tensor, *at)
         return stage
+
+    def _block_of(self, address: int) -> tuple[bytes, int]:
+        found = find_block(self.device, address)
+        return (NOTHING, 0) if found is None else (found[0].handle, found[1])
 
     def _use_stage(self, cards: _Cards, stage: Piece | None) -> None:
         assert stage is not None
-        cards.place(self.rank, cards.card)
         places = [
-            stage.address if r == self.rank else self._open(r, bytes(c.stage_handle)) + c.stage_offset
-            for r, c in enumerate(cards)
+            stage.address if r == self.rank else self._open(r, handle) + offset
+            for r, (_, _, handle, offset) in enumerate(CARD.iter_unpack(cards.all))
         ]
         self.mover.use_stage(places, stage.nbytes // 2)
         self._recipes.clear()
@@ -423,10 +443,15 @@ class DeviceGroup(CudaExecution):
 
     def _symmetric(self, cards: _Cards) -> list[int] | None:
         """Where all ranks' tensors are, when all of them are symmetric."""
-        cards.place(self.rank, cards.card)
-        if any(bytes(c.handle) == NOTHING for c in cards):
-            return None
-        return [self._open(r, bytes(c.handle)) + c.offset for r, c in enumerate(cards)]
+        said = bytes(cards.all)
+        if said not in self._places:
+            if len(self._places) > 1024:
+                self._places.clear()
+            blocks = [(handle, offset) for handle, offset, _, _ in CARD.iter_unpack(said)]
+            is_whole = all(handle != NOTHING for handle, _ in blocks)
+            found = [self._open(r, handle) + offset for r, (handle, offset) in enumerate(blocks)] if is_whole else None
+            self._places[said] = found
+        return self._places[said]
 
     def _open(self, rank: int, handle: bytes) -> int:
         driver().enter(self.device)
@@ -444,7 +469,9 @@ class DeviceGroup(CudaExecution):
         """Peers use this rank's tensors, and it theirs, until the stream comes past this point."""
         import torch
 
-        event = torch.cuda.Event()
+        event = self._shown.get(stream)
+        if event is None:
+            event = self._shown[stream] = torch.cuda.Event()
         event.record(torch_stream(stream, self.device))
         self._lane.shown = self.meetings.count
         self.trouble.departure.touch(event)
@@ -495,13 +522,8 @@ class _Cards:
     """The cards of all ranks, as the meeting's plan reads and writes them."""
 
     def __init__(self, world: int):
-        self.card = Card()
-        self._all = (Card * world)()
-        self.mine = (ctypes.addressof(self.card),)
-        self.all = (ctypes.addressof(self._all),)
-
-    def place(self, rank: int, card: Card) -> None:
-        self._all[rank] = card
-
-    def __iter__(self) -> Any:
-        return iter(self._all)
+        self.mine, self.all = bytearray(CARD_BYTES), bytearray(CARD_BYTES * world)
+        # Viewed, they stay where they are.
+        self._views = [ctypes.c_char.from_buffer(memory) for memory in (self.mine, self.all)]
+        mine, everyone = map(ctypes.addressof, self._views)
+        self.ins, self.outs = (mine,), (everyone,)

@@ -104,22 +104,33 @@ extern "C" __global__ void combine(const Places p, const unsigned long long n, c
 
 # A kernel with several targets writes to peers. Once the group has failed they may have that memory back: it must not
 # begin then.
-_STOP = "const unsigned *stop;"
+# Blocks that read the host's word take 2 us one after the other: the first reads it, and tells the others by a word of
+# the GPU's memory.
+_STOP = "const unsigned *stop; unsigned long long *gate, turn;"
 _LOOK = """
     __shared__ unsigned stopped;
-    if (threadIdx.x == 0) stopped = *(const volatile unsigned *)p.stop;
-    __threadfence_system();
+    if (threadIdx.x == 0) {
+        unsigned long long seen = p.turn << 1;
+        if (blockIdx.x == 0) {
+            seen |= *(const volatile unsigned *)p.stop != 0;
+            asm volatile("st.release.gpu.global.u64 [%0], %1;" :: "l"(p.gate), "l"(seen) : "memory");
+        } else {
+            do asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(p.gate) : "memory");
+            while (seen >> 1 != p.turn);
+        }
+        stopped = seen & 1;
+    }
     __syncthreads();
     if (stopped) return;
 """
 
 
-# A whole all_reduce; spinning.py tells how. Flags are 64 bits, so that they never come round.
+# A whole all_reduce; single_kernel.py tells how. Flags are 64 bits, so that they never come round.
 _SPINNING = """
 typedef unsigned long long u64;
 struct Turn {{
     const T *src; T *dst; T *half[{sources}]; u64 *told[{sources}]; const u64 *mine; volatile unsigned *pad[{sources}];
-    volatile unsigned *stop; unsigned *count; u64 rank, value;
+    volatile unsigned *stop; u64 *gate; unsigned *count; u64 rank, value;
 }};
 __device__ void tell(u64 *at, u64 value) {{
     asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(at), "l"(value) : "memory");
@@ -129,58 +140,123 @@ __device__ u64 heard(const u64 *at) {{
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
     return value;
 }}
-__device__ bool meet(const Turn &t) {{
+__device__ bool meet(const Turn &t, const u64 value) {{
     __shared__ unsigned stopped;
     if (threadIdx.x == 0) stopped = 0;
     __syncthreads();
     const unsigned peer = threadIdx.x;
     const bool meets = peer < {sources} && peer != t.rank;
-    if (meets) tell(t.told[peer] + blockIdx.x * {sources}, t.value);
+    if (meets) tell(t.told[peer] + blockIdx.x * {sources}, value);
     __syncthreads();
     if (peer == 0 && atomicAdd(t.count, 1) == gridDim.x - 1) {{
         *t.count = 0;
         __threadfence_system();
-        for (int q = 0; q < {sources}; q++) if (q != t.rank) *t.pad[q] = (unsigned)t.value;
+        for (int q = 0; q < {sources}; q++) if (q != t.rank) *t.pad[q] = (unsigned)value;
     }}
     if (meets) {{
-        for (unsigned looks = 1; heard(t.mine + blockIdx.x * {sources} + peer) < t.value; looks++)
+        for (unsigned looks = 1; heard(t.mine + blockIdx.x * {sources} + peer) < value; looks++)
             if (looks % 1024 == 0 && *t.stop) {{ stopped = 1; break; }}
     }}
     __syncthreads();
     return !stopped;
 }}
 
+/* Blocks that read the host's word take 2 us one after the other: the first reads it, and tells the others. */
+__device__ bool is_stopped(const Turn &t) {{
+    __shared__ unsigned stopped;
+    if (threadIdx.x == 0) {{
+        u64 seen = t.value << 1;
+        if (blockIdx.x == 0) tell(t.gate, seen | (*t.stop != 0));
+        while ((seen = heard(t.gate)) >> 1 != t.value);
+        stopped = seen & 1;
+    }}
+    __syncthreads();
+    return stopped;
+}}
+__device__ Pack combined(const Pack *in) {{
+    Pack out;
+#pragma unroll
+    for (int k = 0; k < {per_pack}; k++) {{
+        A a = widened(in[0].item[k]);
+#pragma unroll
+        for (int s = 1; s < {sources}; s++) a = joined(a, widened(in[s].item[k]));
+        out.item[k] = finished(a);
+    }}
+    return out;
+}}
+__device__ T combined_at(const Turn &t, u64 at) {{
+    A a = widened(t.half[0][at]);
+    for (int s = 1; s < {sources}; s++) a = joined(a, widened(t.half[s][at]));
+    return finished(a);
+}}
+
+/* Copy into this rank's staging area, meet, combine all of it. Several packs at a time: loads take long. */
 extern "C" __global__ void __launch_bounds__({threads}) all_reduce(const Turn t, const u64 n, const u64 aligned) {{
     const u64 packs = n / {per_pack}, first = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     const u64 stride = (u64)gridDim.x * blockDim.x, last = packs * {per_pack} + first;
     uint4 *const mine = (uint4 *)t.half[t.rank];
-    for (u64 i = first; i < packs; i += stride) {{
-        Pack in;
-        if (aligned) in.whole = ((const uint4 *)t.src)[i];
-        else for (int k = 0; k < {per_pack}; k++) in.item[k] = t.src[i * {per_pack} + k];
-        mine[i] = in.whole;
+    for (u64 i = first; i < packs; i += stride * {at_once}) {{
+        Pack in[{at_once}];
+#pragma unroll
+        for (int u = 0; u < {at_once}; u++) {{
+            const u64 at = i + u * stride;
+            if (at >= packs) continue;
+            if (aligned) in[u].whole = ((const uint4 *)t.src)[at];
+            else for (int k = 0; k < {per_pack}; k++) in[u].item[k] = t.src[at * {per_pack} + k];
+        }}
+#pragma unroll
+        for (int u = 0; u < {at_once}; u++) if (i + u * stride < packs) mine[i + u * stride] = in[u].whole;
     }}
     if (last < n) t.half[t.rank][last] = t.src[last];
-    if (!meet(t)) return; /* the memory of a rank that died is not there any more */
-    for (u64 i = first; i < packs; i += stride) {{
-        Pack in[{sources}], out;
+    if (!meet(t, t.value)) return; /* the memory of a rank that died is not there any more */
+    for (u64 i = first; i < packs; i += stride * {at_once}) {{
+        Pack in[{at_once}][{sources}];
 #pragma unroll
-        for (int s = 0; s < {sources}; s++) in[s].whole = ((const uint4 *)t.half[s])[i];
+        for (int u = 0; u < {at_once}; u++)
+            if (i + u * stride < packs)
 #pragma unroll
-        for (int k = 0; k < {per_pack}; k++) {{
-            A a = widened(in[0].item[k]);
+                for (int s = 0; s < {sources}; s++) in[u][s].whole = ((const uint4 *)t.half[s])[i + u * stride];
 #pragma unroll
-            for (int s = 1; s < {sources}; s++) a = joined(a, widened(in[s].item[k]));
-            out.item[k] = finished(a);
+        for (int u = 0; u < {at_once}; u++) {{
+            const u64 at = i + u * stride;
+            if (at >= packs) continue;
+            const Pack out = combined(in[u]);
+            if (aligned) ((uint4 *)t.dst)[at] = out.whole;
+            else for (int k = 0; k < {per_pack}; k++) t.dst[at * {per_pack} + k] = out.item[k];
         }}
-        if (aligned) ((uint4 *)t.dst)[i] = out.whole;
-        else for (int k = 0; k < {per_pack}; k++) t.dst[i * {per_pack} + k] = out.item[k];
     }}
-    if (last < n) {{
-        A a = widened(t.half[0][last]);
-        for (int s = 1; s < {sources}; s++) a = joined(a, widened(t.half[s][last]));
-        t.dst[last] = finished(a);
+    if (last < n) t.dst[last] = combined_at(t, last);
+}}
+
+/* On symmetric tensors (half[]), in place: meet, combine this rank's part and write it to all, meet. Blocks meet those
+   of the same number: a kernel ends when all of its blocks have seen that all of the others' have written. */
+extern "C" __global__ void __launch_bounds__({threads}) all_reduce_direct(const Turn t, const u64 n, const u64) {{
+    const u64 packs = n / {per_pack}, part = (packs + {sources} - 1) / {sources};
+    const u64 begin = min(t.rank * part, packs), end = min(begin + part, packs);
+    const u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x, stride = (u64)gridDim.x * blockDim.x;
+    const u64 last = packs * {per_pack} + first;
+    if (!meet(t, t.value) || is_stopped(t)) return;
+    for (u64 i = begin + first; i < end; i += stride * {at_once}) {{
+        Pack in[{at_once}][{sources}];
+#pragma unroll
+        for (int u = 0; u < {at_once}; u++)
+            if (i + u * stride < end)
+#pragma unroll
+                for (int s = 0; s < {sources}; s++) in[u][s].whole = ((const uint4 *)t.half[s])[i + u * stride];
+#pragma unroll
+        for (int u = 0; u < {at_once}; u++) {{
+            const u64 at = i + u * stride;
+            if (at >= end) continue;
+            const Pack out = combined(in[u]);
+#pragma unroll
+            for (int s = 0; s < {sources}; s++) ((uint4 *)t.half[s])[at] = out.whole;
+        }}
     }}
+    if (t.rank == {sources} - 1 && last < n) {{
+        const T result = combined_at(t, last);
+        for (int s = 0; s < {sources}; s++) t.half[s][last] = result;
+    }}
+    meet(t, t.value + 1);
 }}
 """
 
@@ -193,7 +269,8 @@ def source_of(dtype: DType, redop: RedOpType, sources: int, targets: int) -> str
 
 def spinning_source_of(dtype: DType, redop: RedOpType, world: int) -> str | None:
     """The text of the kernel that does a whole all_reduce, or None for what is left to others."""
-    return _filled(_TYPES + _SPINNING, dtype, redop, world, threads=SPINNING_THREADS)
+    at_once = max(1, 8 // world)
+    return _filled(_TYPES + _SPINNING, dtype, redop, world, threads=SPINNING_THREADS, at_once=at_once)
 
 
 def _filled(text: str, dtype: DType, redop: RedOpType, sources: int, **more: int | str) -> str | None:
@@ -321,7 +398,7 @@ def _function(device: int, dtype: DType, redop: RedOpType, sources: int, targets
 
 
 @functools.cache
-def _spinning_function(device: int, dtype: DType, redop: RedOpType, world: int) -> int | None:
+def _spinning_functions(device: int, dtype: DType, redop: RedOpType, world: int) -> tuple[int, int] | None:
     text = spinning_source_of(dtype, redop, world)
     if text is None:
         return None
@@ -332,7 +409,7 @@ def _spinning_function(device: int, dtype: DType, redop: RedOpType, world: int) 
             "reinstall torch's CUDA packages, or run without MPS."
         )
     driver().enter(device)
-    return driver().load(image, "all_reduce")
+    return driver().load(image, "all_reduce"), driver().load(image, "all_reduce_direct")
 
 
 def can_spin(device: int) -> bool:
@@ -342,10 +419,10 @@ def can_spin(device: int) -> bool:
     return _compiler() is not None and torch.cuda.get_device_capability(device)[0] >= OLDEST_THAT_SPINS
 
 
-def spinning(device: int, dtype: DType, redop: RedOpType, world: int) -> int | None:
-    """The kernel of a whole all_reduce, or None for what has none on any rank."""
+def spinning(device: int, dtype: DType, redop: RedOpType, world: int) -> tuple[int, int] | None:
+    """The kernels of a whole all_reduce, through staging areas and in place, or None for what has none on any rank."""
     with _compiling:
-        return _spinning_function(device, dtype, redop, world)
+        return _spinning_functions(device, dtype, redop, world)
 
 
 def kernel(device: int, dtype: DType, redop: RedOpType, sources: int, targets: int) -> Combine | None:

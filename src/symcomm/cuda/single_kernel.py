@@ -2,12 +2,14 @@
 
 Each of its blocks copies its part of the tensor into this rank's staging area, tells the same block of every peer's
 kernel, waits until all of those have told it, and combines the part. On an H200 that takes half as long as a meeting of
-streams with a kernel behind it. Where processes take turns on a GPU it is not used: a kernel that waits keeps the
-others from coming.
+streams with a kernel behind it. Large symmetric tensors are combined in place: blocks meet, each rank combines its
+shard and writes it to all, and blocks meet again. Where processes take turns on a GPU this is not used: a kernel that
+waits keeps the others from coming.
 
 Blocks tell each other by flags in GPU memory, ``flags[block * world + rank]``, that only ever grow. Besides, the last
 block to tell writes the pads in host memory, where the watch sees who has come; a kernel that waits for a dead rank
-looks at the pad's stop word now and then. Behind the flags lies the count of blocks that have told.
+looks at the pad's stop word now and then. Behind the flags lie the count of blocks that have
+told, and the word by which a kernel's first block tells the others what it found there.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _kept: list[Any] = []  # the flags of all groups: a peer that is late for an ope
 
 
 def flags_bytes(world: int) -> int:
-    return FLAG_BYTES * (MOST_BLOCKS * world + 1)
+    return FLAG_BYTES * (MOST_BLOCKS * world + 2)
 
 
 def most_blocks(multiprocessors: int, world: int) -> int:
@@ -50,10 +52,11 @@ class SpinningMover(Mover):
         by_rank = dict(zip((r for r in range(world) if r != rank), pads.theirs, strict=True))
         told = [place + FLAG_BYTES * rank for place in flags]
         count = flags[rank] + FLAG_BYTES * MOST_BLOCKS * world
-        self._where = (*told, flags[rank], *(by_rank.get(r, 0) for r in range(world)), pads.stop, count, rank)
-        self._spinning: dict[Any, int | None] = {}
+        gate = count + FLAG_BYTES
+        self._where = (*told, flags[rank], *(by_rank.get(r, 0) for r in range(world)), pads.stop, gate, count, rank)
+        self._spinning: dict[Any, tuple[int, int] | None] = {}
 
-    def _function(self, dtype: DType, redop: RedOpType) -> int | None:
+    def _functions(self, dtype: DType, redop: RedOpType) -> tuple[int, int] | None:
         key = (dtype, redop)
         if key not in self._spinning:
             self._spinning[key] = kernels.spinning(self.device, dtype, redop, self.world)
@@ -61,17 +64,28 @@ class SpinningMover(Mover):
 
     def kernel(self, dtype: DType, redop: RedOpType, sources: int, targets: int) -> Any:
         if sources == self.world:
-            self._function(dtype, redop)  # loaded along with the others, before the hosts meet
+            self._functions(dtype, redop)  # loaded along with the others, before the hosts meet
         return super().kernel(dtype, redop, sources, targets)
 
     def reduce_to_all(self, dtype: DType, redop: RedOpType, source: int, target: int, count: int, stream: int) -> None:
-        function = self._function(dtype, redop)
-        if function is None:
+        functions = self._functions(dtype, redop)
+        if functions is None:
             return self.reduce_one_shot(dtype, redop, source, target, count, stream)
+        function, _ = functions
         item, most = dtype.itemsize, max(1, self.half // dtype.itemsize)
         for start in range(0, count, most):
             n, at = min(most, count - start), start * item
             self._launch(self._shape(function, n * item, source + at, target + at, n), source + at, target + at, stream)
+        return None
+
+    def reduce_in_place(self, dtype: DType, redop: RedOpType, tensors: Sequence[int], count: int, stream: int) -> None:
+        functions = self._functions(dtype, redop)
+        if functions is None or any(address % kernels.PACK for address in tensors):  # which all ranks see alike
+            return super().reduce_in_place(dtype, redop, tensors, count, stream)
+        shape = self._shape(functions[1], count * dtype.itemsize // self.world, 0, 0, count)
+        self.meetings.count += 2
+        places = (0, 0, *tensors, *self._where, self.meetings.count - 1)
+        self._driver.turn(stream, (), 0, (), (), shape, places)
         return None
 
     def _shape(self, function: int, nbytes: int, source: int, target: int, count: int) -> tuple[int, ...]:
@@ -86,8 +100,8 @@ class SpinningMover(Mover):
         self._driver.turn(stream, (), 0, (), (), shape, places)
 
     def again(self, dtype: DType, redop: RedOpType, count: int) -> Callable[[int, int], None] | None:
-        function, nbytes = self._function(dtype, redop), count * dtype.itemsize
-        if function is None or nbytes > self.half:
+        functions, nbytes = self._functions(dtype, redop), count * dtype.itemsize
+        if functions is None or nbytes > self.half:
             return super().again(dtype, redop, count)
-        shape = self._shape(function, nbytes, 0, 0, count)
+        shape = self._shape(functions[0], nbytes, 0, 0, count)
         return lambda stream, address: self._launch(shape, address, address, stream)

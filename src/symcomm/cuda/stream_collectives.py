@@ -15,10 +15,13 @@ from typing import Any
 
 from symcomm.cuda import kernels
 from symcomm.cuda.kernels import PACK
+from symcomm.cuda.pool import Piece, pool_of
 from symcomm.cuda.tensor_views import torch_stream
 from symcomm.types import DType, RedOpType
 
 __all__ = ["Meetings", "Mover", "shard_of"]
+
+GATE_BYTES = 8
 
 
 def shard_of(rank: int, world: int, count: int, per_pack: int) -> tuple[int, int]:
@@ -54,6 +57,8 @@ class Mover:
         self._turn = 0
         self._kernels: dict[Any, Any] = {}
         self._driver = meetings.driver
+        self._gate: Piece | None = None
+        self._gate_turns = 0
 
     # --- steps ------------------------------------------------------------------------------------------------
 
@@ -79,11 +84,19 @@ class Mover:
         kernel = self.kernel(dtype, redop, len(sources), len(targets))
         if kernel is not None:
             places = (*sources, *targets)
-            stop = (self.meetings.pads.stop,) if len(targets) > 1 else ()
-            self._driver.turn(stream, (), 0, (), (), kernel.launch(places, count), (*places, *stop))
+            gate = self._next_gate(stream) if len(targets) > 1 else ()
+            self._driver.turn(stream, (), 0, (), (), kernel.launch(places, count), (*places, *gate))
         else:
             on = torch_stream(stream, self.device)
             kernels.combine(self.device, dtype, redop, sources, targets, count, on)
+
+    def _next_gate(self, stream: int) -> tuple[int, int, int]:
+        """Where a kernel that writes to peers finds that the group has failed, and how its blocks tell each other."""
+        if self._gate is None:
+            self._gate = pool_of(self.device).allocate(GATE_BYTES)
+            self._driver.fill32(self._gate.address, 0, GATE_BYTES // 4, stream)
+        self._gate_turns += 1
+        return self.meetings.pads.stop, self._gate.address, self._gate_turns
 
     def halves(self) -> list[int]:
         """Where every rank's half for the next turn is."""
