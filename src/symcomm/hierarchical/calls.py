@@ -21,7 +21,7 @@ from symcomm.hierarchical.pipelined import starts_of
 from symcomm.hierarchical.topology import Layout
 from symcomm.types import RedOpType
 
-__all__ = ["HostsCalls"]
+__all__ = ["HierarchicalCalls"]
 
 Body = Callable[[Operation], None]
 
@@ -36,13 +36,13 @@ def _each(buffer: Buffer, counts: Sequence[int]) -> list[int]:
     return [buffer.address + start * buffer.dtype.itemsize for start in starts_of(counts)]
 
 
-class HostsCalls(CollectiveCalls):
-    """Mixed into HostsGroup."""
+class HierarchicalCalls(CollectiveCalls):
+    """Mixed into HierarchicalGroup."""
 
     layout: Layout
     _perform: Callable[..., Work | None]
 
-    def _apart(self, inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> Sequence[Buffer]:
+    def _unpack(self, inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> Sequence[Buffer]:
         """Inputs that no output lies on; nothing but a rank's own part may be in place."""
         return keep_apart(inputs, outputs, self.rank, self.size) if inputs and outputs else inputs
 
@@ -57,7 +57,7 @@ class HostsCalls(CollectiveCalls):
         levels = Levels.of(redop, buffer.dtype, self.layout)
         signature = Signature(Collective.ALL_REDUCE, buffer.dtype, redop, 0, buffer.count)
 
-        act = eager.all_reduce if self.layout.carries(buffer.nbytes, is_whole=True) else pipelined.all_reduce
+        act = eager.all_reduce if self.layout.fits_eager(buffer.nbytes, is_whole=True) else pipelined.all_reduce
 
         def body(o: Operation) -> None:
             act(o, source.address, buffer.address, buffer.count, buffer.dtype, levels)
@@ -72,7 +72,7 @@ class HostsCalls(CollectiveCalls):
         levels = Levels.of(redop, buffer.dtype, self.layout)
         signature = Signature(Collective.REDUCE, buffer.dtype, redop, root, buffer.count)
 
-        act = eager.reduce if self.layout.carries(buffer.nbytes, is_whole=True) else pipelined.reduce
+        act = eager.reduce if self.layout.fits_eager(buffer.nbytes, is_whole=True) else pipelined.reduce
 
         def body(o: Operation) -> None:
             act(o, source.address, buffer.address, buffer.count, buffer.dtype, levels, root)
@@ -87,7 +87,7 @@ class HostsCalls(CollectiveCalls):
         call = "reduce_scatter_single"
         source, out, redop = self._of_reduce_scatter_single(call, output, input, op)
         counts = [out.count] * self.size
-        [kept] = self._apart([source], [out])
+        [kept] = self._unpack([source], [out])
         return self._reduce_scatter(call, [kept], _each(kept, counts), out, counts, redop, output, async_op, timeout)
 
     def reduce_scatter(
@@ -101,7 +101,7 @@ class HostsCalls(CollectiveCalls):
         """Like reduce_scatter_single, with a list of pieces; they may differ in size."""
         call = "reduce_scatter"
         pieces, out, redop = self._of_reduce_scatter(call, output, inputs, op)
-        sources = self._apart(pieces, [out])
+        sources = self._unpack(pieces, [out])
         addresses, counts = [s.address for s in sources], [p.count for p in pieces]
         return self._reduce_scatter(call, sources, addresses, out, counts, redop, output, async_op, timeout)
 
@@ -112,8 +112,8 @@ class HostsCalls(CollectiveCalls):
         levels = Levels.of(redop, out.dtype, self.layout)
         signature = Signature(Collective.REDUCE_SCATTER, out.dtype, redop, 0, sum(counts), _detail(counts))
 
-        is_small = self.layout.carries(self.layout.most_of_a_host(counts) * out.dtype.itemsize)
-        act = eager.reduce_scatter if is_small else pipelined.reduce_scatter
+        is_eager = self.layout.fits_eager(self.layout.largest_host_total(counts) * out.dtype.itemsize)
+        act = eager.reduce_scatter if is_eager else pipelined.reduce_scatter
 
         def body(o: Operation) -> None:
             act(o, addresses, out.address, counts, out.dtype, levels)
@@ -127,7 +127,7 @@ class HostsCalls(CollectiveCalls):
         buffer = self._of_broadcast(tensor, root)
         signature = Signature(Collective.BROADCAST, buffer.dtype, 0, root, buffer.count)
 
-        act = eager.broadcast if self.layout.carries(buffer.nbytes, is_whole=True) else pipelined.broadcast
+        act = eager.broadcast if self.layout.fits_eager(buffer.nbytes, is_whole=True) else pipelined.broadcast
 
         def body(o: Operation) -> None:
             act(o, buffer.address, buffer.count, buffer.dtype, root)
@@ -157,11 +157,11 @@ class HostsCalls(CollectiveCalls):
         self, call: str, source: Buffer, outs: Sequence[Buffer], addresses: Sequence[int], counts: Sequence[int],
         result: Sequence[Any], async_op: bool, timeout: Timeout,
     ) -> Work | None:  # fmt: skip
-        [kept] = self._apart([source], outs)
+        [kept] = self._unpack([source], outs)
         signature = Signature(Collective.ALL_GATHER, source.dtype, 0, 0, sum(counts), _detail(counts))
 
-        is_small = self.layout.carries(self.layout.most_of_a_host(counts) * source.dtype.itemsize)
-        act = eager.all_gather if is_small else pipelined.all_gather
+        is_eager = self.layout.fits_eager(self.layout.largest_host_total(counts) * source.dtype.itemsize)
+        act = eager.all_gather if is_eager else pipelined.all_gather
 
         def body(o: Operation) -> None:
             act(o, kept.address, addresses, counts, source.dtype)
@@ -191,9 +191,9 @@ class HostsCalls(CollectiveCalls):
         result: Sequence[Any], async_op: bool, timeout: Timeout,
     ) -> Work | None:  # fmt: skip
         signature = Signature(Collective.GATHER, source.dtype, 0, root, source.count * self.size)
-        [kept] = self._apart([source], outs)
-        is_small = self.layout.carries(source.nbytes * self.layout.widest)
-        act = eager.gather if is_small else pipelined.gather
+        [kept] = self._unpack([source], outs)
+        is_eager = self.layout.fits_eager(source.nbytes * self.layout.widest)
+        act = eager.gather if is_eager else pipelined.gather
         body: Body = partial(act, source=kept.address, targets=targets, nbytes=source.nbytes, root=root)
         return self._perform(call, signature, body, [kept], outs, result, async_op, timeout)
 
@@ -204,9 +204,9 @@ class HostsCalls(CollectiveCalls):
         call = "scatter"
         sources, out = self._of_scatter(call, output, inputs, root)
         signature = Signature(Collective.SCATTER, out.dtype, 0, root, out.count * self.size)
-        kept = self._apart(sources, [out])
-        is_small = self.layout.carries(out.nbytes * self.layout.widest)
-        act = eager.scatter if is_small else pipelined.scatter
+        kept = self._unpack(sources, [out])
+        is_eager = self.layout.fits_eager(out.nbytes * self.layout.widest)
+        act = eager.scatter if is_eager else pipelined.scatter
         body: Body = partial(act, sources=[s.address for s in kept], target=out.address, nbytes=out.nbytes, root=root)
         return self._perform(call, signature, body, kept, [out], [output], async_op, timeout)
 
@@ -221,12 +221,12 @@ class HostsCalls(CollectiveCalls):
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Work | None:
-        """Piece k of ``input`` goes to rank k; ``output`` collects what came, in rank order.
+        """ScratchBuffer k of ``input`` goes to rank k; ``output`` collects what came, in rank order.
 
         Splits count rows of dimension 0, as in torch; without them the pieces are equal."""
         call = "all_to_all_single"
         source, out, sent, got = self._of_all_to_all_single(call, output, input, output_splits, input_splits)
-        [kept] = self._apart([source], [out])
+        [kept] = self._unpack([source], [out])
         uneven = output_splits or input_splits
         matrix = self._agree_on_splits(call, sent, got, timeout) if uneven else ()
         return self._all_to_all(
@@ -241,7 +241,7 @@ class HostsCalls(CollectiveCalls):
         sources, outs, _ = self._of_all_to_all(call, outputs, inputs)
         sent = [s.count for s in sources]
         matrix = self._agree_on_splits(call, sent, [o.count for o in outs], timeout)
-        kept = self._apart(sources, outs)
+        kept = self._unpack(sources, outs)
         places, targets = [s.address for s in kept], [o.address for o in outs]
         return self._all_to_all(call, kept, places, outs, targets, sent, matrix, outputs, async_op, timeout)
 
@@ -257,9 +257,9 @@ class HostsCalls(CollectiveCalls):
         total = sum(flat) if flat else sum(sent) * self.size
         signature = Signature(Collective.ALL_TO_ALL, dtype, 0, 0, total, _detail(flat))
         nbytes = (lambda i, j: matrix[i][j] * item) if matrix else (lambda i, j: sent[0] * item)
-        rows = [self.layout.most_of_a_host(row) for row in matrix] or [sent[0] * self.layout.widest] * self.size
-        is_small = self.layout.carries(self.layout.most_of_a_host(rows) * item)
-        act = eager.all_to_all if is_small else pipelined.all_to_all
+        rows = [self.layout.largest_host_total(row) for row in matrix] or [sent[0] * self.layout.widest] * self.size
+        is_eager = self.layout.fits_eager(self.layout.largest_host_total(rows) * item)
+        act = eager.all_to_all if is_eager else pipelined.all_to_all
         body: Body = partial(act, sources=places, targets=targets, matrix=nbytes)
         return self._perform(call, signature, body, sources, outs, result, async_op, timeout)
 
