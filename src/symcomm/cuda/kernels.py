@@ -19,14 +19,14 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.cuda.driver import driver
-from symcomm.cuda.pool import Raw
+from symcomm.cuda.pool import RawMemory
 from symcomm.types import ITEMSIZE, DType, RedOpType
 
-__all__ = ["Combine", "combine", "source_of", "spinning_source_of"]
+__all__ = ["Combine", "combine", "source_of", "single_kernel_source_of"]
 
 THREADS = 256
-SPINNING_THREADS = 512
-OLDEST_THAT_SPINS = 7  # generation of GPUs whose kernels can tell each other something in a defined order
+SINGLE_KERNEL_THREADS = 512
+OLDEST_FOR_SINGLE_KERNEL = 7  # compute capability, for acquire and release
 MOST_BLOCKS = 1056  # eight for each of an H200's 132 multiprocessors; fewer on smaller data
 PACK = 16  # bytes a thread loads at once
 MOST_PLACES = 500  # a kernel takes 4 KiB of arguments
@@ -114,36 +114,37 @@ _LOOK = """
 """
 
 
-# A whole all_reduce; spinning.py tells how. Flags are 64 bits, so that they never come round.
-_SPINNING = """
+# A whole all_reduce, see single_kernel.py. Flags are 64 bits, so that they never wrap around.
+_SINGLE_KERNEL = """
 typedef unsigned long long u64;
 struct Turn {{
-    const T *src; T *dst; T *half[{sources}]; u64 *told[{sources}]; const u64 *mine; volatile unsigned *pad[{sources}];
+    const T *src; T *dst; T *half[{sources}]; u64 *signals[{sources}]; const u64 *mine;
+    volatile unsigned *arrivals[{sources}];
     volatile unsigned *stop; unsigned *count; u64 rank, value;
 }};
-__device__ void tell(u64 *at, u64 value) {{
+__device__ void signal(u64 *at, u64 value) {{
     asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(at), "l"(value) : "memory");
 }}
-__device__ u64 heard(const u64 *at) {{
+__device__ u64 load(const u64 *at) {{
     u64 value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
     return value;
 }}
-__device__ bool meet(const Turn &t) {{
+__device__ bool barrier_with_peers(const Turn &t) {{
     __shared__ unsigned stopped;
     if (threadIdx.x == 0) stopped = 0;
     __syncthreads();
     const unsigned peer = threadIdx.x;
-    const bool meets = peer < {sources} && peer != t.rank;
-    if (meets) tell(t.told[peer] + blockIdx.x * {sources}, t.value);
+    const bool has_peer = peer < {sources} && peer != t.rank;
+    if (has_peer) signal(t.signals[peer] + blockIdx.x * {sources}, t.value);
     __syncthreads();
     if (peer == 0 && atomicAdd(t.count, 1) == gridDim.x - 1) {{
         *t.count = 0;
         __threadfence_system();
-        for (int q = 0; q < {sources}; q++) if (q != t.rank) *t.pad[q] = (unsigned)t.value;
+        for (int q = 0; q < {sources}; q++) if (q != t.rank) *t.arrivals[q] = (unsigned)t.value;
     }}
-    if (meets) {{
-        for (unsigned looks = 1; heard(t.mine + blockIdx.x * {sources} + peer) < t.value; looks++)
+    if (has_peer) {{
+        for (unsigned looks = 1; load(t.mine + blockIdx.x * {sources} + peer) < t.value; looks++)
             if (looks % 1024 == 0 && *t.stop) {{ stopped = 1; break; }}
     }}
     __syncthreads();
@@ -161,7 +162,7 @@ extern "C" __global__ void __launch_bounds__({threads}) all_reduce(const Turn t,
         mine[i] = in.whole;
     }}
     if (last < n) t.half[t.rank][last] = t.src[last];
-    if (!meet(t)) return; /* the memory of a rank that died is not there any more */
+    if (!barrier_with_peers(t)) return; /* the memory of a rank that died is not there any more */
     for (u64 i = first; i < packs; i += stride) {{
         Pack in[{sources}], out;
 #pragma unroll
@@ -191,9 +192,9 @@ def source_of(dtype: DType, redop: RedOpType, sources: int, targets: int) -> str
     return _filled(_TYPES + _KERNEL, dtype, redop, sources, targets=targets, stop=stop, look=look)
 
 
-def spinning_source_of(dtype: DType, redop: RedOpType, world: int) -> str | None:
+def single_kernel_source_of(dtype: DType, redop: RedOpType, world: int) -> str | None:
     """The text of the kernel that does a whole all_reduce, or None for what is left to others."""
-    return _filled(_TYPES + _SPINNING, dtype, redop, world, threads=SPINNING_THREADS)
+    return _filled(_TYPES + _SINGLE_KERNEL, dtype, redop, world, threads=SINGLE_KERNEL_THREADS)
 
 
 def _filled(text: str, dtype: DType, redop: RedOpType, sources: int, **more: int | str) -> str | None:
@@ -321,8 +322,8 @@ def _function(device: int, dtype: DType, redop: RedOpType, sources: int, targets
 
 
 @functools.cache
-def _spinning_function(device: int, dtype: DType, redop: RedOpType, world: int) -> int | None:
-    text = spinning_source_of(dtype, redop, world)
+def _single_kernel_function(device: int, dtype: DType, redop: RedOpType, world: int) -> int | None:
+    text = single_kernel_source_of(dtype, redop, world)
     if text is None:
         return None
     image = _compile(text, device)
@@ -335,17 +336,17 @@ def _spinning_function(device: int, dtype: DType, redop: RedOpType, world: int) 
     return driver().load(image, "all_reduce")
 
 
-def can_spin(device: int) -> bool:
+def supports_single_kernel(device: int) -> bool:
     """Whether this machine can make kernels that wait for each other."""
     import torch
 
-    return _compiler() is not None and torch.cuda.get_device_capability(device)[0] >= OLDEST_THAT_SPINS
+    return _compiler() is not None and torch.cuda.get_device_capability(device)[0] >= OLDEST_FOR_SINGLE_KERNEL
 
 
-def spinning(device: int, dtype: DType, redop: RedOpType, world: int) -> int | None:
+def single_kernel(device: int, dtype: DType, redop: RedOpType, world: int) -> int | None:
     """The kernel of a whole all_reduce, or None for what has none on any rank."""
     with _compiling:
-        return _spinning_function(device, dtype, redop, world)
+        return _single_kernel_function(device, dtype, redop, world)
 
 
 def kernel(device: int, dtype: DType, redop: RedOpType, sources: int, targets: int) -> Combine | None:
@@ -368,7 +369,7 @@ def combine(
     signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}.get(kind, kind)
 
     def at(address: int) -> torch.Tensor:
-        raw = Raw(address, count * kind.itemsize)
+        raw = RawMemory(address, count * kind.itemsize)
         return torch.as_tensor(raw, device=torch.device("cuda", device)).view(signed)
 
     with torch.cuda.stream(stream), torch.no_grad():

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from symcomm import errors
 from symcomm.cuda.departure import Departure
 from symcomm.cuda.driver import driver
-from symcomm.cuda.group import DeviceGroup, device_group
-from symcomm.cuda.pool import Raw, hold, opened, pool_of, storage_over
+from symcomm.cuda.group import CudaGroup, device_group
+from symcomm.cuda.pool import RawMemory, hold, opened, pool_of, storage_over
 from symcomm.cuda.watchdog import Outstanding
-from symcomm.cuda.work import DeviceWork
+from symcomm.cuda.work import CudaWork
 from symcomm.group.buffers import torch_dtypes
 from symcomm.group.failure import explain_peer
 from symcomm.group.segments import Segment, Shortcut
@@ -89,10 +89,10 @@ class CudaMemory:
     def connect(self, cards: Sequence[dict[str, Any]]) -> None:
         self.cards = cards
         self._host.connect([card["host"] for card in cards])
-        self._gpu: DeviceGroup = device_group(self.group, self.device.index)
-        self._departure = self._gpu.trouble.departure
+        self._gpu: CudaGroup = device_group(self.group, self.device.index)
+        self._departure = self._gpu.failures.departure
         self._departure.windows += 1
-        self._gpu.trouble.watch.wake()
+        self._gpu.failures.watchdog.wake()
         self._part = weakref.finalize(self, _part, self._departure, (self._piece, self.words))
         self._part.atexit = False
         with self._using():
@@ -108,7 +108,7 @@ class CudaMemory:
 
     def check_usable(self, call: str) -> None:
         """Also raises what was found while the GPU waited, to the first who asks."""
-        self._gpu.trouble.check_usable(call)
+        self._gpu.failures.check_usable(call)
 
     def close(self) -> None:
         for event in self._puts.values():
@@ -168,7 +168,7 @@ class CudaMemory:
 
         card = self.cards[rank]
         dtype = DType(card["dtype"])
-        raw = Raw(self._addresses[rank], max(card["count"] * dtype.itemsize, 1), (self, keeps))
+        raw = RawMemory(self._addresses[rank], max(card["count"] * dtype.itemsize, 1), (self, keeps))
         strides = torch._prims_common.make_contiguous_strides_for(card["shape"])
         whole = torch.empty(0, dtype=getattr(torch, dtype.label), device=self.device)
         return whole.set_(storage_over(raw, self.device.index), 0, tuple(card["shape"]), strides)
@@ -195,7 +195,7 @@ class CudaMemory:
         self._departure.touch(event)
         return 0
 
-    def wait_signal(self, what: str, rank: int, async_op: bool, seconds: float) -> DeviceWork | None:
+    def wait_signal(self, what: str, rank: int, async_op: bool, seconds: float) -> CudaWork | None:
         """The current stream waits; with ``async_op`` one of our own does, and the work's ``wait()`` joins it."""
         import torch
 
@@ -216,11 +216,11 @@ class CudaMemory:
         def missing() -> list[int]:
             return [] if passed.query() else [rank]
 
-        self._gpu.trouble.watch.add(Outstanding(what, missing, release, time.monotonic(), seconds))
+        self._gpu.failures.watchdog.add(Outstanding(what, missing, release, time.monotonic(), seconds))
         if not async_op:
             return None
-        work = DeviceWork(self._gpu, what, [], self)
-        self._gpu.trouble.add(work)
+        work = CudaWork(self._gpu, what, [], self)
+        self._gpu.failures.add(work)
         work.queued(passed, stream)
         return work
 
