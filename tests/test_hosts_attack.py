@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import symcomm
-from symcomm.group.grow import Lifeline, _my_card
+from symcomm.group.grow import NewcomerProcess, _my_card
 from symcomm.group.p2p import Message
 from symcomm.hierarchical.control_channel import ControlChannel
 from symcomm.types import RedOpType
@@ -331,5 +331,5 @@ def test_cards_of_other_hosts_are_not_looked_up_here() -> None:
     """The first process namespace has the same number on every host."""
     here = _my_card(None)
     nobody = {**here, "pid": 2**22 + 1}
-    assert not Lifeline(here).look() and Lifeline(nobody).look()
-    assert not Lifeline({**nobody, "names": "another-boot " + here["names"].split()[1]}).look()
+    assert not NewcomerProcess(here).look() and NewcomerProcess(nobody).look()
+    assert not NewcomerProcess({**nobody, "names": "another-boot " + here["names"].split()[1]}).look()

@@ -73,10 +73,10 @@ def test_everybody_speaks_to_every_host(hosts):
 
 def test_memory_that_only_some_can_open_makes_hosts():
     """Named arenas: who cannot open a file is on another host, and says so where only one is possible."""
-    cards = [{"path": f"/dev/shm/symcomm-{r}"} for r in range(3)]
-    share._check_all_mapped([[0, 1, 2]] * 3, cards)
+    infos = [{"path": f"/dev/shm/symcomm-{r}"} for r in range(3)]
+    share._check_all_mapped([[0, 1, 2]] * 3, infos)
     with pytest.raises(share.SeveralHostsError, match="rank 0's memory .* cannot be opened by rank 1; let the") as info:
-        share._check_all_mapped([[0, 2], [1], [0, 2]], cards)
+        share._check_all_mapped([[0, 2], [1], [0, 2]], infos)
     assert info.value.hosts == [[0, 2], [1]]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from symcomm import errors
-from symcomm.errors import words_for_ranks
+from symcomm.errors import format_ranks
 
 __all__ = ["check_reach", "current", "describe", "need_cuda", "on_its_device"]
 
@@ -63,7 +63,7 @@ def check_reach(group: Any, device: int, everyone: Sequence[dict[str, Any]]) -> 
     away = [r for r, info in enumerate(everyone) if info["host"] != mine["host"]]
     if away:
         raise errors.ResourceError(
-            f"CUDA tensors on group {group.name!r}: ranks {words_for_ranks(away)} are on another host; "
+            f"CUDA tensors on group {group.name!r}: ranks {format_ranks(away)} are on another host; "
             'use backend "cpu:symcomm,cuda:nccl" between hosts.'
         )
     here = {str(torch.cuda.get_device_properties(d).uuid): d for d in range(torch.cuda.device_count())}

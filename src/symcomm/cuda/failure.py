@@ -20,7 +20,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.cuda.departure import Departure
 from symcomm.cuda.watchdog import Watchdog
-from symcomm.errors import words_for_ranks, words_for_seconds
+from symcomm.errors import format_ranks, format_seconds
 from symcomm.group import hooks
 from symcomm.group.failure import Status, how_it_ended
 from symcomm.group.process_group import ProcessGroup
@@ -224,7 +224,7 @@ class CudaFailures:
     # --- descriptions -----------------------------------------------------------------------------------------
 
     def _what(self, core: ProcessGroup, item: Any) -> tuple[str, str]:
-        seconds = words_for_seconds(max(time.monotonic() - item.begun, 0.001))
+        seconds = format_seconds(max(time.monotonic() - item.begun, 0.001))
         return f"{item.what} on cuda:{self.device} of group {core.name!r}", f"on rank {core.rank} after {seconds}"
 
     def _lost(self, core: ProcessGroup, item: Any, ranks: list[int]) -> errors.SymcommError:
@@ -237,7 +237,7 @@ class CudaFailures:
         who = "; ".join(
             f"rank {r} (pid {pid}) {'left the group' if r in left else how_it_ended(pid)}" for r, pid in pids.items()
         )
-        survivors = words_for_ranks(r for r in range(core.size) if r not in ranks)
+        survivors = format_ranks(r for r in range(core.size) if r not in ranks)
         return errors.RankFailedError(
             f"{what}: {who}{when}; the tensors of this operation hold no result. "
             f"Survivors: {survivors}. Call group.shrink() to go on without it.",
@@ -247,7 +247,7 @@ class CudaFailures:
     def _late(self, core: ProcessGroup, item: Any, ranks: list[int]) -> errors.SymcommError:
         what, where = self._what(core, item)
         return errors.DeadlineError(
-            f"{what} timed out {where}: the GPU work of rank {words_for_ranks(ranks)} did not come so far. Look at "
+            f"{what} timed out {where}: the GPU work of rank {format_ranks(ranks)} did not come so far. Look at "
             "what those ranks run on their GPU, or give a longer timeout to the call.",
             ranks,
         )

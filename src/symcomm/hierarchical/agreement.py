@@ -38,11 +38,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from symcomm import errors
-from symcomm.errors import words_for_ranks
+from symcomm.errors import format_ranks
 from symcomm.group.shrink import left_out, pack_ranks, unpack_ranks
 from symcomm.hierarchical.rounds import SLICE
 from symcomm.hierarchical.session import ProtocolViolation
-from symcomm.memory.share import NotMade
+from symcomm.memory.share import GroupNotBuilt
 
 __all__ = ["Agreement", "Agreements"]
 
@@ -237,7 +237,7 @@ class Agreement:
             return
         least = self._quorum or self._size // 2 + 1
         raise errors.NoQuorumError(
-            f"shrink of group {self._group.name!r}: of its {self._size} ranks only {words_for_ranks(present)} can be "
+            f"shrink of group {self._group.name!r}: of its {self._size} ranks only {format_ranks(present)} can be "
             f"reached, and {least} are needed: the others may live, and go on by themselves. End this process, or pass "
             "quorum= where they cannot.",
             [r for r in range(self._size) if r not in present],
@@ -390,9 +390,9 @@ class Agreement:
 
         def check() -> None:
             if self._moved(proposal):
-                raise NotMade("there is another attempt")
+                raise GroupNotBuilt("there is another attempt")
             if lost := self._lost().intersection(members):
-                raise MembersLost(f"rank {words_for_ranks(lost)} is gone", sorted(lost))
+                raise MembersLost(f"rank {format_ranks(lost)} is gone", sorted(lost))
 
         topic = f"shrink/{self._instance}/{proposal[0]}.{proposal[1]}"
         exchange = self._group.rounds.exchange_among(
@@ -403,7 +403,7 @@ class Agreement:
             self._built[proposal] = make(members, exchange)
             exchange(b"built")
             return True
-        except NotMade:
+        except GroupNotBuilt:
             return False
         except MembersLost as error:
             self._dead |= frozenset(error.ranks)

@@ -42,7 +42,7 @@ class HierarchicalCalls(CollectiveCalls):
     layout: Layout
     _perform: Callable[..., Work | None]
 
-    def _unpack(self, inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> Sequence[Buffer]:
+    def _apart(self, inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> Sequence[Buffer]:
         """Inputs that no output lies on; nothing but a rank's own part may be in place."""
         return keep_apart(inputs, outputs, self.rank, self.size) if inputs and outputs else inputs
 
@@ -87,7 +87,7 @@ class HierarchicalCalls(CollectiveCalls):
         call = "reduce_scatter_single"
         source, out, redop = self._of_reduce_scatter_single(call, output, input, op)
         counts = [out.count] * self.size
-        [kept] = self._unpack([source], [out])
+        [kept] = self._apart([source], [out])
         return self._reduce_scatter(call, [kept], _each(kept, counts), out, counts, redop, output, async_op, timeout)
 
     def reduce_scatter(
@@ -101,7 +101,7 @@ class HierarchicalCalls(CollectiveCalls):
         """Like reduce_scatter_single, with a list of pieces; they may differ in size."""
         call = "reduce_scatter"
         pieces, out, redop = self._of_reduce_scatter(call, output, inputs, op)
-        sources = self._unpack(pieces, [out])
+        sources = self._apart(pieces, [out])
         addresses, counts = [s.address for s in sources], [p.count for p in pieces]
         return self._reduce_scatter(call, sources, addresses, out, counts, redop, output, async_op, timeout)
 
@@ -157,7 +157,7 @@ class HierarchicalCalls(CollectiveCalls):
         self, call: str, source: Buffer, outs: Sequence[Buffer], addresses: Sequence[int], counts: Sequence[int],
         result: Sequence[Any], async_op: bool, timeout: Timeout,
     ) -> Work | None:  # fmt: skip
-        [kept] = self._unpack([source], outs)
+        [kept] = self._apart([source], outs)
         signature = Signature(Collective.ALL_GATHER, source.dtype, 0, 0, sum(counts), _detail(counts))
 
         is_eager = self.layout.fits_eager(self.layout.largest_host_total(counts) * source.dtype.itemsize)
@@ -191,7 +191,7 @@ class HierarchicalCalls(CollectiveCalls):
         result: Sequence[Any], async_op: bool, timeout: Timeout,
     ) -> Work | None:  # fmt: skip
         signature = Signature(Collective.GATHER, source.dtype, 0, root, source.count * self.size)
-        [kept] = self._unpack([source], outs)
+        [kept] = self._apart([source], outs)
         is_eager = self.layout.fits_eager(source.nbytes * self.layout.widest)
         act = eager.gather if is_eager else pipelined.gather
         body: Body = partial(act, source=kept.address, targets=targets, nbytes=source.nbytes, root=root)
@@ -204,7 +204,7 @@ class HierarchicalCalls(CollectiveCalls):
         call = "scatter"
         sources, out = self._of_scatter(call, output, inputs, root)
         signature = Signature(Collective.SCATTER, out.dtype, 0, root, out.count * self.size)
-        kept = self._unpack(sources, [out])
+        kept = self._apart(sources, [out])
         is_eager = self.layout.fits_eager(out.nbytes * self.layout.widest)
         act = eager.scatter if is_eager else pipelined.scatter
         body: Body = partial(act, sources=[s.address for s in kept], target=out.address, nbytes=out.nbytes, root=root)
@@ -226,7 +226,7 @@ class HierarchicalCalls(CollectiveCalls):
         Splits count rows of dimension 0, as in torch; without them the pieces are equal."""
         call = "all_to_all_single"
         source, out, sent, got = self._of_all_to_all_single(call, output, input, output_splits, input_splits)
-        [kept] = self._unpack([source], [out])
+        [kept] = self._apart([source], [out])
         uneven = output_splits or input_splits
         matrix = self._agree_on_splits(call, sent, got, timeout) if uneven else ()
         return self._all_to_all(
@@ -241,7 +241,7 @@ class HierarchicalCalls(CollectiveCalls):
         sources, outs, _ = self._of_all_to_all(call, outputs, inputs)
         sent = [s.count for s in sources]
         matrix = self._agree_on_splits(call, sent, [o.count for o in outs], timeout)
-        kept = self._unpack(sources, outs)
+        kept = self._apart(sources, outs)
         places, targets = [s.address for s in kept], [o.address for o in outs]
         return self._all_to_all(call, kept, places, outs, targets, sent, matrix, outputs, async_op, timeout)
 

@@ -72,7 +72,7 @@ def check_tokens(infos: Sequence[dict[str, Any]]) -> None:
     without = [r for r, info in enumerate(infos) if not info["has_token"]]
     if without and len(without) < len(infos):
         raise errors.CollectiveMismatchError(
-            f"groups across hosts: SYMCOMM_TOKEN is not set on rank {errors.words_for_ranks(without)}, and on the "
+            f"groups across hosts: SYMCOMM_TOKEN is not set on rank {errors.format_ranks(without)}, and on the "
             "others it is; set the same one on all hosts."
         )
 

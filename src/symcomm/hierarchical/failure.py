@@ -16,7 +16,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.errors import words_for_ranks, words_for_seconds
+from symcomm.errors import format_ranks, format_seconds
 from symcomm.group.failure import Status, how_it_ended
 from symcomm.hierarchical.session import ProtocolViolation
 
@@ -113,7 +113,7 @@ class Failures:
             if len(missing) == len(ranks) > 0 and not any(r in how or r in group.left for r in missing):
                 noun = "rank" if len(missing) == 1 else "ranks"
                 name = group.peer_info[ranks[0]]["host"]
-                parts.append(f"host {h} ({name}) with {noun} {words_for_ranks(missing)} cannot be reached any more")
+                parts.append(f"host {h} ({name}) with {noun} {format_ranks(missing)} cannot be reached any more")
                 continue
             for r in missing:
                 words = how.get(r) or ("left the group" if r in group.left else "is gone")
@@ -132,10 +132,10 @@ class Failures:
             arrived = [r for r in range(group.size) if r not in missing]
             last = [f"rank {r} was last seen {_last_seen(answers[r])}" for r in behind[:4]]
             last += [f"rank {r} does not answer (stopped, or cut off?)" for r in silent[:4]]
-            story = f"did not come: {words_for_ranks(missing)}; arrived: {words_for_ranks(arrived)}; {'; '.join(last)}"
+            story = f"did not come: {format_ranks(missing)}; arrived: {format_ranks(arrived)}; {'; '.join(last)}"
         else:
             missing = sorted(whom)
-            story = f"all arrived, but rank {words_for_ranks(missing)} did not go on (stopped, or a slow network?)"
+            story = f"all arrived, but rank {format_ranks(missing)} did not go on (stopped, or a slow network?)"
         self._spread("late", story, missing, seconds)
 
     def mismatch(self) -> None:
@@ -148,8 +148,7 @@ class Failures:
             side = f"{answer['call']} at {answer['site']}" if answer["seq"] >= seq else "nothing yet"
             sides.setdefault(side, []).append(rank)
         listed = "; ".join(
-            f"rank{'s' if len(ranks) > 1 else ''} {words_for_ranks(ranks)} called {side}"
-            for side, ranks in sides.items()
+            f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} called {side}" for side, ranks in sides.items()
         )
         self._spread("mismatch", listed, sorted(answers))
 
@@ -159,7 +158,7 @@ class Failures:
             return
         first = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
         by = "" if isinstance(reason, ProtocolViolation) else f"{self._group.engine_name}: "
-        story = f"the connection to rank {words_for_ranks(ranks)} broke ({by}{first})"
+        story = f"the connection to rank {format_ranks(ranks)} broke ({by}{first})"
         self._spread("gone", story, sorted(ranks))
 
     def end(self) -> None:
@@ -211,14 +210,14 @@ class Failures:
         if verdict["fault"] == "gone":
             left = [r for r in range(group.size) if r not in ranks]
             return errors.RankFailedError(
-                f"{what} failed on rank {group.rank} after {words_for_seconds(seconds)}: {story}. "
-                f"Survivors: {words_for_ranks(left)}. Call group.shrink() to go on without it.",
+                f"{what} failed on rank {group.rank} after {format_seconds(seconds)}: {story}. "
+                f"Survivors: {format_ranks(left)}. Call group.shrink() to go on without it.",
                 ranks,
             )
         if verdict["fault"] == "late":
             who = "" if verdict["origin"] == group.rank else f" (rank {verdict['origin']}'s deadline)"
             return errors.DeadlineError(
-                f"{what} timed out on rank {group.rank} after {words_for_seconds(seconds)}{who}: {story}. "
+                f"{what} timed out on rank {group.rank} after {format_seconds(seconds)}{who}: {story}. "
                 "Look at what the missing ranks do, or give a longer timeout to the call.",
                 ranks,
             )

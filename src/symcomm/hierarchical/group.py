@@ -19,7 +19,7 @@ from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
 from symcomm.group.buffers import Buffer
 from symcomm.group.factory import make_group
-from symcomm.group.failure import Site, Status, call_site, explain, words_for_site
+from symcomm.group.failure import Site, Status, call_site, explain, format_site
 from symcomm.group.p2p import MessageWork
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
@@ -46,7 +46,7 @@ from symcomm.hierarchical.scratch import Scratch
 from symcomm.hierarchical.topology import Layout
 from symcomm.hierarchical.work import HierarchicalWork, Runner
 from symcomm.memory.arena import Arena, current_arena
-from symcomm.memory.share import Exchange, Patience
+from symcomm.memory.share import Deadline, Exchange
 from symcomm.store.address import LOOPBACK, own_address
 
 __all__ = ["HierarchicalGroup"]
@@ -100,7 +100,7 @@ def _retire(
 class _IntraHostGroup(ProcessGroup):
     """The ranks of one host. They mostly wait for the network, which takes longer than spinning pays for."""
 
-    _look_ns = _yield_ns = 5_000
+    _spin_ns = _yield_ns = 5_000
 
 
 class HierarchicalGroup(HierarchicalCalls, HierarchicalMessages, ProcessGroup):
@@ -134,13 +134,12 @@ class HierarchicalGroup(HierarchicalCalls, HierarchicalMessages, ProcessGroup):
         self._failure: errors.SymcommError | None = None
         self._failure_lock = threading.RLock()
         self._children = self._barriers = 0
-        self._pack = None  # asynchronous operations have a thread of their own
         self._before_leaving: list[Callable[[], None]] = []
         self.exposed: dict[int, Any] = {}
         self.store: Any = None
         self.lease = None
         self.newcomers: list[int] = []
-        self._family, self._meeting = name, None
+        self._base_name, self._join_queue = name, None
         self._arena: Arena = current_arena()
         self.layout = Layout(hosts, rank)
         self.cond = threading.Condition()  # notified whenever something changes that a thread may wait for
@@ -252,7 +251,7 @@ class HierarchicalGroup(HierarchicalCalls, HierarchicalMessages, ProcessGroup):
         try:
             self.engine.connect(endpoints, self.timeout)
         except RuntimeError as error:  # also torch's
-            Patience(self.timeout, check).await_reason()
+            Deadline(self.timeout, check).await_reason()
             if isinstance(error, errors.DeadlineError):
                 raise
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -330,7 +329,7 @@ class HierarchicalGroup(HierarchicalCalls, HierarchicalMessages, ProcessGroup):
         self._check_usable()
         begun = time.monotonic()
         seq = self.doing[0] + 1
-        self.doing = (seq, signature.words(), words_for_site(site))
+        self.doing = (seq, signature.words(), format_site(site))
         operation = Operation(self, signature, seq, seconds, self._arena.flight.site(site))
         try:
             body(operation)

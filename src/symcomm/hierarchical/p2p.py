@@ -19,7 +19,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.errors import words_for_seconds
+from symcomm.errors import format_seconds
 from symcomm.group.buffers import Buffer, read_buffer, write_buffer
 from symcomm.group.failure import Status
 from symcomm.group.p2p import ANY_SOURCE, AnyMessageWork, Message, MessageCalls, MessageWork
@@ -49,7 +49,7 @@ class _Envelope:
         self.payload = bytes(payload) if header["inline"] else None
 
 
-def _words_for(m: Message) -> str:
+def _format_message(m: Message) -> str:
     peer = "any rank" if m.peer == ANY_SOURCE else f"rank {m.peer}"
     return f"send to {peer}, tag {m.tag}," if m.is_send else f"receive from {peer}, tag {m.tag},"
 
@@ -74,7 +74,7 @@ class _Remote(AnyMessageWork):
 
     @property
     def what(self) -> str:
-        return _words_for(self._message)
+        return _format_message(self._message)
 
     def end(self, error: BaseException | None = None) -> None:
         """With the group's condition held."""
@@ -131,7 +131,7 @@ class _Remote(AnyMessageWork):
             else:
                 self.end(
                     errors.DeadlineError(
-                        f"{self.what} on group {group.name!r} timed out after {words_for_seconds(seconds)}: "
+                        f"{self.what} on group {group.name!r} timed out after {format_seconds(seconds)}: "
                         "the other side did not come. The group can still be used.",
                         self._awaited(),
                     )
@@ -183,10 +183,10 @@ class _Local(AnyMessageWork):
 
     def _translated(self, error: errors.SymcommError, seconds: float) -> BaseException:
         m, group = self._message, self._group
-        what = f"{_words_for(m)} on group {group.name!r}"
+        what = f"{_format_message(m)} on group {group.name!r}"
         if isinstance(error, errors.DeadlineError) and group.local._failure is None:
             return errors.DeadlineError(
-                f"{what} timed out after {words_for_seconds(seconds)}: the other side did not come. "
+                f"{what} timed out after {format_seconds(seconds)}: the other side did not come. "
                 "The group can still be used.",
                 [m.peer],
             )

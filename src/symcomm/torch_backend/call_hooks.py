@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from symcomm.group.call_hooks import HookOpName, PostHookArgs, PreHookArgs
-from symcomm.group.interception import Seen
+from symcomm.group.interception import CallSpec
 from symcomm.group.process_group import ProcessGroup
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.arguments import is_async, root_of
@@ -20,47 +20,51 @@ _TORCHS_NAMES: Any = versions.hook_classes().get("HookOpName")
 class TorchCalls:
     """The methods of a TorchGroup that hooks see."""
 
-    methods: Mapping[str, Seen] = {
-        "allreduce": Seen(HookOpName.ALLREDUCE, "tensors"),
-        "allreduce_coalesced": Seen(HookOpName.ALLREDUCE_COALESCED, "tensors"),
-        "reduce": Seen(HookOpName.REDUCE, "tensors", root="root"),
-        "reduce_scatter": Seen(HookOpName.REDUCE_SCATTER, "input_tensors", "output_tensors"),
-        "broadcast": Seen(HookOpName.BROADCAST, "tensors", root="root"),
-        "allgather": Seen(HookOpName.ALLGATHER, "input_tensors", "output_tensors"),
-        "allgather_coalesced": Seen(HookOpName.ALLGATHER_COALESCED, "input_list", "output_lists"),
-        "gather": Seen(HookOpName.GATHER, "input_tensors", "output_tensors", "root"),
-        "scatter": Seen(HookOpName.SCATTER, "input_tensors", "output_tensors", "root"),
-        "alltoall": Seen(HookOpName.ALLTOALL, "input_tensors", "output_tensors"),
-        "send": Seen(HookOpName.SEND, "tensors", root="dstRank", is_async=True),
-        "recv": Seen(HookOpName.RECV, "", "tensors", "srcRank", True),
-        "recv_anysource": Seen(HookOpName.RECV, "", "tensors", is_async=True),
-        "barrier": Seen(HookOpName.BARRIER),
-        "monitored_barrier": Seen(HookOpName.BARRIER, is_async=False),
+    methods: Mapping[str, CallSpec] = {
+        "allreduce": CallSpec(HookOpName.ALLREDUCE, "tensors"),
+        "allreduce_coalesced": CallSpec(HookOpName.ALLREDUCE_COALESCED, "tensors"),
+        "reduce": CallSpec(HookOpName.REDUCE, "tensors", root="root"),
+        "reduce_scatter": CallSpec(HookOpName.REDUCE_SCATTER, "input_tensors", "output_tensors"),
+        "broadcast": CallSpec(HookOpName.BROADCAST, "tensors", root="root"),
+        "allgather": CallSpec(HookOpName.ALLGATHER, "input_tensors", "output_tensors"),
+        "allgather_coalesced": CallSpec(HookOpName.ALLGATHER_COALESCED, "input_list", "output_lists"),
+        "gather": CallSpec(HookOpName.GATHER, "input_tensors", "output_tensors", "root"),
+        "scatter": CallSpec(HookOpName.SCATTER, "input_tensors", "output_tensors", "root"),
+        "alltoall": CallSpec(HookOpName.ALLTOALL, "input_tensors", "output_tensors"),
+        "send": CallSpec(HookOpName.SEND, "tensors", root="dstRank", is_async=True),
+        "recv": CallSpec(HookOpName.RECV, "", "tensors", "srcRank", True),
+        "recv_anysource": CallSpec(HookOpName.RECV, "", "tensors", is_async=True),
+        "barrier": CallSpec(HookOpName.BARRIER),
+        "monitored_barrier": CallSpec(HookOpName.BARRIER, is_async=False),
         **dict.fromkeys(
-            ("all_gather_single", "_allgather_base"), Seen(HookOpName.ALLGATHER_BASE, "input", "output")
+            ("all_gather_single", "_allgather_base"), CallSpec(HookOpName.ALLGATHER_BASE, "input", "output")
         ),
         **dict.fromkeys(
             ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
-            Seen(HookOpName.ALLGATHER_INTO_TENSOR_COALESCED, "inputs", "outputs"),
+            CallSpec(HookOpName.ALLGATHER_INTO_TENSOR_COALESCED, "inputs", "outputs"),
         ),
         **dict.fromkeys(
-            ("reduce_scatter_single", "_reduce_scatter_base"), Seen(HookOpName.REDUCE_SCATTER_BASE, "input", "output")
+            ("reduce_scatter_single", "_reduce_scatter_base"),
+            CallSpec(HookOpName.REDUCE_SCATTER_BASE, "input", "output"),
         ),
         **dict.fromkeys(
             ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
-            Seen(HookOpName.REDUCE_SCATTER_TENSOR_COALESCED, "inputs", "outputs"),
+            CallSpec(HookOpName.REDUCE_SCATTER_TENSOR_COALESCED, "inputs", "outputs"),
         ),
-        **dict.fromkeys(("all_to_all_single", "alltoall_base"), Seen(HookOpName.ALLTOALL_BASE, "input", "output")),
-        **dict.fromkeys(("gather_single", "gather_into_tensor"), Seen(HookOpName.GATHER, "input", "output", "root")),
-        **dict.fromkeys(("split_group", "splitGroup", "split_into"), Seen(HookOpName.SPLIT, is_async=False)),
-        "new_window": Seen(HookOpName.NEW_WINDOW, "tensor", is_async=False),
+        **dict.fromkeys(("all_to_all_single", "alltoall_base"), CallSpec(HookOpName.ALLTOALL_BASE, "input", "output")),
+        **dict.fromkeys(
+            ("gather_single", "gather_into_tensor"),
+            CallSpec(HookOpName.GATHER, "input", "output", "root"),
+        ),
+        **dict.fromkeys(("split_group", "splitGroup", "split_into"), CallSpec(HookOpName.SPLIT, is_async=False)),
+        "new_window": CallSpec(HookOpName.NEW_WINDOW, "tensor", is_async=False),
     }  # fmt: skip
 
     def is_async(self, arguments: Mapping[str, Any]) -> bool:
         return is_async(arguments.get("opts"))
 
-    def root(self, arguments: Mapping[str, Any], seen: Seen) -> int:
-        given = arguments.get(seen.root)
+    def root(self, arguments: Mapping[str, Any], spec: CallSpec) -> int:
+        given = arguments.get(spec.root)
         if not isinstance(given, int):  # the options have it, unless an overload put it in their place
             given = root_of(arguments.get("opts"))
         return given

@@ -214,7 +214,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
                 status = native.again(core._handle, call, detail, source, target, core._timeout_ns)
         if status == ASYNC:
             small = _is_small(source if target is None else target)
-            return self._at_once(call, detail, source, target, opts) if small and core._may_run_here() else None
+            return self._at_once(call, detail, source, target, opts) if small and core._may_run_inline() else None
         if status > 0:
             try:
                 core._ended(status, Kind(call).label)

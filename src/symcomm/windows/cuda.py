@@ -73,22 +73,22 @@ class CudaMemory:
         torch.as_tensor(self.words, device=tensor.device).zero_()
         torch.cuda.current_stream(tensor.device).synchronize()  # nobody signals before it is clear
         self._host = Segment(group, 0, 0, DType.UINT8)  # tells whether a rank is still there
-        self.card = {
+        self.info = {
             "device": "cuda", "shape": list(tensor.shape), "count": tensor.numel(),
             "dtype": torch_dtypes()[tensor.dtype], "handle": self._piece.block.handle.hex(),
             "offset": tensor.data_ptr() - self._piece.block.address if piece else self._piece.offset,
-            "words_handle": self.words.block.handle.hex(), "words": self.words.offset, "host": self._host.card,
+            "words_handle": self.words.block.handle.hex(), "words": self.words.offset, "host": self._host.info,
         }  # fmt: skip
-        self.cards: Sequence[dict[str, Any]] = []
+        self.infos: Sequence[dict[str, Any]] = []
         self._sent: Counter[int] = Counter()  # signals, by target
         self._awaited: Counter[int] = Counter()  # and by sender
         self._signalled: dict[int, tuple[Any, Any]] = {}  # by target: the last signal's stream, and its event
         self._puts: dict[int, Any] = {}  # by stream: the event of its last put
         self._sides: dict[int, Any] = {}  # by sender: the stream of asynchronous waits
 
-    def connect(self, cards: Sequence[dict[str, Any]]) -> None:
-        self.cards = cards
-        self._host.connect([card["host"] for card in cards])
+    def connect(self, infos: Sequence[dict[str, Any]]) -> None:
+        self.infos = infos
+        self._host.connect([info["host"] for info in infos])
         self._gpu: CudaGroup = device_group(self.group, self.device.index)
         self._departure = self._gpu.failures.departure
         self._departure.windows += 1
@@ -97,10 +97,10 @@ class CudaMemory:
         self._part.atexit = False
         with self._using():
             self._addresses = [
-                opened(bytes.fromhex(c["handle"]), f"rank {r}") + c["offset"] for r, c in enumerate(cards)
+                opened(bytes.fromhex(c["handle"]), f"rank {r}") + c["offset"] for r, c in enumerate(infos)
             ]
             self._word_addresses = [
-                opened(bytes.fromhex(c["words_handle"]), f"rank {r}") + c["words"] for r, c in enumerate(cards)
+                opened(bytes.fromhex(c["words_handle"]), f"rank {r}") + c["words"] for r, c in enumerate(infos)
             ]
 
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
@@ -166,12 +166,12 @@ class CudaMemory:
         """A tensor over a rank's memory, with its shape and dtype."""
         import torch
 
-        card = self.cards[rank]
-        dtype = DType(card["dtype"])
-        raw = RawMemory(self._addresses[rank], max(card["count"] * dtype.itemsize, 1), (self, keeps))
-        strides = torch._prims_common.make_contiguous_strides_for(card["shape"])
+        info = self.infos[rank]
+        dtype = DType(info["dtype"])
+        raw = RawMemory(self._addresses[rank], max(info["count"] * dtype.itemsize, 1), (self, keeps))
+        strides = torch._prims_common.make_contiguous_strides_for(info["shape"])
         whole = torch.empty(0, dtype=getattr(torch, dtype.label), device=self.device)
-        return whole.set_(storage_over(raw, self.device.index), 0, tuple(card["shape"]), strides)
+        return whole.set_(storage_over(raw, self.device.index), 0, tuple(info["shape"]), strides)
 
     # --- signals ----------------------------------------------------------------------------------------------
 

@@ -105,9 +105,9 @@ class HostsMemory(HostMemory):
     def _local_group(self) -> Any:
         return self.group.local
 
-    def connect(self, cards: Sequence[dict[str, Any]]) -> None:
-        self.cards = cards
-        self._segment.connect([cards[r] for r in self.group.layout.here])
+    def connect(self, infos: Sequence[dict[str, Any]]) -> None:
+        self.infos = infos
+        self._segment.connect([infos[r] for r in self.group.layout.here])
 
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
         return no_shortcut, no_shortcut, no_shortcut  # where a rank is has to be looked at first
@@ -202,7 +202,7 @@ class HostsMemory(HostMemory):
 
     def explain(self, what: str, status: int, peer: int, seconds: float) -> errors.SymcommError:
         """A rank that is gone ends the group, as with every call across hosts; a deadline does not."""
-        text, pid = f"{what} on group {self.group.name!r}", self.group.cards[peer]["pid"]
+        text, pid = f"{what} on group {self.group.name!r}", self.group.infos[peer]["pid"]
         if status == Status.TIMEOUT:
             fix = f"Rank {peer} (pid {pid}) lives; look at what it does, or give a longer timeout."
             return errors.deadline(text, seconds, missing=[peer], fix=fix)

@@ -24,7 +24,7 @@ from symcomm import errors
 from symcomm.hierarchical.engines.base import Engine, EngineContext, Expected, Move, Transfer
 from symcomm.hierarchical.session import job_secret
 from symcomm.hierarchical.topology import EAGER_HOST_MAX
-from symcomm.memory.share import Patience
+from symcomm.memory.share import Deadline
 from symcomm.store import TCPStore
 
 __all__ = ["GlooEngine", "NcclEngine"]
@@ -212,7 +212,7 @@ class GlooEngine(_TorchEngine):
 
         threading.Thread(target=make, name="symcomm-connect", daemon=True).start()
         try:
-            found = Patience(timeout, self.context.check).get(made)
+            found = Deadline(timeout, self.context.check).get(made)
         except queue.Empty:
             what = f"connecting rank {self.context.rank} by Gloo"
             raise errors.deadline(what, timeout, missing=self._absent()) from None
