@@ -1,4 +1,4 @@
-"""What a DeviceGroup does, compared with the same group's collectives on the CPU, bit for bit.
+"""What a CudaGroup does, compared with the same group's collectives on the CPU, bit for bit.
 
 ``run_all(rank, world)`` runs every check on a rank and gives {check: "" or what went wrong}.
 """

@@ -81,7 +81,7 @@ def what_grew(before: dict[str, int]) -> dict[str, tuple[int, int]]:
 
 def held() -> dict[str, int]:
     """What a process keeps that a group could have left behind."""
-    process_group.give_back()
+    process_group.free_retired()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),

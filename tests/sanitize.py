@@ -204,7 +204,7 @@ def one_sided(g) -> None:
     assert install()
     n, mine = 64, symmetric(g, 64 * g.size, "i4")
     segment = Segment(g, mine.ctypes.data, mine.size, DType.INT32)
-    segment.connect([json.loads(card) for card in g.all_gather_bytes(json.dumps(segment.card).encode())])
+    segment.connect([json.loads(info) for info in g.all_gather_bytes(json.dumps(segment.info).encode())])
     put, signal, wait = segment.shortcuts()
     for turn in range(100):
         source = np.full(n, turn, "i4")

@@ -312,7 +312,7 @@ def leave(report: Report, before: tuple[int, int, int], grown_in_vain: bool) -> 
 
     def gone() -> bool:
         gc.collect()
-        process_group.give_back()
+        process_group.free_retired()
         counted = 2 if grown_in_vain else 3
         return all(now <= then for now, then in zip(held()[:counted], before[:counted], strict=True))
 

@@ -295,14 +295,14 @@ def test_another_user_is_refused():
     ],
 )
 def test_ranks_that_cannot_share_are_told_why(change, says):
-    card = {"boot": "b", "uid": 1, "net": "n", "path": None, "host": "here"}
-    share._check_one_host([card, card])
+    info = {"boot": "b", "uid": 1, "net": "n", "path": None, "host": "here"}
+    share._check_one_host([info, info])
     with pytest.raises(errors.ResourceError, match=says):
-        share._check_one_host([card, card | {"host": "there"} | change])
+        share._check_one_host([info, info | {"host": "there"} | change])
 
 
 def _meet(world: int, forge) -> list:
-    """connect() on threads; ``forge(rank, card)`` may change what a rank publishes."""
+    """connect() on threads; ``forge(rank, info)`` may change what a rank publishes."""
     barrier = threading.Barrier(world, timeout=20)
     items: list[bytes] = [b""] * world
     results: list = [None] * world

@@ -181,7 +181,7 @@ def test_a_group_is_collected_while_another_is_given_back(monkeypatch: pytest.Mo
         monkeypatch.setattr(native, "group_detach", collecting)
         one.destroy()
         monkeypatch.undo()
-        process_group.give_back()
+        process_group.free_retired()
         return other._retire.alive, current_arena().used_bytes - before
 
     assert symcomm.spawn(rank, 1, mode="threads", deadline=20) == [(False, 0)]

@@ -159,7 +159,7 @@ def test_going_on_with_fewer_and_a_newcomer_later(tmp_path, undisturbed):
             sizes.append(session.size)
         if now == "done" and session.step == 6:
             session.group.store.set("come", "x")
-            while not session.group.store.check(["grow/world/card/1"]):
+            while not session.group.store.check(["grow/world/request/1"]):
                 time.sleep(0.01)
 
     def member(group: Any) -> tuple:
@@ -276,7 +276,7 @@ def test_without_a_store_ranks_only_go(tmp_path, undisturbed):
         def with_lost_store(session: Any) -> float:
             if session.step == AT - 1:
                 session.group.store = LostStore()
-                session.group._meeting = None
+                session.group._join_queue = None
                 session.group.store.set = lambda *_: None
             return step(session)
 

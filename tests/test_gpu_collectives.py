@@ -1,4 +1,4 @@
-"""A DeviceGroup's collectives, messages and symmetric memory on one GPU; the checks are in tests/gpu_checks.py."""
+"""A CudaGroup's collectives, messages and symmetric memory on one GPU; the checks are in tests/gpu_checks.py."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def die_in_the_stream(rank: int, world: int, store: str) -> tuple[float, str, st
     work = gpu.all_reduce(tensor, async_op=True)
     assert not work.is_completed()
     said = []
-    while gpu.trouble.gone() == []:
+    while gpu.failures.gone() == []:
         time.sleep(0.001)
     died = time.monotonic()
     for ask in (gpu.synchronize, work.wait, lambda: gpu.all_reduce(tensor)):

@@ -25,13 +25,13 @@ DIRECT = 1 << 20  # bytes from which on they do
 
 def join(rank: int, world: int, folder: str) -> Any:
     """A group on the GPU that nobody else holds, and that uses symmetric tensors of a few MiB in place."""
-    from symcomm.cuda.group import DeviceGroup, Limits
+    from symcomm.cuda.group import CudaGroup, Limits
     from tests.faults import join_group
 
     torch.cuda.set_device(0)
     core = join_group(rank, world, folder, 30.0)
     limits = Limits(one_shot_bytes=DIRECT, direct_bytes=DIRECT)
-    gpu = core.__dict__["_device_groups"] = {0: DeviceGroup(core, 0, limits)}
+    gpu = core.__dict__["_device_groups"] = {0: CudaGroup(core, 0, limits)}
     gpu[0].all_reduce(torch.ones(4, device="cuda"))
     gpu[0].synchronize()
     core.barrier()
@@ -155,7 +155,7 @@ def error_waits_for_peers(rank: int, world: int, folder: str) -> tuple[str, floa
     gpu.all_reduce(mine, timeout=0.5 if rank == 0 else 30.0)
     said = outcome_of(gpu.synchronize)
     torch.cuda.synchronize()
-    left = gpu.pads.has_left(1 - rank)
+    left = gpu.flag_words.has_left(1 - rank)
     return said, left
 
 
@@ -309,7 +309,7 @@ def pinned(rank: int, world: int, folder: str) -> list[int]:
     for n in (1 << 20, 4):
         gpu.all_reduce(torch.ones(n, device="cuda"))
         gpu.synchronize()
-        found.append(sum(nbytes for _, nbytes in flag_words._shown))
+        found.append(sum(nbytes for _, nbytes in flag_words._registered))
     return found
 
 

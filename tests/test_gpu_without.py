@@ -22,10 +22,10 @@ from symcomm._core import native
 from symcomm.collectives.plan import Collective
 from symcomm.collectives.select import ON_DEVICE, elements_of, signature_count
 from symcomm.cuda.flag_words import is_behind
-from symcomm.cuda.kernels import source_of, spinning_source_of
+from symcomm.cuda.kernels import single_kernel_source_of, source_of
 from symcomm.cuda.single_kernel import MOST_BLOCKS, most_blocks
-from symcomm.cuda.stream_collectives import Meetings, Mover, shard_of
-from symcomm.cuda.via_host import STAGE_BYTES, HostMover
+from symcomm.cuda.stream_collectives import StreamBarriers, StreamCollectives, shard_of
+from symcomm.cuda.via_host import STAGE_BYTES, ViaHostCollectives
 from symcomm.group.failure import describe_call
 from symcomm.launcher.mps import multi_process_service
 from symcomm.types import DType, RedOpType
@@ -85,7 +85,7 @@ def test_calls_on_a_gpu_differ_from_calls_on_the_cpu():
 @pytest.mark.parametrize("dtype", list(DType))
 @pytest.mark.parametrize("redop", [op for op in RedOpType if op is not RedOpType.PREMUL_SUM])
 def test_every_combination_has_a_kernel_or_is_left_to_torch(dtype: DType, redop: RedOpType):
-    text, whole = source_of(dtype, redop, 3, 2), spinning_source_of(dtype, redop, 3)
+    text, whole = source_of(dtype, redop, 3, 2), single_kernel_source_of(dtype, redop, 3)
     if not native.reduce_defined(dtype, redop):
         return
     exotic = dtype.label.startswith(("complex", "float8"))
@@ -157,17 +157,17 @@ def test_messages_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch)
     from symcomm.torch_backend import engines
 
     group = StandIn(core=SimpleNamespace(spans_hosts=False), _devices=lambda: {"cuda": "symcomm"})
-    monkeypatch.setattr("symcomm.cuda.p2p.device_mail", lambda core, index: f"mail {index}")
+    monkeypatch.setattr("symcomm.cuda.p2p.cuda_messages", lambda core, index: f"mail {index}")
     monkeypatch.setattr(engines.Engines, "_make", lambda self, call, name, kind: f"{call} by {name}")
     device = torch.device("cuda", 1)
     for wish, mail in (("", "mail 1"), ("symcomm", "mail 1"), ("nccl", None)):
         monkeypatch.setenv("SYMCOMM_CUDA", wish)
-        assert engines.Engines(group).mail(device) == mail
+        assert engines.Engines(group).messages(device) == mail
     first = engines.Engines(group)  # of all calls a message
-    assert first.mail(device) is None and first.on("send", device) == "send by nccl"
+    assert first.messages(device) is None and first.on("send", device) == "send by nccl"
     monkeypatch.setenv("SYMCOMM_CUDA", "gloo")
     with pytest.raises(errors.BadArgumentError, match="SYMCOMM_CUDA must be 'symcomm' or 'nccl'"):
-        engines.Engines(group).mail(device)
+        engines.Engines(group).messages(device)
 
 
 # --- one call to the driver ---------------------------------------------------------------------------------------
@@ -332,8 +332,8 @@ def test_an_mps_that_runs_already_is_used(monkeypatch: pytest.MonkeyPatch):
 # --- the moves, on ranks that are threads with host memory for a GPU --------------------------------------------------
 
 
-class HostPads:
-    """Pads in host memory; a "stream" runs what it is given at once, so a wait really waits."""
+class HostFlagWords:
+    """Flag words in host memory; a "stream" runs what it is given at once, so a wait really waits."""
 
     def __init__(self, rank: int, world: int, words: Any):
         peers = [r for r in range(world) if r != rank]
@@ -377,7 +377,8 @@ class HostDriver:
         time.sleep(random.random() * 0.002)  # let the others get ahead
         if kernel:
             count, used = kernel
-            assert len(places) == used + (used > len(set(places[:used]))), "several targets: and the stop word"
+            gate = 3 if used > len(set(places[:used])) else 0
+            assert len(places) == used + gate, "several targets: the stop word, and what blocks tell each other by"
             add_floats(places[:used], count)
 
 
@@ -401,27 +402,27 @@ class Rig:
 
     HALF = 256
 
-    def __init__(self, world: int, through_host: bool = False):
+    def __init__(self, world: int, via_host: bool = False):
         self.world = world
         self._words = (ctypes.c_uint32 * (world * world))()
-        size = STAGE_BYTES if through_host else 2 * self.HALF
+        size = STAGE_BYTES if via_host else 2 * self.HALF
         self._stages = [ctypes.create_string_buffer(size) for _ in range(world)]
         stages = [ctypes.addressof(s) for s in self._stages]
-        self.movers: list[Any] = []
+        self.all_collectives: list[Any] = []
         for rank in range(world):
-            meetings = Meetings(HostPads(rank, world, self._words), HostDriver())
-            if through_host:
-                self.movers.append(HostMover(rank, world, 0, meetings, stages))
+            barriers = StreamBarriers(HostFlagWords(rank, world, self._words), HostDriver())
+            if via_host:
+                self.all_collectives.append(ViaHostCollectives(rank, world, 0, barriers, stages))
                 continue
-            mover: Any = Mover(rank, world, 0, meetings)
-            mover.kernel = lambda *_: HostKernel()
-            mover._next_gate = lambda *_: ()  # for kernels on a GPU
-            mover.use_stage(stages, self.HALF)
-            self.movers.append(mover)
+            collectives: Any = StreamCollectives(rank, world, 0, barriers)
+            collectives.kernel = lambda *_: HostKernel()
+            collectives._next_gate = lambda *_: (0, 0, 0)  # for kernels on a GPU
+            collectives.use_stage(stages, self.HALF)
+            self.all_collectives.append(collectives)
 
     def run(self, rank_main: Any) -> list[Any]:
         with ThreadPoolExecutor(self.world) as pool:
-            return list(pool.map(rank_main, self.movers))
+            return list(pool.map(rank_main, self.all_collectives))
 
 
 def floats(values: Any) -> Any:
@@ -436,18 +437,18 @@ def test_reductions_move_by_move(world: int, kind: str):
     kind = kind.partition(" ")[0]
     tensors = [floats(range(n)) for _ in range(world)]
 
-    def rank_main(mover: Any) -> list[float]:
-        mine = tensors[mover.rank]
+    def rank_main(collectives: Any) -> list[float]:
+        mine = tensors[collectives.rank]
         address = ctypes.addressof(mine)
         for turn in range(4):
-            mine[:] = [float(i * (mover.rank + 1) + turn) for i in range(n)]
+            mine[:] = [float(i * (collectives.rank + 1) + turn) for i in range(n)]
             if kind == "in_place":
                 everyone = [ctypes.addressof(t) for t in tensors]
-                mover.reduce_in_place(DType.FLOAT32, RedOpType.SUM, everyone, n, 0)
+                collectives.reduce_in_place(DType.FLOAT32, RedOpType.SUM, everyone, n, 0)
             else:
-                getattr(mover, f"reduce_{kind}")(DType.FLOAT32, RedOpType.SUM, address, address, n, 0)
+                getattr(collectives, f"reduce_{kind}")(DType.FLOAT32, RedOpType.SUM, address, address, n, 0)
             expected = [i * world * (world + 1) / 2 + turn * world for i in range(n)]
-            assert mine[:] == expected, f"rank {mover.rank}, turn {turn}"
+            assert mine[:] == expected, f"rank {collectives.rank}, turn {turn}"
         return mine[:]
 
     results = rig.run(rank_main)
@@ -455,29 +456,31 @@ def test_reductions_move_by_move(world: int, kind: str):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("through_host", [False, True], ids=["", "through the host"])
-def test_copies_move_by_move(world: int, through_host: bool):
-    rig = Rig(world, through_host)
+@pytest.mark.parametrize("via_host", [False, True], ids=["", "through the host"])
+def test_copies_move_by_move(world: int, via_host: bool):
+    rig = Rig(world, via_host)
     counts = [70 + 13 * r for r in range(world)]
 
-    def rank_main(mover: Any) -> None:
-        me = mover.rank
+    def rank_main(collectives: Any) -> None:
+        me = collectives.rank
         mine = floats(me * 1000 + i for i in range(counts[me]))
         outs = [floats([0] * c) for c in counts]
         for _ in range(3):
-            mover.spread(ctypes.addressof(mine), [4 * c for c in counts], [ctypes.addressof(o) for o in outs], 0)
+            collectives.all_gather(
+                ctypes.addressof(mine), [4 * c for c in counts], [ctypes.addressof(o) for o in outs], 0
+            )
             assert [o[-1] for o in outs] == [r * 1000 + c - 1 for r, c in enumerate(counts)]
         matrix = [[4 * (30 * i + 7 * j + 1) for j in range(world)] for i in range(world)]
         pieces = [floats([me * 10 + j] * (matrix[me][j] // 4)) for j in range(world)]
         got = [floats([-1] * (matrix[i][me] // 4)) for i in range(world)]
         where = [[ctypes.addressof(x) for x in some] for some in (pieces, got)]
         for _ in range(3):
-            mover.exchange(where[0], matrix, where[1], 0)
+            collectives.all_to_all(where[0], matrix, where[1], 0)
             assert [g[:] for g in got] == [[i * 10 + me] * (matrix[i][me] // 4) for i in range(world)]
         output = floats([0] * counts[me])
         parts = [floats([me + q] * counts[q]) for q in range(world)]
         sources = [ctypes.addressof(p) for p in parts]
-        mover.reduce_scatter(DType.FLOAT32, RedOpType.SUM, sources, counts, ctypes.addressof(output), 0)
+        collectives.reduce_scatter(DType.FLOAT32, RedOpType.SUM, sources, counts, ctypes.addressof(output), 0)
         assert output[:] == [sum(r + me for r in range(world))] * counts[me]
 
     rig.run(rank_main)

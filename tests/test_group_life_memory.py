@@ -19,7 +19,7 @@ from symcomm._core import native
 from symcomm.collectives import all_reduce
 from symcomm.collectives.plan import At, Collective, Copy, Plan, Space
 from symcomm.group import process_group
-from symcomm.group.process_group import ProcessGroup, give_back
+from symcomm.group.process_group import ProcessGroup, free_retired
 from symcomm.memory import arena as arenas
 from symcomm.types import DType, RedOpType
 from tests.ranks import run_ranks
@@ -81,7 +81,7 @@ def _through_torch(rank: int, world: int, place: str) -> dict[str, int]:
 
     def settle() -> None:
         dist.barrier()  # everybody has left the last one
-        give_back()
+        free_retired()
 
     grown = _cycles(dist.new_group, dist.destroy_process_group, settle)
     group = dist.new_group()
@@ -107,7 +107,7 @@ def _ours(group: ProcessGroup) -> dict[str, int]:
 
     def settle() -> None:
         group.barrier()
-        give_back()
+        free_retired()
 
     return _cycles(make, ProcessGroup.destroy, settle)
 

@@ -15,7 +15,7 @@ import torch
 import symcomm
 from symcomm import errors
 from symcomm.collectives.select import Limits
-from symcomm.group.process_group import ProcessGroup, give_back
+from symcomm.group.process_group import ProcessGroup, free_retired
 from tests.faults import run_group
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -240,7 +240,7 @@ def make_and_destroy(group, times):
         child.barrier()
         child.destroy()
         group.barrier()  # everybody has left it
-        give_back()
+        free_retired()
         used.append(group._arena.used_bytes)
     return used
 

@@ -176,7 +176,7 @@ def test_no_more_than_there_is_room_for(tmp_path):
 
 def dying(store: Any, where: str) -> None:
     """A newcomer that dies at a scripted point of joining."""
-    exchange, apply, build = growing.Round.exchange, growing.Meeting.apply, growing.Round.build
+    exchange, apply, build = growing.Round.exchange, growing.JoinQueue.request_to_join, growing.Round.build
 
     def exchange_dying(self: Any, item: bytes) -> list[bytes]:
         if where == f"turn {self._turn + 1}":
@@ -186,9 +186,9 @@ def dying(store: Any, where: str) -> None:
     def pass_dying(*_: Any) -> None:
         die()
 
-    def apply_dying(self: Any, card: Any) -> int:
-        ticket = apply(self, card)
-        if where == "card":
+    def apply_dying(self: Any, request: Any) -> int:
+        ticket = apply(self, request)
+        if where == "request":
             die()
         return ticket
 
@@ -197,7 +197,11 @@ def dying(store: Any, where: str) -> None:
             die()
         return build(self, make)
 
-    growing.Round.exchange, growing.Meeting.apply, growing.Round.build = exchange_dying, apply_dying, build_dying
+    growing.Round.exchange, growing.JoinQueue.request_to_join, growing.Round.build = (
+        exchange_dying,
+        apply_dying,
+        build_dying,
+    )
     if where == "descriptors":
         share._pass_descriptors = pass_dying
     growing.join_through(store, "world", WAIT)
@@ -206,11 +210,11 @@ def dying(store: Any, where: str) -> None:
 def members_of_a_dying_newcomer(group: Any, where: str) -> tuple:
     """One call in which a newcomer dies, then one that takes another one in."""
     store = group.store
-    if where == "card":  # it is dead before anybody looks
-        while not store.check(["grow/world/card/1"]):
+    if where == "request":  # it is dead before anybody looks
+        while not store.check(["grow/world/request/1"]):
             time.sleep(0.01)
         time.sleep(0.2)
-    same = group.grow(timeout=1.0, wait=0.0 if where == "card" else WAIT)
+    same = group.grow(timeout=1.0, wait=0.0 if where == "request" else WAIT)
     assert same is group, "a group with a dead rank in it"
     group.barrier()
     store.set("next", "x")
@@ -223,7 +227,7 @@ def next_one(store: Any) -> tuple:
     return joined(store)
 
 
-@pytest.mark.parametrize("where", ["card", "invited", "turn 1", "descriptors", "turn 2"])
+@pytest.mark.parametrize("where", ["request", "invited", "turn 1", "descriptors", "turn 2"])
 def test_a_newcomer_that_dies_is_left_behind(tmp_path, where):
     crowd = Crowd(tmp_path)
     for rank in range(2):

@@ -115,7 +115,7 @@ def _ask_after(g: ProcessGroup, start: Callable, make: Callable, first: int, tur
                 team.destroy()
             g.barrier()
         if g.rank != first:
-            process_group.give_back()  # who left first learns of the other when it makes its next group
+            process_group.free_retired()  # who left first learns of the other when it makes its next group
         claim = Claim(*mine) if process_group.retired_count() == 0 else None
         g.barrier()
         late = [name for work in works if g.rank == first for name in ask(work, team)]
@@ -247,7 +247,7 @@ def leave(team: ProcessGroup, how: str) -> ProcessGroup | None:
         team.abort()
     if how == "destroy":
         team.destroy()
-        until(lambda: process_group.give_back() or process_group.retired_count() == 0, 0.05)
+        until(lambda: process_group.free_retired() or process_group.retired_count() == 0, 0.05)
     return None
 
 

@@ -86,7 +86,7 @@ def decide_in_turn(party: Party, victim: int, keepers: int) -> None:
 
     def decided(self: Reconfiguration, verdict: str) -> str:
         if party.me == victim:
-            self._keepers = self._keepers[:keepers]
+            self._replicas = self._replicas[:keepers]
             decide(self, verdict)
             die()
         others = [me for me in range(self.size) if me != victim]

@@ -67,7 +67,7 @@ def wake(pid: int) -> None:
 
 def stopped(party: Party, victim: int, step: Callable, size: int) -> tuple:
     """``victim`` stops at ``step``, and goes on when the others have given up; then all of them try again."""
-    reconfigure.KEEPER_SECONDS = 0.5  # for one that is stopped to answer
+    reconfigure.REPLICA_SECONDS = 0.5  # for one that is stopped to answer
     everybody = list(range(size))
     others = [me for me in everybody if me != victim]
     if party.me == victim:

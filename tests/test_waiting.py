@@ -17,7 +17,7 @@ import torch
 
 import symcomm
 from symcomm._core import native
-from symcomm.group.process_group import SPIN_LOOKS, ProcessGroup
+from symcomm.group.process_group import SPIN_COUNT, ProcessGroup
 from symcomm.memory.control_groups import PROC, Quota, granted_cores, quotas, watch_quotas
 from tests.faults import run_group
 from tests.halts import Words, until
@@ -91,7 +91,7 @@ def affinity_changes(g: ProcessGroup) -> None:
     assert comes_to(g, offers), "both have the same"
     os.sched_setaffinity(0, {CORES[g.rank]})
     assert comes_to(g, keeps), "each has its own again"
-    assert g.rank == 1 or first_looks(g) == SPIN_LOOKS, "nothing is left of that"
+    assert g.rank == 1 or first_looks(g) == SPIN_COUNT, "nothing is left of that"
     if g.rank == 0:
         os.sched_setaffinity(0, CORES[:1])
     else:

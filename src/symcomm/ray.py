@@ -101,7 +101,7 @@ def _place(ray: Any, n: int, bundle: dict[str, float], strategy: str, seconds: f
     free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
     raise errors.ResourceError(
         f"{CALL}: no room for {n} ranks of {_amounts(bundle)} each ({strategy}) within "
-        f"{errors.words_for_seconds(seconds)}; the cluster has {_amounts(free)} free of "
+        f"{errors.format_seconds(seconds)}; the cluster has {_amounts(free)} free of "
         f"{_amounts({name: ray.cluster_resources().get(name, 0) for name in bundle})}."
     )
 

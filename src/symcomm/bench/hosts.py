@@ -16,7 +16,7 @@ from symcomm import errors
 from symcomm.bench import table as bench_table
 from symcomm.bench.namespaces import Network, why_no_namespaces
 from symcomm.bench.pictures import Panel
-from symcomm.hierarchical.topology import travels
+from symcomm.hierarchical.topology import fits_eager
 
 __all__ = ["Figures", "Plan", "as_table", "expected_bytes", "note", "picture", "run_hosts_bench", "to_json"]
 
@@ -70,7 +70,7 @@ def expected_bytes(side: str, collective: str, nbytes: int, hosts: int, ranks: i
     factors |= _gloos_way(hosts, ranks) if side == "gloo" else _our_way(hosts)
     whole = ("all_reduce", "reduce", "broadcast")
     said = nbytes if collective in whole else nbytes * (ranks if collective == "all_to_all" else 1) // hosts
-    if side != "gloo" and travels(said, hosts, collective in whole):
+    if side != "gloo" and fits_eager(said, hosts, collective in whole):
         factors |= dict.fromkeys(whole, hosts - 1)  # all of it to each other host; of the rest, what it needs
     return nbytes * factors[collective]
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.bench.peers import start_of
-from symcomm.errors import words_for_exit
+from symcomm.errors import format_exit
 from symcomm.types import DType
 
 __all__ = ["OURS", "PLACES", "Case", "Effort", "Result", "make_cases", "measure", "open_sides"]
@@ -155,7 +155,7 @@ class Side:
     def _check_started(self, end: float) -> None:
         gone = [p.returncode for p in self.processes if p.poll() is not None]
         if gone:
-            raise self._lost(f"a process {words_for_exit(gone[0])} while starting")
+            raise self._lost(f"a process {format_exit(gone[0])} while starting")
         if time.monotonic() > end:
             raise errors.deadline(f"{self.call}: starting {self.world} ranks of {self.name}", START_DEADLINE)
 
@@ -209,7 +209,7 @@ class Side:
         for process in self.processes:
             if process.pid == rank.pid:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    return words_for_exit(process.wait(5))
+                    return format_exit(process.wait(5))
         return "went away"
 
     def _lost(self, what: str) -> errors.RankFailedError:

@@ -197,7 +197,7 @@ def _time_calls(client: _Client, ports: dict[str, int], calls: int) -> dict[tupl
     samples: dict[tuple[str, str], list[float]] = {}
     spans: dict[tuple[str, str], list[tuple[float, float]]] = {}
     clock = time.perf_counter
-    words_for_clients = f"{client.barrier.parties} client{'s' * (client.barrier.parties > 1)}"
+    format_clients = f"{client.barrier.parties} client{'s' * (client.barrier.parties > 1)}"
     for name, (prepare, call) in _CALLS.items():
         for turn in range(_ROUNDS):
             for side in list(stores)[:: 1 if turn % 2 else -1]:
@@ -215,7 +215,7 @@ def _time_calls(client: _Client, ports: dict[str, int], calls: int) -> dict[tupl
                 store.num_keys()  # a set has no answer: this one comes after all of them were done
                 spans.setdefault((name, side), []).append((begin, clock()))
                 client.meet()
-                client.tell(f"{name}, {SIDES[side]}, {words_for_clients}")
+                client.tell(f"{name}, {SIDES[side]}, {format_clients}")
     return {key: (statistics.median(samples[key]), spans[key]) for key in samples}
 
 

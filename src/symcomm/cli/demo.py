@@ -140,11 +140,11 @@ def say_differences(runs: dict[str, list[dict[str, Any]]]) -> None:
     ours, theirs = runs.values()
     apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True))
     same = "the same, bit for bit" if apart == 0 else f"at most {apart:.1g} apart"
-    speed = words_for_speed(ours[-1], theirs[-1], os.getloadavg()[0], len(os.sched_getaffinity(0)))
+    speed = format_speed(ours[-1], theirs[-1], os.getloadavg()[0], len(os.sched_getaffinity(0)))
     console.print(f"\nThe losses of all {len(ours)} steps are {same}; {speed}")
 
 
-def words_for_speed(ours: dict[str, Any], theirs: dict[str, Any], load: float, cores: int) -> str:
+def format_speed(ours: dict[str, Any], theirs: dict[str, Any], load: float, cores: int) -> str:
     """What the last lines of both trainings say; where ours was not faster, that, and what else was measured."""
     ratio = theirs["seconds"] / ours["seconds"]
     if ratio >= FASTER:

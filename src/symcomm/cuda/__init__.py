@@ -4,13 +4,13 @@ driver.py      the NVIDIA driver's functions that torch does not offer
 pool.py        memory that other processes can open, and tensors over it
 kernels.py     combining several ranks' data in one kernel
 tensor_views.py a CUDA tensor -> where its elements are, how many, of which dtype
-flag_words.py  words in host memory that GPUs write and wait for
-watchdog.py    a thread that ends waits of the GPU when a rank has died, or the time is up
-failure.py     what it found, in words
-departure.py   when ranks have left each other's memory
-group.py       DeviceGroup: how ranks meet, on the host and on the GPU
+flag_words.py  flags in host memory that GPUs write and wait for
+watchdog.py    a thread that ends GPU waits when a rank has died, or a deadline passed
+failure.py     the failures it found, described
+departure.py   when ranks no longer use each other's memory
+group.py       CudaGroup: how ranks synchronize, on the host and on the GPU
 calls.py       its collectives
-stream_collectives.py what those do, step by step, on a stream
+stream_collectives.py what those enqueue on a stream; single_kernel.py, via_host.py: faster ways for small tensors
 p2p.py         point-to-point messages
 work.py        operations that run while the caller goes on
 devices.py     which GPU a rank has, and which can reach which

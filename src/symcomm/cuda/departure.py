@@ -1,6 +1,6 @@
-"""When a rank has left its peers' memory on a GPU, and they have left its own.
+"""When a rank no longer uses its peers' memory on a GPU, nor they its own.
 
-What a group shares is used again only then. This outlives the group, so it knows neither the group nor its errors.
+Shared memory is reused only then. This outlives the group, so it knows neither the group nor its errors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Departure:
 
     def __init__(self, handle: Any, rank: int, device: int):
         self._handle, self._rank, self._device = handle, rank, device
-        self.pads: Any = None  # of the group's collectives, once it has some
+        self.flag_words: Any = None  # of the group's collectives, once it has some
         self.last_stream: int | None = None  # of those
         self.windows = 0  # into which peers may put at any time
         self.has_left = False
@@ -65,8 +65,8 @@ class Departure:
     def leave(self) -> None:
         """Nothing of this rank uses peers' memory any more."""
         self.has_left = True
-        if self.pads is not None:
-            self.pads.say_left()
+        if self.flag_words is not None:
+            self.flag_words.publish_left()
 
     # --- its peers ----------------------------------------------------------------------------------------------
 
@@ -77,11 +77,11 @@ class Departure:
     def staying(self, ranks: Iterable[int]) -> list[int]:
         """Those of ``ranks`` that may still use this rank's memory."""
         dead = self.dead()
-        return [r for r in ranks if r not in dead and not self.pads.has_left(r)]
+        return [r for r in ranks if r not in dead and not self.flag_words.has_left(r)]
 
     def is_left_alone(self) -> bool:
         """Whether nobody uses anything of this rank's any more. Until the group is over, some may."""
         if not native.group_status(self._handle):
             return False
         self.leave_when_done()
-        return not self.staying(r for r in range(self.pads.world) if r != self._rank)
+        return not self.staying(r for r in range(self.flag_words.world) if r != self._rank)

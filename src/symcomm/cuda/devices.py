@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from symcomm import errors
-from symcomm.errors import words_for_ranks
+from symcomm.errors import format_ranks
 
 __all__ = ["check_reach", "current", "describe", "need_cuda", "on_its_device"]
 
@@ -60,15 +60,15 @@ def check_reach(group: Any, device: int, everyone: Sequence[dict[str, Any]]) -> 
     import torch
 
     mine = everyone[group.rank]
-    away = [r for r, card in enumerate(everyone) if card["host"] != mine["host"]]
+    away = [r for r, info in enumerate(everyone) if info["host"] != mine["host"]]
     if away:
         raise errors.ResourceError(
-            f"CUDA tensors on group {group.name!r}: ranks {words_for_ranks(away)} are on another host; "
+            f"CUDA tensors on group {group.name!r}: ranks {format_ranks(away)} are on another host; "
             'use backend "cpu:symcomm,cuda:nccl" between hosts.'
         )
     here = {str(torch.cuda.get_device_properties(d).uuid): d for d in range(torch.cuda.device_count())}
-    for rank, card in enumerate(everyone):
-        other = here.get(card["gpu"])
+    for rank, info in enumerate(everyone):
+        other = here.get(info["gpu"])
         if other not in (None, device) and not torch.cuda.can_device_access_peer(device, other):
             raise errors.ResourceError(
                 f"CUDA tensors on group {group.name!r}: cuda:{device} cannot reach the memory of rank {rank}'s GPU "

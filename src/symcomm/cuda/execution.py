@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from symcomm.collectives.plan import Collective
 from symcomm.collectives.select import signature_count
-from symcomm.cuda.tensor_views import place, place_list
+from symcomm.cuda.tensor_views import tensor_view, tensor_view_list
 from symcomm.group.facade import Collectives
 from symcomm.group.p2p import ANY_SOURCE
 from symcomm.group.request import Request, Views
@@ -15,12 +15,12 @@ from symcomm.group.work import Timeout
 from symcomm.ops import numbers_of
 from symcomm.types import RedOpType
 
-__all__ = ["CudaExecution", "Move", "Signature"]
+__all__ = ["CudaExecution", "Move", "CudaSignature"]
 
 [_ALL_REDUCE] = numbers_of("all_reduce")
 
 
-class Signature(NamedTuple):
+class CudaSignature(NamedTuple):
     """What ranks compare before anything happens."""
 
     collective: Collective
@@ -35,7 +35,7 @@ class Move(NamedTuple):
 
     need: int  # bytes of a half staging area that it can make use of
     enqueue: Callable[[int, list[int] | None], None]  # (stream, where all ranks' symmetric tensors are)
-    symmetric: Any = None  # the tensor that peers may use in place
+    symmetric: Any = None  # the tensor that peers may use in tensor_view
     may_be_direct: bool = False  # whether all ranks ask for that
     cached: bool = False  # whether the next call of this kind may take the short way
 
@@ -44,36 +44,36 @@ def device_views(device: int) -> Views:
     """How tensors on one GPU are looked at."""
 
     def read(call: str, name: str, tensor: Any) -> Any:
-        return place(call, name, tensor, device)
+        return tensor_view(call, name, tensor, device)
 
     def write(call: str, name: str, tensor: Any) -> Any:
-        return place(call, name, tensor, device, True)
+        return tensor_view(call, name, tensor, device, True)
 
     def read_list(call: str, name: str, tensors: Any, length: int) -> list[Any]:
-        return place_list(call, name, tensors, length, device)
+        return tensor_view_list(call, name, tensors, length, device)
 
     def write_list(call: str, name: str, tensors: Any, length: int) -> list[Any]:
-        return place_list(call, name, tensors, length, device, True)
+        return tensor_view_list(call, name, tensors, length, device, True)
 
     return Views(read, write, read_list, write_list)
 
 
 class CudaExecution(Collectives):
-    """Mixed into DeviceGroup."""
+    """Mixed into CudaGroup."""
 
     core: Any
-    mover: Any
-    mail: Any
+    collectives: Any
+    messages: Any
     limits: Any
     prefers_one_shot: bool
-    _mover_for: Callable[[int], Any]
+    _collectives_for: Callable[[int], Any]
     _perform: Callable[..., Any]
-    _again: Callable[[Any, Any], bool]
-    _remember: Callable[..., None]
+    _run_fast_path: Callable[[Any, Any], bool]
+    _add_fast_path: Callable[..., None]
     _pending: Any
 
     def _run_cached(self, number: int, detail: Any, source: Any, target: Any, timeout_ns: int) -> int:
-        return 0 if number == _ALL_REDUCE and self._again(source, detail) else -1
+        return 0 if number == _ALL_REDUCE and self._run_fast_path(source, detail) else -1
 
     def execute(self, request: Request, async_op: bool, timeout: Timeout) -> Any:
         """Meet the others, and put what was asked for into a stream."""
@@ -81,15 +81,15 @@ class CudaExecution(Collectives):
         move = _MOVES[op.plan](self, request)
         work = self._perform(request, signature, move, async_op, timeout)
         if op.number == _ALL_REDUCE and move.cached and move.symmetric is not None:
-            [tensor], mover = request.result, self._mover_for(move.need)
+            [tensor], collectives = request.result, self._collectives_for(move.need)
             assert request.key is not None
-            self._remember(tensor, request.key[0], signature, request.dtype, mover, move.may_be_direct)
+            self._add_fast_path(tensor, request.key[0], signature, request.dtype, collectives, move.may_be_direct)
         return work
 
-    def _signature(self, request: Request) -> Signature:
+    def _signature(self, request: Request) -> CudaSignature:
         op, elements = request.op, signature_count(request.counts(self.size)) if request.op.plan != "barrier" else 0
         collective = Collective[op.plan.upper()]
-        return Signature(collective, elements, request.dtype, request.redop if op.reduces else 0, request.root)
+        return CudaSignature(collective, elements, request.dtype, request.redop if op.reduces else 0, request.root)
 
     def _agree_on_splits(self, timeout: Timeout, call: str, sent: Sequence[int], got: Sequence[int]) -> Any:
         """The hosts meet for this one once they have met for all operations before, so that it comes in its order."""
@@ -97,10 +97,10 @@ class CudaExecution(Collectives):
             work._await_queued(None)
         return self.core._agree_on_splits(timeout, call, sent, got)
 
-    def _kernel(self, mover: Any, request: Request, targets: int = 1) -> RedOpType:
+    def _kernel(self, collectives: Any, request: Request, targets: int = 1) -> RedOpType:
         """How to combine. A kernel that cannot be had is refused here, before anybody meets."""
         how = RedOpType.SUM if request.redop is RedOpType.PREMUL_SUM else request.redop
-        mover.kernel(request.dtype, how, self.size, targets)
+        collectives.kernel(request.dtype, how, self.size, targets)
         return how
 
     def _slots(self, nbytes: int) -> int:
@@ -114,21 +114,21 @@ class CudaExecution(Collectives):
 
     def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
         """``tensor`` may be changed, by what comes later in the current stream, when this returns."""
-        self.mail.send(tensor, peer, tag, timeout)
+        self.messages.send(tensor, peer, tag, timeout)
 
     def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
         """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank."""
-        return self.mail.recv(tensor, peer, tag, timeout)
+        return self.messages.recv(tensor, peer, tag, timeout)
 
     def isend(self, tensor: Any, peer: int, tag: int = 0) -> Any:
-        return self.mail.isend(tensor, peer, tag)
+        return self.messages.isend(tensor, peer, tag)
 
     def irecv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0) -> Any:
-        return self.mail.irecv(tensor, peer, tag)
+        return self.messages.irecv(tensor, peer, tag)
 
     def batch(self, messages: Sequence[Any]) -> list[Any]:
         """Start several sends and receives at once."""
-        return self.mail.batch(messages)
+        return self.messages.batch(messages)
 
 
 def _pieces(views: Sequence[Any], counts: Sequence[int], listed: bool | None) -> list[int | None]:
@@ -147,23 +147,23 @@ def _pieces(views: Sequence[Any], counts: Sequence[int], listed: bool | None) ->
 def _all_reduce(group: CudaExecution, r: Request) -> Move:
     [source], [out] = r.inputs, r.outputs
     count, dtype, nbytes = out.count, out.dtype, out.nbytes
-    mover = group._mover_for(nbytes)
-    how = group._kernel(mover, r)
+    collectives = group._collectives_for(nbytes)
+    how = group._kernel(collectives, r)
     one_shot = nbytes * group.size <= group.limits.one_shot_bytes or group.size == 1
     if not one_shot:
-        mover.kernel(dtype, how, group.size, group.size)
+        collectives.kernel(dtype, how, group.size, group.size)
 
     def enqueue(stream: int, symmetric: list[int] | None) -> None:
         if group.size == 1:
-            mover.combine(dtype, how, [source.address], [out.address], count, stream)
+            collectives.combine(dtype, how, [source.address], [out.address], count, stream)
         elif symmetric is not None:
-            mover.reduce_in_place(dtype, how, symmetric, count, stream)
+            collectives.reduce_in_place(dtype, how, symmetric, count, stream)
         elif one_shot:
-            mover.reduce_to_all(dtype, how, source.address, out.address, count, stream)
+            collectives.reduce_small(dtype, how, source.address, out.address, count, stream)
         elif group.prefers_one_shot:
-            mover.reduce_one_shot(dtype, how, source.address, out.address, count, stream)
+            collectives.reduce_one_shot(dtype, how, source.address, out.address, count, stream)
         else:
-            mover.reduce_two_shot(dtype, how, source.address, out.address, count, stream)
+            collectives.reduce_two_shot(dtype, how, source.address, out.address, count, stream)
 
     in_place = out if source is out and out.target is None else None
     least = group.limits.direct_reduce_bytes
@@ -173,15 +173,15 @@ def _all_reduce(group: CudaExecution, r: Request) -> Move:
 
 def _reduce(group: CudaExecution, r: Request) -> Move:
     [source] = r.inputs
-    mover = group._mover_for(source.nbytes)
-    how = group._kernel(mover, r)
+    collectives = group._collectives_for(source.nbytes)
+    how = group._kernel(collectives, r)
     target = r.outputs[0].address if r.outputs else None
 
     def enqueue(stream: int, _: Any) -> None:
         if group.size == 1:
-            mover.combine(r.dtype, how, [source.address], [target], r.sizes, stream)
+            collectives.combine(r.dtype, how, [source.address], [target], r.sizes, stream)
         else:
-            mover.reduce_one_shot(r.dtype, how, source.address, target, r.sizes, stream)
+            collectives.reduce_one_shot(r.dtype, how, source.address, target, r.sizes, stream)
 
     return Move(source.nbytes, enqueue)
 
@@ -189,17 +189,17 @@ def _reduce(group: CudaExecution, r: Request) -> Move:
 def _reduce_scatter(group: CudaExecution, r: Request) -> Move:
     [out], sources = r.outputs, r.inputs
     need = group._slots(max(r.sizes) * r.dtype.itemsize)
-    mover = group._mover_for(need)
-    how = group._kernel(mover, r)
+    collectives = group._collectives_for(need)
+    how = group._kernel(collectives, r)
     pieces = _pieces(sources, r.sizes, r.op.listed)
 
     def enqueue(stream: int, symmetric: list[int] | None) -> None:
         if group.size == 1:
-            mover.combine(r.dtype, how, pieces, [out.address], out.count, stream)
+            collectives.combine(r.dtype, how, pieces, [out.address], out.count, stream)
         elif symmetric is not None:
-            mover.reduce_scatter_direct(r.dtype, how, symmetric, out.count, out.address, stream)
+            collectives.reduce_scatter_direct(r.dtype, how, symmetric, out.count, out.address, stream)
         else:
-            mover.reduce_scatter(r.dtype, how, pieces, list(r.sizes), out.address, stream)
+            collectives.reduce_scatter(r.dtype, how, pieces, list(r.sizes), out.address, stream)
 
     if r.op.listed:
         return Move(need, enqueue)
@@ -209,16 +209,16 @@ def _reduce_scatter(group: CudaExecution, r: Request) -> Move:
 
 def _spread(group: CudaExecution, source: Any, sizes: Sequence[int], targets: Sequence[Any], direct: bool) -> Move:
     """Rank q shows its ``sizes[q]`` bytes to all; ``targets[q]``: where I want them."""
-    mover = group._mover_for(max(sizes))
+    collectives = group._collectives_for(max(sizes))
 
     def enqueue(stream: int, symmetric: list[int] | None) -> None:
         if group.size == 1:
             if targets[0] is not None:
-                mover.copy(targets[0], source.address, source.nbytes, stream)
+                collectives.copy(targets[0], source.address, source.nbytes, stream)
         elif symmetric is not None:
-            mover.spread_direct(symmetric, sizes, targets, stream)
+            collectives.all_gather_direct(symmetric, sizes, targets, stream)
         else:
-            mover.spread(source.address, sizes, targets, stream)
+            collectives.all_gather(source.address, sizes, targets, stream)
 
     return Move(max(sizes), enqueue, source, direct)
 
@@ -245,13 +245,13 @@ def _gather(group: CudaExecution, r: Request) -> Move:
 def _exchange(group: CudaExecution, sources: Sequence[Any], matrix: Sequence[Any], targets: Sequence[Any]) -> Move:
     """Rank i has ``matrix[i][j]`` bytes for rank j."""
     need = group._slots(max(map(max, matrix)))
-    mover = group._mover_for(need)
+    collectives = group._collectives_for(need)
 
     def enqueue(stream: int, _: Any) -> None:
         if group.size > 1:
-            mover.exchange(sources, matrix, targets, stream)
+            collectives.all_to_all(sources, matrix, targets, stream)
         elif sources[0] is not None and targets[0] is not None:
-            mover.copy(targets[0], sources[0], matrix[0][0], stream)
+            collectives.copy(targets[0], sources[0], matrix[0][0], stream)
 
     return Move(need, enqueue)
 
@@ -272,8 +272,8 @@ def _all_to_all(group: CudaExecution, r: Request) -> Move:
 
 def _barrier(group: CudaExecution, r: Request) -> Move:
     """What later comes into any rank's stream begins when what all ranks had in theirs before is done."""
-    meet = group.mover.meet
-    return Move(0, lambda stream, _: meet(stream))
+    barrier = group.collectives.barrier
+    return Move(0, lambda stream, _: barrier(stream))
 
 
 _MOVES: dict[str, Callable[[CudaExecution, Request], Move]] = {

@@ -1,11 +1,11 @@
-"""What went wrong on a GPU: found by the watch, told in words to whoever asks.
+"""Failures of work on a GPU: detected by the watchdog, raised to callers.
 
-A rank that fails tells all others first, through the words that the group's hosts and its kernels look at; only then
-do its streams go on, and only then is its caller told. So whoever used a peer's memory is right if nobody had failed by
-the time its GPU was done with it: it asks then, not before (``found``).
+A rank that fails first tells all others, through the words that hosts and kernels poll; only then do its streams go on,
+and only then does its caller learn of it. So a result read from a peer's memory is valid if nobody had failed by the
+time the GPU was done with it: that is checked then, not before (``found``).
 
-Peers may be in the middle of using this rank's tensors when it fails. They are told to stop, and the caller is told
-once they have left, and its own works have ended, or after LEAVE_S: see docs/failures.md for what that means.
+Peers may be using this rank's tensors when it fails. They are told to stop, and the error is raised once they have
+stopped, and the rank's own works have ended, or after LEAVE_S: see docs/failures.md for what that means.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.cuda.departure import Departure
-from symcomm.cuda.watchdog import Watch
-from symcomm.errors import words_for_ranks, words_for_seconds
+from symcomm.cuda.watchdog import Watchdog
+from symcomm.errors import format_ranks, format_seconds
 from symcomm.group import hooks
 from symcomm.group.failure import Status, how_it_ended
 from symcomm.group.process_group import ProcessGroup
 
-__all__ = ["Trouble", "trouble_of"]
+__all__ = ["CudaFailures", "failures_of"]
 
 LEAVE_S = 2.0  # the longest that a caller's error waits for peers: a kernel of theirs that has begun takes milliseconds
-TOLD_S = 10.0  # the longest that a caller waits for the watch, which looks every 10 ms
+VERDICT_S = 10.0  # the longest that a caller waits for the watchdog, which looks every 10 ms
 
 
 def _has_passed(work: Any) -> bool:
@@ -45,8 +45,8 @@ def _is_running(work: Any) -> bool:
         return False
 
 
-class Trouble:
-    """The watch of one group's work on one GPU, and what it found."""
+class CudaFailures:
+    """The watchdog of one group's work on one GPU, and what it found."""
 
     def __init__(self, core: ProcessGroup, device: int):
         self._core = weakref.ref(core)
@@ -55,7 +55,7 @@ class Trouble:
         self.device = device
         self.error: errors.SymcommError | None = None  # once callers may have it
         self._verdict: errors.SymcommError | None = None
-        self._told = False
+        self._raised = False
         self._settled = threading.Event()
         self._lock = threading.Lock()
         self.departure = Departure(core._handle, core.rank, device)
@@ -63,37 +63,37 @@ class Trouble:
         self._users: list[int] = []  # ranks that may be using this rank's tensors
         self._since: float | None = None  # when it failed
         self._is_first = False  # to know of it on this rank
-        self._word: Callable[[], errors.SymcommError] | None = None  # what went wrong, once somebody asks
-        self.watch = Watch(self)
+        self._describe: Callable[[], errors.SymcommError] | None = None  # what went wrong, once somebody asks
+        self.watchdog = Watchdog(self)
 
-    # --- asking -----------------------------------------------------------------------------------------------
+    # --- for callers ------------------------------------------------------------------------------------------
 
     def found(self) -> errors.SymcommError | None:
-        """What went wrong so far, on any rank. None: whatever the GPU was done with before the call is right."""
-        if self.error is None and (self._verdict is not None or self._word is not None or self._is_over()):
-            self.watch.wake()
-            if not self._settled.wait(TOLD_S):  # whatever the reason, it is no success
+        """What went wrong so far, on any rank. None: whatever the GPU finished before the call is valid."""
+        if self.error is None and (self._verdict is not None or self._describe is not None or self._is_over()):
+            self.watchdog.wake()
+            if not self._settled.wait(VERDICT_S):  # whatever the reason, it is no success
                 return errors.GroupUnusableError(
                     f"work on cuda:{self.device} on rank {self._rank}: the group has failed; what was under way holds "
                     "no result. Destroy the group, or call group.shrink() to go on."
                 )
         return self.error
 
-    def look(self) -> None:
-        """Raise what went wrong: the story to the first who asks, what refers to it to others."""
+    def raise_if_failed(self) -> None:
+        """Raise what went wrong: in full the first time, as a reference to it later."""
         error = self.found()
         if error is None:
             return
         core = self._core()
-        if self._told and core is not None and core._failure is not None:
+        if self._raised and core is not None and core._failure is not None:
             raise core._unusable()
-        self._told = True
+        self._raised = True
         raise error
 
     def check_usable(self, call: str) -> None:
         import torch
 
-        self.look()
+        self.raise_if_failed()
         core = self._core()
         if core is not None and core._failure is not None:
             core._check_usable()
@@ -104,11 +104,11 @@ class Trouble:
             )
 
     def add(self, work: Any) -> None:
-        """A work that fails when the group does, unless it was right before."""
+        """A work that fails when the group does, unless it was valid before."""
         with self._lock:
             self.works.add(work)
 
-    # --- called by the watch --------------------------------------------------------------------------------------
+    # --- called by the watchdog -------------------------------------------------------------------------------
 
     def gone(self) -> list[int]:
         """Ranks that have died or left."""
@@ -119,7 +119,7 @@ class Trouble:
         return self.error is None and (self.departure.windows > 0 or self.departure.is_touching())
 
     def has_failed(self) -> bool:
-        """Works that the GPU was done with before it failed stay right."""
+        """Works that the GPU finished before the failure stay valid."""
         with self._lock:
             done = [work for work in self.works if _has_passed(work)]
         if self._is_over():
@@ -137,23 +137,23 @@ class Trouble:
         return native.group_report(self._handle)["culprit"] != self._rank  # otherwise this rank has left in peace
 
     def fail(self, item: Any, ranks: list[int], died: bool) -> None:
-        """The watch found that ``ranks`` will not come."""
+        """The watchdog found that ``ranks`` will not arrive."""
         core = self._core()
         if core is None:
             return
         status = native.group_report(self._handle)["ranks"][ranks[0]]["gone"] if died else Status.TIMEOUT
         native.group_fail(self._handle, status, ranks[0])
         self._stop()
-        self._word = lambda: self._lost(core, item, ranks) if died else self._late(core, item, ranks)
+        self._describe = lambda: self._lost(core, item, ranks) if died else self._late(core, item, ranks)
         self._is_first = True
 
     def learn(self) -> None:
         """The group failed on another rank, or in a call that is not the GPU's."""
         self._stop()
         if (core := self._core()) is not None:
-            self._word = lambda: self._told_elsewhere(core)
+            self._describe = lambda: self._failed_elsewhere(core)
 
-    def _told_elsewhere(self, core: ProcessGroup) -> errors.SymcommError:
+    def _failed_elsewhere(self, core: ProcessGroup) -> errors.SymcommError:
         report = native.group_report(self._handle)
         origin, culprit = report["origin"], report["culprit"]
         what = f"work on cuda:{self.device} of group {core.name!r}"
@@ -173,33 +173,33 @@ class Trouble:
         )
 
     def _stop(self) -> None:
-        """Before any wait is released: no kernel waits or writes to peers from now on, on any rank."""
-        lane, pads = self.watch.lane, self.departure.pads
-        if pads is not None:
-            self._users = lane.users() if lane is not None else []
+        """Before any wait is released: no kernel waits, or writes to peers, from now on, on any rank."""
+        sequence, flag_words = self.watchdog.sequence, self.departure.flag_words
+        if flag_words is not None:
+            self._users = sequence.users() if sequence is not None else []
             if self.departure.windows:
-                self._users = [r for r in range(pads.world) if r != self._rank]
-            pads.stop_kernels()
+                self._users = [r for r in range(flag_words.world) if r != self._rank]
+            flag_words.stop_kernels()
 
     def settle(self, now: float) -> bool:
-        """Tell the peers once this rank has left their memory, and the callers once they have left its own.
+        """Tell peers once this rank no longer uses their memory, and callers once peers no longer use its own.
 
-        What went wrong is worded here and not before waits were released: how a process ended is known a moment after
-        its death, when under MPS its memory may be gone, which streams that were let go too late would still read."""
-        if self._verdict is None and self._word is not None:
-            self._verdict, self._word = self._word(), None
+        The failure is described here, after waits were released: how a process ended is known a moment after its death,
+        when under MPS its memory may be gone, which streams released too late would still read."""
+        if self._verdict is None and self._describe is not None:
+            self._verdict, self._describe = self._describe(), None
         self._since = now if self._since is None else self._since
         self.departure.leave_when_done()
-        in_use = self._is_used() or self._is_at_work()
+        in_use = self._is_in_use() or self._has_running_works()
         if self.error is None and (not in_use or now - self._since >= LEAVE_S):
             self._publish()
         return self._settled.is_set() and self.departure.has_left
 
-    def _is_used(self) -> bool:
+    def _is_in_use(self) -> bool:
         self._users = self.departure.staying(self._users) if self._users else []
         return bool(self._users)
 
-    def _is_at_work(self) -> bool:
+    def _has_running_works(self) -> bool:
         """Whether a stream of this rank's own, which no caller's is behind, may still write to tensors of works."""
         with self._lock:
             return any(_is_running(work) for work in self.works)
@@ -221,10 +221,10 @@ class Trouble:
                 core.run_abort_hooks()
         self._settled.set()
 
-    # --- words ------------------------------------------------------------------------------------------------
+    # --- descriptions -----------------------------------------------------------------------------------------
 
     def _what(self, core: ProcessGroup, item: Any) -> tuple[str, str]:
-        seconds = words_for_seconds(max(time.monotonic() - item.begun, 0.001))
+        seconds = format_seconds(max(time.monotonic() - item.begun, 0.001))
         return f"{item.what} on cuda:{self.device} of group {core.name!r}", f"on rank {core.rank} after {seconds}"
 
     def _lost(self, core: ProcessGroup, item: Any, ranks: list[int]) -> errors.SymcommError:
@@ -237,7 +237,7 @@ class Trouble:
         who = "; ".join(
             f"rank {r} (pid {pid}) {'left the group' if r in left else how_it_ended(pid)}" for r, pid in pids.items()
         )
-        survivors = words_for_ranks(r for r in range(core.size) if r not in ranks)
+        survivors = format_ranks(r for r in range(core.size) if r not in ranks)
         return errors.RankFailedError(
             f"{what}: {who}{when}; the tensors of this operation hold no result. "
             f"Survivors: {survivors}. Call group.shrink() to go on without it.",
@@ -247,18 +247,18 @@ class Trouble:
     def _late(self, core: ProcessGroup, item: Any, ranks: list[int]) -> errors.SymcommError:
         what, where = self._what(core, item)
         return errors.DeadlineError(
-            f"{what} timed out {where}: the GPU work of rank {words_for_ranks(ranks)} did not come so far. Look at "
+            f"{what} timed out {where}: the GPU work of rank {format_ranks(ranks)} did not come so far. Look at "
             "what those ranks run on their GPU, or give a longer timeout to the call.",
             ranks,
         )
 
 
-_known: weakref.WeakKeyDictionary[ProcessGroup, dict[int, Trouble]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[ProcessGroup, dict[int, CudaFailures]] = weakref.WeakKeyDictionary()
 
 
-def trouble_of(core: ProcessGroup, device: int) -> Trouble:
-    """The one of a group and a GPU."""
+def failures_of(core: ProcessGroup, device: int) -> CudaFailures:
+    """Shared by all that a group does on a GPU."""
     made = _known.setdefault(core, {})
     if device not in made:
-        made[device] = Trouble(core, device)
+        made[device] = CudaFailures(core, device)
     return made[device]

@@ -19,14 +19,14 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.cuda.driver import driver
-from symcomm.cuda.pool import Raw
+from symcomm.cuda.pool import RawMemory
 from symcomm.types import ITEMSIZE, DType, RedOpType
 
-__all__ = ["Combine", "combine", "source_of", "spinning_source_of"]
+__all__ = ["Combine", "combine", "source_of", "single_kernel_source_of"]
 
 THREADS = 256
-SPINNING_THREADS = 512
-OLDEST_THAT_SPINS = 7  # generation of GPUs whose kernels can tell each other something in a defined order
+SINGLE_KERNEL_THREADS = 512
+OLDEST_FOR_SINGLE_KERNEL = 7  # compute capability, for acquire and release
 MOST_BLOCKS = 1056  # eight for each of an H200's 132 multiprocessors; fewer on smaller data
 PACK = 16  # bytes a thread loads at once
 MOST_PLACES = 500  # a kernel takes 4 KiB of arguments
@@ -126,35 +126,36 @@ _LOOK = """
 
 
 # A whole all_reduce; single_kernel.py tells how. Flags are 64 bits, so that they never come round.
-_SPINNING = """
+_SINGLE_KERNEL = """
 typedef unsigned long long u64;
 struct Turn {{
-    const T *src; T *dst; T *half[{sources}]; u64 *told[{sources}]; const u64 *mine; volatile unsigned *pad[{sources}];
+    const T *src; T *dst; T *half[{sources}]; u64 *signals[{sources}]; const u64 *mine;
+    volatile unsigned *arrivals[{sources}];
     volatile unsigned *stop; u64 *gate; unsigned *count; u64 rank, value;
 }};
-__device__ void tell(u64 *at, u64 value) {{
+__device__ void signal(u64 *at, u64 value) {{
     asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(at), "l"(value) : "memory");
 }}
-__device__ u64 heard(const u64 *at) {{
+__device__ u64 load(const u64 *at) {{
     u64 value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
     return value;
 }}
-__device__ bool meet(const Turn &t, const u64 value) {{
+__device__ bool barrier_with_peers(const Turn &t, const u64 value) {{
     __shared__ unsigned stopped;
     if (threadIdx.x == 0) stopped = 0;
     __syncthreads();
     const unsigned peer = threadIdx.x;
-    const bool meets = peer < {sources} && peer != t.rank;
-    if (meets) tell(t.told[peer] + blockIdx.x * {sources}, value);
+    const bool has_peer = peer < {sources} && peer != t.rank;
+    if (has_peer) signal(t.signals[peer] + blockIdx.x * {sources}, value);
     __syncthreads();
     if (peer == 0 && atomicAdd(t.count, 1) == gridDim.x - 1) {{
         *t.count = 0;
         __threadfence_system();
-        for (int q = 0; q < {sources}; q++) if (q != t.rank) *t.pad[q] = (unsigned)value;
+        for (int q = 0; q < {sources}; q++) if (q != t.rank) *t.arrivals[q] = (unsigned)value;
     }}
-    if (meets) {{
-        for (unsigned looks = 1; heard(t.mine + blockIdx.x * {sources} + peer) < value; looks++)
+    if (has_peer) {{
+        for (unsigned looks = 1; load(t.mine + blockIdx.x * {sources} + peer) < value; looks++)
             if (looks % 1024 == 0 && *t.stop) {{ stopped = 1; break; }}
     }}
     __syncthreads();
@@ -166,8 +167,8 @@ __device__ bool is_stopped(const Turn &t) {{
     __shared__ unsigned stopped;
     if (threadIdx.x == 0) {{
         u64 seen = t.value << 1;
-        if (blockIdx.x == 0) tell(t.gate, seen | (*t.stop != 0));
-        while ((seen = heard(t.gate)) >> 1 != t.value);
+        if (blockIdx.x == 0) signal(t.gate, seen | (*t.stop != 0));
+        while ((seen = load(t.gate)) >> 1 != t.value);
         stopped = seen & 1;
     }}
     __syncthreads();
@@ -208,7 +209,7 @@ extern "C" __global__ void __launch_bounds__({threads}) all_reduce(const Turn t,
         for (int u = 0; u < {at_once}; u++) if (i + u * stride < packs) mine[i + u * stride] = in[u].whole;
     }}
     if (last < n) t.half[t.rank][last] = t.src[last];
-    if (!meet(t, t.value)) return; /* the memory of a rank that died is not there any more */
+    if (!barrier_with_peers(t, t.value)) return; /* the memory of a rank that died is not there any more */
     for (u64 i = first; i < packs; i += stride * {at_once}) {{
         Pack in[{at_once}][{sources}];
 #pragma unroll
@@ -228,14 +229,14 @@ extern "C" __global__ void __launch_bounds__({threads}) all_reduce(const Turn t,
     if (last < n) t.dst[last] = combined_at(t, last);
 }}
 
-/* On symmetric tensors (half[]), in place: meet, combine this rank's part and write it to all, meet. Blocks meet those
-   of the same number: a kernel ends when all of its blocks have seen that all of the others' have written. */
+/* On symmetric tensors (half[]), in place: barrier, combine this rank's part and write it to all, barrier. Blocks wait
+   for those of the same number: a kernel ends when all of its blocks have seen that all of the others' have written. */
 extern "C" __global__ void __launch_bounds__({threads}) all_reduce_direct(const Turn t, const u64 n, const u64) {{
     const u64 packs = n / {per_pack}, part = (packs + {sources} - 1) / {sources};
     const u64 begin = min(t.rank * part, packs), end = min(begin + part, packs);
     const u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x, stride = (u64)gridDim.x * blockDim.x;
     const u64 last = packs * {per_pack} + first;
-    if (!meet(t, t.value) || is_stopped(t)) return;
+    if (!barrier_with_peers(t, t.value) || is_stopped(t)) return;
     for (u64 i = begin + first; i < end; i += stride * {at_once}) {{
         Pack in[{at_once}][{sources}];
 #pragma unroll
@@ -256,7 +257,7 @@ extern "C" __global__ void __launch_bounds__({threads}) all_reduce_direct(const 
         const T result = combined_at(t, last);
         for (int s = 0; s < {sources}; s++) t.half[s][last] = result;
     }}
-    meet(t, t.value + 1);
+    barrier_with_peers(t, t.value + 1);
 }}
 """
 
@@ -267,10 +268,10 @@ def source_of(dtype: DType, redop: RedOpType, sources: int, targets: int) -> str
     return _filled(_TYPES + _KERNEL, dtype, redop, sources, targets=targets, stop=stop, look=look)
 
 
-def spinning_source_of(dtype: DType, redop: RedOpType, world: int) -> str | None:
+def single_kernel_source_of(dtype: DType, redop: RedOpType, world: int) -> str | None:
     """The text of the kernel that does a whole all_reduce, or None for what is left to others."""
     at_once = max(1, 8 // world)
-    return _filled(_TYPES + _SPINNING, dtype, redop, world, threads=SPINNING_THREADS, at_once=at_once)
+    return _filled(_TYPES + _SINGLE_KERNEL, dtype, redop, world, threads=SINGLE_KERNEL_THREADS, at_once=at_once)
 
 
 def _filled(text: str, dtype: DType, redop: RedOpType, sources: int, **more: int | str) -> str | None:
@@ -398,8 +399,8 @@ def _function(device: int, dtype: DType, redop: RedOpType, sources: int, targets
 
 
 @functools.cache
-def _spinning_functions(device: int, dtype: DType, redop: RedOpType, world: int) -> tuple[int, int] | None:
-    text = spinning_source_of(dtype, redop, world)
+def _single_kernel_functions(device: int, dtype: DType, redop: RedOpType, world: int) -> tuple[int, int] | None:
+    text = single_kernel_source_of(dtype, redop, world)
     if text is None:
         return None
     image = _compile(text, device)
@@ -412,17 +413,17 @@ def _spinning_functions(device: int, dtype: DType, redop: RedOpType, world: int)
     return driver().load(image, "all_reduce"), driver().load(image, "all_reduce_direct")
 
 
-def can_spin(device: int) -> bool:
+def supports_single_kernel(device: int) -> bool:
     """Whether this machine can make kernels that wait for each other."""
     import torch
 
-    return _compiler() is not None and torch.cuda.get_device_capability(device)[0] >= OLDEST_THAT_SPINS
+    return _compiler() is not None and torch.cuda.get_device_capability(device)[0] >= OLDEST_FOR_SINGLE_KERNEL
 
 
-def spinning(device: int, dtype: DType, redop: RedOpType, world: int) -> tuple[int, int] | None:
+def single_kernel(device: int, dtype: DType, redop: RedOpType, world: int) -> tuple[int, int] | None:
     """The kernels of a whole all_reduce, through staging areas and in place, or None for what has none on any rank."""
     with _compiling:
-        return _spinning_functions(device, dtype, redop, world)
+        return _single_kernel_functions(device, dtype, redop, world)
 
 
 def kernel(device: int, dtype: DType, redop: RedOpType, sources: int, targets: int) -> Combine | None:
@@ -445,7 +446,7 @@ def combine(
     signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}.get(kind, kind)
 
     def at(address: int) -> torch.Tensor:
-        raw = Raw(address, count * kind.itemsize)
+        raw = RawMemory(address, count * kind.itemsize)
         return torch.as_tensor(raw, device=torch.device("cuda", device)).view(signed)
 
     with torch.cuda.stream(stream), torch.no_grad():

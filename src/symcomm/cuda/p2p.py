@@ -1,9 +1,9 @@
 """Point-to-point messages of CUDA tensors.
 
-The bytes of a message wait in memory that the receiver can open; where, goes to it as a message between the hosts,
-which brings order, tags, "from anybody", deadlines and dead ranks with it. The sender's stream counts up in its own pad
-when the bytes are there; the receiver's waits for that, copies, and acknowledges in the same pad, upon which the memory
-is used again, and not before, whatever fails meanwhile. So two ranks can talk without the others of their group.
+The bytes of a message are staged in memory that the receiver can open; an envelope between the hosts says where, which
+provides order, tags, any-source receives, deadlines and liveness. The sender's stream counts up in its own flag words
+when the bytes are there; the receiver's waits for that, copies, and acknowledges in the same block, upon which the
+memory is reused, and not before, whatever fails meanwhile. So two ranks can talk without the others of their group.
 """
 
 from __future__ import annotations
@@ -22,53 +22,53 @@ from symcomm._core import native
 from symcomm.cuda import devices
 from symcomm.cuda.departure import Departure
 from symcomm.cuda.driver import HANDLE_BYTES, driver
-from symcomm.cuda.failure import Trouble, trouble_of
-from symcomm.cuda.flag_words import LINE, is_behind, show
-from symcomm.cuda.pool import Piece, hold, opened, pool_of
-from symcomm.cuda.tensor_views import Place, place, torch_stream
+from symcomm.cuda.failure import CudaFailures, failures_of
+from symcomm.cuda.flag_words import LINE, is_behind, register_with_gpu
+from symcomm.cuda.pool import PoolBuffer, hold, opened, pool_of
+from symcomm.cuda.tensor_views import TensorView, tensor_view, torch_stream
 from symcomm.cuda.watchdog import Outstanding
-from symcomm.cuda.work import LOOK_S
+from symcomm.cuda.work import POLL_S
 from symcomm.group.p2p import ANY_SOURCE
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.work import Timeout, to_ns
 from symcomm.memory.heap import PAGE
 from symcomm.types import DType
 
-__all__ = ["DeviceMail", "DeviceReceive", "DeviceSend", "device_mail"]
+__all__ = ["CudaMessages", "CudaReceive", "CudaSend", "cuda_messages"]
 
-SLOTS = 1024  # messages on their way from one rank
-WORDS = 8  # of 64 bits in a note, before the handle
-MARK = 0x53594D47  # tells a note from a message of host memory
+SLOTS = 1024  # messages in flight from one rank
+WORDS = 8  # of 64 bits in an envelope, before the handle
+MARK = 0x53594D47  # tells an envelope from a message of host memory
 
 
-def device_mail(core: ProcessGroup, device: int) -> DeviceMail:
+def cuda_messages(core: ProcessGroup, device: int) -> CudaMessages:
     """A rank's messages on a GPU, made on first use, by it alone."""
-    made = core.__dict__.setdefault("_device_mails", {})
+    made = core.__dict__.setdefault("_cuda_messages", {})
     if device not in made:
         devices.need_cuda("messages of CUDA tensors")
         with devices.current(device):
-            made[device] = DeviceMail(core, device)
+            made[device] = CudaMessages(core, device)
     return made[device]
 
 
-_living: weakref.WeakSet[DeviceMail] = weakref.WeakSet()
+_living: weakref.WeakSet[CudaMessages] = weakref.WeakSet()
 
 
 @atexit.register
 def _finish_all() -> None:
-    for mail in list(_living):
+    for messages in list(_living):
         with contextlib.suppress(BaseException):
-            mail.finish()
+            messages.finish()
 
 
-class _Pad:
-    """A sender's pad, in 32-bit words: 16 * r, how many messages are there for rank r; 16 * W + s, which message of
-    slot s has been taken. It lies in the sender's arena, which receivers have mapped."""
+class _MessageFlags:
+    """A sender's flag words, in 32-bit words: 16 * r, how many messages are there for rank r; 16 * W + s, which message
+    of slot s has been taken. It lies in the sender's arena, which receivers have mapped."""
 
     def __init__(self, host: int, world: int, owner: Any):
         nbytes = self.nbytes(world)
         self.words = (ctypes.c_uint32 * (nbytes // 4)).from_address(host)
-        self._gpu = show(host, nbytes, owner)
+        self._gpu = register_with_gpu(host, nbytes, owner)
         self._world = world
 
     @staticmethod
@@ -95,26 +95,26 @@ class _Pad:
 class _Sent(NamedTuple):
     """A message that was not taken yet."""
 
-    memory: Piece
+    memory: PoolBuffer
     number: int
     peer: int
 
 
-def _part(departure: Departure, pad: _Pad, on_the_way: dict[int, _Sent]) -> None:
-    """A rank's mail is gone: receivers may still read what they have not taken."""
+def _hold_unreceived(departure: Departure, flags: _MessageFlags, in_flight: dict[int, _Sent]) -> None:
+    """A rank's messages are gone: receivers may still read what they have not received."""
 
     def is_free() -> bool:
         dead = departure.dead()
-        for slot, sent in list(on_the_way.items()):
-            if sent.peer in dead or pad.was_taken(slot, sent.number):
-                del on_the_way[slot]
-        return not on_the_way
+        for slot, sent in list(in_flight.items()):
+            if sent.peer in dead or flags.was_taken(slot, sent.number):
+                del in_flight[slot]
+        return not in_flight
 
-    if on_the_way:
-        hold(on_the_way, is_free)
+    if in_flight:
+        hold(in_flight, is_free)
 
 
-class DeviceMail:
+class CudaMessages:
     """Messages from and to one rank of a group, in one GPU's memory."""
 
     def __init__(self, core: ProcessGroup, device: int):
@@ -124,20 +124,20 @@ class DeviceMail:
         driver().enter(device)
         self.core = core
         self.rank, self.size, self.name, self.device = core.rank, core.size, core.name, device
-        nbytes = _Pad.nbytes(core.size)
+        nbytes = _MessageFlags.nbytes(core.size)
         self._offset = core._arena.allocate(nbytes)
         native.poke(core._arena.base + self._offset, bytes(nbytes))
-        self._pad = _Pad(core._peers[core.rank].base + self._offset, core.size, core._peers[core.rank])
-        self._pads: dict[tuple[int, int], _Pad] = {}  # (rank, offset in its arena)
-        self._trouble: Trouble = trouble_of(core, device)
+        self._flags = _MessageFlags(core._peers[core.rank].base + self._offset, core.size, core._peers[core.rank])
+        self._peer_flags: dict[tuple[int, int], _MessageFlags] = {}  # (rank, offset in its arena)
+        self._failures: CudaFailures = failures_of(core, device)
         self._lock = threading.RLock()
         self._sent = [0] * core.size  # messages put out for each rank
-        self._on_the_way: dict[int, _Sent] = {}  # by slot
-        self._notes: dict[int, Any] = {}  # what the hosts were sent about them
+        self._in_flight: dict[int, _Sent] = {}  # by slot
+        self._envelopes: dict[int, Any] = {}  # what the hosts were sent about them
         self._number = 0  # of messages of this rank, to tell a slot's users apart
         self._last_sender: Any = None  # the stream of the last one
         _living.add(self)
-        weakref.finalize(self, _part, self._trouble.departure, self._pad, self._on_the_way).atexit = False
+        weakref.finalize(self, _hold_unreceived, self._failures.departure, self._flags, self._in_flight).atexit = False
         core._before_leaving.append(self.finish)
 
     # --- sending ----------------------------------------------------------------------------------------------
@@ -147,13 +147,13 @@ class DeviceMail:
         self.isend(tensor, peer, tag).wait(timeout)
 
     @devices.on_its_device
-    def isend(self, tensor: Any, peer: int, tag: int = 0) -> DeviceSend:
+    def isend(self, tensor: Any, peer: int, tag: int = 0) -> CudaSend:
         import torch
 
-        self._trouble.check_usable("isend")
+        self._failures.check_usable("isend")
         if not isinstance(peer, int) or not 0 <= peer < self.size:
             raise errors.bad_argument("isend", "peer", peer, f"a rank of this group, 0 to {self.size - 1}")
-        source = place("isend", "tensor", tensor, self.device)
+        source = tensor_view("isend", "tensor", tensor, self.device)
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         with self._lock:
             slot = self._free_slot()
@@ -163,13 +163,13 @@ class DeviceMail:
             self._in_order_with_others(stream)
             if source.nbytes:
                 driver().copy(memory.address, source.address, source.nbytes, stream)
-            driver().write(stream, self._pad.sent(peer), self._sent[peer] & 0xFFFFFFFF)
-            note = self._note_of(memory, source, slot, self._sent[peer])
-            self._notes[slot] = (self.core.isend(note, peer, tag), note)
-            self._on_the_way[slot] = _Sent(memory, self._number, peer)
+            driver().write(stream, self._flags.sent(peer), self._sent[peer] & 0xFFFFFFFF)
+            envelope = self._envelope_of(memory, source, slot, self._sent[peer])
+            self._envelopes[slot] = (self.core.isend(envelope, peer, tag), envelope)
+            self._in_flight[slot] = _Sent(memory, self._number, peer)
             copied = torch.cuda.Event()
             copied.record(torch_stream(stream, self.device))
-        return DeviceSend(self._trouble, tensor, copied, self.device)
+        return CudaSend(self._failures, tensor, copied, self.device)
 
     def _in_order_with_others(self, stream: int) -> None:
         """Messages are counted, so the streams they come from follow each other."""
@@ -182,9 +182,9 @@ class DeviceMail:
         self._last_sender = stream
 
     def _forget_taken(self) -> None:
-        for slot, sent in list(self._on_the_way.items()):
-            if self._pad.was_taken(slot, sent.number):
-                del self._on_the_way[slot], self._notes[slot]
+        for slot, sent in list(self._in_flight.items()):
+            if self._flags.was_taken(slot, sent.number):
+                del self._in_flight[slot], self._envelopes[slot]
 
     def finish(self, timeout: float = 10.0) -> None:
         """Before this rank leaves: messages lie in its memory until they are taken."""
@@ -192,13 +192,13 @@ class DeviceMail:
         while self.core._failure is None and time.monotonic() < end:
             with self._lock:
                 self._forget_taken()
-                if not self._on_the_way or self._trouble.gone():
+                if not self._in_flight or self._failures.gone():
                     return
             time.sleep(0.001)
 
     def _free_slot(self) -> int:
         self._forget_taken()
-        slot = next((s for s in range(SLOTS) if s not in self._on_the_way), SLOTS)
+        slot = next((s for s in range(SLOTS) if s not in self._in_flight), SLOTS)
         if slot == SLOTS:
             raise errors.ResourceError(
                 f"isend on group {self.name!r}: {SLOTS} messages of this rank have not been received yet; "
@@ -206,7 +206,7 @@ class DeviceMail:
             )
         return slot
 
-    def _note_of(self, memory: Piece, source: Place, slot: int, count: int) -> Any:
+    def _envelope_of(self, memory: PoolBuffer, source: TensorView, slot: int, count: int) -> Any:
         """What the receiver's host is told."""
         import torch
 
@@ -222,20 +222,22 @@ class DeviceMail:
         work.wait(timeout)
         return work.source
 
-    def irecv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0) -> DeviceReceive:
+    def irecv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0) -> CudaReceive:
         import torch
 
-        self._trouble.check_usable("irecv")
-        target = place("irecv", "tensor", tensor, self.device, True)
-        note = torch.zeros(8 * WORDS + HANDLE_BYTES, dtype=torch.uint8)
-        return DeviceReceive(self, target, tensor, self.core.irecv(note, peer, tag), note)
+        self._failures.check_usable("irecv")
+        target = tensor_view("irecv", "tensor", tensor, self.device, True)
+        envelope = torch.zeros(8 * WORDS + HANDLE_BYTES, dtype=torch.uint8)
+        return CudaReceive(self, target, tensor, self.core.irecv(envelope, peer, tag), envelope)
 
     @devices.on_its_device
-    def _take(self, note: Any, source: int, target: Place, timeout: float) -> Any:
+    def _take(self, envelope: Any, source: int, target: TensorView, timeout: float) -> Any:
         """Put the receive's copy into the current stream, behind the sender's; returns an event that follows it."""
         import torch
 
-        mark, nbytes, dtype, offset, slot, number, count, pad_offset = note[: 8 * WORDS].view(torch.int64).tolist()
+        mark, nbytes, dtype, offset, slot, number, count, flags_offset = (
+            envelope[: 8 * WORDS].view(torch.int64).tolist()
+        )
         if mark != MARK:
             raise errors.BadArgumentError(
                 f"receive from rank {source} on group {self.name!r}: rank {source} sent a CPU tensor, "
@@ -243,15 +245,15 @@ class DeviceMail:
             )
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         driver().enter(self.device)
-        pad = self._pad_of(source, pad_offset)
+        flags = self._flags_of(source, flags_offset)
         fits = nbytes == target.nbytes and dtype == target.dtype
         with self._lock:
-            driver().wait(stream, pad.sent(self.rank), count & 0xFFFFFFFF)
+            driver().wait(stream, flags.sent(self.rank), count & 0xFFFFFFFF)
             if fits and nbytes:
-                base = opened(note[8 * WORDS :].numpy().tobytes(), f"rank {source}")
+                base = opened(envelope[8 * WORDS :].numpy().tobytes(), f"rank {source}")
                 driver().copy(target.address, base + offset, nbytes, stream)
-            driver().write(stream, pad.taken(slot), number & 0xFFFFFFFF)
-        self._watch(source, pad, count, timeout)
+            driver().write(stream, flags.taken(slot), number & 0xFFFFFFFF)
+        self._watch_receive(source, flags, count, timeout)
         if not fits:
             raise errors.BadArgumentError(
                 f"receive on group {self.name!r}: rank {source} sent {nbytes} bytes of {DType(dtype).label}, "
@@ -262,38 +264,38 @@ class DeviceMail:
         taken.record(torch_stream(stream, self.device))
         return taken
 
-    def _watch(self, source: int, pad: _Pad, count: int, timeout: float) -> None:
+    def _watch_receive(self, source: int, flags: _MessageFlags, count: int, timeout: float) -> None:
         me = self.rank
 
         def missing() -> list[int]:
-            return [] if pad.has_sent(me, count) else [source]
+            return [] if flags.has_sent(me, count) else [source]
 
         def release(_: list[int]) -> None:
-            pad.set_sent(me, count)
+            flags.set_sent(me, count)
 
         what = f"receive from rank {source}"
-        self._trouble.watch.add(Outstanding(what, missing, release, time.monotonic(), timeout))
+        self._failures.watchdog.add(Outstanding(what, missing, release, time.monotonic(), timeout))
 
-    def _pad_of(self, rank: int, offset: int) -> _Pad:
-        pad = self._pads.get((rank, offset))
-        if pad is None:
+    def _flags_of(self, rank: int, offset: int) -> _MessageFlags:
+        flags = self._peer_flags.get((rank, offset))
+        if flags is None:
             peer = self.core._peers[rank]
-            pad = self._pads[rank, offset] = _Pad(peer.base + offset, self.size, peer)
-        return pad
+            flags = self._peer_flags[rank, offset] = _MessageFlags(peer.base + offset, self.size, peer)
+        return flags
 
     def batch(self, messages: Sequence[Any]) -> list[Any]:
         """Start several sends and receives at once."""
         return [(self.isend if m.is_send else self.irecv)(m.tensor, m.peer, m.tag) for m in messages]
 
 
-class DeviceSend:
+class CudaSend:
     """A send: it never waits for its receiver, since the bytes are copied away in the order of the stream."""
 
     seconds: float | None = 0.0
     _error: BaseException | None = None
 
-    def __init__(self, trouble: Trouble, tensor: Any, copied: Any, device: int):
-        self._trouble = trouble
+    def __init__(self, failures: CudaFailures, tensor: Any, copied: Any, device: int):
+        self._failures = failures
         self._tensor = tensor
         self._copied = copied
         self._device = device
@@ -302,7 +304,7 @@ class DeviceSend:
         """The tensor may be changed by what comes later in the current stream."""
         import torch
 
-        self._trouble.look()
+        self._failures.raise_if_failed()
         torch.cuda.current_stream(self._device).wait_event(self._copied)
         return True
 
@@ -323,20 +325,20 @@ class DeviceSend:
     when_queued = add_done_callback
 
 
-class DeviceReceive:
+class CudaReceive:
     """A receive: ``wait()`` waits for the sender's host, then puts the copy into the current stream."""
 
     seconds: float | None = None
 
-    def __init__(self, mail: DeviceMail, target: Place, tensor: Any, message: Any, note: Any):
-        self._mail = mail
+    def __init__(self, messages: CudaMessages, target: TensorView, tensor: Any, message: Any, envelope: Any):
+        self._messages = messages
         self._target = target
         self._tensor = tensor
         self._message = message
-        self._note = note
+        self._envelope = envelope
         self._queued = False  # in a stream, or it failed before
         self._taken: Any = None  # the event that follows it there
-        self._is_right = False
+        self._is_valid = False
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
@@ -346,16 +348,16 @@ class DeviceReceive:
         with self._lock:
             if not self._queued:
                 self._queued = True
-                seconds = self._mail.core.timeout if not timeout else to_ns("wait", timeout) / 1e9
+                seconds = self._messages.core.timeout if not timeout else to_ns("wait", timeout) / 1e9
                 try:
-                    self._taken = self._mail._take(self._note, self._message.source, self._target, seconds)
-                    self._mail._trouble.add(self)
+                    self._taken = self._messages._take(self._envelope, self._message.source, self._target, seconds)
+                    self._messages._failures.add(self)
                 except BaseException as error:
                     self._error = error
         if self._error is not None:
             raise self._error
-        if not self._is_right:
-            self._mail._trouble.look()
+        if not self._is_valid:
+            self._messages._failures.raise_if_failed()
         return True
 
     def is_queued(self) -> bool:
@@ -368,11 +370,11 @@ class DeviceReceive:
 
     def succeed(self) -> None:
         """Nobody had failed when it had passed."""
-        self._is_right = True
+        self._is_valid = True
 
     def fail(self, error: BaseException) -> None:
         """The group failed, and this was not known to be right."""
-        if self._error is None and not self._is_right:
+        if self._error is None and not self._is_valid:
             self._error = error
 
     def is_completed(self) -> bool:
@@ -381,13 +383,13 @@ class DeviceReceive:
                 self.wait()
             except BaseException as error:
                 self._error = self._error or error
-        if self._error is None and not self._is_right and self.has_passed():
-            found = self._mail._trouble.found()
+        if self._error is None and not self._is_valid and self.has_passed():
+            found = self._messages._failures.found()
             if found is None:
                 self.succeed()
             else:
                 self.fail(found)
-        return self._is_right or self._error is not None
+        return self._is_valid or self._error is not None
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -420,7 +422,7 @@ class DeviceReceive:
             except BaseException as error:
                 self._error = self._error or error
             while not is_over():
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
             callback()
 
         if is_over():

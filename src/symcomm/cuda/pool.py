@@ -23,7 +23,7 @@ from symcomm.memory.heap import Heap
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Block", "Piece", "Pool", "hold", "opened", "pool_of"]
+__all__ = ["Block", "PoolBuffer", "Pool", "hold", "opened", "pool_of"]
 
 BLOCK_BYTES = 32 << 20  # of blocks that small pieces share
 ALIGN = 512  # bytes: as torch's own allocations
@@ -49,7 +49,7 @@ class Block:
         return handle
 
 
-class Piece:
+class PoolBuffer:
     """Some bytes of a block; they return to it when the last tensor over them is gone.
 
     torch makes tensors of it, which keep it alive, by its ``__cuda_array_interface__``. As with torch's own memory, it
@@ -72,7 +72,7 @@ def _current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
-class Raw:
+class RawMemory:
     """Bytes at an address that ``keeps`` keeps alive, for torch to make a tensor of."""
 
     def __init__(self, address: int, nbytes: int, keeps: Any = None):
@@ -85,7 +85,7 @@ def _interface(address: int, nbytes: int) -> dict[str, Any]:
 
 
 def storage_over(source: Any, device: int) -> torch.UntypedStorage:
-    """A torch storage over a Piece or Raw, which it keeps alive."""
+    """A torch storage over a PoolBuffer or RawMemory, which it keeps alive."""
     import torch
 
     return torch.as_tensor(source, device=torch.device("cuda", device)).untyped_storage()
@@ -100,42 +100,43 @@ class Pool:
         self._starts: list[tuple[int, int]] = []  # (address, number), sorted
         self._lock = threading.Lock()
         self._dropped: deque[_Dropped] = deque()  # pieces that nobody uses; finalizers may run anywhere
-        self._cooling: deque[tuple[list[Any], list[_Dropped]]] = deque()  # with the events after which they are free
+        # With the events after which they are free.
+        self._waiting_for_streams: deque[tuple[list[Any], list[_Dropped]]] = deque()
 
-    def allocate(self, nbytes: int) -> Piece:
+    def allocate(self, nbytes: int) -> PoolBuffer:
         """Fresh memory; its content is whatever was there before."""
         nbytes = max(nbytes, 1)
-        _give_up_held()
+        _release_held()
         with self._lock:
-            self._take_back()
+            self._reclaim()
             for block in self._blocks:
                 offset = block.heap.allocate(nbytes, ALIGN)
                 if offset is not None:
-                    return Piece(self, block, offset, nbytes)
+                    return PoolBuffer(self, block, offset, nbytes)
             size = -(-max(nbytes, BLOCK_BYTES) // (2 << 20)) * (2 << 20)
             block = Block(self.device, len(self._blocks), size)
             self._blocks.append(block)
             bisect.insort(self._starts, (block.address, block.number))
             offset = block.heap.allocate(nbytes, ALIGN)
             assert offset is not None
-            return Piece(self, block, offset, nbytes)
+            return PoolBuffer(self, block, offset, nbytes)
 
     def _drop(self, block: Block, offset: int, streams: set[int]) -> None:
         """A piece is gone. The garbage collector may call this anywhere."""
         streams.add(_current_stream(self.device))
         self._dropped.append((block, offset, streams))
 
-    def _take_back(self) -> None:
+    def _reclaim(self) -> None:
         """With the lock held. What streams have queued may still use a freed piece, so others get it once those that
         used it have come past this point."""
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         if dropped:
             used = sorted({stream for _, _, streams in dropped for stream in streams})
-            self._cooling.append(([self._mark(stream) for stream in used], dropped))
-        for _ in range(len(self._cooling)):
-            events, pieces = self._cooling.popleft()
+            self._waiting_for_streams.append(([self._mark(stream) for stream in used], dropped))
+        for _ in range(len(self._waiting_for_streams)):
+            events, pieces = self._waiting_for_streams.popleft()
             if not all(event.query() for event in events):
-                self._cooling.append((events, pieces))
+                self._waiting_for_streams.append((events, pieces))
                 continue
             for block, offset, _streams in pieces:
                 block.heap.free(offset)
@@ -191,7 +192,7 @@ def hold(what: Any, is_free: Callable[[], bool]) -> None:
     _held.append((what, is_free))
 
 
-def _give_up_held() -> None:
+def _release_held() -> None:
     for _ in range(len(_held)):
         try:
             item = _held.popleft()

@@ -1,11 +1,11 @@
-"""What collectives do on a stream, step by step.
+"""Collectives as operations on a stream.
 
-Each rank has a staging area with two halves, used in turn, which all peers have open. The usual turn is: copy my part
-into my half, meet, read the peers' halves. There is no meeting at its end: a half is written again two turns later,
-and by then every rank has met once more, after its reads. That matters where processes take turns on one GPU: there a
-meeting costs 150 us, whatever else an operation does.
+Each rank has a staging area with two halves, used in turn, which all peers have open. The usual step is: copy my part
+into my half, barrier, read the peers' halves. It needs no barrier at its end: a half is written again two steps later,
+and by then every rank has passed another barrier, after its reads. That matters where processes time-slice one GPU:
+there a barrier costs 150 us, whatever else an operation does.
 
-Where all ranks' tensors are symmetric, and large, peers read and write them in place, between two meetings.
+Where all ranks' tensors are symmetric and large, peers read and write them in place, between two barriers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 from symcomm.cuda import kernels
 from symcomm.cuda.kernels import PACK
-from symcomm.cuda.pool import Piece, pool_of
+from symcomm.cuda.pool import PoolBuffer, pool_of
 from symcomm.cuda.tensor_views import torch_stream
 from symcomm.types import DType, RedOpType
 
-__all__ = ["Meetings", "Mover", "shard_of"]
+__all__ = ["StreamBarriers", "StreamCollectives", "shard_of"]
 
 GATE_BYTES = 8
 
@@ -30,34 +30,36 @@ def shard_of(rank: int, world: int, count: int, per_pack: int) -> tuple[int, int
     return min(rank * part, count), min((rank + 1) * part, count)
 
 
-class Meetings:
-    """Where the streams of a group wait for each other. ``count``: meetings that this rank's were sent to."""
+class StreamBarriers:
+    """Barriers among the streams of a group. ``count``: those that this rank has enqueued."""
 
-    def __init__(self, pads: Any, driver: Any):
-        self.pads, self.driver = pads, driver
+    def __init__(self, flag_words: Any, driver: Any):
+        self.flag_words, self.driver = flag_words, driver
         self.count = 0
 
-    def meet(self, stream: int, copy: tuple[int, ...] = (), kernel: tuple[int, ...] = (), places: Any = ()) -> None:
-        """All ranks' streams come to this point before any goes on; what to copy before, which kernel to start then."""
+    def barrier(
+        self, stream: int, copy: tuple[int, ...] = (), kernel: tuple[int, ...] = (), addresses: Any = ()
+    ) -> None:
+        """All ranks' streams reach this point before any goes on. ``copy`` runs before, ``kernel`` after it."""
         self.count += 1
-        self.driver.turn(stream, copy, self.count, self.pads.theirs, self.pads.mine, kernel, places)
+        self.driver.turn(stream, copy, self.count, self.flag_words.theirs, self.flag_words.mine, kernel, addresses)
 
 
-class Mover:
+class StreamCollectives:
     """The stream operations of one group. The group's lock is held while one is put into a stream."""
 
-    through_host = False  # whether staging areas are host memory
+    via_host = False  # whether staging areas are host memory
 
-    def __init__(self, rank: int, world: int, device: int, meetings: Meetings):
+    def __init__(self, rank: int, world: int, device: int, barriers: StreamBarriers):
         self.rank, self.world, self.device = rank, world, device
-        self.meetings = meetings
-        self.meet = meetings.meet
+        self.barriers = barriers
+        self.barrier = barriers.barrier
         self.half = 0  # bytes of half a staging area
         self._halves: list[list[int]] = [[], []]  # where each rank's are
         self._turn = 0
         self._kernels: dict[Any, Any] = {}
-        self._driver = meetings.driver
-        self._gate: Piece | None = None
+        self._driver = barriers.driver
+        self._gate: PoolBuffer | None = None
         self._gate_turns = 0
 
     # --- steps ------------------------------------------------------------------------------------------------
@@ -69,8 +71,8 @@ class Mover:
     def kernel(self, dtype: DType, redop: RedOpType, sources: int, targets: int) -> Any:
         """The kernel that combines so many sources into so many targets, or None for what torch has to do.
 
-        Callers ask for it before the hosts meet: loading one makes the driver wait for all streams of the process, and
-        one of those may be a stream of another rank, a thread, that waits for us."""
+        Callers ask for it before the hosts synchronize: loading one makes the driver wait for all streams of the
+        process, and one of those may be a stream of another rank, a thread, that waits for us."""
         key = (dtype, redop, sources, targets)
         if key not in self._kernels:
             self._kernels[key] = kernels.kernel(self.device, *key)
@@ -96,10 +98,10 @@ class Mover:
             self._gate = pool_of(self.device).allocate(GATE_BYTES)
             self._driver.fill32(self._gate.address, 0, GATE_BYTES // 4, stream)
         self._gate_turns += 1
-        return self.meetings.pads.stop, self._gate.address, self._gate_turns
+        return self.barriers.flag_words.stop, self._gate.address, self._gate_turns
 
     def halves(self) -> list[int]:
-        """Where every rank's half for the next turn is."""
+        """Where every rank's half for the next step is."""
         self._turn ^= 1
         return self._halves[self._turn]
 
@@ -108,9 +110,9 @@ class Mover:
         self.half = half
         self._halves = [list(stage), [address + half for address in stage]]
 
-    def again(self, dtype: DType, redop: RedOpType, count: int) -> Callable[[int, int], None] | None:
-        """all_reduces of this kind, ready to be put into a stream: called with it and the tensor's address, a multiple
-        of PACK. None where there is no quicker way than the usual one."""
+    def prepare(self, dtype: DType, redop: RedOpType, count: int) -> Callable[[int, int], None] | None:
+        """A function that enqueues all_reduces of this kind: called with a stream and the tensor's address, a multiple
+        of PACK. None where there is no faster path than the usual one."""
         kernel = self.kernel(dtype, redop, self.world, 1)
         nbytes = count * dtype.itemsize
         if kernel is None or nbytes > self.half:
@@ -119,20 +121,20 @@ class Mover:
 
         def put(stream: int, address: int) -> None:
             halves = self.halves()
-            self.meet(stream, (address, halves[self.rank], nbytes), launch, (*halves, address))
+            self.barrier(stream, (address, halves[self.rank], nbytes), launch, (*halves, address))
 
         return put
 
     # --- reductions -------------------------------------------------------------------------------------------
 
-    def reduce_to_all(self, dtype: DType, redop: RedOpType, source: int, target: int, count: int, stream: int) -> None:
+    def reduce_small(self, dtype: DType, redop: RedOpType, source: int, target: int, count: int, stream: int) -> None:
         """A small all_reduce."""
         self.reduce_one_shot(dtype, redop, source, target, count, stream)
 
     def reduce_one_shot(
         self, dtype: DType, redop: RedOpType, source: int, target: int | None, count: int, stream: int
     ) -> None:
-        """Everybody who has a target combines all of it for itself."""
+        """Every rank that has a target combines all of it."""
         item, most = dtype.itemsize, max(1, self.half // dtype.itemsize)
         for start in range(0, count, most):
             n, at = min(most, count - start), start * item
@@ -140,13 +142,13 @@ class Mover:
             copy = (source + at, halves[self.rank], n * item)
             kernel = self.kernel(dtype, redop, self.world, 1) if target is not None else None
             if target is None:
-                self.meet(stream, copy)
+                self.barrier(stream, copy)
             elif kernel is None:
-                self.meet(stream, copy)
+                self.barrier(stream, copy)
                 self.combine(dtype, redop, halves, [target + at], n, stream)
             else:
-                places = (*halves, target + at)
-                self.meet(stream, copy, kernel.launch(places, n), places)
+                addresses = (*halves, target + at)
+                self.barrier(stream, copy, kernel.launch(addresses, n), addresses)
 
     def reduce_two_shot(
         self, dtype: DType, redop: RedOpType, source: int, target: int, count: int, stream: int
@@ -156,20 +158,20 @@ class Mover:
         for start in range(0, count, most):
             n, at = min(most, count - start), start * item
             halves = self.halves()
-            self.meet(stream, (source + at, halves[self.rank], n * item))
+            self.barrier(stream, (source + at, halves[self.rank], n * item))
             self._combine_shard(dtype, redop, halves, n, stream)
-            self.meet(stream)
+            self.barrier(stream)
             self.copy(target + at, halves[self.rank], n * item, stream)
 
     def reduce_in_place(self, dtype: DType, redop: RedOpType, tensors: Sequence[int], count: int, stream: int) -> None:
         """Two-shot on symmetric tensors."""
-        self.meet(stream)
+        self.barrier(stream)
         self._combine_shard(dtype, redop, tensors, count, stream)
-        self.meet(stream)
+        self.barrier(stream)
 
-    def _combine_shard(self, dtype: DType, redop: RedOpType, places: Sequence[int], count: int, stream: int) -> None:
+    def _combine_shard(self, dtype: DType, redop: RedOpType, addresses: Sequence[int], count: int, stream: int) -> None:
         first, end = shard_of(self.rank, self.world, count, PACK // dtype.itemsize)
-        mine = [place + first * dtype.itemsize for place in places]
+        mine = [address + first * dtype.itemsize for address in addresses]
         self.combine(dtype, redop, mine, mine, end - first, stream)
 
     def reduce_scatter(
@@ -183,7 +185,7 @@ class Mover:
             for q, source in enumerate(sources):
                 n = min(room // item, max(0, counts[q] - start))
                 self.copy(halves[self.rank] + q * room, source + start * item, n * item, stream)
-            self.meet(stream)
+            self.barrier(stream)
             n = min(room // item, max(0, counts[self.rank] - start))
             mine = [half + self.rank * room for half in halves]
             self.combine(dtype, redop, mine, [target + start * item], n, stream)
@@ -192,35 +194,35 @@ class Mover:
         self, dtype: DType, redop: RedOpType, inputs: Sequence[int], count: int, target: int, stream: int
     ) -> None:
         """Everybody reads its piece out of all ranks' symmetric inputs."""
-        self.meet(stream)
-        mine = [place + self.rank * count * dtype.itemsize for place in inputs]
+        self.barrier(stream)
+        mine = [address + self.rank * count * dtype.itemsize for address in inputs]
         self.combine(dtype, redop, mine, [target], count, stream)
-        self.meet(stream)
+        self.barrier(stream)
 
     # --- copies -----------------------------------------------------------------------------------------------
 
-    def spread(self, source: int, sizes: Sequence[int], targets: Sequence[int | None], stream: int) -> None:
-        """Rank q shows ``sizes[q]`` bytes to all; ``targets[q]`` is where I want them, None for nowhere."""
+    def all_gather(self, source: int, sizes: Sequence[int], targets: Sequence[int | None], stream: int) -> None:
+        """Rank q has ``sizes[q]`` bytes for all; ``targets[q]`` is where this rank wants them, None for nowhere."""
         for start in range(0, max(sizes), max(1, self.half)):
             halves = self.halves()
             part = [min(self.half, max(0, size - start)) for size in sizes]
-            self.meet(stream, (source + start, halves[self.rank], part[self.rank]))
+            self.barrier(stream, (source + start, halves[self.rank], part[self.rank]))
             for q, target in enumerate(targets):
                 if target is not None:
-                    place = source + start if q == self.rank and not self.through_host else halves[q]
-                    self.copy(target + start, place, part[q], stream)
+                    address = source + start if q == self.rank and not self.via_host else halves[q]
+                    self.copy(target + start, address, part[q], stream)
 
-    def spread_direct(
+    def all_gather_direct(
         self, sources: Sequence[int], sizes: Sequence[int], targets: Sequence[int | None], stream: int
     ) -> None:
         """The same, out of symmetric tensors."""
-        self.meet(stream)
+        self.barrier(stream)
         for q, target in enumerate(targets):
             if target is not None:
                 self.copy(target, sources[q], sizes[q], stream)
-        self.meet(stream)
+        self.barrier(stream)
 
-    def exchange(
+    def all_to_all(
         self, sources: Sequence[int | None], matrix: Sequence[Sequence[int]], targets: Sequence[int | None], stream: int
     ) -> None:
         """Rank i has ``matrix[i][j]`` bytes for rank j; mine are at ``sources[j]`` and go to its ``targets[i]``."""
@@ -230,12 +232,12 @@ class Mover:
             halves = self.halves()
             for j, source in enumerate(sources):
                 if source is not None:
-                    self.copy(halves[me] + j * room, source + start, _part(matrix[me][j], start, room), stream)
-            self.meet(stream)
+                    self.copy(halves[me] + j * room, source + start, _chunk_size(matrix[me][j], start, room), stream)
+            self.barrier(stream)
             for i, target in enumerate(targets):
                 if target is not None:
-                    self.copy(target + start, halves[i] + me * room, _part(matrix[i][me], start, room), stream)
+                    self.copy(target + start, halves[i] + me * room, _chunk_size(matrix[i][me], start, room), stream)
 
 
-def _part(size: int, start: int, room: int) -> int:
+def _chunk_size(size: int, start: int, room: int) -> int:
     return min(room, max(0, size - start))

@@ -1,4 +1,4 @@
-"""A CUDA tensor -> where its elements are, how many, of which dtype. What is not contiguous is copied once."""
+"""A CUDA tensor as address, count and dtype. What is not contiguous is copied once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from symcomm import errors
 from symcomm.group.buffers import arrived, torch_dtypes
 from symcomm.types import DType
 
-__all__ = ["Place", "check_same_dtype", "place", "place_list", "torch_stream"]
+__all__ = ["TensorView", "check_same_dtype", "tensor_view", "tensor_view_list", "torch_stream"]
 
 
-class Place:
+class TensorView:
     """Contiguous elements in a GPU's memory. ``finish()`` copies a result back where that is needed."""
 
     __slots__ = ("address", "count", "dtype", "owner", "target")
@@ -44,7 +44,7 @@ def torch_stream(handle: int, device: int) -> Any:
     return torch.cuda.ExternalStream(handle, where) if handle else torch.cuda.default_stream(where)
 
 
-def place(call: str, name: str, tensor: Any, device: int, write: bool = False) -> Place:
+def tensor_view(call: str, name: str, tensor: Any, device: int, write: bool = False) -> TensorView:
     import torch
 
     if not isinstance(tensor, torch.Tensor):
@@ -64,27 +64,29 @@ def place(call: str, name: str, tensor: Any, device: int, write: bool = False) -
     if dtype is None:
         raise errors.bad_argument(call, name, tensor.dtype, "a number, bool or complex dtype", "convert it first")
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return Place(tensor.data_ptr(), tensor.numel(), dtype, tensor)
+        return TensorView(tensor.data_ptr(), tensor.numel(), dtype, tensor)
     tensor = tensor.detach()
     if write and any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)):
         raise errors.bad_argument(
             call, name, "an expanded tensor", "a tensor whose elements do not share memory", "pass a .clone()"
         )
     copy = tensor.resolve_conj().resolve_neg().contiguous()
-    return Place(copy.data_ptr(), copy.numel(), dtype, copy, tensor if write else None)
+    return TensorView(copy.data_ptr(), copy.numel(), dtype, copy, tensor if write else None)
 
 
-def place_list(call: str, name: str, tensors: Any, length: int, device: int, write: bool = False) -> list[Place]:
+def tensor_view_list(
+    call: str, name: str, tensors: Any, length: int, device: int, write: bool = False
+) -> list[TensorView]:
     if not isinstance(tensors, (list, tuple)):
         raise errors.bad_argument(call, name, type(tensors).__name__, f"a list of {length} tensors, one per rank")
     if len(tensors) != length:
         raise errors.bad_argument(call, name, f"a list of {len(tensors)}", f"a list of {length} tensors, one per rank")
-    return [place(call, f"{name}[{i}]", t, device, write) for i, t in enumerate(tensors)]
+    return [tensor_view(call, f"{name}[{i}]", t, device, write) for i, t in enumerate(tensors)]
 
 
-def check_same_dtype(call: str, places: Sequence[Place]) -> DType:
-    dtypes = {p.dtype for p in places}
+def check_same_dtype(call: str, views: Sequence[TensorView]) -> DType:
+    dtypes = {p.dtype for p in views}
     if len(dtypes) > 1:
         labels = ", ".join(sorted(d.label for d in dtypes))
         raise errors.bad_argument(call, "tensors", f"dtypes {labels}", "all of one dtype", "convert them first")
-    return places[0].dtype
+    return views[0].dtype

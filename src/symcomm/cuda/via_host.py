@@ -1,8 +1,8 @@
-"""Small operations of ranks that take turns on one GPU: through host memory.
+"""Small operations of ranks that time-slice one GPU: via host memory.
 
-A kernel, or a copy within the GPU, has to wait until the GPU has switched to its process, which takes 150 us. Copies to
-and from host memory are made by other parts of the GPU, which serve all processes at once; so are a stream's writes
-and waits. An all_reduce of 4 KiB by two ranks on an H200 takes 70 us this way, and 156 us by a kernel.
+A kernel, or a copy within the GPU, has to wait until the GPU switches to its process, which takes 150 us. Copies to
+and from host memory are done by the copy engines, which serve all processes at once; so are a stream's writes and
+waits. An all_reduce of 4 KiB by two ranks on an H200 takes 70 us this way, and 156 us by a kernel.
 
 Staging areas are in the ranks' arenas. What kernels do elsewhere, the CPU does here, in the order of the stream.
 """
@@ -11,22 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from symcomm.cuda.stream_collectives import Meetings, Mover
+from symcomm.cuda.stream_collectives import StreamBarriers, StreamCollectives
 from symcomm.types import DType, RedOpType
 
-__all__ = ["HALF_BYTES", "STAGE_BYTES", "HostMover"]
+__all__ = ["HALF_BYTES", "STAGE_BYTES", "ViaHostCollectives"]
 
 HALF_BYTES = 256 << 10  # the largest operation that goes this way: it takes 136 us then, and kernels 157
 STAGE_BYTES = 3 * HALF_BYTES  # of each rank: two halves that peers read, and what this rank has combined
 
 
-class HostMover(Mover):
+class ViaHostCollectives(StreamCollectives):
     """``stages``: where the ranks' staging areas are in this process; the GPU reads and writes them there."""
 
-    through_host = True
+    via_host = True
 
-    def __init__(self, rank: int, world: int, device: int, meetings: Meetings, stages: Sequence[int]):
-        super().__init__(rank, world, device, meetings)
+    def __init__(self, rank: int, world: int, device: int, barriers: StreamBarriers, stages: Sequence[int]):
+        super().__init__(rank, world, device, barriers)
         self.use_stage(list(stages), HALF_BYTES)
         self._combined = stages[rank] + 2 * HALF_BYTES
 
@@ -41,5 +41,5 @@ class HostMover(Mover):
             for target in targets:
                 self.copy(target, self._combined, count * dtype.itemsize, stream)
 
-    def again(self, dtype: DType, redop: RedOpType, count: int) -> Callable[[int, int], None] | None:
+    def prepare(self, dtype: DType, redop: RedOpType, count: int) -> Callable[[int, int], None] | None:
         return lambda stream, address: self.reduce_one_shot(dtype, redop, address, address, count, stream)

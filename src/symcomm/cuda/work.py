@@ -12,12 +12,12 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.group.work import to_ns
 
-__all__ = ["DeviceWork"]
+__all__ = ["CudaWork"]
 
-LOOK_S = 0.0005
+POLL_S = 0.0005
 
 
-class DeviceWork:
+class CudaWork:
     """What ``async_op=True`` returns. ``wait()`` makes the current stream wait for the result, not the host."""
 
     def __init__(self, group: Any, call: str, result: Sequence[Any], keep: Any):
@@ -31,7 +31,7 @@ class DeviceWork:
         self._event: Any = None  # recorded once everything is in the stream
         self._stream: Any = None
         self._error: BaseException | None = None
-        self._is_right = False
+        self._is_valid = False
         self._lock = threading.Lock()
         self._queued = threading.Event()  # everything is in the stream, or it failed
         self._callbacks: list[Callable[[], None]] = []
@@ -62,8 +62,8 @@ class DeviceWork:
             native.request_wait(self._request, 0 if seconds is None else max(1, int(seconds * 1e9)))
         return self._queued.wait(seconds)
 
-    # What peers have may be overwritten once one of them has failed. So a work is right if the GPU was done with it and
-    # nobody had failed when that was looked at afterwards.
+    # Peers' memory may be overwritten once one of them has failed. So a work is valid if the GPU was done with it and
+    # nobody had failed when that was checked afterwards.
 
     def is_queued(self) -> bool:
         """Whether it is in a stream."""
@@ -75,17 +75,17 @@ class DeviceWork:
 
     def succeed(self) -> None:
         """Nobody had failed when it had passed."""
-        self._is_right = True
+        self._is_valid = True
 
     def fail(self, error: BaseException) -> None:
         """The group failed: what was not known to be right by then has no result."""
-        if self._error is None and not self._is_right:
+        if self._error is None and not self._is_valid:
             self._error = error
 
-    def _judge(self) -> None:
+    def _check_outcome(self) -> None:
         """Called once it has passed."""
-        if not self._is_right and self._error is None:
-            error = self._group.trouble.found()
+        if not self._is_valid and self._error is None:
+            error = self._group.failures.found()
             if error is None:
                 self.succeed()
             else:
@@ -105,14 +105,14 @@ class DeviceWork:
         if not self._await_queued(given):
             raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", given or 0.0)
         self._raise()
-        if not self._is_right:
-            self._group.trouble.look()
+        if not self._is_valid:
+            self._group.failures.raise_if_failed()
         if end is not None:
             while not self._event.query():
                 if time.monotonic() > end:
                     raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", given or 0.0)
-                time.sleep(LOOK_S)
-            self._judge()
+                time.sleep(POLL_S)
+            self._check_outcome()
             self._raise()
         torch.cuda.current_stream(self._group.device).wait_event(self._event)
         self._keep = None
@@ -123,7 +123,7 @@ class DeviceWork:
             return False
         if self._error is not None or self._event is None or self._event.query():
             if self._error is None and self._event is not None:
-                self._judge()
+                self._check_outcome()
             if self.seconds is None:
                 self.seconds = time.monotonic() - self._started
             return True
@@ -140,7 +140,7 @@ class DeviceWork:
         """The host waits until the result is there."""
         self.wait()
         while not self.is_completed():
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         self._raise()
 
     def result(self) -> list[Any]:
@@ -153,7 +153,7 @@ class DeviceWork:
         def attend() -> None:
             self._await_queued(None)
             while not self.is_completed():
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
             callback()
 
         if self.is_completed():

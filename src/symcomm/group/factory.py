@@ -32,10 +32,10 @@ def make_group(
 ) -> Any:
     """A group of ``size`` ranks that reach each other through ``exchange``; all of them call this at once.
 
-    A ProcessGroup, or a HostsGroup with the same methods. ``engine`` names what carries data between hosts."""
+    A ProcessGroup, or a HierarchicalGroup with the same methods. ``engine`` names what carries data between hosts."""
     try:
         return ProcessGroup(rank, size, exchange, name, timeout, limits, global_ranks)
     except SeveralHostsError as found:
         hosts = found.hosts
-    make: Any = importlib.import_module(ACROSS_HOSTS).HostsGroup
+    make: Any = importlib.import_module(ACROSS_HOSTS).HierarchicalGroup
     return make(rank, size, exchange, hosts, name, timeout, limits, global_ranks, engine)

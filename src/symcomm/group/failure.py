@@ -20,7 +20,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.plan import Collective
 from symcomm.collectives.select import ON_DEVICE, elements_of
-from symcomm.errors import words_for_exit, words_for_ranks, words_for_seconds
+from symcomm.errors import format_exit, format_ranks, format_seconds
 from symcomm.types import DType, RedOpType
 
 __all__ = ["Site", "Status", "call_site", "check_living", "explain", "explain_peer"]
@@ -64,7 +64,7 @@ def call_site(depth: int = 1) -> Site:
     return "?", 0
 
 
-def words_for_site(site: Site) -> str:
+def format_site(site: Site) -> str:
     name, line = site
     with contextlib.suppress(OSError):  # the working directory may be gone
         near = os.path.relpath(name)
@@ -112,9 +112,9 @@ def how_it_ended(pid: int) -> str:
         except OSError:
             return "died"
         if fields[0] in "ZX":
-            return words_for_exit(os.waitstatus_to_exitcode(int(fields[-1])))
+            return format_exit(os.waitstatus_to_exitcode(int(fields[-1])))
         if dumps_core(pid):  # which may take long; the signal is known already
-            return f"{words_for_exit(-(int(fields[-1]) & 0x7F))} (it still writes a core dump)"
+            return f"{format_exit(-(int(fields[-1]) & 0x7F))} (it still writes a core dump)"
         if time.monotonic() > deadline:
             return "died"
         time.sleep(0.001)
@@ -129,7 +129,7 @@ def dumps_core(pid: int) -> bool:
 
 def explain(group: Any, status: int, call: str, at: Site, seconds: float | None) -> errors.SymcommError:
     """The exception for a failed operation of ``group`` (a ProcessGroup). ``seconds`` None: that of the last one."""
-    site = words_for_site(at)
+    site = format_site(at)
     report = native.group_report(group._handle)
     if seconds is None:
         seconds = report["running"]
@@ -195,7 +195,7 @@ def check_living(group: Any, ranks: Collection[int], what: str) -> None:
     left = [r["rank"] for r in report if not r["gone"]]
     raise errors.RankFailedError(
         f"{what} failed on rank {group.rank} of group {group.name!r}: {'; '.join(parts)}. "
-        f"Survivors: {words_for_ranks(left)}. Call group.shrink() to go on without it.",
+        f"Survivors: {format_ranks(left)}. Call group.shrink() to go on without it.",
         list(gone),
     )
 
@@ -232,7 +232,7 @@ def _mismatch(group: Any, what: str, report: dict[str, Any], text: str, site: st
             side = "nothing yet"
         sides.setdefault(side, []).append(rank)
     listed = "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {words_for_ranks(ranks)} called {side}" for side, ranks in sides.items()
+        f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} called {side}" for side, ranks in sides.items()
     )
     return errors.CollectiveMismatchError(
         f"{what}: the ranks did not make the same call: {listed}. Make every rank call the same collectives, "
@@ -267,8 +267,8 @@ def _rank_gone(group: Any, what: str, report: dict[str, Any], seconds: float) ->
         parts.append(f"rank {rank} (pid {pid}) {how} {_last_seen(seen, report['seq'])}")
     left = [r for r in range(group.size) if r not in gone]
     return errors.RankFailedError(
-        f"{what} failed on rank {group.rank} after {words_for_seconds(seconds)}: {'; '.join(parts)}. "
-        f"Survivors: {words_for_ranks(left)}. Call group.shrink() to go on without it.",
+        f"{what} failed on rank {group.rank} after {format_seconds(seconds)}: {'; '.join(parts)}. "
+        f"Survivors: {format_ranks(left)}. Call group.shrink() to go on without it.",
         gone,
     )
 
@@ -281,13 +281,13 @@ def _timed_out(group: Any, what: str, report: dict[str, Any], seconds: float) ->
         missing = [r["rank"] for r in absent]
         last = "; ".join(f"rank {r['rank']} was last seen {_last_seen(r, seq)}{_awaits(r)}" for r in absent[:4])
         arrived = [r["rank"] for r in ranks if r["seq"] >= seq]
-        story = f"did not come: {words_for_ranks(missing)}; arrived: {words_for_ranks(arrived)}; {last}"
+        story = f"did not come: {format_ranks(missing)}; arrived: {format_ranks(arrived)}; {last}"
     else:
         missing = [report["culprit"]]
         story = f"all arrived, but rank {report['culprit']} does not go on (stopped, or starved of a core?)"
     who = "" if origin == group.rank else f" (rank {origin}'s deadline)"
     return errors.DeadlineError(
-        f"{what} timed out on rank {group.rank} after {words_for_seconds(seconds)}{who}: {story}. "
+        f"{what} timed out on rank {group.rank} after {format_seconds(seconds)}{who}: {story}. "
         "Look at what the missing ranks do, or give a longer timeout to the call.",
         missing,
     )

@@ -11,11 +11,11 @@ from typing import Any
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.errors import words_for_seconds
+from symcomm.errors import format_seconds
 from symcomm.group.buffers import Buffer, read_buffer, write_buffer
 from symcomm.group.chains import Continuation, continued
 from symcomm.group.failure import Site, Status, call_site, explain
-from symcomm.group.standoff import ANY_SOURCE, words_for_message, words_for_standoff
+from symcomm.group.standoff import ANY_SOURCE, format_message, format_standoff
 from symcomm.group.work import Timeout, no_thread, to_ns
 from symcomm.types import DType
 
@@ -93,7 +93,7 @@ class MessageWork(AnyMessageWork):
 
     @property
     def _what(self) -> str:
-        return words_for_message(self._message.is_send, self._message.peer, self._message.tag)
+        return format_message(self._message.is_send, self._message.peer, self._message.tag)
 
     def _settle(self, outcome: tuple[int, int, int, int]) -> None:
         self._outcome = outcome
@@ -124,9 +124,9 @@ class MessageWork(AnyMessageWork):
             self._settle(outcome)
             return
         self._outcome = outcome
-        why = words_for_standoff(self._group, self._message.peer)
+        why = format_standoff(self._group, self._message.peer)
         self._error = errors.DeadlineError(
-            f"{self._what} on group {self._group.name!r} timed out after {words_for_seconds(given_ns / 1e9)}: "
+            f"{self._what} on group {self._group.name!r} timed out after {format_seconds(given_ns / 1e9)}: "
             f"the other side did not come{f': {why}' if why else ''}. The group can still be used.",
             [] if self._message.peer == ANY_SOURCE else [self._message.peer],
         )

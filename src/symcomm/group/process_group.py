@@ -25,7 +25,7 @@ from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
 from symcomm.group.ephemeral import EphemeralTimeouts
 from symcomm.group.failure import Site, Status, call_site, check_living
-from symcomm.group.inline_async import looks_for_others
+from symcomm.group.inline_async import inline_polls
 from symcomm.group.local import LocalExecution
 from symcomm.group.monitored_barrier import MonitoredBarrier
 from symcomm.group.object_calls import ObjectCalls
@@ -33,23 +33,23 @@ from symcomm.group.p2p import MessageWork
 from symcomm.group.work import Timeout, Watcher, Work, to_ns
 from symcomm.memory.arena import Arena, Peer, current_arena
 from symcomm.memory.numa import current_node
-from symcomm.memory.share import Exchange, NotMade, SeveralHostsError, connect
+from symcomm.memory.share import Exchange, GroupNotBuilt, SeveralHostsError, connect
 
 if TYPE_CHECKING:
-    from symcomm.group.grow import Meeting
+    from symcomm.group.grow import JoinQueue
     from symcomm.store.lease import Lease
 
 __all__ = ["DEFAULT_TIMEOUT", "ProcessGroup"]
 
 DEFAULT_TIMEOUT = 1800.0  # seconds, as in PyTorch
-FAREWELL = 5.0  # seconds for the others to leave before the rank that serves their store does
+LEAVE_WAIT = 5.0  # seconds for the others to leave before the rank that serves their store does
 WINDOWS = "symcomm.windows"  # a layer above: loaded by name when it is asked for
 
-# How often a waiting rank looks first (about 10 us). If it has a core of its own it then goes on looking, for longer
-# than a peer stays away whose core somebody else uses for a time slice; with more ranks than cores it offers its core.
-# Then it sleeps, which costs two context switches (about 10 us). See _core/backoff.h.
-SPIN_LOOKS = 4000
-LOOK_NS = 5_000_000
+# How often a waiting rank polls first (about 10 us). If it has a core of its own it then goes on spinning, for longer
+# than a peer is away whose core is taken for a time slice; with more ranks than cores it yields. Then it sleeps, which
+# costs two context switches (about 10 us). See _core/backoff.h.
+SPIN_COUNT = 4000
+SPIN_NS = 5_000_000
 YIELD_NS = 100_000
 FIRST_STAGE = 16 << 10  # bytes of a staging half that the first call that stages anything reserves; then it doubles
 
@@ -93,13 +93,13 @@ def _retire(handle: Any, arena: Arena, offset: int, exposed: dict[int, Any]) -> 
     native.group_leave(handle)
     _retired.append((handle, arena, offset, exposed))
     _last_leaving = next(_leavings)
-    give_back()
+    free_retired()
 
 
-def give_back() -> None:
-    """Free the memory of groups that everybody has left. No lock: the garbage collector may call this within itself.
+def free_retired() -> None:
+    """Free the memory of groups that all ranks have left. No lock: the garbage collector may call this within itself.
 
-    Whoever left while we had a group in hand did not find it: then we look again."""
+    A thread that retires a group while we hold another did not find that one: then we look again."""
     seen = 0
     while seen != _last_leaving:
         seen = _last_leaving
@@ -124,7 +124,7 @@ def await_departures_from(handle: Any, seconds: float) -> None:
     end = time.monotonic() + seconds
     while any(left is handle for left, *_ in list(_retired)) and time.monotonic() < end:
         time.sleep(0.001)
-        give_back()
+        free_retired()
 
 
 def leave_groups_of(arena: Arena) -> None:
@@ -144,13 +144,13 @@ class ProcessGroup(EphemeralTimeouts, LocalExecution, MonitoredBarrier, ObjectCa
     """Made by ``symcomm.init()``, ``join()``, ``new_group()``, ``split()``, ``shrink()`` or ``grow()``."""
 
     spans_hosts = False  # see symcomm.hierarchical
-    _look_ns, _yield_ns = LOOK_NS, YIELD_NS
+    _spin_ns, _yield_ns = SPIN_NS, YIELD_NS
     _operations = 0  # that count as done when a group is made; the same on all ranks
 
     # Defaults live here: Python reads the attributes of objects that have more than thirty of their own more slowly.
     store: Any = None  # where the ranks met, and where newcomers find them
     lease: Lease | None = None  # on that store, if it ends with its groups
-    _meeting: Meeting | None = None
+    _join_queue: JoinQueue | None = None
     _children = 0  # groups made from this one
     _barriers = 0
 
@@ -185,14 +185,14 @@ class ProcessGroup(EphemeralTimeouts, LocalExecution, MonitoredBarrier, ObjectCa
         self._before_leaving: list[Callable[[], None]] = []  # what destroy() has to finish first
         self.exposed: dict[int, Any] = {}  # memory that peers may write to, by window
         self.newcomers: list[int] = []  # the ranks that came in when grow() made this group
-        self._family = name  # what newcomers call it, through all its shrinking and growing
+        self._base_name = name  # the name that newcomers join, unchanged by shrink and grow
         self._arena: Arena = current_arena()
         self._build(exchange, peers, tune=limits is None)
         registry.add(self)
         hooks.made(self)
 
     def _build(self, exchange: Exchange, peers: Sequence[Peer] | None, tune: bool) -> None:
-        give_back()
+        free_retired()
         stage, channels, total = _layout(self.size, self._limits)
         spares = self._arena.spares.setdefault((total, *self.global_ranks), [])
         self._offset = spares.pop() if spares else self._arena.allocate_sparse(total, touched=stage)
@@ -204,8 +204,8 @@ class ProcessGroup(EphemeralTimeouts, LocalExecution, MonitoredBarrier, ObjectCa
             channel = self._arena.base + self._offset + channels + r * native.CHANNEL_BYTES
             native.poke(channel, bytes(native.CHANNEL_HEAD_BYTES))
         try:
-            everyone = self._introduce(exchange, peers, total)
-        except (NotMade, SeveralHostsError):
+            everyone = self._exchange_facts(exchange, peers, total)
+        except (GroupNotBuilt, SeveralHostsError):
             self._arena.free(self._offset)
             raise
         except BaseException:
@@ -219,7 +219,7 @@ class ProcessGroup(EphemeralTimeouts, LocalExecution, MonitoredBarrier, ObjectCa
         self._limits = self._limits.on_nodes([f["node"] for f in everyone])
         starts = [peer.base + f["offset"] for peer, f in zip(self._peers, everyone, strict=True)]
         own_process = sum(p.pid == os.getpid() for p in self._peers) == 1
-        self._looks = looks_for_others(self.size, own_process)
+        self._inline_polls = inline_polls(self.size, own_process)
         self._handle = native.make_group(
             self.rank, self.size,
             tuple(starts),
@@ -228,7 +228,7 @@ class ProcessGroup(EphemeralTimeouts, LocalExecution, MonitoredBarrier, ObjectCa
             tuple([p.life for p in self._peers]),
             tuple([s + channels for s in starts]),
             self._arena.flight.address, self._arena.flight.add_group(self.name, self.rank, self.global_ranks),
-            own_process, SPIN_LOOKS, self._look_ns, self._yield_ns, self._operations,
+            own_process, SPIN_COUNT, self._spin_ns, self._yield_ns, self._operations,
         )  # fmt: skip
         self._run_cached = functools.partial(native.again, self._handle)
         _living.add(self)
@@ -243,8 +243,8 @@ class ProcessGroup(EphemeralTimeouts, LocalExecution, MonitoredBarrier, ObjectCa
             self._arena.free(self._offset)
             raise
 
-    def _introduce(self, exchange: Exchange, peers: Sequence[Peer] | None, total: int) -> list[dict[str, Any]]:
-        """Learn where the others' parts of the group lie, mapping their arenas where ``peers`` are not given."""
+    def _exchange_facts(self, exchange: Exchange, peers: Sequence[Peer] | None, total: int) -> list[dict[str, Any]]:
+        """Exchange where each rank's part of the group lies, mapping their arenas where ``peers`` are not given."""
         cores = sum(1 << core for core in os.sched_getaffinity(0))
         node = current_node()
         self._arena.move_to(node)  # this rank may have been bound since
@@ -329,7 +329,7 @@ class ProcessGroup(EphemeralTimeouts, LocalExecution, MonitoredBarrier, ObjectCa
     def _failed(
         self, status: int, call: str, site: Site, seconds: float | None, explain: Callable[..., Any]
     ) -> errors.SymcommError:
-        """The exception to raise for a failed operation. The first one tells the story, later ones refer to it."""
+        """The exception for a failed operation. The first one has the full description, later ones refer to it."""
         if status & 0xFF == Status.NESTED:
             return errors.CallerError(
                 f"{call} on group {self.name!r}: called by a signal handler (or a finalizer) while its thread waits "
@@ -387,7 +387,7 @@ class ProcessGroup(EphemeralTimeouts, LocalExecution, MonitoredBarrier, ObjectCa
             self.lease.release()
         self.store = self.lease = None
 
-    def await_departures(self, seconds: float = FAREWELL) -> None:
+    def await_departures(self, seconds: float = LEAVE_WAIT) -> None:
         """Give the others time to leave the group, too: what this process serves ends when it has."""
         end, others = time.monotonic() + seconds, self._seen_leaving()
         while not others <= set(self._gone()) and time.monotonic() < end:
@@ -415,14 +415,14 @@ class ProcessGroup(EphemeralTimeouts, LocalExecution, MonitoredBarrier, ObjectCa
         self._retire()
         self._pending = []
 
-    def _may_run_here(self) -> bool:
-        """Whether an asynchronous call may run in this thread: nothing waits before it, and all others are there."""
+    def _may_run_inline(self) -> bool:
+        """Whether an asynchronous call may run inline: nothing is queued before it, and all others have arrived."""
         last = self._pending[-1:]
         return (
-            self._looks > 0
+            self._inline_polls > 0
             and self._failure is None
             and (not last or last[0]._settled)  # they end in order
-            and native.group_announce(self._handle, self._looks)
+            and native.group_announce(self._handle, self._inline_polls)
         )
 
     def new_window(self, tensor: Any = None) -> Any:
@@ -505,7 +505,7 @@ class ProcessGroup(EphemeralTimeouts, LocalExecution, MonitoredBarrier, ObjectCa
 
     def inherit(self, older: ProcessGroup) -> None:
         """Take the place of a group that this one was made from: newcomers find it where they would have found that."""
-        self.store, self._family = older.store, older._family
+        self.store, self._base_name = older.store, older._base_name
         self.lease = older.lease.share() if older.lease is not None else None
 
     def _gone(self) -> list[int]:

@@ -24,11 +24,11 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 from symcomm import errors
-from symcomm.errors import words_for_exit
+from symcomm.errors import format_exit
 from symcomm.group import hooks
 from symcomm.group.default import join_ranks, set_default
 from symcomm.group.factory import make_group
-from symcomm.group.process_group import ProcessGroup, give_back, leave_groups_of
+from symcomm.group.process_group import ProcessGroup, free_retired, leave_groups_of
 from symcomm.group.work import Timeout, no_thread
 from symcomm.memory.arena import Arena, use_arena
 from symcomm.memory.share import pretend_host
@@ -136,7 +136,7 @@ def _spawn_threads(
     for thread in threads:
         thread.join(None if end is None else max(0.0, end - time.monotonic()))
     stuck = [r for r, thread in enumerate(threads) if thread.is_alive()]
-    give_back()
+    free_retired()
     if failures:
         raise _first_cause(failures)
     if stuck:
@@ -310,4 +310,4 @@ def _outcome(process: Any, conn: Any, rank: int) -> tuple[bool, Any]:
     except EOFError:
         process.join(5)
         why = "; what it printed says why" if process.exitcode == 1 else ""
-        return False, errors.RankFailedError(f"rank {rank} {words_for_exit(process.exitcode or 0)}{why}.", [rank])
+        return False, errors.RankFailedError(f"rank {rank} {format_exit(process.exitcode or 0)}{why}.", [rank])

@@ -1,21 +1,22 @@
 """Groups whose ranks are on several hosts.
 
-topology.py     which ranks share a host, and who of one host answers to whom of another
-group.py        HostsGroup: how one comes to be, ends, splits and shrinks
-calls.py        its collectives: tensors in, checked, handed to
-pipelined.py    what happens to them: symmetric memory on each host, the engine between hosts, in chunks
-operation.py    one collective on its way: its deadline, its meeting, its steps
+topology.py     which ranks share a host, and which ranks of different hosts talk to each other
+group.py        HierarchicalGroup: how it is built, ends, splits and shrinks
+calls.py        its collectives: check the tensors, then run one of
+eager.py        small tensors: data travels with the arrival messages of the hosts' leaders
+pipelined.py    large tensors: symmetric memory on each host, the engine between hosts, in chunks
+operation.py    one collective in progress: its deadline, synchronization and steps
 p2p.py          point-to-point
 work.py         asynchronous operations
-scratch.py      memory that operations borrow
-engines/base.py what carries bytes between hosts, and the choice of one; torch_engine.py, mpi_engine.py beside it
-control_channel.py small messages between ranks, and who of them is gone
-listener.py     where an office listens, and those who have not proved yet that they belong to the job
-session.py      how both sides of a connection prove who they are, and sign what they send
-connection.py   a connection: frames; leader_links.py: the connections by which a group's hosts meet
-frames.py       what ranks may tell each other, field by field
-failure.py      what went wrong, in words, the same on every rank
-agreement.py    how ranks on several hosts agree without a store: survivors, members of a new group
+scratch.py      scratch buffers for operations
+engines/base.py the transport between hosts, and the choice of one; torch_engine.py, mpi_engine.py beside it
+control_channel.py small control messages between ranks, and peer liveness
+listener.py     accepts connections to a control channel, until the peer has authenticated
+session.py      authentication handshake and frame MACs of a connection
+connection.py   a framed, authenticated connection; leader_links.py: the links between a group's leaders
+frames.py       the schema of control messages, checked field by field
+failure.py      one description of a failure, the same on every rank
+agreement.py    Paxos among ranks of several hosts: who survives, who is in a new group
 
-A HostsGroup is a ProcessGroup on each host, an engine between them, and an office at every rank.
+A HierarchicalGroup is a ProcessGroup on each host, an engine between them, and a control channel on every rank.
 """

@@ -1,13 +1,13 @@
-"""Small messages between ranks of different hosts, and the news of who is gone.
+"""Small control messages between ranks of different hosts, and peer liveness.
 
-Every rank has one office: a listening socket, a thread, and a connection to each rank it has spoken to. It carries what
-groups have to say to each other (envelopes of messages, failures), and of their data only what is put into windows,
-which nobody at the target waits for. A process that dies closes its connections, which the others read at once; a host
-that vanishes is noticed by the kernel's keep-alive probes, which a stopped or busy process still answers.
+Every rank has one control channel: a listening socket, a thread, and a connection to each rank it has talked to. It
+carries the control messages of groups (message envelopes, failures) and no data, except puts into windows, which nobody
+at the target waits for. When a process dies, the kernel closes its connections, and its peers notice at once; a host
+that vanishes is noticed by TCP keep-alive probes, which a stopped or busy process still answers.
 
-Whoever connects has to prove that it is a rank of the job (session.py); until then it is a stranger (door.py). Where
-its greeting names a group, the connection is that group's own from then on (lines.py). Nothing that comes over a
-connection can do more than end it.
+A peer that connects must prove that it is a rank of the job (session.py); until then it is a stranger (listener.py).
+Where its greeting names a group, the connection belongs to that group from then on (leader_links.py). Nothing received
+over a connection can do more than end it.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from symcomm import errors
-from symcomm.hierarchical.connection import Broken, Link, Refused
-from symcomm.hierarchical.listener import Complaints, Door
+from symcomm.hierarchical.connection import ConnectionClosed, FramedConnection, ProtocolViolation
+from symcomm.hierarchical.listener import Listener, RefusalLog
 from symcomm.hierarchical.session import Callee, Caller, job_secret
 from symcomm.memory.arena import Arena
 from symcomm.store.address import LOOPBACK
 
-__all__ = ["Card", "Office", "check_tokens", "host_patience", "office_in", "office_of"]
+__all__ = ["Endpoint", "ControlChannel", "check_tokens", "host_timeout", "endpoint_in", "channel_of"]
 
 log = logging.getLogger("symcomm.hosts")
 
-EARLY_FRAMES = 100_000  # kept for groups that are not made here yet
+EARLY_FRAMES = 100_000  # buffered for groups that this rank has not built yet
 EARLY_BYTES = 256 << 20
-PAST_GROUPS = 1000  # remembered, so that nothing is kept for them
-DEFAULT_PATIENCE = 5.0
+PAST_GROUPS = 1000  # remembered, so that nothing is buffered for them
+DEFAULT_HOST_TIMEOUT = 5.0
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN)
 
 
-def host_patience() -> float:
+def host_timeout() -> float:
     """Seconds of silence after which a host counts as gone (SYMCOMM_HOST_TIMEOUT)."""
     said = os.environ.get("SYMCOMM_HOST_TIMEOUT", "")
     try:
-        seconds = float(said) if said else DEFAULT_PATIENCE
+        seconds = float(said) if said else DEFAULT_HOST_TIMEOUT
     except ValueError:
         seconds = 0.0
     if seconds < 1:
@@ -58,8 +58,8 @@ def host_patience() -> float:
     return seconds
 
 
-class Card(NamedTuple):
-    """Where an office is. ``secret``: what its callers have to know; empty where that is the job's token."""
+class Endpoint(NamedTuple):
+    """Where a control channel listens. ``secret``: what callers must know; empty where that is the job's token."""
 
     nonce: str
     address: str
@@ -67,193 +67,193 @@ class Card(NamedTuple):
     secret: str
 
 
-def check_tokens(cards: Sequence[dict[str, Any]]) -> None:
+def check_tokens(infos: Sequence[dict[str, Any]]) -> None:
     """All ranks have the job's token, or none has."""
-    without = [r for r, card in enumerate(cards) if not card["has_token"]]
-    if without and len(without) < len(cards):
+    without = [r for r, info in enumerate(infos) if not info["has_token"]]
+    if without and len(without) < len(infos):
         raise errors.CollectiveMismatchError(
-            f"groups across hosts: SYMCOMM_TOKEN is not set on rank {errors.words_for_ranks(without)}, and on the "
+            f"groups across hosts: SYMCOMM_TOKEN is not set on rank {errors.format_ranks(without)}, and on the "
             "others it is; set the same one on all hosts."
         )
 
 
-def office_in(card: dict[str, Any], across: bool) -> Card:
-    """A rank's office, as its card says. What its callers have to know does not stay there."""
-    nonce, address, port, secret = card["office"]
-    card["office"] = ""
-    return Card(nonce, address, port, secret) if across else Card(nonce, LOOPBACK, card["loopback"], secret)
+def endpoint_in(info: dict[str, Any], across: bool) -> Endpoint:
+    """A rank's endpoint, taken out of what it sent at bootstrap, together with the secret."""
+    nonce, address, port, secret = info["control"]
+    info["control"] = ""
+    return Endpoint(nonce, address, port, secret) if across else Endpoint(nonce, LOOPBACK, info["loopback"], secret)
 
 
 class Member(Protocol):
-    """A group, as its rank's office knows it. All are called in the office's thread and must not block."""
+    """A group, as the control channel sees it. Its methods run in the channel's thread and must not block."""
 
     def on_message(self, sender: str, header: dict[str, Any], payload: bytes | bytearray) -> None: ...
 
-    def on_line(self, sender: str, line: Link) -> None: ...
+    def on_leader_link(self, sender: str, conn: FramedConnection) -> None: ...
 
     def on_lost(self, nonce: str) -> None: ...
 
 
-_offices: weakref.WeakValueDictionary[bytes, Office] = weakref.WeakValueDictionary()
-_offices_lock = threading.Lock()
+_channels: weakref.WeakValueDictionary[bytes, ControlChannel] = weakref.WeakValueDictionary()
+_channels_lock = threading.Lock()
 
 
 def _after_fork_in_child() -> None:
-    """A child must not keep connections open after its parent is gone, whose end they are to tell."""
-    for office in list(_offices.values()):
-        office.closed = True
-        office.close_sockets()
+    """A forked child must close its copies: peers detect the parent's death by the end of its connections."""
+    for channel in list(_channels.values()):
+        channel.closed = True
+        channel.close_sockets()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def office_of(arena: Arena, key: str, member: Member) -> Office:
-    """The one office of the rank that owns ``arena``, joined; it lives as long as a group has joined it."""
-    with _offices_lock:
-        office = _offices.get(arena.nonce)
-        if office is None or office.pid != os.getpid() or not office.join(key, member):
-            # A name of its own: those that lost the rank's last office must not take this one for lost as well.
-            office = _offices[arena.nonce] = Office(f"{arena.nonce.hex()}.{secrets.token_hex(4)}")
-            office.join(key, member)
-        return office
+def channel_of(arena: Arena, key: str, member: Member) -> ControlChannel:
+    """The one control channel of the rank that owns ``arena``, joined; it lives as long as a group has joined it."""
+    with _channels_lock:
+        channel = _channels.get(arena.nonce)
+        if channel is None or channel.pid != os.getpid() or not channel.join(key, member):
+            # A new name: peers that lost the rank's previous channel must not take this one for lost as well.
+            channel = _channels[arena.nonce] = ControlChannel(f"{arena.nonce.hex()}.{secrets.token_hex(4)}")
+            channel.join(key, member)
+        return channel
 
 
 @atexit.register
 def _close_all() -> None:
-    """A thread must not be at work when the interpreter ends: inside the engine, that would take the process down."""
-    for office in list(_offices.values()):
-        if office.pid == os.getpid():
-            office.close()
+    """A thread inside the engine when the interpreter exits would crash the process."""
+    for channel in list(_channels.values()):
+        if channel.pid == os.getpid():
+            channel.close()
 
 
-class Office:
+class ControlChannel:
     def __init__(self, nonce: str):
         self.nonce = nonce
         self.pid = os.getpid()
         self._job = job_secret()
         self._secret = "" if self._job else secrets.token_hex(32)
         self.closed = False
-        self._deserted = False  # the last group has left: nobody may join any more
-        self._patience = host_patience()
-        self._watched = select.epoll()
-        self.complaints = Complaints()
-        self._unforeseen = 0  # errors that nobody should be able to cause
-        self.door = Door(self._watched, self._callee, self.complaints)
-        self._alarm, self._ring = socket.socketpair()
-        self._links: dict[str, Link] = {}
-        self._by_fd: dict[int, Link] = {}
+        self._closing = False  # the last group has left: nobody may join any more
+        self._host_timeout = host_timeout()
+        self._epoll = select.epoll()
+        self.refusals = RefusalLog()
+        self._internal_errors = 0  # errors that nobody should be able to cause
+        self.listener = Listener(self._epoll, self._callee, self.refusals)
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._by_peer: dict[str, FramedConnection] = {}
+        self._by_fd: dict[int, FramedConnection] = {}
         self._lost: set[str] = set()
         self._banned: set[str] = set()  # for what they sent
         self._members: dict[str, weakref.ref[Any]] = {}  # a group that was forgotten goes away
         self._early: dict[str, list[tuple[str, dict[str, Any], bytes | bytearray]]] = {}
         self._early_frames = self._early_bytes = 0
-        self._past: dict[str, None] = {}  # groups that were left, whose messages come too late
-        self._farewells: deque[tuple[str, str]] = deque()  # (to whom, from which group)
+        self._left_groups: dict[str, None] = {}  # groups that were left, whose messages come too late
+        self._unsent_byes: deque[tuple[str, str]] = deque()  # (to whom, from which group)
         self._lock = threading.RLock()
-        self._watched.register(self._alarm, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._serve, name="symcomm-office", daemon=True)
+        self._epoll.register(self._wake_receiver, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._serve, name="symcomm-control", daemon=True)
         self._thread.start()
 
-    def card(self, address: str) -> Card:
-        """For others to call; listens at ``address`` from now on. To be followed by ``settle``."""
+    def open_endpoint(self, address: str) -> Endpoint:
+        """Listen at ``address`` from now on, for others to connect. Must be followed by ``settle``."""
         with self._lock:
-            return Card(self.nonce, address, self.door.open(address), self._secret)
+            return Endpoint(self.nonce, address, self.listener.listen(address), self._secret)
 
     def settle(self, address: str, needed: bool) -> None:
-        """Whether somebody will call there."""
-        with self._lock, contextlib.suppress(OSError, ValueError):  # the office was closed
-            self.door.settle(address, needed)
+        """Whether anybody will connect there."""
+        with self._lock, contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            self.listener.settle(address, needed)
 
     @property
     def has_token(self) -> bool:
-        """Whether it is the job's token that callers have to know."""
+        """Whether callers authenticate with the job's token."""
         return self._job is not None
 
     def _callee(self) -> Callee:
         return Callee(self._job or self._secret.encode(), self.nonce)
 
     def stats(self) -> dict[str, Any]:
-        """Connections, strangers among them, those that were refused, and errors that nobody should have caused."""
+        """Open connections, unauthenticated ones among them, refused ones, and internal errors."""
         return {
-            "connections": len(self._by_fd), "strangers": len(self.door.strangers), "pauses": self.door.pauses,
-            "refused": self.complaints.refused, "reasons": list(self.complaints.reasons),
-            "unforeseen": self._unforeseen,
+            "connections": len(self._by_fd), "strangers": len(self.listener.strangers), "pauses": self.listener.pauses,
+            "refused": self.refusals.refused, "reasons": list(self.refusals.reasons),
+            "unforeseen": self._internal_errors,
         }  # fmt: skip
 
     # --- groups -----------------------------------------------------------------------------------------------
 
     def join(self, key: str, member: Member) -> bool:
-        """From now on ``member`` gets the messages that carry ``key``, those that came early first.
+        """Deliver messages for ``key`` to ``member`` from now on, beginning with those that came early.
 
-        False: this office is about to close."""
+        False: the channel is about to close."""
         refused: list[tuple[str, str]] = []
         with self._lock:
-            if self.closed or self._deserted:
+            if self.closed or self._closing:
                 return False
             for sender, header, payload in self._early.pop(key, []):
                 self._early_frames, self._early_bytes = self._early_frames - 1, self._early_bytes - len(payload)
                 try:
                     member.on_message(sender, header, payload)
-                except Refused as error:
+                except ProtocolViolation as error:
                     refused.append((sender, str(error)))
             self._members[key] = weakref.ref(member)
         for sender, why in refused:
-            if (link := self._links.get(sender)) is not None:
-                self._refuse(link, why)
+            if (conn := self._by_peer.get(sender)) is not None:
+                self._refuse(conn, why)
         return True
 
     def leave(self, key: str, peers: Iterable[str] = ()) -> None:
-        """The last group to leave closes the office. ``peers`` are told, by the office's thread: the garbage collector
-        may call this while this one sends something else."""
-        self._farewells.extend((nonce, key) for nonce in peers)
-        if self._farewells:
+        """The last group to leave closes the channel. ``peers`` are told by the channel's thread: the garbage collector
+        may call this while this thread is sending."""
+        self._unsent_byes.extend((nonce, key) for nonce in peers)
+        if self._unsent_byes:
             self._wake()
         with self._lock:
             self._members.pop(key, None)
-            self._past[key] = None
-            if len(self._past) > PAST_GROUPS:
-                del self._past[next(iter(self._past))]
-            last = self._deserted = not self._members
+            self._left_groups[key] = None
+            if len(self._left_groups) > PAST_GROUPS:
+                del self._left_groups[next(iter(self._left_groups))]
+            last = self._closing = not self._members
         if last:
             self.close()
 
     # --- sending ----------------------------------------------------------------------------------------------
 
-    def send(self, to: Card, header: dict[str, Any], payload: bytes = b"", timeout: float = 10.0) -> bool:
-        """Hand a message to ``to``'s connection, which is made if need be. False: that rank cannot be reached."""
-        link = self._links.get(to.nonce)
-        if link is None:
+    def send(self, to: Endpoint, header: dict[str, Any], payload: bytes = b"", timeout: float = 10.0) -> bool:
+        """Queue a message for ``to``, connecting first if needed. False: that rank cannot be reached."""
+        conn = self._by_peer.get(to.nonce)
+        if conn is None:
             if to.nonce in self._lost:
                 return False
-            link = self._connect(to, timeout)
-        return link is not None and self._push(link, header, payload)
+            conn = self._connect(to, timeout)
+        return conn is not None and self._push(conn, header, payload)
 
-    def knows(self, nonce: str) -> bool:
+    def is_connected(self, nonce: str) -> bool:
         """Whether there is a connection to that rank."""
-        return nonce in self._links
+        return nonce in self._by_peer
 
     def is_lost(self, nonce: str) -> bool:
         return nonce in self._lost
 
     def backlog(self, nonce: str) -> int:
-        """Bytes that wait for a slow receiver."""
-        link = self._links.get(nonce)
-        return link.backlog if link is not None else 0
+        """Bytes queued for a slow receiver."""
+        conn = self._by_peer.get(nonce)
+        return conn.backlog if conn is not None else 0
 
-    def call(self, to: Card, key: str, timeout: float = 10.0) -> Link | None:
-        """A line to ``to``'s group of that name, which this office does not look after. None: it cannot be reached."""
-        return None if to.nonce in self._lost else self._greet(to, timeout, key)
+    def dial(self, to: Endpoint, key: str, timeout: float = 10.0) -> FramedConnection | None:
+        """A connection to ``to``'s group of that name, owned by the caller. None: it cannot be reached."""
+        return None if to.nonce in self._lost else self._dial(to, timeout, key)
 
-    def _greet(self, to: Card, timeout: float, line: str | None = None) -> Link | None:
+    def _dial(self, to: Endpoint, timeout: float, group: str | None = None) -> FramedConnection | None:
         sock = self._open(to, time.monotonic() + timeout)
         if sock is None:
             return None
         self._prepare(sock)
-        return Link(sock, to.nonce, Caller(self._job or to.secret.encode(), self.nonce, to.nonce, line))
+        return FramedConnection(sock, to.nonce, Caller(self._job or to.secret.encode(), self.nonce, to.nonce, group))
 
-    def _open(self, to: Card, deadline: float) -> socket.socket | None:
-        """A socket that is connected to ``to``. What this process lacks is not that rank's fault, and may pass."""
+    def _open(self, to: Endpoint, deadline: float) -> socket.socket | None:
+        """A socket connected to ``to``. A shortage in this process is not that rank's fault, and may pass."""
         while True:
             try:
                 return socket.create_connection((to.address, to.port), max(0.001, deadline - time.monotonic()))
@@ -272,16 +272,16 @@ class Office:
                 return None
             time.sleep(0.01)
 
-    def _connect(self, to: Card, timeout: float) -> Link | None:
-        link = self._greet(to, timeout)
-        if link is None:
+    def _connect(self, to: Endpoint, timeout: float) -> FramedConnection | None:
+        conn = self._dial(to, timeout)
+        if conn is None:
             return None
         with self._lock:
             if self.closed:
-                link.close()
+                conn.close()
                 return None
-            known = self._links.setdefault(to.nonce, link)
-            self._add(link)
+            known = self._by_peer.setdefault(to.nonce, conn)
+            self._add(conn)
         return known
 
     def _prepare(self, sock: socket.socket) -> None:
@@ -290,53 +290,53 @@ class Office:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, int(self._patience) - 1))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._patience * 1000))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, int(self._host_timeout) - 1))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._host_timeout * 1000))
 
-    def _push(self, link: Link, header: dict[str, Any], payload: bytes = b"") -> bool:
-        sent = link.send(header, payload)
-        if link.has_backlog:
-            self._watch(link)
+    def _push(self, conn: FramedConnection, header: dict[str, Any], payload: bytes = b"") -> bool:
+        sent = conn.send(header, payload)
+        if conn.has_backlog:
+            self._update_events(conn)
         return sent
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it will wake anyhow; closed: nobody to wake
-            self._ring.send(b"!", socket.MSG_DONTWAIT)
+        with contextlib.suppress(OSError):  # full: it wakes anyhow; closed: nobody to wake
+            self._wake_sender.send(b"!", socket.MSG_DONTWAIT)
 
     # --- the thread -------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         seconds = 1.0
         while not self.closed:
-            for fd, events in self._watched.poll(seconds):
+            for fd, events in self._epoll.poll(seconds):
                 try:
                     self._handle(fd, events)
-                except Exception:  # a bug; others need the office all the same
-                    self._unforeseen += 1
+                except Exception:  # a bug; other connections still need the thread
+                    self._internal_errors += 1
                     log.exception("the control channel met something unforeseen. Please report it.")
-                    if (link := self._by_fd.get(fd)) is not None:
-                        self._refuse(link, "led to an error")
-            seconds = self.door.look(self._refuse)
-            self._bid_farewell()
-        self._bid_farewell()
+                    if (conn := self._by_fd.get(fd)) is not None:
+                        self._refuse(conn, "led to an error")
+            seconds = self.listener.expire(self._refuse)
+            self._send_byes()
+        self._send_byes()
         self.close_sockets()
 
     def _handle(self, fd: int, events: int) -> None:
-        if (link := self._by_fd.get(fd)) is not None:
-            self._attend(link, events)
-        elif fd == self._alarm.fileno():
-            self._alarm.recv(4096)
-        elif (listener := self.door.listener(fd)) is not None:
+        if (conn := self._by_fd.get(fd)) is not None:
+            self._on_ready(conn, events)
+        elif fd == self._wake_receiver.fileno():
+            self._wake_receiver.recv(4096)
+        elif (listener := self.listener.socket_of(fd)) is not None:
             self._accept(listener)
 
-    def _bid_farewell(self) -> None:
-        while self._farewells:
-            nonce, key = self._farewells.popleft()
-            if (link := self._links.get(nonce)) is not None:
-                self._push(link, {"group": key, "kind": "bye"})
+    def _send_byes(self) -> None:
+        while self._unsent_byes:
+            nonce, key = self._unsent_byes.popleft()
+            if (conn := self._by_peer.get(nonce)) is not None:
+                self._push(conn, {"group": key, "kind": "bye"})
 
     def _accept(self, listener: socket.socket) -> None:
-        sock = self.door.accept(listener, self._refuse)
+        sock = self.listener.accept(listener, self._refuse)
         if sock is None:
             return
         try:
@@ -344,83 +344,83 @@ class Office:
         except OSError:  # gone already
             sock.close()
             return
-        self._add(self.door.welcome(sock))
+        self._add(self.listener.add(sock))
 
-    def _add(self, link: Link) -> None:
+    def _add(self, conn: FramedConnection) -> None:
         with self._lock:
-            self._by_fd[link.fd] = link
-            self._watched.register(link.fd, select.EPOLLIN)
-            self._watch(link)
+            self._by_fd[conn.fd] = conn
+            self._epoll.register(conn.fd, select.EPOLLIN)
+            self._update_events(conn)
 
-    def _watch(self, link: Link) -> None:
-        """What the office's thread is to look at."""
-        with self._lock, contextlib.suppress(OSError, ValueError):  # the office was closed
-            if not link.closed:
-                wanted = select.EPOLLIN | (select.EPOLLOUT if link.wants_to_send else 0)
-                self._watched.modify(link.fd, wanted)
+    def _update_events(self, conn: FramedConnection) -> None:
+        """Tell epoll which events matter for this connection."""
+        with self._lock, contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            if not conn.closed:
+                wanted = select.EPOLLIN | (select.EPOLLOUT if conn.wants_to_send else 0)
+                self._epoll.modify(conn.fd, wanted)
 
-    def _attend(self, link: Link, events: int) -> None:
+    def _on_ready(self, conn: FramedConnection, events: int) -> None:
         if events & select.EPOLLOUT:
-            link.push()
-            self._watch(link)
-        if not events & ~select.EPOLLOUT or link.closed:
+            conn.push()
+            self._update_events(conn)
+        if not events & ~select.EPOLLOUT or conn.closed:
             return
         try:
-            if link.peer is None and not self._admit(link):
+            if conn.peer is None and not self._advance_handshake(conn):
                 return
-            for header, payload in link.receive():
-                self._deliver(link, header, payload)
-                if link.closed:
+            for header, payload in conn.receive():
+                self._deliver(conn, header, payload)
+                if conn.closed:
                     return
-        except Refused as error:
-            self._refuse(link, str(error))
-        except Broken as error:
-            if link.peer is None:
-                self._refuse(link, f"left before it had proved who it is ({error})")
+        except ProtocolViolation as error:
+            self._refuse(conn, str(error))
+        except ConnectionClosed as error:
+            if conn.peer is None:
+                self._refuse(conn, f"left before it had proved who it is ({error})")
             else:
-                self._drop(link)
-        if link.wants_to_send:
-            self._watch(link)
+                self._drop(conn)
+        if conn.wants_to_send:
+            self._update_events(conn)
 
-    def _admit(self, link: Link) -> bool:
-        """Go on with a stranger's handshake. True when it is a rank of the job, and its frames are the office's."""
-        if not link.shake_hands():
-            if link.wants_to_send:
-                self._watch(link)
+    def _advance_handshake(self, conn: FramedConnection) -> bool:
+        """Advance a stranger's handshake. True once it is authenticated and its frames are for this channel."""
+        if not conn.handshake():
+            if conn.wants_to_send:
+                self._update_events(conn)
             return False
-        self.door.let_in(link)
-        session = link.session
+        self.listener.release(conn)
+        session = conn.session
         if session.peer in self._banned:
-            raise Refused("is a rank that was refused before")
-        if session.line is not None:
-            link.peer = session.peer
-            self._hand_over(link, session.line)
+            raise ProtocolViolation("is a rank that was refused before")
+        if session.group is not None:
+            conn.peer = session.peer
+            self._hand_over(conn, session.group)
             return False
         with self._lock:
-            link.peer = session.peer
-            self._links.setdefault(link.peer, link)
-            self._lost.discard(link.peer)
+            conn.peer = session.peer
+            self._by_peer.setdefault(conn.peer, conn)
+            self._lost.discard(conn.peer)
         return True
 
-    def _hand_over(self, link: Link, key: str) -> None:
-        """It is a group's from now on. All ranks of a group have joined before one of them can call another."""
+    def _hand_over(self, conn: FramedConnection, key: str) -> None:
+        """Give a connection to a group. All ranks of a group have joined before one can connect to another."""
         with self._lock:
-            del self._by_fd[link.fd]
-            self._watched.unregister(link.fd)
+            del self._by_fd[conn.fd]
+            self._epoll.unregister(conn.fd)
             found = self._members.get(key)
         member = found() if found is not None else None
-        if member is not None and link.peer is not None:
-            member.on_line(link.peer, link)
+        if member is not None and conn.peer is not None:
+            member.on_leader_link(conn.peer, conn)
         else:
-            link.close()
+            conn.close()
 
-    def _deliver(self, link: Link, header: dict[str, Any], payload: bytes | bytearray) -> None:
-        key, sender = header.get("group"), link.peer
+    def _deliver(self, conn: FramedConnection, header: dict[str, Any], payload: bytes | bytearray) -> None:
+        key, sender = header.get("group"), conn.peer
         if not isinstance(key, str) or sender is None:
-            raise Refused("sent a message for no group")
+            raise ProtocolViolation("sent a message for no group")
         with self._lock:
             found = self._members.get(key)
-            if found is None and key in self._past:
+            if found is None and key in self._left_groups:
                 return
             if found is None:
                 self._keep(key, sender, header, payload)
@@ -430,36 +430,36 @@ class Office:
             member.on_message(sender, header, payload)
 
     def _keep(self, key: str, sender: str, header: dict[str, Any], payload: bytes | bytearray) -> None:
-        """For a group that is not made here yet."""
+        """Buffer a message for a group that this rank has not built yet."""
         if self._early_frames >= EARLY_FRAMES or self._early_bytes + len(payload) > EARLY_BYTES:
-            raise Refused("sent more than can be kept for groups that this rank is not in yet")
+            raise ProtocolViolation("sent more than can be kept for groups that this rank is not in yet")
         self._early_frames, self._early_bytes = self._early_frames + 1, self._early_bytes + len(payload)
         self._early.setdefault(key, []).append((sender, header, payload))
 
-    def _refuse(self, link: Link, why: str) -> None:
-        """End a connection for what came over it. If it is a rank's, that rank is lost, and may not come back: it may
-        have two connections, or be about to have, where both sides called at once."""
-        self.complaints.note(_name_of(link), why)
-        proved = link.peer is not None and link.session.ready
+    def _refuse(self, conn: FramedConnection, why: str) -> None:
+        """Close a connection for what it sent. If the peer is a rank, it is lost and may not come back; it may have a
+        second connection, where both sides connected at once."""
+        self.refusals.note(_name_of(conn), why)
+        proved = conn.peer is not None and conn.session.ready
         if proved:
-            self._banned.add(link.session.peer)
-        self._drop(link)
-        if proved and (other := self._links.get(link.session.peer)) is not None:
+            self._banned.add(conn.session.peer)
+        self._drop(conn)
+        if proved and (other := self._by_peer.get(conn.session.peer)) is not None:
             self._drop(other)
 
-    def _drop(self, link: Link) -> None:
-        self.door.let_in(link)
+    def _drop(self, conn: FramedConnection) -> None:
+        self.listener.release(conn)
         with self._lock:
-            self._by_fd.pop(link.fd, None)
+            self._by_fd.pop(conn.fd, None)
             with contextlib.suppress(OSError, ValueError):
-                self._watched.unregister(link.fd)
-            link.close()
-        if link.peer is not None and self._links.get(link.peer) is link:
-            self._lose(link.peer)
+                self._epoll.unregister(conn.fd)
+            conn.close()
+        if conn.peer is not None and self._by_peer.get(conn.peer) is conn:
+            self._lose(conn.peer)
 
     def _lose(self, nonce: str) -> None:
         with self._lock:
-            self._links.pop(nonce, None)
+            self._by_peer.pop(nonce, None)
             self._lost.add(nonce)
             members = [found() for found in self._members.values()]
         for member in members:
@@ -477,24 +477,24 @@ class Office:
 
     def _flush(self, deadline: float) -> None:
         while (
-            self._farewells or any(link.has_backlog for link in list(self._links.values()))
+            self._unsent_byes or any(conn.has_backlog for conn in list(self._by_peer.values()))
         ) and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def close_sockets(self) -> None:
-        for link in list(self._by_fd.values()):
-            link.sock.close()
-        self.door.close()
-        for sock in (self._alarm, self._ring):
+        for conn in list(self._by_fd.values()):
+            conn.sock.close()
+        self.listener.close()
+        for sock in (self._wake_receiver, self._wake_sender):
             sock.close()
-        self._watched.close()
+        self._epoll.close()
 
 
-def _name_of(link: Link) -> str:
-    """Who a connection is with, as far as anybody knows."""
+def _name_of(conn: FramedConnection) -> str:
+    """The peer's name, as far as it is known."""
     try:
-        host, port = link.sock.getpeername()[:2]
+        host, port = conn.sock.getpeername()[:2]
         where = f"{host} port {port}"
     except (OSError, ValueError):
         where = "somebody who is gone"
-    return where if link.peer is None else f"{where} (a rank)"
+    return where if conn.peer is None else f"{where} (a rank)"

@@ -1,4 +1,4 @@
-"""What ranks of several hosts tell each other when they make a group, and what follows from it."""
+"""What ranks of several hosts exchange when they build a group, and what follows from it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from symcomm import errors
 from symcomm.memory.share import Exchange
 
-__all__ = ["Part", "agree_on_engine", "boot_id", "network"]
+__all__ = ["SubsetExchange", "agree_on_engine", "boot_id", "network"]
 
 
-class Part:
-    """An exchange of all ranks, as some of them see it."""
+class SubsetExchange:
+    """An exchange among all ranks of which only some are of interest."""
 
     def __init__(self, exchange: Exchange, ranks: Sequence[int]):
         self._exchange, self._ranks = exchange, ranks
@@ -26,8 +26,8 @@ class Part:
         return [everyone[r] for r in self._ranks]
 
 
-def agree_on_engine(cards: Sequence[dict[str, Any]]) -> str:
-    wanted = {card["wanted"] for card in cards}
+def agree_on_engine(infos: Sequence[dict[str, Any]]) -> str:
+    wanted = {info["wanted"] for info in infos}
     if len(wanted) > 1:
         told = ", ".join(sorted(name or "none" for name in wanted))
         raise errors.CollectiveMismatchError(
@@ -36,8 +36,8 @@ def agree_on_engine(cards: Sequence[dict[str, Any]]) -> str:
     [name] = wanted
     if name:
         return name
-    for name in cards[0]["engines"]:
-        if all(name in card["engines"] for card in cards):
+    for name in infos[0]["engines"]:
+        if all(name in info["engines"] for info in infos):
             return name
     raise errors.ResourceError(
         "the ranks are on several hosts, and no engine that crosses them is on all; install torch (Gloo) or mpi4py."

@@ -24,7 +24,7 @@ Body = Callable[[Operation], None]
 
 
 class HierarchicalExecution:
-    """Mixed into HostsGroup."""
+    """Mixed into HierarchicalGroup."""
 
     rank: int
     size: int
@@ -71,35 +71,35 @@ def _pieces(views: Sequence[Buffer], counts: Sequence[int], listed: bool | None)
 
 def _all_reduce(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
     [source], [out], levels = inputs, r.outputs, Levels.of(r.redop, r.dtype, layout)
-    act = eager.all_reduce if layout.carries(out.nbytes, is_whole=True) else pipelined.all_reduce
+    act = eager.all_reduce if layout.fits_eager(out.nbytes, is_whole=True) else pipelined.all_reduce
     return lambda o: act(o, source.address, out.address, r.sizes, r.dtype, levels)
 
 
 def _reduce(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
     [source], levels = inputs, Levels.of(r.redop, r.dtype, layout)
     target = r.outputs[0].address if r.outputs else source.address
-    act = eager.reduce if layout.carries(source.nbytes, is_whole=True) else pipelined.reduce
+    act = eager.reduce if layout.fits_eager(source.nbytes, is_whole=True) else pipelined.reduce
     return lambda o: act(o, source.address, target, r.sizes, r.dtype, levels, r.root)
 
 
 def _reduce_scatter(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
     [out], levels = r.outputs, Levels.of(r.redop, r.dtype, layout)
     addresses = _pieces(inputs, r.sizes, r.op.listed)
-    is_eager = layout.carries(layout.most_of_a_host(r.sizes) * r.dtype.itemsize)
+    is_eager = layout.fits_eager(layout.largest_host_total(r.sizes) * r.dtype.itemsize)
     act = eager.reduce_scatter if is_eager else pipelined.reduce_scatter
     return lambda o: act(o, addresses, out.address, r.sizes, r.dtype, levels)
 
 
 def _broadcast(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
     [view] = inputs
-    act = eager.broadcast if layout.carries(view.nbytes, is_whole=True) else pipelined.broadcast
+    act = eager.broadcast if layout.fits_eager(view.nbytes, is_whole=True) else pipelined.broadcast
     return lambda o: act(o, view.address, r.sizes, r.dtype, r.root)
 
 
 def _all_gather(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
     [source] = inputs
     targets = _pieces(r.outputs, r.sizes, r.op.listed)
-    is_eager = layout.carries(layout.most_of_a_host(r.sizes) * r.dtype.itemsize)
+    is_eager = layout.fits_eager(layout.largest_host_total(r.sizes) * r.dtype.itemsize)
     act = eager.all_gather if is_eager else pipelined.all_gather
     return lambda o: act(o, source.address, targets, r.sizes, r.dtype)
 
@@ -107,21 +107,21 @@ def _all_gather(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
 def _gather(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
     [source] = inputs
     targets = _pieces(r.outputs, r.sizes, r.op.listed)
-    act = eager.gather if layout.carries(source.nbytes * layout.widest) else pipelined.gather
+    act = eager.gather if layout.fits_eager(source.nbytes * layout.widest) else pipelined.gather
     return partial(act, source=source.address, targets=targets, nbytes=source.nbytes, root=r.root)
 
 
 def _scatter(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
     [out], sources = r.outputs, [source.address for source in inputs]
-    act = eager.scatter if layout.carries(out.nbytes * layout.widest) else pipelined.scatter
+    act = eager.scatter if layout.fits_eager(out.nbytes * layout.widest) else pipelined.scatter
     return partial(act, sources=sources, target=out.address, nbytes=out.nbytes, root=r.root)
 
 
 def _all_to_all(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
     rank, size, item = layout.rank, layout.size, r.dtype.itemsize
     matrix = [[r.sizes] * size] * size if isinstance(r.sizes, int) else r.sizes
-    rows = [layout.most_of_a_host(row) for row in matrix]
-    act = eager.all_to_all if layout.carries(layout.most_of_a_host(rows) * item) else pipelined.all_to_all
+    rows = [layout.largest_host_total(row) for row in matrix]
+    act = eager.all_to_all if layout.fits_eager(layout.largest_host_total(rows) * item) else pipelined.all_to_all
     sources = _pieces(inputs, matrix[rank], r.op.listed)
     targets = _pieces(r.outputs, [row[rank] for row in matrix], r.op.listed)
     return partial(act, sources=sources, targets=targets, matrix=lambda i, j: matrix[i][j] * item)

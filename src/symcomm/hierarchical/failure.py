@@ -1,8 +1,8 @@
-"""What went wrong on a group across hosts, in words, the same on every rank.
+"""Failures of a group across hosts, described the same on every rank.
 
-Whoever cannot go on asks all ranks what they are doing, words the answer once, and tells everybody; the first story
-that reaches a rank is the one it raises. A rank that dies is told about by its own host, where the kernel knows how it
-ended; a host that vanishes, by the others.
+A rank that cannot go on asks all others what they are doing, describes the failure once, and broadcasts it; every rank
+raises the first description that reaches it. A rank that died is reported by its own host, where the kernel knows how
+it ended; a host that vanished, by the others.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.errors import words_for_ranks, words_for_seconds
+from symcomm.errors import format_ranks, format_seconds
 from symcomm.group.failure import Status, how_it_ended
-from symcomm.hierarchical.session import Refused
+from symcomm.hierarchical.session import ProtocolViolation
 
-__all__ = ["Stopped", "Trouble"]
+__all__ = ["OperationStopped", "Failures"]
 
-SURVEY = 0.4  # seconds for everybody's answer; a living rank answers within a few milliseconds
-REACH = 1.5  # seconds for a connection to a rank that was not spoken to before; a lost packet is sent again after 1
-NEWS = 0.5  # how long a rank whose host was aborted waits for the story
-
-
-class Stopped(Exception):
-    """An operation cannot go on; the group's trouble knows why."""
+SURVEY = 0.4  # seconds for all answers; a living rank answers within a few milliseconds
+REACH = 1.5  # seconds to connect to a rank; a lost packet is sent again after 1
+VERDICT_WAIT = 0.5  # seconds that a rank whose host was aborted waits for the reason
 
 
-class Trouble:
-    """The failures of one group. ``verdict`` is the story that counts, once there is one."""
+class OperationStopped(Exception):
+    """An operation cannot go on; the group's ``failures`` knows why."""
+
+
+class Failures:
+    """The failures of one group. ``verdict`` is the failure that all ranks raise, once there is one."""
 
     def __init__(self, group: Any):
-        self._ref = weakref.ref(group)  # a group that is forgotten goes away at once
+        self._ref = weakref.ref(group)  # must not keep the group alive
         self.verdict: dict[str, Any] | None = None
         self._answers: dict[int, dict[str, Any]] = {}
         self._survey = 0
@@ -45,10 +45,10 @@ class Trouble:
     def _group(self) -> Any:
         return self._ref()
 
-    # --- asking -----------------------------------------------------------------------------------------------
+    # --- surveys ----------------------------------------------------------------------------------------------
 
-    def ask_everybody(self) -> dict[int, dict[str, Any]]:
-        """What each rank that answers is doing; finds out who cannot be reached."""
+    def survey(self) -> dict[int, dict[str, Any]]:
+        """What each rank is doing that answers; notices which cannot be reached."""
         group = self._group
         with self._lock:
             self._survey += 1
@@ -60,9 +60,9 @@ class Trouble:
         deadline = time.monotonic() + SURVEY
         while time.monotonic() < deadline and any(r not in self._answers and not group.is_gone(r) for r in asked):
             time.sleep(0.002)
-        return {group.rank: self.own_answer(), **self._answers}
+        return {group.rank: self._own_answer(), **self._answers}
 
-    def own_answer(self) -> dict[str, Any]:
+    def _own_answer(self) -> dict[str, Any]:
         group = self._group
         seq, call, site = group.doing
         return {"seq": seq, "call": call, "site": site, "ended": self._ended_here()}
@@ -78,12 +78,12 @@ class Trouble:
         return ended
 
     def answer(self, rank: int, header: dict[str, Any]) -> None:
-        """Somebody asks. Looking how a process ended may take a moment, which the office does not have."""
+        """Answer a survey, in a thread: finding out how a process ended takes too long for the channel's."""
 
         group = self._group
 
         def reply() -> None:
-            group.tell(rank, {"kind": "answer", "survey": header["survey"], **self.own_answer()}, timeout=REACH)
+            group.tell(rank, {"kind": "answer", "survey": header["survey"], **self._own_answer()}, timeout=REACH)
 
         threading.Thread(target=reply, name="symcomm-answer", daemon=True).start()
 
@@ -91,40 +91,40 @@ class Trouble:
         if header["survey"] == self._survey:
             self._answers[rank] = header
 
-    # --- wording ----------------------------------------------------------------------------------------------
+    # --- describing failures ----------------------------------------------------------------------------------
 
     def gone(self, ranks: Collection[int]) -> None:
         """``ranks``, and maybe others, died, left or cannot be reached."""
         if self.verdict is not None:
             return
-        group, answers = self._group, self.ask_everybody()
+        group, answers = self._group, self.survey()
         how: dict[int, str] = {}
         for answer in answers.values():
             how.update({int(rank): words for rank, words in answer["ended"].items()})
         lost = {r for r in range(group.size) if group.is_gone(r)} | set(ranks)
         lost |= {r for r, words in how.items() if words != "left the group"}
         lost.discard(group.rank)
-        self._spread("gone", self._story_of_lost(lost, how), sorted(lost))
+        self._spread("gone", self._describe_lost(lost, how), sorted(lost))
 
-    def _story_of_lost(self, lost: Collection[int], how: dict[int, str]) -> str:
+    def _describe_lost(self, lost: Collection[int], how: dict[int, str]) -> str:
         group, parts = self._group, []
         for h, ranks in enumerate(group.layout.hosts):
             missing = [r for r in ranks if r in lost]
             if len(missing) == len(ranks) > 0 and not any(r in how or r in group.left for r in missing):
                 noun = "rank" if len(missing) == 1 else "ranks"
-                name = group.cards[ranks[0]]["host"]
-                parts.append(f"host {h} ({name}) with {noun} {words_for_ranks(missing)} cannot be reached any more")
+                name = group.peer_info[ranks[0]]["host"]
+                parts.append(f"host {h} ({name}) with {noun} {format_ranks(missing)} cannot be reached any more")
                 continue
             for r in missing:
                 words = how.get(r) or ("left the group" if r in group.left else "is gone")
-                parts.append(f"rank {r} (pid {group.cards[r]['pid']}) {words}")
+                parts.append(f"rank {r} (pid {group.peer_info[r]['pid']}) {words}")
         return "; ".join(parts)
 
     def late(self, seq: int, seconds: float, whom: Collection[int]) -> None:
         """A deadline passed while waiting for ``whom``."""
         if self.verdict is not None:
             return
-        group, answers = self._group, self.ask_everybody()
+        group, answers = self._group, self.survey()
         behind = [r for r, answer in answers.items() if answer["seq"] < seq]
         silent = [r for r in range(group.size) if r not in answers]
         missing = sorted({*behind, *silent})
@@ -132,10 +132,10 @@ class Trouble:
             arrived = [r for r in range(group.size) if r not in missing]
             last = [f"rank {r} was last seen {_last_seen(answers[r])}" for r in behind[:4]]
             last += [f"rank {r} does not answer (stopped, or cut off?)" for r in silent[:4]]
-            story = f"did not come: {words_for_ranks(missing)}; arrived: {words_for_ranks(arrived)}; {'; '.join(last)}"
+            story = f"did not come: {format_ranks(missing)}; arrived: {format_ranks(arrived)}; {'; '.join(last)}"
         else:
             missing = sorted(whom)
-            story = f"all arrived, but rank {words_for_ranks(missing)} did not go on (stopped, or a slow network?)"
+            story = f"all arrived, but rank {format_ranks(missing)} did not go on (stopped, or a slow network?)"
         self._spread("late", story, missing, seconds)
 
     def mismatch(self) -> None:
@@ -143,13 +143,12 @@ class Trouble:
         if self.verdict is not None:
             return
         sides: dict[str, list[int]] = {}
-        answers, seq = self.ask_everybody(), self._group.doing[0]
+        answers, seq = self.survey(), self._group.doing[0]
         for rank, answer in sorted(answers.items()):
             side = f"{answer['call']} at {answer['site']}" if answer["seq"] >= seq else "nothing yet"
             sides.setdefault(side, []).append(rank)
         listed = "; ".join(
-            f"rank{'s' if len(ranks) > 1 else ''} {words_for_ranks(ranks)} called {side}"
-            for side, ranks in sides.items()
+            f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} called {side}" for side, ranks in sides.items()
         )
         self._spread("mismatch", listed, sorted(answers))
 
@@ -158,21 +157,21 @@ class Trouble:
         if self.verdict is not None:
             return
         first = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
-        by = "" if isinstance(reason, Refused) else f"{self._group.engine_name}: "
-        story = f"the connection to rank {words_for_ranks(ranks)} broke ({by}{first})"
+        by = "" if isinstance(reason, ProtocolViolation) else f"{self._group.engine_name}: "
+        story = f"the connection to rank {format_ranks(ranks)} broke ({by}{first})"
         self._spread("gone", story, sorted(ranks))
 
     def end(self) -> None:
-        """This rank leaves: its own waits end, nobody is told."""
+        """This rank leaves: its own waits end; peers are not told."""
         with self._lock:
             if self.verdict is None:
                 self.verdict = {"fault": "aborted", "story": "", "ranks": [], "origin": self._group.rank}
-        self._group.ring()
+        self._group.notify()
 
     def abort(self) -> None:
         self._spread("aborted", "", [self._group.rank])
 
-    # --- telling ----------------------------------------------------------------------------------------------
+    # --- spreading the verdict --------------------------------------------------------------------------------
 
     def _spread(self, kind: str, story: str, ranks: list[int], seconds: float = 0.0) -> None:
         group = self._group
@@ -186,19 +185,19 @@ class Trouble:
                 group.tell(rank, verdict, timeout=REACH)
 
     def accept(self, verdict: dict[str, Any]) -> bool:
-        """Take a story for the one that counts; False when there is one already. Ends all waits of this rank."""
+        """Make this the verdict, unless there is one already (False). Ends all waits of this rank."""
         with self._lock:
             if self.verdict is not None:
                 return False
-            native.group_abort(self._group.local._handle)  # before a caller can know, and use its tensors anew
+            native.group_abort(self._group.local._handle)  # before a caller learns of it and reuses its tensors
             self._group.stop_engine()
             self.verdict = verdict
-        self._group.ring()
+        self._group.notify()
         return True
 
-    def await_news(self) -> None:
-        """Our host was told to stop: the reason is on its way, unless somebody just aborted the local group."""
-        deadline = time.monotonic() + NEWS
+    def await_verdict(self) -> None:
+        """This host was aborted: the verdict is on its way, unless somebody just aborted the local group."""
+        deadline = time.monotonic() + VERDICT_WAIT
         while self.verdict is None and time.monotonic() < deadline:
             time.sleep(0.001)
         if self.verdict is None:
@@ -211,14 +210,14 @@ class Trouble:
         if verdict["fault"] == "gone":
             left = [r for r in range(group.size) if r not in ranks]
             return errors.RankFailedError(
-                f"{what} failed on rank {group.rank} after {words_for_seconds(seconds)}: {story}. "
-                f"Survivors: {words_for_ranks(left)}. Call group.shrink() to go on without it.",
+                f"{what} failed on rank {group.rank} after {format_seconds(seconds)}: {story}. "
+                f"Survivors: {format_ranks(left)}. Call group.shrink() to go on without it.",
                 ranks,
             )
         if verdict["fault"] == "late":
             who = "" if verdict["origin"] == group.rank else f" (rank {verdict['origin']}'s deadline)"
             return errors.DeadlineError(
-                f"{what} timed out on rank {group.rank} after {words_for_seconds(seconds)}{who}: {story}. "
+                f"{what} timed out on rank {group.rank} after {format_seconds(seconds)}{who}: {story}. "
                 "Look at what the missing ranks do, or give a longer timeout to the call.",
                 ranks,
             )

@@ -1,4 +1,4 @@
-"""What a reduction is made of, where hosts combine first what their ranks have, and then each other's results."""
+"""How a reduction is split into one within each host and one between hosts."""
 
 from __future__ import annotations
 

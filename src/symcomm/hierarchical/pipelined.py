@@ -1,14 +1,14 @@
-"""What collectives do across hosts: symmetric memory on each host, the engine between hosts.
+"""Pipelined collectives across hosts: symmetric memory on each host, the engine between hosts.
 
-One algorithm a function. Those on large tensors work chunk by chunk; a generator is one chunk's way. It first says what
-it expects from other hosts; after that each ``yield`` is a wait for the network, during which other chunks go on
-(Operation.pipeline, which lets ranks meet in between).
+One algorithm a function. Large tensors are processed chunk by chunk, each by a generator. It first posts its receives
+from other hosts; after that each ``yield`` waits for the network while other chunks proceed (Operation.pipeline, which
+synchronizes the ranks in between).
 
     all_reduce, reduce, broadcast      each lane carries its share of a chunk: L ranks of a host send at once
     all_gather, reduce_scatter         what a rank of another host has or needs is sent once to each host
     gather, scatter, all_to_all        straight from one rank to the other
 
-Tensors of few bytes have algorithms of their own (small.py).
+Small tensors have algorithms of their own (eager.py).
 
 Values are combined on each host in the order of its ranks, then in the order of hosts, so all ranks get the same bits.
 """
@@ -43,7 +43,7 @@ CHUNK = 4 << 20
 
 
 def chunks_of(count: int, dtype: DType, parts: int = 1) -> Iterator[tuple[int, int]]:
-    """(first element, number of elements) of each chunk, the same on all hosts; ``parts``: tensors that are in one."""
+    """(first element, number of elements) of each chunk, the same on all hosts; ``parts``: tensors that share one."""
     size = max(1, CHUNK // (dtype.itemsize * parts))
     for start in range(0, count, size):
         yield start, min(size, count - start)
@@ -94,14 +94,14 @@ def _combine_across(op: Operation, piece: int, count: int, dtype: DType, levels:
 
 
 def _idle(turns: int) -> Chunk:
-    """A rank without a lane takes as many turns as the others."""
+    """A rank without a lane yields as often as the others."""
     for _ in range(turns):
         yield None
 
 
 def _swap(op: Operation, piece: int, count: int, dtype: DType, levels: Levels, hosts: Sequence[int]) -> Chunk:
-    """Two hosts send each other all they have, as far as ``hosts`` need it: no more bytes than any other way, and half
-    the waits."""
+    """Two hosts send each other everything that ``hosts`` need: no more bytes than any other algorithm, and half the
+    waits."""
     layout, nbytes = op.layout, count * dtype.itemsize
     other = layout.others[0]
     theirs, peer = op.borrow(nbytes), layout.lane(other)
@@ -309,24 +309,24 @@ def gather(op: Operation, source: int, targets: Sequence[int], nbytes: int, root
     """``targets``: where the root puts each rank's piece; empty elsewhere."""
     layout = op.layout
     if layout.host != layout.host_of[root]:
-        op.finish(op.meet(sends=[(root, source, nbytes)]))
+        op.finish(op.synchronize(sends=[(root, source, nbytes)]))
         return
     expected = op.expect((r, targets[r], nbytes) for r in layout.away) if layout.rank == root else None
     outs, counts = [targets[r] for r in layout.here] if targets else [], (nbytes,) * len(layout.here)
     here = (collectives.gather, [source], outs, counts, DType.UINT8, layout.local_of[root])
-    op.finish(op.meet(*here, expected=expected))
+    op.finish(op.synchronize(*here, expected=expected))
 
 
 def scatter(op: Operation, sources: Sequence[int], target: int, nbytes: int, root: int) -> None:
     """``sources``: the root's piece for each rank; empty elsewhere."""
     layout = op.layout
     if layout.host != layout.host_of[root]:
-        op.finish(op.meet(expected=op.expect([(root, target, nbytes)])))
+        op.finish(op.synchronize(expected=op.expect([(root, target, nbytes)])))
         return
     sends = [(r, sources[r], nbytes) for r in layout.away] if layout.rank == root else []
     ins, counts = [sources[r] for r in layout.here] if sources else [], (nbytes,) * len(layout.here)
     here = (collectives.scatter, ins, [target], counts, DType.UINT8, layout.local_of[root])
-    op.finish(op.meet(*here, sends=sends))
+    op.finish(op.synchronize(*here, sends=sends))
 
 
 def all_to_all(
@@ -339,4 +339,6 @@ def all_to_all(
     rows = tuple(tuple(matrix(i, j) for j in here) for i in here)
     ins, outs = [sources[r] for r in here], [targets[r] for r in here]
     sends = [(r, sources[r], matrix(me, r)) for r in away]
-    op.finish(op.meet(collectives.all_to_all, ins, outs, rows, DType.UINT8, True, sends=sends, expected=expected))
+    op.finish(
+        op.synchronize(collectives.all_to_all, ins, outs, rows, DType.UINT8, True, sends=sends, expected=expected)
+    )

@@ -1,4 +1,4 @@
-"""Memory that operations borrow: in the rank's arena, so that the host's other ranks read it where it is."""
+"""Scratch memory for operations: in the rank's arena, so that the host's other ranks can read it in place."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from symcomm._core import native
 from symcomm.memory.arena import Arena
 
-__all__ = ["Piece", "Scratch"]
+__all__ = ["ScratchBuffer", "Scratch"]
 
 KEEP_BYTES = 64 << 20  # what is kept for the next operation
 
 
-class Piece:
+class ScratchBuffer:
     def __init__(self, memory: ctypes.Array[Any]):
         self.memory = memory
         self.address = ctypes.addressof(memory)
@@ -22,24 +22,24 @@ class Piece:
 
 
 class Scratch:
-    """Pieces by their size, a power of two."""
+    """Buffers by their size, a power of two."""
 
     def __init__(self, arena: Arena):
         self._arena = arena
-        self._free: dict[int, list[Piece]] = {}
+        self._free: dict[int, list[ScratchBuffer]] = {}
         self._kept = 0
-        self._zeros: Piece | None = None
+        self._zeros: ScratchBuffer | None = None
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> Piece:
+    def take(self, nbytes: int) -> ScratchBuffer:
         size = 1 << max(12, (nbytes - 1).bit_length())
         with self._lock:
             if pieces := self._free.get(size):
                 self._kept -= size
                 return pieces.pop()
-        return Piece(self._arena.buffer(size))
+        return ScratchBuffer(self._arena.buffer(size))
 
-    def give(self, piece: Piece) -> None:
+    def give(self, piece: ScratchBuffer) -> None:
         with self._lock:
             if self._kept + piece.nbytes <= KEEP_BYTES:
                 self._free.setdefault(piece.nbytes, []).append(piece)

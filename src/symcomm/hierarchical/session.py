@@ -1,16 +1,16 @@
-"""Who is at the other end of a connection between hosts, and that every frame is theirs.
+"""Authentication of both ends of a connection between hosts, and of every frame.
 
 Both sides prove that they know a secret by signing two fresh random numbers, one of either side; it never travels::
 
-    caller: {"from": its name, "nonce": ..., "line": a group, for its own use}
+    caller: {"from": its name, "nonce": ..., "group": the group that is to own the connection}
     callee: {"nonce": ..., "proof": its signature of all that}
     caller: {"proof": its signature of all that}
 
-From then on every frame carries a MAC whose key comes from the secret and both numbers, so that no frame can be made,
-changed, repeated, left out or sent back by anybody else. Nothing is encrypted.
+From then on every frame carries a MAC whose key comes from the secret and both numbers, so that nobody else can forge,
+change, replay, drop or reflect a frame. Nothing is encrypted.
 
-The secret is the job's token (SYMCOMM_TOKEN) where there is one. Otherwise it is one that the callee made, which the
-caller has read from the store: worth as much as the store is (docs/security.md).
+The secret is the job's token (SYMCOMM_TOKEN) where there is one. Otherwise it is one that the callee made and the
+caller read from the store: as safe as the store is (docs/security.md).
 """
 
 from __future__ import annotations
@@ -24,23 +24,33 @@ import secrets
 import struct
 from typing import Any
 
-__all__ = ["MAC_SIZE", "Broken", "Callee", "Caller", "Refused", "Seal", "Session", "job_secret", "parse"]
+__all__ = [
+    "MAC_SIZE",
+    "ConnectionClosed",
+    "Callee",
+    "Caller",
+    "ProtocolViolation",
+    "FrameSigner",
+    "Session",
+    "job_secret",
+    "parse",
+]
 
 NONCE_SIZE = 32
 MAC_SIZE = 16
-LONG = 4096  # bytes of a payload from which on its SHA-256 is signed instead: processors have instructions for that
-LONGEST_NAME = 128  # of an office
+LONG = 4096  # bytes of a payload from which on its SHA-256 is signed instead, for which CPUs have instructions
+LONGEST_NAME = 128  # of a control channel
 LONGEST_KEY = 2048  # of a group
 
 _COUNTER = struct.Struct("<Q")
 
 
-class Broken(Exception):
-    """The connection is over: the other side hung up."""
+class ConnectionClosed(Exception):
+    """The peer closed the connection."""
 
 
-class Refused(Broken):
-    """The other side did what no rank of the job does; the text says what, for the log."""
+class ProtocolViolation(ConnectionClosed):
+    """The peer did what no rank of the job does; the text says what, for the log."""
 
 
 def _no_constant(name: str) -> Any:
@@ -51,24 +61,24 @@ _decoder = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def parse(data: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """A frame's header; whatever else it is ends the connection."""
+    """A frame's header; anything else ends the connection."""
     try:
         header = _decoder.decode(str(data, "utf-8"))
     except (ValueError, RecursionError) as error:
-        raise Refused(f"sent a header that is not JSON ({type(error).__name__})") from None
+        raise ProtocolViolation(f"sent a header that is not JSON ({type(error).__name__})") from None
     if not isinstance(header, dict):
-        raise Refused("sent a header that is not an object")
+        raise ProtocolViolation("sent a header that is not an object")
     return header
 
 
 def job_secret() -> bytes | None:
-    """What all ranks of the job know, and nobody who can merely read the store; None without a token."""
+    """A secret that all ranks of the job share, and that is not in the store; None without a token."""
     token = os.environ.get("SYMCOMM_TOKEN", "")
     return hmac.digest(os.fsencode(token), b"symcomm control channel", "sha256") if token else None
 
 
-class Seal:
-    """Signs the frames that go one way, or checks them: the n-th frame has one valid MAC, and only there."""
+class FrameSigner:
+    """Computes the MACs of one direction: the n-th frame has one valid MAC, and no other frame has it."""
 
     def __init__(self, key: bytes):
         self._base = hashlib.blake2b(key=key, digest_size=MAC_SIZE)
@@ -90,52 +100,60 @@ class Seal:
 
 
 class Session(abc.ABC):
-    """One side of a handshake. ``ready`` once the other has proved who it is; then both seals are there."""
+    """One side of a handshake. ``ready`` once the peer has authenticated; then both signers exist."""
 
     peer: str
-    line: str | None  # the group that has the connection for itself
+    group: str | None  # the group that owns the connection
 
     def __init__(self) -> None:
         self.ready = False
-        self.outgoing: Seal
-        self.incoming: Seal
+        self.outgoing: FrameSigner
+        self.incoming: FrameSigner
         self._nonce = secrets.token_hex(NONCE_SIZE)
         self._secret = b""
-        self._said: list[str] = []  # what both sides sign
+        self._transcript: list[str] = []  # what both sides sign
 
     def greeting(self) -> dict[str, Any] | None:
-        """What this side says first, if it does."""
+        """This side's first message, if it begins."""
         return None
 
     @abc.abstractmethod
     def answer(self, header: dict[str, Any]) -> dict[str, Any] | None:
-        """Take the other side's next word, return ours. Raises Refused."""
+        """Take the peer's next message, return the reply. Raises ProtocolViolation."""
 
     def _signed(self, purpose: str) -> bytes:
-        return hmac.digest(self._secret, json.dumps([f"symcomm {purpose}", *self._said]).encode(), "sha256")
+        return hmac.digest(self._secret, json.dumps([f"symcomm {purpose}", *self._transcript]).encode(), "sha256")
 
     def _check_proof(self, header: dict[str, Any], purpose: str, whom: str) -> None:
         proof = header.get("proof")
         expected = self._signed(purpose).hex()
         if not isinstance(proof, str) or not proof.isascii() or not hmac.compare_digest(proof, expected):
-            raise Refused(f"{whom} holds another job token, or none (SYMCOMM_TOKEN), or is no rank of this job")
+            raise ProtocolViolation(
+                f"{whom} holds another job token, or none (SYMCOMM_TOKEN), or is no rank of this job"
+            )
 
     def _agree(self, outgoing: str, incoming: str) -> None:
-        self.outgoing, self.incoming = Seal(self._signed(outgoing)), Seal(self._signed(incoming))
+        self.outgoing, self.incoming = FrameSigner(self._signed(outgoing)), FrameSigner(self._signed(incoming))
         self.ready = True
         self._secret = b""
 
 
 class Caller(Session):
-    def __init__(self, secret: bytes, name: str, peer: str, line: str | None = None):
+    def __init__(self, secret: bytes, name: str, peer: str, group: str | None = None):
         super().__init__()
-        self._secret, self._name, self.peer, self.line = secret, name, peer, line
+        self._secret, self._name, self.peer, self.group = secret, name, peer, group
 
     def greeting(self) -> dict[str, Any]:
-        return {"from": self._name, "nonce": self._nonce, **({} if self.line is None else {"line": self.line})}
+        return {"from": self._name, "nonce": self._nonce, **({} if self.group is None else {"group": self.group})}
 
     def answer(self, header: dict[str, Any]) -> dict[str, Any]:
-        self._said = [self._name, self.peer, self.line or "", self._nonce, _text(header, "nonce", 2 * NONCE_SIZE)]
+        self._transcript = [
+            self._name,
+            self.peer,
+            self.group or "",
+            self._nonce,
+            _text(header, "nonce", 2 * NONCE_SIZE),
+        ]
         self._check_proof(header, "callee", "what answers at its address")
         proof = {"proof": self._signed("caller").hex()}
         self._agree("frames of the caller", "frames of the callee")
@@ -143,19 +161,25 @@ class Caller(Session):
 
 
 class Callee(Session):
-    """``greeted`` when the caller has said its first word."""
+    """``greeted`` once the caller's greeting has arrived."""
 
     def __init__(self, secret: bytes, name: str):
         super().__init__()
         self._secret, self._name = secret, name
-        self.peer, self.line = "", None
+        self.peer, self.group = "", None
         self.greeted = False
 
     def answer(self, header: dict[str, Any]) -> dict[str, Any] | None:
         if not self.greeted:
             self.peer = _text(header, "from", LONGEST_NAME)
-            self.line = _text(header, "line", LONGEST_KEY) if "line" in header else None
-            self._said = [self.peer, self._name, self.line or "", _text(header, "nonce", 2 * NONCE_SIZE), self._nonce]
+            self.group = _text(header, "group", LONGEST_KEY) if "group" in header else None
+            self._transcript = [
+                self.peer,
+                self._name,
+                self.group or "",
+                _text(header, "nonce", 2 * NONCE_SIZE),
+                self._nonce,
+            ]
             self.greeted = True
             return {"nonce": self._nonce, "proof": self._signed("callee").hex()}
         self._check_proof(header, "caller", "it")
@@ -166,5 +190,5 @@ class Callee(Session):
 def _text(header: dict[str, Any], name: str, longest: int) -> str:
     value = header.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= longest or any("\ud800" <= c <= "\udfff" for c in value):
-        raise Refused(f"sent no greeting ({name!r} is missing, or is not what it should be)")
+        raise ProtocolViolation(f"sent no greeting ({name!r} is missing, or is not what it should be)")
     return value

@@ -1,26 +1,31 @@
-"""Which ranks share a host, and who of one host answers to whom of another. Nothing here communicates."""
+"""Which ranks share a host, and which ranks of different hosts talk to each other. Nothing here communicates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["FEW_OF_A_HOST", "SPEAKER", "Layout", "split_evenly", "travels"]
+__all__ = ["EAGER_HOST_MAX", "LEADER", "Layout", "split_evenly", "fits_eager"]
 
-SPEAKER = 0  # of a host's ranks: the one that meets the other hosts. Whatever the call, so that different ones meet
+LEADER = (
+    0  # of a host's ranks: the one that talks to the other hosts. The same for every call, so that mismatches are found
+)
 
-# What travels with the arrivals of hosts, in bytes: so many that a host says to another, always, and so many that leave
-# it. An engine's threads, and a second trip, cost more than the network takes for these. 2 x 2 ranks at 1 Gbit/s, ms
-# with arrivals and with Gloo as engine: all_reduce of 256 KiB 2.9 and 5.9, of 512 KiB 6.7 and 7.6; gather of 1 MiB,
-# half of which crosses, 4.5 and 4.7. From 1 MiB on a speaker has much to copy: all_to_all 10 to 13 and 11 to 15.
-FEW, FEW_OF_A_HOST = 4 << 10, 512 << 10
-FEW_IN_VAIN = 128 << 10  # bytes that leave a host and would not with an engine, which sends a part of it to each host
+# Bytes that travel eagerly, with the arrival messages of hosts: up to EAGER_MAX from one host to another, always, and
+# up to EAGER_HOST_MAX that leave a host. An engine's threads and a second trip cost more than the network takes for
+# these. 2 x 2 ranks at 1 Gbit/s, ms with arrivals and with Gloo as engine: all_reduce of 256 KiB 2.9 and 5.9, of 512
+# KiB 6.7 and 7.6; gather of 1 MiB, half of which crosses, 4.5 and 4.7. From 1 MiB on copies by the leader dominate:
+# all_to_all 10 to 13 and 11 to 15.
+EAGER_MAX, EAGER_HOST_MAX = 4 << 10, 512 << 10
+EAGER_REDUNDANT_MAX = (
+    128 << 10
+)  # bytes that leave a host and would not with an engine, which sends each host only a part
 
 
-def travels(said: int, hosts: int, is_whole: bool = False, most: int = FEW_OF_A_HOST) -> bool:
-    """Whether arrivals carry what a host has to say to each other: ``said`` bytes. ``is_whole``: the same to each;
-    ``most``: that leave a host so, which an engine may want to be less."""
-    in_vain = said * (hosts - 2) if is_whole else 0
-    return said <= FEW or (said * (hosts - 1) <= most and in_vain <= FEW_IN_VAIN)
+def fits_eager(nbytes: int, hosts: int, is_whole: bool = False, most: int = EAGER_HOST_MAX) -> bool:
+    """Whether ``nbytes`` from each host to each other travel with arrivals. ``is_whole``: the same bytes to each host;
+    ``most``: bytes that may leave a host so, of which an engine may want fewer."""
+    redundant = nbytes * (hosts - 2) if is_whole else 0
+    return nbytes <= EAGER_MAX or (nbytes * (hosts - 1) <= most and redundant <= EAGER_REDUNDANT_MAX)
 
 
 def split_evenly(count: int, parts: int) -> list[int]:
@@ -33,7 +38,7 @@ class Layout:
     """``hosts[h]`` are the ranks of host h, ascending; hosts are ordered by their first rank.
 
     Lane i is the i-th rank of every host; there are as many lanes as the smallest host has ranks. Counterparts are
-    wider: every rank has at least one on every other host, so that each host speaks to each rank of the others."""
+    wider: every rank has at least one on every other host, so that each host talks to each rank of the others."""
 
     def __init__(self, hosts: Sequence[Sequence[int]], rank: int):
         self.hosts = sorted(sorted(ranks) for ranks in hosts)
@@ -47,14 +52,14 @@ class Layout:
         self.away = [r for h in self.others for r in self.hosts[h]]  # ranks of other hosts, host by host
         self.lanes, self.widest = min(map(len, self.hosts)), max(map(len, self.hosts))
         self.is_even = len({len(ranks) for ranks in self.hosts}) == 1
-        self.most_with_arrivals = FEW_OF_A_HOST
+        self.eager_host_max = EAGER_HOST_MAX
 
-    def carries(self, said: int, is_whole: bool = False) -> bool:
-        """Whether so many bytes, from one host to another, travel with arrivals: the same on all ranks."""
-        return travels(said, len(self.hosts), is_whole, self.most_with_arrivals)
+    def fits_eager(self, nbytes: int, is_whole: bool = False) -> bool:
+        """Whether so many bytes, from one host to another, travel with arrivals. The same on all ranks."""
+        return fits_eager(nbytes, len(self.hosts), is_whole, self.eager_host_max)
 
-    def most_of_a_host(self, counts: Sequence[int]) -> int:
-        """``counts[r]``: what rank r has. The sum of the host whose ranks have most."""
+    def largest_host_total(self, counts: Sequence[int]) -> int:
+        """The largest sum of ``counts[r]`` over the ranks r of a host."""
         return max(sum(counts[r] for r in ranks) for ranks in self.hosts)
 
     def lane(self, host: int) -> int:
@@ -70,15 +75,15 @@ class Layout:
         return self.hosts[host][self.local_of[rank] % len(self.hosts[host])]
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank meets the other hosts, on behalf of its own."""
-        return self.local == SPEAKER
+    def is_leader(self) -> bool:
+        """Whether this rank talks to the other hosts on behalf of its own."""
+        return self.local == LEADER
 
-    def speaker(self, host: int) -> int:
-        return self.hosts[host][SPEAKER]
+    def leader(self, host: int) -> int:
+        return self.hosts[host][LEADER]
 
     def counterparts(self, host: int) -> list[int]:
-        """The ranks of another host that this rank speaks to, each of which also speaks to this one."""
+        """The ranks of another host that this rank talks to, each of which also talks to this one."""
         mine, theirs = len(self.here), self.hosts[host]
         pairs = [(i % mine, i % len(theirs)) for i in range(max(mine, len(theirs)))]
         return [theirs[j] for i, j in pairs if i == self.local]

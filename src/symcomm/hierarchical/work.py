@@ -12,10 +12,10 @@ from symcomm.group.buffers import Buffer
 from symcomm.group.failure import Site
 from symcomm.group.work import Work
 
-__all__ = ["HostsWork", "Runner"]
+__all__ = ["HierarchicalWork", "Runner"]
 
 
-class HostsWork(Work):
+class HierarchicalWork(Work):
     """``act`` performs the operation; it is called once, in the group's thread."""
 
     def __init__(
@@ -66,10 +66,10 @@ class Runner:
     """The thread, started with the first asynchronous operation."""
 
     def __init__(self) -> None:
-        self._works: queue.SimpleQueue[HostsWork | None] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[HierarchicalWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: HostsWork) -> None:
+    def submit(self, work: HierarchicalWork) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=_run, args=(self._works,), name="symcomm-hosts", daemon=True)
             self._thread.start()

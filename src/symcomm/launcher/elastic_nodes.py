@@ -21,7 +21,7 @@ import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from symcomm.errors import DeadlineError, PeerError, StoreConnectionError, bad_argument, words_for_seconds
+from symcomm.errors import DeadlineError, PeerError, StoreConnectionError, bad_argument, format_seconds
 from symcomm.launcher.job import CALL, Job
 from symcomm.launcher.launch import LOOK_S, Attempt, StopRequest, judge
 from symcomm.launcher.output import Output
@@ -95,7 +95,7 @@ class Nodes:
                 self.round = seat.round
                 return seat
             if time.monotonic() > end and self.round < 0 and not self._told("seats/0"):
-                return f"fewer than {self.least} nodes came within {words_for_seconds(JOIN_S)}"
+                return f"fewer than {self.least} nodes came within {format_seconds(JOIN_S)}"
             time.sleep(LOOK_S / 4)
         return "stopped"
 

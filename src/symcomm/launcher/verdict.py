@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from symcomm.errors import SymcommError, words_for_exit, words_for_ranks, words_for_seconds
+from symcomm.errors import SymcommError, format_exit, format_ranks, format_seconds
 
 TAIL_LINES = 10
 # What a death by signal that we did not send usually means.
@@ -79,7 +79,7 @@ def failure_words(
 ) -> list[str]:
     """The verdict: which rank failed first, how, its last lines, and what became of the others."""
     assert first.returncode is not None
-    how = f"{words_for_exit(first.returncode)} after {words_for_seconds(first.seconds)} (pid {first.pid})"
+    how = f"{format_exit(first.returncode)} after {format_seconds(first.seconds)} (pid {first.pid})"
     lines = [f"rank {first.rank} failed{' first' if others else ''}: it {how}."]
     if first.returncode < 0 and (hint := HINTS.get(-first.returncode)):
         lines.append(f"  hint: {hint}")
@@ -114,7 +114,7 @@ def stopped_words(signum: int, ends: Sequence[RankEnd], grace: float) -> list[st
     """The verdict of a job that was asked to stop."""
     longest = max((end.seconds for end in ends), default=0.0)
     how = fates(ends, grace) or "no rank had started"
-    return [f"stopped by {signal.Signals(signum).name} after {words_for_seconds(longest)}: {how}."]
+    return [f"stopped by {signal.Signals(signum).name} after {format_seconds(longest)}: {how}."]
 
 
 def fates(ends: Sequence[RankEnd], grace: float) -> str:
@@ -123,7 +123,7 @@ def fates(ends: Sequence[RankEnd], grace: float) -> str:
     for end in ends:
         by_fate.setdefault(_fate(end, grace), []).append(end.rank)
     return "; ".join(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {words_for_ranks(ranks)} {fate}" for fate, ranks in by_fate.items()
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)} {fate}" for fate, ranks in by_fate.items()
     )
 
 
@@ -131,10 +131,10 @@ def _fate(end: RankEnd, grace: float) -> str:
     if end.returncode is None:
         return f"cannot be ended (pid {end.pid} hangs in the kernel)"
     if not end.after:
-        return "had finished" if end.returncode == 0 else f"also failed ({words_for_exit(end.returncode)})"
+        return "had finished" if end.returncode == 0 else f"also failed ({format_exit(end.returncode)})"
     name = signal.Signals(end.after).name
     if end.after == signal.SIGKILL and end.returncode == -signal.SIGKILL:
-        return f"had to be killed (grace {words_for_seconds(grace)})"
+        return f"had to be killed (grace {format_seconds(grace)})"
     if end.returncode == -end.after:
         return f"stopped on {name}"
-    return f"{words_for_exit(end.returncode)} on {name}"
+    return f"{format_exit(end.returncode)} on {name}"

@@ -41,7 +41,7 @@ from symcomm.errors import CallerError, ResourceError
 from symcomm.memory.control_groups import watch_quotas
 from symcomm.memory.flight import CAPACITY, Flight, flight_bytes
 from symcomm.memory.heap import PAGE, Heap
-from symcomm.memory.limits import ENLARGE, check_room, physical_bytes, words_for_bytes
+from symcomm.memory.limits import ENLARGE, check_room, format_bytes, physical_bytes
 from symcomm.memory.numa import UNBOUND, current_node
 
 __all__ = ["Arena", "Peer", "bytes_type", "current_arena", "has_arena", "named_directory", "peer_by_nonce", "use_arena"]
@@ -87,7 +87,7 @@ def _map(fd: int, nbytes: int) -> int:
         return native.map_shared(fd, nbytes)
     except OSError as error:
         raise ResourceError(
-            f"symmetric memory: mapping {words_for_bytes(nbytes)} of addresses failed ({error.strerror}); "
+            f"symmetric memory: mapping {format_bytes(nbytes)} of addresses failed ({error.strerror}); "
             "raise the limit on address space (ulimit -v unlimited)."
         ) from error
 
@@ -234,8 +234,8 @@ class Arena:
         self._settle()
         if offset is None:
             raise ResourceError(
-                f"symmetric memory: {words_for_bytes(nbytes)} asked, but {words_for_bytes(self._heap.used_bytes)} of "
-                f"this rank's {words_for_bytes(self.nbytes)} are in use; free some tensors."
+                f"symmetric memory: {format_bytes(nbytes)} asked, but {format_bytes(self._heap.used_bytes)} of "
+                f"this rank's {format_bytes(self.nbytes)} are in use; free some tensors."
             )
         try:
             self._make_pages(offset, max(touched, 1))
@@ -255,7 +255,7 @@ class Arena:
         except OSError as error:
             fix = "free memory or allocate less" if self.directory is None else ENLARGE
             raise ResourceError(
-                f"symmetric memory: the kernel refused {words_for_bytes(nbytes)} ({error.strerror}); {fix}."
+                f"symmetric memory: the kernel refused {format_bytes(nbytes)} ({error.strerror}); {fix}."
             ) from error
 
     @contextlib.contextmanager

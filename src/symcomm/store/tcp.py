@@ -20,7 +20,7 @@ from symcomm.errors import (
     StoreConnectionError,
     StoreDeadlineError,
     bad_argument,
-    words_for_seconds,
+    format_seconds,
     wrong_type,
 )
 from symcomm.store import tcp_wire as wire
@@ -354,7 +354,7 @@ class TCPStore(Store):
         where = f"{self._host}:{self._port}"
         if isinstance(error, native.StoreLate):
             return StoreDeadlineError(
-                f"the store at {where} did not answer {call}({named}) in {words_for_seconds(self._timeout_s)}."
+                f"the store at {where} did not answer {call}({named}) in {format_seconds(self._timeout_s)}."
             )
         if isinstance(error, native.StoreGone):
             cause = "its process ended, or it refused " + _REFUSALS.get(call, "the call")
@@ -409,7 +409,7 @@ class TCPStore(Store):
             if time.monotonic() >= end:
                 raise StoreDeadlineError(
                     f"TCPStore: {came} of {world_size} workers joined the store on port {self._port} "
-                    f"in {words_for_seconds(self._timeout_s)}; start the missing ranks with the same MASTER_ADDR and "
+                    f"in {format_seconds(self._timeout_s)}; start the missing ranks with the same MASTER_ADDR and "
                     f"MASTER_PORT, or lower WORLD_SIZE ({came}/{world_size} clients joined)."
                 )
             time.sleep(_JOIN_PAUSE)

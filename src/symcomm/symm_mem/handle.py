@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.errors import words_for_ranks
+from symcomm.errors import format_ranks
 from symcomm.group.failure import explain_peer
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import bytes_type
@@ -67,7 +67,7 @@ def check_alike(group: ProcessGroup, key: str, verb: str, cards: Sequence[dict[s
         by_size.setdefault(card[key], []).append(rank)
     if len(by_size) > 1:
         sides = "; ".join(
-            f"rank{'s' if len(ranks) > 1 else ''} {words_for_ranks(ranks)} {verb} {size} bytes"
+            f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} {verb} {size} bytes"
             for size, ranks in by_size.items()
         )
         raise errors.CollectiveMismatchError(f"rendezvous on group {group.name!r}: sizes differ: {sides}; {fix}.")

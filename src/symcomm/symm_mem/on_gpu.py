@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from symcomm import errors
 from symcomm.cuda import devices
 from symcomm.cuda.driver import WAIT_EQUAL, driver
-from symcomm.cuda.group import DeviceGroup, device_group
-from symcomm.cuda.pool import Piece, Raw, find_block, opened, pool_of, storage_over
+from symcomm.cuda.group import CudaGroup, device_group
+from symcomm.cuda.pool import PoolBuffer, RawMemory, find_block, opened, pool_of, storage_over
 from symcomm.cuda.watchdog import Outstanding
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import current_arena
@@ -42,11 +42,11 @@ class Allocation:
         self.meetings: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-_pieces: weakref.WeakValueDictionary[int, Piece] = weakref.WeakValueDictionary()  # by address
-_facts: weakref.WeakKeyDictionary[Piece, Allocation] = weakref.WeakKeyDictionary()
+_pieces: weakref.WeakValueDictionary[int, PoolBuffer] = weakref.WeakValueDictionary()  # by address
+_facts: weakref.WeakKeyDictionary[PoolBuffer, Allocation] = weakref.WeakKeyDictionary()
 _Id = tuple[bytes, int, int]  # the rank's arena (ranks may be threads), device, alloc_id
-_kept: dict[_Id, Piece] = {}  # for ever
-_lent: weakref.WeakValueDictionary[_Id, Raw] = weakref.WeakValueDictionary()  # while a tensor lives
+_kept: dict[_Id, PoolBuffer] = {}  # for ever
+_lent: weakref.WeakValueDictionary[_Id, RawMemory] = weakref.WeakValueDictionary()  # while a tensor lives
 
 
 @contextlib.contextmanager
@@ -75,21 +75,21 @@ def empty_strided(
     else:
         key = (current_arena().nonce, index, alloc_id)
         piece = _persistent(key, nbytes)
-        source = _lent[key] = Raw(piece.address, piece.nbytes, piece)
+        source = _lent[key] = RawMemory(piece.address, piece.nbytes, piece)
     _facts[piece].group_name = group_name
     return torch.empty(0, dtype=dtype, device=torch.device("cuda", index)).set_(
         storage_over(source, index), 0, tuple(sizes), tuple(strides)
     )
 
 
-def _allocate(device: int, nbytes: int) -> Piece:
+def _allocate(device: int, nbytes: int) -> PoolBuffer:
     piece = pool_of(device).allocate(nbytes)
     _pieces[piece.address] = piece
     _facts[piece] = Allocation(device, nbytes)
     return piece
 
 
-def _persistent(key: _Id, nbytes: int) -> Piece:
+def _persistent(key: _Id, nbytes: int) -> PoolBuffer:
     _, device, alloc_id = key
     if key in _lent:
         raise still_active(alloc_id)
@@ -101,7 +101,7 @@ def _persistent(key: _Id, nbytes: int) -> Piece:
     return _kept[key]
 
 
-def find_piece(tensor: torch.Tensor) -> Piece | None:
+def find_piece(tensor: torch.Tensor) -> PoolBuffer | None:
     """The symmetric memory that a CUDA tensor lies in, or None."""
     address = tensor.untyped_storage().data_ptr()
     piece = _pieces.get(address)
@@ -117,7 +117,7 @@ def find_piece(tensor: torch.Tensor) -> Piece | None:
 class Meeting:
     """Where every rank has the same piece of memory, and its signal pad."""
 
-    def __init__(self, gpu: DeviceGroup, piece: Piece, nbytes: int):
+    def __init__(self, gpu: CudaGroup, piece: PoolBuffer, nbytes: int):
         import torch
 
         self.gpu = gpu
@@ -164,9 +164,9 @@ def rendezvous(tensor: torch.Tensor, group: Any = None) -> GpuSymmetricMemory:
 class GpuSymmetricMemory(SymmetricMemory):
     """The same piece of memory on every rank's GPU. Signals and barriers are in the order of the current stream."""
 
-    def __init__(self, group: ProcessGroup, piece: Piece, meeting: Any, offset: int):
+    def __init__(self, group: ProcessGroup, piece: PoolBuffer, meeting: Any, offset: int):
         super().__init__(group, piece, meeting, offset)
-        self._gpu: DeviceGroup = meeting.gpu
+        self._gpu: CudaGroup = meeting.gpu
 
     @property
     def device(self) -> torch.device:
@@ -185,7 +185,7 @@ class GpuSymmetricMemory(SymmetricMemory):
         return self._meeting.pad_array.data_ptr()
 
     def _storage(self, address: int, nbytes: int) -> torch.UntypedStorage:
-        return storage_over(Raw(address, nbytes, self), self._gpu.device)
+        return storage_over(RawMemory(address, nbytes, self), self._gpu.device)
 
     # --- signals ------------------------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class GpuSymmetricMemory(SymmetricMemory):
         import torch
 
         timeout = self._timeout_ns(what, timeout_ms) / 1e9
-        self._gpu.trouble.check_usable(what)
+        self._gpu.failures.check_usable(what)
         stream = torch.cuda.current_stream(self.device)
         with _using(self.device):
             for address, awaited, written in steps:
@@ -240,7 +240,7 @@ class GpuSymmetricMemory(SymmetricMemory):
                 rescue.synchronize()
 
         missing: Callable[[], list[int]] = lambda: [] if passed.query() else peers  # noqa: E731
-        self._gpu.trouble.watch.add(Outstanding(what, missing, release, time.monotonic(), timeout))
+        self._gpu.failures.watchdog.add(Outstanding(what, missing, release, time.monotonic(), timeout))
 
 
 # --- words -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from symcomm.group.call_hooks import HookOpName, PostHookArgs, PreHookArgs
-from symcomm.group.interception import Seen
+from symcomm.group.interception import CallSpec
 from symcomm.group.process_group import ProcessGroup
 from symcomm.ops import OPS, Op
 from symcomm.torch_backend import versions
@@ -18,28 +18,28 @@ __all__ = ["TORCH_CALLS", "Hooked", "TorchCalls"]
 _TORCHS_NAMES: Any = versions.hook_classes().get("HookOpName")
 
 
-def _seen(op: Op) -> Seen:
-    return Seen(HookOpName[op.hook_name], op.torch_inputs, op.torch_outputs, "root" if op.rooted else "")
+def _spec_of(op: Op) -> CallSpec:
+    return CallSpec(HookOpName[op.hook_name], op.torch_inputs, op.torch_outputs, "root" if op.rooted else "")
 
 
 class TorchCalls:
     """The methods of a TorchGroup that hooks see."""
 
-    methods: Mapping[str, Seen] = {
-        **{name: _seen(op) for op in OPS for name in (op.torch, op.older, op.alias) if name},
-        "send": Seen(HookOpName.SEND, "tensors", root="dstRank", is_async=True),
-        "recv": Seen(HookOpName.RECV, "", "tensors", "srcRank", True),
-        "recv_anysource": Seen(HookOpName.RECV, "", "tensors", is_async=True),
-        "monitored_barrier": Seen(HookOpName.BARRIER, is_async=False),
-        **dict.fromkeys(("split_group", "splitGroup", "split_into"), Seen(HookOpName.SPLIT, is_async=False)),
-        "new_window": Seen(HookOpName.NEW_WINDOW, "tensor", is_async=False),
+    methods: Mapping[str, CallSpec] = {
+        **{name: _spec_of(op) for op in OPS for name in (op.torch, op.older, op.alias) if name},
+        "send": CallSpec(HookOpName.SEND, "tensors", root="dstRank", is_async=True),
+        "recv": CallSpec(HookOpName.RECV, "", "tensors", "srcRank", True),
+        "recv_anysource": CallSpec(HookOpName.RECV, "", "tensors", is_async=True),
+        "monitored_barrier": CallSpec(HookOpName.BARRIER, is_async=False),
+        **dict.fromkeys(("split_group", "splitGroup", "split_into"), CallSpec(HookOpName.SPLIT, is_async=False)),
+        "new_window": CallSpec(HookOpName.NEW_WINDOW, "tensor", is_async=False),
     }
 
     def is_async(self, arguments: Mapping[str, Any]) -> bool:
         return is_async(arguments.get("opts"))
 
-    def root(self, arguments: Mapping[str, Any], seen: Seen) -> int:
-        given = arguments.get(seen.root)
+    def root(self, arguments: Mapping[str, Any], spec: CallSpec) -> int:
+        given = arguments.get(spec.root)
         if not isinstance(given, int):  # the options have it, unless an overload put it in their place
             given = root_of(arguments.get("opts"))
         return given

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from symcomm import errors
-from symcomm.errors import words_for_ranks
+from symcomm.errors import format_ranks
 from symcomm.torch_backend.work import op_type_of
 
 __all__ = ["Careful"]
@@ -61,7 +61,7 @@ class Careful:
             # Of several that are gone, the others may have ended because they found the first one gone.
             missing = getattr(error, "missing", None) or getattr(error, "ranks", [])[:1]
             if self._core.rank == 0:
-                who = f"Ranks {words_for_ranks(missing)} failed to pass monitoredBarrier"
+                who = f"Ranks {format_ranks(missing)} failed to pass monitoredBarrier"
             else:
                 who = "Please check rank 0 logs for faulty rank"
             raise errors.DeadlineError(f"{call} on group {self._checked.name!r}: {who}. {error}", missing) from error

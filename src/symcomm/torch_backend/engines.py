@@ -1,6 +1,6 @@
 """Tensors on other devices: handed to the engine that the group's device map names for them.
 
-CUDA tensors of a map that names us are ours: where ranks share GPUs they run on a DeviceGroup, where every rank has a
+CUDA tensors of a map that names us are ours: where ranks share GPUs they run on a CudaGroup, where every rank has a
 GPU of its own on NCCL, if torch has it. SYMCOMM_CUDA=symcomm or =nccl decides otherwise, on all ranks alike.
 
 torch takes a Python group for the whole of a map such as "cpu:symcomm,cuda:nccl" and makes nothing for the rest of it.
@@ -37,7 +37,7 @@ from symcomm import errors
 from symcomm.types import RedOpType
 
 if TYPE_CHECKING:
-    from symcomm.cuda.group import DeviceGroup
+    from symcomm.cuda.group import CudaGroup
 
 __all__ = ["Engines", "device_map"]
 
@@ -83,8 +83,8 @@ class Engines:
         """Whether the group's map leaves tensors on ``device`` to us."""
         return device.type == "cuda" and self._group._devices().get("cuda", "symcomm") == "symcomm"
 
-    def ours(self, device: torch.device) -> DeviceGroup | None:
-        """The DeviceGroup for tensors on ``device``; None where another engine carries them. All ranks ask alike."""
+    def ours(self, device: torch.device) -> CudaGroup | None:
+        """The CudaGroup for tensors on ``device``; None where another engine carries them. All ranks ask alike."""
         if not self.is_ours(device):
             return None
         from symcomm.cuda.group import device_group  # nobody needs it before the first such tensor
@@ -127,7 +127,7 @@ class Engines:
         """One of our collectives, by the name of its method, on the engine for ``device``."""
         return _FORWARD[call](self.on(call, device), options, timeout, *args)
 
-    def mail(self, device: torch.device) -> Any:
+    def messages(self, device: torch.device) -> Any:
         """What carries messages of tensors on ``device``, if it is ours; None for another engine. No rank but the two
         ends of a message takes part, so that nothing can be agreed on here."""
         if not self.is_ours(device):
@@ -136,9 +136,9 @@ class Engines:
             self._cuda = "nccl"
         if self._cuda == "nccl":
             return None
-        from symcomm.cuda.p2p import device_mail
+        from symcomm.cuda.p2p import cuda_messages
 
-        return device_mail(self._group.core, _index(device))
+        return cuda_messages(self._group.core, _index(device))
 
     def message(self, call: str, tensor: Any, args: tuple[Any, ...]) -> Any:
         """send, recv, or recv from anybody, on another engine."""

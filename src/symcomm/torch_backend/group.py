@@ -213,7 +213,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
                 status = native.again(core._handle, call, detail, source, target, core._timeout_ns)
         if status == ASYNC:
             small = _is_small(source if target is None else target)
-            return self._at_once(call, detail, source, target, opts) if small and core._may_run_here() else None
+            return self._at_once(call, detail, source, target, opts) if small and core._may_run_inline() else None
         if status > 0:
             try:
                 core._ended(status, CACHED[call].name)
@@ -453,10 +453,10 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
             raise errors.wrong_type(name, "tensors", tensors, "a list of one tensor")
         tensor = single(name, tensors, "tensor list")
         if not tensor.is_cpu:
-            mail = self._engines.mail(tensor.device)
-            if mail is None:
+            messages = self._engines.messages(tensor.device)
+            if messages is None:
                 return self._engines.message(name, tensor, args)
-            start = getattr(mail, start.__name__)
+            start = getattr(messages, start.__name__)
         ways = (self.core.rank, args[0]) if name == "send" else (args[0], self.core.rank)
         span = self._span(name, [tensor], [tensor], message=ways, is_async=True) if is_profiling() else None
         try:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.errors import words_for_ranks
+from symcomm.errors import format_ranks
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.symm_mem.allocate import find_memory
 from symcomm.symm_mem.groups import look_up
@@ -145,7 +145,7 @@ def _wait_for(call: str, word: Tensor, value: int, group: ProcessGroup | None, w
     while word.item() != value:
         gone = group is not None and pause == MOST_PAUSE and _are_gone(group, writers)
         if gone and word.item() != value:  # it may have been their last deed
-            raise errors.RankFailedError(f"{what} failed: rank {words_for_ranks(writers)} died or left.", writers)
+            raise errors.RankFailedError(f"{what} failed: rank {format_ranks(writers)} died or left.", writers)
         if time.monotonic() > end:
             raise errors.deadline(f"{what}, found {word.item()},", seconds)
         time.sleep(pause)

@@ -1,4 +1,4 @@
-"""What carries bytes between hosts.
+"""Engines: the transports between hosts.
 
 An engine moves bytes between ranks: batches of sends and receives that are started and waited for. Everything else
 (which bytes, in which order, combined how) is the same for all engines, so a new one is a hundred lines. Third parties
@@ -18,9 +18,18 @@ from typing import Any, NamedTuple
 
 from symcomm import errors
 
-__all__ = ["Engine", "Expected", "Move", "Place", "Transfer", "available_engines", "engine_class", "wanted_engine"]
+__all__ = [
+    "Engine",
+    "Expected",
+    "Move",
+    "EngineContext",
+    "Transfer",
+    "available_engines",
+    "engine_class",
+    "wanted_engine",
+]
 
-# Ours, the best first. The modules are loaded when an engine is asked for.
+# Built in, the best first. The modules are loaded when an engine is asked for.
 BUILT_IN = {
     "gloo": ("symcomm.hierarchical.engines.torch_engine", "GlooEngine"),
     "mpi": ("symcomm.hierarchical.engines.mpi_engine", "MpiEngine"),
@@ -34,7 +43,7 @@ class Move(NamedTuple):
     """One message. Between two ranks, messages of one tag arrive in the order in which they were started; those of one
     tag do not wait for those of another. All moves of a batch have the same tag, one of TAGS, and the same ``match``.
 
-    ``match``: both ends must have the same number here, or they do not mean each other; up to 27 bits."""
+    ``match``: both ends must have the same number here to match each other; up to 27 bits."""
 
     is_send: bool
     address: int
@@ -49,9 +58,9 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class EngineContext:
     """What an engine is told when it is made. ``address``: where other hosts reach this rank. ``check``: raises once
-    somebody cannot come any more."""
+    some rank cannot arrive any more."""
 
     rank: int
     size: int
@@ -68,7 +77,7 @@ class Expected:
 
 
 class Transfer:
-    """Moves on their way. ``then(transfer)`` is called once they have ended, in a thread of the engine's."""
+    """Moves in flight. ``then(transfer)`` is called once they have ended, in a thread of the engine's."""
 
     def __init__(self, peers: Sequence[int] = (), then: Callable[[Transfer], None] | None = None):
         self.peers = sorted(set(peers))
@@ -88,7 +97,7 @@ class Transfer:
             self._then(self)
 
     def wait(self, timeout: float) -> None:
-        """Return once the bytes are where they belong; raise what went wrong, or DeadlineError."""
+        """Return once it has completed; raise what went wrong, or DeadlineError."""
         if not self._ended.wait(timeout):
             raise errors.deadline("transfer between hosts", timeout, missing=self.peers)
         if self.error is not None:
@@ -96,13 +105,13 @@ class Transfer:
 
 
 class Engine(ABC):
-    """Connects ``place.size`` ranks. Made in two steps, between which the ranks exchange their ``card``."""
+    """Connects ``context.size`` ranks. Built in two steps, between which the ranks exchange their ``endpoint``."""
 
     name: str = ""
-    card: dict[str, Any]
-    # Bytes of a host that travel with its arrival, over TCP, though the engine could carry them. Gloo, which has TCP
-    # itself, wants more; for networks that are faster this is a guess.
-    most_with_arrivals = 32 << 10
+    endpoint: dict[str, Any]
+    # Bytes of a host that travel with its arrival message, over TCP, instead of through the engine. Gloo, which uses
+    # TCP itself, wants more; for faster networks this is a guess.
+    eager_host_max = 32 << 10
     has_tags = True  # False: messages find receives in the order in which both were started, whatever their tag
 
     @staticmethod
@@ -111,12 +120,12 @@ class Engine(ABC):
         """Why this engine cannot be used here, as the end of a sentence; empty when it can."""
 
     @abstractmethod
-    def __init__(self, place: Place):
-        """Get ready, and say in ``self.card`` (of JSON's types) what the others need to know."""
+    def __init__(self, context: EngineContext):
+        """Get ready, and say in ``self.endpoint`` (of JSON's types) what the others need to know."""
 
     @abstractmethod
-    def connect(self, cards: Sequence[dict[str, Any]], timeout: float) -> None:
-        """Called by all ranks at once with everybody's card."""
+    def connect(self, endpoints: Sequence[dict[str, Any]], timeout: float) -> None:
+        """Called by all ranks at once with everybody's endpoint."""
 
     @abstractmethod
     def start(
@@ -133,7 +142,7 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of connections and threads. Nothing is on its way any more."""
+        """Let go of connections and threads. Nothing is in flight any more."""
 
     def expect(self, moves: Sequence[Move]) -> Expected:
         """Receives that a later ``start`` will be given. An engine that can begin them now, while others start and end,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from symcomm import errors
-from symcomm.hierarchical.engines.base import Engine, Expected, Move, Place, Transfer
+from symcomm.hierarchical.engines.base import Engine, EngineContext, Expected, Move, Transfer
 
 __all__ = ["MpiEngine"]
 
@@ -39,21 +39,21 @@ class MpiEngine(Engine):
             return "the ranks were not started by mpirun or srun"
         return ""
 
-    def __init__(self, place: Place):
+    def __init__(self, context: EngineContext):
         from mpi4py import MPI
 
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise errors.ResourceError("engine mpi: this MPI does not let threads call it; use engine gloo.")
-        self.place = place
+        self.context = context
         self._mpi: Any = MPI
         self._comm: Any = None
-        self.card = {"world_rank": MPI.COMM_WORLD.Get_rank()}
+        self.endpoint = {"world_rank": MPI.COMM_WORLD.Get_rank()}
         self._asked: queue.SimpleQueue[tuple[list[Move], Transfer | None, Expected | None] | None] = queue.SimpleQueue()
         self._aborted = False
 
-    def connect(self, cards: Sequence[dict[str, Any]], timeout: float) -> None:
+    def connect(self, endpoints: Sequence[dict[str, Any]], timeout: float) -> None:
         world = self._mpi.COMM_WORLD
-        members = world.Get_group().Incl([card["world_rank"] for card in cards])
+        members = world.Get_group().Incl([endpoint["world_rank"] for endpoint in endpoints])
         self._comm = world.Create_group(members)
         self._thread = threading.Thread(target=self._work, name="symcomm-mpi", daemon=True)
         self._thread.start()

@@ -1,9 +1,9 @@
 """Engines that torch brings along: Gloo for any network, NCCL through GPUs.
 
-Both are torch's own C++ process groups, used for nothing but sends and receives of bytes. They meet in a TCPStore that
-the first rank serves: our own, since a client of torch's asks the name server who 127.0.0.1 is, and waits for seconds
-where that does not answer. A thread waits for what is on its way, since a wait cannot be taken back: Gloo
-closes all connections when one of its own deadlines passes. So it is given none, except to end everything.
+Both are torch's own C++ process groups, used only to send and receive bytes. They rendezvous in a TCPStore that the
+first rank serves: ours, since torch's client resolves 127.0.0.1 by DNS, and hangs for seconds where that does not
+answer. A thread waits for transfers, since a wait cannot be cancelled: Gloo closes all connections when one of its own
+deadlines passes. So it is given none, except to abort everything.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from datetime import timedelta
 from typing import Any
 
 from symcomm import errors
-from symcomm.hierarchical.engines.base import Engine, Expected, Move, Place, Transfer
+from symcomm.hierarchical.engines.base import Engine, EngineContext, Expected, Move, Transfer
 from symcomm.hierarchical.session import job_secret
-from symcomm.hierarchical.topology import FEW_OF_A_HOST
-from symcomm.memory.share import Patience
+from symcomm.hierarchical.topology import EAGER_HOST_MAX
+from symcomm.memory.share import Deadline
 from symcomm.store import TCPStore
 
 __all__ = ["GlooEngine", "NcclEngine"]
@@ -41,19 +41,19 @@ def _bytes_at(address: int, nbytes: int) -> Any:
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
-def _dressed(store: TCPStore) -> Any:
-    """Our store as one of torch's. C++ keeps its half only: whoever uses it keeps this one."""
+def _as_torch_store(store: TCPStore) -> Any:
+    """Our store as one of torch's. C++ keeps only its half alive: the caller must keep this one."""
     import torch.distributed as dist
 
-    class Dressed(dist.Store):
+    class TorchStore(dist.Store):
         def __init__(self) -> None:
             super().__init__()
             for name in ("set", "get", "add", "check", "wait", "compare_set", "delete_key", "multi_get", "multi_set"):
                 setattr(self, name, getattr(store, name))
-            self.deleteKey, self.getNumKeys = store.delete_key, store.num_keys  # C++ knows them so
+            self.deleteKey, self.getNumKeys = store.delete_key, store.num_keys  # the names that C++ calls
             self.set_timeout = store.set_timeout
 
-    return Dressed()
+    return TorchStore()
 
 
 _connected: set[_TorchEngine] = set()
@@ -61,40 +61,40 @@ _connected: set[_TorchEngine] = set()
 
 @atexit.register
 def _end_all() -> None:
-    """A thread must not be inside torch when the interpreter ends: that would take the process down."""
+    """A thread inside torch when the interpreter exits would crash the process."""
     for engine in list(_connected):
         if engine.pid == os.getpid():
             engine.end_threads()
 
 
 class _TorchEngine(Engine):
-    def __init__(self, place: Place):
-        self.place = place
+    def __init__(self, context: EngineContext):
+        self.context = context
         self.pid = os.getpid()
         self._served: TCPStore | None = None
         self._store: Any = None
-        self._first: dict[str, Any] = {}  # the first rank's card
+        self._first: dict[str, Any] = {}  # the first rank's endpoint
         self._group: Any = None
         self._post = threading.RLock()  # messages of one pair are started in one order
         self._waiting: dict[int, queue.SimpleQueue[tuple[list[Any], Transfer] | None]] = {}  # by tag
         self._threads: list[threading.Thread] = []
         self._under_way: set[Transfer] = set()
-        self.card = {}
-        if place.rank == 0:
+        self.endpoint = {}
+        if context.rank == 0:
             token = "" if job_secret() else secrets.token_hex(16)  # all ranks have the job's own
-            self._served = TCPStore(place.address, 0, is_master=True, token=token or None)
-            self.card = {"address": place.address, "port": self._served.port, "token": token}
+            self._served = TCPStore(context.address, 0, is_master=True, token=token or None)
+            self.endpoint = {"address": context.address, "port": self._served.port, "token": token}
 
-    def connect(self, cards: Sequence[dict[str, Any]], timeout: float) -> None:
+    def connect(self, endpoints: Sequence[dict[str, Any]], timeout: float) -> None:
         limit = timedelta(seconds=timeout)
-        self._first = cards[0]
-        store = self._served or self._visit(limit)
+        self._first = endpoints[0]
+        store = self._served or self._open_store(limit)
         store.set_timeout(limit)
-        self._store = _dressed(store)
+        self._store = _as_torch_store(store)
         self._group = self._make_group(timeout)
         _connected.add(self)
 
-    def _visit(self, timeout: timedelta) -> TCPStore:
+    def _open_store(self, timeout: timedelta) -> TCPStore:
         """The store that the first rank serves."""
         first = self._first
         return TCPStore(first["address"], first["port"], timeout=timeout, token=first["token"] or None, patient=False)
@@ -128,7 +128,7 @@ class _TorchEngine(Engine):
         waiting = self._waiting.get(tag)
         if waiting is None:
             waiting = self._waiting[tag] = queue.SimpleQueue()
-            thread = threading.Thread(target=self._attend, args=(waiting,), name=f"symcomm-{self.name}", daemon=True)
+            thread = threading.Thread(target=self._on_ready, args=(waiting,), name=f"symcomm-{self.name}", daemon=True)
             self._threads.append(thread)
             thread.start()
         return waiting
@@ -141,7 +141,7 @@ class _TorchEngine(Engine):
             works.append(act([_bytes_at(m.address, m.nbytes)], m.peer, m.label(LARGEST_TAG)))
         return works
 
-    def _attend(self, waiting: queue.SimpleQueue[Any]) -> None:
+    def _on_ready(self, waiting: queue.SimpleQueue[Any]) -> None:
         """A thread of the engine: waits for what is on its way, in the order in which it was started."""
         while (item := waiting.get()) is not None:
             works, transfer = item
@@ -183,7 +183,7 @@ class _TorchEngine(Engine):
 
 class GlooEngine(_TorchEngine):
     name = "gloo"
-    most_with_arrivals = FEW_OF_A_HOST
+    eager_host_max = EAGER_HOST_MAX
 
     @staticmethod
     def why_not() -> str:
@@ -200,21 +200,21 @@ class GlooEngine(_TorchEngine):
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         options._timeout = NEVER
-        options._devices = [gloo.create_device(hostname=self.place.address)]
+        options._devices = [gloo.create_device(hostname=self.context.address)]
         made: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._store.set(f"connecting/{self.place.rank}", b"1")
+        self._store.set(f"connecting/{self.context.rank}", b"1")
 
         def make() -> None:
             try:
-                made.put(gloo(self._store, self.place.rank, self.place.size, options))
+                made.put(gloo(self._store, self.context.rank, self.context.size, options))
             except Exception as error:
                 made.put(error)
 
         threading.Thread(target=make, name="symcomm-connect", daemon=True).start()
         try:
-            found = Patience(timeout, self.place.check).get(made)
+            found = Deadline(timeout, self.context.check).get(made)
         except queue.Empty:
-            what = f"connecting rank {self.place.rank} by Gloo"
+            what = f"connecting rank {self.context.rank} by Gloo"
             raise errors.deadline(what, timeout, missing=self._absent()) from None
         if isinstance(found, Exception):
             raise found
@@ -224,8 +224,8 @@ class GlooEngine(_TorchEngine):
         """Ranks that have not begun to connect. The first one serves the store that knows, and may be the one.
         Gloo still waits in the connection that we have."""
         try:
-            with contextlib.closing(self._visit(timedelta(seconds=1))) as store:
-                return [r for r in range(self.place.size) if not store.check([f"connecting/{r}"])]
+            with contextlib.closing(self._open_store(timedelta(seconds=1))) as store:
+                return [r for r in range(self.context.size) if not store.check([f"connecting/{r}"])]
         except RuntimeError:
             return [0]
 
@@ -238,14 +238,14 @@ class GlooEngine(_TorchEngine):
 
     def abort(self) -> None:
         """A wait whose time is over closes all connections, and so ends all waits, here and at the peers."""
-        group, size = self._group, self.place.size
+        group, size = self._group, self.context.size
         if group is None or size == 1:
             return
         nothing = bytearray(1)
-        place = (ctypes.c_char * 1).from_buffer(nothing)
+        context = (ctypes.c_char * 1).from_buffer(nothing)
         with contextlib.suppress(RuntimeError):
-            peer = (self.place.rank + 1) % size
-            group.recv([_bytes_at(ctypes.addressof(place), 1)], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
+            peer = (self.context.rank + 1) % size
+            group.recv([_bytes_at(ctypes.addressof(context), 1)], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
 
 
 class NcclEngine(_TorchEngine):
@@ -275,8 +275,8 @@ class NcclEngine(_TorchEngine):
         options._timeout = NEVER
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)
-        backend = nccl(self._store, self.place.rank, self.place.size, options)
-        whole = dist.ProcessGroup(self._store, self.place.rank, self.place.size)  # which knows batches
+        backend = nccl(self._store, self.context.rank, self.context.size, options)
+        whole = dist.ProcessGroup(self._store, self.context.rank, self.context.size)  # which knows batches
         whole._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         whole._register_backend(self._device, dist.ProcessGroup.BackendType.NCCL, backend)
         return whole

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from symcomm.errors import words_for_seconds
+from symcomm.errors import format_seconds
 from symcomm.observe.analysis.stragglers import stragglers
 from symcomm.observe.analysis.verdict import Verdict, judge
 from symcomm.observe.recorder.records import Operation
@@ -94,7 +94,7 @@ def _table(trace: Trace) -> str:
             last, state, waited, site = "nothing recorded", "no dump" if one is None else "", "", ""
         else:
             last, state, site = f"{op} #{op.seq}", op.state, short_site(op.site)
-            waited = words_for_seconds(_waited(op, one)) if _waited(op, one) >= 0.001 else ""
+            waited = format_seconds(_waited(op, one)) if _waited(op, one) >= 0.001 else ""
         rows.append([group, str(rank), last, state, waited, site, one.end if one and one.end else str(place or "")])
     header = ["group", "rank", "last operation", "state", "waited", "called at", "rank is now"]
     return columns(header, rows) if rows else ""
@@ -119,8 +119,8 @@ def _stragglers(trace: Trace) -> str:
     highest = max(max(row.over_time) for row in rows)
     told = [
         [
-            str(row.rank), f"{row.last} of {row.collectives}", words_for_seconds(row.late_s),
-            words_for_seconds(row.caused_s), words_for_seconds(row.waited_s),
+            str(row.rank), f"{row.last} of {row.collectives}", format_seconds(row.late_s),
+            format_seconds(row.caused_s), format_seconds(row.waited_s),
             "".join(BARS[round(part / highest * (len(BARS) - 1))] for part in row.over_time),
         ]
         for row in rows

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from symcomm.errors import words_for_ranks
+from symcomm.errors import format_ranks
 from symcomm.observe.analysis.calls import Calls
 from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.stacks import short_site, where
@@ -97,7 +97,7 @@ def _distinct(waits: dict[int, _Wait]) -> list[_Wait]:
 
 def _who(ranks: Iterable[int]) -> str:
     ranks = list(ranks)
-    return f"rank{'s' if len(ranks) > 1 else ''} {words_for_ranks(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
 
 
 def _sites(operations: Iterable[Operation]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from symcomm.errors import BadArgumentError, words_for_ranks
+from symcomm.errors import BadArgumentError, format_ranks
 from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.stacks import ThreadStack
 from symcomm.observe.recorder.torch_format import latest_of_each_group
@@ -103,7 +103,7 @@ def load(place: str | os.PathLike[str]) -> Trace:
     _drop_old(trace)
     unseen = [r for r in trace.missing if not any(f"of rank {r} " in p for p in trace.problems)]
     if unseen:
-        trace.problems.append(f"there is no dump of rank{'s' if len(unseen) > 1 else ''} {words_for_ranks(unseen)}.")
+        trace.problems.append(f"there is no dump of rank{'s' if len(unseen) > 1 else ''} {format_ranks(unseen)}.")
     return trace
 
 

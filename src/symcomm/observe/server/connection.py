@@ -84,7 +84,7 @@ def _params(query: str, body: bytes, content_type: str) -> dict[str, str]:
     return dict(reversed(pairs))
 
 
-def words_for_exception(error: BaseException) -> str:
+def format_exception(error: BaseException) -> str:
     """What failed and where, in the form that PyTorch's server answers with."""
     frames = [f"  {f.filename}({f.lineno}): {f.name}\n" for f in reversed(traceback.extract_tb(error.__traceback__))]
     ours = [frame for frame in frames if not frame.startswith(f"  {__file__}(")]
@@ -188,7 +188,7 @@ class Connection(HttpSession):
         try:
             handler(request, response)
         except Exception as error:
-            response.set_content(f"Handler {name} failed: {words_for_exception(error)}", "text/plain")
+            response.set_content(f"Handler {name} failed: {format_exception(error)}", "text/plain")
             response.set_status(500)
 
     @staticmethod

@@ -27,7 +27,7 @@ from symcomm.observe.recorder.processes import environment_of, open_file, user_o
 from symcomm.observe.recorder.stacks import ThreadStack
 from symcomm.observe.recorder.trace import parse_dump
 
-__all__ = ["ask_stacks", "kernel_stacks", "list_store", "request", "spied_stacks", "words_for_stacks"]
+__all__ = ["ask_stacks", "kernel_stacks", "list_store", "request", "spied_stacks", "format_stacks"]
 
 ANSWER = 2.0  # seconds that ranks get to say where they are, all together
 LOOK = 0.02  # seconds between two looks for answers in files
@@ -181,7 +181,7 @@ def _from_folders(folders: Mapping[int, str], pids: Mapping[int, int], deadline:
     return found
 
 
-def words_for_stacks(stacks: list[ThreadStack]) -> str:
+def format_stacks(stacks: list[ThreadStack]) -> str:
     """Every thread, innermost frame first."""
     return "\n\n".join(
         "\n".join([f"Thread {stack.name}{' (rank)' if stack.is_rank else ''}", *(f"    {f}" for f in stack.frames)])

@@ -25,7 +25,7 @@ from symcomm.memory.heap import PAGE
 from symcomm.observe.recorder.processes import is_running, open_file, process_state
 from symcomm.observe.recorder.records import Operation, as_operation
 from symcomm.observe.recorder.stacks import ThreadStack
-from symcomm.observe.top.ask import ask_stacks, kernel_stacks, list_store, spied_stacks, words_for_stacks
+from symcomm.observe.top.ask import ask_stacks, format_stacks, kernel_stacks, list_store, spied_stacks
 from symcomm.observe.top.jobs import arenas_of
 
 __all__ = ["Feed", "GroupFacts", "RankFacts", "Sample", "SharedMemoryFeed", "attach", "attach_arena"]
@@ -80,7 +80,7 @@ class Feed(abc.ABC):
 
     def stacks(self, rank: int) -> str:
         """The same of one rank, as text."""
-        return words_for_stacks(self.find_stacks([rank]).get(rank, [])) or "this rank does not say where it is."
+        return format_stacks(self.find_stacks([rank]).get(rank, [])) or "this rank does not say where it is."
 
     def store_keys(self) -> list[str]:
         """Keys of the job's store."""
@@ -232,7 +232,7 @@ class SharedMemoryFeed(Feed):
         if pid is None or not is_running(pid):
             return f"rank {rank} does not run any more."
         told = self.find_stacks([rank]).get(rank)
-        return words_for_stacks(told) if told else spied_stacks(pid) or kernel_stacks(pid)
+        return format_stacks(told) if told else spied_stacks(pid) or kernel_stacks(pid)
 
     def store_keys(self) -> list[str]:
         return list_store(next((r.pid for r in self._recorders if is_running(r.pid)), None))

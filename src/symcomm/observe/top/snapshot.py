@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from symcomm.errors import words_for_ranks
+from symcomm.errors import format_ranks
 from symcomm.observe.top.model import BIN_NS, BINS, STATES, WAIT_NS, Live, Meeting
 
 __all__ = ["snapshot"]
@@ -35,7 +35,7 @@ def snapshot(live: Live, since: int = 0) -> dict[str, Any]:
         "numbers": [{"call": call, **row.row()} for (call, _), row in sorted(live.numbers.items())],
         "stragglers": live.stragglers(),
         "groups": [
-            {"name": g.name, "size": g.size, "about": g.description, "ranks": words_for_ranks(g.ranks)[:MEMBERS_SENT]}
+            {"name": g.name, "size": g.size, "about": g.description, "ranks": format_ranks(g.ranks)[:MEMBERS_SENT]}
             for g in live.groups
         ],
     }
