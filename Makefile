@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
-C_SRC  := $(wildcard src/symcomm/_core/*.c src/symcomm/_core/*.h)
+C_SRC  := $(wildcard src/symcomm/_core/*/*.c src/symcomm/_core/*/*.h)
 STAMP  := $(VENV)/.installed
 BUILT  := $(VENV)/.built
 

@@ -1,4 +1,4 @@
-"""Messages that both ranks copy (`_core/joint.c`, `_core/mail.c`), on weak memory.
+"""Messages that both ranks copy (`_core/p2p/cooperative_copy.c`, `_core/p2p/progress.c`), on weak memory.
 
 The sender writes into the receiver's tensor. A receiver that returns has every piece, also where the sender died; one
 that gives up has its tensor for itself from then on, also where the sender was stopped in the middle of a piece, and

@@ -46,7 +46,7 @@ WINDOWS = "symcomm.windows"  # a layer above: loaded by name when it is asked fo
 
 # How often a waiting rank looks first (about 10 us). If it has a core of its own it then goes on looking, for longer
 # than a peer stays away whose core somebody else uses for a time slice; with more ranks than cores it offers its core.
-# Then it sleeps, which costs two context switches (about 10 us). See _core/backoff.h.
+# Then it sleeps, which costs two context switches (about 10 us). See _core/sync/backoff.h.
 SPIN_LOOKS = 4000
 LOOK_NS = 5_000_000
 YIELD_NS = 100_000

@@ -3,7 +3,7 @@
 Handing a call to the group's thread and being woken by it costs several times what a small operation costs. When all
 other ranks have come to their call too, none of them needs anything of this rank but the operation itself: running it
 here and now cannot block for good, whoever runs it there. So who makes a small asynchronous call announces it
-(``group_announce`` in _core/group.c), and looks for a moment whether the others do.
+(``group_announce`` in _core/group/group.c), and looks for a moment whether the others do.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A hung interpreter lock, noticed and reported.
 
 Native code that keeps Python's interpreter lock (GIL) while it waits stops every thread of a rank, its server too. A
-thread of the C core (``_core/lockwatch.c``), which needs no lock, then writes one sentence to stderr: which rank, for
-how long, which thread most likely holds the lock, and what the kernel says that this thread does. It also writes it
-into the first page of the rank's arena, where the servers of its peers find it (``GET /api/v1/peers``). Python's own
-``faulthandler.dump_traceback_later``, which needs no lock either, adds the Python stacks; a program that uses that
-function for itself sets SYMCOMM_GIL_SECONDS=0, since there is only one such timer in a process.
+thread of the C core (``_core/observe/gil_watchdog.c``), which needs no lock, then writes one sentence to stderr: which
+rank, for how long, which thread most likely holds the lock, and what the kernel says that this thread does. It also
+writes it into the first page of the rank's arena, where the servers of its peers find it (``GET /api/v1/peers``).
+Python's own ``faulthandler.dump_traceback_later``, which needs no lock either, adds the Python stacks; a program that
+uses that function for itself sets SYMCOMM_GIL_SECONDS=0, since there is only one such timer in a process.
 """
 
 from __future__ import annotations

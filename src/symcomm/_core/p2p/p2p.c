@@ -1,0 +1,415 @@
+#include "p2p/p2p.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdlib.h>
+
+#include "exec/async.h"
+#include "sync/backoff.h"
+#include "module/module.h"
+#include "exec/exec.h"
+#include "p2p/engine.h"
+
+#define SLICE_NS 10000000
+#define LOOKS_A_DRIVE 8
+#define STAND_OFF_NS 1000000000 /* until it is worth a word: a thread that is about to send would have done so */
+
+/* --- waiting ---------------------------------------------------------------------------------------------------- */
+
+static void remove_op(struct op **list, struct op *op) {
+    for (; *list; list = &(*list)->next)
+        if (*list == op) {
+            *list = op->next;
+            op->next = NULL;
+            return;
+        }
+}
+
+/* Tells the receiver that symmetric messages from here on do not count. True: it had copied this one already. */
+static bool take_back(struct outgoing *o, uint64_t ticket) {
+    if (atomic_load(&o->channel->copied) >= ticket) return true;
+    atomic_store(&o->channel->withdrawn, 1);
+    atomic_thread_fence(memory_order_seq_cst); /* what the caller does with its tensor comes after */
+    return false;
+}
+
+/* The caller gives up on op, which ends in STATUS_OK if the receiver has it already. False when its bytes are half on the way,
+ * so that the channel cannot be used further. */
+static bool withdraw(struct op *op) {
+    struct mail *m = op->mail;
+    bool clean = true, received = false;
+    if (op->is_send) {
+        struct outgoing *o = &m->out[op->peer];
+        received = op->ticket && take_back(o, op->ticket);
+        clean = received || op->state == OP_POSTED;
+        remove_op(&o->first, op);
+        remove_op(&o->unacknowledged, op);
+        o->last = o->first;
+        while (o->last && o->last->next) o->last = o->last->next;
+    } else if (op->state == OP_POSTED) {
+        remove_op(&m->receives, op);
+    } else {
+        mail_take_away(m, op->peer);
+        m->in[op->peer].into = NULL; /* the rest of the message is discarded */
+        pthread_cond_signal(&m->needed);
+    }
+    mail_finish(op, received ? STATUS_OK : STATUS_TIMEOUT);
+    mail_release(op);
+    return clean;
+}
+
+/* Whether whom op waits for is gone: STATUS_OK, or how, and who. */
+static int peer_gone(struct op *op, int *culprit) {
+    struct group *g = op->mail->group;
+    int peer = op->peer;
+    bool all_gone = true;
+    *culprit = peer == ANY_SOURCE ? (g->rank + 1) % g->world : peer;
+    for (int r = 0; r < g->world; r++) {
+        if (peer != ANY_SOURCE && r != peer) continue;
+        int gone = r == g->rank ? STATUS_OK : sync_gone(g, r);
+        if (gone == STATUS_DEAD) *culprit = r;
+        if (gone == STATUS_DEAD || (gone == STATUS_LEFT && peer != ANY_SOURCE)) return gone;
+        all_gone &= gone != STATUS_OK;
+    }
+    return all_gone ? STATUS_LEFT : STATUS_OK;
+}
+
+/* Moves what can be moved until op is done; with the lock held. */
+static void progress(struct mail *m, struct op *op) {
+    if (!m->closed && op->state != OP_DONE) mail_progress_first(m, op);
+    while (!m->closed && op->state != OP_DONE && mail_progress(m, true)) {}
+}
+
+static bool drive(struct op *op) {
+    struct mail *m = op->mail;
+    symcomm_lock(&m->lock);
+    progress(m, op);
+    bool done = op->state == OP_DONE;
+    pthread_mutex_unlock(&m->lock);
+    return done;
+}
+
+static bool sleep_slice(struct mail *m, struct op *op, int64_t ns) {
+    struct control *me = m->group->control[m->group->rank];
+    uint32_t seen = atomic_load_explicit(&me->mail_bell, memory_order_acquire);
+    atomic_fetch_add(&me->mail_sleepers, 1);
+    atomic_thread_fence(memory_order_seq_cst);
+    bool signalled = false;
+    if (!drive(op)) signalled = symcomm_futex_wait(&me->mail_bell, seen, ns) < 0 && errno == EINTR;
+    atomic_fetch_sub(&me->mail_sleepers, 1);
+    return signalled;
+}
+
+static int give_up(struct op *op, int status, bool withdraw_it) {
+    struct mail *m = op->mail;
+    pthread_mutex_lock(&m->lock);
+    bool done = op->state == OP_DONE, clean = true;
+    if (!done && withdraw_it && !m->closed) {
+        clean = withdraw(op);
+        done = op->status == STATUS_OK;
+        if (!done) flight_end(op->record, op->record_number, status);
+    }
+    pthread_mutex_unlock(&m->lock);
+    if (done) return op->status;
+    if (!clean && status == STATUS_TIMEOUT) sync_fail(m->group, STATUS_HALF_SENT, op->peer);
+    if (!clean && status == STATUS_INTERRUPTED) sync_fail(m->group, STATUS_ABORTED, m->group->rank);
+    return status;
+}
+
+/* Whether all whom op waits for have arrived at a collective that this rank has not called, so that they cannot go on without
+ * it, and no other thread of this rank runs one or has one queued. */
+static bool stands_off(const struct op *op) {
+    struct group *g = op->mail->group;
+    uint64_t next = atomic_load(&g->seq) + 1;
+    if (g->world == 1 || op->peer == g->rank || atomic_load(&g->holder) || !async_idle(g)) return false;
+    for (int r = 0; r < g->world; r++) {
+        if (r == g->rank || (op->peer != ANY_SOURCE && r != op->peer)) continue;
+        if (atomic_load_explicit(&g->control[r]->arrival[next & 1].seq, memory_order_acquire) != next) return false;
+    }
+    return true;
+}
+
+void (*symcomm_stand_off)(const struct op *op);
+
+/* `since`: when it was first seen so; -1: told already. It is not known to last: a thread of either rank may end it. */
+static void tell_stand_off(const struct op *op, int64_t *since) {
+    if (*since < 0 || symcomm_stand_off == NULL) return;
+    int64_t now = symcomm_now_ns();
+    if (!stands_off(op)) *since = 0;
+    else if (*since == 0) *since = now;
+    else if (now - *since >= STAND_OFF_NS) symcomm_stand_off(op), *since = -1;
+}
+
+static int sleep_in_slices(struct op *op, int64_t deadline, bool withdraw_it) {
+    struct mail *m = op->mail;
+    int64_t since = 0;
+    symcomm_note_site(op->record);
+    for (int slices = 1;; slices++) {
+        int64_t left = deadline - symcomm_now_ns();
+        if (left <= 0) return give_up(op, STATUS_TIMEOUT, withdraw_it);
+        bool signalled = sleep_slice(m, op, left < SLICE_NS ? left : SLICE_NS);
+        if (drive(op)) return op->status;
+        int culprit = 0, status = sync_aborted(m->group);
+        if (status == STATUS_OK && (status = peer_gone(op, &culprit)) != STATUS_OK) {
+            if (drive(op)) return op->status; /* it did its part before it went */
+            status = sync_fail(m->group, status, culprit);
+        }
+        if (status) return give_up(op, status, true);
+        if (slices % 16 == 0) signalled = true; /* one may have come just before we slept */
+        if (signalled && symcomm_interrupted && symcomm_interrupted()) return give_up(op, STATUS_INTERRUPTED, true);
+        tell_stand_off(op, &since);
+    }
+}
+
+static int sleep_until_done(struct op *op, int64_t deadline, bool withdraw_it) {
+    _Atomic int32_t *awaits = &op->mail->group->control[op->mail->group->rank]->mail_awaits;
+    int32_t mine = 2 * (op->peer + 2) + op->is_send, seen = mine;
+    atomic_store_explicit(awaits, mine, memory_order_release);
+    int status = sleep_in_slices(op, deadline, withdraw_it);
+    /* Unless another thread has come since. Whoever ended the group still wants to say what this rank waited for. */
+    if (status == STATUS_OK || sync_aborted(op->mail->group) == STATUS_OK) atomic_compare_exchange_strong(awaits, &seen, 0);
+    return status;
+}
+
+/* Whether something has come for a receive that waits for one peer; others have to be driven to know. */
+static bool may_move(const struct op *op) {
+    int peer = op->peer;
+    if (op->is_send || peer == ANY_SOURCE) return true;
+    const struct channel *c = op->mail->in[peer].channel;
+    return atomic_load_explicit(&c->filled, memory_order_relaxed) != atomic_load_explicit(&c->emptied, memory_order_relaxed);
+}
+
+static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
+    struct group *g = op->mail->group;
+    if (drive(op)) return op->status;
+    if (timeout < 0) return STATUS_TIMEOUT;
+    for (int i = 0, looks = looks_now(g); i < looks; i++) { /* driving takes as long as some looks, and other messages need it only now and then */
+        if ((i % LOOKS_A_DRIVE == 0 || may_move(op)) && drive(op)) return op->status;
+        symcomm_relax();
+    }
+    int64_t deadline = timeout ? symcomm_now_ns() + timeout : INT64_MAX;
+    if (symcomm_before_waiting) symcomm_before_waiting();
+    struct backoff b;
+    bool done;
+    backoff_begin(&b, g, deadline);
+    while (!(done = drive(op)) && !sync_aborted(g) && backoff_step(&b, op->peer, false)) {}
+    int status = done ? op->status : sleep_until_done(op, deadline, withdraw_it);
+    backoff_end(&b, !done);
+    return status;
+}
+
+int mail_wait(struct op *op, int64_t timeout, bool withdraw_it) {
+    struct visit visit;
+    if (!visit_begin(&visit, op->mail->group)) return mail_done(op) ? op->status : STATUS_LEFT;
+    int status = wait_for(op, timeout, withdraw_it);
+    visit_end(&visit);
+    return status;
+}
+
+bool mail_is_short(const struct group *g, uint64_t nbytes) {
+    return nbytes <= SHORT_BYTES && atomic_load_explicit(&g->mail->background, memory_order_relaxed) == 0;
+}
+
+bool mail_done(struct op *op) {
+    pthread_mutex_lock(&op->mail->lock);
+    bool done = op->state == OP_DONE;
+    pthread_mutex_unlock(&op->mail->lock);
+    return done;
+}
+
+/* Whether something may have to be moved that nobody waits for; also the rest of a message that is only discarded. */
+static bool is_needed(const struct mail *m) {
+    for (int r = 0; r < m->group->world; r++)
+        if (m->in[r].reading) return true;
+    return m->background > 0;
+}
+
+static void rest(struct mail *m) {
+    pthread_mutex_lock(&m->lock);
+    while (!is_needed(m) && !atomic_load(&m->closing)) pthread_cond_wait(&m->needed, &m->lock);
+    pthread_mutex_unlock(&m->lock);
+}
+
+/* Drives operations that nobody waits for. Some time after the last of them it hears no bells any more: each would cost
+ * whoever sends a blocking message a call of the kernel, and wake this thread for nothing. */
+static void *background(void *argument) {
+    struct mail *m = argument;
+    struct control *me = m->group->control[m->group->rank];
+    int64_t last = symcomm_now_ns(); /* when there was something to drive */
+    while (!atomic_load(&m->closing)) {
+        uint32_t seen = atomic_load_explicit(&me->mail_bell, memory_order_acquire);
+        atomic_fetch_add(&me->mail_sleepers, 1);
+        atomic_thread_fence(memory_order_seq_cst);
+        pthread_mutex_lock(&m->lock);
+        while (mail_progress(m, false)) {}
+        bool needed = is_needed(m);
+        pthread_mutex_unlock(&m->lock);
+        int64_t now = symcomm_now_ns();
+        if (needed) last = now;
+        bool long_idle = now - last >= SLICE_NS;
+        if (!long_idle) symcomm_futex_wait(&me->mail_bell, seen, SLICE_NS);
+        atomic_fetch_sub(&me->mail_sleepers, 1);
+        if (long_idle) rest(m), last = symcomm_now_ns();
+    }
+    return NULL;
+}
+
+static bool start_thread(struct mail *m) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    m->thread_runs = pthread_create(&m->thread, NULL, background, m) == 0;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return m->thread_runs;
+}
+
+/* --- life cycle ------------------------------------------------------------------------------------------------- */
+
+int mail_open(struct group *g, char *const *channels) {
+    struct mail *m = calloc(1, sizeof *m);
+    size_t n = (size_t)g->world;
+    if (m) m->in = calloc(n, sizeof *m->in), m->out = calloc(n, sizeof *m->out);
+    if (!m || !m->in || !m->out) return -1;
+    m->group = g;
+    pthread_mutex_init(&m->lock, NULL);
+    pthread_cond_init(&m->needed, NULL);
+    for (int r = 0; r < g->world; r++) {
+        m->out[r].channel = (struct channel *)channels[g->rank] + r;
+        m->in[r].channel = (struct channel *)channels[r] + g->rank;
+    }
+    g->mail = m;
+    return 0;
+}
+
+void mail_close(struct group *g) {
+    struct mail *m = g->mail;
+    if (m == NULL) return;
+    if (m->thread_runs) {
+        struct control *me = g->control[g->rank];
+        pthread_mutex_lock(&m->lock);
+        atomic_store(&m->closing, true);
+        pthread_cond_signal(&m->needed);
+        pthread_mutex_unlock(&m->lock);
+        atomic_fetch_add(&me->mail_bell, 1);
+        symcomm_futex_wake(&me->mail_bell, INT32_MAX);
+        pthread_join(m->thread, NULL);
+        m->thread_runs = false;
+    }
+    pthread_mutex_lock(&m->lock);
+    for (int r = 0; r < g->world && !m->closed; r++) { /* whoever has them on their way may use its tensors again */
+        if (m->out[r].tickets) take_back(&m->out[r], m->out[r].tickets);
+        mail_take_away(m, r);
+    }
+    m->closed = true;
+    pthread_mutex_unlock(&m->lock);
+}
+
+void mail_forked(struct group *g) {
+    if (g->mail == NULL) return;
+    pthread_mutex_init(&g->mail->lock, NULL);
+    pthread_cond_init(&g->mail->needed, NULL);
+    g->mail->closed = true, g->mail->thread_runs = false;
+    g->mail = NULL; /* operations that were on their way keep it */
+}
+
+/* False: the thread that would drive it cannot be started. done: nothing is left to be waited for. */
+static bool queue(struct mail *m, struct op *op, bool *done) {
+    symcomm_lock(&m->lock);
+    if (op->background && !m->thread_runs && !start_thread(m)) {
+        pthread_mutex_unlock(&m->lock);
+        return false;
+    }
+    mail_record(m->group, op);
+    if (op->background) m->background++;
+    if (op->is_send) {
+        struct outgoing *o = &m->out[op->peer];
+        if (o->last) o->last->next = op;
+        else o->first = op;
+        o->last = op;
+    } else if (!mail_unpark(m, op)) {
+        struct op **at = &m->receives;
+        while (*at) at = &(*at)->next;
+        *at = op;
+    }
+    progress(m, op);
+    *done = op->state == OP_DONE;
+    if (op->background && !*done) pthread_cond_signal(&m->needed);
+    pthread_mutex_unlock(&m->lock);
+    return true;
+}
+
+/* An operation nobody has begun yet; NULL: no memory. */
+static struct op *make_op(struct group *g, const struct op *wanted) {
+    struct op *op = malloc(sizeof *op);
+    if (op == NULL) return NULL;
+    *op = *wanted;
+    op->mail = g->mail;
+    atomic_store(&op->references, 2); /* the caller's, and that of the queue it stands in */
+    return op;
+}
+
+static struct op *refuse(struct op *op, int status) {
+    atomic_store(&op->references, 1);
+    op->state = OP_DONE, op->status = status;
+    return op;
+}
+
+struct op *mail_post(struct group *g, const struct op *wanted) {
+    struct visit visit;
+    struct op *op = make_op(g, wanted);
+    if (op == NULL) return NULL;
+    if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
+    bool done;
+    if (!queue(g->mail, op, &done)) free(op), op = NULL, errno = EAGAIN;
+    visit_end(&visit);
+    return op;
+}
+
+struct op *mail_exchange(struct group *g, const struct op *wanted, int64_t timeout, int *status) {
+    struct visit visit;
+    struct op *op = make_op(g, wanted);
+    *status = STATUS_LEFT;
+    if (op == NULL) return NULL;
+    if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
+    bool done;
+    queue(g->mail, op, &done);
+    *status = done ? op->status : wait_for(op, timeout, true);
+    visit_end(&visit);
+    return op;
+}
+
+void mail_release(struct op *op) {
+    if (atomic_fetch_sub_explicit(&op->references, 1, memory_order_acq_rel) == 1) free(op);
+}
+
+static void release_all(struct op *op) {
+    for (struct op *next; op; op = next) {
+        next = op->next;
+        mail_release(op);
+    }
+}
+
+static void mail_free(struct mail *m) {
+    release_all(m->receives);
+    for (int r = 0; r < m->group->world; r++) {
+        release_all(m->out[r].first);
+        release_all(m->out[r].unacknowledged);
+        if (m->in[r].reading && m->in[r].into) mail_release(m->in[r].into);
+        if (m->in[r].reading) mail_free_parked(m->in[r].park);
+        for (struct parked *p = m->in[r].parked_first, *next; p; p = next) {
+            next = p->next;
+            mail_free_parked(p);
+        }
+    }
+    pthread_cond_destroy(&m->needed);
+    pthread_mutex_destroy(&m->lock);
+    free(m->in);
+    free(m->out);
+    free(m);
+}
+
+void mail_drop(struct group *g) {
+    mail_close(g);
+    if (g->mail) mail_free(g->mail);
+    g->mail = NULL;
+}

@@ -1,0 +1,127 @@
+/* Messages as Python sees them; the classes are in symcomm/group/messages.py. */
+#include <errno.h>
+#include <stddef.h>
+
+#include "module/module.h"
+#include "p2p/engine.h"
+#include "torch/tensor.h"
+#include "reduce/types.h"
+
+static const char OP[] = "symcomm.op";
+
+static void drop_op(PyObject *capsule) {
+    PyObject *group = PyCapsule_GetContext(capsule);
+    mail_release(PyCapsule_GetPointer(capsule, OP));
+    Py_DECREF(group);
+}
+
+/* mail_post(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op */
+static PyObject *py_post(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    int is_send, peer, background;
+    long long tag, dtype, nbytes;
+    unsigned long long address;
+    unsigned site;
+    if (!PyArg_ParseTuple(args, "OpiLLKLpI", &capsule, &is_send, &peer, &tag, &dtype, &address, &nbytes, &background, &site)) return NULL;
+    struct group *g = PyCapsule_GetPointer(capsule, "symcomm.group");
+    if (g == NULL) return NULL;
+    if (g->mail == NULL || peer >= g->world || peer < (is_send ? 0 : ANY_SOURCE) || nbytes < 0)
+        return PyErr_Format(PyExc_ValueError, "no rank %d to exchange %lld bytes with", peer, nbytes);
+    struct op wanted = {.is_send = is_send, .peer = peer, .tag = tag, .dtype = dtype, .background = background, .is_long = true, .site = site};
+    wanted.buffer = (char *)(uintptr_t)address, wanted.nbytes = (uint64_t)nbytes;
+    struct op *op;
+    count_call(&g->messages, true, background);
+    Py_BEGIN_ALLOW_THREADS;
+    op = mail_post(g, &wanted);
+    Py_END_ALLOW_THREADS;
+    if (op == NULL) return errno == EAGAIN ? PyErr_SetFromErrno(PyExc_OSError) : PyErr_NoMemory();
+    PyObject *result = PyCapsule_New(op, OP, drop_op);
+    if (result) PyCapsule_SetContext(result, Py_NewRef(capsule));
+    return result;
+}
+
+static PyObject *outcome(struct op *op, int status) {
+    bool came = status == STATUS_OK || status == STATUS_SIZE; /* otherwise it may still be moving */
+    unsigned long long got = came ? op->got : 0;
+    return Py_BuildValue("iiKL", status, (int)op->peer, got, (long long)(came ? op->got_dtype : 0));
+}
+
+/* mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype); a negative timeout only looks. */
+static PyObject *py_wait(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    long long timeout;
+    int withdraw_it, status;
+    if (!PyArg_ParseTuple(args, "OLp", &capsule, &timeout, &withdraw_it)) return NULL;
+    struct op *op = PyCapsule_GetPointer(capsule, OP);
+    if (op == NULL) return NULL;
+    WITHOUT_LOCK(status = mail_wait(op, timeout, withdraw_it));
+    if (PyErr_Occurred()) return NULL;
+    return outcome(op, status);
+}
+
+/* message(group, is_send, peer, tag, tensor, timeout_ns): a blocking send or receive of a tensor the core can view.
+ * The peer's rank when all went well, an outcome like mail_wait's when not, None when Python has to look. */
+static PyObject *message(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    (void)self;
+    struct group *g = n_args == 6 ? PyCapsule_GetPointer(args[0], "symcomm.group") : NULL;
+    if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "message takes 6 arguments");
+    struct tensor_view view;
+    if (g->mail == NULL || !PyLong_Check(args[2]) || !PyLong_Check(args[3]) || !tensor_view(args[4], &view)) Py_RETURN_NONE;
+    struct op wanted = {.is_send = args[1] == Py_True, .tag = PyLong_AsLongLong(args[3]), .dtype = view.dtype};
+    long peer = PyLong_AsLong(args[2]);
+    int64_t timeout = PyLong_AsLongLong(args[5]);
+    if (PyErr_Occurred() || peer >= g->world || peer < (wanted.is_send ? 0 : ANY_SOURCE)) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    wanted.peer = (int)peer;
+    wanted.buffer = view.address;
+    wanted.nbytes = (uint64_t)view.count * symcomm_itemsize[view.dtype];
+    struct op *op;
+    int status;
+    count_call(&g->messages, false, false);
+    WITHOUT_LOCK_UNLESS(g->own_process && mail_is_short(g, wanted.nbytes), op = mail_exchange(g, &wanted, timeout, &status));
+    if (op == NULL) return PyErr_NoMemory();
+    PyObject *result = NULL;
+    if (!PyErr_Occurred()) result = status == STATUS_OK ? PyLong_FromLong(op->peer) : outcome(op, status);
+    mail_release(op);
+    return result;
+}
+
+static PyObject *teller; /* a callable: says that two ranks seem to wait for each other */
+
+static void stand_off(const struct op *op) {
+    if (teller == NULL || symcomm_released == NULL) return;
+    PyEval_RestoreThread(symcomm_released);
+    PyObject *group = op->mail->group->capsule;
+    PyObject *told = PyObject_CallFunction(teller, "OiiL", group, (int)op->is_send, (int)op->peer, (long long)op->tag);
+    Py_XDECREF(told); /* what it raised is for our caller, who asks for it as for a signal handler's */
+    symcomm_interrupted = symcomm_ask_python;
+    symcomm_released = PyEval_SaveThread();
+}
+
+static PyObject *use_teller(PyObject *self, PyObject *callable) {
+    (void)self;
+    PyObject *before = teller;
+    teller = Py_NewRef(callable);
+    Py_XDECREF(before);
+    symcomm_stand_off = stand_off;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"use_teller", use_teller, METH_O, "use_teller(callable): told (group, is_send, peer, tag) when two ranks seem to wait for each other."},
+    {"message", (PyCFunction)(void (*)(void))message, METH_FASTCALL,
+     "message(group, is_send, peer, tag, tensor, timeout_ns) -> peer, outcome or None"},
+    {"mail_post", py_post, METH_VARARGS, "mail_post(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op"},
+    {"mail_wait", py_wait, METH_VARARGS, "mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype)"},
+    {NULL, NULL, 0, NULL},
+};
+
+int symcomm_add_p2p(PyObject *module) {
+    PyModule_AddIntConstant(module, "CHANNEL_BYTES", (long)sizeof(struct channel));
+    PyModule_AddIntConstant(module, "CHANNEL_HEAD_BYTES", (long)offsetof(struct channel, ring));
+    return PyModule_AddFunctions(module, methods);
+}
