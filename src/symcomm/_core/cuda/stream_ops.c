@@ -1,15 +1,20 @@
 /* What a GPU collective asks of the driver most often, in one call.
  *
  * The core knows nothing of CUDA: it is handed the addresses of driver functions by gpu/driver.py, which found them in
- * the driver's library. The interpreter lock is released meanwhile: the driver makes a caller wait when a stream is full. */
+ * the driver's library. The interpreter lock is released meanwhile: the driver makes a caller wait when a stream is
+ * full. */
 #include "module/module.h"
 #include "reduce/reduce.h"
 
-typedef int (*copy_function)(uint64_t target, uint64_t source, size_t nbytes, void *stream); /* cuMemcpyAsync */
-typedef int (*word_function)(void *stream, uint64_t address, uint32_t value, unsigned flags); /* cuStream{Write,Wait}Value32 */
-typedef int (*launch_function)(uint64_t kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                               unsigned shared, void *stream, void **arguments, void **extra); /* cuLaunchKernel */
-typedef int (*host_function)(void *stream, void (*function)(void *), void *argument); /* cuLaunchHostFunc */
+/* cuMemcpyAsync */
+typedef int (*copy_function)(uint64_t target, uint64_t source, size_t nbytes, void *stream);
+/* cuStream{Write,Wait}Value32 */
+typedef int (*word_function)(void *stream, uint64_t address, uint32_t value, unsigned flags);
+/* cuLaunchKernel */
+typedef int (*launch_function)(uint64_t kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                               unsigned bz, unsigned shared, void *stream, void **arguments, void **extra);
+/* cuLaunchHostFunc */
+typedef int (*host_function)(void *stream, void (*function)(void *), void *argument);
 
 #define MAX_PLACES 500 /* a kernel takes 4 KiB of arguments */
 
@@ -46,30 +51,34 @@ static int start_kernel(struct turn *t) {
 
 static int play(struct turn *t) {
     int result = t->nbytes ? t->copy(t->target, t->source, t->nbytes, t->stream) : 0;
-    /* Flags 0: the word is written after everything before it, and a wait ends at that value or more, counted cyclically. */
+    /* Flags 0: the word is written after everything before it, and a wait ends at that value or more, counted
+     * cyclically. */
     for (int i = 0; i < t->peers && result == 0; i++) result = t->write(t->stream, t->theirs[i], t->value, 0);
     for (int i = 0; i < t->peers && result == 0; i++) result = t->wait(t->stream, t->mine[i], t->value, 0);
     return result == 0 && t->kernel[0] ? start_kernel(t) : result;
 }
 
 /* stream_turn(functions, stream, copy, value, theirs, mine, kernel, places) -> the driver's result, 0 for success.
- * functions: addresses of copy, write, wait, launch. copy: (source, target, bytes), or () for none. The stream then tells
- * every address in `theirs` that it has come to `value`, and waits until all in `mine` say so.
- * kernel: (function, blocks, threads, count, packs) to start then on `places`, or () for none. */
+ * functions: addresses of copy, write, wait, launch. copy: (source, target, bytes), or () for none. The stream then
+ * tells every address in `theirs` that it has come to `value`, and waits until all in `mine` say so. kernel: (function,
+ * blocks, threads, count, packs) to start then on `places`, or () for none. */
 static PyObject *stream_turn(PyObject *self, PyObject *args) {
     (void)self;
     struct turn t; /* large, so it is not cleared: every field that is read is set below */
     unsigned long long stream, value;
     PyObject *functions, *copy, *theirs, *mine, *kernel, *places;
-    if (!PyArg_ParseTuple(args, "OKOKOOOO", &functions, &stream, &copy, &value, &theirs, &mine, &kernel, &places)) return NULL;
+    if (!PyArg_ParseTuple(args, "OKOKOOOO", &functions, &stream, &copy, &value, &theirs, &mine, &kernel, &places))
+        return NULL;
     uint64_t f[4] = {0}, c[3] = {0};
     memset(t.kernel, 0, sizeof t.kernel);
     t.peers = read_numbers(theirs, t.theirs, MAX_WORLD);
     if (read_numbers(functions, f, 4) != 4 || t.peers < 0 || read_numbers(mine, t.mine, MAX_WORLD) != t.peers ||
-        read_numbers(copy, c, 3) < 0 || read_numbers(kernel, t.kernel, 5) < 0 || read_numbers(places, t.places, MAX_PLACES) < 0) {
+        read_numbers(copy, c, 3) < 0 || read_numbers(kernel, t.kernel, 5) < 0 ||
+        read_numbers(places, t.places, MAX_PLACES) < 0) {
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "stream_turn: numbers are missing");
     }
-    t.copy = (copy_function)(uintptr_t)f[0], t.write = (word_function)(uintptr_t)f[1], t.wait = (word_function)(uintptr_t)f[2];
+    t.copy = (copy_function)(uintptr_t)f[0], t.write = (word_function)(uintptr_t)f[1],
+    t.wait = (word_function)(uintptr_t)f[2];
     t.launch = (launch_function)(uintptr_t)f[3];
     t.stream = (void *)(uintptr_t)stream, t.value = (uint32_t)value;
     t.source = c[0], t.target = c[1], t.nbytes = c[2];
@@ -95,7 +104,8 @@ static void add_up(void *argument) {
 }
 
 /* stream_combine(function, stream, dtype, op, sources, out, count) -> the driver's result, 0 for success.
- * The host combines `count` elements of host memory at every address in `sources` into `out`, in the order of the stream. */
+ * The host combines `count` elements of host memory at every address in `sources` into `out`, in the order of the
+ * stream. */
 static PyObject *stream_combine(PyObject *self, PyObject *args) {
     (void)self;
     unsigned long long function, stream, out, count;
@@ -123,8 +133,8 @@ static PyObject *stream_combine(PyObject *self, PyObject *args) {
 
 /* --- words that hosts and GPUs share ------------------------------------------------------------------------ */
 
-/* store_word(address, value): a GPU, or another host's thread, that sees it sees everything written before it, and nothing
- * that comes later is seen before it. */
+/* store_word(address, value): a GPU, or another host's thread, that sees it sees everything written before it, and
+ * nothing that comes later is seen before it. */
 static PyObject *store_word(PyObject *self, PyObject *args) {
     (void)self;
     unsigned long long address, value;
@@ -156,7 +166,8 @@ static PyObject *group_status(PyObject *self, PyObject *capsule) {
 static PyMethodDef methods[] = {
     {"group_fail", group_fail, METH_VARARGS, "group_fail(group, status, culprit) -> the status that counts"},
     {"group_status", group_status, METH_O, "group_status(group) -> 0, or the status it failed with"},
-    {"store_word", store_word, METH_VARARGS, "store_word(address, value): 32 bits, in order with what comes before and after"},
+    {"store_word", store_word, METH_VARARGS,
+     "store_word(address, value): 32 bits, in order with what comes before and after"},
     {"stream_combine", stream_combine, METH_VARARGS,
      "stream_combine(function, stream, dtype, op, sources, out, count) -> the driver's result"},
     {"stream_turn", stream_turn, METH_VARARGS,

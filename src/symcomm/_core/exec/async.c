@@ -5,8 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "sync/backoff.h"
 #include "module/module.h"
+#include "sync/backoff.h"
 
 struct worker {
     pthread_t thread;
@@ -112,7 +112,8 @@ static bool sleep_until_done(struct request *r, int64_t deadline) {
 }
 
 bool async_wait(struct request *r, int64_t timeout) {
-    atomic_fetch_add_explicit(&r->awaited, 1, memory_order_relaxed); /* our core is free meanwhile, the worker may keep one */
+    /* Our core is free meanwhile, the worker may keep one. */
+    atomic_fetch_add_explicit(&r->awaited, 1, memory_order_relaxed);
     bool done = sleep_until_done(r, timeout ? symcomm_now_ns() + timeout : 0);
     atomic_fetch_sub_explicit(&r->awaited, 1, memory_order_relaxed);
     return done;
@@ -159,7 +160,8 @@ void async_at_end(struct group *g, void (*farewell)(void *), void *argument) {
 }
 
 /* Leaves a blocking call behind asynchronous ones in the queue, so that operations keep their order. */
-int64_t async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout, struct origin from) {
+int64_t async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout,
+                         struct origin from) {
     struct request *r = calloc(1, sizeof *r);
     if (r == NULL) return STATUS_PLAN;
     *r = (struct request){.group = g, .plan = p, .timeout = timeout, .from = from, .references = 1};

@@ -60,7 +60,8 @@ int cma_read(struct group *g, int rank, char *dst, uint64_t address, int64_t nby
         size_t n = (size_t)(nbytes - done < AT_ONCE ? nbytes - done : AT_ONCE);
         ssize_t got = read_from(owner_of(g, rank), dst + done, address + (uint64_t)done, n);
         int error = got < 0 ? errno : got == 0 ? EFAULT : 0;
-        int gone = error == ESRCH ? STATUS_DEAD : sync_marked_gone(g, rank); /* if it is, who knows whose memory that was */
+        /* If it is, who knows whose memory that was. */
+        int gone = error == ESRCH ? STATUS_DEAD : sync_marked_gone(g, rank);
         if (gone) return sync_fail(g, gone, rank);
         if (sync_is_void(g, g->seq)) return sync_aborted(g); /* the owner has it back */
         if (error && error != EINTR) return sync_fail(g, STATUS_UNREADABLE, rank);

@@ -1,5 +1,5 @@
-/* Cross-memory attach: one process reads another's memory by system call, which is one copy where staging takes two. Slower than
- * a copy through shared memory, so it pays where one rank would stage for many. */
+/* Cross-memory attach: one process reads another's memory by system call, which is one copy where staging takes two.
+ * Slower than a copy through shared memory, so it pays where one rank would stage for many. */
 #ifndef SYMCOMM_CMA_H
 #define SYMCOMM_CMA_H
 

@@ -2,11 +2,11 @@
 #include <stdlib.h>
 
 #include "exec/async.h"
-#include "module/module.h"
 #include "exec/exec.h"
+#include "module/module.h"
+#include "reduce/types.h"
 #include "torch/options.h"
 #include "torch/tensor.h"
-#include "reduce/types.h"
 
 #define FIRST_SLOTS 16  /* a power of two, doubled when three quarters are full: most groups know a few calls */
 #define MOST_SLOTS 4096 /* full at that size, it starts anew */
@@ -98,10 +98,11 @@ static int view_all(PyObject *object, char **addresses, int64_t *count, int64_t 
     return (int)n;
 }
 
-/* Whether an output lies on an input in a way that lets results overwrite what peers still read. In place is fine where the
- * one is this rank's part of the other. symcomm.group.buffers.keep_apart() says the same, and makes a copy. */
+/* Whether an output lies on an input in a way that lets results overwrite what peers still read. In place is fine where
+ * the one is this rank's part of the other. symcomm.group.buffers.keep_apart() says the same, and makes a copy. */
 static bool in_the_way(const struct group *g, const struct kind *k, const struct given *t) {
-    int64_t item = k->dtype >= 0 ? symcomm_itemsize[k->dtype] : 0, in_bytes = k->count * item, out_bytes = k->out_count * item;
+    int64_t item = k->dtype >= 0 ? symcomm_itemsize[k->dtype] : 0, in_bytes = k->count * item,
+            out_bytes = k->out_count * item;
     for (int64_t i = 0; i < k->n_in; i++)
         for (int64_t o = 0; o < k->n_out; o++) {
             const char *in = t->in[i], *out = t->out[o];
@@ -115,15 +116,17 @@ static bool in_the_way(const struct group *g, const struct kind *k, const struct
 }
 
 /* What a call uses, until it ends: of a list its tensors, since another thread may empty it meanwhile. */
-static PyObject *hold(PyObject *tensors) { return PyList_Check(tensors) ? PyList_AsTuple(tensors) : Py_NewRef(tensors); }
+static PyObject *hold(PyObject *tensors) {
+    return PyList_Check(tensors) ? PyList_AsTuple(tensors) : Py_NewRef(tensors);
+}
 
 static void let_go(struct given *t) {
     Py_XDECREF(t->input);
     Py_XDECREF(t->output);
 }
 
-/* Fills the rest of a kind of which call and detail are known, and the tensors. False: Python must look. To let_go() of in any
- * case. */
+/* Fills the rest of a kind of which call and detail are known, and the tensors. False: Python must look. To let_go() of
+ * in any case. */
 static bool view_given(const struct group *g, PyObject *input, PyObject *output, struct kind *k, struct given *t) {
     t->output = NULL;
     if ((t->input = hold(input)) == NULL || (t->output = hold(output)) == NULL) return false;
@@ -150,7 +153,8 @@ static bool describe(const struct group *g, PyObject *const *args, struct kind *
 }
 
 /* Inlined into both of its callers: a call, with all that it passes, took 10 ns of a barrier's 460. */
-static inline __attribute__((always_inline)) int64_t run_known(struct group *g, const struct kind *k, struct given *t, int64_t timeout) {
+static inline __attribute__((always_inline)) int64_t run_known(struct group *g, const struct kind *k, struct given *t,
+                                                               int64_t timeout) {
     struct known_plan *known = find(g->quick, k);
     if (known->plan == NULL) return -1;
     PyObject *capsule = Py_NewRef(known->capsule); /* another thread may make the table forget it meanwhile */
@@ -160,13 +164,13 @@ static inline __attribute__((always_inline)) int64_t run_known(struct group *g, 
     int64_t status;
     bool idle = async_idle(g);
     count_call(&g->collectives, false, !idle);
-    WITHOUT_LOCK_UNLESS(idle && exec_is_short(g, plan),
-                        status = idle ? exec_run(g, plan, &b, timeout, from) : async_run_queued(g, plan, &b, timeout, from));
+    WITHOUT_LOCK_UNLESS(idle && exec_is_short(g, plan), status = idle ? exec_run(g, plan, &b, timeout, from)
+                                                                      : async_run_queued(g, plan, &b, timeout, from));
     Py_DECREF(capsule);
     return status;
 }
 
-/* again(group, call, detail, input, output, timeout_ns) -> 0, a failure's status, or -1: not known, take the long way */
+/* again(group, call, detail, input, output, timeout_ns) -> 0, a failure's status, or -1: take the long way */
 static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     (void)self;
     struct group *g = n_args == 6 ? PyCapsule_GetPointer(args[0], "symcomm.group") : NULL;
@@ -181,8 +185,8 @@ static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
     return PyLong_FromLongLong(status);
 }
 
-/* again_with(group, call, options, input, output, timeout_ns, run_async=False): again(), with what torch's options object says.
- * Where nothing was run it returns one of enum options. */
+/* again_with(group, call, options, input, output, timeout_ns, run_async=False): again(), with what torch's options
+ * object says. Where nothing was run it returns one of enum options. */
 static PyObject *again_with(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     (void)self;
     bool fits = n_args == 6 || n_args == 7;

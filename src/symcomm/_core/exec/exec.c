@@ -4,10 +4,10 @@
 #include <unistd.h>
 
 #include "exec/cma.h"
-#include "module/module.h"
 #include "memory/isolate.h"
-#include "reduce/reduce.h"
 #include "memory/nontemporal.h"
+#include "module/module.h"
+#include "reduce/reduce.h"
 #include "reduce/types.h"
 
 #define BLOCK_BYTES 16384 /* what one source or destination moves before the next is touched: fits L1 with room */
@@ -17,8 +17,8 @@ struct run {
     const struct plan *p;
     const struct buffers *b;
     struct deadline deadline;
-    bool streamed; /* copies into outputs use non-temporal stores */
-    bool attached; /* inputs that are not symmetric are read by cross-memory attach */
+    bool streamed;      /* copies into outputs use non-temporal stores */
+    bool attached;      /* inputs that are not symmetric are read by cross-memory attach */
     int64_t out_offset; /* of my output in my arena; -1: peers cannot write to it */
     int half;
 };
@@ -41,7 +41,9 @@ static char *resolve(struct run *x, const struct plan_place *at, int64_t turn) {
 }
 
 /* Whether copies to a place use non-temporal stores. What is staged is read again soon. */
-static bool is_streamed(const struct run *x, int64_t place) { return x->streamed && x->p->places[place].space != SPACE_STAGE; }
+static bool is_streamed(const struct run *x, int64_t place) {
+    return x->streamed && x->p->places[place].space != SPACE_STAGE;
+}
 
 /* Where a rank that lends its tensors writes where they are: no rank stages anything then. */
 static uint64_t *addresses_of(struct run *x, int rank) {
@@ -191,7 +193,8 @@ static int meet(struct run *x) {
     return status ? status : compare(x);
 }
 
-/* direct: every rank's tensors lie where the direct plan needs them, or can be read there. skipped: some rank left its head out. */
+/* direct: every rank's tensors lie where the direct plan needs them, or can be read there. skipped: some rank left its
+ * head out. */
 static void survey(struct run *x, bool *direct, bool *skipped) {
     bool symmetric = x->p->has_direct, attached = x->p->attach_bytes > 0;
     *skipped = false;
@@ -215,7 +218,8 @@ static int run_body(struct run *x, bool skipped_head) {
     survey(x, &direct, &someone_skipped);
     if (direct) {
         if (x->g->recording) x->g->recording->path |= x->attached ? FLIGHT_ATTACHED : FLIGHT_DIRECT;
-        if (x->p->writes_outputs && sync_is_void(x->g, x->g->seq)) return sync_aborted(x->g); /* its owner has it back */
+        /* Its owner has it back. */
+        if (x->p->writes_outputs && sync_is_void(x->g, x->g->seq)) return sync_aborted(x->g);
         return run_part(x, PLAN_DIRECT);
     }
     if (someone_skipped) {
@@ -248,27 +252,29 @@ static int run_whole(struct run *x) {
     int64_t in_offset = input_offset(g, p, x->b);
     if (x->b->n_out == 1) x->out_offset = offset_in_arena(g, x->b->out[0], p->out_bytes);
     bool attached = attach(x, in_offset);
-    bool skip_head = p->has_direct && p->needs[g->rank] && (attached || satisfies(p->needs[g->rank], in_offset, x->out_offset));
+    bool skip_head =
+        p->has_direct && p->needs[g->rank] && (attached || satisfies(p->needs[g->rank], in_offset, x->out_offset));
     if (!skip_head && (status = run_part(x, PLAN_HEAD))) return status;
     arrive(x, in_offset, x->out_offset, attached);
     if ((status = meet(x))) return status;
     return run_body(x, skip_head);
 }
 
-/* Whether some living rank may still write into outputs of the operation that has failed here. One that made another call
- * finds that out before it would. */
+/* Whether some living rank may still write into outputs of the operation that has failed here. One that made another
+ * call finds that out before it would. */
 static bool is_written(struct run *x) {
     for (int r = 0; r < x->g->world; r++) {
         struct arrival *a = &x->g->control[r]->arrival[x->half];
-        if (r == x->g->rank || atomic_load(&a->seq) != x->g->seq || atomic_load(&a->left) == x->g->seq || differs(x, r)) continue;
+        if (r == x->g->rank || atomic_load(&a->seq) != x->g->seq || atomic_load(&a->left) == x->g->seq || differs(x, r))
+            continue;
         if (!(atomic_load_explicit(x->g->life[r], memory_order_acquire) & LIFE_OWNER_DIED)) return true;
     }
     return false;
 }
 
-/* The operation has failed here: make that known, and return when my tensors are mine alone again. A peer that writes to one
- * ends at its next wait, or finds that it must not begin. One that was stopped in the middle would go on whenever it wakes;
- * it is left with the pages that it knows, and my tensor gets others. */
+/* The operation has failed here: make that known, and return when my tensors are mine alone again. A peer that writes
+ * to one ends at its next wait, or finds that it must not begin. One that was stopped in the middle would go on
+ * whenever it wakes; it is left with the pages that it knows, and my tensor gets others. */
 static void abandon(struct run *x) {
     sync_void(x->g);
     if (!x->p->writes_outputs || x->out_offset < 0 || !is_written(x)) return;
@@ -280,7 +286,8 @@ static void abandon(struct run *x) {
 
 static bool fits(const struct group *g, const struct plan *p, const struct buffers *b) {
     return p->world == g->world && p->rank == g->rank &&
-           p->stage_bytes <= atomic_load_explicit(&g->reserved_bytes, memory_order_relaxed) && p->n_in <= b->n_in && p->n_out <= b->n_out;
+           p->stage_bytes <= atomic_load_explicit(&g->reserved_bytes, memory_order_relaxed) && p->n_in <= b->n_in &&
+           p->n_out <= b->n_out;
 }
 
 static int run_locked(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
@@ -289,7 +296,12 @@ static int run_locked(struct group *g, const struct plan *p, const struct buffer
     bool late = status == STATUS_MISMATCH && atomic_load(&g->control[g->rank]->abort_seq) == g->seq + 1;
     if (status && !late) return status;
     g->seq++;
-    struct run x = {.g = g, .p = p, .b = b, .deadline = {.timeout = timeout}, .out_offset = -1, .half = (int)(g->seq & 1),
+    struct run x = {.g = g,
+                    .p = p,
+                    .b = b,
+                    .deadline = {.timeout = timeout},
+                    .out_offset = -1,
+                    .half = (int)(g->seq & 1),
                     .streamed = stream_pays(p->copied_bytes * (uint64_t)g->world)};
     if (late) {
         atomic_store(&g->control[g->rank]->arrival[x.half].left, g->seq);
@@ -298,7 +310,8 @@ static int run_locked(struct group *g, const struct plan *p, const struct buffer
     }
     status = run_whole(&x);
     if (status == STATUS_OK && sync_is_void(g, g->seq)) status = sync_aborted(g);
-    if (p->writes_outputs) atomic_store_explicit(&g->control[g->rank]->arrival[x.half].left, g->seq, memory_order_release);
+    if (p->writes_outputs)
+        atomic_store_explicit(&g->control[g->rank]->arrival[x.half].left, g->seq, memory_order_release);
     if (status != STATUS_OK) abandon(&x);
     return status;
 }
@@ -308,7 +321,8 @@ bool exec_is_short(const struct group *g, const struct plan *p) {
 }
 
 /* With the group's lock held. */
-static struct flight_entry *record(struct group *g, const struct plan *p, uint64_t now, struct origin from, uint64_t *number) {
+static struct flight_entry *record(struct group *g, const struct plan *p, uint64_t now, struct origin from,
+                                   uint64_t *number) {
     struct flight_entry *e = flight_take(g->flight, number);
     if (e == NULL) return NULL;
     e->seq = g->seq + 1, e->signature = signature_of(p), e->count = (uint64_t)p->count, e->group = g->flight_group;

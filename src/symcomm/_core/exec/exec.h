@@ -2,8 +2,8 @@
 #ifndef SYMCOMM_EXEC_H
 #define SYMCOMM_EXEC_H
 
-#include "observe/flight.h"
 #include "exec/plan.h"
+#include "observe/flight.h"
 #include "sync/sync.h"
 
 #define SHORT_BYTES 4096 /* more than this is worth giving up the interpreter lock for */
@@ -19,7 +19,8 @@ struct buffers {
  * 0, or a status with the operation's number above its 8 bits. */
 int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout, struct origin from);
 
-/* Returns once no other thread is in an operation of the group; new ones are to be refused already. False: this thread is. */
+/* Returns once no other thread is in an operation of the group; new ones are to be refused already. False: this thread
+ * is. */
 bool exec_settle(struct group *g);
 
 /* Whether it will be over in microseconds once all ranks have come, and none of them needs this thread to go on. */

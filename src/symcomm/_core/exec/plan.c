@@ -4,8 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "sync/sync.h"
 #include "reduce/types.h"
+#include "sync/sync.h"
 
 #define HEADER_WORDS 15
 #define STEP_WORDS (int64_t)(sizeof(struct plan_step) / sizeof(int64_t))
@@ -33,7 +33,8 @@ static const char *check_place(struct plan *p, const struct plan_place *at, int6
 static void note_extent(struct plan *p, const struct plan_place *at, const struct plan_step *s, int64_t turns) {
     int64_t *bytes = at->space == SPACE_IN ? &p->in_bytes : &p->out_bytes;
     if ((at->space != SPACE_IN && at->space != SPACE_OUT) || at->index != 0 || turns < 1) return;
-    int64_t end = at->offset + at->stride * (turns - 1) + s->last, before = turns > 1 ? farthest(at, turns - 1, s->nbytes) : 0;
+    int64_t end = at->offset + at->stride * (turns - 1) + s->last,
+            before = turns > 1 ? farthest(at, turns - 1, s->nbytes) : 0;
     if (before > end) end = before;
     if (end > *bytes) *bytes = end;
 }
@@ -42,15 +43,18 @@ static const char *check_move(struct plan *p, const struct plan_step *s, int64_t
     if (s->nbytes < 0 || s->last < 0 || s->last > s->nbytes) return "bad length";
     if (s->n_dst < 1 || s->n_src < 1 || s->n_dst > MAX_WORLD || s->n_src > MAX_WORLD) return "bad place count";
     if (s->op == OP_COPY && s->n_src != 1) return "copy from several places";
-    if (s->dst < 0 || s->src < 0 || s->dst > n_places - s->n_dst || s->src > n_places - s->n_src) return "place out of range";
+    if (s->dst < 0 || s->src < 0 || s->dst > n_places - s->n_dst || s->src > n_places - s->n_src)
+        return "place out of range";
     const char *why = NULL;
     for (int64_t i = 0; i < s->n_dst && !why; i++) {
         const struct plan_place *at = &p->places[s->dst + i];
         why = check_place(p, at, turns, s->nbytes);
         note_extent(p, at, s, turns);
-        if (at->space == SPACE_STAGE && at->index != p->rank) why = "writes another rank's staging area"; /* it may lack pages */
+        /* It may lack pages. */
+        if (at->space == SPACE_STAGE && at->index != p->rank) why = "writes another rank's staging area";
         if (at->space == SPACE_PEER_IN) why = "writes another rank's input";
-        if (at->space == SPACE_PEER_OUT && !(p->needs[at->index] & NEED_OUTPUT)) why = "writes an output that nobody promised";
+        if (at->space == SPACE_PEER_OUT && !(p->needs[at->index] & NEED_OUTPUT))
+            why = "writes an output that nobody promised";
     }
     for (int64_t i = 0; i < s->n_src && !why; i++) {
         why = check_place(p, &p->places[s->src + i], turns, s->nbytes);
@@ -87,13 +91,13 @@ static const char *check_part(struct plan *p, int part, int64_t n_places) {
             break;
         case OP_LOOP:
             if (left > 0) why = "nested loop";
-            else if (s->turns < 0 || s->turns >= (1 << PLAN_SIGNAL_BITS) || s->body < 0 || s->body > p->n_steps[part] - i - 1)
+            else if (s->turns < 0 || s->turns >= (1 << PLAN_SIGNAL_BITS) || s->body < 0 ||
+                     s->body > p->n_steps[part] - i - 1)
                 why = "bad loop";
             left = s->body + 1;
             turns = s->turns;
             break;
-        default:
-            why = "unknown step";
+        default: why = "unknown step";
         }
         if (why) return why;
         if (left > 0) left--;
@@ -104,7 +108,8 @@ static const char *check_part(struct plan *p, int part, int64_t n_places) {
 
 /* Peers' inputs are only copied, a piece at a time, and the addresses of the pieces find room. */
 static const char *check_attached(const struct plan *p) {
-    if (p->attach_bytes < 0 || !p->has_direct || p->writes_outputs) return "attaches without a direct part that only reads";
+    if (p->attach_bytes < 0 || !p->has_direct || p->writes_outputs)
+        return "attaches without a direct part that only reads";
     if (p->stage_bytes < p->world * (int64_t)sizeof(uint64_t)) return "no room for addresses";
     for (int64_t i = 0; i < p->n_steps[PLAN_DIRECT]; i++) {
         const struct plan_step *s = &p->steps[PLAN_DIRECT][i];

@@ -24,19 +24,22 @@ struct plan_place {
 struct plan {
     int64_t world, rank, collective, dtype, redop, root, count;
     int has_direct;
-    int writes_outputs;       /* ranks write into each other's outputs where all are symmetric; the same on all of them */
-    int64_t attach_bytes;     /* of each piece that the direct part may read by cross-memory attach if inputs are not symmetric; 0: none */
-    int64_t n_in, n_out;      /* buffers the caller must pass */
+    /* Ranks write into each other's outputs where all are symmetric; the same on all of them. */
+    int writes_outputs;
+    /* Of each piece that the direct part may read by cross-memory attach if inputs are not symmetric; 0: none. */
+    int64_t attach_bytes;
+    int64_t n_in, n_out;         /* buffers the caller must pass */
     int64_t in_bytes, out_bytes; /* of the first of each */
-    int64_t piece_bytes;      /* of each input of a list that is one tensor where they lie one after another; 0: never */
-    int64_t algorithm;        /* a number in ALGORITHMS of plan.py, for the flight recorder */
-    uint64_t copied_bytes;    /* into outputs by this rank, in the part where that is most; 0: it reduces */
-    int64_t stage_bytes;      /* how far the plan reaches into a staging half */
+    /* Of each input of a list that is one tensor where they lie one after another; 0: never. */
+    int64_t piece_bytes;
+    int64_t algorithm;     /* a number in ALGORITHMS of plan.py, for the flight recorder */
+    uint64_t copied_bytes; /* into outputs by this rank, in the part where that is most; 0: it reduces */
+    int64_t stage_bytes;   /* how far the plan reaches into a staging half */
     int64_t n_steps[PLAN_PARTS];
     const struct plan_step *steps[PLAN_PARTS];
     const struct plan_place *places;
-    const int64_t *needs;     /* per rank */
-    int64_t *words;           /* owns the memory of everything above */
+    const int64_t *needs; /* per rank */
+    int64_t *words;       /* owns the memory of everything above */
 };
 
 /* NULL with *why set when the words do not make a plan that can be run safely. */

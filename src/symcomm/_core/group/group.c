@@ -5,12 +5,12 @@
 
 #include "exec/async.h"
 #include "exec/cma.h"
-#include "module/module.h"
-#include "sync/cores.h"
 #include "exec/exec.h"
-#include "observe/flight.h"
 #include "memory/isolate.h"
+#include "module/module.h"
+#include "observe/flight.h"
 #include "p2p/p2p.h"
+#include "sync/cores.h"
 #include "sync/sync.h"
 
 static const char GROUP[] = "symcomm.group", PLAN[] = "symcomm.plan", REQUEST[] = "symcomm.request";
@@ -31,7 +31,8 @@ uint32_t symcomm_ask_for_site(void) {
     symcomm_locate = NULL; /* once is enough */
     if (locator == NULL) return 0;
     PyEval_RestoreThread(symcomm_released);
-    PyObject *site = PyObject_CallNoArgs(locator); /* what it raises comes from a signal handler, and is for our caller */
+    /* What it raises comes from a signal handler, and is for our caller. */
+    PyObject *site = PyObject_CallNoArgs(locator);
     uint32_t number = site ? (uint32_t)PyLong_AsUnsignedLong(site) : 0;
     Py_XDECREF(site);
     symcomm_interrupted = symcomm_ask_python; /* a finalizer may have run an operation of its own */
@@ -172,9 +173,9 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     unsigned flight_group;
     long long stage_bytes, arena_bytes, look_ns, yield_ns;
     unsigned long long seq;
-    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!KIpiLLK", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage, &stage_bytes,
-                          &PyTuple_Type, &arena, &arena_bytes, &PyTuple_Type, &life, &PyTuple_Type, &channels, &flight, &flight_group, &own_process, &spin,
-                          &look_ns, &yield_ns, &seq))
+    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!KIpiLLK", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage,
+                          &stage_bytes, &PyTuple_Type, &arena, &arena_bytes, &PyTuple_Type, &life, &PyTuple_Type,
+                          &channels, &flight, &flight_group, &own_process, &spin, &look_ns, &yield_ns, &seq))
         return NULL;
     if (world < 1 || world > MAX_BUFFERS || rank < 0 || rank >= world)
         return PyErr_Format(PyExc_ValueError, "rank %d of %d: a group has 1 to %d ranks", rank, world, MAX_BUFFERS);
@@ -230,16 +231,18 @@ static bool has_come(const struct control *c, uint64_t number) {
            atomic_load_explicit(&c->arrival[number & 1].seq, memory_order_relaxed) >= number;
 }
 
-/* group_reserved(group, bytes): the pages of so much of each half of this rank's staging area exist. Plans that reach farther
- * are refused: touching memory that the kernel has not got would be a signal, not an error. */
+/* group_reserved(group, bytes): the pages of so much of each half of this rank's staging area exist. Plans that reach
+ * farther are refused: touching memory that the kernel has not got would be a signal, not an error. */
 static PyObject *group_reserved(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *capsule;
     long long bytes;
     struct group *g;
     if (!PyArg_ParseTuple(args, "OL", &capsule, &bytes) || (g = to_group(capsule)) == NULL) return NULL;
-    if (bytes > g->stage_bytes) return PyErr_Format(PyExc_ValueError, "a staging half has %lld bytes", (long long)g->stage_bytes);
-    if (bytes > atomic_load(&g->reserved_bytes)) atomic_store(&g->reserved_bytes, bytes); /* callers have the interpreter lock */
+    if (bytes > g->stage_bytes)
+        return PyErr_Format(PyExc_ValueError, "a staging half has %lld bytes", (long long)g->stage_bytes);
+    /* Callers have the interpreter lock. */
+    if (bytes > atomic_load(&g->reserved_bytes)) atomic_store(&g->reserved_bytes, bytes);
     Py_RETURN_NONE;
 }
 
@@ -294,13 +297,15 @@ static bool is_put_to(struct group *g) {
     return false;
 }
 
-/* group_reclaim(group, ((address, bytes), ...)): the group was aborted. Returns once these pieces of memory, which were windows
- * of this rank, are its own again. A peer that was stopped in the middle of a put keeps pages that nobody looks at any more. */
+/* group_reclaim(group, ((address, bytes), ...)): the group was aborted. Returns once these pieces of memory, which were
+ * windows of this rank, are its own again. A peer that was stopped in the middle of a put keeps pages that nobody looks
+ * at any more. */
 static PyObject *group_reclaim(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *capsule, *pieces;
     struct group *g;
-    if (!PyArg_ParseTuple(args, "OO!", &capsule, &PyTuple_Type, &pieces) || (g = to_group(capsule)) == NULL) return NULL;
+    if (!PyArg_ParseTuple(args, "OO!", &capsule, &PyTuple_Type, &pieces) || (g = to_group(capsule)) == NULL)
+        return NULL;
     struct visit visit;
     if (!visit_begin(&visit, g)) Py_RETURN_NONE;
     bool busy;
@@ -319,8 +324,9 @@ static PyObject *group_reclaim(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* group_announce(group, looks) -> whether all other ranks are at this operation too, or soon will be. Says so of this rank.
- * The words only ever grow, and whoever wrote one runs its operation whatever it sees: one seen late costs only time. */
+/* group_announce(group, looks) -> whether all other ranks are at this operation too, or soon will be. Says so of this
+ * rank. The words only ever grow, and whoever wrote one runs its operation whatever it sees: one seen late costs only
+ * time. */
 static PyObject *group_announce(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *capsule;
@@ -340,9 +346,9 @@ static PyObject *group_announce(PyObject *self, PyObject *args) {
     return PyBool_FromLong(here == g->world);
 }
 
-/* group_forked(group): in a forked child, which has the group's memory but is not the rank. From now on the group looks at
- * a copy of its control block, which refuses every operation, and nothing it does reaches the other ranks. Threads did not
- * come along, and locks may be held by one of them. */
+/* group_forked(group): in a forked child, which has the group's memory but is not the rank. From now on the group looks
+ * at a copy of its control block, which refuses every operation, and nothing it does reaches the other ranks. Threads
+ * did not come along, and locks may be held by one of them. */
 static PyObject *group_forked(PyObject *self, PyObject *arg) {
     (void)self;
     struct group *g = to_group(arg);
@@ -436,8 +442,8 @@ static PyObject *group_records(PyObject *self, PyObject *args) {
     return records;
 }
 
-/* group_agree(group, before, after) -> what the ranks' common word was; it becomes `after` if that is `before`. It lies in
- * rank 0's block, which stays mapped when that rank is gone. */
+/* group_agree(group, before, after) -> what the ranks' common word was; it becomes `after` if that is `before`. It lies
+ * in rank 0's block, which stays mapped when that rank is gone. */
 static PyObject *group_agree(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *capsule;
@@ -508,7 +514,8 @@ static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t n_args
     }
     memcpy(ins, in, sizeof(char *) * (size_t)n_in);
     memcpy(outs, out, sizeof(char *) * (size_t)n_out);
-    *r = (struct request){.group = g, .plan = p, .buffers = {ins, outs, n_in, n_out}, .timeout = timeout, .from = from, .references = 1};
+    *r = (struct request){
+        .group = g, .plan = p, .buffers = {ins, outs, n_in, n_out}, .timeout = timeout, .from = from, .references = 1};
     if (args[6] != Py_None) r->context = Py_NewRef(args[6]), r->finished = call_back;
     PyObject *capsule = PyCapsule_New(r, REQUEST, drop_request);
     if (capsule && async_submit(g, r) < 0) {
@@ -549,18 +556,25 @@ static PyMethodDef methods[] = {
     {"make_group", make_group, METH_VARARGS,
      "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, flight, flight_group, own_process,"
      " spin, look_ns, yield_ns, operations so far) -> group"},
-    {"group_reserved", group_reserved, METH_VARARGS, "group_reserved(group, bytes): so much of each staging half has pages."},
+    {"group_reserved", group_reserved, METH_VARARGS,
+     "group_reserved(group, bytes): so much of each staging half has pages."},
     {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},
     {"group_leave", group_leave, METH_O, "group_leave(group): this rank takes no further part."},
-    {"group_reclaim", group_reclaim, METH_VARARGS, "group_reclaim(group, ((address, bytes), ...)): windows become this rank's own again."},
-    {"group_announce", group_announce, METH_VARARGS, "group_announce(group, looks) -> whether all are about to run the same operation"},
-    {"group_detach", group_detach, METH_O, "group_detach(group) -> whether all have left, and its memory may be given back"},
-    {"group_forked", group_forked, METH_O, "group_forked(group): a forked child takes no part; it is refused everything."},
+    {"group_reclaim", group_reclaim, METH_VARARGS,
+     "group_reclaim(group, ((address, bytes), ...)): windows become this rank's own again."},
+    {"group_announce", group_announce, METH_VARARGS,
+     "group_announce(group, looks) -> whether all are about to run the same operation"},
+    {"group_detach", group_detach, METH_O,
+     "group_detach(group) -> whether all have left, and its memory may be given back"},
+    {"group_forked", group_forked, METH_O,
+     "group_forked(group): a forked child takes no part; it is refused everything."},
     {"group_keep", group_keep, METH_VARARGS, "group_keep(group, object): hold on to it as long as the group exists."},
-    {"group_publish", group_publish, METH_VARARGS, "group_publish(group, kind, text): show the others a record of this rank."},
-    {"group_records", group_records, METH_VARARGS, "group_records(group, kind) -> what each rank has published, or None"},
+    {"group_publish", group_publish, METH_VARARGS,
+     "group_publish(group, kind, text): show the others a record of this rank."},
+    {"group_records", group_records, METH_VARARGS,
+     "group_records(group, kind) -> what each rank has published, or None"},
     {"group_agree", group_agree, METH_VARARGS, "group_agree(group, before, after) -> what the word of all ranks was"},
-    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, 
+    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL,
      "run(group, plan, inputs, outputs, timeout_ns, site) -> status"},
     {"submit", (PyCFunction)(void (*)(void))submit, METH_FASTCALL,
      "submit(group, plan, inputs, outputs, timeout_ns, site, callback) -> request"},

@@ -1,14 +1,15 @@
 /* Leaving a group while other threads may be in the middle of its calls.
  *
- * A rank that has departed is never waited for and never looked after again: its peers give their memory back once all have.
- * So from then on nothing here may touch it. Calls that began before are waited for; the group then looks at a private copy
- * of its own control block, which refuses every operation, and whoever aborts, waits or asks later reaches nobody. */
+ * A rank that has departed is never waited for and never looked after again: its peers give their memory back once all
+ * have. So from then on nothing here may touch it. Calls that began before are waited for; the group then looks at a
+ * private copy of its own control block, which refuses every operation, and whoever aborts, waits or asks later reaches
+ * nobody. */
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "module/module.h"
 #include "exec/exec.h"
+#include "module/module.h"
 #include "sync/sync.h"
 
 static _Thread_local struct visit *visits; /* of this thread, the innermost first */

@@ -59,6 +59,7 @@ void isolate_forget(const char *at, int64_t nbytes) {
     uintptr_t start = (uintptr_t)at, end = start + (uintptr_t)nbytes;
     pthread_mutex_lock(&lock);
     for (int i = n_ranges - 1; i >= 0; i--)
-        if (ranges[i].start >= start && ranges[i].end <= end) ranges[i] = ranges[n_ranges - 1], atomic_fetch_sub(&n_ranges, 1);
+        if (ranges[i].start >= start && ranges[i].end <= end)
+            ranges[i] = ranges[n_ranges - 1], atomic_fetch_sub(&n_ranges, 1);
     pthread_mutex_unlock(&lock);
 }

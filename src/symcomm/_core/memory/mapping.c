@@ -13,9 +13,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "memory/isolate.h"
 #include "module/module.h"
 #include "sync/cores.h"
-#include "memory/isolate.h"
 #include "sync/sync.h"
 
 struct watch {
@@ -35,7 +35,8 @@ static uint64_t pid_namespace(void) {
     if (atomic_load(&of_pid) == pid) return atomic_load(&known);
     struct stat facts = {0};
     char link[16] = {0};
-    bool ours = readlink("/proc/self", link, sizeof link - 1) > 0 && atoi(link) == pid && stat("/proc/self/ns/pid", &facts) == 0;
+    bool ours = readlink("/proc/self", link, sizeof link - 1) > 0 && atoi(link) == pid &&
+                stat("/proc/self/ns/pid", &facts) == 0;
     atomic_store(&known, ours ? facts.st_ino : 0);
     atomic_store(&of_pid, pid);
     return ours ? facts.st_ino : 0;
@@ -55,15 +56,17 @@ static bool status_says_dumping(uint32_t tid) {
 
 #define LOOK_NS 20000000 /* of all ranks together, at one owner: a read takes about 20 us, and 100 ms are promised */
 
-/* A process that dumps core never runs again, but the kernel marks its word only after the dump, which takes seconds. Whoever
- * finds out first sets the mark for everybody. */
+/* A process that dumps core never runs again, but the kernel marks its word only after the dump, which takes seconds.
+ * Whoever finds out first sets the mark for everybody. */
 bool symcomm_dumps_core(_Atomic uint32_t *word) {
     struct life *life = life_of(word);
     uint32_t seen = atomic_load_explicit(word, memory_order_acquire);
-    if ((seen & FUTEX_TID_MASK) == 0 || life->pid_namespace == 0 || life->pid_namespace != pid_namespace()) return false;
+    if ((seen & FUTEX_TID_MASK) == 0 || life->pid_namespace == 0 || life->pid_namespace != pid_namespace())
+        return false;
     int64_t now = symcomm_now_ns(), last = atomic_load_explicit(&life->looked, memory_order_relaxed);
     if (now >= last && now - last < LOOK_NS) return false;
-    if (!atomic_compare_exchange_strong(&life->looked, &last, now) || !status_says_dumping(seen & FUTEX_TID_MASK)) return false;
+    if (!atomic_compare_exchange_strong(&life->looked, &last, now) || !status_says_dumping(seen & FUTEX_TID_MASK))
+        return false;
     return atomic_compare_exchange_strong(word, &seen, seen | LIFE_OWNER_DIED);
 }
 
@@ -170,7 +173,8 @@ static PyObject *prefer_node(PyObject *self, PyObject *args) {
     const int bits = 8 * (int)sizeof(unsigned long);
     unsigned long mask[NODES / (8 * sizeof(unsigned long))] = {0};
     mask[node / bits] = 1UL << (node % bits);
-    return PyBool_FromLong(syscall(SYS_mbind, (void *)(uintptr_t)address, (size_t)bytes, MPOL_PREFERRED, mask, NODES, 0) == 0);
+    return PyBool_FromLong(
+        syscall(SYS_mbind, (void *)(uintptr_t)address, (size_t)bytes, MPOL_PREFERRED, mask, NODES, 0) == 0);
 }
 
 /* Make sure that pages exist (create != 0), so that running out of memory is an error here and not a signal later;
@@ -215,14 +219,17 @@ static PyObject *poke(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"life_start", life_start, METH_O, "life_start(address): mark this process alive there until it ends or life_stop()."},
+    {"life_start", life_start, METH_O,
+     "life_start(address): mark this process alive there until it ends or life_stop()."},
     {"life_stop", life_stop, METH_O, "life_stop(handle): the word becomes 0 instead of 'owner died'."},
     {"map_shared", map_shared, METH_VARARGS, "map_shared(fd, bytes) -> address"},
     {"unmap", unmap, METH_VARARGS, "unmap(address, bytes)"},
     {"advise_huge", advise_huge, METH_VARARGS, "advise_huge(address, bytes) -> whether the kernel took the advice"},
-    {"prefer_node", prefer_node, METH_VARARGS, "prefer_node(address, bytes, node) -> whether new pages will come from there"},
+    {"prefer_node", prefer_node, METH_VARARGS,
+     "prefer_node(address, bytes, node) -> whether new pages will come from there"},
     {"set_pages", set_pages, METH_VARARGS, "set_pages(fd, offset, bytes, create)"},
-    {"is_isolated", py_is_isolated, METH_VARARGS, "is_isolated(address, bytes) -> whether a stopped peer's writes were shut out there"},
+    {"is_isolated", py_is_isolated, METH_VARARGS,
+     "is_isolated(address, bytes) -> whether a stopped peer's writes were shut out there"},
     {"peek", peek, METH_VARARGS, "peek(address, bytes) -> bytes"},
     {"poke", poke, METH_VARARGS, "poke(address, bytes)"},
     {NULL, NULL, 0, NULL},

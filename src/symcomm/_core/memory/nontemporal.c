@@ -37,7 +37,8 @@ int symcomm_add_stream(PyObject *module) {
     errno = 0;
     pays_from = strtoull(wanted, &end, 10);
     if (*wanted >= '0' && *wanted <= '9' && *end == 0 && errno == 0) return 0;
-    PyErr_Format(PyExc_ValueError, "SYMCOMM_STREAM_BYTES must be a number of bytes such as 33554432, got '%s'.", wanted);
+    PyErr_Format(PyExc_ValueError, "SYMCOMM_STREAM_BYTES must be a number of bytes such as 33554432, got '%s'.",
+                 wanted);
     return -1;
 }
 

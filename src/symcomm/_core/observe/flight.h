@@ -15,20 +15,21 @@ enum flight_way {
     FLIGHT_QUEUED = 0x20, /* the group's own thread ran it, or (messages) was there to; otherwise the caller's */
 };
 
-struct flight_entry {          /* one cache line; times in ticks */
-    _Atomic uint64_t number;   /* of the operation among all this rank's, from 1; 0: being written */
-    uint64_t seq;              /* in its group; of messages, per group and direction */
-    uint64_t signature;        /* collective, dtype, operation, root; of a message: direction, dtype, -, peer */
-    uint64_t count;            /* elements as the ranks compare them; of a message: bytes */
+struct flight_entry {        /* one cache line; times in ticks */
+    _Atomic uint64_t number; /* of the operation among all this rank's, from 1; 0: being written */
+    uint64_t seq;            /* in its group; of messages, per group and direction */
+    uint64_t signature;      /* collective, dtype, operation, root; of a message: direction, dtype, -, peer */
+    uint64_t count;          /* elements as the ranks compare them; of a message: bytes */
     uint64_t created;
     _Atomic uint64_t finished; /* 0: not yet */
-    _Atomic uint32_t waited;   /* microseconds that the caller waited until all had come, beyond the first looks; 0: less than 100 */
-    _Atomic uint32_t site;     /* where the call was made: a number in the table of sites, 0: not known */
-    uint32_t group;            /* which group: a number in the table of groups */
-    uint8_t status;            /* enum status, once finished */
-    uint8_t path;              /* enum flight_path | enum flight_way */
-    uint8_t plan;              /* the algorithm: a number in symcomm.collectives.plan.ALGORITHMS */
-    uint8_t exact_site;        /* 1: of this very call; 0: of the first call of this kind */
+    /* Microseconds that the caller waited until all had come, beyond the first looks; 0: less than 100. */
+    _Atomic uint32_t waited;
+    _Atomic uint32_t site; /* where the call was made: a number in the table of sites, 0: not known */
+    uint32_t group;        /* which group: a number in the table of groups */
+    uint8_t status;        /* enum status, once finished */
+    uint8_t path;          /* enum flight_path | enum flight_way */
+    uint8_t plan;          /* the algorithm: a number in symcomm.collectives.plan.ALGORITHMS */
+    uint8_t exact_site;    /* 1: of this very call; 0: of the first call of this kind */
 };
 
 struct flight {

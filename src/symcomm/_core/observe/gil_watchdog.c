@@ -1,7 +1,7 @@
-/* Notices that Python's interpreter lock is not to be had, and says so: Python itself cannot, since saying needs the lock.
+/* Notices that Python's interpreter lock is not to be had, and says so: Python cannot, since saying needs the lock.
  *
  * A Python thread "beats" now and then, which needs the lock. A thread here, which never takes it, looks at the time of
- * the last beat. When that is too long ago it writes one sentence to a descriptor and into memory that peers can read. */
+ * the last beat. If that is too long ago it writes one sentence to a descriptor and into memory that peers can read. */
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -62,14 +62,35 @@ static const char *name_of_call(long number) {
         long number;
         const char *name;
     } known[] = {
-        {SYS_read, "read"}, {SYS_write, "write"}, {SYS_futex, "futex"}, {SYS_nanosleep, "nanosleep"},
-        {SYS_clock_nanosleep, "clock_nanosleep"}, {SYS_ppoll, "ppoll"}, {SYS_pselect6, "pselect6"},
-        {SYS_epoll_pwait, "epoll_pwait"}, {SYS_recvfrom, "recvfrom"}, {SYS_recvmsg, "recvmsg"}, {SYS_sendto, "sendto"},
-        {SYS_sendmsg, "sendmsg"}, {SYS_connect, "connect"}, {SYS_accept4, "accept4"}, {SYS_wait4, "wait4"},
-        {SYS_waitid, "waitid"}, {SYS_ioctl, "ioctl"}, {SYS_fsync, "fsync"}, {SYS_flock, "flock"}, {SYS_fcntl, "fcntl"},
-        {SYS_openat, "openat"}, {SYS_sched_yield, "sched_yield"}, {SYS_munmap, "munmap"}, {SYS_madvise, "madvise"},
+        {SYS_read, "read"},
+        {SYS_write, "write"},
+        {SYS_futex, "futex"},
+        {SYS_nanosleep, "nanosleep"},
+        {SYS_clock_nanosleep, "clock_nanosleep"},
+        {SYS_ppoll, "ppoll"},
+        {SYS_pselect6, "pselect6"},
+        {SYS_epoll_pwait, "epoll_pwait"},
+        {SYS_recvfrom, "recvfrom"},
+        {SYS_recvmsg, "recvmsg"},
+        {SYS_sendto, "sendto"},
+        {SYS_sendmsg, "sendmsg"},
+        {SYS_connect, "connect"},
+        {SYS_accept4, "accept4"},
+        {SYS_wait4, "wait4"},
+        {SYS_waitid, "waitid"},
+        {SYS_ioctl, "ioctl"},
+        {SYS_fsync, "fsync"},
+        {SYS_flock, "flock"},
+        {SYS_fcntl, "fcntl"},
+        {SYS_openat, "openat"},
+        {SYS_sched_yield, "sched_yield"},
+        {SYS_munmap, "munmap"},
+        {SYS_madvise, "madvise"},
 #ifdef SYS_poll
-        {SYS_poll, "poll"}, {SYS_select, "select"}, {SYS_epoll_wait, "epoll_wait"}, {SYS_open, "open"},
+        {SYS_poll, "poll"},
+        {SYS_select, "select"},
+        {SYS_epoll_wait, "epoll_wait"},
+        {SYS_open, "open"},
 #endif
     };
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
@@ -112,13 +133,14 @@ static int reason(struct lockwatch *w, char *text, size_t size) {
     struct thread t = holder >= 0 ? w->threads[holder] : (struct thread){0};
     pthread_mutex_unlock(&w->mutex);
     if (holder < 0)
-        return snprintf(text, size, "every Python thread waits on a lock (futex), so native code has taken the "
-                                    "interpreter lock into a wait of its own");
+        return snprintf(text, size,
+                        "every Python thread waits on a lock (futex), so native code has taken the "
+                        "interpreter lock into a wait of its own");
     if (doing == -1)
         return snprintf(text, size, "thread '%s' (%d) most likely holds it: it computes in native code", t.name, t.tid);
     const char *call = name_of_call(doing);
-    return snprintf(text, size, "thread '%s' (%d) most likely holds it: it is in the system call %s%s(number %ld)", t.name,
-                    t.tid, call ? call : "", call ? " " : "", doing);
+    return snprintf(text, size, "thread '%s' (%d) most likely holds it: it is in the system call %s%s(number %ld)",
+                    t.name, t.tid, call ? call : "", call ? " " : "", doing);
 }
 
 static void say(const struct lockwatch *w, const char *text, int length) {
@@ -243,6 +265,4 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-int symcomm_add_lockwatch(PyObject *module) {
-    return PyModule_AddFunctions(module, functions);
-}
+int symcomm_add_lockwatch(PyObject *module) { return PyModule_AddFunctions(module, functions); }

@@ -6,10 +6,11 @@ static PyObject *rank_report(struct group *g, int r) {
     struct control *c = g->control[r];
     uint64_t even = atomic_load(&c->arrival[0].seq), odd = atomic_load(&c->arrival[1].seq);
     struct arrival *last = &c->arrival[even > odd ? 0 : 1];
-    return Py_BuildValue("{s:i,s:K,s:K,s:K,s:K,s:i,s:i}", "rank", r, "seq", (unsigned long long)(even > odd ? even : odd), "signature",
-                         (unsigned long long)atomic_load(&last->signature), "count", (unsigned long long)atomic_load(&last->count),
-                         "progress", (unsigned long long)atomic_load(&c->progress), "gone", sync_gone(g, r), "message",
-                         (int)atomic_load(&c->mail_awaits));
+    return Py_BuildValue(
+        "{s:i,s:K,s:K,s:K,s:K,s:i,s:i}", "rank", r, "seq", (unsigned long long)(even > odd ? even : odd), "signature",
+        (unsigned long long)atomic_load(&last->signature), "count", (unsigned long long)atomic_load(&last->count),
+        "progress", (unsigned long long)atomic_load(&c->progress), "gone", sync_gone(g, r), "message",
+        (int)atomic_load(&c->mail_awaits));
 }
 
 static PyObject *group_report(PyObject *self, PyObject *arg) {
@@ -26,9 +27,10 @@ static PyObject *group_report(PyObject *self, PyObject *arg) {
     struct control *me = g->control[g->rank];
     uint64_t cause = atomic_load(&me->abort);
     double running = symcomm_seconds_since(atomic_load(&g->started));
-    return Py_BuildValue("{s:i,s:i,s:i,s:K,s:K,s:d,s:N}", "status", (int)(cause & 0xff), "culprit", (int)(cause >> 8 & 0xffff), "origin",
-                         (int)(cause >> 24 & 0xffff), "abort_seq", (unsigned long long)atomic_load(&me->abort_seq), "seq",
-                         (unsigned long long)g->seq, "running", running, "ranks", ranks);
+    return Py_BuildValue("{s:i,s:i,s:i,s:K,s:K,s:d,s:N}", "status", (int)(cause & 0xff), "culprit",
+                         (int)(cause >> 8 & 0xffff), "origin", (int)(cause >> 24 & 0xffff), "abort_seq",
+                         (unsigned long long)atomic_load(&me->abort_seq), "seq", (unsigned long long)g->seq, "running",
+                         running, "ranks", ranks);
 }
 
 /* group_waits(group) -> (looked, yielded, slept, first looks at present): see struct wait_counts */
@@ -37,14 +39,15 @@ static PyObject *group_waits(PyObject *self, PyObject *arg) {
     struct group *g = PyCapsule_GetPointer(arg, "symcomm.group");
     if (g == NULL) return NULL;
     const struct wait_counts *w = &g->waits;
-    return Py_BuildValue("KKKi", (unsigned long long)w->looked, (unsigned long long)w->yielded, (unsigned long long)w->slept, looks_now(g));
+    return Py_BuildValue("KKKi", (unsigned long long)w->looked, (unsigned long long)w->yielded,
+                         (unsigned long long)w->slept, looks_now(g));
 }
 
 static PyObject *as_dict(const struct ways *w) {
     unsigned long long n[2][2];
     for (int i = 0; i < 4; i++) n[i / 2][i % 2] = atomic_load_explicit(&w->taken[i / 2][i % 2], memory_order_relaxed);
-    return Py_BuildValue("{s:K,s:K,s:K,s:K}", "short", n[0][0] + n[0][1], "long", n[1][0] + n[1][1], "inline", n[0][0] + n[1][0],
-                         "queued", n[0][1] + n[1][1]);
+    return Py_BuildValue("{s:K,s:K,s:K,s:K}", "short", n[0][0] + n[0][1], "long", n[1][0] + n[1][1], "inline",
+                         n[0][0] + n[1][0], "queued", n[0][1] + n[1][1]);
 }
 
 /* group_ways(group) -> how many calls of each kind took which way */
@@ -52,8 +55,8 @@ static PyObject *group_ways(PyObject *self, PyObject *arg) {
     (void)self;
     struct group *g = PyCapsule_GetPointer(arg, "symcomm.group");
     if (g == NULL) return NULL;
-    return Py_BuildValue("{s:N,s:N,s:N}", "collectives", as_dict(&g->collectives), "messages", as_dict(&g->messages), "puts",
-                         as_dict(&g->puts));
+    return Py_BuildValue("{s:N,s:N,s:N}", "collectives", as_dict(&g->collectives), "messages", as_dict(&g->messages),
+                         "puts", as_dict(&g->puts));
 }
 
 static PyMethodDef methods[] = {

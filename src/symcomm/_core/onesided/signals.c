@@ -2,16 +2,16 @@
  *
  * A signal is a word that goes from 0 to 1 (put) and back (wait). Word `world * channel + source` of the destination's
  * pad belongs to one pair of ranks on one channel, so nobody else touches it. A put waits until the signal before it
- * was taken. Behind the words, at `pad_bytes`, lies one more that counts who sleeps on this pad: a put need not enter the
- * kernel when nobody does. No wake-up can be lost: sleeper (count, fence, look again) against setter (set, fence, look
- * at the count). Words that somebody writes by other means are seen within a slice.
+ * was taken. Behind the words, at `pad_bytes`, lies one more that counts who sleeps on this pad: a put need not enter
+ * the kernel when nobody does. No wake-up can be lost: sleeper (count, fence, look again) against setter (set, fence,
+ * look at the count). Words that somebody writes by other means are seen within a slice.
  *
  * Windows (onesided/window.c) count: a signal adds one to the word, at once, and a wait takes one away. */
 #include <errno.h>
 
-#include "sync/backoff.h"
 #include "module/module.h"
 #include "onesided/signals.h"
+#include "sync/backoff.h"
 #include "sync/sync.h"
 
 #define SLICE_NS 10000000 /* how often a sleeper looks for dead peers: a tenth of the 100 ms we promise */
@@ -39,11 +39,13 @@ static bool flip(const struct signal *s) {
     if (s->counted) {
         expected = atomic_load_explicit(s->word, memory_order_relaxed);
         while (expected)
-            if (atomic_compare_exchange_weak_explicit(s->word, &expected, expected - 1, memory_order_acq_rel, memory_order_relaxed))
+            if (atomic_compare_exchange_weak_explicit(s->word, &expected, expected - 1, memory_order_acq_rel,
+                                                      memory_order_relaxed))
                 return true;
         return false;
     }
-    return atomic_compare_exchange_strong_explicit(s->word, &expected, s->to, memory_order_acq_rel, memory_order_relaxed);
+    return atomic_compare_exchange_strong_explicit(s->word, &expected, s->to, memory_order_acq_rel,
+                                                   memory_order_relaxed);
 }
 
 /* Why a wait for `peer` cannot end well, or STATUS_OK. Interrupts are asked for after a signal, and every 16th time. */
@@ -106,7 +108,8 @@ void counter_add(const struct counter *c) {
 
 int counter_take(struct group *g, const struct counter *c, int peer, int64_t timeout) {
     struct signal s = {.word = c->word, .sleepers = c->sleepers, .counted = true};
-    int looks = timeout >= 0 && g->own_process ? looks_now(g) : 0; /* ranks that are threads need the lock to signal us */
+    /* Ranks that are threads need the lock to signal us. */
+    int looks = timeout >= 0 && g->own_process ? looks_now(g) : 0;
     bool done = flip(&s);
     for (int i = 0; i < looks && !(done = done || flip(&s)); i++) symcomm_relax();
     if (done) return STATUS_OK;
@@ -147,7 +150,7 @@ static int meet(const struct pads *p, int64_t channel, int64_t deadline, int *cu
     return STATUS_OK;
 }
 
-/* --- Python --------------------------------------------------------------------------------------------------------- */
+/* --- Python -------------------------------------------------------------------------------------------------- */
 
 static const char PADS[] = "symcomm.pads";
 
@@ -190,7 +193,8 @@ failed:
 }
 
 /* (pads, peer, channel, timeout_ns); ranges were checked by the caller. */
-static PyObject *signal_one(PyObject *const *args, Py_ssize_t n, int (*act)(const struct pads *, int, int64_t, int64_t)) {
+static PyObject *signal_one(PyObject *const *args, Py_ssize_t n,
+                            int (*act)(const struct pads *, int, int64_t, int64_t)) {
     if (n != 4) return PyErr_Format(PyExc_TypeError, "signals take 4 arguments, got %zd", n);
     struct pads *p = PyCapsule_GetPointer(args[0], PADS);
     int peer = (int)PyLong_AsLong(args[1]);
@@ -247,8 +251,10 @@ static PyObject *write_words(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"make_pads", make_pads, METH_VARARGS, "make_pads(group, addresses, bytes) -> pads; a sleepers word follows each pad"},
-    {"signal_put", (PyCFunction)(void (*)(void))signal_put, METH_FASTCALL, "signal_put(pads, peer, channel, timeout_ns) -> status"},
+    {"make_pads", make_pads, METH_VARARGS,
+     "make_pads(group, addresses, bytes) -> pads; a sleepers word follows each pad"},
+    {"signal_put", (PyCFunction)(void (*)(void))signal_put, METH_FASTCALL,
+     "signal_put(pads, peer, channel, timeout_ns) -> status"},
     {"signal_take", (PyCFunction)(void (*)(void))signal_take, METH_FASTCALL,
      "signal_take(pads, peer, channel, timeout_ns) -> status"},
     {"signal_barrier", signal_barrier, METH_VARARGS, "signal_barrier(pads, channel, timeout_ns) -> (status, culprit)"},

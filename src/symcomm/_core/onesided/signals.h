@@ -12,8 +12,8 @@ struct counter {
 /* Never waits. All that this thread wrote before is visible to whoever takes the signal. */
 void counter_add(const struct counter *c);
 
-/* Take one of `peer`'s signals. Without a timeout it looks for some microseconds, with a negative one it looks once, and
- * gives the interpreter lock up in neither case: STATUS_TIMEOUT means that there is none. */
+/* Take one of `peer`'s signals. Without a timeout it looks for some microseconds, with a negative one it looks once,
+ * and gives the interpreter lock up in neither case: STATUS_TIMEOUT means that there is none. */
 int counter_take(struct group *g, const struct counter *c, int peer, int64_t timeout);
 
 #endif

@@ -1,11 +1,11 @@
 /* One-sided windows: a piece of every rank's memory that the others write to, and a count of signals for each pair.
  *
- * A put is one copy into the peer's memory. A signal after it has release order, the wait that takes it acquire order, so
- * whoever took a signal sees all that its sender put before. */
+ * A put is one copy into the peer's memory. A signal after it has release order, the wait that takes it acquire order,
+ * so whoever took a signal sees all that its sender put before. */
 #include "module/module.h"
 #include "onesided/signals.h"
-#include "torch/tensor.h"
 #include "reduce/types.h"
+#include "torch/tensor.h"
 
 #define LONG_COPY (64 << 10) /* bytes; shorter copies take less than twenty times what releasing the lock does */
 
@@ -45,7 +45,8 @@ static PyObject *make_window(PyObject *self, PyObject *args) {
     for (int r = 0; r < g->world; r++) {
         unsigned long long address, words;
         long long count;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(parts, r), "KLiK", &address, &count, &w->parts[r].dtype, &words)) goto failed;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(parts, r), "KLiK", &address, &count, &w->parts[r].dtype, &words))
+            goto failed;
         if (words == 0 || count < 0 || w->parts[r].dtype < 0 || w->parts[r].dtype >= DT_COUNT) {
             PyErr_SetString(PyExc_ValueError, "not a part of a window");
             goto failed;
@@ -77,8 +78,8 @@ static int unreachable(struct group *g, int peer) {
     return status || peer == g->rank ? status : sync_marked_gone(g, peer);
 }
 
-/* A rank that leaves, or whose group fails, keeps its window's memory until nobody can be in here any more: a thread that
- * was stopped may go on much later. What it wrote is lost then, as it learns by looking once more. */
+/* A rank that leaves, or whose group fails, keeps its window's memory until nobody can be in here any more: a thread
+ * that was stopped may go on much later. What it wrote is lost then, as it learns by looking once more. */
 static int write_part(struct window *w, int peer, int64_t start, const char *from, int64_t nbytes) {
     struct visit visit;
     if (!visit_begin(&visit, w->group)) return STATUS_ABORTED;
@@ -125,7 +126,8 @@ static PyObject *window_put(PyObject *self, PyObject *const *args, Py_ssize_t n)
     int64_t offset = PyLong_AsLongLong(args[3]);
     if (offset == -1 && PyErr_Occurred()) PyErr_Clear();
     const struct part *part = &w->parts[peer];
-    if (view.dtype != part->dtype || offset < 0 || view.count > part->count || offset > part->count - view.count) Py_RETURN_NONE;
+    if (view.dtype != part->dtype || offset < 0 || view.count > part->count || offset > part->count - view.count)
+        Py_RETURN_NONE;
     int64_t size = symcomm_itemsize[view.dtype], nbytes = view.count * size;
     int status;
     count_call(&w->group->puts, false, false);
@@ -161,7 +163,7 @@ static PyObject *window_signal(PyObject *self, PyObject *const *args, Py_ssize_t
     return PyLong_FromLong(send_signal(w, peer));
 }
 
-/* window_wait(window, peer, timeout_ns=0) -> status, None: Python has to look. See counter_take for timeouts up to 0. */
+/* window_wait(window, peer, timeout_ns=0) -> status, None: Python has to look. counter_take() says what 0 means. */
 static PyObject *window_wait(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
     struct window *w = n == 2 || n == 3 ? PyCapsule_GetPointer(args[0], WINDOW) : NULL;
@@ -180,13 +182,15 @@ static PyObject *window_wait(PyObject *self, PyObject *const *args, Py_ssize_t n
 }
 
 static PyMethodDef methods[] = {
-    {"make_window", make_window, METH_VARARGS, "make_window(group, ((address, count, dtype, words), ...), words_bytes) -> window"},
+    {"make_window", make_window, METH_VARARGS,
+     "make_window(group, ((address, count, dtype, words), ...), words_bytes) -> window"},
     {"window_put", (PyCFunction)(void (*)(void))window_put, METH_FASTCALL,
      "window_put(window, tensor, peer, offset) -> status, or None when Python must look"},
     {"window_write", window_write, METH_VARARGS, "window_write(window, peer, offset, address, nbytes) -> status"},
     {"window_signal", (PyCFunction)(void (*)(void))window_signal, METH_FASTCALL,
      "window_signal(window, peer) -> status, or None when Python must look"},
-    {"window_wait", (PyCFunction)(void (*)(void))window_wait, METH_FASTCALL, "window_wait(window, peer, timeout_ns=0) -> status, or None when Python must look"},
+    {"window_wait", (PyCFunction)(void (*)(void))window_wait, METH_FASTCALL,
+     "window_wait(window, peer, timeout_ns=0) -> status, or None when Python must look"},
     {NULL, NULL, 0, NULL},
 };
 

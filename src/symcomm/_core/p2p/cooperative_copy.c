@@ -3,7 +3,7 @@
 #include "memory/nontemporal.h"
 
 #define PIECE_BYTES (64 * 1024) /* a few microseconds: at the end one waits for the other's */
-#define COUNT_BITS 20 /* of pieces: 64 GiB */
+#define COUNT_BITS 20           /* of pieces: 64 GiB */
 #define COUNT_MASK (((uint64_t)1 << COUNT_BITS) - 1)
 #define BACK ((uint64_t)1)
 #define FRONT ((uint64_t)1 << COUNT_BITS)
@@ -21,12 +21,13 @@ static void copy_piece(char *to, const char *from, uint64_t nbytes, uint64_t pie
     stream_copy(to + start, from + start, n, stream_pays(2 * nbytes));
 }
 
-/* Takes one more piece for a side. before: the claims until then. False: none is left, or it is another message's turn. */
+/* Takes one more piece for a side. before: the claims until then. False: none is left, or another message's turn. */
 static bool claim(struct joint *j, uint64_t number, uint64_t pieces, uint64_t side, uint64_t *before) {
     *before = atomic_load_explicit(&j->claims, memory_order_acquire);
     do {
         if (!is_of(*before, number) || front_of(*before) + back_of(*before) >= pieces) return false;
-    } while (!atomic_compare_exchange_weak_explicit(&j->claims, before, *before + side, memory_order_acq_rel, memory_order_acquire));
+    } while (!atomic_compare_exchange_weak_explicit(&j->claims, before, *before + side, memory_order_acq_rel,
+                                                    memory_order_acquire));
     return true;
 }
 

@@ -1,9 +1,10 @@
-/* Large messages from one symmetric tensor into another, copied by both ranks: the receiver takes pieces from the front, the
- * sender from the back, until they meet. A rank that does not come, or is slower, leaves more of them to the other.
+/* Large messages from one symmetric tensor into another, copied by both ranks: the receiver takes pieces from the
+ * front, the sender from the back, until they meet. A rank that does not come, or is slower, leaves more of them to the
+ * other.
  *
- * The sender writes into memory of the receiver's caller, who has it back when its call has ended. So pieces are claimed
- * before they are copied. When the receiver has copied its share all are claimed, and the sender begins no other: all that may
- * be left is the piece it is at. */
+ * The sender writes into memory of the receiver's caller, who has it back when its call has ended. So pieces are
+ * claimed before they are copied. When the receiver has copied its share all are claimed, and the sender begins no
+ * other: all that may be left is the piece it is at. */
 #ifndef SYMCOMM_JOINT_H
 #define SYMCOMM_JOINT_H
 

@@ -18,7 +18,7 @@ struct incoming {
     bool void_message;    /* it came to nothing */
     bool joint;           /* the sender may write into the tensor of `into` */
     uint64_t moved;
-    struct op *into; /* or */
+    struct op *into;     /* or */
     struct parked *park; /* or neither: discard */
     struct parked *parked_first, *parked_last;
 };
@@ -36,11 +36,11 @@ struct mail {
     pthread_mutex_t lock;
     struct incoming *in;
     struct outgoing *out;
-    struct op *receives; /* posted, in order */
-    uint64_t posted[2];  /* receives and sends so far */
+    struct op *receives;    /* posted, in order */
+    uint64_t posted[2];     /* receives and sends so far */
     _Atomic int background; /* unfinished operations that nobody may be waiting for */
-    pthread_t thread; /* drives those */
-    pthread_cond_t needed; /* there is one */
+    pthread_t thread;       /* drives those */
+    pthread_cond_t needed;  /* there is one */
     bool thread_runs;
     bool closed; /* the channels belong to others: the rank has left, or this is a child's copy */
     _Atomic bool closing;
@@ -49,7 +49,7 @@ struct mail {
 /* All with the mail's lock held. */
 void mail_record(struct group *g, struct op *op);
 void mail_finish(struct op *op, int status);
-/* Moves whatever can be moved; whether anything was. waits: the caller has nothing better to do than to help receivers. */
+/* Moves whatever can be moved; whether anything was. waits: the caller has time to help receivers. */
 bool mail_progress(struct mail *m, bool waits);
 /* Only between op and its peer, which is all that most messages need; of a caller that waits. */
 void mail_progress_first(struct mail *m, const struct op *op);

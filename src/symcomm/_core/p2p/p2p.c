@@ -5,10 +5,10 @@
 #include <stdlib.h>
 
 #include "exec/async.h"
-#include "sync/backoff.h"
-#include "module/module.h"
 #include "exec/exec.h"
+#include "module/module.h"
 #include "p2p/engine.h"
+#include "sync/backoff.h"
 
 #define SLICE_NS 10000000
 #define LOOKS_A_DRIVE 8
@@ -33,8 +33,8 @@ static bool take_back(struct outgoing *o, uint64_t ticket) {
     return false;
 }
 
-/* The caller gives up on op, which ends in STATUS_OK if the receiver has it already. False when its bytes are half on the way,
- * so that the channel cannot be used further. */
+/* The caller gives up on op, which ends in STATUS_OK if the receiver has it already. False when its bytes are half on
+ * the way, so that the channel cannot be used further. */
 static bool withdraw(struct op *op) {
     struct mail *m = op->mail;
     bool clean = true, received = false;
@@ -116,8 +116,8 @@ static int give_up(struct op *op, int status, bool withdraw_it) {
     return status;
 }
 
-/* Whether all whom op waits for have arrived at a collective that this rank has not called, so that they cannot go on without
- * it, and no other thread of this rank runs one or has one queued. */
+/* Whether all whom op waits for have arrived at a collective that this rank has not called, so that they cannot go on
+ * without it, and no other thread of this rank runs one or has one queued. */
 static bool stands_off(const struct op *op) {
     struct group *g = op->mail->group;
     uint64_t next = atomic_load(&g->seq) + 1;
@@ -167,7 +167,8 @@ static int sleep_until_done(struct op *op, int64_t deadline, bool withdraw_it) {
     atomic_store_explicit(awaits, mine, memory_order_release);
     int status = sleep_in_slices(op, deadline, withdraw_it);
     /* Unless another thread has come since. Whoever ended the group still wants to say what this rank waited for. */
-    if (status == STATUS_OK || sync_aborted(op->mail->group) == STATUS_OK) atomic_compare_exchange_strong(awaits, &seen, 0);
+    if (status == STATUS_OK || sync_aborted(op->mail->group) == STATUS_OK)
+        atomic_compare_exchange_strong(awaits, &seen, 0);
     return status;
 }
 
@@ -176,14 +177,16 @@ static bool may_move(const struct op *op) {
     int peer = op->peer;
     if (op->is_send || peer == ANY_SOURCE) return true;
     const struct channel *c = op->mail->in[peer].channel;
-    return atomic_load_explicit(&c->filled, memory_order_relaxed) != atomic_load_explicit(&c->emptied, memory_order_relaxed);
+    return atomic_load_explicit(&c->filled, memory_order_relaxed) !=
+           atomic_load_explicit(&c->emptied, memory_order_relaxed);
 }
 
 static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
     struct group *g = op->mail->group;
     if (drive(op)) return op->status;
     if (timeout < 0) return STATUS_TIMEOUT;
-    for (int i = 0, looks = looks_now(g); i < looks; i++) { /* driving takes as long as some looks, and other messages need it only now and then */
+    /* Driving takes as long as some looks, and other messages need it only now and then. */
+    for (int i = 0, looks = looks_now(g); i < looks; i++) {
         if ((i % LOOKS_A_DRIVE == 0 || may_move(op)) && drive(op)) return op->status;
         symcomm_relax();
     }

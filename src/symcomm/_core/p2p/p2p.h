@@ -1,8 +1,9 @@
 /* Tagged messages between two ranks of a group.
  *
- * Every ordered pair of ranks has a channel in the sender's arena: a ring of bytes that the sender fills and the receiver
- * empties. A message is a header and its bytes, streamed as room allows; a symmetric tensor sends only the header, and the
- * receiver copies straight from it, with the sender's help where it is large (see p2p/cooperative_copy.h). A posted operation is a small state machine; whoever waits drives all of them. */
+ * Every ordered pair of ranks has a channel in the sender's arena: a ring of bytes that the sender fills and the
+ * receiver empties. A message is a header and its bytes, streamed as room allows; a symmetric tensor sends only the
+ * header, and the receiver copies straight from it, with the sender's help where it is large (see
+ * p2p/cooperative_copy.h). A posted operation is a small state machine; whoever waits drives all of them. */
 #ifndef SYMCOMM_P2P_H
 #define SYMCOMM_P2P_H
 
@@ -13,8 +14,9 @@
 #define ANY_SOURCE (-1)
 
 struct channel {
-    _Alignas(64) _Atomic uint64_t filled;  /* bytes the sender has put in, ever */
-    _Atomic uint64_t withdrawn;            /* 1: its symmetric messages that were not copied yet are not to be trusted */
+    _Alignas(64) _Atomic uint64_t filled; /* bytes the sender has put in, ever */
+    /* 1: its symmetric messages that were not copied yet are not to be trusted. */
+    _Atomic uint64_t withdrawn;
     _Alignas(64) _Atomic uint64_t emptied; /* bytes the receiver has taken out, ever */
     _Alignas(64) _Atomic uint64_t copied;  /* symmetric messages the receiver has copied, ever */
     struct joint joint;                    /* of the one that it is at */
@@ -51,7 +53,8 @@ struct op {
     uint64_t record_number;
 };
 
-/* Called once in a wait of a Python thread when op and whom it waits for seem to wait for each other. NULL: nobody listens. */
+/* Called once in a wait of a Python thread when op and whom it waits for seem to wait for each other. NULL: nobody
+ * listens. */
 extern void (*symcomm_stand_off)(const struct op *op);
 
 #define STATUS_SIZE 32 /* the message has another length or dtype than the receive */
@@ -67,7 +70,7 @@ void mail_forked(struct group *g);
 struct op *mail_post(struct group *g, const struct op *wanted);
 /* Post and wait in one, of an operation that is not left to the background. NULL: no memory. */
 struct op *mail_exchange(struct group *g, const struct op *wanted, int64_t timeout, int *status);
-/* Drives the mail until op is done. timeout ns, 0: none; negative: only look. STATUS_TIMEOUT leaves the op withdrawn. */
+/* Drives the mail until op is done. timeout ns, 0: none; negative: only look. STATUS_TIMEOUT withdraws the op. */
 int mail_wait(struct op *op, int64_t timeout, bool withdraw);
 /* Whether a message of so many bytes is over in microseconds once the peer takes part, with no others on their way. */
 bool mail_is_short(const struct group *g, uint64_t nbytes);

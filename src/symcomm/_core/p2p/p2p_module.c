@@ -4,8 +4,8 @@
 
 #include "module/module.h"
 #include "p2p/engine.h"
-#include "torch/tensor.h"
 #include "reduce/types.h"
+#include "torch/tensor.h"
 
 static const char OP[] = "symcomm.op";
 
@@ -23,12 +23,20 @@ static PyObject *py_post(PyObject *self, PyObject *args) {
     long long tag, dtype, nbytes;
     unsigned long long address;
     unsigned site;
-    if (!PyArg_ParseTuple(args, "OpiLLKLpI", &capsule, &is_send, &peer, &tag, &dtype, &address, &nbytes, &background, &site)) return NULL;
+    if (!PyArg_ParseTuple(args, "OpiLLKLpI", &capsule, &is_send, &peer, &tag, &dtype, &address, &nbytes, &background,
+                          &site))
+        return NULL;
     struct group *g = PyCapsule_GetPointer(capsule, "symcomm.group");
     if (g == NULL) return NULL;
     if (g->mail == NULL || peer >= g->world || peer < (is_send ? 0 : ANY_SOURCE) || nbytes < 0)
         return PyErr_Format(PyExc_ValueError, "no rank %d to exchange %lld bytes with", peer, nbytes);
-    struct op wanted = {.is_send = is_send, .peer = peer, .tag = tag, .dtype = dtype, .background = background, .is_long = true, .site = site};
+    struct op wanted = {.is_send = is_send,
+                        .peer = peer,
+                        .tag = tag,
+                        .dtype = dtype,
+                        .background = background,
+                        .is_long = true,
+                        .site = site};
     wanted.buffer = (char *)(uintptr_t)address, wanted.nbytes = (uint64_t)nbytes;
     struct op *op;
     count_call(&g->messages, true, background);
@@ -47,7 +55,7 @@ static PyObject *outcome(struct op *op, int status) {
     return Py_BuildValue("iiKL", status, (int)op->peer, got, (long long)(came ? op->got_dtype : 0));
 }
 
-/* mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype); a negative timeout only looks. */
+/* mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype); timeout < 0 only looks. */
 static PyObject *py_wait(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *capsule;
@@ -68,7 +76,8 @@ static PyObject *message(PyObject *self, PyObject *const *args, Py_ssize_t n_arg
     struct group *g = n_args == 6 ? PyCapsule_GetPointer(args[0], "symcomm.group") : NULL;
     if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "message takes 6 arguments");
     struct tensor_view view;
-    if (g->mail == NULL || !PyLong_Check(args[2]) || !PyLong_Check(args[3]) || !tensor_view(args[4], &view)) Py_RETURN_NONE;
+    if (g->mail == NULL || !PyLong_Check(args[2]) || !PyLong_Check(args[3]) || !tensor_view(args[4], &view))
+        Py_RETURN_NONE;
     struct op wanted = {.is_send = args[1] == Py_True, .tag = PyLong_AsLongLong(args[3]), .dtype = view.dtype};
     long peer = PyLong_AsLong(args[2]);
     int64_t timeout = PyLong_AsLongLong(args[5]);
@@ -82,7 +91,8 @@ static PyObject *message(PyObject *self, PyObject *const *args, Py_ssize_t n_arg
     struct op *op;
     int status;
     count_call(&g->messages, false, false);
-    WITHOUT_LOCK_UNLESS(g->own_process && mail_is_short(g, wanted.nbytes), op = mail_exchange(g, &wanted, timeout, &status));
+    WITHOUT_LOCK_UNLESS(g->own_process && mail_is_short(g, wanted.nbytes),
+                        op = mail_exchange(g, &wanted, timeout, &status));
     if (op == NULL) return PyErr_NoMemory();
     PyObject *result = NULL;
     if (!PyErr_Occurred()) result = status == STATUS_OK ? PyLong_FromLong(op->peer) : outcome(op, status);
@@ -112,11 +122,14 @@ static PyObject *use_teller(PyObject *self, PyObject *callable) {
 }
 
 static PyMethodDef methods[] = {
-    {"use_teller", use_teller, METH_O, "use_teller(callable): told (group, is_send, peer, tag) when two ranks seem to wait for each other."},
+    {"use_teller", use_teller, METH_O,
+     "use_teller(callable): told (group, is_send, peer, tag) when two ranks seem to wait for each other."},
     {"message", (PyCFunction)(void (*)(void))message, METH_FASTCALL,
      "message(group, is_send, peer, tag, tensor, timeout_ns) -> peer, outcome or None"},
-    {"mail_post", py_post, METH_VARARGS, "mail_post(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op"},
-    {"mail_wait", py_wait, METH_VARARGS, "mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype)"},
+    {"mail_post", py_post, METH_VARARGS,
+     "mail_post(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op"},
+    {"mail_wait", py_wait, METH_VARARGS,
+     "mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype)"},
     {NULL, NULL, 0, NULL},
 };
 

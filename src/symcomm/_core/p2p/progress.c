@@ -4,12 +4,12 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "module/module.h"
-#include "observe/flight.h"
 #include "memory/isolate.h"
 #include "memory/nontemporal.h"
+#include "module/module.h"
+#include "observe/flight.h"
 
-#define DIRECT_BYTES (32 * 1024) /* below, copying twice is cheaper than waiting for the receiver */
+#define DIRECT_BYTES (32 * 1024)       /* below, copying twice is cheaper than waiting for the receiver */
 #define WAKING_BYTES (4 * 1024 * 1024) /* below, a sender that sleeps is not woken to help: it would come too late */
 
 static void ring_bell(struct group *g, int rank) {
@@ -23,7 +23,8 @@ static void ring_bell(struct group *g, int rank) {
 void mail_record(struct group *g, struct op *op) {
     struct flight_entry *e = op->record = flight_take(g->flight, &op->record_number);
     if (e == NULL) return;
-    e->seq = ++g->mail->posted[op->is_send], e->count = op->nbytes, e->group = g->flight_group, e->created = symcomm_ticks();
+    e->seq = ++g->mail->posted[op->is_send], e->count = op->nbytes, e->group = g->flight_group,
+    e->created = symcomm_ticks();
     e->signature = (uint64_t)op->is_send | (uint64_t)op->dtype << 8 | (uint64_t)(uint32_t)op->peer << 24;
     int way = (op->is_long ? FLIGHT_LONG : 0) | (op->background ? FLIGHT_QUEUED : 0);
     e->status = 0, e->path = (uint8_t)(FLIGHT_MESSAGE | way), e->plan = 0, e->exact_site = 1;
@@ -62,7 +63,8 @@ static int64_t arena_offset(struct group *g, const char *p, uint64_t nbytes) {
 
 /* Bytes that fit into the ring, of so many wanted. */
 static uint64_t room_for(struct outgoing *o, uint64_t filled, uint64_t wanted) {
-    if (RING_BYTES - (filled - o->emptied) < wanted) o->emptied = atomic_load_explicit(&o->channel->emptied, memory_order_acquire);
+    if (RING_BYTES - (filled - o->emptied) < wanted)
+        o->emptied = atomic_load_explicit(&o->channel->emptied, memory_order_acquire);
     return RING_BYTES - (filled - o->emptied);
 }
 
@@ -91,7 +93,9 @@ static bool push(struct mail *m, struct outgoing *o, struct op *op) {
 static bool help(struct mail *m, int peer) {
     bool helped = false;
     for (struct op *op = m->out[peer].unacknowledged; op; op = op->next)
-        if (joint_fits(op->nbytes)) helped |= joint_push(&m->out[peer].channel->joint, op->ticket, m->group->arena[peer], op->buffer, op->nbytes);
+        if (joint_fits(op->nbytes))
+            helped |=
+                joint_push(&m->out[peer].channel->joint, op->ticket, m->group->arena[peer], op->buffer, op->nbytes);
     if (helped) ring_bell(m->group, peer);
     return helped;
 }
@@ -153,7 +157,9 @@ static bool wanted_from(struct mail *m, int peer) {
     return false;
 }
 
-static bool fits(const struct op *op, const struct header *h) { return op->nbytes == h->nbytes && op->dtype == h->dtype; }
+static bool fits(const struct op *op, const struct header *h) {
+    return op->nbytes == h->nbytes && op->dtype == h->dtype;
+}
 
 static void deliver(struct op *op, const struct header *h) {
     op->got = h->nbytes, op->got_dtype = h->dtype;
@@ -200,12 +206,15 @@ static bool was_withdrawn(const struct channel *c) {
 static bool is_dead(struct mail *m, int peer) { return sync_marked_gone(m->group, peer) == STATUS_DEAD; }
 
 /* The number that the sender gave to the symmetric message which is being read. */
-static uint64_t ticket_of(struct incoming *i) { return atomic_load_explicit(&i->channel->copied, memory_order_relaxed) + 1; }
+static uint64_t ticket_of(struct incoming *i) {
+    return atomic_load_explicit(&i->channel->copied, memory_order_relaxed) + 1;
+}
 
 /* Whether the sender may help to copy. Where ranks share cores, it would only take the receiver's. */
 static bool may_be_joint(struct group *g, struct incoming *i, int peer) {
     if (i->into == NULL || peer == g->rank || !joint_fits(i->header.nbytes)) return false;
-    return !atomic_load_explicit(&g->crowded, memory_order_relaxed) && arena_offset(g, i->into->buffer, i->header.nbytes) >= 0;
+    return !atomic_load_explicit(&g->crowded, memory_order_relaxed) &&
+           arena_offset(g, i->into->buffer, i->header.nbytes) >= 0;
 }
 
 /* Copies a symmetric message. False: the sender is still at its share of it. */
@@ -237,7 +246,8 @@ void mail_take_away(struct mail *m, int peer) {
     if (symcomm_before_waiting) symcomm_before_waiting();
     int64_t end = symcomm_now_ns() + (g->own_process ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
     while (joint_is_written(j, number) && !is_dead(m, peer) && symcomm_now_ns() < end) usleep(100);
-    if (g->own_process && joint_is_written(j, number) && !is_dead(m, peer)) isolate(i->into->buffer, (int64_t)i->header.nbytes);
+    if (g->own_process && joint_is_written(j, number) && !is_dead(m, peer))
+        isolate(i->into->buffer, (int64_t)i->header.nbytes);
 }
 
 static void take_symmetric(struct mail *m, int peer) {

@@ -8,7 +8,7 @@
 #include "reduce/vectors.h"
 
 /* Formats that are accumulated in float32. */
-#define SMALL_FORMAT(T, SIZE)         \
+#define SMALL_FORMAT(T, SIZE)          \
     typedef float32_vector T##_vector; \
     typedef float32_quad T##_quad;     \
     enum { T##_size = SIZE, T##_unit = SIZE * VECTOR_BYTES };
@@ -180,18 +180,19 @@ SYMCOMM_INLINE void float16_store(char *to, float32_quad q) {
 
 /* --- float8 -------------------------------------------------------------------------------------------------- */
 
-/* Four elements a word. Functions of their own: so long that a call does not matter, and every kernel has many of them. */
-#define FLOAT8_FORMAT(T)                                                                                            \
-    SMALL_FORMAT(T, 1)                                                                                              \
-    SYMCOMM_CALLED float32_quad T##_load(const char *from) {                                                        \
-        words w = words_at(from, 0);                                                                                \
-        return (float32_quad){                                                                                      \
-            small_float_decode(w & 0xff, FORMAT_##T), small_float_decode(w >> 8 & 0xff, FORMAT_##T),                \
-            small_float_decode(w >> 16 & 0xff, FORMAT_##T), small_float_decode(w >> 24, FORMAT_##T)};               \
-    }                                                                                                               \
-    SYMCOMM_CALLED void T##_store(char *to, float32_quad q) {                                                       \
-        put_words(to, 0, small_float_encode(q.v0, FORMAT_##T) | small_float_encode(q.v1, FORMAT_##T) << 8 |         \
-                             small_float_encode(q.v2, FORMAT_##T) << 16 | small_float_encode(q.v3, FORMAT_##T) << 24); \
+/* Four elements a word. Functions of their own: so long that a call does not matter, and kernels have many of them. */
+#define FLOAT8_FORMAT(T)                                                                                               \
+    SMALL_FORMAT(T, 1)                                                                                                 \
+    SYMCOMM_CALLED float32_quad T##_load(const char *from) {                                                           \
+        words w = words_at(from, 0);                                                                                   \
+        return (float32_quad){small_float_decode(w & 0xff, FORMAT_##T), small_float_decode(w >> 8 & 0xff, FORMAT_##T), \
+                              small_float_decode(w >> 16 & 0xff, FORMAT_##T),                                          \
+                              small_float_decode(w >> 24, FORMAT_##T)};                                                \
+    }                                                                                                                  \
+    SYMCOMM_CALLED void T##_store(char *to, float32_quad q) {                                                          \
+        put_words(to, 0,                                                                                               \
+                  small_float_encode(q.v0, FORMAT_##T) | small_float_encode(q.v1, FORMAT_##T) << 8 |                   \
+                      small_float_encode(q.v2, FORMAT_##T) << 16 | small_float_encode(q.v3, FORMAT_##T) << 24);        \
     }
 
 FLOAT8_FORMAT(float8_e4m3fn)

@@ -5,8 +5,11 @@
 #include "reduce/float_formats.h"
 #include "reduce/vectors.h"
 
+/* clang-format is off where it would take products of macro arguments for pointers, or spread out tables. */
+
 /* All operations on a type of floats. FORMAT rounds results, EXACT takes results that are elements of the sources;
  * k, of type K, is the number of sources to `avg`, its inverse to `mean` and the factor to `premul_sum`. */
+/* clang-format off */
 #define FLOAT_KERNELS(T, FORMAT, EXACT, K, FEW)  \
     ROUNDING_KERNELS(T, FORMAT, K, FEW)          \
     ORDER_KERNELS(T, EXACT, FEW)
@@ -29,6 +32,7 @@ FLOAT_KERNELS(bfloat16, bfloat16, bfloat16_exact, float, FEW_PADDED)
 ROUNDING_KERNELS(float16, float16, float, FEW_PADDED)
 
 #define BFLOAT16_TYPE {"bfloat16", 2, 1, FLOAT_OPS(bfloat16)}
+/* clang-format on */
 
 #if !defined(SYMCOMM_SET_FP16)
 ORDER_KERNELS(float16, float16, FEW_PADDED)
@@ -65,25 +69,30 @@ SYMCOMM_INLINE native_vector native_mean_of(native_vector a, native_vector b) {
     return pick_native(overflown, a * half + b * half, sum * half);
 }
 
+/* clang-format off */
 VECTOR_KERNEL(native_sum, native, int, integer, FEW_PADDED, x, a + b, a)
 VECTOR_KERNEL(native_product, native, int, integer, FEW_PADDED, x, a * b, a)
 VECTOR_KERNEL(native_mean, native, int, integer, FEW_PADDED, x, native_mean_of(a, b), a)
 VECTOR_KERNEL(native_min, native, int, integer, FEW_PADDED, x, native_order(vcltq_f16(b, a), a, b), a)
 VECTOR_KERNEL(native_max, native, int, integer, FEW_PADDED, x, native_order(vcgtq_f16(b, a), a, b), a)
+/* clang-format on */
 
-#define TWO_NATIVE(OP)                                                                                                   \
-    static void float16_two_##OP(void *dst, const void *const *sources, int n, size_t count, struct reduce_scalar scalar) { \
-        (n == 2 ? native_##OP : float16_##OP)(dst, sources, n, count, scalar);                                           \
+#define TWO_NATIVE(OP)                                                                       \
+    static void float16_two_##OP(void *dst, const void *const *sources, int n, size_t count, \
+                                 struct reduce_scalar scalar) {                              \
+        (n == 2 ? native_##OP : float16_##OP)(dst, sources, n, count, scalar);               \
     }
 TWO_NATIVE(sum)
 TWO_NATIVE(product)
 TWO_NATIVE(mean)
 
+/* clang-format off */
 #define FLOAT16_TYPE                                                                                         \
     {"float16", 2, 1,                                                                                        \
      {[RED_SUM] = {float16_two_sum, 1}, [RED_AVG] = {float16_avg, 1}, [RED_PRODUCT] = {float16_two_product, 1}, \
       [RED_MIN] = {native_min, 1}, [RED_MAX] = {native_max, 1}, [RED_PREMUL_SUM] = {float16_premul_sum, 1},  \
       [RED_MEAN] = {float16_two_mean, 1}}}
+/* clang-format on */
 #endif
 
 #endif

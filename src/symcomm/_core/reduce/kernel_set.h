@@ -16,6 +16,8 @@
 #include "reduce/half_kernels.h"
 #include "reduce/vectors.h"
 
+/* clang-format is off where it would take products of macro arguments for pointers, or spread out tables. */
+
 /* dst may be one of the sources: iteration i then reads and writes the same element i, which vectorises. */
 #if defined(__clang__)
 #define EACH(LENGTH) _Pragma("clang loop vectorize(assume_safety)") for (size_t i = 0; i < (LENGTH); i++)
@@ -44,41 +46,48 @@ typedef double float64_stored ANYWHERE;
  *   FOLD  accumulator a combined with the next source's b
  *   OUT   what is stored for the final accumulator a
  * Up to three sources take one loop. More take passes over blocks: the first two or three, then two by two. */
-#define KERNEL(NAME, S, A, K, SCALAR, IN, FOLD, OUT)                                                                    \
-    SYMCOMM_INLINE A NAME##_in(S x, K k) { (void)k; return IN; }                                                        \
-    SYMCOMM_INLINE A NAME##_fold(A a, A b) { return FOLD; }                                                             \
-    SYMCOMM_INLINE S NAME##_out(A a, K k) { (void)k; return OUT; }                                                      \
-    SYMCOMM_INLINE A NAME##_two(S x, S y, K k) { return NAME##_fold(NAME##_in(x, k), NAME##_in(y, k)); }                \
-    SYMCOMM_INLINE A NAME##_add(A a, S x, K k) { return NAME##_fold(a, NAME##_in(x, k)); }                              \
-    static void NAME(void *dst, const void *const *sources, int n, size_t count,                         \
-                                    struct reduce_scalar scalar) {                                                      \
-        const K k = (K)(scalar.SCALAR);                                                                                 \
-        S *out = dst;                                                                                                   \
-        const S *s0 = sources[0], *s1 = sources[n > 1], *s2 = sources[n > 2 ? 2 : 0];                                   \
-        if (n == 1) EACH(count) out[i] = NAME##_out(NAME##_in(s0[i], k), k);                                            \
-        if (n == 2) EACH(count) out[i] = NAME##_out(NAME##_two(s0[i], s1[i], k), k);                                    \
-        if (n == 3) EACH(count) out[i] = NAME##_out(NAME##_add(NAME##_two(s0[i], s1[i], k), s2[i], k), k);              \
-        if (n <= 3) return;                                                                                             \
-        const size_t block = (n < MANY_SOURCES ? SMALL_BLOCK : LARGE_BLOCK) / sizeof(S);                                \
-        A partial[LARGE_BLOCK / sizeof(S)];                                                                             \
-        for (size_t start = 0; start < count; start += block) {                                                         \
-            const size_t length = count - start < block ? count - start : block;                                        \
-            const S *p = s0 + start, *q = s1 + start, *r = s2 + start;                                                  \
-            if (n % 2) EACH(length) partial[i] = NAME##_add(NAME##_two(p[i], q[i], k), r[i], k);                        \
-            else EACH(length) partial[i] = NAME##_two(p[i], q[i], k);                                                   \
-            for (int s = 2 + n % 2; s < n; s += 2) {                                                                    \
-                PASS_ENDS(partial);                                                                                     \
-                p = (const S *)sources[s] + start, q = (const S *)sources[s + 1] + start;                               \
-                if (s < n - 2) EACH(length) partial[i] = NAME##_add(NAME##_add(partial[i], p[i], k), q[i], k);          \
-                else EACH(length) out[start + i] = NAME##_out(NAME##_add(NAME##_add(partial[i], p[i], k), q[i], k), k); \
-            }                                                                                                           \
-        }                                                                                                               \
+#define KERNEL(NAME, S, A, K, SCALAR, IN, FOLD, OUT)                                                                   \
+    SYMCOMM_INLINE A NAME##_in(S x, K k) {                                                                             \
+        (void)k;                                                                                                       \
+        return IN;                                                                                                     \
+    }                                                                                                                  \
+    SYMCOMM_INLINE A NAME##_fold(A a, A b) { return FOLD; }                                                            \
+    SYMCOMM_INLINE S NAME##_out(A a, K k) {                                                                            \
+        (void)k;                                                                                                       \
+        return OUT;                                                                                                    \
+    }                                                                                                                  \
+    SYMCOMM_INLINE A NAME##_two(S x, S y, K k) { return NAME##_fold(NAME##_in(x, k), NAME##_in(y, k)); }               \
+    SYMCOMM_INLINE A NAME##_add(A a, S x, K k) { return NAME##_fold(a, NAME##_in(x, k)); }                             \
+    static void NAME(void *dst, const void *const *sources, int n, size_t count, struct reduce_scalar scalar) {        \
+        const K k = (K)(scalar.SCALAR);                                                                                \
+        S *out = dst;                                                                                                  \
+        const S *s0 = sources[0], *s1 = sources[n > 1], *s2 = sources[n > 2 ? 2 : 0];                                  \
+        if (n == 1) EACH(count) out[i] = NAME##_out(NAME##_in(s0[i], k), k);                                           \
+        if (n == 2) EACH(count) out[i] = NAME##_out(NAME##_two(s0[i], s1[i], k), k);                                   \
+        if (n == 3) EACH(count) out[i] = NAME##_out(NAME##_add(NAME##_two(s0[i], s1[i], k), s2[i], k), k);             \
+        if (n <= 3) return;                                                                                            \
+        const size_t block = (n < MANY_SOURCES ? SMALL_BLOCK : LARGE_BLOCK) / sizeof(S);                               \
+        A partial[LARGE_BLOCK / sizeof(S)];                                                                            \
+        for (size_t start = 0; start < count; start += block) {                                                        \
+            const size_t length = count - start < block ? count - start : block;                                       \
+            const S *p = s0 + start, *q = s1 + start, *r = s2 + start;                                                 \
+            if (n % 2) EACH(length) partial[i] = NAME##_add(NAME##_two(p[i], q[i], k), r[i], k);                       \
+            else EACH(length) partial[i] = NAME##_two(p[i], q[i], k);                                                  \
+            for (int s = 2 + n % 2; s < n; s += 2) {                                                                   \
+                PASS_ENDS(partial);                                                                                    \
+                p = (const S *)sources[s] + start, q = (const S *)sources[s + 1] + start;                              \
+                if (s < n - 2) EACH(length) partial[i] = NAME##_add(NAME##_add(partial[i], p[i], k), q[i], k);         \
+                else                                                                                                   \
+                    EACH(length) out[start + i] = NAME##_out(NAME##_add(NAME##_add(partial[i], p[i], k), q[i], k), k); \
+            }                                                                                                          \
+        }                                                                                                              \
     }
 
 /* --- integers ------------------------------------------------------------------------------------------------ */
 
 /* Signed and unsigned sums and products have the same bits; unsigned arithmetic is the one that may wrap.
  * The 1u keeps uint16 * uint16 from being promoted to (signed) int. */
+/* clang-format off */
 #define WRAPPING_KERNELS(U)                                                \
     KERNEL(U##_sum, U##_stored, U##_t, int, integer, x, a + b, a)          \
     KERNEL(U##_product, U##_stored, U##_t, int, integer, x, a * 1u * b, a) \
@@ -115,6 +124,7 @@ KERNEL(bool_any, uint8_t, uint8_t, int, integer, x, a | b, a != 0)
 KERNEL(bool_all, uint8_t, uint8_t, int, integer, x != 0, a & b, a)
 KERNEL(bool_odd, uint8_t, uint8_t, int, integer, x != 0, a ^ b, a)
 KERNEL(bool_premul_sum, uint8_t, uint8_t, uint8_t, real != 0, x, a | b, (a != 0) & k)
+/* clang-format on */
 
 /* --- floats -------------------------------------------------------------------------------------------------- */
 
@@ -148,15 +158,18 @@ SYMCOMM_INLINE double negative_of_float64(double value) {
     return value;
 }
 
+/* clang-format off */
 #define COMPLEX_KERNELS(T, REAL)               \
     KERNEL(T##_product, T, T, int, integer, x, \
            ((T){a.re * b.re + negative_of_##REAL(a.im * b.im), a.re * b.im + a.im * b.re}), a)
 
 COMPLEX_KERNELS(complex64, float32)
 COMPLEX_KERNELS(complex128, float64)
+/* clang-format on */
 
 /* --- the table ----------------------------------------------------------------------------------------------- */
 
+/* clang-format off */
 #define INTEGER_TYPE(T, U, SIZE)                                                                  \
     {#T, SIZE, 0,                                                                                 \
      {[RED_SUM] = {U##_sum, 1}, [RED_AVG] = {T##_avg, 1}, [RED_PRODUCT] = {U##_product, 1},       \
@@ -191,3 +204,4 @@ static const struct reduce_type all_types[DT_COUNT] = {
     [DT_FLOAT8_E4M3FNUZ] = {"float8_e4m3fnuz", 1, 1, FLOAT_OPS(float8_e4m3fnuz)},
     [DT_FLOAT8_E5M2FNUZ] = {"float8_e5m2fnuz", 1, 1, FLOAT_OPS(float8_e5m2fnuz)},
 };
+/* clang-format on */

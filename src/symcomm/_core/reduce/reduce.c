@@ -5,8 +5,8 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "reduce/reduce.h"
 #include "reduce/kernels.h"
+#include "reduce/reduce.h"
 
 /* --- sets of kernels ----------------------------------------------------------------------------------------- */
 
@@ -18,9 +18,9 @@ static int n_sets, chosen;
 static const struct reduce_type *types; /* of the chosen set */
 
 static const char *const op_names[RED_COUNT] = {
-    [RED_SUM] = "SUM", [RED_AVG] = "AVG",   [RED_PRODUCT] = "PRODUCT", [RED_MIN] = "MIN",
-    [RED_MAX] = "MAX", [RED_BAND] = "BAND", [RED_BOR] = "BOR",         [RED_BXOR] = "BXOR",
-    [RED_PREMUL_SUM] = "PREMUL_SUM",
+    [RED_SUM] = "SUM", [RED_AVG] = "AVG",   [RED_PRODUCT] = "PRODUCT",
+    [RED_MIN] = "MIN", [RED_MAX] = "MAX",   [RED_BAND] = "BAND",
+    [RED_BOR] = "BOR", [RED_BXOR] = "BXOR", [RED_PREMUL_SUM] = "PREMUL_SUM",
 };
 
 static void add_set(const char *name, const struct reduce_type *own) {
@@ -107,7 +107,8 @@ int symcomm_multiply(int dtype, void *dst, const void *a, const void *b, size_t 
 
 static int check_pair(int dtype, int op) {
     if (dtype < 0 || dtype >= DT_COUNT) {
-        PyErr_Format(PyExc_ValueError, "reduce: dtype must be a number of DType, 0 to %d, got %d.", DT_COUNT - 1, dtype);
+        PyErr_Format(PyExc_ValueError, "reduce: dtype must be a number of DType, 0 to %d, got %d.", DT_COUNT - 1,
+                     dtype);
         return -1;
     }
     if (op < 0 || op >= RED_COUNT) {
@@ -115,7 +116,8 @@ static int check_pair(int dtype, int op) {
         return -1;
     }
     if (!symcomm_reduce_defined(dtype, op)) {
-        PyErr_Format(PyExc_ValueError, "reduce: %s is not defined for %s; bitwise operations need integers or bool, "
+        PyErr_Format(PyExc_ValueError,
+                     "reduce: %s is not defined for %s; bitwise operations need integers or bool, "
                      "and complex numbers have no MIN or MAX.",
                      op_names[op], types[dtype].name);
         return -1;
@@ -155,9 +157,9 @@ static PyObject *py_reduce(PyObject *self, PyObject *args) {
     const void *sources[SYMCOMM_MAX_SOURCES];
     int n_sources = read_sources(addresses, sources);
     if (n_sources < 0) return NULL;
-    Py_BEGIN_ALLOW_THREADS
+    Py_BEGIN_ALLOW_THREADS;
     symcomm_reduce(dtype, op, dst, sources, n_sources, (size_t)count, factor);
-    Py_END_ALLOW_THREADS
+    Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
 
@@ -176,7 +178,7 @@ static PyObject *py_time_reduce(PyObject *self, PyObject *args) {
     int n_sources = read_sources(addresses, sources);
     if (n_sources < 0) return NULL;
     struct timespec begin, end;
-    Py_BEGIN_ALLOW_THREADS
+    Py_BEGIN_ALLOW_THREADS;
     clock_gettime(CLOCK_MONOTONIC, &begin);
     for (long i = 0; i < repeats; i++) {
         if (copy) memcpy((void *)(uintptr_t)dst, sources[0], (size_t)count);
@@ -184,7 +186,7 @@ static PyObject *py_time_reduce(PyObject *self, PyObject *args) {
         __asm__ volatile("" : : : "memory"); /* or the compiler might copy but once */
     }
     clock_gettime(CLOCK_MONOTONIC, &end);
-    Py_END_ALLOW_THREADS
+    Py_END_ALLOW_THREADS;
     return PyFloat_FromDouble((double)(end.tv_sec - begin.tv_sec) + (double)(end.tv_nsec - begin.tv_nsec) * 1e-9);
 }
 

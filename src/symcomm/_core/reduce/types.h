@@ -25,9 +25,20 @@ enum symcomm_dtype {
     DT_COUNT
 };
 
-static const unsigned char symcomm_itemsize[DT_COUNT] __attribute__((unused)) = {1, 1, 2, 2, 4, 4, 8, 8, 1, 2,
-                                                                                2, 4, 8, 8, 16, 1, 1, 1, 1};
+static const unsigned char symcomm_itemsize[DT_COUNT]
+    __attribute__((unused)) = {1, 1, 2, 2, 4, 4, 8, 8, 1, 2, 2, 4, 8, 8, 16, 1, 1, 1, 1};
 
-enum symcomm_redop { RED_SUM, RED_AVG, RED_PRODUCT, RED_MIN, RED_MAX, RED_BAND, RED_BOR, RED_BXOR, RED_PREMUL_SUM, RED_COUNT };
+enum symcomm_redop {
+    RED_SUM,
+    RED_AVG,
+    RED_PRODUCT,
+    RED_MIN,
+    RED_MAX,
+    RED_BAND,
+    RED_BOR,
+    RED_BXOR,
+    RED_PREMUL_SUM,
+    RED_COUNT
+};
 
 #endif

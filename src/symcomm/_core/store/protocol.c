@@ -32,15 +32,24 @@ typedef struct {
 enum { HELLO = 0, QUEUE_POP = 15, PLAIN_COMMANDS = 19, CHALLENGE = 0xA7, PROOF = 0xA8 };
 
 static const Command commands[PLAIN_COMMANDS] = {
-    {"hello", "4", "", do_hello},         {"set", "kv", "", do_set},
-    {"compare_set", "kvv", "", do_compare_set}, {"get", "k", "", do_get},
-    {"add", "k8", "", do_add},            {"check", "n", "k", do_check},
-    {"wait", "n", "k", do_wait},          {"num_keys", "", "", do_num_keys},
-    {"delete_key", "k", "", do_delete},   {"append", "kv", "", do_append},
-    {"multi_get", "n", "k", do_multi_get}, {"multi_set", "n", "kv", do_multi_set},
-    {"cancel_wait", "", "", do_cancel},   {"ping", "4", "", do_ping},
-    {"queue_push", "kv", "", do_push},    {"queue_pop", "k", "", do_pop},
-    {"queue_len", "k", "", do_queue_len}, {"list_keys", "", "", do_list_keys},
+    {"hello", "4", "", do_hello},
+    {"set", "kv", "", do_set},
+    {"compare_set", "kvv", "", do_compare_set},
+    {"get", "k", "", do_get},
+    {"add", "k8", "", do_add},
+    {"check", "n", "k", do_check},
+    {"wait", "n", "k", do_wait},
+    {"num_keys", "", "", do_num_keys},
+    {"delete_key", "k", "", do_delete},
+    {"append", "kv", "", do_append},
+    {"multi_get", "n", "k", do_multi_get},
+    {"multi_set", "n", "kv", do_multi_set},
+    {"cancel_wait", "", "", do_cancel},
+    {"ping", "4", "", do_ping},
+    {"queue_push", "kv", "", do_push},
+    {"queue_pop", "k", "", do_pop},
+    {"queue_len", "k", "", do_queue_len},
+    {"list_keys", "", "", do_list_keys},
     {"barrier", "k8", "", do_barrier},
 };
 static const Command challenge_command = {"token challenge", "d", "", do_challenge};
@@ -213,10 +222,8 @@ static void do_hello(Server *server, Conn *conn, const uint8_t *fields) {
         conn_refuse(server, conn, "said hello with the wrong magic number 0x%08x", magic);
         return;
     }
-    if (server->token == NULL)
-        open_stage(server, conn);
-    else
-        conn->stage = STAGE_CHALLENGE;
+    if (server->token == NULL) open_stage(server, conn);
+    else conn->stage = STAGE_CHALLENGE;
 }
 
 static void do_ping(Server *server, Conn *conn, const uint8_t *fields) { conn_send(server, conn, fields, 4); }
@@ -303,10 +310,8 @@ static void end_waits(Server *server, Conn *conn, bool only_granted) {
         older = waiter->older;
         if (only_granted && !waiter->granted) continue;
         Entry *entry = waiter->entry;
-        if (waiter->granted)
-            entry->grants--;
-        else
-            waiter_unlink(waiter);
+        if (waiter->granted) entry->grants--;
+        else waiter_unlink(waiter);
         if (waiter->in_barrier) leave_barrier(server, entry);
         waiter_free(&server->table, waiter, &conn->waits);
         wake_for_items(server, entry);
@@ -412,8 +417,8 @@ static void do_multi_get(Server *server, Conn *conn, const uint8_t *fields) {
     for (uint64_t left = count; left > 0; left--)
         total += 8 + value_of(table_find(&server->table, take_bytes(&keys))).size;
     if (total > server->limits.frame) {
-        conn_refuse(server, conn, "asked for %llu bytes in one multi_get; the limit is %llu",
-                    (unsigned long long)total, (unsigned long long)server->limits.frame);
+        conn_refuse(server, conn, "asked for %llu bytes in one multi_get; the limit is %llu", (unsigned long long)total,
+                    (unsigned long long)server->limits.frame);
         return;
     }
     for (uint64_t left = count; left > 0 && !conn->doomed; left--)

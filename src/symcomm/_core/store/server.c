@@ -241,10 +241,8 @@ static void on_writable(Server *server, Conn *conn) {
 static void mark_fd(Server *server, int fd, bool open) {
     if ((size_t)fd / 64 >= server->open_words) return;
     uint64_t bit = (uint64_t)1 << (fd % 64);
-    if (open)
-        atomic_fetch_or(&server->open_fds[fd / 64], bit);
-    else
-        atomic_fetch_and(&server->open_fds[fd / 64], ~bit);
+    if (open) atomic_fetch_or(&server->open_fds[fd / 64], bit);
+    else atomic_fetch_and(&server->open_fds[fd / 64], ~bit);
 }
 
 static void watch_listeners(Server *server, bool accepting) {
@@ -297,10 +295,8 @@ static void accept_clients(Server *server, int listener) {
 
 static void close_conn(Server *server, Conn *conn) {
     protocol_forget(server, conn);
-    if (conn->previous != NULL)
-        conn->previous->next = conn->next;
-    else
-        server->conns = conn->next;
+    if (conn->previous != NULL) conn->previous->next = conn->next;
+    else server->conns = conn->next;
     if (conn->next != NULL) conn->next->previous = conn->previous;
     if (conn->stage != STAGE_OPEN) server->greeting--;
     mark_fd(server, conn->fd, false);
@@ -342,12 +338,9 @@ static void handle(Server *server, const struct epoll_event *event) {
     }
     Conn *conn = event->data.ptr;
     if (conn->doomed) return;
-    if (conn->blocked && (event->events & (EPOLLERR | EPOLLHUP)))
-        conn_doom(server, conn);
-    else if (conn->blocked)
-        on_writable(server, conn);
-    else
-        on_readable(server, conn);
+    if (conn->blocked && (event->events & (EPOLLERR | EPOLLHUP))) conn_doom(server, conn);
+    else if (conn->blocked) on_writable(server, conn);
+    else on_readable(server, conn);
 }
 
 /* How long to spin: not at all on the only core, nor while others are waiting for ours (then this thread has been

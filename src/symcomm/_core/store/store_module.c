@@ -46,8 +46,13 @@ static PyObject *server_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     ServerObject *self = (ServerObject *)allocate(type, 0);
     if (self == NULL) return NULL;
-    Limits limits = {.key = key, .value = value, .frame = frame, .count = keys, .memory = memory,
-                     .handshake_ns = (int64_t)(handshake_s * 1e9), .token_is_optional = token_is_optional};
+    Limits limits = {.key = key,
+                     .value = value,
+                     .frame = frame,
+                     .count = keys,
+                     .memory = memory,
+                     .handshake_ns = (int64_t)(handshake_s * 1e9),
+                     .token_is_optional = token_is_optional};
     self->server = server_start(listeners, count, &limits, (const uint8_t *)token, (size_t)token_size, report_fd);
     if (self->server == NULL) {
         PyErr_SetFromErrno(PyExc_OSError);
@@ -61,9 +66,9 @@ static PyObject *server_stop_method(PyObject *self, PyObject *Py_UNUSED(ignored)
     Server *server = ((ServerObject *)self)->server;
     ((ServerObject *)self)->server = NULL;
     if (server != NULL) {
-        Py_BEGIN_ALLOW_THREADS
+        Py_BEGIN_ALLOW_THREADS;
         server_stop(server);
-        Py_END_ALLOW_THREADS
+        Py_END_ALLOW_THREADS;
     }
     Py_RETURN_NONE;
 }

@@ -215,10 +215,8 @@ bool entry_push(Table *table, Entry *entry, Slice value) {
     item->next = NULL;
     item->size = value.size;
     if (value.size > 0) memcpy(item->bytes, value.bytes, value.size);
-    if (entry->last != NULL)
-        entry->last->next = item;
-    else
-        entry->first = item;
+    if (entry->last != NULL) entry->last->next = item;
+    else entry->first = item;
     entry->last = item;
     entry->queued++;
     return true;
@@ -253,32 +251,24 @@ Waiter *waiter_add(Table *table, Entry *entry, Conn *conn, Waiter **waits) {
     if (*waits != NULL) (*waits)->newer = waiter;
     *waits = waiter;
     waiter->previous = entry->newest;
-    if (entry->newest != NULL)
-        entry->newest->next = waiter;
-    else
-        entry->oldest = waiter;
+    if (entry->newest != NULL) entry->newest->next = waiter;
+    else entry->oldest = waiter;
     entry->newest = waiter;
     return waiter;
 }
 
 void waiter_unlink(Waiter *waiter) {
     Entry *entry = waiter->entry;
-    if (waiter->previous != NULL)
-        waiter->previous->next = waiter->next;
-    else
-        entry->oldest = waiter->next;
-    if (waiter->next != NULL)
-        waiter->next->previous = waiter->previous;
-    else
-        entry->newest = waiter->previous;
+    if (waiter->previous != NULL) waiter->previous->next = waiter->next;
+    else entry->oldest = waiter->next;
+    if (waiter->next != NULL) waiter->next->previous = waiter->previous;
+    else entry->newest = waiter->previous;
     waiter->previous = waiter->next = NULL;
 }
 
 void waiter_free(Table *table, Waiter *waiter, Waiter **waits) {
-    if (waiter->newer != NULL)
-        waiter->newer->older = waiter->older;
-    else
-        *waits = waiter->older;
+    if (waiter->newer != NULL) waiter->newer->older = waiter->older;
+    else *waits = waiter->older;
     if (waiter->older != NULL) waiter->older->newer = waiter->newer;
     budget_give(&table->budget, sizeof *waiter);
     free(waiter);

@@ -9,17 +9,18 @@
 #include "sync/cores.h"
 
 #define LEAST_SPIN 20
-#define SOON_NS 2000 /* an answer this soon after we stopped looking: worth looking longer */
+#define SOON_NS 2000        /* an answer this soon after we stopped looking: worth looking longer */
 #define REVIEW_NS 100000000 /* how often cores and ranks are counted again, at most: it takes 1 us, 20 with quotas */
-#define OFFER_NS 50000 /* how often a rank that keeps its core asks whether a peer was left waiting for it */
-#define LOOKS_A_STEP 16 /* between two looks at the clock */
-#define WATCH_TICKS 20000 /* how long the processor watches one word, about 10 us: others may change meanwhile */
+#define OFFER_NS 50000      /* how often a rank that keeps its core asks whether a peer was left waiting for it */
+#define LOOKS_A_STEP 16     /* between two looks at the clock */
+#define WATCH_TICKS 20000   /* how long the processor watches one word, about 10 us: others may change meanwhile */
 
 _Thread_local const _Atomic int *symcomm_awaited;
 
 /* --- pausing ------------------------------------------------------------------------------------------------------ */
 
-/* umonitor and umwait: the core rests until a line of memory changes. Written as bytes, for assemblers that do not know them. */
+/* umonitor and umwait: the core rests until a line of memory changes. Written as bytes, for assemblers that do not know
+ * them. */
 #if defined(__x86_64__)
 static bool can_watch(void) {
     static _Atomic int known; /* 1: no, 2: yes */
@@ -32,12 +33,17 @@ static bool can_watch(void) {
     return state == 2;
 }
 
-static void watch_line(const void *word) { __asm__ __volatile__(".byte 0xf3, 0x0f, 0xae, 0xf0" : : "a"(word) : "memory"); }
+static void watch_line(const void *word) {
+    __asm__ __volatile__(".byte 0xf3, 0x0f, 0xae, 0xf0" : : "a"(word) : "memory");
+}
 
 static void rest(void) {
     uint64_t until = symcomm_ticks() + WATCH_TICKS;
     unsigned state = 1; /* the lighter one, which ends sooner */
-    __asm__ __volatile__(".byte 0xf2, 0x0f, 0xae, 0xf1" : : "a"((uint32_t)until), "d"((uint32_t)(until >> 32)), "c"(state) : "cc", "memory");
+    __asm__ __volatile__(".byte 0xf2, 0x0f, 0xae, 0xf1"
+                         :
+                         : "a"((uint32_t)until), "d"((uint32_t)(until >> 32)), "c"(state)
+                         : "cc", "memory");
 }
 #else
 static bool can_watch(void) { return false; }
@@ -65,8 +71,8 @@ static bool is_crowded(struct group *g, int64_t now) {
     return atomic_load_explicit(&g->crowded, memory_order_relaxed);
 }
 
-/* With more ranks than cores, looking pays while peers answer within a microsecond or two. Where they need this very core
- * it only delays them: then look less next time. */
+/* With more ranks than cores, looking pays while peers answer within a microsecond or two. Where they need this very
+ * core it only delays them: then look less next time. */
 static void adapt_spin(struct group *g, bool paid) {
     int now = looks_now(g);
     int next = paid ? (now < g->spin / 2 ? now * 2 : g->spin) : now / 2 > LEAST_SPIN ? now / 2 : LEAST_SPIN;
@@ -78,7 +84,8 @@ void backoff_not_needed(struct group *g) { adapt_spin(g, true); }
 static void note_core(struct group *g) {
     _Atomic int32_t *noted = &own_life(g)->seat.core;
     int32_t core = sched_getcpu() + 1;
-    if (symcomm_awaited == NULL && atomic_load_explicit(noted, memory_order_relaxed) != core) atomic_store_explicit(noted, core, memory_order_relaxed);
+    if (symcomm_awaited == NULL && atomic_load_explicit(noted, memory_order_relaxed) != core)
+        atomic_store_explicit(noted, core, memory_order_relaxed);
 }
 
 /* Whether a rank was last seen on the core that runs this: then it may be waiting for it. */
@@ -87,7 +94,9 @@ static bool was_here(struct group *g, int rank) {
 }
 
 /* Whether this thread runs an operation that nobody waits for yet: they may need the core to get on. */
-static bool works_aside(void) { return symcomm_awaited && atomic_load_explicit(symcomm_awaited, memory_order_relaxed) == 0; }
+static bool works_aside(void) {
+    return symcomm_awaited && atomic_load_explicit(symcomm_awaited, memory_order_relaxed) == 0;
+}
 
 void backoff_begin(struct backoff *b, struct group *g, int64_t deadline) {
     int64_t now = symcomm_now_ns();

@@ -1,7 +1,7 @@
 /* Cores and ranks are counted by affinity and by the quotas of control groups, both of which may change at any time.
  *
- * Ranks may be bound to different cores, or be in different control groups, so each says in its arena what holds for it, and
- * whoever wonders looks at what all have said. */
+ * Ranks may be bound to different cores, or be in different control groups, so each says in its arena what holds for
+ * it, and whoever wonders looks at what all have said. */
 #include "sync/cores.h"
 
 #include <fcntl.h>
@@ -42,14 +42,16 @@ void cores_forget(const char *at, int64_t nbytes) {
 static bool takes_part(const struct life *life) {
     uint32_t word = atomic_load_explicit(&life->word, memory_order_relaxed);
     uint32_t joined = atomic_load_explicit(&life->seat.joined, memory_order_relaxed);
-    bool in_a_group = joined == 0 || joined != atomic_load_explicit(&life->seat.left, memory_order_relaxed); /* or about to be */
+    /* In one, or about to be. */
+    bool in_a_group = joined == 0 || joined != atomic_load_explicit(&life->seat.left, memory_order_relaxed);
     return word != 0 && !(word & LIFE_OWNER_DIED) && in_a_group;
 }
 
 /* --- quotas ------------------------------------------------------------------------------------------------------- */
 
 struct quota { /* of one control group; files are named once, and read again and again */
-    char *limit, *period, *stat; /* period: in the first version of control groups only, where it is a file of its own */
+    /* `period`: in the first version of control groups only, where it is a file of its own. */
+    char *limit, *period, *stat;
     uint64_t inode;
 };
 
@@ -127,8 +129,8 @@ void cores_publish(struct life *me) {
 struct crowd {
     uint64_t cores[WORDS]; /* that any rank may use */
     int everyone;
-    int inside;    /* ranks that may only use cores of mine */
-    int sharing;   /* ranks under my quota */
+    int inside;  /* ranks that may only use cores of mine */
+    int sharing; /* ranks under my quota */
 };
 
 static void count(struct crowd *c, const struct seat *mine, const struct seat *other) {
@@ -140,7 +142,8 @@ static void count(struct crowd *c, const struct seat *mine, const struct seat *o
     }
     c->everyone++;
     c->inside += within;
-    c->sharing += atomic_load_explicit(&other->quota_of, memory_order_relaxed) == atomic_load_explicit(&mine->quota_of, memory_order_relaxed);
+    c->sharing += atomic_load_explicit(&other->quota_of, memory_order_relaxed) ==
+                  atomic_load_explicit(&mine->quota_of, memory_order_relaxed);
 }
 
 bool cores_suffice(struct life *me, bool own_thread) {
@@ -176,7 +179,7 @@ static void free_quotas(struct quota *list, int n) {
     free(list);
 }
 
-/* watch_quotas(((limit, period or None, stat, inode), ...)): the control groups that this process is in, by their files */
+/* watch_quotas(((limit, period or None, stat, inode), ...)): the control groups of this process, by their files */
 static PyObject *watch_quotas(PyObject *self, PyObject *tuple) {
     (void)self;
     Py_ssize_t n = PyTuple_Size(tuple);
@@ -206,7 +209,8 @@ static PyObject *watch_quotas(PyObject *self, PyObject *tuple) {
 
 static PyMethodDef methods[] = {
     {"add_rank", add_rank, METH_O, "add_rank(life): a rank of this host whose arena is mapped; unmap() ends that."},
-    {"watch_quotas", watch_quotas, METH_O, "watch_quotas(((limit, period or None, stat, inode), ...)): files of this process's control groups."},
+    {"watch_quotas", watch_quotas, METH_O,
+     "watch_quotas(((limit, period or None, stat, inode), ...)): files of this process's control groups."},
     {NULL, NULL, 0, NULL},
 };
 

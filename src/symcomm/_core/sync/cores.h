@@ -10,11 +10,12 @@
 
 #define MOST_CORES 1024
 
-/* What a rank tells the others of its host about the cores it uses, and how its long waits ended. Written by its owner. */
+/* What a rank tells the others of its host about the cores it uses, and how its long waits ended. It writes this. */
 struct seat {
     _Atomic uint64_t cores[MOST_CORES / 64]; /* that the thread which waits for peers may run on */
     _Atomic uint64_t quota_of;               /* the control group whose quota is the tightest, by its inode */
-    _Atomic uint64_t quota;                  /* thousandths of a core that its processes may use together; 0: no limit */
+    /* Thousandths of a core that its processes may use together; 0: no limit. */
+    _Atomic uint64_t quota;
     _Atomic uint32_t joined, left;           /* groups, ever: who has left all that it was in needs no core */
     _Alignas(64) _Atomic int32_t core;       /* where it was when it last waited for long, plus one; 0: not known */
     _Atomic uint64_t looked, yielded, slept; /* see struct wait_counts */
@@ -25,8 +26,8 @@ struct seat {
 struct life {
     struct robust_list entry;
     _Atomic uint32_t word;
-    uint64_t pid_namespace;  /* in which the word's thread id means the owner; 0: unknown */
-    _Atomic int64_t looked;  /* when somebody last asked the kernel whether the owner dumps core */
+    uint64_t pid_namespace; /* in which the word's thread id means the owner; 0: unknown */
+    _Atomic int64_t looked; /* when somebody last asked the kernel whether the owner dumps core */
     _Alignas(64) struct seat seat;
 };
 
@@ -37,8 +38,8 @@ static inline struct life *life_of(_Atomic uint32_t *word) {
 /* Tells the others on which cores the calling thread may run, and what its control groups grant. */
 void cores_publish(struct life *me);
 
-/* Whether there are as many usable cores as living ranks on this host, for `me` and for all, by what each said last; the
- * caller says it anew first. own_thread: it is the rank's, whose cores count; not one that works for it. */
+/* Whether there are as many usable cores as living ranks on this host, for `me` and for all, by what each said last;
+ * the caller says it anew first. own_thread: it is the rank's, whose cores count; not one that works for it. */
 bool cores_suffice(struct life *me, bool own_thread);
 
 /* The mapped arena whose life this is belongs to a rank of this host, until its memory is unmapped. */

@@ -12,13 +12,13 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "sync/backoff.h"
+#include "exec/plan.h"
 #include "module/module.h"
 #include "observe/flight.h"
-#include "exec/plan.h"
+#include "sync/backoff.h"
 
 #define WORTH_NOTING_NS 100000 /* of a wait, in the flight recorder */
-#define SLICE_NS 10000000 /* how often a sleeper looks for dead peers: a tenth of the 100 ms we promise */
+#define SLICE_NS 10000000      /* how often a sleeper looks for dead peers: a tenth of the 100 ms we promise */
 
 long symcomm_futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t ns) {
     struct timespec t = {ns / 1000000000, ns % 1000000000};
@@ -31,7 +31,8 @@ static bool rank_satisfies(struct group *g, int rank, const struct condition *c)
     struct control *peer = g->control[rank];
     if (c->kind == WAIT_ARRIVED_ALL)
         return atomic_load_explicit(&peer->arrival[c->target & 1].seq, memory_order_acquire) == c->target;
-    /* A peer is at this operation or the next, or has not signalled for long: also where numbers wrap after 2^40 operations. */
+    /* A peer is at this operation or the next, or has not signalled for long: also where numbers wrap after 2^40
+     * operations. */
     return atomic_load_explicit(&peer->progress, memory_order_acquire) - c->target < (uint64_t)2 << PLAN_SIGNAL_BITS;
 }
 
@@ -63,7 +64,8 @@ void sync_wake_peers(struct group *g) {
 }
 
 void sync_signal(struct group *g, uint64_t progress) {
-    atomic_thread_fence(memory_order_acquire); /* whoever hears of it through us sees at least what we saw: also that it is void */
+    /* Whoever hears of it through us sees at least what we saw: also that it is void. */
+    atomic_thread_fence(memory_order_acquire);
     atomic_store_explicit(&g->control[g->rank]->progress, progress, memory_order_release);
     sync_wake_peers(g);
 }
@@ -79,8 +81,9 @@ static void wake(struct control *block) {
     symcomm_futex_wake(&block->mail_bell, INT32_MAX);
 }
 
-/* Gives every rank a reason to stop, unless it has one, and marks operations from ~mark on as void (0: none). If I have one
- * already, the others get that: whoever gave it to me may not have come to them yet, and it is why I do what I do now. */
+/* Gives every rank a reason to stop, unless it has one, and marks operations from ~mark on as void (0: none). If I have
+ * one already, the others get that: whoever gave it to me may not have come to them yet, and it is why I do what I do
+ * now. */
 static void tell_all(struct group *g, uint64_t cause, uint64_t mark) {
     for (int i = 0; i < g->world; i++) {
         struct control *peer = g->control[(g->rank + i) % g->world]; /* mine first: it decides what I report */
@@ -121,8 +124,8 @@ int sync_gone(struct group *g, int rank) {
     return status == STATUS_OK && symcomm_dumps_core(g->life[rank]) ? STATUS_DEAD : status;
 }
 
-/* Whether c holds, or the group was given up (status). Looks at c again after it saw that: whoever gave it up may have passed this
- * meeting first, and then it was complete for everybody. */
+/* Whether c holds, or the group was given up (status). Looks at c again after it saw that: whoever gave it up may have
+ * passed this meeting first, and then it was complete for everybody. */
 static bool is_over(struct group *g, struct condition *c, int *status) {
     *status = STATUS_OK;
     if (holds(g, g->rank, c)) return true;
@@ -192,7 +195,8 @@ static int sleep_until(struct group *g, struct condition *c, const struct deadli
             break;
         }
         g->slices++;
-        bool signalled = symcomm_futex_wait(&me->doorbell, seen, left < SLICE_NS ? left : SLICE_NS) < 0 && errno == EINTR;
+        bool signalled =
+            symcomm_futex_wait(&me->doorbell, seen, left < SLICE_NS ? left : SLICE_NS) < 0 && errno == EINTR;
         if ((status = check_interrupt(g, signalled))) break;
     }
     atomic_store_explicit(&me->sleeping, 0, memory_order_relaxed);
@@ -227,7 +231,8 @@ static int look_on(struct group *g, struct condition *c, struct backoff *b, bool
 
 static void note_wait(struct group *g, const struct backoff *b) {
     int64_t ns = symcomm_now_ns() - b->start;
-    if (g->recording && ns >= WORTH_NOTING_NS) atomic_fetch_add_explicit(&g->recording->waited, (uint32_t)(ns / 1000), memory_order_relaxed);
+    if (g->recording && ns >= WORTH_NOTING_NS)
+        atomic_fetch_add_explicit(&g->recording->waited, (uint32_t)(ns / 1000), memory_order_relaxed);
 }
 
 /* Apart from the first looks, so that those stay short. */

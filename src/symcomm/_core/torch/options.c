@@ -1,5 +1,5 @@
-/* torch's options objects. Each of the three questions that a call has for one takes a third of a microsecond in Python; where
- * the answers lie in memory was found by symcomm/backend/options_layout.py. */
+/* torch's options objects. Each of the three questions that a call has for one takes a third of a microsecond in
+ * Python; where the answers lie in memory was found by symcomm/backend/options_layout.py. */
 #include "torch/options.h"
 
 #include <stdbool.h>
@@ -51,8 +51,8 @@ static PyObject *use_options(PyObject *self, PyObject *args) {
         int call;
         PyObject *type;
         struct layout at;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(found, i), "iO!nnnnn", &call, &PyType_Type, &type, &at.object_at, &at.timeout_at,
-                              &at.async_at, &at.redop_at, &at.root_at))
+        if (!PyArg_ParseTuple(PyTuple_GetItem(found, i), "iO!nnnnn", &call, &PyType_Type, &type, &at.object_at,
+                              &at.timeout_at, &at.async_at, &at.redop_at, &at.root_at))
             return NULL;
         if (call < 0 || call >= MAX_CALLS) return PyErr_Format(PyExc_ValueError, "no kind of call has number %d", call);
         at.type = (PyTypeObject *)Py_NewRef(type);
@@ -62,7 +62,8 @@ static PyObject *use_options(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"use_options", use_options, METH_VARARGS, "use_options(is_profiling, layouts): again_with() reads options of these types."},
+    {"use_options", use_options, METH_VARARGS,
+     "use_options(is_profiling, layouts): again_with() reads options of these types."},
     {NULL, NULL, 0, NULL},
 };
 

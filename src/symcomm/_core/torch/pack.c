@@ -3,12 +3,10 @@
 
 #include "module/module.h"
 #include "reduce/reduce.h"
-#include "torch/tensor.h"
 #include "reduce/types.h"
+#include "torch/tensor.h"
 
-static size_t bytes_of(const struct tensor_view *view) {
-    return (size_t)view->count * symcomm_itemsize[view->dtype];
-}
+static size_t bytes_of(const struct tensor_view *view) { return (size_t)view->count * symcomm_itemsize[view->dtype]; }
 
 static struct tensor_view *new_views(Py_ssize_t count) {
     struct tensor_view *views = malloc(((size_t)count + 1) * sizeof *views);

@@ -23,20 +23,32 @@ struct dl_exchange {
 };
 
 enum { DL_CPU = 1 };
-enum { DL_INT, DL_UINT, DL_FLOAT, DL_BFLOAT = 4, DL_COMPLEX, DL_BOOL, DL_E4M3FN = 10, DL_E4M3FNUZ, DL_E5M2, DL_E5M2FNUZ };
+enum {
+    DL_INT,
+    DL_UINT,
+    DL_FLOAT,
+    DL_BFLOAT = 4,
+    DL_COMPLEX,
+    DL_BOOL,
+    DL_E4M3FN = 10,
+    DL_E4M3FNUZ,
+    DL_E5M2,
+    DL_E5M2FNUZ
+};
 
 #define MAX_TYPES 4
 static PyTypeObject *known[MAX_TYPES];
 static int (*exchange_view)(void *object, struct dl_tensor *out);
 
-/* DLPack does not say that a tensor stands for the negative or the conjugate of its memory, or for zeros that nobody has
- * written, nor that its storage was given away. torch's C++ object does: the first three in its set of dispatch keys, the last
- * by where in its storage the tensor begins. Where these two words lie was found by symcomm/group/torch_layout.py. */
+/* DLPack does not say that a tensor stands for the negative or the conjugate of its memory, or for zeros that nobody
+ * has written, nor that its storage was given away. torch's C++ object does: the first three in its set of dispatch
+ * keys, the last by where in its storage the tensor begins. Where these two words lie was found by
+ * symcomm/group/torch_layout.py. */
 #define MAX_PLAIN 4
 static struct {
-    Py_ssize_t object_at;       /* of the pointer to the C++ object in the Python object; 0: not known */
+    Py_ssize_t object_at;         /* of the pointer to the C++ object in the Python object; 0: not known */
     Py_ssize_t keys_at, start_at; /* in the C++ object */
-    uint64_t plain[MAX_PLAIN];  /* keys of tensors that are what their memory holds; 0: no more of them */
+    uint64_t plain[MAX_PLAIN];    /* keys of tensors that are what their memory holds; 0: no more of them */
 } layout;
 static PyObject *is_neg, *storage_offset; /* methods of the first type, asked where the layout is not known */
 
@@ -113,7 +125,8 @@ static bool has_memory(PyObject *tensor, const struct tensor_view *view) {
 
 int tensor_view(PyObject *tensor, struct tensor_view *view) {
     PyTypeObject *type = Py_TYPE(tensor);
-    if (exchange_view == NULL || (type != known[0] && type != known[1] && type != known[2] && type != known[3])) return 0;
+    if (exchange_view == NULL || (type != known[0] && type != known[1] && type != known[2] && type != known[3]))
+        return 0;
     if (layout.object_at && !has_plain_keys(tensor)) return 0;
     struct dl_tensor t;
     if (exchange_view(tensor, &t)) {
@@ -149,7 +162,8 @@ static int use_layout(PyObject *found) {
     return 0;
 }
 
-/* use_tensors((type, ...), exchange capsule, layout or None): from now on, objects of exactly these types are viewed through it. */
+/* use_tensors((type, ...), exchange capsule, layout or None): from now on, objects of exactly these types are viewed
+ * through it. */
 static PyObject *use_tensors(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *types, *capsule, *found;
@@ -159,7 +173,8 @@ static PyObject *use_tensors(PyObject *self, PyObject *args) {
     if (api->major != 1 || api->view == NULL) Py_RETURN_FALSE;
     Py_ssize_t n = PyTuple_Size(types);
     if (n < 1 || n > MAX_TYPES) return PyErr_Format(PyExc_ValueError, "1 to %d types", MAX_TYPES);
-    if (use_method(types, "is_neg", &is_neg) < 0 || use_method(types, "storage_offset", &storage_offset) < 0) return NULL;
+    if (use_method(types, "is_neg", &is_neg) < 0 || use_method(types, "storage_offset", &storage_offset) < 0)
+        return NULL;
     if (use_layout(found) < 0) return NULL;
     for (Py_ssize_t i = 0; i < MAX_TYPES; i++) { /* which live as long as the process */
         known[i] = i < n ? (PyTypeObject *)Py_NewRef(PyTuple_GetItem(types, i)) : NULL;
@@ -177,8 +192,10 @@ static PyObject *view_tensor(PyObject *self, PyObject *tensor) {
 }
 
 static PyMethodDef methods[] = {
-    {"use_tensors", use_tensors, METH_VARARGS, "use_tensors(types, exchange_api, layout) -> whether that version is understood"},
-    {"view_tensor", view_tensor, METH_O, "view_tensor(tensor) -> (address, count, dtype), or None when Python must look"},
+    {"use_tensors", use_tensors, METH_VARARGS,
+     "use_tensors(types, exchange_api, layout) -> whether that version is understood"},
+    {"view_tensor", view_tensor, METH_O,
+     "view_tensor(tensor) -> (address, count, dtype), or None when Python must look"},
     {NULL, NULL, 0, NULL},
 };
 
