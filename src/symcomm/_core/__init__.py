@@ -4,9 +4,9 @@
 folder      what it holds
 ==========  ============================================================================================================
 module/     the Python module, a list of parts that each add their functions; macros for the interpreter lock
-os/         clocks
-memory/     shared mappings, the word by which the kernel tells that a rank died, pages taken back from a stopped peer,
-            copies with non-temporal stores
+os/         clocks, futexes, threads
+memory/     shared mappings and bytes, the word by which the kernel tells that a rank died, pages taken back from a
+            stopped peer, copies with non-temporal stores
 sync/       published progress, waits with deadlines, sleep and wake; what a wait does before it sleeps, and whether
             there is a core for every rank
 exec/       load and run a plan (see symcomm.collectives.plan) in one call; operations that run while the caller goes

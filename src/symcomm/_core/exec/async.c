@@ -1,11 +1,11 @@
 #include "exec/async.h"
 
 #include <errno.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "module/module.h"
+#include "os/thread.h"
 #include "sync/backoff.h"
 
 struct worker {
@@ -39,7 +39,7 @@ static void *work(void *argument) {
         bool more = r->finished != NULL; /* which is part of it: blocking calls come after */
         if (!more) atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
         atomic_store_explicit(&r->done, 1, memory_order_release);
-        symcomm_futex_wake(&r->done, INT32_MAX);
+        futex_wake(&r->done, INT32_MAX);
         if (more) {
             r->finished(r);
             atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
@@ -61,14 +61,8 @@ static struct worker *start(struct group *g) {
     pthread_mutex_init(&w->lock, NULL);
     pthread_cond_init(&w->changed, NULL);
     g->worker = w;
-    sigset_t all, before; /* signals are for Python's threads */
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int failed = pthread_create(&w->thread, NULL, work, g);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (!failed) return w;
-    g->worker = NULL;
-    free(w);
+    if (thread_start(&w->thread, "symcomm-async", THREAD_STACK_PYTHON, work, g) == 0) return w;
+    async_free(g);
     return NULL;
 }
 
@@ -104,7 +98,7 @@ static bool sleep_until_done(struct request *r, int64_t deadline) {
     while (!atomic_load_explicit(&r->done, memory_order_acquire)) {
         int64_t left = deadline ? deadline - symcomm_now_ns() : 100000000;
         if (left <= 0) return false;
-        long slept = symcomm_futex_wait(&r->done, 0, left < 100000000 ? left : 100000000);
+        long slept = futex_wait(&r->done, 0, left < 100000000 ? left : 100000000);
         /* also when the time was up: a signal may have come just before we slept */
         if (slept < 0 && errno != EAGAIN && symcomm_interrupted && symcomm_interrupted()) return false;
     }

@@ -28,7 +28,7 @@ static ssize_t read_from(pid_t pid, void *dst, uint64_t address, size_t nbytes) 
 
 /* The thread that the kernel marks the rank's life with. Its number is nobody else's before that. */
 static pid_t owner_of(struct group *g, int rank) {
-    return (pid_t)(atomic_load_explicit(g->life[rank], memory_order_acquire) & 0x3fffffff);
+    return (pid_t)(atomic_load_explicit(g->life[rank], memory_order_acquire) & FUTEX_TID_MASK);
 }
 
 bool cma_can_read(struct group *g, int rank) {

@@ -46,8 +46,8 @@ static bool is_streamed(const struct run *x, int64_t place) {
 }
 
 /* Where a rank that lends its tensors writes where they are: no rank stages anything then. */
-static uint64_t *addresses_of(struct run *x, int rank) {
-    return (uint64_t *)(void *)(x->g->stage[rank] + x->half * x->g->stage_bytes);
+static _Atomic uint64_t *addresses_of(struct run *x, int rank) {
+    return (_Atomic uint64_t *)(void *)(x->g->stage[rank] + x->half * x->g->stage_bytes);
 }
 
 static bool is_remote(struct run *x, const struct plan_place *at) {
@@ -58,7 +58,8 @@ static bool is_remote(struct run *x, const struct plan_place *at) {
 static int remote_step(struct run *x, const struct plan_step *s, int64_t nbytes) {
     const struct plan_place *at = &x->p->places[s->src];
     int64_t piece = x->p->attach_bytes;
-    uint64_t address = addresses_of(x, (int)at->index)[at->offset / piece] + (uint64_t)(at->offset % piece);
+    _Atomic uint64_t *first = &addresses_of(x, (int)at->index)[at->offset / piece];
+    uint64_t address = atomic_load_explicit(first, memory_order_relaxed) + (uint64_t)(at->offset % piece);
     return cma_read(x->g, (int)at->index, resolve(x, &x->p->places[s->dst], 0), address, nbytes);
 }
 
@@ -217,7 +218,7 @@ static int run_body(struct run *x, bool skipped_head) {
     int status;
     survey(x, &direct, &someone_skipped);
     if (direct) {
-        if (x->g->recording) x->g->recording->path |= x->attached ? FLIGHT_ATTACHED : FLIGHT_DIRECT;
+        flight_add_path(x->g->recording, x->attached ? FLIGHT_ATTACHED : FLIGHT_DIRECT);
         /* Its owner has it back. */
         if (x->p->writes_outputs && sync_is_void(x->g, x->g->seq)) return sync_aborted(x->g);
         return run_part(x, PLAN_DIRECT);
@@ -241,7 +242,8 @@ static bool attach(struct run *x, int64_t in_offset) {
     char *pieces[MAX_WORLD];
     for (int i = 0; i < g->world; i++) pieces[i] = x->b->n_in > 1 ? x->b->in[i] : x->b->in[0] + i * p->attach_bytes;
     if (!cma_is_readable(pieces, g->world, p->attach_bytes)) return false;
-    for (int i = 0; i < g->world; i++) addresses_of(x, g->rank)[i] = (uint64_t)(uintptr_t)pieces[i];
+    for (int i = 0; i < g->world; i++)
+        atomic_store_explicit(&addresses_of(x, g->rank)[i], (uint64_t)(uintptr_t)pieces[i], memory_order_relaxed);
     return true;
 }
 
@@ -267,7 +269,7 @@ static bool is_written(struct run *x) {
         struct arrival *a = &x->g->control[r]->arrival[x->half];
         if (r == x->g->rank || atomic_load(&a->seq) != x->g->seq || atomic_load(&a->left) == x->g->seq || differs(x, r))
             continue;
-        if (!(atomic_load_explicit(x->g->life[r], memory_order_acquire) & LIFE_OWNER_DIED)) return true;
+        if (!life_has_ended(x->g->life[r])) return true;
     }
     return false;
 }
@@ -323,14 +325,16 @@ bool exec_is_short(const struct group *g, const struct plan *p) {
 /* With the group's lock held. */
 static struct flight_entry *record(struct group *g, const struct plan *p, uint64_t now, struct origin from,
                                    uint64_t *number) {
-    struct flight_entry *e = flight_take(g->flight, number);
-    if (e == NULL) return NULL;
-    e->seq = g->seq + 1, e->signature = signature_of(p), e->count = (uint64_t)p->count, e->group = g->flight_group;
-    e->created = from.created ? from.created : now;
-    e->status = 0, e->path = FLIGHT_STAGED | from.way, e->plan = (uint8_t)p->algorithm, e->exact_site = from.exact_site;
-    atomic_store_explicit(&e->site, from.site, memory_order_relaxed);
-    flight_show(e, *number);
-    return e;
+    struct flight_facts facts = {.seq = g->seq + 1,
+                                 .signature = signature_of(p),
+                                 .count = (uint64_t)p->count,
+                                 .created = from.created ? from.created : now,
+                                 .site = from.site,
+                                 .group = g->flight_group,
+                                 .path = FLIGHT_STAGED | from.way,
+                                 .plan = (uint8_t)p->algorithm,
+                                 .exact_site = from.exact_site};
+    return flight_begin(g->flight, &facts, number);
 }
 
 static _Thread_local char this_thread; /* its address names the thread */

@@ -7,6 +7,7 @@
 #include "exec/cma.h"
 #include "exec/exec.h"
 #include "memory/isolate.h"
+#include "memory/shared_bytes.h"
 #include "module/module.h"
 #include "observe/flight.h"
 #include "p2p/p2p.h"
@@ -284,7 +285,7 @@ static PyObject *group_detach(PyObject *self, PyObject *arg) {
     if (!g->left) leave_late(g); /* two calls that ended at once may have left it to each other */
     if (!g->left) Py_RETURN_FALSE;
     for (int r = 0; r < g->world && g->own_block; r++) {
-        bool dead = atomic_load_explicit(g->life[r], memory_order_acquire) & LIFE_OWNER_DIED;
+        bool dead = life_has_ended(g->life[r]);
         if (!dead && !atomic_load_explicit(&g->own_block->departed[r], memory_order_acquire)) Py_RETURN_FALSE;
     }
     g->own_block = NULL;
@@ -340,7 +341,7 @@ static PyObject *group_announce(PyObject *self, PyObject *args) {
     int here = 0; /* ranks below it are there */
     for (int i = 0; i < looks && here < g->world; i++) {
         while (here < g->world && (here == g->rank || has_come(g->control[here], number))) here++;
-        symcomm_relax();
+        cpu_relax();
     }
     visit_end(&visit);
     return PyBool_FromLong(here == g->world);
@@ -405,7 +406,7 @@ static PyObject *group_publish(PyObject *self, PyObject *args) {
     }
     uint32_t next = atomic_load(&mine.record->version) + 1;
     atomic_thread_fence(memory_order_seq_cst);
-    memcpy(mine.text + next % 2 * mine.room, text, (size_t)n);
+    shared_store(mine.text + next % 2 * mine.room, text, (size_t)n);
     atomic_store(&mine.record->length[next % 2], (uint32_t)n);
     atomic_store(&mine.record->version, next);
     visit_end(&visit);
@@ -420,7 +421,7 @@ static PyObject *read_record(struct place from) {
         uint32_t version = atomic_load(&from.record->version);
         uint32_t n = atomic_load(&from.record->length[version % 2]);
         if (version == 0 || n > from.room) break;
-        memcpy(copy, from.text + version % 2 * from.room, n);
+        shared_load(copy, from.text + version % 2 * from.room, n);
         atomic_thread_fence(memory_order_seq_cst);
         if (atomic_load(&from.record->version) == version) return PyBytes_FromStringAndSize(copy, (Py_ssize_t)n);
     }

@@ -35,9 +35,9 @@ static void wake_own(struct group *g) {
     struct control *me = g->control[g->rank];
     atomic_store(&me->sleeping, 0);
     atomic_fetch_add(&me->doorbell, 1);
-    symcomm_futex_wake(&me->doorbell, INT32_MAX);
+    futex_wake(&me->doorbell, INT32_MAX);
     atomic_fetch_add(&me->mail_bell, 1);
-    symcomm_futex_wake(&me->mail_bell, INT32_MAX);
+    futex_wake(&me->mail_bell, INT32_MAX);
 }
 
 /* With the group's lock held, and no visitors. No wait is satisfied by what the copy says. */

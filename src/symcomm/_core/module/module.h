@@ -38,7 +38,8 @@ uint32_t symcomm_ask_for_site(void);
 /* Each part adds its functions and types to the module; returns 0, or -1 with an exception set. */
 int symcomm_add_reduce(PyObject *module);
 int symcomm_add_pack(PyObject *module);
-int symcomm_add_shm(PyObject *module);
+int symcomm_add_mapping(PyObject *module);
+int symcomm_add_life(PyObject *module);
 int symcomm_add_tensor(PyObject *module);
 int symcomm_add_cores(PyObject *module);
 int symcomm_add_group(PyObject *module);

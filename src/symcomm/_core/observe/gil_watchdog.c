@@ -5,7 +5,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,6 +13,7 @@
 #include <unistd.h>
 
 #include "module/module.h"
+#include "os/thread.h"
 #include "sync/sync.h"
 
 enum { THREADS = 64, NAME = 28, LABEL = 160, NOTE = 1024 };
@@ -50,12 +50,6 @@ struct lockwatch {
     int count;
     struct thread threads[THREADS]; /* Python's, the main one first */
 };
-
-static int64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000LL + t.tv_nsec;
-}
 
 static const char *name_of_call(long number) {
     static const struct {
@@ -172,8 +166,8 @@ static void *watch(void *argument) {
     struct lockwatch *w = argument;
     int64_t stalled_at = 0; /* the beat that was the last for too long */
     while (!atomic_load(&w->stop)) {
-        symcomm_futex_wait(&w->stop, 0, w->limit / 4);
-        int64_t beat = atomic_load(&w->beat), now = now_ns();
+        futex_wait(&w->stop, 0, w->limit / 4);
+        int64_t beat = atomic_load(&w->beat), now = symcomm_now_ns();
         if (stalled_at && beat != stalled_at) {
             report_end(w, beat - stalled_at);
             stalled_at = 0;
@@ -200,13 +194,10 @@ static PyObject *lockwatch_start(PyObject *self, PyObject *args) {
     w->note = (struct note *)(uintptr_t)note;
     snprintf(w->label, sizeof w->label, "%s", label);
     pthread_mutex_init(&w->mutex, NULL);
-    atomic_store(&w->beat, now_ns());
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(&w->watcher, NULL, watch, w);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    atomic_store(&w->beat, symcomm_now_ns());
+    int error = thread_start(&w->watcher, "symcomm-gil", THREAD_STACK, watch, w);
     if (error) {
+        pthread_mutex_destroy(&w->mutex);
         free(w);
         errno = error;
         return PyErr_SetFromErrno(PyExc_OSError);
@@ -227,7 +218,7 @@ static PyObject *lockwatch_beat(PyObject *self, PyObject *args) {
     memcpy(w->threads, threads, (size_t)w->count * sizeof(struct thread));
     for (int i = 0; i < w->count; i++) w->threads[i].name[NAME - 1] = 0;
     pthread_mutex_unlock(&w->mutex);
-    atomic_store(&w->beat, now_ns());
+    atomic_store(&w->beat, symcomm_now_ns());
     Py_RETURN_NONE;
 }
 
@@ -236,7 +227,7 @@ static PyObject *lockwatch_stop(PyObject *self, PyObject *arg) {
     struct lockwatch *w = PyLong_AsVoidPtr(arg);
     if (w == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     atomic_store(&w->stop, 1);
-    symcomm_futex_wake(&w->stop, 1);
+    futex_wake(&w->stop, 1);
     Py_BEGIN_ALLOW_THREADS;
     pthread_join(w->watcher, NULL);
     Py_END_ALLOW_THREADS;

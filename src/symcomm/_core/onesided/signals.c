@@ -72,7 +72,7 @@ static int sleep_for(struct group *g, const struct signal *s, int peer, int64_t 
         uint32_t seen = atomic_load_explicit(s->word, memory_order_relaxed);
         int64_t left = deadline - symcomm_now_ns();
         if (is_ready(s, seen) || left <= 0) continue;
-        long failed = symcomm_futex_wait(s->word, seen, left < SLICE_NS ? left : SLICE_NS);
+        long failed = futex_wait(s->word, seen, left < SLICE_NS ? left : SLICE_NS);
         ask = (failed && errno == EINTR) || turn % 16 == 0;
     }
     atomic_fetch_sub(s->sleepers, 1);
@@ -81,14 +81,14 @@ static int sleep_for(struct group *g, const struct signal *s, int peer, int64_t 
 
 static void wake(const struct signal *s) {
     atomic_thread_fence(memory_order_seq_cst);
-    if (atomic_load_explicit(s->sleepers, memory_order_relaxed)) symcomm_futex_wake(s->word, INT32_MAX);
+    if (atomic_load_explicit(s->sleepers, memory_order_relaxed)) futex_wake(s->word, INT32_MAX);
 }
 
 /* Flip the word when it is our turn, and wake whoever waits for that. */
 static int await_flip(struct group *g, const struct signal *s, int peer, int64_t deadline) {
     int status = STATUS_OK;
     bool done = false;
-    for (int i = 0, looks = looks_now(g); i < looks && !(done = flip(s)); i++) symcomm_relax();
+    for (int i = 0, looks = looks_now(g); i < looks && !(done = flip(s)); i++) cpu_relax();
     if (!done) {
         struct backoff b;
         backoff_begin(&b, g, deadline);
@@ -111,7 +111,7 @@ int counter_take(struct group *g, const struct counter *c, int peer, int64_t tim
     /* Ranks that are threads need the lock to signal us. */
     int looks = timeout >= 0 && g->own_process ? looks_now(g) : 0;
     bool done = flip(&s);
-    for (int i = 0; i < looks && !(done = done || flip(&s)); i++) symcomm_relax();
+    for (int i = 0; i < looks && !(done = done || flip(&s)); i++) cpu_relax();
     if (done) return STATUS_OK;
     if (timeout <= 0) {
         int status = sync_aborted(g);
@@ -245,7 +245,7 @@ static PyObject *write_words(PyObject *self, PyObject *args) {
     _Atomic uint32_t *words = (_Atomic uint32_t *)(uintptr_t)address;
     Py_BEGIN_ALLOW_THREADS;
     for (Py_ssize_t i = 0; i < count; i++) atomic_store_explicit(&words[i], value, memory_order_release);
-    if (count == 1) symcomm_futex_wake(words, INT32_MAX);
+    if (count == 1) futex_wake(words, INT32_MAX);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }

@@ -1,12 +1,12 @@
 #include "p2p/p2p.h"
 
 #include <errno.h>
-#include <signal.h>
 #include <stdlib.h>
 
 #include "exec/async.h"
 #include "exec/exec.h"
 #include "module/module.h"
+#include "os/thread.h"
 #include "p2p/engine.h"
 #include "sync/backoff.h"
 
@@ -95,7 +95,7 @@ static bool sleep_slice(struct mail *m, struct op *op, int64_t ns) {
     atomic_fetch_add(&me->mail_sleepers, 1);
     atomic_thread_fence(memory_order_seq_cst);
     bool signalled = false;
-    if (!drive(op)) signalled = symcomm_futex_wait(&me->mail_bell, seen, ns) < 0 && errno == EINTR;
+    if (!drive(op)) signalled = futex_wait(&me->mail_bell, seen, ns) < 0 && errno == EINTR;
     atomic_fetch_sub(&me->mail_sleepers, 1);
     return signalled;
 }
@@ -188,7 +188,7 @@ static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
     /* Driving takes as long as some looks, and other messages need it only now and then. */
     for (int i = 0, looks = looks_now(g); i < looks; i++) {
         if ((i % LOOKS_A_DRIVE == 0 || may_move(op)) && drive(op)) return op->status;
-        symcomm_relax();
+        cpu_relax();
     }
     int64_t deadline = timeout ? symcomm_now_ns() + timeout : INT64_MAX;
     if (symcomm_before_waiting) symcomm_before_waiting();
@@ -250,19 +250,15 @@ static void *background(void *argument) {
         int64_t now = symcomm_now_ns();
         if (needed) last = now;
         bool long_idle = now - last >= SLICE_NS;
-        if (!long_idle) symcomm_futex_wait(&me->mail_bell, seen, SLICE_NS);
+        if (!long_idle) futex_wait(&me->mail_bell, seen, SLICE_NS);
         atomic_fetch_sub(&me->mail_sleepers, 1);
         if (long_idle) rest(m), last = symcomm_now_ns();
     }
     return NULL;
 }
 
-static bool start_thread(struct mail *m) {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    m->thread_runs = pthread_create(&m->thread, NULL, background, m) == 0;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+static bool start_background(struct mail *m) {
+    m->thread_runs = thread_start(&m->thread, "symcomm-p2p", THREAD_STACK, background, m) == 0;
     return m->thread_runs;
 }
 
@@ -294,7 +290,7 @@ void mail_close(struct group *g) {
         pthread_cond_signal(&m->needed);
         pthread_mutex_unlock(&m->lock);
         atomic_fetch_add(&me->mail_bell, 1);
-        symcomm_futex_wake(&me->mail_bell, INT32_MAX);
+        futex_wake(&me->mail_bell, INT32_MAX);
         pthread_join(m->thread, NULL);
         m->thread_runs = false;
     }
@@ -318,7 +314,7 @@ void mail_forked(struct group *g) {
 /* False: the thread that would drive it cannot be started. done: nothing is left to be waited for. */
 static bool queue(struct mail *m, struct op *op, bool *done) {
     symcomm_lock(&m->lock);
-    if (op->background && !m->thread_runs && !start_thread(m)) {
+    if (op->background && !m->thread_runs && !start_background(m)) {
         pthread_mutex_unlock(&m->lock);
         return false;
     }

@@ -17,19 +17,22 @@ static void ring_bell(struct group *g, int rank) {
     atomic_thread_fence(memory_order_seq_cst);
     if (!atomic_load_explicit(&c->mail_sleepers, memory_order_acquire)) return;
     atomic_fetch_add_explicit(&c->mail_bell, 1, memory_order_release);
-    symcomm_futex_wake(&c->mail_bell, INT32_MAX);
+    futex_wake(&c->mail_bell, INT32_MAX);
 }
 
 void mail_record(struct group *g, struct op *op) {
-    struct flight_entry *e = op->record = flight_take(g->flight, &op->record_number);
-    if (e == NULL) return;
-    e->seq = ++g->mail->posted[op->is_send], e->count = op->nbytes, e->group = g->flight_group,
-    e->created = symcomm_ticks();
-    e->signature = (uint64_t)op->is_send | (uint64_t)op->dtype << 8 | (uint64_t)(uint32_t)op->peer << 24;
     int way = (op->is_long ? FLIGHT_LONG : 0) | (op->background ? FLIGHT_QUEUED : 0);
-    e->status = 0, e->path = (uint8_t)(FLIGHT_MESSAGE | way), e->plan = 0, e->exact_site = 1;
-    atomic_store_explicit(&e->site, op->site, memory_order_relaxed);
-    flight_show(e, op->record_number);
+    struct flight_facts facts = {
+        .seq = ++g->mail->posted[op->is_send],
+        .signature = (uint64_t)op->is_send | (uint64_t)op->dtype << 8 | (uint64_t)(uint32_t)op->peer << 24,
+        .count = op->nbytes,
+        .created = symcomm_ticks(),
+        .site = op->site,
+        .group = g->flight_group,
+        .path = (uint8_t)(FLIGHT_MESSAGE | way),
+        .exact_site = 1,
+    };
+    op->record = flight_begin(g->flight, &facts, &op->record_number);
 }
 
 void mail_finish(struct op *op, int status) {

@@ -6,7 +6,6 @@
 #include <fcntl.h>
 #include <netinet/tcp.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,6 +18,7 @@
 #include <unistd.h>
 
 #include "module/module.h"
+#include "os/thread.h"
 
 #define EVENTS 256
 #define SCRATCH (256 << 10)     /* one read takes at most this much */
@@ -449,16 +449,9 @@ static bool prepare(Server *server, const uint8_t *token, size_t token_size) {
     return good;
 }
 
-/* The thread takes no signals: they belong to the interpreter. */
 static bool start_thread(Server *server) {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int failed = pthread_create(&server->thread, NULL, run, server);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (failed == 0) pthread_setname_np(server->thread, "symcomm-store");
-    errno = failed;
-    return failed == 0;
+    errno = thread_start(&server->thread, "symcomm-store", THREAD_STACK, run, server);
+    return errno == 0;
 }
 
 /* Owns the listeners and report_fd from here on, whether it succeeds or not (then: NULL and errno). */

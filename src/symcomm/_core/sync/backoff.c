@@ -55,7 +55,7 @@ static void pause_for_long(void) {
 #if defined(__aarch64__)
     __asm__ __volatile__("isb" : : : "memory"); /* some ten cycles; "yield" takes none on most cores */
 #else
-    symcomm_relax();
+    cpu_relax();
 #endif
 }
 

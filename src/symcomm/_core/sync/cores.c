@@ -219,6 +219,5 @@ static void after_fork(void) { pthread_mutex_unlock(&lock); }
 
 int symcomm_add_cores(PyObject *module) {
     pthread_atfork(before_fork, after_fork, after_fork);
-    PyModule_AddIntConstant(module, "LIFE_WAITS", (long)(offsetof(struct life, seat) + offsetof(struct seat, looked)));
     return PyModule_AddFunctions(module, methods);
 }

@@ -2,38 +2,10 @@
 #ifndef SYMCOMM_CORES_H
 #define SYMCOMM_CORES_H
 
-#include <linux/futex.h>
-#include <stdatomic.h>
 #include <stdbool.h>
-#include <stddef.h>
 #include <stdint.h>
 
-#define MOST_CORES 1024
-
-/* What a rank tells the others of its host about the cores it uses, and how its long waits ended. It writes this. */
-struct seat {
-    _Atomic uint64_t cores[MOST_CORES / 64]; /* that the thread which waits for peers may run on */
-    _Atomic uint64_t quota_of;               /* the control group whose quota is the tightest, by its inode */
-    /* Thousandths of a core that its processes may use together; 0: no limit. */
-    _Atomic uint64_t quota;
-    _Atomic uint32_t joined, left;           /* groups, ever: who has left all that it was in needs no core */
-    _Alignas(64) _Atomic int32_t core;       /* where it was when it last waited for long, plus one; 0: not known */
-    _Atomic uint64_t looked, yielded, slept; /* see struct wait_counts */
-};
-
-/* At a fixed place of every arena. A robust list entry: when the thread that registered it ends for whatever reason,
- * SIGKILL included, the kernel sets FUTEX_OWNER_DIED in `word`. Peers learn of a death by reading memory. */
-struct life {
-    struct robust_list entry;
-    _Atomic uint32_t word;
-    uint64_t pid_namespace; /* in which the word's thread id means the owner; 0: unknown */
-    _Atomic int64_t looked; /* when somebody last asked the kernel whether the owner dumps core */
-    _Alignas(64) struct seat seat;
-};
-
-static inline struct life *life_of(_Atomic uint32_t *word) {
-    return (struct life *)(void *)((char *)word - offsetof(struct life, word));
-}
+#include "memory/life.h"
 
 /* Tells the others on which cores the calling thread may run, and what its control groups grant. */
 void cores_publish(struct life *me);

@@ -6,11 +6,7 @@
 #include "sync/sync.h"
 
 #include <errno.h>
-#include <linux/futex.h>
 #include <stddef.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 #include "exec/plan.h"
 #include "module/module.h"
@@ -19,13 +15,6 @@
 
 #define WORTH_NOTING_NS 100000 /* of a wait, in the flight recorder */
 #define SLICE_NS 10000000      /* how often a sleeper looks for dead peers: a tenth of the 100 ms we promise */
-
-long symcomm_futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t ns) {
-    struct timespec t = {ns / 1000000000, ns % 1000000000};
-    return syscall(SYS_futex, word, FUTEX_WAIT, seen, &t, NULL, 0);
-}
-
-void symcomm_futex_wake(_Atomic uint32_t *word, int n) { syscall(SYS_futex, word, FUTEX_WAKE, n, NULL, NULL, 0); }
 
 static bool rank_satisfies(struct group *g, int rank, const struct condition *c) {
     struct control *peer = g->control[rank];
@@ -45,7 +34,7 @@ static bool holds(struct group *g, int sleeper, struct condition *c) {
 
 static void ring(struct control *peer) {
     atomic_fetch_add_explicit(&peer->doorbell, 1, memory_order_release);
-    symcomm_futex_wake(&peer->doorbell, 1);
+    futex_wake(&peer->doorbell, 1);
 }
 
 void sync_wake_peers(struct group *g) {
@@ -78,7 +67,7 @@ static void wake(struct control *block) {
     atomic_store(&block->sleeping, 0);
     ring(block);
     atomic_fetch_add(&block->mail_bell, 1);
-    symcomm_futex_wake(&block->mail_bell, INT32_MAX);
+    futex_wake(&block->mail_bell, INT32_MAX);
 }
 
 /* Gives every rank a reason to stop, unless it has one, and marks operations from ~mark on as void (0: none). If I have
@@ -114,14 +103,14 @@ bool sync_is_void(struct group *g, uint64_t seq) {
 }
 
 int sync_marked_gone(struct group *g, int rank) {
-    if (atomic_load_explicit(g->life[rank], memory_order_acquire) & LIFE_OWNER_DIED) return STATUS_DEAD;
+    if (life_has_ended(g->life[rank])) return STATUS_DEAD;
     if (atomic_load_explicit(&g->control[rank]->state, memory_order_acquire) == CONTROL_LEFT) return STATUS_LEFT;
     return STATUS_OK;
 }
 
 int sync_gone(struct group *g, int rank) {
     int status = sync_marked_gone(g, rank);
-    return status == STATUS_OK && symcomm_dumps_core(g->life[rank]) ? STATUS_DEAD : status;
+    return status == STATUS_OK && life_dumps_core(g->life[rank]) ? STATUS_DEAD : status;
 }
 
 /* Whether c holds, or the group was given up (status). Looks at c again after it saw that: whoever gave it up may have
@@ -172,7 +161,7 @@ _Thread_local uint32_t (*symcomm_locate)(void);
 void symcomm_note_site(struct flight_entry *e) {
     uint32_t site = e && symcomm_locate ? symcomm_locate() : 0;
     if (site == 0) return;
-    e->exact_site = 1;
+    atomic_store_explicit(&e->exact_site, 1, memory_order_relaxed);
     atomic_store_explicit(&e->site, site, memory_order_release);
 }
 
@@ -195,8 +184,7 @@ static int sleep_until(struct group *g, struct condition *c, const struct deadli
             break;
         }
         g->slices++;
-        bool signalled =
-            symcomm_futex_wait(&me->doorbell, seen, left < SLICE_NS ? left : SLICE_NS) < 0 && errno == EINTR;
+        bool signalled = futex_wait(&me->doorbell, seen, left < SLICE_NS ? left : SLICE_NS) < 0 && errno == EINTR;
         if ((status = check_interrupt(g, signalled))) break;
     }
     atomic_store_explicit(&me->sleeping, 0, memory_order_relaxed);
@@ -256,7 +244,7 @@ int sync_wait(struct group *g, struct condition *c, struct deadline *deadline) {
             if (looks != g->spin) backoff_not_needed(g);
             return STATUS_OK;
         }
-        symcomm_relax();
+        cpu_relax();
     }
     return wait_for_long(g, c, deadline);
 }

@@ -10,6 +10,9 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "memory/life.h"
+#include "os/futex.h"
+
 #define CALL_BYTES 384 /* of a rank's words about its call */
 #define VOTE_BYTES 768 /* of its vote: two sets of MAX_WORLD ranks, and where its part of a new group lies */
 #define MAX_WORLD 1024 /* ranks of a group; also places in a step of a plan */
@@ -60,9 +63,6 @@ struct control {
 };
 
 enum control_state { CONTROL_EMPTY, CONTROL_IN_USE, CONTROL_LEFT };
-
-/* The word in an arena's header that the kernel marks when the owning process dies (see memory/mapping.c). */
-#define LIFE_OWNER_DIED 0x40000000u
 
 enum status {
     STATUS_OK = 0,
@@ -181,7 +181,6 @@ void symcomm_lock(pthread_mutex_t *lock);
 /* STATUS_OK, STATUS_DEAD or STATUS_LEFT */
 int sync_gone(struct group *g, int rank);
 int sync_marked_gone(struct group *g, int rank); /* the same as far as memory tells, for those who do not wait */
-bool symcomm_dumps_core(_Atomic uint32_t *word); /* of a life that is not marked; asks the kernel now and then */
 
 /* Operation g->seq has failed on this rank, whose abort word says why. Every rank is told before the caller gets its
  * tensors back, also by those who were only told themselves: the first one may have died while it told the others. */
@@ -211,17 +210,6 @@ void quick_drop(struct group *g);
 static inline void count_call(struct ways *w, bool is_long, bool is_queued) {
     _Atomic uint64_t *n = &w->taken[is_long][is_queued];
     atomic_store_explicit(n, atomic_load_explicit(n, memory_order_relaxed) + 1, memory_order_relaxed);
-}
-
-long symcomm_futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t ns);
-void symcomm_futex_wake(_Atomic uint32_t *word, int n);
-
-static inline void symcomm_relax(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("yield");
-#endif
 }
 
 #endif
