@@ -49,7 +49,7 @@ MUTANTS = {
 
 
 def touch_all(me: int, world: int, mark: int) -> Steps:
-    """tell_all(): abort word, voided and doorbell of every rank."""
+    """abort_all(): abort word, voided and doorbell of every rank."""
     where = yield load(f"pointers {me}")
     if where == COPY:
         return

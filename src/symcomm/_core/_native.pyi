@@ -48,7 +48,7 @@ def make_group(
     flight_group: int,
     own_process: bool,
     spin: int,
-    look_ns: int,
+    poll_ns: int,
     yield_ns: int,
     operations: int,
     /,

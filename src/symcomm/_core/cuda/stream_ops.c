@@ -18,13 +18,13 @@ typedef int (*host_function)(void *stream, void (*function)(void *), void *argum
 
 #define MAX_PLACES 500 /* a kernel takes 4 KiB of arguments */
 
-struct turn {
+struct stream_op {
     copy_function copy;
     word_function write, wait;
     launch_function launch;
     void *stream;
-    uint64_t source, target, nbytes; /* the copy before the meeting */
-    uint32_t value;                  /* of the meeting */
+    uint64_t source, target, nbytes; /* the copy before the handshake */
+    uint32_t value;                  /* of the handshake */
     int peers;
     uint64_t theirs[MAX_WORLD], mine[MAX_WORLD];
     uint64_t kernel[5]; /* after it: function, blocks, threads, count, packs */
@@ -43,19 +43,19 @@ static int read_numbers(PyObject *tuple, uint64_t *into, int most) {
     return PyErr_Occurred() ? -1 : (int)n;
 }
 
-static int start_kernel(struct turn *t) {
+static int launch_kernel(struct stream_op *t) {
     uint64_t function = t->kernel[0], blocks = t->kernel[1], threads = t->kernel[2];
     void *arguments[] = {t->places, &t->kernel[3], &t->kernel[4]};
     return t->launch(function, (unsigned)blocks, 1, 1, (unsigned)threads, 1, 1, 0, t->stream, arguments, NULL);
 }
 
-static int play(struct turn *t) {
+static int enqueue(struct stream_op *t) {
     int result = t->nbytes ? t->copy(t->target, t->source, t->nbytes, t->stream) : 0;
     /* Flags 0: the word is written after everything before it, and a wait ends at that value or more, counted
      * cyclically. */
     for (int i = 0; i < t->peers && result == 0; i++) result = t->write(t->stream, t->theirs[i], t->value, 0);
     for (int i = 0; i < t->peers && result == 0; i++) result = t->wait(t->stream, t->mine[i], t->value, 0);
-    return result == 0 && t->kernel[0] ? start_kernel(t) : result;
+    return result == 0 && t->kernel[0] ? launch_kernel(t) : result;
 }
 
 /* stream_turn(functions, stream, copy, value, theirs, mine, kernel, places) -> the driver's result, 0 for success.
@@ -64,7 +64,7 @@ static int play(struct turn *t) {
  * blocks, threads, count, packs) to start then on `places`, or () for none. */
 static PyObject *stream_turn(PyObject *self, PyObject *args) {
     (void)self;
-    struct turn t; /* large, so it is not cleared: every field that is read is set below */
+    struct stream_op t; /* large, so it is not cleared: every field that is read is set below */
     unsigned long long stream, value;
     PyObject *functions, *copy, *theirs, *mine, *kernel, *places;
     if (!PyArg_ParseTuple(args, "OKOKOOOO", &functions, &stream, &copy, &value, &theirs, &mine, &kernel, &places))
@@ -84,12 +84,12 @@ static PyObject *stream_turn(PyObject *self, PyObject *args) {
     t.source = c[0], t.target = c[1], t.nbytes = c[2];
     int result;
     Py_BEGIN_ALLOW_THREADS;
-    result = play(&t);
+    result = enqueue(&t);
     Py_END_ALLOW_THREADS;
     return PyLong_FromLong(result);
 }
 
-struct sum {
+struct host_reduce {
     int dtype, op, world;
     size_t count;
     void *out;
@@ -97,8 +97,8 @@ struct sum {
 };
 
 /* Runs in a thread of the driver, when the stream has come so far. */
-static void add_up(void *argument) {
-    struct sum *s = argument;
+static void reduce_on_host(void *argument) {
+    struct host_reduce *s = argument;
     symcomm_reduce(s->dtype, s->op, s->out, s->sources, s->world, s->count, 1.0);
     free(s);
 }
@@ -119,13 +119,14 @@ static PyObject *stream_combine(PyObject *self, PyObject *args) {
     }
     uint64_t places[MAX_WORLD];
     if (read_numbers(sources, places, MAX_WORLD) < 0) return NULL;
-    struct sum *s = malloc(sizeof *s + (size_t)world * sizeof s->sources[0]);
+    struct host_reduce *s = malloc(sizeof *s + (size_t)world * sizeof s->sources[0]);
     if (!s) return PyErr_NoMemory();
-    *s = (struct sum){.dtype = dtype, .op = op, .world = (int)world, .count = count, .out = (void *)(uintptr_t)out};
+    *s = (struct host_reduce){
+        .dtype = dtype, .op = op, .world = (int)world, .count = count, .out = (void *)(uintptr_t)out};
     for (Py_ssize_t i = 0; i < world; i++) s->sources[i] = (const void *)(uintptr_t)places[i];
     int result;
     Py_BEGIN_ALLOW_THREADS;
-    result = ((host_function)(uintptr_t)function)((void *)(uintptr_t)stream, add_up, s);
+    result = ((host_function)(uintptr_t)function)((void *)(uintptr_t)stream, reduce_on_host, s);
     Py_END_ALLOW_THREADS;
     if (result) free(s);
     return PyLong_FromLong(result);
@@ -175,4 +176,4 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-int symcomm_add_gpu(PyObject *module) { return PyModule_AddFunctions(module, methods); }
+int symcomm_add_stream_ops(PyObject *module) { return PyModule_AddFunctions(module, methods); }

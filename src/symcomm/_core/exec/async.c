@@ -16,7 +16,7 @@ struct worker {
     _Atomic int pending; /* queued or running */
     uint64_t number;     /* of the last operation queued */
     bool stopping, joined;
-    void (*farewell)(void *); /* called by the thread itself at its end, once nobody else knows the group any more */
+    void (*on_exit)(void *); /* called by the thread itself at its end, once nobody else knows the group any more */
     void *argument;
 };
 
@@ -47,10 +47,10 @@ static void *work(void *argument) {
         symcomm_awaited = NULL;
         async_release(r);
     }
-    if (w->farewell) {
+    if (w->on_exit) {
         pthread_detach(w->thread);
         w->joined = true;
-        w->farewell(w->argument);
+        w->on_exit(w->argument);
     }
     return NULL;
 }
@@ -147,9 +147,9 @@ void async_free(struct group *g) {
     g->worker = NULL;
 }
 
-void async_at_end(struct group *g, void (*farewell)(void *), void *argument) {
+void async_at_end(struct group *g, void (*on_exit)(void *), void *argument) {
     g->worker->argument = argument;
-    g->worker->farewell = farewell;
+    g->worker->on_exit = on_exit;
     async_stop(g);
 }
 

@@ -36,6 +36,6 @@ void async_stop(struct group *g);
 void async_free(struct group *g);
 /* Whether the caller is the group's own thread; and then: what that is to do at its end, when the group is gone. */
 bool async_inside(struct group *g);
-void async_at_end(struct group *g, void (*farewell)(void *), void *argument);
+void async_at_end(struct group *g, void (*on_exit)(void *), void *argument);
 
 #endif

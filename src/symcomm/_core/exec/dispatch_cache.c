@@ -13,73 +13,73 @@
 
 enum { ALL_TO_ALL_SINGLE = 5 }; /* of Kind in symcomm/group/calls.py: the one that cannot work in place */
 
-struct kind { /* what a plan depends on */
+struct call_key { /* what a plan depends on */
     int64_t call, detail, dtype, count, out_count, n_in, n_out;
 };
 
-struct given { /* the tensors of one call */
+struct call_tensors { /* the tensors of one call */
     char *in[MAX_WORLD], *out[MAX_WORLD];
     PyObject *input, *output; /* they, or tuples of them */
 };
 
-struct known_plan {
-    struct kind kind;
+struct cached_plan {
+    struct call_key key;
     const struct plan *plan;
     PyObject *capsule; /* owns the plan */
     uint32_t site;     /* of the first call of this kind, for the flight recorder */
 };
 
-struct quick {
+struct dispatch_cache {
     int used, size;
-    struct known_plan *slots;
+    struct cached_plan *slots;
 };
 
-static uint64_t hash_of(const struct kind *k) {
+static uint64_t hash_of(const struct call_key *k) {
     uint64_t h = (uint64_t)k->call * 0x9e3779b97f4a7c15u ^ (uint64_t)k->count;
     h = (h ^ (uint64_t)k->detail << 8 ^ (uint64_t)k->dtype) * 0xff51afd7ed558ccdu;
     h = (h ^ h >> 32 ^ (uint64_t)k->out_count ^ (uint64_t)(k->n_in << 12 ^ k->n_out) << 40) * 0xc4ceb9fe1a85ec53u;
     return h ^ h >> 29;
 }
 
-static struct known_plan *find(struct quick *q, const struct kind *k) {
+static struct cached_plan *find(struct dispatch_cache *q, const struct call_key *k) {
     for (uint64_t i = hash_of(k);; i++) {
-        struct known_plan *slot = &q->slots[i & (uint64_t)(q->size - 1)];
-        if (slot->plan == NULL || memcmp(&slot->kind, k, sizeof *k) == 0) return slot;
+        struct cached_plan *slot = &q->slots[i & (uint64_t)(q->size - 1)];
+        if (slot->plan == NULL || memcmp(&slot->key, k, sizeof *k) == 0) return slot;
     }
 }
 
-static void forget_all(struct quick *q) {
+static void clear_cache(struct dispatch_cache *q) {
     for (int i = 0; i < q->size; i++) {
         PyObject *capsule = q->slots[i].capsule;
-        q->slots[i] = (struct known_plan){0};
+        q->slots[i] = (struct cached_plan){0};
         Py_XDECREF(capsule);
     }
     q->used = 0;
 }
 
 /* Makes room for one more. False: out of memory. */
-static bool make_room(struct quick *q) {
+static bool make_room(struct dispatch_cache *q) {
     if (q->used < q->size * 3 / 4) return true;
     if (q->size == MOST_SLOTS) {
-        forget_all(q);
+        clear_cache(q);
         return true;
     }
-    struct quick larger = {.used = q->used, .size = q->size ? q->size * 2 : FIRST_SLOTS};
+    struct dispatch_cache larger = {.used = q->used, .size = q->size ? q->size * 2 : FIRST_SLOTS};
     larger.slots = calloc((size_t)larger.size, sizeof *larger.slots);
     if (larger.slots == NULL) return false;
     for (int i = 0; i < q->size; i++)
-        if (q->slots[i].plan) *find(&larger, &q->slots[i].kind) = q->slots[i];
+        if (q->slots[i].plan) *find(&larger, &q->slots[i].key) = q->slots[i];
     free(q->slots);
     *q = larger;
     return true;
 }
 
-void quick_drop(struct group *g) {
-    if (g->quick == NULL) return;
-    forget_all(g->quick);
-    free(g->quick->slots);
-    free(g->quick);
-    g->quick = NULL;
+void dispatch_cache_drop(struct group *g) {
+    if (g->dispatch_cache == NULL) return;
+    clear_cache(g->dispatch_cache);
+    free(g->dispatch_cache->slots);
+    free(g->dispatch_cache);
+    g->dispatch_cache = NULL;
 }
 
 /* Views one tensor, a tuple of tensors that are all alike, or None. How many, or -1: Python must look. */
@@ -100,7 +100,7 @@ static int view_all(PyObject *object, char **addresses, int64_t *count, int64_t 
 
 /* Whether an output lies on an input in a way that lets results overwrite what peers still read. In place is fine where
  * the one is this rank's part of the other. symcomm.group.buffers.keep_apart() says the same, and makes a copy. */
-static bool in_the_way(const struct group *g, const struct kind *k, const struct given *t) {
+static bool overlaps(const struct group *g, const struct call_key *k, const struct call_tensors *t) {
     int64_t item = k->dtype >= 0 ? symcomm_itemsize[k->dtype] : 0, in_bytes = k->count * item,
             out_bytes = k->out_count * item;
     for (int64_t i = 0; i < k->n_in; i++)
@@ -116,20 +116,21 @@ static bool in_the_way(const struct group *g, const struct kind *k, const struct
 }
 
 /* What a call uses, until it ends: of a list its tensors, since another thread may empty it meanwhile. */
-static PyObject *hold(PyObject *tensors) {
+static PyObject *hold_tensors(PyObject *tensors) {
     return PyList_Check(tensors) ? PyList_AsTuple(tensors) : Py_NewRef(tensors);
 }
 
-static void let_go(struct given *t) {
+static void release_tensors(struct call_tensors *t) {
     Py_XDECREF(t->input);
     Py_XDECREF(t->output);
 }
 
-/* Fills the rest of a kind of which call and detail are known, and the tensors. False: Python must look. To let_go() of
+/* Fills the rest of a key of which call and detail are known, and the tensors. False: Python must look. To be released
  * in any case. */
-static bool view_given(const struct group *g, PyObject *input, PyObject *output, struct kind *k, struct given *t) {
+static bool view_tensors(const struct group *g, PyObject *input, PyObject *output, struct call_key *k,
+                         struct call_tensors *t) {
     t->output = NULL;
-    if ((t->input = hold(input)) == NULL || (t->output = hold(output)) == NULL) return false;
+    if ((t->input = hold_tensors(input)) == NULL || (t->output = hold_tensors(output)) == NULL) return false;
     k->n_in = view_all(t->input, t->in, &k->count, &k->dtype);
     if (k->n_in < 0) return false;
     if (input == output && k->n_in == 1) {
@@ -137,25 +138,25 @@ static bool view_given(const struct group *g, PyObject *input, PyObject *output,
         return k->call != ALL_TO_ALL_SINGLE || g->world == 1;
     }
     k->n_out = view_all(t->output, t->out, &k->out_count, &k->dtype);
-    return k->n_out >= 0 && !in_the_way(g, k, t);
+    return k->n_out >= 0 && !overlaps(g, k, t);
 }
 
-/* Fills kind and tensors from (group, call, detail, input, output), as view_given() does. */
-static bool describe(const struct group *g, PyObject *const *args, struct kind *k, struct given *t) {
+/* Fills key and tensors from (group, call, detail, input, output), as view_tensors() does. */
+static bool describe_call(const struct group *g, PyObject *const *args, struct call_key *k, struct call_tensors *t) {
     t->input = t->output = NULL;
     if (!PyLong_Check(args[1]) || !PyLong_Check(args[2])) return false;
-    *k = (struct kind){.call = PyLong_AsLongLong(args[1]), .detail = PyLong_AsLongLong(args[2]), .dtype = -1};
+    *k = (struct call_key){.call = PyLong_AsLongLong(args[1]), .detail = PyLong_AsLongLong(args[2]), .dtype = -1};
     if (k->detail == -1 && PyErr_Occurred()) { /* a root beyond 63 bits, which Python will refuse in words */
         PyErr_Clear();
         return false;
     }
-    return view_given(g, args[3], args[4], k, t);
+    return view_tensors(g, args[3], args[4], k, t);
 }
 
 /* Inlined into both of its callers: a call, with all that it passes, took 10 ns of a barrier's 460. */
-static inline __attribute__((always_inline)) int64_t run_known(struct group *g, const struct kind *k, struct given *t,
-                                                               int64_t timeout) {
-    struct known_plan *known = find(g->quick, k);
+static inline __attribute__((always_inline)) int64_t run_cached_plan(struct group *g, const struct call_key *k,
+                                                                     struct call_tensors *t, int64_t timeout) {
+    struct cached_plan *known = find(g->dispatch_cache, k);
     if (known->plan == NULL) return -1;
     PyObject *capsule = Py_NewRef(known->capsule); /* another thread may make the table forget it meanwhile */
     const struct plan *plan = known->plan;
@@ -164,8 +165,8 @@ static inline __attribute__((always_inline)) int64_t run_known(struct group *g, 
     int64_t status;
     bool idle = async_idle(g);
     count_call(&g->collectives, false, !idle);
-    WITHOUT_LOCK_UNLESS(idle && exec_is_short(g, plan), status = idle ? exec_run(g, plan, &b, timeout, from)
-                                                                      : async_run_queued(g, plan, &b, timeout, from));
+    WITHOUT_GIL_UNLESS(idle && exec_is_short(g, plan), status = idle ? exec_run(g, plan, &b, timeout, from)
+                                                                     : async_run_queued(g, plan, &b, timeout, from));
     Py_DECREF(capsule);
     return status;
 }
@@ -175,12 +176,12 @@ static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
     (void)self;
     struct group *g = n_args == 6 ? PyCapsule_GetPointer(args[0], "symcomm.group") : NULL;
     if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "again takes 6 arguments");
-    if (g->quick == NULL) return PyLong_FromLong(-1);
+    if (g->dispatch_cache == NULL) return PyLong_FromLong(-1);
     int64_t status = -1, timeout = PyLong_AsLongLong(args[5]);
-    struct kind k;
-    struct given t;
-    if (describe(g, args, &k, &t)) status = run_known(g, &k, &t, timeout);
-    let_go(&t);
+    struct call_key k;
+    struct call_tensors t;
+    if (describe_call(g, args, &k, &t)) status = run_cached_plan(g, &k, &t, timeout);
+    release_tensors(&t);
     if (PyErr_Occurred()) return NULL;
     return PyLong_FromLongLong(status);
 }
@@ -193,14 +194,14 @@ static PyObject *again_with(PyObject *self, PyObject *const *args, Py_ssize_t n_
     struct group *g = fits ? PyCapsule_GetPointer(args[0], "symcomm.group") : NULL;
     if (g == NULL) return fits ? NULL : PyErr_Format(PyExc_TypeError, "again_with takes 6 or 7 arguments");
     int64_t timeout = PyLong_AsLongLong(args[5]);
-    struct kind k = {.call = PyLong_AsLongLong(args[1]), .dtype = -1};
+    struct call_key k = {.call = PyLong_AsLongLong(args[1]), .dtype = -1};
     if (PyErr_Occurred()) return NULL;
     int64_t status = options_read(k.call, args[2], &k.detail);
-    if (status == OPTIONS_ASYNC && n_args == 7 && args[6] == Py_True) status = OPTIONS_SHORT;
-    if (status != OPTIONS_SHORT || g->quick == NULL) return PyLong_FromLongLong(status ? status : OPTIONS_LONG);
-    struct given t;
-    status = view_given(g, args[3], args[4], &k, &t) ? run_known(g, &k, &t, timeout) : OPTIONS_LONG;
-    let_go(&t);
+    if (status == OPTIONS_ASYNC && n_args == 7 && args[6] == Py_True) status = OPTIONS_FAST;
+    if (status != OPTIONS_FAST || g->dispatch_cache == NULL) return PyLong_FromLongLong(status ? status : OPTIONS_SLOW);
+    struct call_tensors t;
+    status = view_tensors(g, args[3], args[4], &k, &t) ? run_cached_plan(g, &k, &t, timeout) : OPTIONS_SLOW;
+    release_tensors(&t);
     if (PyErr_Occurred()) return NULL;
     return PyLong_FromLongLong(status);
 }
@@ -211,20 +212,21 @@ static PyObject *remember(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     struct group *g = n_args == 7 ? PyCapsule_GetPointer(args[0], "symcomm.group") : NULL;
     struct plan *plan = g ? PyCapsule_GetPointer(args[5], "symcomm.plan") : NULL;
     if (plan == NULL) return g || n_args == 7 ? NULL : PyErr_Format(PyExc_TypeError, "remember takes 7 arguments");
-    struct kind k;
-    struct given t;
-    bool known = describe(g, args, &k, &t);
-    let_go(&t);
+    struct call_key k;
+    struct call_tensors t;
+    bool known = describe_call(g, args, &k, &t);
+    release_tensors(&t);
     if (!known) return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
-    if (g->quick == NULL && (g->quick = calloc(1, sizeof *g->quick)) == NULL) return PyErr_NoMemory();
-    if (!make_room(g->quick)) {
-        if (g->quick->size == 0) quick_drop(g); /* again() relies on slots to look at */
+    if (g->dispatch_cache == NULL && (g->dispatch_cache = calloc(1, sizeof *g->dispatch_cache)) == NULL)
+        return PyErr_NoMemory();
+    if (!make_room(g->dispatch_cache)) {
+        if (g->dispatch_cache->size == 0) dispatch_cache_drop(g); /* again() relies on slots to look at */
         return PyErr_NoMemory();
     }
-    struct known_plan *slot = find(g->quick, &k);
+    struct cached_plan *slot = find(g->dispatch_cache, &k);
     if (slot->plan == NULL) {
-        *slot = (struct known_plan){k, plan, Py_NewRef(args[5]), (uint32_t)PyLong_AsUnsignedLong(args[6])};
-        g->quick->used++;
+        *slot = (struct cached_plan){k, plan, Py_NewRef(args[5]), (uint32_t)PyLong_AsUnsignedLong(args[6])};
+        g->dispatch_cache->used++;
     }
     Py_RETURN_TRUE;
 }
@@ -239,4 +241,4 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-int symcomm_add_quick(PyObject *module) { return PyModule_AddFunctions(module, methods); }
+int symcomm_add_dispatch_cache(PyObject *module) { return PyModule_AddFunctions(module, methods); }

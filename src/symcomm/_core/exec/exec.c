@@ -17,7 +17,7 @@ struct run {
     const struct plan *p;
     const struct buffers *b;
     struct deadline deadline;
-    bool streamed;      /* copies into outputs use non-temporal stores */
+    bool nontemporal;   /* copies into outputs use non-temporal stores */
     bool attached;      /* inputs that are not symmetric are read by cross-memory attach */
     int64_t out_offset; /* of my output in my arena; -1: peers cannot write to it */
     int half;
@@ -41,8 +41,8 @@ static char *resolve(struct run *x, const struct plan_place *at, int64_t turn) {
 }
 
 /* Whether copies to a place use non-temporal stores. What is staged is read again soon. */
-static bool is_streamed(const struct run *x, int64_t place) {
-    return x->streamed && x->p->places[place].space != SPACE_STAGE;
+static bool is_nontemporal(const struct run *x, int64_t place) {
+    return x->nontemporal && x->p->places[place].space != SPACE_STAGE;
 }
 
 /* Where a rank that lends its tensors writes where they are: no rank stages anything then. */
@@ -70,7 +70,7 @@ static void copy_step(struct run *x, const struct plan_step *s, int64_t turn, in
         size_t n = (size_t)(nbytes - done < block ? nbytes - done : block);
         for (int64_t d = s->dst; d < s->dst + s->n_dst; d++) {
             char *dst = resolve(x, &x->p->places[d], turn);
-            if (dst != src) stream_copy(dst + done, src + done, n, is_streamed(x, d));
+            if (dst != src) nt_copy(dst + done, src + done, n, is_nontemporal(x, d));
         }
     }
 }
@@ -181,22 +181,22 @@ static int find_mismatch(struct run *x) {
     return -1;
 }
 
-static int compare(void *context) {
+static int compare_calls(void *context) {
     struct run *x = context;
     int other = find_mismatch(x);
     return other >= 0 ? sync_fail(x->g, STATUS_MISMATCH, other) : STATUS_OK;
 }
 
 /* Waits for all arrivals. Two that differ end the wait, however long a third one takes. */
-static int meet(struct run *x) {
-    struct condition c = {.kind = WAIT_ARRIVED_ALL, .target = x->g->seq, .look = compare, .context = x};
+static int await_arrivals(struct run *x) {
+    struct condition c = {.kind = WAIT_ARRIVED_ALL, .target = x->g->seq, .check = compare_calls, .context = x};
     int status = sync_wait(x->g, &c, &x->deadline);
-    return status ? status : compare(x);
+    return status ? status : compare_calls(x);
 }
 
 /* direct: every rank's tensors lie where the direct plan needs them, or can be read there. skipped: some rank left its
  * head out. */
-static void survey(struct run *x, bool *direct, bool *skipped) {
+static void check_arrivals(struct run *x, bool *direct, bool *skipped) {
     bool symmetric = x->p->has_direct, attached = x->p->attach_bytes > 0;
     *skipped = false;
     for (int r = 0; x->p->has_direct && r < x->g->world; r++) {
@@ -216,7 +216,7 @@ static void survey(struct run *x, bool *direct, bool *skipped) {
 static int run_body(struct run *x, bool skipped_head) {
     bool direct, someone_skipped;
     int status;
-    survey(x, &direct, &someone_skipped);
+    check_arrivals(x, &direct, &someone_skipped);
     if (direct) {
         flight_add_path(x->g->recording, x->attached ? FLIGHT_ATTACHED : FLIGHT_DIRECT);
         /* Its owner has it back. */
@@ -258,7 +258,7 @@ static int run_whole(struct run *x) {
         p->has_direct && p->needs[g->rank] && (attached || satisfies(p->needs[g->rank], in_offset, x->out_offset));
     if (!skip_head && (status = run_part(x, PLAN_HEAD))) return status;
     arrive(x, in_offset, x->out_offset, attached);
-    if ((status = meet(x))) return status;
+    if ((status = await_arrivals(x))) return status;
     return run_body(x, skip_head);
 }
 
@@ -304,7 +304,7 @@ static int run_locked(struct group *g, const struct plan *p, const struct buffer
                     .deadline = {.timeout = timeout},
                     .out_offset = -1,
                     .half = (int)(g->seq & 1),
-                    .streamed = stream_pays(p->copied_bytes * (uint64_t)g->world)};
+                    .nontemporal = nt_pays(p->copied_bytes * (uint64_t)g->world)};
     if (late) {
         atomic_store(&g->control[g->rank]->arrival[x.half].left, g->seq);
         arrive(&x, -1, -1, false); /* so that everybody's error names this call too */

@@ -19,25 +19,25 @@ static const char GROUP[] = "symcomm.group", PLAN[] = "symcomm.plan", REQUEST[] 
 
 /* --- the interpreter lock and Ctrl-C ------------------------------------------------------------------------ */
 
-_Thread_local PyThreadState *symcomm_released;
+_Thread_local PyThreadState *gil_released;
 
-void symcomm_give_up_lock(void) {
+void gil_release(void) {
     symcomm_before_waiting = NULL;
-    symcomm_released = PyEval_SaveThread();
+    gil_released = PyEval_SaveThread();
 }
 
-static PyObject *locator; /* a callable: the number of the site that calls us */
+static PyObject *call_site_callable; /* a callable: the number of the site that calls us */
 
-uint32_t symcomm_ask_for_site(void) {
-    symcomm_locate = NULL; /* once is enough */
-    if (locator == NULL) return 0;
-    PyEval_RestoreThread(symcomm_released);
+uint32_t gil_ask_call_site(void) {
+    symcomm_call_site = NULL; /* once is enough */
+    if (call_site_callable == NULL) return 0;
+    PyEval_RestoreThread(gil_released);
     /* What it raises comes from a signal handler, and is for our caller. */
-    PyObject *site = PyObject_CallNoArgs(locator);
+    PyObject *site = PyObject_CallNoArgs(call_site_callable);
     uint32_t number = site ? (uint32_t)PyLong_AsUnsignedLong(site) : 0;
     Py_XDECREF(site);
-    symcomm_interrupted = symcomm_ask_python; /* a finalizer may have run an operation of its own */
-    symcomm_released = PyEval_SaveThread();
+    symcomm_interrupted = gil_check_signals; /* a finalizer may have run an operation of its own */
+    gil_released = PyEval_SaveThread();
     return number;
 }
 
@@ -50,17 +50,17 @@ static PyObject *ticks_to_ns(PyObject *self, PyObject *arg) {
 
 static PyObject *use_locator(PyObject *self, PyObject *callable) {
     (void)self;
-    PyObject *before = locator;
-    locator = Py_NewRef(callable);
+    PyObject *before = call_site_callable;
+    call_site_callable = Py_NewRef(callable);
     Py_XDECREF(before);
     Py_RETURN_NONE;
 }
 
-int symcomm_ask_python(void) {
-    PyEval_RestoreThread(symcomm_released);
+int gil_check_signals(void) {
+    PyEval_RestoreThread(gil_released);
     int raised = PyErr_Occurred() != NULL || PyErr_CheckSignals();
-    symcomm_interrupted = symcomm_ask_python; /* the handler may have run an operation of its own */
-    symcomm_released = PyEval_SaveThread();
+    symcomm_interrupted = gil_check_signals; /* the handler may have run an operation of its own */
+    gil_released = PyEval_SaveThread();
     return raised;
 }
 
@@ -126,8 +126,8 @@ static void free_group(struct group *g) {
     free(g);
 }
 
-static void give_up_seat(struct group *g) {
-    if (atomic_exchange(&g->has_seat, false)) atomic_fetch_add(&life_of(g->life[g->rank])->seat.left, 1);
+static void release_core(struct group *g) {
+    if (atomic_exchange(&g->needs_core, false)) atomic_fetch_add(&life_of(g->life[g->rank])->cpu.left, 1);
 }
 
 /* Nobody refers to the group any more. What still runs on it could wait for ever, so it is ended. */
@@ -135,11 +135,11 @@ static void drop_now(struct group *g) {
     Py_BEGIN_ALLOW_THREADS;
     if (!async_idle(g)) sync_fail(g, STATUS_ABORTED, g->rank);
     atomic_store(&g->control[g->rank]->state, CONTROL_LEFT);
-    give_up_seat(g);
+    release_core(g);
     async_stop(g);
-    mail_drop(g);
+    p2p_drop(g);
     Py_END_ALLOW_THREADS;
-    quick_drop(g);
+    dispatch_cache_drop(g);
     PyObject *kept = g->kept;
     free_group(g);
     Py_XDECREF(kept); /* only now: the above used the memory this keeps mapped */
@@ -172,11 +172,11 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     PyObject *control, *stage, *arena, *life, *channels;
     unsigned long long flight;
     unsigned flight_group;
-    long long stage_bytes, arena_bytes, look_ns, yield_ns;
+    long long stage_bytes, arena_bytes, poll_ns, yield_ns;
     unsigned long long seq;
     if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!KIpiLLK", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage,
                           &stage_bytes, &PyTuple_Type, &arena, &arena_bytes, &PyTuple_Type, &life, &PyTuple_Type,
-                          &channels, &flight, &flight_group, &own_process, &spin, &look_ns, &yield_ns, &seq))
+                          &channels, &flight, &flight_group, &own_process, &spin, &poll_ns, &yield_ns, &seq))
         return NULL;
     if (world < 1 || world > MAX_BUFFERS || rank < 0 || rank >= world)
         return PyErr_Format(PyExc_ValueError, "rank %d of %d: a group has 1 to %d ranks", rank, world, MAX_BUFFERS);
@@ -184,7 +184,7 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     if (g == NULL) return PyErr_NoMemory();
     pthread_mutex_init(&g->lock, NULL);
     size_t n = (size_t)world;
-    g->rank = rank, g->world = world, g->spin = spin, g->look_ns = look_ns, g->yield_ns = yield_ns;
+    g->rank = rank, g->world = world, g->spin = spin, g->poll_ns = poll_ns, g->yield_ns = yield_ns;
     atomic_init(&g->spin_now, spin);
     g->own_process = own_process;
     g->seq = seq;
@@ -202,16 +202,16 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
         free_group(g);
         return NULL;
     }
-    char *mail[MAX_BUFFERS];
-    if (fill(channels, world, (void **)mail) < 0 || mail_open(g, mail) < 0) {
+    char *outgoing[MAX_BUFFERS];
+    if (fill(channels, world, (void **)outgoing) < 0 || p2p_open(g, outgoing) < 0) {
         free_group(g);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
     atomic_store(&g->control[rank]->progress, g->seq << PLAN_SIGNAL_BITS);
     cma_introduce(g);
     atomic_store(&g->control[rank]->state, CONTROL_IN_USE);
-    atomic_fetch_add(&life_of(g->life[rank])->seat.joined, 1);
-    atomic_store(&g->has_seat, true);
+    atomic_fetch_add(&life_of(g->life[rank])->cpu.joined, 1);
+    atomic_store(&g->needs_core, true);
     return g->capsule = PyCapsule_New(g, GROUP, drop_group);
 }
 
@@ -266,12 +266,12 @@ static PyObject *group_leave(PyObject *self, PyObject *arg) {
     struct control *me = g->control[g->rank];
     atomic_store(&g->leaving, true);
     atomic_store(&me->state, CONTROL_LEFT);
-    give_up_seat(g);
+    release_core(g);
     uint64_t none = 0, cause = STATUS_LEFT | (uint64_t)g->rank << 8 | (uint64_t)g->rank << 24;
     atomic_compare_exchange_strong(&me->abort, &none, cause); /* ends and refuses operations here, and only here */
     Py_BEGIN_ALLOW_THREADS;
     async_stop(g);
-    mail_close(g);
+    p2p_close(g);
     leave_group(g);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
@@ -363,13 +363,13 @@ static PyObject *group_forked(PyObject *self, PyObject *arg) {
     free(g->own_copy);
     g->own_copy = copy, g->own_block = NULL;
     g->forked = g->left = true;
-    atomic_store(&g->has_seat, false); /* it is the parent's */
+    atomic_store(&g->needs_core, false); /* it is the parent's */
     atomic_store(&g->leaving, true);
     atomic_store(&g->visitors, 0);
     g->worker = NULL, g->flight = NULL, g->recording = NULL;
     pthread_mutex_init(&g->lock, NULL);
     atomic_store(&g->holder, NULL);
-    mail_forked(g);
+    p2p_forked(g);
     Py_RETURN_NONE;
 }
 
@@ -472,13 +472,13 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     if (p == NULL) return NULL;
     struct buffers b = {in, out, to_addresses(args[2], in), to_addresses(args[3], out)};
     int64_t timeout = PyLong_AsLongLong(args[4]);
-    struct origin from = {.site = (uint32_t)PyLong_AsUnsignedLong(args[5]), .exact_site = 1, .way = FLIGHT_LONG};
+    struct origin from = {.site = (uint32_t)PyLong_AsUnsignedLong(args[5]), .exact_site = 1, .way = FLIGHT_SLOW_PATH};
     if (b.n_in < 0 || b.n_out < 0 || PyErr_Occurred()) return NULL;
     int64_t status;
     bool idle = async_idle(g);
     count_call(&g->collectives, true, !idle);
-    WITHOUT_LOCK_UNLESS(idle && exec_is_short(g, p),
-                        status = idle ? exec_run(g, p, &b, timeout, from) : async_run_queued(g, p, &b, timeout, from));
+    WITHOUT_GIL_UNLESS(idle && exec_is_short(g, p),
+                       status = idle ? exec_run(g, p, &b, timeout, from) : async_run_queued(g, p, &b, timeout, from));
     if (PyErr_Occurred()) return NULL;
     return PyLong_FromLongLong(status);
 }
@@ -505,7 +505,7 @@ static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t n_args
     if (p == NULL) return NULL;
     int n_in = to_addresses(args[2], in), n_out = n_in < 0 ? -1 : to_addresses(args[3], out);
     int64_t timeout = PyLong_AsLongLong(args[4]);
-    struct origin from = {.site = (uint32_t)PyLong_AsUnsignedLong(args[5]), .exact_site = 1, .way = FLIGHT_LONG};
+    struct origin from = {.site = (uint32_t)PyLong_AsUnsignedLong(args[5]), .exact_site = 1, .way = FLIGHT_SLOW_PATH};
     if (n_in < 0 || n_out < 0 || PyErr_Occurred()) return NULL;
     struct request *r = calloc(1, sizeof *r);
     char **ins = malloc(sizeof(char *) * (size_t)(n_in + 1)), **outs = malloc(sizeof(char *) * (size_t)(n_out + 1));
@@ -538,7 +538,7 @@ static PyObject *request_wait(PyObject *self, PyObject *args) {
     bool done = atomic_load_explicit(&r->done, memory_order_acquire);
     if (!done && r->group->forked) return PyLong_FromLong(STATUS_LEFT); /* it is the parent's, and ends there */
     if (!done && timeout >= 0) {
-        WITHOUT_LOCK(done = async_wait(r, timeout));
+        WITHOUT_GIL(done = async_wait(r, timeout));
         if (PyErr_Occurred()) return NULL;
     }
     return done ? PyLong_FromLongLong(r->status) : Py_NewRef(Py_None);
@@ -556,7 +556,7 @@ static PyMethodDef methods[] = {
     {"plan_stage", plan_stage, METH_O, "plan_stage(plan) -> how many bytes of a staging half it uses"},
     {"make_group", make_group, METH_VARARGS,
      "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, flight, flight_group, own_process,"
-     " spin, look_ns, yield_ns, operations so far) -> group"},
+     " spin, poll_ns, yield_ns, operations so far) -> group"},
     {"group_reserved", group_reserved, METH_VARARGS,
      "group_reserved(group, bytes): so much of each staging half has pages."},
     {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},

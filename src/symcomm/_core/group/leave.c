@@ -36,8 +36,8 @@ static void wake_own(struct group *g) {
     atomic_store(&me->sleeping, 0);
     atomic_fetch_add(&me->doorbell, 1);
     futex_wake(&me->doorbell, INT32_MAX);
-    atomic_fetch_add(&me->mail_bell, 1);
-    futex_wake(&me->mail_bell, INT32_MAX);
+    atomic_fetch_add(&me->p2p_doorbell, 1);
+    futex_wake(&me->p2p_doorbell, INT32_MAX);
 }
 
 /* With the group's lock held, and no visitors. No wait is satisfied by what the copy says. */

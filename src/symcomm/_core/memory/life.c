@@ -129,7 +129,8 @@ static PyMethodDef methods[] = {
 
 int symcomm_add_life(PyObject *module) {
     PyModule_AddIntConstant(module, "LIFE_WORD", (long)offsetof(struct life, word));
-    PyModule_AddIntConstant(module, "LIFE_WAITS", (long)(offsetof(struct life, seat) + offsetof(struct seat, looked)));
+    PyModule_AddIntConstant(module, "LIFE_WAITS",
+                            (long)(offsetof(struct life, cpu) + offsetof(struct cpu_usage, looked)));
     PyModule_AddIntConstant(module, "LIFE_OWNER_DIED", LIFE_OWNER_DIED);
     return PyModule_AddFunctions(module, methods);
 }

@@ -12,7 +12,7 @@
 #define MOST_CORES 1024
 
 /* What a rank tells the others of its host about the cores it uses, and how its long waits ended. It writes this. */
-struct seat {
+struct cpu_usage {
     _Atomic uint64_t cores[MOST_CORES / 64]; /* that the thread which waits for peers may run on */
     _Atomic uint64_t quota_of;               /* the control group whose quota is the tightest, by its inode */
     /* Thousandths of a core that its processes may use together; 0: no limit. */
@@ -29,7 +29,7 @@ struct life {
     _Atomic uint32_t word;
     _Atomic uint64_t pid_namespace; /* in which the word's thread id means the owner; 0: unknown */
     _Atomic int64_t looked;         /* when somebody last asked the kernel whether the owner dumps core */
-    _Alignas(64) struct seat seat;
+    _Alignas(64) struct cpu_usage cpu;
 };
 
 static inline struct life *life_of(_Atomic uint32_t *word) {

@@ -18,7 +18,7 @@
 #define USUAL_CACHE ((long)32 << 20)
 
 /* From so many bytes on. */
-static uint64_t pays_from = UINT64_MAX;
+static uint64_t nt_from = UINT64_MAX;
 
 static uint64_t last_cache(void) {
     long bytes = 0;
@@ -28,24 +28,24 @@ static uint64_t last_cache(void) {
     return (uint64_t)(bytes > 0 ? bytes : USUAL_CACHE);
 }
 
-int symcomm_add_stream(PyObject *module) {
+int symcomm_add_nontemporal(PyObject *module) {
     (void)module;
     const char *wanted = getenv("SYMCOMM_STREAM_BYTES");
-    if (HAS_STREAMING_STORES) pays_from = last_cache();
+    if (HAS_STREAMING_STORES) nt_from = last_cache();
     if (wanted == NULL || *wanted == 0) return 0;
     char *end;
     errno = 0;
-    pays_from = strtoull(wanted, &end, 10);
+    nt_from = strtoull(wanted, &end, 10);
     if (*wanted >= '0' && *wanted <= '9' && *end == 0 && errno == 0) return 0;
     PyErr_Format(PyExc_ValueError, "SYMCOMM_STREAM_BYTES must be a number of bytes such as 33554432, got '%s'.",
                  wanted);
     return -1;
 }
 
-bool stream_pays(uint64_t nbytes) { return nbytes >= pays_from; }
+bool nt_pays(uint64_t nbytes) { return nbytes >= nt_from; }
 
 #if HAS_STREAMING_STORES
-static void stream_lines(char *dst, const char *src, size_t lines) {
+static void nt_copy_lines(char *dst, const char *src, size_t lines) {
     for (; lines; lines--, dst += LINE, src += LINE) {
         __m128i a = _mm_loadu_si128((const __m128i *)src), b = _mm_loadu_si128((const __m128i *)(src + 16));
         __m128i c = _mm_loadu_si128((const __m128i *)(src + 32)), d = _mm_loadu_si128((const __m128i *)(src + 48));
@@ -57,17 +57,17 @@ static void stream_lines(char *dst, const char *src, size_t lines) {
     _mm_sfence(); /* non-temporal stores are weakly ordered */
 }
 #else
-static void stream_lines(char *dst, const char *src, size_t lines) { memcpy(dst, src, lines * LINE); }
+static void nt_copy_lines(char *dst, const char *src, size_t lines) { memcpy(dst, src, lines * LINE); }
 #endif
 
-void stream_copy(void *dst, const void *src, size_t n, bool streamed) {
+void nt_copy(void *dst, const void *src, size_t n, bool nontemporal) {
     size_t before = (size_t)(-(uintptr_t)dst & (LINE - 1));
-    if (!streamed || n < before + LINE) {
+    if (!nontemporal || n < before + LINE) {
         memcpy(dst, src, n);
         return;
     }
     size_t lines = (n - before) / LINE, done = before + lines * LINE;
     memcpy(dst, src, before);
-    stream_lines((char *)dst + before, (const char *)src + before, lines);
+    nt_copy_lines((char *)dst + before, (const char *)src + before, lines);
     memcpy((char *)dst + done, (const char *)src + done, n - done);
 }

@@ -11,8 +11,8 @@
 /* How the bytes went, and in the bits above that how the call was carried out. */
 enum flight_path { FLIGHT_STAGED, FLIGHT_DIRECT, FLIGHT_MESSAGE, FLIGHT_ATTACHED, FLIGHT_PATHS = 0x0f };
 enum flight_way {
-    FLIGHT_LONG = 0x10,   /* Python looked at the tensors and found the plan; otherwise the core did */
-    FLIGHT_QUEUED = 0x20, /* the group's own thread ran it, or (messages) was there to; otherwise the caller's */
+    FLIGHT_SLOW_PATH = 0x10, /* Python looked at the tensors and found the plan; otherwise the core did */
+    FLIGHT_QUEUED = 0x20,    /* the group's own thread ran it, or (messages) was there to; otherwise the caller's */
 };
 
 struct flight_entry {           /* one cache line; times in ticks */

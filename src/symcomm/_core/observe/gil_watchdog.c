@@ -38,7 +38,7 @@ static void write_note(struct note *note, const char *text, size_t length) {
     atomic_store_explicit(&note->length, length < TEXT ? length : TEXT, memory_order_release);
 }
 
-struct lockwatch {
+struct gil_watchdog {
     _Atomic int64_t beat; /* when the lock was last had */
     _Atomic uint32_t stop;
     int64_t limit;
@@ -93,7 +93,7 @@ static const char *name_of_call(long number) {
 }
 
 /* What the kernel says a thread does: -1 it runs, -2 nothing is known, else the number of its system call. */
-static long what_it_does(int32_t tid) {
+static long doing_of(int32_t tid) {
     char path[64], text[64];
     snprintf(path, sizeof path, "/proc/self/task/%d/syscall", tid);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -107,10 +107,10 @@ static long what_it_does(int32_t tid) {
 
 /* The thread that most likely has the lock. Those that want it wait on a futex; so one that runs comes first, then the
  * first that is in another system call. Returns its place, or -1 when all wait on futexes; *doing is what it does. */
-static int likely_holder(const struct lockwatch *w, long *doing) {
+static int likely_holder(const struct gil_watchdog *w, long *doing) {
     int best = -1;
     for (int i = 0; i < w->count; i++) {
-        long does = what_it_does(w->threads[i].tid);
+        long does = doing_of(w->threads[i].tid);
         if (does == -2 || does == SYS_futex) continue;
         if (best >= 0 && does != -1) continue;
         best = i;
@@ -120,7 +120,7 @@ static int likely_holder(const struct lockwatch *w, long *doing) {
     return best;
 }
 
-static int reason(struct lockwatch *w, char *text, size_t size) {
+static int reason(struct gil_watchdog *w, char *text, size_t size) {
     long doing = 0;
     pthread_mutex_lock(&w->mutex);
     int holder = likely_holder(w, &doing);
@@ -137,33 +137,33 @@ static int reason(struct lockwatch *w, char *text, size_t size) {
                     t.name, t.tid, call ? call : "", call ? " " : "", doing);
 }
 
-static void say(const struct lockwatch *w, const char *text, int length) {
+static void write_line(const struct gil_watchdog *w, const char *text, int length) {
     ssize_t ignored = write(w->fd, text, (size_t)length);
     (void)ignored;
 }
 
 static int clip(int length, size_t size) { return length < (int)size ? length : (int)size - 1; }
 
-static void report_stall(struct lockwatch *w, int64_t age) {
+static void report_stall(struct gil_watchdog *w, int64_t age) {
     char why[256], text[TEXT];
     reason(w, why, sizeof why);
     int n = snprintf(text, sizeof text, "symcomm: %s: Python's interpreter lock was not to be had for %.1f s; %s.\n",
                      w->label, (double)age / 1e9, why);
     n = clip(n, sizeof text);
     write_note(w->note, text, (size_t)n - 1);
-    say(w, text, n);
+    write_line(w, text, n);
 }
 
-static void report_end(struct lockwatch *w, int64_t age) {
+static void report_end(struct gil_watchdog *w, int64_t age) {
     char text[LABEL + 128];
     atomic_store_explicit(&w->note->length, 0, memory_order_release);
     int n = snprintf(text, sizeof text, "symcomm: %s: the interpreter lock is back after %.1f s.\n", w->label,
                      (double)age / 1e9);
-    say(w, text, clip(n, sizeof text));
+    write_line(w, text, clip(n, sizeof text));
 }
 
 static void *watch(void *argument) {
-    struct lockwatch *w = argument;
+    struct gil_watchdog *w = argument;
     int64_t stalled_at = 0; /* the beat that was the last for too long */
     while (!atomic_load(&w->stop)) {
         futex_wait(&w->stop, 0, w->limit / 4);
@@ -187,7 +187,7 @@ static PyObject *lockwatch_start(PyObject *self, PyObject *args) {
     unsigned long long note;
     const char *label;
     if (!PyArg_ParseTuple(args, "LiKs", &limit, &fd, &note, &label)) return NULL;
-    struct lockwatch *w = calloc(1, sizeof *w);
+    struct gil_watchdog *w = calloc(1, sizeof *w);
     if (w == NULL) return PyErr_NoMemory();
     w->limit = limit;
     w->fd = fd;
@@ -211,7 +211,7 @@ static PyObject *lockwatch_beat(PyObject *self, PyObject *args) {
     const char *threads;
     Py_ssize_t bytes;
     if (!PyArg_ParseTuple(args, "Ky#", &handle, &threads, &bytes)) return NULL;
-    struct lockwatch *w = (struct lockwatch *)(uintptr_t)handle;
+    struct gil_watchdog *w = (struct gil_watchdog *)(uintptr_t)handle;
     size_t count = (size_t)bytes / sizeof(struct thread);
     pthread_mutex_lock(&w->mutex);
     w->count = (int)(count < THREADS ? count : THREADS);
@@ -224,7 +224,7 @@ static PyObject *lockwatch_beat(PyObject *self, PyObject *args) {
 
 static PyObject *lockwatch_stop(PyObject *self, PyObject *arg) {
     (void)self;
-    struct lockwatch *w = PyLong_AsVoidPtr(arg);
+    struct gil_watchdog *w = PyLong_AsVoidPtr(arg);
     if (w == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     atomic_store(&w->stop, 1);
     futex_wake(&w->stop, 1);
@@ -256,4 +256,4 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-int symcomm_add_lockwatch(PyObject *module) { return PyModule_AddFunctions(module, functions); }
+int symcomm_add_gil_watchdog(PyObject *module) { return PyModule_AddFunctions(module, functions); }

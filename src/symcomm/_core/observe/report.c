@@ -10,7 +10,7 @@ static PyObject *rank_report(struct group *g, int r) {
         "{s:i,s:K,s:K,s:K,s:K,s:i,s:i}", "rank", r, "seq", (unsigned long long)(even > odd ? even : odd), "signature",
         (unsigned long long)atomic_load(&last->signature), "count", (unsigned long long)atomic_load(&last->count),
         "progress", (unsigned long long)atomic_load(&c->progress), "gone", sync_gone(g, r), "message",
-        (int)atomic_load(&c->mail_awaits));
+        (int)atomic_load(&c->p2p_awaits));
 }
 
 static PyObject *group_report(PyObject *self, PyObject *arg) {
@@ -40,7 +40,7 @@ static PyObject *group_waits(PyObject *self, PyObject *arg) {
     if (g == NULL) return NULL;
     const struct wait_counts *w = &g->waits;
     return Py_BuildValue("KKKi", (unsigned long long)w->looked, (unsigned long long)w->yielded,
-                         (unsigned long long)w->slept, looks_now(g));
+                         (unsigned long long)w->slept, spins_now(g));
 }
 
 static PyObject *as_dict(const struct ways *w) {

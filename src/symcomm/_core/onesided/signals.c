@@ -49,7 +49,7 @@ static bool flip(const struct signal *s) {
 }
 
 /* Why a wait for `peer` cannot end well, or STATUS_OK. Interrupts are asked for after a signal, and every 16th time. */
-static int trouble(struct group *g, int peer, int64_t deadline, bool ask) {
+static int why_stop(struct group *g, int peer, int64_t deadline, bool ask) {
     int status = sync_aborted(g);
     if (status) return status;
     if (peer != g->rank && (status = sync_gone(g, peer))) return status;
@@ -64,7 +64,7 @@ static int sleep_for(struct group *g, const struct signal *s, int peer, int64_t 
     for (unsigned turn = 1;; turn++) {
         atomic_thread_fence(memory_order_seq_cst);
         if (flip(s)) break;
-        if ((status = trouble(g, peer, deadline, ask))) {
+        if ((status = why_stop(g, peer, deadline, ask))) {
             /* it may have done its part before it went */
             if (flip(s)) status = STATUS_OK;
             break;
@@ -88,7 +88,7 @@ static void wake(const struct signal *s) {
 static int await_flip(struct group *g, const struct signal *s, int peer, int64_t deadline) {
     int status = STATUS_OK;
     bool done = false;
-    for (int i = 0, looks = looks_now(g); i < looks && !(done = flip(s)); i++) cpu_relax();
+    for (int i = 0, looks = spins_now(g); i < looks && !(done = flip(s)); i++) cpu_relax();
     if (!done) {
         struct backoff b;
         backoff_begin(&b, g, deadline);
@@ -109,7 +109,7 @@ void counter_add(const struct counter *c) {
 int counter_take(struct group *g, const struct counter *c, int peer, int64_t timeout) {
     struct signal s = {.word = c->word, .sleepers = c->sleepers, .counted = true};
     /* Ranks that are threads need the lock to signal us. */
-    int looks = timeout >= 0 && g->own_process ? looks_now(g) : 0;
+    int looks = timeout >= 0 && g->own_process ? spins_now(g) : 0;
     bool done = flip(&s);
     for (int i = 0; i < looks && !(done = done || flip(&s)); i++) cpu_relax();
     if (done) return STATUS_OK;
@@ -138,8 +138,9 @@ static int take(const struct pads *p, int peer, int64_t channel, int64_t deadlin
     return await_flip(p->group, &s, peer, deadline);
 }
 
-/* Tell everyone, then hear from everyone. Starts with the next rank, so that not all knock at the same door. */
-static int meet(const struct pads *p, int64_t channel, int64_t deadline, int *culprit) {
+/* Signals every peer, then waits for every peer's signal. Starts with the next rank, so that not all use one pad at
+ * once. */
+static int barrier(const struct pads *p, int64_t channel, int64_t deadline, int *culprit) {
     struct group *g = p->group;
     for (int phase = 0; phase < 2; phase++)
         for (int i = 1; i < g->world; i++) {
@@ -203,7 +204,7 @@ static PyObject *signal_one(PyObject *const *args, Py_ssize_t n,
     int status;
     struct visit visit;
     if (!visit_begin(&visit, p->group)) return PyLong_FromLong(STATUS_LEFT);
-    WITHOUT_LOCK(status = act(p, peer, channel, symcomm_now_ns() + timeout));
+    WITHOUT_GIL(status = act(p, peer, channel, symcomm_now_ns() + timeout));
     visit_end(&visit);
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return PyLong_FromLong(status);
@@ -229,7 +230,7 @@ static PyObject *signal_barrier(PyObject *self, PyObject *args) {
     int culprit = p->group->rank, status;
     struct visit visit;
     if (!visit_begin(&visit, p->group)) return Py_BuildValue("ii", STATUS_LEFT, culprit);
-    WITHOUT_LOCK(status = meet(p, channel, symcomm_now_ns() + timeout, &culprit));
+    WITHOUT_GIL(status = barrier(p, channel, symcomm_now_ns() + timeout, &culprit));
     visit_end(&visit);
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return Py_BuildValue("ii", status, culprit);

@@ -9,7 +9,7 @@
 
 #define LONG_COPY (64 << 10) /* bytes; shorter copies take less than twenty times what releasing the lock does */
 
-struct part { /* of one rank */
+struct segment { /* of one rank */
     char *address;
     int64_t count; /* elements */
     int dtype;
@@ -19,7 +19,7 @@ struct part { /* of one rank */
 struct window {
     struct group *group;
     int64_t words_bytes;
-    struct part parts[];
+    struct segment segments[];
 };
 
 static const char WINDOW[] = "symcomm.window";
@@ -32,28 +32,28 @@ static void drop_window(PyObject *capsule) {
 /* make_window(group, ((address, count, dtype, words), ...), words_bytes) */
 static PyObject *make_window(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *group, *parts;
+    PyObject *group, *segments;
     long long words_bytes;
-    if (!PyArg_ParseTuple(args, "OO!L", &group, &PyTuple_Type, &parts, &words_bytes)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO!L", &group, &PyTuple_Type, &segments, &words_bytes)) return NULL;
     struct group *g = PyCapsule_GetPointer(group, "symcomm.group");
     if (g == NULL) return NULL;
-    if (PyTuple_Size(parts) != g->world) return PyErr_Format(PyExc_ValueError, "one part per rank");
-    struct window *w = PyMem_Calloc(1, sizeof *w + (size_t)g->world * sizeof w->parts[0]);
+    if (PyTuple_Size(segments) != g->world) return PyErr_Format(PyExc_ValueError, "one segment per rank");
+    struct window *w = PyMem_Calloc(1, sizeof *w + (size_t)g->world * sizeof w->segments[0]);
     if (w == NULL) return PyErr_NoMemory();
     w->group = g;
     w->words_bytes = words_bytes;
     for (int r = 0; r < g->world; r++) {
         unsigned long long address, words;
         long long count;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(parts, r), "KLiK", &address, &count, &w->parts[r].dtype, &words))
+        if (!PyArg_ParseTuple(PyTuple_GetItem(segments, r), "KLiK", &address, &count, &w->segments[r].dtype, &words))
             goto failed;
-        if (words == 0 || count < 0 || w->parts[r].dtype < 0 || w->parts[r].dtype >= DT_COUNT) {
-            PyErr_SetString(PyExc_ValueError, "not a part of a window");
+        if (words == 0 || count < 0 || w->segments[r].dtype < 0 || w->segments[r].dtype >= DT_COUNT) {
+            PyErr_SetString(PyExc_ValueError, "not a segment of a window");
             goto failed;
         }
-        w->parts[r].address = (char *)(uintptr_t)address;
-        w->parts[r].count = count;
-        w->parts[r].words = (char *)(uintptr_t)words;
+        w->segments[r].address = (char *)(uintptr_t)address;
+        w->segments[r].count = count;
+        w->segments[r].words = (char *)(uintptr_t)words;
     }
     PyObject *capsule = PyCapsule_New(w, WINDOW, drop_window);
     if (capsule == NULL) goto failed;
@@ -65,7 +65,7 @@ failed:
 }
 
 static struct counter counter_of(const struct window *w, int owner, int sender) {
-    char *words = w->parts[owner].words;
+    char *words = w->segments[owner].words;
     return (struct counter){
         .word = (_Atomic uint32_t *)(void *)words + sender,
         .sleepers = (_Atomic uint32_t *)(void *)(words + w->words_bytes),
@@ -80,14 +80,14 @@ static int unreachable(struct group *g, int peer) {
 
 /* A rank that leaves, or whose group fails, keeps its window's memory until nobody can be in here any more: a thread
  * that was stopped may go on much later. What it wrote is lost then, as it learns by looking once more. */
-static int write_part(struct window *w, int peer, int64_t start, const char *from, int64_t nbytes) {
+static int write_segment(struct window *w, int peer, int64_t start, const char *from, int64_t nbytes) {
     struct visit visit;
     if (!visit_begin(&visit, w->group)) return STATUS_ABORTED;
     _Atomic uint32_t *putting = &w->group->control[w->group->rank]->putting;
     atomic_fetch_add(putting, 1);
     int status = unreachable(w->group, peer);
     if (status == STATUS_OK && nbytes) {
-        memmove(w->parts[peer].address + start, from, (size_t)nbytes);
+        memmove(w->segments[peer].address + start, from, (size_t)nbytes);
         atomic_thread_fence(memory_order_seq_cst);
         status = unreachable(w->group, peer);
     }
@@ -125,13 +125,14 @@ static PyObject *window_put(PyObject *self, PyObject *const *args, Py_ssize_t n)
     if (peer < 0 || !PyLong_Check(args[3]) || !tensor_view(args[1], &view)) Py_RETURN_NONE;
     int64_t offset = PyLong_AsLongLong(args[3]);
     if (offset == -1 && PyErr_Occurred()) PyErr_Clear();
-    const struct part *part = &w->parts[peer];
-    if (view.dtype != part->dtype || offset < 0 || view.count > part->count || offset > part->count - view.count)
+    const struct segment *segment = &w->segments[peer];
+    if (view.dtype != segment->dtype || offset < 0 || view.count > segment->count ||
+        offset > segment->count - view.count)
         Py_RETURN_NONE;
     int64_t size = symcomm_itemsize[view.dtype], nbytes = view.count * size;
     int status;
     count_call(&w->group->puts, false, false);
-    WITHOUT_LOCK_UNLESS(nbytes < LONG_COPY, status = write_part(w, peer, offset * size, view.address, nbytes));
+    WITHOUT_GIL_UNLESS(nbytes < LONG_COPY, status = write_segment(w, peer, offset * size, view.address, nbytes));
     return PyLong_FromLong(status);
 }
 
@@ -146,10 +147,10 @@ static PyObject *window_write(PyObject *self, PyObject *args) {
     struct window *w = PyCapsule_GetPointer(capsule, WINDOW);
     if (w == NULL) return NULL;
     if (peer < 0 || peer >= w->group->world || nbytes < 0 || offset < 0 ||
-        offset + nbytes > w->parts[peer].count * symcomm_itemsize[w->parts[peer].dtype])
+        offset + nbytes > w->segments[peer].count * symcomm_itemsize[w->segments[peer].dtype])
         return PyErr_Format(PyExc_ValueError, "not inside the window of rank %d", peer);
     count_call(&w->group->puts, true, false);
-    WITHOUT_LOCK(status = write_part(w, peer, offset, (const char *)(uintptr_t)address, nbytes));
+    WITHOUT_GIL(status = write_segment(w, peer, offset, (const char *)(uintptr_t)address, nbytes));
     return PyLong_FromLong(status);
 }
 
@@ -175,7 +176,7 @@ static PyObject *window_wait(PyObject *self, PyObject *const *args, Py_ssize_t n
     if (peer < 0) Py_RETURN_NONE;
     if (!visit_begin(&visit, w->group)) return PyLong_FromLong(STATUS_ABORTED);
     struct counter c = counter_of(w, w->group->rank, peer);
-    WITHOUT_LOCK_UNLESS(true, status = counter_take(w->group, &c, peer, timeout));
+    WITHOUT_GIL_UNLESS(true, status = counter_take(w->group, &c, peer, timeout));
     visit_end(&visit);
     if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
     return PyLong_FromLong(status);

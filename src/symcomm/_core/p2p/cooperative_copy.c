@@ -14,15 +14,15 @@ static uint64_t front_of(uint64_t claims) { return claims >> COUNT_BITS & COUNT_
 static bool is_of(uint64_t claims, uint64_t number) { return (claims ^ number << NUMBER_SHIFT) >> NUMBER_SHIFT == 0; }
 static uint64_t pieces_of(uint64_t nbytes) { return (nbytes + PIECE_BYTES - 1) / PIECE_BYTES; }
 
-bool joint_fits(uint64_t nbytes) { return nbytes >= JOINT_BYTES && pieces_of(nbytes) <= COUNT_MASK; }
+bool coop_fits(uint64_t nbytes) { return nbytes >= COOP_BYTES && pieces_of(nbytes) <= COUNT_MASK; }
 
 static void copy_piece(char *to, const char *from, uint64_t nbytes, uint64_t piece) {
     uint64_t start = piece * PIECE_BYTES, n = nbytes - start < PIECE_BYTES ? nbytes - start : PIECE_BYTES;
-    stream_copy(to + start, from + start, n, stream_pays(2 * nbytes));
+    nt_copy(to + start, from + start, n, nt_pays(2 * nbytes));
 }
 
 /* Takes one more piece for a side. before: the claims until then. False: none is left, or another message's turn. */
-static bool claim(struct joint *j, uint64_t number, uint64_t pieces, uint64_t side, uint64_t *before) {
+static bool claim(struct coop_copy *j, uint64_t number, uint64_t pieces, uint64_t side, uint64_t *before) {
     *before = atomic_load_explicit(&j->claims, memory_order_acquire);
     do {
         if (!is_of(*before, number) || front_of(*before) + back_of(*before) >= pieces) return false;
@@ -32,19 +32,19 @@ static bool claim(struct joint *j, uint64_t number, uint64_t pieces, uint64_t si
 }
 
 /* Whether the sender has copied all that it has claimed. */
-static bool is_pushed(struct joint *j, uint64_t number, uint64_t claims) {
+static bool is_pushed(struct coop_copy *j, uint64_t number, uint64_t claims) {
     uint64_t all = number << COUNT_BITS | back_of(claims);
     return back_of(claims) == 0 || atomic_load_explicit(&j->pushed, memory_order_acquire) == all;
 }
 
 /* --- the receiver ----------------------------------------------------------------------------------------------- */
 
-void joint_open(struct joint *j, uint64_t number, int64_t to) {
+void coop_open(struct coop_copy *j, uint64_t number, int64_t to) {
     atomic_store_explicit(&j->to, to, memory_order_relaxed);
     atomic_store_explicit(&j->claims, number << NUMBER_SHIFT, memory_order_release);
 }
 
-bool joint_pull(struct joint *j, uint64_t number, char *to, const char *from, uint64_t nbytes, bool sender_is_dead) {
+bool coop_pull(struct coop_copy *j, uint64_t number, char *to, const char *from, uint64_t nbytes, bool sender_is_dead) {
     uint64_t pieces = pieces_of(nbytes), claims;
     while (claim(j, number, pieces, FRONT, &claims)) copy_piece(to, from, nbytes, front_of(claims));
     if (is_pushed(j, number, claims)) return true;
@@ -53,13 +53,13 @@ bool joint_pull(struct joint *j, uint64_t number, char *to, const char *from, ui
     return true;
 }
 
-bool joint_is_written(struct joint *j, uint64_t number) {
+bool coop_is_written(struct coop_copy *j, uint64_t number) {
     return !is_pushed(j, number, atomic_load_explicit(&j->claims, memory_order_acquire));
 }
 
 /* --- the sender ------------------------------------------------------------------------------------------------- */
 
-bool joint_push(struct joint *j, uint64_t number, char *arena, const char *from, uint64_t nbytes) {
+bool coop_push(struct coop_copy *j, uint64_t number, char *arena, const char *from, uint64_t nbytes) {
     uint64_t claims = atomic_load_explicit(&j->claims, memory_order_acquire), pieces = pieces_of(nbytes);
     if (!is_of(claims, number)) return false;
     /* Before a piece is claimed: whoever is stopped after that may find the next message's place here. */

@@ -1,14 +1,14 @@
-/* What the two halves of messages share: p2p/progress.c moves bytes, p2p/p2p.c waits, begins and ends. */
-#ifndef SYMCOMM_MAIL_H
-#define SYMCOMM_MAIL_H
+/* The engine behind messages: p2p/progress.c matches them and moves bytes, p2p/p2p.c begins, waits and ends. */
+#ifndef SYMCOMM_P2P_ENGINE_H
+#define SYMCOMM_P2P_ENGINE_H
 
 #include "p2p/p2p.h"
 
-struct parked { /* a message that came before its receive, while a later one was wanted */
+struct unexpected { /* a message that came before its receive, while a later one was wanted */
     struct header header;
     uint64_t moved;
     char *bytes;
-    struct parked *next;
+    struct unexpected *next;
 };
 
 struct incoming {
@@ -16,11 +16,11 @@ struct incoming {
     struct header header; /* of the message being read */
     bool reading;         /* the header was taken, the bytes not all yet */
     bool void_message;    /* it came to nothing */
-    bool joint;           /* the sender may write into the tensor of `into` */
+    bool coop;            /* the sender may write into the tensor of `into` */
     uint64_t moved;
-    struct op *into;     /* or */
-    struct parked *park; /* or neither: discard */
-    struct parked *parked_first, *parked_last;
+    struct op *into;               /* or */
+    struct unexpected *unexpected; /* or neither: discard */
+    struct unexpected *unexpected_first, *unexpected_last;
 };
 
 struct outgoing {
@@ -31,7 +31,7 @@ struct outgoing {
     uint64_t emptied; /* as it was when we last needed to know: the receiver's line of memory is far away */
 };
 
-struct mail {
+struct p2p {
     struct group *group;
     pthread_mutex_t lock;
     struct incoming *in;
@@ -46,17 +46,17 @@ struct mail {
     _Atomic bool closing;
 };
 
-/* All with the mail's lock held. */
-void mail_record(struct group *g, struct op *op);
-void mail_finish(struct op *op, int status);
+/* All with the lock of struct p2p held. */
+void p2p_record(struct group *g, struct op *op);
+void p2p_finish(struct op *op, int status);
 /* Moves whatever can be moved; whether anything was. waits: the caller has time to help receivers. */
-bool mail_progress(struct mail *m, bool waits);
+bool p2p_progress(struct p2p *m, bool waits);
 /* Only between op and its peer, which is all that most messages need; of a caller that waits. */
-void mail_progress_first(struct mail *m, const struct op *op);
+void p2p_progress_first(struct p2p *m, const struct op *op);
 /* The receive that peer's message is read into ends without it. On return the sender writes into its tensor no more. */
-void mail_take_away(struct mail *m, int peer);
+void p2p_revoke_receive(struct p2p *m, int peer);
 /* A receive that finds its message among those set aside. */
-bool mail_unpark(struct mail *m, struct op *op);
-void mail_free_parked(struct parked *p);
+bool p2p_match_unexpected(struct p2p *m, struct op *op);
+void p2p_free_unexpected(struct unexpected *p);
 
 #endif

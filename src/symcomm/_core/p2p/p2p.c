@@ -11,8 +11,8 @@
 #include "sync/backoff.h"
 
 #define SLICE_NS 10000000
-#define LOOKS_A_DRIVE 8
-#define STAND_OFF_NS 1000000000 /* until it is worth a word: a thread that is about to send would have done so */
+#define SPINS_A_DRIVE 8
+#define DEADLOCK_NS 1000000000 /* until it is worth a word: a thread that is about to send would have done so */
 
 /* --- waiting ---------------------------------------------------------------------------------------------------- */
 
@@ -36,7 +36,7 @@ static bool take_back(struct outgoing *o, uint64_t ticket) {
 /* The caller gives up on op, which ends in STATUS_OK if the receiver has it already. False when its bytes are half on
  * the way, so that the channel cannot be used further. */
 static bool withdraw(struct op *op) {
-    struct mail *m = op->mail;
+    struct p2p *m = op->p2p;
     bool clean = true, received = false;
     if (op->is_send) {
         struct outgoing *o = &m->out[op->peer];
@@ -49,18 +49,18 @@ static bool withdraw(struct op *op) {
     } else if (op->state == OP_POSTED) {
         remove_op(&m->receives, op);
     } else {
-        mail_take_away(m, op->peer);
+        p2p_revoke_receive(m, op->peer);
         m->in[op->peer].into = NULL; /* the rest of the message is discarded */
         pthread_cond_signal(&m->needed);
     }
-    mail_finish(op, received ? STATUS_OK : STATUS_TIMEOUT);
-    mail_release(op);
+    p2p_finish(op, received ? STATUS_OK : STATUS_TIMEOUT);
+    p2p_release(op);
     return clean;
 }
 
 /* Whether whom op waits for is gone: STATUS_OK, or how, and who. */
 static int peer_gone(struct op *op, int *culprit) {
-    struct group *g = op->mail->group;
+    struct group *g = op->p2p->group;
     int peer = op->peer;
     bool all_gone = true;
     *culprit = peer == ANY_SOURCE ? (g->rank + 1) % g->world : peer;
@@ -75,13 +75,13 @@ static int peer_gone(struct op *op, int *culprit) {
 }
 
 /* Moves what can be moved until op is done; with the lock held. */
-static void progress(struct mail *m, struct op *op) {
-    if (!m->closed && op->state != OP_DONE) mail_progress_first(m, op);
-    while (!m->closed && op->state != OP_DONE && mail_progress(m, true)) {}
+static void progress(struct p2p *m, struct op *op) {
+    if (!m->closed && op->state != OP_DONE) p2p_progress_first(m, op);
+    while (!m->closed && op->state != OP_DONE && p2p_progress(m, true)) {}
 }
 
 static bool drive(struct op *op) {
-    struct mail *m = op->mail;
+    struct p2p *m = op->p2p;
     symcomm_lock(&m->lock);
     progress(m, op);
     bool done = op->state == OP_DONE;
@@ -89,19 +89,19 @@ static bool drive(struct op *op) {
     return done;
 }
 
-static bool sleep_slice(struct mail *m, struct op *op, int64_t ns) {
+static bool sleep_slice(struct p2p *m, struct op *op, int64_t ns) {
     struct control *me = m->group->control[m->group->rank];
-    uint32_t seen = atomic_load_explicit(&me->mail_bell, memory_order_acquire);
-    atomic_fetch_add(&me->mail_sleepers, 1);
+    uint32_t seen = atomic_load_explicit(&me->p2p_doorbell, memory_order_acquire);
+    atomic_fetch_add(&me->p2p_sleepers, 1);
     atomic_thread_fence(memory_order_seq_cst);
     bool signalled = false;
-    if (!drive(op)) signalled = futex_wait(&me->mail_bell, seen, ns) < 0 && errno == EINTR;
-    atomic_fetch_sub(&me->mail_sleepers, 1);
+    if (!drive(op)) signalled = futex_wait(&me->p2p_doorbell, seen, ns) < 0 && errno == EINTR;
+    atomic_fetch_sub(&me->p2p_sleepers, 1);
     return signalled;
 }
 
 static int give_up(struct op *op, int status, bool withdraw_it) {
-    struct mail *m = op->mail;
+    struct p2p *m = op->p2p;
     pthread_mutex_lock(&m->lock);
     bool done = op->state == OP_DONE, clean = true;
     if (!done && withdraw_it && !m->closed) {
@@ -118,8 +118,8 @@ static int give_up(struct op *op, int status, bool withdraw_it) {
 
 /* Whether all whom op waits for have arrived at a collective that this rank has not called, so that they cannot go on
  * without it, and no other thread of this rank runs one or has one queued. */
-static bool stands_off(const struct op *op) {
-    struct group *g = op->mail->group;
+static bool seems_deadlocked(const struct op *op) {
+    struct group *g = op->p2p->group;
     uint64_t next = atomic_load(&g->seq) + 1;
     if (g->world == 1 || op->peer == g->rank || atomic_load(&g->holder) || !async_idle(g)) return false;
     for (int r = 0; r < g->world; r++) {
@@ -129,21 +129,21 @@ static bool stands_off(const struct op *op) {
     return true;
 }
 
-void (*symcomm_stand_off)(const struct op *op);
+void (*p2p_deadlock_hook)(const struct op *op);
 
 /* `since`: when it was first seen so; -1: told already. It is not known to last: a thread of either rank may end it. */
-static void tell_stand_off(const struct op *op, int64_t *since) {
-    if (*since < 0 || symcomm_stand_off == NULL) return;
+static void report_deadlock(const struct op *op, int64_t *since) {
+    if (*since < 0 || p2p_deadlock_hook == NULL) return;
     int64_t now = symcomm_now_ns();
-    if (!stands_off(op)) *since = 0;
+    if (!seems_deadlocked(op)) *since = 0;
     else if (*since == 0) *since = now;
-    else if (now - *since >= STAND_OFF_NS) symcomm_stand_off(op), *since = -1;
+    else if (now - *since >= DEADLOCK_NS) p2p_deadlock_hook(op), *since = -1;
 }
 
 static int sleep_in_slices(struct op *op, int64_t deadline, bool withdraw_it) {
-    struct mail *m = op->mail;
+    struct p2p *m = op->p2p;
     int64_t since = 0;
-    symcomm_note_site(op->record);
+    symcomm_note_call_site(op->record);
     for (int slices = 1;; slices++) {
         int64_t left = deadline - symcomm_now_ns();
         if (left <= 0) return give_up(op, STATUS_TIMEOUT, withdraw_it);
@@ -157,17 +157,17 @@ static int sleep_in_slices(struct op *op, int64_t deadline, bool withdraw_it) {
         if (status) return give_up(op, status, true);
         if (slices % 16 == 0) signalled = true; /* one may have come just before we slept */
         if (signalled && symcomm_interrupted && symcomm_interrupted()) return give_up(op, STATUS_INTERRUPTED, true);
-        tell_stand_off(op, &since);
+        report_deadlock(op, &since);
     }
 }
 
 static int sleep_until_done(struct op *op, int64_t deadline, bool withdraw_it) {
-    _Atomic int32_t *awaits = &op->mail->group->control[op->mail->group->rank]->mail_awaits;
+    _Atomic int32_t *awaits = &op->p2p->group->control[op->p2p->group->rank]->p2p_awaits;
     int32_t mine = 2 * (op->peer + 2) + op->is_send, seen = mine;
     atomic_store_explicit(awaits, mine, memory_order_release);
     int status = sleep_in_slices(op, deadline, withdraw_it);
     /* Unless another thread has come since. Whoever ended the group still wants to say what this rank waited for. */
-    if (status == STATUS_OK || sync_aborted(op->mail->group) == STATUS_OK)
+    if (status == STATUS_OK || sync_aborted(op->p2p->group) == STATUS_OK)
         atomic_compare_exchange_strong(awaits, &seen, 0);
     return status;
 }
@@ -176,18 +176,18 @@ static int sleep_until_done(struct op *op, int64_t deadline, bool withdraw_it) {
 static bool may_move(const struct op *op) {
     int peer = op->peer;
     if (op->is_send || peer == ANY_SOURCE) return true;
-    const struct channel *c = op->mail->in[peer].channel;
+    const struct channel *c = op->p2p->in[peer].channel;
     return atomic_load_explicit(&c->filled, memory_order_relaxed) !=
            atomic_load_explicit(&c->emptied, memory_order_relaxed);
 }
 
 static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
-    struct group *g = op->mail->group;
+    struct group *g = op->p2p->group;
     if (drive(op)) return op->status;
     if (timeout < 0) return STATUS_TIMEOUT;
-    /* Driving takes as long as some looks, and other messages need it only now and then. */
-    for (int i = 0, looks = looks_now(g); i < looks; i++) {
-        if ((i % LOOKS_A_DRIVE == 0 || may_move(op)) && drive(op)) return op->status;
+    /* Driving takes as long as some spins, and other messages need it only now and then. */
+    for (int i = 0, spins = spins_now(g); i < spins; i++) {
+        if ((i % SPINS_A_DRIVE == 0 || may_move(op)) && drive(op)) return op->status;
         cpu_relax();
     }
     int64_t deadline = timeout ? symcomm_now_ns() + timeout : INT64_MAX;
@@ -201,33 +201,33 @@ static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
     return status;
 }
 
-int mail_wait(struct op *op, int64_t timeout, bool withdraw_it) {
+int p2p_wait(struct op *op, int64_t timeout, bool withdraw_it) {
     struct visit visit;
-    if (!visit_begin(&visit, op->mail->group)) return mail_done(op) ? op->status : STATUS_LEFT;
+    if (!visit_begin(&visit, op->p2p->group)) return p2p_done(op) ? op->status : STATUS_LEFT;
     int status = wait_for(op, timeout, withdraw_it);
     visit_end(&visit);
     return status;
 }
 
-bool mail_is_short(const struct group *g, uint64_t nbytes) {
-    return nbytes <= SHORT_BYTES && atomic_load_explicit(&g->mail->background, memory_order_relaxed) == 0;
+bool p2p_is_short(const struct group *g, uint64_t nbytes) {
+    return nbytes <= SHORT_BYTES && atomic_load_explicit(&g->p2p->background, memory_order_relaxed) == 0;
 }
 
-bool mail_done(struct op *op) {
-    pthread_mutex_lock(&op->mail->lock);
+bool p2p_done(struct op *op) {
+    pthread_mutex_lock(&op->p2p->lock);
     bool done = op->state == OP_DONE;
-    pthread_mutex_unlock(&op->mail->lock);
+    pthread_mutex_unlock(&op->p2p->lock);
     return done;
 }
 
 /* Whether something may have to be moved that nobody waits for; also the rest of a message that is only discarded. */
-static bool is_needed(const struct mail *m) {
+static bool is_needed(const struct p2p *m) {
     for (int r = 0; r < m->group->world; r++)
         if (m->in[r].reading) return true;
     return m->background > 0;
 }
 
-static void rest(struct mail *m) {
+static void sleep_until_needed(struct p2p *m) {
     pthread_mutex_lock(&m->lock);
     while (!is_needed(m) && !atomic_load(&m->closing)) pthread_cond_wait(&m->needed, &m->lock);
     pthread_mutex_unlock(&m->lock);
@@ -236,36 +236,36 @@ static void rest(struct mail *m) {
 /* Drives operations that nobody waits for. Some time after the last of them it hears no bells any more: each would cost
  * whoever sends a blocking message a call of the kernel, and wake this thread for nothing. */
 static void *background(void *argument) {
-    struct mail *m = argument;
+    struct p2p *m = argument;
     struct control *me = m->group->control[m->group->rank];
     int64_t last = symcomm_now_ns(); /* when there was something to drive */
     while (!atomic_load(&m->closing)) {
-        uint32_t seen = atomic_load_explicit(&me->mail_bell, memory_order_acquire);
-        atomic_fetch_add(&me->mail_sleepers, 1);
+        uint32_t seen = atomic_load_explicit(&me->p2p_doorbell, memory_order_acquire);
+        atomic_fetch_add(&me->p2p_sleepers, 1);
         atomic_thread_fence(memory_order_seq_cst);
         pthread_mutex_lock(&m->lock);
-        while (mail_progress(m, false)) {}
+        while (p2p_progress(m, false)) {}
         bool needed = is_needed(m);
         pthread_mutex_unlock(&m->lock);
         int64_t now = symcomm_now_ns();
         if (needed) last = now;
         bool long_idle = now - last >= SLICE_NS;
-        if (!long_idle) futex_wait(&me->mail_bell, seen, SLICE_NS);
-        atomic_fetch_sub(&me->mail_sleepers, 1);
-        if (long_idle) rest(m), last = symcomm_now_ns();
+        if (!long_idle) futex_wait(&me->p2p_doorbell, seen, SLICE_NS);
+        atomic_fetch_sub(&me->p2p_sleepers, 1);
+        if (long_idle) sleep_until_needed(m), last = symcomm_now_ns();
     }
     return NULL;
 }
 
-static bool start_background(struct mail *m) {
+static bool start_background(struct p2p *m) {
     m->thread_runs = thread_start(&m->thread, "symcomm-p2p", THREAD_STACK, background, m) == 0;
     return m->thread_runs;
 }
 
 /* --- life cycle ------------------------------------------------------------------------------------------------- */
 
-int mail_open(struct group *g, char *const *channels) {
-    struct mail *m = calloc(1, sizeof *m);
+int p2p_open(struct group *g, char *const *channels) {
+    struct p2p *m = calloc(1, sizeof *m);
     size_t n = (size_t)g->world;
     if (m) m->in = calloc(n, sizeof *m->in), m->out = calloc(n, sizeof *m->out);
     if (!m || !m->in || !m->out) return -1;
@@ -276,12 +276,12 @@ int mail_open(struct group *g, char *const *channels) {
         m->out[r].channel = (struct channel *)channels[g->rank] + r;
         m->in[r].channel = (struct channel *)channels[r] + g->rank;
     }
-    g->mail = m;
+    g->p2p = m;
     return 0;
 }
 
-void mail_close(struct group *g) {
-    struct mail *m = g->mail;
+void p2p_close(struct group *g) {
+    struct p2p *m = g->p2p;
     if (m == NULL) return;
     if (m->thread_runs) {
         struct control *me = g->control[g->rank];
@@ -289,43 +289,43 @@ void mail_close(struct group *g) {
         atomic_store(&m->closing, true);
         pthread_cond_signal(&m->needed);
         pthread_mutex_unlock(&m->lock);
-        atomic_fetch_add(&me->mail_bell, 1);
-        futex_wake(&me->mail_bell, INT32_MAX);
+        atomic_fetch_add(&me->p2p_doorbell, 1);
+        futex_wake(&me->p2p_doorbell, INT32_MAX);
         pthread_join(m->thread, NULL);
         m->thread_runs = false;
     }
     pthread_mutex_lock(&m->lock);
     for (int r = 0; r < g->world && !m->closed; r++) { /* whoever has them on their way may use its tensors again */
         if (m->out[r].tickets) take_back(&m->out[r], m->out[r].tickets);
-        mail_take_away(m, r);
+        p2p_revoke_receive(m, r);
     }
     m->closed = true;
     pthread_mutex_unlock(&m->lock);
 }
 
-void mail_forked(struct group *g) {
-    if (g->mail == NULL) return;
-    pthread_mutex_init(&g->mail->lock, NULL);
-    pthread_cond_init(&g->mail->needed, NULL);
-    g->mail->closed = true, g->mail->thread_runs = false;
-    g->mail = NULL; /* operations that were on their way keep it */
+void p2p_forked(struct group *g) {
+    if (g->p2p == NULL) return;
+    pthread_mutex_init(&g->p2p->lock, NULL);
+    pthread_cond_init(&g->p2p->needed, NULL);
+    g->p2p->closed = true, g->p2p->thread_runs = false;
+    g->p2p = NULL; /* operations that were on their way keep it */
 }
 
 /* False: the thread that would drive it cannot be started. done: nothing is left to be waited for. */
-static bool queue(struct mail *m, struct op *op, bool *done) {
+static bool queue(struct p2p *m, struct op *op, bool *done) {
     symcomm_lock(&m->lock);
     if (op->background && !m->thread_runs && !start_background(m)) {
         pthread_mutex_unlock(&m->lock);
         return false;
     }
-    mail_record(m->group, op);
+    p2p_record(m->group, op);
     if (op->background) m->background++;
     if (op->is_send) {
         struct outgoing *o = &m->out[op->peer];
         if (o->last) o->last->next = op;
         else o->first = op;
         o->last = op;
-    } else if (!mail_unpark(m, op)) {
+    } else if (!p2p_match_unexpected(m, op)) {
         struct op **at = &m->receives;
         while (*at) at = &(*at)->next;
         *at = op;
@@ -342,7 +342,7 @@ static struct op *make_op(struct group *g, const struct op *wanted) {
     struct op *op = malloc(sizeof *op);
     if (op == NULL) return NULL;
     *op = *wanted;
-    op->mail = g->mail;
+    op->p2p = g->p2p;
     atomic_store(&op->references, 2); /* the caller's, and that of the queue it stands in */
     return op;
 }
@@ -353,51 +353,51 @@ static struct op *refuse(struct op *op, int status) {
     return op;
 }
 
-struct op *mail_post(struct group *g, const struct op *wanted) {
+struct op *p2p_post(struct group *g, const struct op *wanted) {
     struct visit visit;
     struct op *op = make_op(g, wanted);
     if (op == NULL) return NULL;
     if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
     bool done;
-    if (!queue(g->mail, op, &done)) free(op), op = NULL, errno = EAGAIN;
+    if (!queue(g->p2p, op, &done)) free(op), op = NULL, errno = EAGAIN;
     visit_end(&visit);
     return op;
 }
 
-struct op *mail_exchange(struct group *g, const struct op *wanted, int64_t timeout, int *status) {
+struct op *p2p_exchange(struct group *g, const struct op *wanted, int64_t timeout, int *status) {
     struct visit visit;
     struct op *op = make_op(g, wanted);
     *status = STATUS_LEFT;
     if (op == NULL) return NULL;
     if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
     bool done;
-    queue(g->mail, op, &done);
+    queue(g->p2p, op, &done);
     *status = done ? op->status : wait_for(op, timeout, true);
     visit_end(&visit);
     return op;
 }
 
-void mail_release(struct op *op) {
+void p2p_release(struct op *op) {
     if (atomic_fetch_sub_explicit(&op->references, 1, memory_order_acq_rel) == 1) free(op);
 }
 
 static void release_all(struct op *op) {
     for (struct op *next; op; op = next) {
         next = op->next;
-        mail_release(op);
+        p2p_release(op);
     }
 }
 
-static void mail_free(struct mail *m) {
+static void p2p_free(struct p2p *m) {
     release_all(m->receives);
     for (int r = 0; r < m->group->world; r++) {
         release_all(m->out[r].first);
         release_all(m->out[r].unacknowledged);
-        if (m->in[r].reading && m->in[r].into) mail_release(m->in[r].into);
-        if (m->in[r].reading) mail_free_parked(m->in[r].park);
-        for (struct parked *p = m->in[r].parked_first, *next; p; p = next) {
+        if (m->in[r].reading && m->in[r].into) p2p_release(m->in[r].into);
+        if (m->in[r].reading) p2p_free_unexpected(m->in[r].unexpected);
+        for (struct unexpected *p = m->in[r].unexpected_first, *next; p; p = next) {
             next = p->next;
-            mail_free_parked(p);
+            p2p_free_unexpected(p);
         }
     }
     pthread_cond_destroy(&m->needed);
@@ -407,8 +407,8 @@ static void mail_free(struct mail *m) {
     free(m);
 }
 
-void mail_drop(struct group *g) {
-    mail_close(g);
-    if (g->mail) mail_free(g->mail);
-    g->mail = NULL;
+void p2p_drop(struct group *g) {
+    p2p_close(g);
+    if (g->p2p) p2p_free(g->p2p);
+    g->p2p = NULL;
 }

@@ -19,7 +19,7 @@ struct channel {
     _Atomic uint64_t withdrawn;
     _Alignas(64) _Atomic uint64_t emptied; /* bytes the receiver has taken out, ever */
     _Alignas(64) _Atomic uint64_t copied;  /* symmetric messages the receiver has copied, ever */
-    struct joint joint;                    /* of the one that it is at */
+    struct coop_copy coop;                 /* of the one that it is at */
     _Alignas(64) char ring[RING_BYTES];
 };
 
@@ -33,7 +33,7 @@ struct header {
 enum op_state { OP_POSTED, OP_MOVING, OP_UNACKNOWLEDGED, OP_DONE };
 
 struct op {
-    struct mail *mail;
+    struct p2p *p2p;
     bool is_send;
     _Atomic int peer; /* or ANY_SOURCE until matched */
     int64_t tag, dtype;
@@ -46,8 +46,8 @@ struct op {
     int64_t got_dtype;
     struct op *next;
     _Atomic int references;
-    bool background; /* nobody may be waiting: the mail thread drives it */
-    bool is_long;    /* Python looked at the tensor */
+    bool background; /* nobody may be waiting: the background thread drives it */
+    bool slow_path;  /* Python looked at the tensor */
     uint32_t site;   /* of the call, for the flight recorder */
     struct flight_entry *record;
     uint64_t record_number;
@@ -55,27 +55,27 @@ struct op {
 
 /* Called once in a wait of a Python thread when op and whom it waits for seem to wait for each other. NULL: nobody
  * listens. */
-extern void (*symcomm_stand_off)(const struct op *op);
+extern void (*p2p_deadlock_hook)(const struct op *op);
 
 #define STATUS_SIZE 32 /* the message has another length or dtype than the receive */
 
 /* channels: per rank, where its outgoing channels start (world of them). 0, or -1: out of memory. */
-int mail_open(struct group *g, char *const *channels);
+int p2p_open(struct group *g, char *const *channels);
 /* Ends the thread that drives unattended operations, and takes back what nobody has received. */
-void mail_close(struct group *g);
-void mail_drop(struct group *g);
+void p2p_close(struct group *g);
+void p2p_drop(struct group *g);
 /* In a forked child: touch the channels no more. */
-void mail_forked(struct group *g);
+void p2p_forked(struct group *g);
 /* NULL with errno set: no memory, or no thread to drive it (EAGAIN). */
-struct op *mail_post(struct group *g, const struct op *wanted);
+struct op *p2p_post(struct group *g, const struct op *wanted);
 /* Post and wait in one, of an operation that is not left to the background. NULL: no memory. */
-struct op *mail_exchange(struct group *g, const struct op *wanted, int64_t timeout, int *status);
-/* Drives the mail until op is done. timeout ns, 0: none; negative: only look. STATUS_TIMEOUT withdraws the op. */
-int mail_wait(struct op *op, int64_t timeout, bool withdraw);
+struct op *p2p_exchange(struct group *g, const struct op *wanted, int64_t timeout, int *status);
+/* Makes progress until op is done. timeout ns, 0: none; negative: only look. STATUS_TIMEOUT withdraws the op. */
+int p2p_wait(struct op *op, int64_t timeout, bool withdraw);
 /* Whether a message of so many bytes is over in microseconds once the peer takes part, with no others on their way. */
-bool mail_is_short(const struct group *g, uint64_t nbytes);
-bool mail_done(struct op *op);
+bool p2p_is_short(const struct group *g, uint64_t nbytes);
+bool p2p_done(struct op *op);
 /* Whoever held on to op has no further use for it. */
-void mail_release(struct op *op);
+void p2p_release(struct op *op);
 
 #endif

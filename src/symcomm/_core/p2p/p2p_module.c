@@ -11,7 +11,7 @@ static const char OP[] = "symcomm.op";
 
 static void drop_op(PyObject *capsule) {
     PyObject *group = PyCapsule_GetContext(capsule);
-    mail_release(PyCapsule_GetPointer(capsule, OP));
+    p2p_release(PyCapsule_GetPointer(capsule, OP));
     Py_DECREF(group);
 }
 
@@ -28,20 +28,20 @@ static PyObject *py_post(PyObject *self, PyObject *args) {
         return NULL;
     struct group *g = PyCapsule_GetPointer(capsule, "symcomm.group");
     if (g == NULL) return NULL;
-    if (g->mail == NULL || peer >= g->world || peer < (is_send ? 0 : ANY_SOURCE) || nbytes < 0)
+    if (g->p2p == NULL || peer >= g->world || peer < (is_send ? 0 : ANY_SOURCE) || nbytes < 0)
         return PyErr_Format(PyExc_ValueError, "no rank %d to exchange %lld bytes with", peer, nbytes);
     struct op wanted = {.is_send = is_send,
                         .peer = peer,
                         .tag = tag,
                         .dtype = dtype,
                         .background = background,
-                        .is_long = true,
+                        .slow_path = true,
                         .site = site};
     wanted.buffer = (char *)(uintptr_t)address, wanted.nbytes = (uint64_t)nbytes;
     struct op *op;
     count_call(&g->messages, true, background);
     Py_BEGIN_ALLOW_THREADS;
-    op = mail_post(g, &wanted);
+    op = p2p_post(g, &wanted);
     Py_END_ALLOW_THREADS;
     if (op == NULL) return errno == EAGAIN ? PyErr_SetFromErrno(PyExc_OSError) : PyErr_NoMemory();
     PyObject *result = PyCapsule_New(op, OP, drop_op);
@@ -64,7 +64,7 @@ static PyObject *py_wait(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OLp", &capsule, &timeout, &withdraw_it)) return NULL;
     struct op *op = PyCapsule_GetPointer(capsule, OP);
     if (op == NULL) return NULL;
-    WITHOUT_LOCK(status = mail_wait(op, timeout, withdraw_it));
+    WITHOUT_GIL(status = p2p_wait(op, timeout, withdraw_it));
     if (PyErr_Occurred()) return NULL;
     return outcome(op, status);
 }
@@ -76,7 +76,7 @@ static PyObject *message(PyObject *self, PyObject *const *args, Py_ssize_t n_arg
     struct group *g = n_args == 6 ? PyCapsule_GetPointer(args[0], "symcomm.group") : NULL;
     if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "message takes 6 arguments");
     struct tensor_view view;
-    if (g->mail == NULL || !PyLong_Check(args[2]) || !PyLong_Check(args[3]) || !tensor_view(args[4], &view))
+    if (g->p2p == NULL || !PyLong_Check(args[2]) || !PyLong_Check(args[3]) || !tensor_view(args[4], &view))
         Py_RETURN_NONE;
     struct op wanted = {.is_send = args[1] == Py_True, .tag = PyLong_AsLongLong(args[3]), .dtype = view.dtype};
     long peer = PyLong_AsLong(args[2]);
@@ -91,33 +91,34 @@ static PyObject *message(PyObject *self, PyObject *const *args, Py_ssize_t n_arg
     struct op *op;
     int status;
     count_call(&g->messages, false, false);
-    WITHOUT_LOCK_UNLESS(g->own_process && mail_is_short(g, wanted.nbytes),
-                        op = mail_exchange(g, &wanted, timeout, &status));
+    WITHOUT_GIL_UNLESS(g->own_process && p2p_is_short(g, wanted.nbytes),
+                       op = p2p_exchange(g, &wanted, timeout, &status));
     if (op == NULL) return PyErr_NoMemory();
     PyObject *result = NULL;
     if (!PyErr_Occurred()) result = status == STATUS_OK ? PyLong_FromLong(op->peer) : outcome(op, status);
-    mail_release(op);
+    p2p_release(op);
     return result;
 }
 
-static PyObject *teller; /* a callable: says that two ranks seem to wait for each other */
+static PyObject *deadlock_callable; /* a callable: says that two ranks seem to wait for each other */
 
-static void stand_off(const struct op *op) {
-    if (teller == NULL || symcomm_released == NULL) return;
-    PyEval_RestoreThread(symcomm_released);
-    PyObject *group = op->mail->group->capsule;
-    PyObject *told = PyObject_CallFunction(teller, "OiiL", group, (int)op->is_send, (int)op->peer, (long long)op->tag);
+static void call_deadlock_hook(const struct op *op) {
+    if (deadlock_callable == NULL || gil_released == NULL) return;
+    PyEval_RestoreThread(gil_released);
+    PyObject *group = op->p2p->group->capsule;
+    PyObject *told =
+        PyObject_CallFunction(deadlock_callable, "OiiL", group, (int)op->is_send, (int)op->peer, (long long)op->tag);
     Py_XDECREF(told); /* what it raised is for our caller, who asks for it as for a signal handler's */
-    symcomm_interrupted = symcomm_ask_python;
-    symcomm_released = PyEval_SaveThread();
+    symcomm_interrupted = gil_check_signals;
+    gil_released = PyEval_SaveThread();
 }
 
 static PyObject *use_teller(PyObject *self, PyObject *callable) {
     (void)self;
-    PyObject *before = teller;
-    teller = Py_NewRef(callable);
+    PyObject *before = deadlock_callable;
+    deadlock_callable = Py_NewRef(callable);
     Py_XDECREF(before);
-    symcomm_stand_off = stand_off;
+    p2p_deadlock_hook = call_deadlock_hook;
     Py_RETURN_NONE;
 }
 

@@ -12,18 +12,18 @@
 #define DIRECT_BYTES (32 * 1024)       /* below, copying twice is cheaper than waiting for the receiver */
 #define WAKING_BYTES (4 * 1024 * 1024) /* below, a sender that sleeps is not woken to help: it would come too late */
 
-static void ring_bell(struct group *g, int rank) {
+static void ring_p2p_doorbell(struct group *g, int rank) {
     struct control *c = g->control[rank];
     atomic_thread_fence(memory_order_seq_cst);
-    if (!atomic_load_explicit(&c->mail_sleepers, memory_order_acquire)) return;
-    atomic_fetch_add_explicit(&c->mail_bell, 1, memory_order_release);
-    futex_wake(&c->mail_bell, INT32_MAX);
+    if (!atomic_load_explicit(&c->p2p_sleepers, memory_order_acquire)) return;
+    atomic_fetch_add_explicit(&c->p2p_doorbell, 1, memory_order_release);
+    futex_wake(&c->p2p_doorbell, INT32_MAX);
 }
 
-void mail_record(struct group *g, struct op *op) {
-    int way = (op->is_long ? FLIGHT_LONG : 0) | (op->background ? FLIGHT_QUEUED : 0);
+void p2p_record(struct group *g, struct op *op) {
+    int way = (op->slow_path ? FLIGHT_SLOW_PATH : 0) | (op->background ? FLIGHT_QUEUED : 0);
     struct flight_facts facts = {
-        .seq = ++g->mail->posted[op->is_send],
+        .seq = ++g->p2p->posted[op->is_send],
         .signature = (uint64_t)op->is_send | (uint64_t)op->dtype << 8 | (uint64_t)(uint32_t)op->peer << 24,
         .count = op->nbytes,
         .created = symcomm_ticks(),
@@ -35,11 +35,11 @@ void mail_record(struct group *g, struct op *op) {
     op->record = flight_begin(g->flight, &facts, &op->record_number);
 }
 
-void mail_finish(struct op *op, int status) {
+void p2p_finish(struct op *op, int status) {
     flight_end(op->record, op->record_number, status);
     op->status = status;
     op->state = OP_DONE;
-    if (op->background) op->mail->background--;
+    if (op->background) op->p2p->background--;
 }
 
 /* --- the ring --------------------------------------------------------------------------------------------------- */
@@ -50,10 +50,10 @@ static void ring_write(struct channel *c, uint64_t at, const void *bytes, uint64
     memcpy(c->ring, (const char *)bytes + first, n - first);
 }
 
-static void ring_read(struct channel *c, uint64_t at, void *bytes, uint64_t n, bool streamed) {
+static void ring_read(struct channel *c, uint64_t at, void *bytes, uint64_t n, bool nontemporal) {
     uint64_t start = at % RING_BYTES, first = n < RING_BYTES - start ? n : RING_BYTES - start;
-    stream_copy(bytes, c->ring + start, first, streamed);
-    stream_copy((char *)bytes + first, c->ring, n - first, streamed);
+    nt_copy(bytes, c->ring + start, first, nontemporal);
+    nt_copy((char *)bytes + first, c->ring, n - first, nontemporal);
 }
 
 /* --- sending ---------------------------------------------------------------------------------------------------- */
@@ -72,7 +72,7 @@ static uint64_t room_for(struct outgoing *o, uint64_t filled, uint64_t wanted) {
 }
 
 /* Puts as much of op into the ring as there is room for. True when all of it is in. */
-static bool push(struct mail *m, struct outgoing *o, struct op *op) {
+static bool push(struct p2p *m, struct outgoing *o, struct op *op) {
     struct channel *c = o->channel;
     uint64_t filled = atomic_load_explicit(&c->filled, memory_order_relaxed);
     uint64_t room = room_for(o, filled, sizeof(struct header) + op->nbytes - op->moved);
@@ -93,17 +93,16 @@ static bool push(struct mail *m, struct outgoing *o, struct op *op) {
 }
 
 /* Takes part in copying what peer is at. */
-static bool help(struct mail *m, int peer) {
+static bool help(struct p2p *m, int peer) {
     bool helped = false;
     for (struct op *op = m->out[peer].unacknowledged; op; op = op->next)
-        if (joint_fits(op->nbytes))
-            helped |=
-                joint_push(&m->out[peer].channel->joint, op->ticket, m->group->arena[peer], op->buffer, op->nbytes);
-    if (helped) ring_bell(m->group, peer);
+        if (coop_fits(op->nbytes))
+            helped |= coop_push(&m->out[peer].channel->coop, op->ticket, m->group->arena[peer], op->buffer, op->nbytes);
+    if (helped) ring_p2p_doorbell(m->group, peer);
     return helped;
 }
 
-static bool progress_sends(struct mail *m, int peer, bool waits) {
+static bool progress_sends(struct p2p *m, int peer, bool waits) {
     struct outgoing *o = &m->out[peer];
     bool moved = waits && o->unacknowledged && help(m, peer);
     while (o->first) {
@@ -111,7 +110,7 @@ static bool progress_sends(struct mail *m, int peer, bool waits) {
         uint64_t before = atomic_load_explicit(&o->channel->filled, memory_order_relaxed);
         bool whole = push(m, o, op);
         bool advanced = atomic_load_explicit(&o->channel->filled, memory_order_relaxed) != before;
-        if (advanced) ring_bell(m->group, peer), moved = true;
+        if (advanced) ring_p2p_doorbell(m->group, peer), moved = true;
         if (!whole && !advanced) break;
         if (!whole) continue;
         if ((o->first = op->next) == NULL) o->last = NULL;
@@ -120,8 +119,8 @@ static bool progress_sends(struct mail *m, int peer, bool waits) {
             op->state = OP_UNACKNOWLEDGED;
             op->next = o->unacknowledged, o->unacknowledged = op;
         } else {
-            mail_finish(op, STATUS_OK);
-            mail_release(op);
+            p2p_finish(op, STATUS_OK);
+            p2p_release(op);
         }
     }
     uint64_t copied = atomic_load_explicit(&o->channel->copied, memory_order_acquire);
@@ -132,8 +131,8 @@ static bool progress_sends(struct mail *m, int peer, bool waits) {
             continue;
         }
         *at = op->next;
-        mail_finish(op, STATUS_OK);
-        mail_release(op);
+        p2p_finish(op, STATUS_OK);
+        p2p_release(op);
         moved = true;
     }
     return moved;
@@ -141,7 +140,7 @@ static bool progress_sends(struct mail *m, int peer, bool waits) {
 
 /* --- receiving -------------------------------------------------------------------------------------------------- */
 
-static struct op *match(struct mail *m, int peer, const struct header *h) {
+static struct op *match(struct p2p *m, int peer, const struct header *h) {
     for (struct op **at = &m->receives; *at; at = &(*at)->next) {
         struct op *op = *at;
         if ((op->peer != peer && op->peer != ANY_SOURCE) || op->tag != h->tag) continue;
@@ -154,7 +153,7 @@ static struct op *match(struct mail *m, int peer, const struct header *h) {
     return NULL;
 }
 
-static bool wanted_from(struct mail *m, int peer) {
+static bool wanted_from(struct p2p *m, int peer) {
     for (struct op *op = m->receives; op; op = op->next)
         if (op->peer == peer || op->peer == ANY_SOURCE) return true;
     return false;
@@ -166,28 +165,28 @@ static bool fits(const struct op *op, const struct header *h) {
 
 static void deliver(struct op *op, const struct header *h) {
     op->got = h->nbytes, op->got_dtype = h->dtype;
-    mail_finish(op, fits(op, h) ? STATUS_OK : STATUS_SIZE);
-    mail_release(op);
+    p2p_finish(op, fits(op, h) ? STATUS_OK : STATUS_SIZE);
+    p2p_release(op);
 }
 
-static bool take_header(struct mail *m, int peer) {
+static bool take_header(struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
     struct channel *c = i->channel;
     uint64_t emptied = atomic_load_explicit(&c->emptied, memory_order_relaxed);
     if (atomic_load_explicit(&c->filled, memory_order_acquire) - emptied < sizeof(struct header)) return false;
     ring_read(c, emptied, &i->header, sizeof i->header, false);
     i->into = match(m, peer, &i->header);
-    i->park = NULL;
+    i->unexpected = NULL;
     if (i->into == NULL) {
         if (!wanted_from(m, peer)) return false; /* leave it in the ring until somebody wants something */
-        struct parked *p = calloc(1, sizeof *p);
+        struct unexpected *p = calloc(1, sizeof *p);
         if (p) p->bytes = malloc(i->header.nbytes + 1);
         if (p == NULL || p->bytes == NULL) {
             free(p);
             return false; /* no memory to set it aside: wait for its receive instead */
         }
         p->header = i->header;
-        i->park = p;
+        i->unexpected = p;
     }
     i->reading = true;
     i->moved = 0;
@@ -196,7 +195,7 @@ static bool take_header(struct mail *m, int peer) {
 }
 
 static char *destination(struct incoming *i) {
-    if (i->park) return i->park->bytes;
+    if (i->unexpected) return i->unexpected->bytes;
     return i->into && fits(i->into, &i->header) ? i->into->buffer : NULL;
 }
 
@@ -206,7 +205,7 @@ static bool was_withdrawn(const struct channel *c) {
     return atomic_load_explicit(&c->withdrawn, memory_order_relaxed);
 }
 
-static bool is_dead(struct mail *m, int peer) { return sync_marked_gone(m->group, peer) == STATUS_DEAD; }
+static bool is_dead(struct p2p *m, int peer) { return sync_marked_gone(m->group, peer) == STATUS_DEAD; }
 
 /* The number that the sender gave to the symmetric message which is being read. */
 static uint64_t ticket_of(struct incoming *i) {
@@ -214,46 +213,46 @@ static uint64_t ticket_of(struct incoming *i) {
 }
 
 /* Whether the sender may help to copy. Where ranks share cores, it would only take the receiver's. */
-static bool may_be_joint(struct group *g, struct incoming *i, int peer) {
-    if (i->into == NULL || peer == g->rank || !joint_fits(i->header.nbytes)) return false;
-    return !atomic_load_explicit(&g->crowded, memory_order_relaxed) &&
+static bool may_cooperate(struct group *g, struct incoming *i, int peer) {
+    if (i->into == NULL || peer == g->rank || !coop_fits(i->header.nbytes)) return false;
+    return !atomic_load_explicit(&g->oversubscribed, memory_order_relaxed) &&
            arena_offset(g, i->into->buffer, i->header.nbytes) >= 0;
 }
 
 /* Copies a symmetric message. False: the sender is still at its share of it. */
-static bool copy(struct mail *m, int peer) {
+static bool copy(struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
     const char *from = m->group->arena[peer] + i->header.offset;
     char *to = destination(i);
     uint64_t nbytes = i->header.nbytes;
     if (to == NULL) return true;
-    if (!i->joint && may_be_joint(m->group, i, peer)) {
-        i->joint = true;
-        joint_open(&i->channel->joint, ticket_of(i), arena_offset(m->group, to, nbytes));
-        if (nbytes >= WAKING_BYTES) ring_bell(m->group, peer);
+    if (!i->coop && may_cooperate(m->group, i, peer)) {
+        i->coop = true;
+        coop_open(&i->channel->coop, ticket_of(i), arena_offset(m->group, to, nbytes));
+        if (nbytes >= WAKING_BYTES) ring_p2p_doorbell(m->group, peer);
     }
-    if (!i->joint) stream_copy(to, from, nbytes, stream_pays(2 * nbytes));
-    else if (!joint_pull(&i->channel->joint, ticket_of(i), to, from, nbytes, is_dead(m, peer))) return false;
-    i->joint = false;
+    if (!i->coop) nt_copy(to, from, nbytes, nt_pays(2 * nbytes));
+    else if (!coop_pull(&i->channel->coop, ticket_of(i), to, from, nbytes, is_dead(m, peer))) return false;
+    i->coop = false;
     return true;
 }
 
-void mail_take_away(struct mail *m, int peer) {
+void p2p_revoke_receive(struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
     struct group *g = m->group;
-    if (!i->joint) return;
-    i->joint = false;
-    struct joint *j = &i->channel->joint;
+    if (!i->coop) return;
+    i->coop = false;
+    struct coop_copy *j = &i->channel->coop;
     uint64_t number = ticket_of(i);
-    if (is_dead(m, peer) || !joint_is_written(j, number)) return;
+    if (is_dead(m, peer) || !coop_is_written(j, number)) return;
     if (symcomm_before_waiting) symcomm_before_waiting();
     int64_t end = symcomm_now_ns() + (g->own_process ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
-    while (joint_is_written(j, number) && !is_dead(m, peer) && symcomm_now_ns() < end) usleep(100);
-    if (g->own_process && joint_is_written(j, number) && !is_dead(m, peer))
+    while (coop_is_written(j, number) && !is_dead(m, peer) && symcomm_now_ns() < end) usleep(100);
+    if (g->own_process && coop_is_written(j, number) && !is_dead(m, peer))
         isolate(i->into->buffer, (int64_t)i->header.nbytes);
 }
 
-static void take_symmetric(struct mail *m, int peer) {
+static void take_symmetric(struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
     if (!copy(m, peer)) return;
     i->moved = i->header.nbytes;
@@ -267,7 +266,7 @@ static void take_symmetric(struct mail *m, int peer) {
     atomic_fetch_add_explicit(&i->channel->copied, 1, memory_order_release);
 }
 
-static void take_bytes(struct mail *m, int peer) {
+static void take_bytes(struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
     struct channel *c = i->channel;
     char *to = destination(i);
@@ -278,33 +277,33 @@ static void take_bytes(struct mail *m, int peer) {
     uint64_t emptied = atomic_load_explicit(&c->emptied, memory_order_relaxed);
     uint64_t n = atomic_load_explicit(&c->filled, memory_order_acquire) - emptied;
     if (n > i->header.nbytes - i->moved) n = i->header.nbytes - i->moved;
-    if (to) ring_read(c, emptied, to + i->moved, n, stream_pays(2 * i->header.nbytes));
+    if (to) ring_read(c, emptied, to + i->moved, n, nt_pays(2 * i->header.nbytes));
     i->moved += n;
     atomic_store_explicit(&c->emptied, emptied + n, memory_order_release);
 }
 
-void mail_free_parked(struct parked *p) {
+void p2p_free_unexpected(struct unexpected *p) {
     if (p) free(p->bytes);
     free(p);
 }
 
-static void hand_over(struct parked *p, struct op *op) {
+static void deliver_unexpected(struct unexpected *p, struct op *op) {
     if (fits(op, &p->header)) memcpy(op->buffer, p->bytes, p->header.nbytes);
     deliver(op, &p->header);
-    mail_free_parked(p);
+    p2p_free_unexpected(p);
 }
 
 /* The sender took the message back: who waits for it is told, and the channel says nothing more. */
 static void drop_message(struct incoming *i) {
     if (i->into) {
-        mail_finish(i->into, STATUS_HALF_SENT);
-        mail_release(i->into);
+        p2p_finish(i->into, STATUS_HALF_SENT);
+        p2p_release(i->into);
     }
-    mail_free_parked(i->park);
-    i->into = NULL, i->park = NULL;
+    p2p_free_unexpected(i->unexpected);
+    i->into = NULL, i->unexpected = NULL;
 }
 
-static void finish_message(struct mail *m, int peer) {
+static void finish_message(struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
     i->reading = false;
     if (i->void_message) {
@@ -312,18 +311,18 @@ static void finish_message(struct mail *m, int peer) {
         return;
     }
     if (i->into) deliver(i->into, &i->header);
-    if (i->park == NULL) return;
+    if (i->unexpected == NULL) return;
     struct op *late = match(m, peer, &i->header); /* posted while the bytes were set aside */
     if (late) {
-        hand_over(i->park, late);
+        deliver_unexpected(i->unexpected, late);
         return;
     }
-    if (i->parked_last) i->parked_last->next = i->park;
-    else i->parked_first = i->park;
-    i->parked_last = i->park;
+    if (i->unexpected_last) i->unexpected_last->next = i->unexpected;
+    else i->unexpected_first = i->unexpected;
+    i->unexpected_last = i->unexpected;
 }
 
-static bool progress_receives(struct mail *m, int peer) {
+static bool progress_receives(struct p2p *m, int peer) {
     struct incoming *i = &m->in[peer];
     bool moved = false;
     while (!i->void_message) {
@@ -332,7 +331,7 @@ static bool progress_receives(struct mail *m, int peer) {
         uint64_t before = i->moved;
         take_bytes(m, peer);
         bool advanced = fresh || i->moved != before;
-        if (advanced) ring_bell(m->group, peer), moved = true;
+        if (advanced) ring_p2p_doorbell(m->group, peer), moved = true;
         if (i->moved == i->header.nbytes) finish_message(m, peer);
         else if (!advanced) break;
     }
@@ -340,29 +339,29 @@ static bool progress_receives(struct mail *m, int peer) {
 }
 
 /* A receive that finds its message among those set aside. */
-bool mail_unpark(struct mail *m, struct op *op) {
+bool p2p_match_unexpected(struct p2p *m, struct op *op) {
     int first = op->peer == ANY_SOURCE ? 0 : op->peer, end = op->peer == ANY_SOURCE ? m->group->world : op->peer + 1;
     for (int peer = first; peer < end; peer++) {
         struct incoming *i = &m->in[peer];
-        for (struct parked *p = i->parked_first, *before = NULL; p; before = p, p = p->next) {
+        for (struct unexpected *p = i->unexpected_first, *before = NULL; p; before = p, p = p->next) {
             if (p->header.tag != op->tag) continue;
             if (before) before->next = p->next;
-            else i->parked_first = p->next;
-            if (i->parked_last == p) i->parked_last = before;
+            else i->unexpected_first = p->next;
+            if (i->unexpected_last == p) i->unexpected_last = before;
             op->peer = peer;
-            hand_over(p, op);
+            deliver_unexpected(p, op);
             return true;
         }
     }
     return false;
 }
 
-void mail_progress_first(struct mail *m, const struct op *op) {
+void p2p_progress_first(struct p2p *m, const struct op *op) {
     if (op->is_send) progress_sends(m, op->peer, true);
     else if (op->peer != ANY_SOURCE) progress_receives(m, op->peer);
 }
 
-bool mail_progress(struct mail *m, bool waits) {
+bool p2p_progress(struct p2p *m, bool waits) {
     bool moved = false;
     for (int r = 0; r < m->group->world; r++) {
         moved |= progress_sends(m, r, waits);

@@ -14,18 +14,18 @@
 
 #define COPY_LIMIT (16 << 10) /* a larger last value is sent from where it is */
 
-typedef struct {
+struct frame {
     uint8_t *bytes; /* `small`, or memory of its own */
     size_t size, room;
     struct iovec last; /* what follows `bytes` without having been copied */
     uint8_t small[1024];
-} Frame;
+};
 
-static void frame_free(Frame *frame) {
+static void frame_free(struct frame *frame) {
     if (frame->bytes != frame->small) free(frame->bytes);
 }
 
-static uint8_t *frame_extend(Frame *frame, size_t size) {
+static uint8_t *frame_extend(struct frame *frame, size_t size) {
     if (size > frame->room - frame->size) {
         size_t room = frame->room * 2 > frame->size + size ? frame->room * 2 : frame->size + size;
         uint8_t *bytes = frame->bytes == frame->small ? malloc(room) : realloc(frame->bytes, room);
@@ -41,7 +41,7 @@ static uint8_t *frame_extend(Frame *frame, size_t size) {
     return frame->bytes + frame->size - size;
 }
 
-static bool frame_put_u64(Frame *frame, uint64_t value) {
+static bool frame_put_u64(struct frame *frame, uint64_t value) {
     uint8_t *at = frame_extend(frame, sizeof value);
     if (at != NULL) memcpy(at, &value, sizeof value);
     return at != NULL;
@@ -56,7 +56,7 @@ static const char *bytes_of(PyObject *object, Py_ssize_t *size) {
 }
 
 /* Keys are text; bytes are taken for one if they are UTF-8. */
-static bool frame_put_key(Frame *frame, PyObject *key) {
+static bool frame_put_key(struct frame *frame, PyObject *key) {
     Py_ssize_t size;
     const char *bytes = bytes_of(key, &size);
     if (bytes != NULL && PyBytes_Check(key)) {
@@ -75,7 +75,7 @@ static bool frame_put_key(Frame *frame, PyObject *key) {
 static PyObject *no_keys; /* what a call without keys passes; not None, which may be a user's mistake */
 
 /* No keys, one key, or a counted list of keys. */
-static bool frame_put_keys(Frame *frame, PyObject *keys) {
+static bool frame_put_keys(struct frame *frame, PyObject *keys) {
     if (keys == no_keys) return true;
     if (!PyList_Check(keys)) return frame_put_key(frame, keys);
     Py_ssize_t count = PyList_Size(keys);
@@ -86,7 +86,7 @@ static bool frame_put_keys(Frame *frame, PyObject *keys) {
 }
 
 /* None, a 64-bit int, a value (length and bytes), or a tuple of these. */
-static bool frame_put_body(Frame *frame, PyObject *body) {
+static bool frame_put_body(struct frame *frame, PyObject *body) {
     if (body == Py_None) return true;
     if (PyLong_Check(body)) {
         long long value = PyLong_AsLongLong(body);
@@ -110,7 +110,7 @@ static bool frame_put_body(Frame *frame, PyObject *body) {
 }
 
 /* A large value at the very end is not copied. */
-static bool frame_put_last(Frame *frame, PyObject *body) {
+static bool frame_put_last(struct frame *frame, PyObject *body) {
     if (!PyBytes_Check(body) || PyBytes_Size(body) < COPY_LIMIT) return frame_put_body(frame, body);
     frame->last = (struct iovec){PyBytes_AsString(body), (size_t)PyBytes_Size(body)};
     return frame_put_u64(frame, frame->last.iov_len);
@@ -118,27 +118,27 @@ static bool frame_put_last(Frame *frame, PyObject *body) {
 
 /* --- the exchange -------------------------------------------------------------------------------------- */
 
-typedef enum { DONE, LATE, GONE, SIGNALED, FAILED } Outcome;
+enum outcome { DONE, LATE, GONE, SIGNALED, FAILED };
 
 /* The socket blocks, with time-outs of one second (see SLICE_NS): most answers then cost a single system call. */
-typedef struct {
+struct reader {
     int fd;
     int64_t deadline_ns;
     PyThreadState *unlocked; /* while the interpreter lock is released */
     size_t start, end;
     uint8_t bytes[4096];
-} Reader;
+};
 
 #define SLICE_NS ((int64_t)1000000000)
 
-static void unlock(Reader *reader) { reader->unlocked = PyEval_SaveThread(); }
+static void unlock(struct reader *reader) { reader->unlocked = PyEval_SaveThread(); }
 
-static void lock(Reader *reader) {
+static void lock(struct reader *reader) {
     PyEval_RestoreThread(reader->unlocked);
     reader->unlocked = NULL;
 }
 
-static Outcome check_signals(Reader *reader) {
+static enum outcome check_signals(struct reader *reader) {
     lock(reader);
     int failed = PyErr_CheckSignals();
     unlock(reader);
@@ -146,7 +146,7 @@ static Outcome check_signals(Reader *reader) {
 }
 
 /* Less than a slice is left: the socket's own time-out is too coarse. */
-static Outcome wait_precisely(Reader *reader, short events) {
+static enum outcome wait_precisely(struct reader *reader, short events) {
     for (;;) {
         int64_t left = reader->deadline_ns - symcomm_now_ns();
         if (left >= SLICE_NS) return DONE;
@@ -156,13 +156,13 @@ static Outcome wait_precisely(Reader *reader, short events) {
         if (ready > 0) return DONE;
         if (ready == 0) return LATE;
         if (errno != EINTR) return FAILED;
-        Outcome outcome = check_signals(reader);
+        enum outcome outcome = check_signals(reader);
         if (outcome != DONE) return outcome;
     }
 }
 
 /* What follows a send or recv that returned -1: DONE to try again. */
-static Outcome after_failure(Reader *reader) {
+static enum outcome after_failure(struct reader *reader) {
     switch (errno) {
     case EAGAIN: return symcomm_now_ns() >= reader->deadline_ns ? LATE : DONE;
     case EINTR: return check_signals(reader);
@@ -175,17 +175,17 @@ static Outcome after_failure(Reader *reader) {
     }
 }
 
-static Outcome send_parts(Reader *reader, struct iovec *parts, int count) {
+static enum outcome send_parts(struct reader *reader, struct iovec *parts, int count) {
     bool hurried = reader->deadline_ns - symcomm_now_ns() < SLICE_NS;
     while (count > 0) {
         if (hurried) {
-            Outcome outcome = wait_precisely(reader, POLLOUT);
+            enum outcome outcome = wait_precisely(reader, POLLOUT);
             if (outcome != DONE) return outcome;
         }
         struct msghdr message = {.msg_iov = parts, .msg_iovlen = (size_t)count};
         ssize_t sent = sendmsg(reader->fd, &message, MSG_NOSIGNAL | (hurried ? MSG_DONTWAIT : 0));
         if (sent < 0) {
-            Outcome outcome = after_failure(reader);
+            enum outcome outcome = after_failure(reader);
             if (outcome != DONE) return outcome;
             hurried = reader->deadline_ns - symcomm_now_ns() < SLICE_NS;
             continue;
@@ -200,10 +200,10 @@ static Outcome send_parts(Reader *reader, struct iovec *parts, int count) {
 }
 
 /* At least one byte into `into`; `*got` says how many. */
-static Outcome receive_some(Reader *reader, void *into, size_t room, size_t *got) {
+static enum outcome receive_some(struct reader *reader, void *into, size_t room, size_t *got) {
     for (;;) {
         if (reader->deadline_ns - symcomm_now_ns() < SLICE_NS) {
-            Outcome outcome = wait_precisely(reader, POLLIN);
+            enum outcome outcome = wait_precisely(reader, POLLIN);
             if (outcome != DONE) return outcome;
         }
         ssize_t size = recv(reader->fd, into, room, 0);
@@ -212,13 +212,13 @@ static Outcome receive_some(Reader *reader, void *into, size_t room, size_t *got
             return DONE;
         }
         if (size == 0) return GONE;
-        Outcome outcome = after_failure(reader);
+        enum outcome outcome = after_failure(reader);
         if (outcome != DONE) return outcome;
     }
 }
 
 /* Exactly `size` bytes. Called with the interpreter lock released. */
-static Outcome receive(Reader *reader, void *into, size_t size) {
+static enum outcome receive(struct reader *reader, void *into, size_t size) {
     uint8_t *at = into;
     while (size > 0) {
         size_t have = reader->end - reader->start;
@@ -230,8 +230,8 @@ static Outcome receive(Reader *reader, void *into, size_t size) {
         }
         bool direct = size >= sizeof reader->bytes;
         size_t got = 0;
-        Outcome outcome = direct ? receive_some(reader, at, size, &got)
-                                 : receive_some(reader, reader->bytes, sizeof reader->bytes, &got);
+        enum outcome outcome = direct ? receive_some(reader, at, size, &got)
+                                      : receive_some(reader, reader->bytes, sizeof reader->bytes, &got);
         if (outcome != DONE) return outcome;
         if (direct) {
             at += got, size -= got;
@@ -243,10 +243,10 @@ static Outcome receive(Reader *reader, void *into, size_t size) {
     return DONE;
 }
 
-static Outcome receive_i64(Reader *reader, int64_t *value) { return receive(reader, value, sizeof *value); }
+static enum outcome receive_i64(struct reader *reader, int64_t *value) { return receive(reader, value, sizeof *value); }
 
 /* `size` bytes as a bytes object (lock released on entry and exit). */
-static Outcome receive_object(Reader *reader, size_t size, PyObject **object) {
+static enum outcome receive_object(struct reader *reader, size_t size, PyObject **object) {
     lock(reader);
     *object = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
     char *into = *object == NULL ? NULL : PyBytes_AsString(*object);
@@ -254,9 +254,9 @@ static Outcome receive_object(Reader *reader, size_t size, PyObject **object) {
     return into == NULL ? SIGNALED : receive(reader, into, size);
 }
 
-static Outcome receive_value(Reader *reader, PyObject **object) {
+static enum outcome receive_value(struct reader *reader, PyObject **object) {
     int64_t size;
-    Outcome outcome = receive_i64(reader, &size);
+    enum outcome outcome = receive_i64(reader, &size);
     if (outcome != DONE) return outcome;
     if (size < 0) {
         errno = EPROTO;
@@ -265,11 +265,11 @@ static Outcome receive_value(Reader *reader, PyObject **object) {
     return receive_object(reader, (size_t)size, object);
 }
 
-static Outcome receive_list(Reader *reader, int64_t count, PyObject **object) {
+static enum outcome receive_list(struct reader *reader, int64_t count, PyObject **object) {
     lock(reader);
     *object = PyList_New(0);
     unlock(reader);
-    Outcome outcome = *object == NULL ? SIGNALED : DONE;
+    enum outcome outcome = *object == NULL ? SIGNALED : DONE;
     for (; count > 0 && outcome == DONE; count--) {
         PyObject *value = NULL;
         outcome = receive_value(reader, &value);
@@ -282,11 +282,11 @@ static Outcome receive_list(Reader *reader, int64_t count, PyObject **object) {
 }
 
 /* Reads no byte more than it returns: a late answer may be followed by that to a cancelled wait. */
-static Outcome receive_number(Reader *reader, size_t width, PyObject **object) {
+static enum outcome receive_number(struct reader *reader, size_t width, PyObject **object) {
     uint8_t bytes[8] = {0};
     size_t got = 0;
     for (size_t size = 0; size < width; size += got) {
-        Outcome outcome = receive_some(reader, bytes + size, width - size, &got);
+        enum outcome outcome = receive_some(reader, bytes + size, width - size, &got);
         if (outcome != DONE) return outcome;
     }
     uint32_t word;
@@ -300,7 +300,7 @@ static Outcome receive_number(Reader *reader, size_t width, PyObject **object) {
 }
 
 /* Nothing comes back: a look at the socket tells at least whether the server has left. */
-static Outcome expect_nothing(Reader *reader) {
+static enum outcome expect_nothing(struct reader *reader) {
     uint8_t byte;
     ssize_t size = recv(reader->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
     if (size == 0) return GONE;
@@ -308,9 +308,10 @@ static Outcome expect_nothing(Reader *reader) {
     return DONE;
 }
 
-static Outcome exchange(Reader *reader, struct iovec parts[2], int shape, Py_ssize_t count, PyObject **object) {
+static enum outcome exchange(struct reader *reader, struct iovec parts[2], int shape, Py_ssize_t count,
+                             PyObject **object) {
     int64_t number;
-    Outcome outcome = shape == '-' ? expect_nothing(reader) : DONE;
+    enum outcome outcome = shape == '-' ? expect_nothing(reader) : DONE;
     if (outcome == DONE) outcome = send_parts(reader, parts, parts[1].iov_len > 0 ? 2 : 1);
     if (outcome != DONE) return outcome;
     switch (shape) {
@@ -335,8 +336,9 @@ static PyObject *late_error, *gone_error, *broken_error;
 
 /* Sends the frame and returns the answer, or NULL with one of the above set. After any of them, only a one-byte answer
  * that was late can still be waited for. */
-static PyObject *exchange_frame(PyObject *fd, Frame *frame, PyObject *shape, Py_ssize_t count, PyObject *seconds) {
-    Reader reader;
+static PyObject *exchange_frame(PyObject *fd, struct frame *frame, PyObject *shape, Py_ssize_t count,
+                                PyObject *seconds) {
+    struct reader reader;
     reader.fd = (int)PyLong_AsLong(fd);
     reader.start = reader.end = 0;
     int letter = (int)PyUnicode_ReadChar(shape, 0);
@@ -346,7 +348,7 @@ static PyObject *exchange_frame(PyObject *fd, Frame *frame, PyObject *shape, Py_
     struct iovec parts[2] = {{frame->bytes, frame->size}, frame->last};
     PyObject *object = NULL;
     unlock(&reader);
-    Outcome outcome = exchange(&reader, parts, letter, count, &object);
+    enum outcome outcome = exchange(&reader, parts, letter, count, &object);
     int error = errno;
     lock(&reader);
     if (outcome == DONE) return object != NULL ? object : Py_NewRef(Py_None);
@@ -361,7 +363,7 @@ static PyObject *exchange_frame(PyObject *fd, Frame *frame, PyObject *shape, Py_
     return NULL;
 }
 
-static void frame_begin(Frame *frame) {
+static void frame_begin(struct frame *frame) {
     frame->bytes = frame->small;
     frame->room = sizeof frame->small;
     frame->size = 0;
@@ -372,7 +374,7 @@ static void frame_begin(Frame *frame) {
  * 'l' a counted list of values, 'q' a queue's item or None. */
 static PyObject *store_call(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 6) return PyErr_Format(PyExc_TypeError, "store_call takes 6 arguments, got %zd", nargs);
-    Frame frame;
+    struct frame frame;
     frame_begin(&frame);
     PyObject *answer = NULL;
     long command = PyLong_AsLong(args[1]);
@@ -387,7 +389,7 @@ static PyObject *store_call(PyObject *Py_UNUSED(module), PyObject *const *args, 
 
 static PyObject *store_exchange(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 5) return PyErr_Format(PyExc_TypeError, "store_exchange takes 5 arguments, got %zd", nargs);
-    Frame frame;
+    struct frame frame;
     frame_begin(&frame);
     char *bytes;
     Py_ssize_t size;

@@ -15,23 +15,23 @@ enum { CHALLENGE_NO_TOKEN = 0, CHALLENGE_ACCEPTED = 1 };
 
 /* --- the commands' shapes ------------------------------------------------------------------------ */
 
-typedef void Handler(Server *server, Conn *conn, const uint8_t *fields);
+typedef void handler(struct server *server, struct conn *conn, const uint8_t *fields);
 
-static Handler do_hello, do_set, do_compare_set, do_get, do_add, do_check, do_wait, do_num_keys, do_delete, do_append,
+static handler do_hello, do_set, do_compare_set, do_get, do_add, do_check, do_wait, do_num_keys, do_delete, do_append,
     do_multi_get, do_multi_set, do_cancel, do_ping, do_push, do_pop, do_queue_len, do_list_keys, do_barrier,
     do_challenge, do_proof;
-static void settle_grants(Server *server, Conn *conn);
+static void settle_grants(struct server *server, struct conn *conn);
 
 /* Fields: k key, v value (both a u64 length and bytes), 8 a 64-bit number, 4 a 32-bit number, d 32 raw bytes,
  * n a u64 count: so often come the fields of `each`. */
-typedef struct {
+struct command {
     const char *name, *fields, *each;
-    Handler *handler;
-} Command;
+    handler *handle;
+};
 
 enum { HELLO = 0, QUEUE_POP = 15, PLAIN_COMMANDS = 19, CHALLENGE = 0xA7, PROOF = 0xA8 };
 
-static const Command commands[PLAIN_COMMANDS] = {
+static const struct command commands[PLAIN_COMMANDS] = {
     {"hello", "4", "", do_hello},
     {"set", "kv", "", do_set},
     {"compare_set", "kvv", "", do_compare_set},
@@ -52,10 +52,10 @@ static const Command commands[PLAIN_COMMANDS] = {
     {"list_keys", "", "", do_list_keys},
     {"barrier", "k8", "", do_barrier},
 };
-static const Command challenge_command = {"token challenge", "d", "", do_challenge};
-static const Command proof_command = {"token proof", "d", "", do_proof};
+static const struct command challenge_command = {"token challenge", "d", "", do_challenge};
+static const struct command proof_command = {"token proof", "d", "", do_proof};
 
-static const Command *command_of(uint8_t code) {
+static const struct command *command_of(uint8_t code) {
     if (code < PLAIN_COMMANDS) return &commands[code];
     if (code == CHALLENGE) return &challenge_command;
     if (code == PROOF) return &proof_command;
@@ -70,7 +70,7 @@ static uint64_t load_u64(const uint8_t *at) {
     return value;
 }
 
-static void open_stage(Server *server, Conn *conn) {
+static void open_stage(struct server *server, struct conn *conn) {
     conn->stage = STAGE_OPEN;
     server->greeting--;
     free(conn->challenge);
@@ -78,7 +78,7 @@ static void open_stage(Server *server, Conn *conn) {
 }
 
 /* Whether `code` may come at this stage; refuses the connection when not. */
-static bool allow_command(Server *server, Conn *conn, uint8_t code) {
+static bool allow_command(struct server *server, struct conn *conn, uint8_t code) {
     if (command_of(code) == NULL) {
         conn_refuse(server, conn, "sent an unknown command (%u)", code);
         return false;
@@ -106,8 +106,8 @@ static bool allow_command(Server *server, Conn *conn, uint8_t code) {
 }
 
 /* Length-prefixed bytes: returns their end, or 0 after noting what is needed, or after refusing the client. */
-static size_t scan_bytes(Server *server, Conn *conn, const uint8_t *frame, size_t size, bool is_key) {
-    Scan *scan = &conn->scan;
+static size_t scan_bytes(struct server *server, struct conn *conn, const uint8_t *frame, size_t size, bool is_key) {
+    struct scan *scan = &conn->scan;
     scan->need = scan->at + 8;
     if (size < scan->need) return 0;
     uint64_t length = load_u64(frame + scan->at);
@@ -128,11 +128,11 @@ static size_t scan_bytes(Server *server, Conn *conn, const uint8_t *frame, size_
 
 /* Goes on looking where it stopped the last time, so a frame that comes in pieces costs no more than one that
  * comes at once. True when the frame is whole: it is then scan.at bytes long and every length in it was checked. */
-static bool scan_frame(Server *server, Conn *conn, const uint8_t *frame, size_t size) {
-    Scan *scan = &conn->scan;
+static bool scan_frame(struct server *server, struct conn *conn, const uint8_t *frame, size_t size) {
+    struct scan *scan = &conn->scan;
     if (scan->at == 0) {
         if (size == 0 || !allow_command(server, conn, frame[0])) return false;
-        *scan = (Scan){.at = 1, .field = command_of(frame[0])->fields};
+        *scan = (struct scan){.at = 1, .field = command_of(frame[0])->fields};
     }
     for (;;) {
         size_t end;
@@ -166,30 +166,30 @@ static bool scan_frame(Server *server, Conn *conn, const uint8_t *frame, size_t 
     }
 }
 
-size_t protocol_consume(Server *server, Conn *conn, const uint8_t *bytes, size_t size) {
+size_t protocol_consume(struct server *server, struct conn *conn, const uint8_t *bytes, size_t size) {
     size_t used = 0;
     while (!conn->doomed && !conn->blocked && size - used >= conn->scan.need && size > used) {
         const uint8_t *frame = bytes + used;
         if (!scan_frame(server, conn, frame, size - used)) break;
         used += conn->scan.at;
-        conn->scan = (Scan){0};
+        conn->scan = (struct scan){0};
         atomic_fetch_add_explicit(&server->requests, 1, memory_order_relaxed);
         if (conn->waits != NULL && frame[0] != QUEUE_POP) settle_grants(server, conn);
-        command_of(frame[0])->handler(server, conn, frame + 1);
+        command_of(frame[0])->handle(server, conn, frame + 1);
     }
     return used;
 }
 
-void protocol_describe_partial(const Conn *conn, char *text, size_t size) {
-    const Command *command = command_of(conn->in.bytes[conn->in.start]);
+void protocol_describe_partial(const struct conn *conn, char *text, size_t size) {
+    const struct command *command = command_of(conn->in.bytes[conn->in.start]);
     snprintf(text, size, "left in the middle of a %s call (%zu of at least %zu bytes)",
              command == NULL ? "bad" : command->name, buffer_size(&conn->in), conn->scan.need);
 }
 
 /* --- reading fields of a frame that was checked ---------------------------------------------------- */
 
-static Slice take_bytes(const uint8_t **fields) {
-    Slice slice = {*fields + 8, (size_t)load_u64(*fields)};
+static struct slice take_bytes(const uint8_t **fields) {
+    struct slice slice = {*fields + 8, (size_t)load_u64(*fields)};
     *fields = slice.bytes + slice.size;
     return slice;
 }
@@ -200,22 +200,24 @@ static uint64_t take_u64(const uint8_t **fields) {
     return value;
 }
 
-static void send_byte(Server *server, Conn *conn, uint8_t byte) { conn_send(server, conn, &byte, 1); }
+static void send_byte(struct server *server, struct conn *conn, uint8_t byte) { conn_send(server, conn, &byte, 1); }
 
-static void send_i64(Server *server, Conn *conn, int64_t value) { conn_send(server, conn, &value, sizeof value); }
-
-static Slice value_of(const Entry *entry) {
-    return entry != NULL && entry->present ? (Slice){entry->value, entry->value_size} : (Slice){NULL, 0};
+static void send_i64(struct server *server, struct conn *conn, int64_t value) {
+    conn_send(server, conn, &value, sizeof value);
 }
 
-static void refuse_full(Server *server, Conn *conn) {
+static struct slice value_of(const struct entry *entry) {
+    return entry != NULL && entry->present ? (struct slice){entry->value, entry->value_size} : (struct slice){NULL, 0};
+}
+
+static void refuse_full(struct server *server, struct conn *conn) {
     conn_refuse(server, conn, "asked for more memory than the store may use (%llu bytes)",
                 (unsigned long long)server->limits.memory);
 }
 
 /* --- hello, ping and the token --------------------------------------------------------------------- */
 
-static void do_hello(Server *server, Conn *conn, const uint8_t *fields) {
+static void do_hello(struct server *server, struct conn *conn, const uint8_t *fields) {
     uint32_t magic;
     memcpy(&magic, fields, sizeof magic);
     if (magic != hello_magic) {
@@ -226,17 +228,20 @@ static void do_hello(Server *server, Conn *conn, const uint8_t *fields) {
     else conn->stage = STAGE_CHALLENGE;
 }
 
-static void do_ping(Server *server, Conn *conn, const uint8_t *fields) { conn_send(server, conn, fields, 4); }
+static void do_ping(struct server *server, struct conn *conn, const uint8_t *fields) {
+    conn_send(server, conn, fields, 4);
+}
 
 /* What a side signs: who it is, and both nonces, so that no answer can be replayed or reflected. */
-static void sign(const Server *server, const char *role, const Challenge *challenge, uint8_t digest[SHA256_SIZE]) {
+static void sign(const struct server *server, const char *role, const struct challenge *challenge,
+                 uint8_t digest[SHA256_SIZE]) {
     uint8_t message[64 + sizeof *challenge];
     size_t size = (size_t)snprintf((char *)message, 64, "symcomm store %s", role);
     memcpy(message + size, challenge, sizeof *challenge);
     hmac_sha256(server->token, server->token_size, message, size + sizeof *challenge, digest);
 }
 
-static void do_challenge(Server *server, Conn *conn, const uint8_t *fields) {
+static void do_challenge(struct server *server, struct conn *conn, const uint8_t *fields) {
     uint8_t answer[1 + SHA256_SIZE + SHA256_SIZE] = {CHALLENGE_NO_TOKEN};
     if (conn->stage == STAGE_CHALLENGE) {
         conn->challenge = malloc(sizeof *conn->challenge);
@@ -254,7 +259,7 @@ static void do_challenge(Server *server, Conn *conn, const uint8_t *fields) {
     conn_send(server, conn, answer, sizeof answer);
 }
 
-static void do_proof(Server *server, Conn *conn, const uint8_t *fields) {
+static void do_proof(struct server *server, struct conn *conn, const uint8_t *fields) {
     uint8_t expected[SHA256_SIZE];
     sign(server, "client", conn->challenge, expected);
     if (sha256_same(expected, fields)) {
@@ -268,19 +273,19 @@ static void do_proof(Server *server, Conn *conn, const uint8_t *fields) {
 
 /* --- waiting --------------------------------------------------------------------------------------- */
 
-static bool is_ready(const Entry *entry) { return entry != NULL && (entry->present || entry->queued > 0); }
+static bool is_ready(const struct entry *entry) { return entry != NULL && (entry->present || entry->queued > 0); }
 
 /* One key of this client's wait came; the last one ends the wait. */
-static void key_came(Server *server, Conn *conn) {
+static void key_came(struct server *server, struct conn *conn) {
     if (--conn->awaited > 0) return;
     send_byte(server, conn, WAIT_DONE);
     conn_flush(server, conn);
 }
 
 /* A value was stored: everybody who waits for the key goes on. */
-static void wake_all(Server *server, Entry *entry) {
-    for (Waiter *waiter; (waiter = entry->oldest) != NULL;) {
-        Conn *conn = waiter->conn;
+static void wake_all(struct server *server, struct entry *entry) {
+    for (struct waiter *waiter; (waiter = entry->oldest) != NULL;) {
+        struct conn *conn = waiter->conn;
         waiter_unlink(waiter);
         waiter_free(&server->table, waiter, &conn->waits);
         key_came(server, conn);
@@ -288,9 +293,9 @@ static void wake_all(Server *server, Entry *entry) {
 }
 
 /* A queue has items: wakes one waiter for each item that is not promised to somebody yet. */
-static void wake_for_items(Server *server, Entry *entry) {
+static void wake_for_items(struct server *server, struct entry *entry) {
     while (entry->queued > entry->grants && entry->oldest != NULL) {
-        Waiter *waiter = entry->oldest;
+        struct waiter *waiter = entry->oldest;
         waiter_unlink(waiter);
         waiter->granted = true;
         entry->grants++;
@@ -298,18 +303,18 @@ static void wake_for_items(Server *server, Entry *entry) {
     }
 }
 
-static void leave_barrier(Server *server, Entry *entry) {
+static void leave_barrier(struct server *server, struct entry *entry) {
     int64_t count;
     if (entry->present && entry_number(entry, &count)) entry_set_number(&server->table, entry, count - 1);
 }
 
 /* Ends this client's waits, or only the promises it has been woken for. A promise that was not used goes on to the
  * next in line: an item never lies in a queue while somebody waits for it. */
-static void end_waits(Server *server, Conn *conn, bool only_granted) {
-    for (Waiter *waiter = conn->waits, *older; waiter != NULL; waiter = older) {
+static void end_waits(struct server *server, struct conn *conn, bool only_granted) {
+    for (struct waiter *waiter = conn->waits, *older; waiter != NULL; waiter = older) {
         older = waiter->older;
         if (only_granted && !waiter->granted) continue;
-        Entry *entry = waiter->entry;
+        struct entry *entry = waiter->entry;
         if (waiter->granted) entry->grants--;
         else waiter_unlink(waiter);
         if (waiter->in_barrier) leave_barrier(server, entry);
@@ -321,11 +326,11 @@ static void end_waits(Server *server, Conn *conn, bool only_granted) {
 }
 
 /* A client that does anything but take the item it was woken for does not want it. */
-static void settle_grants(Server *server, Conn *conn) { end_waits(server, conn, true); }
+static void settle_grants(struct server *server, struct conn *conn) { end_waits(server, conn, true); }
 
-void protocol_forget(Server *server, Conn *conn) { end_waits(server, conn, false); }
+void protocol_forget(struct server *server, struct conn *conn) { end_waits(server, conn, false); }
 
-static bool wait_for(Server *server, Conn *conn, Entry *entry) {
+static bool wait_for(struct server *server, struct conn *conn, struct entry *entry) {
     if (entry == NULL || waiter_add(&server->table, entry, conn, &conn->waits) == NULL) {
         if (entry != NULL) table_release(&server->table, entry);
         refuse_full(server, conn);
@@ -335,33 +340,33 @@ static bool wait_for(Server *server, Conn *conn, Entry *entry) {
     return true;
 }
 
-static bool refuse_second_wait(Server *server, Conn *conn) {
+static bool refuse_second_wait(struct server *server, struct conn *conn) {
     if (conn->awaited > 0) conn_refuse(server, conn, "started a wait before its last one had ended");
     return conn->awaited > 0;
 }
 
-static void do_wait(Server *server, Conn *conn, const uint8_t *fields) {
+static void do_wait(struct server *server, struct conn *conn, const uint8_t *fields) {
     if (refuse_second_wait(server, conn)) return;
     for (uint64_t left = take_u64(&fields); left > 0; left--) {
-        Slice key = take_bytes(&fields);
+        struct slice key = take_bytes(&fields);
         if (is_ready(table_find(&server->table, key))) continue;
         if (!wait_for(server, conn, table_obtain(&server->table, key))) return;
     }
     if (conn->awaited == 0) send_byte(server, conn, WAIT_DONE);
 }
 
-static void do_cancel(Server *server, Conn *conn, const uint8_t *fields) {
+static void do_cancel(struct server *server, struct conn *conn, const uint8_t *fields) {
     (void)fields;
     end_waits(server, conn, false);
     send_byte(server, conn, WAIT_CANCELED);
 }
 
 /* The count stays under the key, as PyTorch's does; a second use of the key counts from where the first ended. */
-static void do_barrier(Server *server, Conn *conn, const uint8_t *fields) {
+static void do_barrier(struct server *server, struct conn *conn, const uint8_t *fields) {
     if (refuse_second_wait(server, conn)) return;
-    Slice key = take_bytes(&fields);
+    struct slice key = take_bytes(&fields);
     int64_t world = (int64_t)take_u64(&fields), count = 0;
-    Entry *entry = table_obtain(&server->table, key);
+    struct entry *entry = table_obtain(&server->table, key);
     if (entry != NULL && entry->present && !entry_number(entry, &count)) {
         conn_refuse(server, conn, "called barrier on a key whose value is not a number");
         return;
@@ -383,8 +388,8 @@ static void do_barrier(Server *server, Conn *conn, const uint8_t *fields) {
 
 /* --- values ---------------------------------------------------------------------------------------- */
 
-static bool store_value(Server *server, Conn *conn, Slice key, Slice value) {
-    Entry *entry = table_obtain(&server->table, key);
+static bool store_value(struct server *server, struct conn *conn, struct slice key, struct slice value) {
+    struct entry *entry = table_obtain(&server->table, key);
     if (entry == NULL || !entry_set(&server->table, entry, value)) {
         if (entry != NULL) table_release(&server->table, entry);
         refuse_full(server, conn);
@@ -394,24 +399,24 @@ static bool store_value(Server *server, Conn *conn, Slice key, Slice value) {
     return true;
 }
 
-static void do_set(Server *server, Conn *conn, const uint8_t *fields) {
-    Slice key = take_bytes(&fields);
+static void do_set(struct server *server, struct conn *conn, const uint8_t *fields) {
+    struct slice key = take_bytes(&fields);
     store_value(server, conn, key, take_bytes(&fields));
 }
 
-static void do_multi_set(Server *server, Conn *conn, const uint8_t *fields) {
+static void do_multi_set(struct server *server, struct conn *conn, const uint8_t *fields) {
     for (uint64_t left = take_u64(&fields); left > 0; left--) {
-        Slice key = take_bytes(&fields);
+        struct slice key = take_bytes(&fields);
         if (!store_value(server, conn, key, take_bytes(&fields))) return;
     }
 }
 
-static void do_get(Server *server, Conn *conn, const uint8_t *fields) {
+static void do_get(struct server *server, struct conn *conn, const uint8_t *fields) {
     conn_send_value(server, conn, value_of(table_find(&server->table, take_bytes(&fields))));
 }
 
 /* The answer may be far larger than the question, so it is measured before any of it is sent. */
-static void do_multi_get(Server *server, Conn *conn, const uint8_t *fields) {
+static void do_multi_get(struct server *server, struct conn *conn, const uint8_t *fields) {
     uint64_t count = take_u64(&fields), total = 0;
     const uint8_t *keys = fields;
     for (uint64_t left = count; left > 0; left--)
@@ -425,10 +430,10 @@ static void do_multi_get(Server *server, Conn *conn, const uint8_t *fields) {
         conn_send_value(server, conn, value_of(table_find(&server->table, take_bytes(&fields))));
 }
 
-static void do_compare_set(Server *server, Conn *conn, const uint8_t *fields) {
-    Slice key = take_bytes(&fields), expected = take_bytes(&fields), desired = take_bytes(&fields);
-    Entry *entry = table_find(&server->table, key);
-    Slice current = value_of(entry);
+static void do_compare_set(struct server *server, struct conn *conn, const uint8_t *fields) {
+    struct slice key = take_bytes(&fields), expected = take_bytes(&fields), desired = take_bytes(&fields);
+    struct entry *entry = table_find(&server->table, key);
+    struct slice current = value_of(entry);
     bool absent = entry == NULL || !entry->present;
     bool same = current.size == expected.size &&
                 (expected.size == 0 || memcmp(current.bytes, expected.bytes, expected.size) == 0);
@@ -439,10 +444,10 @@ static void do_compare_set(Server *server, Conn *conn, const uint8_t *fields) {
     }
 }
 
-static void do_add(Server *server, Conn *conn, const uint8_t *fields) {
-    Slice key = take_bytes(&fields);
+static void do_add(struct server *server, struct conn *conn, const uint8_t *fields) {
+    struct slice key = take_bytes(&fields);
     uint64_t amount = take_u64(&fields);
-    Entry *entry = table_obtain(&server->table, key);
+    struct entry *entry = table_obtain(&server->table, key);
     int64_t sum = 0;
     if (entry != NULL && entry->present && !entry_number(entry, &sum)) {
         conn_refuse(server, conn, "called add on a key whose value is not a number");
@@ -458,9 +463,9 @@ static void do_add(Server *server, Conn *conn, const uint8_t *fields) {
     wake_all(server, entry);
 }
 
-static void do_append(Server *server, Conn *conn, const uint8_t *fields) {
-    Slice key = take_bytes(&fields), more = take_bytes(&fields);
-    Entry *entry = table_obtain(&server->table, key);
+static void do_append(struct server *server, struct conn *conn, const uint8_t *fields) {
+    struct slice key = take_bytes(&fields), more = take_bytes(&fields);
+    struct entry *entry = table_obtain(&server->table, key);
     if (entry != NULL && entry->value_size + more.size > server->limits.value) {
         conn_refuse(server, conn, "appended to a value until it passed the limit of %llu bytes",
                     (unsigned long long)server->limits.value);
@@ -474,7 +479,7 @@ static void do_append(Server *server, Conn *conn, const uint8_t *fields) {
     wake_all(server, entry);
 }
 
-static void do_check(Server *server, Conn *conn, const uint8_t *fields) {
+static void do_check(struct server *server, struct conn *conn, const uint8_t *fields) {
     for (uint64_t left = take_u64(&fields); left > 0; left--) {
         if (is_ready(table_find(&server->table, take_bytes(&fields)))) continue;
         send_byte(server, conn, CHECK_NOT_READY);
@@ -483,13 +488,13 @@ static void do_check(Server *server, Conn *conn, const uint8_t *fields) {
     send_byte(server, conn, CHECK_READY);
 }
 
-static void do_num_keys(Server *server, Conn *conn, const uint8_t *fields) {
+static void do_num_keys(struct server *server, struct conn *conn, const uint8_t *fields) {
     (void)fields;
     send_i64(server, conn, (int64_t)server->table.present);
 }
 
-static void do_delete(Server *server, Conn *conn, const uint8_t *fields) {
-    Entry *entry = table_find(&server->table, take_bytes(&fields));
+static void do_delete(struct server *server, struct conn *conn, const uint8_t *fields) {
+    struct entry *entry = table_find(&server->table, take_bytes(&fields));
     bool existed = entry != NULL && entry->present;
     if (existed) {
         entry->barrier_passed = 0;
@@ -499,18 +504,18 @@ static void do_delete(Server *server, Conn *conn, const uint8_t *fields) {
     send_i64(server, conn, existed);
 }
 
-static void do_list_keys(Server *server, Conn *conn, const uint8_t *fields) {
+static void do_list_keys(struct server *server, struct conn *conn, const uint8_t *fields) {
     (void)fields;
     send_i64(server, conn, (int64_t)server->table.present);
-    for (Entry *entry = NULL; (entry = table_next(&server->table, entry)) != NULL && !conn->doomed;)
-        if (entry->present) conn_send_value(server, conn, (Slice){entry->key, entry->key_size});
+    for (struct entry *entry = NULL; (entry = table_next(&server->table, entry)) != NULL && !conn->doomed;)
+        if (entry->present) conn_send_value(server, conn, (struct slice){entry->key, entry->key_size});
 }
 
 /* --- queues ---------------------------------------------------------------------------------------- */
 
-static void do_push(Server *server, Conn *conn, const uint8_t *fields) {
-    Slice key = take_bytes(&fields), value = take_bytes(&fields);
-    Entry *entry = table_obtain(&server->table, key);
+static void do_push(struct server *server, struct conn *conn, const uint8_t *fields) {
+    struct slice key = take_bytes(&fields), value = take_bytes(&fields);
+    struct entry *entry = table_obtain(&server->table, key);
     if (entry == NULL || !entry_push(&server->table, entry, value)) {
         if (entry != NULL) table_release(&server->table, entry);
         refuse_full(server, conn);
@@ -519,19 +524,19 @@ static void do_push(Server *server, Conn *conn, const uint8_t *fields) {
     wake_for_items(server, entry);
 }
 
-static void do_pop(Server *server, Conn *conn, const uint8_t *fields) {
-    Entry *entry = table_find(&server->table, take_bytes(&fields));
+static void do_pop(struct server *server, struct conn *conn, const uint8_t *fields) {
+    struct entry *entry = table_find(&server->table, take_bytes(&fields));
     send_i64(server, conn, entry == NULL ? 0 : (int64_t)entry->queued);
-    Item *item = entry == NULL ? NULL : entry_pop(entry);
+    struct item *item = entry == NULL ? NULL : entry_pop(entry);
     if (item != NULL) {
-        conn_send_value(server, conn, (Slice){item->bytes, item->size});
+        conn_send_value(server, conn, (struct slice){item->bytes, item->size});
         item_free(&server->table, item);
         table_release(&server->table, entry);
     }
     settle_grants(server, conn); /* only now: the promise was for this item */
 }
 
-static void do_queue_len(Server *server, Conn *conn, const uint8_t *fields) {
-    Entry *entry = table_find(&server->table, take_bytes(&fields));
+static void do_queue_len(struct server *server, struct conn *conn, const uint8_t *fields) {
+    struct entry *entry = table_find(&server->table, take_bytes(&fields));
     send_i64(server, conn, entry == NULL ? 0 : (int64_t)entry->queued);
 }

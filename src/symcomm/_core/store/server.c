@@ -27,13 +27,13 @@
 #define ACCEPT_BATCH 256
 #define ACCEPT_PAUSE_MS 100 /* after running out of descriptors */
 #define SPIN_NS 30000       /* waking a thread was measured to cost 10 to 30 us: it looks again for about as long */
-#define SPIN_REVIEW 64      /* rounds between looks at how crowded the cores are */
+#define SPIN_REVIEW 64      /* rounds between looks at how oversubscribed the cores are */
 #define SWEEP_MS 1000       /* between looks at clients that do not finish their hello */
 
 /* --- buffers ------------------------------------------------------------------------------------- */
 
 /* Makes room for `more` bytes after those it holds. */
-static bool buffer_reserve(Server *server, Buffer *buffer, size_t more) {
+static bool buffer_reserve(struct server *server, struct buffer *buffer, size_t more) {
     if (more <= buffer->room - buffer->end) return true;
     size_t size = buffer_size(buffer);
     if (buffer->start > 0) memmove(buffer->bytes, buffer->bytes + buffer->start, size);
@@ -53,21 +53,21 @@ static bool buffer_reserve(Server *server, Buffer *buffer, size_t more) {
     return true;
 }
 
-static void buffer_drop(Server *server, Buffer *buffer) {
+static void buffer_drop(struct server *server, struct buffer *buffer) {
     budget_give(&server->table.budget, buffer->room);
     free(buffer->bytes);
-    *buffer = (Buffer){0};
+    *buffer = (struct buffer){0};
 }
 
 /* Takes the first `size` bytes out. */
-static void buffer_consume(Server *server, Buffer *buffer, size_t size) {
+static void buffer_consume(struct server *server, struct buffer *buffer, size_t size) {
     buffer->start += size;
     if (buffer->start < buffer->end) return;
     buffer->start = buffer->end = 0;
     if (buffer->room > KEEP_BUFFER) buffer_drop(server, buffer);
 }
 
-static bool buffer_append(Server *server, Buffer *buffer, const void *bytes, size_t size) {
+static bool buffer_append(struct server *server, struct buffer *buffer, const void *bytes, size_t size) {
     if (size == 0) return true;
     if (!buffer_reserve(server, buffer, size)) return false;
     memcpy(buffer->bytes + buffer->end, bytes, size);
@@ -77,7 +77,7 @@ static bool buffer_append(Server *server, Buffer *buffer, const void *bytes, siz
 
 /* --- reports: why a client was refused ------------------------------------------------------------ */
 
-static void name_peer(const Conn *conn, char *text, size_t size) {
+static void name_peer(const struct conn *conn, char *text, size_t size) {
     char address[INET6_ADDRSTRLEN] = "?";
     if (conn->peer.sin6_family == AF_INET6) {
         inet_ntop(AF_INET6, &conn->peer.sin6_addr, address, sizeof address);
@@ -87,7 +87,7 @@ static void name_peer(const Conn *conn, char *text, size_t size) {
     snprintf(text, size, "%s port %u", address, ntohs(conn->peer.sin6_port)); /* both kinds have it in one place */
 }
 
-static void report(Server *server, const char *text) {
+static void report(struct server *server, const char *text) {
     pthread_mutex_lock(&server->report_lock);
     snprintf(server->reports[server->report_count++ % REPORTS], REPORT_SIZE, "%s", text);
     pthread_mutex_unlock(&server->report_lock);
@@ -97,14 +97,14 @@ static void report(Server *server, const char *text) {
     if (server->report_fd >= 0 && write(server->report_fd, line, (size_t)size) < 0) return;
 }
 
-void conn_doom(Server *server, Conn *conn) {
+void conn_doom(struct server *server, struct conn *conn) {
     if (conn->doomed) return;
     conn->doomed = true;
     conn->next_doomed = server->doomed;
     server->doomed = conn;
 }
 
-void conn_refuse(Server *server, Conn *conn, const char *format, ...) {
+void conn_refuse(struct server *server, struct conn *conn, const char *format, ...) {
     if (conn->doomed) return;
     char peer[64], reason[REPORT_SIZE - 80], text[REPORT_SIZE];
     va_list args;
@@ -120,22 +120,22 @@ void conn_refuse(Server *server, Conn *conn, const char *format, ...) {
 
 /* --- writing ------------------------------------------------------------------------------------- */
 
-static void watch(Server *server, Conn *conn) {
+static void watch(struct server *server, struct conn *conn) {
     struct epoll_event event = {.events = conn->blocked ? EPOLLOUT : EPOLLIN, .data.ptr = conn};
     if (epoll_ctl(server->epoll_fd, EPOLL_CTL_MOD, conn->fd, &event) < 0) conn_doom(server, conn);
 }
 
-static void refuse_memory(Server *server, Conn *conn) {
+static void refuse_memory(struct server *server, struct conn *conn) {
     conn_refuse(server, conn, "needs more memory than is left of the store's %zu bytes", server->table.budget.limit);
 }
 
-void conn_send(Server *server, Conn *conn, const void *bytes, size_t size) {
+void conn_send(struct server *server, struct conn *conn, const void *bytes, size_t size) {
     if (!conn->doomed && !buffer_append(server, &conn->out, bytes, size)) refuse_memory(server, conn);
 }
 
 /* Gives what was collected to the socket. What it does not take stays, and nothing more is read from this client
  * until it has taken that too: so a client that never reads costs one answer, not all of them. */
-void conn_flush(Server *server, Conn *conn) {
+void conn_flush(struct server *server, struct conn *conn) {
     if (conn->doomed || conn->blocked || buffer_size(&conn->out) == 0) return;
     const uint8_t *bytes = conn->out.bytes + conn->out.start;
     ssize_t sent = send(conn->fd, bytes, buffer_size(&conn->out), MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -149,7 +149,7 @@ void conn_flush(Server *server, Conn *conn) {
     watch(server, conn);
 }
 
-void conn_send_value(Server *server, Conn *conn, Slice value) {
+void conn_send_value(struct server *server, struct conn *conn, struct slice value) {
     uint64_t length = value.size;
     if (value.size >= DIRECT_VALUE) conn_flush(server, conn);
     if (value.size < DIRECT_VALUE || conn->blocked || conn->doomed) {
@@ -172,26 +172,26 @@ void conn_send_value(Server *server, Conn *conn, Slice value) {
 /* --- reading ------------------------------------------------------------------------------------- */
 
 /* A whole frame is usually answered out of the scratch memory; only what is left over is kept for the client. */
-static void read_fresh(Server *server, Conn *conn, ssize_t got) {
+static void read_fresh(struct server *server, struct conn *conn, ssize_t got) {
     size_t used = protocol_consume(server, conn, server->scratch, (size_t)got);
     if (!conn->doomed && !buffer_append(server, &conn->in, server->scratch + used, (size_t)got - used))
         refuse_memory(server, conn);
 }
 
-static void consume_kept(Server *server, Conn *conn) {
+static void consume_kept(struct server *server, struct conn *conn) {
     size_t used = protocol_consume(server, conn, conn->in.bytes + conn->in.start, buffer_size(&conn->in));
     if (used > 0) buffer_consume(server, &conn->in, used);
 }
 
 /* How much to read for a client that is in the middle of a frame. Room follows what has come (it doubles), never
  * what the client says will come. */
-static size_t next_read(const Conn *conn) {
+static size_t next_read(const struct conn *conn) {
     size_t have = buffer_size(&conn->in), most = have + 4096;
     size_t missing = conn->scan.need > have ? conn->scan.need - have : 0;
     return missing > 0 && missing < most ? missing : most;
 }
 
-static void on_left(Server *server, Conn *conn) {
+static void on_left(struct server *server, struct conn *conn) {
     char text[160];
     if (buffer_size(&conn->in) > 0) {
         protocol_describe_partial(conn, text, sizeof text);
@@ -200,7 +200,7 @@ static void on_left(Server *server, Conn *conn) {
     conn_doom(server, conn);
 }
 
-static void on_readable(Server *server, Conn *conn) {
+static void on_readable(struct server *server, struct conn *conn) {
     bool fresh = buffer_size(&conn->in) == 0;
     uint8_t *into = server->scratch;
     size_t room = SCRATCH;
@@ -227,7 +227,7 @@ static void on_readable(Server *server, Conn *conn) {
     conn_flush(server, conn);
 }
 
-static void on_writable(Server *server, Conn *conn) {
+static void on_writable(struct server *server, struct conn *conn) {
     conn->blocked = false;
     conn_flush(server, conn);
     if (conn->blocked || conn->doomed) return;
@@ -238,14 +238,14 @@ static void on_writable(Server *server, Conn *conn) {
 
 /* --- connections --------------------------------------------------------------------------------- */
 
-static void mark_fd(Server *server, int fd, bool open) {
+static void mark_fd(struct server *server, int fd, bool open) {
     if ((size_t)fd / 64 >= server->open_words) return;
     uint64_t bit = (uint64_t)1 << (fd % 64);
     if (open) atomic_fetch_or(&server->open_fds[fd / 64], bit);
     else atomic_fetch_and(&server->open_fds[fd / 64], ~bit);
 }
 
-static void watch_listeners(Server *server, bool accepting) {
+static void watch_listeners(struct server *server, bool accepting) {
     server->accepting = accepting;
     for (int i = 0; i < server->listener_count; i++) {
         struct epoll_event event = {.events = accepting ? EPOLLIN : 0, .data.ptr = &server->listeners[i]};
@@ -253,8 +253,8 @@ static void watch_listeners(Server *server, bool accepting) {
     }
 }
 
-static void add_conn(Server *server, int fd, const struct sockaddr_in6 *peer) {
-    Conn *conn = calloc(1, sizeof *conn);
+static void add_conn(struct server *server, int fd, const struct sockaddr_in6 *peer) {
+    struct conn *conn = calloc(1, sizeof *conn);
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = conn};
     if (conn == NULL || epoll_ctl(server->epoll_fd, EPOLL_CTL_ADD, fd, &event) < 0) {
         report(server, "refused a client: no memory for another connection");
@@ -274,7 +274,7 @@ static void add_conn(Server *server, int fd, const struct sockaddr_in6 *peer) {
     atomic_fetch_add_explicit(&server->clients, 1, memory_order_relaxed);
 }
 
-static void accept_clients(Server *server, int listener) {
+static void accept_clients(struct server *server, int listener) {
     for (int i = 0; i < ACCEPT_BATCH; i++) {
         struct sockaddr_in6 peer = {0};
         socklen_t size = sizeof peer;
@@ -293,7 +293,7 @@ static void accept_clients(Server *server, int listener) {
     }
 }
 
-static void close_conn(Server *server, Conn *conn) {
+static void close_conn(struct server *server, struct conn *conn) {
     protocol_forget(server, conn);
     if (conn->previous != NULL) conn->previous->next = conn->next;
     else server->conns = conn->next;
@@ -310,33 +310,33 @@ static void close_conn(Server *server, Conn *conn) {
 }
 
 /* Closing one may wake others, and a write to one of them may fail: hence the loop. */
-static void close_doomed(Server *server) {
-    for (Conn *conn; (conn = server->doomed) != NULL;) {
+static void close_doomed(struct server *server) {
+    for (struct conn *conn; (conn = server->doomed) != NULL;) {
         server->doomed = conn->next_doomed;
         close_conn(server, conn);
     }
 }
 
-static void sweep_greeting(Server *server) {
+static void sweep_greeting(struct server *server) {
     int64_t oldest = symcomm_now_ns() - server->limits.handshake_ns;
-    for (Conn *conn = server->conns; conn != NULL; conn = conn->next)
+    for (struct conn *conn = server->conns; conn != NULL; conn = conn->next)
         if (conn->stage != STAGE_OPEN && conn->since_ns < oldest)
             conn_refuse(server, conn, "did not finish its hello in %.3g s", (double)server->limits.handshake_ns / 1e9);
 }
 
 /* --- the thread ---------------------------------------------------------------------------------- */
 
-static bool is_listener(const Server *server, const void *source) {
+static bool is_listener(const struct server *server, const void *source) {
     return (const char *)source >= (const char *)server->listeners &&
            (const char *)source < (const char *)(server->listeners + MAX_LISTENERS);
 }
 
-static void handle(Server *server, const struct epoll_event *event) {
+static void handle(struct server *server, const struct epoll_event *event) {
     if (is_listener(server, event->data.ptr)) {
         if (server->accepting) accept_clients(server, *(int *)event->data.ptr);
         return;
     }
-    Conn *conn = event->data.ptr;
+    struct conn *conn = event->data.ptr;
     if (conn->doomed) return;
     if (conn->blocked && (event->events & (EPOLLERR | EPOLLHUP))) conn_doom(server, conn);
     else if (conn->blocked) on_writable(server, conn);
@@ -345,18 +345,18 @@ static void handle(Server *server, const struct epoll_event *event) {
 
 /* How long to spin: not at all on the only core, nor while others are waiting for ours (then this thread has been
  * preempted since the last look). */
-static int64_t choose_spin(Server *server) {
+static int64_t choose_spin(struct server *server) {
     struct rusage usage;
     if (server->rounds++ % SPIN_REVIEW == 0 && getrusage(RUSAGE_THREAD, &usage) == 0) {
-        server->crowded = usage.ru_nivcsw != server->preempted;
+        server->oversubscribed = usage.ru_nivcsw != server->preempted;
         server->preempted = usage.ru_nivcsw;
     }
-    return server->alone || server->crowded ? 0 : SPIN_NS;
+    return server->alone || server->oversubscribed ? 0 : SPIN_NS;
 }
 
 /* Looks again for a moment before it goes to sleep: a client that makes one call after the other then need not wake
  * this thread each time, which is most of what a short call costs. */
-static int wait_for_events(Server *server, struct epoll_event *events, int64_t last_ns) {
+static int wait_for_events(struct server *server, struct epoll_event *events, int64_t last_ns) {
     int64_t until_ns = last_ns + choose_spin(server);
     do {
         int count = epoll_wait(server->epoll_fd, events, EVENTS, 0);
@@ -367,7 +367,7 @@ static int wait_for_events(Server *server, struct epoll_event *events, int64_t l
 }
 
 static void *run(void *argument) {
-    Server *server = argument;
+    struct server *server = argument;
     struct epoll_event events[EVENTS];
     int64_t swept = symcomm_now_ns(), now = swept;
     for (;;) {
@@ -391,7 +391,7 @@ static void *run(void *argument) {
     return NULL;
 }
 
-static void server_free(Server *server) {
+static void server_free(struct server *server) {
     while (server->conns != NULL) conn_doom(server, server->conns), close_doomed(server);
     for (int i = 0; i < server->listener_count; i++) close(server->listeners[i]);
     if (server->epoll_fd >= 0) close(server->epoll_fd);
@@ -406,7 +406,7 @@ static void server_free(Server *server) {
     free(server);
 }
 
-static bool prepare_listener(Server *server, int slot) {
+static bool prepare_listener(struct server *server, int slot) {
     int one = 1, fd = server->listeners[slot];
     mark_fd(server, fd, true);
     /* Accepted sockets inherit these, which saves system calls for each client. A host that lost its power is noticed
@@ -424,7 +424,7 @@ static bool prepare_listener(Server *server, int slot) {
     return epoll_ctl(server->epoll_fd, EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
-static bool prepare(Server *server, const uint8_t *token, size_t token_size) {
+static bool prepare(struct server *server, const uint8_t *token, size_t token_size) {
     struct rlimit files;
     getrlimit(RLIMIT_NOFILE, &files);
     cpu_set_t cpus;
@@ -449,15 +449,15 @@ static bool prepare(Server *server, const uint8_t *token, size_t token_size) {
     return good;
 }
 
-static bool start_thread(Server *server) {
+static bool start_thread(struct server *server) {
     errno = thread_start(&server->thread, "symcomm-store", THREAD_STACK, run, server);
     return errno == 0;
 }
 
 /* Owns the listeners and report_fd from here on, whether it succeeds or not (then: NULL and errno). */
-Server *server_start(const int *listeners, int count, const Limits *limits, const uint8_t *token, size_t token_size,
-                     int report_fd) {
-    Server *server = calloc(1, sizeof *server);
+struct server *server_start(const int *listeners, int count, const struct limits *limits, const uint8_t *token,
+                            size_t token_size, int report_fd) {
+    struct server *server = calloc(1, sizeof *server);
     if (server == NULL) return NULL;
     server->limits = *limits;
     server->accepting = true;
@@ -472,14 +472,14 @@ Server *server_start(const int *listeners, int count, const Limits *limits, cons
     return NULL;
 }
 
-void server_stop(Server *server) {
+void server_stop(struct server *server) {
     uint64_t one = 1;
     while (write(server->stop_fd, &one, sizeof one) < 0 && errno == EINTR) continue;
     pthread_join(server->thread, NULL);
     server_free(server);
 }
 
-void server_close_in_child(const Server *server) {
+void server_close_in_child(const struct server *server) {
     for (size_t word = 0; word < server->open_words; word++) {
         uint64_t bits = atomic_load(&server->open_fds[word]);
         for (; bits != 0; bits &= bits - 1) close((int)(word * 64) + __builtin_ctzll(bits));

@@ -1,10 +1,10 @@
 /* The TCPStore server: one thread, one epoll, no interpreter lock.
  *
- *   store/server.c    the loop: accepts, reads, writes, closes
- *   store/protocol.c  finds frames in the bytes of a client and answers them
- *   store/table.c     keys, values, queues, waiters
- *   store/store_module.c    the Python type StoreServer
- *   store/client.c    the other end: one function that makes a client's calls
+ *   server.c        the loop: accepts, reads, writes, closes
+ *   protocol.c      finds frames in the bytes of a client and answers them
+ *   table.c         keys, values, queues, waiters
+ *   store_module.c  the Python type StoreServer
+ *   client.c        the other end: one function that makes a client's calls
  *
  * A client that breaks the protocol or a limit is closed, with a reason in `reports`; no other client notices. */
 #ifndef SYMCOMM_STORE_SERVER_H
@@ -21,64 +21,64 @@
 #define REPORTS 64
 #define REPORT_SIZE 240
 
-typedef struct {
+struct limits {
     uint64_t key, value, frame; /* bytes */
     uint64_t count;             /* keys in one call */
     uint64_t memory;            /* bytes held for all clients together */
     int64_t handshake_ns;       /* to say hello, and to prove the token where there is one */
     bool token_is_optional;     /* proved to those who ask for it, demanded of nobody */
-} Limits;
+};
 
-typedef struct {
+struct buffer {
     uint8_t *bytes;
     size_t start, end, room; /* what it holds is from start to end */
-} Buffer;
+};
 
-static inline size_t buffer_size(const Buffer *buffer) { return buffer->end - buffer->start; }
+static inline size_t buffer_size(const struct buffer *buffer) { return buffer->end - buffer->start; }
 
 /* How far the frame at the start of a client's input has been looked at. */
-typedef struct {
+struct scan {
     size_t at;         /* bytes of it that are known to be well formed */
     size_t need;       /* no progress is possible below this size */
     const char *field; /* what comes next, see store/protocol.c */
     uint64_t repeats;  /* how often the repeated fields still come */
-} Scan;
+};
 
-typedef enum { STAGE_NEW, STAGE_CHALLENGE, STAGE_PROOF, STAGE_OPEN } Stage;
+enum stage { STAGE_NEW, STAGE_CHALLENGE, STAGE_PROOF, STAGE_OPEN };
 
-typedef struct {
+struct challenge {
     uint8_t client_nonce[SHA256_SIZE], server_nonce[SHA256_SIZE];
-} Challenge;
+};
 
-struct Conn {
+struct conn {
     int fd;
-    Stage stage;
+    enum stage stage;
     bool doomed;  /* to be closed at the end of this round of events */
     bool blocked; /* does not read its answers: nothing more is read from it */
-    Buffer in, out;
-    Scan scan;
-    Waiter *waits;
+    struct buffer in, out;
+    struct scan scan;
+    struct waiter *waits;
     size_t awaited; /* keys that are still missing */
-    Challenge *challenge;
+    struct challenge *challenge;
     int64_t since_ns;
-    Conn *previous, *next; /* all connections, newest first */
-    Conn *next_doomed;
+    struct conn *previous, *next; /* all connections, newest first */
+    struct conn *next_doomed;
     struct sockaddr_in6 peer; /* large enough for IPv4 too */
 };
 
-typedef struct {
+struct server {
     int epoll_fd, stop_fd, report_fd;
     int listeners[MAX_LISTENERS];
     int listener_count;
     bool accepting;
-    Limits limits;
+    struct limits limits;
     uint8_t *token;
     size_t token_size;
-    Table table;
-    Conn *conns, *doomed;
+    struct table table;
+    struct conn *conns, *doomed;
     size_t greeting; /* connections that have not come to STAGE_OPEN */
     uint8_t *scratch;
-    bool alone, crowded; /* only one core; others want ours */
+    bool alone, oversubscribed; /* only one core; others want ours */
     uint64_t rounds;
     long preempted; /* how often, at the last look */
     pthread_t thread;
@@ -91,23 +91,28 @@ typedef struct {
     pthread_mutex_t report_lock;
     char reports[REPORTS][REPORT_SIZE];
     uint64_t report_count;
-} Server;
+};
 
 /* store/server.c */
-Server *server_start(const int *listeners, int count, const Limits *limits, const uint8_t *token, size_t token_size,
-                     int report_fd);
-void server_stop(Server *server);                 /* waits for the thread; closes everything */
-void server_close_in_child(const Server *server); /* after fork(): only the descriptors */
+struct server *server_start(const int *listeners, int count, const struct limits *limits, const uint8_t *token,
+                            size_t token_size, int report_fd);
+void server_stop(struct server *server);                 /* waits for the thread; closes everything */
+void server_close_in_child(const struct server *server); /* after fork(): only the descriptors */
 
-__attribute__((format(printf, 3, 4))) void conn_refuse(Server *server, Conn *conn, const char *format, ...);
-void conn_doom(Server *server, Conn *conn);
-void conn_send(Server *server, Conn *conn, const void *bytes, size_t size); /* collected; see conn_flush */
-void conn_send_value(Server *server, Conn *conn, Slice value);              /* length and bytes */
-void conn_flush(Server *server, Conn *conn);
+__attribute__((format(printf, 3, 4))) void conn_refuse(struct server *server, struct conn *conn, const char *format,
+                                                       ...);
+void conn_doom(struct server *server, struct conn *conn);
+/* Collects bytes for the client; conn_flush() sends them. */
+void conn_send(struct server *server, struct conn *conn, const void *bytes, size_t size);
+/* The value's length, then its bytes. */
+void conn_send_value(struct server *server, struct conn *conn, struct slice value);
+void conn_flush(struct server *server, struct conn *conn);
 
 /* store/protocol.c */
-size_t protocol_consume(Server *server, Conn *conn, const uint8_t *bytes, size_t size); /* returns bytes used */
-void protocol_forget(Server *server, Conn *conn);                                       /* the client is gone */
-void protocol_describe_partial(const Conn *conn, char *text, size_t size);
+/* Returns how many bytes it used. */
+size_t protocol_consume(struct server *server, struct conn *conn, const uint8_t *bytes, size_t size);
+/* The client is gone. */
+void protocol_forget(struct server *server, struct conn *conn);
+void protocol_describe_partial(const struct conn *conn, char *text, size_t size);
 
 #endif

@@ -41,14 +41,14 @@ static void compress(uint32_t state[8], const uint8_t *block) {
     state[4] += e, state[5] += f, state[6] += g, state[7] += h;
 }
 
-void sha256_begin(Sha256 *sha) {
+void sha256_begin(struct sha256 *sha) {
     static const uint32_t start[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                       0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
     memcpy(sha->state, start, sizeof start);
     sha->length = 0;
 }
 
-void sha256_add(Sha256 *sha, const void *bytes, size_t size) {
+void sha256_add(struct sha256 *sha, const void *bytes, size_t size) {
     const uint8_t *at = bytes;
     while (size > 0) {
         size_t used = sha->length % 64;
@@ -59,7 +59,7 @@ void sha256_add(Sha256 *sha, const void *bytes, size_t size) {
     }
 }
 
-void sha256_end(Sha256 *sha, uint8_t digest[SHA256_SIZE]) {
+void sha256_end(struct sha256 *sha, uint8_t digest[SHA256_SIZE]) {
     uint64_t bits = sha->length * 8;
     uint8_t tail[72] = {0x80};
     size_t pad = (sha->length % 64 < 56 ? 56 : 120) - sha->length % 64;
@@ -71,7 +71,7 @@ void sha256_end(Sha256 *sha, uint8_t digest[SHA256_SIZE]) {
 void hmac_sha256(const void *key, size_t key_size, const void *message, size_t message_size,
                  uint8_t digest[SHA256_SIZE]) {
     uint8_t block[64] = {0}, pad[64];
-    Sha256 sha;
+    struct sha256 sha;
     if (key_size > sizeof block) {
         sha256_begin(&sha);
         sha256_add(&sha, key, key_size);

@@ -7,10 +7,10 @@
 
 /* --- StoreServer ----------------------------------------------------------------------------------- */
 
-typedef struct {
+struct server_object {
     PyObject_HEAD
-    Server *server; /* NULL once stopped */
-} ServerObject;
+    struct server *server; /* NULL once stopped */
+};
 
 static bool fill_listeners(PyObject *list, int listeners[MAX_LISTENERS], int *count) {
     Py_ssize_t size = PyList_Size(list);
@@ -44,15 +44,15 @@ static PyObject *server_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return NULL;
     if (!fill_listeners(list, listeners, &count)) return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    ServerObject *self = (ServerObject *)allocate(type, 0);
+    struct server_object *self = (struct server_object *)allocate(type, 0);
     if (self == NULL) return NULL;
-    Limits limits = {.key = key,
-                     .value = value,
-                     .frame = frame,
-                     .count = keys,
-                     .memory = memory,
-                     .handshake_ns = (int64_t)(handshake_s * 1e9),
-                     .token_is_optional = token_is_optional};
+    struct limits limits = {.key = key,
+                            .value = value,
+                            .frame = frame,
+                            .count = keys,
+                            .memory = memory,
+                            .handshake_ns = (int64_t)(handshake_s * 1e9),
+                            .token_is_optional = token_is_optional};
     self->server = server_start(listeners, count, &limits, (const uint8_t *)token, (size_t)token_size, report_fd);
     if (self->server == NULL) {
         PyErr_SetFromErrno(PyExc_OSError);
@@ -63,8 +63,8 @@ static PyObject *server_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 }
 
 static PyObject *server_stop_method(PyObject *self, PyObject *Py_UNUSED(ignored)) {
-    Server *server = ((ServerObject *)self)->server;
-    ((ServerObject *)self)->server = NULL;
+    struct server *server = ((struct server_object *)self)->server;
+    ((struct server_object *)self)->server = NULL;
     if (server != NULL) {
         Py_BEGIN_ALLOW_THREADS;
         server_stop(server);
@@ -75,13 +75,13 @@ static PyObject *server_stop_method(PyObject *self, PyObject *Py_UNUSED(ignored)
 
 /* The thread did not come along through fork(); what it used is left alone, only its descriptors are closed. */
 static PyObject *server_after_fork(PyObject *self, PyObject *Py_UNUSED(ignored)) {
-    Server *server = ((ServerObject *)self)->server;
-    ((ServerObject *)self)->server = NULL;
+    struct server *server = ((struct server_object *)self)->server;
+    ((struct server_object *)self)->server = NULL;
     if (server != NULL) server_close_in_child(server);
     Py_RETURN_NONE;
 }
 
-static PyObject *copy_reports(Server *server) {
+static PyObject *copy_reports(struct server *server) {
     char reports[REPORTS][REPORT_SIZE];
     pthread_mutex_lock(&server->report_lock);
     uint64_t count = server->report_count;
@@ -98,7 +98,7 @@ static PyObject *copy_reports(Server *server) {
 }
 
 static PyObject *server_stats(PyObject *self, PyObject *Py_UNUSED(ignored)) {
-    Server *server = ((ServerObject *)self)->server;
+    struct server *server = ((struct server_object *)self)->server;
     if (server == NULL) return PyDict_New();
     PyObject *reports = copy_reports(server);
     if (reports == NULL) return NULL;
@@ -131,8 +131,8 @@ static PyType_Slot server_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec server_spec = {"symcomm._core._native.StoreServer", sizeof(ServerObject), 0, Py_TPFLAGS_DEFAULT,
-                                  server_slots};
+static PyType_Spec server_spec = {"symcomm._core._native.StoreServer", sizeof(struct server_object), 0,
+                                  Py_TPFLAGS_DEFAULT, server_slots};
 
 /* --- the module ------------------------------------------------------------------------------------- */
 
@@ -152,7 +152,7 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-int symcomm_add_store_server(PyObject *module) {
+int symcomm_add_store(PyObject *module) {
     if (PyModule_AddFunctions(module, functions) < 0 || store_add_client(module) < 0) return -1;
     PyObject *type = PyType_FromSpec(&server_spec);
     if (type == NULL) return -1;

@@ -20,7 +20,7 @@ static inline void sip_round(uint64_t v[4]) {
 }
 
 /* SipHash-1-3: keyed, so a hostile client cannot pile its keys up in one bucket. */
-static uint64_t hash_key(const uint64_t seed[2], Slice key) {
+static uint64_t hash_key(const uint64_t seed[2], struct slice key) {
     uint64_t v[4] = {seed[0] ^ 0x736f6d6570736575, seed[1] ^ 0x646f72616e646f6d, seed[0] ^ 0x6c7967656e657261,
                      seed[1] ^ 0x7465646279746573};
     size_t whole = key.size & ~(size_t)7;
@@ -42,7 +42,7 @@ static uint64_t hash_key(const uint64_t seed[2], Slice key) {
     return v[0] ^ v[1] ^ v[2] ^ v[3];
 }
 
-bool table_open(Table *table, size_t memory_limit) {
+bool table_open(struct table *table, size_t memory_limit) {
     memset(table, 0, sizeof *table);
     table->budget.limit = memory_limit;
     if (getrandom(table->seed, sizeof table->seed, 0) != (ssize_t)sizeof table->seed) return false;
@@ -51,23 +51,27 @@ bool table_open(Table *table, size_t memory_limit) {
     return table->buckets != NULL;
 }
 
-static Entry **slot_of(const Table *table, uint64_t hash) { return &table->buckets[hash & (table->bucket_count - 1)]; }
+static struct entry **slot_of(const struct table *table, uint64_t hash) {
+    return &table->buckets[hash & (table->bucket_count - 1)];
+}
 
-static Entry *find_hashed(const Table *table, Slice key, uint64_t hash) {
-    for (Entry *e = *slot_of(table, hash); e != NULL; e = e->chain)
+static struct entry *find_hashed(const struct table *table, struct slice key, uint64_t hash) {
+    for (struct entry *e = *slot_of(table, hash); e != NULL; e = e->chain)
         if (e->hash == hash && e->key_size == key.size && memcmp(e->key, key.bytes, key.size) == 0) return e;
     return NULL;
 }
 
-Entry *table_find(const Table *table, Slice key) { return find_hashed(table, key, hash_key(table->seed, key)); }
+struct entry *table_find(const struct table *table, struct slice key) {
+    return find_hashed(table, key, hash_key(table->seed, key));
+}
 
 /* Failing to grow is no error: the chains only get longer. */
-static void grow(Table *table) {
+static void grow(struct table *table) {
     size_t count = table->bucket_count * 2;
-    Entry **buckets = calloc(count, sizeof *buckets);
+    struct entry **buckets = calloc(count, sizeof *buckets);
     if (buckets == NULL) return;
     for (size_t i = 0; i < table->bucket_count; i++) {
-        for (Entry *e = table->buckets[i], *next; e != NULL; e = next) {
+        for (struct entry *e = table->buckets[i], *next; e != NULL; e = next) {
             next = e->chain;
             e->chain = buckets[e->hash & (count - 1)];
             buckets[e->hash & (count - 1)] = e;
@@ -78,9 +82,9 @@ static void grow(Table *table) {
     table->bucket_count = count;
 }
 
-Entry *table_obtain(Table *table, Slice key) {
+struct entry *table_obtain(struct table *table, struct slice key) {
     uint64_t hash = hash_key(table->seed, key);
-    Entry *entry = find_hashed(table, key, hash);
+    struct entry *entry = find_hashed(table, key, hash);
     if (entry != NULL) return entry;
     if (!budget_take(&table->budget, sizeof *entry + key.size)) return NULL;
     entry = calloc(1, sizeof *entry + key.size);
@@ -98,9 +102,9 @@ Entry *table_obtain(Table *table, Slice key) {
     return entry;
 }
 
-void table_release(Table *table, Entry *entry) {
+void table_release(struct table *table, struct entry *entry) {
     if (entry->present || entry->queued > 0 || entry->oldest != NULL || entry->grants > 0) return;
-    Entry **link = slot_of(table, entry->hash);
+    struct entry **link = slot_of(table, entry->hash);
     while (*link != entry) link = &(*link)->chain;
     *link = entry->chain;
     table->entries--;
@@ -108,18 +112,18 @@ void table_release(Table *table, Entry *entry) {
     free(entry);
 }
 
-Entry *table_next(const Table *table, Entry *at) {
+struct entry *table_next(const struct table *table, struct entry *at) {
     if (at != NULL && at->chain != NULL) return at->chain;
     size_t bucket = at == NULL ? 0 : (at->hash & (table->bucket_count - 1)) + 1;
     while (bucket < table->bucket_count && table->buckets[bucket] == NULL) bucket++;
     return bucket < table->bucket_count ? table->buckets[bucket] : NULL;
 }
 
-void table_close(Table *table) {
+void table_close(struct table *table) {
     for (size_t i = 0; i < table->bucket_count; i++) {
-        for (Entry *e = table->buckets[i], *next; e != NULL; e = next) {
+        for (struct entry *e = table->buckets[i], *next; e != NULL; e = next) {
             next = e->chain;
-            for (Item *item; (item = entry_pop(e)) != NULL;) free(item);
+            for (struct item *item; (item = entry_pop(e)) != NULL;) free(item);
             free(e->value);
             free(e);
         }
@@ -131,7 +135,7 @@ void table_close(Table *table) {
 /* --- values ------------------------------------------------------------------------------------- */
 
 /* Makes room for `room` bytes. The old bytes are kept only when asked for. */
-static bool make_room(Table *table, Entry *entry, size_t room, bool keep) {
+static bool make_room(struct table *table, struct entry *entry, size_t room, bool keep) {
     if (room <= entry->value_room && (keep || room * 2 + 64 >= entry->value_room)) return true;
     if (room > entry->value_room && !budget_take(&table->budget, room - entry->value_room)) return false;
     uint8_t *value = keep ? realloc(entry->value, room + 1) : malloc(room + 1);
@@ -146,12 +150,12 @@ static bool make_room(Table *table, Entry *entry, size_t room, bool keep) {
     return true;
 }
 
-static void mark_present(Table *table, Entry *entry) {
+static void mark_present(struct table *table, struct entry *entry) {
     table->present += !entry->present;
     entry->present = true;
 }
 
-bool entry_set(Table *table, Entry *entry, Slice value) {
+bool entry_set(struct table *table, struct entry *entry, struct slice value) {
     if (!make_room(table, entry, value.size, false)) return false;
     if (value.size > 0) memcpy(entry->value, value.bytes, value.size);
     entry->value_size = value.size;
@@ -159,7 +163,7 @@ bool entry_set(Table *table, Entry *entry, Slice value) {
     return true;
 }
 
-bool entry_append(Table *table, Entry *entry, Slice more) {
+bool entry_append(struct table *table, struct entry *entry, struct slice more) {
     size_t size = entry->value_size + more.size;
     if (size > entry->value_room || entry->value == NULL) {
         size_t roomy = size + size / 2; /* appending n times costs O(n), not O(n^2) */
@@ -171,15 +175,15 @@ bool entry_append(Table *table, Entry *entry, Slice more) {
     return true;
 }
 
-bool entry_set_number(Table *table, Entry *entry, int64_t number) {
+bool entry_set_number(struct table *table, struct entry *entry, int64_t number) {
     char digits[24];
     int size = snprintf(digits, sizeof digits, "%lld", (long long)number);
-    return entry_set(table, entry, (Slice){(const uint8_t *)digits, (size_t)size});
+    return entry_set(table, entry, (struct slice){(const uint8_t *)digits, (size_t)size});
 }
 
 /* Leading blanks, a sign, digits; what follows them is ignored, as PyTorch's store does. Nothing at all is 0, as in our
  * other stores. */
-bool entry_number(const Entry *entry, int64_t *number) {
+bool entry_number(const struct entry *entry, int64_t *number) {
     char digits[64];
     *number = 0;
     if (entry->value_size == 0) return true;
@@ -194,7 +198,7 @@ bool entry_number(const Entry *entry, int64_t *number) {
     return true;
 }
 
-void entry_unset(Table *table, Entry *entry) {
+void entry_unset(struct table *table, struct entry *entry) {
     table->present -= entry->present;
     entry->present = false;
     budget_give(&table->budget, entry->value_room);
@@ -205,9 +209,9 @@ void entry_unset(Table *table, Entry *entry) {
 
 /* --- queues ------------------------------------------------------------------------------------- */
 
-bool entry_push(Table *table, Entry *entry, Slice value) {
-    if (!budget_take(&table->budget, sizeof(Item) + value.size)) return false;
-    Item *item = malloc(sizeof *item + value.size);
+bool entry_push(struct table *table, struct entry *entry, struct slice value) {
+    if (!budget_take(&table->budget, sizeof(struct item) + value.size)) return false;
+    struct item *item = malloc(sizeof *item + value.size);
     if (item == NULL) {
         budget_give(&table->budget, sizeof *item + value.size);
         return false;
@@ -222,8 +226,8 @@ bool entry_push(Table *table, Entry *entry, Slice value) {
     return true;
 }
 
-Item *entry_pop(Entry *entry) {
-    Item *item = entry->first;
+struct item *entry_pop(struct entry *entry) {
+    struct item *item = entry->first;
     if (item == NULL) return NULL;
     entry->first = item->next;
     if (entry->first == NULL) entry->last = NULL;
@@ -231,16 +235,16 @@ Item *entry_pop(Entry *entry) {
     return item;
 }
 
-void item_free(Table *table, Item *item) {
+void item_free(struct table *table, struct item *item) {
     budget_give(&table->budget, sizeof *item + item->size);
     free(item);
 }
 
 /* --- waiters ------------------------------------------------------------------------------------ */
 
-Waiter *waiter_add(Table *table, Entry *entry, Conn *conn, Waiter **waits) {
-    if (!budget_take(&table->budget, sizeof(Waiter))) return NULL;
-    Waiter *waiter = calloc(1, sizeof *waiter);
+struct waiter *waiter_add(struct table *table, struct entry *entry, struct conn *conn, struct waiter **waits) {
+    if (!budget_take(&table->budget, sizeof(struct waiter))) return NULL;
+    struct waiter *waiter = calloc(1, sizeof *waiter);
     if (waiter == NULL) {
         budget_give(&table->budget, sizeof *waiter);
         return NULL;
@@ -257,8 +261,8 @@ Waiter *waiter_add(Table *table, Entry *entry, Conn *conn, Waiter **waits) {
     return waiter;
 }
 
-void waiter_unlink(Waiter *waiter) {
-    Entry *entry = waiter->entry;
+void waiter_unlink(struct waiter *waiter) {
+    struct entry *entry = waiter->entry;
     if (waiter->previous != NULL) waiter->previous->next = waiter->next;
     else entry->oldest = waiter->next;
     if (waiter->next != NULL) waiter->next->previous = waiter->previous;
@@ -266,7 +270,7 @@ void waiter_unlink(Waiter *waiter) {
     waiter->previous = waiter->next = NULL;
 }
 
-void waiter_free(Table *table, Waiter *waiter, Waiter **waits) {
+void waiter_free(struct table *table, struct waiter *waiter, struct waiter **waits) {
     if (waiter->newer != NULL) waiter->newer->older = waiter->older;
     else *waits = waiter->older;
     if (waiter->older != NULL) waiter->older->newer = waiter->newer;

@@ -41,9 +41,9 @@ void cores_forget(const char *at, int64_t nbytes) {
 
 static bool takes_part(const struct life *life) {
     uint32_t word = atomic_load_explicit(&life->word, memory_order_relaxed);
-    uint32_t joined = atomic_load_explicit(&life->seat.joined, memory_order_relaxed);
+    uint32_t joined = atomic_load_explicit(&life->cpu.joined, memory_order_relaxed);
     /* In one, or about to be. */
-    bool in_a_group = joined == 0 || joined != atomic_load_explicit(&life->seat.left, memory_order_relaxed);
+    bool in_a_group = joined == 0 || joined != atomic_load_explicit(&life->cpu.left, memory_order_relaxed);
     return word != 0 && !(word & LIFE_OWNER_DIED) && in_a_group;
 }
 
@@ -97,7 +97,7 @@ static const struct quota *find_quota(uint64_t *least) {
 
 /* --- what a rank says, and what all said -------------------------------------------------------------------------- */
 
-static void publish_affinity(struct seat *mine) {
+static void publish_affinity(struct cpu_usage *mine) {
     union {
         cpu_set_t set;
         uint64_t words[WORDS];
@@ -108,7 +108,7 @@ static void publish_affinity(struct seat *mine) {
 }
 
 /* Returns whether the quota was used up since the last time. With the lock held. */
-static bool publish_quota(struct seat *mine) {
+static bool publish_quota(struct cpu_usage *mine) {
     uint64_t grants = 0;
     const struct quota *tightest = find_quota(&grants);
     long now = tightest ? times_used_up(tightest) : 0;
@@ -120,20 +120,20 @@ static bool publish_quota(struct seat *mine) {
 }
 
 void cores_publish(struct life *me) {
-    publish_affinity(&me->seat);
+    publish_affinity(&me->cpu);
     pthread_mutex_lock(&lock);
-    publish_quota(&me->seat);
+    publish_quota(&me->cpu);
     pthread_mutex_unlock(&lock);
 }
 
-struct crowd {
+struct core_count {
     uint64_t cores[WORDS]; /* that any rank may use */
     int everyone;
     int inside;  /* ranks that may only use cores of mine */
     int sharing; /* ranks under my quota */
 };
 
-static void count(struct crowd *c, const struct seat *mine, const struct seat *other) {
+static void count(struct core_count *c, const struct cpu_usage *mine, const struct cpu_usage *other) {
     bool within = true;
     for (int i = 0; i < WORDS; i++) {
         uint64_t theirs = atomic_load_explicit(&other->cores[i], memory_order_relaxed);
@@ -147,19 +147,19 @@ static void count(struct crowd *c, const struct seat *mine, const struct seat *o
 }
 
 bool cores_suffice(struct life *me, bool own_thread) {
-    struct crowd c = {0};
-    if (own_thread) publish_affinity(&me->seat);
+    struct core_count c = {0};
+    if (own_thread) publish_affinity(&me->cpu);
     pthread_mutex_lock(&lock);
-    bool used_up = publish_quota(&me->seat);
+    bool used_up = publish_quota(&me->cpu);
     for (int i = 0; i < n_ranks; i++)
-        if (takes_part(ranks[i])) count(&c, &me->seat, &ranks[i]->seat);
+        if (takes_part(ranks[i])) count(&c, &me->cpu, &ranks[i]->cpu);
     pthread_mutex_unlock(&lock);
     int all = 0, mine = 0;
     for (int i = 0; i < WORDS; i++) {
         all += __builtin_popcountll(c.cores[i]);
-        mine += __builtin_popcountll(atomic_load_explicit(&me->seat.cores[i], memory_order_relaxed));
+        mine += __builtin_popcountll(atomic_load_explicit(&me->cpu.cores[i], memory_order_relaxed));
     }
-    uint64_t quota = atomic_load_explicit(&me->seat.quota, memory_order_relaxed);
+    uint64_t quota = atomic_load_explicit(&me->cpu.quota, memory_order_relaxed);
     if (quota && (used_up || (uint64_t)c.sharing * 1000 > quota)) return false;
     return c.everyone <= all && c.inside <= mine;
 }

@@ -66,14 +66,14 @@ int sync_aborted(struct group *g) {
 static void wake(struct control *block) {
     atomic_store(&block->sleeping, 0);
     ring(block);
-    atomic_fetch_add(&block->mail_bell, 1);
-    futex_wake(&block->mail_bell, INT32_MAX);
+    atomic_fetch_add(&block->p2p_doorbell, 1);
+    futex_wake(&block->p2p_doorbell, INT32_MAX);
 }
 
 /* Gives every rank a reason to stop, unless it has one, and marks operations from ~mark on as void (0: none). If I have
  * one already, the others get that: whoever gave it to me may not have come to them yet, and it is why I do what I do
  * now. */
-static void tell_all(struct group *g, uint64_t cause, uint64_t mark) {
+static void abort_all(struct group *g, uint64_t cause, uint64_t mark) {
     for (int i = 0; i < g->world; i++) {
         struct control *peer = g->control[(g->rank + i) % g->world]; /* mine first: it decides what I report */
         uint64_t none = 0, voided = atomic_load(&peer->voided);
@@ -86,7 +86,7 @@ static void tell_all(struct group *g, uint64_t cause, uint64_t mark) {
 }
 
 int sync_fail_of(struct group *g, int status, int culprit, int origin) {
-    tell_all(g, (uint64_t)status | (uint64_t)(culprit & 0xffff) << 8 | (uint64_t)(origin & 0xffff) << 24, 0);
+    abort_all(g, (uint64_t)status | (uint64_t)(culprit & 0xffff) << 8 | (uint64_t)(origin & 0xffff) << 24, 0);
     return sync_aborted(g);
 }
 
@@ -94,7 +94,7 @@ int sync_fail(struct group *g, int status, int culprit) { return sync_fail_of(g,
 
 void sync_void(struct group *g) {
     if (!sync_aborted(g)) sync_fail(g, STATUS_ABORTED, g->rank); /* a void operation has a cause */
-    tell_all(g, atomic_load(&g->control[g->rank]->abort), ~g->seq);
+    abort_all(g, atomic_load(&g->control[g->rank]->abort), ~g->seq);
 }
 
 bool sync_is_void(struct group *g, uint64_t seq) {
@@ -114,7 +114,7 @@ int sync_gone(struct group *g, int rank) {
 }
 
 /* Whether c holds, or the group was given up (status). Looks at c again after it saw that: whoever gave it up may have
- * passed this meeting first, and then it was complete for everybody. */
+ * passed this wait first, and then it was complete for everybody. */
 static bool is_over(struct group *g, struct condition *c, int *status) {
     *status = STATUS_OK;
     if (holds(g, g->rank, c)) return true;
@@ -156,10 +156,10 @@ static int check_interrupt(struct group *g, bool signalled) {
     return STATUS_INTERRUPTED;
 }
 
-_Thread_local uint32_t (*symcomm_locate)(void);
+_Thread_local uint32_t (*symcomm_call_site)(void);
 
-void symcomm_note_site(struct flight_entry *e) {
-    uint32_t site = e && symcomm_locate ? symcomm_locate() : 0;
+void symcomm_note_call_site(struct flight_entry *e) {
+    uint32_t site = e && symcomm_call_site ? symcomm_call_site() : 0;
     if (site == 0) return;
     atomic_store_explicit(&e->exact_site, 1, memory_order_relaxed);
     atomic_store_explicit(&e->site, site, memory_order_release);
@@ -167,12 +167,12 @@ void symcomm_note_site(struct flight_entry *e) {
 
 static int sleep_until(struct group *g, struct condition *c, const struct deadline *deadline) {
     struct control *me = g->control[g->rank];
-    symcomm_note_site(g->recording);
+    symcomm_note_call_site(g->recording);
     int status = STATUS_OK;
     for (;;) {
         uint32_t seen = atomic_load_explicit(&me->doorbell, memory_order_acquire);
         publish_condition(me, c);
-        if (is_over(g, c, &status) || (c->look && (status = c->look(c->context)))) break;
+        if (is_over(g, c, &status) || (c->check && (status = c->check(c->context)))) break;
         int culprit = find_gone(g, c, &status);
         if (culprit >= 0) {
             status = sync_fail(g, status, culprit);
@@ -205,7 +205,7 @@ static const void *awaited_word(struct group *g, int rank, const struct conditio
 }
 
 /* Looks on, until there is no more point in it. `over`: it holds, or failed. */
-static int look_on(struct group *g, struct condition *c, struct backoff *b, bool *over) {
+static int poll(struct group *g, struct condition *c, struct backoff *b, bool *over) {
     int status, missing;
     bool watched;
     do {
@@ -223,14 +223,14 @@ static void note_wait(struct group *g, const struct backoff *b) {
         atomic_fetch_add_explicit(&g->recording->waited, (uint32_t)(ns / 1000), memory_order_relaxed);
 }
 
-/* Apart from the first looks, so that those stay short. */
+/* Apart from the first spins, so that those stay short. */
 static __attribute__((noinline)) int wait_for_long(struct group *g, struct condition *c, struct deadline *deadline) {
     if (symcomm_before_waiting) symcomm_before_waiting();
     if (deadline->at == 0 && deadline->timeout) deadline->at = symcomm_now_ns() + deadline->timeout;
     struct backoff b;
     backoff_begin(&b, g, deadline->at);
     bool over = false;
-    int status = look_on(g, c, &b, &over);
+    int status = poll(g, c, &b, &over);
     bool sleeps = status == STATUS_OK && !over;
     if (sleeps) status = sleep_until(g, c, deadline);
     backoff_end(&b, sleeps);
@@ -239,9 +239,9 @@ static __attribute__((noinline)) int wait_for_long(struct group *g, struct condi
 }
 
 int sync_wait(struct group *g, struct condition *c, struct deadline *deadline) {
-    for (int i = 0, looks = looks_now(g); i < looks; i++) {
+    for (int i = 0, spins = spins_now(g); i < spins; i++) {
         if (holds(g, g->rank, c)) {
-            if (looks != g->spin) backoff_not_needed(g);
+            if (spins != g->spin) backoff_not_needed(g);
             return STATUS_OK;
         }
         cpu_relax();

@@ -45,10 +45,10 @@ struct control {
     _Atomic uint32_t wait_kind;
     _Atomic int32_t wait_who;
     _Atomic uint64_t wait_target;
-    _Alignas(64) _Atomic uint32_t mail_bell; /* futex: a message, room for one, or an acknowledgement came */
-    _Atomic uint32_t mail_sleepers;
+    _Alignas(64) _Atomic uint32_t p2p_doorbell; /* futex: a message, room for one, or an acknowledgement came */
+    _Atomic uint32_t p2p_sleepers;
     /* Of a thread of the owner that sleeps for a message: 2 * (peer + 2) + is_send; 0: none. */
-    _Atomic int32_t mail_awaits;
+    _Atomic int32_t p2p_awaits;
     _Alignas(64) _Atomic uint32_t putting; /* threads of the owner that write into peers' windows */
     _Alignas(64) _Atomic uint64_t abort;   /* 0, or packed cause: see fail() */
     _Atomic uint64_t abort_seq;
@@ -107,10 +107,10 @@ struct group {
     int spin;                       /* the first looks of a wait, at most */
     _Atomic int spin_now;           /* at present: fewer where ranks share cores and peers do not answer soon */
     /* Then, before sleeping: how long to keep a core and look, or to offer it; see sync/backoff.h. */
-    int64_t look_ns, yield_ns;
+    int64_t poll_ns, yield_ns;
     _Atomic int64_t next_review; /* when to count cores and ranks again */
-    _Atomic bool crowded;        /* there were more ranks than cores then */
-    _Atomic bool has_seat;       /* the rank counts as one that may need a core for it */
+    _Atomic bool oversubscribed; /* there were more ranks than cores then */
+    _Atomic bool needs_core;     /* the rank counts as one that may need a core for it */
     struct wait_counts waits;
     _Atomic int64_t slices; /* that waits have slept, for asking about signals now and then */
     bool own_process;       /* no other rank of the group is a thread of this process */
@@ -128,15 +128,15 @@ struct group {
     struct flight *flight;                   /* the rank's recorder, see observe/flight.h */
     uint32_t flight_group;                   /* this group's number there */
     struct flight_entry *recording;          /* of the operation that holds the lock */
-    struct quick *quick;                     /* plans by kind of call, see exec/dispatch_cache.c */
-    struct mail *mail;                       /* point-to-point messages, see p2p/p2p.c */
+    struct dispatch_cache *dispatch_cache;   /* plans by kind of call, see exec/dispatch_cache.c */
+    struct p2p *p2p;                         /* point-to-point messages, see p2p/p2p.c */
     void *capsule;                           /* the Python object that owns this struct */
     struct worker *worker;                   /* runs asynchronous operations, see exec/async.c; NULL until first used */
     struct ways collectives, messages, puts; /* statistics */
 };
 
 /* How often a wait that begins now looks first. Several threads of a rank may wait at once, for messages. */
-static inline int looks_now(const struct group *g) { return atomic_load_explicit(&g->spin_now, memory_order_relaxed); }
+static inline int spins_now(const struct group *g) { return atomic_load_explicit(&g->spin_now, memory_order_relaxed); }
 
 enum wait_kind { WAIT_ARRIVED_ALL, WAIT_PROGRESS_ALL, WAIT_PROGRESS_ONE };
 
@@ -144,8 +144,8 @@ struct condition {
     enum wait_kind kind;
     int who;
     uint64_t target;
-    int next;                   /* all ranks below are known to satisfy it */
-    int (*look)(void *context); /* asked while sleeping: STATUS_OK, or why to stop; NULL: nothing to ask */
+    int next;                    /* all ranks below are known to satisfy it */
+    int (*check)(void *context); /* asked while sleeping: STATUS_OK, or why to stop; NULL: nothing to ask */
     void *context;
 };
 
@@ -171,8 +171,8 @@ int sync_aborted(struct group *g);
 extern _Thread_local int (*symcomm_interrupted)(void);
 
 /* Called when a wait turns into sleep: the number of the place in the program that made the call, or 0. NULL: known. */
-extern _Thread_local uint32_t (*symcomm_locate)(void);
-void symcomm_note_site(struct flight_entry *e);
+extern _Thread_local uint32_t (*symcomm_call_site)(void);
+void symcomm_note_call_site(struct flight_entry *e);
 
 /* Called before a wait that may last. NULL when there is nothing to do then. */
 extern _Thread_local void (*symcomm_before_waiting)(void);
@@ -204,11 +204,11 @@ void leave_group(struct group *g);
 /* At the end of a call, with no lock held: does what leave_group() left to it. */
 void leave_late(struct group *g);
 
-void quick_drop(struct group *g);
+void dispatch_cache_drop(struct group *g);
 
 /* No read-modify-write: nobody else counts while the caller has the interpreter lock. */
-static inline void count_call(struct ways *w, bool is_long, bool is_queued) {
-    _Atomic uint64_t *n = &w->taken[is_long][is_queued];
+static inline void count_call(struct ways *w, bool slow_path, bool is_queued) {
+    _Atomic uint64_t *n = &w->taken[slow_path][is_queued];
     atomic_store_explicit(n, atomic_load_explicit(n, memory_order_relaxed) + 1, memory_order_relaxed);
 }
 

@@ -34,9 +34,9 @@ int options_read(int64_t call, PyObject *options, int64_t *detail) {
     memcpy(&timeout, object + at->timeout_at, sizeof timeout);
     if (at->root_at >= 0) memcpy(&root, object + at->root_at, sizeof root);
     if (at->redop_at >= 0) redop = (uint8_t)object[at->redop_at];
-    if (timeout >= 0 || redop > RED_BXOR || profiler_looks_on()) return OPTIONS_LONG; /* unset is -1 ms */
+    if (timeout >= 0 || redop > RED_BXOR || profiler_looks_on()) return OPTIONS_SLOW; /* unset is -1 ms */
     *detail = at->redop_at >= 0 && at->root_at >= 0 ? root << 8 | redop : root + redop;
-    return object[at->async_at] ? OPTIONS_ASYNC : OPTIONS_SHORT;
+    return object[at->async_at] ? OPTIONS_ASYNC : OPTIONS_FAST;
 }
 
 /* use_options(is_profiling, ((call, type, object_at, timeout_at, async_at, redop_at, root_at), ...)) */
