@@ -3,7 +3,7 @@
 ==========  ============================================================================================================
 folder      what it holds
 ==========  ============================================================================================================
-module/     the Python module, a list of parts that each add their functions; macros for the interpreter lock
+module/     the Python module, a list of parts that each add their functions; arguments; the interpreter lock
 os/         clocks, futexes, threads
 memory/     shared mappings and bytes, the word by which the kernel tells that a rank died, pages taken back from a
             stopped peer, copies with non-temporal stores
@@ -12,7 +12,7 @@ sync/       published progress, waits with deadlines, sleep and wake; what a wai
 exec/       load and run a plan (see symcomm.collectives.plan) in one call; operations that run while the caller goes
             on; the dispatch cache, which takes calls seen before from Python tensors to the executor; cross-memory
             attach
-group/      groups, plans and requests as Python sees them; leaving a group
+group/      what a group is, in shared memory and in a process; groups as Python sees them; leaving one
 p2p/        tagged messages between two ranks: channels, matching, progress, large copies that both ranks make
 onesided/   signal pads, and windows: copies into a peer's memory, counted signals
 reduce/     one-pass reductions over N sources, for every dtype and operation; kernels for each instruction set

@@ -31,7 +31,7 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class Status(enum.IntEnum):
-    """Numbers of ``enum status`` in _core/sync/sync.h."""
+    """Numbers of ``enum status`` in _core/group/status.h."""
 
     OK = 0
     MISMATCH = 1

@@ -3,6 +3,7 @@
  * The core knows nothing of CUDA: it is handed the addresses of driver functions by gpu/driver.py, which found them in
  * the driver's library. The interpreter lock is released meanwhile: the driver makes a caller wait when a stream is
  * full. */
+#include "group/group.h"
 #include "module/module.h"
 #include "reduce/reduce.h"
 
@@ -145,28 +146,7 @@ static PyObject *store_word(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* group_fail(group, status, culprit) -> the status that counts. Every rank sees it before this returns. */
-static PyObject *group_fail(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *capsule;
-    int status, culprit;
-    if (!PyArg_ParseTuple(args, "Oii", &capsule, &status, &culprit)) return NULL;
-    struct group *g = PyCapsule_GetPointer(capsule, "symcomm.group");
-    return g ? PyLong_FromLong(sync_fail(g, status, culprit)) : NULL;
-}
-
-/* group_status(group) -> 0, or why it has failed. Whoever has read peers' memory asks after its last read. */
-static PyObject *group_status(PyObject *self, PyObject *capsule) {
-    (void)self;
-    struct group *g = PyCapsule_GetPointer(capsule, "symcomm.group");
-    if (g == NULL) return NULL;
-    atomic_thread_fence(memory_order_seq_cst);
-    return PyLong_FromLong(sync_aborted(g));
-}
-
 static PyMethodDef methods[] = {
-    {"group_fail", group_fail, METH_VARARGS, "group_fail(group, status, culprit) -> the status that counts"},
-    {"group_status", group_status, METH_O, "group_status(group) -> 0, or the status it failed with"},
     {"store_word", store_word, METH_VARARGS,
      "store_word(address, value): 32 bits, in order with what comes before and after"},
     {"stream_combine", stream_combine, METH_VARARGS,

@@ -5,8 +5,10 @@
 #include <string.h>
 
 #include "module/module.h"
+#include "os/futex.h"
 #include "os/thread.h"
 #include "sync/backoff.h"
+#include "sync/sync.h"
 
 struct worker {
     pthread_t thread;

@@ -1,8 +1,13 @@
 /* Blocking calls of a kind seen before: look at the tensors, find the plan, run it, all without Python. */
+#include "exec/dispatch_cache.h"
+
 #include <stdlib.h>
 
 #include "exec/async.h"
 #include "exec/exec.h"
+#include "group/group.h"
+#include "module/arguments.h"
+#include "module/gil.h"
 #include "module/module.h"
 #include "reduce/types.h"
 #include "torch/options.h"
@@ -174,7 +179,7 @@ static inline __attribute__((always_inline)) int64_t run_cached_plan(struct grou
 /* again(group, call, detail, input, output, timeout_ns) -> 0, a failure's status, or -1: take the long way */
 static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     (void)self;
-    struct group *g = n_args == 6 ? PyCapsule_GetPointer(args[0], "symcomm.group") : NULL;
+    struct group *g = n_args == 6 ? to_group(args[0]) : NULL;
     if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "again takes 6 arguments");
     if (g->dispatch_cache == NULL) return PyLong_FromLong(-1);
     int64_t status = -1, timeout = PyLong_AsLongLong(args[5]);
@@ -191,7 +196,7 @@ static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
 static PyObject *again_with(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     (void)self;
     bool fits = n_args == 6 || n_args == 7;
-    struct group *g = fits ? PyCapsule_GetPointer(args[0], "symcomm.group") : NULL;
+    struct group *g = fits ? to_group(args[0]) : NULL;
     if (g == NULL) return fits ? NULL : PyErr_Format(PyExc_TypeError, "again_with takes 6 or 7 arguments");
     int64_t timeout = PyLong_AsLongLong(args[5]);
     struct call_key k = {.call = PyLong_AsLongLong(args[1]), .dtype = -1};
@@ -209,8 +214,8 @@ static PyObject *again_with(PyObject *self, PyObject *const *args, Py_ssize_t n_
 /* remember(group, call, detail, input, output, plan, site): again() will know calls of this kind, if it can. */
 static PyObject *remember(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     (void)self;
-    struct group *g = n_args == 7 ? PyCapsule_GetPointer(args[0], "symcomm.group") : NULL;
-    struct plan *plan = g ? PyCapsule_GetPointer(args[5], "symcomm.plan") : NULL;
+    struct group *g = n_args == 7 ? to_group(args[0]) : NULL;
+    struct plan *plan = g ? PyCapsule_GetPointer(args[5], PLAN_CAPSULE) : NULL;
     if (plan == NULL) return g || n_args == 7 ? NULL : PyErr_Format(PyExc_TypeError, "remember takes 7 arguments");
     struct call_key k;
     struct call_tensors t;

@@ -4,11 +4,14 @@
 #include <unistd.h>
 
 #include "exec/cma.h"
+#include "group/group.h"
 #include "memory/isolate.h"
+#include "memory/life.h"
 #include "memory/nontemporal.h"
 #include "module/module.h"
 #include "reduce/reduce.h"
 #include "reduce/types.h"
+#include "sync/sync.h"
 
 #define BLOCK_BYTES 16384 /* what one source or destination moves before the next is touched: fits L1 with room */
 

@@ -1,11 +1,12 @@
 /* Loads a plan: one pass that refuses anything the executor could not run safely. */
 #include "exec/plan.h"
 
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "group/control.h"
 #include "reduce/types.h"
-#include "sync/sync.h"
 
 #define HEADER_WORDS 15
 #define STEP_WORDS (int64_t)(sizeof(struct plan_step) / sizeof(int64_t))

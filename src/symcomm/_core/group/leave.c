@@ -9,7 +9,9 @@
 #include <unistd.h>
 
 #include "exec/exec.h"
+#include "group/group.h"
 #include "module/module.h"
+#include "os/futex.h"
 #include "sync/sync.h"
 
 static _Thread_local struct visit *visits; /* of this thread, the innermost first */

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "module/module.h"
+#include "os/futex.h"
 #include "os/thread.h"
 #include "sync/cores.h"
 

@@ -9,12 +9,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "module/module.h"
+#include "os/futex.h"
 #include "os/thread.h"
-#include "sync/sync.h"
 
 enum { THREADS = 64, NAME = 28, LABEL = 160, NOTE = 1024 };
 

@@ -1,4 +1,5 @@
 /* What Python is told of a group: where its ranks are, which way calls took, and how long waits ended. */
+#include "module/arguments.h"
 #include "module/module.h"
 #include "sync/sync.h"
 
@@ -15,7 +16,7 @@ static PyObject *rank_report(struct group *g, int r) {
 
 static PyObject *group_report(PyObject *self, PyObject *arg) {
     (void)self;
-    struct group *g = PyCapsule_GetPointer(arg, "symcomm.group");
+    struct group *g = to_group(arg);
     if (g == NULL) return NULL;
     PyObject *ranks = PyList_New(0);
     for (int r = 0; ranks && r < g->world; r++) {
@@ -36,7 +37,7 @@ static PyObject *group_report(PyObject *self, PyObject *arg) {
 /* group_waits(group) -> (looked, yielded, slept, first looks at present): see struct wait_counts */
 static PyObject *group_waits(PyObject *self, PyObject *arg) {
     (void)self;
-    struct group *g = PyCapsule_GetPointer(arg, "symcomm.group");
+    struct group *g = to_group(arg);
     if (g == NULL) return NULL;
     const struct wait_counts *w = &g->waits;
     return Py_BuildValue("KKKi", (unsigned long long)w->looked, (unsigned long long)w->yielded,
@@ -53,7 +54,7 @@ static PyObject *as_dict(const struct ways *w) {
 /* group_ways(group) -> how many calls of each kind took which way */
 static PyObject *group_ways(PyObject *self, PyObject *arg) {
     (void)self;
-    struct group *g = PyCapsule_GetPointer(arg, "symcomm.group");
+    struct group *g = to_group(arg);
     if (g == NULL) return NULL;
     return Py_BuildValue("{s:N,s:N,s:N}", "collectives", as_dict(&g->collectives), "messages", as_dict(&g->messages),
                          "puts", as_dict(&g->puts));

@@ -7,10 +7,15 @@
  * look at the count). Words that somebody writes by other means are seen within a slice.
  *
  * Windows (onesided/window.c) count: a signal adds one to the word, at once, and a wait takes one away. */
+#include "onesided/signals.h"
+
 #include <errno.h>
 
+#include "group/group.h"
+#include "module/arguments.h"
+#include "module/gil.h"
 #include "module/module.h"
-#include "onesided/signals.h"
+#include "os/futex.h"
 #include "sync/backoff.h"
 #include "sync/sync.h"
 
@@ -167,7 +172,7 @@ static PyObject *make_pads(PyObject *self, PyObject *args) {
     PyObject *group, *addresses;
     long long bytes;
     if (!PyArg_ParseTuple(args, "OO!L", &group, &PyTuple_Type, &addresses, &bytes)) return NULL;
-    struct group *g = PyCapsule_GetPointer(group, "symcomm.group");
+    struct group *g = to_group(group);
     if (g == NULL) return NULL;
     if (PyTuple_Size(addresses) != g->world) return PyErr_Format(PyExc_ValueError, "one address per rank");
     struct pads *p = PyMem_Calloc(1, sizeof *p);

@@ -2,9 +2,13 @@
  *
  * A put is one copy into the peer's memory. A signal after it has release order, the wait that takes it acquire order,
  * so whoever took a signal sees all that its sender put before. */
+#include "group/group.h"
+#include "module/arguments.h"
+#include "module/gil.h"
 #include "module/module.h"
 #include "onesided/signals.h"
 #include "reduce/types.h"
+#include "sync/sync.h"
 #include "torch/tensor.h"
 
 #define LONG_COPY (64 << 10) /* bytes; shorter copies take less than twenty times what releasing the lock does */
@@ -35,7 +39,7 @@ static PyObject *make_window(PyObject *self, PyObject *args) {
     PyObject *group, *segments;
     long long words_bytes;
     if (!PyArg_ParseTuple(args, "OO!L", &group, &PyTuple_Type, &segments, &words_bytes)) return NULL;
-    struct group *g = PyCapsule_GetPointer(group, "symcomm.group");
+    struct group *g = to_group(group);
     if (g == NULL) return NULL;
     if (PyTuple_Size(segments) != g->world) return PyErr_Format(PyExc_ValueError, "one segment per rank");
     struct window *w = PyMem_Calloc(1, sizeof *w + (size_t)g->world * sizeof w->segments[0]);

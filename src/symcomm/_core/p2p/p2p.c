@@ -5,10 +5,13 @@
 
 #include "exec/async.h"
 #include "exec/exec.h"
+#include "group/group.h"
 #include "module/module.h"
+#include "os/futex.h"
 #include "os/thread.h"
 #include "p2p/engine.h"
 #include "sync/backoff.h"
+#include "sync/sync.h"
 
 #define SLICE_NS 10000000
 #define SPINS_A_DRIVE 8

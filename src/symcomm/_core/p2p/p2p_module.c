@@ -2,9 +2,13 @@
 #include <errno.h>
 #include <stddef.h>
 
+#include "group/group.h"
+#include "module/arguments.h"
+#include "module/gil.h"
 #include "module/module.h"
 #include "p2p/engine.h"
 #include "reduce/types.h"
+#include "sync/sync.h"
 #include "torch/tensor.h"
 
 static const char OP[] = "symcomm.op";
@@ -26,7 +30,7 @@ static PyObject *py_post(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OpiLLKLpI", &capsule, &is_send, &peer, &tag, &dtype, &address, &nbytes, &background,
                           &site))
         return NULL;
-    struct group *g = PyCapsule_GetPointer(capsule, "symcomm.group");
+    struct group *g = to_group(capsule);
     if (g == NULL) return NULL;
     if (g->p2p == NULL || peer >= g->world || peer < (is_send ? 0 : ANY_SOURCE) || nbytes < 0)
         return PyErr_Format(PyExc_ValueError, "no rank %d to exchange %lld bytes with", peer, nbytes);
@@ -73,7 +77,7 @@ static PyObject *py_wait(PyObject *self, PyObject *args) {
  * The peer's rank when all went well, an outcome like mail_wait's when not, None when Python has to look. */
 static PyObject *message(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     (void)self;
-    struct group *g = n_args == 6 ? PyCapsule_GetPointer(args[0], "symcomm.group") : NULL;
+    struct group *g = n_args == 6 ? to_group(args[0]) : NULL;
     if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "message takes 6 arguments");
     struct tensor_view view;
     if (g->p2p == NULL || !PyLong_Check(args[2]) || !PyLong_Check(args[3]) || !tensor_view(args[4], &view))

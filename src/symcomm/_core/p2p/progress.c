@@ -8,6 +8,8 @@
 #include "memory/nontemporal.h"
 #include "module/module.h"
 #include "observe/flight.h"
+#include "os/futex.h"
+#include "sync/sync.h"
 
 #define DIRECT_BYTES (32 * 1024)       /* below, copying twice is cheaper than waiting for the receiver */
 #define WAKING_BYTES (4 * 1024 * 1024) /* below, a sender that sleeps is not woken to help: it would come too late */

@@ -5,7 +5,9 @@
 #include <cpuid.h>
 #endif
 
+#include "memory/life.h"
 #include "os/clock.h"
+#include "os/futex.h"
 #include "sync/cores.h"
 
 #define LEAST_SPIN 20

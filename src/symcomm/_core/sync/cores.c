@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "memory/life.h"
 #include "module/module.h"
 
 #define WORDS (MOST_CORES / 64)

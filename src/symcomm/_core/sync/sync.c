@@ -9,8 +9,10 @@
 #include <stddef.h>
 
 #include "exec/plan.h"
+#include "memory/life.h"
 #include "module/module.h"
 #include "observe/flight.h"
+#include "os/futex.h"
 #include "sync/backoff.h"
 
 #define WORTH_NOTING_NS 100000 /* of a wait, in the flight recorder */
