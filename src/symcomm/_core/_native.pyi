@@ -33,6 +33,24 @@ CHANNEL_HEAD_BYTES: int
 CONTROL_BYTES: int
 RECORD_CALL: int
 RECORD_VOTE: int
+STATUS_ABORTED: int
+STATUS_DEAD: int
+STATUS_HALF_SENT: int
+STATUS_INTERRUPTED: int
+STATUS_LEFT: int
+STATUS_MISMATCH: int
+STATUS_NESTED: int
+STATUS_OK: int
+STATUS_PLAN: int
+STATUS_SIZE: int
+STATUS_TIMEOUT: int
+STATUS_UNREADABLE: int
+FLIGHT_ATTACHED: int
+FLIGHT_DIRECT: int
+FLIGHT_MESSAGE: int
+FLIGHT_PATHS: int
+FLIGHT_QUEUED: int
+FLIGHT_SLOW_PATH: int
 
 def make_group(
     rank: int,
@@ -71,6 +89,11 @@ def group_waits(group: Group, /) -> tuple[int, int, int, int]: ...
 def group_ways(group: Group, /) -> dict[str, dict[str, int]]: ...
 
 # --- operations: exec/, torch/ ----------------------------------------------------------------------------------------
+
+CALL_ALL_TO_ALL_SINGLE: int
+OPTIONS_ASYNC: int
+OPTIONS_SLOW: int
+OPTIONS_UNKNOWN: int
 
 def make_plan(encoded: bytes, /) -> Plan: ...
 def plan_stage(plan: Plan, /) -> int: ...

@@ -24,7 +24,7 @@ from symcomm.types import RedOpType
 
 __all__ = ["ASYNC", "LONG", "UNKNOWN", "install", "read_options"]
 
-LONG, UNKNOWN, ASYNC = -1, -2, -3  # enum options of _core/torch/options.h
+LONG, UNKNOWN, ASYNC = native.OPTIONS_SLOW, native.OPTIONS_UNKNOWN, native.OPTIONS_ASYNC
 
 _TYPES = {
     Kind.ALL_REDUCE: "AllreduceOptions",

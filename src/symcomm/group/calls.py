@@ -32,7 +32,7 @@ class Kind(enum.IntEnum):
     REDUCE_SCATTER_SINGLE = 2
     BROADCAST = 3
     ALL_GATHER_SINGLE = 4
-    ALL_TO_ALL_SINGLE = 5  # _core/exec/dispatch_cache.c knows this number
+    ALL_TO_ALL_SINGLE = native.CALL_ALL_TO_ALL_SINGLE  # the one that cannot work in place
     ALL_GATHER = 6
     GATHER = 7
     SCATTER = 8

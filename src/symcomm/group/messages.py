@@ -21,7 +21,7 @@ from symcomm.types import DType
 
 __all__ = ["ANY_SOURCE", "Message", "MessageCalls", "MessageWork", "wait_in_thread"]
 
-STATUS_SIZE = 32  # _core/p2p/p2p.h
+STATUS_SIZE = native.STATUS_SIZE
 
 
 @dataclass

@@ -31,7 +31,7 @@ __all__ = ["CAPACITY", "Flight", "FlightEntry", "Peek", "read_flight", "read_gro
 DEFAULT_CAPACITY = 2048
 ENTRY, NUMBER, GROUP, SITE = struct.Struct("<6Q3I4B"), struct.Struct("<Q"), 512, 128
 GROUPS, SITES = 256, 4096
-PATHS = 0x0F  # bits of an entry's path that say how its bytes went; those above say how the call was carried out
+PATHS = native.FLIGHT_PATHS  # bits of an entry's path that say how its bytes went; those above: how the call was made
 SIZES = ("SYMCOMM_FLIGHT_ENTRIES", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the first that is set
 
 

@@ -16,7 +16,7 @@
 #define FIRST_SLOTS 16  /* a power of two, doubled when three quarters are full: most groups know a few calls */
 #define MOST_SLOTS 4096 /* full at that size, it starts anew */
 
-enum { ALL_TO_ALL_SINGLE = 5 }; /* of Kind in symcomm/group/calls.py: the one that cannot work in place */
+enum { CALL_ALL_TO_ALL_SINGLE = 5 }; /* of Kind in symcomm/group/calls.py: the one that cannot work in place */
 
 struct call_key { /* what a plan depends on */
     int64_t call, detail, dtype, count, out_count, n_in, n_out;
@@ -140,7 +140,7 @@ static bool view_tensors(const struct group *g, PyObject *input, PyObject *outpu
     if (k->n_in < 0) return false;
     if (input == output && k->n_in == 1) {
         t->out[0] = t->in[0], k->out_count = k->count, k->n_out = 1;
-        return k->call != ALL_TO_ALL_SINGLE || g->world == 1;
+        return k->call != CALL_ALL_TO_ALL_SINGLE || g->world == 1;
     }
     k->n_out = view_all(t->output, t->out, &k->out_count, &k->dtype);
     return k->n_out >= 0 && !overlaps(g, k, t);
@@ -246,4 +246,11 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-int symcomm_add_dispatch_cache(PyObject *module) { return PyModule_AddFunctions(module, methods); }
+static const struct constant constants[] = {
+    CONSTANT(CALL_ALL_TO_ALL_SINGLE),
+    {NULL, 0},
+};
+
+int symcomm_add_dispatch_cache(PyObject *module) {
+    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
+}

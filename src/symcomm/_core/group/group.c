@@ -314,7 +314,23 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static const struct constant constants[] = {
+    {"CONTROL_BYTES", sizeof(struct control)},
+    CONSTANT(STATUS_OK),
+    CONSTANT(STATUS_MISMATCH),
+    CONSTANT(STATUS_DEAD),
+    CONSTANT(STATUS_LEFT),
+    CONSTANT(STATUS_TIMEOUT),
+    CONSTANT(STATUS_ABORTED),
+    CONSTANT(STATUS_PLAN),
+    CONSTANT(STATUS_INTERRUPTED),
+    CONSTANT(STATUS_HALF_SENT),
+    CONSTANT(STATUS_NESTED),
+    CONSTANT(STATUS_UNREADABLE),
+    CONSTANT(STATUS_SIZE),
+    {NULL, 0},
+};
+
 int symcomm_add_group(PyObject *module) {
-    PyModule_AddIntConstant(module, "CONTROL_BYTES", (long)sizeof(struct control));
-    return PyModule_AddFunctions(module, methods);
+    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
 }

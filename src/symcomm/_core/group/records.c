@@ -99,9 +99,13 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static const struct constant constants[] = {
+    CONSTANT(CALL_BYTES),
+    CONSTANT(RECORD_CALL),
+    CONSTANT(RECORD_VOTE),
+    {NULL, 0},
+};
+
 int symcomm_add_records(PyObject *module) {
-    PyModule_AddIntConstant(module, "CALL_BYTES", CALL_BYTES);
-    PyModule_AddIntConstant(module, "RECORD_CALL", RECORD_CALL);
-    PyModule_AddIntConstant(module, "RECORD_VOTE", RECORD_VOTE);
-    return PyModule_AddFunctions(module, methods);
+    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
 }

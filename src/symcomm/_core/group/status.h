@@ -12,8 +12,9 @@ enum status {
     STATUS_PLAN = 6,        /* the plan does not fit the group: a bug */
     STATUS_INTERRUPTED = 7, /* a Python signal handler raised (Ctrl-C) */
     STATUS_HALF_SENT = 8,   /* origin gave up a message to culprit when part of it was on its way */
-    STATUS_UNREADABLE = 10, /* origin could not read culprit's tensor */
     STATUS_NESTED = 9,      /* a signal handler called it while its own thread is in another operation of the group */
+    STATUS_UNREADABLE = 10, /* origin could not read culprit's tensor */
+    STATUS_SIZE = 32,       /* of a message: it has another length or dtype than the receive */
 };
 
 #endif

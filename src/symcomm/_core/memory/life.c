@@ -128,10 +128,13 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static const struct constant constants[] = {
+    {"LIFE_WORD", offsetof(struct life, word)},
+    {"LIFE_WAITS", offsetof(struct life, cpu) + offsetof(struct cpu_usage, looked)},
+    CONSTANT(LIFE_OWNER_DIED),
+    {NULL, 0},
+};
+
 int symcomm_add_life(PyObject *module) {
-    PyModule_AddIntConstant(module, "LIFE_WORD", (long)offsetof(struct life, word));
-    PyModule_AddIntConstant(module, "LIFE_WAITS",
-                            (long)(offsetof(struct life, cpu) + offsetof(struct cpu_usage, looked)));
-    PyModule_AddIntConstant(module, "LIFE_OWNER_DIED", LIFE_OWNER_DIED);
-    return PyModule_AddFunctions(module, methods);
+    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
 }

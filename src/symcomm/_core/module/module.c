@@ -1,6 +1,12 @@
 /* The Python module `symcomm._core._native`: a list of parts, each in a file of its own. */
 #include "module/module.h"
 
+int symcomm_add_constants(PyObject *module, const struct constant *list) {
+    for (; list->name; list++)
+        if (PyModule_AddIntConstant(module, list->name, list->value) < 0) return -1;
+    return 0;
+}
+
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "symcomm._core._native", "Symcomm's C core.", -1, NULL, NULL, NULL, NULL, NULL,
 };

@@ -12,6 +12,14 @@
 
 #define SYMCOMM_LINE 64 /* bytes in a cache line, for layout */
 
+/* Numbers that Python shares: NULL ends the list. Returns 0, or -1 with an exception set. */
+struct constant {
+    const char *name;
+    long value;
+};
+#define CONSTANT(NAME) {#NAME, NAME}
+int symcomm_add_constants(PyObject *module, const struct constant *list);
+
 /* Each part adds its functions and types to the module; returns 0, or -1 with an exception set. */
 int symcomm_add_reduce(PyObject *module);
 int symcomm_add_pack(PyObject *module);

@@ -1,6 +1,7 @@
 /* What Python is told of a group: where its ranks are, which way calls took, and how long waits ended. */
 #include "module/arguments.h"
 #include "module/module.h"
+#include "observe/flight.h"
 #include "sync/sync.h"
 
 static PyObject *rank_report(struct group *g, int r) {
@@ -68,4 +69,16 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-int symcomm_add_report(PyObject *module) { return PyModule_AddFunctions(module, methods); }
+static const struct constant constants[] = {
+    CONSTANT(FLIGHT_DIRECT),
+    CONSTANT(FLIGHT_MESSAGE),
+    CONSTANT(FLIGHT_ATTACHED),
+    CONSTANT(FLIGHT_PATHS),
+    CONSTANT(FLIGHT_SLOW_PATH),
+    CONSTANT(FLIGHT_QUEUED),
+    {NULL, 0},
+};
+
+int symcomm_add_report(PyObject *module) {
+    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
+}

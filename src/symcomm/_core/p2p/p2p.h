@@ -57,8 +57,6 @@ struct op {
  * listens. */
 extern void (*p2p_deadlock_hook)(const struct op *op);
 
-#define STATUS_SIZE 32 /* the message has another length or dtype than the receive */
-
 /* channels: per rank, where its outgoing channels start (world of them). 0, or -1: out of memory. */
 int p2p_open(struct group *g, char *const *channels);
 /* Ends the thread that drives unattended operations, and takes back what nobody has received. */

@@ -138,8 +138,12 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static const struct constant constants[] = {
+    {"CHANNEL_BYTES", sizeof(struct channel)},
+    {"CHANNEL_HEAD_BYTES", offsetof(struct channel, ring)},
+    {NULL, 0},
+};
+
 int symcomm_add_p2p(PyObject *module) {
-    PyModule_AddIntConstant(module, "CHANNEL_BYTES", (long)sizeof(struct channel));
-    PyModule_AddIntConstant(module, "CHANNEL_HEAD_BYTES", (long)offsetof(struct channel, ring));
-    return PyModule_AddFunctions(module, methods);
+    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
 }

@@ -67,4 +67,13 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-int symcomm_add_options(PyObject *module) { return PyModule_AddFunctions(module, methods); }
+static const struct constant constants[] = {
+    CONSTANT(OPTIONS_SLOW),
+    CONSTANT(OPTIONS_UNKNOWN),
+    CONSTANT(OPTIONS_ASYNC),
+    {NULL, 0},
+};
+
+int symcomm_add_options(PyObject *module) {
+    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
+}
