@@ -20,7 +20,7 @@ PIP           := -m pip install -q --disable-pip-version-check
 TESTERS       ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check test-torch test-python clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize clean
+.PHONY: help setup demo test check test-torch test-python clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize analyze clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 15
@@ -112,6 +112,9 @@ soak: $(BUILT) ## an hour of random faults: on one host, between hosts, of ranks
 
 prove: $(BUILT) ## every interleaving of the core's protocols, and what goes wrong without each line of them (two minutes)
 	$(BIN)/python -m tests.model
+
+analyze: $(BUILT) ## the C core under GCC's static analyzer
+	$(BIN)/python -m tests.analyze
 
 sanitize: $(BUILT) ## the C core under ASan, UBSan and TSan
 	$(BIN)/python tests/sanitize.py

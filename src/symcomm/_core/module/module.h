@@ -10,8 +10,6 @@
 
 #include "os/clock.h"
 
-#define SYMCOMM_LINE 64 /* bytes in a cache line, for layout */
-
 /* Numbers that Python shares: NULL ends the list. Returns 0, or -1 with an exception set. */
 struct constant {
     const char *name;

@@ -57,7 +57,6 @@ static bool withdraw(struct op *op) {
         pthread_cond_signal(&m->needed);
     }
     p2p_finish(op, received ? STATUS_OK : STATUS_TIMEOUT);
-    p2p_release(op);
     return clean;
 }
 
@@ -106,16 +105,17 @@ static bool sleep_slice(struct p2p *m, struct op *op, int64_t ns) {
 static int give_up(struct op *op, int status, bool withdraw_it) {
     struct p2p *m = op->p2p;
     pthread_mutex_lock(&m->lock);
-    bool done = op->state == OP_DONE, clean = true;
-    if (!done && withdraw_it && !m->closed) {
+    bool done = op->state == OP_DONE, clean = true, withdrawn = !done && withdraw_it && !m->closed;
+    if (withdrawn) {
         clean = withdraw(op);
         done = op->status == STATUS_OK;
         if (!done) flight_end(op->record, op->record_number, status);
     }
     pthread_mutex_unlock(&m->lock);
-    if (done) return op->status;
+    if (done) status = op->status;
     if (!clean && status == STATUS_TIMEOUT) sync_fail(m->group, STATUS_HALF_SENT, op->peer);
     if (!clean && status == STATUS_INTERRUPTED) sync_fail(m->group, STATUS_ABORTED, m->group->rank);
+    if (withdrawn) p2p_release(op); /* it stands in no queue any more */
     return status;
 }
 
@@ -361,7 +361,7 @@ struct op *p2p_post(struct group *g, const struct op *wanted) {
     struct op *op = make_op(g, wanted);
     if (op == NULL) return NULL;
     if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
-    bool done;
+    bool done = false;
     if (!queue(g->p2p, op, &done)) free(op), op = NULL, errno = EAGAIN;
     visit_end(&visit);
     return op;
@@ -373,7 +373,7 @@ struct op *p2p_exchange(struct group *g, const struct op *wanted, int64_t timeou
     *status = STATUS_LEFT;
     if (op == NULL) return NULL;
     if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
-    bool done;
+    bool done = false;
     queue(g->p2p, op, &done);
     *status = done ? op->status : wait_for(op, timeout, true);
     visit_end(&visit);

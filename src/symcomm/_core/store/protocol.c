@@ -77,32 +77,37 @@ static void open_stage(struct server *server, struct conn *conn) {
     conn->challenge = NULL;
 }
 
-/* Whether `code` may come at this stage; refuses the connection when not. */
-static bool allow_command(struct server *server, struct conn *conn, uint8_t code) {
-    if (command_of(code) == NULL) {
+static bool is_expected(enum stage stage, uint8_t code) {
+    switch (stage) {
+    case STAGE_NEW: return code == HELLO;
+    case STAGE_CHALLENGE: return code == CHALLENGE;
+    case STAGE_PROOF: return code == PROOF;
+    default: return code != HELLO && code != PROOF;
+    }
+}
+
+/* The command that `code` stands for, if it may come at this stage; NULL after refusing the connection. */
+static const struct command *allow_command(struct server *server, struct conn *conn, uint8_t code) {
+    const struct command *command = command_of(code);
+    if (command == NULL) {
         conn_refuse(server, conn, "sent an unknown command (%u)", code);
-        return false;
+        return NULL;
     }
     if (conn->stage == STAGE_NEW && code != HELLO) {
         conn_refuse(server, conn, "did not say hello as a store client does (first byte %u)", code);
-        return false;
+        return NULL;
     }
     if (conn->stage == STAGE_CHALLENGE && code != CHALLENGE && server->limits.token_is_optional)
         open_stage(server, conn);
-    bool expected = conn->stage == STAGE_NEW         ? code == HELLO
-                    : conn->stage == STAGE_CHALLENGE ? code == CHALLENGE
-                    : conn->stage == STAGE_PROOF     ? code == PROOF
-                                                     : code != HELLO && code != PROOF;
-    if (expected) return true;
+    if (is_expected(conn->stage, code)) return command;
     if (conn->stage == STAGE_CHALLENGE) {
         conn_send(server, conn, refusal, sizeof refusal);
         conn_flush(server, conn);
-        conn_refuse(server, conn, "called %s without the job token (set token= or SYMCOMM_TOKEN there)",
-                    command_of(code)->name);
+        conn_refuse(server, conn, "called %s without the job token (set token= or SYMCOMM_TOKEN there)", command->name);
     } else {
-        conn_refuse(server, conn, "called %s out of turn", command_of(code)->name);
+        conn_refuse(server, conn, "called %s out of turn", command->name);
     }
-    return false;
+    return NULL;
 }
 
 /* Length-prefixed bytes: returns their end, or 0 after noting what is needed, or after refusing the client. */
@@ -114,12 +119,12 @@ static size_t scan_bytes(struct server *server, struct conn *conn, const uint8_t
     uint64_t limit = is_key ? server->limits.key : server->limits.value;
     if (length > limit) {
         conn_refuse(server, conn, "sent a %s of %llu bytes in %s; the limit is %llu", is_key ? "key" : "value",
-                    (unsigned long long)length, command_of(frame[0])->name, (unsigned long long)limit);
+                    (unsigned long long)length, scan->command->name, (unsigned long long)limit);
         return 0;
     }
     scan->need = scan->at + 8 + (size_t)length;
     if (scan->need > server->limits.frame) {
-        conn_refuse(server, conn, "sent a %s call of more than %llu bytes", command_of(frame[0])->name,
+        conn_refuse(server, conn, "sent a %s call of more than %llu bytes", scan->command->name,
                     (unsigned long long)server->limits.frame);
         return 0;
     }
@@ -130,9 +135,10 @@ static size_t scan_bytes(struct server *server, struct conn *conn, const uint8_t
  * comes at once. True when the frame is whole: it is then scan.at bytes long and every length in it was checked. */
 static bool scan_frame(struct server *server, struct conn *conn, const uint8_t *frame, size_t size) {
     struct scan *scan = &conn->scan;
-    if (scan->at == 0) {
-        if (size == 0 || !allow_command(server, conn, frame[0])) return false;
-        *scan = (struct scan){.at = 1, .field = command_of(frame[0])->fields};
+    if (scan->command == NULL) {
+        const struct command *command = size > 0 ? allow_command(server, conn, frame[0]) : NULL;
+        if (command == NULL) return false;
+        *scan = (struct scan){.command = command, .at = 1, .field = command->fields};
     }
     for (;;) {
         size_t end;
@@ -140,7 +146,7 @@ static bool scan_frame(struct server *server, struct conn *conn, const uint8_t *
         case 0:
             if (scan->repeats == 0) return true;
             scan->repeats--;
-            scan->field = command_of(frame[0])->each;
+            scan->field = scan->command->each;
             continue;
         case 'k':
         case 'v':
@@ -155,7 +161,7 @@ static bool scan_frame(struct server *server, struct conn *conn, const uint8_t *
             scan->repeats = load_u64(frame + scan->at);
             if (scan->repeats > server->limits.count) {
                 conn_refuse(server, conn, "sent %llu keys in one %s call; the limit is %llu",
-                            (unsigned long long)scan->repeats, command_of(frame[0])->name,
+                            (unsigned long long)scan->repeats, scan->command->name,
                             (unsigned long long)server->limits.count);
                 return false;
             }
@@ -171,11 +177,12 @@ size_t protocol_consume(struct server *server, struct conn *conn, const uint8_t 
     while (!conn->doomed && !conn->blocked && size - used >= conn->scan.need && size > used) {
         const uint8_t *frame = bytes + used;
         if (!scan_frame(server, conn, frame, size - used)) break;
+        const struct command *command = conn->scan.command;
         used += conn->scan.at;
         conn->scan = (struct scan){0};
         atomic_fetch_add_explicit(&server->requests, 1, memory_order_relaxed);
         if (conn->waits != NULL && frame[0] != QUEUE_POP) settle_grants(server, conn);
-        command_of(frame[0])->handle(server, conn, frame + 1);
+        command->handle(server, conn, frame + 1);
     }
     return used;
 }

@@ -36,12 +36,15 @@ struct buffer {
 
 static inline size_t buffer_size(const struct buffer *buffer) { return buffer->end - buffer->start; }
 
+struct command;
+
 /* How far the frame at the start of a client's input has been looked at. */
 struct scan {
-    size_t at;         /* bytes of it that are known to be well formed */
-    size_t need;       /* no progress is possible below this size */
-    const char *field; /* what comes next, see store/protocol.c */
-    uint64_t repeats;  /* how often the repeated fields still come */
+    const struct command *command; /* NULL: nothing of it has come */
+    size_t at;                     /* bytes of it that are known to be well formed */
+    size_t need;                   /* no progress is possible below this size */
+    const char *field;             /* what comes next, see store/protocol.c */
+    uint64_t repeats;              /* how often the repeated fields still come */
 };
 
 enum stage { STAGE_NEW, STAGE_CHALLENGE, STAGE_PROOF, STAGE_OPEN };

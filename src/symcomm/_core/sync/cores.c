@@ -60,10 +60,10 @@ static struct quota *quotas;
 static int n_quotas;
 static long throttled; /* how often the tightest one had been used up when we last looked */
 
-static bool read_text(const char *path, char *text, size_t room) {
+static bool read_text(const char *path, char *text, size_t size) {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return false;
-    ssize_t n = read(fd, text, room - 1);
+    ssize_t n = read(fd, text, size - 1);
     close(fd);
     text[n > 0 ? n : 0] = 0;
     return n > 0;
@@ -195,6 +195,10 @@ static PyObject *watch_quotas(PyObject *self, PyObject *tuple) {
             return NULL;
         }
         list[i] = (struct quota){strdup(limit), period ? strdup(period) : NULL, strdup(stat), inode};
+        if (!list[i].limit || !list[i].stat || (period && !list[i].period)) {
+            free_quotas(list, (int)n);
+            return PyErr_NoMemory();
+        }
     }
     pthread_mutex_lock(&lock);
     struct quota *before = quotas;
