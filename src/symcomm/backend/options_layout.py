@@ -96,7 +96,7 @@ def _make(kind: Any, is_async: bool, timeout_ms: int, op: int, root: int) -> Any
 
 
 def read_options(call: int, opts: Any) -> tuple[int, Any]:
-    """(0, LONG or ASYNC; what ``native.again`` wants to know besides the tensors), asked of the object."""
+    """(0, LONG or ASYNC; what ``native.run_cached`` wants to know besides the tensors), asked of the object."""
     if type(opts).__name__ != _TYPES[Kind(call)]:
         return LONG, None  # plain arguments instead of options; or something else, which is refused there
     try:

@@ -1,8 +1,8 @@
 """The collectives of a process group.
 
 Every call does the same five things: look at the tensors, check them, pick the plan, run it, finish the outputs.
-A blocking call of a kind seen before, on plain torch tensors, has a short way: ``native.again()`` looks at them, finds
-the plan and runs it in one call.
+A blocking call of a kind seen before, on plain torch tensors, has a short way: ``native.run_cached()`` looks at them,
+finds the plan and runs it in one call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from symcomm.types import DType, RedOpType
 
 
 class Kind(enum.IntEnum):
-    """Names under which native.again() knows a call."""
+    """Names under which native.run_cached() knows a call."""
 
     ALL_REDUCE = 0
     REDUCE = 1
@@ -159,7 +159,7 @@ class CollectiveCalls(Arguments):
             self._keep_lock.release()
 
     def _ended(self, status: int, call: str) -> None:
-        """What native.again() found: nothing to say, or why the operation failed."""
+        """What native.run_cached() found: nothing to say, or why the operation failed."""
         if status:
             raise self._failed(status, call, call_site(3), None, explain)
 
@@ -170,7 +170,7 @@ class CollectiveCalls(Arguments):
     ) -> Work | None:
         """Combine ``tensor`` over all ranks, in place."""
         if not async_op and timeout is None:
-            status = native.again(self._handle, _ALL_REDUCE, op, tensor, tensor, self._timeout_ns)
+            status = native.run_cached(self._handle, _ALL_REDUCE, op, tensor, tensor, self._timeout_ns)
             if status >= 0:
                 self._ended(status, "all_reduce")
                 return None
@@ -178,7 +178,7 @@ class CollectiveCalls(Arguments):
         redop, source = self._reduction("all_reduce", op, buffer)
         plan = self._plan(collectives.all_reduce, buffer.count, buffer.dtype, redop)
         if redop is not RedOpType.PREMUL_SUM:
-            native.remember(self._handle, _ALL_REDUCE, op, tensor, tensor, plan, self._site(2))
+            native.cache_plan(self._handle, _ALL_REDUCE, op, tensor, tensor, plan, self._site(2))
         return self._run("all_reduce", plan, [source], [buffer], [tensor], async_op, timeout)
 
     def reduce(
@@ -186,14 +186,14 @@ class CollectiveCalls(Arguments):
     ) -> Work | None:
         """Combine ``tensor`` over all ranks into ``root``'s; the others' stay as they are."""
         if not async_op and timeout is None:
-            status = native.again(self._handle, _REDUCE, rooted(root, op), tensor, tensor, self._timeout_ns)
+            status = native.run_cached(self._handle, _REDUCE, rooted(root, op), tensor, tensor, self._timeout_ns)
             if status >= 0:
                 self._ended(status, "reduce")
                 return None
         source, buffer, redop = self._of_reduce(tensor, root, op)
         plan = self._plan(collectives.reduce, buffer.count, buffer.dtype, redop, root)
         if redop is not RedOpType.PREMUL_SUM:
-            native.remember(self._handle, _REDUCE, rooted(root, op), tensor, tensor, plan, self._site(2))
+            native.cache_plan(self._handle, _REDUCE, rooted(root, op), tensor, tensor, plan, self._site(2))
         return self._run("reduce", plan, [source], [buffer] if self.rank == root else [], [tensor], async_op, timeout)
 
     def reduce_scatter_single(
@@ -202,14 +202,14 @@ class CollectiveCalls(Arguments):
         """``input`` is one piece per rank, one after the other; rank k gets the combination of all k-th pieces."""
         call = "reduce_scatter_single"
         if not async_op and timeout is None:
-            status = native.again(self._handle, _REDUCE_SCATTER, op, input, output, self._timeout_ns)
+            status = native.run_cached(self._handle, _REDUCE_SCATTER, op, input, output, self._timeout_ns)
             if status >= 0:
                 self._ended(status, "reduce_scatter_single")
                 return None
         source, out, redop = self._of_reduce_scatter_single(call, output, input, op)
         plan = self._plan(collectives.reduce_scatter, (out.count,) * self.size, out.dtype, redop)
         if redop is not RedOpType.PREMUL_SUM:
-            native.remember(self._handle, _REDUCE_SCATTER, op, input, output, plan, self._site(2))
+            native.cache_plan(self._handle, _REDUCE_SCATTER, op, input, output, plan, self._site(2))
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
 
     def reduce_scatter(
@@ -223,7 +223,7 @@ class CollectiveCalls(Arguments):
         """Like reduce_scatter_single, with a list of pieces; they may differ in size."""
         call = "reduce_scatter"
         if not async_op and timeout is None:
-            status = native.again(self._handle, _REDUCE_SCATTER_LIST, op, inputs, output, self._timeout_ns)
+            status = native.run_cached(self._handle, _REDUCE_SCATTER_LIST, op, inputs, output, self._timeout_ns)
             if status >= 0:
                 self._ended(status, call)
                 return None
@@ -231,7 +231,7 @@ class CollectiveCalls(Arguments):
         counts = tuple([s.count for s in sources])
         plan = self._plan(collectives.reduce_scatter, counts, out.dtype, redop, True)
         if redop is not RedOpType.PREMUL_SUM:
-            native.remember(self._handle, _REDUCE_SCATTER_LIST, op, inputs, output, plan, self._site(2))
+            native.cache_plan(self._handle, _REDUCE_SCATTER_LIST, op, inputs, output, plan, self._site(2))
         return self._run(call, plan, sources, [out], [output], async_op, timeout)
 
     # --- copies -----------------------------------------------------------------------------------------------
@@ -239,13 +239,13 @@ class CollectiveCalls(Arguments):
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None) -> Work | None:
         """Everybody's ``tensor`` becomes ``root``'s."""
         if not async_op and timeout is None:
-            status = native.again(self._handle, _BROADCAST, root, tensor, tensor, self._timeout_ns)
+            status = native.run_cached(self._handle, _BROADCAST, root, tensor, tensor, self._timeout_ns)
             if status >= 0:
                 self._ended(status, "broadcast")
                 return None
         buffer = self._of_broadcast(tensor, root)
         plan = self._plan(collectives.broadcast, buffer.count, buffer.dtype, root)
-        native.remember(self._handle, _BROADCAST, root, tensor, tensor, plan, self._site(2))
+        native.cache_plan(self._handle, _BROADCAST, root, tensor, tensor, plan, self._site(2))
         return self._run("broadcast", plan, [buffer], [buffer], [tensor], async_op, timeout)
 
     def all_gather_single(
@@ -254,13 +254,13 @@ class CollectiveCalls(Arguments):
         """``output`` becomes all ranks' ``input``, one after the other."""
         call = "all_gather_single"
         if not async_op and timeout is None:
-            status = native.again(self._handle, _ALL_GATHER, 0, input, output, self._timeout_ns)
+            status = native.run_cached(self._handle, _ALL_GATHER, 0, input, output, self._timeout_ns)
             if status >= 0:
                 self._ended(status, call)
                 return None
         source, out = self._of_all_gather_single(call, output, input)
         plan = self._plan(collectives.all_gather, (source.count,) * self.size, source.dtype)
-        native.remember(self._handle, _ALL_GATHER, 0, input, output, plan, self._site(2))
+        native.cache_plan(self._handle, _ALL_GATHER, 0, input, output, plan, self._site(2))
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
 
     def all_gather(
@@ -269,13 +269,13 @@ class CollectiveCalls(Arguments):
         """``outputs[k]`` becomes rank k's ``input``; sizes may differ between ranks."""
         call = "all_gather"
         if not async_op and timeout is None:
-            status = native.again(self._handle, _ALL_GATHER_LIST, 0, input, outputs, self._timeout_ns)
+            status = native.run_cached(self._handle, _ALL_GATHER_LIST, 0, input, outputs, self._timeout_ns)
             if status >= 0:
                 self._ended(status, call)
                 return None
         source, outs = self._of_all_gather(call, outputs, input)
         plan = self._plan(collectives.all_gather, tuple([o.count for o in outs]), source.dtype, True)
-        native.remember(self._handle, _ALL_GATHER_LIST, 0, input, outputs, plan, self._site(2))
+        native.cache_plan(self._handle, _ALL_GATHER_LIST, 0, input, outputs, plan, self._site(2))
         return self._run(call, plan, [source], outs, outputs, async_op, timeout)
 
     def gather(
@@ -284,13 +284,13 @@ class CollectiveCalls(Arguments):
         """At ``root``, ``outputs[k]`` becomes rank k's ``input``; the others pass None."""
         call = "gather"
         if not async_op and timeout is None:
-            status = native.again(self._handle, _GATHER, root, input, _or_none(outputs), self._timeout_ns)
+            status = native.run_cached(self._handle, _GATHER, root, input, _or_none(outputs), self._timeout_ns)
             if status >= 0:
                 self._ended(status, call)
                 return None
         source, outs = self._of_gather(call, outputs, input, root)
         plan = self._plan(collectives.gather, (source.count,) * self.size, source.dtype, root)
-        native.remember(self._handle, _GATHER, root, input, _or_none(outputs), plan, self._site(2))
+        native.cache_plan(self._handle, _GATHER, root, input, _or_none(outputs), plan, self._site(2))
         return self._run(call, plan, [source], outs, outputs or [], async_op, timeout)
 
     def gather_single(
@@ -299,13 +299,13 @@ class CollectiveCalls(Arguments):
         """At ``root``, ``output`` becomes all ranks' ``input``, one after the other; the others pass None."""
         call = "gather_single"
         if not async_op and timeout is None:
-            status = native.again(self._handle, _GATHER_SINGLE, root, input, output, self._timeout_ns)
+            status = native.run_cached(self._handle, _GATHER_SINGLE, root, input, output, self._timeout_ns)
             if status >= 0:
                 self._ended(status, call)
                 return None
         source, outs = self._of_gather_single(call, output, input, root)
         plan = self._plan(collectives.gather, (source.count,) * self.size, source.dtype, root, False)
-        native.remember(self._handle, _GATHER_SINGLE, root, input, output, plan, self._site(2))
+        native.cache_plan(self._handle, _GATHER_SINGLE, root, input, output, plan, self._site(2))
         return self._run(call, plan, [source], outs, [] if output is None else [output], async_op, timeout)
 
     def scatter(
@@ -314,13 +314,13 @@ class CollectiveCalls(Arguments):
         """Rank k's ``output`` becomes ``root``'s ``inputs[k]``; the others pass None."""
         call = "scatter"
         if not async_op and timeout is None:
-            status = native.again(self._handle, _SCATTER, root, _or_none(inputs), output, self._timeout_ns)
+            status = native.run_cached(self._handle, _SCATTER, root, _or_none(inputs), output, self._timeout_ns)
             if status >= 0:
                 self._ended(status, call)
                 return None
         sources, out = self._of_scatter(call, output, inputs, root)
         plan = self._plan(collectives.scatter, (out.count,) * self.size, out.dtype, root)
-        native.remember(self._handle, _SCATTER, root, _or_none(inputs), output, plan, self._site(2))
+        native.cache_plan(self._handle, _SCATTER, root, _or_none(inputs), output, plan, self._site(2))
         return self._run(call, plan, sources, [out], [output], async_op, timeout)
 
     # --- all to all -------------------------------------------------------------------------------------------
@@ -340,14 +340,14 @@ class CollectiveCalls(Arguments):
         call = "all_to_all_single"
         even = not output_splits and not input_splits
         if even and not async_op and timeout is None:
-            status = native.again(self._handle, _ALL_TO_ALL, 0, input, output, self._timeout_ns)
+            status = native.run_cached(self._handle, _ALL_TO_ALL, 0, input, output, self._timeout_ns)
             if status >= 0:
                 self._ended(status, call)
                 return None
         source, out, sent, got = self._of_all_to_all_single(call, output, input, output_splits, input_splits)
         if even:
             plan = self._plan(collectives.all_to_all, sent[0], source.dtype)
-            native.remember(self._handle, _ALL_TO_ALL, 0, input, output, plan, self._site(2))
+            native.cache_plan(self._handle, _ALL_TO_ALL, 0, input, output, plan, self._site(2))
         else:
             plan = self._plan(collectives.all_to_all, self._agree_on_splits(call, sent, got, timeout), source.dtype)
         return self._run(call, plan, [source], [out], [output], async_op, timeout)
@@ -388,14 +388,14 @@ class CollectiveCalls(Arguments):
     def barrier(self, async_op: bool = False, timeout: Timeout = None) -> Work | None:
         """Return once every rank has come."""
         if not async_op and timeout is None:
-            status = native.again(self._handle, _BARRIER, 0, None, None, self._timeout_ns)
+            status = native.run_cached(self._handle, _BARRIER, 0, None, None, self._timeout_ns)
             if status >= 0:
                 self._ended(status, "barrier")
                 return None
         plan = self._plans.get("barrier")
         if plan is None:
             plan = self._plans["barrier"] = self.load_plan(collectives.barrier(self.rank, self.size))
-        native.remember(self._handle, _BARRIER, 0, None, None, plan, self._site(2))
+        native.cache_plan(self._handle, _BARRIER, 0, None, None, plan, self._site(2))
         return self._run("barrier", plan, [], [], [], async_op, timeout)
 
     def all_gather_bytes(self, item: bytes, timeout: Timeout = None) -> list[bytes]:

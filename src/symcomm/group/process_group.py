@@ -58,7 +58,7 @@ def _locate() -> int:
     return current_arena().flight.site(call_site())
 
 
-native.use_locator(_locate)
+native.use_call_site_callback(_locate)
 _living: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
@@ -262,7 +262,7 @@ class ProcessGroup(EphemeralTimeouts, MoreCalls, ObjectCalls):
         """``plan`` as the core runs it. The memory that it stages in is reserved here, so that running out of it is an
         error at this line. A group that stages nothing has none."""
         loaded = native.make_plan(plan.encode())
-        self._reserve_stage(native.plan_stage(loaded))
+        self._reserve_stage(native.plan_stage_bytes(loaded))
         return loaded
 
     def _reserve_stage(self, nbytes: int) -> None:

@@ -241,7 +241,7 @@ class _FromAnybody(_Remote):
                 self.end(error)
             return True
         if self._mail.has_letter_for(self):
-            outcome = native.mail_wait(self._local._op, 1, True)
+            outcome = native.p2p_wait(self._local._op, 1, True)
             if outcome[0] == Status.TIMEOUT:
                 self._local._outcome = outcome
                 self._mail.take_letter(self)
@@ -259,7 +259,7 @@ class _FromAnybody(_Remote):
             left = deadline - time.monotonic()
             is_alone = any(self._group.is_gone(r) for r in self._awaited())
             if left <= 0 or is_alone or self._group.trouble.verdict is not None:
-                outcome = native.mail_wait(self._local._op, 1, True)
+                outcome = native.p2p_wait(self._local._op, 1, True)
                 if outcome[0] != Status.TIMEOUT:
                     self._local._settle(outcome)
                     continue

@@ -37,7 +37,7 @@ static int read_numbers(PyObject *tuple, uint64_t *into, int most) {
     Py_ssize_t n = PyTuple_Size(tuple);
     if (n < 0) return -1;
     if (n > most) {
-        PyErr_SetString(PyExc_ValueError, "stream_turn: too many numbers");
+        PyErr_SetString(PyExc_ValueError, "enqueue_collective: too many numbers");
         return -1;
     }
     for (Py_ssize_t i = 0; i < n; i++) into[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(tuple, i));
@@ -59,11 +59,11 @@ static int enqueue(struct stream_op *t) {
     return result == 0 && t->kernel[0] ? launch_kernel(t) : result;
 }
 
-/* stream_turn(functions, stream, copy, value, theirs, mine, kernel, places) -> the driver's result, 0 for success.
- * functions: addresses of copy, write, wait, launch. copy: (source, target, bytes), or () for none. The stream then
- * tells every address in `theirs` that it has come to `value`, and waits until all in `mine` say so. kernel: (function,
- * blocks, threads, count, packs) to start then on `places`, or () for none. */
-static PyObject *stream_turn(PyObject *self, PyObject *args) {
+/* enqueue_collective(functions, stream, copy, value, theirs, mine, kernel, places) -> the driver's result, 0 for
+ * success. functions: addresses of copy, write, wait, launch. copy: (source, target, bytes), or () for none. The stream
+ * then tells every address in `theirs` that it has come to `value`, and waits until all in `mine` say so. kernel:
+ * (function, blocks, threads, count, packs) to start then on `places`, or () for none. */
+static PyObject *enqueue_collective(PyObject *self, PyObject *args) {
     (void)self;
     struct stream_op t; /* large, so it is not cleared: every field that is read is set below */
     unsigned long long stream, value;
@@ -76,7 +76,7 @@ static PyObject *stream_turn(PyObject *self, PyObject *args) {
     if (read_numbers(functions, f, 4) != 4 || t.peers < 0 || read_numbers(mine, t.mine, MAX_WORLD) != t.peers ||
         read_numbers(copy, c, 3) < 0 || read_numbers(kernel, t.kernel, 5) < 0 ||
         read_numbers(places, t.places, MAX_PLACES) < 0) {
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "stream_turn: numbers are missing");
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "enqueue_collective: numbers are missing");
     }
     t.copy = (copy_function)(uintptr_t)f[0], t.write = (word_function)(uintptr_t)f[1],
     t.wait = (word_function)(uintptr_t)f[2];
@@ -104,10 +104,10 @@ static void reduce_on_host(void *argument) {
     free(s);
 }
 
-/* stream_combine(function, stream, dtype, op, sources, out, count) -> the driver's result, 0 for success.
+/* enqueue_host_reduce(function, stream, dtype, op, sources, out, count) -> the driver's result, 0 for success.
  * The host combines `count` elements of host memory at every address in `sources` into `out`, in the order of the
  * stream. */
-static PyObject *stream_combine(PyObject *self, PyObject *args) {
+static PyObject *enqueue_host_reduce(PyObject *self, PyObject *args) {
     (void)self;
     unsigned long long function, stream, out, count;
     int dtype, op;
@@ -116,7 +116,7 @@ static PyObject *stream_combine(PyObject *self, PyObject *args) {
     Py_ssize_t world = PyTuple_Size(sources);
     if (world < 0) return NULL;
     if (world < 1 || world > MAX_WORLD || !symcomm_reduce_defined(dtype, op)) {
-        return PyErr_Format(PyExc_ValueError, "stream_combine: dtype %d, op %d, %zd sources", dtype, op, world);
+        return PyErr_Format(PyExc_ValueError, "enqueue_host_reduce: dtype %d, op %d, %zd sources", dtype, op, world);
     }
     uint64_t places[MAX_WORLD];
     if (read_numbers(sources, places, MAX_WORLD) < 0) return NULL;
@@ -149,10 +149,10 @@ static PyObject *store_word(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"store_word", store_word, METH_VARARGS,
      "store_word(address, value): 32 bits, in order with what comes before and after"},
-    {"stream_combine", stream_combine, METH_VARARGS,
-     "stream_combine(function, stream, dtype, op, sources, out, count) -> the driver's result"},
-    {"stream_turn", stream_turn, METH_VARARGS,
-     "stream_turn(functions, stream, copy, value, theirs, mine, kernel, places) -> the driver's result"},
+    {"enqueue_host_reduce", enqueue_host_reduce, METH_VARARGS,
+     "enqueue_host_reduce(function, stream, dtype, op, sources, out, count) -> the driver's result"},
+    {"enqueue_collective", enqueue_collective, METH_VARARGS,
+     "enqueue_collective(functions, stream, copy, value, theirs, mine, kernel, places) -> the driver's result"},
     {NULL, NULL, 0, NULL},
 };
 

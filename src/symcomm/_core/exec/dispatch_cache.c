@@ -176,11 +176,11 @@ static inline __attribute__((always_inline)) int64_t run_cached_plan(struct grou
     return status;
 }
 
-/* again(group, call, detail, input, output, timeout_ns) -> 0, a failure's status, or -1: take the long way */
-static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+/* run_cached(group, call, detail, input, output, timeout_ns) -> 0, a failure's status, or -1: take the long way */
+static PyObject *run_cached(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     (void)self;
     struct group *g = n_args == 6 ? to_group(args[0]) : NULL;
-    if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "again takes 6 arguments");
+    if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "run_cached takes 6 arguments");
     if (g->dispatch_cache == NULL) return PyLong_FromLong(-1);
     int64_t status = -1, timeout = PyLong_AsLongLong(args[5]);
     struct call_key k;
@@ -191,13 +191,13 @@ static PyObject *again(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
     return PyLong_FromLongLong(status);
 }
 
-/* again_with(group, call, options, input, output, timeout_ns, run_async=False): again(), with what torch's options
- * object says. Where nothing was run it returns one of enum options. */
-static PyObject *again_with(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+/* run_cached_options(group, call, options, input, output, timeout_ns, run_async=False): run_cached(), with what torch's
+ * options object says. Where nothing was run it returns one of enum options. */
+static PyObject *run_cached_options(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     (void)self;
     bool fits = n_args == 6 || n_args == 7;
     struct group *g = fits ? to_group(args[0]) : NULL;
-    if (g == NULL) return fits ? NULL : PyErr_Format(PyExc_TypeError, "again_with takes 6 or 7 arguments");
+    if (g == NULL) return fits ? NULL : PyErr_Format(PyExc_TypeError, "run_cached_options takes 6 or 7 arguments");
     int64_t timeout = PyLong_AsLongLong(args[5]);
     struct call_key k = {.call = PyLong_AsLongLong(args[1]), .dtype = -1};
     if (PyErr_Occurred()) return NULL;
@@ -211,12 +211,12 @@ static PyObject *again_with(PyObject *self, PyObject *const *args, Py_ssize_t n_
     return PyLong_FromLongLong(status);
 }
 
-/* remember(group, call, detail, input, output, plan, site): again() will know calls of this kind, if it can. */
-static PyObject *remember(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+/* cache_plan(group, call, detail, input, output, plan, site): run_cached() will know calls of this kind, if it can. */
+static PyObject *cache_plan(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     (void)self;
     struct group *g = n_args == 7 ? to_group(args[0]) : NULL;
     struct plan *plan = g ? PyCapsule_GetPointer(args[5], PLAN_CAPSULE) : NULL;
-    if (plan == NULL) return g || n_args == 7 ? NULL : PyErr_Format(PyExc_TypeError, "remember takes 7 arguments");
+    if (plan == NULL) return g || n_args == 7 ? NULL : PyErr_Format(PyExc_TypeError, "cache_plan takes 7 arguments");
     struct call_key k;
     struct call_tensors t;
     bool known = describe_call(g, args, &k, &t);
@@ -225,7 +225,7 @@ static PyObject *remember(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     if (g->dispatch_cache == NULL && (g->dispatch_cache = calloc(1, sizeof *g->dispatch_cache)) == NULL)
         return PyErr_NoMemory();
     if (!make_room(g->dispatch_cache)) {
-        if (g->dispatch_cache->size == 0) dispatch_cache_drop(g); /* again() relies on slots to look at */
+        if (g->dispatch_cache->size == 0) dispatch_cache_drop(g); /* run_cached() relies on slots to look at */
         return PyErr_NoMemory();
     }
     struct cached_plan *slot = find(g->dispatch_cache, &k);
@@ -237,12 +237,12 @@ static PyObject *remember(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
 }
 
 static PyMethodDef methods[] = {
-    {"again", (PyCFunction)(void (*)(void))again, METH_FASTCALL,
-     "again(group, call, detail, input, output, timeout_ns) -> status, or -1: take the long way"},
-    {"again_with", (PyCFunction)(void (*)(void))again_with, METH_FASTCALL,
-     "again_with(group, call, options, input, output, timeout_ns, run_async=False) -> status, or below 0: nothing was run"},
-    {"remember", (PyCFunction)(void (*)(void))remember, METH_FASTCALL,
-     "remember(group, call, detail, input, output, plan, site) -> whether again() will know it"},
+    {"run_cached", (PyCFunction)(void (*)(void))run_cached, METH_FASTCALL,
+     "run_cached(group, call, detail, input, output, timeout_ns) -> status, or -1: take the long way"},
+    {"run_cached_options", (PyCFunction)(void (*)(void))run_cached_options, METH_FASTCALL,
+     "run_cached_options(group, call, options, input, output, timeout_ns, run_async=False) -> status, or below 0: nothing was run"},
+    {"cache_plan", (PyCFunction)(void (*)(void))cache_plan, METH_FASTCALL,
+     "cache_plan(group, call, detail, input, output, plan, site) -> whether run_cached() will know it"},
     {NULL, NULL, 0, NULL},
 };
 

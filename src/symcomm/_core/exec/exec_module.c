@@ -22,7 +22,7 @@ static PyObject *make_plan(PyObject *self, PyObject *arg) {
     return PyCapsule_New(plan, PLAN_CAPSULE, drop_plan);
 }
 
-static PyObject *plan_stage(PyObject *self, PyObject *arg) {
+static PyObject *plan_stage_bytes(PyObject *self, PyObject *arg) {
     (void)self;
     struct plan *p = PyCapsule_GetPointer(arg, PLAN_CAPSULE);
     return p ? PyLong_FromLongLong(p->stage_bytes) : NULL;
@@ -119,7 +119,8 @@ static PyObject *request_number(PyObject *self, PyObject *capsule) {
 
 static PyMethodDef methods[] = {
     {"make_plan", make_plan, METH_O, "make_plan(encoded) -> plan"},
-    {"plan_stage", plan_stage, METH_O, "plan_stage(plan) -> how many bytes of a staging half it uses"},
+    {"plan_stage_bytes", plan_stage_bytes, METH_O,
+     "plan_stage_bytes(plan) -> how many bytes of a staging half it uses"},
     {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL,
      "run(group, plan, inputs, outputs, timeout_ns, site) -> status"},
     {"submit", (PyCFunction)(void (*)(void))submit, METH_FASTCALL,

@@ -24,7 +24,7 @@ uint32_t gil_ask_call_site(void) {
     return number;
 }
 
-static PyObject *use_locator(PyObject *self, PyObject *callable) {
+static PyObject *use_call_site_callback(PyObject *self, PyObject *callable) {
     (void)self;
     PyObject *before = call_site_callable;
     call_site_callable = Py_NewRef(callable);
@@ -48,7 +48,8 @@ static PyObject *ticks_to_ns(PyObject *self, PyObject *arg) {
 }
 
 static PyMethodDef methods[] = {
-    {"use_locator", use_locator, METH_O, "use_locator(callable): asked for a site's number when a call has to sleep."},
+    {"use_call_site_callback", use_call_site_callback, METH_O,
+     "use_call_site_callback(callable): asked for a site's number when a call has to sleep."},
     {"ticks_to_ns", ticks_to_ns, METH_O, "ticks_to_ns(ticks) -> nanoseconds of CLOCK_MONOTONIC"},
     {NULL, NULL, 0, NULL},
 };

@@ -179,7 +179,7 @@ static void *watch(void *argument) {
     return NULL;
 }
 
-static PyObject *lockwatch_start(PyObject *self, PyObject *args) {
+static PyObject *gil_watchdog_start(PyObject *self, PyObject *args) {
     (void)self;
     long long limit;
     int fd;
@@ -204,7 +204,7 @@ static PyObject *lockwatch_start(PyObject *self, PyObject *args) {
     return PyLong_FromVoidPtr(w);
 }
 
-static PyObject *lockwatch_beat(PyObject *self, PyObject *args) {
+static PyObject *gil_watchdog_beat(PyObject *self, PyObject *args) {
     (void)self;
     unsigned long long handle;
     const char *threads;
@@ -221,7 +221,7 @@ static PyObject *lockwatch_beat(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *lockwatch_stop(PyObject *self, PyObject *arg) {
+static PyObject *gil_watchdog_stop(PyObject *self, PyObject *arg) {
     (void)self;
     struct gil_watchdog *w = PyLong_AsVoidPtr(arg);
     if (w == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
@@ -236,7 +236,7 @@ static PyObject *lockwatch_stop(PyObject *self, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
-static PyObject *lockwatch_read(PyObject *self, PyObject *arg) {
+static PyObject *gil_watchdog_read(PyObject *self, PyObject *arg) {
     (void)self;
     struct note *note = PyLong_AsVoidPtr(arg);
     if (note == NULL) return PyErr_Occurred() ? NULL : PyBytes_FromStringAndSize(NULL, 0);
@@ -247,11 +247,13 @@ static PyObject *lockwatch_read(PyObject *self, PyObject *arg) {
 }
 
 static PyMethodDef functions[] = {
-    {"lockwatch_start", lockwatch_start, METH_VARARGS,
-     "lockwatch_start(limit_ns, fd, note, label) -> handle: report when lockwatch_beat() was not called for so long."},
-    {"lockwatch_beat", lockwatch_beat, METH_VARARGS, "lockwatch_beat(handle, threads): the lock is to be had."},
-    {"lockwatch_stop", lockwatch_stop, METH_O, "lockwatch_stop(handle)"},
-    {"lockwatch_read", lockwatch_read, METH_O, "lockwatch_read(note) -> bytes: what is wrong, empty when nothing is."},
+    {"gil_watchdog_start", gil_watchdog_start, METH_VARARGS,
+     "gil_watchdog_start(limit_ns, fd, note, label) -> handle: report when gil_watchdog_beat() was not called for so long."},
+    {"gil_watchdog_beat", gil_watchdog_beat, METH_VARARGS,
+     "gil_watchdog_beat(handle, threads): the lock is to be had."},
+    {"gil_watchdog_stop", gil_watchdog_stop, METH_O, "gil_watchdog_stop(handle)"},
+    {"gil_watchdog_read", gil_watchdog_read, METH_O,
+     "gil_watchdog_read(note) -> bytes: what is wrong, empty when nothing is."},
     {NULL, NULL, 0, NULL},
 };
 

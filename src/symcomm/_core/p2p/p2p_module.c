@@ -19,7 +19,7 @@ static void drop_op(PyObject *capsule) {
     Py_DECREF(group);
 }
 
-/* mail_post(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op */
+/* p2p_post(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op */
 static PyObject *py_post(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *capsule;
@@ -59,7 +59,7 @@ static PyObject *outcome(struct op *op, int status) {
     return Py_BuildValue("iiKL", status, (int)op->peer, got, (long long)(came ? op->got_dtype : 0));
 }
 
-/* mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype); timeout < 0 only looks. */
+/* p2p_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype); timeout < 0 only looks. */
 static PyObject *py_wait(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *capsule;
@@ -73,12 +73,12 @@ static PyObject *py_wait(PyObject *self, PyObject *args) {
     return outcome(op, status);
 }
 
-/* message(group, is_send, peer, tag, tensor, timeout_ns): a blocking send or receive of a tensor the core can view.
- * The peer's rank when all went well, an outcome like mail_wait's when not, None when Python has to look. */
-static PyObject *message(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+/* p2p_exchange(group, is_send, peer, tag, tensor, timeout_ns): a blocking send or receive of a tensor the core can
+ * view. The peer's rank when all went well, an outcome like p2p_wait's when not, None when Python has to look. */
+static PyObject *py_exchange(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     (void)self;
     struct group *g = n_args == 6 ? to_group(args[0]) : NULL;
-    if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "message takes 6 arguments");
+    if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "p2p_exchange takes 6 arguments");
     struct tensor_view view;
     if (g->p2p == NULL || !PyLong_Check(args[2]) || !PyLong_Check(args[3]) || !tensor_view(args[4], &view))
         Py_RETURN_NONE;
@@ -117,7 +117,7 @@ static void call_deadlock_hook(const struct op *op) {
     gil_released = PyEval_SaveThread();
 }
 
-static PyObject *use_teller(PyObject *self, PyObject *callable) {
+static PyObject *use_deadlock_callback(PyObject *self, PyObject *callable) {
     (void)self;
     PyObject *before = deadlock_callable;
     deadlock_callable = Py_NewRef(callable);
@@ -127,14 +127,14 @@ static PyObject *use_teller(PyObject *self, PyObject *callable) {
 }
 
 static PyMethodDef methods[] = {
-    {"use_teller", use_teller, METH_O,
-     "use_teller(callable): told (group, is_send, peer, tag) when two ranks seem to wait for each other."},
-    {"message", (PyCFunction)(void (*)(void))message, METH_FASTCALL,
-     "message(group, is_send, peer, tag, tensor, timeout_ns) -> peer, outcome or None"},
-    {"mail_post", py_post, METH_VARARGS,
-     "mail_post(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op"},
-    {"mail_wait", py_wait, METH_VARARGS,
-     "mail_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype)"},
+    {"use_deadlock_callback", use_deadlock_callback, METH_O,
+     "use_deadlock_callback(callable): told (group, is_send, peer, tag) when two ranks seem to wait for each other."},
+    {"p2p_exchange", (PyCFunction)(void (*)(void))py_exchange, METH_FASTCALL,
+     "p2p_exchange(group, is_send, peer, tag, tensor, timeout_ns) -> peer, outcome or None"},
+    {"p2p_post", py_post, METH_VARARGS,
+     "p2p_post(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op"},
+    {"p2p_wait", py_wait, METH_VARARGS,
+     "p2p_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -63,7 +63,7 @@ static PyObject *use_options(PyObject *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"use_options", use_options, METH_VARARGS,
-     "use_options(is_profiling, layouts): again_with() reads options of these types."},
+     "use_options(is_profiling, layouts): run_cached_options() reads options of these types."},
     {NULL, NULL, 0, NULL},
 };
 
