@@ -155,20 +155,29 @@ void async_at_end(struct group *g, void (*on_exit)(void *), void *argument) {
     async_stop(g);
 }
 
-/* Leaves a blocking call behind asynchronous ones in the queue, so that operations keep their order. */
+static char **copy_addresses(char *const *addresses, int n) {
+    char **copy = malloc(sizeof(char *) * (size_t)(n + 1));
+    if (copy) memcpy(copy, addresses, sizeof(char *) * (size_t)n);
+    return copy;
+}
+
+struct request *async_request(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout,
+                              struct origin from) {
+    struct request *r = calloc(1, sizeof *r);
+    if (r == NULL) return NULL;
+    struct buffers own = {copy_addresses(b->in, b->n_in), copy_addresses(b->out, b->n_out), b->n_in, b->n_out};
+    *r = (struct request){.group = g, .plan = p, .buffers = own, .timeout = timeout, .from = from, .references = 1};
+    if (own.in && own.out) return r;
+    async_release(r);
+    return NULL;
+}
+
 int64_t async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout,
                          struct origin from) {
-    struct request *r = calloc(1, sizeof *r);
+    struct request *r = async_request(g, p, b, timeout, from);
     if (r == NULL) return STATUS_PLAN;
-    *r = (struct request){.group = g, .plan = p, .timeout = timeout, .from = from, .references = 1};
-    char **in = malloc(sizeof(char *) * (size_t)(b->n_in + 1)), **out = malloc(sizeof(char *) * (size_t)(b->n_out + 1));
-    if (in && out) {
-        memcpy(in, b->in, sizeof(char *) * (size_t)b->n_in);
-        memcpy(out, b->out, sizeof(char *) * (size_t)b->n_out);
-    }
-    r->buffers = (struct buffers){in, out, b->n_in, b->n_out};
     int64_t status = STATUS_PLAN;
-    if (in && out && async_submit(g, r) == 0) {
+    if (async_submit(g, r) == 0) {
         bool done = async_wait(r, 0);
         if (!done) {
             sync_fail(g, STATUS_ABORTED, g->rank); /* Ctrl-C; the buffers are the caller's, so wait for the worker */

@@ -20,6 +20,9 @@ struct request {
     struct request *next;
 };
 
+/* With one reference, the caller's, and copies of the buffers' addresses. NULL: no memory. */
+struct request *async_request(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout,
+                              struct origin from);
 /* Takes the caller's reference for the worker as well. 0, or -1 when no thread could be started. */
 int async_submit(struct group *g, struct request *r);
 /* A blocking call that has to wait its turn behind asynchronous ones, so that operations keep their order. */

@@ -5,6 +5,7 @@
 
 #include "exec/cma.h"
 #include "group/group.h"
+#include "group/symmetric.h"
 #include "memory/isolate.h"
 #include "memory/life.h"
 #include "memory/nontemporal.h"
@@ -132,18 +133,12 @@ static int run_part(struct run *x, int part) {
     return STATUS_OK;
 }
 
-static int64_t offset_in_arena(struct group *g, const char *buffer, int64_t nbytes) {
-    uintptr_t start = (uintptr_t)g->arena[g->rank], at = (uintptr_t)buffer;
-    bool inside = at >= start && at - start < (uintptr_t)g->arena_bytes;
-    return inside && !is_isolated(buffer, nbytes) ? (int64_t)(at - start) : -1;
-}
-
 /* Of the input: one tensor, or a list of tensors that lie one after another. */
 static int64_t input_offset(struct group *g, const struct plan *p, const struct buffers *b) {
     if (b->n_in < 1 || (b->n_in > 1 && p->piece_bytes <= 0)) return -1;
     for (int i = 1; i < b->n_in; i++)
         if (b->in[i] != b->in[0] + i * p->piece_bytes) return -1;
-    return offset_in_arena(g, b->in[0], b->n_in > 1 ? b->n_in * p->piece_bytes : p->in_bytes);
+    return symmetric_offset(g, b->in[0], b->n_in > 1 ? b->n_in * p->piece_bytes : p->in_bytes);
 }
 
 static bool satisfies(int64_t needs, int64_t in_offset, int64_t out_offset) {
@@ -255,7 +250,7 @@ static int run_whole(struct run *x) {
     const struct plan *p = x->p;
     int status;
     int64_t in_offset = input_offset(g, p, x->b);
-    if (x->b->n_out == 1) x->out_offset = offset_in_arena(g, x->b->out[0], p->out_bytes);
+    if (x->b->n_out == 1) x->out_offset = symmetric_offset(g, x->b->out[0], p->out_bytes);
     bool attached = attach(x, in_offset);
     bool skip_head =
         p->has_direct && p->needs[g->rank] && (attached || satisfies(p->needs[g->rank], in_offset, x->out_offset));

@@ -69,23 +69,16 @@ static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t n_args
     struct group *g = to_group(args[0]);
     struct plan *p = g ? PyCapsule_GetPointer(args[1], PLAN_CAPSULE) : NULL;
     if (p == NULL) return NULL;
-    int n_in = to_addresses(args[2], in), n_out = n_in < 0 ? -1 : to_addresses(args[3], out);
+    struct buffers b = {in, out, to_addresses(args[2], in), to_addresses(args[3], out)};
     int64_t timeout = PyLong_AsLongLong(args[4]);
     struct origin from = {.site = (uint32_t)PyLong_AsUnsignedLong(args[5]), .exact_site = 1, .way = FLIGHT_SLOW_PATH};
-    if (n_in < 0 || n_out < 0 || PyErr_Occurred()) return NULL;
-    struct request *r = calloc(1, sizeof *r);
-    char **ins = malloc(sizeof(char *) * (size_t)(n_in + 1)), **outs = malloc(sizeof(char *) * (size_t)(n_out + 1));
-    if (!r || !ins || !outs) {
-        free(r), free(ins), free(outs);
-        return PyErr_NoMemory();
-    }
-    memcpy(ins, in, sizeof(char *) * (size_t)n_in);
-    memcpy(outs, out, sizeof(char *) * (size_t)n_out);
-    *r = (struct request){
-        .group = g, .plan = p, .buffers = {ins, outs, n_in, n_out}, .timeout = timeout, .from = from, .references = 1};
+    if (b.n_in < 0 || b.n_out < 0 || PyErr_Occurred()) return NULL;
+    struct request *r = async_request(g, p, &b, timeout, from);
+    if (r == NULL) return PyErr_NoMemory();
     if (args[6] != Py_None) r->context = Py_NewRef(args[6]), r->finished = call_back;
     PyObject *capsule = PyCapsule_New(r, REQUEST, drop_request);
     if (capsule && async_submit(g, r) < 0) {
+        Py_XDECREF((PyObject *)r->context);
         Py_DECREF(capsule);
         return PyErr_Format(PyExc_OSError, "can't start new thread");
     }

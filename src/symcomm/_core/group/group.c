@@ -68,6 +68,20 @@ static int fill(PyObject *tuple, int world, void **into) {
     return to_addresses(tuple, (char **)into) == world ? 0 : -1;
 }
 
+static struct group *allocate_group(int rank, int world) {
+    struct group *g = calloc(1, sizeof *g);
+    if (g == NULL) return NULL;
+    size_t n = (size_t)world;
+    g->rank = rank, g->world = world;
+    pthread_mutex_init(&g->lock, NULL);
+    g->control = calloc(n, sizeof *g->control), g->stage = calloc(n, sizeof *g->stage);
+    g->arena = calloc(n, sizeof *g->arena), g->life = calloc(n, sizeof *g->life);
+    g->readable = calloc(n, 1);
+    if (g->control && g->stage && g->arena && g->life && g->readable) return g;
+    free_group(g);
+    return NULL;
+}
+
 static PyObject *make_group(PyObject *self, PyObject *args) {
     (void)self;
     int rank, world, own_process, spin;
@@ -82,23 +96,14 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
         return NULL;
     if (world < 1 || world > MAX_BUFFERS || rank < 0 || rank >= world)
         return PyErr_Format(PyExc_ValueError, "rank %d of %d: a group has 1 to %d ranks", rank, world, MAX_BUFFERS);
-    struct group *g = calloc(1, sizeof *g);
+    struct group *g = allocate_group(rank, world);
     if (g == NULL) return PyErr_NoMemory();
-    pthread_mutex_init(&g->lock, NULL);
-    size_t n = (size_t)world;
-    g->rank = rank, g->world = world, g->spin = spin, g->poll_ns = poll_ns, g->yield_ns = yield_ns;
+    g->spin = spin, g->poll_ns = poll_ns, g->yield_ns = yield_ns;
     atomic_init(&g->spin_now, spin);
     g->own_process = own_process;
     g->seq = seq;
     g->flight = (struct flight *)(uintptr_t)flight, g->flight_group = flight_group;
     g->stage_bytes = stage_bytes, g->arena_bytes = arena_bytes;
-    g->control = calloc(n, sizeof *g->control), g->stage = calloc(n, sizeof *g->stage);
-    g->arena = calloc(n, sizeof *g->arena), g->life = calloc(n, sizeof *g->life);
-    g->readable = calloc(n, 1);
-    if (!g->control || !g->stage || !g->arena || !g->life || !g->readable) {
-        free_group(g);
-        return PyErr_NoMemory();
-    }
     if (fill(control, world, (void **)g->control) < 0 || fill(stage, world, (void **)g->stage) < 0 ||
         fill(arena, world, (void **)g->arena) < 0 || fill(life, world, (void **)g->life) < 0) {
         free_group(g);

@@ -204,9 +204,16 @@ static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
     return status;
 }
 
+static bool is_done(struct op *op) {
+    pthread_mutex_lock(&op->p2p->lock);
+    bool done = op->state == OP_DONE;
+    pthread_mutex_unlock(&op->p2p->lock);
+    return done;
+}
+
 int p2p_wait(struct op *op, int64_t timeout, bool withdraw_it) {
     struct visit visit;
-    if (!visit_begin(&visit, op->p2p->group)) return p2p_done(op) ? op->status : STATUS_LEFT;
+    if (!visit_begin(&visit, op->p2p->group)) return is_done(op) ? op->status : STATUS_LEFT;
     int status = wait_for(op, timeout, withdraw_it);
     visit_end(&visit);
     return status;
@@ -214,13 +221,6 @@ int p2p_wait(struct op *op, int64_t timeout, bool withdraw_it) {
 
 bool p2p_is_short(const struct group *g, uint64_t nbytes) {
     return nbytes <= SHORT_BYTES && atomic_load_explicit(&g->p2p->background, memory_order_relaxed) == 0;
-}
-
-bool p2p_done(struct op *op) {
-    pthread_mutex_lock(&op->p2p->lock);
-    bool done = op->state == OP_DONE;
-    pthread_mutex_unlock(&op->p2p->lock);
-    return done;
 }
 
 /* Whether something may have to be moved that nobody waits for; also the rest of a message that is only discarded. */
@@ -271,7 +271,11 @@ int p2p_open(struct group *g, char *const *channels) {
     struct p2p *m = calloc(1, sizeof *m);
     size_t n = (size_t)g->world;
     if (m) m->in = calloc(n, sizeof *m->in), m->out = calloc(n, sizeof *m->out);
-    if (!m || !m->in || !m->out) return -1;
+    if (!m || !m->in || !m->out) {
+        if (m) free(m->in), free(m->out);
+        free(m);
+        return -1;
+    }
     m->group = g;
     pthread_mutex_init(&m->lock, NULL);
     pthread_cond_init(&m->needed, NULL);

@@ -72,7 +72,6 @@ struct op *p2p_exchange(struct group *g, const struct op *wanted, int64_t timeou
 int p2p_wait(struct op *op, int64_t timeout, bool withdraw);
 /* Whether a message of so many bytes is over in microseconds once the peer takes part, with no others on their way. */
 bool p2p_is_short(const struct group *g, uint64_t nbytes);
-bool p2p_done(struct op *op);
 /* Whoever held on to op has no further use for it. */
 void p2p_release(struct op *op);
 

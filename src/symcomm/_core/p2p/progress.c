@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "group/symmetric.h"
 #include "memory/isolate.h"
 #include "memory/nontemporal.h"
 #include "module/module.h"
@@ -60,10 +61,9 @@ static void ring_read(struct channel *c, uint64_t at, void *bytes, uint64_t n, b
 
 /* --- sending ---------------------------------------------------------------------------------------------------- */
 
-static int64_t arena_offset(struct group *g, const char *p, uint64_t nbytes) {
-    uintptr_t base = (uintptr_t)g->arena[g->rank], at = (uintptr_t)p;
-    bool inside = at >= base && at - base < (uintptr_t)g->arena_bytes && !is_isolated(p, (int64_t)nbytes);
-    return inside && nbytes >= DIRECT_BYTES ? (int64_t)(at - base) : -1;
+/* Where a message of so many bytes is copied from or to directly, or -1. */
+static int64_t direct_offset(const struct group *g, const char *buffer, uint64_t nbytes) {
+    return nbytes >= DIRECT_BYTES ? symmetric_offset(g, buffer, (int64_t)nbytes) : -1;
 }
 
 /* Bytes that fit into the ring, of so many wanted. */
@@ -80,7 +80,7 @@ static bool push(struct p2p *m, struct outgoing *o, struct op *op) {
     uint64_t room = room_for(o, filled, sizeof(struct header) + op->nbytes - op->moved);
     if (op->state == OP_POSTED) {
         if (room < sizeof(struct header)) return false;
-        struct header h = {op->nbytes, op->tag, arena_offset(m->group, op->buffer, op->nbytes), op->dtype};
+        struct header h = {op->nbytes, op->tag, direct_offset(m->group, op->buffer, op->nbytes), op->dtype};
         ring_write(c, filled, &h, sizeof h);
         filled += sizeof h, room -= sizeof h;
         op->state = OP_MOVING;
@@ -218,7 +218,7 @@ static uint64_t ticket_of(struct incoming *i) {
 static bool may_cooperate(struct group *g, struct incoming *i, int peer) {
     if (i->into == NULL || peer == g->rank || !coop_fits(i->header.nbytes)) return false;
     return !atomic_load_explicit(&g->oversubscribed, memory_order_relaxed) &&
-           arena_offset(g, i->into->buffer, i->header.nbytes) >= 0;
+           direct_offset(g, i->into->buffer, i->header.nbytes) >= 0;
 }
 
 /* Copies a symmetric message. False: the sender is still at its share of it. */
@@ -230,7 +230,7 @@ static bool copy(struct p2p *m, int peer) {
     if (to == NULL) return true;
     if (!i->coop && may_cooperate(m->group, i, peer)) {
         i->coop = true;
-        coop_open(&i->channel->coop, ticket_of(i), arena_offset(m->group, to, nbytes));
+        coop_open(&i->channel->coop, ticket_of(i), direct_offset(m->group, to, nbytes));
         if (nbytes >= WAKING_BYTES) ring_p2p_doorbell(m->group, peer);
     }
     if (!i->coop) nt_copy(to, from, nbytes, nt_pays(2 * nbytes));

@@ -94,15 +94,6 @@ int symcomm_reduce(int dtype, int op, void *dst, const void *const *sources, int
     return 0;
 }
 
-int symcomm_scale(int dtype, void *dst, const void *src, size_t count, double factor) {
-    return symcomm_reduce(dtype, RED_PREMUL_SUM, dst, &src, 1, count, factor);
-}
-
-int symcomm_multiply(int dtype, void *dst, const void *a, const void *b, size_t count) {
-    const void *sources[] = {a, b};
-    return symcomm_reduce(dtype, RED_PRODUCT, dst, sources, 2, count, 1);
-}
-
 /* --- Python -------------------------------------------------------------------------------------------------- */
 
 static int check_pair(int dtype, int op) {

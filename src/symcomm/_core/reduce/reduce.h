@@ -19,10 +19,4 @@ int symcomm_reduce(int dtype, int op, void *dst, const void *const *sources, int
 /* 1 when symcomm_reduce would accept the pair. */
 int symcomm_reduce_defined(int dtype, int op);
 
-/* dst[i] = src[i] * factor, rounded once to the type: what PREMUL_SUM does to each source, for a single one. */
-int symcomm_scale(int dtype, void *dst, const void *src, size_t count, double factor);
-
-/* dst[i] = a[i] * b[i]: PRODUCT of two, for a PREMUL_SUM whose factor is a tensor. */
-int symcomm_multiply(int dtype, void *dst, const void *a, const void *b, size_t count);
-
 #endif

@@ -97,7 +97,7 @@ static void report(struct server *server, const char *text) {
     if (server->report_fd >= 0 && write(server->report_fd, line, (size_t)size) < 0) return;
 }
 
-void conn_doom(struct server *server, struct conn *conn) {
+static void conn_doom(struct server *server, struct conn *conn) {
     if (conn->doomed) return;
     conn->doomed = true;
     conn->next_doomed = server->doomed;

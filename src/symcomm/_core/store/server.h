@@ -104,7 +104,6 @@ void server_close_in_child(const struct server *server); /* after fork(): only t
 
 __attribute__((format(printf, 3, 4))) void conn_refuse(struct server *server, struct conn *conn, const char *format,
                                                        ...);
-void conn_doom(struct server *server, struct conn *conn);
 /* Collects bytes for the client; conn_flush() sends them. */
 void conn_send(struct server *server, struct conn *conn, const void *bytes, size_t size);
 /* The value's length, then its bytes. */

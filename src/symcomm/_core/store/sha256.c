@@ -2,6 +2,12 @@
 
 #include <string.h>
 
+struct sha256 {
+    uint32_t state[8];
+    uint64_t length; /* bytes seen so far */
+    uint8_t block[64];
+};
+
 static const uint32_t round_constants[64] = {
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
     0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
@@ -41,14 +47,14 @@ static void compress(uint32_t state[8], const uint8_t *block) {
     state[4] += e, state[5] += f, state[6] += g, state[7] += h;
 }
 
-void sha256_begin(struct sha256 *sha) {
+static void sha256_begin(struct sha256 *sha) {
     static const uint32_t start[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                       0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
     memcpy(sha->state, start, sizeof start);
     sha->length = 0;
 }
 
-void sha256_add(struct sha256 *sha, const void *bytes, size_t size) {
+static void sha256_add(struct sha256 *sha, const void *bytes, size_t size) {
     const uint8_t *at = bytes;
     while (size > 0) {
         size_t used = sha->length % 64;
@@ -59,7 +65,7 @@ void sha256_add(struct sha256 *sha, const void *bytes, size_t size) {
     }
 }
 
-void sha256_end(struct sha256 *sha, uint8_t digest[SHA256_SIZE]) {
+static void sha256_end(struct sha256 *sha, uint8_t digest[SHA256_SIZE]) {
     uint64_t bits = sha->length * 8;
     uint8_t tail[72] = {0x80};
     size_t pad = (sha->length % 64 < 56 ? 56 : 120) - sha->length % 64;

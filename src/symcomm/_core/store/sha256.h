@@ -8,16 +8,6 @@
 
 #define SHA256_SIZE 32
 
-struct sha256 {
-    uint32_t state[8];
-    uint64_t length; /* bytes seen so far */
-    uint8_t block[64];
-};
-
-void sha256_begin(struct sha256 *sha);
-void sha256_add(struct sha256 *sha, const void *bytes, size_t size);
-void sha256_end(struct sha256 *sha, uint8_t digest[SHA256_SIZE]);
-
 void hmac_sha256(const void *key, size_t key_size, const void *message, size_t message_size,
                  uint8_t digest[SHA256_SIZE]);
 

@@ -21,7 +21,8 @@ static struct life **ranks; /* of every arena that this process has mapped, its 
 static int n_ranks, room;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-bool cores_add_rank(struct life *life) {
+/* The mapped arena whose life this is belongs to a rank of this host, until its memory is unmapped. */
+static bool count_rank(struct life *life) {
     pthread_mutex_lock(&lock);
     if (n_ranks == room) {
         struct life **more = realloc(ranks, sizeof(struct life *) * (size_t)(room * 2 + 16));
@@ -171,7 +172,7 @@ static PyObject *add_rank(PyObject *self, PyObject *word) {
     (void)self;
     void *address = PyLong_AsVoidPtr(word);
     if (address == NULL) return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "no life is at address 0");
-    if (!cores_add_rank(life_of(address))) return PyErr_NoMemory();
+    if (!count_rank(life_of(address))) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 

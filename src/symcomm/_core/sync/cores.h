@@ -14,8 +14,7 @@ void cores_publish(struct life *me);
  * the caller says it anew first. own_thread: it is the rank's, whose cores count; not one that works for it. */
 bool cores_suffice(struct life *me, bool own_thread);
 
-/* The mapped arena whose life this is belongs to a rank of this host, until its memory is unmapped. */
-bool cores_add_rank(struct life *life);
+/* Memory is about to be unmapped: the ranks whose lives lie there are not counted any more. */
 void cores_forget(const char *at, int64_t nbytes);
 
 #endif
