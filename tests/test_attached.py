@@ -1,4 +1,4 @@
-"""Scatters whose root lends its tensors: ranks read them out of its memory by system call (``_core/cma.c``).
+"""Scatters whose root lends its tensors: ranks read them out of its memory by system call (``_core/exec/cma.c``).
 
 A page of rank 1's output that the kernel must ask the test for (userfaultfd) stops it in the very middle of its read.
 """

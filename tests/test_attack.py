@@ -157,11 +157,11 @@ def test_ctrl_c_is_not_lost_while_a_waiting_call_looks_where_it_was_made() -> No
             return type(error).__name__
         return "nothing"
 
-    native.use_locator(interrupt)
+    native.use_call_site_callback(interrupt)
     try:
         assert symcomm.spawn(rank, 2, mode="threads", deadline=60) == ["KeyboardInterrupt", "GroupUnusableError"]
     finally:
-        native.use_locator(process_group._locate)
+        native.use_call_site_callback(process_group._locate)
 
 
 def test_a_group_is_collected_while_another_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,16 +195,18 @@ def test_a_turn_is_copy_write_wait_kernel():
     )
     addresses = tuple(ctypes.cast(f, ctypes.c_void_p).value for f in functions)
     kernel = (77, 3, 256, 1000, 250)
-    assert native.stream_turn(addresses, 5, (100, 200, 16), 1, (11, 12), (21, 22), kernel, (1, 2, 3)) == 0
+    assert native.enqueue_collective(addresses, 5, (100, 200, 16), 1, (11, 12), (21, 22), kernel, (1, 2, 3)) == 0
     assert said == [
         ("copy", 200, 100, 16, 5), ("write", 11, 1), ("write", 12, 1), ("wait", 21, 1), ("wait", 22, 1),
         ("launch", 77, 3, 256, [1, 2, 3], 1000, 250),
     ]  # fmt: skip
     said.clear()
-    assert native.stream_turn(addresses, 5, (), 9, (11,), (21,), kernel, (1,)) == 7  # what the driver refused ends it
+    assert (
+        native.enqueue_collective(addresses, 5, (), 9, (11,), (21,), kernel, (1,)) == 7
+    )  # what the driver refused ends it
     assert [item[0] for item in said] == ["write", "wait"]
     with pytest.raises(ValueError, match="numbers are missing"):
-        native.stream_turn(addresses, 5, (), 9, (11,), (), (), ())
+        native.enqueue_collective(addresses, 5, (), 9, (11,), (), (), ())
 
 
 def test_the_host_combines_in_the_order_of_a_stream():
@@ -213,10 +215,10 @@ def test_the_host_combines_in_the_order_of_a_stream():
     where = tuple(ctypes.addressof(p) for p in parts)
     for stream, result, expected in ((99, 7, [0.0] * 3), (5, 0, [11.0, 22.0, 33.0])):
         given = (RUN_AT_ONCE, stream, DType.FLOAT32, RedOpType.SUM, where, ctypes.addressof(total), 3)
-        assert native.stream_combine(*given) == result and list(total) == expected
+        assert native.enqueue_host_reduce(*given) == result and list(total) == expected
     for dtype, op, sources in ((DType.FLOAT32, RedOpType.BAND, where), (DType.FLOAT32, RedOpType.SUM, ())):
-        with pytest.raises(ValueError, match="stream_combine: dtype"):
-            native.stream_combine(RUN_AT_ONCE, 0, dtype, op, sources, ctypes.addressof(total), 3)
+        with pytest.raises(ValueError, match="enqueue_host_reduce: dtype"):
+            native.enqueue_host_reduce(RUN_AT_ONCE, 0, dtype, op, sources, ctypes.addressof(total), 3)
 
 
 def test_words_are_written_on_the_tensors_own_gpu(monkeypatch: pytest.MonkeyPatch):
@@ -357,7 +359,7 @@ RUN_AT_ONCE = ctypes.cast(run_at_once, ctypes.c_void_p).value
 
 class HostDriver:
     def combine_on_host(self, stream: int, dtype: int, op: int, sources: Any, out: int, count: int) -> None:
-        assert native.stream_combine(RUN_AT_ONCE, stream, dtype, op, sources, out, count) == 0
+        assert native.enqueue_host_reduce(RUN_AT_ONCE, stream, dtype, op, sources, out, count) == 0
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         ctypes.memmove(target, source, nbytes)

@@ -120,8 +120,8 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._native, name)
 
-    def again_with(self, *args: Any) -> int:
-        status = self._native.again_with(*args)
+    def run_cached_options(self, *args: Any) -> int:
+        status = self._native.run_cached_options(*args)
         self.short += status == 0
         return status
 

@@ -362,7 +362,7 @@ class Interrupter:
 
 
 def _interrupted(g: ProcessGroup, start: str, words: Words) -> list[str]:
-    function = "submit" if start == "all_reduce" else "mail_post"
+    function = "submit" if start == "all_reduce" else "p2p_post"
     real, bad, line = getattr(native, function), [], 0
     while True:
         team = new_team(g)

@@ -189,13 +189,15 @@ class Driver:
     ) -> None:
         """Copy (source, target, bytes), or nothing; write ``value`` to all of ``theirs`` and wait for it in all of
         ``mine``; then start a kernel (function, blocks, threads, count, packs) on ``places``, or nothing."""
-        result = native.stream_turn(self._addresses, stream, copy, value & 0xFFFFFFFF, theirs, mine, kernel, places)
+        result = native.enqueue_collective(
+            self._addresses, stream, copy, value & 0xFFFFFFFF, theirs, mine, kernel, places
+        )
         if result:
             self._check("meeting the other ranks on the GPU", result)
 
     def combine_on_host(self, stream: int, dtype: int, op: int, sources: tuple[int, ...], out: int, count: int) -> None:
         """The CPU combines ``count`` elements of host memory into ``out`` when the stream has come so far."""
-        result = native.stream_combine(self._host_function, stream, dtype, op, sources, out, count)
+        result = native.enqueue_host_reduce(self._host_function, stream, dtype, op, sources, out, count)
         if result:
             self._check("having the host combine what ranks have", result)
 

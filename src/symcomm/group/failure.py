@@ -31,19 +31,19 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class Status(enum.IntEnum):
-    """Numbers of ``enum status`` in _core/sync.h."""
+    """How an operation ended, as the core says it (``enum status`` in _core/group/status.h)."""
 
-    OK = 0
-    MISMATCH = 1
-    DEAD = 2
-    LEFT = 3
-    TIMEOUT = 4
-    ABORTED = 5
-    PLAN = 6
-    INTERRUPTED = 7
-    HALF_SENT = 8
-    NESTED = 9
-    UNREADABLE = 10
+    OK = native.STATUS_OK
+    MISMATCH = native.STATUS_MISMATCH
+    DEAD = native.STATUS_DEAD
+    LEFT = native.STATUS_LEFT
+    TIMEOUT = native.STATUS_TIMEOUT
+    ABORTED = native.STATUS_ABORTED
+    PLAN = native.STATUS_PLAN
+    INTERRUPTED = native.STATUS_INTERRUPTED
+    HALF_SENT = native.STATUS_HALF_SENT
+    NESTED = native.STATUS_NESTED
+    UNREADABLE = native.STATUS_UNREADABLE
 
 
 Site = tuple[str, int]  # file, line; worded only when something went wrong

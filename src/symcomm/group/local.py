@@ -40,7 +40,7 @@ class LocalExecution(Collectives):
         """Run what was asked for, here and now or, with ``async_op``, in the group's thread."""
         op, plan = request.op, self._plan_of(request)
         if request.key is not None and op.number >= 0:
-            native.remember(self._handle, op.number, *request.key, plan, self._site(3))
+            native.cache_plan(self._handle, op.number, *request.key, plan, self._site(3))
         return self._run(request.call, plan, request.inputs, request.outputs, request.result, async_op, timeout)
 
     def _plan_of(self, request: Request) -> Any:

@@ -21,7 +21,7 @@ from symcomm.types import DType
 
 __all__ = ["ANY_SOURCE", "Message", "MessageCalls", "MessageWork", "wait_in_thread"]
 
-STATUS_SIZE = 32  # _core/p2p.h
+STATUS_SIZE = native.STATUS_SIZE
 
 
 @dataclass
@@ -113,7 +113,7 @@ class MessageWork(AnyMessageWork):
         """Block until the message has left (send) or is there (receive)."""
         if self._outcome is None:
             given = self._group._timeout_ns if not timeout else to_ns("wait", timeout)
-            self._conclude(native.mail_wait(self._op, given, True), given)
+            self._conclude(native.p2p_wait(self._op, given, True), given)
         if self._error is not None:
             raise self._error
         return True
@@ -135,7 +135,7 @@ class MessageWork(AnyMessageWork):
         if self._outcome is None and self._op is None:
             return False
         if self._outcome is None:
-            outcome = native.mail_wait(self._op, -1, False)
+            outcome = native.p2p_wait(self._op, -1, False)
             if outcome[0] == Status.TIMEOUT:
                 return False
             self._settle(outcome)
@@ -174,7 +174,7 @@ class MessageCalls:
     def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
         """Returns once ``tensor`` may be changed again."""
         if timeout is None and self._failure is None:  # of a plain torch tensor: one call of the core
-            outcome = native.message(self._handle, True, peer, tag, tensor, self._timeout_ns)
+            outcome = native.p2p_exchange(self._handle, True, peer, tag, tensor, self._timeout_ns)
             if type(outcome) is int:
                 return
             self._raise_failure(outcome, Message.send(tensor, peer, tag), read_buffer)
@@ -186,7 +186,7 @@ class MessageCalls:
     def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
         """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank."""
         if timeout is None and self._failure is None:
-            outcome = native.message(self._handle, False, peer, tag, tensor, self._timeout_ns)
+            outcome = native.p2p_exchange(self._handle, False, peer, tag, tensor, self._timeout_ns)
             if type(outcome) is int:
                 return outcome
             self._raise_failure(outcome, Message.receive(tensor, peer, tag), write_buffer)
@@ -240,7 +240,7 @@ class MessageCalls:
         if background:  # the core uses the tensor whether or not the caller keeps the work, or ever gets it
             self._keep_message(work)
         try:
-            work._op = native.mail_post(
+            work._op = native.p2p_post(
                 self._handle,
                 message.is_send,
                 message.peer,

@@ -47,7 +47,7 @@ WINDOWS = "symcomm.windows"  # a layer above: loaded by name when it is asked fo
 
 # How often a waiting rank polls first (about 10 us). If it has a core of its own it then goes on spinning, for longer
 # than a peer is away whose core is taken for a time slice; with more ranks than cores it yields. Then it sleeps, which
-# costs two context switches (about 10 us). See _core/backoff.h.
+# costs two context switches (about 10 us). See _core/sync/backoff.h.
 SPIN_COUNT = 4000
 SPIN_NS = 5_000_000
 YIELD_NS = 100_000
@@ -59,7 +59,7 @@ def _locate() -> int:
     return current_arena().flight.site(call_site())
 
 
-native.use_locator(_locate)
+native.use_call_site_callback(_locate)
 _living: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
@@ -230,7 +230,7 @@ class ProcessGroup(EphemeralTimeouts, LocalExecution, MonitoredBarrier, ObjectCa
             self._arena.flight.address, self._arena.flight.add_group(self.name, self.rank, self.global_ranks),
             own_process, SPIN_COUNT, self._spin_ns, self._yield_ns, self._operations,
         )  # fmt: skip
-        self._run_cached = functools.partial(native.again, self._handle)
+        self._run_cached = functools.partial(native.run_cached, self._handle)
         _living.add(self)
         self._retire = weakref.finalize(self, _retire, self._handle, self._arena, self._offset, self.exposed)
         self._retire.atexit = False  # the kernel takes it all
@@ -264,7 +264,7 @@ class ProcessGroup(EphemeralTimeouts, LocalExecution, MonitoredBarrier, ObjectCa
         """``plan`` as the core runs it. The memory that it stages in is reserved here, so that running out of it is an
         error at this line. A group that stages nothing has none."""
         loaded = native.make_plan(plan.encode())
-        self._reserve_stage(native.plan_stage(loaded))
+        self._reserve_stage(native.plan_stage_bytes(loaded))
         return loaded
 
     def _reserve_stage(self, nbytes: int) -> None:

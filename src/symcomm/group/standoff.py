@@ -49,4 +49,4 @@ def _tell(handle: Any, is_send: bool, peer: int, tag: int) -> None:
         )  # fmt: skip
 
 
-native.use_teller(_tell)
+native.use_deadlock_callback(_tell)

@@ -244,7 +244,7 @@ class _AnySource(_Remote):
                 self.end(error)
             return True
         if self._matcher.has_match(self):
-            outcome = native.mail_wait(self._local._op, 1, True)
+            outcome = native.p2p_wait(self._local._op, 1, True)
             if outcome[0] == Status.TIMEOUT:
                 self._local._outcome = outcome
                 self._matcher.match(self)
@@ -262,7 +262,7 @@ class _AnySource(_Remote):
             left = deadline - time.monotonic()
             is_alone = any(self._group.is_gone(r) for r in self._awaited())
             if left <= 0 or is_alone or self._group.failures.verdict is not None:
-                outcome = native.mail_wait(self._local._op, 1, True)
+                outcome = native.p2p_wait(self._local._op, 1, True)
                 if outcome[0] != Status.TIMEOUT:
                     self._local._settle(outcome)
                     continue

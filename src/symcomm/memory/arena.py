@@ -9,9 +9,9 @@ Header of an arena, in its first page::
     0    magic
     8    nonce (16 bytes): peers read it to prove that they see the same memory
     24   process id
-    64   life: the word the kernel marks when the owner dies (see _core/shm.c); the cores that the owner may use, and
-         how its long waits ended (see _core/cores.h)
-    2048 what the lock watch has to say, 1024 bytes (see _core/lockwatch.c)
+    64   life: the word the kernel marks when the owner dies (see _core/memory/life.h); the cores that the owner may
+         use, and how its long waits ended
+    2048 what the lock watch has to say, 1024 bytes (see _core/observe/gil_watchdog.c)
 
 From the second page on lies the flight recorder (see flight.py), and then what is allocated.
 """

@@ -300,7 +300,7 @@ class TCPStore(Store):
     # --- the exchange ------------------------------------------------------------------------------
 
     def _call(self, call: str, command: int, keys: Any, body: Any, shape: str) -> Any:
-        """One frame (the command, its keys, what follows them), one answer; see store_client.c."""
+        """One frame (the command, its keys, what follows them), one answer; see _core/store/client.c."""
         with self._lock:
             if self._in_call:
                 return self._aside(lambda twin: twin._call(call, command, keys, body, shape))

@@ -44,7 +44,7 @@ class Refused(Exception):
 
 
 class Connection:
-    """A connected socket that has said hello. Calls are made on its ``fd`` (see store_client.c); not thread safe."""
+    """A connected socket that has said hello. Calls use its ``fd`` (see _core/store/client.c); not thread safe."""
 
     def __init__(self, sock: socket.socket):
         sock.settimeout(None)

@@ -25,7 +25,7 @@ from symcomm.types import RedOpType
 
 __all__ = ["ASYNC", "LONG", "UNKNOWN", "install", "read_options"]
 
-LONG, UNKNOWN, ASYNC = -1, -2, -3  # enum options of _core/options.h
+LONG, UNKNOWN, ASYNC = native.OPTIONS_SLOW, native.OPTIONS_UNKNOWN, native.OPTIONS_ASYNC
 
 # asyncOp, timeout in ms (-1: not set), number of reduceOp, rootRank: no field behaves as another.
 _SAMPLES = (
@@ -84,7 +84,7 @@ def _make(kind: Any, is_async: bool, timeout_ms: int, op: int, root: int) -> Any
 
 
 def read_options(call: int, opts: Any) -> tuple[int, Any]:
-    """(0, LONG or ASYNC; what ``native.again`` wants to know besides the tensors), asked of the object."""
+    """(0, LONG or ASYNC; what ``native.run_cached`` wants to know besides the tensors), asked of the object."""
     if type(opts).__name__ != CACHED[call].options:
         return LONG, None  # plain arguments instead of options; or something else, which is refused there
     try:

@@ -1,11 +1,11 @@
 """A hung interpreter lock, noticed and reported.
 
 Native code that keeps Python's interpreter lock (GIL) while it waits stops every thread of a rank, its server too. A
-thread of the C core (``_core/lockwatch.c``), which needs no lock, then writes one sentence to stderr: which rank, for
-how long, which thread most likely holds the lock, and what the kernel says that this thread does. It also writes it
-into the first page of the rank's arena, where the servers of its peers find it (``GET /api/v1/peers``). Python's own
-``faulthandler.dump_traceback_later``, which needs no lock either, adds the Python stacks; a program that uses that
-function for itself sets SYMCOMM_GIL_SECONDS=0, since there is only one such timer in a process.
+thread of the C core (``_core/observe/gil_watchdog.c``), which needs no lock, then writes one sentence to stderr: which
+rank, for how long, which thread most likely holds the lock, and what the kernel says that this thread does. It also
+writes it into the first page of the rank's arena, where the servers of its peers find it (``GET /api/v1/peers``).
+Python's own ``faulthandler.dump_traceback_later``, which needs no lock either, adds the Python stacks; a program that
+uses that function for itself sets SYMCOMM_GIL_SECONDS=0, since there is only one such timer in a process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def seconds_from_environment() -> float:
 
 def stall_of(peer: Any) -> str | None:
     """What is wrong with the interpreter lock of a rank, as its arena says; None: nothing."""
-    return native.lockwatch_read(peer.base + NOTE).decode(errors="replace") or None
+    return native.gil_watchdog_read(peer.base + NOTE).decode(errors="replace") or None
 
 
 def watch(group: Any, seconds: float, fd: int = STDERR) -> Callable[[], None]:
@@ -55,12 +55,12 @@ def watch(group: Any, seconds: float, fd: int = STDERR) -> Callable[[], None]:
     here, pid = on_this_host(group), os.getpid()
     peer = here._peers[here.rank]
     label = f"rank {group.global_ranks[group.rank]} (pid {pid})"
-    handle = native.lockwatch_start(int(seconds * 1e9), fd, peer.base + NOTE, label)
+    handle = native.gil_watchdog_start(int(seconds * 1e9), fd, peer.base + NOTE, label)
     done = threading.Event()
 
     def beat() -> None:
         while not done.is_set():
-            native.lockwatch_beat(handle, _threads())
+            native.gil_watchdog_beat(handle, _threads())
             _arm_stacks(seconds * 1.5, fd)  # after the sentence, which comes within 1.25
             done.wait(seconds / 4)
 
@@ -75,7 +75,7 @@ def watch(group: Any, seconds: float, fd: int = STDERR) -> Callable[[], None]:
         beater.join(5.0)
         faulthandler.cancel_dump_traceback_later()
         if not beater.is_alive():
-            native.lockwatch_stop(handle)
+            native.gil_watchdog_stop(handle)
             keep.clear()
 
     return stop

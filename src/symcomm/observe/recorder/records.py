@@ -12,8 +12,8 @@ from symcomm.group.failure import REDUCING, ROOTED, Status
 from symcomm.memory.flight import FlightEntry, Peek, read_flight
 from symcomm.types import ITEMSIZE, DType, RedOpType
 
-DIRECT, MESSAGE, ATTACHED = 1, 2, 3  # enum flight_path of _core/flight.h
-LONG, QUEUED = 0x10, 0x20  # enum flight_way
+DIRECT, MESSAGE, ATTACHED = native.FLIGHT_DIRECT, native.FLIGHT_MESSAGE, native.FLIGHT_ATTACHED
+LONG, QUEUED = native.FLIGHT_SLOW_PATH, native.FLIGHT_QUEUED
 
 
 @dataclass(frozen=True)
