@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from symcomm import errors
 from symcomm.bench import noise as bench_noise
 from symcomm.bench import worker as bench_worker
-from symcomm.bench.noise import Figures, Neighbours, Plan, live_beside, parse_neighbours
+from symcomm.bench.noise import Measurement, Neighbours, Workload, live_beside, parse_neighbours
 from symcomm.bench.run import Case
 from symcomm.cli import bench
 from tests.halts import until
@@ -34,16 +34,16 @@ def test_neighbours_in_words():
 
 
 def test_ratios_are_against_the_better_mpi_of_each_figure():
-    plan = Plan(2, (Neighbours(0.25, 0.004),), ("mpich", "openmpi"))
-    figures = Figures(plan.neighbours[0], SMALL)
+    workload = Workload(2, (Neighbours(0.25, 0.004),), ("mpich", "openmpi"))
+    figures = Measurement(workload.neighbours[0], SMALL)
     for side, median, tail in (("symcomm", 2e-6, 8e-6), ("mpich", 3e-6, 4e-6), ("openmpi", 5e-6, 6e-6)):
         for factor in (1, 1, 9):  # one turn was disturbed
             figures.add(side, median * factor, tail * factor)
-    cells = dict(zip(bench_noise.head(plan), bench_noise.row(figures, plan), strict=True))
+    cells = dict(zip(bench_noise.head(workload), bench_noise.row(figures, workload), strict=True))
     assert (cells["ours median (us)"], cells["mpich p99 (us)"]) == ("2.00", "4.00")
     assert (cells["median vs MPI"], cells["p99 vs MPI"]) == ("1.50x", "0.50x!")
     assert (cells["neighbours"], cells["collective"], cells["size"]) == ("25% of 4 ms", "all_reduce", "8 B")
-    [panel] = bench_noise.picture([figures], plan)
+    [panel] = bench_noise.picture([figures], workload)
     assert "25% of 4 ms" in panel.title
 
 

@@ -20,7 +20,8 @@ from symcomm import errors
 from symcomm.launcher.job import Job
 from symcomm.observe import server_registry
 from symcomm.observe.recorder import gil
-from symcomm.observe.server import handlers, start
+from symcomm.observe.server import handlers
+from symcomm.observe.server.server import start
 from symcomm.store import HashStore, PrefixStore
 from tests.control_client import ask
 

@@ -123,7 +123,7 @@ def test_nothing_stays_in_the_stores(tmp_path):
         party.store.set(f"done/{party.me}", "x")
         party.store.wait(["done/0", "done/1"])
         end = time.monotonic() + 5.0  # the last of a round deletes its keys after it has the group
-        while time.monotonic() < end and len(left := party.group._endpoint.store.list_keys()) > 2:
+        while time.monotonic() < end and len(left := party.group._handle_server.store.list_keys()) > 2:
             time.sleep(0.01)
         return [key.split("/")[0] for key in left]
 

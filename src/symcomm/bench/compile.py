@@ -18,7 +18,7 @@ from symcomm.bench.compile_worker import GRAPHS
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import open_sides
 
-__all__ = ["SIDES", "Figures", "Plan", "as_table", "note", "picture", "run_compile_bench", "to_json"]
+__all__ = ["SIDES", "Measurement", "Workload", "as_table", "note", "picture", "run_compile_bench", "to_json"]
 
 SIDES = {
     "alone": "no communication",
@@ -32,7 +32,7 @@ TOLERANCE = 1e-3  # rounding differs with the order of sums; a rank left out sho
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     """What to measure: ``rounds`` turns of every side, each of ``steps``."""
 
     ranks: int = 2
@@ -47,7 +47,7 @@ class Plan:
 
 
 @dataclass
-class Figures:
+class Measurement:
     """One graph on one side. ``turns`` are seconds of a step: the slowest rank's median, once for every turn."""
 
     graph: str
@@ -61,25 +61,25 @@ class Figures:
         return min(self.turns) if best else statistics.median(self.turns)
 
 
-def run_compile_bench(plan: Plan, tick: Callable[[str], None] = lambda what: None) -> list[Figures]:
+def run_compile_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
     """Measure every graph on every side; ``tick`` is told after every turn."""
-    found: list[Figures] = []
-    with open_sides(list(SIDES), plan.ranks, pinned=False, worker=WORKER) as sides:
-        for graph in plan.graphs:
-            here = [_prepare(sides[name], name, graph, plan) for name in SIDES]
-            for number in range(plan.rounds):
+    found: list[Measurement] = []
+    with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:
+        for graph in workload.graphs:
+            here = [_prepare(sides[name], name, graph, workload) for name in SIDES]
+            for number in range(workload.rounds):
                 for figures in here[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
-                    answers = sides[figures.side].ask(f"running {graph}", {"do": "time", "steps": plan.steps})
+                    answers = sides[figures.side].ask(f"running {graph}", {"do": "time", "steps": workload.steps})
                     figures.turns.append(max(statistics.median(answer["seconds"]) for answer in answers))
                     tick(f"{graph}, {SIDES[figures.side]}")
             found += here
     return found
 
 
-def _prepare(side: Any, name: str, graph: str, plan: Plan) -> Figures:
+def _prepare(side: Any, name: str, graph: str, workload: Workload) -> Measurement:
     """Compile on one side; refuse to time what does not give the right values."""
     what = f"compiling {graph}"
-    prepared = side.ask(what, {"do": "prepare", "graph": graph, "scale": plan.scale}, COMPILE_SECONDS)
+    prepared = side.ask(what, {"do": "prepare", "graph": graph, "scale": workload.scale}, COMPILE_SECONDS)
     error = 0.0
     if name != "alone":
         error = max(answer["apart"] for answer in side.ask(what, {"do": "check"}))
@@ -88,10 +88,10 @@ def _prepare(side: Any, name: str, graph: str, plan: Plan) -> Figures:
                 f"symcomm bench: {graph} on {SIDES[name]} does not give what one process gives ({error:.2g} of its "
                 f"size apart, at most {TOLERANCE:g} is rounding); nothing was timed."
             )
-    return Figures(graph, name, prepared[0]["bytes"], prepared[0]["calls"], error)
+    return Measurement(graph, name, prepared[0]["bytes"], prepared[0]["calls"], error)
 
 
-def communication(found: Sequence[Figures], best: bool) -> dict[tuple[str, str], float]:
+def communication(found: Sequence[Measurement], best: bool) -> dict[tuple[str, str], float]:
     """(graph, side) -> seconds of a step above the floor: the median of what it was in each round."""
     floors = {f.graph: f for f in found if f.side == "alone"}
     above = {}
@@ -104,7 +104,7 @@ def communication(found: Sequence[Figures], best: bool) -> dict[tuple[str, str],
     return above
 
 
-def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_table.Table:
+def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
     head = ["graph", "collectives", "KiB", "side", "us/step", "communication (us)", "gloo / this", "torch's / this"]
     above = communication(found, best)
     rows = []
@@ -118,10 +118,10 @@ def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_
             ratios = [above[figures.graph, other] / mine if mine > 0 else None for other in ("gloo", "eager")]
             row += [f"{mine * 1e6:.0f}", *map(bench_table.times, ratios)]
         rows.append(row)
-    return f"compiled graphs, {plan.ranks} ranks", head, rows
+    return f"compiled graphs, {workload.ranks} ranks", head, rows
 
 
-def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Panel]:
+def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
     """What a step takes, and what of it is communication."""
     steps: dict[str, dict[str, float]] = {}
     above: dict[str, dict[str, float]] = {}
@@ -132,11 +132,11 @@ def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Pa
     return [Bars("a step", "microseconds", steps), Bars("of it communication", "microseconds", above)]
 
 
-def note(found: Sequence[Figures]) -> str:
+def note(found: Sequence[Measurement]) -> str:
     return f"results are at most {max(f.error for f in found):.1g} of their size from those of one process"
 
 
-def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
+def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
     """Everything measured, in microseconds."""
     above, fastest = communication(found, best=False), communication(found, best=True)
     rows = []
@@ -150,4 +150,4 @@ def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
             row["communication_us"] = above[f.graph, f.side] * 1e6
             row["fastest_communication_us"] = fastest[f.graph, f.side] * 1e6
         rows.append(row)
-    return {"machine": bench_table.machine(), "plan": asdict(plan), "rows": rows}
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}

@@ -18,7 +18,17 @@ from symcomm.bench.ddp_worker import MODELS
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Side, open_sides
 
-__all__ = ["SIDES", "Figures", "Plan", "as_table", "disagreement", "note", "picture", "run_ddp_bench", "to_json"]
+__all__ = [
+    "SIDES",
+    "Measurement",
+    "Workload",
+    "as_table",
+    "disagreement",
+    "note",
+    "picture",
+    "run_ddp_bench",
+    "to_json",
+]
 
 SIDES = {
     "alone": "no DDP",
@@ -33,7 +43,7 @@ TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     """What to measure: ``rounds`` turns of every side, each of ``steps``."""
 
     ranks: int = 2
@@ -48,7 +58,7 @@ class Plan:
 
 
 @dataclass
-class Figures:
+class Measurement:
     """One model on one side. ``turns`` are seconds of a step: the slowest rank's median, once for every turn."""
 
     model: str
@@ -63,18 +73,18 @@ class Figures:
         return min(self.turns) if best else statistics.median(self.turns)
 
 
-def run_ddp_bench(plan: Plan, tick: Callable[[str], None] = lambda what: None) -> list[Figures]:
+def run_ddp_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
     """Measure every model on every side; ``tick`` is told after every turn."""
-    return [figures for model in plan.models for figures in _measure(plan, model, tick)]
+    return [figures for model in workload.models for figures in _measure(workload, model, tick)]
 
 
-def _measure(plan: Plan, model: str, tick: Callable[[str], None]) -> list[Figures]:
+def _measure(workload: Workload, model: str, tick: Callable[[str], None]) -> list[Measurement]:
     what = f"training {model}"
-    with open_sides(list(SIDES), plan.ranks, pinned=False, worker=WORKER) as sides:
-        found = _check(sides, model, plan, what)
-        for number in range(plan.rounds):
+    with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:
+        found = _check(sides, model, workload, what)
+        for number in range(workload.rounds):
             for figures in found[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
-                answers = sides[figures.side].ask(what, {"do": "time", "steps": plan.steps})
+                answers = sides[figures.side].ask(what, {"do": "time", "steps": workload.steps})
                 figures.turns.append(max(statistics.median(answer["seconds"]) for answer in answers))
                 tick(f"{model}, {SIDES[figures.side]}")
         for figures in found:
@@ -87,11 +97,11 @@ def _measure(plan: Plan, model: str, tick: Callable[[str], None]) -> list[Figure
 # --- values ------------------------------------------------------------------------------------------------------
 
 
-def _check(sides: dict[str, Side], model: str, plan: Plan, what: str) -> list[Figures]:
+def _check(sides: dict[str, Side], model: str, workload: Workload, what: str) -> list[Measurement]:
     """Train a little on every side; refuse to time one that does not learn what the others do."""
     found, reference = [], None
     for name, side in sides.items():
-        prepared = side.ask(what, {"do": "prepare", "model": model, "scale": plan.scale})
+        prepared = side.ask(what, {"do": "prepare", "model": model, "scale": workload.scale})
         answers = side.ask(what, {"do": "check", "steps": CHECK_STEPS})
         reference = reference or answers
         error = disagreement(reference, answers)
@@ -101,7 +111,7 @@ def _check(sides: dict[str, Side], model: str, plan: Plan, what: str) -> list[Fi
                 f"(gradients or losses are {error:.2g} of their size apart, at most {TOLERANCE:g} is rounding); "
                 "nothing was timed."
             )
-        found.append(Figures(model, name, prepared[0]["parameters"], error))
+        found.append(Measurement(model, name, prepared[0]["parameters"], error))
     return found
 
 
@@ -126,7 +136,7 @@ def disagreement(reference: list[dict[str, Any]], answers: list[dict[str, Any]])
 # --- words -------------------------------------------------------------------------------------------------------
 
 
-def communication(found: Sequence[Figures], best: bool) -> dict[tuple[str, str], float]:
+def communication(found: Sequence[Measurement], best: bool) -> dict[tuple[str, str], float]:
     """(model, side) -> seconds of a step above the floor: the median of what it was in each round."""
     floors = {f.model: f for f in found if f.side == "alone"}
     above = {}
@@ -139,7 +149,7 @@ def communication(found: Sequence[Figures], best: bool) -> dict[tuple[str, str],
     return above
 
 
-def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_table.Table:
+def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
     head = ["model", "parameters", "side", "ms/step", "communication (ms)", "share", "gloo / this"]
     head += ["peak RSS (MiB)", "PSS (MiB)"]
     above = communication(found, best)
@@ -153,10 +163,10 @@ def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_
             ratio = above[figures.model, "gloo"] / mine if mine > 0 else None
             row += [f"{mine * 1e3:.1f}", f"{mine / seconds:.0%}", bench_table.times(ratio)]
         rows.append([*row, f"{figures.peak / 2**20:.0f}", f"{figures.share / 2**20:.0f}"])
-    return f"data parallel training, {plan.ranks} ranks", head, rows
+    return f"data parallel training, {workload.ranks} ranks", head, rows
 
 
-def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Panel]:
+def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
     """What a step takes, and what of it is communication."""
     steps: dict[str, dict[str, float]] = {}
     above: dict[str, dict[str, float]] = {}
@@ -167,11 +177,11 @@ def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Pa
     return [Bars("a step", "milliseconds", steps), Bars("of it communication", "milliseconds", above)]
 
 
-def note(found: Sequence[Figures]) -> str:
+def note(found: Sequence[Measurement]) -> str:
     return f"gradients are at most {max(f.error for f in found):.1g} of their size from those of one process"
 
 
-def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
+def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
     """Everything measured: milliseconds, mebibytes."""
     above, fastest = communication(found, best=False), communication(found, best=True)
     rows = []
@@ -186,4 +196,4 @@ def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
             row["communication_ms"] = above[f.model, f.side] * 1e3
             row["fastest_communication_ms"] = fastest[f.model, f.side] * 1e3
         rows.append(row)
-    return {"machine": bench_table.machine(), "plan": asdict(plan), "rows": rows}
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}

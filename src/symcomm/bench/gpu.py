@@ -26,7 +26,7 @@ from symcomm.bench.pictures import Curves, Panel
 from symcomm.cuda.devices import need_cuda
 from symcomm.launcher.mps import multi_process_service
 
-__all__ = ["QUICK", "SIDES", "Figures", "Plan", "as_table", "note", "picture", "run_gpu_bench", "to_json"]
+__all__ = ["QUICK", "SIDES", "Measurement", "Workload", "as_table", "note", "picture", "run_gpu_bench", "to_json"]
 
 SIDES = {"ordinary": "ordinary", "symmetric": "symmetric", "gloo": "gloo", "torch": "torch's symmetric memory"}
 TURNS, MPS = "in turns", "MPS"  # how processes share the GPU
@@ -36,7 +36,7 @@ START_S, TURN_S = 60.0, 2.0  # deadlines: of starting, and of a turn of one side
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     """What to measure: ``rounds`` turns of every side at every size."""
 
     ranks: int = 2
@@ -49,7 +49,7 @@ class Plan:
 
 
 @dataclass
-class Figures:
+class Measurement:
     """One size on one side. ``row`` and ``single``: seconds of an operation, once for every turn."""
 
     sharing: str
@@ -64,28 +64,30 @@ class Figures:
         return pick(self.row), pick(self.single)
 
 
-def run_gpu_bench(plan: Plan, tick: Callable[[str], None] = lambda what: None) -> list[Figures]:
+def run_gpu_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
     """Measure both ways to share the GPU; without MPS on this machine, only the one that needs none."""
     need_cuda("symcomm bench gpu")
-    found = _measure(plan, TURNS, {}, tick)
+    found = _measure(workload, TURNS, {}, tick)
     with contextlib.ExitStack() as stack:
         try:
             environment = stack.enter_context(multi_process_service())
         except (errors.CallerError, errors.ResourceError) as error:
             print(f"# with MPS: not measured. {error}", file=sys.stderr)
             return found
-        return found + _measure(plan, MPS, environment, tick)
+        return found + _measure(workload, MPS, environment, tick)
 
 
-def _measure(plan: Plan, sharing: str, environment: Mapping[str, str], tick: Callable[[str], None]) -> list[Figures]:
+def _measure(
+    workload: Workload, sharing: str, environment: Mapping[str, str], tick: Callable[[str], None]
+) -> list[Measurement]:
     """Run the ranks; the first one writes a line for each turn of each side."""
-    found: dict[tuple[int, str], Figures] = {}
-    seconds = START_S + TURN_S * plan.turns
-    with tempfile.TemporaryDirectory() as folder, _ranks(plan, environment, Path(folder), seconds) as first:
+    found: dict[tuple[int, str], Measurement] = {}
+    seconds = START_S + TURN_S * workload.turns
+    with tempfile.TemporaryDirectory() as folder, _ranks(workload, environment, Path(folder), seconds) as first:
         for line in first.stdout:
             turn = json.loads(line)
             nbytes, side = turn["nbytes"], turn["side"]
-            figures = found.setdefault((nbytes, side), Figures(sharing, nbytes, side))
+            figures = found.setdefault((nbytes, side), Measurement(sharing, nbytes, side))
             figures.row.append(turn["row"])
             figures.single.append(turn["single"])
             tick(f"{bench_table.short_size(nbytes)}, {SIDES[side]}")
@@ -96,10 +98,10 @@ def _measure(plan: Plan, sharing: str, environment: Mapping[str, str], tick: Cal
 
 
 @contextlib.contextmanager
-def _ranks(plan: Plan, environment: Mapping[str, str], folder: Path, seconds: float) -> Iterator[Any]:
+def _ranks(workload: Workload, environment: Mapping[str, str], folder: Path, seconds: float) -> Iterator[Any]:
     """Starts them, gives the first one, and ends all: when they are done with, or after ``seconds``."""
-    words = [sys.executable, "-m", WORKER, str(folder), json.dumps(asdict(plan))]
-    common = {"WORLD_SIZE": str(plan.ranks), "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    words = [sys.executable, "-m", WORKER, str(folder), json.dumps(asdict(workload))]
+    common = {"WORLD_SIZE": str(workload.ranks), "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     ranks: list[subprocess.Popen[Any]] = []
 
     def end() -> None:
@@ -108,7 +110,7 @@ def _ranks(plan: Plan, environment: Mapping[str, str], folder: Path, seconds: fl
 
     late = threading.Timer(seconds, end)
     try:
-        for number in range(plan.ranks):
+        for number in range(workload.ranks):
             env = {**os.environ, **environment, **common, "RANK": str(number)}
             out = subprocess.PIPE if number == 0 else subprocess.DEVNULL
             with (folder / f"log{number}").open("w") as said:
@@ -122,10 +124,10 @@ def _ranks(plan: Plan, environment: Mapping[str, str], folder: Path, seconds: fl
             rank.wait()
 
 
-def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_table.Table:
+def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
     """Microseconds in a row / one by one; ratios are of ordinary tensors."""
     head = ["GPU shared", "size", *(f"{words} (us)" for words in SIDES.values()), "gloo / ours", "torch's / ours"]
-    cases: dict[tuple[str, int], dict[str, Figures]] = {}
+    cases: dict[tuple[str, int], dict[str, Measurement]] = {}
     for figures in found:
         cases.setdefault((figures.sharing, figures.nbytes), {})[figures.side] = figures
     rows = []
@@ -136,15 +138,15 @@ def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_
             pairs = zip(times[side], times["ordinary"], strict=True) if side in times else ()
             cells.append(" / ".join(bench_table.times(theirs / ours) for theirs, ours in pairs) or "-")
         rows.append([sharing, bench_table.short_size(nbytes), *cells])
-    return f"all_reduce, float32 sum, {plan.ranks} ranks on one GPU: in a row / one by one", head, rows
+    return f"all_reduce, float32 sum, {workload.ranks} ranks on one GPU: in a row / one by one", head, rows
 
 
-def note(found: Sequence[Figures]) -> str:
+def note(found: Sequence[Measurement]) -> str:
     sides = {figures.side for figures in found}
     return "" if "torch" in sides else "torch's symmetric memory refused ranks that share a GPU"
 
 
-def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Panel]:
+def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
     panels: list[Panel] = []
     for sharing in dict.fromkeys(f.sharing for f in found):
         lines: dict[str, list[tuple[float, float]]] = {}
@@ -155,7 +157,7 @@ def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Pa
     return panels
 
 
-def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
+def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
     """Everything measured, in microseconds."""
     rows = [
         {
@@ -164,4 +166,4 @@ def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
         }
         for f in found
     ]  # fmt: skip
-    return {"machine": bench_table.machine(), "plan": asdict(plan), "rows": rows}
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}

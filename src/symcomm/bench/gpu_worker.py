@@ -69,7 +69,7 @@ def time_turn(run: Callable[[], Any], core: Any) -> tuple[float, float]:
 
 
 def main() -> None:
-    folder, plan = sys.argv[1], json.loads(sys.argv[2])
+    folder, workload = sys.argv[1], json.loads(sys.argv[2])
     import torch
     import torch.distributed as dist
 
@@ -81,12 +81,12 @@ def main() -> None:
     core = init(f"file://{folder}/ours", rank, world, timeout=60)
     dist.init_process_group("cpu:gloo,cuda:gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=world)
     gpu = device_group(core, 0)
-    for nbytes in plan["sizes"]:
+    for nbytes in workload["sizes"]:
         check_values(gpu, nbytes // 4)
         sides = make_sides(nbytes // 4, gpu, dist)
         everyone = [json.loads(names) for names in core.all_gather_bytes(json.dumps(list(sides)).encode())]
         shared = [name for name in sides if all(name in names for names in everyone)]
-        for _ in range(plan["rounds"]):
+        for _ in range(workload["rounds"]):
             for name in shared:
                 row, single = time_turn(sides[name], core)
                 if rank == 0:

@@ -15,14 +15,14 @@ from symcomm.bench import table as bench_table
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import open_sides
 
-__all__ = ["SIDES", "Figures", "Plan", "as_table", "note", "picture", "run_groups_bench", "to_json"]
+__all__ = ["SIDES", "Measurement", "Workload", "as_table", "note", "picture", "run_groups_bench", "to_json"]
 
 SIDES = {"gloo": "torch, gloo", "symcomm": "torch, symcomm", "ours": "symcomm"}
 WORKER = "symcomm.bench.groups_worker"
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     """What to measure: ``rounds`` turns of every side, each of ``steps`` groups."""
 
     ranks: int = 2
@@ -36,7 +36,7 @@ class Plan:
 
 
 @dataclass
-class Figures:
+class Measurement:
     """One side. ``made`` and ``dropped`` are seconds: the slowest rank's median, once for every turn."""
 
     side: str
@@ -51,25 +51,25 @@ class Figures:
         return pick(self.made), pick(self.dropped)
 
 
-def run_groups_bench(plan: Plan, tick: Callable[[str], None] = lambda what: None) -> list[Figures]:
+def run_groups_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
     """Measure every side; ``tick`` is told after every turn."""
-    found = [Figures(side) for side in SIDES]
+    found = [Measurement(side) for side in SIDES]
     what = "making groups"
-    with open_sides(list(SIDES), plan.ranks, pinned=False, worker=WORKER) as sides:
-        for number in range(plan.rounds):
+    with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:
+        for number in range(workload.rounds):
             for figures in found[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
-                answers = sides[figures.side].ask(what, {"do": "time", "steps": plan.steps})
+                answers = sides[figures.side].ask(what, {"do": "time", "steps": workload.steps})
                 figures.made.append(max(statistics.median(answer["make"]) for answer in answers))
                 figures.dropped.append(max(statistics.median(answer["drop"]) for answer in answers))
                 tick(SIDES[figures.side])
         for figures in found:
             side = sides[figures.side]
-            figures.left = max(a["bytes"] for a in side.ask(what, {"do": "leave", "groups": 4 * plan.held}))
-            figures.idle = max(a["bytes"] for a in side.ask(what, {"do": "hold", "groups": plan.held}))
+            figures.left = max(a["bytes"] for a in side.ask(what, {"do": "leave", "groups": 4 * workload.held}))
+            figures.idle = max(a["bytes"] for a in side.ask(what, {"do": "hold", "groups": workload.held}))
     return found
 
 
-def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_table.Table:
+def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
     head = ["side", "new_group (ms)", "gloo / this", "destroy (ms)", "idle group (KiB)", "left behind (KiB)"]
     gloo = next(figures for figures in found if figures.side == "gloo").seconds(best)[0]
     rows = []
@@ -79,10 +79,10 @@ def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_
             SIDES[figures.side], f"{made * 1e3:.2f}", bench_table.times(gloo / made), f"{dropped * 1e3:.2f}",
             f"{figures.idle / 1024:.1f}", f"{figures.left / 1024:.2f}",
         ])  # fmt: skip
-    return f"groups, {plan.ranks} ranks", head, rows
+    return f"groups, {workload.ranks} ranks", head, rows
 
 
-def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Panel]:
+def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
     """What making and dropping take."""
     groups: dict[str, dict[str, float]] = {"new_group": {}, "destroy": {}}
     for figures in found:
@@ -91,11 +91,11 @@ def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Pa
     return [Bars("a group", "milliseconds", groups)]
 
 
-def note(found: Sequence[Figures]) -> str:
+def note(found: Sequence[Measurement]) -> str:
     return "an idle group's memory, and what is left of it, is that of the rank that needs most"
 
 
-def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
+def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
     """Everything measured: milliseconds, kibibytes."""
     rows = [
         {
@@ -105,4 +105,4 @@ def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
         }
         for f in found
     ]  # fmt: skip
-    return {"machine": bench_table.machine(), "plan": asdict(plan), "rows": rows}
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}

@@ -18,7 +18,7 @@ from symcomm.bench.namespaces import Network, why_no_namespaces
 from symcomm.bench.pictures import Panel
 from symcomm.hierarchical.topology import fits_eager
 
-__all__ = ["Figures", "Plan", "as_table", "expected_bytes", "note", "picture", "run_hosts_bench", "to_json"]
+__all__ = ["Measurement", "Workload", "as_table", "expected_bytes", "note", "picture", "run_hosts_bench", "to_json"]
 
 SIDES = {"ours": "symcomm", "gloo": "flat gloo"}
 LINK = "the link alone"
@@ -27,7 +27,7 @@ DEADLINE = 900.0  # for each collective
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     """What to measure: ``rounds`` turns of both sides at every size, each of ``steps`` calls."""
 
     ranks: int = 2  # of each host
@@ -45,7 +45,7 @@ class Plan:
 
 
 @dataclass
-class Figures:
+class Measurement:
     """One collective of one size on one side. Its values were right: otherwise nothing is measured."""
 
     collective: str
@@ -97,71 +97,71 @@ def _our_way(hosts: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def run_hosts_bench(plan: Plan, tick: Callable[[str], None] = lambda what: None) -> list[Figures]:
+def run_hosts_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
     """Measure both sides at every size; ``tick`` is told after every turn."""
     if reason := why_no_namespaces():
         raise errors.ResourceError(f"symcomm bench: hosts needs network namespaces: {reason}.")
-    with Network(plan.hosts, plan.mbits) as network:
-        rows = network.run_ranks(plan.ranks, WORKER, plan, DEADLINE * len(plan.collectives), tick)
-    return [Figures(**row) for row in rows]
+    with Network(workload.hosts, workload.mbits) as network:
+        rows = network.run_ranks(workload.ranks, WORKER, workload, DEADLINE * len(workload.collectives), tick)
+    return [Measurement(**row) for row in rows]
 
 
-def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_table.Table:
+def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
     head = [
         "collective", "size", "ours (ms)", "gloo (ms)", "gloo / ours", "by bytes", "ours sent", "gloo sent",
         "ours of the link",
     ]  # fmt: skip
-    cases: dict[tuple[str, int], dict[str, Figures]] = {}
+    cases: dict[tuple[str, int], dict[str, Measurement]] = {}
     for figures in found:
         cases.setdefault((figures.collective, figures.nbytes), {})[figures.side] = figures
-    rows = [[*_name(*case), *_cells(sides["ours"], sides["gloo"], plan, best)] for case, sides in cases.items()]
-    return f"{plan.hosts} hosts x {plan.ranks} ranks, {plan.mbits} Mbit/s each", head, rows
+    rows = [[*_name(*case), *_cells(sides["ours"], sides["gloo"], workload, best)] for case, sides in cases.items()]
+    return f"{workload.hosts} hosts x {workload.ranks} ranks, {workload.mbits} Mbit/s each", head, rows
 
 
 def _name(collective: str, nbytes: int) -> list[str]:
     return [collective, bench_table.short_size(nbytes) if nbytes else ""]
 
 
-def _cells(ours: Figures, gloo: Figures, plan: Plan, best: bool) -> list[str]:
+def _cells(ours: Measurement, gloo: Measurement, workload: Workload, best: bool) -> list[str]:
     times = [figures.seconds(best) for figures in (ours, gloo)]
     wanted, theirs = (
-        expected_bytes(f.side, f.collective, f.nbytes, plan.hosts, plan.ranks) for f in (ours, gloo)
+        expected_bytes(f.side, f.collective, f.nbytes, workload.hosts, workload.ranks) for f in (ours, gloo)
     )  # fmt: skip
     return [
         *(f"{seconds * 1e3:.2f}" for seconds in times),
         bench_table.times(bench_table.ratio(times[1], times[0])),
         bench_table.times(bench_table.ratio(theirs, wanted)),
         *(f"{f.sent / f.nbytes:.2f} x size" if f.nbytes else f"{f.sent:.0f} B" for f in (ours, gloo)),
-        f"{wanted * 8 / (plan.mbits * 1e6) / times[0]:.0%}" if wanted else "-",
+        f"{wanted * 8 / (workload.mbits * 1e6) / times[0]:.0%}" if wanted else "-",
     ]
 
 
-def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Panel]:
+def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
     """Time over size, and the least time in which the link could carry what we send."""
     panels = []
-    for collective in plan.collectives:
+    for collective in workload.collectives:
         mine = [figures for figures in found if figures.collective == collective]
         lines = {
             name: [(f.nbytes, f.seconds(best) * 1e3) for f in mine if f.side == side] for side, name in SIDES.items()
         }
-        wanted = {f.nbytes: expected_bytes("ours", collective, f.nbytes, plan.hosts, plan.ranks) for f in mine}
-        at_best = [(n, sent * 8 / (plan.mbits * 1e3)) for n, sent in wanted.items() if sent]
+        wanted = {f.nbytes: expected_bytes("ours", collective, f.nbytes, workload.hosts, workload.ranks) for f in mine}
+        at_best = [(n, sent * 8 / (workload.mbits * 1e3)) for n, sent in wanted.items() if sent]
         panels.append(bench_table.over_size(collective, "milliseconds", lines | ({LINK: at_best} if at_best else {})))
     return panels
 
 
-def note(found: Sequence[Figures]) -> str:
+def note(found: Sequence[Measurement]) -> str:
     return "all values were right, on all ranks, before anything was timed"
 
 
-def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
+def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
     """Everything measured; times in milliseconds. ``expected``: bytes, null where an algorithm does not say."""
     rows = [
         {
             "collective": f.collective, "nbytes": f.nbytes, "side": f.side, "sent": f.sent,
-            "expected": expected_bytes(f.side, f.collective, f.nbytes, plan.hosts, plan.ranks),
+            "expected": expected_bytes(f.side, f.collective, f.nbytes, workload.hosts, workload.ranks),
             "ms": f.seconds() * 1e3, "fastest_ms": f.seconds(best=True) * 1e3, "turns_ms": [s * 1e3 for s in f.turns],
         }
         for f in found
     ]  # fmt: skip
-    return {"machine": bench_table.machine(), "plan": asdict(plan), "rows": rows}
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}

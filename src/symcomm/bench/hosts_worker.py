@@ -46,7 +46,7 @@ class Ranks:
         return seconds, max(0, moved - self.idle)
 
 
-def measure(case: Case, plan: dict[str, Any], sides: dict[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
+def measure(case: Case, workload: dict[str, Any], sides: dict[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
     """Values first, and one more call, so that all is warm; then the sides take turns."""
     ready = {name: Bench(side, SimpleNamespace(**asdict(case), kind="ordinary")) for name, side in sides.items()}
     rows: dict[str, dict[str, Any]] = {
@@ -60,8 +60,8 @@ def measure(case: Case, plan: dict[str, Any], sides: dict[str, Any], ranks: Rank
             raise SystemExit(f"{case.collective} of {case.nbytes} bytes on {name}: {wrong} elements are wrong")
         bench.clear()
         bench.call()
-    steps = plan["steps"] * (MORE_STEPS if case.nbytes <= SMALL else 1)
-    for number in range(plan["rounds"]):
+    steps = workload["steps"] * (MORE_STEPS if case.nbytes <= SMALL else 1)
+    for number in range(workload["rounds"]):
         for name in list(sides)[:: -1 if number % 2 else 1]:
             seconds, moved = ranks.timed(ready[name].call, steps)
             rows[name]["turns"].append(seconds)
@@ -83,7 +83,7 @@ def _check_barrier(name: str, barrier: Callable[[], Any], ranks: Ranks) -> None:
 
 
 def main() -> None:
-    plan, result = json.loads(sys.argv[1]), Path(sys.argv[2])
+    workload, result = json.loads(sys.argv[1]), Path(sys.argv[2])
     import torch.distributed as dist
 
     import symcomm
@@ -95,9 +95,9 @@ def main() -> None:
     )
     sides, ranks = {"ours": SymcommSide(group), "gloo": GlooSide()}, Ranks(group)
     rows: list[dict[str, Any]] = []
-    for collective in plan["collectives"]:
-        for case in make_cases(collective, plan["sizes"], group.size, "float32", "sum", 0, one_place=True):
-            rows += measure(case, plan, sides, ranks)
+    for collective in workload["collectives"]:
+        for case in make_cases(collective, workload["sizes"], group.size, "float32", "sum", 0, one_place=True):
+            rows += measure(case, workload, sides, ranks)
     if group.rank == 0:
         result.write_text(json.dumps(rows))
     group.barrier()

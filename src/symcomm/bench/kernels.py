@@ -19,7 +19,7 @@ from symcomm.bench import table as bench_table
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.types import DType, RedOpType
 
-__all__ = ["GOAL", "QUICK", "Plan", "as_table", "note", "picture", "run_kernels_bench", "to_json"]
+__all__ = ["GOAL", "QUICK", "Workload", "as_table", "note", "picture", "run_kernels_bench", "to_json"]
 
 GOAL = 0.8  # of what memcpy moves, where neither finds its data in a cache
 GOAL_DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
@@ -48,7 +48,7 @@ def buffer_sizes(sources: int, caches: Path = CACHES) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     sources: int = 2
     rounds: int = 7
     seconds: float = 0.002  # of one repetition, at least
@@ -97,25 +97,25 @@ class Buffers:
         return max(1, round(seconds / max(self.time(dtype, op, 1), 1e-9)))
 
 
-def _measure(plan: Plan, buffers: Buffers, dtype: DType | None, op: int) -> tuple[float, float]:
+def _measure(workload: Workload, buffers: Buffers, dtype: DType | None, op: int) -> tuple[float, float]:
     """(GB/s, share of memcpy's), medians of rounds; memcpy's turn comes right before ours."""
-    copies, calls = buffers.repeats(None, COPY, plan.seconds), buffers.repeats(dtype, op, plan.seconds)
-    moved = buffers.nbytes * (2 if op == COPY else plan.sources + 1) / 1e9
+    copies, calls = buffers.repeats(None, COPY, workload.seconds), buffers.repeats(dtype, op, workload.seconds)
+    moved = buffers.nbytes * (2 if op == COPY else workload.sources + 1) / 1e9
     rates, shares = [], []
-    for _ in range(plan.rounds):
+    for _ in range(workload.rounds):
         copied = 2 * buffers.nbytes / 1e9 / buffers.time(None, COPY, copies)
         rates.append(moved / buffers.time(dtype, op, calls))
         shares.append(rates[-1] / copied)
     return statistics.median(rates), statistics.median(shares)
 
 
-def run_kernels_bench(plan: Plan, seen: Callable[[Row], None] = lambda row: None) -> list[Row]:
+def run_kernels_bench(workload: Workload, seen: Callable[[Row], None] = lambda row: None) -> list[Row]:
     """Measure every case at every size; ``seen`` is handed each row when it is complete."""
-    buffers = {name: Buffers(plan.sources, nbytes) for name, nbytes in plan.sizes.items()}
+    buffers = {name: Buffers(workload.sources, nbytes) for name, nbytes in workload.sizes.items()}
     rows = []
-    cases: list[tuple[DType | None, RedOpType | None]] = [(None, None), *plan.cases]
+    cases: list[tuple[DType | None, RedOpType | None]] = [(None, None), *workload.cases]
     for dtype, op in cases:
-        found = {name: _measure(plan, own, dtype, COPY if op is None else op) for name, own in buffers.items()}
+        found = {name: _measure(workload, own, dtype, COPY if op is None else op) for name, own in buffers.items()}
         rates, shares = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
         rows.append(Row(dtype, op, rates, shares))
         seen(rows[-1])
@@ -125,8 +125,8 @@ def run_kernels_bench(plan: Plan, seen: Callable[[Row], None] = lambda row: None
 # --- words ---------------------------------------------------------------------------------------------------------
 
 
-def head(plan: Plan) -> list[str]:
-    columns = [(f"{name}: {bench_table.short_size(nbytes)}", "of memcpy") for name, nbytes in plan.sizes.items()]
+def head(workload: Workload) -> list[str]:
+    columns = [(f"{name}: {bench_table.short_size(nbytes)}", "of memcpy") for name, nbytes in workload.sizes.items()]
     return ["type", "operation", *(word for pair in columns for word in pair)]
 
 
@@ -142,27 +142,27 @@ def cells(row: Row) -> list[str]:
     return words
 
 
-def title(plan: Plan) -> str:
-    return f"GB/s moved by reductions of {plan.sources} sources, kernels: {native.reduce_sets()[1]}"
+def title(workload: Workload) -> str:
+    return f"GB/s moved by reductions of {workload.sources} sources, kernels: {native.reduce_sets()[1]}"
 
 
-def as_table(rows: Sequence[Row], plan: Plan, best: bool = False) -> bench_table.Table:
-    return title(plan), head(plan), [cells(row) for row in rows]
+def as_table(rows: Sequence[Row], workload: Workload, best: bool = False) -> bench_table.Table:
+    return title(workload), head(workload), [cells(row) for row in rows]
 
 
-def line(words: Sequence[str], plan: Plan, markdown: bool) -> str:
+def line(words: Sequence[str], workload: Workload, markdown: bool) -> str:
     """A row whose width does not depend on those that follow."""
     if markdown:
         return f"| {' | '.join(words)} |"
-    widths = [max(len(word), 16 if i == 0 else 10) for i, word in enumerate(head(plan))]
+    widths = [max(len(word), 16 if i == 0 else 10) for i, word in enumerate(head(workload))]
     return "  ".join(word.rjust(wide) for word, wide in zip(words, widths, strict=True))
 
 
-def opening(plan: Plan, markdown: bool) -> str:
+def opening(workload: Workload, markdown: bool) -> str:
     """What comes before the first row."""
     if markdown:
-        return bench_table.as_markdown((title(plan), head(plan), []))
-    return f"# {title(plan)}\n{line(head(plan), plan, markdown)}"
+        return bench_table.as_markdown((title(workload), head(workload), []))
+    return f"# {title(workload)}\n{line(head(workload), workload, markdown)}"
 
 
 def note(rows: Sequence[Row]) -> str:
@@ -171,11 +171,11 @@ def note(rows: Sequence[Row]) -> str:
     return f"{said}; {bench_table.MISSED}: below {GOAL:.0%} of memcpy ({below})" if below else said
 
 
-def picture(rows: Sequence[Row], plan: Plan, best: bool = False) -> list[Panel]:
+def picture(rows: Sequence[Row], workload: Workload, best: bool = False) -> list[Panel]:
     """A panel for each size: types, and bars for the operations that most people use."""
     shown = (RedOpType.SUM, RedOpType.AVG, RedOpType.MAX)
     panels: list[Panel] = []
-    for name, nbytes in plan.sizes.items():
+    for name, nbytes in workload.sizes.items():
         groups: dict[str, dict[str, float]] = {}
         for row in rows:
             if row.dtype is None or row.op is None:
@@ -186,11 +186,11 @@ def picture(rows: Sequence[Row], plan: Plan, best: bool = False) -> list[Panel]:
     return panels
 
 
-def to_json(rows: Sequence[Row], plan: Plan) -> dict[str, Any]:
+def to_json(rows: Sequence[Row], workload: Workload) -> dict[str, Any]:
     """Everything measured: GB/s, and shares of memcpy's."""
     made = [
         {**asdict(row), "dtype": row.dtype and row.dtype.label, "op": None if row.op is None else row.op.name}
         for row in rows
     ]
-    told = {**asdict(plan), "dtypes": [d.label for d in plan.dtypes]}
+    told = {**asdict(workload), "dtypes": [d.label for d in workload.dtypes]}
     return {"machine": bench_table.machine(), "kernels": native.reduce_sets()[1], "plan": told, "rows": made}

@@ -24,8 +24,8 @@ __all__ = [
     "HEAD",
     "QUICK",
     "SIDES",
-    "Figures",
-    "Plan",
+    "Measurement",
+    "Workload",
     "Section",
     "check",
     "measure",
@@ -57,7 +57,7 @@ def has_deepspeed() -> bool:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     """What to measure: ``rounds`` turns of every side, each a prompt to read and tokens to write for every text."""
 
     worlds: Sequence[int] = (2, 4)
@@ -93,7 +93,7 @@ class Section:
 
 
 @dataclass
-class Figures:
+class Measurement:
     """One side in one section. Seconds are the slowest rank's: of every prompt, and, turn by turn, of every token."""
 
     mode: str
@@ -110,17 +110,17 @@ class Figures:
         return min(map(min, turns)) if best else statistics.median(map(statistics.median, turns))
 
 
-def check(plan: Plan) -> None:
+def check(workload: Workload) -> None:
     """Refuse shapes that cannot be divided among the ranks."""
     from symcomm.llama import Config
 
-    for option, value in (("--layers", plan.layers), ("--batch", plan.batch)):
+    for option, value in (("--layers", workload.layers), ("--batch", workload.batch)):
         if value < 1:
             raise errors.bad_argument("symcomm bench", option, value, "1 or more")
-    if plan.width < 256 or plan.width % 256:
-        raise errors.bad_argument("symcomm bench", "--width", plan.width, "a multiple of 256")
-    heads = Config(**plan.config).kv_heads
-    for world in plan.worlds:
+    if workload.width < 256 or workload.width % 256:
+        raise errors.bad_argument("symcomm bench", "--width", workload.width, "a multiple of 256")
+    heads = Config(**workload.config).kv_heads
+    for world in workload.worlds:
         if heads % world:
             raise errors.bad_argument("symcomm bench", "--ranks", world, f"a divisor of the model's {heads} key heads")
 
@@ -136,14 +136,14 @@ def _open(section: Section) -> Iterator[dict[str, Side]]:
         yield one | divided
 
 
-def measure(section: Section, plan: Plan, tick: Callable[[str], None] = lambda what: None) -> list[Figures]:
+def measure(section: Section, workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
     """Every side of a section, in turns; ``tick`` is told after every turn."""
     what = f"{section.mode}, {section.ranks} ranks"
     with _open(section) as sides:
         found = [_start(section, side, what) for side in sides.values()]
         able = [figures for figures in found if not figures.reason]
-        _prepare([sides[figures.side] for figures in able], section, plan, what)
-        for number in range(plan.rounds):
+        _prepare([sides[figures.side] for figures in able], section, workload, what)
+        for number in range(workload.rounds):
             for figures in able[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
                 answers = sides[figures.side].ask(what, {"do": "time"})
                 for name in ("prefill", "decode", "reducing"):
@@ -153,17 +153,17 @@ def measure(section: Section, plan: Plan, tick: Callable[[str], None] = lambda w
     return found
 
 
-def _start(section: Section, side: Side, what: str) -> Figures:
+def _start(section: Section, side: Side, what: str) -> Measurement:
     answers = side.ask(f"starting, {what}", {"do": "start"}, START_SECONDS)
     reason = next((answer["unsupported"] for answer in answers if "unsupported" in answer), "")
-    return Figures(section.mode, side.world, side.name, reason)
+    return Measurement(section.mode, side.world, side.name, reason)
 
 
-def _prepare(sides: Sequence[Side], section: Section, plan: Plan, what: str) -> None:
+def _prepare(sides: Sequence[Side], section: Section, workload: Workload, what: str) -> None:
     """Make the model on every side; refuse to time one that does not write what one process writes."""
     expected = None
     for side in sides:
-        order = {"do": "prepare", "config": plan.config, "prompt": plan.prompt, "tokens": plan.tokens}
+        order = {"do": "prepare", "config": workload.config, "prompt": workload.prompt, "tokens": workload.tokens}
         order |= {"threads": threads_of(side.world), "compiled": section.mode == "compiled"}
         side.ask(f"preparing, {what}", order, PREPARE_SECONDS[section.mode])
         for answer in side.ask(what, {"do": "check"}):
@@ -178,60 +178,60 @@ def _prepare(sides: Sequence[Side], section: Section, plan: Plan, what: str) -> 
 # --- words -------------------------------------------------------------------------------------------------------
 
 
-def speeds(figures: Figures, plan: Plan, best: bool) -> tuple[float, float]:
+def speeds(figures: Measurement, workload: Workload, best: bool) -> tuple[float, float]:
     """Tokens a second: read, and written."""
     prefill, decode = figures.seconds("prefill", best), figures.seconds("decode", best)
-    return plan.batch * plan.prompt / prefill, plan.batch / decode
+    return workload.batch * workload.prompt / prefill, workload.batch / decode
 
 
-def row_of(figures: Figures, section: Sequence[Figures], plan: Plan, best: bool = False) -> list[str]:
+def row_of(figures: Measurement, section: Sequence[Measurement], workload: Workload, best: bool = False) -> list[str]:
     """``section``: all figures of the section; ratios are to those of the same."""
     if figures.reason:
         return [figures.mode, str(figures.ranks), SIDES[figures.side], *["-"] * 5]
-    prefill, decode = speeds(figures, plan, best)
+    prefill, decode = speeds(figures, workload, best)
     reducing = figures.seconds("reducing", best)
     row = [figures.mode, str(figures.ranks), SIDES[figures.side], f"{prefill:.0f}", f"{decode:.1f}"]
     row.append(f"{reducing * 1e3:.2f}" if reducing and figures.side != "one" else "-")
     for other in ("gloo", "one"):
-        base = next(speeds(f, plan, best)[1] for f in section if f.side == other)
+        base = next(speeds(f, workload, best)[1] for f in section if f.side == other)
         row.append("-" if figures.side == other else bench_table.times(decode / base))
     return row
 
 
-def note(plan: Plan) -> str:
-    threads = ", ".join(f"{threads_of(world)} in each of {world} ranks" for world in plan.worlds)
-    texts = "a text" if plan.batch == 1 else f"{plan.batch} texts"
+def note(workload: Workload) -> str:
+    threads = ", ".join(f"{threads_of(world)} in each of {world} ranks" for world in workload.worlds)
+    texts = "a text" if workload.batch == 1 else f"{workload.batch} texts"
     return (
-        f"{plan.layers} layers, {plan.width} wide, float32; {texts} of {plan.prompt} tokens and {plan.tokens} more; "
-        f"threads: {threads_of(1)} in one process, {threads}"
+        f"{workload.layers} layers, {workload.width} wide, float32; {texts} of {workload.prompt} tokens and "
+        f"{workload.tokens} more; threads: {threads_of(1)} in one process, {threads}"
     )
 
 
-def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Panel]:
+def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
     panels: list[Panel] = []
     for index, title in ((1, "decode"), (0, "prefill")):
         groups: dict[str, dict[str, float]] = {}
         for figures, ranks in _with_section(found):
             name = f"{figures.mode}, {ranks} ranks"
             if not figures.reason:
-                groups.setdefault(name, {})[SIDES[figures.side]] = speeds(figures, plan, best)[index]
+                groups.setdefault(name, {})[SIDES[figures.side]] = speeds(figures, workload, best)[index]
         panels.append(Bars(title, "tokens/s", groups))
     return panels
 
 
-def _with_section(found: Sequence[Figures]) -> Iterator[tuple[Figures, int]]:
+def _with_section(found: Sequence[Measurement]) -> Iterator[tuple[Measurement, int]]:
     """Every side with its section's ranks; one process is a side of each section."""
     for number, figures in enumerate(found):
         ranks = next(f.ranks for f in found[number:] if f.side != "one")
         yield figures, ranks
 
 
-def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
+def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
     """Everything measured: tokens a second, and seconds of every turn."""
     rows = []
     for figures, ranks in _with_section(found):
         row = asdict(figures) | {"section_ranks": ranks}
         if not figures.reason:
-            row["prefill_per_s"], row["decode_per_s"] = speeds(figures, plan, best=False)
+            row["prefill_per_s"], row["decode_per_s"] = speeds(figures, workload, best=False)
         rows.append(row)
-    return {"machine": bench_table.machine(), "plan": asdict(plan), "rows": rows}
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}

@@ -149,7 +149,7 @@ class _Hosts(abc.ABC):
         self._started.append(process)
         return process
 
-    def run_ranks(self, ranks: int, module: str, plan: Any, seconds: float, tick: Callable[[str], None]) -> Any:
+    def run_ranks(self, ranks: int, module: str, workload: Any, seconds: float, tick: Callable[[str], None]) -> Any:
         """Run ``module`` as ``ranks`` ranks on each host, told the plan and a file for the first one's result, as JSON.
 
         ``tick`` gets each line that the first one writes. Whoever still runs after ``seconds`` is killed."""
@@ -161,7 +161,7 @@ class _Hosts(abc.ABC):
         }  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             result, log = Path(folder) / "result", Path(folder) / "log"
-            words = [sys.executable, "-m", module, json.dumps(asdict(plan)), str(result)]
+            words = [sys.executable, "-m", module, json.dumps(asdict(workload)), str(result)]
             processes = []
             for rank in range(world):
                 out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL

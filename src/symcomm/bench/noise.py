@@ -23,7 +23,16 @@ from symcomm.bench.peers import MPIS, is_set_up
 from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Case, Side, make_cases, open_sides
 
-__all__ = ["QUICK", "Figures", "Neighbours", "Plan", "parse_neighbours", "picture", "run_noise_bench", "to_json"]
+__all__ = [
+    "QUICK",
+    "Measurement",
+    "Neighbours",
+    "Workload",
+    "parse_neighbours",
+    "picture",
+    "run_noise_bench",
+    "to_json",
+]
 
 WORK = (
     ("all_reduce", (8, 1 << 10, 64 << 10, 1 << 20)), ("all_gather", (64 << 10,)), ("broadcast", (1 << 10,)),
@@ -78,7 +87,7 @@ def parse_neighbours(text: str) -> tuple[Neighbours, ...]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     """What to measure: of every case ``rounds`` turns of every side, each of about ``seconds``."""
 
     ranks: int = 2
@@ -122,7 +131,7 @@ def peers_at_hand(text: str, parse: Callable[[str], list[str]]) -> tuple[str, ..
 
 
 @dataclass
-class Figures:
+class Measurement:
     """Seconds of a call on every side: the median and the 99th percentile of the slowest rank, once for every turn."""
 
     neighbours: Neighbours
@@ -160,20 +169,24 @@ def live_beside(neighbours: Neighbours, cores: Sequence[int]) -> Iterator[None]:
 
 
 def run_noise_bench(
-    plan: Plan, tick: Callable[[str], None] = lambda what: None, show: Callable[[Figures], None] = lambda figures: None
-) -> list[Figures]:
+    workload: Workload,
+    tick: Callable[[str], None] = lambda what: None,
+    show: Callable[[Measurement], None] = lambda figures: None,
+) -> list[Measurement]:
     """Measure every case beside every kind of neighbour; ``tick`` is told after every turn, ``show`` of every row."""
     found = []
-    with open_sides(plan.sides, plan.ranks, plan.pinned) as sides:
-        for neighbours in plan.neighbours:
-            with live_beside(neighbours, plan.cores):
-                for case in plan.cases:
-                    found.append(_measure(sides, Figures(neighbours, case), plan, tick))
+    with open_sides(workload.sides, workload.ranks, workload.pinned) as sides:
+        for neighbours in workload.neighbours:
+            with live_beside(neighbours, workload.cores):
+                for case in workload.cases:
+                    found.append(_measure(sides, Measurement(neighbours, case), workload, tick))
                     show(found[-1])
     return found
 
 
-def _measure(sides: dict[str, Side], figures: Figures, plan: Plan, tick: Callable[[str], None]) -> Figures:
+def _measure(
+    sides: dict[str, Side], figures: Measurement, workload: Workload, tick: Callable[[str], None]
+) -> Measurement:
     what = f"{figures.case.collective} beside {figures.neighbours}"
     calls = {}
     for name, side in sides.items():
@@ -181,10 +194,10 @@ def _measure(sides: dict[str, Side], figures: Figures, plan: Plan, tick: Callabl
         wrong = sum(answer["wrong"] for answer in side.ask(what, {"do": "check", "case": 0}))
         if wrong:
             raise errors.SymcommError(f"symcomm bench: {name}, {what}: {wrong} elements are wrong.")
-        calls[name] = _calibrate(side, what, plan.seconds)
-    for number in range(plan.rounds):
+        calls[name] = _calibrate(side, what, workload.seconds)
+    for number in range(workload.rounds):
         for name in list(sides)[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
-            answers = sides[name].ask(what, {"do": "sample", "case": 0, "calls": calls[name]}, plan.seconds)
+            answers = sides[name].ask(what, {"do": "sample", "case": 0, "calls": calls[name]}, workload.seconds)
             figures.add(name, *(max(answer[key] for answer in answers) / 1e9 for key in ("median", "p99")))
             tick(what)
     for side in sides.values():
@@ -205,27 +218,27 @@ def _calibrate(side: Side, what: str, seconds: float) -> int:
 # --- what there is to see ----------------------------------------------------------------------------------------
 
 
-def head(plan: Plan) -> list[str]:
-    columns = [f"{name} {what} (us)" for name in ("ours", *plan.peers) for what in ("median", "p99")]
-    return ["neighbours", "collective", "size", *columns, *(["median vs MPI", "p99 vs MPI"] if plan.peers else [])]
+def head(workload: Workload) -> list[str]:
+    columns = [f"{name} {what} (us)" for name in ("ours", *workload.peers) for what in ("median", "p99")]
+    return ["neighbours", "collective", "size", *columns, *(["median vs MPI", "p99 vs MPI"] if workload.peers else [])]
 
 
-def row(figures: Figures, plan: Plan) -> list[str]:
+def row(figures: Measurement, workload: Workload) -> list[str]:
     cells = [str(figures.neighbours), figures.case.collective, bench_table.short_size(figures.case.nbytes)]
-    cells += [bench_table.microseconds(seconds) for side in plan.sides for seconds in figures.seconds(side)]
-    if plan.peers:
-        cells += [bench_table.marked(ratio, bench_table.MPI_GOAL) for ratio in figures.against(plan.peers)]
+    cells += [bench_table.microseconds(seconds) for side in workload.sides for seconds in figures.seconds(side)]
+    if workload.peers:
+        cells += [bench_table.marked(ratio, bench_table.MPI_GOAL) for ratio in figures.against(workload.peers)]
     return cells
 
 
-def picture(found: Sequence[Figures], plan: Plan) -> list[Panel]:
+def picture(found: Sequence[Measurement], workload: Workload) -> list[Panel]:
     """A panel for every kind of neighbour: all sides, median and tail of every case."""
     panels: list[Panel] = []
-    for neighbours in plan.neighbours:
+    for neighbours in workload.neighbours:
         groups = {
             f"{f.case.collective} {bench_table.short_size(f.case.nbytes)}": {
                 f"{'ours' if side == 'symcomm' else side}, {what}": f.seconds(side)[i] * 1e6
-                for side in plan.sides
+                for side in workload.sides
                 for i, what in enumerate(("median", "p99"))
             }
             for f in found
@@ -235,7 +248,7 @@ def picture(found: Sequence[Figures], plan: Plan) -> list[Panel]:
     return panels
 
 
-def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
+def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
     """Everything measured; microseconds of one call."""
     rows = [
         {
@@ -245,6 +258,6 @@ def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
             "turns_median_us": [s * 1e6 for s in f.medians[side]], "turns_p99_us": [s * 1e6 for s in f.tails[side]],
         }
         for f in found
-        for side in plan.sides
+        for side in workload.sides
     ]  # fmt: skip
-    return {"machine": bench_table.machine(), "plan": asdict(plan), "pinned": plan.pinned, "rows": rows}
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "pinned": workload.pinned, "rows": rows}

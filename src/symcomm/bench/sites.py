@@ -17,14 +17,14 @@ from symcomm.bench.namespaces import SlowNetwork, why_no_slow_network
 from symcomm.bench.pictures import Curves, Panel
 from symcomm.bench.sites_worker import METHODS
 
-__all__ = ["QUICK", "Figures", "Plan", "as_table", "note", "picture", "run_sites_bench", "to_json"]
+__all__ = ["QUICK", "Measurement", "Workload", "as_table", "note", "picture", "run_sites_bench", "to_json"]
 
 WORKER = "symcomm.bench.sites_worker"
 DEADLINE = 300.0  # for each method
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     """The link, the model, and when to stop: at ``target``, or after ``limit`` steps."""
 
     ranks: int = 1  # of each site
@@ -52,7 +52,7 @@ QUICK: dict[str, Any] = {"target": 2.7, "limit": 60, "methods": ("plain", "int8"
 
 
 @dataclass
-class Figures:
+class Measurement:
     """One method: its way down, and what left the first site meanwhile."""
 
     method: str
@@ -72,44 +72,44 @@ class Figures:
         return self.curve[-1][2]
 
 
-def run_sites_bench(plan: Plan, tick: Callable[[str], None] = lambda what: None) -> list[Figures]:
+def run_sites_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
     """Train with every method; ``tick`` is told at every check of the loss."""
     if reason := why_no_slow_network():
         raise errors.ResourceError(f"symcomm bench: sites needs network namespaces and TUN devices: {reason}.")
-    with SlowNetwork(plan.sites, plan.mbits, plan.round_trip_ms) as network:
-        rows = network.run_ranks(plan.ranks, WORKER, plan, DEADLINE * len(plan.methods), tick)
-    return [Figures(**row) for row in rows]
+    with SlowNetwork(workload.sites, workload.mbits, workload.round_trip_ms) as network:
+        rows = network.run_ranks(workload.ranks, WORKER, workload, DEADLINE * len(workload.methods), tick)
+    return [Measurement(**row) for row in rows]
 
 
-def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_table.Table:
+def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
     head = ["method", "seconds", "faster", "steps", "ms a step", "MB sent", "loss"]
-    plain = next((f for f in found if f.method == "plain" and f.loss <= plan.target), None)
+    plain = next((f for f in found if f.method == "plain" and f.loss <= workload.target), None)
     rows = []
     for f in found:
-        there = f.loss <= plan.target
+        there = f.loss <= workload.target
         faster = plain.seconds / f.seconds if plain and there else None
         rows.append([
             METHODS[f.method], f"{f.seconds:.1f}" if there else f"not in {f.seconds:.1f}", bench_table.times(faster),
             str(f.steps), f"{f.seconds / f.steps * 1e3:.0f}", f"{f.sent / 1e6:.1f}", f"{f.loss:.2f}",
         ])  # fmt: skip
     title = (
-        f"to a loss of {plan.target:g}: {plan.sites} sites x {plan.ranks} ranks, {plan.mbits} Mbit/s, "
-        f"round trip {plan.round_trip_ms:g} ms, DiLoCo meets every {plan.period} steps"
+        f"to a loss of {workload.target:g}: {workload.sites} sites x {workload.ranks} ranks, {workload.mbits} Mbit/s, "
+        f"round trip {workload.round_trip_ms:g} ms, DiLoCo meets every {workload.period} steps"
     )
     return title, head, rows
 
 
-def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Panel]:
+def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
     lines = {METHODS[f.method]: [(seconds, loss) for _, seconds, loss in f.curve] for f in found}
     last = max(f.seconds for f in found)
-    lines["target"] = [(0.0, plan.target), (last, plan.target)]
+    lines["target"] = [(0.0, workload.target), (last, workload.target)]
     return [Curves("the loss on its way down", "seconds of training", "loss", lines, logarithmic=False)]
 
 
-def note(found: Sequence[Figures]) -> str:
+def note(found: Sequence[Measurement]) -> str:
     return ""
 
 
-def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
+def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
     """Everything measured."""
-    return {"machine": bench_table.machine(), "plan": asdict(plan), "rows": [asdict(f) for f in found]}
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": [asdict(f) for f in found]}

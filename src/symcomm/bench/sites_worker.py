@@ -51,31 +51,31 @@ def attach(method: str, model: Any, period: int) -> Any:
 class Training:
     """One method from the beginning: every one has the same first parameters and reads the same texts."""
 
-    def __init__(self, method: str, plan: dict[str, Any], data: Any, rank: int):
+    def __init__(self, method: str, workload: dict[str, Any], data: Any, rank: int):
         import torch
 
         from symcomm.ddp import DistributedDataParallel
 
         torch.manual_seed(0)
-        self.plan, self.data, self.done = plan, data, 0
-        self.module = decoder(plan["width"], plan["layers"], plan["context"])
+        self.workload, self.data, self.done = workload, data, 0
+        self.module = decoder(workload["width"], workload["layers"], workload["context"])
         self.model = DistributedDataParallel(self.module, forward_sync_buffers=False)  # they never change
-        self.outer = attach(method, self.model, plan["period"])
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=plan["rate"], betas=(0.9, 0.98))
+        self.outer = attach(method, self.model, workload["period"])
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=workload["rate"], betas=(0.9, 0.98))
         self.draw = torch.Generator().manual_seed(1 + rank)
         self.checked = self.texts(torch.Generator().manual_seed(0), CHECKED)
 
     def texts(self, draw: Any, count: int) -> Any:
         import torch
 
-        length = self.plan["context"] + 1
+        length = self.workload["context"] + 1
         starts = torch.randint(len(self.data) - length, (count,), generator=draw)
         return torch.stack([self.data[s : s + length] for s in starts.tolist()]).long()
 
     def step(self) -> None:
         self.done += 1
-        self.optimizer.param_groups[0]["lr"] = self.plan["rate"] * min(1.0, self.done / WARM_UP)
-        loss(self.model, self.texts(self.draw, self.plan["batch"])).backward()
+        self.optimizer.param_groups[0]["lr"] = self.workload["rate"] * min(1.0, self.done / WARM_UP)
+        loss(self.model, self.texts(self.draw, self.workload["batch"])).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.outer is not None:
@@ -96,7 +96,7 @@ def loss(model: Any, texts: Any) -> Any:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten())
 
 
-def train(method: str, plan: dict[str, Any], data: Any, rank: int) -> dict[str, Any]:
+def train(method: str, workload: dict[str, Any], data: Any, rank: int) -> dict[str, Any]:
     """Steps until the loss is at the target or the steps are used up. The clock stands still while it is checked.
 
     That is every few steps; with an outer optimizer when the ranks have met, since their models differ in between.
@@ -104,11 +104,11 @@ def train(method: str, plan: dict[str, Any], data: Any, rank: int) -> dict[str, 
     import torch
     import torch.distributed as dist
 
-    training = Training(method, plan, data, rank)
-    between = plan["period"] if training.outer is not None else plan["every"]
+    training = Training(method, workload, data, rank)
+    between = workload["period"] if training.outer is not None else workload["every"]
     seconds, curve = 0.0, [(0, 0.0, training.check())]
     before = carried()[0]
-    while training.done < plan["limit"]:
+    while training.done < workload["limit"]:
         dist.barrier()
         begun = time.perf_counter()
         for _ in range(between):
@@ -118,9 +118,9 @@ def train(method: str, plan: dict[str, Any], data: Any, rank: int) -> dict[str, 
         dist.broadcast(found, 0)
         curve.append((training.done, seconds, found.item()))
         say(rank, f"{METHODS[method]}, loss {found.item():.2f}")
-        if not plan["target"] < found.item() < math.inf:
+        if not workload["target"] < found.item() < math.inf:
             break
-    for _ in range(training.done, plan["limit"], between):
+    for _ in range(training.done, workload["limit"], between):
         say(rank, f"{METHODS[method]}, done")  # checks that are not needed any more: the bar counts them
     return {"method": method, "curve": curve, "sent": carried()[0] - before}
 
@@ -131,7 +131,7 @@ def say(rank: int, line: str) -> None:
 
 
 def main() -> None:
-    plan, result = json.loads(sys.argv[1]), Path(sys.argv[2])
+    workload, result = json.loads(sys.argv[1]), Path(sys.argv[2])
     import torch
     import torch.distributed as dist
 
@@ -142,8 +142,8 @@ def main() -> None:
     dist.init_process_group("symcomm", timeout=timedelta(seconds=300))
     rank = int(os.environ["RANK"])
     data = torch.frombuffer(bytearray(own_source()), dtype=torch.uint8)
-    Training("plain", plan, data, rank).step()  # connections are made, memory is touched
-    rows = [train(method, plan, data, rank) for method in plan["methods"]]
+    Training("plain", workload, data, rank).step()  # connections are made, memory is touched
+    rows = [train(method, workload, data, rank) for method in workload["methods"]]
     if rank == 0:
         result.write_text(json.dumps(rows))
     dist.barrier()

@@ -20,7 +20,7 @@ from symcomm.bench.pictures import Bars, Panel
 from symcomm.errors import ResourceError
 from symcomm.preflight import INSTALL_TORCH
 
-__all__ = ["QUICK", "SIDES", "Plan", "as_table", "note", "picture", "run_store_bench", "to_json"]
+__all__ = ["QUICK", "SIDES", "Workload", "as_table", "note", "picture", "run_store_bench", "to_json"]
 
 SIDES = {"ours": "ours", "torch": "PyTorch"}
 
@@ -48,7 +48,7 @@ _CALLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, int], Any]]] = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     """What to measure: every call with each number of ``clients``, waking, and connecting so many at once."""
 
     clients: Sequence[int] = (1, 8)
@@ -66,16 +66,16 @@ Tick = Callable[[str], None]
 Row = dict[str, Any]  # what, clients; for each side its time in us and, where many call at once, calls per second
 
 
-def run_store_bench(plan: Plan, tick: Tick = lambda what: None) -> list[Row]:
+def run_store_bench(workload: Workload, tick: Tick = lambda what: None) -> list[Row]:
     """Measure every call, waking, and connecting on both sides; ``tick`` is told after every turn."""
-    for side in plan.sides:
+    for side in workload.sides:
         _store_class(side)  # loaded before the processes are made, so that they start in a blink
     rows: list[Row] = []
-    with _Servers(plan.sides, max([*plan.connect, *plan.clients, 1])) as ports:
-        for count in plan.clients:
-            rows += _measure_calls(ports, count, plan.calls, tick)
-        rows.append(_measure_waking(ports, plan.calls, tick))
-        rows += _measure_connecting(ports, plan.connect, tick)
+    with _Servers(workload.sides, max([*workload.connect, *workload.clients, 1])) as ports:
+        for count in workload.clients:
+            rows += _measure_calls(ports, count, workload.calls, tick)
+        rows.append(_measure_waking(ports, workload.calls, tick))
+        rows += _measure_connecting(ports, workload.connect, tick)
     return rows
 
 
@@ -303,12 +303,12 @@ def _measure_connecting(ports: dict[str, int], counts: Sequence[int], tick: Tick
 # --- words ---------------------------------------------------------------------------------------------------
 
 
-def as_table(rows: Sequence[Row], plan: Plan, best: bool = False) -> bench_table.Table:
+def as_table(rows: Sequence[Row], workload: Workload, best: bool = False) -> bench_table.Table:
     head = ["call", "clients"]
     for unit in ("us", "calls/s"):
-        head += [f"{SIDES[side]} ({unit})" for side in plan.sides] + ["ratio"] * (len(plan.sides) > 1)
-    title = "TCPStore, ours beside PyTorch's" if len(plan.sides) > 1 else "TCPStore"
-    return title, head, [_cells(row, plan.sides) for row in rows]
+        head += [f"{SIDES[side]} ({unit})" for side in workload.sides] + ["ratio"] * (len(workload.sides) > 1)
+    title = "TCPStore, ours beside PyTorch's" if len(workload.sides) > 1 else "TCPStore"
+    return title, head, [_cells(row, workload.sides) for row in rows]
 
 
 def _cells(row: Row, sides: Sequence[str]) -> list[str]:
@@ -324,13 +324,13 @@ def _cells(row: Row, sides: Sequence[str]) -> list[str]:
     return cells
 
 
-def picture(rows: Sequence[Row], plan: Plan, best: bool = False) -> list[Panel]:
+def picture(rows: Sequence[Row], workload: Workload, best: bool = False) -> list[Panel]:
     """Times of calls, a panel for each number of clients; waking and connecting in one of their own."""
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for row in rows:
         clients = f"{row['clients']} client{'s' * (row['clients'] > 1)}"
         title = clients if row["what"] in _CALLS else "waking and connecting"
-        panels.setdefault(title, {})[row["what"]] = {SIDES[side]: row[f"{side}_us"] for side in plan.sides}
+        panels.setdefault(title, {})[row["what"]] = {SIDES[side]: row[f"{side}_us"] for side in workload.sides}
     return [Bars(title, "microseconds", groups, logarithmic=True) for title, groups in panels.items()]
 
 
@@ -340,6 +340,6 @@ def note(rows: Sequence[Row]) -> str:
     return "us: the median of all calls; calls/s: of all clients together; a ratio above 1: ours is faster"
 
 
-def to_json(rows: Sequence[Row], plan: Plan) -> dict[str, Any]:
+def to_json(rows: Sequence[Row], workload: Workload) -> dict[str, Any]:
     """Everything measured: microseconds, calls per second."""
-    return {"machine": bench_table.machine(), "plan": asdict(plan), "rows": list(rows)}
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": list(rows)}

@@ -260,7 +260,7 @@ def to_json(results: Sequence[Result], world: int, pinned: bool) -> dict[str, An
 
 
 def over_size(title: str, y: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> Panel:
-    """Figures over sizes, both axes logarithmic; bars for what has no size, a barrier."""
+    """Measurement over sizes, both axes logarithmic; bars for what has no size, a barrier."""
     if not any(nbytes for points in lines.values() for nbytes, _ in points):
         return Bars(title, y, {"": {name: value for name, points in lines.items() for _, value in points}})
     return Curves(title, "size", y, lines, tick=short_size)

@@ -21,13 +21,13 @@ from symcomm.bench.pictures import Bars, Panel
 from symcomm.bench.run import Side, open_sides
 from symcomm.bench.torch_calls_worker import CALLS, WAYS
 
-__all__ = ["Figures", "Plan", "as_table", "find_pythons", "note", "picture", "run_torch_bench", "to_json"]
+__all__ = ["Measurement", "Workload", "as_table", "find_pythons", "note", "picture", "run_torch_bench", "to_json"]
 
 WORKER = "symcomm.bench.torch_calls_worker"
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     """What to measure: ``rounds`` turns of every way in every environment, each of ``steps`` calls of every kind."""
 
     ranks: int = 2
@@ -45,7 +45,7 @@ class Plan:
 
 
 @dataclass
-class Figures:
+class Measurement:
     """One way in one environment. ``turns``: call -> seconds of one, the slowest rank's, once for every turn."""
 
     torch: str
@@ -69,24 +69,24 @@ def find_pythons(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def run_torch_bench(plan: Plan, tick: Callable[[str], None] = lambda what: None) -> list[Figures]:
+def run_torch_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
     """Measure every way in every environment; ``tick`` is told after every turn."""
-    names = {f"torch{i}": python for i, python in enumerate(plan.pythons)}
-    with open_sides(list(names), plan.ranks, plan.pinned, WORKER, pythons=names) as sides:
+    names = {f"torch{i}": python for i, python in enumerate(workload.pythons)}
+    with open_sides(list(names), workload.ranks, workload.pinned, WORKER, pythons=names) as sides:
         found = [(side, figures) for side in sides.values() for figures in _ways_of(side)]
-        for number in range(plan.rounds):
+        for number in range(workload.rounds):
             for side, figures in found[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
-                _measure(side, figures, plan.steps)
+                _measure(side, figures, workload.steps)
                 tick(f"torch {figures.torch}, {WAYS[figures.way]}")
     return [figures for _, figures in found]
 
 
-def _ways_of(side: Side) -> list[Figures]:
+def _ways_of(side: Side) -> list[Measurement]:
     facts = side.ask("starting", {"do": "prepare"})[0]
-    return [Figures(facts["torch"], way) for way in WAYS if way in facts["ways"]]
+    return [Measurement(facts["torch"], way) for way in WAYS if way in facts["ways"]]
 
 
-def _measure(side: Side, figures: Figures, steps: int) -> None:
+def _measure(side: Side, figures: Measurement, steps: int) -> None:
     for call in CALLS:
         answers = side.ask(call, {"do": "time", "way": figures.way, "call": call, "steps": steps})
         figures.turns[call].append(max(answer["seconds"] for answer in answers))
@@ -96,18 +96,18 @@ def _measure(side: Side, figures: Figures, steps: int) -> None:
 # --- words -------------------------------------------------------------------------------------------------------
 
 
-def as_table(found: Sequence[Figures], plan: Plan, best: bool = False) -> bench_table.Table:
+def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
     head = ["torch", "way", *(f"{call} (us)" for call in CALLS)]
     rows = [[f.torch, WAYS[f.way], *(bench_table.microseconds(f.seconds(call, best)) for call in CALLS)] for f in found]
-    return f"small calls of torch.distributed, {plan.ranks} ranks", head, rows
+    return f"small calls of torch.distributed, {workload.ranks} ranks", head, rows
 
 
-def picture(found: Sequence[Figures], plan: Plan, best: bool = False) -> list[Panel]:
+def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
     groups = {call: {f"{f.torch}, {WAYS[f.way]}": f.seconds(call, best) * 1e6 for f in found} for call in CALLS}
     return [Bars("small calls of torch.distributed", "microseconds", groups, logarithmic=True)]
 
 
-def note(found: Sequence[Figures]) -> str:
+def note(found: Sequence[Measurement]) -> str:
     units = "us: one call of dist.*, of the slowest rank; asynchronous calls include their wait"
     blocking = [(f, call) for f in found for call, what in CALLS.items() if not (what and what[1])]
     slow = [f"{call} ({WAYS[f.way]}, torch {f.torch})" for f, call in blocking if f.long[call]]
@@ -116,7 +116,7 @@ def note(found: Sequence[Figures]) -> str:
     return f"{units}\n# way: all blocking calls of ours took the short way"
 
 
-def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
+def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
     """Everything measured, in microseconds."""
     rows = [
         {
@@ -125,4 +125,4 @@ def to_json(found: Sequence[Figures], plan: Plan) -> dict[str, Any]:
         }
         for f in found for call in CALLS
     ]  # fmt: skip
-    return {"machine": bench_table.machine(), "plan": asdict(plan), "rows": rows}
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}

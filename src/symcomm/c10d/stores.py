@@ -21,7 +21,7 @@ from symcomm.store import PrefixStore as OwnPrefixStore
 from symcomm.store import QueueEmptyError, StoreCollectives
 from symcomm.store import Store as OwnStore
 from symcomm.store.tcp import TCPStore as OwnTCPStore
-from symcomm.torch_backend.stores import Lendable, as_torch_store
+from symcomm.torch_backend.stores import KeptWhileInCpp, as_torch_store
 from symcomm.torch_backend.torch_patches import store_errors
 
 __all__ = [
@@ -48,11 +48,11 @@ class _AnyStore(type(dist.Store)):  # type: ignore[misc]
         return super().__instancecheck__(instance) or (cls is Store and isinstance(instance, (OwnStore, dist.Store)))
 
 
-class Store(OwnStore, Lendable, metaclass=_AnyStore):
+class Store(OwnStore, KeptWhileInCpp, metaclass=_AnyStore):
     """What every store can do; a subclass defines what it offers, and calls ``super().__init__()``."""
 
     def __init__(self) -> None:
-        Lendable.__init__(self)
+        KeptWhileInCpp.__init__(self)
 
 
 class HashStore(OwnHashStore, Store):

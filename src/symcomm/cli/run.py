@@ -13,9 +13,9 @@ from symcomm.errors import SymcommError
 from symcomm.launcher.elastic_nodes import launch_nodes
 from symcomm.launcher.job import (
     Job,
-    Place,
+    NodePlacement,
     build_command,
-    find_place,
+    find_placement,
     parse_count,
     parse_endpoint,
     parse_env,
@@ -72,7 +72,7 @@ def run(
     try:
         meet = parse_endpoint(endpoint) if endpoint else None
         least, most = parse_range(nnodes) if ":" in nnodes else (None, 0)
-        place = find_place(nnodes, node_rank, meet) if least is None else Place(most, node_rank or 0, meet)
+        place = find_placement(nnodes, node_rank, meet) if least is None else NodePlacement(most, node_rank or 0, meet)
         variables = parse_env(env or [])
         if trace is not None:
             check_output_folder("symcomm run", "--trace", trace)

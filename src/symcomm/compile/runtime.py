@@ -56,7 +56,7 @@ _resolve: Any = _resolve_process_group
 MOST = 32  # places that one line of code keeps; more are needed only by who collects results without end
 
 
-class Place:
+class BufferSlot:
     """Symmetric memory that one line of generated code allocates again and again. Tensors over it are views."""
 
     __slots__ = ("idle", "storage", "tensor")
@@ -70,7 +70,7 @@ class Place:
         return _storage_Use_Count(self.storage) == self.idle
 
 
-_places: weakref.WeakKeyDictionary[ProcessGroup, dict[int, list[Place]]] = weakref.WeakKeyDictionary()
+_places: weakref.WeakKeyDictionary[ProcessGroup, dict[int, list[BufferSlot]]] = weakref.WeakKeyDictionary()
 
 
 def comm_buffer(
@@ -99,7 +99,7 @@ def comm_buffer(
     fresh = empty_strided_p2p(size, stride, dtype, "cpu", core)
     if len(kept) >= MOST:
         return fresh
-    place = Place(fresh)
+    place = BufferSlot(fresh)
     tensor = _view(fresh, size, stride, 0)
     kept.append(place)
     return tensor

@@ -1,7 +1,7 @@
-"""Launchers of nodes that come and go (``--nnodes MIN:MAX``): who is there, and who starts what.
+"""Elastic nodes (``--nnodes MIN:MAX``): which launchers are alive, and which node each starts.
 
-They meet in the store at the endpoint. The launcher that serves it is the *first*: it alone decides, and when it is
-gone the job is over. Below ``nodes/`` the store has::
+They rendezvous in the store at the endpoint. The launcher that serves it is the *first*: it alone decides, and when it
+is gone the job is over. Below ``nodes/`` the store has::
 
     count     how many launchers have come; each takes the next number as its own
     beat/I    counts up while launcher I lives
@@ -25,7 +25,7 @@ from symcomm.errors import DeadlineError, PeerError, StoreConnectionError, bad_a
 from symcomm.launcher.job import CALL, Job
 from symcomm.launcher.launch import LOOK_S, Attempt, StopRequest, judge
 from symcomm.launcher.output import Output
-from symcomm.launcher.reaper import Keeper
+from symcomm.launcher.reaper import Reaper
 
 GONE_S = 10.0  # a launcher whose beat has not changed for so long is gone
 JOIN_S = 600.0  # to wait for MIN nodes, as torchrun does
@@ -34,8 +34,8 @@ OVER = "the job is over"
 STORE_GONE = "the launcher that keeps the store is gone"
 
 
-class Seat(NamedTuple):
-    """What a launcher starts: a node of a round, together with the others or joining them."""
+class NodeAssignment(NamedTuple):
+    """The node that a launcher starts in a round, together with the others or joining them."""
 
     round: int
     node_rank: int
@@ -43,19 +43,19 @@ class Seat(NamedTuple):
     late: bool
 
 
-class Nodes:
-    """One launcher's part in the meeting."""
+class ElasticNodes:
+    """One launcher's view of the elastic job."""
 
     def __init__(self, job: Job):
         assert job.endpoint is not None and job.min_nodes is not None
         self.job, self.least, self.most = job, job.min_nodes, job.nodes
-        self._store, self.is_first = _meet(*job.endpoint, job.given_token, job.admits_strangers)
+        self._store, self.is_first = _meet(*job.endpoint, job.given_token, job.admits_unauthenticated)
         self.number = self._store.add("nodes/count", 1)
         self.round = -1
         self._beats = 0
         self._looked = 0.0
         # what only the first keeps
-        self._seats: dict[int, int] = {}
+        self._assignments: dict[int, int] = {}
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._failures = 0
         self.beat()
@@ -67,7 +67,7 @@ class Nodes:
         self._store.set(f"nodes/beat/{self.number}", str(self._beats))
 
     def look(self) -> str:
-        """Called again and again: why the ranks of this node have to end now, or ""."""
+        """Polled: why the ranks of this node have to end now, or ""."""
         if time.monotonic() < self._looked + LOOK_S:
             return ""
         try:
@@ -84,30 +84,30 @@ class Nodes:
             self._looked = time.monotonic()
         return ""
 
-    def next_seat(self, stop: StopRequest) -> Seat | str:
-        """Waits for a place in the round after the one we were in; a reason why there is none any more."""
+    def next_assignment(self, stop: StopRequest) -> NodeAssignment | str:
+        """Wait for an assignment in the next round, or return the reason why there is none any more."""
         end = time.monotonic() + JOIN_S
         while not stop.signum:
             self.look()
             if why := self._told("end"):
                 return why
-            if seat := self._find_seat():
-                self.round = seat.round
-                return seat
+            if assignment := self._find_assignment():
+                self.round = assignment.round
+                return assignment
             if time.monotonic() > end and self.round < 0 and not self._told("seats/0"):
                 return f"fewer than {self.least} nodes came within {format_seconds(JOIN_S)}"
             time.sleep(LOOK_S / 4)
         return "stopped"
 
-    def _find_seat(self) -> Seat | None:
+    def _find_assignment(self) -> NodeAssignment | None:
         newest = self.round + 1
         while self._told(f"seats/{newest + 1}"):
             newest += 1
-        seats = json.loads(self._told(f"seats/{newest}") or "{}")
-        if str(self.number) in seats:
-            return Seat(newest, seats[str(self.number)], len(seats), late=False)
+        assignments = json.loads(self._told(f"seats/{newest}") or "{}")
+        if str(self.number) in assignments:
+            return NodeAssignment(newest, assignments[str(self.number)], len(assignments), late=False)
         if late := self._told(f"late/{self.number}"):
-            return Seat(0, int(late), max(self.least, int(late) + 1), late=True)
+            return NodeAssignment(0, int(late), max(self.least, int(late) + 1), late=True)
         return None
 
     def ask_again(self, why: str) -> None:
@@ -121,7 +121,7 @@ class Nodes:
         """The first stays as long as others need the store."""
         if not self.is_first:
             return
-        while not stop.signum and (self._alive() & self._seats.keys()) - {self.number}:
+        while not stop.signum and (self._alive() & self._assignments.keys()) - {self.number}:
             self.look()
             time.sleep(LOOK_S)
         if not self._told("end"):
@@ -149,33 +149,32 @@ class Nodes:
 
     def _decide(self) -> None:
         alive = self._alive()
-        if any(self._told(f"left/{number}") == DONE for number in self._seats):
+        if any(self._told(f"left/{number}") == DONE for number in self._assignments):
             return  # the others will be done soon, too
-        if not self._seats:
+        if not self._assignments:
             if len(alive) >= self.least:
-                self._seat(0, alive)
+                self._assign(0, alive)
             return
-        playing = alive & self._seats.keys()
+        playing = alive & self._assignments.keys()
         if len(alive) < self.least:
-            words = (
-                f"{len(alive)} of {len(self._seats)} nodes are left, less than --nnodes {self.least}:{self.most} allows"
-            )
+            allowed = f"--nnodes {self.least}:{self.most}"
+            words = f"{len(alive)} of {len(self._assignments)} nodes are left, less than {allowed} allows"
             self._store.set("nodes/end", words)
         elif self.job.restart == "failed":
-            self._seats = {number: self._seats[number] for number in playing}
+            self._assignments = {number: self._assignments[number] for number in playing}
             self._let_in(sorted(alive - playing))
         else:
             self._restart_if_needed(alive, playing)
 
-    def _seat(self, round_: int, alive: set[int]) -> None:
-        kept = sorted(alive, key=lambda number: (self._seats.get(number, self.most), number))[: self.most]
-        self._seats = {number: place for place, number in enumerate(kept)}
-        self._store.set(f"nodes/seats/{round_}", json.dumps(self._seats))
+    def _assign(self, round_: int, alive: set[int]) -> None:
+        kept = sorted(alive, key=lambda number: (self._assignments.get(number, self.most), number))[: self.most]
+        self._assignments = {number: place for place, number in enumerate(kept)}
+        self._store.set(f"nodes/seats/{round_}", json.dumps(self._assignments))
 
     def _let_in(self, newcomers: list[int]) -> None:
-        for number in newcomers[: self.most - len(self._seats)]:
-            place = next(p for p in range(self.most) if p not in self._seats.values())
-            self._seats[number] = place
+        for number in newcomers[: self.most - len(self._assignments)]:
+            place = next(p for p in range(self.most) if p not in self._assignments.values())
+            self._assignments[number] = place
             self._store.set(f"nodes/late/{number}", str(place))
 
     def _restart_if_needed(self, alive: set[int], playing: set[int]) -> None:
@@ -185,9 +184,13 @@ class Nodes:
         why = self._told(f"again/{round_}")
         if why and self._failures == self.job.max_restarts:
             self._store.set("nodes/end", f"{why}, and no restarts are left")
-        elif why or len(playing) < len(self._seats) or (len(alive) > len(playing) and len(self._seats) < self.most):
+        elif (
+            why
+            or len(playing) < len(self._assignments)
+            or (len(alive) > len(playing) and len(self._assignments) < self.most)
+        ):
             self._failures += bool(why)
-            self._seat(round_ + 1, alive)
+            self._assign(round_ + 1, alive)
 
 
 def _meet(host: str, port: int, token: str, optional: bool) -> tuple[Any, bool]:
@@ -221,30 +224,30 @@ def launch_nodes(job: Job, output: Output) -> int:
     job.check()
     stop = StopRequest()
     with stop.listening():
-        keeper = Keeper(job.mark)
-        nodes: Nodes | None = None
+        reaper = Reaper(job.mark)
+        nodes: ElasticNodes | None = None
         try:
-            nodes = Nodes(job)
-            code = _run_rounds(job, nodes, output, keeper, stop)
+            nodes = ElasticNodes(job)
+            code = _run_rounds(job, nodes, output, reaper, stop)
             nodes.linger(stop)
         except (PeerError, DeadlineError) as error:
             output.say([f"{STORE_GONE} ({error})"])
             code = 1
         finally:
-            keeper.dismiss()
+            reaper.dismiss()
     return code
 
 
-def _run_rounds(job: Job, nodes: Nodes, output: Output, keeper: Keeper, stop: StopRequest) -> int:
+def _run_rounds(job: Job, nodes: ElasticNodes, output: Output, reaper: Reaper, stop: StopRequest) -> int:
     code = 1
     while True:
-        seat = nodes.next_seat(stop)
-        if isinstance(seat, str):
-            output.say([f"this node does not take part: {seat}."])
-            nodes.leave(seat)
-            return 128 + stop.signum if stop.signum else 0 if seat == OVER else code
-        here = replace(job, node_rank=seat.node_rank, nodes=max(seat.nodes, seat.node_rank + 1))
-        attempt = Attempt(here, seat.round, output, keeper, stop, look=nodes.look, late=seat.late)
+        assignment = nodes.next_assignment(stop)
+        if isinstance(assignment, str):
+            output.say([f"this node does not take part: {assignment}."])
+            nodes.leave(assignment)
+            return 128 + stop.signum if stop.signum else 0 if assignment == OVER else code
+        here = replace(job, node_rank=assignment.node_rank, nodes=max(assignment.nodes, assignment.node_rank + 1))
+        attempt = Attempt(here, assignment.round, output, reaper, stop, look=nodes.look, late=assignment.late)
         stop.attempt = attempt
         attempt.run()
         stop.attempt = None
@@ -258,7 +261,7 @@ def _run_rounds(job: Job, nodes: Nodes, output: Output, keeper: Keeper, stop: St
             return 1
         code = judge(attempt, stop.signum, output)
         if code and not stop.signum and job.restart == "all":
-            nodes.ask_again(f"a rank of node {seat.node_rank} failed")
+            nodes.ask_again(f"a rank of node {assignment.node_rank} failed")
             continue
         nodes.leave(f"its ranks failed (exit code {code})" if code else DONE)
         return code

@@ -142,7 +142,7 @@ class Job:
         return self.env.get("SYMCOMM_TOKEN", os.environ.get("SYMCOMM_TOKEN", ""))
 
     @property
-    def admits_strangers(self) -> bool:
+    def admits_unauthenticated(self) -> bool:
         """Whether a store that the launcher keeps also takes those who do not prove the token. PyTorch's clients
         cannot, and programs that use them must run where nobody has asked for one."""
         return self.insecure or not self.given_token
@@ -231,7 +231,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 # --- which node -----------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class NodePlacement(NamedTuple):
     """Which of the job's nodes this is, and where ranks meet."""
 
     nodes: int
@@ -239,9 +239,9 @@ class Place(NamedTuple):
     endpoint: tuple[str, int] | None
 
 
-def find_place(
+def find_placement(
     nnodes: str, node_rank: int | None, endpoint: tuple[str, int] | None, environ: Mapping[str, str] | None = None
-) -> Place:
+) -> NodePlacement:
     """``--nnodes``, ``--node-rank`` and ``--rdzv-endpoint``; what is not given, a scheduler may have left in the
     environment. It is asked only when there are several nodes, or with ``--nnodes auto``: a batch script on the first
     of many nodes may want to run something there alone.
@@ -250,7 +250,7 @@ def find_place(
         raise bad_argument(CALL, "--nnodes", nnodes, "a number of 1 or more, auto, or MIN:MAX")
     count = None if nnodes == "auto" else int(nnodes)
     if count is not None and (count <= 1 or (node_rank is not None and endpoint is not None)):
-        return Place(count, node_rank or 0, endpoint)
+        return NodePlacement(count, node_rank or 0, endpoint)
     told = identify_node(surroundings() if environ is None else environ, count)
     nodes = told.nodes if count is None else count
     if nodes is None:
@@ -266,7 +266,7 @@ def find_place(
         raise BadArgumentError(f"{CALL}: --node-rank is missing; with --nnodes {nodes}, {fix}.")
     if endpoint is None and nodes > 1 and told.master_addr and told.master_port:
         endpoint = told.master_addr, told.master_port
-    return Place(nodes, mine, endpoint)
+    return NodePlacement(nodes, mine, endpoint)
 
 
 def parse_range(text: str) -> tuple[int, int]:

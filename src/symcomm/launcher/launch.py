@@ -23,7 +23,7 @@ from symcomm.errors import InternalError, ResourceError
 from symcomm.launcher import verdict
 from symcomm.launcher.job import CALL, LOCAL_ADDRESS, Job, reserve_port
 from symcomm.launcher.output import STDERR, STDOUT, Output
-from symcomm.launcher.reaper import KILL_DEADLINE_S, Keeper, find_processes, kill_processes, signal_processes
+from symcomm.launcher.reaper import KILL_DEADLINE_S, Reaper, find_processes, kill_processes, signal_processes
 from symcomm.memory import numa
 
 # After a rank failed, the others get this long to fail by themselves and print why (a lost peer breaks every wait
@@ -101,7 +101,7 @@ class Attempt:
         job: Job,
         number: int,
         output: Output,
-        keeper: Keeper,
+        reaper: Reaper,
         stop: StopRequest,
         look: Callable[[], str] | None = None,
         late: bool = False,
@@ -112,7 +112,7 @@ class Attempt:
         self.first_failed: Rank | None = None
         self.ranks: list[Rank] = []
         self._output = output
-        self._keeper = keeper
+        self._reaper = reaper
         self._stop = stop
         self._selector = selectors.DefaultSelector()
         self._started = False
@@ -147,7 +147,7 @@ class Attempt:
             kill_processes(self._groups(), self.job.mark)
             self._drain()
             for rank in self.ranks:
-                self._keeper.forget(rank.process.pid)
+                self._reaper.forget(rank.process.pid)
                 rank.process.poll()  # only now may the kernel give its pid to somebody else
                 if rank.pidfd is not None:
                     os.close(rank.pidfd)
@@ -166,7 +166,7 @@ class Attempt:
         from symcomm.store.tcp import TCPStore
 
         token = self.job.environment(0, 0, host, port).get("SYMCOMM_TOKEN", "")
-        optional = self.job.admits_strangers
+        optional = self.job.admits_unauthenticated
         return TCPStore(host, port, is_master=True, wait_for_workers=False, token=token, token_is_optional=optional)
 
     def _start(self, address: str, port: int) -> None:
@@ -179,7 +179,7 @@ class Attempt:
             environment = self.job.environment(local_rank, self.restarts, address, port, joins)
             cores = numa.cores_for(local_rank, here) if self.job.bind_numa else None
             process = _spawn(self.job, environment, functools.partial(_prepare, libc, parent, cores))
-            self._keeper.watch(process.pid)
+            self._reaper.watch(process.pid)
             rank = Rank(number, process, time.monotonic())
             self.ranks.append(rank)
             self._watch(rank)
@@ -372,11 +372,11 @@ def launch(job: Job, output: Output) -> int:
     job.check()
     stop = StopRequest()
     with stop.listening():
-        keeper = Keeper(job.mark)
+        reaper = Reaper(job.mark)
         try:
             restarts = 0
             while True:
-                attempt = Attempt(job, restarts, output, keeper, stop)
+                attempt = Attempt(job, restarts, output, reaper, stop)
                 stop.attempt = attempt
                 attempt.run()
                 stop.attempt = None
@@ -386,7 +386,7 @@ def launch(job: Job, output: Output) -> int:
                     break
                 output.say([f"restarting all ranks (restart {restarts} of {job.max_restarts})."], bad=False)
         finally:
-            keeper.dismiss()
+            reaper.dismiss()
     return code
 
 
@@ -399,7 +399,7 @@ def judge(attempt: Attempt, stopped_by: int, output: Output) -> int:
     cut_short = stopped_by == signal.SIGPIPE or len(ends) < job.ranks_here or any(e.returncode is None for e in ends)
     failed_before = first is not None and not first.stopping
     if stopped_by and (first or cut_short) and not failed_before:
-        why = [f"  What ranks print could not be written: {output.trouble}."] if output.trouble else []
+        why = [f"  What ranks print could not be written: {output.failure}."] if output.failure else []
         output.say([*verdict.stopped_words(stopped_by, ends, job.grace), *why])
         return verdict.exit_code(first.end(0.0)) if first and not cut_short else 128 + stopped_by
     if first is None:

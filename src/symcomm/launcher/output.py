@@ -99,7 +99,7 @@ class Output:
         self, *, color: bool = False, prefix: bool = True, quiet: bool = False, out: int = STDOUT, err: int = STDERR
     ):
         self.broken = False  # nobody reads what we write any more
-        self.trouble = ""  # why not, if it is not that the reader went away
+        self.failure = ""  # why not, if it is not that the reader went away
         self._color = color
         self._prefix = prefix
         self._quiet = quiet
@@ -163,7 +163,7 @@ class Output:
         except OSError as error:  # the reader went away (`| head`), or the terminal did, or the disk is full
             self.broken = True
             if error.errno != errno.EPIPE:
-                self.trouble = str(error.strerror)
+                self.failure = str(error.strerror)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -4,7 +4,7 @@ A process belongs to a job when it is in the process group of one of its ranks, 
 with carries the job's mark. The first finds children that cleaned their environment, the second those that moved to a
 session of their own; a process that did both is the only one that can escape.
 
-Run as a program, this file is the *keeper*: a tiny process beside the launcher that reads from its standard input
+Run as a program, this file is the *reaper*: a tiny process beside the launcher that reads from its standard input
 which process groups to watch (``+17``) and to forget (``-17``), and kills what is left of the job when that input ends.
 Standard library only, since it runs without site-packages.
 """
@@ -69,11 +69,11 @@ def kill_processes(groups: Collection[int], mark: str) -> list[int]:
     return []
 
 
-class Keeper:
-    """The launcher's handle on its keeper process."""
+class Reaper:
+    """The launcher's handle on its reaper process."""
 
     def __init__(self, mark: str):
-        # Not marked itself, so that the keeper of a job inside a job outlives its launcher and does its work.
+        # Not marked itself, so that the reaper of a job inside a job outlives its launcher and does its work.
         env = {key: value for key, value in os.environ.items() if key != MARK}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", os.path.abspath(__file__), mark],
@@ -93,7 +93,7 @@ class Keeper:
         self._send(f"-{group}\n")
 
     def dismiss(self) -> None:
-        """The job is over: the keeper finds nothing to kill and goes home."""
+        """The job is over: the reaper finds nothing to kill and goes home."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -111,7 +111,7 @@ class Keeper:
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # somebody killed the keeper; the ranks' parent-death signal is still in place
+            pass  # somebody killed the reaper; the ranks' parent-death signal is still in place
 
 
 def main() -> None:

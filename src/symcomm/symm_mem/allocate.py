@@ -48,7 +48,7 @@ class Allocation:
         self.address = address
         self.nbytes = nbytes
         self.group_name: Any = None  # or the group itself, that rendezvous() uses unless told another
-        self.meetings: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by group, see handle.py
+        self.peer_memories: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by group, see handle.py
 
     @property
     def offset(self) -> int:

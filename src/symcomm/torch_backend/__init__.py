@@ -6,8 +6,8 @@ stores.py    our stores where torch wants its own
 group.py     TorchGroup: torch's ProcessGroup on ours
 cpp_backend.py the Backend that torch's C++ finds inside a TorchGroup (torch 2.15)
 versions.py  what differs between versions of torch
-bootstrap.py how its ranks meet, in torch's store
-lifecycle.py the rest of TorchGroup: its end, groups made from it, what torch asks about it
+bootstrap.py how its ranks bootstrap, through torch's store
+lifecycle.py the rest of TorchGroup: its end, groups made from it, its properties
 reconfigure.py members that come and go
 engines.py   tensors on other devices, for maps such as "cpu:symcomm,cuda:nccl"
 arguments.py what torch passes -> what ours takes

@@ -1,4 +1,4 @@
-"""Where the ranks of a group of torch's meet: in the store that torch gives us."""
+"""How the ranks of one of torch's groups bootstrap ours, through the store that torch gives us."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from symcomm.group.factory import make_group
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store.handshake import Exchange, handshake
 
-__all__ = ["meet", "place_in_store"]
+__all__ = ["join_group", "store_prefix_of"]
 
 
-def place_in_store(members: Sequence[int] | None) -> str:
+def store_prefix_of(members: Sequence[int] | None) -> str:
     """Ranks that are not in the same groups count them differently, so that torch may give two groups the same name,
     and with it the same part of the store. Their members tell them apart."""
     return "symcomm" if members is None else f"symcomm/{zlib.crc32(repr(list(members)).encode()):x}"
@@ -36,7 +36,7 @@ def _watch(members: Sequence[int]) -> Callable[[], None] | None:
     return world.watch([world.global_ranks.index(r) for r in members], "new_group()")
 
 
-def meet(
+def join_group(
     store: Any,
     rank: int,
     size: int,
@@ -55,4 +55,4 @@ def meet(
     call = "merge_remote_group" if check is not None else "init_process_group" if members is None else "new_group"
     if check is None and members is not None:
         check = _watch(members)
-    return handshake(store, place_in_store(members), rank, size, timeout.total_seconds(), build, call, check=check)
+    return handshake(store, store_prefix_of(members), rank, size, timeout.total_seconds(), build, call, check=check)

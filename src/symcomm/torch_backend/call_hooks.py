@@ -13,7 +13,7 @@ from symcomm.ops import OPS, Op
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.arguments import is_async, root_of
 
-__all__ = ["TORCH_CALLS", "Hooked", "TorchCalls"]
+__all__ = ["TORCH_CALLS", "HookRegistration", "TorchCalls"]
 
 _TORCHS_NAMES: Any = versions.hook_classes().get("HookOpName")
 
@@ -62,7 +62,7 @@ def _named_by_torch(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return told
 
 
-class Hooked:
+class HookRegistration:
     """Mixed into TorchGroup: the hooks are the core's, which see calls through either object once."""
 
     core: ProcessGroup

@@ -5,7 +5,7 @@ both). C++ itself needs a Backend: for a group's name, for hooks that are told o
 the group for one. So each TorchGroup carries one, which only hands calls back::
 
     dist.all_reduce -> TorchGroup.allreduce -> core                                     the rule
-    dist.all_reduce -> WatchedGroup -> C++: hooks, dispatcher -> InnerBackend -> core   while torch's hooks watch
+    dist.all_reduce -> WatchedGroup -> C++: hooks, dispatcher -> CppBackend -> core   while torch's hooks watch
 
 FlightRecorderHook and NanCheckHook are C++ objects that see only what passes through C++. When one is attached, the
 group becomes a WatchedGroup until the last of them is removed.
@@ -27,12 +27,12 @@ from symcomm.ops import BY_TORCH_NAME
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.group import TorchGroup
 
-__all__ = ["InnerBackend", "WatchedGroup", "put_inside"]
+__all__ = ["CppBackend", "WatchedGroup", "install_cpp_backend"]
 
 _CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
 
 
-class InnerBackend(torch_c10d.Backend):
+class CppBackend(torch_c10d.Backend):
     """Hands every call to the group that it is inside of, which it does not keep alive."""
 
     def __init__(self, group: TorchGroup):
@@ -71,7 +71,7 @@ def _handed_on(name: str) -> Callable[..., Any]:
     own = getattr(TorchGroup, name)  # not the WatchedGroup's, which would come back here
 
     @functools.wraps(own)
-    def call(self: InnerBackend, *args: Any) -> Any:
+    def call(self: CppBackend, *args: Any) -> Any:
         work = own(self._of_group(), *args)
         if (waiting := getattr(_made, "works", None)) is not None:
             waiting.append(work)
@@ -90,25 +90,25 @@ CALLS = (
 )  # fmt: skip
 
 
-def _fact(name: str, inner: InnerBackend) -> Any:
+def _fact(name: str, inner: CppBackend) -> Any:
     return getattr(inner._of_group(), name)
 
 
 def _fill() -> None:
     for name in (*BY_TORCH_NAME, *CALLS):
         if hasattr(TorchGroup, name):
-            setattr(InnerBackend, name, _handed_on(name))
+            setattr(CppBackend, name, _handed_on(name))
     for name in (*FACTS, "supports_abort_hooks", "supports_completion_hooks", "_supports_time_estimate"):
         if hasattr(TorchGroup, name):
-            setattr(InnerBackend, name, property(functools.partial(_fact, name)))
+            setattr(CppBackend, name, property(functools.partial(_fact, name)))
 
 
 _fill()
 
 
-def put_inside(group: TorchGroup, device_types: list[str]) -> None:
+def install_cpp_backend(group: TorchGroup, device_types: list[str]) -> None:
     """Let C++ find a Backend in ``group`` for tensors on these devices."""
-    inner = InnerBackend(group)
+    inner = CppBackend(group)
     group._set_default_backend(_CUSTOM)
     for device_type in device_types:
         group._register_backend(torch.device(device_type), _CUSTOM, inner)

@@ -1,4 +1,4 @@
-"""What TORCH_DISTRIBUTED_DEBUG=DETAIL adds: ranks tell each other what they are about to do before they do it.
+"""What TORCH_DISTRIBUTED_DEBUG=DETAIL adds: ranks compare their calls before they make them.
 
 Our collectives compare their signatures in any case, but with the data on its way: who finds a difference ends the
 group. Here the comparison comes first, on a group of its own, so that shapes are compared too, a rank that does not
@@ -15,13 +15,13 @@ from symcomm import errors
 from symcomm.errors import format_ranks
 from symcomm.torch_backend.work import op_type_of
 
-__all__ = ["Careful"]
+__all__ = ["DebugChecks"]
 
 # Calls in which ranks may give tensors of different shapes.
 _UNEVEN = {"all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"}
 
 
-class Careful:
+class DebugChecks:
     """The checks of one group."""
 
     def __init__(self, group: Any):
@@ -35,7 +35,7 @@ class Careful:
     def check(self, call: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Return once all ranks are about to make the same call; else raise, on all that came."""
         self._calls += 1
-        self._meet(call)
+        self._barrier(call)
         tensors = outputs if call == "scatter" else inputs  # what every rank has
         mine = {
             "operation": op_type_of(call).name,
@@ -47,13 +47,13 @@ class Careful:
         compared = [key for key in mine if key != "shapes" or call not in _UNEVEN]
         differ = [key for key in compared if any(one[key] != everyone[0][key] for one in everyone)]
         if differ:
-            told = "; ".join(f"rank {rank}: {_in_words(one)}" for rank, one in enumerate(everyone))
+            told = "; ".join(f"rank {rank}: {_describe(one)}" for rank, one in enumerate(everyone))
             raise errors.CollectiveMismatchError(
                 f"{call} on group {self._checked.name!r}: Detected mismatch between collectives on ranks. {told}. "
                 f"Collectives differ in the following: {', '.join(differ)}. The group can still be used."
             )
 
-    def _meet(self, call: str) -> None:
+    def _barrier(self, call: str) -> None:
         """Wait for everybody, and name those that do not come."""
         try:
             self._core.monitored_barrier(self._checked.timeout, wait_all_ranks=True)
@@ -67,6 +67,6 @@ class Careful:
             raise errors.DeadlineError(f"{call} on group {self._checked.name!r}: {who}. {error}", missing) from error
 
 
-def _in_words(call: dict[str, Any]) -> str:
+def _describe(call: dict[str, Any]) -> str:
     tensors = ", ".join(f"{d} {s}" for d, s in zip(call["dtypes"], call["shapes"], strict=True))
     return f"{call['operation']}({tensors or 'no tensors'}, on cpu, SequenceNumber {call['SequenceNumber']})"

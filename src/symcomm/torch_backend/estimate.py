@@ -11,7 +11,7 @@ from symcomm.group.interception import Call
 from symcomm.group.process_group import ProcessGroup
 from symcomm.torch_backend.work import DoneWork
 
-__all__ = ["Estimates"]
+__all__ = ["TimeEstimates"]
 
 # What a call is to the cost model, and the bytes that count: of its inputs or outputs, once or once for each rank.
 _MODELS = {
@@ -50,7 +50,7 @@ _BETWEEN_HOSTS = {
 }
 
 
-class Estimates:
+class TimeEstimates:
     """Mixed into TorchGroup."""
 
     core: ProcessGroup

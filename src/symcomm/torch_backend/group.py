@@ -25,22 +25,22 @@ from symcomm.group.request import to_redop
 from symcomm.ops import CACHED, numbers_of
 from symcomm.torch_backend import checks, lists, torch_patches, values, versions
 from symcomm.torch_backend.arguments import is_async, once_each, one_list, redop_of, root_of, seconds_of, sort_out
-from symcomm.torch_backend.bootstrap import meet
+from symcomm.torch_backend.bootstrap import join_group
 from symcomm.torch_backend.call_hooks import TORCH_CALLS
 from symcomm.torch_backend.checks import single
 from symcomm.torch_backend.engines import Engines
-from symcomm.torch_backend.lifecycle import Life
-from symcomm.torch_backend.newer_torch import Newer
+from symcomm.torch_backend.lifecycle import Lifecycle
+from symcomm.torch_backend.newer_torch import NewerTorch
 from symcomm.torch_backend.options_layout import ASYNC, UNKNOWN, install, read_options
 from symcomm.torch_backend.p2p import exchange
 from symcomm.torch_backend.profile import Span, describe, is_profiling
-from symcomm.torch_backend.reconfigure import Reconfigures
+from symcomm.torch_backend.reconfigure import Reconfigurable
 from symcomm.torch_backend.sparse import all_reduce_sparse
 from symcomm.torch_backend.torch_patches.functional_collectives import register_work
 from symcomm.torch_backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, late, op_type_of
 
 if TYPE_CHECKING:
-    from symcomm.torch_backend.debug_checks import Careful
+    from symcomm.torch_backend.debug_checks import DebugChecks
 
 __all__ = ["TorchGroup"]
 
@@ -65,7 +65,7 @@ def _first(lists: Any) -> Any:
     return lists[0] if lists and isinstance(lists, (list, tuple)) else None
 
 
-class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
+class TorchGroup(Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGroup):
     """What ``init_process_group("symcomm")`` and ``new_group()`` give."""
 
     is_symcomm = True
@@ -91,7 +91,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         self.options = options if options is not None else Options("symcomm", timeout)
         self._is_default = bool(label)
         if core is None:
-            core = meet(store, rank, size, timeout, label or name, global_ranks, check)
+            core = join_group(store, rank, size, timeout, label or name, global_ranks, check)
             hooks.joined(core, store)
         self._operations_before = core.sequence_number
         self.core = core
@@ -100,7 +100,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         self._coalescing: list[Any] | None = None
         self._splits = 0
         self._hook: Any = None
-        self._careful: Careful | None = None
+        self._debug_checks: DebugChecks | None = None
         self._plain = not core.spans_hosts
         self._used_for_symmetric_memory = False
         self._engines = Engines(self)
@@ -110,9 +110,9 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         torch_patches.apply(*torch_patches.AT_FIRST_GROUP)
         self.watchers = 0  # of torch's hooks, see torch_patches/cpp_hooks.py
         if versions.HAS_PYTHON_BACKENDS:
-            from symcomm.torch_backend.cpp_backend import put_inside
+            from symcomm.torch_backend.cpp_backend import install_cpp_backend
 
-            put_inside(self, ["cpu", *self._engines.device_types()])
+            install_cpp_backend(self, ["cpu", *self._engines.device_types()])
 
     __hash__ = object.__hash__
 
@@ -135,20 +135,20 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
             if group is None:
                 return self._engines.forward(name, args, options, timeout, device)
         method, name = getattr(group, name), label or name
-        if self._careful is not None:
-            self._careful.check(name, inputs, result)
+        if self._debug_checks is not None:
+            self._debug_checks.check(name, inputs, result)
         if not is_profiling():
-            return self._dressed(name, method, args, options, timeout, result)
+            return self._run_as_torch_work(name, method, args, options, timeout, result)
         splits = (args[3], args[2]) if name == "all_to_all" and len(args) == 4 else ((), ())
         span = self._span(name, inputs, result, splits=splits, is_async=is_async(options))
         try:
-            work = self._dressed(name, method, args, options, timeout, result)
+            work = self._run_as_torch_work(name, method, args, options, timeout, result)
         except BaseException:
             span.close()
             raise
         return work.profiled(span)
 
-    def _dressed(
+    def _run_as_torch_work(
         self,
         name: str,
         method: Callable[..., Any],
@@ -195,7 +195,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         """The profiler's event for one operation, with what torch's own backends tell about theirs."""
         return Span(name, inputs, describe(self.core, (self._name, self._desc), inputs, outputs, **more))
 
-    def _short(self, call: int, source: Any, target: Any, opts: Any) -> Any:
+    def _fast_path(self, call: int, source: Any, target: Any, opts: Any) -> Any:
         """Run a call of a kind seen before with nothing but the core; None: it has to go the long way.
 
         That is for calls that block, and for small asynchronous ones that all ranks have come to already: those end
@@ -213,7 +213,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
                 status = native.run_cached(core._handle, call, detail, source, target, core._timeout_ns)
         if status == ASYNC:
             small = _is_small(source if target is None else target)
-            return self._at_once(call, detail, source, target, opts) if small and core._may_run_inline() else None
+            return self._run_inline(call, detail, source, target, opts) if small and core._may_run_inline() else None
         if status > 0:
             try:
                 core._ended(status, CACHED[call].name)
@@ -221,7 +221,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
                 raise late(error, core.timeout, core.timeout) from None
         return done if status == 0 else None
 
-    def _at_once(self, call: int, detail: Any, source: Any, target: Any, opts: Any) -> Any:
+    def _run_inline(self, call: int, detail: Any, source: Any, target: Any, opts: Any) -> Any:
         """Run an asynchronous call here; None as above. Failures wait for whoever waits. ``detail`` is None where the
         core reads ``opts``."""
         core, begun = self.core, time.monotonic()
@@ -241,7 +241,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     def _set_plain(self) -> None:
         """Whether calls may take the short way."""
         self._plain = (
-            not self.core.spans_hosts and self._coalescing is None and self._hook is None and self._careful is None
+            not self.core.spans_hosts and self._coalescing is None and self._hook is None and self._debug_checks is None
         ) and not self._intercepted
 
     def set_intercepted(self, is_intercepted: bool) -> None:
@@ -249,11 +249,11 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         self._intercepted = is_intercepted
         self._set_plain()
 
-    def be_careful(self) -> None:
+    def enable_debug_checks(self) -> None:
         """From now on ranks compare their calls before they make them. Every rank of the group calls this."""
-        from symcomm.torch_backend.debug_checks import Careful
+        from symcomm.torch_backend.debug_checks import DebugChecks
 
-        self._careful = Careful(self)
+        self._debug_checks = DebugChecks(self)
         self._set_plain()
 
     def _other_than_cpu(self, device: Any) -> Any:
@@ -266,7 +266,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Any:
         is_plain = op is None and timeout is None
-        if is_plain and (work := self._short(_ALL_REDUCE, tensors, tensors, opts)) is not None:
+        if is_plain and (work := self._fast_path(_ALL_REDUCE, tensors, tensors, opts)) is not None:
             return work
         opts, _, op, timeout = sort_out("allreduce", {"tensors": tensors}, opts, op=op, timeout=timeout)
         redop = redop_of(opts, op)
@@ -287,7 +287,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
 
     def reduce(self, tensors: Any, opts: Any = None, root: Any = None, op: Any = None, timeout: Any = None) -> Any:
         is_plain = root is None and op is None and timeout is None
-        if is_plain and (work := self._short(_REDUCE, tensors, tensors, opts)) is not None:
+        if is_plain and (work := self._fast_path(_REDUCE, tensors, tensors, opts)) is not None:
             return work
         given = {"tensors": tensors}
         opts, root, op, timeout = sort_out("reduce", given, opts, root=root, op=op, timeout=timeout)
@@ -306,7 +306,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
             one_list("reduce_scatter", "inputs", input_tensors),
         )
         if op is None and timeout is None:
-            work = self._short(_REDUCE_SCATTER, pieces, output, opts)
+            work = self._fast_path(_REDUCE_SCATTER, pieces, output, opts)
             if work is not None:
                 return work
         given = {"output_tensors": output_tensors, "input_tensors": input_tensors}
@@ -315,7 +315,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         return self._call("reduce_scatter", *args, options=opts, timeout=timeout, inputs=pieces, result=[output])
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        if (work := self._short(_REDUCE_SCATTER_SINGLE, input, output, opts)) is not None:
+        if (work := self._fast_path(_REDUCE_SCATTER_SINGLE, input, output, opts)) is not None:
             return work
         sort_out("reduce_scatter_single", {"output": output, "input": input}, opts)
         return self._call(
@@ -331,7 +331,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None) -> Any:
         is_plain = root is None and timeout is None
-        if is_plain and (work := self._short(_BROADCAST, tensors, tensors, opts)) is not None:
+        if is_plain and (work := self._fast_path(_BROADCAST, tensors, tensors, opts)) is not None:
             return work
         opts, root, _, timeout = sort_out("broadcast", {"tensors": tensors}, opts, root=root, timeout=timeout)
         origin = root_of(opts, root)
@@ -345,7 +345,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         if timeout is None and output_tensors and isinstance(output_tensors, (list, tuple)):
-            work = self._short(_ALL_GATHER, input_tensors, output_tensors[0], opts)
+            work = self._fast_path(_ALL_GATHER, input_tensors, output_tensors[0], opts)
             if work is not None:
                 return work
         given = {"output_tensors": output_tensors, "input_tensors": input_tensors}
@@ -360,7 +360,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         return self._call("all_gather", places, tensor, options=opts, timeout=timeout, inputs=[tensor], result=places)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        if (work := self._short(_ALL_GATHER_SINGLE, input, output, opts)) is not None:
+        if (work := self._fast_path(_ALL_GATHER_SINGLE, input, output, opts)) is not None:
             return work
         sort_out("all_gather_single", {"output": output, "input": input}, opts)
         return self._call("all_gather_single", output, input, options=opts, inputs=[input], result=[output])
@@ -382,7 +382,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
     ) -> Any:
         if root is None and timeout is None:
-            work = self._short(_GATHER, input_tensors, _first(output_tensors), opts)
+            work = self._fast_path(_GATHER, input_tensors, _first(output_tensors), opts)
             if work is not None:
                 return work
         given = {"output_tensors": output_tensors, "input_tensors": input_tensors}
@@ -398,7 +398,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         origin = root_of(opts, root)
         target = output if self.core.rank == origin else None  # torch's callers pass an empty tensor elsewhere
         if root is None and timeout is None:
-            work = self._short(_GATHER_SINGLE, input, target, opts)
+            work = self._fast_path(_GATHER_SINGLE, input, target, opts)
             if work is not None:
                 return work
         checks.root_rank(call, origin, self.core.size)
@@ -409,7 +409,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: Any = None, timeout: Any = None
     ) -> Any:
         if root is None and timeout is None:
-            work = self._short(_SCATTER, _first(input_tensors), output_tensors, opts)
+            work = self._fast_path(_SCATTER, _first(input_tensors), output_tensors, opts)
             if work is not None:
                 return work
         given = {"output_tensors": output_tensors, "input_tensors": input_tensors}
@@ -435,7 +435,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
         timeout: Any = None,
     ) -> Any:
         if timeout is None and not output_split_sizes and not input_split_sizes:
-            work = self._short(_ALL_TO_ALL_SINGLE, input, output, opts)
+            work = self._fast_path(_ALL_TO_ALL_SINGLE, input, output, opts)
             if work is not None:
                 return work
         given = {"output": output, "input": input}
@@ -487,7 +487,7 @@ class TorchGroup(Reconfigures, Life, Newer, dist.ProcessGroup):
     # --- synchronisation --------------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        if timeout is None and (work := self._short(_BARRIER, None, None, opts)) is not None:
+        if timeout is None and (work := self._fast_path(_BARRIER, None, None, opts)) is not None:
             return work
         opts, _, _, timeout = sort_out("barrier", {}, opts, timeout=timeout)
         return self._call("barrier", options=opts, timeout=timeout)

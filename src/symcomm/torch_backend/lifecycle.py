@@ -1,4 +1,4 @@
-"""A group's life and facts: how it ends, which groups come from it, what torch may ask about it."""
+"""A group's lifecycle and properties: how it ends, which groups are made from it, what torch may ask about it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from symcomm.torch_backend.engines import Engines, device_map
 from symcomm.torch_backend.work import WorkInfo
 
 if TYPE_CHECKING:
-    from symcomm.torch_backend.debug_checks import Careful
+    from symcomm.torch_backend.debug_checks import DebugChecks
 
-__all__ = ["Life", "await_previous_group"]
+__all__ = ["Lifecycle", "await_previous_group"]
 
 
 LAG = 10.0  # seconds for the others to leave a group before this rank looks for them in the next one
@@ -53,7 +53,7 @@ def _check_merge(store: Any, watch: Callable[[], None] | None) -> None:
         raise errors.RankFailedError(f"Another group that was to merge failed: {why.decode(errors='replace')}", [])
 
 
-class Life:
+class Lifecycle:
     """Mixed into TorchGroup, which has the collectives."""
 
     core: ProcessGroup
@@ -65,7 +65,7 @@ class Life:
     _splits: int
     _operations_before: int
     _hook: Any
-    _careful: Careful | None
+    _debug_checks: DebugChecks | None
     _engines: Engines
     _map: dict[str, str]
     _used_for_symmetric_memory: bool
@@ -83,8 +83,8 @@ class Life:
 
     def shutdown(self) -> None:
         """Leave, and keep nothing: whoever still holds this object holds no store, memory or thread by it."""
-        if self._careful is not None:
-            self._careful.close()
+        if self._debug_checks is not None:
+            self._debug_checks.close()
         if self._meets_at_rank_0():
             if self.core.rank == 0:
                 self.core.await_departures()

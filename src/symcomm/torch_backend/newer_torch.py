@@ -10,13 +10,13 @@ import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
 from symcomm.group.process_group import ProcessGroup
-from symcomm.torch_backend.call_hooks import Hooked
-from symcomm.torch_backend.estimate import Estimates
+from symcomm.torch_backend.call_hooks import HookRegistration
+from symcomm.torch_backend.estimate import TimeEstimates
 
-__all__ = ["Newer"]
+__all__ = ["NewerTorch"]
 
 
-class Newer(Hooked, Estimates):
+class NewerTorch(HookRegistration, TimeEstimates):
     """Mixed into TorchGroup."""
 
     core: ProcessGroup

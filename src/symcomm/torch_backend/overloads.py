@@ -161,7 +161,7 @@ def has_options(call: str, given: Mapping[str, Any], opts: Any) -> bool:
     return all(any(_is(kind, value) for kind in kinds) for kinds, value in values)
 
 
-class _Misfit(NamedTuple):
+class _Mismatch(NamedTuple):
     """Where the first argument that a form does not take is, which parameter that is, and what it got."""
 
     place: int
@@ -169,7 +169,7 @@ class _Misfit(NamedTuple):
     got: Any
 
 
-def _misfit(call: str, form: _Form, given: Mapping[str, Any], by_place: int | None) -> _Misfit | None:
+def _misfit(call: str, form: _Form, given: Mapping[str, Any], by_place: int | None) -> _Mismatch | None:
     slots, filled = slots_of(call), set()
     named = {parameter.name: parameter for parameter in form}
     for slot, value in given.items():
@@ -180,10 +180,10 @@ def _misfit(call: str, form: _Form, given: Mapping[str, Any], by_place: int | No
         else:
             own = named[slot] if slot in named and slot not in filled else at_place
         if own is None or own.name in filled or not _is(own.kind, value):
-            return _Misfit(place, own, value)
+            return _Mismatch(place, own, value)
         filled.add(own.name)
     missing = next((p for p in form if p.is_required and p.name not in filled), None)
-    return _Misfit(slots.index(missing.name), missing, _NOTHING) if missing else None
+    return _Mismatch(slots.index(missing.name), missing, _NOTHING) if missing else None
 
 
 class _Nothing:

@@ -22,9 +22,9 @@ from symcomm.torch_backend.work import DoneWork
 
 if TYPE_CHECKING:
     from symcomm.group.reconfigure import ReconfigurableGroup
-    from symcomm.torch_backend.debug_checks import Careful
+    from symcomm.torch_backend.debug_checks import DebugChecks
 
-__all__ = ["EmptyCore", "Reconfigures", "wants_reconfigure"]
+__all__ = ["EmptyCore", "Reconfigurable", "wants_reconfigure"]
 
 
 def wants_reconfigure(options: Any, backend_options: Any) -> bool:
@@ -60,17 +60,17 @@ class EmptyCore(HookCalls):
         return getattr(self.members.current, name)  # which says that there is none
 
 
-class Reconfigures:
+class Reconfigurable:
     """Mixed into TorchGroup."""
 
     core: Any
     _store: Any
     _engines: Engines
     _coalescing: list[Any] | None
-    _careful: Careful | None
+    _debug_checks: DebugChecks | None
     _operations_before: int
     _set_plain: Callable[[], None]
-    be_careful: Callable[[], None]
+    enable_debug_checks: Callable[[], None]
     _first_store: Any = None
     _members: ReconfigurableGroup | None = None
 
@@ -115,16 +115,16 @@ class Reconfigures:
         self._engines = Engines(self)
         self._first_store = self._first_store or self._store
         self._store = dist.PrefixStore(f"reconfigured/{uuid}", self._first_store)  # keys of the old engines stay there
-        if self._careful is not None:
-            self._careful.close()
-        self._coalescing, self._careful = None, None
+        if self._debug_checks is not None:
+            self._debug_checks.close()
+        self._coalescing, self._debug_checks = None, None
         if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-            self.be_careful()
+            self.enable_debug_checks()
         self._set_plain()
         if self in c10d._world.pg_group_ranks:
             c10d._world.pg_group_ranks[self] = {rank: rank for rank in range(core.size)}
         if versions.HAS_PYTHON_BACKENDS:
-            from symcomm.torch_backend.cpp_backend import put_inside
+            from symcomm.torch_backend.cpp_backend import install_cpp_backend
 
             group: Any = self
-            put_inside(group, ["cpu", *self._engines.device_types()])  # which knows the new rank and size
+            install_cpp_backend(group, ["cpu", *self._engines.device_types()])  # which knows the new rank and size

@@ -44,7 +44,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
         label="" if members else "world",
     )
     if empty is None and dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        group.be_careful()
+        group.enable_debug_checks()
     return group
 
 

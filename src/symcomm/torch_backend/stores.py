@@ -17,13 +17,13 @@ from symcomm.errors import wrong_type
 from symcomm.group.torch_layout import places_of, pointed_to
 from symcomm.store import Store
 
-__all__ = ["Lendable", "as_torch_store", "take_back"]
+__all__ = ["KeptWhileInCpp", "as_torch_store", "take_back"]
 
 _AT = object.__basicsize__  # a pointer to the C++ half is the first thing behind Python's own part
-_lent: list[Any] = []  # nobody in Python holds these any more, but C++ does
+_kept: list[Any] = []  # nobody in Python holds these any more, but C++ does
 
 
-class Lendable(TorchStore):
+class KeptWhileInCpp(TorchStore):
     """A store whose calls C++ can make. C++ keeps its own half only, and without the Python half nobody would answer:
     one that only C++ still holds is kept here, until it lets go."""
 
@@ -33,12 +33,12 @@ class Lendable(TorchStore):
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_ending() and _is_held(self):  # Python calls this once only, so that what is taken back goes
-            _lent.append(self)
+            _kept.append(self)
 
 
 def take_back() -> None:
     """Keep no store longer than C++ does."""
-    _lent[:] = [store for store in _lent if _is_held(store)]
+    _kept[:] = [store for store in _kept if _is_held(store)]
 
 
 def _is_held(store: Any) -> bool:
@@ -75,7 +75,7 @@ def _passed_on(name: str) -> Callable[..., Any]:
     return call
 
 
-class _DressedStore(Lendable):
+class _TorchStoreAdapter(KeptWhileInCpp):
     """One of our stores as one of PyTorch's. C++ knows some calls by other names than Python does."""
 
     def __init__(self, store: Any):
@@ -105,7 +105,7 @@ class _DressedStore(Lendable):
     def timeout(self) -> timedelta:
         return self.store.timeout
 
-    def clone(self) -> _DressedStore:
+    def clone(self) -> _TorchStoreAdapter:
         return as_torch_store(self.store.clone())
 
     def __getattr__(self, name: str) -> Any:
@@ -115,7 +115,7 @@ class _DressedStore(Lendable):
         return getattr(self.store, name)
 
 
-_dressed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by the store's id
+_adapters: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by the store's id
 
 
 def as_torch_store(store: Any) -> Any:
@@ -124,7 +124,7 @@ def as_torch_store(store: Any) -> Any:
         return store
     if not isinstance(store, Store):
         raise wrong_type("as_torch_store", "store", store, "a Store")
-    known = _dressed.get(id(store))  # it holds the store, so that the id is not another's meanwhile
+    known = _adapters.get(id(store))  # it holds the store, so that the id is not another's meanwhile
     if known is None:
-        known = _dressed[id(store)] = _DressedStore(store)
+        known = _adapters[id(store)] = _TorchStoreAdapter(store)
     return known

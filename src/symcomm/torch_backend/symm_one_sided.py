@@ -50,7 +50,7 @@ def _met(call: str, tensor: Tensor) -> SymmetricMemory:
     if handle is None:
         found = find_memory(tensor.untyped_storage().data_ptr())
         group = look_up(None)
-        if found is None or group is None or group not in found.allocation.meetings:
+        if found is None or group is None or group not in found.allocation.peer_memories:
             fix = "call rendezvous(tensor, group) on every rank first"
             raise errors.bad_argument(call, "tensor", "one that met with no group", "a symmetric tensor", fix)
         handle = rendezvous(tensor, group)

@@ -202,7 +202,7 @@ class HostsMemory(HostMemory):
 
     def explain(self, what: str, status: int, peer: int, seconds: float) -> errors.SymcommError:
         """A rank that is gone ends the group, as with every call across hosts; a deadline does not."""
-        text, pid = f"{what} on group {self.group.name!r}", self.group.infos[peer]["pid"]
+        text, pid = f"{what} on group {self.group.name!r}", self.group.peer_info[peer]["pid"]
         if status == Status.TIMEOUT:
             fix = f"Rank {peer} (pid {pid}) lives; look at what it does, or give a longer timeout."
             return errors.deadline(text, seconds, missing=[peer], fix=fix)

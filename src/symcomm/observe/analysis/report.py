@@ -13,7 +13,7 @@ from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.stacks import short_site, where
 from symcomm.observe.recorder.trace import RankTrace, Trace
 
-__all__ = ["Ways", "as_data", "as_text", "count_ways", "last_operations"]
+__all__ = ["PathCounts", "as_data", "as_text", "count_ways", "last_operations"]
 
 DETAIL_FRAMES = 12
 BARS = " ▁▂▃▄▅▆▇█"
@@ -35,7 +35,7 @@ def last_operations(trace: Trace) -> list[tuple[str, int, Operation | None]]:
 
 
 @dataclass
-class Ways:
+class PathCounts:
     """How the recorded calls of a group were carried out, on all ranks together."""
 
     group: str
@@ -45,12 +45,12 @@ class Ways:
     queued: int = 0  # in the group's own thread
 
 
-def count_ways(trace: Trace) -> list[Ways]:
-    found: dict[str, Ways] = {}
+def count_ways(trace: Trace) -> list[PathCounts]:
+    found: dict[str, PathCounts] = {}
     for operations in trace.operations().values():
         for op in operations:
             if op.way:  # which torch's own dumps do not tell
-                counts = found.setdefault(op.group, Ways(op.group)).__dict__
+                counts = found.setdefault(op.group, PathCounts(op.group)).__dict__
                 counts[op.way] += 1
                 counts[op.thread] += 1
     return [ways for _, ways in sorted(found.items())]

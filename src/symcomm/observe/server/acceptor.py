@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["Acceptor", "Session"]
+__all__ = ["ConnectionAcceptor", "Session"]
 
 CONNECTIONS = 64
 STRANGERS = 16
@@ -48,7 +48,7 @@ class _Client:
     thread: threading.Thread | None = None
 
 
-class Acceptor:
+class ConnectionAcceptor:
     """``open_session(sock)`` makes what serves a client, without waiting for anything. ``name`` is for the log."""
 
     def __init__(self, listener: socket.socket, open_session: Callable[[socket.socket], Session], name: str, tls: Any):

@@ -25,7 +25,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.observe import server_registry
-from symcomm.observe.server.acceptor import Acceptor
+from symcomm.observe.server.acceptor import ConnectionAcceptor
 from symcomm.observe.server.connection import Bucket, Connection
 from symcomm.observe.server.http_session import load_h11
 
@@ -91,7 +91,7 @@ class Server:
         self.rank.address = self.address
         try:
             load_h11()
-            self._acceptor = Acceptor(listener, lambda sock: Connection(sock, self), "the rank's server", tls)
+            self._acceptor = ConnectionAcceptor(listener, lambda sock: Connection(sock, self), "the rank's server", tls)
         except (OSError, RuntimeError, errors.ResourceError) as error:
             self._remove()
             listener.close()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from symcomm import errors
-from symcomm.observe.server.acceptor import Acceptor
+from symcomm.observe.server.acceptor import ConnectionAcceptor
 from symcomm.observe.server.http_session import Head, HttpSession, load_h11
 from symcomm.observe.server.requests import Response
 from symcomm.observe.top.model import Live
@@ -92,7 +92,7 @@ class PageServer:
         self.address = f"http://{shown}:{self.port}/"
         self.url = f"{self.address}#token={self.token}"
         self.refresh()
-        self._acceptor = Acceptor(listener, lambda _sock: _Connection(self), "symcomm top", None)
+        self._acceptor = ConnectionAcceptor(listener, lambda _sock: _Connection(self), "symcomm top", None)
         self._watcher = threading.Thread(target=self._watch, name="symcomm-page-feed", daemon=True)
         self._watcher.start()
 

@@ -27,11 +27,11 @@ ANSWER = 2.0  # seconds that a server gets
 AT_ONCE = 64  # servers asked at the same time
 AT_A_TIME = 5000  # operations in one answer
 MEMORY_S = 5.0  # how often a rank is asked for its memory
-TROUBLES = (OSError, ValueError, KeyError, TypeError, http.client.HTTPException)
+FAILURES = (OSError, ValueError, KeyError, TypeError, http.client.HTTPException)
 
 
 def get_json(address: str, token: str, path: str, seconds: float = ANSWER) -> Any:
-    """What a rank's server answers; any of TROUBLES when it does not."""
+    """What a rank's server answers; any of FAILURES when it does not."""
     with contextlib.closing(request(address, token, path, time.monotonic() + seconds)) as connection:
         answer = connection.getresponse()
         body = answer.read()
@@ -65,7 +65,7 @@ class _Server:
             return found
         except (ConnectionError, FileNotFoundError):
             self.alive = False
-        except TROUBLES:
+        except FAILURES:
             pass
         return []
 
@@ -92,7 +92,7 @@ class _Server:
         return replace(op, created_ns=op.created_ns + self._offset, finished_ns=finished)
 
     def stacks(self) -> list[ThreadStack]:
-        with contextlib.suppress(*TROUBLES):
+        with contextlib.suppress(*FAILURES):
             return [ThreadStack.from_dict(one) for one in get_json(self.address, self.token, "/api/v1/stacks")]
         return []
 
@@ -120,7 +120,7 @@ class ServersFeed(Feed):
 
     def store_keys(self) -> list[str]:
         for server in self._servers.values():
-            with contextlib.suppress(*TROUBLES):
+            with contextlib.suppress(*FAILURES):
                 return get_json(server.address, server.token, "/api/v1/store")["keys"]
         return []
 
@@ -137,7 +137,7 @@ def attach_servers(address: str, token: str) -> ServersFeed:
     try:
         known = get_json(address, token, "/api/v1/servers")
         first = get_json(address, token, "/api/v1/rank")
-    except TROUBLES as error:
+    except FAILURES as error:
         raise errors.ResourceError(
             f"symcomm top: the server at {address} does not answer ({error}); is the job there, "
             "and SYMCOMM_TOKEN the job's?"

@@ -20,5 +20,5 @@ def apply() -> Undo:
 def _wrapper(wrapped_pg: Any, *_: Any, **__: Any) -> Any:
     if not getattr(wrapped_pg, "is_symcomm", False):
         return NotImplemented
-    wrapped_pg.be_careful()
+    wrapped_pg.enable_debug_checks()
     return wrapped_pg
