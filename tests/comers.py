@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from symcomm.group.default import join_ranks
-from symcomm.group.process_group import ProcessGroup
+from symcomm.group.local import LocalGroup
 from symcomm.store import FileStore
 from tests.faults import Outcome, readable
 
@@ -36,7 +36,7 @@ class Crowd:
     def member(self, fn: Callable, rank: int, world: int, *args: Any) -> int:
         def run() -> Any:
             store = FileStore(self.path)
-            group = join_ranks(store, rank, world, 20.0, partial(ProcessGroup, timeout=self.timeout))
+            group = join_ranks(store, rank, world, 20.0, partial(LocalGroup, timeout=self.timeout))
             return fn(group, *args)
 
         return self._fork(run)

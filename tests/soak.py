@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from symcomm.group.default import join_ranks
-from symcomm.group.process_group import ProcessGroup
+from symcomm.group.local import LocalGroup
 from symcomm.store import FileStore, TCPStore
 from tests import soak_ranks
 from tests.comers import Crowd
@@ -50,7 +50,7 @@ class SoakCrowd(Crowd):
         return TCPStore("127.0.0.1", self._server.port, is_master=False, wait_for_workers=False)
 
     def member(self, fn: Callable, rank: int, world: int, *args: Any) -> int:
-        make = partial(ProcessGroup, timeout=self.timeout)
+        make = partial(LocalGroup, timeout=self.timeout)
         # Nobody else may hold the group: what it holds is looked for when it was left.
         return self._fork(lambda: fn(lambda: join_ranks(self._store(), rank, world, 30.0, make), *args))
 

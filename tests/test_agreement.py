@@ -25,6 +25,7 @@ from symcomm._core import native
 from symcomm.group import failure
 from symcomm.group import shrink as shrinking
 from symcomm.group.default import join_ranks
+from symcomm.group.local import LocalGroup
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.shrink import Attempt, AttemptWord, Record, Records, pack_ranks, unpack_ranks
 from symcomm.memory.share import GroupNotBuilt
@@ -64,7 +65,7 @@ def _join(rank: int, world: int, folder: str, timeout: float) -> ProcessGroup:
     """Rank ``rank`` of all is one of a scenario of its own, which has the number of the step."""
     step, me = divmod(rank, WORLD)
     store = FileStore(os.path.join(folder, f"store{step}"), WORLD)
-    group = join_ranks(store, me, WORLD, 60.0, partial(ProcessGroup, timeout=timeout), tidy=False)
+    group = join_ranks(store, me, WORLD, 60.0, partial(LocalGroup, timeout=timeout), tidy=False)
     group.step = step  # type: ignore[attr-defined]
     return group
 
@@ -203,7 +204,7 @@ def _gives_up(group: ProcessGroup) -> list:
         def refuse(*_: object, **__: object) -> int:
             raise errors.ResourceError("no room")
 
-        group._arena.allocate_sparse = refuse  # type: ignore[method-assign]
+        group.arena.allocate_sparse = refuse  # type: ignore[method-assign]
     smaller = group.shrink(timeout=20.0)
     return [smaller.global_ranks, _use(smaller)]
 
@@ -235,12 +236,12 @@ def test_any_set_of_1024_ranks_fits_a_record(dead):
 def _long_words(group: ProcessGroup) -> list:
     refused = []
     for kind in (native.RECORD_CALL, native.RECORD_VOTE):
-        native.group_publish(group._handle, kind, b"before")
+        native.group_publish(group.handle, kind, b"before")
         with pytest.raises(ValueError, match="bytes at most, not 5000"):
-            native.group_publish(group._handle, kind, b"x" * 5000)
-        refused.append(native.group_records(group._handle, kind)[group.rank])
+            native.group_publish(group.handle, kind, b"x" * 5000)
+        refused.append(native.group_records(group.handle, kind)[group.rank])
     failure._publish(group, "all_reduce()", "/" + "d/" * 2000 + "train.py:7", 3)
-    said = json.loads(native.group_records(group._handle, native.RECORD_CALL)[group.rank])
+    said = json.loads(native.group_records(group.handle, native.RECORD_CALL)[group.rank])
     return [*refused, said["call"], said["site"].startswith("...") and said["site"].endswith("/train.py:7")]
 
 

@@ -366,9 +366,9 @@ def _fill_and_say(rank: int, world: int, path: str, nbytes: int) -> None:
     from symcomm.store import FileStore
 
     group = join_ranks(FileStore(path, world), rank, world, 30.0, symcomm.ProcessGroup)
-    view = group._arena.buffer(nbytes)
+    view = group.arena.buffer(nbytes)
     ctypes.memset(view, 1, nbytes)
-    assert native.peek(group._peers[1 - rank].base, 8), "the peer's memory is mapped"
+    assert native.peek(group.peers[1 - rank].base, 8), "the peer's memory is mapped"
     group.barrier()
     Path(f"{path}.ready{rank}").touch()
     time.sleep(60)
@@ -495,7 +495,7 @@ def arenas_mapped() -> tuple[int, int]:
 
 
 def _use_it(group):
-    view = group._arena.buffer(PAGE)
+    view = group.arena.buffer(PAGE)
     view[:4] = b"%04d" % group.rank
     group.split(group.rank % 2).barrier()
     group.barrier()

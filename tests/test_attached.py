@@ -25,6 +25,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives import select
 from symcomm.collectives.select import Limits
+from symcomm.group.local import LocalGroup
 from symcomm.group.process_group import ProcessGroup
 from symcomm.observe.recorder import records
 from symcomm.types import DType, RedOpType
@@ -100,7 +101,7 @@ def test_pieces_may_lie_anywhere():
 
 def test_ranks_that_are_threads_stage():
     def ways(g: ProcessGroup) -> str:
-        v = ProcessGroup(g.rank, g.size, g.all_gather_bytes, "threads", timeout=20, limits=LENT)
+        v = LocalGroup(g.rank, g.size, g.all_gather_bytes, "threads", timeout=20, limits=LENT)
         out = torch.empty(COUNT)
         v.scatter(out, pieces(0) if g.rank == 0 else None, 0)
         assert torch.equal(out, pieces(0)[g.rank])

@@ -276,7 +276,7 @@ def test_without_a_store_ranks_only_go(tmp_path, undisturbed):
         def with_lost_store(session: Any) -> float:
             if session.step == AT - 1:
                 session.group.store = LostStore()
-                session.group._join_queue = None
+                session.group.join_queue = None
                 session.group.store.set = lambda *_: None
             return step(session)
 

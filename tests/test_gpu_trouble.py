@@ -52,12 +52,12 @@ class FakeHandler:
     """Whoever is told: every rank knows of a failure before a wait is released."""
 
     def __init__(self, gone: list[int], flag_words: FakeFlagWords):
-        self._gone, self._flag_words = gone, flag_words
+        self.gone_ranks, self._flag_words = gone, flag_words
         self.told: list[Any] = []
         self.failed_elsewhere = self.settles = self.busy = False
 
     def gone(self) -> list[int]:
-        return self._gone
+        return self.gone_ranks
 
     def has_failed(self) -> bool:
         return self.failed_elsewhere

@@ -15,7 +15,8 @@ import torch
 import symcomm
 from symcomm import errors
 from symcomm.collectives.select import Limits
-from symcomm.group.process_group import ProcessGroup, free_retired
+from symcomm.group.local import LocalGroup, free_retired
+from symcomm.group.process_group import ProcessGroup
 from tests.faults import run_group
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -241,7 +242,7 @@ def make_and_destroy(group, times):
         child.destroy()
         group.barrier()  # everybody has left it
         free_retired()
-        used.append(group._arena.used_bytes)
+        used.append(group.arena.used_bytes)
     return used
 
 
@@ -373,5 +374,5 @@ def _count_on(group: ProcessGroup) -> int:
 
 @pytest.mark.parametrize("before", [(1 << 40) - 20, (1 << 32) - 20, (1 << 63) - 20])
 def test_operations_beyond_the_numbers_that_signals_carry(before: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ProcessGroup, "_operations", before)
+    monkeypatch.setattr(LocalGroup, "_operations", before)
     assert symcomm.spawn(_count_on, 2, mode="threads") == [0, 0]

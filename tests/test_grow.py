@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-import symcomm
 from symcomm import errors
 from symcomm.group import default
 from symcomm.group import grow as growing
+from symcomm.group.local import LocalGroup
 from symcomm.memory import share
 from symcomm.memory.arena import Arena, use_arena
 from symcomm.store import HashStore
@@ -381,7 +381,7 @@ def test_threads_join_threads():
     def run(rank: int) -> None:
         use_arena(Arena())
         if rank == 0:
-            group = symcomm.ProcessGroup(0, 1, lambda item: [item])
+            group = LocalGroup(0, 1, lambda item: [item])
             group.store = store
             results[0] = facts(group.grow(wait=WAIT, size=3))
         else:
@@ -397,7 +397,7 @@ def test_threads_join_threads():
 
 
 def test_words_of_refusals(monkeypatch):
-    group = symcomm.ProcessGroup(0, 1, lambda item: [item])
+    group = LocalGroup(0, 1, lambda item: [item])
     with pytest.raises(errors.CallerError, match="it has no store, so newcomers could not find it; grow the group"):
         group.grow()
     with pytest.raises(errors.BadArgumentError, match="grow: size must be a number of ranks, 1 or more, got 0"):

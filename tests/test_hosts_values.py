@@ -350,8 +350,8 @@ def groups(group):
 def test_groups_from_groups():
     said = run(groups, [2, 2])
     assert [s[0] for s in said] == [
-        ["ProcessGroup", None, "HierarchicalGroup"],
-        ["ProcessGroup", "HierarchicalGroup", "HierarchicalGroup", 40.0],
+        ["LocalGroup", None, "HierarchicalGroup"],
+        ["LocalGroup", "HierarchicalGroup", "HierarchicalGroup", 40.0],
         [None, None, "HierarchicalGroup"],
         [None, "HierarchicalGroup", "HierarchicalGroup", 40.0],
     ]

@@ -31,7 +31,7 @@ def filled(value: float, count: int, g: ProcessGroup | None = None) -> torch.Ten
     """``count`` float32, in symmetric memory when a group is given."""
     if g is None:
         return torch.full((count,), float(value))
-    raw = torch.frombuffer(g._arena.buffer(max(4 * count, 4)), dtype=torch.float32)[:count]
+    raw = torch.frombuffer(g.arena.buffer(max(4 * count, 4)), dtype=torch.float32)[:count]
     return raw.fill_(value)
 
 

@@ -92,7 +92,7 @@ def decide_in_turn(party: Party, victim: int, keepers: int) -> None:
         others = [me for me in range(self.size) if me != victim]
         await_death(party, victim)
         if party.me == others[0]:
-            verdict = self.to_verdict(self._gone(victim))
+            verdict = self.to_verdict(self.gone_ranks(victim))
         else:
             party.store.wait([f"decided/{others[0]}"])
         verdict = decide(self, verdict)
@@ -158,7 +158,7 @@ def decide_apart(party: Party, cut: dict[int, list[int]], order: list[int]) -> N
             party.store.wait([f"decided/{before[-1]}"])
         Reconfiguration._server = unanswered  # type: ignore[method-assign]
         if 0 in cut.get(party.me, []):  # it would not have heard there that all have built
-            verdict = self.to_verdict(self._gone(0))
+            verdict = self.to_verdict(self.gone_ranks(0))
         try:
             return decide(self, verdict)
         finally:

@@ -20,8 +20,8 @@ import symcomm
 from symcomm import errors
 from symcomm.group import hooks
 from symcomm.group.buffers import Buffer
+from symcomm.group.local import LocalGroup
 from symcomm.group.p2p import MessageWork
-from symcomm.group.process_group import ProcessGroup
 from symcomm.group.work import Work
 from symcomm.memory import arena as arenas
 from symcomm.memory.heap import Heap
@@ -110,7 +110,7 @@ def test_asynchronous_calls_within_asynchronous_calls(monkeypatch: pytest.Monkey
             inner.append(None)
             inner[0] = group.all_reduce(mine, async_op=True)
 
-    class Interrupted(ProcessGroup):
+    class Interrupted(LocalGroup):
         @property
         def _pending(self) -> list[Work]:
             interrupt(self)
@@ -136,7 +136,7 @@ def test_asynchronous_calls_within_asynchronous_calls(monkeypatch: pytest.Monkey
 
 def test_an_operation_within_the_copying_of_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for its turn behind the core's thread, which must not wait for the copying."""
-    group, finish = ProcessGroup(0, 1, lambda item: [item]), Buffer.finish
+    group, finish = LocalGroup(0, 1, lambda item: [item]), Buffer.finish
     copying, inner = threading.Event(), []
 
     def interrupted(buffer: Buffer) -> None:
@@ -271,7 +271,7 @@ def test_a_lock_that_another_thread_held_is_free_in_a_forked_child() -> None:
 def test_a_group_is_left_while_other_threads_start_operations() -> None:
     """Whatever was started is done or refused; nothing waits for a thread that has gone."""
     for _ in range(30):
-        group = ProcessGroup(0, 1, lambda item: [item])
+        group = LocalGroup(0, 1, lambda item: [item])
         group.all_reduce(torch.ones(2), async_op=True)
         ends: list[str] = []
 
@@ -286,7 +286,7 @@ def test_a_group_is_left_while_other_threads_start_operations() -> None:
         for thread in threads:
             thread.start()
         time.sleep(0.005)
-        group._leave()
+        group.leave_now()
         for thread in threads:
             thread.join(20)
         assert ends == ["refused"] * 3

@@ -184,7 +184,7 @@ def frtrace(folder: Path, *options: str) -> str:
 
 
 def write_own(group, folder: str) -> None:
-    trace = dump.note(group.global_ranks[group.rank], os.getpid(), group._arena.flight.address)
+    trace = dump.note(group.global_ranks[group.rank], os.getpid(), group.arena.flight.address)
     dump.write(trace, os.path.join(folder, "trace_rank_"))
 
 

@@ -82,7 +82,7 @@ def slow_rank(group):
         group.all_reduce(t)
     from symcomm.observe.recorder.dump import note
 
-    return note(group.rank, 0, group._arena.flight.address)
+    return note(group.rank, 0, group.arena.flight.address)
 
 
 def test_a_real_straggler():

@@ -43,8 +43,8 @@ def await_first(team: ProcessGroup) -> None:
     is stopped before it arrives is in a long call, and never has it."""
 
     def sleeps() -> bool:
-        there = native.group_report(team._handle)["ranks"][HALTED]["seq"] == 2
-        return there and state_of(team._peers[HALTED].pid) == "S"
+        there = native.group_report(team.handle)["ranks"][HALTED]["seq"] == 2
+        return there and state_of(team.peers[HALTED].pid) == "S"
 
     until(sleeps, 0.5)
 

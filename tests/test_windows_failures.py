@@ -219,7 +219,7 @@ def stopped_in_a_put(rank, world, folder, way):
         finally:
             open(f"{folder}/put", "w").close()
         return "nothing"
-    pid, seen = group._peers[1].pid, place[:1].numpy()
+    pid, seen = group.peers[1].pid, place[:1].numpy()
     while not seen[0]:
         pass
     os.kill(pid, signal.SIGSTOP)

@@ -246,3 +246,10 @@ def deadline(
         if arrived:
             text += f" (there: {format_ranks(arrived)})"
     return kind(f"{text}. {fix}" if fix else f"{text}.", missing)
+
+
+def nested(call: str, name: str) -> CallerError:
+    return CallerError(
+        f"{call} on group {name!r}: called by a signal handler (or a finalizer) while its thread waits in another "
+        "operation of this group. Set a flag there and make the call later, or use another group."
+    )

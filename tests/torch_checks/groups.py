@@ -229,7 +229,7 @@ def groups_of_one_name(rank: int, path: str) -> None:
         value = torch.tensor([rank + 1.0])
         group.allreduce(value).wait()
         equal(value, [rank + 1.0])
-        assert group.core._peers[0].pid == os.getpid()
+        assert group.core.peers[0].pid == os.getpid()
         group.shutdown()
     assert store_prefix_of([0, 1]) != store_prefix_of([2, 3])
 

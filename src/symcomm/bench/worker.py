@@ -189,7 +189,7 @@ class SymcommSide(TorchSide):
         if kind != "symmetric":
             return super().empty(count, dtype, kind)
         torch_dtype = getattr(self.torch, dtype)
-        return self.torch.frombuffer(self.group._arena.buffer(count * torch_dtype.itemsize), dtype=torch_dtype)
+        return self.torch.frombuffer(self.group.arena.buffer(count * torch_dtype.itemsize), dtype=torch_dtype)
 
     def window(self, count: int, dtype: str) -> tuple[Any, Any]:
         memory = self.empty(count, dtype, "ordinary")

@@ -28,7 +28,7 @@ class Departure:
     """One rank's, of one group on one GPU."""
 
     def __init__(self, handle: Any, rank: int, device: int):
-        self._handle, self._rank, self._device = handle, rank, device
+        self.handle, self._rank, self._device = handle, rank, device
         self.flag_words: Any = None  # of the group's collectives, once it has some
         self.last_stream: int | None = None  # of those
         self.windows = 0  # into which peers may put at any time
@@ -72,7 +72,7 @@ class Departure:
 
     def dead(self) -> set[int]:
         """Ranks whose processes have died, and with them all they had on a GPU."""
-        return {r["rank"] for r in native.group_report(self._handle)["ranks"] if r["gone"] == Status.DEAD}
+        return {r["rank"] for r in native.group_report(self.handle)["ranks"] if r["gone"] == Status.DEAD}
 
     def staying(self, ranks: Iterable[int]) -> list[int]:
         """Those of ``ranks`` that may still use this rank's memory."""
@@ -81,7 +81,7 @@ class Departure:
 
     def is_left_alone(self) -> bool:
         """Whether nobody uses anything of this rank's any more. Until the group is over, some may."""
-        if not native.group_status(self._handle):
+        if not native.group_status(self.handle):
             return False
         self.leave_when_done()
         return not self.staying(r for r in range(self.flag_words.world) if r != self._rank)

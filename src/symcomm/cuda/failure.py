@@ -50,7 +50,7 @@ class CudaFailures:
 
     def __init__(self, core: ProcessGroup, device: int):
         self._core = weakref.ref(core)
-        self._handle = core._handle
+        self.handle = core.handle
         self._rank = core.rank
         self.device = device
         self.error: errors.SymcommError | None = None  # once callers may have it
@@ -58,7 +58,7 @@ class CudaFailures:
         self._raised = False
         self._settled = threading.Event()
         self._lock = threading.Lock()
-        self.departure = Departure(core._handle, core.rank, device)
+        self.departure = Departure(core.handle, core.rank, device)
         self.works: weakref.WeakSet[Any] = weakref.WeakSet()  # that fail along
         self._users: list[int] = []  # ranks that may be using this rank's tensors
         self._since: float | None = None  # when it failed
@@ -86,7 +86,7 @@ class CudaFailures:
             return
         core = self._core()
         if self._raised and core is not None and core._failure is not None:
-            raise core._unusable()
+            raise core.unusable_error()
         self._raised = True
         raise error
 
@@ -96,7 +96,7 @@ class CudaFailures:
         self.raise_if_failed()
         core = self._core()
         if core is not None and core._failure is not None:
-            core._check_usable()
+            core.check_usable()
         if torch.cuda.is_current_stream_capturing():
             raise errors.CallerError(
                 f"{call}: a CUDA graph is being captured; ranks meet on the host for every operation, so that a dead "
@@ -112,7 +112,7 @@ class CudaFailures:
 
     def gone(self) -> list[int]:
         """Ranks that have died or left."""
-        return [r["rank"] for r in native.group_report(self._handle)["ranks"] if r["gone"]]
+        return [r["rank"] for r in native.group_report(self.handle)["ranks"] if r["gone"]]
 
     def is_busy(self) -> bool:
         """Peers wait for us to leave if the group fails."""
@@ -131,18 +131,18 @@ class CudaFailures:
         return False
 
     def _is_over(self) -> bool:
-        status = native.group_status(self._handle)
+        status = native.group_status(self.handle)
         if status != Status.LEFT:
             return bool(status)
-        return native.group_report(self._handle)["culprit"] != self._rank  # otherwise this rank has left in peace
+        return native.group_report(self.handle)["culprit"] != self._rank  # otherwise this rank has left in peace
 
     def fail(self, item: Any, ranks: list[int], died: bool) -> None:
         """The watchdog found that ``ranks`` will not arrive."""
         core = self._core()
         if core is None:
             return
-        status = native.group_report(self._handle)["ranks"][ranks[0]]["gone"] if died else Status.TIMEOUT
-        native.group_fail(self._handle, status, ranks[0])
+        status = native.group_report(self.handle)["ranks"][ranks[0]]["gone"] if died else Status.TIMEOUT
+        native.group_fail(self.handle, status, ranks[0])
         self._stop()
         self._describe = lambda: self._lost(core, item, ranks) if died else self._late(core, item, ranks)
         self._is_first = True
@@ -154,7 +154,7 @@ class CudaFailures:
             self._describe = lambda: self._failed_elsewhere(core)
 
     def _failed_elsewhere(self, core: ProcessGroup) -> errors.SymcommError:
-        report = native.group_report(self._handle)
+        report = native.group_report(self.handle)
         origin, culprit = report["origin"], report["culprit"]
         what = f"work on cuda:{self.device} of group {core.name!r}"
         if core._failure is not None:
@@ -232,8 +232,8 @@ class CudaFailures:
         return self._without(core, f"{what} failed {where}", ranks, " while the GPU waited for it")
 
     def _without(self, core: ProcessGroup, what: str, ranks: list[int], when: str) -> errors.SymcommError:
-        left = {r["rank"] for r in native.group_report(self._handle)["ranks"] if r["gone"] == Status.LEFT}
-        pids = {r: core._peers[r].pid for r in ranks}
+        left = {r["rank"] for r in native.group_report(self.handle)["ranks"] if r["gone"] == Status.LEFT}
+        pids = {r: core.peers[r].pid for r in ranks}
         who = "; ".join(
             f"rank {r} (pid {pid}) {'left the group' if r in left else how_it_ended(pid)}" for r, pid in pids.items()
         )

@@ -130,8 +130,8 @@ class CudaGroup(CudaExecution):
         self.time_sliced = shares_gpu and not all(c["mps"] for c in everyone) and len(set(pids)) > 1
         # Ranks that are threads share their default stream, in which one's wait would block the other's signal.
         self._ranks_are_threads = len(set(pids)) < core.size
-        host = [peer.base + c["flags"] for peer, c in zip(core._peers, everyone, strict=True)]
-        self.flag_words = FlagWords(core.rank, core.size, host, list(core._peers))
+        host = [peer.base + c["flags"] for peer, c in zip(core.peers, everyone, strict=True)]
+        self.flag_words = FlagWords(core.rank, core.size, host, list(core.peers))
         self.barriers = StreamBarriers(self.flag_words, driver())
         single_kernel = (
             len(gpus) == 1
@@ -145,7 +145,7 @@ class CudaGroup(CudaExecution):
             if single_kernel
             else StreamCollectives(core.rank, core.size, device, self.barriers)
         )
-        self._small_stages = [peer.base + c["stage"] for peer, c in zip(core._peers, everyone, strict=True)]
+        self._small_stages = [peer.base + c["stage"] for peer, c in zip(core.peers, everyone, strict=True)]
         self._small_half = HALF_BYTES if self.time_sliced else -1
         self._lock = threading.RLock()
         self._stages: list[PoolBuffer] = []
@@ -165,18 +165,18 @@ class CudaGroup(CudaExecution):
         self._shown: dict[int, Any] = {}  # by stream: the event behind its last use of peers' tensors
         _living.add(self)
         weakref.finalize(self, _hold_stages, self.failures.departure, self._stages).atexit = False
-        core._before_leaving.append(self.finish)
+        core.before_leaving.append(self.finish)
         core.barrier()  # nobody's GPU writes a block of flag words that its owner has not cleared
 
     def _exchange_info(self, core: ProcessGroup, device: int) -> list[dict[str, Any]]:
         """All-gather facts about the ranks; allocates this rank's flag words."""
         nbytes = flag_words_bytes(core.size)
-        self._flags_offset = core._arena.allocate(nbytes)
-        native.poke(core._arena.base + self._flags_offset, bytes(nbytes))
+        self._flags_offset = core.arena.allocate(nbytes)
+        native.poke(core.arena.base + self._flags_offset, bytes(nbytes))
         mps = driver().has_mps(device)
         single_kernel = mps and kernels.supports_single_kernel(device) and 1 < core.size <= MOST_RANKS
         info = {**devices.describe(device), "mps": mps, "single_kernel": single_kernel, "flags": self._flags_offset}
-        self._small_offset = core._arena.allocate_sparse(STAGE_BYTES, 1)  # whose pages come when it is used
+        self._small_offset = core.arena.allocate_sparse(STAGE_BYTES, 1)  # whose pages come when it is used
         return self._all_gather_info({**info, "stage": self._small_offset})
 
     def _all_gather_info(self, info: dict[str, Any]) -> list[dict[str, Any]]:
@@ -186,8 +186,8 @@ class CudaGroup(CudaExecution):
     @functools.cached_property
     def _small(self) -> ViaHostCollectives:
         """For small operations of ranks that time-slice a GPU. Built on first use, since it pins memory."""
-        self.core._arena.reserve(self._small_offset, STAGE_BYTES)
-        for stage, peer in zip(self._small_stages, self.core._peers, strict=True):
+        self.core.arena.reserve(self._small_offset, STAGE_BYTES)
+        for stage, peer in zip(self._small_stages, self.core.peers, strict=True):
             register_with_gpu(stage, STAGE_BYTES, peer)
         return ViaHostCollectives(self.rank, self.size, self.device, self.barriers, self._small_stages)
 
@@ -217,8 +217,8 @@ class CudaGroup(CudaExecution):
         return self._small if nbytes <= self._small_half else self.collectives
 
     @property
-    def _timeout_ns(self) -> int:  # type: ignore[override]
-        return self.core._timeout_ns
+    def timeout_ns(self) -> int:  # type: ignore[override]
+        return self.core.timeout_ns
 
     def __repr__(self) -> str:
         return f"<CudaGroup {self.name!r}: rank {self.rank} of {self.size} on cuda:{self.device}>"
@@ -252,7 +252,7 @@ class CudaGroup(CudaExecution):
         import torch
 
         call, need, may_be_direct = request.call, move.need, move.may_be_direct
-        timeout_ns = self.core._timeout_ns if timeout is None else to_ns(call, timeout)
+        timeout_ns = self.core.timeout_ns if timeout is None else to_ns(call, timeout)
         self.failures.check_usable(call)
         half = self._promised if self._collectives_for(need) is self.collectives else self._small_half
         grow = need > half and half < self.limits.most_half and self.size > 1
@@ -284,7 +284,7 @@ class CudaGroup(CudaExecution):
             with self._lock:
                 if not self._queued:
                     started = time.monotonic()
-                    status = native.run(self.core._handle, plan, ins, outs, timeout_ns, self.core._site(1))
+                    status = native.run(self.core.handle, plan, ins, outs, timeout_ns, self.core._site(1))
                     if status:
                         raise self._failed(status, call, call_site(1), time.monotonic() - started)
                     put(torch._C._cuda_getCurrentRawStream(self.device))
@@ -342,7 +342,7 @@ class CudaGroup(CudaExecution):
                 infos = self._infos()
                 INFO.pack_into(infos.mine, 0, *self._block_of(address), NOTHING, 0)
                 ins, outs = infos.ins, infos.outs
-            status = native.run(core._handle, plan, ins, outs, core._timeout_ns, site)
+            status = native.run(core.handle, plan, ins, outs, core.timeout_ns, site)
             if status:
                 raise self._failed(status, "all_reduce", call_site(1), None)
             places = self._symmetric(infos) if infos is not None else None
@@ -353,7 +353,7 @@ class CudaGroup(CudaExecution):
                 self._note_in_place_use(stream)
             if infos is not None:
                 self._spare_infos.append(infos)
-            self._note("all_reduce", core._timeout_ns / 1e9)
+            self._note("all_reduce", core.timeout_ns / 1e9)
         return True
 
     def _submit(
@@ -390,9 +390,9 @@ class CudaGroup(CudaExecution):
                     self._queued -= 1
 
             self._queued += 1
-            number = self.core._arena.flight.site(site)
+            number = self.core.arena.flight.site(site)
             try:
-                work._request = native.submit(self.core._handle, plan, ins, outs, timeout_ns, number, on_arrival)
+                work._request = native.submit(self.core.handle, plan, ins, outs, timeout_ns, number, on_arrival)
             except BaseException:
                 self._queued -= 1
                 raise

@@ -125,9 +125,9 @@ class CudaMessages:
         self.core = core
         self.rank, self.size, self.name, self.device = core.rank, core.size, core.name, device
         nbytes = _MessageFlags.nbytes(core.size)
-        self._offset = core._arena.allocate(nbytes)
-        native.poke(core._arena.base + self._offset, bytes(nbytes))
-        self._flags = _MessageFlags(core._peers[core.rank].base + self._offset, core.size, core._peers[core.rank])
+        self._offset = core.arena.allocate(nbytes)
+        native.poke(core.arena.base + self._offset, bytes(nbytes))
+        self._flags = _MessageFlags(core.peers[core.rank].base + self._offset, core.size, core.peers[core.rank])
         self._peer_flags: dict[tuple[int, int], _MessageFlags] = {}  # (rank, offset in its arena)
         self._failures: CudaFailures = failures_of(core, device)
         self._lock = threading.RLock()
@@ -138,7 +138,7 @@ class CudaMessages:
         self._last_sender: Any = None  # the stream of the last one
         _living.add(self)
         weakref.finalize(self, _hold_unreceived, self._failures.departure, self._flags, self._in_flight).atexit = False
-        core._before_leaving.append(self.finish)
+        core.before_leaving.append(self.finish)
 
     # --- sending ----------------------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class CudaMessages:
     def _flags_of(self, rank: int, offset: int) -> _MessageFlags:
         flags = self._peer_flags.get((rank, offset))
         if flags is None:
-            peer = self.core._peers[rank]
+            peer = self.core.peers[rank]
             flags = self._peer_flags[rank, offset] = _MessageFlags(peer.base + offset, self.size, peer)
         return flags
 

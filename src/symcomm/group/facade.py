@@ -38,7 +38,7 @@ class Collectives:
     size: int
     name: str
     views: Views = HOST_VIEWS
-    _timeout_ns: int
+    timeout_ns: int
     # (number of the operation, root or reduce operation, input, output, ns) -> 0, a failure's status, or < 0: unknown
     _run_cached: Callable[[int, Any, Any, Any, int], int]
     execute: Callable[[Request, bool, Timeout], Any]
@@ -49,7 +49,7 @@ class Collectives:
     def all_reduce(self, tensor: Any, op: Any = SUM, async_op: bool = False, timeout: Timeout = None) -> Any:
         """Combine ``tensor`` over all ranks, in place."""
         if not async_op and timeout is None:
-            status = self._run_cached(_ALL_REDUCE, op, tensor, tensor, self._timeout_ns)
+            status = self._run_cached(_ALL_REDUCE, op, tensor, tensor, self.timeout_ns)
             if status >= 0:
                 return self._ended(status, "all_reduce") if status else None
         return self.execute(request.all_reduce(self, tensor, op), async_op, timeout)
@@ -57,7 +57,7 @@ class Collectives:
     def reduce(self, tensor: Any, root: int = 0, op: Any = SUM, async_op: bool = False, timeout: Timeout = None) -> Any:
         """Combine ``tensor`` over all ranks into ``root``'s; the others' stay as they are."""
         if not async_op and timeout is None:
-            status = self._run_cached(_REDUCE, rooted(root, op), tensor, tensor, self._timeout_ns)
+            status = self._run_cached(_REDUCE, rooted(root, op), tensor, tensor, self.timeout_ns)
             if status >= 0:
                 return self._ended(status, "reduce") if status else None
         return self.execute(request.reduce(self, tensor, root, op), async_op, timeout)
@@ -67,7 +67,7 @@ class Collectives:
     ) -> Any:
         """``input`` is one piece per rank, one after the other; rank k gets the combination of all k-th pieces."""
         if not async_op and timeout is None:
-            status = self._run_cached(_REDUCE_SCATTER_SINGLE, op, input, output, self._timeout_ns)
+            status = self._run_cached(_REDUCE_SCATTER_SINGLE, op, input, output, self.timeout_ns)
             if status >= 0:
                 return self._ended(status, "reduce_scatter_single") if status else None
         return self.execute(request.reduce_scatter_single(self, output, input, op), async_op, timeout)
@@ -77,7 +77,7 @@ class Collectives:
     ) -> Any:
         """Like reduce_scatter_single, with a list of pieces; they may differ in size."""
         if not async_op and timeout is None:
-            status = self._run_cached(_REDUCE_SCATTER, op, inputs, output, self._timeout_ns)
+            status = self._run_cached(_REDUCE_SCATTER, op, inputs, output, self.timeout_ns)
             if status >= 0:
                 return self._ended(status, "reduce_scatter") if status else None
         return self.execute(request.reduce_scatter(self, output, inputs, op), async_op, timeout)
@@ -87,7 +87,7 @@ class Collectives:
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None) -> Any:
         """Everybody's ``tensor`` becomes ``root``'s."""
         if not async_op and timeout is None:
-            status = self._run_cached(_BROADCAST, root, tensor, tensor, self._timeout_ns)
+            status = self._run_cached(_BROADCAST, root, tensor, tensor, self.timeout_ns)
             if status >= 0:
                 return self._ended(status, "broadcast") if status else None
         return self.execute(request.broadcast(self, tensor, root), async_op, timeout)
@@ -95,7 +95,7 @@ class Collectives:
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False, timeout: Timeout = None) -> Any:
         """``output`` becomes all ranks' ``input``, one after the other."""
         if not async_op and timeout is None:
-            status = self._run_cached(_ALL_GATHER_SINGLE, 0, input, output, self._timeout_ns)
+            status = self._run_cached(_ALL_GATHER_SINGLE, 0, input, output, self.timeout_ns)
             if status >= 0:
                 return self._ended(status, "all_gather_single") if status else None
         return self.execute(request.all_gather_single(self, output, input), async_op, timeout)
@@ -103,7 +103,7 @@ class Collectives:
     def all_gather(self, outputs: Sequence[Any], input: Any, async_op: bool = False, timeout: Timeout = None) -> Any:
         """``outputs[k]`` becomes rank k's ``input``; sizes may differ between ranks."""
         if not async_op and timeout is None:
-            status = self._run_cached(_ALL_GATHER, 0, input, outputs, self._timeout_ns)
+            status = self._run_cached(_ALL_GATHER, 0, input, outputs, self.timeout_ns)
             if status >= 0:
                 return self._ended(status, "all_gather") if status else None
         return self.execute(request.all_gather(self, outputs, input), async_op, timeout)
@@ -113,7 +113,7 @@ class Collectives:
     ) -> Any:
         """At ``root``, ``outputs[k]`` becomes rank k's ``input``; the others pass None."""
         if not async_op and timeout is None:
-            status = self._run_cached(_GATHER, root, input, or_none(outputs), self._timeout_ns)
+            status = self._run_cached(_GATHER, root, input, or_none(outputs), self.timeout_ns)
             if status >= 0:
                 return self._ended(status, "gather") if status else None
         return self.execute(request.gather(self, outputs, input, root), async_op, timeout)
@@ -123,7 +123,7 @@ class Collectives:
     ) -> Any:
         """At ``root``, ``output`` becomes all ranks' ``input``, one after the other; the others pass None."""
         if not async_op and timeout is None:
-            status = self._run_cached(_GATHER_SINGLE, root, input, output, self._timeout_ns)
+            status = self._run_cached(_GATHER_SINGLE, root, input, output, self.timeout_ns)
             if status >= 0:
                 return self._ended(status, "gather_single") if status else None
         return self.execute(request.gather_single(self, output, input, root), async_op, timeout)
@@ -133,7 +133,7 @@ class Collectives:
     ) -> Any:
         """Rank k's ``output`` becomes ``root``'s ``inputs[k]``; the others pass None."""
         if not async_op and timeout is None:
-            status = self._run_cached(_SCATTER, root, or_none(inputs), output, self._timeout_ns)
+            status = self._run_cached(_SCATTER, root, or_none(inputs), output, self.timeout_ns)
             if status >= 0:
                 return self._ended(status, "scatter") if status else None
         return self.execute(request.scatter(self, output, inputs, root), async_op, timeout)
@@ -148,7 +148,7 @@ class Collectives:
 
         Splits count rows of dimension 0, as in torch; without them the pieces are equal."""
         if not output_splits and not input_splits and not async_op and timeout is None:
-            status = self._run_cached(_ALL_TO_ALL_SINGLE, 0, input, output, self._timeout_ns)
+            status = self._run_cached(_ALL_TO_ALL_SINGLE, 0, input, output, self.timeout_ns)
             if status >= 0:
                 return self._ended(status, "all_to_all_single") if status else None
         agree = partial(self._agree_on_splits, timeout)
@@ -213,7 +213,7 @@ class Collectives:
     def barrier(self, async_op: bool = False, timeout: Timeout = None) -> Any:
         """Return once every rank has come."""
         if not async_op and timeout is None:
-            status = self._run_cached(_BARRIER, 0, None, None, self._timeout_ns)
+            status = self._run_cached(_BARRIER, 0, None, None, self.timeout_ns)
             if status >= 0:
                 return self._ended(status, "barrier") if status else None
         return self.execute(request.barrier(), async_op, timeout)

@@ -1,6 +1,6 @@
 """One way to make a group, wherever its ranks are.
 
-Ranks that share memory form a ProcessGroup. Where they turn out to be on several hosts, the layer above takes over: it
+Ranks that share memory form a LocalGroup. Where they turn out to be on several hosts, the layer above takes over: it
 is loaded by name, and only then, since this one must not depend on it.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from symcomm.collectives.select import Limits
-from symcomm.group.process_group import ProcessGroup
+from symcomm.group.local import LocalGroup
 from symcomm.group.work import Timeout
 from symcomm.memory.share import Exchange, SeveralHostsError
 
@@ -32,9 +32,9 @@ def make_group(
 ) -> Any:
     """A group of ``size`` ranks that reach each other through ``exchange``; all of them call this at once.
 
-    A ProcessGroup, or a HierarchicalGroup with the same methods. ``engine`` names what carries data between hosts."""
+    A LocalGroup, or a HierarchicalGroup with the same methods. ``engine`` names what carries data between hosts."""
     try:
-        return ProcessGroup(rank, size, exchange, name, timeout, limits, global_ranks)
+        return LocalGroup(rank, size, exchange, name, timeout, limits, global_ranks)
     except SeveralHostsError as found:
         hosts = found.hosts
     make: Any = importlib.import_module(ACROSS_HOSTS).HierarchicalGroup

@@ -130,7 +130,7 @@ def dumps_core(pid: int) -> bool:
 def explain(group: Any, status: int, call: str, at: Site, seconds: float | None) -> errors.SymcommError:
     """The exception for a failed operation of ``group`` (a ProcessGroup). ``seconds`` None: that of the last one."""
     site = format_site(at)
-    report = native.group_report(group._handle)
+    report = native.group_report(group.handle)
     if seconds is None:
         seconds = report["running"]
     seq = report["seq"] = status >> 8 or report["seq"]  # of the operation that failed; there may be later ones
@@ -166,7 +166,7 @@ def explain(group: Any, status: int, call: str, at: Site, seconds: float | None)
 
 def explain_peer(group: Any, what: str, status: int, peer: int, seconds: float) -> errors.SymcommError:
     """The exception for a wait for one rank's signal that failed. It does no harm to the group."""
-    text, pid = f"{what} on group {group.name!r}", group._peers[peer].pid
+    text, pid = f"{what} on group {group.name!r}", group.peers[peer].pid
     if status in (Status.DEAD, Status.LEFT):
         how = how_it_ended(pid) if status == Status.DEAD else "left the group"
         return errors.RankFailedError(
@@ -178,19 +178,19 @@ def explain_peer(group: Any, what: str, status: int, peer: int, seconds: float) 
         lives = f"Rank {peer} (pid {pid}) lives; look at what it does, or give a longer timeout."
         return errors.deadline(text, seconds, missing=[peer], fix=lives)
     if group._failure is not None:
-        return group._unusable()
+        return group.unusable_error()
     return errors.GroupUnusableError(f"{text} failed: the group was aborted or an operation on it failed before.")
 
 
 def check_living(group: Any, ranks: Collection[int], what: str) -> None:
     """Raise if one of ``ranks``, which somebody waits for outside of the group's operations, died or left."""
-    report = native.group_report(group._handle)["ranks"]
+    report = native.group_report(group.handle)["ranks"]
     gone = {r["rank"]: r["gone"] for r in report if r["gone"] and r["rank"] in ranks and r["rank"] != group.rank}
     if not gone:
         return
     parts = []
     for rank, status in gone.items():
-        pid = group._peers[rank].pid
+        pid = group.peers[rank].pid
         parts.append(f"rank {rank} (pid {pid}) {how_it_ended(pid) if status == Status.DEAD else 'left the group'}")
     left = [r["rank"] for r in report if not r["gone"]]
     raise errors.RankFailedError(
@@ -204,13 +204,13 @@ def _publish(group: Any, call: str, site: str, seq: int) -> None:
     """Tell the others what this rank was doing. Of a long path the end says most."""
     while len(text := json.dumps({"call": call, "site": site, "seq": seq}).encode()) > native.CALL_BYTES:
         site = f"...{site[len(site) // 4 + 4 :]}"
-    native.group_publish(group._handle, native.RECORD_CALL, text)
+    native.group_publish(group.handle, native.RECORD_CALL, text)
 
 
 def _await_records(group: Any, ranks: Sequence[int]) -> list[dict[str, Any] | None]:
     deadline = time.monotonic() + RECORD_WAIT
     while True:
-        records = native.group_records(group._handle, native.RECORD_CALL)
+        records = native.group_records(group.handle, native.RECORD_CALL)
         if all(records[r] is not None for r in ranks) or time.monotonic() > deadline:
             return [json.loads(item) if item is not None else None for item in records]
         time.sleep(0.001)
@@ -261,7 +261,7 @@ def _rank_gone(group: Any, what: str, report: dict[str, Any], seconds: float) ->
     gone = [first, *(r["rank"] for r in report["ranks"] if r["gone"] == Status.DEAD and r["rank"] != first)]
     parts = []
     for rank in gone:
-        pid = group._peers[rank].pid
+        pid = group.peers[rank].pid
         seen = report["ranks"][rank]
         how = "left the group" if seen["gone"] == Status.LEFT else how_it_ended(pid)
         parts.append(f"rank {rank} (pid {pid}) {how} {_last_seen(seen, report['seq'])}")

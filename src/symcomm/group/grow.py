@@ -201,7 +201,7 @@ class Round:
 
     def _drop(self, built: Any) -> None:
         if built is not None:
-            built._leave()
+            built.leave_now()
 
 
 class MembersRound(Round):
@@ -223,7 +223,7 @@ class MembersRound(Round):
                 return known
             if known:
                 raise  # a member is gone: as the next operation on the group would tell
-            self._group._leave()  # others may be in either group: this rank must not go on in one by itself
+            self._group.leave_now()  # others may be in either group: this rank must not go on in one by itself
             raise errors.RankFailedError(
                 f"grow of group {self._group.name!r}: rank {self.index} lost the store, and could not ask the other "
                 f"members whether newcomers were let in ({error}); end this process, or join anew.",
@@ -279,14 +279,14 @@ class JoinQueue:
 
 
 def join_queue_of(group: ProcessGroup) -> JoinQueue:
-    if group._join_queue is None:
+    if group.join_queue is None:
         if group.store is None:
             raise errors.CallerError(
                 f"grow of group {group.name!r}: it has no store, so newcomers could not find it; grow the group that "
                 "symcomm.init() made, or what its shrink() gave."
             )
-        group._join_queue = JoinQueue(group.store, group._base_name)
-    return group._join_queue
+        group.join_queue = JoinQueue(group.store, group.base_name)
+    return group.join_queue
 
 
 def close(group: ProcessGroup, why: str = "the job is over; there is nothing to join") -> None:
@@ -335,10 +335,10 @@ def _plan(
                 else:
                     requests[ticket] = request
             requests = {ticket: request for ticket, request in requests.items() if not processes[ticket].is_dead()}
-            if len(requests) >= wanted or group._gone():
+            if len(requests) >= wanted or group.gone_ranks():
                 break
         chosen = sorted(requests, key=lambda t: (requests[t]["rank"] is None, requests[t]["rank"], t))[:room]
-        if not chosen or group._gone():
+        if not chosen or group.gone_ranks():
             return {}, list(processes.values())
         plan = {
             "round": queue.store.add("rounds", 1),
@@ -350,7 +350,7 @@ def _plan(
             "timeout": group.timeout,
             "limits": asdict(group._limits),
         }
-        plan["name"] = f"{group._base_name}+{plan['round']}"
+        plan["name"] = f"{group.base_name}+{plan['round']}"
         for ticket in processes.keys() - set(chosen):
             processes[ticket].close()
         return plan, [processes[t] for t in chosen]
@@ -373,7 +373,7 @@ def _grow_by(
     group: ProcessGroup, queue: JoinQueue, plan: dict[str, Any], processes: list[NewcomerProcess]
 ) -> ProcessGroup:
     def find_failure() -> str:
-        if gone := group._gone():
+        if gone := group.gone_ranks():
             return f"rank {format_ranks(gone)} of the members died meanwhile"
         if dead := [str(process.pid) for process in processes if process.is_dead()]:
             return f"newcomer (pid {', '.join(dead)}) died while it joined"
@@ -436,7 +436,7 @@ def join_through(store: Any, name: str, timeout: float | timedelta, rank: int | 
         round_ = Round(queue.round_store(plan["round"]), plan["index"], size, plan["seconds"])
         group = round_.build(partial(_make, plan=plan))
         if group is not None:
-            group.store, group._base_name = store, name
+            group.store, group.base_name = store, name
             _with_newcomers(group, plan)
             hooks.joined(group, store)
             return group

@@ -26,7 +26,7 @@ class MonitoredBarrier(MessageCalls):
         With ``wait_all_ranks`` all missing ranks are named, otherwise the first."""
         self._barriers += 1
         tag = BARRIER_TAG - self._barriers
-        seconds = (self._timeout_ns if timeout is None else to_ns("monitored_barrier", timeout)) / 1e9
+        seconds = (self.timeout_ns if timeout is None else to_ns("monitored_barrier", timeout)) / 1e9
         missing = self._count_in(tag, seconds) if self.rank == 0 else self._report_in(tag, seconds)
         if missing:
             named = missing if wait_all_ranks else missing[:1]

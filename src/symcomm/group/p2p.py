@@ -112,7 +112,7 @@ class MessageWork(AnyMessageWork):
     def wait(self, timeout: Timeout = None) -> bool:
         """Block until the message has left (send) or is there (receive)."""
         if self._outcome is None:
-            given = self._group._timeout_ns if not timeout else to_ns("wait", timeout)
+            given = self._group.timeout_ns if not timeout else to_ns("wait", timeout)
             self._conclude(native.p2p_wait(self._op, given, True), given)
         if self._error is not None:
             raise self._error
@@ -120,7 +120,7 @@ class MessageWork(AnyMessageWork):
 
     def _conclude(self, outcome: tuple[int, int, int, int], given_ns: int) -> None:
         """The end of a wait of ``given_ns``. A time-out that left the message withdrawn does not harm the group."""
-        if outcome[0] != Status.TIMEOUT or native.group_report(self._group._handle)["status"]:
+        if outcome[0] != Status.TIMEOUT or native.group_report(self._group.handle)["status"]:
             self._settle(outcome)
             return
         self._outcome = outcome
@@ -162,23 +162,23 @@ class MessageCalls:
     rank: int
     size: int
     name: str
-    _handle: native.Group
-    _arena: Any
-    _timeout_ns: int
+    handle: native.Group
+    arena: Any
+    timeout_ns: int
     _failure: Any
     _in_flight: list[MessageWork]
     _sweep_at: int
     _keep_lock: threading.Lock
-    _check_usable: Callable[[], None]
+    check_usable: Callable[[], None]
 
     def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
         """Returns once ``tensor`` may be changed again."""
         if timeout is None and self._failure is None:  # of a plain torch tensor: one call of the core
-            outcome = native.p2p_exchange(self._handle, True, peer, tag, tensor, self._timeout_ns)
+            outcome = native.p2p_exchange(self.handle, True, peer, tag, tensor, self.timeout_ns)
             if type(outcome) is int:
                 return
             self._raise_failure(outcome, Message.send(tensor, peer, tag), read_buffer)
-        self._check_usable()
+        self.check_usable()
         if timeout is not None:
             to_ns("send", timeout)  # a wrong one is refused before anything is on its way
         self._post(Message.send(tensor, peer, tag), "send", False).wait(timeout)
@@ -186,11 +186,11 @@ class MessageCalls:
     def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
         """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank."""
         if timeout is None and self._failure is None:
-            outcome = native.p2p_exchange(self._handle, False, peer, tag, tensor, self._timeout_ns)
+            outcome = native.p2p_exchange(self.handle, False, peer, tag, tensor, self.timeout_ns)
             if type(outcome) is int:
                 return outcome
             self._raise_failure(outcome, Message.receive(tensor, peer, tag), write_buffer)
-        self._check_usable()
+        self.check_usable()
         if timeout is not None:
             to_ns("recv", timeout)
         work = self._post(Message.receive(tensor, peer, tag), "recv", False)
@@ -203,7 +203,7 @@ class MessageCalls:
             return
         buffer = view("send" if message.is_send else "recv", "tensor", message.tensor)
         work = MessageWork(self, message, buffer, call_site(3))
-        work._conclude(outcome, self._timeout_ns)
+        work._conclude(outcome, self.timeout_ns)
         work.wait()
 
     def isend(self, tensor: Any, peer: int, tag: int = 0) -> MessageWork:
@@ -232,7 +232,7 @@ class MessageCalls:
             raise refuse(call, "tag", message.tag, "a whole number of at most 64 bits")
 
     def _post(self, message: Message, call: str, background: bool) -> MessageWork:
-        self._check_usable()
+        self.check_usable()
         self._check_message(call, message)
         buffer = (read_buffer if message.is_send else write_buffer)(call, "tensor", message.tensor)
         site = call_site(3)
@@ -241,7 +241,7 @@ class MessageCalls:
             self._keep_message(work)
         try:
             work._op = native.p2p_post(
-                self._handle,
+                self.handle,
                 message.is_send,
                 message.peer,
                 message.tag,
@@ -249,7 +249,7 @@ class MessageCalls:
                 buffer.address,
                 buffer.nbytes,
                 background,
-                self._arena.flight.site(site),
+                self.arena.flight.site(site),
             )
         except OSError as error:
             self._in_flight.remove(work)

@@ -121,13 +121,13 @@ class Reconfiguration(Round):
             except UNREACHABLE_ERRORS:
                 continue  # it is stopped, or far away: only the deadline will tell
             except GONE_ERRORS as error:
-                raise self._gone(rank) from error
+                raise self.gone_ranks(rank) from error
             self._watched[connection.fd] = rank, connection
             self._poll.register(connection.fd, select.POLLIN | select.POLLRDHUP)  # nothing but its end is to come
 
     def _find_dead(self) -> str:
         for fd, _ in self._poll.poll(0):
-            return self.to_verdict(self._gone(self._watched[fd][0]))
+            return self.to_verdict(self.gone_ranks(self._watched[fd][0]))
         return ""
 
     def refuse(self, error: errors.SymcommError) -> None:
@@ -191,7 +191,7 @@ class Reconfiguration(Round):
     def _who(self, rank: int, more: str = "") -> str:
         return f"rank {rank} (pid {self._members[rank].pid} on {self._members[rank].address}{more})"
 
-    def _gone(self, rank: int) -> errors.RankFailedError:
+    def gone_ranks(self, rank: int) -> errors.RankFailedError:
         return errors.RankFailedError(f"{self._who(rank)} is gone", [rank])
 
     @contextlib.contextmanager
@@ -204,7 +204,7 @@ class Reconfiguration(Round):
                 raise errors.RankFailedError(f"{self._who(rank)} cannot be reached", [rank]) from error
             raise self.late([rank]) from error
         except GONE_ERRORS as error:
-            raise self._gone(rank) from error
+            raise self.gone_ranks(rank) from error
 
     def late(self, missing: Sequence[int]) -> errors.DeadlineError:
         who = ", ".join(self._who(rank, self._elsewhere(rank)) for rank in missing)
@@ -246,7 +246,7 @@ class ReconfigurableGroup:
         self._seconds = DEFAULT_TIMEOUT if timeout is None else to_ns("init", timeout) / 1e9
         self._engine = engine
         self._handle_server: HandleServer | None = None
-        self._handle: Handle | None = None
+        self.handle: Handle | None = None
         self._group: ProcessGroup | None = None
         self._used: set[int] = set()
         self._borrowed: set[str] = set()  # methods of the current group that this object has
@@ -297,10 +297,10 @@ class ReconfigurableGroup:
             raise errors.GroupUnusableError(f"group {self._label!r} cannot be used: {errors.forked(None)}")
         if self._why == DESTROYED:
             raise errors.GroupUnusableError(f"group {self._label!r} {DESTROYED}.")
-        if self._handle is None:
+        if self.handle is None:
             self._handle_server = handle_server()
-            self._handle = self._handle_server.new_handle()
-        return self._handle
+            self.handle = self._handle_server.new_handle()
+        return self.handle
 
     def reconfigure(self, uuid: int, handles: Collection[str], timeout: Timeout = None) -> ProcessGroup:
         """The processes with these handles form the group from now on; each of them calls this, alike.

@@ -132,23 +132,23 @@ class Records:
     """The memory in which the ranks of one host agree."""
 
     def __init__(self, group: Any):
-        self._handle = group._handle
+        self.handle = group.handle
 
     def gone(self) -> set[int]:
-        return {r["rank"] for r in native.group_report(self._handle)["ranks"] if r["gone"]}
+        return {r["rank"] for r in native.group_report(self.handle)["ranks"] if r["gone"]}
 
     def word(self) -> AttemptWord:
-        return AttemptWord.unpack(native.group_agree(self._handle, 0, 0))
+        return AttemptWord.unpack(native.group_agree(self.handle, 0, 0))
 
     def swap(self, before: AttemptWord, after: AttemptWord) -> None:
         """Change the word, unless somebody else has."""
-        native.group_agree(self._handle, before.pack(), after.pack())
+        native.group_agree(self.handle, before.pack(), after.pack())
 
     def publish(self, record: Record) -> None:
-        native.group_publish(self._handle, native.RECORD_VOTE, record.pack())
+        native.group_publish(self.handle, native.RECORD_VOTE, record.pack())
 
     def read(self) -> list[Record]:
-        return [Record.unpack(data) for data in native.group_records(self._handle, native.RECORD_VOTE)]
+        return [Record.unpack(data) for data in native.group_records(self.handle, native.RECORD_VOTE)]
 
 
 class Agreement:
@@ -250,7 +250,7 @@ def shrink(group: Any, timeout: float, exclude: Collection[int], abort: bool) ->
     goes on has come."""
     agreement = Agreement(group, timeout, exclude)
     if abort:
-        native.group_abort(group._handle)  # a no-op when the group has failed already
+        native.group_abort(group.handle)  # a no-op when the group has failed already
     smaller = None
     try:
         while smaller is None:
@@ -260,7 +260,7 @@ def shrink(group: Any, timeout: float, exclude: Collection[int], abort: bool) ->
     except BaseException:
         agreement.withdraw()
         raise
-    native.group_abort(group._handle)  # tells the ranks that were left out, should they still use it
+    native.group_abort(group.handle)  # tells the ranks that were left out, should they still use it
     group.reclaim_windows()
     smaller.inherit(group)
     return smaller

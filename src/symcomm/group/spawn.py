@@ -28,7 +28,8 @@ from symcomm.errors import format_exit
 from symcomm.group import hooks
 from symcomm.group.default import join_ranks, set_default
 from symcomm.group.factory import make_group
-from symcomm.group.process_group import ProcessGroup, free_retired, leave_groups_of
+from symcomm.group.local import free_retired, leave_groups_of
+from symcomm.group.process_group import ProcessGroup
 from symcomm.group.work import Timeout, no_thread
 from symcomm.memory.arena import Arena, use_arena
 from symcomm.memory.share import pretend_host
@@ -117,11 +118,11 @@ def _spawn_threads(
             if group is None:
                 meeting.barrier.abort()
             else:
-                leave_groups_of(group._arena)  # the others learn at once; what is pending here would wait for them
+                leave_groups_of(group.arena)  # the others learn at once; what is pending here would wait for them
         finally:
             if group is not None:
                 group.destroy()
-                leave_groups_of(group._arena)  # those that fn made and forgot
+                leave_groups_of(group.arena)  # those that fn made and forgot
             set_default(None, of_thread=True)
             use_arena(None)
 

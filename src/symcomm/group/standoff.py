@@ -27,7 +27,7 @@ def format_message(is_send: bool, peer: int, tag: int) -> str:
 
 def format_standoff(group: Any, peer: int, this_rank: str = "this rank") -> str:
     """``rank 0 waits in all_reduce(...) #2, which this rank has not called``, if it does; ANY_SOURCE: if all do."""
-    report = native.group_report(group._handle)
+    report = native.group_report(group.handle)
     others = [r for r in report["ranks"] if r["rank"] != group.rank and peer in (ANY_SOURCE, r["rank"])]
     if not others or any(r["seq"] <= report["seq"] for r in others):
         return ""

@@ -217,7 +217,7 @@ class Work:
             callback()
         elif first:
             try:
-                group._watcher.watch(self)
+                group.watcher.watch(self)
             except errors.ResourceError:
                 self._callbacks.remove(callback)
                 if isinstance(callback, Continuation):

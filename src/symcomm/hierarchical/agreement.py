@@ -281,7 +281,7 @@ class Agreement:
             raise
         finally:
             for group in self._built.values():
-                group._leave()
+                group.leave_now()
             self._group.rounds.forget(f"shrink/{self._instance}/")
 
     def _finish(self, value: Value) -> Any:

@@ -310,7 +310,7 @@ class ControlChannel:
         while not self.closed:
             for fd, events in self._epoll.poll(seconds):
                 try:
-                    self._handle(fd, events)
+                    self.handle(fd, events)
                 except Exception:  # a bug; other connections still need the thread
                     self._internal_errors += 1
                     log.exception("the control channel met something unforeseen. Please report it.")
@@ -321,7 +321,7 @@ class ControlChannel:
         self._send_byes()
         self.close_sockets()
 
-    def _handle(self, fd: int, events: int) -> None:
+    def handle(self, fd: int, events: int) -> None:
         if (conn := self._by_fd.get(fd)) is not None:
             self._on_ready(conn, events)
         elif fd == self._wake_receiver.fileno():

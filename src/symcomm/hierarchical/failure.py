@@ -70,9 +70,9 @@ class Failures:
     def _ended_here(self) -> dict[str, str]:
         """How ranks of this host ended, by their number."""
         group, ended = self._group, {}
-        for seen in native.group_report(group.local._handle)["ranks"]:
+        for seen in native.group_report(group.local.handle)["ranks"]:
             if seen["gone"] == Status.DEAD:
-                ended[str(group.layout.here[seen["rank"]])] = how_it_ended(group.local._peers[seen["rank"]].pid)
+                ended[str(group.layout.here[seen["rank"]])] = how_it_ended(group.local.peers[seen["rank"]].pid)
             elif seen["gone"] == Status.LEFT:
                 ended[str(group.layout.here[seen["rank"]])] = "left the group"
         return ended
@@ -189,7 +189,7 @@ class Failures:
         with self._lock:
             if self.verdict is not None:
                 return False
-            native.group_abort(self._group.local._handle)  # before a caller learns of it and reuses its tensors
+            native.group_abort(self._group.local.handle)  # before a caller learns of it and reuses its tensors
             self._group.stop_engine()
             self.verdict = verdict
         self._group.notify()

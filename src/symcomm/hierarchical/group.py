@@ -16,13 +16,13 @@ from typing import Any
 from symcomm import errors
 from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
-from symcomm.group import hooks, registry
+from symcomm.group import registry
 from symcomm.group.buffers import Buffer
 from symcomm.group.factory import make_group
-from symcomm.group.failure import Site, Status, call_site, explain, format_site
-from symcomm.group.p2p import MessageWork
-from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
-from symcomm.group.work import Timeout, Watcher, Work, to_ns
+from symcomm.group.failure import Site, call_site, format_site
+from symcomm.group.local import LocalGroup
+from symcomm.group.process_group import ProcessGroup
+from symcomm.group.work import Timeout, Work, to_ns
 from symcomm.hierarchical.agreement import Agreement, Agreements
 from symcomm.hierarchical.connection import Frame, FramedConnection, ProtocolViolation
 from symcomm.hierarchical.control_channel import ControlChannel, Endpoint, channel_of, check_tokens, endpoint_in
@@ -45,7 +45,6 @@ from symcomm.hierarchical.rounds import Rounds
 from symcomm.hierarchical.scratch import Scratch
 from symcomm.hierarchical.topology import Layout
 from symcomm.hierarchical.work import HierarchicalWork, Runner
-from symcomm.memory.arena import Arena, current_arena
 from symcomm.memory.share import Deadline, Exchange
 from symcomm.store.address import LOOPBACK, own_address
 
@@ -97,7 +96,7 @@ def _retire(
     engine.close()
 
 
-class _IntraHostGroup(ProcessGroup):
+class _IntraHostGroup(LocalGroup):
     """The ranks of one host. They mostly wait for the network, which takes longer than spinning pays for."""
 
     _spin_ns = _yield_ns = 5_000
@@ -109,6 +108,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
     ``hosts``: the ranks that share memory, host by host; ``exchange``: all-gathers bytes. Collective over all ranks."""
 
     spans_hosts = True
+    _retire: weakref.finalize
 
     def __init__(
         self,
@@ -122,25 +122,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         global_ranks: Sequence[int] | None = None,
         engine: str | None = None,
     ):
-        self.rank, self.size, self.name = rank, size, name
-        self.global_ranks = list(global_ranks) if global_ranks is not None else list(range(size))
-        self._limits = limits or Limits()
-        self._timeout_ns = to_ns("HierarchicalGroup", DEFAULT_TIMEOUT if timeout is None else timeout)
-        self._plans: dict[Any, Any] = {}
-        self._pending: list[Work] = []
-        self._watcher = Watcher()
-        self._in_flight: list[MessageWork] = []
-        self._keep_lock = threading.Lock()
-        self._failure: errors.SymcommError | None = None
-        self._failure_lock = threading.RLock()
-        self._children = self._barriers = 0
-        self._before_leaving: list[Callable[[], None]] = []
-        self.exposed: dict[int, Any] = {}
-        self.store: Any = None
-        self.lease = None
-        self.newcomers: list[int] = []
-        self._base_name, self._join_queue = name, None
-        self._arena: Arena = current_arena()
+        super().__init__(rank, size, name, timeout, limits, global_ranks)
         self.layout = Layout(hosts, rank)
         self.cond = threading.Condition()  # notified whenever something changes that a thread may wait for
         self.failures = Failures(self)
@@ -153,7 +135,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self._submitted = 0
         self._turn = threading.RLock()
         self._runner = Runner()
-        self.scratch = Scratch(self._arena)
+        self.scratch = Scratch(self.arena)
         self.matcher = MessageMatcher(self)
         self.rounds, self.agreements = Rounds(self), Agreements(self)
         self._handlers: dict[str, Handler] = {}  # of messages of the layers above, by kind
@@ -174,8 +156,8 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             wanted = wanted_engine(engine)
         except errors.SymcommError as error:  # reported to the others, who would wait for us
             refusal = error
-        key = f"{self.name}/{self._arena.nonce.hex()}/{self._arena.flight.address}/{time.monotonic_ns()}"
-        self.control = channel_of(self._arena, key, self)
+        key = f"{self.name}/{self.arena.nonce.hex()}/{self.arena.flight.address}/{time.monotonic_ns()}"
+        self.control = channel_of(self.arena, key, self)
         try:
             self._exchange_peer_info(exchange, key, wanted, refusal)
             self._connect(exchange)
@@ -238,7 +220,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         )  # fmt: skip
         while exchange_here.rounds < LOCAL_ROUNDS:
             exchange_here(b"")
-        self._handle, self._peers = local._handle, local._peers
+        self.handle, self.peers = local.handle, local.peers
         return local
 
     def _make_engine(self, exchange: Exchange) -> None:
@@ -289,10 +271,10 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         outputs: Sequence[Buffer], result: Sequence[Any], async_op: bool, timeout: Timeout,
     ) -> Work | None:  # fmt: skip
         """Run an operation: right here, or in the group's thread if that is busy already."""
-        seconds = (self._timeout_ns if timeout is None else to_ns(call, timeout)) / 1e9
-        self._check_usable()
+        seconds = (self.timeout_ns if timeout is None else to_ns(call, timeout)) / 1e9
+        self.check_usable()
         if self._operating_thread == threading.get_ident():
-            raise self._failed(Status.NESTED, call, call_site(3), None, explain)
+            raise errors.nested(call, self.name)
         site = call_site(3)
         self._submitted += 1
         queued = async_op or any(not work.is_completed() for work in list(self._pending))
@@ -326,46 +308,40 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self, call: str, signature: Signature, body: Callable[[Operation], None], seconds: float, site: Site, on: Any
     ) -> None:
         """``on``: the buffers that ``body`` works on."""
-        self._check_usable()
+        self.check_usable()
         begun = time.monotonic()
         seq = self.doing[0] + 1
         self.doing = (seq, signature.words(), format_site(site))
-        operation = Operation(self, signature, seq, seconds, self._arena.flight.site(site))
+        operation = Operation(self, signature, seq, seconds, self.arena.flight.site(site))
         try:
             body(operation)
         except OperationStopped:
             self._abandoned.append((operation, on))
             self.await_engine()
-            raise self._fail(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun) from None
+            raise self.fail_operation(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun) from None
         except BaseException:  # interrupted, or a bug: this rank is out of step with the others
             self._abandoned.append((operation, on))
             self.failures.abort()
             self.await_engine()
-            self._fail(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun)
+            self.fail_operation(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun)
             raise
         operation.end()
 
-    def _fail(self, what: str, seconds: float) -> errors.SymcommError:
-        """This rank's exception for the group's failure. The first has the full description, later ones refer to it."""
-        with self._failure_lock:
-            if self._failure is not None:
-                return self._unusable()
-            error = self._failure = self.failures.error(what, seconds)
-        hooks.failed(self.local, error)
-        self.run_abort_hooks()
-        return error
-
-    def fail(self, what: str, seconds: float) -> errors.SymcommError:
+    def fail_operation(self, what: str, seconds: float) -> errors.SymcommError:
         """This rank's exception for a failure that ``failures`` has recorded."""
-        return self._fail(what, seconds)
+        return self.fail(lambda: self.failures.error(what, seconds))
 
-    def _check_usable(self) -> None:
+    @property
+    def _observed(self) -> ProcessGroup:
+        return self.local
+
+    def check_usable(self) -> None:
         """The first call after a peer's failure raises its description; later ones refer to it."""
         verdict = self.failures.verdict
         if self._failure is None and verdict is not None and verdict["fault"] != "gone":
-            raise self._fail(f"an operation on group {self.name!r}", 0.0)
+            raise self.fail_operation(f"an operation on group {self.name!r}", 0.0)
         if self._failure is not None:
-            raise self._unusable()
+            raise self.unusable_error()
 
     def on_transfer_error(self, transfer: Transfer) -> None:
         """The engine failed: a rank is gone, as the control channel will notice as well, or for a reason of its own."""
@@ -471,15 +447,29 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
 
     @property
     def sequence_number(self) -> int:
-        """How many collectives this rank has started on the group."""
         return self._submitted
 
+    def call_stats(self) -> dict[str, dict[str, int]]:
+        return self.local.call_stats()
+
+    def wait_stats(self) -> dict[str, int]:
+        return self.local.wait_stats()
+
+    @property
+    def has_left(self) -> bool:
+        return self._has_left
+
+    def departures(self) -> Callable[[float], None]:
+        return self.local.departures()
+
+    def reclaim_windows(self) -> None:
+        self.local.reclaim_windows()
+
     def abort(self) -> None:
-        """Make every rank's pending and later operations on this group fail now."""
         self.run_abort_hooks()
         self.failures.abort()
 
-    def _leave(self) -> None:
+    def leave_now(self) -> None:
         if self._has_left:
             return
         if self._failure is None:
@@ -487,7 +477,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self._say_goodbye()
         self.failures.end()
         self._retire()
-        self.local._leave()
+        self.local.leave_now()
         self._pending = []
 
     def _say_goodbye(self) -> None:
@@ -504,17 +494,12 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
     # --- groups from groups -----------------------------------------------------------------------------------
 
     def _subgroup(self, choice: dict[int, tuple[int, int]], name: str, timeout: Timeout) -> Any:
-        """As in ProcessGroup; members of one host form a plain ProcessGroup."""
-        self._check_usable()
-        self._children += 1
-        mine = choice.get(self.rank)
-        ranks = [r for _, r in sorted((k, r) for r, (c, k) in choice.items() if mine is not None and c == mine[0])]
-        label = name or f"{self.name}/{self._children}"
-        if not name and mine and len({c for c, _ in choice.values()}) > 1:
-            label += f".{mine[0]}"
-        key = f"sub/{self._children}/{mine[0] if mine else ''}"
-        if mine is None:
+        """Members of one host form a plain LocalGroup."""
+        self.check_usable()
+        ranks, label = self._name_of_subgroup(choice, name)
+        if not ranks:
             return None
+        key = f"sub/{self._children}/{choice[self.rank][0]}"
         exchange = self.rounds.exchange_among(
             ranks, key, self.timeout if timeout is None else to_ns(key, timeout) / 1e9
         )
@@ -523,18 +508,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             self._limits, [self.global_ranks[r] for r in ranks], self.engine_name,
         )  # fmt: skip
 
-    def shrink(
-        self, timeout: float = 5.0, exclude: Sequence[int] = (), abort: bool = True, quorum: int | None = None
-    ) -> Any:
-        """As in ProcessGroup. Raises NoQuorumError when fewer than ``quorum`` ranks can be reached: then others may go
-        on. Unless given it is more than half of this group's ranks, or half of them with rank 0."""
-        from symcomm.group.shrink import check_excluded, check_quorum
-
-        if self._has_left:
-            raise self._unusable()
-        check_excluded(self, exclude)
-        check_quorum(self, quorum)
-        seconds = to_ns("shrink", timeout) / 1e9
+    def _shrink(self, seconds: float, exclude: Sequence[int], abort: bool, quorum: int | None) -> Any:
         if abort:
             self._abort_once()
 
@@ -555,11 +529,11 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         if self.failures.verdict is None:
             self.failures.abort()
 
-    def _gone(self) -> list[int]:
+    def gone_ranks(self) -> list[int]:
         return sorted(self.rounds.gone())
 
     def watch(self, ranks: Collection[int], what: str) -> Callable[[], None]:
-        """As in ProcessGroup. Ranks of other hosts are seen to end by a connection, which this makes."""
+        """Ranks of other hosts are seen to end by a connection, which this makes."""
         far, begun = [r for r in ranks if r not in self.layout.here], time.monotonic()
         for rank in far:
             if not self.tell_known(rank, {"kind": "hello"}):

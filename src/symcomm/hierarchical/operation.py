@@ -193,11 +193,11 @@ class Operation:
     def _run(self, plan: Any, ins: tuple[int, ...], outs: tuple[int, ...]) -> None:
         group = self._group
         left = max(1, int((self._deadline - time.monotonic()) * 1e9))
-        status = native.run(group.local._handle, plan, ins, outs, left, self._site) & 0xFF
+        status = native.run(group.local.handle, plan, ins, outs, left, self._site) & 0xFF
         if not status:
             return
         if status in (Status.DEAD, Status.LEFT):
-            report = native.group_report(group.local._handle)["ranks"]
+            report = native.group_report(group.local.handle)["ranks"]
             group.failures.gone([self.layout.here[seen["rank"]] for seen in report if seen["gone"]])
         elif status == Status.TIMEOUT:
             group.failures.late(self._seq, self._seconds, [r for r in self.layout.here if r != self.layout.rank])

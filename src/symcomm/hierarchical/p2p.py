@@ -127,7 +127,7 @@ class _Remote(AnyMessageWork):
             if self.ended:
                 return
             if group.failures.verdict is not None:
-                self.end(group._fail(f"{self.what} on group {group.name!r}", time.monotonic() - self._started))
+                self.end(group.fail_operation(f"{self.what} on group {group.name!r}", time.monotonic() - self._started))
             else:
                 self.end(
                     errors.DeadlineError(
@@ -196,7 +196,7 @@ class _Local(AnyMessageWork):
             group.failures.late(0, group.timeout, [m.peer])
         else:
             group.failures.await_verdict()
-        return group._fail(what, time.monotonic() - self._work._started)
+        return group.fail_operation(what, time.monotonic() - self._work._started)
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -516,7 +516,7 @@ class HierarchicalMessages(MessageCalls):
         return [self._post(m, "batch", True) for m in messages]
 
     def _post(self, message: Message, call: str, background: bool, eager_max: int = EAGER_MAX_NONBLOCKING) -> Any:
-        self._check_usable()
+        self.check_usable()
         self._check_message(call, message)
         buffer = (read_buffer if message.is_send else write_buffer)(call, "tensor", message.tensor)
         here = self.layout.host_of.get(message.peer) == self.layout.host

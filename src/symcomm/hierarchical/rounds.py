@@ -39,7 +39,7 @@ class Rounds:
     def gone(self) -> set[int]:
         """Ranks that died or left: those of this host as the kernel reports it, others by their connection to us."""
         group = self._group
-        report = native.group_report(group.local._handle)["ranks"]
+        report = native.group_report(group.local.handle)["ranks"]
         here = {group.layout.here[seen["rank"]] for seen in report if seen["gone"]}
         return here | {r for r in range(self.size) if r != self.rank and group.is_gone(r)}
 
@@ -85,7 +85,7 @@ class Rounds:
         if gone and group.failures.verdict is None:
             group.failures.gone(gone)
         if group.failures.verdict is not None:
-            raise group.fail(what, time.monotonic() - begun)
+            raise group.fail_operation(what, time.monotonic() - begun)
 
     def forget(self, prefix: str) -> None:
         """Drop what was published on topics that are over."""

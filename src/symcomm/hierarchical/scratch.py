@@ -25,7 +25,7 @@ class Scratch:
     """Buffers by their size, a power of two."""
 
     def __init__(self, arena: Arena):
-        self._arena = arena
+        self.arena = arena
         self._free: dict[int, list[ScratchBuffer]] = {}
         self._kept = 0
         self._zeros: ScratchBuffer | None = None
@@ -37,7 +37,7 @@ class Scratch:
             if pieces := self._free.get(size):
                 self._kept -= size
                 return pieces.pop()
-        return ScratchBuffer(self._arena.buffer(size))
+        return ScratchBuffer(self.arena.buffer(size))
 
     def give(self, piece: ScratchBuffer) -> None:
         with self._lock:

@@ -176,7 +176,7 @@ def empty_strided_p2p(
 
 def _arena_of(group_name: Any) -> Arena:
     group = registry.find(group_name) if isinstance(group_name, str) else getattr(group_name, "core", group_name)
-    return current_arena() if group is None else group._arena
+    return current_arena() if group is None else group.arena
 
 
 _kept: weakref.WeakKeyDictionary[Arena, dict[int, Memory]] = weakref.WeakKeyDictionary()  # by alloc_id, for ever

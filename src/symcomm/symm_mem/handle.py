@@ -40,19 +40,19 @@ class PeerMemory:
             )
         self.nbytes = nbytes
         self.pad_bytes = settings.get_signal_pad_size()
-        self._pad = group._arena.buffer(_pad_total(self.pad_bytes))
+        self._pad = group.arena.buffer(_pad_total(self.pad_bytes))
         ctypes.memset(self._pad, 0, len(self._pad))
-        pad_offset = ctypes.addressof(self._pad) - group._arena.base
+        pad_offset = ctypes.addressof(self._pad) - group.arena.base
         info = {"offset": offset, "nbytes": nbytes, "pad": pad_offset, "pad_bytes": self.pad_bytes}
         infos = [json.loads(item) for item in group.all_gather_bytes(json.dumps(info).encode())]
         check_alike(group, "nbytes", "allocated", infos, "allocate the same size on every rank")
         check_alike(
             group, "pad_bytes", "asked for signal pads of", infos, "call set_signal_pad_size alike on every rank"
         )
-        bases = [peer.base for peer in group._peers]
+        bases = [peer.base for peer in group.peers]
         self.buffers = [base + c["offset"] for base, c in zip(bases, infos, strict=True)]
         self.pad_addresses = [base + c["pad"] for base, c in zip(bases, infos, strict=True)]
-        self.pads = native.make_pads(group._handle, tuple(self.pad_addresses), _pad_total(self.pad_bytes) - SLEEPERS)
+        self.pads = native.make_pads(group.handle, tuple(self.pad_addresses), _pad_total(self.pad_bytes) - SLEEPERS)
         self.buffer_array = (ctypes.c_void_p * group.size)(*self.buffers)
         self.pad_array = (ctypes.c_void_p * group.size)(*self.pad_addresses)
 
@@ -104,13 +104,13 @@ def rendezvous(tensor: torch.Tensor, group: Any = None) -> SymmetricMemory:
         raise errors.bad_argument("rendezvous", "tensor", what, "in symmetric memory", fix)
     allocation = memory.allocation
     chosen = find_group("rendezvous", allocation.group_name if group is None else group)
-    if allocation.arena is not chosen._arena:
+    if allocation.arena is not chosen.arena:
         raise errors.bad_argument(
             "rendezvous", "tensor", "memory of another rank", f"allocated by rank {chosen.rank} itself"
         )
     peer_memory = allocation.peer_memories.get(chosen)
     if peer_memory is None:
-        chosen._check_usable()
+        chosen.check_usable()
         peer_memory = allocation.peer_memories[chosen] = PeerMemory(chosen, allocation.offset, allocation.nbytes)
     return SymmetricMemory(chosen, memory, peer_memory, address - allocation.address)
 
@@ -257,10 +257,8 @@ class SymmetricMemory:
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Return once every rank has come to the barrier of this channel. timeout_ms 0: the group's timeout."""
         self._check_channel("barrier", channel)
-        self.group._check_usable()
-        status, culprit = native.signal_barrier(
-            self._peer_memory.pads, channel, self._timeout_ns("barrier", timeout_ms)
-        )
+        self.group.check_usable()
+        status, culprit = native.signal_barrier(self._peer_memory.pads, channel, self.timeout_ns("barrier", timeout_ms))
         if status:
             raise self._explain(f"barrier(channel={channel})", status, culprit, timeout_ms)
 
@@ -275,8 +273,8 @@ class SymmetricMemory:
     def _signal(self, call: str, name: str, act: Callable[..., Any], peer: int, channel: int, timeout_ms: int) -> None:
         self._check_rank(call, name, peer)
         self._check_channel(call, channel)
-        self.group._check_usable()
-        status = act(self._peer_memory.pads, peer, channel, self._timeout_ns(call, timeout_ms))
+        self.group.check_usable()
+        status = act(self._peer_memory.pads, peer, channel, self.timeout_ns(call, timeout_ms))
         if status:
             raise self._explain(f"{call}({name}={peer}, channel={channel})", status, peer, timeout_ms)
 
@@ -295,10 +293,10 @@ class SymmetricMemory:
             fix = "make more with set_signal_pad_size before rendezvous"
             raise errors.bad_argument(call, "channel", channel, range_, fix)
 
-    def _timeout_ns(self, call: str, timeout_ms: int) -> int:
+    def timeout_ns(self, call: str, timeout_ms: int) -> int:
         if not hasattr(timeout_ms, "__index__") or timeout_ms < 0:
             raise errors.bad_argument(call, "timeout_ms", timeout_ms, "0 (the group's timeout) or more")
-        return timeout_ms * 1_000_000 or self.group._timeout_ns
+        return timeout_ms * 1_000_000 or self.group.timeout_ns
 
     def _explain(self, what: str, status: int, peer: int, timeout_ms: int) -> errors.SymcommError:
         return explain_peer(self.group, what, status, peer, timeout_ms / 1000 or self.group.timeout)

@@ -155,7 +155,7 @@ def rendezvous(tensor: torch.Tensor, group: Any = None) -> GpuSymmetricMemory:
     chosen = find_group("rendezvous", facts.group_name if group is None else group)
     peer_memory = facts.peer_memories.get(chosen)
     if peer_memory is None:
-        chosen._check_usable()
+        chosen.check_usable()
         peer_memory = facts.peer_memories[chosen] = CudaPeerMemory(
             device_group(chosen, facts.device), piece, facts.nbytes
         )
@@ -222,7 +222,7 @@ class GpuSymmetricMemory(SymmetricMemory):
     def _enqueue(self, what: str, steps: Sequence[tuple[int, int, int]], peers: list[int], timeout_ms: int) -> None:
         import torch
 
-        timeout = self._timeout_ns(what, timeout_ms) / 1e9
+        timeout = self.timeout_ns(what, timeout_ms) / 1e9
         self._gpu.failures.check_usable(what)
         stream = torch.cuda.current_stream(self.device)
         with _using(self.device):

@@ -203,14 +203,14 @@ class TorchGroup(Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGroup):
         if not self._plain:
             return None
         core = self.core
-        status = native.run_cached_options(core._handle, call, opts, source, target, core._timeout_ns)
+        status = native.run_cached_options(core.handle, call, opts, source, target, core.timeout_ns)
         if status == 0:
             return done
         detail = None
         if status == UNKNOWN:
             status, detail = read_options(call, opts)
             if status == 0:
-                status = native.run_cached(core._handle, call, detail, source, target, core._timeout_ns)
+                status = native.run_cached(core.handle, call, detail, source, target, core.timeout_ns)
         if status == ASYNC:
             small = _is_small(source if target is None else target)
             return self._run_inline(call, detail, source, target, opts) if small and core._may_run_inline() else None
@@ -226,9 +226,9 @@ class TorchGroup(Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGroup):
         core reads ``opts``."""
         core, begun = self.core, time.monotonic()
         if detail is None:
-            status = native.run_cached_options(core._handle, call, opts, source, target, core._timeout_ns, True)
+            status = native.run_cached_options(core.handle, call, opts, source, target, core.timeout_ns, True)
         else:
-            status = native.run_cached(core._handle, call, detail, source, target, core._timeout_ns)
+            status = native.run_cached(core.handle, call, detail, source, target, core.timeout_ns)
         if status < 0:
             return None
         result = list(target) if isinstance(target, (list, tuple)) else [] if target is None else [target]

@@ -290,7 +290,7 @@ class Lifecycle:
         if size == 0:
             return torch.empty(0, dtype=dtype)
         nbytes = size * torch.empty((), dtype=dtype).element_size()
-        return torch.frombuffer(self.core._arena.buffer(nbytes), dtype=dtype, count=size)
+        return torch.frombuffer(self.core.arena.buffer(nbytes), dtype=dtype, count=size)
 
     supports_window = True
 
@@ -303,7 +303,7 @@ class Lifecycle:
         return new_torch_window(self.core, tensor)
 
     def memory_stats(self) -> dict[str, int]:
-        return {"symmetric_used_bytes": self.core._arena.used_bytes}
+        return {"symmetric_used_bytes": self.core.arena.used_bytes}
 
     def call_stats(self) -> dict[str, dict[str, int]]:
         """Which way this rank's calls on CPU tensors took; see ``symcomm.ProcessGroup.call_stats``."""

@@ -210,4 +210,4 @@ class HostsMemory(HostMemory):
             self.group.failures.gone([peer])
         else:
             self.group.failures.await_verdict()
-        return self.group.fail(text, 0.0)
+        return self.group.fail_operation(text, 0.0)

@@ -53,7 +53,7 @@ def stall_of(peer: Any) -> str | None:
 def watch(group: Any, seconds: float, fd: int = STDERR) -> Callable[[], None]:
     """Watch the interpreter lock on behalf of ``group``'s rank. Call what is returned to stop."""
     here, pid = on_this_host(group), os.getpid()
-    peer = here._peers[here.rank]
+    peer = here.peers[here.rank]
     label = f"rank {group.global_ranks[group.rank]} (pid {pid})"
     handle = native.gil_watchdog_start(int(seconds * 1e9), fd, peer.base + NOTE, label)
     done = threading.Event()

@@ -98,7 +98,7 @@ def on_this_host(group: Any) -> Any:
 
 def operations_of(group: Any) -> list[list[Operation]]:
     """What every rank of ``group`` on this host has recorded, by rank; also of ranks that are stuck or dead."""
-    return [operations_at(peer.flight) for peer in on_this_host(group)._peers]
+    return [operations_at(peer.flight) for peer in on_this_host(group).peers]
 
 
 def as_operation(entry: FlightEntry) -> Operation:

@@ -58,16 +58,16 @@ class Tracer:
 
     def group_made(self, group: Any) -> None:
         with self._lock:
-            mine = self._ranks.get(group._arena.nonce)
+            mine = self._ranks.get(group.arena.nonce)
             if mine is None:
-                mine = self._ranks[group._arena.nonce] = _Rank(group.global_ranks[group.rank], group._arena)
+                mine = self._ranks[group.arena.nonce] = _Rank(group.global_ranks[group.rank], group.arena)
             mine.groups.add(group)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._watch, name="symcomm-tracer", daemon=True)
                 self._thread.start()
 
     def group_failed(self, group: Any, error: BaseException) -> None:
-        mine = self._ranks.get(group._arena.nonce)
+        mine = self._ranks.get(group.arena.nonce)
         if mine is None:
             return
         mine.errors.append(str(error))
@@ -98,9 +98,9 @@ class Tracer:
     def _silent_peers(self, group: Any) -> list[RankTrace]:
         """What is known of ranks of ``group`` on this host that died, left or are stopped."""
         group = on_this_host(group)
-        seen = native.group_report(group._handle)["ranks"]
+        seen = native.group_report(group.handle)["ranks"]
         found = []
-        for rank, peer in enumerate(group._peers):
+        for rank, peer in enumerate(group.peers):
             gone = seen[rank]["gone"]
             end = ""
             if rank == group.rank:
@@ -134,7 +134,7 @@ class Tracer:
         deadline = time.monotonic() + OTHERS
         while time.monotonic() < deadline and not all(self._is_fresh(r) for r in group.global_ranks):
             time.sleep(0.01)
-        for peer, rank in zip(group._peers, group.global_ranks, strict=True):
+        for peer, rank in zip(group.peers, group.global_ranks, strict=True):
             if not self._is_fresh(rank):
                 trace = note(rank, peer.pid, peer.flight, (), self.started_wall_ns)
                 trace.end = "silent"
@@ -159,7 +159,7 @@ class Tracer:
 
     def _look_at(self, mine: _Rank, group: Any) -> None:
         """Write when the group has failed and this rank did not notice by itself."""
-        if group in mine.written or not native.group_report(group._handle)["status"]:
+        if group in mine.written or not native.group_report(group.handle)["status"]:
             return
         first = mine.suspicion.setdefault(group, time.monotonic())
         if time.monotonic() - first >= GRACE:

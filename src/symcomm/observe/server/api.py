@@ -78,7 +78,7 @@ def operations(request: Request) -> dict[str, Any]:
     here = on_this_host(group)
     if group.global_ranks[of_rank] not in here.global_ranks:
         raise CallerError(f"rank {of_rank} is on another host; ask a server there, see /api/v1/servers.")
-    known = operations_at(here._peers[here.global_ranks.index(group.global_ranks[of_rank])].flight)
+    known = operations_at(here.peers[here.global_ranks.index(group.global_ranks[of_rank])].flight)
     fresh = [op for op in known if op.number > since]
     shown = fresh[:limit]
     running = [op.number for op in shown if op.state == "running"]
@@ -98,7 +98,7 @@ def groups(request: Request) -> list[dict[str, Any]]:
     first = request.rank.group
     if first is None:
         return []
-    return [_group_facts(group) for group in registry.of_rank(first._arena.nonce)]
+    return [_group_facts(group) for group in registry.of_rank(first.arena.nonce)]
 
 
 def _group_facts(group: Any) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _group_facts(group: Any) -> dict[str, Any]:
 def peers(request: Request) -> list[dict[str, Any]]:
     """Every rank of the first group on this host, as its shared memory shows it, also one that cannot answer."""
     group = on_this_host(_group(request))
-    return [_peer_facts(group, number, peer) for number, peer in enumerate(group._peers)]
+    return [_peer_facts(group, number, peer) for number, peer in enumerate(group.peers)]
 
 
 @route("GET", "/api/v1/servers")
@@ -166,7 +166,7 @@ def stacks(request: Request) -> list[dict[str, Any]]:
 @route("GET", "/api/v1/memory")
 def memory(request: Request) -> dict[str, Any]:
     """This rank's arena, in bytes: addresses, in use, at most so far, freed but kept, and pages it really takes."""
-    arena = _group(request)._arena
+    arena = _group(request).arena
     return {
         "addresses": arena.nbytes,
         "used": arena.used_bytes,

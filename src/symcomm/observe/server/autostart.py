@@ -20,7 +20,7 @@ _servers: dict[bytes, Server] = {}  # by the rank's arena
 def _serve(group: Any, store: Any) -> None:
     from symcomm.observe.server.server import start_from_environment
 
-    server = _servers.get(group._arena.nonce)
+    server = _servers.get(group.arena.nonce)
     if server is not None:
         if server.rank.group is None:  # the earlier one is gone; a sub-group never takes its place
             server.rank.join(group, store)
@@ -33,7 +33,7 @@ def _serve(group: Any, store: Any) -> None:
         warnings.warn(f"symcomm: rank {group.rank} goes on without a server: {error}")
     else:
         if server is not None:
-            _servers[group._arena.nonce] = server
+            _servers[group.arena.nonce] = server
 
 
 def _stop() -> None:

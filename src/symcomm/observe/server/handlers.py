@@ -154,7 +154,7 @@ def _flight_dump(request: Any, stacks: bool) -> dict[str, Any]:
     group = getattr(getattr(request, "rank", None), "group", None)
     if group is None and not has_arena():
         return torch_dump([], {}, collectives=False)
-    place = (group._arena if group is not None else current_arena()).flight.address
+    place = (group.arena if group is not None else current_arena()).flight.address
     return torch_dump(
         operations_at(place), read_groups(place), stacks=stacks, collectives=collectives, only_active=only_active
     )

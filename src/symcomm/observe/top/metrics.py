@@ -88,7 +88,7 @@ class Meter:
             "symcomm_waits", "Waits of more than 10 us: looked on, yielded the core, or slept.", ("rank", "ended"),
             registry=registry,
         )  # fmt: skip
-        self._arena = Gauge("symcomm_arena_bytes", "Memory the rank's arena takes.", ("rank",), registry=registry)
+        self.arena = Gauge("symcomm_arena_bytes", "Memory the rank's arena takes.", ("rank",), registry=registry)
         self._up = Gauge("symcomm_rank_up", "1 while the rank's process runs.", ("rank",), registry=registry)
         self._lag = Gauge("symcomm_rank_lag", "Collectives behind the first rank.", ("rank",), registry=registry)
         self._stuck = Gauge("symcomm_stuck", "1 while something is stuck.", registry=registry)
@@ -99,7 +99,7 @@ class Meter:
         )
         self._ways = _Children(calls=self._calls)
         self._ranks = _Children(
-            recorded=self._recorded, missed=self._missed, arena=self._arena, up=self._up, lag=self._lag
+            recorded=self._recorded, missed=self._missed, arena=self.arena, up=self._up, lag=self._lag
         )
 
     def add(self, live: Live) -> None:
@@ -188,9 +188,9 @@ def metrics(request: Request) -> Response:
         raise errors.CallerError("this server knows of no group; start it with group=, or by SYMCOMM_SERVER=1.")
     try:
         with _meters_lock:
-            if group._arena not in _meters:
-                _meters[group._arena] = _RankMeter(group._arena)
-            meter = _meters[group._arena]
+            if group.arena not in _meters:
+                _meters[group.arena] = _RankMeter(group.arena)
+            meter = _meters[group.arena]
     except errors.ResourceError as error:
         raise errors.CallerError(str(error)) from None
     kind, text = meter.render()

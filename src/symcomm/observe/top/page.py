@@ -93,8 +93,8 @@ class PageServer:
         self.url = f"{self.address}#token={self.token}"
         self.refresh()
         self._acceptor = ConnectionAcceptor(listener, lambda _sock: _Connection(self), "symcomm top", None)
-        self._watcher = threading.Thread(target=self._watch, name="symcomm-page-feed", daemon=True)
-        self._watcher.start()
+        self.watcher = threading.Thread(target=self._watch, name="symcomm-page-feed", daemon=True)
+        self.watcher.start()
 
     def refresh(self) -> None:
         with self.lock:
@@ -118,7 +118,7 @@ class PageServer:
     def close(self) -> None:
         self._stop.set()
         self._acceptor.shutdown()
-        self._watcher.join(10)
+        self.watcher.join(10)
         self.live.feed.close()
 
     def __enter__(self) -> PageServer:
