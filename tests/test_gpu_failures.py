@@ -82,7 +82,7 @@ def root_overwrites(rank: int, world: int, folder: str, dies: bool, asks: str) -
     if rank:
         torch.cuda._sleep((4 if rank == 1 else 30 if dies else 4) * SECOND)
     work = gpu.all_gather_single(out, mine, async_op=True, timeout=1.0 if rank == 0 and not dies else 30.0)
-    work._await_queued(20.0)
+    work.await_queued(20.0)
     tell(folder, f"queued {rank}")
     if rank == 2 and dies:
         hear(folder, "queued 0", "queued 1")

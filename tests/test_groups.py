@@ -106,7 +106,7 @@ def _crowded(g: ProcessGroup) -> tuple[int, float]:
     values = torch.full((2 << 20,), float(g.rank + 1))  # several turns
     g.all_reduce(values)
     assert len(values.unique()) == 1
-    return g._limits.chunk_bytes, values[0].item()
+    return g.plan_limits.chunk_bytes, values[0].item()
 
 
 def test_more_ranks_than_cores_take_larger_chunks():

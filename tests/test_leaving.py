@@ -39,7 +39,7 @@ def nothing_is_left():
 def extent(team: ProcessGroup) -> tuple[int, int]:
     """Where this rank's part of a group begins and ends."""
     start = team.arena.base + team._offset
-    return start, start + local._layout(team.size, team._limits)[2]
+    return start, start + local._layout(team.size, team.plan_limits)[2]
 
 
 class Claim:

@@ -167,8 +167,8 @@ def called(rank: int, world: int, store: str, folder: str, cores: list[int]) -> 
     half = group.split(rank // 2, rank)
     entries = [entry for entry in read_flight(group.arena.flight.address) if entry.count >= PIECE * world]
     found = {
-        "nodes": group._limits.nodes,
-        "of a half": half._limits.nodes if half is not None else None,
+        "nodes": group.plan_limits.nodes,
+        "of a half": half.plan_limits.nodes if half is not None else None,
         "right": right,
         "algorithms": {ALGORITHMS[entry.plan] for entry in entries},
         "calls": len(entries),

@@ -103,7 +103,7 @@ def test_a_file_store_called_within_its_own_call_is_refused(tmp_path: Path, monk
 def test_asynchronous_calls_within_asynchronous_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal may come while works are looked through; its handler starts works of the same group."""
     inner: list[Any] = []
-    mine, poll = torch.ones(2), Work._poll
+    mine, poll = torch.ones(2), Work.poll
 
     def interrupt(group: Any) -> None:
         if not inner and "works" in vars(group) and group._keep_lock.locked():
@@ -125,7 +125,7 @@ def test_asynchronous_calls_within_asynchronous_calls(monkeypatch: pytest.Monkey
         interrupt(work._group)
         return poll(work, timeout)
 
-    monkeypatch.setattr(Work, "_poll", interrupted)
+    monkeypatch.setattr(Work, "poll", interrupted)
     group, theirs = Interrupted(0, 1, lambda item: [item]), torch.ones(2)
     works = [group.all_reduce(theirs, op="avg", async_op=True) for _ in range(2)]
     for work in works + inner:
@@ -147,14 +147,14 @@ def test_an_operation_within_the_copying_of_a_result(monkeypatch: pytest.MonkeyP
             group.all_reduce(torch.ones(1))
         finish(buffer)
 
-    copy_out = Work._copy_out_in_core
+    copy_out = Work.copy_out_in_core
 
     def late(work: Work, status: int) -> None:
         copying.wait(10)
         copy_out(work, status)
 
     monkeypatch.setattr(Buffer, "finish", interrupted)
-    monkeypatch.setattr(Work, "_copy_out_in_core", late)
+    monkeypatch.setattr(Work, "copy_out_in_core", late)
     group.all_reduce(torch.ones(4)[::2], async_op=True).wait()
     assert inner
     group.destroy()

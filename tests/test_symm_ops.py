@@ -602,7 +602,7 @@ def test_refusals_are_one_sentence():
 
 def staging_area(core) -> bytes:
     """What passes through this rank's staging area stays there until the next operation needs the room."""
-    stage, channels, _ = _layout(core.size, core._limits)
+    stage, channels, _ = _layout(core.size, core.plan_limits)
     return native.peek(core.arena.base + core._offset + stage, channels - stage)
 
 

@@ -313,7 +313,7 @@ def _data_parallel_plain(group, start, symmetric):
 
 def _no_copy(group):
     """An all_reduce of symmetric tensors reads the peers' memory itself: nothing passes through the staging area."""
-    stage, end, _ = _layout(group.size, group._limits)
+    stage, end, _ = _layout(group.size, group.plan_limits)
     staging = group.arena.base + group._offset + stage
     plain = torch.full((3_000_000,), float(group.rank + 1))
     tensor = symcomm.symmetrize(plain.clone())

@@ -138,7 +138,7 @@ def all_reduce_(tensor: Tensor, op: str, group_name: str) -> None:
     these, and between them its weights push everything else out of the caches: each object on the way costs.
     """
     group = _resolve(group_name)
-    if not group._plain or is_profiling():
+    if not group.takes_fast_path or is_profiling():
         group.allreduce([tensor], _options(AllreduceOptions, op))
         return
     core = group.core

@@ -70,7 +70,7 @@ class CudaExecution(Collectives):
     _perform: Callable[..., Any]
     _run_fast_path: Callable[[Any, Any], bool]
     _add_fast_path: Callable[..., None]
-    _pending: Any
+    pending: Any
 
     def _run_cached(self, number: int, detail: Any, source: Any, target: Any, timeout_ns: int) -> int:
         return 0 if number == _ALL_REDUCE and self._run_fast_path(source, detail) else -1
@@ -93,8 +93,8 @@ class CudaExecution(Collectives):
 
     def _agree_on_splits(self, timeout: Timeout, call: str, sent: Sequence[int], got: Sequence[int]) -> Any:
         """The hosts meet for this one once they have met for all operations before, so that it comes in its order."""
-        for work in list(self._pending):
-            work._await_queued(None)
+        for work in list(self.pending):
+            work.await_queued(None)
         return self.core._agree_on_splits(timeout, call, sent, got)
 
     def _kernel(self, collectives: Any, request: Request, targets: int = 1) -> RedOpType:

@@ -21,7 +21,6 @@ from symcomm._core import native
 from symcomm.cuda.departure import Departure
 from symcomm.cuda.watchdog import Watchdog
 from symcomm.errors import format_ranks, format_seconds
-from symcomm.group import hooks
 from symcomm.group.failure import Status, how_it_ended
 from symcomm.group.process_group import ProcessGroup
 
@@ -85,7 +84,7 @@ class CudaFailures:
         if error is None:
             return
         core = self._core()
-        if self._raised and core is not None and core._failure is not None:
+        if self._raised and core is not None and core.failure is not None:
             raise core.unusable_error()
         self._raised = True
         raise error
@@ -95,7 +94,7 @@ class CudaFailures:
 
         self.raise_if_failed()
         core = self._core()
-        if core is not None and core._failure is not None:
+        if core is not None and core.failure is not None:
             core.check_usable()
         if torch.cuda.is_current_stream_capturing():
             raise errors.CallerError(
@@ -157,8 +156,8 @@ class CudaFailures:
         report = native.group_report(self.handle)
         origin, culprit = report["origin"], report["culprit"]
         what = f"work on cuda:{self.device} of group {core.name!r}"
-        if core._failure is not None:
-            return core._failure
+        if core.failure is not None:
+            return core.failure
         if report["status"] in (Status.DEAD, Status.LEFT):
             return self._without(core, f"{what} failed on rank {core.rank}", [culprit], "")
         if report["status"] == Status.TIMEOUT:
@@ -209,16 +208,11 @@ class CudaFailures:
             works = list(self.works)
         core, error = self._core(), self._verdict
         if core is not None and error is not None:
-            with core._failure_lock:
-                first = self._is_first and core._failure is None
-                if first:
-                    core._failure = error
             for work in works:
                 work.fail(error)
             self.error = error
-            if first:
-                hooks.failed(core, error)
-                core.run_abort_hooks()
+            if self._is_first:
+                core.fail(lambda: error)
         self._settled.set()
 
     # --- descriptions -----------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ class CudaGroup(CudaExecution):
         self._plans: dict[Any, Any] = {}
         self._last: int | None = None  # the stream of the last operation
         self._queued = 0  # operations whose hosts have not synchronized yet
-        self._pending: deque[CudaWork] = deque()
+        self.pending: deque[CudaWork] = deque()
         self._side_stream: Any = None
         self.rescue = torch.cuda.Stream(device)  # ends waits of other streams; making one then would wait for them
         self.failures = failures_of(core, device)
@@ -235,7 +235,7 @@ class CudaGroup(CudaExecution):
             s = signature
             made = Plan(s.collective, self.rank, self.size, s.elements | ON_DEVICE, s.dtype, s.redop, s.root, "arrival")
             if with_infos and self.size > 1:
-                streamed_all_gather(made, Pieces((INFO_BYTES,) * self.size, False), self.core._limits)
+                streamed_all_gather(made, Pieces((INFO_BYTES,) * self.size, False), self.core.plan_limits)
             plan = self._plans[key] = self.core.load_plan(made)
         return plan
 
@@ -284,9 +284,9 @@ class CudaGroup(CudaExecution):
             with self._lock:
                 if not self._queued:
                     started = time.monotonic()
-                    status = native.run(self.core.handle, plan, ins, outs, timeout_ns, self.core._site(1))
+                    status = native.run(self.core.handle, plan, ins, outs, timeout_ns, self.core.site_number(1))
                     if status:
-                        raise self._failed(status, call, call_site(1), time.monotonic() - started)
+                        raise self.fail_with_status(status, call, call_site(1), time.monotonic() - started)
                     put(torch._C._cuda_getCurrentRawStream(self.device))
                     return None
         work = self._submit(call, plan, ins, outs, put, request.result, (request, infos, plan), timeout_ns)
@@ -315,7 +315,7 @@ class CudaGroup(CudaExecution):
             return
         if len(self._fast_paths) > 1024:
             self._fast_paths.clear()
-        plan, site = self._plan(signature, may_be_direct), self.core._site(2)  # of the first call of this kind
+        plan, site = self._plan(signature, may_be_direct), self.core.site_number(2)  # of the first call of this kind
         direct = functools.partial(collectives.reduce_in_place, dtype, redop) if may_be_direct else None
         self._fast_paths[tensor.dtype, signature.elements, op] = (plan, put, direct, site)
 
@@ -328,7 +328,7 @@ class CudaGroup(CudaExecution):
             return False
         core, stream, address = self.core, self._stream_of(self.device), tensor.data_ptr()
         if (
-            not address or address % PACK or core._failure is not None or tensor.get_device() != self.device
+            not address or address % PACK or core.failure is not None or tensor.get_device() != self.device
             or self._device_here() != self.device or not tensor.is_contiguous() or tensor.is_neg() or self._captures()
         ):  # fmt: skip
             return False
@@ -344,7 +344,7 @@ class CudaGroup(CudaExecution):
                 ins, outs = infos.ins, infos.outs
             status = native.run(core.handle, plan, ins, outs, core.timeout_ns, site)
             if status:
-                raise self._failed(status, "all_reduce", call_site(1), None)
+                raise self.fail_with_status(status, "all_reduce", call_site(1), None)
             places = self._symmetric(infos) if infos is not None else None
             if places is None:
                 put(stream, address)
@@ -363,7 +363,7 @@ class CudaGroup(CudaExecution):
         """The hosts synchronize in the core's thread, which then puts the operation into our own stream."""
         import torch
 
-        site = call_site(1)
+        site, begun = call_site(1), time.monotonic()
         work = CudaWork(self, call, result, keep)
         with self._lock:
             if self._side_stream is None:
@@ -375,7 +375,7 @@ class CudaGroup(CudaExecution):
             def on_arrival(status: int) -> None:
                 try:
                     if status:
-                        work._settle(self._failed(status, call, site, time.monotonic() - work._started))
+                        work.settle(self.fail_with_status(status, call, site, time.monotonic() - begun))
                         return
                     driver().enter(self.device)
                     with torch.cuda.device(self.device):
@@ -383,22 +383,22 @@ class CudaGroup(CudaExecution):
                         put(side.cuda_stream)
                         done = torch.cuda.Event()
                         done.record(side)
-                    work._settle(None, done, side)
+                    work.settle(None, done, side)
                 except BaseException as error:
-                    work._settle(error)
+                    work.settle(error)
                 finally:
                     self._queued -= 1
 
             self._queued += 1
             number = self.core.arena.flight.site(site)
             try:
-                work._request = native.submit(self.core.handle, plan, ins, outs, timeout_ns, number, on_arrival)
+                work.request = native.submit(self.core.handle, plan, ins, outs, timeout_ns, number, on_arrival)
             except BaseException:
                 self._queued -= 1
                 raise
-            while self._pending and self._pending[0].is_completed():
-                self._pending.popleft()
-            self._pending.append(work)
+            while self.pending and self.pending[0].is_completed():
+                self.pending.popleft()
+            self.pending.append(work)
             self.failures.add(work)
         return work
 
@@ -474,9 +474,9 @@ class CudaGroup(CudaExecution):
 
     # --- failures ---------------------------------------------------------------------------------------------
 
-    def _failed(self, status: int, call: str, site: Any, seconds: float | None) -> errors.SymcommError:
+    def fail_with_status(self, status: int, call: str, site: Any, seconds: float | None) -> errors.SymcommError:
         """The hosts could not synchronize. Wait first until no stream uses peers' tensors, nor peers this rank's."""
-        error = self.core._failed(status, call, site, seconds, explain)
+        error = self.core.fail_with_status(status, call, site, seconds, explain)
         self.failures.found()
         return error
 
@@ -507,8 +507,8 @@ class CudaGroup(CudaExecution):
 
         seconds = self.core.timeout if timeout is None else to_ns("synchronize", timeout) / 1e9
         end = time.monotonic() + seconds
-        for work in list(self._pending):
-            work._await_queued(max(0.001, end - time.monotonic()))
+        for work in list(self.pending):
+            work.await_queued(max(0.001, end - time.monotonic()))
         with self._lock:
             event = torch.cuda.Event()
             if self._last is not None:
@@ -521,7 +521,7 @@ class CudaGroup(CudaExecution):
 
     def finish(self, timeout: float = 10.0) -> None:
         """Before this rank leaves: let the GPU do what peers may wait for. What fails here fails for them too."""
-        if self.core._failure is None:
+        if self.core.failure is None:
             with contextlib.suppress(errors.SymcommError):
                 self.synchronize(timeout)
                 self.failures.departure.leave()

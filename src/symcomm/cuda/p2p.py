@@ -189,7 +189,7 @@ class CudaMessages:
     def finish(self, timeout: float = 10.0) -> None:
         """Before this rank leaves: messages lie in its memory until they are taken."""
         end = time.monotonic() + timeout
-        while self.core._failure is None and time.monotonic() < end:
+        while self.core.failure is None and time.monotonic() < end:
             with self._lock:
                 self._forget_taken()
                 if not self._in_flight or self._failures.gone():

@@ -23,43 +23,43 @@ class CudaWork:
     def __init__(self, group: Any, call: str, result: Sequence[Any], keep: Any):
         self._group = group
         self._call = call
-        self._result = list(result)
-        self._keep = keep  # tensors and plans in use
+        self.results = list(result)
+        self.kept = keep  # tensors and plans in use
         self._started = time.monotonic()
         self.seconds: float | None = None
-        self._request: Any = None
+        self.request: Any = None
         self._event: Any = None  # recorded once everything is in the stream
         self._stream: Any = None
         self._error: BaseException | None = None
         self._is_valid = False
         self._lock = threading.Lock()
         self._queued = threading.Event()  # everything is in the stream, or it failed
-        self._callbacks: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], None]] = []
 
-    def _settle(self, error: BaseException | None, event: Any = None, stream: Any = None) -> None:
+    def settle(self, error: BaseException | None, event: Any = None, stream: Any = None) -> None:
         """Runs once, when the operation has been put into its stream, or has failed before."""
         with self._lock:
             self._error, self._event, self._stream = error, event, stream
             self._queued.set()
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks, self.callbacks = self.callbacks, []
         for callback in callbacks:
             callback()
 
     def queued(self, event: Any, stream: Any) -> None:
         """All of it is in ``stream``; ``event`` comes behind it."""
-        self._settle(None, event, stream)
+        self.settle(None, event, stream)
 
     def when_queued(self, callback: Callable[[], None]) -> None:
         """``callback()`` runs once the operation is in its stream, at once if it is."""
         with self._lock:
             if not self._queued.is_set():
-                self._callbacks.append(callback)
+                self.callbacks.append(callback)
                 return
         callback()
 
-    def _await_queued(self, seconds: float | None) -> bool:
-        if self._request is not None and not self._queued.is_set():
-            native.request_wait(self._request, 0 if seconds is None else max(1, int(seconds * 1e9)))
+    def await_queued(self, seconds: float | None) -> bool:
+        if self.request is not None and not self._queued.is_set():
+            native.request_wait(self.request, 0 if seconds is None else max(1, int(seconds * 1e9)))
         return self._queued.wait(seconds)
 
     # Peers' memory may be overwritten once one of them has failed. So a work is valid if the GPU was done with it and
@@ -102,7 +102,7 @@ class CudaWork:
 
         given = to_ns("wait", timeout) / 1e9 if timeout else None
         end = None if given is None else time.monotonic() + given
-        if not self._await_queued(given):
+        if not self.await_queued(given):
             raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", given or 0.0)
         self._raise()
         if not self._is_valid:
@@ -115,7 +115,7 @@ class CudaWork:
             self._check_outcome()
             self._raise()
         torch.cuda.current_stream(self._group.device).wait_event(self._event)
-        self._keep = None
+        self.kept = None
         return True
 
     def is_completed(self) -> bool:
@@ -145,13 +145,13 @@ class CudaWork:
 
     def result(self) -> list[Any]:
         self.wait()
-        return list(self._result)
+        return list(self.results)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """``callback()`` runs in a thread of ours once the GPU has done it."""
 
         def attend() -> None:
-            self._await_queued(None)
+            self.await_queued(None)
             while not self.is_completed():
                 time.sleep(POLL_S)
             callback()
@@ -172,7 +172,7 @@ class CudaWork:
                 future.set_exception(self._error)
                 return
             with torch.cuda.stream(self._stream):
-                future.set_result(list(self._result))
+                future.set_result(list(self.results))
 
         self.when_queued(complete)
         return future

@@ -176,10 +176,10 @@ class Session:
 
     def _check_is_loss(self, error: Exception) -> None:
         """Whether the group failed because a rank died, left, or did not come in time."""
-        failure = self.group._failure
+        failure = self.group.failure
         lost = isinstance(failure, (errors.PeerError, errors.DeadlineError, errors.GroupUnusableError))
         left_out = isinstance(error, errors.RankFailedError) and error.ranks == [self.rank]
-        if not lost or left_out or not self.group._retire.alive:
+        if not lost or left_out or self.group.has_left:
             raise error
 
     def _settle(self) -> None:

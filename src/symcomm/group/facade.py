@@ -42,7 +42,7 @@ class Collectives:
     # (number of the operation, root or reduce operation, input, output, ns) -> 0, a failure's status, or < 0: unknown
     _run_cached: Callable[[int, Any, Any, Any, int], int]
     execute: Callable[[Request, bool, Timeout], Any]
-    _ended: Callable[[int, str], None]
+    raise_failure: Callable[[int, str], None]
 
     # --- reductions -------------------------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ class Collectives:
         if not async_op and timeout is None:
             status = self._run_cached(_ALL_REDUCE, op, tensor, tensor, self.timeout_ns)
             if status >= 0:
-                return self._ended(status, "all_reduce") if status else None
+                return self.raise_failure(status, "all_reduce") if status else None
         return self.execute(request.all_reduce(self, tensor, op), async_op, timeout)
 
     def reduce(self, tensor: Any, root: int = 0, op: Any = SUM, async_op: bool = False, timeout: Timeout = None) -> Any:
@@ -59,7 +59,7 @@ class Collectives:
         if not async_op and timeout is None:
             status = self._run_cached(_REDUCE, rooted(root, op), tensor, tensor, self.timeout_ns)
             if status >= 0:
-                return self._ended(status, "reduce") if status else None
+                return self.raise_failure(status, "reduce") if status else None
         return self.execute(request.reduce(self, tensor, root, op), async_op, timeout)
 
     def reduce_scatter_single(
@@ -69,7 +69,7 @@ class Collectives:
         if not async_op and timeout is None:
             status = self._run_cached(_REDUCE_SCATTER_SINGLE, op, input, output, self.timeout_ns)
             if status >= 0:
-                return self._ended(status, "reduce_scatter_single") if status else None
+                return self.raise_failure(status, "reduce_scatter_single") if status else None
         return self.execute(request.reduce_scatter_single(self, output, input, op), async_op, timeout)
 
     def reduce_scatter(
@@ -79,7 +79,7 @@ class Collectives:
         if not async_op and timeout is None:
             status = self._run_cached(_REDUCE_SCATTER, op, inputs, output, self.timeout_ns)
             if status >= 0:
-                return self._ended(status, "reduce_scatter") if status else None
+                return self.raise_failure(status, "reduce_scatter") if status else None
         return self.execute(request.reduce_scatter(self, output, inputs, op), async_op, timeout)
 
     # --- copies -----------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class Collectives:
         if not async_op and timeout is None:
             status = self._run_cached(_BROADCAST, root, tensor, tensor, self.timeout_ns)
             if status >= 0:
-                return self._ended(status, "broadcast") if status else None
+                return self.raise_failure(status, "broadcast") if status else None
         return self.execute(request.broadcast(self, tensor, root), async_op, timeout)
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False, timeout: Timeout = None) -> Any:
@@ -97,7 +97,7 @@ class Collectives:
         if not async_op and timeout is None:
             status = self._run_cached(_ALL_GATHER_SINGLE, 0, input, output, self.timeout_ns)
             if status >= 0:
-                return self._ended(status, "all_gather_single") if status else None
+                return self.raise_failure(status, "all_gather_single") if status else None
         return self.execute(request.all_gather_single(self, output, input), async_op, timeout)
 
     def all_gather(self, outputs: Sequence[Any], input: Any, async_op: bool = False, timeout: Timeout = None) -> Any:
@@ -105,7 +105,7 @@ class Collectives:
         if not async_op and timeout is None:
             status = self._run_cached(_ALL_GATHER, 0, input, outputs, self.timeout_ns)
             if status >= 0:
-                return self._ended(status, "all_gather") if status else None
+                return self.raise_failure(status, "all_gather") if status else None
         return self.execute(request.all_gather(self, outputs, input), async_op, timeout)
 
     def gather(
@@ -115,7 +115,7 @@ class Collectives:
         if not async_op and timeout is None:
             status = self._run_cached(_GATHER, root, input, or_none(outputs), self.timeout_ns)
             if status >= 0:
-                return self._ended(status, "gather") if status else None
+                return self.raise_failure(status, "gather") if status else None
         return self.execute(request.gather(self, outputs, input, root), async_op, timeout)
 
     def gather_single(
@@ -125,7 +125,7 @@ class Collectives:
         if not async_op and timeout is None:
             status = self._run_cached(_GATHER_SINGLE, root, input, output, self.timeout_ns)
             if status >= 0:
-                return self._ended(status, "gather_single") if status else None
+                return self.raise_failure(status, "gather_single") if status else None
         return self.execute(request.gather_single(self, output, input, root), async_op, timeout)
 
     def scatter(
@@ -135,7 +135,7 @@ class Collectives:
         if not async_op and timeout is None:
             status = self._run_cached(_SCATTER, root, or_none(inputs), output, self.timeout_ns)
             if status >= 0:
-                return self._ended(status, "scatter") if status else None
+                return self.raise_failure(status, "scatter") if status else None
         return self.execute(request.scatter(self, output, inputs, root), async_op, timeout)
 
     # --- all to all -------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Collectives:
         if not output_splits and not input_splits and not async_op and timeout is None:
             status = self._run_cached(_ALL_TO_ALL_SINGLE, 0, input, output, self.timeout_ns)
             if status >= 0:
-                return self._ended(status, "all_to_all_single") if status else None
+                return self.raise_failure(status, "all_to_all_single") if status else None
         agree = partial(self._agree_on_splits, timeout)
         checked = request.all_to_all_single(self, output, input, output_splits, input_splits, agree)
         return self.execute(checked, async_op, timeout)
@@ -205,7 +205,7 @@ class Collectives:
             return self.barrier(async_op, timeout)
         last = [call(async_op=async_op, timeout=timeout) for call in calls][-1]
         if last is not None:
-            last._result = list(results)
+            last.results = list(results)
         return last
 
     # --- the rest ---------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Collectives:
         if not async_op and timeout is None:
             status = self._run_cached(_BARRIER, 0, None, None, self.timeout_ns)
             if status >= 0:
-                return self._ended(status, "barrier") if status else None
+                return self.raise_failure(status, "barrier") if status else None
         return self.execute(request.barrier(), async_op, timeout)
 
     def all_gather_bytes(self, item: bytes, timeout: Timeout = None) -> list[bytes]:

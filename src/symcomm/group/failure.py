@@ -177,7 +177,7 @@ def explain_peer(group: Any, what: str, status: int, peer: int, seconds: float) 
     if status == Status.TIMEOUT:
         lives = f"Rank {peer} (pid {pid}) lives; look at what it does, or give a longer timeout."
         return errors.deadline(text, seconds, missing=[peer], fix=lives)
-    if group._failure is not None:
+    if group.failure is not None:
         return group.unusable_error()
     return errors.GroupUnusableError(f"{text} failed: the group was aborted or an operation on it failed before.")
 

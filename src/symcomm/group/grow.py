@@ -348,7 +348,7 @@ def _plan(
             "members": group.size,
             "seconds": timeout,
             "timeout": group.timeout,
-            "limits": asdict(group._limits),
+            "limits": asdict(group.plan_limits),
         }
         plan["name"] = f"{group.base_name}+{plan['round']}"
         for ticket in processes.keys() - set(chosen):

@@ -10,7 +10,6 @@ import itertools
 import json
 import operator
 import os
-import threading
 import time
 import weakref
 from collections import deque
@@ -58,7 +57,7 @@ _living: weakref.WeakSet[LocalGroup] = weakref.WeakSet()
 def _leave_all() -> None:
     """End the threads of asynchronous operations while there still is an interpreter that they may call."""
     for group in list(_living):
-        if group._pending or group._in_flight:
+        if group.is_busy:
             group.leave_now()
 
 
@@ -66,9 +65,7 @@ def _after_fork_in_child() -> None:
     """A forked child is not the rank: whatever it does with its copies of groups must not reach the others."""
     for group in list(_living):
         native.group_forked(group.handle)
-        group._failure_lock = threading.RLock()
-        group._keep_lock = threading.Lock()
-        group._failure = errors.forked(group._failure)
+        group.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -158,7 +155,7 @@ class LocalGroup(ProcessGroup):
 
     def _build(self, exchange: Exchange, peers: Sequence[Peer] | None, tune: bool) -> None:
         free_retired()
-        stage, channels, total = _layout(self.size, self._limits)
+        stage, channels, total = _layout(self.size, self.plan_limits)
         spares = self.arena.spares.setdefault((total, *self.global_ranks), [])
         self._offset = spares.pop() if spares else self.arena.allocate_sparse(total, touched=stage)
         self._stage, self._reserved = self._offset + stage, 0
@@ -180,15 +177,15 @@ class LocalGroup(ProcessGroup):
             raise
         all_cores = functools.reduce(operator.or_, (int(f["cores"], 16) for f in everyone))
         if tune and self.size > all_cores.bit_count():
-            self._limits = self._limits.crowded()
-        self._limits = self._limits.on_nodes([f["node"] for f in everyone])
+            self.plan_limits = self.plan_limits.crowded()
+        self.plan_limits = self.plan_limits.on_nodes([f["node"] for f in everyone])
         starts = [peer.base + f["offset"] for peer, f in zip(self.peers, everyone, strict=True)]
         own_process = sum(p.pid == os.getpid() for p in self.peers) == 1
         self._inline_polls = inline_polls(self.size, own_process)
         self.handle = native.make_group(
             self.rank, self.size,
             tuple(starts),
-            tuple([s + stage for s in starts]), self._limits.stage_bytes,
+            tuple([s + stage for s in starts]), self.plan_limits.stage_bytes,
             tuple([p.base for p in self.peers]), self.arena.nbytes,
             tuple([p.life for p in self.peers]),
             tuple([s + channels for s in starts]),
@@ -236,7 +233,7 @@ class LocalGroup(ProcessGroup):
         """Make the pages of ``nbytes`` of each half of this rank's staging area exist."""
         if nbytes <= self._reserved:
             return
-        half = self._limits.stage_bytes
+        half = self.plan_limits.stage_bytes
         reach = min(half, max(FIRST_STAGE, 1 << (nbytes - 1).bit_length()))
         for start in (0, half):
             self.arena.reserve(self._stage + start, reach)
@@ -251,13 +248,13 @@ class LocalGroup(ProcessGroup):
         """Run what was asked for, here and now or, with ``async_op``, in the group's thread."""
         op, plan = request.op, self._plan_of(request)
         if request.key is not None and op.number >= 0:
-            native.cache_plan(self.handle, op.number, *request.key, plan, self._site(3))
+            native.cache_plan(self.handle, op.number, *request.key, plan, self.site_number(3))
         return self._run(request.call, plan, request.inputs, request.outputs, request.result, async_op, timeout)
 
     def _plan_of(self, request: Request) -> Any:
         op = request.op
         if op.plan == "barrier":
-            return self._plan(_barrier)
+            return self.cached_plan(_barrier)
         args = [request.sizes, request.dtype]
         if op.reduces:
             args.append(request.redop)
@@ -265,16 +262,16 @@ class LocalGroup(ProcessGroup):
             args.append(request.root)
         if op.listed is not None:
             args.append(op.listed)
-        return self._plan(getattr(collectives, op.plan), *args)
+        return self.cached_plan(getattr(collectives, op.plan), *args)
 
-    def _plan(self, build: Callable[..., Plan], *args: Any) -> Any:
+    def cached_plan(self, build: Callable[..., Plan], *args: Any) -> Any:
         """The loaded plan for these arguments; plans are kept for the life of the group."""
         key = (build, args)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) > MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self.load_plan(build(self.rank, self.size, *args, limits=self._limits))
+            plan = self._plans[key] = self.load_plan(build(self.rank, self.size, *args, limits=self.plan_limits))
         return plan
 
     def _run(
@@ -284,7 +281,7 @@ class LocalGroup(ProcessGroup):
         timeout_ns = self.timeout_ns if timeout is None else to_ns(call, timeout)
         if inputs and outputs and inputs[0] is not outputs[0]:
             inputs = keep_apart(inputs, outputs, self.rank, self.size)
-        if self._pending:
+        if self.pending:
             self._refresh_copies([b for b in (*outputs, *inputs) if b.original is not None])
         ins = tuple([b.address for b in inputs])
         outs = tuple([b.address for b in outputs])
@@ -293,9 +290,9 @@ class LocalGroup(ProcessGroup):
         if async_op:
             return self._submit(call, plan, inputs, outputs, result, (ins, outs), timeout_ns)
         started = time.monotonic()
-        status = native.run(self.handle, plan, ins, outs, timeout_ns, self._site(4))
+        status = native.run(self.handle, plan, ins, outs, timeout_ns, self.site_number(4))
         if status:
-            raise self._failed(status, call, call_site(3), time.monotonic() - started, explain)
+            raise self.fail_with_status(status, call, call_site(3), time.monotonic() - started, explain)
         for buffer in outputs:
             if buffer.target is not None:
                 buffer.finish()
@@ -307,13 +304,13 @@ class LocalGroup(ProcessGroup):
     ) -> Work:  # fmt: skip
         site = call_site(4)
         work = Work(self, call, site, outputs, result, (inputs, plan))
-        callback = work._copy_out_in_core if any(b.target is not None for b in outputs) else None
+        callback = work.copy_out_in_core if any(b.target is not None for b in outputs) else None
         where = self.arena.flight.site(site)
         self._keep(work)
         try:
-            work._request = native.submit(self.handle, plan, *addresses, timeout_ns, where, callback)
+            work.request = native.submit(self.handle, plan, *addresses, timeout_ns, where, callback)
         except OSError as error:
-            self._pending.remove(work)
+            self.pending.remove(work)
             raise no_thread("asynchronous operations", error) from None
         except BaseException:
             native.group_abort(self.handle)  # an interrupt: nobody knows whether it was submitted
@@ -323,22 +320,22 @@ class LocalGroup(ProcessGroup):
     def _refresh_copies(self, copies: Sequence[Buffer]) -> None:
         """A copy of a tensor must hold what operations before this one make of it."""
         for copy in copies:
-            before = [w for w in list(self._pending) if any(copy.touches(out) for out in w._outputs)]
+            before = [w for w in list(self.pending) if any(copy.touches(out) for out in w.outputs)]
             for work in before:
-                work._poll(0)
+                work.poll(0)
             if before:
                 copy.refresh()
 
-    def _site(self, depth: int) -> int:
+    def site_number(self, depth: int) -> int:
         """The caller's place, as the flight recorder knows it."""
         return self.arena.flight.site(call_site(depth + 1))
 
-    def _ended(self, status: int, call: str) -> None:
+    def raise_failure(self, status: int, call: str) -> None:
         """What the dispatch cache's run ended with: nothing to say, or why the operation failed."""
         if status:
-            raise self._failed(status, call, call_site(2), None, explain)
+            raise self.fail_with_status(status, call, call_site(2), None, explain)
 
-    def _failed(
+    def fail_with_status(
         self, status: int, call: str, site: Site, seconds: float | None, explain: Callable[..., Any]
     ) -> errors.SymcommError:
         """The exception for an operation that the core ended with ``status``."""
@@ -346,13 +343,13 @@ class LocalGroup(ProcessGroup):
             return errors.nested(call, self.name)
         return self.fail(lambda: explain(self, status, call, site, seconds))
 
-    def _may_run_inline(self) -> bool:
+    def may_run_inline(self) -> bool:
         """Whether an asynchronous call may run inline: nothing is queued before it, and all others have arrived."""
-        last = self._pending[-1:]
+        last = self.pending[-1:]
         return (
             self._inline_polls > 0
             and self._failure is None
-            and (not last or last[0]._settled)  # they end in order
+            and (not last or last[0].settled)  # they end in order
             and native.group_announce(self.handle, self._inline_polls)
         )
 
@@ -377,7 +374,7 @@ class LocalGroup(ProcessGroup):
         if self._failure is None:
             self._failure = errors.GroupUnusableError(f"group {self.name!r} was destroyed.")
         self._retire()
-        self._pending = []
+        self.pending = []
 
     def departures(self) -> Callable[[float], None]:
         return functools.partial(await_departures_from, self.handle)
@@ -413,7 +410,7 @@ class LocalGroup(ProcessGroup):
 
     def _of(self, ranks: Sequence[int], exchange: Exchange, name: str, timeout: Timeout) -> LocalGroup:
         return LocalGroup(
-            ranks.index(self.rank), len(ranks), exchange, name, timeout, self._limits,
+            ranks.index(self.rank), len(ranks), exchange, name, timeout, self.plan_limits,
             [self.global_ranks[r] for r in ranks], [self.peers[r] for r in ranks],
         )  # fmt: skip
 

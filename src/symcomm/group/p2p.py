@@ -83,20 +83,20 @@ class MessageWork(AnyMessageWork):
 
     def __init__(self, group: Any, message: Message, buffer: Buffer, site: Site):
         self._group = group
-        self._op: Any = None  # until it is posted; for good if an interrupt came before we knew it
+        self.op: Any = None  # until it is posted; for good if an interrupt came before we knew it
         self._message = message
         self._buffer = buffer
         self._site = site
         self._started = time.monotonic()
-        self._outcome: tuple[int, int, int, int] | None = None
+        self.outcome: tuple[int, int, int, int] | None = None
         self._error: BaseException | None = None
 
     @property
     def _what(self) -> str:
         return format_message(self._message.is_send, self._message.peer, self._message.tag)
 
-    def _settle(self, outcome: tuple[int, int, int, int]) -> None:
-        self._outcome = outcome
+    def settle(self, outcome: tuple[int, int, int, int]) -> None:
+        self.outcome = outcome
         status, peer, got, dtype = outcome
         if status == STATUS_SIZE:
             self._error = errors.BadArgumentError(
@@ -105,15 +105,15 @@ class MessageWork(AnyMessageWork):
             )
         elif status:
             seconds = time.monotonic() - self._started
-            self._error = self._group._failed(status, self._what, self._site, seconds, explain)
+            self._error = self._group.fail_with_status(status, self._what, self._site, seconds, explain)
         elif not self._message.is_send:
             self._buffer.finish()
 
     def wait(self, timeout: Timeout = None) -> bool:
         """Block until the message has left (send) or is there (receive)."""
-        if self._outcome is None:
+        if self.outcome is None:
             given = self._group.timeout_ns if not timeout else to_ns("wait", timeout)
-            self._conclude(native.p2p_wait(self._op, given, True), given)
+            self._conclude(native.p2p_wait(self.op, given, True), given)
         if self._error is not None:
             raise self._error
         return True
@@ -121,9 +121,9 @@ class MessageWork(AnyMessageWork):
     def _conclude(self, outcome: tuple[int, int, int, int], given_ns: int) -> None:
         """The end of a wait of ``given_ns``. A time-out that left the message withdrawn does not harm the group."""
         if outcome[0] != Status.TIMEOUT or native.group_report(self._group.handle)["status"]:
-            self._settle(outcome)
+            self.settle(outcome)
             return
-        self._outcome = outcome
+        self.outcome = outcome
         why = format_standoff(self._group, self._message.peer)
         self._error = errors.DeadlineError(
             f"{self._what} on group {self._group.name!r} timed out after {format_seconds(given_ns / 1e9)}: "
@@ -132,13 +132,13 @@ class MessageWork(AnyMessageWork):
         )
 
     def is_completed(self) -> bool:
-        if self._outcome is None and self._op is None:
+        if self.outcome is None and self.op is None:
             return False
-        if self._outcome is None:
-            outcome = native.p2p_wait(self._op, -1, False)
+        if self.outcome is None:
+            outcome = native.p2p_wait(self.op, -1, False)
             if outcome[0] == Status.TIMEOUT:
                 return False
-            self._settle(outcome)
+            self.settle(outcome)
         return True
 
     def is_success(self) -> bool:
@@ -152,8 +152,8 @@ class MessageWork(AnyMessageWork):
     def source(self) -> int:
         """The rank a receive's message came from."""
         self.wait()
-        assert self._outcome is not None
-        return self._outcome[1]
+        assert self.outcome is not None
+        return self.outcome[1]
 
 
 class MessageCalls:
@@ -240,7 +240,7 @@ class MessageCalls:
         if background:  # the core uses the tensor whether or not the caller keeps the work, or ever gets it
             self._keep_message(work)
         try:
-            work._op = native.p2p_post(
+            work.op = native.p2p_post(
                 self.handle,
                 message.is_send,
                 message.peer,

@@ -61,10 +61,10 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         self.size = size
         self.name = name
         self.global_ranks = list(global_ranks) if global_ranks is not None else list(range(size))
-        self._limits = limits or Limits()
+        self.plan_limits = limits or Limits()
         self.timeout_ns = to_ns("ProcessGroup", DEFAULT_TIMEOUT if timeout is None else timeout)
         self._plans: dict[Any, Any] = {}
-        self._pending: list[Work] = []
+        self.pending: list[Work] = []
         self.watcher = Watcher()
         self._in_flight: list[MessageWork] = []
         self._keep_lock = threading.Lock()
@@ -136,6 +136,12 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         self.run_abort_hooks()
         return first
 
+    def after_fork(self) -> None:
+        """In a forked child, which is not the rank: it cannot use the group, whatever the parent's threads held."""
+        self._failure_lock = threading.RLock()
+        self._keep_lock = threading.Lock()
+        self._failure = errors.forked(self._failure)
+
     @property
     def _observed(self) -> ProcessGroup:
         """The group that observers know this one by: that of the ranks of this host."""
@@ -163,8 +169,8 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
     def destroy(self) -> None:
         """Leave the group. Pending asynchronous operations end first; peers that still wait for us are told."""
         if self._failure is None:
-            for work in list(self._pending):
-                work._poll(self.timeout_ns)
+            for work in list(self.pending):
+                work.poll(self.timeout_ns)
             for finish in self.before_leaving:
                 finish()
             if self.lease is not None and self.lease.serves_others:
@@ -198,13 +204,18 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         self.leave_now()
         self._let_go_of_store()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether asynchronous operations or messages of this rank are under way."""
+        return bool(self.pending or self._in_flight)
+
     @abstractmethod
     def leave_now(self) -> None:
         """Leave at once: what is pending here fails."""
 
     def _keep(self, work: Work) -> None:
         """Before it is submitted: the core uses its tensors whether or not the caller keeps or ever gets ``work``."""
-        pending = self._pending
+        pending = self.pending
         pending.append(work)
         if not self._keep_lock.acquire(blocking=False):
             return  # somebody looks already; it may be this very thread, which a signal handler interrupted
@@ -212,7 +223,7 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
             # They end in order. One with callbacks is left to the watcher: those never run in a caller's thread.
             before = len(pending) - 1
             each = enumerate(itertools.islice(pending, before))
-            del pending[: next((i for i, w in each if not w._settled and (w._callbacks or not w._poll(-1))), before)]
+            del pending[: next((i for i, w in each if not w.settled and (w.callbacks or not w.poll(-1))), before)]
         finally:
             self._keep_lock.release()
 

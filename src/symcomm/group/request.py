@@ -90,7 +90,7 @@ def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
     if type(op) is RedOpType:
         return op, None
     if type(op) is ReduceOp:
-        return op.op, op._factor
+        return op.op, op.factor if op.op is RedOpType.PREMUL_SUM else None
     try:
         if isinstance(op, str):
             return RedOpType[op.upper()], None

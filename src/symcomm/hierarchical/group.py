@@ -65,8 +65,7 @@ def _after_fork_in_child() -> None:
         group._has_left = True
         group.cond = threading.Condition()
         group.leader_links.forget()
-        group._failure_lock = threading.RLock()
-        group._failure = errors.forked(group._failure)
+        group.after_fork()
         group._retire.detach()
 
 
@@ -215,8 +214,8 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         here = self.layout.here
         exchange_here = SubsetExchange(exchange, here)
         local = _IntraHostGroup(
-            self.layout.local, len(here), exchange_here, f"{self.name}@{self.layout.host}", self.timeout, self._limits,
-            [self.global_ranks[r] for r in here],
+            self.layout.local, len(here), exchange_here, f"{self.name}@{self.layout.host}", self.timeout,
+            self.plan_limits, [self.global_ranks[r] for r in here],
         )  # fmt: skip
         while exchange_here.rounds < LOCAL_ROUNDS:
             exchange_here(b"")
@@ -261,7 +260,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             if build is None:
                 made = Plan(s.collective, rank, world, s.local_count(), s.dtype, s.redop, 0, "arrival")
             else:
-                made = build(rank, world, *args, limits=self.local._limits)
+                made = build(rank, world, *args, limits=self.local.plan_limits)
                 made = replace(made, collective=s.collective, count=s.local_count(is_whole=False))
             plan = self._plans[key] = self.local.load_plan(made)
         return plan
@@ -277,7 +276,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             raise errors.nested(call, self.name)
         site = call_site(3)
         self._submitted += 1
-        queued = async_op or any(not work.is_completed() for work in list(self._pending))
+        queued = async_op or any(not work.is_completed() for work in list(self.pending))
 
         def act() -> None:
             with self._turn:
@@ -296,7 +295,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             act()
             return None
         work = HierarchicalWork(self, call, site, act, outputs, result)
-        work._keep = (inputs, outputs)
+        work.kept = (inputs, outputs)
         self._runner.submit(work)
         self._keep(work)
         if async_op:
@@ -478,7 +477,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self.failures.end()
         self._retire()
         self.local.leave_now()
-        self._pending = []
+        self.pending = []
 
     def _say_goodbye(self) -> None:
         """Tell peers that we left, and did not die."""
@@ -505,7 +504,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         )
         return make_group(
             ranks.index(self.rank), len(ranks), exchange, label, self.timeout if timeout is None else timeout,
-            self._limits, [self.global_ranks[r] for r in ranks], self.engine_name,
+            self.plan_limits, [self.global_ranks[r] for r in ranks], self.engine_name,
         )  # fmt: skip
 
     def _shrink(self, seconds: float, exclude: Sequence[int], abort: bool, quorum: int | None) -> Any:
@@ -514,7 +513,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
 
         def make(ranks: Sequence[int], exchange: Exchange) -> Any:
             smaller = make_group(
-                ranks.index(self.rank), len(ranks), exchange, f"{self.name}-shrunk", seconds, self._limits,
+                ranks.index(self.rank), len(ranks), exchange, f"{self.name}-shrunk", seconds, self.plan_limits,
                 [self.global_ranks[r] for r in ranks], self.engine_name,
             )  # fmt: skip
             smaller.set_timeout(self.timeout)  # the short one was for building it

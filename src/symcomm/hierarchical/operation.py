@@ -188,7 +188,7 @@ class Operation:
 
     def local(self, build: Callable[..., Plan], ins: Sequence[int], outs: Sequence[int], *args: Any) -> None:
         """Run a collective of this host's ranks on memory at these addresses. ``args``: arguments of its plan."""
-        self._run(self._group.local._plan(build, *args), tuple(ins), tuple(outs))
+        self._run(self._group.local.cached_plan(build, *args), tuple(ins), tuple(outs))
 
     def _run(self, plan: Any, ins: tuple[int, ...], outs: tuple[int, ...]) -> None:
         group = self._group

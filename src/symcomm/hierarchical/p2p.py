@@ -89,7 +89,7 @@ class _Remote(AnyMessageWork):
         seconds = self._group.timeout if not timeout else to_ns("wait", timeout) / 1e9
         if not self._await(time.monotonic() + seconds, seconds):
             self._give_up(seconds)
-        self._settle()
+        self.settle()
         if self.error is not None:
             raise self.error
         return True
@@ -137,14 +137,14 @@ class _Remote(AnyMessageWork):
                     )
                 )
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         if not self._message.is_send and self.error is None and self._buffer.target is not None:
             self._buffer.finish()
             self._buffer.target = None
 
     def is_completed(self) -> bool:
         if self.ended:
-            self._settle()
+            self.settle()
         elif self._group.failures.verdict is not None:
             self._give_up(0.0)
         return self.ended
@@ -184,7 +184,7 @@ class _Local(AnyMessageWork):
     def _translated(self, error: errors.SymcommError, seconds: float) -> BaseException:
         m, group = self._message, self._group
         what = f"{_format_message(m)} on group {group.name!r}"
-        if isinstance(error, errors.DeadlineError) and group.local._failure is None:
+        if isinstance(error, errors.DeadlineError) and group.local.failure is None:
             return errors.DeadlineError(
                 f"{what} timed out after {format_seconds(seconds)}: the other side did not come. "
                 "The group can still be used.",
@@ -244,12 +244,12 @@ class _AnySource(_Remote):
                 self.end(error)
             return True
         if self._matcher.has_match(self):
-            outcome = native.p2p_wait(self._local._op, 1, True)
+            outcome = native.p2p_wait(self._local.op, 1, True)
             if outcome[0] == Status.TIMEOUT:
-                self._local._outcome = outcome
+                self._local.outcome = outcome
                 self._matcher.match(self)
             else:
-                self._local._settle(outcome)
+                self._local.settle(outcome)
         return self.ended
 
     def wait(self, timeout: Timeout = None) -> bool:
@@ -262,15 +262,15 @@ class _AnySource(_Remote):
             left = deadline - time.monotonic()
             is_alone = any(self._group.is_gone(r) for r in self._awaited())
             if left <= 0 or is_alone or self._group.failures.verdict is not None:
-                outcome = native.p2p_wait(self._local._op, 1, True)
+                outcome = native.p2p_wait(self._local.op, 1, True)
                 if outcome[0] != Status.TIMEOUT:
-                    self._local._settle(outcome)
+                    self._local.settle(outcome)
                     continue
                 self._give_up(seconds)
                 break
             with self._group.cond:
                 self._group.cond.wait(SLICE)
-        self._settle()
+        self.settle()
         if self.error is not None:
             raise self.error
         return True

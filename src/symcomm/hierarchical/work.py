@@ -45,20 +45,20 @@ class HierarchicalWork(Work):
     def _copy_out(self, status: int) -> None:
         """Outputs are finished by whoever performs the operation, so there is only the error to take over."""
         with self._lock:
-            if not self._settled:
+            if not self.settled:
                 self._error = self._failed_with
-                self._outputs, self._settled, self._group = [], True, None
+                self.outputs, self.settled, self._group = [], True, None
                 self.seconds = time.monotonic() - self._started
 
     def _await(self) -> None:
         self._ended.wait()
 
-    def _poll(self, timeout_ns: int) -> bool:
+    def poll(self, timeout_ns: int) -> bool:
         if not self._ended.is_set() and (
             timeout_ns < 0 or not self._ended.wait(timeout_ns / 1e9 if timeout_ns else None)
         ):
             return False
-        self._settle(0)
+        self.settle(0)
         return True
 
 

@@ -108,7 +108,7 @@ def publish(server: Any) -> None:
     facts = {"address": server.address, **facts_of(server.rank)}
     path = os.path.join(run_directory(), f"{job_name()}-{_rank_words(rank)}.json")
     _write_private(path, json.dumps({**facts, "token": server.token}))
-    pid, remove_socket = os.getpid(), server._remove
+    pid, remove_socket = os.getpid(), server.remove
 
     def remove() -> None:
         remove_socket()
@@ -116,7 +116,7 @@ def publish(server: Any) -> None:
             if os.getpid() == pid:
                 os.unlink(path)
 
-    server._remove = remove
+    server.remove = remove
     if server.rank.store is not None and rank is not None:
         with contextlib.suppress(Exception):  # the store may be gone: others then look on the host
             root_of(server.rank.store).set(f"{PREFIX}{rank}", json.dumps(facts))

@@ -101,7 +101,7 @@ class TorchGroup(Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGroup):
         self._splits = 0
         self._hook: Any = None
         self._debug_checks: DebugChecks | None = None
-        self._plain = not core.spans_hosts
+        self.takes_fast_path = not core.spans_hosts
         self._used_for_symmetric_memory = False
         self._engines = Engines(self)
         self._map: dict[str, str] = {}
@@ -189,7 +189,7 @@ class TorchGroup(Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGroup):
         if isinstance(work, DoneWork):
             ended()
         else:
-            work._inner.add_done_callback(ended)
+            work.inner.add_done_callback(ended)
 
     def _span(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any], **more: Any) -> Span:
         """The profiler's event for one operation, with what torch's own backends tell about theirs."""
@@ -200,7 +200,7 @@ class TorchGroup(Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGroup):
 
         That is for calls that block, and for small asynchronous ones that all ranks have come to already: those end
         here and now, sooner than a thread could take them over."""
-        if not self._plain:
+        if not self.takes_fast_path:
             return None
         core = self.core
         status = native.run_cached_options(core.handle, call, opts, source, target, core.timeout_ns)
@@ -213,10 +213,10 @@ class TorchGroup(Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGroup):
                 status = native.run_cached(core.handle, call, detail, source, target, core.timeout_ns)
         if status == ASYNC:
             small = _is_small(source if target is None else target)
-            return self._run_inline(call, detail, source, target, opts) if small and core._may_run_inline() else None
+            return self._run_inline(call, detail, source, target, opts) if small and core.may_run_inline() else None
         if status > 0:
             try:
-                core._ended(status, CACHED[call].name)
+                core.raise_failure(status, CACHED[call].name)
             except errors.DeadlineError as error:
                 raise late(error, core.timeout, core.timeout) from None
         return done if status == 0 else None
@@ -234,13 +234,13 @@ class TorchGroup(Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGroup):
         result = list(target) if isinstance(target, (list, tuple)) else [] if target is None else [target]
         work = DoneWork(result, CACHED[call].name, time.monotonic() - begun)
         if status:
-            error = core._failed(status, work._call, call_site(3), None, explain)
+            error = core.fail_with_status(status, work._call, call_site(3), None, explain)
             work.failed(late(error, core.timeout, time.monotonic() - begun))
         return work
 
     def _set_plain(self) -> None:
         """Whether calls may take the short way."""
-        self._plain = (
+        self.takes_fast_path = (
             not self.core.spans_hosts and self._coalescing is None and self._hook is None and self._debug_checks is None
         ) and not self._intercepted
 
@@ -470,17 +470,17 @@ class TorchGroup(Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGroup):
         return work.profiled(span) if span is not None else work
 
     def send(self, tensors: Any, dstRank: int, tag: int) -> Any:
-        if self._plain and (work := exchange(self.core, True, tensors, dstRank, tag)) is not None:
+        if self.takes_fast_path and (work := exchange(self.core, True, tensors, dstRank, tag)) is not None:
             return work
         return self._message("send", self.core.isend, tensors, dstRank, tag)
 
     def recv(self, tensors: Any, srcRank: int, tag: int) -> Any:
-        if self._plain and (work := exchange(self.core, False, tensors, srcRank, tag)) is not None:
+        if self.takes_fast_path and (work := exchange(self.core, False, tensors, srcRank, tag)) is not None:
             return work
         return self._message("recv", self.core.irecv, tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int) -> Any:
-        if self._plain and (work := exchange(self.core, False, tensors, ANY_SOURCE, tag)) is not None:
+        if self.takes_fast_path and (work := exchange(self.core, False, tensors, ANY_SOURCE, tag)) is not None:
             return work
         return self._message("recvAnySource", self.core.irecv, tensors, ANY_SOURCE, tag)
 

@@ -189,7 +189,7 @@ class Lifecycle:
         ``shrink_flags`` 1 (torch's SHRINK_ABORT): what is still running on this group ends now, otherwise it may
         finish first. A group that has failed needs no flag."""
         abort = bool(shrink_flags) or not ranks_to_exclude
-        if not abort and self.core._failure is None:
+        if not abort and self.core.failure is None:
             with contextlib.suppress(errors.SymcommError):  # a failure is what this is for
                 self._wait_for_pending_works()
         core = self.core.shrink(exclude=list(ranks_to_exclude), abort=abort)
@@ -310,7 +310,7 @@ class Lifecycle:
         return self.core.call_stats()
 
     def _wait_for_pending_works(self) -> None:
-        for work in list(self.core._pending):
+        for work in list(self.core.pending):
             work.wait()
 
     def _register_on_completion_hook(self, hook: Callable[[WorkInfo], Any]) -> None:

@@ -206,7 +206,7 @@ class TorchWork(Work):
 
     def __init__(self, inner: Any, result: list[Any], call: str = "", limit: float = 0.0):
         super().__init__()
-        self._inner = inner
+        self.inner = inner
         self._limit = limit
         self._call = call
         self._tensors = result
@@ -217,7 +217,7 @@ class TorchWork(Work):
 
     def _get_sequence_number(self) -> int:
         """As ``_get_sequence_number_for_group`` counts; messages are not counted."""
-        number = getattr(self._inner, "sequence_number", None)
+        number = getattr(self.inner, "sequence_number", None)
         if number is None:
             raise errors.CallerError(f"_get_sequence_number: {self._call} has no number; collectives have.")
         return number - self.numbers_from
@@ -228,32 +228,32 @@ class TorchWork(Work):
 
     def add_done_callback(self, callback: Any) -> None:
         """``callback()`` runs once the operation has ended."""
-        self._inner.add_done_callback(callback)
+        self.inner.add_done_callback(callback)
 
     def profiled(self, span: Any) -> TorchWork:
         """Let the profiler's event end when the operation does."""
         self._span = span
-        self._inner.add_done_callback(span.close)
+        self.inner.add_done_callback(span.close)
         return self
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         try:
-            return self._inner.wait(timeout if timeout > timedelta(0) else None)
+            return self.inner.wait(timeout if timeout > timedelta(0) else None)
         except (errors.DeadlineError, errors.RankFailedError) as error:
             limit = timeout.total_seconds() or self._limit
-            raise late(error, limit, getattr(self._inner, "seconds", None) or 0.0) from error.__cause__
+            raise late(error, limit, getattr(self.inner, "seconds", None) or 0.0) from error.__cause__
         finally:
             if self._span is not None:
                 self._span.close()
 
     def is_completed(self) -> bool:
-        return self._inner.is_completed()
+        return self.inner.is_completed()
 
     def is_success(self) -> bool:
-        return self._inner.is_success()
+        return self.inner.is_success()
 
     def exception(self) -> Any:
-        return self._inner.exception()
+        return self.inner.exception()
 
     def synchronize(self) -> None:
         self.wait()
@@ -264,7 +264,7 @@ class TorchWork(Work):
     def source_rank(self) -> int:
         if not self._call.startswith("recv"):
             raise _no_source()
-        return self._inner.source
+        return self.inner.source
 
     _source_rank = source_rank
 
@@ -273,7 +273,7 @@ class TorchWork(Work):
 
     def _get_duration(self) -> float:
         """Milliseconds from the call to its end."""
-        seconds = getattr(self._inner, "seconds", None)
+        seconds = getattr(self.inner, "seconds", None)
         if seconds is None:
             raise errors.CallerError("_get_duration: the operation has not ended, or its times are not taken.")
         return seconds * 1e3
@@ -290,15 +290,15 @@ class TorchWork(Work):
             ended: Any = torch.futures.Future(devices=devices)
             self._future = ended.then(self._outcome)
             if devices:
-                self._inner.when_queued(lambda: self._complete_in_stream(ended))
+                self.inner.when_queued(lambda: self._complete_in_stream(ended))
             else:
-                self._inner.add_done_callback(lambda: ended.set_result(None))
+                self.inner.add_done_callback(lambda: ended.set_result(None))
         return self._future
 
     def _complete_in_stream(self, ended: Any) -> None:
         """Whoever waits for the future has their stream wait for the operation's."""
-        with torch.cuda.stream(getattr(self._inner, "_stream", None)):
-            ended.set_result([] if self._inner._error is not None else self._tensors)
+        with torch.cuda.stream(getattr(self.inner, "_stream", None)):
+            ended.set_result([] if self.inner._error is not None else self._tensors)
 
     getFuture = get_future
 
@@ -310,7 +310,7 @@ class TorchWork(Work):
         return self.get_future().then(lambda _: 0)
 
     def _outcome(self, _: Any) -> list[Any]:
-        error = self._inner.exception()
+        error = self.inner.exception()
         if error is not None:
             raise error
         return self._tensors

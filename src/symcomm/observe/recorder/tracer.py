@@ -149,7 +149,7 @@ class Tracer:
             with self._lock:
                 ranks = list(self._ranks.items())
             for nonce, mine in ranks:
-                groups = [g for g in list(mine.groups) if g._retire.alive]
+                groups = [g for g in list(mine.groups) if not g.has_left]
                 if not groups and not list(mine.groups):
                     with self._lock:  # the rank is over: let its memory go
                         self._ranks.pop(nonce, None)

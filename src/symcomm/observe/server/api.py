@@ -102,13 +102,13 @@ def groups(request: Request) -> list[dict[str, Any]]:
 
 
 def _group_facts(group: Any) -> dict[str, Any]:
-    failure = group._failure
+    failure = group.failure
     return {
         "name": group.name,
         "rank": group.rank,
         "size": group.size,
         "ranks": group.global_ranks,
-        "sequence_number": group.sequence_number if group._retire.alive else None,
+        "sequence_number": group.sequence_number if not group.has_left else None,
         "timeout_s": group.timeout,
         "failure": None if failure is None else str(failure),
     }

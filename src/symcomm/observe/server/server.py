@@ -87,13 +87,13 @@ class Server:
         self._listener = listener
         self._lock = threading.Lock()
         self._closed = False
-        self._remove = server_registry.remover_of(listener)
+        self.remove = server_registry.remover_of(listener)
         self.rank.address = self.address
         try:
             load_h11()
             self._acceptor = ConnectionAcceptor(listener, lambda sock: Connection(sock, self), "the rank's server", tls)
         except (OSError, RuntimeError, errors.ResourceError) as error:
-            self._remove()
+            self.remove()
             listener.close()
             raise error if isinstance(error, errors.ResourceError) else _cannot_start(error) from error
         self.rank.acceptor = self._acceptor
@@ -127,7 +127,7 @@ class Server:
             if self._closed:
                 return
             self._closed = True
-        self._remove()
+        self.remove()
         self._acceptor.shutdown()
         if self.rank.stop_watching is not None:
             self.rank.stop_watching()
