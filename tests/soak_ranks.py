@@ -19,7 +19,7 @@ from symcomm.group import grow, process_group
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import current_arena
 from tests.halted_calls import CASES, PATTERN, shift_values
-from tests.halts import ordinary, symmetric, until
+from tests.page_gate import ordinary, symmetric, until
 from tests.soak_scenario import HARMLESS, STARVED, STOPPED_TIMEOUT, Scenario
 
 STEPS_AFTER = 12

@@ -30,7 +30,7 @@ from symcomm.observe.recorder import records
 from symcomm.types import DType, RedOpType
 from tests.faults import Outcome, attempt, join_group, leftovers, readable, returned, run_group
 from tests.halted_calls import PATTERN
-from tests.halts import PAGE, Words, ordinary, stop
+from tests.page_gate import PAGE, Words, ordinary, stop
 
 LENT = Limits(attach_bytes=1 << 14, attach_ranks=2)
 COUNT = 1 << 13  # elements of a piece: eight pages

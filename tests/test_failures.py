@@ -23,7 +23,7 @@ from symcomm._core import native
 from symcomm.group.failure import Status
 from symcomm.group.process_group import ProcessGroup
 from tests.faults import Outcome, leftovers, run_group
-from tests.halts import Words
+from tests.page_gate import Words
 
 PROMPT = 5.0  # seconds, far below every deadline here: 100 ms are promised, and a test machine may be busy
 _clock = mmap.mmap(-1, 4096)  # shared with forked ranks: when the fault happened

@@ -23,7 +23,7 @@ from symcomm.group import process_group
 from symcomm.group.process_group import ProcessGroup
 from tests.faults import attempt, leftovers, returned, run_group
 from tests.halted_calls import PATTERN
-from tests.halts import Words, ordinary, symmetric, until
+from tests.page_gate import Words, ordinary, symmetric, until
 
 N = 16_384  # elements: a message of so many is read where it lies, if that is symmetric
 PROMPT = 5.0  # seconds, far below the deadlines here

@@ -18,7 +18,7 @@ import symcomm
 from symcomm import ANY_SOURCE, Message, errors
 from symcomm.group.process_group import ProcessGroup
 from tests.faults import run_group
-from tests.halts import Words, until
+from tests.page_gate import Words, until
 
 SIZES = (0, 1, 7, 1000, 65_536, 100_000, 1_000_001)  # elements: below and above the ring's 256 KiB
 

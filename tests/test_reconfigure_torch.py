@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from symcomm import c10d
 from symcomm.torch_backend.register import register
-from tests.comers import die
+from tests.elastic_ranks import die
 from tests.ranks import run_ranks
 
 HAS_RECONFIGURE = hasattr(dist, "_reconfigure")

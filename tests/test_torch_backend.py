@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from symcomm.torch_backend.torch_patches import method_swap
+from tests.check_runner import run_checks
 from tests.ports import free_port
-from tests.told import tell
 
 ROOT = Path(__file__).parent.parent
 # Decorated functions, read from the text: this file needs no torch of its own.
@@ -51,7 +51,7 @@ def run_python(code: str, **extra: str) -> str:
 @pytest.fixture(scope="module")
 def told() -> dict[str, list[str]]:
     """What every rank has to say about every check."""
-    return tell("tests.torch_checks", CHECKS, environment(), 110)
+    return run_checks("tests.torch_checks", CHECKS, environment(), 110)
 
 
 @pytest.mark.timeout(150)

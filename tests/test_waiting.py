@@ -20,7 +20,7 @@ from symcomm._core import native
 from symcomm.group.process_group import SPIN_COUNT, ProcessGroup
 from symcomm.memory.control_groups import PROC, Quota, granted_cores, quotas, watch_quotas
 from tests.faults import run_group
-from tests.halts import Words, until
+from tests.page_gate import Words, until
 
 pytestmark = pytest.mark.unused_process
 

@@ -1,8 +1,9 @@
 """Ranks that come and go, as forked processes that meet in a file.
 
-``Crowd.member(fn, rank, world)`` calls ``fn(group, *args)`` in a rank of the first group, ``Crowd.newcomer(fn)`` calls
-``fn(store, *args)`` in a process that is to join. ``Crowd.outcomes()`` waits for all, with a hard deadline, and reports
-what each did; nobody ends before all have said what they have to say, so that no end is taken for a fault.
+``ElasticRanks.member(fn, rank, world)`` calls ``fn(group, *args)`` in a rank of the first group,
+``ElasticRanks.newcomer(fn)`` calls ``fn(store, *args)`` in a process that is to join. ``ElasticRanks.outcomes()`` waits
+for all, with a hard deadline, and reports what each did; nobody ends before all have said what they have to say, so
+that no end is taken for a fault.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from symcomm.store import FileStore
 from tests.faults import Outcome, readable
 
 
-class Crowd:
+class ElasticRanks:
     def __init__(self, folder: Path, timeout: float = 20.0):
         self.path = str(folder / "store")
         self.timeout = timeout

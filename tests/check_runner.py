@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def tell(module: str, checks: list[str], environment: dict[str, str], seconds: float) -> dict[str, list[str]]:
+def run_checks(module: str, checks: list[str], environment: dict[str, str], seconds: float) -> dict[str, list[str]]:
     """Check -> each rank's words, "" when all was well. What the process wrote to stderr is under "stderr"."""
     with subprocess.Popen(
         [sys.executable, "-m", module], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

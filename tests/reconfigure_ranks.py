@@ -13,7 +13,7 @@ from symcomm import errors
 from symcomm.group.reconfigure import ReconfigurableGroup, Reconfiguration
 from symcomm.hierarchical.engines.torch_engine import GlooEngine
 from symcomm.memory import share
-from tests.comers import Crowd
+from tests.elastic_ranks import ElasticRanks
 
 WAIT = 20.0
 
@@ -43,12 +43,12 @@ def expected(me: int, who: Sequence[int]) -> tuple[int, int, float]:
     return who.index(me), len(who), float(sum(i + 1 for i in who))
 
 
-def crowd_of(folder: Any, fn: Callable, count: int, *args: Any) -> list[Any]:
+def run_parties(folder: Any, fn: Callable, count: int, *args: Any) -> list[Any]:
     """What ``fn(party, *args)`` did in each of ``count`` processes."""
-    crowd = Crowd(folder)
+    forked = ElasticRanks(folder)
     for me in range(count):
-        crowd.newcomer(lambda store, me=me: fn(Party(store, me), *args))
-    return crowd.outcomes(deadline=50.0)
+        forked.newcomer(lambda store, me=me: fn(Party(store, me), *args))
+    return forked.outcomes(deadline=50.0)
 
 
 def failure(call: Callable[[], Any]) -> tuple[str, str, list[int]]:
