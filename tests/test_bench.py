@@ -355,7 +355,7 @@ def test_every_benchmark_has_a_picture():
     results = [Result(case, name, 2e-6, 1e-6) for name in ("gloo", "ordinary")]
     results.append(Result(Case("barrier", 0, 0, "float32", "sum", 0, True), "gloo", 5e-6, 5e-6))
     [curves, bars] = bench_table.picture(results, ["ordinary", "gloo"], best=False)
-    assert curves.leader_links == {"symcomm, ordinary tensors": [(1024, 2.0)], "gloo": [(1024, 2.0)]}
+    assert curves.lines == {"symcomm, ordinary tensors": [(1024, 2.0)], "gloo": [(1024, 2.0)]}
     assert bars.groups == {"": {"gloo": 5.0}}  # a barrier has no size
     [calls, others] = bench_store.picture(STORE_ROWS, bench_store.Workload())
     assert (calls.title, calls.groups) == ("8 clients", {"set": {"ours": 12.0, "PyTorch": 30.0}})
@@ -363,10 +363,10 @@ def test_every_benchmark_has_a_picture():
     workload = bench_hosts.Workload(ranks=2, hosts=2, mbits=1000, collectives=("all_reduce",))
     found = [bench_hosts.Measurement("all_reduce", 1 << 20, side, 1.0, [0.01, 0.03]) for side in ("ours", "gloo")]
     [curves] = bench_hosts.picture(found, workload, best=True)
-    assert curves.leader_links["symcomm"] == curves.leader_links["flat gloo"] == [(1 << 20, 10.0)]
-    assert curves.leader_links[bench_hosts.LINK] == [(1 << 20, pytest.approx((1 << 20) * 8 / 1e6))]
+    assert curves.lines["symcomm"] == curves.lines["flat gloo"] == [(1 << 20, 10.0)]
+    assert curves.lines[bench_hosts.LINK] == [(1 << 20, pytest.approx((1 << 20) * 8 / 1e6))]
     [curves] = bench_sites.picture([bench_sites.Measurement("plain", [(10, 2.0, 3.5)], 0)], bench_sites.Workload())
-    assert curves.leader_links["plain DDP"] == [(2.0, 3.5)] and curves.leader_links["target"] == [
+    assert curves.lines["plain DDP"] == [(2.0, 3.5)] and curves.lines["target"] == [
         (0.0, 2.4),
         (2.0, 2.4),
     ]
