@@ -37,7 +37,8 @@ WITHOUT_TORCH = (
 MAIN_ONLY = (
     "agreement", "agreement_hosts", "async", "attached", "attack", "bench", "bench_kernels", "bench_noise",
     "collectives", "control_plane", "death", "demo", "docs", "elastic", "failures", "flight", "fuzz",
-    "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_torch", "gpu_windows", "groups", "grow", "hosts_aftermath",
+    "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_graphs", "gpu_torch", "gpu_windows", "groups", "grow",
+    "hosts_aftermath",
     "hosts_attack", "hosts_failures", "hosts_lines", "hosts_network", "hosts_strangers", "hosts_values",
     "joint_copies", "layers", "leaving", "litmus", "model", "p2p", "ray", "reconfigure", "reconfigure_deaths",
     "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "standoff", "stops", "store_kept_socket",

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from symcomm.errors import SymcommError
+from tests.gpu_ranks import join, sharing
 from tests.ranks import run_ranks
 
 torch = pytest.importorskip("torch")
@@ -25,22 +23,6 @@ def run_all(rank: int, world: int, store: str) -> dict[str, str]:
     from tests.gpu_checks import run_all
 
     return run_all(rank, world, store)
-
-
-@contextlib.contextmanager
-def sharing(mps: bool) -> Iterator[None]:
-    """Ranks started in here use the GPU at the same time, or take turns."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        if mps:
-            from symcomm.launcher.mps import multi_process_service
-
-            try:
-                found = stack.enter_context(multi_process_service())
-            except SymcommError as error:
-                pytest.skip(f"no MPS here: {error}")
-            for name, value in found.items():
-                patch.setenv(name, value)
-        yield
 
 
 @pytest.fixture(scope="module", params=["2", "4", "2 mps", "3 mps"])
@@ -58,19 +40,6 @@ def test_check(name: str, told: list[dict[str, str]]):
 
 
 # --- trouble ------------------------------------------------------------------------------------------------------
-
-
-def join(rank: int, world: int, store: str, timeout: float = 30) -> Any:
-    from symcomm.cuda.group import device_group
-    from symcomm.group.default import init
-
-    torch.cuda.set_device(0)
-    core = init(rank=rank, world_size=world, init_method=f"file://{store}", timeout=timeout)
-    gpu = device_group(core, 0)
-    gpu.all_reduce(torch.ones(4, device="cuda"))
-    gpu.synchronize()
-    core.barrier()
-    return gpu
 
 
 def differ(rank: int, world: int, store: str) -> str:

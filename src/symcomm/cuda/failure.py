@@ -19,7 +19,7 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.cuda.departure import Departure
-from symcomm.cuda.watchdog import Watchdog
+from symcomm.cuda.watchdog import Outstanding, Watchdog
 from symcomm.errors import format_ranks, format_seconds
 from symcomm.group.failure import Status, how_it_ended
 from symcomm.group.process_group import ProcessGroup
@@ -63,6 +63,7 @@ class CudaFailures:
         self._since: float | None = None  # when it failed
         self._is_first = False  # to know of it on this rank
         self._describe: Callable[[], errors.SymcommError] | None = None  # what went wrong, once somebody asks
+        self._has_captured = False
         self.watchdog = Watchdog(self)
 
     # --- for callers ------------------------------------------------------------------------------------------
@@ -89,18 +90,29 @@ class CudaFailures:
         self._raised = True
         raise error
 
-    def check_usable(self, call: str) -> None:
+    def check_usable(self, call: str, may_be_captured: bool = False) -> None:
         import torch
 
         self.raise_if_failed()
         core = self._core()
         if core is not None and core.failure is not None:
             core.check_usable()
-        if torch.cuda.is_current_stream_capturing():
+        if not may_be_captured and torch.cuda.is_current_stream_capturing():
             raise errors.CallerError(
-                f"{call}: a CUDA graph is being captured; ranks meet on the host for every operation, so that a dead "
-                "rank is noticed. Call it outside of the graph."
+                f"{call}: a CUDA graph is being captured, and cannot hold it: ranks synchronize on the host for it. "
+                "Call it outside of the graph."
             )
+
+    def watch_captured(self) -> None:
+        """Replays of a CUDA graph do not show on the host: look for dead ranks from now on, whatever is under way."""
+        if not self._has_captured:
+            self._has_captured = True
+            self.watchdog.add(
+                Outstanding("a captured all_reduce", self._dead, lambda _: None, time.monotonic(), float("inf"), True)
+            )
+
+    def _dead(self) -> list[int]:
+        return sorted(self.departure.dead())
 
     def add(self, work: Any) -> None:
         """A work that fails when the group does, unless it was valid before."""
@@ -115,7 +127,7 @@ class CudaFailures:
 
     def is_busy(self) -> bool:
         """Peers wait for us to leave if the group fails."""
-        return self.error is None and (self.departure.windows > 0 or self.departure.is_touching())
+        return self.error is None and (self._has_captured or self.departure.windows > 0 or self.departure.is_touching())
 
     def has_failed(self) -> bool:
         """Works that the GPU finished before the failure stay valid."""

@@ -253,7 +253,10 @@ class CudaGroup(CudaExecution):
 
         call, need, may_be_direct = request.call, move.need, move.may_be_direct
         timeout_ns = self.core.timeout_ns if timeout is None else to_ns(call, timeout)
-        self.failures.check_usable(call)
+        self.failures.check_usable(call, may_be_captured=True)
+        if self._captures():
+            self._capture(request, signature, async_op, timeout_ns)
+            return None
         half = self._promised if self._collectives_for(need) is self.collectives else self._small_half
         grow = need > half and half < self.limits.most_half and self.size > 1
         if grow:
@@ -294,6 +297,24 @@ class CudaGroup(CudaExecution):
             return work
         work.wait()
         return None
+
+    def _capture(self, request: Request, signature: CudaSignature, async_op: bool, timeout_ns: int) -> None:
+        """Into the CUDA graph that is being captured. Hosts compare the call now, and no longer when it is replayed."""
+        can = request.op.name == "all_reduce" and not async_op and self.size > 1 and not self._queued
+        redop = RedOpType.SUM if request.redop is RedOpType.PREMUL_SUM else request.redop
+        if not can or not self.collectives.can_capture(request.dtype, redop):
+            raise errors.CallerError(
+                f"{request.call}: a CUDA graph is being captured, which can hold blocking all_reduces of ranks that "
+                "share a GPU through MPS, of dtypes and operations that were used before. Call it outside of the graph."
+            )
+        [source], [out], plan = request.inputs, request.outputs, self._plan(signature, False)
+        status = native.run(self.core.handle, plan, (), (), timeout_ns, self.core.site_number(1))
+        if status:
+            raise self.fail_with_status(status, request.call, call_site(1), None)
+        stream = self._stream_of(self.device)
+        self.collectives.reduce_captured(request.dtype, redop, source.address, out.address, request.sizes, stream)
+        out.finish()
+        self.failures.watch_captured()
 
     def _add_fast_path(
         self,

@@ -191,8 +191,8 @@ __device__ T combined_at(const Turn &t, u64 at) {{
     return finished(a);
 }}
 
-/* Copy into this rank's staging area, meet, combine all of it. Several packs at a time: loads take long. */
-extern "C" __global__ void __launch_bounds__({threads}) all_reduce(const Turn t, const u64 n, const u64 aligned) {{
+/* Several packs at a time: loads take long. */
+__device__ void copy_in(const Turn &t, const u64 n, const u64 aligned) {{
     const u64 packs = n / {per_pack}, first = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     const u64 stride = (u64)gridDim.x * blockDim.x, last = packs * {per_pack} + first;
     uint4 *const mine = (uint4 *)t.half[t.rank];
@@ -209,7 +209,10 @@ extern "C" __global__ void __launch_bounds__({threads}) all_reduce(const Turn t,
         for (int u = 0; u < {at_once}; u++) if (i + u * stride < packs) mine[i + u * stride] = in[u].whole;
     }}
     if (last < n) t.half[t.rank][last] = t.src[last];
-    if (!barrier_with_peers(t, t.value)) return; /* the memory of a rank that died is not there any more */
+}}
+__device__ void combine_out(const Turn &t, const u64 n, const u64 aligned) {{
+    const u64 packs = n / {per_pack}, first = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    const u64 stride = (u64)gridDim.x * blockDim.x, last = packs * {per_pack} + first;
     for (u64 i = first; i < packs; i += stride * {at_once}) {{
         Pack in[{at_once}][{sources}];
 #pragma unroll
@@ -227,6 +230,31 @@ extern "C" __global__ void __launch_bounds__({threads}) all_reduce(const Turn t,
         }}
     }}
     if (last < n) t.dst[last] = combined_at(t, last);
+}}
+
+/* Copy into this rank's staging area, barrier, combine all of it. */
+extern "C" __global__ void __launch_bounds__({threads}) all_reduce(const Turn t, const u64 n, const u64 aligned) {{
+    copy_in(t, n, aligned);
+    if (!barrier_with_peers(t, t.value)) return; /* the memory of a rank that died is not there any more */
+    combine_out(t, n, aligned);
+}}
+
+/* The same in a CUDA graph, whose every replay has the same arguments: the number of the barrier is read in the GPU's
+   memory (gate[0]), and the last block to end counts on. A second barrier keeps the next replay's copy away from what
+   peers still read. */
+extern "C" __global__ void __launch_bounds__({threads}) all_reduce_captured(const Turn t, const u64 n,
+                                                                              const u64 aligned) {{
+    const u64 value = *(const volatile u64 *)t.gate + 1;
+    copy_in(t, n, aligned);
+    if (!barrier_with_peers(t, value)) return;
+    combine_out(t, n, aligned);
+    if (!barrier_with_peers(t, value + 1) || threadIdx.x) return;
+    unsigned *const ended = (unsigned *)(t.gate + 1);
+    __threadfence();
+    if (atomicAdd(ended, 1) == gridDim.x - 1) {{
+        *ended = 0;
+        *(volatile u64 *)t.gate = value + 1;
+    }}
 }}
 
 /* On symmetric tensors (half[]), in place: barrier, combine this rank's part and write it to all, barrier. Blocks wait
@@ -399,7 +427,7 @@ def _function(device: int, dtype: DType, redop: RedOpType, sources: int, targets
 
 
 @functools.cache
-def _single_kernel_functions(device: int, dtype: DType, redop: RedOpType, world: int) -> tuple[int, int] | None:
+def _single_kernel_functions(device: int, dtype: DType, redop: RedOpType, world: int) -> tuple[int, int, int] | None:
     text = single_kernel_source_of(dtype, redop, world)
     if text is None:
         return None
@@ -410,7 +438,10 @@ def _single_kernel_functions(device: int, dtype: DType, redop: RedOpType, world:
             "reinstall torch's CUDA packages, or run without MPS."
         )
     driver().enter(device)
-    return driver().load(image, "all_reduce"), driver().load(image, "all_reduce_direct")
+    all_reduce, direct, captured = (
+        driver().load(image, name) for name in ("all_reduce", "all_reduce_direct", "all_reduce_captured")
+    )
+    return all_reduce, direct, captured
 
 
 def supports_single_kernel(device: int) -> bool:
@@ -420,8 +451,8 @@ def supports_single_kernel(device: int) -> bool:
     return _compiler() is not None and torch.cuda.get_device_capability(device)[0] >= OLDEST_FOR_SINGLE_KERNEL
 
 
-def single_kernel(device: int, dtype: DType, redop: RedOpType, world: int) -> tuple[int, int] | None:
-    """The kernels of a whole all_reduce, through staging areas and in place, or None for what has none on any rank."""
+def single_kernel(device: int, dtype: DType, redop: RedOpType, world: int) -> tuple[int, int, int] | None:
+    """The kernels of a whole all_reduce (staged, in place, in a CUDA graph), or None for what has none on any rank."""
     with _compiling:
         return _single_kernel_functions(device, dtype, redop, world)
 

@@ -27,11 +27,18 @@ MOST_RANKS = 64
 MOST_BLOCKS = 64  # of 512 threads: 4 MiB take 12 us, with half as many 14
 FLAG_BYTES = 8
 
+CAPTURED_BYTES = 4 << 20  # of the staging area that CUDA graphs use
+
 _kept: list[Any] = []  # the flags of all groups: a peer that is late for an operation that failed still writes them
 
 
+def _region_bytes(world: int) -> int:
+    """Of the flags and counters of eager operations; those of captured ones follow, then their staging area."""
+    return FLAG_BYTES * (MOST_BLOCKS * world + 4)
+
+
 def flags_bytes(world: int) -> int:
-    return FLAG_BYTES * (MOST_BLOCKS * world + 2)
+    return 2 * _region_bytes(world) + CAPTURED_BYTES
 
 
 def most_blocks(multiprocessors: int, world: int) -> int:
@@ -57,21 +64,21 @@ class SingleKernelCollectives(StreamCollectives):
         self._blocks = blocks
         flag_words = barriers.flag_words
         by_rank = dict(zip((r for r in range(world) if r != rank), flag_words.theirs, strict=True))
+        self._where = self._places_in(flags, [by_rank.get(r, 0) for r in range(world)])
+        region = _region_bytes(world)
+        nowhere = flags[rank] + 2 * region - FLAG_BYTES  # a captured operation tells the host nothing
+        self._where_captured = self._places_in([address + region for address in flags], [nowhere] * world)
+        self._captured_stages = [address + 2 * region for address in flags]
+        self._functions_of: dict[Any, tuple[int, int, int] | None] = {}
+
+    def _places_in(self, flags: Sequence[int], arrivals: Sequence[int]) -> tuple[int, ...]:
+        """What a kernel is told of its flags, behind the staging areas and before the barrier's number."""
+        rank, world = self.rank, self.world
         signals = [address + FLAG_BYTES * rank for address in flags]
         count = flags[rank] + FLAG_BYTES * MOST_BLOCKS * world
-        gate = count + FLAG_BYTES
-        self._where = (
-            *signals,
-            flags[rank],
-            *(by_rank.get(r, 0) for r in range(world)),
-            flag_words.stop,
-            gate,
-            count,
-            rank,
-        )
-        self._functions_of: dict[Any, tuple[int, int] | None] = {}
+        return (*signals, flags[rank], *arrivals, self.barriers.flag_words.stop, count + FLAG_BYTES, count, rank)
 
-    def _functions(self, dtype: DType, redop: RedOpType) -> tuple[int, int] | None:
+    def _functions(self, dtype: DType, redop: RedOpType) -> tuple[int, int, int] | None:
         key = (dtype, redop)
         if key not in self._functions_of:
             self._functions_of[key] = kernels.single_kernel(self.device, dtype, redop, self.world)
@@ -86,7 +93,7 @@ class SingleKernelCollectives(StreamCollectives):
         functions = self._functions(dtype, redop)
         if functions is None:
             return self.reduce_one_shot(dtype, redop, source, target, count, stream)
-        function, _ = functions
+        function = functions[0]
         item, most = dtype.itemsize, max(1, self.half // dtype.itemsize)
         for start in range(0, count, most):
             n, at = min(most, count - start), start * item
@@ -102,6 +109,23 @@ class SingleKernelCollectives(StreamCollectives):
         places = (0, 0, *tensors, *self._where, self.barriers.count - 1)
         self._driver.turn(stream, (), 0, (), (), shape, places)
         return None
+
+    def can_capture(self, dtype: DType, redop: RedOpType) -> bool:
+        """Whether a CUDA graph may hold such an all_reduce: one was made before, as loading a kernel ends a capture."""
+        return self._functions_of.get((dtype, redop)) is not None
+
+    def reduce_captured(
+        self, dtype: DType, redop: RedOpType, source: int, target: int, count: int, stream: int
+    ) -> None:
+        """An all_reduce that a CUDA graph may replay."""
+        functions = self._functions_of[dtype, redop]
+        assert functions is not None
+        item, most = dtype.itemsize, CAPTURED_BYTES // dtype.itemsize
+        for start in range(0, count, most):
+            n, at = min(most, count - start), start * item
+            shape = self._shape(functions[2], n * item, source + at, target + at, n)
+            places = (source + at, target + at, *self._captured_stages, *self._where_captured, 0)
+            self._driver.turn(stream, (), 0, (), (), shape, places)
 
     def _shape(self, function: int, nbytes: int, source: int, target: int, count: int) -> tuple[int, ...]:
         """(function, blocks, threads, count, whether packs can be read and written whole)"""

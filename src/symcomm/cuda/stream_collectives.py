@@ -125,6 +125,10 @@ class StreamCollectives:
 
         return put
 
+    def can_capture(self, dtype: DType, redop: RedOpType) -> bool:
+        """Whether a CUDA graph may hold an all_reduce: barriers of streams have numbers that a replay would repeat."""
+        return False
+
     # --- reductions -------------------------------------------------------------------------------------------
 
     def reduce_small(self, dtype: DType, redop: RedOpType, source: int, target: int, count: int, stream: int) -> None:

@@ -29,6 +29,7 @@ class Outstanding:
     release: Callable[[list[int]], None]  # let the stream go on as if they had
     begun: float
     timeout: float
+    lasts: bool = False  # though nothing is missing now
 
 
 class CollectiveSequence:
@@ -158,7 +159,7 @@ class Watchdog:
     def _waiting(self, now: float) -> list[Any]:
         """What waits for a rank."""
         waiting: list[Any] = [item for item in list(self._items) if _missing(item)]
-        for item in [item for item in list(self._items) if item not in waiting]:
+        for item in [item for item in list(self._items) if item not in waiting and not item.lasts]:
             self._items.remove(item)
         sequence = self.sequence
         if sequence is not None and sequence.missing():
