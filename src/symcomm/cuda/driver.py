@@ -17,6 +17,7 @@ __all__ = ["Driver", "HANDLE_BYTES", "driver"]
 
 HANDLE_BYTES = 64
 MPS_ENABLED = 133  # numbers of device attributes, as in the driver's API
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 WAIT_AT_LEAST, WAIT_EQUAL = 0, 1  # flags of a stream's wait
 
 _ADDRESS, _SIZE, _WORD, _FLAGS = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint32, ctypes.c_uint
@@ -42,6 +43,7 @@ _FUNCTIONS: dict[str, list[Any]] = {
     "cuMemHostRegister_v2": [_ADDRESS, _SIZE, _FLAGS],
     "cuMemHostGetDevicePointer_v2": [ctypes.POINTER(_ADDRESS), _ADDRESS, _FLAGS],
     "cuMemcpyAsync": [_ADDRESS, _ADDRESS, _SIZE, _ADDRESS],
+    "cuThreadExchangeStreamCaptureMode": [ctypes.POINTER(ctypes.c_int)],
     "cuMemsetD32Async": [_ADDRESS, _WORD, _SIZE, _ADDRESS],
     "cuStreamWriteValue32_v2": [_ADDRESS, _ADDRESS, _WORD, _FLAGS],
     "cuStreamWaitValue32_v2": [_ADDRESS, _ADDRESS, _WORD, _FLAGS],
@@ -111,6 +113,11 @@ class Driver:
             self._check(f"using GPU {device}", self._cuDevicePrimaryCtxRetain(ctypes.byref(found), number))
             context = self._contexts[device] = found.value
         self._check(f"using GPU {device}", self._cuCtxSetCurrent(context))
+
+    def allow_in_captures(self) -> None:
+        """For a thread of ours: what it asks of the driver does not end the capture of a CUDA graph in another."""
+        mode = ctypes.c_int(RELAXED)
+        self._check("leaving captures alone", self._cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
 
     def has_mps(self, device: int) -> bool:
         """Whether processes share the GPU at the same time (MPS) and not in turns."""

@@ -68,6 +68,8 @@ class CudaExecution(Collectives):
     prefers_one_shot: bool
     _collectives_for: Callable[[int], Any]
     _perform: Callable[..., Any]
+    _captures: Callable[[], bool]
+    _capture: Callable[..., None]
     _run_fast_path: Callable[[Any, Any], bool]
     _add_fast_path: Callable[..., None]
     pending: Any
@@ -78,6 +80,8 @@ class CudaExecution(Collectives):
     def execute(self, request: Request, async_op: bool, timeout: Timeout) -> Any:
         """Meet the others, and put what was asked for into a stream."""
         op, signature = request.op, self._signature(request)
+        if self._captures():
+            return self._capture(request, signature, async_op, timeout)
         move = _MOVES[op.plan](self, request)
         work = self._perform(request, signature, move, async_op, timeout)
         if op.number == _ALL_REDUCE and move.cached and move.symmetric is not None:

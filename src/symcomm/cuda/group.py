@@ -253,10 +253,7 @@ class CudaGroup(CudaExecution):
 
         call, need, may_be_direct = request.call, move.need, move.may_be_direct
         timeout_ns = self.core.timeout_ns if timeout is None else to_ns(call, timeout)
-        self.failures.check_usable(call, may_be_captured=True)
-        if self._captures():
-            self._capture(request, signature, async_op, timeout_ns)
-            return None
+        self.failures.check_usable(call)
         half = self._promised if self._collectives_for(need) is self.collectives else self._small_half
         grow = need > half and half < self.limits.most_half and self.size > 1
         if grow:
@@ -298,8 +295,10 @@ class CudaGroup(CudaExecution):
         work.wait()
         return None
 
-    def _capture(self, request: Request, signature: CudaSignature, async_op: bool, timeout_ns: int) -> None:
+    def _capture(self, request: Request, signature: CudaSignature, async_op: bool, timeout: Timeout) -> None:
         """Into the CUDA graph that is being captured. Hosts compare the call now, and no longer when it is replayed."""
+        timeout_ns = self.core.timeout_ns if timeout is None else to_ns(request.call, timeout)
+        self.failures.check_usable(request.call, may_be_captured=True)
         can = request.op.name == "all_reduce" and not async_op and self.size > 1 and not self._queued
         redop = RedOpType.SUM if request.redop is RedOpType.PREMUL_SUM else request.redop
         if not can or not self.collectives.can_capture(request.dtype, redop):
@@ -399,6 +398,7 @@ class CudaGroup(CudaExecution):
                         work.settle(self.fail_with_status(status, call, site, time.monotonic() - begun))
                         return
                     driver().enter(self.device)
+                    driver().allow_in_captures()
                     with torch.cuda.device(self.device):
                         side.wait_event(ready)
                         put(side.cuda_stream)

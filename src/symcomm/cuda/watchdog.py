@@ -14,6 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from symcomm import errors
+from symcomm.cuda.driver import driver
+
 __all__ = ["FailureHandler", "CollectiveSequence", "Outstanding", "Watchdog"]
 
 POLL_S = 0.01
@@ -130,6 +133,8 @@ class Watchdog:
                 self.thread.start()
 
     def _run(self) -> None:
+        with contextlib.suppress(errors.SymcommError):  # nothing to ask where there is no driver, as in tests
+            driver().allow_in_captures()
         idle_since = time.monotonic()
         while True:
             time.sleep(POLL_S)
