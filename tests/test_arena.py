@@ -361,11 +361,11 @@ def test_what_is_not_an_arena_is_refused(tmp_path):
 
 
 def _fill_and_say(rank: int, world: int, path: str, nbytes: int) -> None:
-    import symcomm
     from symcomm.group.default import join_ranks
+    from symcomm.group.local import LocalGroup
     from symcomm.store import FileStore
 
-    group = join_ranks(FileStore(path, world), rank, world, 30.0, symcomm.ProcessGroup)
+    group = join_ranks(FileStore(path, world), rank, world, 30.0, LocalGroup)
     view = group.arena.buffer(nbytes)
     ctypes.memset(view, 1, nbytes)
     assert native.peek(group.peers[1 - rank].base, 8), "the peer's memory is mapped"

@@ -5,16 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from symcomm.types import DType, RedOpType
 from tests.gpu_ranks import join, sharing
 from tests.ranks import run_ranks
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_gpu() -> Iterator[None]:
+    """One service for all: a second one in a process may not be there in time."""
+    with sharing(True):
+        yield
 
 
 def captured(gpu: Any, tensor: Any, calls: int = 1) -> Any:
@@ -31,6 +40,7 @@ def captured(gpu: Any, tensor: Any, calls: int = 1) -> Any:
 
 def replay(rank: int, world: int, store: str) -> dict[str, Any]:
     gpu = join(rank, world, store)
+    assert gpu.collectives.can_capture(DType.FLOAT32, RedOpType.SUM), "MPS is not in use"
     found = {}
     for count in (1, 1023, 1 << 20, 3 << 20):
         for calls in (1, 2, 3):
@@ -55,16 +65,15 @@ def replay(rank: int, world: int, store: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_replays_give_what_calls_would(tmp_path: Path, world: int):
-    with sharing(True):
-        for found in run_ranks(replay, world, str(tmp_path / "store"), deadline=110):
-            assert len(found) == 12 and all(found.values()), found
+    for found in run_ranks(replay, world, str(tmp_path / "store"), deadline=110):
+        assert len(found) == 12 and all(found.values()), found
 
 
 def refused(rank: int, world: int, store: str) -> list[str]:
     gpu = join(rank, world, store)
     tensor, said = torch.ones(4, device="cuda"), []
     calls = [
-        lambda: gpu.all_reduce(tensor),  # of a dtype and operation that was not used before
+        lambda: gpu.all_reduce(tensor.half()),  # of a dtype that was not used before
         lambda: gpu.broadcast(tensor),
         lambda: gpu.all_reduce(tensor, async_op=True),
         lambda: gpu.send(tensor, 1 - rank),
@@ -80,10 +89,9 @@ def refused(rank: int, world: int, store: str) -> list[str]:
 
 
 def test_what_a_graph_cannot_hold_is_refused_and_nothing_is_lost(tmp_path: Path):
-    with sharing(True):
-        for *said, values in run_ranks(refused, 2, str(tmp_path / "store")):
-            assert len(said) == 4 and all("CUDA graph is being captured" in text for text in said), said
-            assert values == [2.0] * 4
+    for *said, values in run_ranks(refused, 2, str(tmp_path / "store")):
+        assert len(said) == 4 and all("CUDA graph is being captured" in text for text in said), said
+        assert values == [2.0] * 4
 
 
 def lose_a_rank(rank: int, world: int, store: str) -> str:
@@ -105,8 +113,7 @@ def lose_a_rank(rank: int, world: int, store: str) -> str:
 
 
 def test_a_replay_that_waits_for_the_dead_ends(tmp_path: Path):
-    with sharing(True):
-        survivor, killed = run_ranks(lose_a_rank, 2, str(tmp_path / "store"), outcomes=True)
+    survivor, killed = run_ranks(lose_a_rank, 2, str(tmp_path / "store"), outcomes=True)
     assert killed.kind == "died"
     first = survivor.value
     assert first.startswith("RankFailedError: a captured all_reduce on cuda:0 of group 'world' failed on rank 0"), first

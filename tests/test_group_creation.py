@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.group.process_group import ProcessGroup
+from symcomm.group.local import LocalGroup
 from symcomm.hierarchical.group import HierarchicalGroup
 from symcomm.store.handshake import _Attempt
 from symcomm.torch_backend.group import TorchGroup
@@ -193,7 +193,7 @@ def _new_group_of(group: Any, scenario: tuple) -> tuple:
     step, how = scenario
     if group.rank == 1:
         _strike_at(
-            HierarchicalGroup if group.spans_hosts else ProcessGroup,
+            HierarchicalGroup if group.spans_hosts else LocalGroup,
             ("tell" if group.spans_hosts else "_run",),
             step,
             how,
@@ -212,7 +212,7 @@ def _new_group_of(group: Any, scenario: tuple) -> tuple:
 
 
 def _continue_after_deadlines(pids: list[int]) -> None:
-    """OperationStopped ranks go on when the others' deadlines are over."""
+    """Stopped ranks go on when the others' deadlines are over."""
     end = time.monotonic() + 12
     while not any(process_state(pid) == "T" for pid in pids) and time.monotonic() < end:
         time.sleep(0.02)

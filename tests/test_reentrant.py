@@ -112,12 +112,12 @@ def test_asynchronous_calls_within_asynchronous_calls(monkeypatch: pytest.Monkey
 
     class Interrupted(LocalGroup):
         @property
-        def _pending(self) -> list[Work]:
+        def pending(self) -> list[Work]:
             interrupt(self)
             return vars(self)["works"]
 
-        @_pending.setter
-        def _pending(self, works: list[Work]) -> None:
+        @pending.setter
+        def pending(self, works: list[Work]) -> None:
             interrupt(self)
             vars(self)["works"] = works
 

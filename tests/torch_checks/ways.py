@@ -12,6 +12,7 @@ import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
 
 from symcomm._core import native
+from symcomm.ops import CACHED
 from symcomm.torch_backend import options_layout
 from symcomm.torch_backend.work import done
 from tests.tensor_kinds import OF_THEIR_MEMORY, OTHERS
@@ -117,9 +118,9 @@ def tensors_that_are_not_their_memory_take_the_long_way(rank: int, path: str) ->
 @check
 def options_that_the_core_cannot_read_are_asked(rank: int, path: str) -> None:
     """As on a torch that keeps them in another way: the calls stay short."""
-    assert options_layout.install() == set(options_layout._TYPES)
+    assert options_layout.install() == set(CACHED)
     with joined(rank, path) as group:
-        none = [(int(kind), int, 0, 0, 0, 0, 0) for kind in options_layout._TYPES]  # no options are of type int
+        none = [(int(kind), int, 0, 0, 0, 0, 0) for kind in CACHED]  # no options are of type int
         native.use_options(torch.autograd._profiler_enabled, tuple(none))
         try:
             _each(group, rank, {"heap": OF_THEIR_MEMORY["heap"]}, SHORT)

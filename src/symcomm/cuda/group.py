@@ -193,7 +193,8 @@ class CudaGroup(CudaExecution):
 
     @functools.cached_property
     def messages(self) -> Any:
-        """This rank's messages."""
+        """This rank's messages. Made by the first one, which a CUDA graph cannot hold."""
+        self.failures.check_usable("a message")
         return cuda_messages(self.core, self.device)
 
     def _make_single_kernel(self) -> SingleKernelCollectives:

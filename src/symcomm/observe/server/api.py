@@ -25,6 +25,7 @@ from symcomm.observe.recorder.records import Operation, on_this_host, operations
 from symcomm.observe.recorder.stacks import thread_stacks
 from symcomm.observe.server.handlers import route
 from symcomm.observe.server.requests import Request, Response
+from symcomm.observe.top import metrics  # noqa: F401  (it has a route)
 from symcomm.store.lease import root_of
 
 OPERATIONS, MOST_OPERATIONS = 500, 5000  # in one answer: unless asked otherwise, and at most
