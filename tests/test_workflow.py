@@ -24,7 +24,7 @@ def test_commands_are_targets_of_the_makefile():
 
 
 def test_versions_are_those_that_are_promised():
-    promised = (ROOT / "docs/compatibility.md").read_text()
+    promised = (ROOT / "docs/reference/compatibility.md").read_text()
     torches = WORKFLOW["jobs"]["torch"]["strategy"]["matrix"]["torch"]
     pythons = WORKFLOW["jobs"]["python"]["strategy"]["matrix"]["python"]
     assert torches and all(f"| {version} |" in promised for version in torches)

@@ -5,7 +5,7 @@ do its streams go on, and only then is its caller told. So whoever used a peer's
 the time its GPU was done with it: it asks then, not before (``found``).
 
 Peers may be in the middle of using this rank's tensors when it fails. They are told to stop, and the caller is told
-once they have left, and its own works have ended, or after LEAVE_S: see docs/failures.md for what that means.
+once they have left, and its own works have ended, or after LEAVE_S: docs/explanation/failures.md says what that means.
 """
 
 from __future__ import annotations

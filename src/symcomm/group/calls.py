@@ -168,7 +168,9 @@ class CollectiveCalls(Arguments):
     def all_reduce(
         self, tensor: Any, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
-        """Combine ``tensor`` over all ranks, in place."""
+        """Combine ``tensor`` over all ranks, in place.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
             status = native.again(self._handle, _ALL_REDUCE, op, tensor, tensor, self._timeout_ns)
             if status >= 0:
@@ -184,7 +186,9 @@ class CollectiveCalls(Arguments):
     def reduce(
         self, tensor: Any, root: int = 0, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
-        """Combine ``tensor`` over all ranks into ``root``'s; the others' stay as they are."""
+        """Combine ``tensor`` over all ranks into ``root``'s; the others' stay as they are.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
             status = native.again(self._handle, _REDUCE, rooted(root, op), tensor, tensor, self._timeout_ns)
             if status >= 0:
@@ -199,7 +203,9 @@ class CollectiveCalls(Arguments):
     def reduce_scatter_single(
         self, output: Any, input: Any, op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
-        """``input`` is one piece per rank, one after the other; rank k gets the combination of all k-th pieces."""
+        """``input`` is one piece per rank, one after the other; rank k gets the combination of all k-th pieces.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         call = "reduce_scatter_single"
         if not async_op and timeout is None:
             status = native.again(self._handle, _REDUCE_SCATTER, op, input, output, self._timeout_ns)
@@ -220,7 +226,9 @@ class CollectiveCalls(Arguments):
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Work | None:
-        """Like reduce_scatter_single, with a list of pieces; they may differ in size."""
+        """Like reduce_scatter_single, with a list of pieces; they may differ in size.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         call = "reduce_scatter"
         if not async_op and timeout is None:
             status = native.again(self._handle, _REDUCE_SCATTER_LIST, op, inputs, output, self._timeout_ns)
@@ -237,7 +245,9 @@ class CollectiveCalls(Arguments):
     # --- copies -----------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None) -> Work | None:
-        """Everybody's ``tensor`` becomes ``root``'s."""
+        """Everybody's ``tensor`` becomes ``root``'s.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
             status = native.again(self._handle, _BROADCAST, root, tensor, tensor, self._timeout_ns)
             if status >= 0:
@@ -251,7 +261,9 @@ class CollectiveCalls(Arguments):
     def all_gather_single(
         self, output: Any, input: Any, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
-        """``output`` becomes all ranks' ``input``, one after the other."""
+        """``output`` becomes all ranks' ``input``, one after the other.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         call = "all_gather_single"
         if not async_op and timeout is None:
             status = native.again(self._handle, _ALL_GATHER, 0, input, output, self._timeout_ns)
@@ -266,7 +278,9 @@ class CollectiveCalls(Arguments):
     def all_gather(
         self, outputs: Sequence[Any], input: Any, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
-        """``outputs[k]`` becomes rank k's ``input``; sizes may differ between ranks."""
+        """``outputs[k]`` becomes rank k's ``input``; sizes may differ between ranks.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         call = "all_gather"
         if not async_op and timeout is None:
             status = native.again(self._handle, _ALL_GATHER_LIST, 0, input, outputs, self._timeout_ns)
@@ -281,7 +295,9 @@ class CollectiveCalls(Arguments):
     def gather(
         self, outputs: Sequence[Any] | None, input: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
-        """At ``root``, ``outputs[k]`` becomes rank k's ``input``; the others pass None."""
+        """At ``root``, ``outputs[k]`` becomes rank k's ``input``; the others pass None.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         call = "gather"
         if not async_op and timeout is None:
             status = native.again(self._handle, _GATHER, root, input, _or_none(outputs), self._timeout_ns)
@@ -296,7 +312,9 @@ class CollectiveCalls(Arguments):
     def gather_single(
         self, output: Any, input: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
-        """At ``root``, ``output`` becomes all ranks' ``input``, one after the other; the others pass None."""
+        """At ``root``, ``output`` becomes all ranks' ``input``, one after the other; the others pass None.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         call = "gather_single"
         if not async_op and timeout is None:
             status = native.again(self._handle, _GATHER_SINGLE, root, input, output, self._timeout_ns)
@@ -311,7 +329,9 @@ class CollectiveCalls(Arguments):
     def scatter(
         self, output: Any, inputs: Sequence[Any] | None, root: int = 0, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
-        """Rank k's ``output`` becomes ``root``'s ``inputs[k]``; the others pass None."""
+        """Rank k's ``output`` becomes ``root``'s ``inputs[k]``; the others pass None.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         call = "scatter"
         if not async_op and timeout is None:
             status = native.again(self._handle, _SCATTER, root, _or_none(inputs), output, self._timeout_ns)
@@ -336,7 +356,9 @@ class CollectiveCalls(Arguments):
     ) -> Work | None:
         """Piece k of ``input`` goes to rank k; ``output`` collects what came, in rank order.
 
-        Splits count rows of dimension 0, as in torch; without them the pieces are equal."""
+        Splits count rows of dimension 0, as in torch; without them the pieces are equal.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         call = "all_to_all_single"
         even = not output_splits and not input_splits
         if even and not async_op and timeout is None:
@@ -355,7 +377,9 @@ class CollectiveCalls(Arguments):
     def all_to_all(
         self, outputs: Sequence[Any], inputs: Sequence[Any], async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
-        """``inputs[k]`` goes to rank k, ``outputs[k]`` comes from rank k; sizes may differ."""
+        """``inputs[k]`` goes to rank k, ``outputs[k]`` comes from rank k; sizes may differ.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         call = "all_to_all"
         sources, outs, dtype = self._of_all_to_all(call, outputs, inputs)
         matrix = self._agree_on_splits(call, [s.count for s in sources], [o.count for o in outs], timeout)
@@ -386,7 +410,9 @@ class CollectiveCalls(Arguments):
     # --- the rest ---------------------------------------------------------------------------------------------
 
     def barrier(self, async_op: bool = False, timeout: Timeout = None) -> Work | None:
-        """Return once every rank has come."""
+        """Return once every rank has come.
+
+        Raises: CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
             status = native.again(self._handle, _BARRIER, 0, None, None, self._timeout_ns)
             if status >= 0:

@@ -289,7 +289,9 @@ def meeting_of(group: ProcessGroup) -> Meeting:
 
 
 def close(group: ProcessGroup, why: str = "the job is over; there is nothing to join") -> None:
-    """Tell newcomers, also those to come, that nobody will take them in."""
+    """Tell newcomers, also those to come, that nobody will take them in.
+
+    Raises: CallerError for a group without a store."""
     with contextlib.suppress(errors.PeerError, errors.DeadlineError):  # a store that is gone takes nobody in either
         meeting_of(group).store.set("closed", why)
 

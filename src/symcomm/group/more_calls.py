@@ -28,14 +28,18 @@ class MoreCalls(CollectiveCalls, MessageCalls):
     def all_reduce_coalesced(
         self, tensors: Sequence[Any], op: Any = RedOpType.SUM, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
-        """all_reduce of several tensors, of any dtypes."""
+        """all_reduce of several tensors, of any dtypes.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         calls = [partial(self.all_reduce, t, op, timeout=timeout) for t in tensors]
         return self._each(calls, tensors, async_op)
 
     def all_gather_coalesced(
         self, outputs: Sequence[Any], inputs: Sequence[Any], async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
-        """all_gather_single of several pairs."""
+        """all_gather_single of several pairs.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         self._check_pairs("all_gather_coalesced", outputs, inputs)
         pairs = zip(outputs, inputs, strict=True)
         return self._each([partial(self.all_gather_single, o, i, timeout=timeout) for o, i in pairs], outputs, async_op)
@@ -48,7 +52,9 @@ class MoreCalls(CollectiveCalls, MessageCalls):
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Work | None:
-        """reduce_scatter_single of several pairs."""
+        """reduce_scatter_single of several pairs.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         self._check_pairs("reduce_scatter_coalesced", outputs, inputs)
         pairs = zip(outputs, inputs, strict=True)
         calls = [partial(self.reduce_scatter_single, o, i, op, timeout=timeout) for o, i in pairs]
@@ -72,7 +78,9 @@ class MoreCalls(CollectiveCalls, MessageCalls):
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose failure names the ranks that did not come, and leaves the group usable.
 
-        With ``wait_all_ranks`` all missing ranks are named, otherwise the first."""
+        With ``wait_all_ranks`` all missing ranks are named, otherwise the first.
+
+        Raises: RankFailedError, DeadlineError, GroupUnusableError."""
         self._barriers += 1
         tag = BARRIER_TAG - self._barriers
         seconds = (self._timeout_ns if timeout is None else to_ns("monitored_barrier", timeout)) / 1e9

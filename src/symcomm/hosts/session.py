@@ -10,7 +10,7 @@ From then on every frame carries a MAC whose key comes from the secret and both 
 changed, repeated, left out or sent back by anybody else. Nothing is encrypted.
 
 The secret is the job's token (SYMCOMM_TOKEN) where there is one. Otherwise it is one that the callee made, which the
-caller has read from the store: worth as much as the store is (docs/security.md).
+caller has read from the store: worth as much as the store is (docs/explanation/security.md).
 """
 
 from __future__ import annotations
