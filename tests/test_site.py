@@ -109,6 +109,29 @@ def test_pages_that_the_sources_name_exist():
         assert (ROOT / path).is_file(), path
 
 
+def test_errors_are_listed_with_their_own_words():
+    """Texts of the page of errors stand in the sources, as written."""
+    rows = re.findall(r"^\| (`.+?) \| ([\w, ]+?) \|", (DOCS / "how-to/faq.md").read_text(), re.M)
+    assert len(rows) > 30
+    joined = re.sub(r"\"\s*\n\s*f?\"", "", SOURCES)  # literals that go on in the next line
+    for texts, kinds in rows:
+        for text in re.findall(r"`([^`]+)`", texts):
+            assert text in joined or "accelerate" in kinds, text
+        for kind in re.findall(r"\w+Error", kinds):
+            assert f"symcomm.errors.{kind}" in NAMES or hasattr(builtins, kind), kind
+
+
+def test_options_of_the_launcher_exist():
+    said = subprocess.run(
+        [sys.executable, "-m", "symcomm", "run", "--help"], capture_output=True, text=True, check=True
+    )
+    known = set(re.findall(r"--[a-z-]+", said.stdout)) | {"--install-completion"}
+    for page, text in PAGES.items():
+        for line in re.findall(r"\bsymcomm run ([^`\n#]*)", text):
+            options = re.findall(r"(?<!\S)--[a-z-]+", line.partition(".py")[0])
+            assert set(options) <= known, (page.name, line)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for module in ("mkdocs", "material", "mkdocstrings_handlers.python"):
