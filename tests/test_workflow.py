@@ -31,6 +31,14 @@ def test_versions_are_those_that_are_promised():
     assert pythons and all(version in promised for version in pythons)
 
 
+def test_the_package_says_which_pythons_it_was_tested_on():
+    package = (ROOT / "pyproject.toml").read_text()
+    tested = {*WORKFLOW["jobs"]["python"]["strategy"]["matrix"]["python"], "3.11"}
+    assert set(re.findall(r"Python :: (3\.\d+)\"", package)) == tested
+    page = (ROOT / "docs/reference/compatibility.md").read_text()
+    assert all(re.search(rf"\b{re.escape(version)}\b", page) for version in tested)
+
+
 def test_both_kinds_of_machines_are_tested():
     for job in ("test", "wheels"):
         machines = WORKFLOW["jobs"][job]["strategy"]["matrix"]["machine"]
