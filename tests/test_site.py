@@ -109,6 +109,15 @@ def test_pages_that_the_sources_name_exist():
         assert (ROOT / path).is_file(), path
 
 
+def test_files_that_pages_name_exist():
+    """As `tests/litmus.c`, or within the package as `group/grow.py`."""
+    pages = PAGES | {ROOT / name: (ROOT / name).read_text() for name in ("ARCHITECTURE.md", "CONTRIBUTING.md")}
+    for page, text in pages.items():
+        for path in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|c|h|md|sh|yaml|ipynb))\b", text):
+            places = (ROOT, ROOT / "src", ROOT / "src/symcomm", page.parent)
+            assert path.startswith(("/", "./")) or any((place / path).is_file() for place in places), (page.name, path)
+
+
 def test_errors_are_listed_with_their_own_words():
     """Texts of the page of errors stand in the sources, as written."""
     rows = re.findall(r"^\| (`.+?) \| ([\w, ]+?) \|", (DOCS / "how-to/faq.md").read_text(), re.M)
