@@ -2,7 +2,9 @@
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
-C_SRC  := $(wildcard src/symcomm/_core/*.c src/symcomm/_core/*.h)
+C_SRC  := $(wildcard src/symcomm/_core/*/*.c src/symcomm/_core/*/*.h)
+# There are wheels of it for x86-64 and arm64.
+CLANG_FORMAT = $(wildcard $(BIN)/clang-format)
 STAMP  := $(VENV)/.installed
 BUILT  := $(VENV)/.built
 
@@ -19,7 +21,7 @@ PIP           := -m pip install -q --disable-pip-version-check
 TESTERS       ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test check test-torch test-python wheels clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize clean
+.PHONY: help setup demo docs test check test-torch test-python wheels clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize analyze clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 15
@@ -51,14 +53,16 @@ test: $(BUILT) lint ## lint, types and all tests (about 20 minutes on 2 cores)
 check: $(BUILT) lint ## lint, types and the tests that matter most for what changed (a minute and a half)
 	@$(BIN)/python -m tests.check -n $(TESTERS)
 
-lint: $(BUILT) ## ruff (lint and format) and mypy
+lint: $(BUILT) ## ruff (lint and format), clang-format and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(if $(CLANG_FORMAT),$(CLANG_FORMAT) --dry-run -Werror $(C_SRC) tests/litmus.c)
 	$(BIN)/mypy
 
-format: $(BUILT) ## let ruff rewrite the sources
+format: $(BUILT) ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(if $(CLANG_FORMAT),$(CLANG_FORMAT) -i $(C_SRC) tests/litmus.c)
 
 test-gpu: $(BUILT) ## what needs a CUDA GPU (skipped by `make test` where there is none)
 	$(BIN)/python -m pytest -q tests/test_gpu_*.py
@@ -121,6 +125,9 @@ soak: $(BUILT) ## an hour of random faults: on one host, between hosts, of ranks
 
 prove: $(BUILT) ## every interleaving of the core's protocols, and what goes wrong without each line of them (two minutes)
 	$(BIN)/python -m tests.model
+
+analyze: $(BUILT) ## the C core under GCC's static analyzer
+	$(BIN)/python -m tests.analyze
 
 sanitize: $(BUILT) ## the C core under ASan, UBSan and TSan
 	$(BIN)/python tests/sanitize.py

@@ -24,8 +24,9 @@ setup(
     ext_modules=[
         Extension(
             "symcomm._core._native",
-            sources=sorted(str(p) for p in CORE.glob("*.c")),
-            depends=sorted(str(p) for p in CORE.glob("*.h")),
+            sources=sorted(str(p) for p in CORE.rglob("*.c")),
+            depends=sorted(str(p) for p in CORE.rglob("*.h")),
+            include_dirs=[str(CORE)],
             define_macros=[("Py_LIMITED_API", "0x030A0000"), ("_GNU_SOURCE", "1")],
             extra_compile_args=compile_args,
             extra_link_args=link_args,

@@ -134,7 +134,7 @@ def takes_arguments_by_place(rank: int, path: str) -> None:
 def gradients_live_in_symmetric_buckets(rank: int, path: str) -> None:
     with joined(rank, path) as group:
         net = train(DistributedDataParallel, rank, bucket_cap_mb=0.0001)
-        arena = group.core._arena
+        arena = group.core.arena
         assert len(net.reducer.buckets) > 3
         for bucket in net.reducer.buckets:
             assert arena.base <= bucket.buffer.data_ptr() < arena.base + arena.nbytes

@@ -148,7 +148,7 @@ def main() -> None:
     import symcomm
 
     minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 2.0
-    multiprocessing.get_context(START).set_forkserver_preload(["torch.distributed", "symcomm.hosts.group"])
+    multiprocessing.get_context(START).set_forkserver_preload(["torch.distributed", "symcomm.hierarchical.group"])
     expected = symcomm.spawn(lambda group: _train(lambda: group, 0.0, False), 1, mode="threads")[0]
     end, rounds, came, went, first = time.monotonic() + minutes * 60, 0, 0, 0, int(time.time())
     while time.monotonic() < end:

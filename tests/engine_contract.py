@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from symcomm.hosts.engine import Engine, Move, Place, engine_class
+from symcomm.hierarchical.engines.base import Engine, EngineContext, Move, engine_class
 
 RANKS = 3
 LARGE = 3_000_000
@@ -119,8 +119,8 @@ def threads_may_share_it(engine: Engine, rank: int, size: int) -> None:
 
 def abort_ends_what_is_on_its_way(engine: Engine, rank: int, size: int) -> None:
     """The last check: the engine is of no use afterwards."""
-    place = array.array("q", bytes(80))
-    transfer = engine.start([Move(False, *place_of(place), (rank - 1) % size)])
+    context = array.array("q", bytes(80))
+    transfer = engine.start([Move(False, *place_of(context), (rank - 1) % size)])
     try:
         transfer.wait(0.05)
     except TimeoutError as error:
@@ -150,8 +150,8 @@ def run_contract(
     name: str, rank: int, size: int, exchange: Callable[[bytes], list[bytes]], address: str = "127.0.0.1"
 ) -> dict[str, str]:
     """Every check's outcome on this rank: empty, or what went wrong."""
-    engine = engine_class(name)(Place(rank, size, address))
-    engine.connect([json.loads(card) for card in exchange(json.dumps(engine.card).encode())], 30)
+    engine = engine_class(name)(EngineContext(rank, size, address))
+    engine.connect([json.loads(endpoint) for endpoint in exchange(json.dumps(engine.endpoint).encode())], 30)
     said = {}
     for check, act in CHECKS.items():
         exchange(b"")

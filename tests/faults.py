@@ -26,6 +26,7 @@ import torch
 from symcomm import errors
 from symcomm.collectives.select import Limits
 from symcomm.group.default import join_ranks
+from symcomm.group.local import LocalGroup
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store import FileStore
 
@@ -47,7 +48,7 @@ class Outcome:
 
 def join_group(rank: int, world: int, folder: str, timeout: float, limits: Limits | None = None) -> ProcessGroup:
     """The group of ranks that meet in a file of ``folder``. Its first operation is the test's own."""
-    make = partial(ProcessGroup, timeout=timeout, limits=limits)
+    make = partial(LocalGroup, timeout=timeout, limits=limits)
     return join_ranks(FileStore(os.path.join(folder, "store"), world), rank, world, 30.0, make, tidy=False)
 
 

@@ -33,7 +33,7 @@ class Party:
     """Ranks of a job that is about to start: their arenas, and what they published."""
 
     arenas: list[Arena]
-    cards: list[dict]
+    infos: list[dict]
     spare: int  # a descriptor of something that is no arena
 
     def peers(self) -> list[bytes]:
@@ -42,8 +42,8 @@ class Party:
 
 def make_party() -> Party:
     arenas = [Arena() for _ in range(WORLD)]
-    cards = [{"nonce": arena.nonce.hex(), "nbytes": arena.nbytes, "socket": None} for arena in arenas]
-    return Party(arenas, cards, os.memfd_create("odd"))
+    infos = [{"nonce": arena.nonce.hex(), "nbytes": arena.nbytes, "socket": None} for arena in arenas]
+    return Party(arenas, infos, os.memfd_create("odd"))
 
 
 def odd_greeting(rng: random.Random, party: Party) -> tuple[bytes, list[int]]:
@@ -119,9 +119,9 @@ def odd_answer(rng: random.Random) -> tuple[bytes, int]:
 def deceive(rng: random.Random, party: Party) -> None:
     """One rank joins, and what answers it is not rank 0. It has to be told so, in our words."""
     listener = share._listen()
-    cards = [dict(card) for card in party.cards]
-    cards[0]["socket"] = listener.getsockname().hex()
-    cards[1]["nonce"] = cards[2]["nonce"] = "ab" * 16  # nothing of them is mapped yet
+    infos = [dict(info) for info in party.infos]
+    infos[0]["socket"] = listener.getsockname().hex()
+    infos[1]["nonce"] = infos[2]["nonce"] = "ab" * 16  # nothing of them is mapped yet
     data, count = odd_answer(rng)
 
     def answer() -> None:
@@ -133,7 +133,7 @@ def deceive(rng: random.Random, party: Party) -> None:
     thread = threading.Thread(target=answer)
     thread.start()
     try:
-        share._pass_descriptors(1, party.arenas[1], None, cards, share.Patience(5.0, None))
+        share._pass_descriptors(1, party.arenas[1], None, infos, share.Deadline(5.0, None))
     except errors.SymcommError:
         pass
     else:
@@ -146,14 +146,14 @@ def deceive(rng: random.Random, party: Party) -> None:
 def batch(rng: random.Random, party: Party, inputs: int) -> None:
     """Strangers first, then the ranks: all of them must be served."""
     listener = share._listen()
-    party.cards[0]["socket"] = listener.getsockname().hex()
+    party.infos[0]["socket"] = listener.getsockname().hex()
     outcomes: dict[int, object] = {}
 
     def pass_as(rank: int) -> None:
         try:
             mine = listener if rank == 0 else None
             outcomes[rank] = share._pass_descriptors(
-                rank, party.arenas[rank], mine, party.cards, share.Patience(60.0, None)
+                rank, party.arenas[rank], mine, party.infos, share.Deadline(60.0, None)
             )
         except BaseException as error:
             outcomes[rank] = error

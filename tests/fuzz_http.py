@@ -17,8 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from symcomm.observe.connection import Bucket
-from symcomm.observe.server import Server, listen_tcp, listen_unix
+from symcomm.observe.server.connection import Bucket
+from symcomm.observe.server.server import Server, listen_tcp, listen_unix
 from tests.control_client import ask, connect
 from tests.fuzz_arena import held_now
 from tests.fuzz_common import arguments

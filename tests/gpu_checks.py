@@ -1,4 +1,4 @@
-"""What a DeviceGroup does, compared with the same group's collectives on the CPU, bit for bit.
+"""What a CudaGroup does, compared with the same group's collectives on the CPU, bit for bit.
 
 ``run_all(rank, world)`` runs every check on a rank and gives {check: "" or what went wrong}.
 """
@@ -417,7 +417,7 @@ def symmetric_memory(gpu: Any, core: Any) -> None:
 
 
 def run_all(rank: int, world: int, store: str) -> dict[str, str]:
-    from symcomm.gpu.group import device_group
+    from symcomm.cuda.group import device_group
     from symcomm.group.default import init
 
     torch.cuda.set_device(0)

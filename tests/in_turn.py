@@ -84,10 +84,10 @@ def main(arguments: Sequence[str]) -> int:
     import torch._dynamo
     import torch.distributed
 
-    import symcomm.backend.group
     import symcomm.ddp
+    import symcomm.torch_backend.group
 
-    assert torch._dynamo and torch.distributed and symcomm.backend.group and symcomm.ddp  # what many of them load
+    assert torch._dynamo and torch.distributed and symcomm.torch_backend.group and symcomm.ddp  # what many of them load
     end = arguments.index("--") if "--" in arguments else len(arguments)
     speaks, failed = os.environ.get("RANK", "0") == "0", False
     for number, program in enumerate(arguments[:end]):

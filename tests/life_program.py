@@ -23,9 +23,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import symcomm
-from symcomm.backend.register import register
-from symcomm.group import process_group
+from symcomm.group import local
 from symcomm.memory.arena import current_arena
+from symcomm.torch_backend.register import register
 
 WARM_UP = 5  # cycles after which nothing may grow any more
 
@@ -81,12 +81,12 @@ def what_grew(before: dict[str, int]) -> dict[str, tuple[int, int]]:
 
 def held() -> dict[str, int]:
     """What a process keeps that a group could have left behind."""
-    process_group.give_back()
+    local.free_retired()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "python threads": threading.active_count(),
-        "groups left, but not by all": process_group.retired_count(),
+        "groups left, but not by all": local.retired_count(),
         "arena bytes": current_arena().used_bytes,
     }
 

@@ -1,8 +1,8 @@
-/* The orders that the core takes for granted, tried on real cores. Each shape has an outcome that must never be seen with the
- * core's own fences, and may be seen without them. Prints "shape with|without forbidden-outcomes runs" a line.
+/* The orders that the core takes for granted, tried on real cores. Each shape has an outcome that must never be seen
+ * with the core's own fences, and may be seen without them. Prints "shape with|without forbidden-outcomes runs" a line.
  *
- * A batch has many instances, each in cache lines of its own. All threads start a batch together and run through it, so that
- * they meet at some instances by chance; what they saw is counted when all are done. */
+ * A batch has many instances, each in cache lines of its own. All threads start a batch together and run through it, so
+ * that they meet at some instances by chance; what they saw is counted when all are done. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
@@ -74,7 +74,8 @@ static void message_passing_plain(struct instance *i, int thread) {
 
 static int flag_without_data(const struct instance *i) { return i->saw[1][0] && !i->saw[1][1]; }
 
-/* Failing and finishing: void, fence, scribble; read, acquire fence, look whether it is void (sync_void against sync_is_void). */
+/* Failing and finishing: void, fence, scribble; read, acquire fence, look whether it is void (sync_void against
+ * sync_is_void). */
 static void voiding(struct instance *i, int thread) {
     if (thread == 0) {
         atomic_fetch_or(&i->flag, 1);
@@ -99,8 +100,8 @@ static void voiding_plain(struct instance *i, int thread) {
 
 static int data_without_void(const struct instance *i) { return i->saw[1][1] && !i->saw[1][0]; }
 
-/* The same with a third rank between: it reads, shows what it read and signals; only then the last one reads and looks. C11
- * promises nothing here; one copy of memory, which arm64 and x86 have, does. */
+/* The same with a third rank between: it reads, shows what it read and signals; only then the last one reads and looks.
+ * C11 promises nothing here; one copy of memory, which arm64 and x86 have, does. */
 static void handed_on(struct instance *i, int thread) {
     if (thread == 0) {
         voiding(i, 0);
@@ -150,8 +151,8 @@ static void pause_for(uint32_t looks) {
     for (volatile uint32_t n = 0; n < looks; n = n + 1) {}
 }
 
-static void await(_Atomic uint32_t *word, uint32_t not) {
-    for (int looks = 0; atomic_load(word) == not; looks++)
+static void await(_Atomic uint32_t *word, uint32_t not ) {
+    for (int looks = 0; atomic_load(word) == not ; looks++)
         if (looks % 1000 == 999) sched_yield();
 }
 
@@ -195,7 +196,8 @@ static void play(const struct shape *s, int with, double seconds) {
     pin(cores[0]);
     long forbidden = 0, runs = 0;
     double began = now();
-    for (; now() < began + (runs < LEAST_RUNS ? 20 : 1) * seconds; runs += INSTANCES) { /* where others take the cores: longer */
+    for (; now() < began + (runs < LEAST_RUNS ? 20 : 1) * seconds;
+         runs += INSTANCES) { /* where others take the cores: longer */
         memset(instances, 0, INSTANCES * sizeof *instances);
         atomic_store(&arrived, 0);
         uint32_t number = atomic_fetch_add(&batch, 1) + 1;

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from symcomm.cli.namespaces import Network, why_no_namespaces
+from symcomm.bench.namespaces import Network, why_no_namespaces
 
 __all__ = ["network"]
 

@@ -51,19 +51,19 @@ def drive() -> None:
 def symmetric(g, count, dtype="f4"):
     import numpy as np
 
-    return np.frombuffer(g._arena.buffer(max(count, 1) * np.dtype(dtype).itemsize), dtype)[:count]
+    return np.frombuffer(g.arena.buffer(max(count, 1) * np.dtype(dtype).itemsize), dtype)[:count]
 
 
 def collectives(g) -> None:
     import numpy as np
 
     from symcomm.collectives.select import Limits
-    from symcomm.group.process_group import ProcessGroup
+    from symcomm.group.local import LocalGroup
 
     small = Limits(stage_bytes=8192, chunk_bytes=1024, one_shot_bytes=512, direct_bytes=2048,
                    attach_bytes=1024, attach_ranks=2)  # fmt: skip
     n, total = g.size, g.size * (g.size + 1) // 2
-    for group in (g, ProcessGroup(g.rank, n, g.all_gather_bytes, "small", 60, small)):
+    for group in (g, LocalGroup(g.rank, n, g.all_gather_bytes, "small", 60, small)):
         for count in (0, 1, 333, 20_001):
             for make in (lambda c: np.empty(c, "f4"), lambda c: symmetric(g, c)):
                 t = make(count)
@@ -204,7 +204,7 @@ def one_sided(g) -> None:
     assert install()
     n, mine = 64, symmetric(g, 64 * g.size, "i4")
     segment = Segment(g, mine.ctypes.data, mine.size, DType.INT32)
-    segment.connect([json.loads(card) for card in g.all_gather_bytes(json.dumps(segment.card).encode())])
+    segment.connect([json.loads(info) for info in g.all_gather_bytes(json.dumps(segment.info).encode())])
     put, signal, wait = segment.shortcuts()
     for turn in range(100):
         source = np.full(n, turn, "i4")
@@ -230,7 +230,7 @@ def lock_watch(g) -> None:
     import ctypes
     import time
 
-    from symcomm.observe import gil
+    from symcomm.observe.recorder import gil
 
     with open(os.devnull, "w") as nowhere:
         stop = gil.watch(g, 0.2, nowhere.fileno())
@@ -238,7 +238,7 @@ def lock_watch(g) -> None:
         if g.rank == 0:
             ctypes.PyDLL(None).sleep(1)
         g.barrier()
-        gil.stall_of(g._peers[0])
+        gil.stall_of(g.peers[0])
         stop()
 
 

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from symcomm.group.default import join_ranks
-from symcomm.group.process_group import ProcessGroup
+from symcomm.group.local import LocalGroup
 from symcomm.store import FileStore, TCPStore
 from tests import soak_ranks
-from tests.comers import Crowd
+from tests.elastic_ranks import ElasticRanks
 from tests.faults import Outcome, leftovers
-from tests.halts import state_of, until
+from tests.page_gate import state_of, until
 from tests.soak_ranks import Report
 from tests.soak_scenario import HARMLESS, STARVED, STOPPED_TIMEOUT, Scenario
 from tests.soak_stranger import Stranger
@@ -37,7 +37,7 @@ LIMIT = 60.0  # seconds: a scenario that takes longer hangs
 PAUSE = 0.3  # seconds: for less than the deadline of any call
 
 
-class SoakCrowd(Crowd):
+class SoakCrowd(ElasticRanks):
     """Ranks that meet in a file, or through a server in this process."""
 
     def __init__(self, folder: Path, over_tcp: bool):
@@ -50,7 +50,7 @@ class SoakCrowd(Crowd):
         return TCPStore("127.0.0.1", self._server.port, is_master=False, wait_for_workers=False)
 
     def member(self, fn: Callable, rank: int, world: int, *args: Any) -> int:
-        make = partial(ProcessGroup, timeout=self.timeout)
+        make = partial(LocalGroup, timeout=self.timeout)
         # Nobody else may hold the group: what it holds is looked for when it was left.
         return self._fork(lambda: fn(lambda: join_ranks(self._store(), rank, world, 30.0, make), *args))
 
@@ -58,16 +58,16 @@ class SoakCrowd(Crowd):
         return self._fork(lambda: fn(self._store(), *args))
 
 
-def disturb(plan: Scenario, crowd: SoakCrowd) -> None:
+def disturb(plan: Scenario, forked: SoakCrowd) -> None:
     """What this process does to the ranks: lets a stopped one go on, kills a newcomer."""
     if plan.fault in ("stop", "pause"):
-        victim = crowd.pids[plan.victim]
+        victim = forked.pids[plan.victim]
         until(lambda: state_of(victim) in "TtZX", LIMIT)
         time.sleep(STOPPED_TIMEOUT + STARVED if plan.fault == "stop" else PAUSE)
         os.kill(victim, signal.SIGCONT)
     if plan.newcomer_killed:
         time.sleep(plan.kill_newcomer_after)
-        os.kill(crowd.pids[plan.world], signal.SIGKILL)
+        os.kill(forked.pids[plan.world], signal.SIGKILL)
 
 
 def judge_member(plan: Scenario, rank: int, report: Report) -> str:
@@ -130,18 +130,18 @@ def run_one(seed: int, stranger: Stranger | None = None) -> list[str]:
     plan = Scenario(seed)
     open_before = len(os.listdir("/proc/self/fd"))
     with tempfile.TemporaryDirectory(prefix="symcomm-soak-") as folder:
-        crowd = SoakCrowd(Path(folder), plan.over_tcp)
+        forked = SoakCrowd(Path(folder), plan.over_tcp)
         for rank in range(plan.world):
-            crowd.member(soak_ranks.member, rank, plan.world, seed)
+            forked.member(soak_ranks.member, rank, plan.world, seed)
         for _ in range(plan.newcomers):
-            crowd.newcomer(soak_ranks.newcomer, seed)
+            forked.newcomer(soak_ranks.newcomer, seed)
         if stranger is not None:
-            stranger.watch([os.getpid(), *crowd.pids])
-        disturb(plan, crowd)
-        outcomes = crowd.outcomes(LIMIT)
+            stranger.watch([os.getpid(), *forked.pids])
+        disturb(plan, forked)
+        outcomes = forked.outcomes(LIMIT)
         if stranger is not None:
             stranger.watch([])
-        del crowd
+        del forked
     wrong = judge(plan, outcomes)
     wrong += [] if wrong else judge_sizes(plan, outcomes)
     wrong += [f"left behind: {item}" for item in leftovers()]

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from symcomm import errors
-from symcomm.group import grow, process_group
+from symcomm.group import grow, local
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import current_arena
 from tests.halted_calls import CASES, PATTERN, shift_values
-from tests.halts import ordinary, symmetric, until
+from tests.page_gate import ordinary, symmetric, until
 from tests.soak_scenario import HARMLESS, STARVED, STOPPED_TIMEOUT, Scenario
 
 STEPS_AFTER = 12
@@ -312,7 +312,7 @@ def leave(report: Report, before: tuple[int, int, int], grown_in_vain: bool) -> 
 
     def gone() -> bool:
         gc.collect()
-        process_group.give_back()
+        local.free_retired()
         counted = 2 if grown_in_vain else 3
         return all(now <= then for now, then in zip(held()[:counted], before[:counted], strict=True))
 

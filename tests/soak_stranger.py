@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.halts import Words
+from tests.page_gate import Words
 
 MOST_PIDS = 24
 COUNT, FIRST, MET = 0, 1, 30  # words: how many pids, where they begin, how many connections were made

@@ -25,9 +25,10 @@ from symcomm._core import native
 from symcomm.group import failure
 from symcomm.group import shrink as shrinking
 from symcomm.group.default import join_ranks
+from symcomm.group.local import LocalGroup
 from symcomm.group.process_group import ProcessGroup
-from symcomm.group.shrink import Attempt, Record, Records, Word, pack_ranks, unpack_ranks
-from symcomm.memory.share import NotMade
+from symcomm.group.shrink import Attempt, AttemptWord, Record, Records, pack_ranks, unpack_ranks
+from symcomm.memory.share import GroupNotBuilt
 from symcomm.store import FileStore
 from tests.faults import Outcome, leftovers, process_state, run_group
 
@@ -64,7 +65,7 @@ def _join(rank: int, world: int, folder: str, timeout: float) -> ProcessGroup:
     """Rank ``rank`` of all is one of a scenario of its own, which has the number of the step."""
     step, me = divmod(rank, WORLD)
     store = FileStore(os.path.join(folder, f"store{step}"), WORLD)
-    group = join_ranks(store, me, WORLD, 60.0, partial(ProcessGroup, timeout=timeout), tidy=False)
+    group = join_ranks(store, me, WORLD, 60.0, partial(LocalGroup, timeout=timeout), tidy=False)
     group.step = step  # type: ignore[attr-defined]
     return group
 
@@ -203,7 +204,7 @@ def _gives_up(group: ProcessGroup) -> list:
         def refuse(*_: object, **__: object) -> int:
             raise errors.ResourceError("no room")
 
-        group._arena.allocate_sparse = refuse  # type: ignore[method-assign]
+        group.arena.allocate_sparse = refuse  # type: ignore[method-assign]
     smaller = group.shrink(timeout=20.0)
     return [smaller.global_ranks, _use(smaller)]
 
@@ -228,19 +229,19 @@ def test_any_set_of_1024_ranks_fits_a_record(dead):
     assert unpack_ranks(pack_ranks(dead)) == frozenset(dead)
     assert Record.unpack(record.pack()) == record
     assert len(record.pack()) <= 768
-    word = Word((1 << 47) - 1, 1023, True)
-    assert Word.unpack(word.pack()) == word and word.pack() < 1 << 64
+    word = AttemptWord((1 << 47) - 1, 1023, True)
+    assert AttemptWord.unpack(word.pack()) == word and word.pack() < 1 << 64
 
 
 def _long_words(group: ProcessGroup) -> list:
     refused = []
     for kind in (native.RECORD_CALL, native.RECORD_VOTE):
-        native.group_publish(group._handle, kind, b"before")
+        native.group_publish(group.handle, kind, b"before")
         with pytest.raises(ValueError, match="bytes at most, not 5000"):
-            native.group_publish(group._handle, kind, b"x" * 5000)
-        refused.append(native.group_records(group._handle, kind)[group.rank])
+            native.group_publish(group.handle, kind, b"x" * 5000)
+        refused.append(native.group_records(group.handle, kind)[group.rank])
     failure._publish(group, "all_reduce()", "/" + "d/" * 2000 + "train.py:7", 3)
-    said = json.loads(native.group_records(group._handle, native.RECORD_CALL)[group.rank])
+    said = json.loads(native.group_records(group.handle, native.RECORD_CALL)[group.rank])
     return [*refused, said["call"], said["site"].startswith("...") and said["site"].endswith("/train.py:7")]
 
 
@@ -271,17 +272,17 @@ class Scripted:
     """The memory in which ranks agree, without ranks: the test moves it on at a step of its choice."""
 
     def __init__(self, size: int):
-        self.now, self.records = Word(0, 0, False), [Record()] * size
+        self.now, self.records = AttemptWord(0, 0, False), [Record()] * size
         self.before_look: Callable[[], None] = lambda: None
 
     def gone(self) -> set[int]:
         return set()
 
-    def word(self) -> Word:
+    def word(self) -> AttemptWord:
         self.before_look()
         return self.now
 
-    def swap(self, before: Word, after: Word) -> None:
+    def swap(self, before: AttemptWord, after: AttemptWord) -> None:
         if self.now == before:
             self.now = after
 
@@ -292,19 +293,19 @@ class Scripted:
         return list(self.records)
 
 
-@pytest.mark.parametrize(("since", "error"), [(1, NotMade), (2, errors.RankFailedError)])
+@pytest.mark.parametrize(("since", "error"), [(1, GroupNotBuilt), (2, errors.RankFailedError)])
 def test_a_vote_that_may_have_counted_is_not_taken_back(monkeypatch: pytest.MonkeyPatch, since: int, error: type):
     """Rank 1 is stopped once it has voted for attempt 1, and finds attempt 2. Within the same agreement nobody has
-    decided attempt 1, and its part of that group may go (NotMade). In a later one rank 0 may have the group."""
+    decided attempt 1, and its part of that group may go (GroupNotBuilt). In a later one rank 0 may have the group."""
     memory = Scripted(2)
     monkeypatch.setattr(shrinking, "Records", lambda group: memory)
     agreement = shrinking.Agreement(SimpleNamespace(rank=1, size=2, name="world"), 1.0, [])
     first, second = Attempt(1, 1), Attempt(2, since, frozenset({1}) if since == 1 else frozenset())
-    memory.now = Word(1, 0, True)
+    memory.now = AttemptWord(1, 0, True)
     memory.records[0] = Record((first,), vote=1)
 
     def meanwhile() -> None:
-        memory.now = Word(2, 0, True)
+        memory.now = AttemptWord(2, 0, True)
         memory.records[0] = Record((first, second), vote=1, done=1 if since == 2 else 0)
 
     memory.before_look = meanwhile

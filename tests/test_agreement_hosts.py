@@ -19,8 +19,8 @@ import torch
 
 from symcomm import errors
 from symcomm.group.default import join_ranks
-from symcomm.group.making import make_group
-from symcomm.hosts.group import HostsGroup
+from symcomm.group.factory import make_group
+from symcomm.hierarchical.group import HierarchicalGroup
 from symcomm.store import FileStore
 from tests.faults import Outcome, process_state, run_group
 
@@ -95,12 +95,12 @@ def _check_one_set(told: list[list]) -> None:
 # --- deaths and stops at every step -----------------------------------------------------------------------------
 
 EVERY_STEP = "SYMCOMM_EVERY_STEP" in os.environ  # of both victims, as `make soak` wants it
-STEPS = [("agree", n) for n in range(8)] + [("vote", n) for n in (0, 1, 5, 9)]  # a kind of message, and which one
+STEPS = [("agree", n) for n in range(8)] + [("exchange", n) for n in (0, 1, 5, 9)]  # a kind of message, and which one
 
 
 def _strike_at(kind: str, step: int, how: signal.Signals) -> None:
     """``how`` comes to this process just before it sends message number ``step`` of that kind."""
-    tell, sent = HostsGroup.tell, 0
+    tell, sent = HierarchicalGroup.tell, 0
 
     def striking(self: Any, rank: int, header: dict, *args: Any, **kwargs: Any) -> bool:
         nonlocal sent
@@ -110,7 +110,7 @@ def _strike_at(kind: str, step: int, how: signal.Signals) -> None:
             sent += 1
         return tell(self, rank, header, *args, **kwargs)
 
-    HostsGroup.tell = striking  # type: ignore[method-assign]
+    HierarchicalGroup.tell = striking  # type: ignore[method-assign]
 
 
 def _with_a_victim(group: Any, scenario: tuple) -> list:
@@ -165,17 +165,17 @@ def test_one_set_or_none_whoever_fails_at_whichever_step(victim: int, how: signa
         assert set(members) in ({0, 1, 2}, {0, 1, 2} - {victim}), (scenario, *map(str, outcomes))
 
 
-# --- messages that are lost -----------------------------------------------------------------------------------------
+# --- messages that are lost -------------------------------------------------------------------------------------
 
 
 def _lose_messages(me: int, lost: set[tuple[int, int]]) -> None:
     """What this rank tells others is lost on the way to some, and nobody notices."""
-    tell = HostsGroup.tell
+    tell = HierarchicalGroup.tell
 
     def losing(self: Any, rank: int, header: dict, *args: Any, **kwargs: Any) -> bool:
         return (me, self.global_ranks[rank]) in lost or tell(self, rank, header, *args, **kwargs)
 
-    HostsGroup.tell = losing  # type: ignore[method-assign]
+    HierarchicalGroup.tell = losing  # type: ignore[method-assign]
 
 
 def _with_losses(group: Any, lost: set[tuple[int, int]]) -> list:

@@ -295,14 +295,14 @@ def test_another_user_is_refused():
     ],
 )
 def test_ranks_that_cannot_share_are_told_why(change, says):
-    card = {"boot": "b", "uid": 1, "net": "n", "path": None, "host": "here"}
-    share._check_one_host([card, card])
+    info = {"boot": "b", "uid": 1, "net": "n", "path": None, "host": "here"}
+    share._check_one_host([info, info])
     with pytest.raises(errors.ResourceError, match=says):
-        share._check_one_host([card, card | {"host": "there"} | change])
+        share._check_one_host([info, info | {"host": "there"} | change])
 
 
 def _meet(world: int, forge) -> list:
-    """connect() on threads; ``forge(rank, card)`` may change what a rank publishes."""
+    """connect() on threads; ``forge(rank, info)`` may change what a rank publishes."""
     barrier = threading.Barrier(world, timeout=20)
     items: list[bytes] = [b""] * world
     results: list = [None] * world
@@ -366,9 +366,9 @@ def _fill_and_say(rank: int, world: int, path: str, nbytes: int) -> None:
     from symcomm.store import FileStore
 
     group = join_ranks(FileStore(path, world), rank, world, 30.0, symcomm.ProcessGroup)
-    view = group._arena.buffer(nbytes)
+    view = group.arena.buffer(nbytes)
     ctypes.memset(view, 1, nbytes)
-    assert native.peek(group._peers[1 - rank].base, 8), "the peer's memory is mapped"
+    assert native.peek(group.peers[1 - rank].base, 8), "the peer's memory is mapped"
     group.barrier()
     Path(f"{path}.ready{rank}").touch()
     time.sleep(60)
@@ -495,7 +495,7 @@ def arenas_mapped() -> tuple[int, int]:
 
 
 def _use_it(group):
-    view = group._arena.buffer(PAGE)
+    view = group.arena.buffer(PAGE)
     view[:4] = b"%04d" % group.rank
     group.split(group.rank % 2).barrier()
     group.barrier()

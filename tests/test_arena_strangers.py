@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from symcomm import errors
+from symcomm.group.local import LocalGroup
 from symcomm.memory import arena as arena_module
 from symcomm.memory import share
 from symcomm.memory.arena import Arena, use_arena
@@ -26,7 +27,7 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user nee
 
 
 def meet(world: int, before: Callable[[int, dict], None], timeout: float = 20.0) -> list:
-    """connect() on threads that are ranks; ``before(rank, card of rank 0)`` runs after cards were exchanged."""
+    """connect() on threads that are ranks; ``before(rank, info of rank 0)`` runs after infos were exchanged."""
     barrier = threading.Barrier(world, timeout=20)
     items: list[bytes] = [b""] * world
     results: list = [None] * world
@@ -126,11 +127,11 @@ def test_our_own_user_saying_nothing_or_nonsense_holds_nobody_up(words, monkeypa
     monkeypatch.setattr(share, "GREETING_SECONDS", 20.0)  # longer than a busy machine stands still
     held = []
 
-    def before(rank: int, card: dict) -> None:
+    def before(rank: int, info: dict) -> None:
         if rank == 0:
             for _ in range(30):
                 held.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                held[-1].connect(bytes.fromhex(card["socket"]))
+                held[-1].connect(bytes.fromhex(info["socket"]))
                 if words is not None:
                     held[-1].send(words)
 
@@ -146,12 +147,12 @@ def test_a_flood_of_connections_only_delays_a_rank(monkeypatch):
     monkeypatch.setattr(share, "BACKLOG", 0)
     held: list[socket.socket] = []
 
-    def before(rank: int, card: dict) -> None:
+    def before(rank: int, info: dict) -> None:
         while rank == 0:
             held.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             held[-1].setblocking(False)
             try:
-                held[-1].connect(bytes.fromhex(card["socket"]))
+                held[-1].connect(bytes.fromhex(info["socket"]))
             except BlockingIOError:
                 return
 
@@ -176,12 +177,12 @@ def test_named_memory_of_another_user_is_not_mapped(tmp_path, monkeypatch):
     with open(path, "wb") as file:
         file.truncate(PAGE)
         file.write(arena_module.native.peek(mine.base, 32))
-    card = {"path": str(path), "nbytes": PAGE, "nonce": mine.nonce.hex()}
+    info = {"path": str(path), "nbytes": PAGE, "nonce": mine.nonce.hex()}
     os.chown(path, NOBODY, NOBODY)
     with pytest.raises(errors.ResourceError, match=rf"belongs to user id {NOBODY}"):
-        share._open_named([card], [0])
+        share._open_named([info], [0])
     os.chown(path, 0, 0)
-    assert len(share._open_named([card], [0])) == 1
+    assert len(share._open_named([info], [0])) == 1
 
 
 def test_memory_that_is_too_short_is_an_error_and_not_a_signal(tmp_path):
@@ -192,9 +193,9 @@ def test_memory_that_is_too_short_is_an_error_and_not_a_signal(tmp_path):
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_a_name_that_is_no_file(tmp_path, make):
     make(tmp_path / "odd")
-    card = {"path": str(tmp_path / "odd"), "nbytes": PAGE, "nonce": "00" * 16}
+    info = {"path": str(tmp_path / "odd"), "nbytes": PAGE, "nonce": "00" * 16}
     with pytest.raises(errors.ResourceError):
-        share._open_named([card], [0])
+        share._open_named([info], [0])
 
 
 @as_root
@@ -230,7 +231,6 @@ def few_descriptors(more: int) -> Iterator[None]:
 def _join_with_few(rank: int, world: int, path: str, short: int, more: int) -> None:
     from functools import partial
 
-    import symcomm
     from symcomm.group.default import join_ranks
     from symcomm.store import FileStore
 
@@ -243,7 +243,7 @@ def _join_with_few(rank: int, world: int, path: str, short: int, more: int) -> N
             return real(*args)
 
     share._pass_descriptors = pass_descriptors
-    join_ranks(store, rank, world, 20.0, partial(symcomm.ProcessGroup, timeout=20.0))
+    join_ranks(store, rank, world, 20.0, partial(LocalGroup, timeout=20.0))
 
 
 @pytest.mark.parametrize(("short", "more"), [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)])
@@ -269,5 +269,5 @@ def test_other_shortages_are_named(monkeypatch, number):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(socket, "send_fds", refuse)
-    for result in meet(2, lambda rank, card: None, timeout=3.0):
+    for result in meet(2, lambda rank, info: None, timeout=3.0):
         assert isinstance(result, errors.ResourceError) and os.strerror(number) in str(result)

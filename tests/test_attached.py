@@ -1,4 +1,4 @@
-"""Scatters whose root lends its tensors: ranks read them out of its memory by system call (``_core/cma.c``).
+"""Scatters whose root lends its tensors: ranks read them out of its memory by system call (``_core/exec/cma.c``).
 
 A page of rank 1's output that the kernel must ask the test for (userfaultfd) stops it in the very middle of its read.
 """
@@ -25,12 +25,13 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives import select
 from symcomm.collectives.select import Limits
+from symcomm.group.local import LocalGroup
 from symcomm.group.process_group import ProcessGroup
-from symcomm.observe import records
+from symcomm.observe.recorder import records
 from symcomm.types import DType, RedOpType
 from tests.faults import Outcome, attempt, join_group, leftovers, readable, returned, run_group
 from tests.halted_calls import PATTERN
-from tests.halts import PAGE, Words, ordinary, stop
+from tests.page_gate import PAGE, Words, ordinary, stop
 
 LENT = Limits(attach_bytes=1 << 14, attach_ranks=2)
 COUNT = 1 << 13  # elements of a piece: eight pages
@@ -100,7 +101,7 @@ def test_pieces_may_lie_anywhere():
 
 def test_ranks_that_are_threads_stage():
     def ways(g: ProcessGroup) -> str:
-        v = ProcessGroup(g.rank, g.size, g.all_gather_bytes, "threads", timeout=20, limits=LENT)
+        v = LocalGroup(g.rank, g.size, g.all_gather_bytes, "threads", timeout=20, limits=LENT)
         out = torch.empty(COUNT)
         v.scatter(out, pieces(0) if g.rank == 0 else None, 0)
         assert torch.equal(out, pieces(0)[g.rank])

@@ -23,7 +23,7 @@ import symcomm
 from symcomm import errors, symm_mem
 from symcomm._core import native
 from symcomm.ddp import DistributedDataParallel, hooks
-from symcomm.group import process_group
+from symcomm.group import local
 from symcomm.memory.arena import current_arena
 from symcomm.memory.flight import Flight, flight_bytes, read_flight
 
@@ -104,7 +104,7 @@ def _fork_and_go_on(group: Any) -> list[float]:
             team = None
             gc.collect()
 
-        codes = [_in_child(use), _in_child(group.destroy), _in_child(forget), _in_child(process_group._leave_all)]
+        codes = [_in_child(use), _in_child(group.destroy), _in_child(forget), _in_child(local._leave_all)]
     group.all_reduce(t)
     team.all_reduce(t)
     return [*t.tolist(), *codes]
@@ -157,11 +157,11 @@ def test_ctrl_c_is_not_lost_while_a_waiting_call_looks_where_it_was_made() -> No
             return type(error).__name__
         return "nothing"
 
-    native.use_locator(interrupt)
+    native.use_call_site_callback(interrupt)
     try:
         assert symcomm.spawn(rank, 2, mode="threads", deadline=60) == ["KeyboardInterrupt", "GroupUnusableError"]
     finally:
-        native.use_locator(process_group._locate)
+        native.use_call_site_callback(local._locate)
 
 
 def test_a_group_is_collected_while_another_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_a_group_is_collected_while_another_is_given_back(monkeypatch: pytest.Mo
         monkeypatch.setattr(native, "group_detach", collecting)
         one.destroy()
         monkeypatch.undo()
-        process_group.give_back()
+        local.free_retired()
         return other._retire.alive, current_arena().used_bytes - before
 
     assert symcomm.spawn(rank, 1, mode="threads", deadline=20) == [(False, 0)]

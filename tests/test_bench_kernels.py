@@ -11,12 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from symcomm._core import native
-from symcomm.cli import bench, bench_kernels, bench_table
-from symcomm.cli.bench_kernels import Buffers, Plan, Row
+from symcomm.bench import kernels as bench_kernels
+from symcomm.bench import table as bench_table
+from symcomm.bench.kernels import Buffers, Row, Workload
+from symcomm.cli import bench
 from symcomm.types import DType, RedOpType
 
 SIZES = {"L1": 4096, "memory": 16384}
-TINY = Plan(sources=3, rounds=2, seconds=0, dtypes=(DType.FLOAT32, DType.COMPLEX64), sizes=SIZES)
+TINY = Workload(sources=3, rounds=2, seconds=0, dtypes=(DType.FLOAT32, DType.COMPLEX64), sizes=SIZES)
 
 
 def cli(*args: str) -> tuple[int, str]:

@@ -13,10 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from symcomm import errors
-from symcomm.cli import bench, bench_noise, bench_worker
-from symcomm.cli.bench_noise import Figures, Neighbours, Plan, live_beside, parse_neighbours
-from symcomm.cli.bench_run import Case
-from tests.halts import until
+from symcomm.bench import noise as bench_noise
+from symcomm.bench import worker as bench_worker
+from symcomm.bench.noise import Measurement, Neighbours, Workload, live_beside, parse_neighbours
+from symcomm.bench.run import Case
+from symcomm.cli import bench
+from tests.page_gate import until
 
 SMALL = Case("all_reduce", 8, 2, "float32", "sum", 0, True)
 
@@ -32,16 +34,16 @@ def test_neighbours_in_words():
 
 
 def test_ratios_are_against_the_better_mpi_of_each_figure():
-    plan = Plan(2, (Neighbours(0.25, 0.004),), ("mpich", "openmpi"))
-    figures = Figures(plan.neighbours[0], SMALL)
+    workload = Workload(2, (Neighbours(0.25, 0.004),), ("mpich", "openmpi"))
+    figures = Measurement(workload.neighbours[0], SMALL)
     for side, median, tail in (("symcomm", 2e-6, 8e-6), ("mpich", 3e-6, 4e-6), ("openmpi", 5e-6, 6e-6)):
         for factor in (1, 1, 9):  # one turn was disturbed
             figures.add(side, median * factor, tail * factor)
-    cells = dict(zip(bench_noise.head(plan), bench_noise.row(figures, plan), strict=True))
+    cells = dict(zip(bench_noise.head(workload), bench_noise.row(figures, workload), strict=True))
     assert (cells["ours median (us)"], cells["mpich p99 (us)"]) == ("2.00", "4.00")
     assert (cells["median vs MPI"], cells["p99 vs MPI"]) == ("1.50x", "0.50x!")
     assert (cells["neighbours"], cells["collective"], cells["size"]) == ("25% of 4 ms", "all_reduce", "8 B")
-    [panel] = bench_noise.picture([figures], plan)
+    [panel] = bench_noise.picture([figures], workload)
     assert "25% of 4 ms" in panel.title
 
 
@@ -60,7 +62,7 @@ def test_a_neighbour_works_on_its_core_and_ends_with_its_bench():
 
 def test_neighbours_of_a_bench_that_was_killed_end():
     source = (
-        "from symcomm.cli.bench_noise import Neighbours, live_beside\n"
+        "from symcomm.bench.noise import Neighbours, live_beside\n"
         f"with live_beside(Neighbours(0.1, 0.001), [{min(os.sched_getaffinity(0))}]):\n"
         "    print('there', flush=True); input()"
     )

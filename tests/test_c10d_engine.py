@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from symcomm.backend.group import TorchGroup
+from symcomm.torch_backend.group import TorchGroup
 from tests.c10d_compare import family, ours, outcome, plain, skip_what_is_newer, theirs
 from tests.test_c10d_groups import eventually, on_two_ranks
 
@@ -167,7 +167,7 @@ def test_source_of_a_message():
 
 
 def test_init_process_group_on_our_store():
-    from symcomm.backend.register import register
+    from symcomm.torch_backend.register import register
 
     register()
     dist.init_process_group("symcomm", store=ours.as_torch_store(ours.HashStore()), rank=0, world_size=1)

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from symcomm.backend.group import TorchGroup
+from symcomm.torch_backend.group import TorchGroup
 from tests.c10d_compare import on_two_ranks, ours, outcome, plain, same, since_2_13, since_2_15, theirs
 
 CPU = torch.device("cpu")

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import symcomm
-from symcomm.backend import stores
-from symcomm.backend.register import register
 from symcomm.ddp import hooks
 from symcomm.ddp.comm_hook import AllReduceHook, Fp16CompressHook
+from symcomm.torch_backend import stores
+from symcomm.torch_backend.register import register
 from tests.c10d_compare import on_two_ranks, ours, theirs
 
 SOON = timedelta(seconds=20)

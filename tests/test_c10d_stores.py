@@ -15,8 +15,8 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from symcomm.backend.register import register
 from symcomm.errors import DeadlineError, SymcommError
+from symcomm.torch_backend.register import register
 from tests.c10d_compare import ours, outcome, plain, same, since_2_15, theirs
 
 CONSTRUCTORS = """

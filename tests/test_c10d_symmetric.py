@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from symcomm.backend.group import TorchGroup
+from symcomm.torch_backend.group import TorchGroup
 from tests.c10d_compare import ours, same, theirs
 from tests.test_c10d_groups import on_two_ranks
 

@@ -116,7 +116,7 @@ def test_somebody_else_finishes_the_work():
 
 
 def test_every_work_is_a_work():
-    from symcomm.backend.work import DoneWork
+    from symcomm.torch_backend.work import DoneWork
 
     for work in (ours.Work(), ours.FakeWork(), theirs.FakeWork(), DoneWork()):
         assert isinstance(work, ours.Work) and isinstance(work, theirs.Work)
@@ -167,7 +167,7 @@ OLD_CALLS = """
 import sys, torch, torch.distributed as dist
 from datetime import timedelta
 import symcomm.c10d as ours, torch._C._distributed_c10d as theirs
-from symcomm.backend.group import TorchGroup
+from symcomm.torch_backend.group import TorchGroup
 
 def use(*works):
     for call in ("is_success", "exception", "source_rank", "result", "synchronize"):

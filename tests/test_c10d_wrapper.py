@@ -11,9 +11,9 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from symcomm.backend.group import TorchGroup
 from symcomm.c10d import wrapper
 from symcomm.errors import CollectiveMismatchError
+from symcomm.torch_backend.group import TorchGroup
 from tests.c10d_compare import family, on_two_ranks, ours, outcome, plain, since_2_13, theirs
 
 WRAPPED = [

@@ -10,8 +10,8 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from symcomm.backend.group import TorchGroup
 from symcomm.errors import WrongTypeError
+from symcomm.torch_backend.group import TorchGroup
 from tests.c10d_compare import family, ours, outcome, plain, same, since_2_13, theirs
 
 X, LIST, LISTS = "torch.ones(2)", "[torch.ones(2)]", "[[torch.ones(2)]]"

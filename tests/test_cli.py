@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symcomm.cli import job, main, verdict
-from symcomm.cli.output import MAX_LINE, LineStream, want_color
+from symcomm.cli import main
 from symcomm.errors import BadArgumentError
+from symcomm.launcher import job, verdict
+from symcomm.launcher.output import MAX_LINE, LineStream, want_color
 
 SRC = Path(__file__).parent.parent / "src"
 
@@ -47,7 +48,7 @@ def test_help_lists_commands_without_loading_them():
     )
     loaded = set(result.stderr.split())
     assert result.returncode == 0 and {"symcomm", "typer"} <= loaded
-    assert not loaded & {"torch", "numpy", "symcomm._core", "symcomm.cli.run", "symcomm.cli.launch"}
+    assert not loaded & {"torch", "numpy", "symcomm._core", "symcomm.cli.run", "symcomm.launcher.launch"}
     for name in ("run", "trace", "top", "doctor", "bench", "demo", "version"):
         assert re.search(rf"^  {name} +\S", result.stdout, re.M)
 

@@ -17,6 +17,7 @@ import torch
 import symcomm
 from symcomm import errors
 from symcomm.collectives.select import Limits
+from symcomm.group.local import LocalGroup
 from symcomm.group.process_group import ProcessGroup
 from symcomm.types import DType, RedOpType
 from tests.faults import run_group
@@ -40,13 +41,13 @@ def threads(fn: Callable, n: int, *args: object) -> list:
 
 def variant(g: ProcessGroup, limits: Limits) -> ProcessGroup:
     """A group of the same ranks that chooses its algorithms by other limits."""
-    return ProcessGroup(g.rank, g.size, g.all_gather_bytes, "variant", timeout=20, limits=limits)
+    return LocalGroup(g.rank, g.size, g.all_gather_bytes, "variant", timeout=20, limits=limits)
 
 
 def place(g: ProcessGroup, values: torch.Tensor, kind: str) -> torch.Tensor:
     """The same values in memory of some kind. ``mixed``: symmetric on every second rank."""
     if kind == "symmetric" or (kind == "mixed" and g.rank % 2 == 0):
-        raw = torch.frombuffer(g._arena.buffer(max(values.nbytes, 1)), dtype=torch.uint8)[: values.nbytes]
+        raw = torch.frombuffer(g.arena.buffer(max(values.nbytes, 1)), dtype=torch.uint8)[: values.nbytes]
         out = raw.view(values.dtype) if values.numel() else raw[:0].view(values.dtype)
         out.copy_(values)
         return out

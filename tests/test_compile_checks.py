@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from symcomm.torch_versions import release
-from tests.told import tell
+from tests.check_runner import run_checks
 
 ROOT = Path(__file__).parent.parent
 # Decorated functions, read from the text: this file needs no torch of its own.
@@ -64,7 +64,7 @@ def environment(**extra: str) -> dict[str, str]:
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What every rank has to say about every check."""
     cache = str(tmp_path_factory.mktemp("inductor"))
-    return tell("tests.compile_checks", CHECKS, environment(TORCHINDUCTOR_CACHE_DIR=cache), DEADLINE)
+    return run_checks("tests.compile_checks", CHECKS, environment(TORCHINDUCTOR_CACHE_DIR=cache), DEADLINE)
 
 
 @pytest.mark.timeout(DEADLINE + 30)

@@ -46,7 +46,7 @@ def test_bad_options(monkeypatch: pytest.MonkeyPatch):
 ALONE = """
 import json, sys
 import torch, torch.distributed as dist
-from symcomm.backend.register import register
+from symcomm.torch_backend.register import register
 register()
 register()
 dist.init_process_group("symcomm", store=dist.HashStore(), rank=0, world_size=1)
@@ -92,7 +92,7 @@ def test_install_by_hand_loads_the_compiler(tmp_path):
 KEPT = """
 import json
 import torch, torch.distributed as dist
-from symcomm.backend.register import register
+from symcomm.torch_backend.register import register
 register()
 dist.init_process_group("symcomm", store=dist.HashStore(), rank=0, world_size=1)
 import torch.distributed._functional_collectives as functional
@@ -161,7 +161,7 @@ BLOCKING = """
 import tempfile
 from datetime import timedelta
 import torch, torch.distributed as dist
-from symcomm.backend.register import register; register()
+from symcomm.torch_backend.register import register; register()
 from symcomm import errors
 from symcomm.compile import runtime
 path = f"file://{tempfile.mkdtemp()}/meet"

@@ -17,9 +17,11 @@ import pytest
 
 import symcomm
 from symcomm import errors
-from symcomm.cli.job import Job
-from symcomm.observe import gil, handlers, places
-from symcomm.observe.server import start
+from symcomm.launcher.job import Job
+from symcomm.observe import server_registry
+from symcomm.observe.recorder import gil
+from symcomm.observe.server import handlers
+from symcomm.observe.server.server import start
 from symcomm.store import HashStore, PrefixStore
 from tests.control_client import ask
 
@@ -207,7 +209,7 @@ def test_found_on_this_host_and_in_the_store():
 
     def find(group, get):
         group.barrier()
-        found = places.on_this_host(), places.of_job(PrefixStore("groups", store), group.size)
+        found = server_registry.on_this_host(), server_registry.of_job(PrefixStore("groups", store), group.size)
         group.barrier()
         return found
 
@@ -215,17 +217,18 @@ def test_found_on_this_host_and_in_the_store():
     assert [facts["rank"] for facts in here] == [0, 1] and all(facts["token"] == "secret" for facts in here)
     assert set(published) == {0, 1} and all("token" not in facts for facts in published.values())
     assert published[1]["address"] == here[1]["address"] and published[1]["world_size"] == 2
-    assert places.on_this_host() == []
+    assert server_registry.on_this_host() == []
     assert sorted(store.list_keys()) == ["symcomm/server/0", "symcomm/server/1"]
 
 
 JOB = """
 import json, os, symcomm
-from symcomm.observe import places
+from symcomm.observe import server_registry
 group = symcomm.init()
 group.barrier()
 if group.rank == 0:
-    print(json.dumps([places.on_this_host(), places.of_job(group.store, group.size), os.environ.get("SYMCOMM_TOKEN")]))
+    of_job = server_registry.of_job(group.store, group.size)
+    print(json.dumps([server_registry.on_this_host(), of_job, os.environ.get("SYMCOMM_TOKEN")]))
 group.barrier()
 symcomm.destroy()
 """
@@ -281,7 +284,7 @@ def test_variables_of_the_launcher(monkeypatch):
 
 def spawned(group):
     group.barrier()
-    found = places.on_this_host()
+    found = server_registry.on_this_host()
     group.barrier()
     return found
 
@@ -313,7 +316,7 @@ import json, os, sys
 sys.path.insert(0, sys.argv[1])
 from datetime import timedelta
 import torch, torch.distributed as dist
-from symcomm.backend.register import register
+from symcomm.torch_backend.register import register
 from tests.control_client import ask
 register()
 store = dist.TCPStore("127.0.0.1", 0, 1, True)
@@ -356,8 +359,8 @@ def test_bad_wishes_in_the_environment():
 
 STALL = """
 import ctypes, sys, threading, time, symcomm
-from symcomm.observe.server import start
-from symcomm.observe import gil
+from symcomm.observe.server.server import start
+from symcomm.observe.recorder import gil
 
 def sleep_with_the_lock(seconds):
     {how}
@@ -410,7 +413,7 @@ def test_native_code_that_computes():
     """No system call to blame: the thread runs. A regular expression that backtracks for ever is such code."""
     code = """
     import re, time, symcomm
-    from symcomm.observe.server import start
+    from symcomm.observe.server.server import start
     def rank(group):
         with start("unix", group=group, gil_seconds=0.5):
             time.sleep(0.3)

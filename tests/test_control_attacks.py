@@ -12,13 +12,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from symcomm import errors
-from symcomm.observe import acceptor, connection, handlers, http_session, places
-from symcomm.observe import server as server_module
-from symcomm.observe.server import start
+from symcomm.observe import server_registry
+from symcomm.observe.recorder import gil
+from symcomm.observe.server import acceptor, connection, handlers, http_session
+from symcomm.observe.server import server as server_module
+from symcomm.observe.server.server import start
 from tests import fuzz_http
 from tests.control_client import ask, connect, exchange
 
@@ -102,7 +105,7 @@ def test_an_empty_token_in_the_environment_opens_nothing(monkeypatch):
     monkeypatch.setenv("SYMCOMM_TOKEN", "")
     with start("tcp", gil_seconds=0) as server:
         assert ask(server.address, "GET", "/", headers={"Authorization": "Bearer "}).status == 401
-        made = places.on_this_host()[0]["token"]
+        made = server_registry.on_this_host()[0]["token"]
         assert len(made) >= 40 and ask(server.address, "GET", "/", token=made).status == 200
 
 
@@ -278,10 +281,10 @@ def test_garbage(tcp, seed):
 
 def test_no_pickle_is_ever_loaded():
     """Nothing here reads pickles: what a client sends is text and numbers."""
-    folder = os.path.dirname(server_module.__file__)
-    for name in ("server", "acceptor", "http_session", "connection", "handlers", "requests", "api", "places", "gil"):
-        with open(os.path.join(folder, f"{name}.py")) as file:
-            assert not re.search(r"\bpickle\.|import pickle|\beval\(|\bexec\(|shell=True", file.read()), name
+    modules = [*Path(server_module.__file__).parent.glob("*.py"), Path(server_registry.__file__), Path(gil.__file__)]
+    assert len(modules) > 8
+    for path in modules:
+        assert not re.search(r"\bpickle\.|import pickle|\beval\(|\bexec\(|shell=True", path.read_text()), path.name
 
 
 def test_second_request_hidden_in_a_refused_one(tcp):
@@ -404,8 +407,8 @@ def test_no_descriptors_pause_the_server_and_are_said(caplog):
     """In a process of its own, since the limit is a process's."""
     code = f"""
 import logging, os, resource, socket, sys, time
-from symcomm.observe.server import start
-from symcomm.observe import acceptor
+from symcomm.observe.server.server import start
+from symcomm.observe.server import acceptor
 from tests.control_client import ask
 acceptor.PAUSE = 0.01
 server = start("unix:" + sys.argv[1], token="{TOKEN}", gil_seconds=0)
@@ -592,22 +595,22 @@ def test_forks_while_clients_ask():
 
 def test_what_a_killed_server_left_is_replaced(tmp_path):
     path = str(tmp_path / "socket")
-    code = f"from symcomm.observe.server import start; import os; start('unix:{path}'); os.kill(os.getpid(), 9)"
+    code = f"from symcomm.observe.server.server import start; import os; start('unix:{path}'); os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code], timeout=60)
     assert os.path.exists(path)
     with start(f"unix:{path}", gil_seconds=0) as server:
         assert ask(server.address, "POST", "/handler/ping").content == b"pong"
         with pytest.raises(errors.CallerError, match="already exists"):
             start(f"unix:{path}")
-        assert places.on_this_host()[0]["pid"] == os.getpid()  # and its note is swept
-        assert len(places.on_this_host()) == 1
+        assert server_registry.on_this_host()[0]["pid"] == os.getpid()  # and its note is swept
+        assert len(server_registry.on_this_host()) == 1
 
 
 def test_program_ends_though_a_server_runs(tmp_path):
     path = str(tmp_path / "socket")
     code = f"""
 import socket
-from symcomm.observe.server import start
+from symcomm.observe.server.server import start
 start('unix:{path}')
 client = socket.socket(socket.AF_UNIX)
 client.connect('{path}')

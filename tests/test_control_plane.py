@@ -124,7 +124,7 @@ def test_pyspy(addresses, tmp_path, monkeypatch):
 
 
 def test_flight_recorder(addresses):
-    pytest.importorskip("symcomm.observe.torch_format")
+    pytest.importorskip("symcomm.observe.recorder.torch_format")
     wanted, got = (ask(address, "POST", "/handler/fr_trace_json") for address in addresses)
     assert got.status == wanted.status == 200 and got.content_type == wanted.content_type
     assert got.json["version"] == wanted.json["version"]
@@ -250,6 +250,6 @@ def test_names_are_quoted(addresses):
 def test_import_is_light():
     import subprocess
 
-    code = "import sys, symcomm.observe.server; print('torch' in sys.modules, 'asyncio' in sys.modules)"
+    code = "import sys, symcomm.observe.server.server; print('torch' in sys.modules, 'asyncio' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "False"]

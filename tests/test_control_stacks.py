@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from symcomm.observe import ask, dump, jobs
-from symcomm.observe.stacks import Frame, ThreadStack
-from symcomm.observe.trace import RankTrace
+from symcomm.observe.recorder import dump
+from symcomm.observe.recorder.stacks import Frame, ThreadStack
+from symcomm.observe.recorder.trace import RankTrace
+from symcomm.observe.top import ask, jobs
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")

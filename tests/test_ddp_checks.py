@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.told import tell
+from tests.check_runner import run_checks
 
 ROOT = Path(__file__).parent.parent
 FILES = ("ddp_checks.py", "ddp_more_checks.py")
@@ -22,7 +22,7 @@ def told() -> dict[str, list[str]]:
     pytest.importorskip("torch")
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     environment = {**kept, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    return tell("tests.ddp_checks", CHECKS, environment, 150)
+    return run_checks("tests.ddp_checks", CHECKS, environment, 150)
 
 
 @pytest.mark.timeout(180)

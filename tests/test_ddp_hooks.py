@@ -16,9 +16,9 @@ from torch import nn  # noqa: E402
 
 import symcomm.ddp  # noqa: E402
 from symcomm import errors  # noqa: E402
-from symcomm.backend.group import TorchGroup  # noqa: E402
 from symcomm.ddp import hooks  # noqa: E402
 from symcomm.ddp.hooks._exchange import all_reduce_bytes  # noqa: E402
+from symcomm.torch_backend.group import TorchGroup  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 from tests.torch_checks import leave  # noqa: E402
 
@@ -550,7 +550,7 @@ def test_without_any_group():
 
 
 def _on_backend(rank: int, world: int, path: str, backend: str) -> list[tuple[float, bool]]:
-    from symcomm.backend.register import register
+    from symcomm.torch_backend.register import register
 
     register()
     torch.set_num_threads(1)

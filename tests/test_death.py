@@ -48,7 +48,7 @@ def _dump_core(g: ProcessGroup, folder: str, way: str) -> None:
     try:
         g.all_reduce(t) if way == "collective" else g.recv(t, 1)
     except errors.RankFailedError as error:
-        if not dumps_core(g._peers[1].pid):
+        if not dumps_core(g.peers[1].pid):
             raise AssertionError("it was over when we learned of it") from error
         raise
 

@@ -12,7 +12,7 @@ from symcomm import errors
 from symcomm.c10d import _dump_fr_trace_json
 from symcomm.memory.arena import current_arena
 from symcomm.memory.flight import read_groups
-from symcomm.observe.feed import attach
+from symcomm.observe.top.feed import attach
 from symcomm.observe.top.model import Live
 from symcomm.observe.top.snapshot import snapshot
 from symcomm.symm_mem.groups import look_up
@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 
 
 def _names(rank: int, world: int, place: str) -> dict[str, Any]:
-    from symcomm.backend.register import register
+    from symcomm.torch_backend.register import register
 
     register()
     dist.init_process_group("symcomm", init_method=f"file://{place}", rank=rank, world_size=world)

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from symcomm.cli import demo, demo_model, demo_plot, demo_train
+from symcomm.bench import model as demo_model
+from symcomm.cli import demo
+from symcomm.demo import plot as demo_plot
+from symcomm.demo import train as demo_train
 
 torch = pytest.importorskip("torch", reason="the demo trains a model")
 SRC = Path(__file__).parent.parent / "src"
@@ -91,7 +94,7 @@ def test_the_share_of_communication():
 def test_speed_is_told_as_it_was_measured():
     def words(mine: tuple[float, float], other: tuple[float, float], load: float) -> str:
         ours, theirs = ({"seconds": seconds, "share": share} for seconds, share in (mine, other))
-        return demo.words_for_speed(ours, theirs, load, 2)
+        return demo.format_speed(ours, theirs, load, 2)
 
     assert words((20.0, 0.03), (26.0, 0.2), 9.0) == "gloo took 1.30 times as long as symcomm."
     calm = words((20.0, 0.03), (20.1, 0.095), 2.1)

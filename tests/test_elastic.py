@@ -21,7 +21,7 @@ from symcomm import elastic, errors
 from symcomm.elastic import state as states
 from symcomm.group import grow as growing
 from symcomm.store import FileStore
-from tests.comers import Crowd, die, returned
+from tests.elastic_ranks import ElasticRanks, die, returned
 from tests.test_examples import ROOT, losses, run_example
 
 STEPS, BATCH, AT = 10, 24, 4
@@ -130,23 +130,23 @@ MOMENTS = ["before", "middle", "reduced", "stepped", "done"]
 
 @pytest.mark.parametrize(("victim", "moment"), [*((2, moment) for moment in MOMENTS), (0, "middle")])
 def test_one_of_four_dies_and_another_comes(tmp_path, undisturbed, moment, victim):
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(4):
-        crowd.member(train, rank, 4, dies(victim, moment), {})
-    crowd.newcomer(train_late, victim, lambda *_: None, {})
+        forked.member(train, rank, 4, dies(victim, moment), {})
+    forked.newcomer(train_late, victim, lambda *_: None, {})
     left = [r for r in range(4) if r != victim]
-    check(crowd.outcomes(), undisturbed, [*left, victim], died=1)
+    check(forked.outcomes(), undisturbed, [*left, victim], died=1)
 
 
 @pytest.mark.parametrize("moment", ["before", "done"])
 def test_with_data_parallel(tmp_path, undisturbed, moment):
     """DistributedDataParallel in its place; its reducer is built anew on each group."""
     options = {"data_parallel": {"bucket_cap_mb": 0.001}}
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(3):
-        crowd.member(train, rank, 3, dies(1, moment), options)
-    crowd.newcomer(train_late, 1, lambda *_: None, options)
-    check(crowd.outcomes(), undisturbed, [0, 2, 1], died=1)
+        forked.member(train, rank, 3, dies(1, moment), options)
+    forked.newcomer(train_late, 1, lambda *_: None, options)
+    check(forked.outcomes(), undisturbed, [0, 2, 1], died=1)
 
 
 def test_going_on_with_fewer_and_a_newcomer_later(tmp_path, undisturbed):
@@ -159,7 +159,7 @@ def test_going_on_with_fewer_and_a_newcomer_later(tmp_path, undisturbed):
             sizes.append(session.size)
         if now == "done" and session.step == 6:
             session.group.store.set("come", "x")
-            while not session.group.store.check(["grow/world/card/1"]):
+            while not session.group.store.check(["grow/world/request/1"]):
                 time.sleep(0.01)
 
     def member(group: Any) -> tuple:
@@ -171,11 +171,11 @@ def test_going_on_with_fewer_and_a_newcomer_later(tmp_path, undisturbed):
         store.wait(["come"], 20.0)
         return train_late(store, 3, lambda *_: None, {"wait": 0.0})
 
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(4):
-        crowd.member(member, rank, 4)
-    crowd.newcomer(newcomer)
-    check(crowd.outcomes(), undisturbed, [0, 1, 2, 3], died=1)
+        forked.member(member, rank, 4)
+    forked.newcomer(newcomer)
+    check(forked.outcomes(), undisturbed, [0, 1, 2, 3], died=1)
 
 
 def dying_in_send(which: str) -> None:
@@ -198,12 +198,12 @@ def test_the_source_dies_while_it_hands_over_the_state(tmp_path, undisturbed):
             dying_in_send("source")
         return train(group, dies(2, "before"), {})
 
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(3):
-        crowd.member(member, rank, 3)
-    crowd.newcomer(train_late, 2, lambda *_: None, {})
-    crowd.newcomer(train_late, 0, lambda *_: None, {})
-    check(crowd.outcomes(), undisturbed, [1, 2, 0], died=2)
+        forked.member(member, rank, 3)
+    forked.newcomer(train_late, 2, lambda *_: None, {})
+    forked.newcomer(train_late, 0, lambda *_: None, {})
+    check(forked.outcomes(), undisturbed, [1, 2, 0], died=2)
 
 
 def test_the_newcomer_dies_while_it_gets_the_state(tmp_path, undisturbed):
@@ -216,12 +216,12 @@ def test_the_newcomer_dies_while_it_gets_the_state(tmp_path, undisturbed):
             time.sleep(0.01)
         return train_late(store, 2, lambda *_: None, {})
 
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(3):
-        crowd.member(train, rank, 3, dies(2, "before"), {})
-    crowd.newcomer(newcomer)
-    crowd.newcomer(second)
-    check(crowd.outcomes(), undisturbed, [0, 1, 2], died=2)
+        forked.member(train, rank, 3, dies(2, "before"), {})
+    forked.newcomer(newcomer)
+    forked.newcomer(second)
+    check(forked.outcomes(), undisturbed, [0, 1, 2], died=2)
 
 
 @pytest.mark.parametrize("who", ["member", "newcomer"])
@@ -253,12 +253,12 @@ def test_one_dies_in_grow(tmp_path, undisturbed, who):
             time.sleep(0.01)
         return train_late(store, rank, lambda *_: None, {})
 
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(3):
-        crowd.member(member, rank, 3)
-    crowd.newcomer(newcomer)
-    crowd.newcomer(second)
-    check(crowd.outcomes(), undisturbed, [0, 1, 2], died=2)
+        forked.member(member, rank, 3)
+    forked.newcomer(newcomer)
+    forked.newcomer(second)
+    check(forked.outcomes(), undisturbed, [0, 1, 2], died=2)
 
 
 class LostStore(symcomm.HashStore):
@@ -276,16 +276,16 @@ def test_without_a_store_ranks_only_go(tmp_path, undisturbed):
         def with_lost_store(session: Any) -> float:
             if session.step == AT - 1:
                 session.group.store = LostStore()
-                session.group._meeting = None
+                session.group.join_queue = None
                 session.group.store.set = lambda *_: None
             return step(session)
 
         return session.run(with_lost_store, STEPS), session.group.global_ranks
 
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(3):
-        crowd.member(member, rank, 3)
-    check(crowd.outcomes(), undisturbed, [0, 2], died=1)
+        forked.member(member, rank, 3)
+    check(forked.outcomes(), undisturbed, [0, 2], died=1)
 
 
 def test_too_few_are_left(tmp_path):
@@ -294,10 +294,10 @@ def test_too_few_are_left(tmp_path):
             train(group, dies(1, "before"), {"wait": 0.0, "min_size": 2})
         return str(caught.value)
 
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(2):
-        crowd.member(member, rank, 2)
-    alive, dead = crowd.outcomes()
+        forked.member(member, rank, 2)
+    alive, dead = forked.outcomes()
     assert returned([alive]) == ["1 of 2 ranks are left, which is less than min_size=2."] and dead.kind == "died"
 
 
@@ -316,10 +316,10 @@ def test_without_a_quorum_the_run_ends(tmp_path):
             train(group, dies(1, "before"), {"wait": 0.0, "quorum": 7})
         return asked
 
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(2):
-        crowd.member(member, rank, 2)
-    alive, dead = crowd.outcomes()
+        forked.member(member, rank, 2)
+    alive, dead = forked.outcomes()
     assert returned([alive]) == [[{"quorum": 2}]] and dead.kind == "died"
 
 
@@ -333,10 +333,10 @@ def test_errors_of_the_program_are_not_taken_for_lost_ranks(tmp_path):
             train(group, hook, {})
         return str(caught.value)
 
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(2):
-        crowd.member(member, rank, 2)
-    assert all("the ranks did not make the same call" in text for text in returned(crowd.outcomes()))
+        forked.member(member, rank, 2)
+    assert all("the ranks did not make the same call" in text for text in returned(forked.outcomes()))
 
 
 # --- with the launcher -----------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from symcomm import errors
-from symcomm.hosts import engine as engines
-from symcomm.hosts.engine import Engine, available_engines, engine_class, wanted_engine
+from symcomm.hierarchical.engines import base as engines
+from symcomm.hierarchical.engines.base import Engine, available_engines, engine_class, wanted_engine
 from tests.engine_contract import CHECKS, RANKS, run_contract
 
 ROOT = Path(__file__).parent.parent

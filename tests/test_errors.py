@@ -14,7 +14,7 @@ from symcomm import errors
     [([], "none"), ([3], "3"), ([1, 0], "0, 1"), ([0, 1, 2], "0-2"), ([7, 0, 1, 2, 4, 6], "0-2, 4, 6, 7")],
 )
 def test_words_for_ranks(ranks, words):
-    assert errors.words_for_ranks(ranks) == words
+    assert errors.format_ranks(ranks) == words
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,12 @@ def test_words_for_ranks(ranks, words):
     ],
 )  # fmt: skip
 def test_words_for_seconds(seconds, words):
-    assert errors.words_for_seconds(seconds) == words
+    assert errors.format_seconds(seconds) == words
 
 
 def test_words_for_exit():
-    assert errors.words_for_exit(3) == "exited with code 3"
-    assert errors.words_for_exit(-9) == "died with SIGKILL"
+    assert errors.format_exit(3) == "exited with code 3"
+    assert errors.format_exit(-9) == "died with SIGKILL"
 
 
 def test_all_errors_are_runtime_errors_and_named():

@@ -23,7 +23,7 @@ from symcomm._core import native
 from symcomm.group.failure import Status
 from symcomm.group.process_group import ProcessGroup
 from tests.faults import Outcome, leftovers, run_group
-from tests.halts import Words
+from tests.page_gate import Words
 
 PROMPT = 5.0  # seconds, far below every deadline here: 100 ms are promised, and a test machine may be busy
 _clock = mmap.mmap(-1, 4096)  # shared with forked ranks: when the fault happened
@@ -496,16 +496,16 @@ def _hears_of_it_first(g: ProcessGroup) -> tuple[int, int]:
     trial = g.new_group([0, 1, 2])
     assert trial is not None
     if g.rank == 0:
-        native.group_fail(trial._handle, Status.DEAD, 2)
+        native.group_fail(trial.handle, Status.DEAD, 2)
     g.barrier()
-    word = native.peek(trial._arena.base + trial._offset, native.CONTROL_BYTES).index(death)
+    word = native.peek(trial.arena.base + trial._offset, native.CONTROL_BYTES).index(death)
     team = g.new_group([0, 1, 2])
     assert team is not None
     if g.rank == 1:
-        native.poke(team._arena.base + team._offset + word, death)
+        native.poke(team.arena.base + team._offset + word, death)
         team.abort()
     g.barrier()
-    report = native.group_report(team._handle)
+    report = native.group_report(team.handle)
     return report["status"], report["culprit"]
 
 

@@ -17,7 +17,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.plan import ALGORITHMS, Collective
 from symcomm.memory.flight import DEFAULT_CAPACITY, read_flight
-from symcomm.observe.records import operations_of
+from symcomm.observe.recorder.records import operations_of
 from symcomm.types import DType
 from tests.ranks import run_ranks
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
 def own(group):
-    return [e for e in read_flight(group._arena.flight.address) if e.group.get("name") == group.name]
+    return [e for e in read_flight(group.arena.flight.address) if e.group.get("name") == group.name]
 
 
 def a_few_calls(group):
@@ -34,7 +34,7 @@ def a_few_calls(group):
         group.all_reduce(t)
     group.broadcast(t, 1)
     group.all_reduce(t, async_op=True).wait()
-    symmetric = torch.frombuffer(group._arena.buffer(1 << 20), dtype=torch.float32)
+    symmetric = torch.frombuffer(group.arena.buffer(1 << 20), dtype=torch.float32)
     group.all_reduce(symmetric)
     if group.rank == 0:
         group.send(t, 1)
@@ -108,7 +108,7 @@ def die_in_a_call(rank, world, folder):
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(errors.RankFailedError):
         group.all_reduce(t)
-    return [(e.seq, e.finished > 0) for e in read_flight(group._peers[1].flight) if e.group["name"] == group.name]
+    return [(e.seq, e.finished > 0) for e in read_flight(group.peers[1].flight) if e.group["name"] == group.name]
 
 
 def test_the_records_of_a_dead_rank_can_be_read(tmp_path):
@@ -125,7 +125,7 @@ def test_the_records_of_a_dead_rank_can_be_read(tmp_path):
 def test_size_from_the_environment(name, value, kept):
     code = (
         "import symcomm; from symcomm.memory.flight import read_flight\n"
-        "def f(g):\n for _ in range(20): g.barrier()\n return len(read_flight(g._arena.flight.address))\n"
+        "def f(g):\n for _ in range(20): g.barrier()\n return len(read_flight(g.arena.flight.address))\n"
         "print(symcomm.spawn(f, 1, mode='threads', deadline=30)[0])"
     )
     env = {**os.environ, name: value}

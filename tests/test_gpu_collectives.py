@@ -1,4 +1,4 @@
-"""A DeviceGroup's collectives, messages and symmetric memory on one GPU; the checks are in tests/gpu_checks.py."""
+"""A CudaGroup's collectives, messages and symmetric memory on one GPU; the checks are in tests/gpu_checks.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sharing(mps: bool) -> Iterator[None]:
     """Ranks started in here use the GPU at the same time, or take turns."""
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         if mps:
-            from symcomm.cli.mps import multi_process_service
+            from symcomm.launcher.mps import multi_process_service
 
             try:
                 found = stack.enter_context(multi_process_service())
@@ -61,7 +61,7 @@ def test_check(name: str, told: list[dict[str, str]]):
 
 
 def join(rank: int, world: int, store: str, timeout: float = 30) -> Any:
-    from symcomm.gpu.group import device_group
+    from symcomm.cuda.group import device_group
     from symcomm.group.default import init
 
     torch.cuda.set_device(0)
@@ -104,7 +104,7 @@ def die_in_the_stream(rank: int, world: int, store: str) -> tuple[float, str, st
     work = gpu.all_reduce(tensor, async_op=True)
     assert not work.is_completed()
     said = []
-    while gpu.trouble.gone() == []:
+    while gpu.failures.gone() == []:
         time.sleep(0.001)
     died = time.monotonic()
     for ask in (gpu.synchronize, work.wait, lambda: gpu.all_reduce(tensor)):
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_while_the_gpu_waits_for_it(tmp_path: Path, mps: bool):
 
 def grow_while_others_are_late(rank: int, world: int, store: str) -> list[float]:
     """The first operations of a group need a staging area; one rank submits the second when the first has met."""
-    from symcomm.gpu.group import device_group
+    from symcomm.cuda.group import device_group
     from symcomm.group.default import init
 
     torch.cuda.set_device(0)
@@ -200,7 +200,7 @@ def test_ranks_that_are_threads():
     import symcomm
 
     def rank_of(group: Any) -> float:
-        from symcomm.gpu.group import device_group
+        from symcomm.cuda.group import device_group
 
         torch.cuda.set_device(0)
         gpu = device_group(group, 0)

@@ -25,13 +25,13 @@ DIRECT = 1 << 20  # bytes from which on they do
 
 def join(rank: int, world: int, folder: str) -> Any:
     """A group on the GPU that nobody else holds, and that uses symmetric tensors of a few MiB in place."""
-    from symcomm.gpu.group import DeviceGroup, Limits
+    from symcomm.cuda.group import CudaGroup, Limits
     from tests.faults import join_group
 
     torch.cuda.set_device(0)
     core = join_group(rank, world, folder, 30.0)
     limits = Limits(one_shot_bytes=DIRECT, direct_bytes=DIRECT)
-    gpu = core.__dict__["_device_groups"] = {0: DeviceGroup(core, 0, limits)}
+    gpu = core.__dict__["_device_groups"] = {0: CudaGroup(core, 0, limits)}
     gpu[0].all_reduce(torch.ones(4, device="cuda"))
     gpu[0].synchronize()
     core.barrier()
@@ -82,7 +82,7 @@ def root_overwrites(rank: int, world: int, folder: str, dies: bool, asks: str) -
     if rank:
         torch.cuda._sleep((4 if rank == 1 else 30 if dies else 4) * SECOND)
     work = gpu.all_gather_single(out, mine, async_op=True, timeout=1.0 if rank == 0 and not dies else 30.0)
-    work._await_queued(20.0)
+    work.await_queued(20.0)
     tell(folder, f"queued {rank}")
     if rank == 2 and dies:
         hear(folder, "queued 0", "queued 1")
@@ -155,7 +155,7 @@ def error_waits_for_peers(rank: int, world: int, folder: str) -> tuple[str, floa
     gpu.all_reduce(mine, timeout=0.5 if rank == 0 else 30.0)
     said = outcome_of(gpu.synchronize)
     torch.cuda.synchronize()
-    left = gpu.pads.has_left(1 - rank)
+    left = gpu.flag_words.has_left(1 - rank)
     return said, left
 
 
@@ -239,7 +239,7 @@ def test_a_put_into_a_window_that_is_gone(tmp_path: Path):
 
 def leaves_while_others_read(rank: int, world: int, folder: str) -> bool:
     """Rank 0 has its result and leaves; rank 1 is yet to read rank 0's staging area."""
-    from symcomm.gpu import kernels
+    from symcomm.cuda import kernels
 
     gpu = join(rank, world, folder)
     tensor = torch.full((1 << 18,), complex(rank + 1.0), dtype=torch.complex64, device="cuda")  # left to torch
@@ -299,8 +299,8 @@ def test_freed_memory_cools_on_the_stream_that_used_it():
 
 
 def pinned(rank: int, world: int, folder: str) -> list[int]:
-    from symcomm.gpu import pads
-    from symcomm.gpu.group import device_group
+    from symcomm.cuda import flag_words
+    from symcomm.cuda.group import device_group
     from tests.faults import join_group
 
     torch.cuda.set_device(0)
@@ -309,7 +309,7 @@ def pinned(rank: int, world: int, folder: str) -> list[int]:
     for n in (1 << 20, 4):
         gpu.all_reduce(torch.ones(n, device="cuda"))
         gpu.synchronize()
-        found.append(sum(nbytes for _, nbytes in pads._shown))
+        found.append(sum(nbytes for _, nbytes in flag_words._registered))
     return found
 
 

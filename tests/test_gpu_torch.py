@@ -19,7 +19,7 @@ STEPS = 6
 def join(rank: int, world: int, store: str) -> Any:
     import torch.distributed as dist
 
-    from symcomm.backend.register import register
+    from symcomm.torch_backend.register import register
 
     os.environ["LOCAL_RANK"] = "0"
     register()

@@ -1,4 +1,4 @@
-"""Failures on a GPU, where there is none: the watch, what ranks tell each other, memory that peers may still use."""
+"""Failures on a GPU, where there is none: the watchdog, what ranks tell each other, memory that peers may still use."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 
 from symcomm import errors
-from symcomm.gpu import pads as pads_module
-from symcomm.gpu import pool as pool_module
-from symcomm.gpu import trouble as trouble_module
-from symcomm.gpu.pads import Pads, is_behind, pad_bytes
-from symcomm.gpu.pool import Pool, hold
-from symcomm.gpu.trouble import Trouble
-from symcomm.gpu.watch import Lane, Outstanding, Watch
-from symcomm.gpu.work import DeviceWork
+from symcomm.cuda import failure as failure_module
+from symcomm.cuda import flag_words as flag_words_module
+from symcomm.cuda import pool as pool_module
+from symcomm.cuda.failure import CudaFailures
+from symcomm.cuda.flag_words import FlagWords, flag_words_bytes, is_behind
+from symcomm.cuda.pool import Pool, hold
+from symcomm.cuda.watchdog import CollectiveSequence, Outstanding, Watchdog
+from symcomm.cuda.work import CudaWork
 
 torch = pytest.importorskip("torch")
 
-# --- the watch ----------------------------------------------------------------------------------------------------
+# --- the watchdog -------------------------------------------------------------------------------------------------
 
 
-class FakePads:
+class FakeFlagWords:
     world = 3
 
     def __init__(self) -> None:
@@ -44,31 +44,31 @@ class FakePads:
     stopped = False
 
 
-class FakeMeetings:
+class FakeBarriers:
     count = 0
 
 
-class FakeJudge:
+class FakeHandler:
     """Whoever is told: every rank knows of a failure before a wait is released."""
 
-    def __init__(self, gone: list[int], pads: FakePads):
-        self._gone, self._pads = gone, pads
+    def __init__(self, gone: list[int], flag_words: FakeFlagWords):
+        self.gone_ranks, self._flag_words = gone, flag_words
         self.told: list[Any] = []
         self.failed_elsewhere = self.settles = self.busy = False
 
     def gone(self) -> list[int]:
-        return self._gone
+        return self.gone_ranks
 
     def has_failed(self) -> bool:
         return self.failed_elsewhere
 
     def fail(self, item: Any, ranks: list[int], died: bool) -> None:
         self.told.append((item.what, ranks, died))
-        self._pads.stopped = True
+        self._flag_words.stopped = True
 
     def learn(self) -> None:
         self.told.append("learned")
-        self._pads.stopped = True
+        self._flag_words.stopped = True
 
     def settle(self, now: float) -> bool:
         return self.settles
@@ -77,64 +77,64 @@ class FakeJudge:
         return self.busy
 
 
-def make_watch(gone: list[int]) -> tuple[Watch, FakeJudge, FakePads, FakeMeetings, list[Any]]:
-    pads, meetings = FakePads(), FakeMeetings()
-    judge = FakeJudge(gone, pads)
-    watch = Watch(judge)
-    lane = watch.lane = Lane(pads, meetings)
-    told = judge.told
-    lane.what, lane.timeout = "all_reduce", 5.0
-    return watch, judge, pads, meetings, told
+def make_watchdog(gone: list[int]) -> tuple[Watchdog, FakeHandler, FakeFlagWords, FakeBarriers, list[Any]]:
+    flag_words, barriers = FakeFlagWords(), FakeBarriers()
+    handler = FakeHandler(gone, flag_words)
+    watchdog = Watchdog(handler)
+    sequence = watchdog.sequence = CollectiveSequence(flag_words, barriers)
+    told = handler.told
+    sequence.what, sequence.timeout = "all_reduce", 5.0
+    return watchdog, handler, flag_words, barriers, told
 
 
 def test_the_watch_ends_a_wait_for_a_dead_rank():
     gone: list[int] = []
-    watch, _, pads, meetings, told = make_watch(gone)
-    assert not watch.look(0.0)
-    meetings.count = 4
-    pads.words = [0, 4, 3]
-    assert watch.look(1.0) and not told and not pads.stopped
+    watchdog, _, flag_words, barriers, told = make_watchdog(gone)
+    assert not watchdog.poll(0.0)
+    barriers.count = 4
+    flag_words.words = [0, 4, 3]
+    assert watchdog.poll(1.0) and not told and not flag_words.stopped
     gone.append(2)
-    watch.look(1.1)
-    assert told == [("all_reduce", [2], True)] and pads.words == [0, 4, 4] and pads.stopped
-    meetings.count = 6  # what was already on its way: nobody is waited for any more
-    watch.look(1.2)
-    assert pads.words == [0, 6, 6] and len(told) == 1
+    watchdog.poll(1.1)
+    assert told == [("all_reduce", [2], True)] and flag_words.words == [0, 4, 4] and flag_words.stopped
+    barriers.count = 6  # what was already on its way: nobody is waited for any more
+    watchdog.poll(1.2)
+    assert flag_words.words == [0, 6, 6] and len(told) == 1
 
 
 def test_the_watch_counts_from_the_last_progress():
-    watch, _, pads, meetings, told = make_watch([])
-    meetings.count = 2
-    watch.look(0.0)
-    watch.look(4.0)
-    pads.words = [0, 1, 1]
-    watch.look(6.0)
-    watch.look(10.0)
+    watchdog, _, flag_words, barriers, told = make_watchdog([])
+    barriers.count = 2
+    watchdog.poll(0.0)
+    watchdog.poll(4.0)
+    flag_words.words = [0, 1, 1]
+    watchdog.poll(6.0)
+    watchdog.poll(10.0)
     assert not told
-    watch.look(11.5)
-    assert told == [("all_reduce", [1, 2], False)] and pads.words == [0, 2, 2]
+    watchdog.poll(11.5)
+    assert told == [("all_reduce", [1, 2], False)] and flag_words.words == [0, 2, 2]
 
 
 def test_the_watch_looks_after_single_waits_too():
-    watch, _, _, _, told = make_watch([1])
+    watchdog, _, _, _, told = make_watchdog([1])
     missing, released = [1], []
-    watch._items.append(Outstanding("receive", lambda: missing, lambda ranks: released.append(ranks), 0.0, 9.0))
-    assert watch.look(0.1) and told == [("receive", [1], True)] and released == [[1]]
+    watchdog._items.append(Outstanding("receive", lambda: missing, lambda ranks: released.append(ranks), 0.0, 9.0))
+    assert watchdog.poll(0.1) and told == [("receive", [1], True)] and released == [[1]]
     missing.clear()
-    assert watch.look(0.2) and not watch._items  # until tensors are their owners' again
-    watch._judge.settles = True
-    assert not watch.look(0.3)
+    assert watchdog.poll(0.2) and not watchdog._items  # until tensors are their owners' again
+    watchdog._handler.settles = True
+    assert not watchdog.poll(0.3)
 
 
 def test_the_watch_learns_of_failures_elsewhere():
-    watch, judge, pads, meetings, told = make_watch([])
-    meetings.count, judge.failed_elsewhere = 3, True
-    assert watch.look(0.0) and told == ["learned"] and pads.words == [0, 3, 3]
-    judge.settles = True
-    assert not watch.look(0.1) and told == ["learned"]
-    watch, judge, *_ = make_watch([])
-    judge.busy = True
-    assert watch.look(0.0)  # it goes on looking while this rank uses the memory of others
+    watchdog, handler, flag_words, barriers, told = make_watchdog([])
+    barriers.count, handler.failed_elsewhere = 3, True
+    assert watchdog.poll(0.0) and told == ["learned"] and flag_words.words == [0, 3, 3]
+    handler.settles = True
+    assert not watchdog.poll(0.1) and told == ["learned"]
+    watchdog, handler, *_ = make_watchdog([])
+    handler.busy = True
+    assert watchdog.poll(0.0)  # it goes on looking while this rank uses the memory of others
 
 
 # --- what ranks tell each other when one has failed -------------------------------------------------------------------
@@ -149,34 +149,35 @@ class Event:
         return self.passed
 
 
-def make_pads(group: Any, words: Any, monkeypatch: pytest.MonkeyPatch) -> Pads:
-    monkeypatch.setattr(pads_module, "show", lambda address, nbytes, owner: address)
-    starts = [ctypes.addressof(words) + r * pad_bytes(group.size) for r in range(group.size)]
-    return Pads(group.rank, group.size, starts, [None] * group.size)
+def make_flag_words(group: Any, words: Any, monkeypatch: pytest.MonkeyPatch) -> FlagWords:
+    monkeypatch.setattr(flag_words_module, "register_with_gpu", lambda address, nbytes, owner: address)
+    starts = [ctypes.addressof(words) + r * flag_words_bytes(group.size) for r in range(group.size)]
+    return FlagWords(group.rank, group.size, starts, [None] * group.size)
 
 
 def run_troubled(rank_main: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Three ranks, threads, each with a Trouble over pads in host memory; ``rank_main(group, trouble, sync)``."""
+    """Three ranks, threads, each with a CudaFailures over flag words in host memory; ``rank_main(group, failures,
+    sync)``."""
     import symcomm
 
-    words = ctypes.create_string_buffer(3 * pad_bytes(3))
+    words = ctypes.create_string_buffer(3 * flag_words_bytes(3))
     meeting = threading.Barrier(3)
 
     def rank_of(group: Any) -> Any:
-        trouble = Trouble(group, 0)
-        trouble.departure.pads = make_pads(group, words, monkeypatch)
-        meetings = FakeMeetings()
-        trouble.watch.lane = Lane(trouble.departure.pads, meetings)
-        trouble.watch.lane.what = "all_reduce"
-        return rank_main(group, trouble, lambda: meeting.wait(20))
+        failures = CudaFailures(group, 0)
+        failures.departure.flag_words = make_flag_words(group, words, monkeypatch)
+        barriers = FakeBarriers()
+        failures.watchdog.sequence = CollectiveSequence(failures.departure.flag_words, barriers)
+        failures.watchdog.sequence.what = "all_reduce"
+        return rank_main(group, failures, lambda: meeting.wait(20))
 
     return symcomm.spawn(rank_of, 3, mode="threads", timeout=20, deadline=60)
 
 
-def work_behind(trouble: Trouble, event: Event) -> DeviceWork:
-    work = DeviceWork(SimpleNamespace(trouble=trouble, name="g", device=0), "all_reduce", [], None)
+def work_behind(failures: CudaFailures, event: Event) -> CudaWork:
+    work = CudaWork(SimpleNamespace(failures=failures, name="g", device=0), "all_reduce", [], None)
     work.queued(event, None)
-    trouble.add(work)
+    failures.add(work)
     return work
 
 
@@ -184,9 +185,9 @@ def work_behind(trouble: Trouble, event: Event) -> DeviceWork:
 def test_what_the_gpu_ends_after_a_failure_is_no_result(monkeypatch: pytest.MonkeyPatch, died: bool):
     """Rank 0 fails. Rank 1's GPU is done with one work before that, with another one after it."""
 
-    def rank_main(group: Any, trouble: Trouble, sync: Any) -> Any:
+    def rank_main(group: Any, failures: CudaFailures, sync: Any) -> Any:
         early, late = Event(), Event()
-        works = [work_behind(trouble, event) for event in (early, late)]
+        works = [work_behind(failures, event) for event in (early, late)]
         early.passed = True
         if group.rank == 1:
             assert works[0].is_success() and not works[1].is_completed()
@@ -195,19 +196,19 @@ def test_what_the_gpu_ends_after_a_failure_is_no_result(monkeypatch: pytest.Monk
             group.destroy()
         sync()
         if group.rank == 0:
-            trouble.fail(trouble.watch.lane, [2], died)
-            assert trouble.departure.pads.words[16 * 3] == 1, "kernels do not know"
+            failures.fail(failures.watchdog.sequence, [2], died)
+            assert failures.departure.flag_words.words[16 * 3] == 1, "kernels do not know"
         sync()
         if group.rank != 1:
             return None
-        assert trouble.departure.pads.words[16 * 3] == 1
+        assert failures.departure.flag_words.words[16 * 3] == 1
         late.passed = True
         assert not works[1].is_success() and works[0].is_success()
-        for ask in (works[1].synchronize, trouble.look):
+        for ask in (works[1].synchronize, failures.raise_if_failed):
             with pytest.raises(errors.RankFailedError if died else errors.DeadlineError, match="rank 2") as caught:
                 ask()
         with pytest.raises(errors.SymcommError):  # also later
-            trouble.look()
+            failures.raise_if_failed()
         return str(caught.value)
 
     said = run_troubled(rank_main, monkeypatch)[1]
@@ -216,35 +217,35 @@ def test_what_the_gpu_ends_after_a_failure_is_no_result(monkeypatch: pytest.Monk
 
 def test_a_caller_is_told_once_peers_have_left_its_tensors(monkeypatch: pytest.MonkeyPatch):
     """Rank 0 fails while rank 1 uses its tensor; rank 2 is past that."""
-    monkeypatch.setattr(trouble_module, "LEAVE_S", 1000.0)
+    monkeypatch.setattr(failure_module, "LEAVE_S", 1000.0)
 
-    def rank_main(group: Any, trouble: Trouble, sync: Any) -> None:
-        lane, event, look = trouble.watch.lane, Event(), trouble.watch.look
-        lane.shown = lane._meetings.count = 4
-        lane.timeout = 1.0
+    def rank_main(group: Any, failures: CudaFailures, sync: Any) -> None:
+        sequence, event, look = failures.watchdog.sequence, Event(), failures.watchdog.poll
+        sequence.last_in_place = sequence._barriers.count = 4
+        sequence.timeout = 1.0
         if group.rank == 0:
-            trouble.departure.pads.words[16 * 2] = 4
+            failures.departure.flag_words.words[16 * 2] = 4
         elif group.rank == 1:
-            trouble.departure.touch(event)
+            failures.departure.touch(event)
         sync()
         if group.rank == 0:
             assert look(0.0) and look(2.0)
-            assert trouble.error is None and trouble._users == [1]
-            assert trouble.departure.pads.missing(4) == [], "its streams go on"
+            assert failures.error is None and failures._users == [1]
+            assert failures.departure.flag_words.missing(4) == [], "its streams go on"
         sync()
         if group.rank == 1:
-            assert look(0.0) and not trouble.departure.has_left
+            assert look(0.0) and not failures.departure.has_left
             event.passed = True
             look(0.1)
-            assert trouble.departure.has_left
+            assert failures.departure.has_left
         sync()
         if group.rank == 0:
             assert not look(3.0)
-            assert isinstance(trouble.error, errors.DeadlineError) and group.failure is trouble.error
+            assert isinstance(failures.error, errors.DeadlineError) and group.failure is failures.error
             with pytest.raises(errors.DeadlineError):
-                trouble.look()
+                failures.raise_if_failed()
             with pytest.raises(errors.GroupUnusableError):
-                trouble.look()
+                failures.raise_if_failed()
         sync()
 
     run_troubled(rank_main, monkeypatch)
@@ -252,46 +253,46 @@ def test_a_caller_is_told_once_peers_have_left_its_tensors(monkeypatch: pytest.M
 
 def test_a_caller_is_told_once_its_own_works_have_ended(monkeypatch: pytest.MonkeyPatch):
     """They have a stream of their own, behind which nothing of the caller's is."""
-    monkeypatch.setattr(trouble_module, "LEAVE_S", 1000.0)
+    monkeypatch.setattr(failure_module, "LEAVE_S", 1000.0)
 
-    def rank_main(group: Any, trouble: Trouble, sync: Any) -> None:
+    def rank_main(group: Any, failures: CudaFailures, sync: Any) -> None:
         event = Event()
-        work = work_behind(trouble, event)
+        work = work_behind(failures, event)
         sync()
         if group.rank == 0:
             group.abort()
-            assert trouble.watch.look(0.0) and trouble.error is None
+            assert failures.watchdog.poll(0.0) and failures.error is None
             event.passed = True
-            trouble.watch.look(0.1)
-            assert isinstance(trouble.error, errors.GroupUnusableError) and work.exception() is trouble.error
+            failures.watchdog.poll(0.1)
+            assert isinstance(failures.error, errors.GroupUnusableError) and work.exception() is failures.error
         sync()
 
     run_troubled(rank_main, monkeypatch)
 
 
 def test_a_caller_does_not_wait_for_ever_for_its_tensors(monkeypatch: pytest.MonkeyPatch):
-    def rank_main(group: Any, trouble: Trouble, sync: Any) -> None:
-        lane = trouble.watch.lane
-        lane.shown = lane._meetings.count = 4
-        lane.timeout = 1.0
+    def rank_main(group: Any, failures: CudaFailures, sync: Any) -> None:
+        sequence = failures.watchdog.sequence
+        sequence.last_in_place = sequence._barriers.count = 4
+        sequence.timeout = 1.0
         if group.rank == 0:
-            trouble.watch.look(0.0)
-            trouble.watch.look(2.0)
-            assert trouble.error is None
-            trouble.watch.look(2.0 + trouble_module.LEAVE_S)
-            assert isinstance(trouble.error, errors.DeadlineError)
+            failures.watchdog.poll(0.0)
+            failures.watchdog.poll(2.0)
+            assert failures.error is None
+            failures.watchdog.poll(2.0 + failure_module.LEAVE_S)
+            assert isinstance(failures.error, errors.DeadlineError)
         sync()
 
     run_troubled(rank_main, monkeypatch)
 
 
 def test_a_failure_that_nobody_can_word_is_no_success(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trouble_module, "TOLD_S", 0.05)
-    monkeypatch.setattr(Watch, "wake", lambda watch: None)
+    monkeypatch.setattr(failure_module, "VERDICT_S", 0.05)
+    monkeypatch.setattr(Watchdog, "wake", lambda watchdog: None)
 
-    def rank_main(group: Any, trouble: Trouble, sync: Any) -> None:
+    def rank_main(group: Any, failures: CudaFailures, sync: Any) -> None:
         event = Event()
-        work = work_behind(trouble, event)
+        work = work_behind(failures, event)
         sync()
         if group.rank == 0:
             group.abort()
@@ -303,27 +304,27 @@ def test_a_failure_that_nobody_can_word_is_no_success(monkeypatch: pytest.Monkey
 
 
 def test_a_wait_that_cannot_be_released_does_not_end_the_watch():
-    watch, judge, pads, meetings, _ = make_watch([1])
-    meetings.count = 1
+    watchdog, handler, flag_words, barriers, _ = make_watchdog([1])
+    barriers.count = 1
     missing: list[int] = [1]
 
     def broken(ranks: list[int]) -> None:
         raise RuntimeError("CUDA error")
 
-    watch._items.append(Outstanding("receive", lambda: missing, broken, 0.0, 9.0))
-    judge.settles = True
-    assert watch.look(0.1) and pads.words == [0, 1, 1]
+    watchdog._items.append(Outstanding("receive", lambda: missing, broken, 0.0, 9.0))
+    handler.settles = True
+    assert watchdog.poll(0.1) and flag_words.words == [0, 1, 1]
 
 
 def test_a_rank_that_left_in_peace_is_no_failure(monkeypatch: pytest.MonkeyPatch):
-    def rank_main(group: Any, trouble: Trouble, sync: Any) -> None:
+    def rank_main(group: Any, failures: CudaFailures, sync: Any) -> None:
         event = Event()
-        work = work_behind(trouble, event)
+        work = work_behind(failures, event)
         sync()
         group.destroy()
         sync()
         event.passed = True
-        assert work.is_success() and trouble.found() is None
+        assert work.is_success() and failures.found() is None
 
     run_troubled(rank_main, monkeypatch)
 

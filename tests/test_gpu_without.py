@@ -19,15 +19,15 @@ import pytest
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.cli.mps import multi_process_service
 from symcomm.collectives.plan import Collective
 from symcomm.collectives.select import ON_DEVICE, elements_of, signature_count
-from symcomm.gpu.kernels import source_of, spinning_source_of
-from symcomm.gpu.moves import Meetings, Mover, shard_of
-from symcomm.gpu.pads import is_behind
-from symcomm.gpu.spinning import MOST_BLOCKS, most_blocks
-from symcomm.gpu.through_host import STAGE_BYTES, HostMover
+from symcomm.cuda.flag_words import is_behind
+from symcomm.cuda.kernels import single_kernel_source_of, source_of
+from symcomm.cuda.single_kernel import MOST_BLOCKS, most_blocks
+from symcomm.cuda.stream_collectives import StreamBarriers, StreamCollectives, shard_of
+from symcomm.cuda.via_host import STAGE_BYTES, ViaHostCollectives
 from symcomm.group.failure import describe_call
+from symcomm.launcher.mps import multi_process_service
 from symcomm.types import DType, RedOpType
 
 torch = pytest.importorskip("torch")
@@ -41,7 +41,7 @@ class StandIn(SimpleNamespace):
 def test_loading_needs_no_cuda():
     code = (
         "import sys; before = set(sys.modules);"  # some packages load themselves by a .pth file
-        "import symcomm.gpu.group, symcomm.gpu.messages, symcomm.symm_mem.on_gpu, symcomm.windows.cuda;"
+        "import symcomm.cuda.group, symcomm.cuda.p2p, symcomm.symm_mem.on_gpu, symcomm.windows.cuda;"
         "assert not {'torch', 'triton', 'cuda'} & (set(sys.modules) - before)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": "src"})
@@ -50,7 +50,7 @@ def test_loading_needs_no_cuda():
 @without_cuda
 def test_words_without_a_gpu():
     import symcomm
-    from symcomm.gpu import devices
+    from symcomm.cuda import devices
 
     for call in (lambda: symcomm.symm_mem.empty(4, device="cuda"), lambda: devices.need_cuda("here")):
         with pytest.raises(errors.ResourceError, match="has no CUDA; install one|finds no CUDA GPU"):
@@ -66,7 +66,7 @@ def test_words_without_a_gpu():
     ],
 )
 def test_devices_that_nobody_carries(device: str, words: str):
-    from symcomm.backend.engines import Engines
+    from symcomm.torch_backend.engines import Engines
 
     nothing: Any = StandIn(_devices=dict)
     with pytest.raises(errors.BadArgumentError, match=words):
@@ -85,7 +85,7 @@ def test_calls_on_a_gpu_differ_from_calls_on_the_cpu():
 @pytest.mark.parametrize("dtype", list(DType))
 @pytest.mark.parametrize("redop", [op for op in RedOpType if op is not RedOpType.PREMUL_SUM])
 def test_every_combination_has_a_kernel_or_is_left_to_torch(dtype: DType, redop: RedOpType):
-    text, whole = source_of(dtype, redop, 3, 2), spinning_source_of(dtype, redop, 3)
+    text, whole = source_of(dtype, redop, 3, 2), single_kernel_source_of(dtype, redop, 3)
     if not native.reduce_defined(dtype, redop):
         return
     exotic = dtype.label.startswith(("complex", "float8"))
@@ -119,24 +119,24 @@ def test_words_count_on_beyond_32_bits():
 
 
 def test_the_table_of_ranks_on_one_gpu(tmp_path: Path):
-    from symcomm.cli import bench_gpu as module
-    from symcomm.cli import pictures
+    from symcomm.bench import gpu as module
+    from symcomm.bench import pictures
 
     found = [
-        module.Figures("in turns", 4096, "ordinary", [70e-6, 72e-6, 68e-6], [120e-6]),
-        module.Figures("in turns", 4096, "gloo", [490e-6], [540e-6]),
-        module.Figures("MPS", 1 << 20, "ordinary", [10e-6], [20e-6]),
-        module.Figures("MPS", 1 << 20, "torch", [20e-6], [30e-6]),
+        module.Measurement("in turns", 4096, "ordinary", [70e-6, 72e-6, 68e-6], [120e-6]),
+        module.Measurement("in turns", 4096, "gloo", [490e-6], [540e-6]),
+        module.Measurement("MPS", 1 << 20, "ordinary", [10e-6], [20e-6]),
+        module.Measurement("MPS", 1 << 20, "torch", [20e-6], [30e-6]),
     ]
-    _, _, rows = module.as_table(found, module.Plan())
+    _, _, rows = module.as_table(found, module.Workload())
     assert rows == [
         ["in turns", "4 KiB", "70 / 120", "-", "490 / 540", "-", "7.00x / 4.50x", "-"],
         ["MPS", "1 MiB", "10 / 20", "-", "-", "20 / 30", "-", "2.00x / 1.50x"],
     ]
     assert module.note(found) == "" and "refused" in module.note(found[:2])
-    assert module.to_json(found, module.Plan())["rows"][0]["row_us"] == [70, 72, 68]
+    assert module.to_json(found, module.Workload())["rows"][0]["row_us"] == [70, 72, 68]
     pytest.importorskip("matplotlib")
-    pictures.draw(tmp_path / "gpu.svg", "heading", module.picture(found, module.Plan()))
+    pictures.draw(tmp_path / "gpu.svg", "heading", module.picture(found, module.Workload()))
     assert "GPU shared: MPS" in (tmp_path / "gpu.svg").read_text()
 
 
@@ -154,20 +154,20 @@ def test_bench_gpu_says_what_is_missing():
 
 
 def test_messages_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch):
-    from symcomm.backend import engines
+    from symcomm.torch_backend import engines
 
     group = StandIn(core=SimpleNamespace(spans_hosts=False), _devices=lambda: {"cuda": "symcomm"})
-    monkeypatch.setattr("symcomm.gpu.messages.device_mail", lambda core, index: f"mail {index}")
+    monkeypatch.setattr("symcomm.cuda.p2p.cuda_messages", lambda core, index: f"mail {index}")
     monkeypatch.setattr(engines.Engines, "_make", lambda self, call, name, kind: f"{call} by {name}")
     device = torch.device("cuda", 1)
     for wish, mail in (("", "mail 1"), ("symcomm", "mail 1"), ("nccl", None)):
         monkeypatch.setenv("SYMCOMM_CUDA", wish)
-        assert engines.Engines(group).mail(device) == mail
+        assert engines.Engines(group).messages(device) == mail
     first = engines.Engines(group)  # of all calls a message
-    assert first.mail(device) is None and first.on("send", device) == "send by nccl"
+    assert first.messages(device) is None and first.on("send", device) == "send by nccl"
     monkeypatch.setenv("SYMCOMM_CUDA", "gloo")
     with pytest.raises(errors.BadArgumentError, match="SYMCOMM_CUDA must be 'symcomm' or 'nccl'"):
-        engines.Engines(group).mail(device)
+        engines.Engines(group).messages(device)
 
 
 # --- one call to the driver ---------------------------------------------------------------------------------------
@@ -195,16 +195,18 @@ def test_a_turn_is_copy_write_wait_kernel():
     )
     addresses = tuple(ctypes.cast(f, ctypes.c_void_p).value for f in functions)
     kernel = (77, 3, 256, 1000, 250)
-    assert native.stream_turn(addresses, 5, (100, 200, 16), 1, (11, 12), (21, 22), kernel, (1, 2, 3)) == 0
+    assert native.enqueue_collective(addresses, 5, (100, 200, 16), 1, (11, 12), (21, 22), kernel, (1, 2, 3)) == 0
     assert said == [
         ("copy", 200, 100, 16, 5), ("write", 11, 1), ("write", 12, 1), ("wait", 21, 1), ("wait", 22, 1),
         ("launch", 77, 3, 256, [1, 2, 3], 1000, 250),
     ]  # fmt: skip
     said.clear()
-    assert native.stream_turn(addresses, 5, (), 9, (11,), (21,), kernel, (1,)) == 7  # what the driver refused ends it
+    assert (
+        native.enqueue_collective(addresses, 5, (), 9, (11,), (21,), kernel, (1,)) == 7
+    )  # what the driver refused ends it
     assert [item[0] for item in said] == ["write", "wait"]
     with pytest.raises(ValueError, match="numbers are missing"):
-        native.stream_turn(addresses, 5, (), 9, (11,), (), (), ())
+        native.enqueue_collective(addresses, 5, (), 9, (11,), (), (), ())
 
 
 def test_the_host_combines_in_the_order_of_a_stream():
@@ -213,10 +215,10 @@ def test_the_host_combines_in_the_order_of_a_stream():
     where = tuple(ctypes.addressof(p) for p in parts)
     for stream, result, expected in ((99, 7, [0.0] * 3), (5, 0, [11.0, 22.0, 33.0])):
         given = (RUN_AT_ONCE, stream, DType.FLOAT32, RedOpType.SUM, where, ctypes.addressof(total), 3)
-        assert native.stream_combine(*given) == result and list(total) == expected
+        assert native.enqueue_host_reduce(*given) == result and list(total) == expected
     for dtype, op, sources in ((DType.FLOAT32, RedOpType.BAND, where), (DType.FLOAT32, RedOpType.SUM, ())):
-        with pytest.raises(ValueError, match="stream_combine: dtype"):
-            native.stream_combine(RUN_AT_ONCE, 0, dtype, op, sources, ctypes.addressof(total), 3)
+        with pytest.raises(ValueError, match="enqueue_host_reduce: dtype"):
+            native.enqueue_host_reduce(RUN_AT_ONCE, 0, dtype, op, sources, ctypes.addressof(total), 3)
 
 
 def test_words_are_written_on_the_tensors_own_gpu(monkeypatch: pytest.MonkeyPatch):
@@ -332,8 +334,8 @@ def test_an_mps_that_runs_already_is_used(monkeypatch: pytest.MonkeyPatch):
 # --- the moves, on ranks that are threads with host memory for a GPU --------------------------------------------------
 
 
-class HostPads:
-    """Pads in host memory; a "stream" runs what it is given at once, so a wait really waits."""
+class HostFlagWords:
+    """Flag words in host memory; a "stream" runs what it is given at once, so a wait really waits."""
 
     def __init__(self, rank: int, world: int, words: Any):
         peers = [r for r in range(world) if r != rank]
@@ -357,7 +359,7 @@ RUN_AT_ONCE = ctypes.cast(run_at_once, ctypes.c_void_p).value
 
 class HostDriver:
     def combine_on_host(self, stream: int, dtype: int, op: int, sources: Any, out: int, count: int) -> None:
-        assert native.stream_combine(RUN_AT_ONCE, stream, dtype, op, sources, out, count) == 0
+        assert native.enqueue_host_reduce(RUN_AT_ONCE, stream, dtype, op, sources, out, count) == 0
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         ctypes.memmove(target, source, nbytes)
@@ -377,7 +379,8 @@ class HostDriver:
         time.sleep(random.random() * 0.002)  # let the others get ahead
         if kernel:
             count, used = kernel
-            assert len(places) == used + (used > len(set(places[:used]))), "several targets: and the stop word"
+            gate = 3 if used > len(set(places[:used])) else 0
+            assert len(places) == used + gate, "several targets: the stop word, and what blocks tell each other by"
             add_floats(places[:used], count)
 
 
@@ -401,26 +404,27 @@ class Rig:
 
     HALF = 256
 
-    def __init__(self, world: int, through_host: bool = False):
+    def __init__(self, world: int, via_host: bool = False):
         self.world = world
         self._words = (ctypes.c_uint32 * (world * world))()
-        size = STAGE_BYTES if through_host else 2 * self.HALF
+        size = STAGE_BYTES if via_host else 2 * self.HALF
         self._stages = [ctypes.create_string_buffer(size) for _ in range(world)]
         stages = [ctypes.addressof(s) for s in self._stages]
-        self.movers: list[Any] = []
+        self.all_collectives: list[Any] = []
         for rank in range(world):
-            meetings = Meetings(HostPads(rank, world, self._words), HostDriver())
-            if through_host:
-                self.movers.append(HostMover(rank, world, 0, meetings, stages))
+            barriers = StreamBarriers(HostFlagWords(rank, world, self._words), HostDriver())
+            if via_host:
+                self.all_collectives.append(ViaHostCollectives(rank, world, 0, barriers, stages))
                 continue
-            mover: Any = Mover(rank, world, 0, meetings)
-            mover.kernel = lambda *_: HostKernel()
-            mover.use_stage(stages, self.HALF)
-            self.movers.append(mover)
+            collectives: Any = StreamCollectives(rank, world, 0, barriers)
+            collectives.kernel = lambda *_: HostKernel()
+            collectives._next_gate = lambda *_: (0, 0, 0)  # for kernels on a GPU
+            collectives.use_stage(stages, self.HALF)
+            self.all_collectives.append(collectives)
 
     def run(self, rank_main: Any) -> list[Any]:
         with ThreadPoolExecutor(self.world) as pool:
-            return list(pool.map(rank_main, self.movers))
+            return list(pool.map(rank_main, self.all_collectives))
 
 
 def floats(values: Any) -> Any:
@@ -435,18 +439,18 @@ def test_reductions_move_by_move(world: int, kind: str):
     kind = kind.partition(" ")[0]
     tensors = [floats(range(n)) for _ in range(world)]
 
-    def rank_main(mover: Any) -> list[float]:
-        mine = tensors[mover.rank]
+    def rank_main(collectives: Any) -> list[float]:
+        mine = tensors[collectives.rank]
         address = ctypes.addressof(mine)
         for turn in range(4):
-            mine[:] = [float(i * (mover.rank + 1) + turn) for i in range(n)]
+            mine[:] = [float(i * (collectives.rank + 1) + turn) for i in range(n)]
             if kind == "in_place":
                 everyone = [ctypes.addressof(t) for t in tensors]
-                mover.reduce_in_place(DType.FLOAT32, RedOpType.SUM, everyone, n, 0)
+                collectives.reduce_in_place(DType.FLOAT32, RedOpType.SUM, everyone, n, 0)
             else:
-                getattr(mover, f"reduce_{kind}")(DType.FLOAT32, RedOpType.SUM, address, address, n, 0)
+                getattr(collectives, f"reduce_{kind}")(DType.FLOAT32, RedOpType.SUM, address, address, n, 0)
             expected = [i * world * (world + 1) / 2 + turn * world for i in range(n)]
-            assert mine[:] == expected, f"rank {mover.rank}, turn {turn}"
+            assert mine[:] == expected, f"rank {collectives.rank}, turn {turn}"
         return mine[:]
 
     results = rig.run(rank_main)
@@ -454,29 +458,31 @@ def test_reductions_move_by_move(world: int, kind: str):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("through_host", [False, True], ids=["", "through the host"])
-def test_copies_move_by_move(world: int, through_host: bool):
-    rig = Rig(world, through_host)
+@pytest.mark.parametrize("via_host", [False, True], ids=["", "through the host"])
+def test_copies_move_by_move(world: int, via_host: bool):
+    rig = Rig(world, via_host)
     counts = [70 + 13 * r for r in range(world)]
 
-    def rank_main(mover: Any) -> None:
-        me = mover.rank
+    def rank_main(collectives: Any) -> None:
+        me = collectives.rank
         mine = floats(me * 1000 + i for i in range(counts[me]))
         outs = [floats([0] * c) for c in counts]
         for _ in range(3):
-            mover.spread(ctypes.addressof(mine), [4 * c for c in counts], [ctypes.addressof(o) for o in outs], 0)
+            collectives.all_gather(
+                ctypes.addressof(mine), [4 * c for c in counts], [ctypes.addressof(o) for o in outs], 0
+            )
             assert [o[-1] for o in outs] == [r * 1000 + c - 1 for r, c in enumerate(counts)]
         matrix = [[4 * (30 * i + 7 * j + 1) for j in range(world)] for i in range(world)]
         pieces = [floats([me * 10 + j] * (matrix[me][j] // 4)) for j in range(world)]
         got = [floats([-1] * (matrix[i][me] // 4)) for i in range(world)]
         where = [[ctypes.addressof(x) for x in some] for some in (pieces, got)]
         for _ in range(3):
-            mover.exchange(where[0], matrix, where[1], 0)
+            collectives.all_to_all(where[0], matrix, where[1], 0)
             assert [g[:] for g in got] == [[i * 10 + me] * (matrix[i][me] // 4) for i in range(world)]
         output = floats([0] * counts[me])
         parts = [floats([me + q] * counts[q]) for q in range(world)]
         sources = [ctypes.addressof(p) for p in parts]
-        mover.reduce_scatter(DType.FLOAT32, RedOpType.SUM, sources, counts, ctypes.addressof(output), 0)
+        collectives.reduce_scatter(DType.FLOAT32, RedOpType.SUM, sources, counts, ctypes.addressof(output), 0)
         assert output[:] == [sum(r + me for r in range(world))] * counts[me]
 
     rig.run(rank_main)

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.backend.group import TorchGroup
 from symcomm.group.process_group import ProcessGroup
-from symcomm.hosts.group import HostsGroup
+from symcomm.hierarchical.group import HierarchicalGroup
 from symcomm.store.handshake import _Attempt
+from symcomm.torch_backend.group import TorchGroup
 from tests.faults import Outcome, process_state, run_group
 from tests.test_agreement_hosts import _run
 
@@ -185,7 +185,7 @@ def test_a_survivor_merges_with_others():
     assert [o.value for o in survivors] == [3.0] * 3, survivors
 
 
-# --- groups of groups: in memory, and by messages between hosts ------------------------------------------------------
+# --- groups of groups: in memory, and by messages between hosts -------------------------------------------------------
 
 
 def _new_group_of(group: Any, scenario: tuple) -> tuple:
@@ -193,7 +193,10 @@ def _new_group_of(group: Any, scenario: tuple) -> tuple:
     step, how = scenario
     if group.rank == 1:
         _strike_at(
-            HostsGroup if group.spans_hosts else ProcessGroup, ("tell" if group.spans_hosts else "_run",), step, how
+            HierarchicalGroup if group.spans_hosts else ProcessGroup,
+            ("tell" if group.spans_hosts else "_run",),
+            step,
+            how,
         )
 
     def make_and_use() -> None:
@@ -209,7 +212,7 @@ def _new_group_of(group: Any, scenario: tuple) -> tuple:
 
 
 def _continue_after_deadlines(pids: list[int]) -> None:
-    """Stopped ranks go on when the others' deadlines are over."""
+    """OperationStopped ranks go on when the others' deadlines are over."""
     end = time.monotonic() + 12
     while not any(process_state(pid) == "T" for pid in pids) and time.monotonic() < end:
         time.sleep(0.02)

@@ -78,7 +78,7 @@ def test_init_and_destroy_again_and_again(launcher: str, cycles: dict[str, int],
 ALONE = """
 import gc, os, socket, sys
 import torch, torch.distributed as dist
-from symcomm.backend.register import register
+from symcomm.torch_backend.register import register
 register()
 gc.disable()
 with socket.socket() as free:
@@ -176,7 +176,7 @@ def test_groups_of_the_newest_interface_go_when_they_are_dropped():
         + """
 import threading, weakref
 from datetime import timedelta
-from symcomm.backend.torch_patches.dist2 import dist2_group as make
+from symcomm.torch_backend.torch_patches.dist2 import dist2_group as make
 from symcomm.memory.arena import current_arena
 store = dist.HashStore()
 used = []
@@ -196,7 +196,7 @@ print(len(set(used)), store.num_keys())
 def test_a_newer_torch_than_any_tested_is_told_once():
     out = run_python(
         "import warnings, torch, torch.distributed as dist\n"
-        "from symcomm.backend.register import register; register()\n"
+        "from symcomm.torch_backend.register import register; register()\n"
         "torch.__version__ = '9.1.0+cpu'\n"
         "with warnings.catch_warnings(record=True) as found:\n"
         "    warnings.simplefilter('always')\n"
@@ -215,7 +215,7 @@ def test_two_ranks_of_a_group_made_under_the_same_name_never_meet_the_old_one(tm
     script = tmp_path / "namesakes.py"
     script.write_text(
         "import random, time, torch, torch.distributed as dist\n"
-        "from symcomm.backend.register import register; register()\n"
+        "from symcomm.torch_backend.register import register; register()\n"
         "dist.init_process_group('symcomm')\n"
         "rank = dist.get_rank(); lag = random.Random(rank)\n"
         "for number in range(60):\n"

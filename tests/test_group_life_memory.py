@@ -18,8 +18,9 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives import all_reduce
 from symcomm.collectives.plan import At, Collective, Copy, Plan, Space
-from symcomm.group import process_group
-from symcomm.group.process_group import ProcessGroup, give_back
+from symcomm.group import local
+from symcomm.group.local import free_retired
+from symcomm.group.process_group import ProcessGroup
 from symcomm.memory import arena as arenas
 from symcomm.types import DType, RedOpType
 from tests.ranks import run_ranks
@@ -44,7 +45,7 @@ def held() -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "python threads": threading.active_count(),
-        "retired": len(process_group._retired),
+        "retired": len(local._retired),
     }
 
 
@@ -74,14 +75,14 @@ def check_level(grown: dict[str, int]) -> None:
 
 
 def _through_torch(rank: int, world: int, place: str) -> dict[str, int]:
-    from symcomm.backend.register import register
+    from symcomm.torch_backend.register import register
 
     register()
     dist.init_process_group("symcomm", init_method=f"file://{place}", rank=rank, world_size=world)
 
     def settle() -> None:
         dist.barrier()  # everybody has left the last one
-        give_back()
+        free_retired()
 
     grown = _cycles(dist.new_group, dist.destroy_process_group, settle)
     group = dist.new_group()
@@ -107,7 +108,7 @@ def _ours(group: ProcessGroup) -> dict[str, int]:
 
     def settle() -> None:
         group.barrier()
-        give_back()
+        free_retired()
 
     return _cycles(make, ProcessGroup.destroy, settle)
 
@@ -175,7 +176,7 @@ def _unreserved(group: ProcessGroup) -> int:
     assert child is not None
     plan = native.make_plan(all_reduce(child.rank, child.size, 8, DType.FLOAT32, RedOpType.SUM).encode())
     values = torch.ones(8)
-    return native.run(child._handle, plan, (values.data_ptr(),), (values.data_ptr(),), 0, 0) & 0xFF
+    return native.run(child.handle, plan, (values.data_ptr(),), (values.data_ptr(),), 0, 0) & 0xFF
 
 
 def test_the_core_refuses_a_plan_whose_memory_is_not_reserved():

@@ -15,7 +15,8 @@ import torch
 import symcomm
 from symcomm import errors
 from symcomm.collectives.select import Limits
-from symcomm.group.process_group import ProcessGroup, give_back
+from symcomm.group.local import LocalGroup, free_retired
+from symcomm.group.process_group import ProcessGroup
 from tests.faults import run_group
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -105,7 +106,7 @@ def _crowded(g: ProcessGroup) -> tuple[int, float]:
     values = torch.full((2 << 20,), float(g.rank + 1))  # several turns
     g.all_reduce(values)
     assert len(values.unique()) == 1
-    return g._limits.chunk_bytes, values[0].item()
+    return g.plan_limits.chunk_bytes, values[0].item()
 
 
 def test_more_ranks_than_cores_take_larger_chunks():
@@ -240,8 +241,8 @@ def make_and_destroy(group, times):
         child.barrier()
         child.destroy()
         group.barrier()  # everybody has left it
-        give_back()
-        used.append(group._arena.used_bytes)
+        free_retired()
+        used.append(group.arena.used_bytes)
     return used
 
 
@@ -373,5 +374,5 @@ def _count_on(group: ProcessGroup) -> int:
 
 @pytest.mark.parametrize("before", [(1 << 40) - 20, (1 << 32) - 20, (1 << 63) - 20])
 def test_operations_beyond_the_numbers_that_signals_carry(before: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ProcessGroup, "_operations", before)
+    monkeypatch.setattr(LocalGroup, "_operations", before)
     assert symcomm.spawn(_count_on, 2, mode="threads") == [0, 0]

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-import symcomm
 from symcomm import errors
 from symcomm.group import default
 from symcomm.group import grow as growing
+from symcomm.group.local import LocalGroup
 from symcomm.memory import share
 from symcomm.memory.arena import Arena, use_arena
 from symcomm.store import HashStore
-from tests.comers import Crowd, die, returned
+from tests.elastic_ranks import ElasticRanks, die, returned
 
 WAIT = 15.0
 
@@ -42,12 +42,12 @@ def joined(store: Any, rank: int | None = None) -> tuple:
 
 
 def test_members_keep_their_order_and_newcomers_come_after(tmp_path):
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(2):
-        crowd.member(grown, rank, 2, 4)
-    crowd.newcomer(joined, 7)
-    crowd.newcomer(joined, 5)
-    values = returned(crowd.outcomes())
+        forked.member(grown, rank, 2, 4)
+    forked.newcomer(joined, 7)
+    forked.newcomer(joined, 5)
+    values = returned(forked.outcomes())
     assert [v[1:] for v in values] == [(4, [0, 1, 5, 7], [2, 3], 10.0)] * 4
     assert [v[0] for v in values] == [0, 1, 3, 2]
 
@@ -83,11 +83,11 @@ def grown_and_shrunk(group: Any, size: int) -> tuple:
 
 def test_a_newcomer_on_another_host(tmp_path):
     """The group spans two hosts from then on; without the newcomer, it is one host's again, and can grow again."""
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(2):
-        crowd.member(grown_and_shrunk, rank, 2, 3)
-    crowd.newcomer(joined_elsewhere)
-    members = returned(crowd.outcomes())
+        forked.member(grown_and_shrunk, rank, 2, 3)
+    forked.newcomer(joined_elsewhere)
+    members = returned(forked.outcomes())
     assert [v[1:6] for v in members[:2]] == [(r, 3, [0, 1, 2], [2], 6.0) for r in range(2)]
     assert [v[0] for v in members[:2]] == [True, True]
     assert [v[6:] for v in members[:2]] == [(r, 2, [0, 1], [], 3.0) for r in range(2)]
@@ -99,11 +99,11 @@ def test_named_memory(tmp_path, monkeypatch):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         monkeypatch.setenv("SYMCOMM_SHARE", "named")
         monkeypatch.setenv("SYMCOMM_SHM_DIR", folder)
-        crowd = Crowd(tmp_path)
+        forked = ElasticRanks(tmp_path)
         for rank in range(2):
-            crowd.member(grown, rank, 2, 3)
-        crowd.newcomer(joined)
-        assert returned(crowd.outcomes()) == [(r, 3, [0, 1, 2], [2], 6.0) for r in range(3)]
+            forked.member(grown, rank, 2, 3)
+        forked.newcomer(joined)
+        assert returned(forked.outcomes()) == [(r, 3, [0, 1, 2], [2], 6.0) for r in range(3)]
         assert os.listdir(folder) == []
 
 
@@ -111,10 +111,10 @@ def test_nobody_waits(tmp_path):
     def member(group: Any) -> bool:
         return group.grow() is group and group.grow(wait=0.05, size=9) is group and group.size == 2
 
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(2):
-        crowd.member(member, rank, 2)
-    assert returned(crowd.outcomes()) == [True, True]
+        forked.member(member, rank, 2)
+    assert returned(forked.outcomes()) == [True, True]
 
 
 def test_shrink_then_grow_then_again(tmp_path):
@@ -138,12 +138,12 @@ def test_shrink_then_grow_then_again(tmp_path):
             time.sleep(0.01)
         return joined(store)
 
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(3):
-        crowd.member(member, rank, 3)
-    crowd.newcomer(newcomer)
-    crowd.newcomer(late)
-    dead, *others = crowd.outcomes()
+        forked.member(member, rank, 3)
+    forked.newcomer(newcomer)
+    forked.newcomer(late)
+    dead, *others = forked.outcomes()
     assert dead.kind == "died" and dead.value == -signal.SIGKILL
     assert returned(others) == [(r, 4, [1, 2, 0, 3], [3], 10.0) for r in range(4)]
 
@@ -158,11 +158,11 @@ def test_no_more_than_there_is_room_for(tmp_path):
         except errors.DeadlineError as error:
             return str(error)
 
-    crowd = Crowd(tmp_path)
-    crowd.member(member, 0, 1)
-    crowd.newcomer(newcomer)
-    crowd.newcomer(newcomer)
-    member_saw, *newcomers = returned(crowd.outcomes())
+    forked = ElasticRanks(tmp_path)
+    forked.member(member, 0, 1)
+    forked.newcomer(newcomer)
+    forked.newcomer(newcomer)
+    member_saw, *newcomers = returned(forked.outcomes())
     assert member_saw == (0, 2, [0, 1], [1], 3.0)
     late = next(n for n in newcomers if isinstance(n, str))
     assert late == (
@@ -176,7 +176,7 @@ def test_no_more_than_there_is_room_for(tmp_path):
 
 def dying(store: Any, where: str) -> None:
     """A newcomer that dies at a scripted point of joining."""
-    exchange, apply, build = growing.Round.exchange, growing.Meeting.apply, growing.Round.build
+    exchange, apply, build = growing.Round.exchange, growing.JoinQueue.request_to_join, growing.Round.build
 
     def exchange_dying(self: Any, item: bytes) -> list[bytes]:
         if where == f"turn {self._turn + 1}":
@@ -186,9 +186,9 @@ def dying(store: Any, where: str) -> None:
     def pass_dying(*_: Any) -> None:
         die()
 
-    def apply_dying(self: Any, card: Any) -> int:
-        ticket = apply(self, card)
-        if where == "card":
+    def apply_dying(self: Any, request: Any) -> int:
+        ticket = apply(self, request)
+        if where == "request":
             die()
         return ticket
 
@@ -197,7 +197,11 @@ def dying(store: Any, where: str) -> None:
             die()
         return build(self, make)
 
-    growing.Round.exchange, growing.Meeting.apply, growing.Round.build = exchange_dying, apply_dying, build_dying
+    growing.Round.exchange, growing.JoinQueue.request_to_join, growing.Round.build = (
+        exchange_dying,
+        apply_dying,
+        build_dying,
+    )
     if where == "descriptors":
         share._pass_descriptors = pass_dying
     growing.join_through(store, "world", WAIT)
@@ -206,11 +210,11 @@ def dying(store: Any, where: str) -> None:
 def members_of_a_dying_newcomer(group: Any, where: str) -> tuple:
     """One call in which a newcomer dies, then one that takes another one in."""
     store = group.store
-    if where == "card":  # it is dead before anybody looks
-        while not store.check(["grow/world/card/1"]):
+    if where == "request":  # it is dead before anybody looks
+        while not store.check(["grow/world/request/1"]):
             time.sleep(0.01)
         time.sleep(0.2)
-    same = group.grow(timeout=1.0, wait=0.0 if where == "card" else WAIT)
+    same = group.grow(timeout=1.0, wait=0.0 if where == "request" else WAIT)
     assert same is group, "a group with a dead rank in it"
     group.barrier()
     store.set("next", "x")
@@ -223,14 +227,14 @@ def next_one(store: Any) -> tuple:
     return joined(store)
 
 
-@pytest.mark.parametrize("where", ["card", "invited", "turn 1", "descriptors", "turn 2"])
+@pytest.mark.parametrize("where", ["request", "invited", "turn 1", "descriptors", "turn 2"])
 def test_a_newcomer_that_dies_is_left_behind(tmp_path, where):
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(2):
-        crowd.member(members_of_a_dying_newcomer, rank, 2, where)
-    crowd.newcomer(dying, where)
-    crowd.newcomer(next_one)
-    one, two, dead, other = crowd.outcomes()
+        forked.member(members_of_a_dying_newcomer, rank, 2, where)
+    forked.newcomer(dying, where)
+    forked.newcomer(next_one)
+    one, two, dead, other = forked.outcomes()
     assert dead.kind == "died" and dead.value == -signal.SIGKILL, str(dead)
     assert returned([one, two, other]) == [(r, 3, [0, 1, 2], [2], 6.0) for r in range(3)]
 
@@ -270,11 +274,11 @@ def test_a_member_that_dies_splits_nobody(tmp_path, victim, where):
             group = group.shrink().grow(wait=WAIT, size=3)
         return facts(group)
 
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(3):
-        crowd.member(member, rank, 3)
-    crowd.newcomer(newcomer)
-    outcomes = crowd.outcomes()
+        forked.member(member, rank, 3)
+    forked.newcomer(newcomer)
+    outcomes = forked.outcomes()
     dead = outcomes.pop(victim)
     assert dead.kind == "died" and dead.value == -signal.SIGKILL, str(dead)
     ranks = [r for r in range(3) if r != victim]
@@ -307,11 +311,11 @@ def test_members_who_lose_the_store_at_the_verdict_ask_each_other(tmp_path, lose
             return "alone"
         return facts(group)
 
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(2):
-        crowd.member(member, rank, 2)
-    crowd.newcomer(newcomer)
-    *members, new = returned(crowd.outcomes())
+        forked.member(member, rank, 2)
+    forked.newcomer(newcomer)
+    *members, new = returned(forked.outcomes())
     if len(losers) == 2:
         assert members == [(r, 2, [0, 1], [], 3.0) for r in range(2)] and new == "alone"
     else:
@@ -343,11 +347,11 @@ def test_a_member_who_cannot_know_the_verdict_is_in_no_group(tmp_path):
         assert bigger is not group
         return bigger.global_ranks
 
-    crowd = Crowd(tmp_path)
+    forked = ElasticRanks(tmp_path)
     for rank in range(3):
-        crowd.member(member, rank, 3)
-    crowd.newcomer(lambda store: growing.join_through(store, "world", WAIT).global_ranks)
-    first, loser, dead, new = crowd.outcomes()
+        forked.member(member, rank, 3)
+    forked.newcomer(lambda store: growing.join_through(store, "world", WAIT).global_ranks)
+    first, loser, dead, new = forked.outcomes()
     assert dead.kind == "died", str(dead)
     assert returned([first, loser, new]) == [[0, 1, 2, 3], ([1], False), [0, 1, 2, 3]]
 
@@ -364,10 +368,10 @@ def test_a_job_that_is_over_takes_nobody_in(tmp_path):
             growing.join_through(store, "world", WAIT)
         return str(caught.value)
 
-    crowd = Crowd(tmp_path)
-    crowd.member(member, 0, 1)
-    crowd.newcomer(newcomer)
-    assert returned(crowd.outcomes()) == [None, "join: the job is over; there is nothing to join."]
+    forked = ElasticRanks(tmp_path)
+    forked.member(member, 0, 1)
+    forked.newcomer(newcomer)
+    assert returned(forked.outcomes()) == [None, "join: the job is over; there is nothing to join."]
 
 
 def test_threads_join_threads():
@@ -377,7 +381,7 @@ def test_threads_join_threads():
     def run(rank: int) -> None:
         use_arena(Arena())
         if rank == 0:
-            group = symcomm.ProcessGroup(0, 1, lambda item: [item])
+            group = LocalGroup(0, 1, lambda item: [item])
             group.store = store
             results[0] = facts(group.grow(wait=WAIT, size=3))
         else:
@@ -393,7 +397,7 @@ def test_threads_join_threads():
 
 
 def test_words_of_refusals(monkeypatch):
-    group = symcomm.ProcessGroup(0, 1, lambda item: [item])
+    group = LocalGroup(0, 1, lambda item: [item])
     with pytest.raises(errors.CallerError, match="it has no store, so newcomers could not find it; grow the group"):
         group.grow()
     with pytest.raises(errors.BadArgumentError, match="grow: size must be a number of ranks, 1 or more, got 0"):

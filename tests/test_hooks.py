@@ -339,7 +339,7 @@ def test_nan_check():
 
 
 def test_health_check():
-    from symcomm.observe.handlers import get_handler
+    from symcomm.observe.server.handlers import get_handler
 
     class Answer:
         def set_content(self, content: str, kind: str) -> None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(150)
 
 @contextlib.contextmanager
 def joined(rank: int, world: int, path: str, backend: str = "symcomm"):
-    from symcomm.backend.register import register
+    from symcomm.torch_backend.register import register
 
     register()
     dist.init_process_group(
@@ -120,14 +120,14 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._native, name)
 
-    def again_with(self, *args: Any) -> int:
-        status = self._native.again_with(*args)
+    def run_cached_options(self, *args: Any) -> int:
+        status = self._native.run_cached_options(*args)
         self.short += status == 0
         return status
 
 
 def short_way(rank: int, world: int, path: str) -> Any:
-    from symcomm.backend import group as module
+    from symcomm.torch_backend import group as module
 
     with joined(rank, world, path) as group:
         calls = calls_of(rank, group)
@@ -344,7 +344,7 @@ def test_time_estimates(tmp_path: Any):
 def test_time_estimates_across_hosts():
     """Every kind of call has a cost there; more bytes cost more."""
     import symcomm
-    from symcomm.backend.estimate import _MODELS, _seconds
+    from symcomm.torch_backend.estimate import _MODELS, _seconds
 
     def work(group: Any) -> Any:
         return {model: [_seconds(group, model, n) for n in (1 << 10, 1 << 24)] for model, *_ in _MODELS.values()}

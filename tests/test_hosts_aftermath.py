@@ -68,9 +68,9 @@ def _sender_gives_up(rank: int, world: int, path: str, way: str) -> tuple[str, f
     """Rank 1 stops in the middle of receiving; rank 0's deadline passes, and it uses its tensor for something else."""
     import torch
 
-    from symcomm.hosts import messages
+    from symcomm.hierarchical import p2p
 
-    messages.ARRIVING = 0.1
+    p2p.ARRIVING = 0.1
     group = _join(rank, world, path)
     tensor = torch.full((N,), 1.0 if rank == 0 else 0.0)
     group.barrier()
@@ -82,7 +82,7 @@ def _sender_gives_up(rank: int, world: int, path: str, way: str) -> tuple[str, f
         except errors.SymcommError as error:
             said = type(error).__name__
         return said, (tensor != 1.0).float().mean().item()
-    pid = group.cards[1]["pid"]
+    pid = group.peer_info[1]["pid"]
     _end_slowly(group)
     try:
         try:
@@ -111,9 +111,9 @@ def _receiver_gives_up(rank: int, world: int, path: str, way: str) -> tuple[str,
     """Rank 0 stops in the middle of sending; rank 1's deadline passes, and it uses its tensor for something else."""
     import torch
 
-    from symcomm.hosts import messages
+    from symcomm.hierarchical import p2p
 
-    messages.ARRIVING = 0.1
+    p2p.ARRIVING = 0.1
     group = _join(rank, world, path)
     tensor = torch.full((N,), 1.0 if rank == 0 else 0.0)
     group.barrier()
@@ -131,7 +131,7 @@ def _receiver_gives_up(rank: int, world: int, path: str, way: str) -> tuple[str,
         said = type(error).__name__
     if rank == 0:
         return said, []
-    pid = group.cards[0]["pid"]
+    pid = group.peer_info[0]["pid"]
     try:
         _await_stop(pid)
         tensor.fill_(5.0)
@@ -153,7 +153,7 @@ def test_nothing_is_written_to_a_receivers_tensor_after_its_deadline(tmp_path, w
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EADDRNOTAVAIL], ids=["descriptors", "ports"])
 def test_a_shortage_here_is_not_a_dead_rank_there(monkeypatch: pytest.MonkeyPatch, number: int):
     """This process cannot open a connection for a moment. The other rank is not at fault."""
-    from symcomm.hosts.office import Office
+    from symcomm.hierarchical.control_channel import ControlChannel
 
     class Member:
         lost: list[str] = []
@@ -162,14 +162,14 @@ def test_a_shortage_here_is_not_a_dead_rank_there(monkeypatch: pytest.MonkeyPatc
         def on_message(self, sender: str, header: dict[str, Any], payload: Any) -> None:
             self.heard.append(header["text"])
 
-        def on_line(self, sender: str, line: Any) -> None: ...
+        def on_leader_link(self, sender: str, line: Any) -> None: ...
 
         def on_lost(self, nonce: str) -> None:
             self.lost.append(nonce)
 
-    here, there, member = Office("here"), Office("there"), Member()
-    for office in (here, there):
-        assert office.join("group", member)
+    here, there, member = ControlChannel("here"), ControlChannel("there"), Member()
+    for channel in (here, there):
+        assert channel.join("group", member)
     connect = socket.create_connection
     refusals = iter([number] * 3)
 
@@ -179,7 +179,7 @@ def test_a_shortage_here_is_not_a_dead_rank_there(monkeypatch: pytest.MonkeyPatc
         return connect(*args, **more)
 
     monkeypatch.setattr(socket, "create_connection", short)
-    to = there.card("127.0.0.1")
+    to = there.open_endpoint("127.0.0.1")
     try:
         with pytest.warns(RuntimeWarning, match=os.strerror(number)):
             assert not here.send(to, {"group": "group", "text": "first"}, timeout=0.0)

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import symcomm
-from symcomm.group.grow import Lifeline, _my_card
-from symcomm.group.messages import Message
-from symcomm.hosts.office import Office
+from symcomm.group.grow import NewcomerProcess, _join_request
+from symcomm.group.p2p import Message
+from symcomm.hierarchical.control_channel import ControlChannel
 from symcomm.types import RedOpType
 
 
@@ -160,7 +160,7 @@ def test_different_calls_are_told_on_every_rank(hosts: list[int]) -> None:
         assert set(kinds) == {"CollectiveMismatchError"}
 
 
-# --- groups that come and go ----------------------------------------------------------------------------------------
+# --- groups that come and go ------------------------------------------------------------------------------------------
 
 
 def _open() -> tuple[int, int]:
@@ -191,7 +191,7 @@ def test_groups_that_were_left_or_forgotten_leave_nothing_behind() -> None:
         done.wait(30)
         end = time.monotonic() + 5
         while time.monotonic() < end:
-            after, early = _open(), sum(map(len, g.office._early.values()))
+            after, early = _open(), sum(map(len, g.control._early.values()))
             if after[0] <= before[0] and after[1] <= before[1] and not early:
                 break
             time.sleep(0.05)
@@ -263,12 +263,12 @@ def test_an_office_that_nobody_holds_is_not_joined() -> None:
 
         def on_lost(self, *_: Any) -> None: ...
 
-    someone, office = Someone(), Office("x")
-    assert office.join("a", someone) and office.join("b", someone)
-    office.leave("a")
-    assert not office.closed
-    office.leave("b")
-    assert office.closed and not office.join("c", someone)
+    someone, channel = Someone(), ControlChannel("x")
+    assert channel.join("a", someone) and channel.join("b", someone)
+    channel.leave("a")
+    assert not channel.closed
+    channel.leave("b")
+    assert channel.closed and not channel.join("c", someone)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -324,12 +324,12 @@ def test_messages_of_many_threads_and_a_batch_to_everybody() -> None:
     assert run(rank, [1, 1]) == [[0.0, 1.0]] * 2
 
 
-# --- processes ------------------------------------------------------------------------------------------------------
+# --- processes --------------------------------------------------------------------------------------------------------
 
 
-def test_cards_of_other_hosts_are_not_looked_up_here() -> None:
+def test_requests_of_other_hosts_are_not_looked_up_here() -> None:
     """The first process namespace has the same number on every host."""
-    here = _my_card(None)
+    here = _join_request(None)
     nobody = {**here, "pid": 2**22 + 1}
-    assert not Lifeline(here).look() and Lifeline(nobody).look()
-    assert not Lifeline({**nobody, "names": "another-boot " + here["names"].split()[1]}).look()
+    assert not NewcomerProcess(here).is_dead() and NewcomerProcess(nobody).is_dead()
+    assert not NewcomerProcess({**nobody, "names": "another-boot " + here["names"].split()[1]}).is_dead()

@@ -15,34 +15,36 @@ import torch
 import symcomm
 from symcomm import errors
 from symcomm.group.buffers import Buffer
-from symcomm.group.messages import Message
-from symcomm.hosts.engine import TAGS, Move
-from symcomm.hosts.lines import Lines
-from symcomm.hosts.link import LENGTHS, Broken, Link, Refused
-from symcomm.hosts.messages import Mail
-from symcomm.hosts.session import MAC_SIZE, Callee, Caller
+from symcomm.group.p2p import Message
+from symcomm.hierarchical.connection import LENGTHS, ConnectionClosed, FramedConnection, ProtocolViolation
+from symcomm.hierarchical.engines.base import TAGS, Move
+from symcomm.hierarchical.leader_links import LeaderLinks
+from symcomm.hierarchical.p2p import MessageMatcher
+from symcomm.hierarchical.session import MAC_SIZE, Callee, Caller
 from symcomm.types import DType
 
 
-def strangers(secrets: tuple[bytes, bytes] = (b"s", b"s")) -> tuple[Link, Link]:
+def strangers(secrets: tuple[bytes, bytes] = (b"s", b"s")) -> tuple[FramedConnection, FramedConnection]:
     ends = socket.socketpair()
     for end in ends:
         end.setblocking(False)
-    return Link(ends[0], "b", Caller(secrets[0], "a", "b")), Link(ends[1], None, Callee(secrets[1], "b"))
+    return FramedConnection(ends[0], "b", Caller(secrets[0], "a", "b")), FramedConnection(
+        ends[1], None, Callee(secrets[1], "b")
+    )
 
 
-def pair() -> tuple[Link, Link]:
+def pair() -> tuple[FramedConnection, FramedConnection]:
     """Two ends that have proved to each other who they are."""
     one, other = strangers()
-    assert not other.shake_hands() and one.shake_hands() and other.shake_hands()
+    assert not other.handshake() and one.handshake() and other.handshake()
     return one, other
 
 
-def read(link: Link, count: int) -> list:
+def read(conn: FramedConnection, count: int) -> list:
     frames: list = []
     deadline = time.monotonic() + 10
     while len(frames) < count and time.monotonic() < deadline:
-        frames += link.receive()
+        frames += conn.receive()
     return frames
 
 
@@ -60,7 +62,7 @@ def test_frames_arrive_whole_and_in_order(sizes):
     pusher.join(10)
     assert one.backlog == 0
     one.close()
-    with pytest.raises(Broken):
+    with pytest.raises(ConnectionClosed):
         read(other, 1)
     assert not one.send({"number": 9})
 
@@ -74,7 +76,7 @@ def test_a_signed_frame_whose_header_is_none_ends_the_connection(head):
     one, other = pair()
     first = LENGTHS.pack(len(head), len(head)) + head
     one.sock.sendall(first + one.session.outgoing.sign(first, b""))
-    with pytest.raises(Refused):
+    with pytest.raises(ProtocolViolation):
         read(other, 1)
 
 
@@ -82,16 +84,16 @@ def test_a_signed_frame_whose_header_is_none_ends_the_connection(head):
 def test_what_is_no_frame_ends_the_connection(data):
     one, other = pair()
     one.sock.sendall(data)
-    with pytest.raises(Refused):
+    with pytest.raises(ProtocolViolation):
         read(other, 1)
 
 
-def taken(tap: socket.socket, link: Link) -> bytearray:
-    """One whole frame that ``link`` sends, for somebody in the middle to play with."""
+def taken(tap: socket.socket, conn: FramedConnection) -> bytearray:
+    """One whole frame that ``conn`` sends, for somebody in the middle to play with."""
     frame = bytearray()
     while len(frame) < LENGTHS.size or len(frame) < LENGTHS.size + LENGTHS.unpack_from(frame)[0] + MAC_SIZE:
         frame += tap.recv(1 << 20)
-        link.push()
+        conn.push()
     return frame
 
 
@@ -117,7 +119,7 @@ def test_a_frame_that_was_touched_on_its_way_is_never_seen(what, payload):
     pusher.start()
     reader.sock.settimeout(10)
     seen: list = []
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(ProtocolViolation):
         while len(seen) < 2:
             for header, body in reader.receive():
                 assert bytes(body) == payload
@@ -132,30 +134,30 @@ def test_a_frame_that_was_touched_on_its_way_is_never_seen(what, payload):
 def test_neither_side_talks_to_one_that_holds_another_secret(secrets):
     one, other = strangers(secrets)
     one.send({"number": 1}, b"payload")
-    assert not other.shake_hands()
-    with pytest.raises(Refused, match="another job token"):
-        one.shake_hands()
+    assert not other.handshake()
+    with pytest.raises(ProtocolViolation, match="another job token"):
+        one.handshake()
     assert one.backlog and not one.wants_to_send  # not a byte of it has left
-    with pytest.raises(Broken):
+    with pytest.raises(ConnectionClosed):
         one.close()
-        other.shake_hands()
+        other.handshake()
 
 
 def test_a_handshake_cannot_be_played_back():
     """What a rank said once opens nothing, though it was all heard."""
     one, other = strangers()
     greeting = bytes(other.sock.recv(4096, socket.MSG_PEEK))
-    assert not other.shake_hands() and one.shake_hands()
+    assert not other.handshake() and one.handshake()
     one.send({"number": 1})
     rest = bytes(other.sock.recv(4096, socket.MSG_PEEK))
     assert [header for header, _ in read(other, 1)] == [{"number": 1}]
     thief, victim = strangers()
     victim.sock.recv(4096)  # what the thief's own side said
     thief.sock.sendall(greeting)
-    assert not victim.shake_hands()
+    assert not victim.handshake()
     thief.sock.sendall(rest)
-    with pytest.raises(Refused):
-        victim.shake_hands()
+    with pytest.raises(ProtocolViolation):
+        victim.handshake()
 
 
 def test_what_is_said_early_is_held_back_and_then_comes_in_order():
@@ -163,7 +165,7 @@ def test_what_is_said_early_is_held_back_and_then_comes_in_order():
     for k in range(3):
         assert one.send({"number": k}, bytes(k))
     assert one.has_backlog and not one.wants_to_send
-    assert not other.shake_hands() and not list(one.receive())
+    assert not other.handshake() and not list(one.receive())
     assert not one.has_backlog
     assert [(header["number"], len(payload)) for header, payload in read(other, 3)] == [(0, 0), (1, 1), (2, 2)]
 
@@ -176,7 +178,7 @@ def test_what_was_read_before_the_end_is_not_lost():
     first = next(iter(other.receive()))
     one.close()
     rest = []
-    with pytest.raises(Broken):
+    with pytest.raises(ConnectionClosed):
         for frame in other.receive():
             rest.append(frame)
     assert [header["number"] for header, _ in [first, *rest]] == [0, 1, 2]
@@ -184,17 +186,17 @@ def test_what_was_read_before_the_end_is_not_lost():
 
 def test_the_lower_rank_calls_and_what_the_other_says_waits():
     ends, heard = pair(), ([], [])
-    low = Lines(0, lambda rank: ends[0], lambda rank, frame: heard[0].append((rank, frame[0])))
-    high = Lines(
+    low = LeaderLinks(0, lambda rank: ends[0], lambda rank, frame: heard[0].append((rank, frame[0])))
+    high = LeaderLinks(
         1,
         lambda rank: pytest.fail("the higher rank never calls"),
         lambda rank, frame: heard[1].append((rank, frame[0])),
     )
     high.send(0, {"from": "high"})
-    assert high.has_backlog(0) and not high.is_over(0)
+    assert high.has_backlog(0) and not high.is_closed(0)
     low.send(1, {"from": "low"})
 
-    def until(lines: Lines, index: int, rank: int) -> None:
+    def until(lines: LeaderLinks, index: int, rank: int) -> None:
         deadline = time.monotonic() + 10
         lines.listen(
             [rank], lambda: 0.0 if heard[index] and not lines.has_backlog(rank) else deadline - time.monotonic()
@@ -211,7 +213,7 @@ def test_the_lower_rank_calls_and_what_the_other_says_waits():
     low.close()
     rounds = iter([1.0, 0.0])
     high.listen([0], lambda: next(rounds))
-    assert high.is_over(0)
+    assert high.is_closed(0)
 
 
 def test_operations_have_labels_of_their_own():
@@ -264,17 +266,17 @@ def test_large_calls_that_differ_never_meet(hosts):
     assert all(symcomm.spawn(rank, size, mode="threads", hosts=hosts, deadline=60, timeout=20))
 
 
-def test_a_message_that_was_withdrawn_is_made_up_for_and_no_other() -> None:
+def test_a_cancelled_message_is_made_up_for_and_no_other() -> None:
     """A receiver that has not heard yet makes a place for it: zeros of that size go there, and of no other."""
     told: list[dict[str, Any]] = []
     moved: list[tuple[int, int]] = []
 
     class Stub:
         size, rank, name, timeout = 2, 0, "stub", 1.0
-        news = threading.Condition()
+        cond = threading.Condition()
         nonce = ""
 
-        def office_card(self, rank: int) -> Any:
+        def endpoint(self, rank: int) -> Any:
             return self
 
         def tell(self, rank: int, header: dict[str, Any], payload: bytes = b"") -> bool:
@@ -287,21 +289,21 @@ def test_a_message_that_was_withdrawn_is_made_up_for_and_no_other() -> None:
                 moved.extend((move.peer, move.nbytes) for move in moves)
 
     stub = Stub()
-    mail = Mail(stub)
+    matcher = MessageMatcher(stub)
     tensor = torch.zeros(100, dtype=torch.uint8)
     buffer = Buffer(tensor.data_ptr(), 100, DType.UINT8, tensor)
-    works = [mail.send(Message.send(tensor, 1), buffer, 0) for _ in range(2)]
-    assert mail.withdraw(works[0]) and told[-1] == {"kind": "withdrawn", "number": 0}
+    works = [matcher.send(Message.send(tensor, 1), buffer, 0) for _ in range(2)]
+    assert matcher.cancel(works[0]) and told[-1] == {"kind": "cancelled", "number": 0}
     for rank, number, nbytes in ((1, 0, 99), (1, 5, 100), (0, 1, 100), (1, 1, 1 << 40)):
-        with pytest.raises(Refused):
-            mail.on_clear(rank, {"number": number, "nbytes": nbytes})
+        with pytest.raises(ProtocolViolation):
+            matcher.on_clear_to_send(rank, {"number": number, "nbytes": nbytes})
     assert not moved
-    mail = Mail(stub)
-    works = [mail.send(Message.send(tensor, 1), buffer, 0) for _ in range(2)]
-    assert mail.withdraw(works[0])
-    mail.on_clear(1, {"number": 0, "nbytes": 100})
-    assert told[-1] == {"kind": "going", "number": 0, "real": False} and moved == [(1, 100)]
-    mail.on_clear(1, {"number": 1, "nbytes": 100})
-    assert told[-1] == {"kind": "going", "number": 1, "real": True} and moved == [(1, 100)] * 2
-    with pytest.raises(Refused):
-        mail.on_clear(1, {"number": 0, "nbytes": 100})
+    matcher = MessageMatcher(stub)
+    works = [matcher.send(Message.send(tensor, 1), buffer, 0) for _ in range(2)]
+    assert matcher.cancel(works[0])
+    matcher.on_clear_to_send(1, {"number": 0, "nbytes": 100})
+    assert told[-1] == {"kind": "sending", "number": 0, "real": False} and moved == [(1, 100)]
+    matcher.on_clear_to_send(1, {"number": 1, "nbytes": 100})
+    assert told[-1] == {"kind": "sending", "number": 1, "real": True} and moved == [(1, 100)] * 2
+    with pytest.raises(ProtocolViolation):
+        matcher.on_clear_to_send(1, {"number": 0, "nbytes": 100})

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from symcomm.bench.hosts import Measurement, Workload, as_table, expected_bytes, run_hosts_bench, to_json
+from symcomm.bench.namespaces import why_no_namespaces
 from symcomm.cli import bench
 from symcomm.cli.bench import pick_collectives
-from symcomm.cli.bench_hosts import Figures, Plan, as_table, expected_bytes, run_hosts_bench, to_json
-from symcomm.cli.namespaces import why_no_namespaces
 from tests.namespaces import network
 
 ROOT = Path(__file__).parent.parent
@@ -105,20 +105,20 @@ def test_networks_are_cleaned_up():
 
 def test_the_benchmark_says_what_the_wire_allows():
     """Two hosts x 4 ranks: a ring over 8 ranks sends 1.75 times the tensor out of each host, ours once."""
-    plan = Plan(ranks=4, sizes=(1 << 20,))
+    workload = Workload(ranks=4, sizes=(1 << 20,))
     assert expected_bytes("ours", "all_reduce", 1 << 20, 2, 4) == 1 << 20
     assert expected_bytes("gloo", "all_reduce", 1 << 20, 2, 4) == 1.75 * 2**20
     found = [
-        Figures("all_reduce", 1 << 20, "ours", 1.1 * 2**20, [0.010, 0.020, 0.012]),
-        Figures("all_reduce", 1 << 20, "gloo", 1.8 * 2**20, [0.024, 0.018]),
-        Figures("barrier", 0, "ours", 650.0, [0.001]),
-        Figures("barrier", 0, "gloo", 1160.0, [0.002]),
+        Measurement("all_reduce", 1 << 20, "ours", 1.1 * 2**20, [0.010, 0.020, 0.012]),
+        Measurement("all_reduce", 1 << 20, "gloo", 1.8 * 2**20, [0.024, 0.018]),
+        Measurement("barrier", 0, "ours", 650.0, [0.001]),
+        Measurement("barrier", 0, "gloo", 1160.0, [0.002]),
     ]
-    title, _, rows = as_table(found, plan)
+    title, _, rows = as_table(found, workload)
     assert title == "2 hosts x 4 ranks, 1000 Mbit/s each"
     assert rows[0] == ["all_reduce", "1 MiB", "12.00", "21.00", "1.75x", "1.75x", "1.10 x size", "1.80 x size", "70%"]
     assert rows[1] == ["barrier", "", "1.00", "2.00", "2.00x", "-", "650 B", "1160 B", "-"]
-    written = to_json(found, plan)["rows"]
+    written = to_json(found, workload)["rows"]
     assert [r["fastest_ms"] for r in written] == [10.0, 18.0, 1.0, 2.0]
     assert [r["expected"] for r in written] == [1 << 20, 1.75 * 2**20, None, None]
 
@@ -143,11 +143,11 @@ def test_every_collective_moves_what_it_must():
     """A real run on both sides: values are right, and the network card counts what algorithms say, and headers."""
     if reason := why_no_namespaces():
         pytest.skip(f"several hosts: {reason}")
-    plan = Plan(2, rounds=3, steps=1, sizes=(4 << 10, 1 << 20), collectives=pick_collectives("all"))
+    workload = Workload(2, rounds=3, steps=1, sizes=(4 << 10, 1 << 20), collectives=pick_collectives("all"))
     ticks: list[str] = []
-    found = run_hosts_bench(plan, ticks.append)
-    assert 3 * len(found) == len(ticks) == plan.turns == 3 * 2 * (8 * 2 + 1)
-    assert {f.collective for f in found} == set(plan.collectives) and all(min(f.turns) > 0 for f in found)
+    found = run_hosts_bench(workload, ticks.append)
+    assert 3 * len(found) == len(ticks) == workload.turns == 3 * 2 * (8 * 2 + 1)
+    assert {f.collective for f in found} == set(workload.collectives) and all(min(f.turns) > 0 for f in found)
     for f in found:
         if f.nbytes == 1 << 20:
             wanted = expected_bytes(f.side, f.collective, f.nbytes, 2, 2)
@@ -156,11 +156,11 @@ def test_every_collective_moves_what_it_must():
 
 def test_which_collectives(monkeypatch):
     asked = []
-    monkeypatch.setattr("symcomm.cli.bench_hosts.run_hosts_bench", lambda plan, tick: asked.append(plan) or [])
+    monkeypatch.setattr("symcomm.bench.hosts.run_hosts_bench", lambda workload, tick: asked.append(workload) or [])
     for words in ([], ["--collectives", "all_gather, barrier"], ["--collectives", "all"]):
         out = CliRunner().invoke(bench.app, ["hosts", "--quick", *words])
         assert out.exit_code == 0 and "all values were right" in out.output
-    names = [plan.collectives for plan in asked]
+    names = [workload.collectives for workload in asked]
     assert names[:2] == [("all_reduce",), ("all_gather", "barrier")] and len(names[2]) == 9
     out = CliRunner().invoke(bench.app, ["hosts", "--collectives", "all_reduce,p2p"])
     assert out.exit_code == 2 and "--collectives must be one of all_reduce" in out.output and "'p2p'" in out.output

@@ -11,7 +11,7 @@ def _program(rank: int, world: int, path: str):
     import torch
     import torch.distributed as dist
 
-    from symcomm.backend.register import register
+    from symcomm.torch_backend.register import register
 
     register()
     torch.set_num_threads(1)

@@ -12,8 +12,9 @@ import symcomm
 from symcomm import errors
 from symcomm._core import native
 from symcomm.group.buffers import torch_dtypes
-from symcomm.hosts import algorithms, layout
-from symcomm.hosts.layout import FEW_OF_A_HOST, Layout, split_evenly, travels
+from symcomm.hierarchical import pipelined
+from symcomm.hierarchical import topology as layout
+from symcomm.hierarchical.topology import EAGER_HOST_MAX, Layout, fits_eager, split_evenly
 from symcomm.memory import share
 from symcomm.types import DType, RedOpType
 
@@ -33,8 +34,8 @@ def values(rank: int, count: int, dtype=torch.float32) -> torch.Tensor:
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Tensors of some kilobytes take several chunks, and the engine."""
-    monkeypatch.setattr(algorithms, "CHUNK", 2048)
-    monkeypatch.setattr(layout, "FEW_OF_A_HOST", 0)
+    monkeypatch.setattr(pipelined, "CHUNK", 2048)
+    monkeypatch.setattr(layout, "EAGER_HOST_MAX", 0)
 
 
 # --- who is where ------------------------------------------------------------------------------------------------
@@ -48,14 +49,14 @@ def test_pieces_differ_by_one_at_most():
 
 
 def test_few_bytes_travel_with_the_arrival():
-    assert travels(4096, 1000) and not travels(4097, 1000)
-    assert travels(FEW_OF_A_HOST, 2) and not travels(FEW_OF_A_HOST + 1, 2) and not travels(FEW_OF_A_HOST, 3)
-    assert travels(128 << 10, 3, is_whole=True) and not travels((128 << 10) + 1, 3, is_whole=True)
+    assert fits_eager(4096, 1000) and not fits_eager(4097, 1000)
+    assert fits_eager(EAGER_HOST_MAX, 2) and not fits_eager(EAGER_HOST_MAX + 1, 2) and not fits_eager(EAGER_HOST_MAX, 3)
+    assert fits_eager(128 << 10, 3, is_whole=True) and not fits_eager((128 << 10) + 1, 3, is_whole=True)
     layout = Layout([[0, 1], [2]], 0)
-    assert layout.carries(FEW_OF_A_HOST, is_whole=True)
-    layout.most_with_arrivals = 5000  # as an engine may say
-    assert layout.carries(5000) and not layout.carries(5001)
-    assert Layout([[0, 1], [2]], 2).most_of_a_host([1, 2, 4]) == 4
+    assert layout.fits_eager(EAGER_HOST_MAX, is_whole=True)
+    layout.eager_host_max = 5000  # as an engine may say
+    assert layout.fits_eager(5000) and not layout.fits_eager(5001)
+    assert Layout([[0, 1], [2]], 2).largest_host_total([1, 2, 4]) == 4
 
 
 @pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 3], [1], [2, 4, 5]], [[0], [1, 2, 3]]])
@@ -72,10 +73,10 @@ def test_everybody_speaks_to_every_host(hosts):
 
 def test_memory_that_only_some_can_open_makes_hosts():
     """Named arenas: who cannot open a file is on another host, and says so where only one is possible."""
-    cards = [{"path": f"/dev/shm/symcomm-{r}"} for r in range(3)]
-    share._check_all_mapped([[0, 1, 2]] * 3, cards)
+    infos = [{"path": f"/dev/shm/symcomm-{r}"} for r in range(3)]
+    share._check_all_mapped([[0, 1, 2]] * 3, infos)
     with pytest.raises(share.SeveralHostsError, match="rank 0's memory .* cannot be opened by rank 1; let the") as info:
-        share._check_all_mapped([[0, 2], [1], [0, 2]], cards)
+        share._check_all_mapped([[0, 2], [1], [0, 2]], infos)
     assert info.value.hosts == [[0, 2], [1]]
 
 
@@ -317,7 +318,7 @@ def taken_back_too_late(group, source):
         group.barrier()
         group.send(torch.full((100_000,), 2.0), 0, 9)
     else:
-        group.mail.on_withdrawn = lambda rank, header: None
+        group.matcher.on_cancelled = lambda rank, header: None
         group.barrier()
         x = torch.empty(100_000)
         said = [group.recv(x, source, 9, timeout=20), x.mean().item()]
@@ -349,10 +350,10 @@ def groups(group):
 def test_groups_from_groups():
     said = run(groups, [2, 2])
     assert [s[0] for s in said] == [
-        ["ProcessGroup", None, "HostsGroup"],
-        ["ProcessGroup", "HostsGroup", "HostsGroup", 40.0],
-        [None, None, "HostsGroup"],
-        [None, "HostsGroup", "HostsGroup", 40.0],
+        ["LocalGroup", None, "HierarchicalGroup"],
+        ["LocalGroup", "HierarchicalGroup", "HierarchicalGroup", 40.0],
+        [None, None, "HierarchicalGroup"],
+        [None, "HierarchicalGroup", "HierarchicalGroup", 40.0],
     ]
     assert [s[1] for s in said] == [4.0, 6.0, 4.0, 6.0] and said[0][2] == [0, 2]
 

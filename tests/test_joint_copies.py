@@ -1,7 +1,7 @@
 """Large messages between symmetric tensors, which both ranks copy: the sender writes into the receiver's tensor.
 
-Rank 0 sends again and again until it stands in the middle of such a write (see halts.py). Then it is stopped or killed,
-and rank 1's receive ends in one way or another.
+Rank 0 sends again and again until it stands in the middle of such a write (see page_gate.py). Then it is stopped or
+killed, and rank 1's receive ends in one way or another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from symcomm.group.process_group import ProcessGroup
 from tests.faults import attempt, leftovers, returned, run_group
 from tests.halted_calls import PATTERN, of_rank
-from tests.halts import PAGE, Gate, Words, stop, symmetric, until
+from tests.page_gate import PAGE, Gate, Words, stop, symmetric, until
 
 pytestmark = pytest.mark.unused_process  # ranks that other tests have left in it count as sharing the cores
 

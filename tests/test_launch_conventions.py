@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from symcomm.cli.job import Place, find_place
 from symcomm.errors import SymcommError
+from symcomm.launcher.job import NodePlacement, find_placement
 from symcomm.store.launchers import port_for_job
 from tests.ports import free_port
 
@@ -33,21 +33,25 @@ POD_PLACE = ("train-0.train.default.svc.cluster.local", 29500)
 @pytest.mark.parametrize(
     ("given", "environ", "expected"),
     [
-        (("1", None, None), {}, Place(1, 0, None)),
-        (("1", None, None), SLURM, Place(1, 0, None)),  # a script on one node of a job is nobody's node 1
-        (("auto", None, None), SLURM, Place(4, 1, SLURM_PLACE)),
-        (("4", None, None), SLURM, Place(4, 1, SLURM_PLACE)),
-        (("4", 3, None), SLURM, Place(4, 3, SLURM_PLACE)),
-        (("auto", None, ("h", 1)), SLURM, Place(4, 1, ("h", 1))),
-        (("2", 1, ("h", 1)), SLURM, Place(2, 1, ("h", 1))),  # who says everything is not contradicted
-        (("3", None, None), INDEXED_JOB | DOMAIN, Place(3, 1, POD_PLACE)),
-        (("auto", None, None), INDEXED_JOB | DOMAIN | {"WORLD_SIZE": "3"}, Place(3, 1, POD_PLACE)),
-        (("auto", None, None), INDEXED_JOB | {"WORLD_SIZE": "2", "MASTER_ADDR": "m"}, Place(2, 1, ("m", 29500))),
-        (("2", 1, None), {}, Place(2, 1, None)),  # the job refuses this afterwards: nobody says where to meet
+        (("1", None, None), {}, NodePlacement(1, 0, None)),
+        (("1", None, None), SLURM, NodePlacement(1, 0, None)),  # a script on one node of a job is nobody's node 1
+        (("auto", None, None), SLURM, NodePlacement(4, 1, SLURM_PLACE)),
+        (("4", None, None), SLURM, NodePlacement(4, 1, SLURM_PLACE)),
+        (("4", 3, None), SLURM, NodePlacement(4, 3, SLURM_PLACE)),
+        (("auto", None, ("h", 1)), SLURM, NodePlacement(4, 1, ("h", 1))),
+        (("2", 1, ("h", 1)), SLURM, NodePlacement(2, 1, ("h", 1))),  # who says everything is not contradicted
+        (("3", None, None), INDEXED_JOB | DOMAIN, NodePlacement(3, 1, POD_PLACE)),
+        (("auto", None, None), INDEXED_JOB | DOMAIN | {"WORLD_SIZE": "3"}, NodePlacement(3, 1, POD_PLACE)),
+        (
+            ("auto", None, None),
+            INDEXED_JOB | {"WORLD_SIZE": "2", "MASTER_ADDR": "m"},
+            NodePlacement(2, 1, ("m", 29500)),
+        ),
+        (("2", 1, None), {}, NodePlacement(2, 1, None)),  # the job refuses this afterwards: nobody says where to meet
     ],
 )
 def test_find_place(given, environ, expected):
-    assert find_place(*given, environ) == expected
+    assert find_placement(*given, environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,7 @@ def test_find_place(given, environ, expected):
 )
 def test_mistakes_get_one_sentence(given, environ, words):
     with pytest.raises(SymcommError) as info:
-        find_place(*given, environ)
+        find_placement(*given, environ)
     assert str(info.value).startswith("symcomm run: ") and words in str(info.value) and "\n" not in str(info.value)
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
-from symcomm.cli.job import Job, reserve_port
-from symcomm.cli.launch import launch
-from symcomm.cli.output import Output
+from symcomm.launcher.job import Job, reserve_port
+from symcomm.launcher.launch import launch
+from symcomm.launcher.output import Output
 
 SRC = Path(__file__).parent.parent / "src"
 DEADLINE = 60  # of any one launch; a busy machine is slow, a hang is longer

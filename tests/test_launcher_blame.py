@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from symcomm.cli.verdict import RankEnd, find_cause
+from symcomm.launcher.verdict import RankEnd, find_cause
 from tests.test_launcher import jobs  # noqa: F401
 
 

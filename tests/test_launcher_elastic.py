@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from symcomm.cli.job import Job, parse_range, reserve_port
 from symcomm.errors import BadArgumentError
+from symcomm.launcher.job import Job, parse_range, reserve_port
 from tests.test_launcher import DEADLINE, jobs  # noqa: F401
 
 # Ranks of a group that lose and gain others without any torch. A newcomer prints, too.

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from symcomm.cli.job import Job, reserve_port
 from symcomm.errors import BadArgumentError, StoreAuthError
+from symcomm.launcher.job import Job, reserve_port
 from symcomm.store.bootstrap import rendezvous
 from symcomm.store.tcp import TCPStore
 from tests.test_launcher import jobs  # noqa: F401
@@ -34,12 +34,12 @@ def token_of(job: Job) -> str | None:
 def test_one_node_makes_its_own_and_what_is_given_wins(monkeypatch):
     job = Job(["x"], 2)
     assert token_of(job) == job.token and len(job.token) >= 40 and job.token != Job(["x"], 2).token
-    assert job.admits_strangers  # a store that the launcher keeps; PyTorch's clients know of no token
+    assert job.admits_unauthenticated  # a store that the launcher keeps; PyTorch's clients know of no token
     assert token_of(Job(["x"], 2, env={"SYMCOMM_TOKEN": "from --env"})) == "from --env"
     monkeypatch.setenv("SYMCOMM_TOKEN", "mine")
-    assert token_of(job) == "mine" and not job.admits_strangers
+    assert token_of(job) == "mine" and not job.admits_unauthenticated
     assert token_of(Job(["x"], 2, nodes=2, endpoint=FAR)) == "mine"
-    assert Job(["x"], 2, insecure=True).admits_strangers
+    assert Job(["x"], 2, insecure=True).admits_unauthenticated
     monkeypatch.setenv("SYMCOMM_TOKEN", "")
     assert token_of(job) == ""  # who says that there is none is believed
 

@@ -13,38 +13,17 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "symcomm"
 
-# Higher number may import lower or equal ones, never the other way round.
-LAYERS = {
-    "errors": 0,
-    "llama": 0,
-    "torch_versions": 0,
-    "types": 0,
-    "_core": 0,
-    "store": 1,
-    "memory": 2,
-    "collectives": 3,
-    "group": 4,
-    "hosts": 5,
-    "observe": 5,
-    "simulate": 5,
-    "ray": 5,
-    "gpu": 5,
-    "symm_mem": 5,
-    "windows": 6,
-    "backend": 6,
-    "device": 6,
-    "comm": 6,
-    "ddp": 7,
-    "c10d": 8,
-    "compile": 8,
-    "elastic": 8,
-    "cli": 9,
-    "__main__": 9,
-}
+# The one order of layers, lowest first: each may import those before it, and itself. The package's docstring and
+# ARCHITECTURE.md show the same.
+ORDER = """
+errors types ops torch_versions preflight _core store memory collectives group hierarchical cuda symm_mem windows
+simulate observe torch_backend ddp device comm compile elastic c10d ray launcher llama bench demo cli __main__
+""".split()
+LAYERS = {name: level for level, name in enumerate(ORDER)}
 # Packages below the line never import torch when they are loaded, only inside a function that was handed a tensor.
 TORCH_FREE_AT_IMPORT = {
-    "errors", "types", "_core", "store", "memory", "collectives", "group", "hosts", "observe", "gpu", "symm_mem", "cli",
-    "simulate", "ray", "windows",
+    "errors", "types", "_core", "store", "memory", "collectives", "group", "hierarchical", "observe", "cuda",
+    "symm_mem", "cli", "simulate", "ray", "windows", "launcher", "preflight",
 }  # fmt: skip
 
 
@@ -84,6 +63,51 @@ def test_imports_point_down(path: Path):
             assert LAYERS[layer_of(module)] <= LAYERS[layer], f"{path} ({layer}) imports {module}, which is above it"
 
 
+# What torch and namedtuples call by such names, though some of our classes have one of the same name.
+NOT_OURS = set(
+    """
+    _allgather_base _collective _devices _end_coalescing _get_backend _make _parameters _reduce_scatter_base
+    _register_backend _remove_autograd_hooks _replace _set_comm_hook_name _set_default_backend
+    _set_forward_pass_work_handle _set_group_desc _set_group_name _set_sequence_number_for_group _start_coalescing
+    _threads _timeout _values _world
+    """.split()
+)
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Attributes that classes of a file define."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            found.add(node.attr)
+        for member in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                found.add(member.name)
+            targets = member.targets if isinstance(member, ast.Assign) else [getattr(member, "target", None)]
+            found |= {
+                name.id for target in targets if target for name in ast.walk(target) if isinstance(name, ast.Name)
+            }
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def is_self(node: ast.AST) -> bool:
+    return (isinstance(node, ast.Name) and node.id in ("self", "cls")) or ast.unparse(node) == "super()"
+
+
+def test_objects_keep_their_privates():
+    """State is layered as imports are: nothing uses ``x._y`` of a class that another file defines."""
+    trees = {path: ast.parse(path.read_text()) for path in FILES}
+    owners = {path: private_names(tree) for path, tree in trees.items()}
+    ours = set().union(*owners.values()) - NOT_OURS
+    foreign = [
+        f"{path.relative_to(SRC)}:{node.lineno} {ast.unparse(node)}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ours - owners[path] and not is_self(node.value)
+    ]
+    assert not foreign
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
 def test_files_fit_on_a_desk(path: Path):
     assert len(path.read_text().splitlines()) <= 600
@@ -116,7 +140,7 @@ def test_ranks_load_no_observer_unless_asked():
     """Neither groups nor the torch backend; a variable in the environment asks for one."""
     code = """
 import json, os, sys, torch, torch.distributed as dist, symcomm
-from symcomm.backend.register import register
+from symcomm.torch_backend.register import register
 symcomm.spawn(lambda group: group.all_reduce(torch.ones(4)), 2, mode="threads", deadline=30)
 register()
 dist.init_process_group("symcomm", rank=0, world_size=1, store=dist.HashStore())

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from symcomm._core import native
-from symcomm.group import process_group
+from symcomm.group import local
 from symcomm.group.process_group import ProcessGroup
 from tests.faults import attempt, leftovers, returned, run_group
 from tests.halted_calls import PATTERN
-from tests.halts import Words, ordinary, symmetric, until
+from tests.page_gate import Words, ordinary, symmetric, until
 
 N = 16_384  # elements: a message of so many is read where it lies, if that is symmetric
 PROMPT = 5.0  # seconds, far below the deadlines here
@@ -38,8 +38,8 @@ def nothing_is_left():
 
 def extent(team: ProcessGroup) -> tuple[int, int]:
     """Where this rank's part of a group begins and ends."""
-    start = team._arena.base + team._offset
-    return start, start + process_group._layout(team.size, team._limits)[2]
+    start = team.arena.base + team._offset
+    return start, start + local._layout(team.size, team.plan_limits)[2]
 
 
 class Claim:
@@ -115,8 +115,8 @@ def _ask_after(g: ProcessGroup, start: Callable, make: Callable, first: int, tur
                 team.destroy()
             g.barrier()
         if g.rank != first:
-            process_group.give_back()  # who left first learns of the other when it makes its next group
-        claim = Claim(*mine) if process_group.retired_count() == 0 else None
+            local.free_retired()  # who left first learns of the other when it makes its next group
+        claim = Claim(*mine) if local.retired_count() == 0 else None
         g.barrier()
         late = [name for work in works if g.rank == first for name in ask(work, team)]
         attempt(team.abort)
@@ -226,13 +226,13 @@ class VoteFirst:
 def wait_in_threads(team: ProcessGroup, waiting: Callable, ends: list[str]) -> list[threading.Thread]:
     """Several where they can wait at the same time: each wakes at another moment."""
     count = 8 if waiting in (wait_in_receive, wait_in_send, wait_in_message) else 1
-    before = native.group_report(team._handle)["seq"]
+    before = native.group_report(team.handle)["seq"]
     threads = [
         threading.Thread(target=lambda: ends.append(attempt(lambda: waiting(team))), daemon=True) for _ in range(count)
     ]
     for thread in threads:
         thread.start()
-    until(lambda: native.group_report(team._handle)["seq"] > before, 0.02)  # messages are not counted there
+    until(lambda: native.group_report(team.handle)["seq"] > before, 0.02)  # messages are not counted there
     return threads
 
 
@@ -247,7 +247,7 @@ def leave(team: ProcessGroup, how: str) -> ProcessGroup | None:
         team.abort()
     if how == "destroy":
         team.destroy()
-        until(lambda: process_group.give_back() or process_group.retired_count() == 0, 0.05)
+        until(lambda: local.free_retired() or local.retired_count() == 0, 0.05)
     return None
 
 
@@ -313,7 +313,7 @@ def _emptied(g: ProcessGroup, call: str, make: Callable, n: int, words: Words) -
     fresh: list[torch.Tensor] = []
 
     def empty() -> None:
-        until(lambda: native.group_report(g._handle)["seq"] == 3)
+        until(lambda: native.group_report(g.handle)["seq"] == 3)
         listed.clear()
         gc.collect()
         fresh.extend(make(n).fill_(PATTERN) for _ in range(8))
@@ -362,7 +362,7 @@ class Interrupter:
 
 
 def _interrupted(g: ProcessGroup, start: str, words: Words) -> list[str]:
-    function = "submit" if start == "all_reduce" else "mail_post"
+    function = "submit" if start == "all_reduce" else "p2p_post"
     real, bad, line = getattr(native, function), [], 0
     while True:
         team = new_team(g)

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from symcomm.errors import BadArgumentError, ResourceError
-from symcomm.observe.metrics import Meter, Spans
+from symcomm.observe.top.metrics import Meter, Spans
 from symcomm.observe.top.model import Live
 from symcomm.observe.top.simulate import SimulatedFeed
 

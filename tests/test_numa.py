@@ -18,12 +18,12 @@ import pytest
 import symcomm
 from symcomm import errors
 from symcomm._core import native
-from symcomm.cli.job import Job
-from symcomm.cli.launch import launch
-from symcomm.cli.output import Output
 from symcomm.collectives.plan import ALGORITHMS
 from symcomm.collectives.select import Limits
-from symcomm.group import process_group
+from symcomm.group import local
+from symcomm.launcher.job import Job
+from symcomm.launcher.launch import launch
+from symcomm.launcher.output import Output
 from symcomm.memory import numa
 from symcomm.memory.arena import Arena
 from symcomm.memory.flight import read_flight
@@ -124,7 +124,7 @@ def test_an_arena_takes_its_pages_from_its_node():
 
 def placed(rank: int, world: int, store: str, folder: str, cores: list[int]) -> symcomm.ProcessGroup:
     numa.SYSFS = folder
-    process_group.Limits = functools.partial(Limits, node_ranks=2, node_scatter_bytes=4 * PIECE)  # type: ignore[misc,assignment]
+    local.Limits = functools.partial(Limits, node_ranks=2, node_scatter_bytes=4 * PIECE)  # type: ignore[misc,assignment]
     os.sched_setaffinity(0, {cores[rank]} if rank < len(cores) else set(cores))
     return symcomm.init(store=symcomm.FileStore(store, world), rank=rank, world_size=world, timeout=30)
 
@@ -147,7 +147,7 @@ def called(rank: int, world: int, store: str, folder: str, cores: list[int]) -> 
     group = placed(rank, world, store, folder, cores)
 
     def tensors(n: int) -> list[np.ndarray]:
-        symmetric = np.frombuffer(group._arena.buffer(4 * n), np.float32)
+        symmetric = np.frombuffer(group.arena.buffer(4 * n), np.float32)
         return [*(np.zeros(n, np.float32) for _ in range(3)), symmetric]
 
     right: dict[str, list[bool]] = {name: [] for name in ALL_RIGHT}
@@ -165,10 +165,10 @@ def called(rank: int, world: int, store: str, folder: str, cores: list[int]) -> 
         group.broadcast(mine, 1)
         right["broadcast"].append(np.array_equal(mine, values(1)))
     half = group.split(rank // 2, rank)
-    entries = [entry for entry in read_flight(group._arena.flight.address) if entry.count >= PIECE * world]
+    entries = [entry for entry in read_flight(group.arena.flight.address) if entry.count >= PIECE * world]
     found = {
-        "nodes": group._limits.nodes,
-        "of a half": half._limits.nodes if half is not None else None,
+        "nodes": group.plan_limits.nodes,
+        "of a half": half.plan_limits.nodes if half is not None else None,
         "right": right,
         "algorithms": {ALGORITHMS[entry.plan] for entry in entries},
         "calls": len(entries),

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from symcomm.observe import places
-from symcomm.observe.ask import ask_stacks
-from symcomm.observe.feed import attach
-from symcomm.observe.jobs import choose_job, find_jobs
-from symcomm.observe.stacks import where
+from symcomm.observe import server_registry
+from symcomm.observe.analysis.verdict import PATIENCE
+from symcomm.observe.recorder.stacks import where
+from symcomm.observe.top.ask import ask_stacks
+from symcomm.observe.top.feed import attach
+from symcomm.observe.top.jobs import choose_job, find_jobs
 from symcomm.observe.top.model import Live
-from symcomm.observe.verdict import PATIENCE
 from tests.control_client import ask
 
 SRC = Path(__file__).parent.parent / "src"
@@ -113,7 +113,7 @@ def test_servers_page_and_trace_of_one_job(start):
     job = start(2, 60.0, "--server")
     sentence = STUCK.format("rank 0")
     assert judged(job) == sentence
-    servers = {facts["rank"]: facts for facts in places.on_this_host()}
+    servers = {facts["rank"]: facts for facts in server_registry.on_this_host()}
     stacks = ask_stacks({rank: facts["pid"] for rank, facts in servers.items()})
     assert sorted(stacks) == [0, 1]
     assert str(where(stacks[1])) == "job.py:5 in next_batch" and stacks[1][0].is_rank
@@ -135,7 +135,7 @@ def test_a_rank_that_cannot_answer(start):
     sentence = (
         "rank 1 has not called all_reduce #3 (world), which rank 0 called at job.py:12; it (pid {}) runs no Python "
         "that could tell where it is."
-    ).format(next(facts["pid"] for facts in places.on_this_host() if facts["rank"] == 1))
+    ).format(next(facts["pid"] for facts in server_registry.on_this_host() if facts["rank"] == 1))
     assert judged(job) == sentence
     code, text = command("trace", "--live", "--job", str(job.pid))
     assert code == 1 and text.splitlines()[0] == sentence and "did not say where it is" in text
@@ -144,7 +144,7 @@ def test_a_rank_that_cannot_answer(start):
 def test_metrics_of_a_rank(start):
     pytest.importorskip("prometheus_client")
     start(2, 60.0, "--server")
-    facts = next(f for f in places.on_this_host() if f["rank"] == 1)
+    facts = next(f for f in server_registry.on_this_host() if f["rank"] == 1)
     for _ in range(2):  # asked twice, counted once
         answer = ask(facts["address"], "GET", "/api/v1/metrics", token=facts["token"])
         body = answer.content

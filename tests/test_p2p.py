@@ -18,7 +18,7 @@ import symcomm
 from symcomm import ANY_SOURCE, Message, errors
 from symcomm.group.process_group import ProcessGroup
 from tests.faults import run_group
-from tests.halts import Words, until
+from tests.page_gate import Words, until
 
 SIZES = (0, 1, 7, 1000, 65_536, 100_000, 1_000_001)  # elements: below and above the ring's 256 KiB
 
@@ -31,7 +31,7 @@ def filled(value: float, count: int, g: ProcessGroup | None = None) -> torch.Ten
     """``count`` float32, in symmetric memory when a group is given."""
     if g is None:
         return torch.full((count,), float(value))
-    raw = torch.frombuffer(g._arena.buffer(max(4 * count, 4)), dtype=torch.float32)[:count]
+    raw = torch.frombuffer(g.arena.buffer(max(4 * count, 4)), dtype=torch.float32)[:count]
     return raw.fill_(value)
 
 

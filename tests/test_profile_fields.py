@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from symcomm.backend.register import register
+from symcomm.torch_backend.register import register
 from tests.ranks import run_ranks
 
 FIELDS = {

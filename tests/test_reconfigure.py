@@ -15,8 +15,8 @@ import symcomm
 from symcomm.group import registry
 from symcomm.group.handles import Handle
 from symcomm.group.reconfigure import ReconfigurableGroup
-from tests.comers import returned
-from tests.parties import WAIT, Party, crowd_of, expected, failure
+from tests.elastic_ranks import returned
+from tests.reconfigure_ranks import WAIT, Party, expected, failure, run_parties
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def follow(party: Party, script: list[list[int]]) -> list[tuple]:
 
 
 def check_script(folder: Any, script: list[list[int]], count: int, fn: Callable = follow) -> None:
-    values = returned(crowd_of(folder, fn, count, script))
+    values = returned(run_parties(folder, fn, count, script))
     for me, seen in enumerate(values):
         assert seen == [(uuid, *expected(me, who)) for uuid, who in enumerate(script) if me in who]
 
@@ -82,7 +82,7 @@ def test_hooks_go_on_watching(tmp_path):
         party.group.barrier()
         return seen
 
-    assert returned(crowd_of(tmp_path, watched, 2)) == [["BARRIER", "ALLREDUCE"]] * 2
+    assert returned(run_parties(tmp_path, watched, 2)) == [["BARRIER", "ALLREDUCE"]] * 2
 
 
 def test_of_a_set_all_make_the_same_choice(tmp_path):
@@ -92,7 +92,7 @@ def test_of_a_set_all_make_the_same_choice(tmp_path):
         group.all_gather(ranks, torch.tensor([float(party.me)]))
         return group.rank, [int(r) for r in ranks]
 
-    values = returned(crowd_of(tmp_path, choose, 3))
+    values = returned(run_parties(tmp_path, choose, 3))
     order = values[0][1]
     assert sorted(order) == [0, 1, 2] and [v[1] for v in values] == [order] * 3
     assert [v[0] for v in values] == [order.index(me) for me in range(3)]
@@ -123,11 +123,11 @@ def test_nothing_stays_in_the_stores(tmp_path):
         party.store.set(f"done/{party.me}", "x")
         party.store.wait(["done/0", "done/1"])
         end = time.monotonic() + 5.0  # the last of a round deletes its keys after it has the group
-        while time.monotonic() < end and len(left := party.group._endpoint.store.list_keys()) > 2:
+        while time.monotonic() < end and len(left := party.group._handle_server.store.list_keys()) > 2:
             time.sleep(0.01)
         return [key.split("/")[0] for key in left]
 
-    assert returned(crowd_of(tmp_path, keys, 2)) == [["at", "at"], []]
+    assert returned(run_parties(tmp_path, keys, 2)) == [["at", "at"], []]
 
 
 # --- the default group -----------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_a_used_uuid_is_refused_on_all_also_on_those_who_do_not_know_it(tmp_path
         party.become(6, [0, 1, 2])
         return said[:2], party.facts()
 
-    values = returned(crowd_of(tmp_path, reuse, 3))
+    values = returned(run_parties(tmp_path, reuse, 3))
     refused = ("BadArgumentError", "reconfigure: uuid must be a fresh one each time, got 5; it was already used.")
     assert [v[0] for v in values[:2]] == [refused] * 2
     kind, said = values[2][0]
@@ -247,7 +247,7 @@ def test_who_comes_with_another_uuid_or_other_handles_is_named(tmp_path):
         return said, other, party.facts()
 
     (said0, other0, facts0), (said1, _, facts1), _ = returned(
-        crowd_of(tmp_path, lambda p: differ(p) if p.me < 2 else (), 3)
+        run_parties(tmp_path, lambda p: differ(p) if p.me < 2 else (), 3)
     )
     assert said0[0] == said1[0] == "DeadlineError" and (said0[2], said1[2]) == ([1], [0])
     assert "; it came with uuid 11) did not come within 1 s; the group has no members yet." in said0[1]

@@ -15,18 +15,18 @@ import torch
 from symcomm import errors
 from symcomm.group.reconfigure import Reconfiguration
 from symcomm.memory import share
-from tests.comers import die, returned
-from tests.parties import (
+from tests.elastic_ranks import die, returned
+from tests.reconfigure_ranks import (
     STEPS,
     WAIT,
     Party,
     after_its_first_exchange,
     around,
     before_hosts_connect,
-    crowd_of,
     expected,
     failure,
     on_hosts,
+    run_parties,
 )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def check_survivors(outcomes: list[Any], victim: int, everybody: Sequence[int]) 
 @pytest.mark.parametrize("victim", [0, 1, 2], ids=["the first", "the second", "the last"])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_a_death_before_the_verdict_ends_it_for_all(step, victim, tmp_path):
-    check_survivors(crowd_of(tmp_path, survive, 3, victim, step, [0, 1, 2]), victim, [0, 1, 2])
+    check_survivors(run_parties(tmp_path, survive, 3, victim, step, [0, 1, 2]), victim, [0, 1, 2])
 
 
 def test_a_peer_that_hangs_up_because_of_a_death_is_not_what_is_told(tmp_path):
@@ -73,7 +73,7 @@ def test_a_peer_that_hangs_up_because_of_a_death_is_not_what_is_told(tmp_path):
             share.SLICE = 0.4  # it looks for the dead more seldom than it hears of others
         return survive(party, 2, after_its_first_exchange, [0, 1, 2])
 
-    check_survivors(crowd_of(tmp_path, run, 3), 2, [0, 1, 2])
+    check_survivors(run_parties(tmp_path, run, 3), 2, [0, 1, 2])
 
 
 # --- deaths while the verdict is made --------------------------------------------------------------------------------
@@ -86,13 +86,13 @@ def decide_in_turn(party: Party, victim: int, keepers: int) -> None:
 
     def decided(self: Reconfiguration, verdict: str) -> str:
         if party.me == victim:
-            self._keepers = self._keepers[:keepers]
+            self._replicas = self._replicas[:keepers]
             decide(self, verdict)
             die()
         others = [me for me in range(self.size) if me != victim]
         await_death(party, victim)
         if party.me == others[0]:
-            verdict = self.to_verdict(self._gone(victim))
+            verdict = self.to_verdict(self.gone_ranks(victim))
         else:
             party.store.wait([f"decided/{others[0]}"])
         verdict = decide(self, verdict)
@@ -128,7 +128,7 @@ def decided_with(party: Party, victim: int, keepers: int) -> str:
 @pytest.mark.parametrize("victim", [0, 1, 3])
 @pytest.mark.parametrize("keepers", [0, 1, 2, 3])
 def test_a_death_within_the_verdict_leaves_one_verdict(victim, keepers, tmp_path):
-    outcomes = crowd_of(tmp_path, decided_with, 4, victim, keepers)
+    outcomes = run_parties(tmp_path, decided_with, 4, victim, keepers)
     assert outcomes[victim].kind == "died"
     values = returned([o for me, o in enumerate(outcomes) if me != victim])
     assert len(set(values)) == 1, values
@@ -158,7 +158,7 @@ def decide_apart(party: Party, cut: dict[int, list[int]], order: list[int]) -> N
             party.store.wait([f"decided/{before[-1]}"])
         Reconfiguration._server = unanswered  # type: ignore[method-assign]
         if 0 in cut.get(party.me, []):  # it would not have heard there that all have built
-            verdict = self.to_verdict(self._gone(0))
+            verdict = self.to_verdict(self.gone_ranks(0))
         try:
             return decide(self, verdict)
         finally:
@@ -192,7 +192,7 @@ HALVES = {0: [1, 2], 3: [1, 2], 1: [0], 2: [0]}
 )
 def test_a_keeper_that_some_cannot_reach_parts_nobody(cut, expected, order, tmp_path):
     """Who goes on goes on in one group: all in the new one, or all in the old one."""
-    values = returned(crowd_of(tmp_path, parted, 4, cut, order))
+    values = returned(run_parties(tmp_path, parted, 4, cut, order))
     assert not {"old", "new"} <= set(values) and "?" not in values, values
     assert expected is None or set(values) <= expected, values
 
@@ -211,7 +211,7 @@ def test_after_a_failure_members_have_the_group_they_had(tmp_path):
         assert party.group.current is old
         return said, party.facts()
 
-    outcomes = crowd_of(tmp_path, keep, 3)
+    outcomes = run_parties(tmp_path, keep, 3)
     values = returned(outcomes[:2])
     assert values[0][0] == values[1][0] and values[0][0][2] == [2]
     assert values[0][0][1].endswith(") is gone; the group is what it was.")
@@ -232,7 +232,7 @@ def test_a_first_member_that_ends_at_once_takes_nothing_with_it(tmp_path):
     for attempt in range(5):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        values = returned(crowd_of(folder, work, 3)[1:])
+        values = returned(run_parties(folder, work, 3)[1:])
         assert values == [("RankFailedError", [0], expected(me, [2, 1])) for me in (1, 2)]
 
 
@@ -259,7 +259,7 @@ def test_what_is_pending_on_the_old_group_is_told(hosts, tmp_path):
             return [party.facts()]
         return [failure(lambda: party.group.all_reduce(torch.ones(3))), (party.group.rank, party.group.size)]
 
-    first, second, left_out = returned(crowd_of(tmp_path, on_hosts(work, hosts), 3))
+    first, second, left_out = returned(run_parties(tmp_path, on_hosts(work, hosts), 3))
     why = "group 'world@1' was left when its members were reconfigured (uuid 2)."
     for kind, words, _ in first[:2]:  # rank 1 may be a little quicker to leave than this one
         told = kind == "GroupUnusableError" and words.endswith(why)
@@ -283,7 +283,7 @@ def test_members_of_two_hosts_come_and_go(tmp_path):
                 seen.append((party.group.spans_hosts, *party.facts()))
         return seen
 
-    values = returned(crowd_of(tmp_path, on_hosts(follow, "aabb"), 4))
+    values = returned(run_parties(tmp_path, on_hosts(follow, "aabb"), 4))
     for me, seen in enumerate(values):
         spans = [len({"aabb"[i] for i in who}) > 1 for who in script]
         assert seen == [(spans[u], *expected(me, who)) for u, who in enumerate(script) if me in who]
@@ -293,4 +293,4 @@ def test_members_of_two_hosts_come_and_go(tmp_path):
 @pytest.mark.parametrize("step", [*STEPS, before_hosts_connect], ids=lambda step: step.__name__)
 def test_a_death_on_one_of_two_hosts(step, victim, tmp_path):
     fn = on_hosts(survive, "aabb")
-    check_survivors(crowd_of(tmp_path, fn, 4, victim, step, [0, 1, 2, 3]), victim, [0, 1, 2, 3])
+    check_survivors(run_parties(tmp_path, fn, 4, victim, step, [0, 1, 2, 3]), victim, [0, 1, 2, 3])

@@ -13,8 +13,8 @@ import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
 
 from symcomm import c10d
-from symcomm.backend.register import register
-from tests.comers import die
+from symcomm.torch_backend.register import register
+from tests.elastic_ranks import die
 from tests.ranks import run_ranks
 
 HAS_RECONFIGURE = hasattr(dist, "_reconfigure")

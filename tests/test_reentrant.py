@@ -20,8 +20,8 @@ import symcomm
 from symcomm import errors
 from symcomm.group import hooks
 from symcomm.group.buffers import Buffer
-from symcomm.group.messages import MessageWork
-from symcomm.group.process_group import ProcessGroup
+from symcomm.group.local import LocalGroup
+from symcomm.group.p2p import MessageWork
 from symcomm.group.work import Work
 from symcomm.memory import arena as arenas
 from symcomm.memory.heap import Heap
@@ -103,14 +103,14 @@ def test_a_file_store_called_within_its_own_call_is_refused(tmp_path: Path, monk
 def test_asynchronous_calls_within_asynchronous_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal may come while works are looked through; its handler starts works of the same group."""
     inner: list[Any] = []
-    mine, poll = torch.ones(2), Work._poll
+    mine, poll = torch.ones(2), Work.poll
 
     def interrupt(group: Any) -> None:
         if not inner and "works" in vars(group) and group._keep_lock.locked():
             inner.append(None)
             inner[0] = group.all_reduce(mine, async_op=True)
 
-    class Interrupted(ProcessGroup):
+    class Interrupted(LocalGroup):
         @property
         def _pending(self) -> list[Work]:
             interrupt(self)
@@ -125,7 +125,7 @@ def test_asynchronous_calls_within_asynchronous_calls(monkeypatch: pytest.Monkey
         interrupt(work._group)
         return poll(work, timeout)
 
-    monkeypatch.setattr(Work, "_poll", interrupted)
+    monkeypatch.setattr(Work, "poll", interrupted)
     group, theirs = Interrupted(0, 1, lambda item: [item]), torch.ones(2)
     works = [group.all_reduce(theirs, op="avg", async_op=True) for _ in range(2)]
     for work in works + inner:
@@ -136,7 +136,7 @@ def test_asynchronous_calls_within_asynchronous_calls(monkeypatch: pytest.Monkey
 
 def test_an_operation_within_the_copying_of_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for its turn behind the core's thread, which must not wait for the copying."""
-    group, finish = ProcessGroup(0, 1, lambda item: [item]), Buffer.finish
+    group, finish = LocalGroup(0, 1, lambda item: [item]), Buffer.finish
     copying, inner = threading.Event(), []
 
     def interrupted(buffer: Buffer) -> None:
@@ -147,14 +147,14 @@ def test_an_operation_within_the_copying_of_a_result(monkeypatch: pytest.MonkeyP
             group.all_reduce(torch.ones(1))
         finish(buffer)
 
-    copy_out = Work._copy_out_in_core
+    copy_out = Work.copy_out_in_core
 
     def late(work: Work, status: int) -> None:
         copying.wait(10)
         copy_out(work, status)
 
     monkeypatch.setattr(Buffer, "finish", interrupted)
-    monkeypatch.setattr(Work, "_copy_out_in_core", late)
+    monkeypatch.setattr(Work, "copy_out_in_core", late)
     group.all_reduce(torch.ones(4)[::2], async_op=True).wait()
     assert inner
     group.destroy()
@@ -271,7 +271,7 @@ def test_a_lock_that_another_thread_held_is_free_in_a_forked_child() -> None:
 def test_a_group_is_left_while_other_threads_start_operations() -> None:
     """Whatever was started is done or refused; nothing waits for a thread that has gone."""
     for _ in range(30):
-        group = ProcessGroup(0, 1, lambda item: [item])
+        group = LocalGroup(0, 1, lambda item: [item])
         group.all_reduce(torch.ones(2), async_op=True)
         ends: list[str] = []
 
@@ -286,7 +286,7 @@ def test_a_group_is_left_while_other_threads_start_operations() -> None:
         for thread in threads:
             thread.start()
         time.sleep(0.005)
-        group._leave()
+        group.leave_now()
         for thread in threads:
             thread.join(20)
         assert ends == ["refused"] * 3

@@ -60,7 +60,7 @@ def test_what_was_not_run():
 
 
 def test_what_is_checked_after_a_change():
-    assert modules_of(["src/symcomm/_core/sync.c", "src/symcomm/store/__init__.py", "docs/a.md"]) == [
+    assert modules_of(["src/symcomm/_core/sync/sync.c", "src/symcomm/store/__init__.py", "docs/a.md"]) == [
         "symcomm._core",
         "symcomm.store",
     ]
@@ -68,5 +68,5 @@ def test_what_is_checked_after_a_change():
     assert not names("from symcomm.store import lease\nimport symcomm.store.tcp2", "symcomm.store.tcp")
     chosen, left_out = choose(["src/symcomm/store/lease.py", "tests/test_sites.py"], {"test_group_life": 100.0}, 120)
     assert {"test_layers", "test_sites"} <= set(chosen) and not set(chosen) & set(left_out)
-    everything = choose(["src/symcomm/_core/sync.c"], {}, 1e6)[0]
-    assert set(choose(["src/symcomm/_core/sync.c"], {}, 200)[0]) < set(everything)
+    everything = choose(["src/symcomm/_core/sync/sync.c"], {}, 1e6)[0]
+    assert set(choose(["src/symcomm/_core/sync/sync.c"], {}, 200)[0]) < set(everything)

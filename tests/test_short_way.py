@@ -16,11 +16,12 @@ import torch
 import symcomm
 from symcomm import errors
 from symcomm._core import native
-from symcomm.backend import options_layout
 from symcomm.group import torch_layout
 from symcomm.group.buffers import torch_dtypes
-from symcomm.group.messages import Message
+from symcomm.group.p2p import Message
 from symcomm.group.process_group import ProcessGroup
+from symcomm.ops import CACHED
+from symcomm.torch_backend import options_layout
 from tests.tensor_kinds import OF_THEIR_MEMORY, OTHERS, at_low_address, low_buffer
 
 WORLD = 2
@@ -205,7 +206,7 @@ def test_the_places_that_the_core_reads_are_found_in_this_torch():
     assert layout is not None and len(layout[3]) == 2
     with torch.inference_mode(), torch.device("meta"):
         assert torch_layout.tensor_layout(torch) == layout, "whatever the program was in the middle of"
-    assert options_layout.install() == set(options_layout._TYPES)
+    assert options_layout.install() == set(CACHED)
 
 
 def _refuses_tensors_without_memory() -> None:
@@ -326,7 +327,7 @@ def test_puts_are_counted_by_their_way():
 
 
 def _recorded(g: ProcessGroup) -> list[tuple[str, str, str]]:
-    from symcomm.observe.records import operations_at
+    from symcomm.observe.recorder.records import operations_at
 
     x = torch.ones(2)
     g.all_reduce(x)

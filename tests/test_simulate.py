@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from symcomm.cli.main import app
 from symcomm.errors import BadArgumentError
-from symcomm.hosts import algorithms
+from symcomm.hierarchical import pipelined
 from symcomm.simulate import Cluster, Link, Topology, compare, ddp_step, fsdp_step, parse_topology, predict
 from symcomm.simulate import machine as machines
 from symcomm.simulate.calibrate import CALL, CASES, calibrate, fit, fit_link, fitted_sizes
@@ -29,7 +29,7 @@ from symcomm.simulate.rounds import (
     tree,
 )
 from symcomm.simulate.topology import resized
-from symcomm.simulate.units import parse_bandwidth, parse_bytes, parse_seconds, words_for_bytes, words_for_time
+from symcomm.simulate.units import format_bytes, format_time, parse_bandwidth, parse_bytes, parse_seconds
 
 # A machine whose numbers make sums easy: a byte that is touched takes a nanosecond, waits nothing.
 PLAIN = machines.Machine("plain", call=0, meet=0, peer=0, cached=1e9, memory=1e9, host_memory=1e30)
@@ -370,7 +370,7 @@ def test_three_figures_predict_the_others(ranks, nbytes):
 
 
 def test_sizes_are_those_of_groups_of_several_hosts():
-    assert CHUNK == algorithms.CHUNK
+    assert CHUNK == pipelined.CHUNK
 
 
 def test_hosts_meet_first_and_small_tensors_travel_along():
@@ -500,8 +500,8 @@ def test_units():
     assert [parse_bytes("c", "a", t) for t in ("8", "64K", "1.5GiB", "2gb")] == [8, 65536, 3 << 29, 2 << 30]
     assert [parse_bandwidth("c", "a", t) for t in ("100Gb/s", "12.5GB/s", "1gbps")] == [12.5e9, 12.5e9, 125e6]
     assert parse_seconds("c", "a", "1.5ms") == 1.5e-3
-    assert [words_for_bytes(n) for n in (8, 1 << 20, 3 << 29)] == ["8 B", "1 MiB", "1.5 GiB"]
-    assert [words_for_time(s) for s in (1e-7, 1.5e-6, 0.0234, 1.2, 120)] == [
+    assert [format_bytes(n) for n in (8, 1 << 20, 3 << 29)] == ["8 B", "1 MiB", "1.5 GiB"]
+    assert [format_time(s) for s in (1e-7, 1.5e-6, 0.0234, 1.2, 120)] == [
         "0.10 us",
         "1.50 us",
         "23.4 ms",

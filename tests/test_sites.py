@@ -20,9 +20,11 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from symcomm.cli import bench, bench_sites, refusals, relay
-from symcomm.cli.bench_sites import Figures, Plan
-from symcomm.cli.namespaces import SlowNetwork, why_no_slow_network
+from symcomm.bench import relay
+from symcomm.bench import sites as bench_sites
+from symcomm.bench.namespaces import SlowNetwork, why_no_slow_network
+from symcomm.bench.sites import Measurement, Workload
+from symcomm.cli import bench, refusals
 
 ROOT = Path(__file__).parent.parent
 HOSTS = [bytes([10, 0, 0, number]) for number in (1, 2)]
@@ -169,7 +171,7 @@ def test_the_relay_ends_with_its_maker_even_if_that_is_killed():
     if reason := _why_not():
         pytest.skip(f"sites: {reason}")
     script = (
-        "import time; from symcomm.cli.namespaces import SlowNetwork; net = SlowNetwork(2, 100, 5).__enter__();"
+        "import time; from symcomm.bench.namespaces import SlowNetwork; net = SlowNetwork(2, 100, 5).__enter__();"
         "print(net._started[0].pid, flush=True); time.sleep(60)"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -194,20 +196,20 @@ def cli(*args: str) -> tuple[int, str]:
 
 
 def test_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    asked: list[Plan] = []
+    asked: list[Workload] = []
 
-    def stand_in(plan: Plan, tick: object) -> list[Figures]:
-        asked.append(plan)
+    def stand_in(workload: Workload, tick: object) -> list[Measurement]:
+        asked.append(workload)
         return [
-            Figures("plain", [(0, 0.0, 5.0), (40, 20.0, 3.0), (80, 40.0, 2.1)], 320_000_000),
-            Figures("diloco", [(0, 0.0, 5.0), (100, 10.0, 2.2)], 20_500_000),
-            Figures("topk", [(0, 0.0, 5.0), (160, 32.0, 2.5)], 9_000_000),
+            Measurement("plain", [(0, 0.0, 5.0), (40, 20.0, 3.0), (80, 40.0, 2.1)], 320_000_000),
+            Measurement("diloco", [(0, 0.0, 5.0), (100, 10.0, 2.2)], 20_500_000),
+            Measurement("topk", [(0, 0.0, 5.0), (160, 32.0, 2.5)], 9_000_000),
         ]
 
     monkeypatch.setattr(bench_sites, "run_sites_bench", stand_in)
     path = tmp_path / "sites.json"
     code, output = cli("--markdown", "--json", str(path))
-    assert code == 0 and asked == [Plan()] and asked[0].ranks == 1, output
+    assert code == 0 and asked == [Workload()] and asked[0].ranks == 1, output
     assert "2 sites x 1 ranks, 100 Mbit/s, round trip 50 ms" in output
     assert "| plain DDP | 40.0 | 1.00x | 80 | 500 | 320.0 | 2.10 |" in output
     assert "| DiLoCo | 10.0 | 4.00x | 100 | 100 | 20.5 | 2.20 |" in output
@@ -216,7 +218,7 @@ def test_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     saved = json.loads(path.read_text())
     assert saved["rows"][0]["curve"][-1] == [80, 40.0, 2.1] and saved["plan"]["target"] == 2.4
     code, output = cli("--quick", "--ranks", "2")
-    assert code == 0 and asked[1] == Plan(2, **bench_sites.QUICK) and re.search(r"DiLoCo +10\.0 +4\.00x", output)
+    assert code == 0 and asked[1] == Workload(2, **bench_sites.QUICK) and re.search(r"DiLoCo +10\.0 +4\.00x", output)
     code, output = cli("--ranks", "0")
     assert code == refusals.BAD_USAGE and "1 or more for sites" in output
 
@@ -225,12 +227,12 @@ def test_every_method_trains_across_sites():
     """A tiny model, two steps: all methods begin and judge alike, and differ in what they send."""
     if reason := _why_not():
         pytest.skip(f"sites: {reason}")
-    plan = Plan(
+    workload = Workload(
         round_trip_ms=4.0, width=32, layers=1, context=16, batch=2, every=1, period=2, limit=2, target=0.0
     )  # fmt: skip
     ticks: list[str] = []
-    found = {f.method: f for f in bench_sites.run_sites_bench(plan, ticks.append)}
-    assert list(found) == list(plan.methods) and len(ticks) == plan.turns
+    found = {f.method: f for f in bench_sites.run_sites_bench(workload, ticks.append)}
+    assert list(found) == list(workload.methods) and len(ticks) == workload.turns
     assert len({f.curve[0][2] for f in found.values()}) == 1
     assert all(f.steps == 2 and f.seconds > 0 and 0 < f.loss < f.curve[0][2] * 2 for f in found.values())
     # One meeting is half of two steps' gradients; int8 is a quarter.

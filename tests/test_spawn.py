@@ -143,7 +143,7 @@ def test_threads_give_back_what_they_took():
 
 def test_a_symmetric_tensor_outlives_its_threads():
     def make(g: ProcessGroup) -> torch.Tensor:
-        t = torch.frombuffer(g._arena.buffer(4000), dtype=torch.float32)
+        t = torch.frombuffer(g.arena.buffer(4000), dtype=torch.float32)
         t.fill_(1.0)
         g.all_reduce(t)
         return t

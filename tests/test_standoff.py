@@ -17,7 +17,7 @@ import symcomm
 from symcomm import errors
 from symcomm._core import native
 from symcomm.group.process_group import ProcessGroup
-from tests.halts import until
+from tests.page_gate import until
 
 LOGGER = "symcomm.group.standoff"
 
@@ -27,11 +27,11 @@ class Heard(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.lines: list[str] = []
+        self.leader_links: list[str] = []
         self.some = threading.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+        self.leader_links.append(record.getMessage())
         self.some.set()
 
 
@@ -78,7 +78,7 @@ def test_both_sides_are_named_after_a_second_and_at_the_deadline(how: str):
         f"receive from {who}, tag 7, on group 'world' timed out after 1.6 s: the other side did not come: "
         "rank 0 waits in all_reduce(float32 x 4, SUM) #2, which this rank has not called. The group can still be used."
     )
-    (line,) = heard.lines
+    (line,) = heard.leader_links
     assert line.startswith(
         f"receive from {who}, tag 7, on group 'world': rank 0 waits in all_reduce(float32 x 4, SUM) #2, "
         "which rank 1 has not called, and rank 1 waits for it"
@@ -108,7 +108,7 @@ def _another_thread_sends(g: ProcessGroup, heard: Heard) -> list[float]:
 def test_a_program_whose_other_thread_sends_is_not_refused():
     with hearing() as heard:
         assert on_threads(_another_thread_sends, heard) == [[3.0], [1.0, 2.0, 3.0, 3.0]]
-    assert len(heard.lines) == 1
+    assert len(heard.leader_links) == 1
 
 
 def _is_late(g: ProcessGroup) -> str:
@@ -116,7 +116,7 @@ def _is_late(g: ProcessGroup) -> str:
         with pytest.raises(errors.SymcommError) as caught:
             g.recv(torch.zeros(1), 0, tag=3)
         return str(caught.value)
-    assert until(lambda: native.group_report(g._handle)["ranks"][1]["message"], 20)  # it sleeps there
+    assert until(lambda: native.group_report(g.handle)["ranks"][1]["message"], 20)  # it sleeps there
     with pytest.raises(errors.DeadlineError) as caught:
         g.all_reduce(torch.ones(4), timeout=0.7)
     assert caught.value.missing == [1]
@@ -140,4 +140,4 @@ def _is_only_slow(g: ProcessGroup, slow: threading.Event) -> None:
 def test_a_sender_that_is_only_late_is_not_spoken_of():
     with hearing() as heard:
         on_threads(_is_only_slow, threading.Event())
-    assert heard.lines == []
+    assert heard.leader_links == []

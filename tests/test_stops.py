@@ -21,13 +21,13 @@ from symcomm import errors
 from symcomm.group import grow as growing
 from symcomm.group import reconfigure
 from symcomm.group.default import join_ranks
-from symcomm.group.process_group import ProcessGroup
+from symcomm.group.local import LocalGroup
 from symcomm.memory import share
 from symcomm.store import FileStore
-from tests.comers import Crowd, returned
+from tests.elastic_ranks import ElasticRanks, returned
 from tests.faults import process_state
-from tests.halts import until
-from tests.parties import STEPS, Party, around, before_hosts_connect, expected, failure, on_hosts
+from tests.page_gate import until
+from tests.reconfigure_ranks import STEPS, Party, around, before_hosts_connect, expected, failure, on_hosts
 
 SECONDS = 4.0  # of one deadline: all scenarios of a test run at once
 WAIT = 20.0
@@ -36,12 +36,12 @@ EVERY_STEP = "SYMCOMM_EVERY_STEP" in os.environ  # for every victim, as `make so
 
 def play(folder: Path, size: int, run: Callable, scenarios: list[tuple]) -> list[list[Any]]:
     """What each of ``size`` processes returned from ``run(store, me, *scenario)``, of all scenarios at once."""
-    crowd = Crowd(folder)
+    forked = ElasticRanks(folder)
     for number, scenario in enumerate(scenarios):
         for me in range(size):
             path = str(folder / f"store{number}")
-            crowd.newcomer(lambda _, path=path, me=me, scenario=scenario: run(FileStore(path), me, *scenario))
-    values = returned(crowd.outcomes(deadline=80.0))
+            forked.newcomer(lambda _, path=path, me=me, scenario=scenario: run(FileStore(path), me, *scenario))
+    values = returned(forked.outcomes(deadline=80.0))
     return [values[at : at + size] for at in range(0, len(values), size)]
 
 
@@ -67,7 +67,7 @@ def wake(pid: int) -> None:
 
 def stopped(party: Party, victim: int, step: Callable, size: int) -> tuple:
     """``victim`` stops at ``step``, and goes on when the others have given up; then all of them try again."""
-    reconfigure.KEEPER_SECONDS = 0.5  # for one that is stopped to answer
+    reconfigure.REPLICA_SECONDS = 0.5  # for one that is stopped to answer
     everybody = list(range(size))
     others = [me for me in everybody if me != victim]
     if party.me == victim:
@@ -140,7 +140,7 @@ def stop_at(where: str) -> None:
 
 
 def member_of_two(store: Any, rank: int) -> Any:
-    return join_ranks(store, rank, 2, WAIT, partial(ProcessGroup, timeout=WAIT))
+    return join_ranks(store, rank, 2, WAIT, partial(LocalGroup, timeout=WAIT))
 
 
 def take_in(store: Any, me: int, where: str) -> tuple:

@@ -1,4 +1,4 @@
-"""Copies with non-temporal stores (`_core/stream.c`): the same bytes, whatever their size and address."""
+"""Copies with non-temporal stores (`_core/memory/nontemporal.c`): the same bytes, whatever their size and address."""
 
 from __future__ import annotations
 

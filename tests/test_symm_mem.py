@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import _SymmetricMemory as TorchSymmetricMemory
 import symcomm
 from symcomm import errors, symm_mem
 from symcomm.group.default import join_ranks, set_default
+from symcomm.group.local import LocalGroup
 from symcomm.memory.arena import current_arena
 from symcomm.store import FileStore, HashStore
 from tests.ranks import run_ranks
@@ -35,7 +36,7 @@ def spawn(fn, n, *args, mode="threads"):
 
 def join(rank: int, world: int, path: str) -> symcomm.ProcessGroup:
     store = FileStore(path, world)
-    group = join_ranks(store, rank, world, 30.0, partial(symcomm.ProcessGroup, timeout=20))
+    group = join_ranks(store, rank, world, 30.0, partial(LocalGroup, timeout=20))
     set_default(group)
     return group
 
@@ -654,7 +655,7 @@ def _interrupted(rank, world):
     def ring(*_):
         raise Alarm
 
-    group = symcomm.ProcessGroup(0, 1, lambda item: [item], timeout=30)
+    group = LocalGroup(0, 1, lambda item: [item], timeout=30)
     handle = symm_mem.rendezvous(symm_mem.zeros(1), group)
     signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -670,7 +671,7 @@ def test_ctrl_c_ends_a_wait():
 
 
 def test_the_interpreter_runs_while_we_wait():
-    group = symcomm.ProcessGroup(0, 1, lambda item: [item], timeout=30)
+    group = LocalGroup(0, 1, lambda item: [item], timeout=30)
     handle = symm_mem.rendezvous(symm_mem.zeros(1), group)
     waiter = threading.Thread(target=handle.wait_signal, args=(0,))
     waiter.start()
@@ -679,7 +680,7 @@ def test_the_interpreter_runs_while_we_wait():
     handle.put_signal(0)
     waiter.join(10)
     assert not waiter.is_alive()
-    assert current_arena() is group._arena
+    assert current_arena() is group.arena
 
 
 # --- sharing by name -------------------------------------------------------------------------------------

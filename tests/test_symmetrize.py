@@ -15,7 +15,7 @@ from torch import nn
 import symcomm
 from symcomm import errors, symm_mem
 from symcomm._core import native
-from symcomm.group.process_group import _layout
+from symcomm.group.local import _layout
 from symcomm.memory.arena import current_arena
 from tests.ranks import run_ranks
 from tests.test_symm_mem import _rank_main
@@ -266,7 +266,7 @@ def test_bad_options():
 
 def in_arena(group, tensor) -> bool:
     """What the core asks to decide that no copy is needed."""
-    return 0 <= tensor.data_ptr() - group._arena.base < group._arena.nbytes
+    return 0 <= tensor.data_ptr() - group.arena.base < group.arena.nbytes
 
 
 def _data_parallel(group, start, symmetric):
@@ -285,7 +285,7 @@ def _data_parallel(group, start, symmetric):
     for buffer in module.buffers():
         group.broadcast(buffer, 0)
     if symmetric:
-        assert current_arena() is group._arena and all(in_arena(group, p.grad) for p in module.parameters())
+        assert current_arena() is group.arena and all(in_arena(group, p.grad) for p in module.parameters())
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
@@ -313,8 +313,8 @@ def _data_parallel_plain(group, start, symmetric):
 
 def _no_copy(group):
     """An all_reduce of symmetric tensors reads the peers' memory itself: nothing passes through the staging area."""
-    stage, end, _ = _layout(group.size, group._limits)
-    staging = group._arena.base + group._offset + stage
+    stage, end, _ = _layout(group.size, group.plan_limits)
+    staging = group.arena.base + group._offset + stage
     plain = torch.full((3_000_000,), float(group.rank + 1))
     tensor = symcomm.symmetrize(plain.clone())
     place = tensor.data_ptr()

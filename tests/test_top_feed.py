@@ -14,12 +14,12 @@ import torch
 
 import symcomm
 from symcomm.errors import BadArgumentError, ResourceError
-from symcomm.observe import ask
-from symcomm.observe.feed import READ_AT_ONCE, attach
-from symcomm.observe.jobs import JobFacts, arenas_mapped, arenas_of, choose_job, find_jobs
-from symcomm.observe.processes import ancestors_of, command_of
-from symcomm.observe.records import operations_of
-from symcomm.observe.stacks import short_site
+from symcomm.observe.recorder.processes import ancestors_of, command_of
+from symcomm.observe.recorder.records import operations_of
+from symcomm.observe.recorder.stacks import short_site
+from symcomm.observe.top import ask
+from symcomm.observe.top.feed import READ_AT_ONCE, attach
+from symcomm.observe.top.jobs import JobFacts, arenas_mapped, arenas_of, choose_job, find_jobs
 from symcomm.observe.top.model import STATES, Live
 from tests.ranks import run_ranks
 

@@ -8,12 +8,12 @@ import json
 import pytest
 
 from symcomm.errors import BadArgumentError
-from symcomm.observe.feed import Feed, GroupFacts, RankFacts, Sample
-from symcomm.observe.records import Operation
+from symcomm.observe.recorder.records import Operation
 from symcomm.observe.top import model
+from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
 from symcomm.observe.top.model import BIN_NS, STATES, Live, end_of_pack
 from symcomm.observe.top.simulate import SimulatedFeed
-from symcomm.observe.top.snapshot import MEETINGS_SENT, RANK_OPERATIONS_SENT, snapshot
+from symcomm.observe.top.snapshot import INSTANCES_SENT, RANK_OPERATIONS_SENT, snapshot
 
 SECOND = 1_000_000_000
 
@@ -205,7 +205,7 @@ def test_snapshots_tell_only_what_is_new():
 def test_a_snapshot_of_a_thousand_ranks_is_bounded():
     live, _ = simulated(1000, seconds=60, straggler=7)
     found = snapshot(live, 0)
-    assert len(found["meetings"]) <= MEETINGS_SENT and found["skipped"] > 0
+    assert len(found["meetings"]) <= INSTANCES_SENT and found["skipped"] > 0
     assert sum(len(row[12]) for row in found["meetings"]) <= RANK_OPERATIONS_SENT
     assert len(json.dumps(found)) < 2_000_000
     assert found["meetings"][-1][3] >= max(m.first.seq for m in live.over)  # the newest are there

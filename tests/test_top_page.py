@@ -17,7 +17,7 @@ from rich.console import Console
 
 from symcomm.cli.top_terminal import show
 from symcomm.errors import ResourceError
-from symcomm.observe.metrics import Meter
+from symcomm.observe.top.metrics import Meter
 from symcomm.observe.top.model import Live
 from symcomm.observe.top.page import PageServer, page
 from symcomm.observe.top.simulate import SimulatedFeed

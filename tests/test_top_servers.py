@@ -14,10 +14,10 @@ import pytest
 
 import symcomm
 from symcomm.errors import BadArgumentError, ResourceError
-from symcomm.observe.records import operations_of
-from symcomm.observe.server import start
-from symcomm.observe.servers_feed import attach_servers
+from symcomm.observe.recorder.records import operations_of
+from symcomm.observe.server.server import start
 from symcomm.observe.top.model import Live
+from symcomm.observe.top.servers_feed import attach_servers
 from symcomm.store import HashStore
 
 SRC = Path(__file__).parent.parent / "src"
@@ -96,7 +96,7 @@ def test_a_job_by_its_ports(tmp_path):
         assert launcher.stdout is not None
         try:
             assert [launcher.stdout.readline() for _ in range(3)] == ["ready\n"] * 3
-            facts = symcomm.observe.places.on_this_host()
+            facts = symcomm.observe.server_registry.on_this_host()
             live = Live(attach_servers(next(f["address"] for f in facts if f["rank"] == 1), TOKEN))
             verdict = ""
             deadline = time.monotonic() + 20

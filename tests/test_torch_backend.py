@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from symcomm.backend.torch_patches import method_swap
+from symcomm.torch_backend.torch_patches import method_swap
+from tests.check_runner import run_checks
 from tests.ports import free_port
-from tests.told import tell
 
 ROOT = Path(__file__).parent.parent
 # Decorated functions, read from the text: this file needs no torch of its own.
@@ -51,7 +51,7 @@ def run_python(code: str, **extra: str) -> str:
 @pytest.fixture(scope="module")
 def told() -> dict[str, list[str]]:
     """What every rank has to say about every check."""
-    return tell("tests.torch_checks", CHECKS, environment(), 110)
+    return run_checks("tests.torch_checks", CHECKS, environment(), 110)
 
 
 @pytest.mark.timeout(150)
@@ -67,13 +67,15 @@ def test_autoload_loads_next_to_nothing():
     loaded = run_python(
         "import sys, torch\n"
         "before = set(sys.modules)\n"
-        "from symcomm.backend.register import autoload\n"
+        "from symcomm.torch_backend.register import autoload\n"
         "autoload()\n"
         "import torch.distributed as dist\n"
         "assert 'symcomm' in dist.Backend.backend_list\n"
         "print(*[m for m in sys.modules if m.startswith('symcomm')])\n"
     ).split()
-    assert not [m for m in loaded if m.startswith(("symcomm._core", "symcomm.group", "symcomm.backend.group"))], loaded
+    assert not [m for m in loaded if m.startswith(("symcomm._core", "symcomm.group", "symcomm.torch_backend.group"))], (
+        loaded
+    )
     assert len([m for m in loaded if ".torch_patches." not in m]) <= 7, loaded
 
 
@@ -88,7 +90,7 @@ def test_a_first_group_loads_only_what_it_runs():
     """What else there is comes with the first CUDA tensor, host, store of ours or failure that needs it."""
     loaded = run_python(
         "import sys, torch, torch.distributed as dist\n"
-        "from symcomm.backend.register import register; register()\n"
+        "from symcomm.torch_backend.register import register; register()\n"
         "dist.init_process_group('symcomm', store=dist.HashStore(), rank=0, world_size=1)\n"
         "x = torch.ones(2); dist.all_reduce(x); dist.new_group()\n"
         "print(*[m for m in sys.modules if m.startswith('symcomm.')])\n"
@@ -99,7 +101,7 @@ def test_a_first_group_loads_only_what_it_runs():
 
 
 ONE_RANK = (
-    "from symcomm.backend.register import register; register()\n"
+    "from symcomm.torch_backend.register import register; register()\n"
     "import torch, torch.distributed as dist\n"
     "dist.init_process_group({backend!r}, store=dist.HashStore(), rank=0, world_size=1)\n"
     "x = torch.ones(2); dist.all_reduce(x); dist.monitored_barrier()\n"
@@ -119,7 +121,7 @@ def test_gloo_can_be_replaced_from_outside():
 REPLACED = "symcomm: SYMCOMM_REPLACE=gloo is set: groups asked of gloo are made by symcomm."
 TWO_GROUPS = (
     "import sys, torch, torch.distributed as dist\n"
-    "from symcomm.backend.register import register; register()\n"
+    "from symcomm.torch_backend.register import register; register()\n"
     "for _ in range(int(sys.argv[1])):\n"
     "    dist.init_process_group('gloo'); dist.new_group(); dist.new_group([1]); dist.barrier()\n"
     "    dist.destroy_process_group()\n"
@@ -141,7 +143,7 @@ def test_a_replaced_gloo_is_told_once_by_rank_0(asked: str, lives: int, tmp_path
 def test_a_backend_that_cannot_be_replaced_is_told():
     said = run_python(
         "import warnings\n"
-        "from symcomm.backend.register import register\n"
+        "from symcomm.torch_backend.register import register\n"
         "with warnings.catch_warnings(record=True) as found: register()\n"
         "print(*[w.message for w in found])\n",
         SYMCOMM_REPLACE="glo",
@@ -160,7 +162,7 @@ def test_gloo_stays_gloo_when_nobody_asks():
 
 SCRIPT = """\
 import os
-from symcomm.backend.register import register
+from symcomm.torch_backend.register import register
 register()
 import torch
 import torch.distributed as dist

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import symcomm
 import symcomm.c10d as ours
 from symcomm import errors
-from symcomm.observe import dump
-from symcomm.observe.torch_format import DTYPES
+from symcomm.observe.recorder import dump
+from symcomm.observe.recorder.torch_format import DTYPES
 from symcomm.types import DType
 
 PAIRS = [
@@ -59,7 +59,7 @@ def both(tmp_path_factory):
 
 
 def dumps_of_one_rank() -> dict:
-    from symcomm.backend.register import register
+    from symcomm.torch_backend.register import register
 
     register()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -184,7 +184,7 @@ def frtrace(folder: Path, *options: str) -> str:
 
 
 def write_own(group, folder: str) -> None:
-    trace = dump.note(group.global_ranks[group.rank], os.getpid(), group._arena.flight.address)
+    trace = dump.note(group.global_ranks[group.rank], os.getpid(), group.arena.flight.address)
     dump.write(trace, os.path.join(folder, "trace_rank_"))
 
 
@@ -295,8 +295,8 @@ def test_where_dumps_go(monkeypatch):
 
 def test_a_dump_that_torch_wrote(both, tmp_path):
     """What Gloo or NCCL recorded can be read too, as far as it goes."""
-    from symcomm.observe.trace import load
-    from symcomm.observe.verdict import judge
+    from symcomm.observe.analysis.verdict import judge
+    from symcomm.observe.recorder.trace import load
 
     dump = pickle.loads(both["theirs"]["_dump_fr_trace"]["all"])
     for entry in dump["entries"]:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from symcomm import errors
-from symcomm.observe.trace import load
-from symcomm.observe.verdict import judge
+from symcomm.observe.analysis.verdict import judge
+from symcomm.observe.recorder.trace import load
 from tests.faults import leftovers, run_group
 from tests.ranks import run_ranks
 
@@ -317,7 +317,7 @@ def test_run_with_trace(tmp_path):
 def torch_ranks_disagree(rank, world, folder):
     import torch.distributed as dist
 
-    from symcomm.backend.register import register
+    from symcomm.torch_backend.register import register
 
     os.environ["SYMCOMM_TRACE_DIR"] = f"{folder}/dumps"
     register()

@@ -13,9 +13,9 @@ import torch
 
 import symcomm
 from symcomm.errors import BadArgumentError, SymcommError
-from symcomm.observe.jobs import JobFacts, choose_job, choose_jobs, find_jobs
-from symcomm.observe.live import NO_STACKS, look
-from symcomm.observe.verdict import judge
+from symcomm.observe.analysis.verdict import judge
+from symcomm.observe.top.jobs import JobFacts, choose_job, choose_jobs, find_jobs
+from symcomm.observe.top.live import NO_STACKS, look
 from tests.faults import run_group
 from tests.test_trace_failures import ENV, symcomm_trace
 
@@ -161,7 +161,7 @@ def test_where_ranks_are(tmp_path):
 def test_jobs_that_end_while_we_look(monkeypatch):
     """Those are skipped; where none is left, the sentence is of the command that was called."""
     from symcomm.cli.trace import _look_at
-    from symcomm.observe import live
+    from symcomm.observe.top import live
 
     gone = JobFacts("gone", [2**22 + 1, 2**22 + 2])  # more than any process's number
     with pytest.raises(SymcommError, match=r"^symcomm trace: no rank found in processes 4194305, 4194306; they must"):

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from symcomm.observe.clocks import offsets
-from symcomm.observe.perfetto import chrome_trace
-from symcomm.observe.report import as_data, as_text
-from symcomm.observe.stragglers import WINDOWS, stragglers
-from symcomm.observe.trace import RankTrace, Trace
+from symcomm.observe.analysis.clocks import offsets
+from symcomm.observe.analysis.perfetto import chrome_trace
+from symcomm.observe.analysis.report import as_data, as_text
+from symcomm.observe.analysis.stragglers import WINDOWS, stragglers
+from symcomm.observe.recorder.trace import RankTrace, Trace
 from tests.faults import run_group
 from tests.test_trace_verdict import SECOND, call
 
@@ -80,9 +80,9 @@ def slow_rank(group):
         if group.rank == 1:
             time.sleep(0.05)
         group.all_reduce(t)
-    from symcomm.observe.dump import note
+    from symcomm.observe.recorder.dump import note
 
-    return note(group.rank, 0, group._arena.flight.address)
+    return note(group.rank, 0, group.arena.flight.address)
 
 
 def test_a_real_straggler():

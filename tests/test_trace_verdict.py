@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from symcomm.observe.perfetto import chrome_trace
-from symcomm.observe.records import Operation
-from symcomm.observe.report import as_data, as_text
-from symcomm.observe.stacks import Frame, ThreadStack, where
-from symcomm.observe.torch_format import as_json, torch_dump
-from symcomm.observe.trace import RankTrace, Trace
-from symcomm.observe.verdict import judge
+from symcomm.observe.analysis.perfetto import chrome_trace
+from symcomm.observe.analysis.report import as_data, as_text
+from symcomm.observe.analysis.verdict import judge
+from symcomm.observe.recorder.records import Operation
+from symcomm.observe.recorder.stacks import Frame, ThreadStack, where
+from symcomm.observe.recorder.torch_format import as_json, torch_dump
+from symcomm.observe.recorder.trace import RankTrace, Trace
 
 SECOND = 10**9
 

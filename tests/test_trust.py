@@ -1,7 +1,7 @@
 """What a call that returned says is true, and what a call that raised has let go of: values and memory under failure.
 
-Rank 1 is stopped in the middle of a step (see halts.py), rank 0 gives up on it, or sees rank 2 die, and uses its tensor
-for something else at once. Then rank 1 goes on.
+Rank 1 is stopped in the middle of a step (see page_gate.py), rank 0 gives up on it, or sees rank 2 die, and uses its
+tensor for something else at once. Then rank 1 goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from symcomm._core import native
 from symcomm.group.process_group import ProcessGroup
 from tests.faults import attempt, leftovers, returned, run_group
 from tests.halted_calls import APART, CASES, HALTED, MUTUAL, PATTERN, of_rank, total
-from tests.halts import Gate, Words, ordinary, state_of, stop, symmetric, until
+from tests.page_gate import Gate, Words, ordinary, state_of, stop, symmetric, until
 
 RAISED, OVER = 0, 8  # words: ranks that gave up and overwrote their tensors, from RAISED on; rounds that are over
 SMALL, MEDIUM, LARGE = 1000, 16_384, 1 << 20  # elements: less than a page; direct, or one turn; many turns
@@ -43,8 +43,8 @@ def await_first(team: ProcessGroup) -> None:
     is stopped before it arrives is in a long call, and never has it."""
 
     def sleeps() -> bool:
-        there = native.group_report(team._handle)["ranks"][HALTED]["seq"] == 2
-        return there and state_of(team._peers[HALTED].pid) == "S"
+        there = native.group_report(team.handle)["ranks"][HALTED]["seq"] == 2
+        return there and state_of(team.peers[HALTED].pid) == "S"
 
     until(sleeps, 0.5)
 

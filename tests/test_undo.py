@@ -55,7 +55,9 @@ from symcomm import errors
 
 before = look()
 bases = errors.StoreDeadlineError.__bases__
-from symcomm.backend import register, torch_patches, versions
+from symcomm.torch_backend import torch_patches
+from symcomm.torch_backend import register
+from symcomm.torch_backend import versions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 factories = dict(versions.dist2_factories())

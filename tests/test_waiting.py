@@ -17,10 +17,11 @@ import torch
 
 import symcomm
 from symcomm._core import native
-from symcomm.group.process_group import SPIN_LOOKS, ProcessGroup
+from symcomm.group.local import SPIN_COUNT
+from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.control_groups import PROC, Quota, granted_cores, quotas, watch_quotas
 from tests.faults import run_group
-from tests.halts import Words, until
+from tests.page_gate import Words, until
 
 pytestmark = pytest.mark.unused_process
 
@@ -73,7 +74,7 @@ def comes_to(
 
 
 def first_looks(g: ProcessGroup) -> int:
-    return native.group_waits(g._handle)[3]
+    return native.group_waits(g.handle)[3]
 
 
 def check(outcomes: list) -> None:
@@ -91,7 +92,7 @@ def affinity_changes(g: ProcessGroup) -> None:
     assert comes_to(g, offers), "both have the same"
     os.sched_setaffinity(0, {CORES[g.rank]})
     assert comes_to(g, keeps), "each has its own again"
-    assert g.rank == 1 or first_looks(g) == SPIN_LOOKS, "nothing is left of that"
+    assert g.rank == 1 or first_looks(g) == SPIN_COUNT, "nothing is left of that"
     if g.rank == 0:
         os.sched_setaffinity(0, CORES[:1])
     else:
@@ -201,7 +202,7 @@ def has_a_core(g: ProcessGroup) -> None:
 
 def arena_of(g: ProcessGroup) -> object:
     g.barrier()
-    return g._arena
+    return g.arena
 
 
 @needs_two_cores
@@ -293,7 +294,7 @@ def ends_while_looking(g: ProcessGroup) -> str:
     os.sched_setaffinity(0, {CORES[g.rank]})
     g.barrier()
     if g.rank == 1:
-        assert until(lambda: native.group_report(g._handle)["ranks"][0]["seq"] == g.sequence_number + 1, 20)
+        assert until(lambda: native.group_report(g.handle)["ranks"][0]["seq"] == g.sequence_number + 1, 20)
         spin(0.001)
         g.abort()
         return ""
@@ -312,10 +313,10 @@ def test_an_abort_ends_a_wait_that_looks():
 
 
 def counted_by_rank(g: ProcessGroup) -> tuple[dict[str, int], bytes]:
-    from symcomm.observe.metrics import _RankMeter
+    from symcomm.observe.top.metrics import _RankMeter
 
     assert comes_to(g, keeps) or comes_to(g, offers)
-    return g.wait_stats(), _RankMeter(g._arena).render()[1]
+    return g.wait_stats(), _RankMeter(g.arena).render()[1]
 
 
 def test_waits_are_in_the_metrics():

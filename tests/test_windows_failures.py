@@ -137,7 +137,7 @@ def test_abort_ends_waits(place):
 
 
 def through_torch(rank, world, path):
-    from symcomm.backend.register import register
+    from symcomm.torch_backend.register import register
 
     register()
     dist.init_process_group("symcomm", rank=rank, world_size=world, store=dist.FileStore(path, world))
@@ -219,7 +219,7 @@ def stopped_in_a_put(rank, world, folder, way):
         finally:
             open(f"{folder}/put", "w").close()
         return "nothing"
-    pid, seen = group._peers[1].pid, place[:1].numpy()
+    pid, seen = group.peers[1].pid, place[:1].numpy()
     while not seen[0]:
         pass
     os.kill(pid, signal.SIGSTOP)

@@ -82,7 +82,7 @@ def check_source(source: Path) -> None:
     wanted = {
         "CHANGELOG.md", "LICENSE", "Makefile", "mkdocs.yml", "constraints.txt", "docs/index.md", "docs/_site/links.py",
         "examples/ddp.py", "examples/kubernetes/job.yaml", "tests/test_site.py", "tests/conftest.py",
-        "src/symcomm/_core/sync.c", "src/symcomm/_core/sync.h",
+        "src/symcomm/_core/sync/sync.c", "src/symcomm/_core/sync/sync.h",
     }  # fmt: skip
     assert wanted <= names, wanted - names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]

@@ -2,24 +2,30 @@
 
 Where things are (imports point down only)::
 
-    cli/          the `symcomm` command: run, bench, demo
-    compile/      torch.compile with our collectives: lowerings, passes, explain
-    elastic/      training that outlives its ranks
-    ddp/          DistributedDataParallel, Reducer, communication hooks
-    device/       one process, many devices: broadcast, scatter, gather, DataParallel (symcomm.comm)
-    windows/      one-sided puts and signals
-    symm_mem/     symmetric tensors: allocate, rendezvous, signals, symmetrize
-    gpu/          the same collectives on CUDA tensors of ranks that share a host
-    simulate/     what plans would cost on a cluster that is only described
-    ray.py        ranks on a Ray cluster
-    hosts/        the same collectives between hosts: Gloo, MPI or NCCL carries what each host has reduced
-    group/        ProcessGroup, Work, spawn, the default group
-    collectives/  plans: one file per family of collectives, and the choice between them
-    memory/       arenas: memory that all ranks of a host have mapped
-    store/        key-value stores and rendezvous
-    _core/        C: reductions, the plan executor, waits, mailboxes, the store's server
-    errors.py     every exception, and the words of every error
-    types.py      dtypes and reduce operations
+    cli/            the `symcomm` command
+    demo/           what `symcomm demo` trains and draws
+    bench/          what `symcomm bench` measures
+    launcher/       ranks as processes: start, watch, end; what `symcomm run` does
+    ray.py          ranks on a Ray cluster
+    c10d/           all of this by PyTorch's names
+    elastic/        training that outlives its ranks
+    compile/        torch.compile with our collectives: lowerings, passes, explain
+    device/         one process, many devices: broadcast, scatter, gather, DataParallel (symcomm.comm)
+    ddp/            DistributedDataParallel, Reducer, communication hooks
+    torch_backend/  the torch.distributed backend, and torch_patches/: every change of torch's behaviour
+    observe/        what ranks did and do: records, verdicts, the control plane, `top`, `doctor`
+    simulate/       what plans would cost on a cluster that is only described
+    windows/        one-sided puts and signals
+    symm_mem/       symmetric tensors: allocate, rendezvous, signals, symmetrize
+    cuda/           the same collectives on CUDA tensors of ranks that share a host
+    hierarchical/   the same collectives between hosts: Gloo, MPI or NCCL carries what each host has reduced
+    group/          ProcessGroup, Work, spawn, the default group
+    collectives/    plans: one file per family of collectives, and the choice between them
+    memory/         arenas: memory that all ranks of a host have mapped
+    store/          key-value stores and rendezvous
+    _core/          C: reductions, the plan executor, waits, mailboxes, the store's server
+    errors.py       every exception, and the words of every error
+    types.py        dtypes and reduce operations
 
 Names below are loaded on first use, so that ``import symcomm`` stays instant and never imports torch.
 """
@@ -47,8 +53,8 @@ _PUBLIC = {
     "symcomm.group.reconfigure": ("ReconfigurableGroup",),
     "symcomm.group.call_hooks": ("HookOpName", "PostHookArgs", "PreHookArgs"),
     "symcomm.group.hook_classes": ("HealthCheckHook", "NanCheckHook"),
-    "symcomm.observe.flight_hook": ("FlightRecorderHook",),
-    "symcomm.group.messages": ("ANY_SOURCE", "Message"),
+    "symcomm.observe.recorder.flight_hook": ("FlightRecorderHook",),
+    "symcomm.group.p2p": ("ANY_SOURCE", "Message"),
     "symcomm.group.work": ("Work",),
     "symcomm.group.spawn": ("spawn",),
     "symcomm.group.default": (
@@ -99,7 +105,7 @@ def __getattr__(name: str) -> Any:
 
 
 if os.environ.get("SYMCOMM_SERVER", "0") not in ("", "0"):
-    importlib.import_module("symcomm.observe.autostart")
+    importlib.import_module("symcomm.observe.server.autostart")
 
 
 def __dir__() -> list[str]:

@@ -23,7 +23,7 @@ The tree says whose fault it is::
 
 All of them are RuntimeErrors, since that is what ``torch.distributed`` raises and what scripts catch. Those of stores
 are also what PyTorch's stores raise (DistStoreError and its kin) as soon as torch knows us: see
-backend/torch_patches/store_errors.py.
+torch_backend/torch_patches/store_errors.py.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class InternalError(SymcommError):
 # --- words ---------------------------------------------------------------------------------------
 
 
-def words_for_ranks(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """``[0, 1, 2, 5]`` -> ``"0-2, 5"``; runs of three or more are folded."""
     parts: list[str] = []
     run: list[int] = []
@@ -164,7 +164,7 @@ def words_for_ranks(ranks: Iterable[int]) -> str:
     return ", ".join(parts) or "none"
 
 
-def words_for_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """A duration as a person would write it: ``12 us``, ``3.4 ms``, ``1.5 s``, ``30 min``."""
     if seconds >= 120:
         return f"{seconds / 60:g} min" if seconds % 60 == 0 else f"{seconds / 60:.1f} min"
@@ -177,7 +177,7 @@ def words_for_seconds(seconds: float) -> str:
     return f"{rounded:g} s"
 
 
-def words_for_exit(returncode: int) -> str:
+def format_exit(returncode: int) -> str:
     """How a process ended, from a ``subprocess`` style return code."""
     if returncode >= 0:
         return f"exited with code {returncode}"
@@ -239,10 +239,17 @@ def deadline(
     kind: type[DeadlineError] = DeadlineError,
 ) -> DeadlineError:
     """``what`` did not finish in ``seconds``; who was missing and who was there, where known."""
-    text = f"{what} timed out after {words_for_seconds(seconds)}"
+    text = f"{what} timed out after {format_seconds(seconds)}"
     if missing:
         noun = "rank" if len(set(missing)) == 1 else "ranks"
-        text += f": {noun} {words_for_ranks(missing)} did not come"
+        text += f": {noun} {format_ranks(missing)} did not come"
         if arrived:
-            text += f" (there: {words_for_ranks(arrived)})"
+            text += f" (there: {format_ranks(arrived)})"
     return kind(f"{text}. {fix}" if fix else f"{text}.", missing)
+
+
+def nested(call: str, name: str) -> CallerError:
+    return CallerError(
+        f"{call} on group {name!r}: called by a signal handler (or a finalizer) while its thread waits in another "
+        "operation of this group. Set a flag there and make the call later, or use another group."
+    )

@@ -103,7 +103,7 @@ def _place(ray: Any, n: int, bundle: dict[str, float], strategy: str, seconds: f
     free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
     raise errors.ResourceError(
         f"{CALL}: no room for {n} ranks of {_amounts(bundle)} each ({strategy}) within "
-        f"{errors.words_for_seconds(seconds)}; the cluster has {_amounts(free)} free of "
+        f"{errors.format_seconds(seconds)}; the cluster has {_amounts(free)} free of "
         f"{_amounts({name: ray.cluster_resources().get(name, 0) for name in bundle})}."
     )
 
@@ -135,7 +135,7 @@ def _start(ray: Any, actors: list[Any], token: str, seconds: float) -> tuple[int
     if late:
         missing = [rank for rank, start in enumerate(starts) if start in late]
         raise errors.deadline(f"{CALL}: the start of {n} ranks", seconds, missing=missing)
-    places: list[_Place] = []
+    places: list[_RankInfo] = []
     for rank, start in enumerate(starts):
         try:
             places.append(ray.get(start))
@@ -156,7 +156,7 @@ def _start(ray: Any, actors: list[Any], token: str, seconds: float) -> tuple[int
     return places[0].store_port, ranks
 
 
-class _Place(NamedTuple):
+class _RankInfo(NamedTuple):
     """Where a rank runs, and on rank 0 the port of the store and another for whoever asks the environment."""
 
     node: str
@@ -172,7 +172,7 @@ class _Rank:
         os.environ.update(env)  # before anything that fn needs is loaded
         self.store: Any = None
 
-    def start(self, n: int, token: str | None) -> _Place:
+    def start(self, n: int, token: str | None) -> _RankInfo:
         """Answers once the process runs; with a token, on rank 0, it also serves the store where all meet."""
         import ray
         import ray.util
@@ -181,14 +181,14 @@ class _Rank:
 
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         if token is None:
-            return _Place(node, host)
+            return _RankInfo(node, host)
         self.store = TCPStore(host, 0, n, is_master=True, wait_for_workers=False, token=token, bind=host)
         # MASTER_PORT is for a store that fn may start, such as torch's. Bound but not listening, the kernel gives it to
         # nobody else, and lets a server that sets SO_REUSEADDR have it.
         self.held = socket.socket()
         self.held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.held.bind(("", 0))
-        return _Place(node, host, self.store.port, self.held.getsockname()[1])
+        return _RankInfo(node, host, self.store.port, self.held.getsockname()[1])
 
     def work(
         self,

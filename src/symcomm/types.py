@@ -1,6 +1,6 @@
 """The vocabulary every layer shares: element types and reduce operations.
 
-The numbers are shared with the C core (``_core/types.h``); a test compares the two.
+The numbers are shared with the C core (``_core/reduce/types.h``); a test compares the two.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from symcomm import symm_mem
-from symcomm.cli.bench_ddp_worker import memory
+from symcomm.bench.ddp_worker import memory
 from symcomm.compile import runtime
 from tests.compile_checks import Compiled, check, gradients
 

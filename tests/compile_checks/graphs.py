@@ -15,9 +15,9 @@ from torch._inductor import config
 
 from symcomm import compile as symcompile
 from symcomm import symm_mem
-from symcomm.backend import symm_reduce
-from symcomm.cli.bench_ddp_worker import memory
+from symcomm.bench.ddp_worker import memory
 from symcomm.compile import report, runtime
+from symcomm.torch_backend import symm_reduce
 from tests.compile_checks import Compiled, alike, as_eager, check
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch._inductor.compile_fx import compile_fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from symcomm.backend.group import TorchGroup
 from symcomm.compile import report
+from symcomm.torch_backend.group import TorchGroup
 from tests.compile_checks import Compiled, alike, check, second_group
 
 old = torch.ops.c10d_functional  # by tag and ranks instead of a group's name

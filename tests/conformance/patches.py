@@ -55,7 +55,7 @@ def load_suite(mode: str, names: frozenset[str], ranks: int, ddp: str = "", pret
         replace_ddp(views=ddp == "views")
 
     if mode != "stock":
-        from symcomm.backend.register import register
+        from symcomm.torch_backend.register import register
 
         register()
     ours = "symcomm" if mode == "alias" else "gloo"
@@ -119,8 +119,8 @@ def impersonate_gloo() -> None:
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
-    from symcomm.backend.group import TorchGroup
-    from symcomm.backend.versions import dist2_factories
+    from symcomm.torch_backend.group import TorchGroup
+    from symcomm.torch_backend.versions import dist2_factories
 
     gloo: Any = dist.ProcessGroupGloo
 

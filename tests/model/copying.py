@@ -1,4 +1,4 @@
-"""Messages that both ranks copy (`_core/joint.c`, `_core/mail.c`), on weak memory.
+"""Messages that both ranks copy (`_core/p2p/cooperative_copy.c`, `_core/p2p/progress.c`), on weak memory.
 
 The sender writes into the receiver's tensor. A receiver that returns has every piece, also where the sender died; one
 that gives up has its tensor for itself from then on, also where the sender was stopped in the middle of a piece, and
@@ -33,17 +33,17 @@ MINE = "mine"
 PIECES = 2
 
 MUTANTS = {
-    "opens relaxed": "joint_open(): the word is no release store, so the sender may find another tensor's place",
-    "place after the claim": "joint_push(): where the tensor is, is read after a piece was claimed",
+    "opens relaxed": "coop_open(): the word is no release store, so the sender may find another tensor's place",
+    "place after the claim": "coop_push(): where the tensor is, is read after a piece was claimed",
     "claims without comparing": "claim(): the word is loaded and stored, not compared and swapped",
-    "pushed is relaxed": "joint_push(): `pushed` is no release store",
-    "pushed has no number": "joint_push(): `pushed` does not say of which message",
-    "leaves pieces": "joint_pull(): returns before all pieces are claimed",
-    "does not wait": "mail_take_away(): returns although the sender is in the middle of a piece",
-    "keeps its pages": "mail_take_away(): gives up waiting and returns without isolate()",
+    "pushed is relaxed": "coop_push(): `pushed` is no release store",
+    "pushed has no number": "coop_push(): `pushed` does not say of which message",
+    "leaves pieces": "coop_pull(): returns before all pieces are claimed",
+    "does not wait": "p2p_revoke_receive(): returns although the sender is in the middle of a piece",
+    "keeps its pages": "p2p_revoke_receive(): gives up waiting and returns without isolate()",
 }
 DEATH_MUTANTS = {
-    "leaves it": "joint_pull(): takes what a dead sender has claimed for copied",
+    "leaves it": "coop_pull(): takes what a dead sender has claimed for copied",
 }
 
 
@@ -62,7 +62,7 @@ def claim(number: int, side: int, without: str) -> Steps:
 
 
 def pull(number: int, without: str) -> Steps:
-    """joint_open() and joint_pull(). Returns how many pieces the sender has claimed."""
+    """coop_open() and coop_pull(). Returns how many pieces the sender has claimed."""
     yield store("to", number)
     yield store("claims", (number, 0, 0), RELAXED if without == "opens relaxed" else RELEASE)
     while True:
@@ -77,7 +77,7 @@ def all_pushed(number: int, count: int, without: str) -> Any:
 
 
 def receive(number: int, without: str, may_die: bool) -> Steps:
-    """The rest of joint_pull(), and what the caller finds."""
+    """The rest of coop_pull(), and what the caller finds."""
     claimed = yield from pull(number, without)
     if claimed and may_die and (yield load("life", ACQUIRE)):
         for piece in range(PIECES - claimed, PIECES):
@@ -92,7 +92,7 @@ def receive(number: int, without: str, may_die: bool) -> Steps:
 
 
 def give_up(number: int, without: str) -> Steps:
-    """mail_take_away(). Whether the tensor has kept its pages."""
+    """p2p_revoke_receive(). Whether the tensor has kept its pages."""
     claimed = yield from pull(number, without)
     if not claimed or without == "does not wait":
         return True
@@ -118,7 +118,7 @@ def receiver(without: str, gives_up: bool, may_die: bool) -> Steps:
 
 
 def push(number: int, without: str) -> Steps:
-    """joint_push()"""
+    """coop_push()"""
     if (yield load("claims", ACQUIRE))[0] != number:
         return
     to = yield load("to")

@@ -1,5 +1,5 @@
-"""Leaving a group and giving its memory back (`_core/leave.c`, `_core/group.c`): nobody touches a block that was given
-back.
+"""Leaving a group and giving its memory back (`_core/group/leave.c`, `_core/group/group.c`): nobody touches a block
+that was given back.
 
 A rank's process has several threads: one that leaves, one in an operation (under the group's lock), one that aborts or
 sends at any time without the lock (a *visit*). Blocks are what the peers have mapped: once a rank knows that all
@@ -49,7 +49,7 @@ MUTANTS = {
 
 
 def touch_all(me: int, world: int, mark: int) -> Steps:
-    """tell_all(): abort word, voided and doorbell of every rank."""
+    """abort_all(): abort word, voided and doorbell of every rank."""
     where = yield load(f"pointers {me}")
     if where == COPY:
         return

@@ -1,4 +1,4 @@
-"""Sleeping and waking (`_core/sync.c`): no wake-up is lost, whoever arrives, fails or aborts in whatever order.
+"""Sleeping and waking (`_core/sync/sync.c`): no wake-up is lost, whoever arrives, fails or aborts in whatever order.
 
 Every rank arrives, then waits until all have arrived. Sleeps end by a wake-up alone: the 10 ms slices in which the core
 looks for dead peers would hide a lost one, so they exist here only once somebody has died.

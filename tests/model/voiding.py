@@ -1,4 +1,4 @@
-"""Failing and succeeding (`_core/sync.c`, `_core/exec.c`), on weak memory.
+"""Failing and succeeding (`_core/sync/sync.c`, `_core/exec/exec.c`), on weak memory.
 
 A rank that fails tells all others before it returns to its caller, who may then overwrite its tensors. A rank that has
 done its last step looks whether the operation was void before it says that it succeeded. So nobody succeeds who has
@@ -33,7 +33,7 @@ Steps = Generator[Step, Any, Any]
 RIGHT, JUNK, MINE = "right", "junk", "mine"
 
 MUTANTS = {
-    "no fence after voiding": "tell_all(): no seq_cst fence before the call returns",
+    "no fence after voiding": "abort_all(): no seq_cst fence before the call returns",
     "no acquire fence": "sync_is_void(): no acquire fence between the last step and the look",
     "no look at voided": "run_locked(): success without a look at `voided`",
     "not passed on": "run_locked(): a rank that learns of a failure tells nobody else",
@@ -42,7 +42,7 @@ MUTANTS = {
 }
 PUSH_MUTANTS = {
     "arrives without a fence": "arrive(): no seq_cst fence between the arrival and the look at `voided`",
-    "no fence after voiding": "tell_all(): no seq_cst fence before it looks who has arrived",
+    "no fence after voiding": "abort_all(): no seq_cst fence before it looks who has arrived",
     "pushes without looking": "run_body(): writes a peer's output without a look at `voided`",
     "leaves before its last write": "run_locked(): sets `left` before it writes",
     "left is relaxed": "run_locked(): `left` is no release store",
@@ -53,7 +53,7 @@ PUSH_MUTANTS = {
 
 
 def fail(rank: int, world: int, without: str, mine: bool = True) -> Steps:
-    """tell_all(): before an operation returns with an error. ``mine``: this rank is the first to know."""
+    """abort_all(): before an operation returns with an error. ``mine``: this rank is the first to know."""
     for i in range(world):
         peer = (rank + i) % world
         if without == "not passed on" and not mine and peer != rank:

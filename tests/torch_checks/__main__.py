@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symcomm.backend.register import register
+from symcomm.torch_backend.register import register
 from tests.torch_checks import CHECKS, at_once, collectives, devices, groups, leave, on_top, ways, words
 
 assert all((at_once, collectives, devices, groups, on_top, ways, words))  # importing them is what fills CHECKS

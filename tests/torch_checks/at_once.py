@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.backend.work import DoneWork
+from symcomm.torch_backend.work import DoneWork
 from tests.torch_checks import WORLD, check, equal, joined, refused
 
 
 def _number(group: Any, of: int) -> int:
     """Of the last operation that a rank has come to."""
-    return native.group_report(group.core._handle)["ranks"][of]["seq"]
+    return native.group_report(group.core.handle)["ranks"][of]["seq"]
 
 
 def _after_the_other(group: Any, rank: int, call: Callable[[], Any]) -> Any:

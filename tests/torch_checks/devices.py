@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake", which is C++ and does nothing
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from symcomm.backend.work import DoneWork
+from symcomm.torch_backend.work import DoneWork
 from tests.torch_checks import WORLD, check, equal, joined, refused
 
 assert torch.testing._internal.distributed.fake_pg

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.backend.group import TorchGroup
-from symcomm.backend.meeting import place_in_store
-from symcomm.backend.versions import SPLIT_KEEPS_ORDER
+from symcomm.torch_backend.bootstrap import store_prefix_of
+from symcomm.torch_backend.group import TorchGroup
+from symcomm.torch_backend.versions import SPLIT_KEEPS_ORDER
 from tests.torch_checks import WORLD, check, check3, equal, joined, refused
 
 
@@ -229,9 +229,9 @@ def groups_of_one_name(rank: int, path: str) -> None:
         value = torch.tensor([rank + 1.0])
         group.allreduce(value).wait()
         equal(value, [rank + 1.0])
-        assert group.core._peers[0].pid == os.getpid()
+        assert group.core.peers[0].pid == os.getpid()
         group.shutdown()
-    assert place_in_store([0, 1]) != place_in_store([2, 3])
+    assert store_prefix_of([0, 1]) != store_prefix_of([2, 3])
 
 
 class _Left:
@@ -265,9 +265,9 @@ def careful_groups(rank: int, path: str) -> None:
             group.set_timeout(timedelta(seconds=0.3))
             if rank == 0:
                 refused(lambda: dist.all_reduce(value), "Ranks 1 failed to pass monitoredBarrier")
-            assert group._careful is not None
-            kept, group._careful._core = group._careful._core, _Left()
+            assert group._debug_checks is not None
+            kept, group._debug_checks._core = group._debug_checks._core, _Left()
             refused(lambda: dist.all_reduce(value), "Ranks 1 failed to pass monitoredBarrier", "1 and 2 are gone")
-            group._careful._core = kept
+            group._debug_checks._core = kept
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)

@@ -138,7 +138,7 @@ def fsdp2(rank: int, path: str) -> None:
             for parameter, expected in zip(model.parameters(), _mean_gradients(), strict=True):
                 torch.testing.assert_close(parameter.grad.full_tensor(), expected)
         buffer = group.allocate_tensor(1000, dtype=torch.float32, device=torch.device("cpu"))
-        arena = group.core._arena
+        arena = group.core.arena
         assert arena.base <= buffer.data_ptr() < arena.base + arena.nbytes
         assert group.supports_tensor_alloc(torch.device("cpu")) and not group.supports_tensor_alloc("cuda")
         buffer.fill_(1.0)

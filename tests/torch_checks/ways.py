@@ -12,8 +12,8 @@ import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
 
 from symcomm._core import native
-from symcomm.backend import options_layout
-from symcomm.backend.work import done
+from symcomm.torch_backend import options_layout
+from symcomm.torch_backend.work import done
 from tests.tensor_kinds import OF_THEIR_MEMORY, OTHERS
 from tests.torch_checks import WORLD, check, equal, joined, refused
 

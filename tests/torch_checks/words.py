@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.testing._internal.common_distributed import simple_sparse_reduce_tests
 
 from symcomm import errors
-from symcomm.backend.group import TorchGroup
-from symcomm.backend.work import late
+from symcomm.torch_backend.group import TorchGroup
+from symcomm.torch_backend.work import late
 from tests.torch_checks import KEPT, WORLD, check, equal, joined, refused
 
 Call = Callable[[Any], Any]

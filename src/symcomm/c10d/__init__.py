@@ -104,7 +104,7 @@ from symcomm.ddp.reducer import Reducer
 from symcomm.ddp.verify import verify_params_across_processes as _verify_params_across_processes
 from symcomm.group.call_hooks import HookOpName, PostHookArgs, PreHookArgs
 from symcomm.group.hook_classes import HealthCheckHook, NanCheckHook
-from symcomm.observe.flight_hook import FlightRecorderHook
+from symcomm.observe.recorder.flight_hook import FlightRecorderHook
 from symcomm.windows import Window, WindowAccessType, WindowAttr
 
 _DEFAULT_FIRST_BUCKET_BYTES = 1024 * 1024

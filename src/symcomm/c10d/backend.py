@@ -12,9 +12,10 @@ from typing import Any
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
-from symcomm.backend.group import TorchGroup
 from symcomm.c10d.enums import ErrorType
 from symcomm.c10d.options import DEFAULT_TIMEOUT, Option, Options, flag, ranks, text, timeout_of, with_half
+from symcomm.ops import OPS
+from symcomm.torch_backend.group import TorchGroup
 
 __all__ = ["NEWER_NAMES", "AnyBackendOptions", "Backend", "BackendOptions"]
 
@@ -131,28 +132,17 @@ def _refused(name: str) -> Any:
 
 
 _TO_DEFINE = (
-    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced", "broadcast", "allgather", "_allgather_base", "allgather_coalesced",
-    "allgather_into_tensor_coalesced", "gather", "scatter", "alltoall", "alltoall_base", "send", "recv",
-    "recv_anysource", "barrier", "monitored_barrier", "_start_coalescing", "_end_coalescing", "set_timeout",
-    "_get_sequence_number_for_group", "allocate_tensor", "memory_stats", "suspend",
-    "resume", "shrink", "split_group", "split", "merge", "allreduce_sparse", "gather_single",
-    "register_abort_hook", "unregister_abort_hook", "new_window", "get_reconfigure_handle", "reconfigure",
-    "_start_time_estimate", "_end_time_estimate", "_register_on_completion_hook", "_wait_for_pending_works",
-    "_enable_collectives_timing",
+    *(op.backend_name for op in OPS), "monitored_barrier", "_start_coalescing", "_end_coalescing", "set_timeout",
+    "_get_sequence_number_for_group", "allocate_tensor", "memory_stats", "suspend", "resume", "shrink", "split_group",
+    "split", "merge", "allreduce_sparse", "register_abort_hook", "unregister_abort_hook", "new_window",
+    "get_reconfigure_handle", "reconfigure", "_start_time_estimate", "_end_time_estimate",
+    "_register_on_completion_hook", "_wait_for_pending_works", "_enable_collectives_timing",
 )  # fmt: skip
 for _name in _TO_DEFINE:
     setattr(Backend, _name, _refused(_name))
 
 # Newer names: a subclass may define either, and is found by both.
-NEWER_NAMES = {
-    "all_gather_single": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-    "gather_into_tensor": "gather_single",
-}
+NEWER_NAMES = {op.torch: op.older for op in OPS if op.older} | {op.alias: op.torch for op in OPS if op.alias}
 
 
 def _by_either_name(name: str, other: str) -> Any:

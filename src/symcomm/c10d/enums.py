@@ -8,8 +8,8 @@ from typing import Any
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
-from symcomm.backend.kinds import Numbered
 from symcomm.errors import wrong_type
+from symcomm.torch_backend.kinds import Numbered
 
 __all__ = [
     "BackendType",

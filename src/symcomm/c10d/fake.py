@@ -12,13 +12,13 @@ from datetime import timedelta
 from typing import Any
 
 from symcomm import errors
-from symcomm.backend import versions
-from symcomm.backend.arguments import root_of
-from symcomm.backend.checks import single
-from symcomm.backend.overloads import CALLS, fit, positional
 from symcomm.c10d.backend import NEWER_NAMES, AnyBackendOptions, Backend
 from symcomm.c10d.options import Option, flag, integer, with_half
 from symcomm.c10d.works import FakeWork
+from symcomm.torch_backend import versions
+from symcomm.torch_backend.arguments import root_of
+from symcomm.torch_backend.checks import single
+from symcomm.torch_backend.overloads import CALLS, fit, positional
 
 __all__ = ["FakeOptions", "FakeProcessGroup"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from symcomm.memory.arena import current_arena, has_arena
-from symcomm.observe.dump import this_rank, write_for_torch
-from symcomm.observe.torch_format import as_json, as_pickle
+from symcomm.observe.recorder.dump import this_rank, write_for_torch
+from symcomm.observe.recorder.torch_format import as_json, as_pickle
 
 __all__ = [
     "_dump_fr_trace",

@@ -17,9 +17,6 @@ import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.backend import checks, values, versions
-from symcomm.backend.group import TorchGroup
-from symcomm.backend.overloads import fit, positional
 from symcomm.c10d.backend import Backend
 from symcomm.c10d.enums import BackendType, OpType
 from symcomm.c10d.group_hooks import OwnHooks
@@ -27,44 +24,18 @@ from symcomm.c10d.options import DEFAULT_TIMEOUT, NO_TIMEOUT, for_torch, short, 
 from symcomm.c10d.stores import Store
 from symcomm.c10d.works import WorkInfo
 from symcomm.errors import wrong_type
+from symcomm.ops import BY_TORCH_NAME, OPS
 from symcomm.store import PrefixStore
+from symcomm.torch_backend import checks, values, versions
+from symcomm.torch_backend.group import TorchGroup
+from symcomm.torch_backend.overloads import fit, positional
 
 __all__ = ["ProcessGroup"]
 
 _CPU = torch.device("cpu")
 
-# Operations by the group's name for them -> (the backend's name, what a hook is told).
-OPERATIONS = {
-    "allreduce": ("allreduce", OpType.ALLREDUCE),
-    "allreduce_coalesced": ("allreduce_coalesced", OpType.ALLREDUCE_COALESCED),
-    "reduce": ("reduce", OpType.REDUCE),
-    "reduce_scatter": ("reduce_scatter", OpType.REDUCE_SCATTER),
-    "reduce_scatter_single": ("_reduce_scatter_base", OpType._REDUCE_SCATTER_BASE),
-    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced", OpType.REDUCE_SCATTER_TENSOR_COALESCED),
-    "broadcast": ("broadcast", OpType.BROADCAST),
-    "allgather": ("allgather", OpType.ALLGATHER),
-    "all_gather_single": ("_allgather_base", OpType._ALLGATHER_BASE),
-    "all_gather_single_coalesced": ("allgather_into_tensor_coalesced", OpType.COALESCED),
-    "allgather_coalesced": ("allgather_coalesced", OpType.ALLGATHER_COALESCED),
-    "gather": ("gather", OpType.GATHER),
-    "gather_single": ("gather_single", OpType.GATHER),
-    "scatter": ("scatter", OpType.SCATTER),
-    "alltoall": ("alltoall", OpType.ALLTOALL),
-    "all_to_all_single": ("alltoall_base", OpType.ALLTOALL_BASE),
-    "send": ("send", OpType.SEND),
-    "recv": ("recv", OpType.RECV),
-    "recv_anysource": ("recv_anysource", OpType.RECVANYSOURCE),
-    "barrier": ("barrier", OpType.BARRIER),
-}
 # The same operations by the names that PyTorch 2.10 to 2.12 use.
-OLDER_NAMES = {
-    "_reduce_scatter_base": "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
-    "_allgather_base": "all_gather_single",
-    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
-    "alltoall_base": "all_to_all_single",
-    "gather_into_tensor": "gather_single",
-}
+OLDER_NAMES = {name: op.torch for op in OPS for name in (op.older, op.alias) if name}
 
 
 class _AnyGroup(type(dist.ProcessGroup)):  # type: ignore[misc]
@@ -184,7 +155,7 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
     # --- running ----------------------------------------------------------------------------------------------
 
     def _run(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        on_backend, kind = OPERATIONS[name]
+        op = BY_TORCH_NAME[name]
         fit(name, args, named)
         args = positional(args, named)
         where = device_of(args)
@@ -193,15 +164,15 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
         backend = self._get_backend(where or self._bound or (self._device_types or [_CPU])[0])
         begun = datetime.now()
         if isinstance(backend, torch_c10d.Backend):
-            call = versions.method_of_group(self._theirs, name, on_backend)
+            call = versions.method_of_group(self._theirs, name, op.backend_name)
             if call is None:
                 raise errors.CallerError(f"{name}: backends of this PyTorch do not have it; newer ones do.")
             work = call(*map(for_torch, args), **{key: for_torch(value) for key, value in named.items()})
         else:
-            work = getattr(backend, on_backend)(*args, **named)
+            work = getattr(backend, op.backend_name)(*args, **named)
         self._started += 1
         if self._hook is not None:
-            self._tell(work, kind, self._started, begun)
+            self._tell(work, OpType[op.op_type], self._started, begun)
         return work
 
     def _tell(self, work: Any, kind: OpType, seq: int, begun: datetime) -> None:
@@ -439,7 +410,7 @@ def _operation(name: str, operation: str) -> Callable[..., Any]:
     return call
 
 
-for _name in OPERATIONS:
+for _name in BY_TORCH_NAME:
     setattr(ProcessGroup, _name, _operation(_name, _name))
 for _name, _newer in OLDER_NAMES.items():
     setattr(ProcessGroup, _name, _operation(_name, _newer))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from symcomm.backend.hooked import TorchCalls
 from symcomm.group.call_hooks import CallHooks, PostHookArgs, PreHookArgs
 from symcomm.group.interception import Interception
+from symcomm.torch_backend.call_hooks import TorchCalls
 
 __all__ = ["OwnHooks"]
 

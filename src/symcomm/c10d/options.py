@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import torch
 import torch._C._distributed_c10d as torch_c10d
 
-from symcomm.backend.reduce_ops import redop_for_torch
-from symcomm.backend.stores import as_torch_store
-from symcomm.backend.values import duration, flag, integer, ranks, short, text, timeout_of
 from symcomm.errors import wrong_type
-from symcomm.group.arguments import to_redop
+from symcomm.group.request import to_redop
 from symcomm.store import Store
+from symcomm.torch_backend.reduce_ops import redop_for_torch
+from symcomm.torch_backend.stores import as_torch_store
+from symcomm.torch_backend.values import duration, flag, integer, ranks, short, text, timeout_of
 from symcomm.types import RedOpType, ReduceOp
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch._C._distributed_c10d as torch_c10d
 
-from symcomm.backend.versions import present
+from symcomm.torch_backend.versions import present
 
 SHARED = (
     "_allow_inflight_collective_as_graph_input", "_current_process_group", "_get_comm_profiling_name",

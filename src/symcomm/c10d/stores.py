@@ -1,7 +1,8 @@
 """Stores: ours by PyTorch's names, each of them a ``torch.distributed.Store`` too, so that C++ takes them.
 
-They are those of symcomm.store, which need no torch, with a C++ half (see backend/stores.py). ``as_torch_store`` gives
-one to a store that was made without. Our ``PrefixStore`` and ``_StoreCollectives`` take stores of all kinds.
+They are those of symcomm.store, which need no torch, with a C++ half (see torch_backend/stores.py).
+``as_torch_store`` gives one to a store that was made without. Our ``PrefixStore`` and ``_StoreCollectives``
+take stores of all kinds.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from typing import Any
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.backend.stores import Lendable, as_torch_store
-from symcomm.backend.torch_patches import store_errors
 from symcomm.errors import wrong_type
 from symcomm.store import FileStore as OwnFileStore
 from symcomm.store import HashStore as OwnHashStore
@@ -22,6 +21,8 @@ from symcomm.store import PrefixStore as OwnPrefixStore
 from symcomm.store import QueueEmptyError, StoreCollectives
 from symcomm.store import Store as OwnStore
 from symcomm.store.tcp import TCPStore as OwnTCPStore
+from symcomm.torch_backend.stores import KeptWhileInCpp, as_torch_store
+from symcomm.torch_backend.torch_patches import store_errors
 
 __all__ = [
     "FakeStore",
@@ -47,11 +48,11 @@ class _AnyStore(type(dist.Store)):  # type: ignore[misc]
         return super().__instancecheck__(instance) or (cls is Store and isinstance(instance, (OwnStore, dist.Store)))
 
 
-class Store(OwnStore, Lendable, metaclass=_AnyStore):
+class Store(OwnStore, KeptWhileInCpp, metaclass=_AnyStore):
     """What every store can do; a subclass defines what it offers, and calls ``super().__init__()``."""
 
     def __init__(self) -> None:
-        Lendable.__init__(self)
+        KeptWhileInCpp.__init__(self)
 
 
 class HashStore(OwnHashStore, Store):

@@ -10,13 +10,13 @@ import torch
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors, symm_mem
-from symcomm.backend.group import TorchGroup
 from symcomm.c10d.group import ProcessGroup
 from symcomm.c10d.stores import Store
 from symcomm.errors import wrong_type
 from symcomm.group.process_group import ProcessGroup as Engine
 from symcomm.store import Store as OwnStore
 from symcomm.symm_mem.handle import SymmetricMemory
+from symcomm.torch_backend.group import TorchGroup
 
 __all__ = ["_DMAConnectivity", "_SymmetricMemory", "_detect_dma_connectivity"]
 

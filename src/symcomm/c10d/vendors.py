@@ -12,7 +12,7 @@ import torch
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
-from symcomm.backend.versions import present
+from symcomm.torch_backend.versions import present
 
 __all__ = ["FUNCTIONS", "GROUPS", "vendors"]
 

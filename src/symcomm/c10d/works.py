@@ -11,10 +11,10 @@ import torch
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors
-from symcomm.backend.work import WorkInfo, warns_of_old_calls
 from symcomm.c10d.enums import OpType
 from symcomm.c10d.options import DEFAULT_TIMEOUT, duration
 from symcomm.errors import wrong_type
+from symcomm.torch_backend.work import WorkInfo, warns_of_old_calls
 
 __all__ = ["FakeWork", "PythonCallbackWork", "Work", "WorkInfo", "_create_work_from_future"]
 

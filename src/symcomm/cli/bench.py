@@ -17,13 +17,15 @@ from typing import Any
 import typer
 
 from symcomm import errors
-from symcomm.cli import bench_options as options
-from symcomm.cli import bench_table, pictures
-from symcomm.cli.bench_estimate import Estimate, in_words
-from symcomm.cli.bench_options import COLLECTIVES, ONE_SIDED, OTHERS
-from symcomm.cli.bench_peers import parse_peers, setup_peers
-from symcomm.cli.bench_run import OURS, PLACES, Case, Effort, Result, make_cases, measure, open_sides
-from symcomm.cli.refusals import check_output_file, has_torch, need_torch, refusals_in_words
+from symcomm.bench import options as options
+from symcomm.bench import pictures
+from symcomm.bench import table as bench_table
+from symcomm.bench.estimate import Estimate, in_words
+from symcomm.bench.options import COLLECTIVES, ONE_SIDED, OTHERS
+from symcomm.bench.peers import parse_peers, setup_peers
+from symcomm.bench.run import OURS, PLACES, Case, Effort, Result, make_cases, measure, open_sides
+from symcomm.cli.refusals import refusals_in_words
+from symcomm.preflight import check_output_file, has_torch, need_torch
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -271,38 +273,39 @@ def answer(question: Question, wanted: Wanted, *, summary: bool) -> None:
         pictures.draw(wanted.plot_file, heading, panels)
 
 
-def bench_program(name: str, plan: Any, wanted: Wanted, how: str = "") -> None:
+def bench_program(name: str, workload: Any, wanted: Wanted, how: str = "") -> None:
     """Measure with a module of its own, which says what there is to see; ``how`` the figures came about."""
     module = _module_of(name)
-    with progress(plan.turns) as tick:
-        found = getattr(module, f"run_{name}_bench")(plan, tick)
+    with progress(workload.turns) as tick:
+        found = getattr(module, f"run_{name}_bench")(workload, tick)
     facts = bench_table.machine()
     load = f"load {facts['load']:.1f} when done"
-    where = "pinned to" if getattr(plan, "pinned", False) else "free on"
+    where = "pinned to" if getattr(workload, "pinned", False) else "free on"
     print(f"# {where} {facts['cores']} cores, {facts['system']}, {load}{how and '; '}{how}\n")
-    table = module.as_table(found, plan, wanted.best)
+    table = module.as_table(found, workload, wanted.best)
     print((bench_table.as_markdown if wanted.markdown else bench_table.as_text)(table))
     if note := module.note(found):
         print(f"# {note}")
     if wanted.json_file:
-        wanted.json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
+        wanted.json_file.write_text(json.dumps(module.to_json(found, workload), indent=1) + "\n")
     if wanted.plot_file:
-        pictures.draw(wanted.plot_file, table[0], module.picture(found, plan, wanted.best))
+        pictures.draw(wanted.plot_file, table[0], module.picture(found, workload, wanted.best))
 
 
 def bench_turns(
     name: str, ranks: int, rounds: int | None, iters: int, wanted: Wanted, *, quick: bool, **more: Any
 ) -> None:
-    """Whole programs (training steps, compiled graphs) on several sides, which take turns. ``more``: for their plan."""
+    """Whole programs (training steps, compiled graphs) on several sides, which take turns. ``more``: for their
+    workload."""
     _check_numbers(ranks, 0, iters, 0, rounds, name)
     if name == "compile" and ranks not in (2, 4, 8):
         raise errors.bad_argument("symcomm bench", "--ranks", ranks, "2, 4 or 8 for compile, which divides 8 heads")
     need_torch(f"symcomm bench {name}")
     module = _module_of(name)
-    usual = module.Plan(ranks, *PROGRAMS[name]) if quick else module.Plan(ranks)
-    plan = module.Plan(ranks, rounds or usual.rounds, iters or usual.steps, **more)
-    how = "fastest turn" if wanted.best else f"median of {plan.rounds} turns of {plan.steps} steps"
-    bench_program(name, plan, wanted, how)
+    usual = module.Workload(ranks, *PROGRAMS[name]) if quick else module.Workload(ranks)
+    workload = module.Workload(ranks, rounds or usual.rounds, iters or usual.steps, **more)
+    how = "fastest turn" if wanted.best else f"median of {workload.rounds} turns of {workload.steps} steps"
+    bench_program(name, workload, wanted, how)
 
 
 def bench_sites(ranks: int, wanted: Wanted, *, quick: bool) -> None:
@@ -310,7 +313,7 @@ def bench_sites(ranks: int, wanted: Wanted, *, quick: bool) -> None:
     _check_numbers(ranks, 0, 0, 0, None, "sites")
     need_torch("symcomm bench sites")
     module = _module_of("sites")
-    bench_program("sites", module.Plan(ranks, **(module.QUICK if quick else {})), wanted)
+    bench_program("sites", module.Workload(ranks, **(module.QUICK if quick else {})), wanted)
 
 
 def bench_gpu(ranks: int, rounds: int | None, wanted: Wanted, *, quick: bool) -> None:
@@ -319,7 +322,7 @@ def bench_gpu(ranks: int, rounds: int | None, wanted: Wanted, *, quick: bool) ->
     need_torch("symcomm bench gpu")
     module = _module_of("gpu")
     more = {"rounds": rounds} if rounds else {}
-    bench_program("gpu", module.Plan(ranks, **(module.QUICK if quick else {}) | more), wanted)
+    bench_program("gpu", module.Workload(ranks, **(module.QUICK if quick else {}) | more), wanted)
 
 
 def bench_noise(
@@ -331,22 +334,22 @@ def bench_noise(
     kinds, peers = module.parse_neighbours(neighbours), module.peers_at_hand(against, parse_peers)
     need_torch("symcomm bench noise")
     pace = (module.QUICK if quick else {}) | ({"rounds": rounds} if rounds else {})
-    plan = module.Plan(ranks, kinds, peers, pin=pin, **pace)
+    workload = module.Workload(ranks, kinds, peers, pin=pin, **pace)
     facts = bench_table.machine()
-    where = "pinned to" if plan.pinned else "free on"
-    how = f"load {facts['load']:.1f} before; medians of {plan.rounds} turns of {plan.seconds:g} s"
-    title = f"{plan.ranks} ranks, {where} {facts['cores']} cores, {facts['system']}, {how}"
-    table = bench_table.GrowingTable(title, module.head(plan), typer.echo, markdown=wanted.markdown)
-    with progress(plan.turns) as tick:
-        found = module.run_noise_bench(plan, tick, lambda figures: table.add(module.row(figures, plan)))
-    if plan.peers:
+    where = "pinned to" if workload.pinned else "free on"
+    how = f"load {facts['load']:.1f} before; medians of {workload.rounds} turns of {workload.seconds:g} s"
+    title = f"{workload.ranks} ranks, {where} {facts['cores']} cores, {facts['system']}, {how}"
+    table = bench_table.GrowingTable(title, module.head(workload), typer.echo, markdown=wanted.markdown)
+    with progress(workload.turns) as tick:
+        found = module.run_noise_bench(workload, tick, lambda figures: table.add(module.row(figures, workload)))
+    if workload.peers:
         goal = f"{bench_table.MISSED} marks what is below {bench_table.MPI_GOAL:g}x"
         print(f"# ratios: the better MPI's time / our time; {goal}")
     if wanted.json_file:
-        wanted.json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
+        wanted.json_file.write_text(json.dumps(module.to_json(found, workload), indent=1) + "\n")
     if wanted.plot_file:
         pictures.draw(
-            wanted.plot_file, "beside neighbours: time of one call, lower is better", module.picture(found, plan)
+            wanted.plot_file, "beside neighbours: time of one call, lower is better", module.picture(found, workload)
         )
 
 
@@ -355,33 +358,33 @@ def bench_llm(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: b
     need_torch("symcomm bench llm")
     module = _module_of("llm")
     given = {name: value for name, value in shape.items() if value} | ({"rounds": rounds} if rounds else {})
-    plan = module.Plan(**(module.QUICK if quick else {}) | given | ({"worlds": (ranks,)} if ranks else {}))
-    module.check(plan)
-    table = bench_table.GrowingTable(module.note(plan), module.HEAD, typer.echo, markdown=wanted.markdown)
+    workload = module.Workload(**(module.QUICK if quick else {}) | given | ({"worlds": (ranks,)} if ranks else {}))
+    module.check(workload)
+    table = bench_table.GrowingTable(module.note(workload), module.HEAD, typer.echo, markdown=wanted.markdown)
     found = []
-    for section in plan.sections:
-        with progress(len(section.sides) * plan.rounds) as tick:
-            here = module.measure(section, plan, tick)
+    for section in workload.sections:
+        with progress(len(section.sides) * workload.rounds) as tick:
+            here = module.measure(section, workload, tick)
         for figures in here:
-            table.add(module.row_of(figures, here, plan, wanted.best))
+            table.add(module.row_of(figures, here, workload, wanted.best))
         found += here
     for reason in dict.fromkeys(f"{figures.side}: {figures.reason}" for figures in found if figures.reason):
         print(f"# -: {reason}")
     facts = bench_table.machine()
-    what = "fastest prompt and token" if wanted.best else f"median of {plan.rounds} turns"
+    what = "fastest prompt and token" if wanted.best else f"median of {workload.rounds} turns"
     print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} when done; {what}")
     print("# all sides wrote the same tokens")
     if wanted.json_file:
-        wanted.json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
+        wanted.json_file.write_text(json.dumps(module.to_json(found, workload), indent=1) + "\n")
     if wanted.plot_file:
-        pictures.draw(wanted.plot_file, module.note(plan), module.picture(found, plan, wanted.best))
+        pictures.draw(wanted.plot_file, module.note(workload), module.picture(found, workload, wanted.best))
 
 
 def bench_store(wanted: Wanted, *, quick: bool) -> None:
     """Beside PyTorch's, where that is installed."""
     module = _module_of("store")
     sides = {"sides": tuple(module.SIDES) if has_torch() else ("ours",)}
-    bench_program("store", module.Plan(**sides | (module.QUICK if quick else {})), wanted)
+    bench_program("store", module.Workload(**sides | (module.QUICK if quick else {})), wanted)
 
 
 def bench_kernels(sources: int, rounds: int | None, wanted: Wanted, *, quick: bool) -> None:
@@ -389,22 +392,22 @@ def bench_kernels(sources: int, rounds: int | None, wanted: Wanted, *, quick: bo
     _check_numbers(sources, 0, 0, 0, rounds, "kernels")
     module = _module_of("kernels")
     more = (module.QUICK if quick else {}) | ({"rounds": rounds} if rounds else {})
-    plan = module.Plan(sources, sizes=module.buffer_sizes(sources), **more)
+    workload = module.Workload(sources, sizes=module.buffer_sizes(sources), **more)
     facts = bench_table.machine()
     print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f}\n")
-    print(module.opening(plan, wanted.markdown), flush=True)
+    print(module.opening(workload, wanted.markdown), flush=True)
     found = module.run_kernels_bench(
-        plan, lambda row: print(module.line(module.cells(row), plan, wanted.markdown), flush=True)
+        workload, lambda row: print(module.line(module.cells(row), workload, wanted.markdown), flush=True)
     )
     print(f"# {module.note(found)}")
     if wanted.json_file:
-        wanted.json_file.write_text(json.dumps(module.to_json(found, plan), indent=1) + "\n")
+        wanted.json_file.write_text(json.dumps(module.to_json(found, workload), indent=1) + "\n")
     if wanted.plot_file:
-        pictures.draw(wanted.plot_file, module.title(plan), module.picture(found, plan))
+        pictures.draw(wanted.plot_file, module.title(workload), module.picture(found, workload))
 
 
 def _module_of(name: str) -> Any:
-    return importlib.import_module(f"symcomm.cli.bench_{name}")
+    return importlib.import_module(f"symcomm.bench.{'torch_calls' if name == 'torch' else name}")
 
 
 def bench_collective(

@@ -16,10 +16,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from symcomm.cli.bench_run import open_sides
-from symcomm.cli.demo_plot import draw_picture, smooth, text_plot
-from symcomm.cli.refusals import check_output_file, need_torch, refusals_in_words
+from symcomm.bench.run import open_sides
+from symcomm.cli.refusals import refusals_in_words
+from symcomm.demo.plot import draw_picture, smooth, text_plot
 from symcomm.errors import SymcommError, bad_argument
+from symcomm.preflight import check_output_file, need_torch
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 console = Console(highlight=False)
@@ -27,7 +28,7 @@ RANKS = 4
 STEPS = 700  # about half a minute on each backend, on two slow cores
 COLORS = {"symcomm": "green", "gloo": "yellow"}
 TRAINERS = 2  # ranks of each backend; one backend works at a time
-WORKER = "symcomm.cli.demo_train"
+WORKER = "symcomm.demo.train"
 FASTER = 1.02  # a smaller difference is noise
 TURN = 10  # steps that a backend makes before it is the other's turn
 
@@ -139,11 +140,11 @@ def say_differences(runs: dict[str, list[dict[str, Any]]]) -> None:
     ours, theirs = runs.values()
     apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True))
     same = "the same, bit for bit" if apart == 0 else f"at most {apart:.1g} apart"
-    speed = words_for_speed(ours[-1], theirs[-1], os.getloadavg()[0], len(os.sched_getaffinity(0)))
+    speed = format_speed(ours[-1], theirs[-1], os.getloadavg()[0], len(os.sched_getaffinity(0)))
     console.print(f"\nThe losses of all {len(ours)} steps are {same}; {speed}")
 
 
-def words_for_speed(ours: dict[str, Any], theirs: dict[str, Any], load: float, cores: int) -> str:
+def format_speed(ours: dict[str, Any], theirs: dict[str, Any], load: float, cores: int) -> str:
     """What the last lines of both trainings say; where ours was not faster, that, and what else was measured."""
     ratio = theirs["seconds"] / ours["seconds"]
     if ratio >= FASTER:

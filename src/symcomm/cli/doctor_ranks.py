@@ -11,7 +11,7 @@ ROUNDS = 2  # a group that is made again must not find what the last one left
 def main(device: str) -> None:
     import torch.distributed as dist
 
-    from symcomm.backend.register import register
+    from symcomm.torch_backend.register import register
 
     register()  # torch does so by itself where the package is installed, and not only found
     for _ in range(ROUNDS):

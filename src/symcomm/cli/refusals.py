@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import typer
 
 from symcomm import errors
 
-__all__ = ["INSTALL_TORCH", "check_output_file", "check_output_folder", "has_torch", "need_torch", "refusals_in_words"]
+__all__ = ["refusals_in_words"]
 
 BAD_USAGE, FAILED, INTERRUPTED = 2, 1, 130
-INSTALL_TORCH = "pip install 'symcomm[torch]'"
 
 
 @contextlib.contextmanager
@@ -28,50 +23,3 @@ def refusals_in_words() -> Iterator[None]:
         raise typer.Exit(BAD_USAGE if isinstance(error, errors.BadArgumentError) else FAILED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-
-
-def has_torch() -> bool:
-    """Whether it is installed; it is not loaded."""
-    return importlib.util.find_spec("torch") is not None
-
-
-def need_torch(what: str) -> None:
-    if not has_torch():
-        raise errors.ResourceError(f"{what} needs torch, which is not installed; run `{INSTALL_TORCH}`.")
-
-
-def check_output_file(call: str, option: str, path: Path) -> None:
-    """Refuse before the work a file that could not be written after it. Nothing is left behind or changed."""
-    folder = path.absolute().parent
-    if os.path.isdir(path):
-        allowed, fix = "a file", "name a file in that folder"
-    elif not os.path.isdir(folder):
-        allowed, fix = "a file in a folder that exists", f"make {folder} first or choose another"
-    elif os.path.exists(path):
-        if os.access(path, os.W_OK):
-            return
-        allowed, fix = "a file that can be written", "choose another or change its permissions"
-    else:
-        if not (reason := _why_unwritable(folder)):
-            return
-        allowed, fix = "a file in a folder that can be written", f"choose another than {folder} ({reason})"
-    raise errors.bad_argument(call, option, str(path), allowed, fix)
-
-
-def check_output_folder(call: str, option: str, path: Path) -> None:
-    """The same for a folder, which is made when something is written, with those above it."""
-    nearest = path.absolute()
-    while not os.path.exists(nearest):
-        nearest = nearest.parent
-    if reason := _why_unwritable(nearest):
-        fix = f"choose another, as {nearest} cannot be written ({reason})"
-        raise errors.bad_argument(call, option, str(path), "a folder that can be written or made", fix)
-
-
-def _why_unwritable(folder: Path) -> str:
-    """The system's words; empty where a file can be made. Tried, as permissions alone do not tell (root in /proc)."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return ""
-    except OSError as error:
-        return error.strerror or str(error)

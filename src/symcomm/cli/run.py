@@ -9,13 +9,22 @@ from dataclasses import replace
 import typer
 
 from symcomm.cli import run_options as options
-from symcomm.cli.job import Job, Place, build_command, find_place, parse_count, parse_endpoint, parse_env, parse_range
-from symcomm.cli.launch import launch
-from symcomm.cli.mps import multi_process_service
-from symcomm.cli.nodes import launch_nodes
-from symcomm.cli.output import STDERR, STDOUT, Output, want_color
-from symcomm.cli.refusals import check_output_folder
 from symcomm.errors import SymcommError
+from symcomm.launcher.elastic_nodes import launch_nodes
+from symcomm.launcher.job import (
+    Job,
+    NodePlacement,
+    build_command,
+    find_placement,
+    parse_count,
+    parse_endpoint,
+    parse_env,
+    parse_range,
+)
+from symcomm.launcher.launch import launch
+from symcomm.launcher.mps import multi_process_service
+from symcomm.launcher.output import STDERR, STDOUT, Output, want_color
+from symcomm.preflight import check_output_folder
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 BAD_USAGE = 2
@@ -63,7 +72,7 @@ def run(
     try:
         meet = parse_endpoint(endpoint) if endpoint else None
         least, most = parse_range(nnodes) if ":" in nnodes else (None, 0)
-        place = find_place(nnodes, node_rank, meet) if least is None else Place(most, node_rank or 0, meet)
+        place = find_placement(nnodes, node_rank, meet) if least is None else NodePlacement(most, node_rank or 0, meet)
         variables = parse_env(env or [])
         if trace is not None:
             check_output_folder("symcomm run", "--trace", trace)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from symcomm import errors
-from symcomm.cli.pictures import Curves, check_picture, draw
+from symcomm.bench.pictures import Curves, check_picture, draw
 from symcomm.cli.refusals import refusals_in_words
 from symcomm.cli.simulate_check import draw_table, show_check
 from symcomm.simulate import machine as machines
@@ -20,7 +20,7 @@ from symcomm.simulate.engines import ENGINES
 from symcomm.simulate.predict import COLLECTIVES, Cluster, Estimate, compare
 from symcomm.simulate.topology import Topology, parse_topology, resized
 from symcomm.simulate.training import Step, ddp_step, fsdp_step
-from symcomm.simulate.units import parse_bandwidth, parse_bytes, words_for_bytes, words_for_time
+from symcomm.simulate.units import format_bytes, format_time, parse_bandwidth, parse_bytes
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 CALL = "symcomm simulate"
@@ -168,7 +168,7 @@ def rows(found: Sequence[Estimate]) -> Table:
     best = {e.nbytes: min(x.seconds for x in found if x.nbytes == e.nbytes) for e in found}
     return head, [
         [
-            words_for_bytes(e.nbytes), e.algorithm, words_for_time(e.seconds), _or_dash(e.inside), _or_dash(e.between),
+            format_bytes(e.nbytes), e.algorithm, format_time(e.seconds), _or_dash(e.inside), _or_dash(e.between),
             f"{e.chunks} x {e.messages}" if e.chunks > 1 else str(e.messages), f"{e.busbw / 1e9:.2f}",
             "fastest" if e.seconds == best[e.nbytes] else _times(e, best),
         ]
@@ -177,7 +177,7 @@ def rows(found: Sequence[Estimate]) -> Table:
 
 
 def _or_dash(seconds: float) -> str:
-    return words_for_time(seconds) if seconds else "-"
+    return format_time(seconds) if seconds else "-"
 
 
 def _times(found: Estimate, best: dict[int, float]) -> str:
@@ -188,7 +188,7 @@ def step_rows(steps: Sequence[Step]) -> Table:
     head = ["step", "computing", "comm", "not hidden", "efficiency", "calls", "algorithm"]
     return head, [
         [
-            words_for_time(s.seconds), words_for_time(s.compute), words_for_time(s.communication),
+            format_time(s.seconds), format_time(s.compute), format_time(s.communication),
             _or_dash(s.exposed), f"{s.efficiency:.1%}", str(s.collectives), s.algorithm,
         ]
         for s in steps
@@ -205,8 +205,8 @@ def describe(topology: Topology) -> str:
     shape = ":" + "x".join(map(str, topology.shape)) if topology.shape else ""
     thinner = f", oversubscription {topology.oversubscription:g}" if topology.oversubscription > 1 else ""
     link = topology.link
-    speed = f"{link.bandwidth * 8 / 1e9:g} Gb/s, {words_for_time(link.latency)} a link"
-    software = f"{words_for_time(link.message)} a message, {words_for_time(link.arrival)} to meet"
+    speed = f"{link.bandwidth * 8 / 1e9:g} Gb/s, {format_time(link.latency)} a link"
+    software = f"{format_time(link.message)} a message, {format_time(link.arrival)} to meet"
     return f"{topology.kind}{shape}{thinner}, {speed}, {software}"
 
 
@@ -234,7 +234,7 @@ def plot_collective(path: Path, found: list[list[Estimate]]) -> None:
     curves: dict[str, list[tuple[int, float]]] = {}
     for e in (e for each in found for e in each if e.seconds):
         curves.setdefault(e.algorithm, []).append((e.ranks, e.seconds * 1e3))
-    title = f"{found[0][0].collective} of {words_for_bytes(found[0][0].nbytes)}"
+    title = f"{found[0][0].collective} of {format_bytes(found[0][0].nbytes)}"
     draw(path, title, [Curves("", "ranks", "milliseconds", curves, tick="{:,}".format)])
 
 

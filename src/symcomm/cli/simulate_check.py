@@ -13,9 +13,9 @@ import typer
 from symcomm.simulate.check import Checked, check, read
 from symcomm.simulate.machine import Machine
 from symcomm.simulate.topology import Link
-from symcomm.simulate.units import words_for_bytes, words_for_time
+from symcomm.simulate.units import format_bytes, format_time
 
-__all__ = ["draw_table", "show_check", "table", "words_for_link", "worst"]
+__all__ = ["draw_table", "show_check", "table", "format_link", "worst"]
 
 
 def show_check(files: Sequence[Path], machine: Machine, as_json: bool) -> None:
@@ -24,7 +24,7 @@ def show_check(files: Sequence[Path], machine: Machine, as_json: bool) -> None:
         written = [{**asdict(row), "ratio": row.ratio} for row in found]
         typer.echo(json.dumps({"link": link._asdict(), "machine": asdict(machine), "rows": written}, indent=1))
         return
-    typer.echo(f"link: {words_for_link(link)}; hosts as {machine.name}")
+    typer.echo(f"link: {format_link(link)}; hosts as {machine.name}")
     for name, rows in itertools.groupby(found, lambda row: row.run):
         of_file = list(rows)
         typer.echo(f"\n{name}: {of_file[0].hosts} hosts x {of_file[0].ranks_per_host} ranks")
@@ -45,8 +45,8 @@ def draw_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console(highlight=False).print(drawn)
 
 
-def words_for_link(link: Link) -> str:
-    parts = [f"{name} {words_for_time(getattr(link, name))}" for name in ("arrival", "message", "latency")]
+def format_link(link: Link) -> str:
+    parts = [f"{name} {format_time(getattr(link, name))}" for name in ("arrival", "message", "latency")]
     return f"{link.bandwidth * 8 / 1e9:.3g} Gb/s, " + ", ".join(part for part in parts if not part.endswith(" 0.00 us"))
 
 
@@ -54,7 +54,7 @@ def table(found: Sequence[Checked]) -> tuple[list[str], list[list[str]]]:
     head = ["collective", "bytes", "measured", "predicted", "ratio", ""]
     return head, [
         [
-            row.collective, words_for_bytes(row.nbytes), words_for_time(row.measured), words_for_time(row.predicted),
+            row.collective, format_bytes(row.nbytes), format_time(row.measured), format_time(row.predicted),
             f"{row.ratio:.2f}x", "fitted" if row.fitted else "",
         ]
         for row in found
@@ -68,5 +68,5 @@ def worst(found: Sequence[Checked]) -> str:
         return "nothing but what was fitted"
     row = max(rows, key=lambda r: r.off)
     within = sum(r.off <= 1.2 for r in rows)
-    where = f"{row.collective} of {words_for_bytes(row.nbytes)}, {row.hosts} x {row.ranks_per_host} ranks"
+    where = f"{row.collective} of {format_bytes(row.nbytes)}, {row.hosts} x {row.ranks_per_host} ranks"
     return f"{row.ratio:.2f}x ({where}); {within} of {len(rows)} that were not fitted are within 20 %"

@@ -13,15 +13,15 @@ import typer
 
 from symcomm import errors
 from symcomm.cli.refusals import refusals_in_words
-from symcomm.observe.feed import Feed, attach
-from symcomm.observe.jobs import choose_job, find_jobs
-from symcomm.observe.servers_feed import attach_servers
+from symcomm.observe.top.feed import Feed, attach
+from symcomm.observe.top.jobs import choose_job, find_jobs
 from symcomm.observe.top.model import Live
 from symcomm.observe.top.page import LOOPBACK, PageServer
+from symcomm.observe.top.servers_feed import attach_servers
 from symcomm.observe.top.simulate import SimulatedFeed
 
 if TYPE_CHECKING:
-    from symcomm.observe.metrics import Spans
+    from symcomm.observe.top.metrics import Spans
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 TEXTFILE_S = 5.0  # how often a metrics file is written
@@ -136,7 +136,7 @@ def serve(live: Live, host: str, port: int, textfile: Path | None, spans: bool) 
 
 
 def make_spans(stack: contextlib.ExitStack) -> Spans:
-    from symcomm.observe.metrics import Spans
+    from symcomm.observe.top.metrics import Spans
 
     made, finish = Spans.from_environment()
     stack.callback(finish)
@@ -145,7 +145,7 @@ def make_spans(stack: contextlib.ExitStack) -> Spans:
 
 def make_meter(required: bool) -> Any:
     """None where the metrics library is missing and nobody asked for metrics."""
-    from symcomm.observe.metrics import Meter
+    from symcomm.observe.top.metrics import Meter
 
     try:
         return Meter()

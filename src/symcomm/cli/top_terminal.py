@@ -15,8 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from symcomm.errors import words_for_ranks
-from symcomm.memory.limits import words_for_bytes
+from symcomm.errors import format_ranks
+from symcomm.memory.limits import format_bytes
 from symcomm.observe.top.model import COMPUTING, DEAD, FAILED, IDLE, LATE, STATES, WAITING, Live
 
 __all__ = ["render", "show"]
@@ -53,7 +53,7 @@ def render(live: Live, width: int) -> RenderableType:
 
 
 def _heading(live: Live) -> Text:
-    memory = words_for_bytes(sum(fact.arena_bytes for fact in live.ranks))
+    memory = format_bytes(sum(fact.arena_bytes for fact in live.ranks))
     text = Text(live.feed.title, style="bold")
     groups = f"{len(live.groups)} group{'s' if len(live.groups) != 1 else ''}"
     return text.append(f"   {len(live.ranks)} ranks, {groups}, {memory} in arenas", style="default not bold")
@@ -98,7 +98,7 @@ def _numbers(live: Live, width: int) -> Table:
         row = numbers.row()
         times = [seconds(row[name]) for name in ("p50", "p90", "p99", "waited")]
         rate = f"{row['rate'] / 1e9:.2f}"
-        rows.append([call, words_for_bytes(numbers.nbytes), str(numbers.count), *times, rate])
+        rows.append([call, format_bytes(numbers.nbytes), str(numbers.count), *times, rate])
     return _fitting(NUMBER_COLUMNS, rows, width)
 
 
@@ -152,7 +152,7 @@ def _stragglers(live: Live) -> Text:
     if not worst:
         return Text()
     said = ", ".join(f"rank {rank} ({seconds(total)}, last {times} times)" for rank, times, total in worst)
-    dead = words_for_ranks(fact.rank for fact in live.ranks if not fact.alive)
+    dead = format_ranks(fact.rank for fact in live.ranks if not fact.alive)
     return Text(f"waited for most: {said}" + (f"; ended: {dead}" if dead != "none" else ""), style="dim")
 
 

@@ -11,8 +11,8 @@ import typer
 from symcomm.errors import BadArgumentError, ResourceError, SymcommError
 
 if TYPE_CHECKING:
-    from symcomm.observe.jobs import JobFacts
-    from symcomm.observe.trace import Trace
+    from symcomm.observe.recorder.trace import Trace
+    from symcomm.observe.top.jobs import JobFacts
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 NOTHING_WRONG, SOMETHING_WRONG, BAD_USAGE = 0, 1, 2
@@ -46,8 +46,8 @@ def trace(
       symcomm trace dumps --chrome trace.json
       symcomm trace --live
     """
-    from symcomm.observe.report import as_data, as_text
-    from symcomm.observe.verdict import judge
+    from symcomm.observe.analysis.report import as_data, as_text
+    from symcomm.observe.analysis.verdict import judge
 
     try:
         traces = _find(place, live, job)
@@ -73,19 +73,19 @@ def _find(place: str, live: bool, job: str | None) -> list[Trace]:
     if live and place:
         raise BadArgumentError(f"symcomm trace: give a folder ({place}) or --live, not both.")
     if live:
-        from symcomm.observe.jobs import choose_jobs, find_jobs
+        from symcomm.observe.top.jobs import choose_jobs, find_jobs
 
         return _look_at(choose_jobs("symcomm trace", job, find_jobs()))
     if not place:
         raise BadArgumentError("symcomm trace: give the folder with the ranks' dumps, or --live for what runs now.")
-    from symcomm.observe.trace import load
+    from symcomm.observe.recorder.trace import load
 
     return [load(place)]
 
 
 def _look_at(jobs: list[JobFacts]) -> list[Trace]:
     """Those that still run: a job may end while we look. Refused where all did."""
-    from symcomm.observe.live import look
+    from symcomm.observe.top.live import look
 
     traces, ended = [], None
     for job in jobs:
@@ -99,7 +99,7 @@ def _look_at(jobs: list[JobFacts]) -> list[Trace]:
 
 
 def _write_chrome(traces: list[Trace], path: Path) -> None:
-    from symcomm.observe.perfetto import chrome_trace
+    from symcomm.observe.analysis.perfetto import chrome_trace
 
     if len(traces) > 1:
         raise BadArgumentError("symcomm trace: there are several jobs; choose one for --chrome with --job.")

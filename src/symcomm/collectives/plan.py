@@ -159,7 +159,7 @@ class Plan:
     attach_bytes: int = 0  # of each piece that the direct part may read out of a peer's memory, not symmetric; 0: none
 
     def encode(self) -> bytes:
-        """The plan as the C core reads it: 64-bit integers, see ``_core/plan.h``."""
+        """The plan as the C core reads it: 64-bit integers, see ``_core/exec/plan.h``."""
         coder = _Encoder()
         parts = [coder.block(part) for part in (self.head, self.staged, self.direct or [])]
         needs = list(self.needs) if self.direct is not None else [Need.NOTHING] * self.world

@@ -81,7 +81,7 @@ class Limits:
     root_extra: int = 96 << 10
     direct_bytes: int = 4 << 10  # from here on symmetric tensors take part without copies; measured: 0.8, 1.3 us there
     two_rank_variant: str = "two_shot"  # all_reduce of more, 2 ranks; or "one_shot"; measured at 1 MiB: 8.1, 5.8 GB/s
-    # a scatter's root lends its pieces from so many bytes and ranks on: they are read by system call, see _core/cma.h
+    # a scatter's root lends its pieces from so many bytes and ranks on: read by system call, see _core/exec/cma.h
     attach_bytes: int = 256 << 10
     attach_ranks: int = 4
     nodes: tuple[int, ...] = ()  # each rank's NUMA node, -1 where it is not bound to one; () where all are on one

@@ -17,8 +17,8 @@ from typing import Any
 from torch._inductor import comm_lowering, config, ir
 from torch._inductor.virtualized import V
 
-from symcomm.backend import versions
 from symcomm.collectives.select import DEFAULT
+from symcomm.torch_backend import versions
 
 __all__ = ["leaves_graph", "realize", "whole_view"]
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 import symcomm
-from symcomm.backend import symm_reduce
 from symcomm.compile import configure, cost, runtime
 from symcomm.symm_mem.allocate import empty_strided_p2p
+from symcomm.torch_backend import symm_reduce
 
 __all__ = ["main", "measure"]
 
@@ -135,7 +135,7 @@ def measure(seconds: float = 0.2) -> dict[str, Any]:
 
 
 def _rank(group: Any, path: str, seconds: float) -> dict[str, Any]:
-    from symcomm.backend.register import register
+    from symcomm.torch_backend.register import register
 
     torch.set_num_threads(1)
     register()

@@ -33,7 +33,7 @@ def write_for_cpu(holder: str) -> None:
     torch's own lowerings of ``torch.ops.symm_mem`` while these operators take CPU tensors."""
     from torch._inductor.codegen.wrapper import AllocateLine
 
-    from symcomm.backend import versions
+    from symcomm.torch_backend import versions
 
     if versions.allocates_comm_buffers() and holder not in _holders:
         theirs = next(iter(_holders.values()), AllocateLine._codegen_comm_buffer)

@@ -17,9 +17,9 @@ from torch._inductor.virtualized import V
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
-from symcomm.backend.torch_patches.functional_collectives import our_group_of
 from symcomm.compile import buffers, options, overlap, report
 from symcomm.compile.codegen import IMPORT, RUNTIME
+from symcomm.torch_backend.torch_patches.functional_collectives import our_group_of
 
 __all__ = ["Lowering", "group_of", "name_groups", "note", "wait"]
 __all__ += ["as_torch_does", "in_place", "into", "out_of_place", "then_in_place", "unchanged"]

@@ -16,8 +16,8 @@ from torch._inductor import comm_lowering, config
 from torch._inductor.virtualized import V
 
 from symcomm import symm_mem
-from symcomm.backend import versions
 from symcomm.compile import lowering
+from symcomm.torch_backend import versions
 
 __all__ = ["is_selected", "lower"]
 

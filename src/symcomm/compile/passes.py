@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch._inductor import config
 
 from symcomm import symm_mem
-from symcomm.backend import versions
-from symcomm.backend.symm_reduce import PIECES_FROM
 from symcomm.compile import cost, options, overlap, report
 from symcomm.compile.lowering import group_of, name_groups
+from symcomm.torch_backend import versions
+from symcomm.torch_backend.symm_reduce import PIECES_FROM
 
 __all__ = ["settings_for"]
 

@@ -26,12 +26,12 @@ from torch._C._distributed_c10d import (
 )
 
 from symcomm import errors
-from symcomm.backend.profile import is_profiling
-from symcomm.backend.work import late
 from symcomm.compile import shapes
 from symcomm.group.process_group import ProcessGroup
 from symcomm.symm_mem.allocate import empty_strided_p2p
 from symcomm.symm_mem.groups import find_group
+from symcomm.torch_backend.profile import is_profiling
+from symcomm.torch_backend.work import late
 from symcomm.types import RedOpType
 
 __all__ = [
@@ -56,7 +56,7 @@ _resolve: Any = _resolve_process_group
 MOST = 32  # places that one line of code keeps; more are needed only by who collects results without end
 
 
-class Place:
+class BufferSlot:
     """Symmetric memory that one line of generated code allocates again and again. Tensors over it are views."""
 
     __slots__ = ("idle", "storage", "tensor")
@@ -70,7 +70,7 @@ class Place:
         return _storage_Use_Count(self.storage) == self.idle
 
 
-_places: weakref.WeakKeyDictionary[ProcessGroup, dict[int, list[Place]]] = weakref.WeakKeyDictionary()
+_places: weakref.WeakKeyDictionary[ProcessGroup, dict[int, list[BufferSlot]]] = weakref.WeakKeyDictionary()
 
 
 def comm_buffer(
@@ -99,7 +99,7 @@ def comm_buffer(
     fresh = empty_strided_p2p(size, stride, dtype, "cpu", core)
     if len(kept) >= MOST:
         return fresh
-    place = Place(fresh)
+    place = BufferSlot(fresh)
     tensor = _view(fresh, size, stride, 0)
     kept.append(place)
     return tensor
@@ -138,7 +138,7 @@ def all_reduce_(tensor: Tensor, op: str, group_name: str) -> None:
     these, and between them its weights push everything else out of the caches: each object on the way costs.
     """
     group = _resolve(group_name)
-    if not group._plain or is_profiling():
+    if not group.takes_fast_path or is_profiling():
         group.allreduce([tensor], _options(AllreduceOptions, op))
         return
     core = group.core

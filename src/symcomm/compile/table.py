@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.distributed import _functional_collectives as functional
 
-from symcomm.backend import versions
 from symcomm.collectives import select
 from symcomm.collectives.plan import Plan
 from symcomm.compile import lowering, shapes
 from symcomm.group.buffers import torch_dtypes
+from symcomm.torch_backend import versions
 from symcomm.types import RedOpType
 
 __all__ = ["TABLE", "WAIT", "WAIT_FOR_ALL", "Entry", "find"]

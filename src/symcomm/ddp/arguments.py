@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from symcomm import errors
-from symcomm.backend import values
 from symcomm.ddp.bucket import GradBucket
+from symcomm.torch_backend import values
 
 __all__ = ["bucket_of", "check_buckets", "group_of", "names_of", "outputs_of", "reducer_of"]
 

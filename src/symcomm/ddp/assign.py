@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from symcomm import errors
-from symcomm.backend import values
+from symcomm.torch_backend import values
 
 __all__ = ["compute_bucket_assignment_by_size"]
 

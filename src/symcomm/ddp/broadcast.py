@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symcomm.backend import values
 from symcomm.ddp.arguments import group_of
 from symcomm.ddp.assign import compute_bucket_assignment_by_size
 from symcomm.ddp.timeline import not_compiled
+from symcomm.torch_backend import values
 
 __all__ = ["broadcast_coalesced"]
 

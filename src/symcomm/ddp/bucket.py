@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from symcomm.backend import values
+from symcomm.torch_backend import values
 
 __all__ = ["Bucket", "GradBucket", "allocate", "is_alias"]
 

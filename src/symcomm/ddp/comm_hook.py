@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from symcomm import errors
-from symcomm.backend.kinds import Numbered
 from symcomm.ddp.arguments import reducer_of
 from symcomm.ddp.bucket import GradBucket
 from symcomm.errors import wrong_type
+from symcomm.torch_backend.kinds import Numbered
 
 __all__ = [
     "AllReduceHook",

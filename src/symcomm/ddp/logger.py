@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from symcomm.backend import values
 from symcomm.ddp.arguments import reducer_of
 from symcomm.ddp.timeline import not_compiled
+from symcomm.torch_backend import values
 
 __all__ = ["DDPLoggingData", "Logger"]
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from symcomm.backend.versions import arguments_unknown_to
 from symcomm.ddp.assign import compute_bucket_assignment_by_size
 from symcomm.ddp.broadcast import broadcast_coalesced
 from symcomm.ddp.bucket import GradBucket
@@ -23,6 +22,7 @@ from symcomm.ddp.logger import Logger
 from symcomm.ddp.reducer import FIRST_BUCKET_BYTES, Reducer
 from symcomm.ddp.verify import verify_params
 from symcomm.errors import bad_argument
+from symcomm.torch_backend.versions import arguments_unknown_to
 
 __all__ = ["DistributedDataParallel"]
 

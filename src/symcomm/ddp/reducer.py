@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.backend import values
 from symcomm.ddp.arguments import bucket_of, check_buckets, group_of, names_of, outputs_of
 from symcomm.ddp.assign import compute_bucket_assignment_by_size
 from symcomm.ddp.bucket import Bucket, GradBucket, is_alias
@@ -33,6 +32,7 @@ from symcomm.ddp.fill import Filler
 from symcomm.ddp.hook_order import HookOrder
 from symcomm.ddp.timeline import ALWAYS_SAMPLED, Clock, IterationTimes, measure, not_compiled, now
 from symcomm.ddp.unused import marked_twice, search_unused, unfinished
+from symcomm.torch_backend import values
 
 __all__ = ["Reducer"]
 

@@ -74,12 +74,10 @@ def _by_rank(told: Mapping[int, list[int]], size: int, names: Mapping[int, str])
         name = names.get(index, f"parameter {index}")
         module = name.rpartition(".")[0]
         where = f" of module {module}" if module else ""
-        parts.append(
-            f"{name} (parameter {index}{where}) on rank{'s' * (len(ranks) > 1)} {errors.words_for_ranks(ranks)}"
-        )
+        parts.append(f"{name} (parameter {index}{where}) on rank{'s' * (len(ranks) > 1)} {errors.format_ranks(ranks)}")
     text = "; ".join(parts)
     silent = [rank for rank in range(size) if rank not in told]
-    return text + (f" (not heard from: {errors.words_for_ranks(silent)})" if silent else "")
+    return text + (f" (not heard from: {errors.format_ranks(silent)})" if silent else "")
 
 
 def unfinished(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from symcomm import errors
-from symcomm.backend import values
 from symcomm.ddp.arguments import group_of
+from symcomm.torch_backend import values
 
 __all__ = ["verify_params", "verify_params_across_processes"]
 

@@ -134,7 +134,7 @@ class Session:
 
     def _use(self, group: ProcessGroup) -> None:
         if self.group is not None and group is not self.group:
-            self.group._leave()
+            self.group.leave_now()
         if group is not self.group:
             self.group, self._settled = group, False
             default.set_default(group)
@@ -178,10 +178,10 @@ class Session:
 
     def _check_is_loss(self, error: Exception) -> None:
         """Whether the group failed because a rank died, left, or did not come in time."""
-        failure = self.group._failure
+        failure = self.group.failure
         lost = isinstance(failure, (errors.PeerError, errors.DeadlineError, errors.GroupUnusableError))
         left_out = isinstance(error, errors.RankFailedError) and error.ranks == [self.rank]
-        if not lost or left_out or not self.group._retire.alive:
+        if not lost or left_out or self.group.has_left:
             raise error
 
     def _settle(self) -> None:
@@ -211,8 +211,8 @@ class Session:
         """A fresh DistributedDataParallel on the group as it is now, on all ranks alike."""
         if self._wrap is None:
             return
-        from symcomm.backend.group import TorchGroup
         from symcomm.ddp.module import DistributedDataParallel
+        from symcomm.torch_backend.group import TorchGroup
 
         if self.model is not self._module:
             self.model.reducer._remove_autograd_hooks()

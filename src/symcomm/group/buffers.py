@@ -104,7 +104,7 @@ def _is_torch(tensor: Any) -> bool:
 
 # What to do with a tensor that is not on the CPU, by the type of its device.
 _ELSEWHERE = {
-    "cuda": "CUDA tensors go through symcomm.gpu.group.device_group(group, device), or torch.distributed on 'symcomm'",
+    "cuda": "CUDA tensors go through symcomm.cuda.group.device_group(group, device), or torch.distributed on 'symcomm'",
     "meta": "it has no values; make one on the CPU",
 }
 
@@ -219,7 +219,7 @@ def write_list(call: str, name: str, tensors: Any, length: int) -> list[Buffer]:
 def keep_apart(inputs: Sequence[Buffer], outputs: Sequence[Buffer], rank: int, world: int) -> Sequence[Buffer]:
     """The inputs; copies of those that an output lies on, since results could overwrite what peers still read.
 
-    In place is fine where the one is this rank's part of the other. native.again() looks for the same."""
+    In place is fine where the one is this rank's part of the other. native.run_cached() looks for the same."""
     listed = len(inputs) > 1 or len(outputs) > 1
 
     def in_the_way(i: int, source: Buffer, o: int, out: Buffer) -> bool:

@@ -17,8 +17,9 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.group.call_names import HookOpName
-from symcomm.group.interception import Call, Interception, Seen
-from symcomm.group.messages import Message
+from symcomm.group.interception import Call, CallSpec, Interception
+from symcomm.group.p2p import Message
+from symcomm.ops import OPS
 
 __all__ = ["GROUP_CALLS", "CallHooks", "HookCalls", "HookOpName", "PostHookArgs", "PreHookArgs"]
 
@@ -146,41 +147,28 @@ def _messages(call: Call) -> list[tuple[HookOpName, int, list[Any], list[Any]]]:
 class _GroupCalls:
     """The methods of a process group that hooks see."""
 
-    methods: Mapping[str, Seen] = {
-        "all_reduce": Seen(HookOpName.ALLREDUCE, "tensor"),
-        "all_reduce_coalesced": Seen(HookOpName.ALLREDUCE_COALESCED, "tensors"),
-        "reduce": Seen(HookOpName.REDUCE, "tensor", root="root"),
-        "reduce_scatter": Seen(HookOpName.REDUCE_SCATTER, "inputs", "output"),
-        "reduce_scatter_single": Seen(HookOpName.REDUCE_SCATTER_BASE, "input", "output"),
-        "reduce_scatter_coalesced": Seen(HookOpName.REDUCE_SCATTER_TENSOR_COALESCED, "inputs", "outputs"),
-        "broadcast": Seen(HookOpName.BROADCAST, "tensor", root="root"),
-        "all_gather": Seen(HookOpName.ALLGATHER, "input", "outputs"),
-        "all_gather_single": Seen(HookOpName.ALLGATHER_BASE, "input", "output"),
-        "all_gather_coalesced": Seen(HookOpName.ALLGATHER_INTO_TENSOR_COALESCED, "inputs", "outputs"),
-        "all_gather_lists": Seen(HookOpName.ALLGATHER_COALESCED, "inputs", "outputs"),
-        "all_gather_bytes": Seen(HookOpName.ALLGATHER, is_async=False),
-        "gather": Seen(HookOpName.GATHER, "input", "outputs", "root"),
-        "gather_single": Seen(HookOpName.GATHER, "input", "output", "root"),
-        "scatter": Seen(HookOpName.SCATTER, "inputs", "output", "root"),
-        "all_to_all": Seen(HookOpName.ALLTOALL, "inputs", "outputs"),
-        "all_to_all_single": Seen(HookOpName.ALLTOALL_BASE, "input", "output"),
-        "barrier": Seen(HookOpName.BARRIER),
-        "monitored_barrier": Seen(HookOpName.BARRIER, is_async=False),
-        "send": Seen(HookOpName.SEND, "tensor", root="peer", is_async=False),
-        "isend": Seen(HookOpName.SEND, "tensor", root="peer", is_async=True),
-        "recv": Seen(HookOpName.RECV, "", "tensor", "peer", False),
-        "irecv": Seen(HookOpName.RECV, "", "tensor", "peer", True),
-        "batch": Seen(HookOpName.UNKNOWN, is_async=True),
-        "new_group": Seen(HookOpName.SPLIT, is_async=False),
-        "split": Seen(HookOpName.SPLIT, is_async=False),
-        "new_window": Seen(HookOpName.NEW_WINDOW, "tensor", is_async=False),
-    }
+    methods: Mapping[str, CallSpec] = {
+        **{
+            op.name: CallSpec(HookOpName[op.hook_name], op.inputs, op.outputs, "root" if op.rooted else "")
+            for op in OPS if op.torch not in ("send", "recv", "recv_anysource")
+        },
+        "all_gather_bytes": CallSpec(HookOpName.ALLGATHER, is_async=False),
+        "monitored_barrier": CallSpec(HookOpName.BARRIER, is_async=False),
+        "send": CallSpec(HookOpName.SEND, "tensor", root="peer", is_async=False),
+        "isend": CallSpec(HookOpName.SEND, "tensor", root="peer", is_async=True),
+        "recv": CallSpec(HookOpName.RECV, "", "tensor", "peer", False),
+        "irecv": CallSpec(HookOpName.RECV, "", "tensor", "peer", True),
+        "batch": CallSpec(HookOpName.UNKNOWN, is_async=True),
+        "new_group": CallSpec(HookOpName.SPLIT, is_async=False),
+        "split": CallSpec(HookOpName.SPLIT, is_async=False),
+        "new_window": CallSpec(HookOpName.NEW_WINDOW, "tensor", is_async=False),
+    }  # fmt: skip
 
     def is_async(self, arguments: Mapping[str, Any]) -> bool:
         return bool(arguments.get("async_op"))
 
-    def root(self, arguments: Mapping[str, Any], seen: Seen) -> int:
-        return arguments.get(seen.root, -1)
+    def root(self, arguments: Mapping[str, Any], spec: CallSpec) -> int:
+        return arguments.get(spec.root, -1)
 
     def changed(self, owner: Any, is_intercepted: bool) -> None:
         """Nothing to do: these objects have no way around their methods."""

@@ -15,14 +15,14 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.group import hooks
-from symcomm.group.making import make_group
+from symcomm.group.factory import make_group
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.group.work import Timeout, to_ns
 from symcomm.store.handshake import Exchange, handshake
 from symcomm.store.lease import Lease
 
 JOIN = "SYMCOMM_JOIN"  # set by the launcher in newcomers: the attempt at which those that run were started
-MEETING_SECONDS = 300.0  # the most that ranks wait for each other, unless the group's time-out is shorter
+RENDEZVOUS_SECONDS = 300.0  # the most that ranks wait for each other, unless the group's time-out is shorter
 _process_group: ProcessGroup | None = None
 _thread = threading.local()
 
@@ -71,9 +71,9 @@ def init(
         raise errors.bad_argument("init", "rank and world_size", (rank, world_size), "given together with store")
     make = partial(make_group, name=name, timeout=timeout, engine=engine)
     if store is not None:
-        group = join_ranks(store, rank, world_size, min(seconds, MEETING_SECONDS), make)
+        group = join_ranks(store, rank, world_size, min(seconds, RENDEZVOUS_SECONDS), make)
     else:
-        group = _init_anywhere(init_method, rank, world_size, min(seconds, MEETING_SECONDS), make)
+        group = _init_anywhere(init_method, rank, world_size, min(seconds, RENDEZVOUS_SECONDS), make)
     set_default(group)
     hooks.joined(group, group.store)
     return group

@@ -17,8 +17,8 @@ __all__ = ["EphemeralTimeouts"]
 class EphemeralTimeouts(HookCalls):
     """Mixed into ProcessGroup."""
 
-    _timeout_ns: int
-    _extended_ns = 0  # what of _timeout_ns is extensions
+    timeout_ns: int
+    extended_ns = 0  # what of _timeout_ns is extensions
     _failure_lock: Any
 
     def add_ephemeral_timeout(self, timeout: float | timedelta) -> None:
@@ -31,8 +31,8 @@ class EphemeralTimeouts(HookCalls):
     def extend_timeout(self, nanoseconds: int) -> None:
         """Add to what operations may take, or take that back."""
         with self._failure_lock:
-            self._extended_ns += nanoseconds
-            self._timeout_ns += nanoseconds
+            self.extended_ns += nanoseconds
+            self.timeout_ns += nanoseconds
 
 
 class _Extension:

@@ -20,7 +20,7 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.plan import Collective
 from symcomm.collectives.select import ON_DEVICE, elements_of
-from symcomm.errors import words_for_exit, words_for_ranks, words_for_seconds
+from symcomm.errors import format_exit, format_ranks, format_seconds
 from symcomm.types import DType, RedOpType
 
 __all__ = ["Site", "Status", "call_site", "check_living", "explain", "explain_peer"]
@@ -31,19 +31,19 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class Status(enum.IntEnum):
-    """Numbers of ``enum status`` in _core/sync.h."""
+    """How an operation ended, as the core says it (``enum status`` in _core/group/status.h)."""
 
-    OK = 0
-    MISMATCH = 1
-    DEAD = 2
-    LEFT = 3
-    TIMEOUT = 4
-    ABORTED = 5
-    PLAN = 6
-    INTERRUPTED = 7
-    HALF_SENT = 8
-    NESTED = 9
-    UNREADABLE = 10
+    OK = native.STATUS_OK
+    MISMATCH = native.STATUS_MISMATCH
+    DEAD = native.STATUS_DEAD
+    LEFT = native.STATUS_LEFT
+    TIMEOUT = native.STATUS_TIMEOUT
+    ABORTED = native.STATUS_ABORTED
+    PLAN = native.STATUS_PLAN
+    INTERRUPTED = native.STATUS_INTERRUPTED
+    HALF_SENT = native.STATUS_HALF_SENT
+    NESTED = native.STATUS_NESTED
+    UNREADABLE = native.STATUS_UNREADABLE
 
 
 Site = tuple[str, int]  # file, line; worded only when something went wrong
@@ -64,7 +64,7 @@ def call_site(depth: int = 1) -> Site:
     return "?", 0
 
 
-def words_for_site(site: Site) -> str:
+def format_site(site: Site) -> str:
     name, line = site
     with contextlib.suppress(OSError):  # the working directory may be gone
         near = os.path.relpath(name)
@@ -74,7 +74,9 @@ def words_for_site(site: Site) -> str:
 
 def _inner_folders() -> tuple[str, ...]:
     """Folders whose code calls collectives on behalf of somebody else."""
-    ours = tuple(PACKAGE + name + os.sep for name in ("group", "store", "hosts", "gpu", "backend", "c10d", "ddp"))
+    ours = tuple(
+        PACKAGE + name + os.sep for name in ("group", "store", "hierarchical", "cuda", "torch_backend", "c10d", "ddp")
+    )
     torch = sys.modules.get("torch")
     return (*ours, os.path.dirname(torch.__file__) + os.sep) if torch is not None and torch.__file__ else ours
 
@@ -110,9 +112,9 @@ def how_it_ended(pid: int) -> str:
         except OSError:
             return "died"
         if fields[0] in "ZX":
-            return words_for_exit(os.waitstatus_to_exitcode(int(fields[-1])))
+            return format_exit(os.waitstatus_to_exitcode(int(fields[-1])))
         if dumps_core(pid):  # which may take long; the signal is known already
-            return f"{words_for_exit(-(int(fields[-1]) & 0x7F))} (it still writes a core dump)"
+            return f"{format_exit(-(int(fields[-1]) & 0x7F))} (it still writes a core dump)"
         if time.monotonic() > deadline:
             return "died"
         time.sleep(0.001)
@@ -127,8 +129,8 @@ def dumps_core(pid: int) -> bool:
 
 def explain(group: Any, status: int, call: str, at: Site, seconds: float | None) -> errors.SymcommError:
     """The exception for a failed operation of ``group`` (a ProcessGroup). ``seconds`` None: that of the last one."""
-    site = words_for_site(at)
-    report = native.group_report(group._handle)
+    site = format_site(at)
+    report = native.group_report(group.handle)
     if seconds is None:
         seconds = report["running"]
     seq = report["seq"] = status >> 8 or report["seq"]  # of the operation that failed; there may be later ones
@@ -164,7 +166,7 @@ def explain(group: Any, status: int, call: str, at: Site, seconds: float | None)
 
 def explain_peer(group: Any, what: str, status: int, peer: int, seconds: float) -> errors.SymcommError:
     """The exception for a wait for one rank's signal that failed. It does no harm to the group."""
-    text, pid = f"{what} on group {group.name!r}", group._peers[peer].pid
+    text, pid = f"{what} on group {group.name!r}", group.peers[peer].pid
     if status in (Status.DEAD, Status.LEFT):
         how = how_it_ended(pid) if status == Status.DEAD else "left the group"
         return errors.RankFailedError(
@@ -175,25 +177,25 @@ def explain_peer(group: Any, what: str, status: int, peer: int, seconds: float) 
     if status == Status.TIMEOUT:
         lives = f"Rank {peer} (pid {pid}) lives; look at what it does, or give a longer timeout."
         return errors.deadline(text, seconds, missing=[peer], fix=lives)
-    if group._failure is not None:
-        return group._unusable()
+    if group.failure is not None:
+        return group.unusable_error()
     return errors.GroupUnusableError(f"{text} failed: the group was aborted or an operation on it failed before.")
 
 
 def check_living(group: Any, ranks: Collection[int], what: str) -> None:
     """Raise if one of ``ranks``, which somebody waits for outside of the group's operations, died or left."""
-    report = native.group_report(group._handle)["ranks"]
+    report = native.group_report(group.handle)["ranks"]
     gone = {r["rank"]: r["gone"] for r in report if r["gone"] and r["rank"] in ranks and r["rank"] != group.rank}
     if not gone:
         return
     parts = []
     for rank, status in gone.items():
-        pid = group._peers[rank].pid
+        pid = group.peers[rank].pid
         parts.append(f"rank {rank} (pid {pid}) {how_it_ended(pid) if status == Status.DEAD else 'left the group'}")
     left = [r["rank"] for r in report if not r["gone"]]
     raise errors.RankFailedError(
         f"{what} failed on rank {group.rank} of group {group.name!r}: {'; '.join(parts)}. "
-        f"Survivors: {words_for_ranks(left)}. Call group.shrink() to go on without it.",
+        f"Survivors: {format_ranks(left)}. Call group.shrink() to go on without it.",
         list(gone),
     )
 
@@ -202,13 +204,13 @@ def _publish(group: Any, call: str, site: str, seq: int) -> None:
     """Tell the others what this rank was doing. Of a long path the end says most."""
     while len(text := json.dumps({"call": call, "site": site, "seq": seq}).encode()) > native.CALL_BYTES:
         site = f"...{site[len(site) // 4 + 4 :]}"
-    native.group_publish(group._handle, native.RECORD_CALL, text)
+    native.group_publish(group.handle, native.RECORD_CALL, text)
 
 
 def _await_records(group: Any, ranks: Sequence[int]) -> list[dict[str, Any] | None]:
     deadline = time.monotonic() + RECORD_WAIT
     while True:
-        records = native.group_records(group._handle, native.RECORD_CALL)
+        records = native.group_records(group.handle, native.RECORD_CALL)
         if all(records[r] is not None for r in ranks) or time.monotonic() > deadline:
             return [json.loads(item) if item is not None else None for item in records]
         time.sleep(0.001)
@@ -230,7 +232,7 @@ def _mismatch(group: Any, what: str, report: dict[str, Any], text: str, site: st
             side = "nothing yet"
         sides.setdefault(side, []).append(rank)
     listed = "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {words_for_ranks(ranks)} called {side}" for side, ranks in sides.items()
+        f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} called {side}" for side, ranks in sides.items()
     )
     return errors.CollectiveMismatchError(
         f"{what}: the ranks did not make the same call: {listed}. Make every rank call the same collectives, "
@@ -259,14 +261,14 @@ def _rank_gone(group: Any, what: str, report: dict[str, Any], seconds: float) ->
     gone = [first, *(r["rank"] for r in report["ranks"] if r["gone"] == Status.DEAD and r["rank"] != first)]
     parts = []
     for rank in gone:
-        pid = group._peers[rank].pid
+        pid = group.peers[rank].pid
         seen = report["ranks"][rank]
         how = "left the group" if seen["gone"] == Status.LEFT else how_it_ended(pid)
         parts.append(f"rank {rank} (pid {pid}) {how} {_last_seen(seen, report['seq'])}")
     left = [r for r in range(group.size) if r not in gone]
     return errors.RankFailedError(
-        f"{what} failed on rank {group.rank} after {words_for_seconds(seconds)}: {'; '.join(parts)}. "
-        f"Survivors: {words_for_ranks(left)}. Call group.shrink() to go on without it.",
+        f"{what} failed on rank {group.rank} after {format_seconds(seconds)}: {'; '.join(parts)}. "
+        f"Survivors: {format_ranks(left)}. Call group.shrink() to go on without it.",
         gone,
     )
 
@@ -279,13 +281,13 @@ def _timed_out(group: Any, what: str, report: dict[str, Any], seconds: float) ->
         missing = [r["rank"] for r in absent]
         last = "; ".join(f"rank {r['rank']} was last seen {_last_seen(r, seq)}{_awaits(r)}" for r in absent[:4])
         arrived = [r["rank"] for r in ranks if r["seq"] >= seq]
-        story = f"did not come: {words_for_ranks(missing)}; arrived: {words_for_ranks(arrived)}; {last}"
+        story = f"did not come: {format_ranks(missing)}; arrived: {format_ranks(arrived)}; {last}"
     else:
         missing = [report["culprit"]]
         story = f"all arrived, but rank {report['culprit']} does not go on (stopped, or starved of a core?)"
     who = "" if origin == group.rank else f" (rank {origin}'s deadline)"
     return errors.DeadlineError(
-        f"{what} timed out on rank {group.rank} after {words_for_seconds(seconds)}{who}: {story}. "
+        f"{what} timed out on rank {group.rank} after {format_seconds(seconds)}{who}: {story}. "
         "Look at what the missing ranks do, or give a longer timeout to the call.",
         missing,
     )

@@ -1,18 +1,18 @@
-"""How a group takes in newcomers between two steps. They meet in the store.
+"""How a group admits newcomers between two steps. They find each other in the store.
 
-Whoever wants to come in draws a ticket, leaves a card and waits for an answer. The members' first rank looks at the
-cards and opens a *round*: it tells the members through the group they have, and the newcomers through the store. Those
-in a round build the new group together; each says when it has. Then the round gets its verdict, by one atomic step in
-the store: whoever has heard from all says "go", whoever met trouble or ran out of time says why not, and what came
-first holds for everybody. Members tell each other through the group they have, in case the store is lost to some; one
-that cannot know goes on in neither group. So members never disagree about which group they are in, whoever dies
-meanwhile, and however. After any verdict but "go" the members keep the group they had, and newcomers that still live
-draw another ticket.
+A process that wants to join draws a ticket, leaves a request and waits for an answer. The members' first rank reads the
+requests and opens a *round*: it tells the members through the group they have, and the newcomers through the store. The
+participants of a round build the new group together; each reports when it has. Then the round gets its verdict, by one
+atomic step in the store: a rank that has heard from all says "go", one that met a failure or ran out of time says why
+not, and the first value holds for everybody. Members also tell each other through the group they have, in case some
+lost the store; one that cannot know the verdict goes on in neither group. So members never disagree about which group
+they are in, whoever dies meanwhile, and however. After any verdict but "go" the members keep the group they had, and
+newcomers that are still alive draw another ticket.
 
 In the store, below ``grow/<name of the group>``::
 
     tickets            how many were drawn
-    card/T, answer/T   who drew ticket T; the round it is invited to, or that it was withdrawn
+    request/T, answer/T   who drew ticket T; the round it is invited to, or that it was cancelled
     rounds             how many there were
     N/1/i, N/2/i ...   in round N: what number i told the others, first, second ...
     N/verdict          "go", or why not
@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
 from symcomm.collectives.select import Limits
-from symcomm.errors import words_for_ranks, words_for_seconds
+from symcomm.errors import format_ranks, format_seconds
 from symcomm.group import hooks
 from symcomm.group.work import to_ns
 from symcomm.store.prefix import PrefixStore
@@ -43,55 +43,55 @@ from symcomm.store.prefix import PrefixStore
 if TYPE_CHECKING:
     from symcomm.group.process_group import ProcessGroup
 
-__all__ = ["Meeting", "Round", "close", "grow", "join_through"]
+__all__ = ["JoinQueue", "Round", "close", "grow", "join_through"]
 
 log = logging.getLogger(__name__)
 GO = "go"
-LOOK_FIRST, LOOK_LAST = 0.001, 0.02  # seconds between two looks at the store
+POLL_FIRST, POLL_LAST = 0.001, 0.02  # seconds between two polls of the store
 
 
-def _looks(seconds: float) -> Iterator[None]:
-    """Comes back again and again, more and more seldom, until the time is over; at least once."""
-    end, pause = time.monotonic() + seconds, LOOK_FIRST
+def _polls(seconds: float) -> Iterator[None]:
+    """Yields with growing pauses until the time is up; at least once."""
+    end, pause = time.monotonic() + seconds, POLL_FIRST
     yield
     while (left := end - time.monotonic()) > 0:
         time.sleep(min(pause, left))
-        pause = min(pause * 1.5, LOOK_LAST)
+        pause = min(pause * 1.5, POLL_LAST)
         yield
 
 
-# --- who comes -------------------------------------------------------------------------------------
+# --- newcomers' processes --------------------------------------------------------------------------
 
 
 def _started(pid: int) -> str:
-    """When a process started: with its number, that names it for ever."""
+    """When a process started: with its pid, that identifies it for ever."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[19]
 
 
-def _my_card(rank: int | None) -> dict[str, Any]:
+def _join_request(rank: int | None) -> dict[str, Any]:
     pid = os.getpid()
-    return {"pid": pid, "started": _started(pid), "names": _names(), "rank": rank}
+    return {"pid": pid, "started": _started(pid), "names": _pid_namespace(), "rank": rank}
 
 
-def _names() -> str:
-    """Where a process's number means the same: in one namespace of one machine, since it was started."""
+def _pid_namespace() -> str:
+    """Where a pid means the same: in one pid namespace of one machine, since it was booted."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-class Lifeline:
-    """Tells whether the process of a card still lives, where its number means something to us."""
+class NewcomerProcess:
+    """Whether the process behind a request is still alive, where its pid means something to us."""
 
-    def __init__(self, card: dict[str, Any]):
-        self.pid = card["pid"]
+    def __init__(self, request: dict[str, Any]):
+        self.pid = request["pid"]
         self.dead = False
         self._fd: int | None = None
-        if card["names"] != _names():
+        if request["names"] != _pid_namespace():
             return  # in another container, or on another host: only the deadline will tell
         try:
             self._fd = os.pidfd_open(self.pid)
-            self.dead = _started(self.pid) != card["started"] or self._ended()
+            self.dead = _started(self.pid) != request["started"] or self._ended()
         except OSError:
             self.dead = True
 
@@ -102,7 +102,7 @@ class Lifeline:
         poll.register(self._fd, select.POLLIN)
         return bool(poll.poll(0))
 
-    def look(self) -> bool:
+    def is_dead(self) -> bool:
         """Whether it is dead."""
         self.dead = self.dead or self._ended()
         return self.dead
@@ -112,24 +112,25 @@ class Lifeline:
             os.close(self._fd)
 
 
-# --- where they meet -------------------------------------------------------------------------------
+# --- rounds and requests ---------------------------------------------------------------------------
 
 
 class Round:
-    """Number ``index`` of ``size`` that build a group together. ``trouble`` says what it knows to be wrong, or ""."""
+    """Participant ``index`` of ``size`` that build a group. ``find_failure`` returns what is known to be wrong, or
+    ""."""
 
-    def __init__(self, store: Any, index: int, size: int, seconds: float, trouble: Callable[[], str] = str):
+    def __init__(self, store: Any, index: int, size: int, seconds: float, find_failure: Callable[[], str] = str):
         self._store, self.index, self.size, self.seconds = store, index, size, seconds
         self._end = time.monotonic() + seconds
-        self._trouble = trouble
+        self._find_failure = find_failure
         self._turn = 0
 
     def exchange(self, item: bytes) -> list[bytes]:
-        """Everybody's bytes; raises RankFailedError as soon as the round cannot succeed any more."""
+        """All-gather bytes; raises RankFailedError as soon as the round cannot succeed any more."""
         self._turn += 1
         keys = [f"{self._turn}/{i}" for i in range(self.size)]
         self._store.set(keys[self.index], b"." + item)
-        for _ in _looks(self._end - time.monotonic()):
+        for _ in _polls(self._end - time.monotonic()):
             if self._store.check(keys):
                 break
             self.check()
@@ -143,24 +144,24 @@ class Round:
 
     def check(self) -> None:
         """Raise if the round cannot succeed any more."""
-        why = bytes(self._store.get("verdict")).decode() if self._store.check(["verdict"]) else self._trouble()
+        why = bytes(self._store.get("verdict")).decode() if self._store.check(["verdict"]) else self._find_failure()
         if why and why != GO:  # what was missing has come meanwhile
             raise self.to_error(why)
 
     def late(self, missing: Sequence[int]) -> errors.SymcommError:
         return errors.RankFailedError(
-            f"{words_for_ranks(missing)} of the new ranks did not come within {words_for_seconds(self.seconds)}"
+            f"{format_ranks(missing)} of the new ranks did not come within {format_seconds(self.seconds)}"
         )
 
     def to_error(self, verdict: str) -> errors.SymcommError:
         return errors.RankFailedError(verdict)
 
     def to_verdict(self, error: BaseException) -> str:
-        """What the others are told of it; the opposite of to_error()."""
+        """The inverse of to_error()."""
         return str(error)
 
     def _clean_up(self) -> None:
-        """All have said that they built theirs, so nobody reads what came before that; some of it is secret."""
+        """All have built theirs, so nobody reads the earlier keys any more; some of them are secret."""
         for turn in range(1, self._turn):
             with contextlib.suppress(RuntimeError, errors.SymcommError, NotImplementedError):  # some stores cannot
                 self._store.delete_key(f"{turn}/{self.index}")
@@ -169,7 +170,7 @@ class Round:
         return max(0.001, self._end - time.monotonic())
 
     def decide(self, verdict: str) -> str:
-        """What holds for everybody: this verdict, unless somebody was quicker."""
+        """The verdict that holds for everybody: this one, unless another came first."""
         return bytes(self._store.compare_set("verdict", "", verdict)).decode()
 
     def build(self, make: Callable[[Round], Any]) -> Any:
@@ -195,23 +196,23 @@ class Round:
         return None
 
     def settle(self, verdict: str) -> str:
-        """What holds for everybody. Raises where this one cannot know it: then it has neither group."""
+        """The verdict that holds for everybody. Raises where this rank cannot know it: then it has neither group."""
         return self.decide(verdict)
 
     def _drop(self, built: Any) -> None:
         if built is not None:
-            built._leave()
+            built.leave_now()
 
 
 class MembersRound(Round):
     """A round of members of ``group``, who can also ask each other for the verdict."""
 
-    def __init__(self, store: Any, group: ProcessGroup, size: int, seconds: float, trouble: Callable[[], str]):
-        super().__init__(store, group.rank, size, seconds, trouble)
+    def __init__(self, store: Any, group: ProcessGroup, size: int, seconds: float, find_failure: Callable[[], str]):
+        super().__init__(store, group.rank, size, seconds, find_failure)
         self._group = group
 
     def settle(self, verdict: str) -> str:
-        """As the store says, if one of the members could still ask it. Otherwise they stay as they are."""
+        """As the store says, if one of the members can still read it. Otherwise they stay as they are."""
         known = ""
         with contextlib.suppress(errors.PeerError, errors.DeadlineError):
             known = self.decide(verdict)
@@ -222,7 +223,7 @@ class MembersRound(Round):
                 return known
             if known:
                 raise  # a member is gone: as the next operation on the group would tell
-            self._group._leave()  # others may be in either group: this rank must not go on in one by itself
+            self._group.leave_now()  # others may be in either group: this rank must not go on in one by itself
             raise errors.RankFailedError(
                 f"grow of group {self._group.name!r}: rank {self.index} lost the store, and could not ask the other "
                 f"members whether newcomers were let in ({error}); end this process, or join anew.",
@@ -231,22 +232,22 @@ class MembersRound(Round):
         return next((word.decode() for word in told if word), "the store was lost while they joined")
 
 
-class Meeting:
-    """The place in a store where the members of a group and newcomers find each other."""
+class JoinQueue:
+    """The requests to join a group, and their answers, in a store."""
 
     def __init__(self, store: Any, name: str):
         self.store = PrefixStore(f"grow/{name}", store)
         self._first = 1  # all tickets before are answered
 
-    def place(self, number: int) -> PrefixStore:
+    def round_store(self, number: int) -> PrefixStore:
         """The part of the store that belongs to a round."""
         return PrefixStore(str(number), self.store)
 
     # -- a newcomer's side
 
-    def apply(self, card: dict[str, Any]) -> int:
+    def request_to_join(self, request: dict[str, Any]) -> int:
         ticket = self.store.add("tickets", 1)
-        self.store.set(f"card/{ticket}", json.dumps(card))
+        self.store.set(f"request/{ticket}", json.dumps(request))
         return ticket
 
     def answer(self, ticket: int) -> dict[str, Any] | None:
@@ -265,27 +266,27 @@ class Meeting:
     # -- the members' side
 
     def waiting(self) -> dict[int, dict[str, Any]]:
-        """Cards by ticket, of those that were not answered yet."""
+        """Requests by ticket, of those that were not answered yet."""
         drawn = self.store.add("tickets", 0)
         found: dict[int, dict[str, Any]] = {}
         for ticket in range(self._first, drawn + 1):
             if self.store.check([f"answer/{ticket}"]):
                 if ticket == self._first:
                     self._first += 1
-            elif self.store.check([f"card/{ticket}"]):  # else it is being written
-                found[ticket] = json.loads(self.store.get(f"card/{ticket}"))
+            elif self.store.check([f"request/{ticket}"]):  # else it is being written
+                found[ticket] = json.loads(self.store.get(f"request/{ticket}"))
         return found
 
 
-def meeting_of(group: ProcessGroup) -> Meeting:
-    if group._meeting is None:
+def join_queue_of(group: ProcessGroup) -> JoinQueue:
+    if group.join_queue is None:
         if group.store is None:
             raise errors.CallerError(
                 f"grow of group {group.name!r}: it has no store, so newcomers could not find it; grow the group that "
                 "symcomm.init() made, or what its shrink() gave."
             )
-        group._meeting = Meeting(group.store, group._family)
-    return group._meeting
+        group.join_queue = JoinQueue(group.store, group.base_name)
+    return group.join_queue
 
 
 def close(group: ProcessGroup, why: str = "the job is over; there is nothing to join") -> None:
@@ -293,7 +294,7 @@ def close(group: ProcessGroup, why: str = "the job is over; there is nothing to 
 
     Raises: CallerError for a group without a store."""
     with contextlib.suppress(errors.PeerError, errors.DeadlineError):  # a store that is gone takes nobody in either
-        meeting_of(group).store.set("closed", why)
+        join_queue_of(group).store.set("closed", why)
 
 
 # --- members ---------------------------------------------------------------------------------------
@@ -301,65 +302,65 @@ def close(group: ProcessGroup, why: str = "the job is over; there is nothing to 
 
 def grow(group: ProcessGroup, timeout: float, wait: float, size: int | None) -> ProcessGroup:
     """See ProcessGroup.grow."""
-    meeting = meeting_of(group)
+    queue = join_queue_of(group)
     plan: dict[str, Any] = {}
-    lifelines: list[Lifeline] = []
+    processes: list[NewcomerProcess] = []
     try:
         if group.rank == 0:
-            plan, lifelines = _plan(group, meeting, timeout, wait, size)
+            plan, processes = _plan(group, queue, timeout, wait, size)
         told = group.all_gather_bytes(json.dumps(plan).encode(), max(group.timeout, wait + timeout))[0]
         plan = json.loads(told)
         if "error" in plan:
             raise errors.StoreConnectionError(plan["error"])
         if not plan:
             return group
-        return _grow_by(group, meeting, plan, lifelines)
+        return _grow_by(group, queue, plan, processes)
     finally:
-        for line in lifelines:
-            line.close()
+        for process in processes:
+            process.close()
 
 
 def _plan(
-    group: ProcessGroup, meeting: Meeting, timeout: float, wait: float, size: int | None
-) -> tuple[dict[str, Any], list[Lifeline]]:
+    group: ProcessGroup, queue: JoinQueue, timeout: float, wait: float, size: int | None
+) -> tuple[dict[str, Any], list[NewcomerProcess]]:
     """On rank 0: who comes in, and the round they meet in; empty when nobody waits."""
-    lifelines: dict[int, Lifeline] = {}
+    processes: dict[int, NewcomerProcess] = {}
     room = None if size is None else max(0, size - group.size)
     wanted = 1 if room is None else room
     try:
-        cards: dict[int, dict[str, Any]] = {}
-        for _ in _looks(wait):
-            for ticket, card in meeting.waiting().items():
-                line = lifelines.get(ticket) or lifelines.setdefault(ticket, Lifeline(card))
-                if line.look():
-                    meeting.settle(ticket, {"withdrawn": "dead"})
+        requests: dict[int, dict[str, Any]] = {}
+        for _ in _polls(wait):
+            for ticket, request in queue.waiting().items():
+                process = processes.get(ticket) or processes.setdefault(ticket, NewcomerProcess(request))
+                if process.is_dead():
+                    queue.settle(ticket, {"withdrawn": "dead"})
                 else:
-                    cards[ticket] = card
-            cards = {ticket: card for ticket, card in cards.items() if not lifelines[ticket].look()}
-            if len(cards) >= wanted or group._gone():
+                    requests[ticket] = request
+            requests = {ticket: request for ticket, request in requests.items() if not processes[ticket].is_dead()}
+            if len(requests) >= wanted or group.gone_ranks():
                 break
-        chosen = sorted(cards, key=lambda t: (cards[t]["rank"] is None, cards[t]["rank"], t))[:room]
-        if not chosen or group._gone():
-            return {}, list(lifelines.values())
+        chosen = sorted(requests, key=lambda t: (requests[t]["rank"] is None, requests[t]["rank"], t))[:room]
+        if not chosen or group.gone_ranks():
+            return {}, list(processes.values())
         plan = {
-            "round": meeting.store.add("rounds", 1),
+            "round": queue.store.add("rounds", 1),
             "tickets": chosen,
-            "pids": [cards[t]["pid"] for t in chosen],
-            "global_ranks": _global_ranks(group.global_ranks, [cards[t]["rank"] for t in chosen]),
+            "pids": [requests[t]["pid"] for t in chosen],
+            "global_ranks": _global_ranks(group.global_ranks, [requests[t]["rank"] for t in chosen]),
             "members": group.size,
             "seconds": timeout,
             "timeout": group.timeout,
-            "limits": asdict(group._limits),
+            "limits": asdict(group.plan_limits),
         }
-        plan["name"] = f"{group._family}+{plan['round']}"
-        for ticket in lifelines.keys() - set(chosen):
-            lifelines[ticket].close()
-        return plan, [lifelines[t] for t in chosen]
+        plan["name"] = f"{group.base_name}+{plan['round']}"
+        for ticket in processes.keys() - set(chosen):
+            processes[ticket].close()
+        return plan, [processes[t] for t in chosen]
     except (errors.PeerError, errors.DeadlineError) as error:
         return {
             "error": f"grow of group {group.name!r}: the store cannot be used ({error}). Where the rank that hosts it "
             "may die, let somebody else keep it: `symcomm run --restart failed`, or a FileStore."
-        }, list(lifelines.values())
+        }, list(processes.values())
 
 
 def _global_ranks(members: Sequence[int], wishes: Sequence[int | None]) -> list[int]:
@@ -370,20 +371,22 @@ def _global_ranks(members: Sequence[int], wishes: Sequence[int | None]) -> list[
     return ranks
 
 
-def _grow_by(group: ProcessGroup, meeting: Meeting, plan: dict[str, Any], lifelines: list[Lifeline]) -> ProcessGroup:
-    def trouble() -> str:
-        if gone := group._gone():
-            return f"rank {words_for_ranks(gone)} of the members died meanwhile"
-        if dead := [str(line.pid) for line in lifelines if line.look()]:
+def _grow_by(
+    group: ProcessGroup, queue: JoinQueue, plan: dict[str, Any], processes: list[NewcomerProcess]
+) -> ProcessGroup:
+    def find_failure() -> str:
+        if gone := group.gone_ranks():
+            return f"rank {format_ranks(gone)} of the members died meanwhile"
+        if dead := [str(process.pid) for process in processes if process.is_dead()]:
             return f"newcomer (pid {', '.join(dead)}) died while it joined"
         return ""
 
     size = plan["members"] + len(plan["tickets"])
-    round_ = MembersRound(meeting.place(plan["round"]), group, size, plan["seconds"], trouble)
+    round_ = MembersRound(queue.round_store(plan["round"]), group, size, plan["seconds"], find_failure)
 
     def make(round_: Round) -> ProcessGroup:
         if group.rank == 0:
-            _invite(meeting, plan)
+            _invite(queue, plan)
         return _make(round_, plan)
 
     bigger = round_.build(make)
@@ -394,14 +397,14 @@ def _grow_by(group: ProcessGroup, meeting: Meeting, plan: dict[str, Any], lifeli
     return _with_newcomers(bigger, plan)
 
 
-def _invite(meeting: Meeting, plan: dict[str, Any]) -> None:
-    for place, ticket in enumerate(plan["tickets"], plan["members"]):
-        if not meeting.settle(ticket, {**plan, "index": place}):
+def _invite(queue: JoinQueue, plan: dict[str, Any]) -> None:
+    for index, ticket in enumerate(plan["tickets"], plan["members"]):
+        if not queue.settle(ticket, {**plan, "index": index}):
             raise errors.RankFailedError("a newcomer gave up before it was let in")
 
 
 def _make(round_: Round, plan: dict[str, Any]) -> ProcessGroup:
-    from symcomm.group.making import make_group
+    from symcomm.group.factory import make_group
 
     # the short deadline while it is built; its own after that
     group = make_group(
@@ -424,18 +427,18 @@ def join_through(store: Any, name: str, timeout: float | timedelta, rank: int | 
     """Wait in ``store`` until the members of group ``name`` call grow(), and come in. ``rank``: a wish, global."""
     seconds = to_ns("join", timeout) / 1e9
     end = time.monotonic() + seconds
-    meeting = Meeting(store, name)
+    queue = JoinQueue(store, name)
     why = "the members have to call group.grow() between steps"
     while (left := end - time.monotonic()) > 0:
-        ticket = meeting.apply(_my_card(rank))
-        plan = _await_answer(meeting, ticket, left)
+        ticket = queue.request_to_join(_join_request(rank))
+        plan = _await_answer(queue, ticket, left)
         if plan is None or "withdrawn" in plan:
             continue
         size = plan["members"] + len(plan["tickets"])
-        round_ = Round(meeting.place(plan["round"]), plan["index"], size, plan["seconds"])
+        round_ = Round(queue.round_store(plan["round"]), plan["index"], size, plan["seconds"])
         group = round_.build(partial(_make, plan=plan))
         if group is not None:
-            group.store, group._family = store, name
+            group.store, group.base_name = store, name
             _with_newcomers(group, plan)
             hooks.joined(group, store)
             return group
@@ -443,15 +446,15 @@ def join_through(store: Any, name: str, timeout: float | timedelta, rank: int | 
     raise errors.deadline(f"join of group {name!r}", seconds, fix=f"Nobody let this process in: {why}.")
 
 
-def _await_answer(meeting: Meeting, ticket: int, seconds: float) -> dict[str, Any] | None:
+def _await_answer(queue: JoinQueue, ticket: int, seconds: float) -> dict[str, Any] | None:
     plan = None
     try:
-        for _ in _looks(seconds):
-            plan = meeting.answer(ticket)
+        for _ in _polls(seconds):
+            plan = queue.answer(ticket)
             if plan is not None:
                 return plan
     finally:
         if plan is None:  # out of time, or interrupted: nobody should wait for us
             with contextlib.suppress(errors.PeerError, errors.DeadlineError):
-                meeting.settle(ticket, {"withdrawn": "gave up"})
-    return meeting.answer(ticket)
+                queue.settle(ticket, {"withdrawn": "gave up"})
+    return queue.answer(ticket)

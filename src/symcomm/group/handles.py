@@ -19,7 +19,7 @@ from symcomm import errors
 from symcomm.store.address import own_address
 from symcomm.store.tcp import TCPStore
 
-__all__ = ["Endpoint", "Handle", "endpoint", "members_of"]
+__all__ = ["HandleServer", "Handle", "handle_server", "members_of"]
 
 KIND, VERSION = "symcomm-handle", "1"
 
@@ -83,7 +83,7 @@ def _in_order(handles: Collection[str]) -> list[str]:
     return sorted(handles, key=str) if isinstance(handles, (set, frozenset)) else list(handles)
 
 
-class Endpoint:
+class HandleServer:
     """This process's own store, which the members of a group to be can reach."""
 
     def __init__(self) -> None:
@@ -96,16 +96,16 @@ class Endpoint:
 
 
 _lock = threading.Lock()
-_current: weakref.ref[Endpoint] | None = None
+_current: weakref.ref[HandleServer] | None = None
 
 
-def endpoint() -> Endpoint:
+def handle_server() -> HandleServer:
     """The one of this process; it ends with the last group that holds it."""
     global _current
     with _lock:
         found = _current() if _current is not None else None
         if found is None:
-            found = Endpoint()
+            found = HandleServer()
             _current = weakref.ref(found)
         return found
 

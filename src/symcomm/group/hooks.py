@@ -18,7 +18,7 @@ on_join: list[Callable[[Any, Any], None]] = []  # with a rank's first group and 
 on_end: list[Callable[[], None]] = []  # before a process that was only a rank ends, maybe without Python's farewell
 on_failure: list[Callable[[Any, BaseException], None]] = []  # with a group and the first error of it
 
-TRACER = "symcomm.observe.tracer"
+TRACER = "symcomm.observe.recorder.tracer"
 ASKS_FOR_TRACES = (
     "SYMCOMM_TRACE_DIR",
     "TORCH_FR_DUMP_TEMP_FILE",

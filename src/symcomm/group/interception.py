@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 from symcomm.group.call_names import HookOpName
 
-__all__ = ["Call", "CallTable", "Interception", "Layer", "Seen"]
+__all__ = ["Call", "CallTable", "Interception", "Layer", "CallSpec"]
 
 
 @dataclass(frozen=True)
-class Seen:
-    """How one method shows: what it is, and which of its parameters hold tensors and the root (or the peer)."""
+class CallSpec:
+    """One method: the operation it is, and which of its parameters hold tensors and the root (or the peer)."""
 
     name: HookOpName
     inputs: str = ""
@@ -34,11 +34,11 @@ class Seen:
 class CallTable(Protocol):
     """The methods of one kind of object, and how to read their arguments."""
 
-    methods: Mapping[str, Seen]
+    methods: Mapping[str, CallSpec]
 
     def is_async(self, arguments: Mapping[str, Any]) -> bool: ...
 
-    def root(self, arguments: Mapping[str, Any], seen: Seen) -> int: ...
+    def root(self, arguments: Mapping[str, Any], spec: CallSpec) -> int: ...
 
     def changed(self, owner: Any, is_intercepted: bool) -> None:
         """Calls through ``owner`` are seen from now on, or no longer."""
@@ -51,28 +51,28 @@ class Call:
         self.owner = owner
         self.method = method
         self.arguments = arguments
-        self.seen = table.methods[method]
+        self.spec = table.methods[method]
         self._table = table
 
     @property
     def name(self) -> HookOpName:
-        return self.seen.name
+        return self.spec.name
 
     @property
     def is_async(self) -> bool:
-        return self._table.is_async(self.arguments) if self.seen.is_async is None else self.seen.is_async
+        return self._table.is_async(self.arguments) if self.spec.is_async is None else self.spec.is_async
 
     @property
     def root(self) -> int:
-        return self._table.root(self.arguments, self.seen) if self.seen.root else -1
+        return self._table.root(self.arguments, self.spec) if self.spec.root else -1
 
     @property
     def inputs(self) -> list[Any]:
-        return _flat(self.arguments.get(self.seen.inputs))
+        return _flat(self.arguments.get(self.spec.inputs))
 
     @property
     def outputs(self) -> list[Any]:
-        return _flat(self.arguments.get(self.seen.outputs))
+        return _flat(self.arguments.get(self.spec.outputs))
 
 
 def _flat(tensors: Any) -> list[Any]:

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from symcomm import errors
-from symcomm.group.calls import CollectiveCalls
+from symcomm.group.facade import Collectives
+from symcomm.group.request import check_root
 from symcomm.group.work import Timeout
 
 ROOT = struct.Struct("<q")
 
 
-class ObjectCalls(CollectiveCalls):
+class ObjectCalls(Collectives):
     """Mixed into ProcessGroup."""
 
     def all_gather_object(self, obj: Any, timeout: Timeout = None) -> list[Any]:
@@ -53,7 +54,7 @@ class ObjectCalls(CollectiveCalls):
 
     def _tell(self, call: str, root: int, item: bytes, timeout: Timeout) -> list[bytes]:
         """Everybody's item; raises on all ranks if they do not name one root."""
-        self._check_root(call, root)
+        check_root(self, call, root)
         told = self.all_gather_bytes(ROOT.pack(root) + item, timeout)
         roots = [ROOT.unpack_from(item)[0] for item in told]
         if len(set(roots)) > 1:

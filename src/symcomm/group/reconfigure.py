@@ -7,12 +7,12 @@ say when they have; one agreement decides for all whether they go on in it. Unti
 
 Members notice a death at once: the first one holds a connection to each of the others, and they hold one to it.
 
-The agreement has to survive the death of any member, the first included. So it is kept by several: every member takes
-what it holds to be true ("go", or why not) to the stores of the first three, in this order. The first value that
-reaches a store stays, and each who comes takes it along to the next. Where one of these three lives, all members pass
-it, and leave it with the same answer. A keeper that is cut off from some members, and not from others, must not part
-them: who gets no answer from one says no to the rest. If they say "go" all the same, or nothing at all, it cannot know
-what holds, and leaves the old group as well as the new one.
+The agreement has to survive the death of any member, the first included. So it is replicated: every member takes its
+verdict ("go", or why not) to the stores of the first three members, in this order. The first value that reaches a store
+stays, and every member takes it along to the next. Where one of these three is alive, all members pass it, and leave
+it with the same answer. A replica that is cut off from some members only must not divide them: a member that gets no
+answer from one says no to the rest. If they say "go" all the same, or do not answer either, it cannot know the verdict,
+and leaves the old group as well as the new one.
 
 In a member's store::
 
@@ -37,11 +37,11 @@ from datetime import timedelta
 from typing import Any
 
 from symcomm import errors
-from symcomm.errors import words_for_seconds
+from symcomm.errors import format_seconds
 from symcomm.group import hooks, registry
+from symcomm.group.factory import make_group
 from symcomm.group.grow import GO, Round
-from symcomm.group.handles import Endpoint, Handle, endpoint, members_of
-from symcomm.group.making import make_group
+from symcomm.group.handles import Handle, HandleServer, handle_server, members_of
 from symcomm.group.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from symcomm.group.work import Timeout, to_ns
 from symcomm.store import tcp_wire as wire
@@ -50,11 +50,11 @@ from symcomm.store.tcp import TCPStore
 
 __all__ = ["ReconfigurableGroup", "Reconfiguration"]
 
-KEEPERS = 3  # stores that keep the verdict: two of them may die in the moment it is made
+REPLICAS = 3  # stores that hold the verdict: two of them may die while it is made
 WATCH_SECONDS = 1.0  # to connect to a member that is to be watched
-KEEPER_SECONDS = 5.0  # for one of them to answer; a process that is gone is found out at once
-LOST = (errors.StoreConnectionError, errors.StoreAuthError)  # the second: somebody else has that port now
-SILENT = (errors.StoreUnreachableError, errors.StoreDeadlineError)  # stopped, or far away
+REPLICA_SECONDS = 5.0  # for one of them to answer; a process that is gone is found out at once
+GONE_ERRORS = (errors.StoreConnectionError, errors.StoreAuthError)  # the second: somebody else has that port now
+UNREACHABLE_ERRORS = (errors.StoreUnreachableError, errors.StoreDeadlineError)  # stopped, or far away
 MOST = 1 << 63
 EMPTY = "has not been initialized: it has no members yet. Call reconfigure() before issuing collectives"  # Gloo's words
 DESTROYED = "was destroyed"
@@ -64,7 +64,13 @@ class Reconfiguration(Round):
     """One attempt of ``members`` to form a group, as number ``index`` of them. ``known``: uuids of earlier ones."""
 
     def __init__(
-        self, members: Sequence[Handle], index: int, uuid: int, seconds: float, own: Endpoint, known: Collection[int]
+        self,
+        members: Sequence[Handle],
+        index: int,
+        uuid: int,
+        seconds: float,
+        own: HandleServer,
+        known: Collection[int],
     ):
         super().__init__(None, index, len(members), seconds, self._find_dead)
         self._members, self._own, self.uuid, self._known = members, own, uuid, known
@@ -73,67 +79,67 @@ class Reconfiguration(Round):
         self._servers: dict[int, TCPStore] = {}
         self._watched: dict[int, tuple[int, wire.Connection]] = {}  # descriptor -> who, and the connection
         self._poll = select.poll()
-        servers = {member[:2]: place for place, member in reversed(list(enumerate(members)))}
-        self._keepers = sorted(servers.values())[:KEEPERS]  # without those that did not answer
-        self._silent: list[int] = []  # those that may live, but did not answer
+        servers = {member[:2]: rank for rank, member in reversed(list(enumerate(members)))}
+        self._replicas = sorted(servers.values())[:REPLICAS]  # without those that did not answer
+        self._unreachable: list[int] = []  # those that may live, but did not answer
         self._is_known = True  # what was decided
 
     # --- connections ------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
         """Reach the first member's store; the first member watches the others from now on."""
-        with self._blaming(0):
+        with self._blame(0):
             server = self._server(0, self.left())
             server.set(f"at/{self._members[self.index].ident}", str(self.uuid))
             self._store = PrefixStore(self._prefix, server)
         if self.index == 0:
             self._watch()
 
-    def _is_here(self, place: int) -> bool:
+    def _is_here(self, rank: int) -> bool:
         """Whether a member is in this process; where threads are ranks, others than this one are."""
-        return self._members[place][:2] == self._members[self.index][:2]
+        return self._members[rank][:2] == self._members[self.index][:2]
 
-    def _server(self, place: int, seconds: float) -> TCPStore:
+    def _server(self, rank: int, seconds: float) -> TCPStore:
         """The store that a member serves."""
-        if self._is_here(place):
+        if self._is_here(rank):
             return self._own.store
         lifetime = timedelta(seconds=seconds)
-        if place not in self._servers:
-            to = self._members[place]
-            self._servers[place] = TCPStore(to.address, to.port, timeout=lifetime, token=to.token, patient=False)
-        self._servers[place].set_timeout(lifetime)
-        return self._servers[place]
+        if rank not in self._servers:
+            to = self._members[rank]
+            self._servers[rank] = TCPStore(to.address, to.port, timeout=lifetime, token=to.token, patient=False)
+        self._servers[rank].set_timeout(lifetime)
+        return self._servers[rank]
 
     def _watch(self) -> None:
         end = time.monotonic() + self.left() / 2
-        for place, to in enumerate(self._members):
+        for rank, to in enumerate(self._members):
             seconds = min(end - time.monotonic(), WATCH_SECONDS)
-            if self._is_here(place) or seconds <= 0:
+            if self._is_here(rank) or seconds <= 0:
                 continue
             try:
                 connection = wire.connect(to.address, to.port, seconds, to.token.encode(), patient=False)
-            except SILENT:
+            except UNREACHABLE_ERRORS:
                 continue  # it is stopped, or far away: only the deadline will tell
-            except LOST as error:
-                raise self._gone(place) from error
-            self._watched[connection.fd] = place, connection
+            except GONE_ERRORS as error:
+                raise self.gone_ranks(rank) from error
+            self._watched[connection.fd] = rank, connection
             self._poll.register(connection.fd, select.POLLIN | select.POLLRDHUP)  # nothing but its end is to come
 
     def _find_dead(self) -> str:
         for fd, _ in self._poll.poll(0):
-            return self.to_verdict(self._gone(self._watched[fd][0]))
+            return self.to_verdict(self.gone_ranks(self._watched[fd][0]))
         return ""
 
     def refuse(self, error: errors.SymcommError) -> None:
         """Do not take part, and let the others know why."""
         self.decide(self.to_verdict(error))
-        self._keepers = []
+        self._replicas = []
 
     def close(self) -> None:
         """This member needs nothing of the others any more; the last one that says so deletes what was written."""
-        for place in self._keepers:
-            with contextlib.suppress(*LOST, errors.DeadlineError):
-                part = PrefixStore(self._prefix, self._server(place, KEEPER_SECONDS))
+        for rank in self._replicas:
+            with contextlib.suppress(*GONE_ERRORS, errors.DeadlineError):
+                part = PrefixStore(self._prefix, self._server(rank, REPLICA_SECONDS))
                 if part.add("left", 1) == self.size:
                     for key in part.list_keys():
                         part.delete_key(key)
@@ -145,71 +151,71 @@ class Reconfiguration(Round):
     # --- the round --------------------------------------------------------------------------------------------
 
     def exchange(self, item: bytes) -> list[bytes]:
-        with self._blaming(0):
+        with self._blame(0):
             return super().exchange(item)
 
     def check(self) -> None:
-        with self._blaming(0):
+        with self._blame(0):
             super().check()
 
     def decide(self, verdict: str) -> str:
-        """See the module's text: what the keepers say. Where one of them does not answer, others may have had "go" from
-        it or not: from there on this member says no, and it knows the outcome only if the last one agrees."""
+        """See the module's text: what the replicas say. Where one of them does not answer, others may have had "go"
+        from it or not: from there on this member says no, and it knows the outcome only if the last one agrees."""
         said = ""
-        for place in list(self._keepers):
+        for rank in list(self._replicas):
             try:
-                part = PrefixStore(self._prefix, self._server(place, KEEPER_SECONDS))
+                part = PrefixStore(self._prefix, self._server(rank, REPLICA_SECONDS))
                 said = verdict = bytes(part.compare_set("verdict", "", verdict)).decode()
-            except (*SILENT, errors.DeadlineError):
-                self._keepers.remove(place)
-                self._silent.append(place)
+            except (*UNREACHABLE_ERRORS, errors.DeadlineError):
+                self._replicas.remove(rank)
+                self._unreachable.append(rank)
                 if verdict == GO:
-                    verdict = self.to_verdict(errors.RankFailedError(f"{self._who(place)} does not answer", [place]))
-            except LOST:
-                self._keepers.remove(place)
-        self._is_known = not self._silent or said not in ("", GO)
+                    verdict = self.to_verdict(errors.RankFailedError(f"{self._who(rank)} does not answer", [rank]))
+            except GONE_ERRORS:
+                self._replicas.remove(rank)
+        self._is_known = not self._unreachable or said not in ("", GO)
         return verdict
 
     def settle(self, verdict: str) -> str:
         verdict = self.decide(verdict)
         if not self._is_known:
             raise errors.RankFailedError(
-                f"reconfigure to uuid {self.uuid}: {', '.join(map(self._who, self._silent))} did not answer, so rank "
-                f"{self.index} cannot know whether the others went on; it is in no group any more.",
+                f"reconfigure to uuid {self.uuid}: {', '.join(map(self._who, self._unreachable))} did not answer, so "
+                f"rank {self.index} cannot know whether the others went on; it is in no group any more.",
                 [self.index],
             )
         return verdict
 
     # --- words ------------------------------------------------------------------------------------------------
 
-    def _who(self, place: int, more: str = "") -> str:
-        return f"rank {place} (pid {self._members[place].pid} on {self._members[place].address}{more})"
+    def _who(self, rank: int, more: str = "") -> str:
+        return f"rank {rank} (pid {self._members[rank].pid} on {self._members[rank].address}{more})"
 
-    def _gone(self, place: int) -> errors.RankFailedError:
-        return errors.RankFailedError(f"{self._who(place)} is gone", [place])
+    def gone_ranks(self, rank: int) -> errors.RankFailedError:
+        return errors.RankFailedError(f"{self._who(rank)} is gone", [rank])
 
     @contextlib.contextmanager
-    def _blaming(self, place: int) -> Iterator[None]:
-        """What goes wrong with a member's store is that member's."""
+    def _blame(self, rank: int) -> Iterator[None]:
+        """A failure of a member's store is blamed on that member."""
         try:
             yield
-        except SILENT as error:
+        except UNREACHABLE_ERRORS as error:
             if self.left() > 0.1:  # the network gave up before we did
-                raise errors.RankFailedError(f"{self._who(place)} cannot be reached", [place]) from error
-            raise self.late([place]) from error
-        except LOST as error:
-            raise self._gone(place) from error
+                raise errors.RankFailedError(f"{self._who(rank)} cannot be reached", [rank]) from error
+            raise self.late([rank]) from error
+        except GONE_ERRORS as error:
+            raise self.gone_ranks(rank) from error
 
     def late(self, missing: Sequence[int]) -> errors.DeadlineError:
-        who = ", ".join(self._who(place, self._elsewhere(place)) for place in missing)
-        return errors.DeadlineError(f"{who} did not come within {words_for_seconds(self.seconds)}", missing)
+        who = ", ".join(self._who(rank, self._elsewhere(rank)) for rank in missing)
+        return errors.DeadlineError(f"{who} did not come within {format_seconds(self.seconds)}", missing)
 
-    def _elsewhere(self, place: int) -> str:
+    def _elsewhere(self, rank: int) -> str:
         """What a member that did not come to this reconfiguration came with instead."""
         if self._turn > 1:
             return ""  # it came, and then stopped
-        with contextlib.suppress(*LOST, errors.DeadlineError):
-            server, key = self._server(0, KEEPER_SECONDS), f"at/{self._members[place].ident}"
+        with contextlib.suppress(*GONE_ERRORS, errors.DeadlineError):
+            server, key = self._server(0, REPLICA_SECONDS), f"at/{self._members[rank].ident}"
             if server.check([key]):
                 uuid = int(server.get(key))
                 if uuid == self.uuid:
@@ -241,8 +247,8 @@ class ReconfigurableGroup:
         self._label = name
         self._seconds = DEFAULT_TIMEOUT if timeout is None else to_ns("init", timeout) / 1e9
         self._engine = engine
-        self._endpoint: Endpoint | None = None
-        self._handle: Handle | None = None
+        self._handle_server: HandleServer | None = None
+        self.handle: Handle | None = None
         self._group: ProcessGroup | None = None
         self._used: set[int] = set()
         self._borrowed: set[str] = set()  # methods of the current group that this object has
@@ -293,10 +299,10 @@ class ReconfigurableGroup:
             raise errors.GroupUnusableError(f"group {self._label!r} cannot be used: {errors.forked(None)}")
         if self._why == DESTROYED:
             raise errors.GroupUnusableError(f"group {self._label!r} {DESTROYED}.")
-        if self._handle is None:
-            self._endpoint = endpoint()
-            self._handle = self._endpoint.new_handle()
-        return self._handle
+        if self.handle is None:
+            self._handle_server = handle_server()
+            self.handle = self._handle_server.new_handle()
+        return self.handle
 
     def reconfigure(self, uuid: int, handles: Collection[str], timeout: Timeout = None) -> ProcessGroup:
         """The processes with these handles form the group from now on; each of them calls this, alike.
@@ -310,10 +316,10 @@ class ReconfigurableGroup:
             raise errors.bad_argument("reconfigure", "uuid", uuid, "a whole number of 64 bits")
         own = self._own_handle()
         members = members_of(handles, own)
-        assert self._endpoint is not None
+        assert self._handle_server is not None
         if not self._busy.acquire(blocking=False):
             raise errors.CallerError(f"reconfigure: group {self._label!r} is being reconfigured already, by a thread.")
-        round_ = Reconfiguration(members, members.index(own), uuid, seconds, self._endpoint, self._used)
+        round_ = Reconfiguration(members, members.index(own), uuid, seconds, self._handle_server, self._used)
         try:
             return self._go_on_in(self._form(round_, uuid), uuid)
         finally:
@@ -378,4 +384,4 @@ class ReconfigurableGroup:
         old = self._replace(None)
         if old is not None:
             old.destroy()
-        self._endpoint, self._why = None, DESTROYED
+        self._handle_server, self._why = None, DESTROYED

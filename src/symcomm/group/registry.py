@@ -20,7 +20,7 @@ _groups: weakref.WeakValueDictionary[tuple[bytes, str], ProcessGroup] = weakref.
 
 def add(group: ProcessGroup, name: str = "") -> None:
     """A later group of the same name takes the name over. ``name``: another one that it is known by as well."""
-    _groups[group._arena.nonce, name or group.name] = group
+    _groups[group.arena.nonce, name or group.name] = group
 
 
 def find(name: str) -> ProcessGroup | None:
@@ -35,7 +35,7 @@ def of_rank(nonce: bytes) -> list[ProcessGroup]:
 
 def of_handle(handle: object) -> ProcessGroup | None:
     """The group that the core knows by this handle."""
-    return next((group for group in list(_groups.values()) if group._handle is handle), None)
+    return next((group for group in list(_groups.values()) if group.handle is handle), None)
 
 
 def names() -> list[str]:

@@ -18,23 +18,23 @@ WORD = 4  # bytes of a signal count; each rank has one for every sender
 
 def owner_of(group: Any, address: int) -> int | None:
     """The rank of ``group`` whose symmetric memory an address lies in, or None."""
-    for rank, peer in enumerate(group._peers):
+    for rank, peer in enumerate(group.peers):
         if peer.base <= address < peer.base + peer.nbytes:
             return rank
     return None
 
 
 class Segment:
-    """This rank's piece. Ranks exchange their ``card`` before they ``connect``."""
+    """This rank's piece. Ranks exchange their ``info`` before they ``connect``."""
 
     def __init__(self, group: Any, address: int, count: int, dtype: int):
         """``count`` elements at ``address``, which lies in this rank's arena where there are any."""
         self._group = group
-        arena = group._arena
+        arena = group.arena
         self._words_bytes = -(-WORD * group.size // LINE) * LINE  # then one line that counts who sleeps
         self.words = arena.buffer(self._words_bytes + LINE)  # peers write to them: whoever may signal keeps them
         ctypes.memset(self.words, 0, len(self.words))
-        self.card = {
+        self.info = {
             "offset": arena.offset_of(address, 1) if count else 0,
             "count": count,
             "dtype": dtype,
@@ -43,21 +43,21 @@ class Segment:
         self._addresses: list[int] = []
         self._window: native.Window  # once they are connected
 
-    def connect(self, cards: Sequence[dict[str, Any]]) -> None:
-        """``cards``: of all ranks of the group, in order."""
-        self._addresses = [p.base + c["offset"] for p, c in zip(self._group._peers, cards, strict=True)]
+    def connect(self, infos: Sequence[dict[str, Any]]) -> None:
+        """``infos``: of all ranks of the group, in order."""
+        self._addresses = [p.base + c["offset"] for p, c in zip(self._group.peers, infos, strict=True)]
         parts = tuple(
-            (address, card["count"], card["dtype"], peer.base + card["words"])
-            for address, card, peer in zip(self._addresses, cards, self._group._peers, strict=True)
+            (address, info["count"], info["dtype"], peer.base + info["words"])
+            for address, info, peer in zip(self._addresses, infos, self._group.peers, strict=True)
         )
-        self._window = native.make_window(self._group._handle, parts, self._words_bytes)
+        self._window = native.make_window(self._group.handle, parts, self._words_bytes)
 
     def address_of(self, rank: int) -> int:
         """Where this process has mapped a rank's piece."""
         return self._addresses[rank]
 
     def pid_of(self, rank: int) -> int:
-        return self._group._peers[rank].pid
+        return self._group.peers[rank].pid
 
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
         """put(tensor, rank, offset), signal(rank) and wait_signal(rank) with nothing but the core. The last one only

@@ -1,7 +1,7 @@
-"""How survivors of a failure agree on who goes on, with nothing but the memory they share.
+"""How survivors of a failure agree on who goes on, with nothing but their shared memory.
 
 The store may have died with rank 0, so it is not asked. Any rank may die at any moment, or stop and go on much later;
-and yet all ranks that get a group get one of the same members. (Ranks on several hosts agree in hosts/shrink.py.)
+and yet all ranks that get a group get one of the same members. (Across hosts: hierarchical/agreement.py.)
 
 There is one *word* for all, in the memory of rank 0, which outlives that rank. It is changed by compare-and-swap only,
 and says which *attempt* they are at: its number, who proposed it, and whether it is open or decided. Every rank has a
@@ -14,9 +14,9 @@ and says which *attempt* they are at: its number, who proposed it, and whether i
 The word goes from (n, open) to (n, decided), or to (n + 1, open) with more ranks left out; from (n, decided) to (n + 1,
 open) when somebody calls shrink() again.
 
-1. Who finds no open attempt proposes one: it writes down the proposal first, and swaps the word then. If somebody was
-   quicker, it takes part in theirs. Who finds itself left out raises.
-2. Who knows of more ranks that are gone, or to be left out, proposes the next attempt with them.
+1. A rank that finds no open attempt proposes one: it publishes the proposal first, and swaps the word then. If another
+   was faster, it takes part in that. A rank that finds itself left out raises.
+2. A rank that knows of more ranks that are gone, or to be left out, proposes the next attempt with them.
 3. Else it votes for the attempt. When all that are to go on have voted for it, anybody decides it. Then each of them
    builds the new group from what the votes say, and needs nobody for it any more.
 4. When one of them dies before, or its vote does not come until somebody's deadline, the next attempt is proposed
@@ -38,11 +38,11 @@ from typing import Any, NamedTuple
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.memory.share import Exchange, NotMade
+from symcomm.memory.share import Exchange, GroupNotBuilt
 
 __all__ = ["check_excluded", "check_quorum", "left_out", "pack_ranks", "shrink", "unpack_ranks"]
 
-LOOK = 0.001  # seconds between two looks at the others' records
+POLL_S = 0.001  # seconds between two polls of the others' records
 
 
 def check_excluded(group: Any, exclude: Collection[int]) -> None:
@@ -91,7 +91,7 @@ class Attempt(NamedTuple):
         return [r for r in range(size) if r not in self.dead]
 
 
-class Word(NamedTuple):
+class AttemptWord(NamedTuple):
     """Where all ranks are; a number of 64 bits in memory."""
 
     number: int
@@ -99,7 +99,7 @@ class Word(NamedTuple):
     is_open: bool
 
     @classmethod
-    def unpack(cls, value: int) -> Word:
+    def unpack(cls, value: int) -> AttemptWord:
         return cls(value >> 17, value >> 1 & 0xFFFF, bool(value & 1))
 
     def pack(self) -> int:
@@ -132,23 +132,23 @@ class Records:
     """The memory in which the ranks of one host agree."""
 
     def __init__(self, group: Any):
-        self._handle = group._handle
+        self.handle = group.handle
 
     def gone(self) -> set[int]:
-        return {r["rank"] for r in native.group_report(self._handle)["ranks"] if r["gone"]}
+        return {r["rank"] for r in native.group_report(self.handle)["ranks"] if r["gone"]}
 
-    def word(self) -> Word:
-        return Word.unpack(native.group_agree(self._handle, 0, 0))
+    def word(self) -> AttemptWord:
+        return AttemptWord.unpack(native.group_agree(self.handle, 0, 0))
 
-    def swap(self, before: Word, after: Word) -> None:
+    def swap(self, before: AttemptWord, after: AttemptWord) -> None:
         """Change the word, unless somebody else has."""
-        native.group_agree(self._handle, before.pack(), after.pack())
+        native.group_agree(self.handle, before.pack(), after.pack())
 
     def publish(self, record: Record) -> None:
-        native.group_publish(self._handle, native.RECORD_VOTE, record.pack())
+        native.group_publish(self.handle, native.RECORD_VOTE, record.pack())
 
     def read(self) -> list[Record]:
-        return [Record.unpack(data) for data in native.group_records(self._handle, native.RECORD_VOTE)]
+        return [Record.unpack(data) for data in native.group_records(self.handle, native.RECORD_VOTE)]
 
 
 class Agreement:
@@ -160,17 +160,17 @@ class Agreement:
         self._mine = self._records.read()[group.rank]  # of an earlier call
         self._voted = 0  # the attempt that this call took part in
 
-    def _say(self, **changes: Any) -> None:
+    def _publish(self, **changes: Any) -> None:
         self._mine = self._mine._replace(**changes)
         self._records.publish(self._mine)
 
-    def _propose(self, word: Word, dead: Collection[int], since: int) -> None:
+    def _propose(self, word: AttemptWord, dead: Collection[int], since: int) -> None:
         """The attempt after ``word``. That may be one of ours too, which others still have to read."""
         kept = tuple(p for p in self._mine.proposals if p.number == word.number)
-        self._say(proposals=(*kept, Attempt(word.number + 1, since, frozenset(dead))))
-        self._records.swap(word, Word(word.number + 1, self._rank, True))
+        self._publish(proposals=(*kept, Attempt(word.number + 1, since, frozenset(dead))))
+        self._records.swap(word, AttemptWord(word.number + 1, self._rank, True))
 
-    def _now(self) -> tuple[Word, Attempt]:
+    def _now(self) -> tuple[AttemptWord, Attempt]:
         """The attempt that the word names."""
         while True:
             word = self._records.word()
@@ -179,7 +179,7 @@ class Agreement:
             for attempt in self._records.read()[word.author].proposals:
                 if attempt.number == word.number:
                     return word, attempt
-            time.sleep(LOOK)  # its author has gone on, and so has the word
+            time.sleep(POLL_S)  # its author has gone on, and so has the word
 
     def next_attempt(self) -> Attempt:
         """The attempt to take part in."""
@@ -196,7 +196,7 @@ class Agreement:
             elif self._is_over(attempt) or time.monotonic() > deadline:
                 self._propose(word, attempt.dead | lost, word.number + 1)
             else:
-                time.sleep(LOOK)
+                time.sleep(POLL_S)
 
     def _is_over(self, attempt: Attempt) -> bool:
         """Whether all members have what they need of an attempt that was decided."""
@@ -204,26 +204,27 @@ class Agreement:
         return all(records[r].done >= attempt.number or r in gone for r in attempt.living(self._size))
 
     def exchange_for(self, attempt: Attempt) -> Exchange:
-        """Everybody's bytes, once and only once ``attempt`` is decided; raises NotMade when it cannot be any more."""
+        """Everybody's bytes, once and only once ``attempt`` is decided; raises GroupNotBuilt when it cannot be any
+        more."""
         return lambda item: self._take_part(attempt, item)
 
     def _take_part(self, attempt: Attempt, item: bytes) -> list[bytes]:
         number, living = attempt.number, attempt.living(self._size)
         deadline = time.monotonic() + self._timeout
         self._voted = number
-        self._say(vote=number, item=item)
+        self._publish(vote=number, item=item)
         while True:
             word = self._records.word()
             if word.number != number:
                 if self._now()[1].since > number:  # this one may have been decided, and its group be in use
                     raise left_out(self._name, self._rank)
-                raise NotMade(f"attempt {number} to shrink group {self._name!r} has failed")
+                raise GroupNotBuilt(f"attempt {number} to shrink group {self._name!r} has failed")
             records = self._records.read()
             missing = [r for r in living if records[r].vote != number]
             if not word.is_open:
                 if missing:  # they have gone on to another agreement, which did not wait for us any longer
                     raise left_out(self._name, self._rank)
-                self._say(done=number)
+                self._publish(done=number)
                 return [records[r].item for r in living]
             lost = self._records.gone().intersection(living)
             if not lost and time.monotonic() > deadline:
@@ -233,7 +234,7 @@ class Agreement:
             elif not missing:
                 self._records.swap(word, word._replace(is_open=False))
             else:
-                time.sleep(LOOK)
+                time.sleep(POLL_S)
 
     def withdraw(self) -> None:
         """This rank cannot go on: let the others do so without it."""
@@ -249,17 +250,17 @@ def shrink(group: Any, timeout: float, exclude: Collection[int], abort: bool) ->
     goes on has come."""
     agreement = Agreement(group, timeout, exclude)
     if abort:
-        native.group_abort(group._handle)  # a no-op when the group has failed already
+        native.group_abort(group.handle)  # a no-op when the group has failed already
     smaller = None
     try:
         while smaller is None:
             attempt = agreement.next_attempt()
-            with contextlib.suppress(NotMade):
+            with contextlib.suppress(GroupNotBuilt):
                 smaller = group.of_members(attempt.living(group.size), agreement.exchange_for(attempt))
     except BaseException:
         agreement.withdraw()
         raise
-    native.group_abort(group._handle)  # tells the ranks that were left out, should they still use it
+    native.group_abort(group.handle)  # tells the ranks that were left out, should they still use it
     group.reclaim_windows()
     smaller.inherit(group)
     return smaller

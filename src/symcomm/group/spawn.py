@@ -24,11 +24,12 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 from symcomm import errors
-from symcomm.errors import words_for_exit
+from symcomm.errors import format_exit
 from symcomm.group import hooks
 from symcomm.group.default import join_ranks, set_default
-from symcomm.group.making import make_group
-from symcomm.group.process_group import ProcessGroup, give_back, leave_groups_of
+from symcomm.group.factory import make_group
+from symcomm.group.local import free_retired, leave_groups_of
+from symcomm.group.process_group import ProcessGroup
 from symcomm.group.work import Timeout, no_thread
 from symcomm.memory.arena import Arena, use_arena
 from symcomm.memory.share import pretend_host
@@ -119,11 +120,11 @@ def _spawn_threads(
             if group is None:
                 meeting.barrier.abort()
             else:
-                leave_groups_of(group._arena)  # the others learn at once; what is pending here would wait for them
+                leave_groups_of(group.arena)  # the others learn at once; what is pending here would wait for them
         finally:
             if group is not None:
                 group.destroy()
-                leave_groups_of(group._arena)  # those that fn made and forgot
+                leave_groups_of(group.arena)  # those that fn made and forgot
             set_default(None, of_thread=True)
             use_arena(None)
 
@@ -138,7 +139,7 @@ def _spawn_threads(
     for thread in threads:
         thread.join(None if end is None else max(0.0, end - time.monotonic()))
     stuck = [r for r, thread in enumerate(threads) if thread.is_alive()]
-    give_back()
+    free_retired()
     if failures:
         raise _first_cause(failures)
     if stuck:
@@ -312,4 +313,4 @@ def _outcome(process: Any, conn: Any, rank: int) -> tuple[bool, Any]:
     except EOFError:
         process.join(5)
         why = "; what it printed says why" if process.exitcode == 1 else ""
-        return False, errors.RankFailedError(f"rank {rank} {words_for_exit(process.exitcode or 0)}{why}.", [rank])
+        return False, errors.RankFailedError(f"rank {rank} {format_exit(process.exitcode or 0)}{why}.", [rank])

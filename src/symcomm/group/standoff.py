@@ -10,29 +10,29 @@ import logging
 from typing import Any
 
 from symcomm._core import native
-from symcomm.errors import words_for_ranks
+from symcomm.errors import format_ranks
 from symcomm.group import registry
 from symcomm.group.failure import describe_call
 
-__all__ = ["ANY_SOURCE", "words_for_message", "words_for_standoff"]
+__all__ = ["ANY_SOURCE", "format_message", "format_standoff"]
 
 ANY_SOURCE = -1
 log = logging.getLogger(__name__)
 
 
-def words_for_message(is_send: bool, peer: int, tag: int) -> str:
+def format_message(is_send: bool, peer: int, tag: int) -> str:
     who = "any rank" if peer == ANY_SOURCE else f"rank {peer}"
     return f"{'send to' if is_send else 'receive from'} {who}, tag {tag},"
 
 
-def words_for_standoff(group: Any, peer: int, this_rank: str = "this rank") -> str:
+def format_standoff(group: Any, peer: int, this_rank: str = "this rank") -> str:
     """``rank 0 waits in all_reduce(...) #2, which this rank has not called``, if it does; ANY_SOURCE: if all do."""
-    report = native.group_report(group._handle)
+    report = native.group_report(group.handle)
     others = [r for r in report["ranks"] if r["rank"] != group.rank and peer in (ANY_SOURCE, r["rank"])]
     if not others or any(r["seq"] <= report["seq"] for r in others):
         return ""
     ranks, call = [r["rank"] for r in others], describe_call(others[0]["signature"], others[0]["count"])
-    who = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {words_for_ranks(ranks)} wait"
+    who = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {format_ranks(ranks)} wait"
     return f"{who} in {call} #{others[0]['seq']}, which {this_rank} has not called"
 
 
@@ -40,13 +40,13 @@ def _tell(handle: Any, is_send: bool, peer: int, tag: int) -> None:
     """The core has seen it for a second."""
     group = registry.of_handle(handle)
     me = f"rank {group.rank}" if group is not None else ""
-    words = words_for_standoff(group, peer, me) if group is not None else ""
+    words = format_standoff(group, peer, me) if group is not None else ""
     if group is not None and words:
         log.warning(
             "%s on group %r: %s, and %s waits for it. Unless another thread sends, receives or calls, both wait until "
             "their deadlines (this one's group: %g s).",
-            words_for_message(is_send, peer, tag), group.name, words, me, group.timeout,
+            format_message(is_send, peer, tag), group.name, words, me, group.timeout,
         )  # fmt: skip
 
 
-native.use_teller(_tell)
+native.use_deadlock_callback(_tell)

@@ -94,7 +94,7 @@ class Watcher:
                 self._led = False
                 with contextlib.suppress(RuntimeError):  # no thread to be had: we lead again, after these callbacks
                     self._find_leader()
-            work._poll(0)
+            work.poll(0)
             with self._change:
                 if not self._led and self._works:
                     self._led = True
@@ -117,34 +117,34 @@ class Work:
         self._group_name = group.name
         self._call = call
         self._site = site
-        self._outputs = outputs
-        self._result = list(result)
-        self._keep = keep  # tensors the core still reads or writes
+        self.outputs = outputs
+        self.results = list(result)
+        self.kept = keep  # tensors the core still reads or writes
         self._started = time.monotonic()
         self.seconds: float | None = None  # from the call to its end, once that is known
-        self._request: Any = None
+        self.request: Any = None
         self._lock = threading.RLock()  # a signal handler, or who is told of a failure, may ask while we hold it
-        self._settled = False
+        self.settled = False
         self._error: BaseException | None = None
-        self._callbacks: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], None]] = []
 
     def _copy_out(self, status: int) -> None:
         """Runs once, in whichever thread first learns that the operation has ended: the core's own, where outputs have
         to be copied. That thread must not run callbacks, which may wait for operations that it is to run."""
         with self._lock:
-            if self._settled:
+            if self.settled:
                 return
             if status:
                 seconds = time.monotonic() - self._started
-                self._error = self._group._failed(status, self._call, self._site, seconds, explain)
+                self._error = self._group.fail_with_status(status, self._call, self._site, seconds, explain)
             else:
-                for buffer in self._outputs:
+                for buffer in self.outputs:
                     buffer.finish()
-            self._settled = True
+            self.settled = True
             self.seconds = time.monotonic() - self._started
-            self._keep = self._group = None
+            self.kept = self._group = None
 
-    def _copy_out_in_core(self, status: int) -> None:
+    def copy_out_in_core(self, status: int) -> None:
         """In the core's own thread. That never waits for a thread that copies already: a signal handler or a finalizer
         may have interrupted it there with an operation that this very thread is to run."""
         if self._lock.acquire(blocking=False):
@@ -153,75 +153,75 @@ class Work:
             finally:
                 self._lock.release()
 
-    def _settle(self, status: int) -> None:
+    def settle(self, status: int) -> None:
         self._copy_out(status)
         with self._lock:
-            callbacks, self._callbacks = self._callbacks, []
+            callbacks, self.callbacks = self.callbacks, []
         for callback in callbacks:
             callback()
 
     @property
     def sequence_number(self) -> int:
         """Which operation of its group this is; see ``ProcessGroup.sequence_number``."""
-        return native.request_number(self._request)
+        return native.request_number(self.request)
 
     def _await(self) -> None:
-        if not self._settled and self._request is not None:
-            native.request_wait(self._request, 0)
+        if not self.settled and self.request is not None:
+            native.request_wait(self.request, 0)
 
-    def _poll(self, timeout_ns: int) -> bool:
-        if self._settled and not self._callbacks:
+    def poll(self, timeout_ns: int) -> bool:
+        if self.settled and not self.callbacks:
             return True
-        if self._request is None:
+        if self.request is None:
             return False  # about to be submitted, or an interrupt came before we knew its request
-        status = native.request_wait(self._request, timeout_ns)
+        status = native.request_wait(self.request, timeout_ns)
         if status is None:
             return False
-        self._settle(status)
+        self.settle(status)
         return True
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Block until done. True, or the operation's exception; DeadlineError when ``timeout`` passes first."""
         if timeout:
             given = to_ns("wait", timeout)
-            if not self._poll(given):
+            if not self.poll(given):
                 raise errors.deadline(f"waiting for {self._call} on group {self._group_name!r}", given / 1e9)
         else:
-            self._poll(0)
+            self.poll(0)
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        return self._poll(-1)
+        return self.poll(-1)
 
     def is_success(self) -> bool:
-        return self._poll(-1) and self._error is None
+        return self.poll(-1) and self._error is None
 
     def exception(self) -> BaseException | None:
-        self._poll(-1)
+        self.poll(-1)
         return self._error
 
     def result(self) -> list[Any]:
         """The output tensors; waits for them."""
         self.wait()
-        return list(self._result)
+        return list(self.results)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """``callback()`` runs once the operation has ended, at once if it has already."""
         with self._lock:
-            ended, group = self._settled, self._group
+            ended, group = self.settled, self._group
             if not ended:
                 callback = continued(callback)
-                self._callbacks.append(callback)
-            first = len(self._callbacks) == 1
+                self.callbacks.append(callback)
+            first = len(self.callbacks) == 1
         if ended:
             callback()
         elif first:
             try:
-                group._watcher.watch(self)
+                group.watcher.watch(self)
             except errors.ResourceError:
-                self._callbacks.remove(callback)
+                self.callbacks.remove(callback)
                 if isinstance(callback, Continuation):
                     callback.cancel()
                 raise
@@ -234,7 +234,7 @@ class Work:
             if self._error is not None:
                 future.set_exception(self._error)
             else:
-                future.set_result(list(self._result))
+                future.set_result(list(self.results))
 
         self.add_done_callback(complete)
         return future

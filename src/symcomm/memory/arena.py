@@ -9,9 +9,9 @@ Header of an arena, in its first page::
     0    magic
     8    nonce (16 bytes): peers read it to prove that they see the same memory
     24   process id
-    64   life: the word the kernel marks when the owner dies (see _core/shm.c); the cores that the owner may use, and
-         how its long waits ended (see _core/cores.h)
-    2048 what the lock watch has to say, 1024 bytes (see _core/lockwatch.c)
+    64   life: the word the kernel marks when the owner dies (see _core/memory/life.h); the cores that the owner may
+         use, and how its long waits ended
+    2048 what the lock watch has to say, 1024 bytes (see _core/observe/gil_watchdog.c)
 
 From the second page on lies the flight recorder (see flight.py), and then what is allocated.
 """
@@ -41,7 +41,7 @@ from symcomm.errors import CallerError, ResourceError
 from symcomm.memory.control_groups import watch_quotas
 from symcomm.memory.flight import CAPACITY, Flight, flight_bytes
 from symcomm.memory.heap import PAGE, Heap
-from symcomm.memory.limits import ENLARGE, check_room, physical_bytes, words_for_bytes
+from symcomm.memory.limits import ENLARGE, check_room, format_bytes, physical_bytes
 from symcomm.memory.numa import UNBOUND, current_node
 
 __all__ = ["Arena", "Peer", "bytes_type", "current_arena", "has_arena", "named_directory", "peer_by_nonce", "use_arena"]
@@ -87,7 +87,7 @@ def _map(fd: int, nbytes: int) -> int:
         return native.map_shared(fd, nbytes)
     except OSError as error:
         raise ResourceError(
-            f"symmetric memory: mapping {words_for_bytes(nbytes)} of addresses failed ({error.strerror}); "
+            f"symmetric memory: mapping {format_bytes(nbytes)} of addresses failed ({error.strerror}); "
             "raise the limit on address space (ulimit -v unlimited)."
         ) from error
 
@@ -234,8 +234,8 @@ class Arena:
         self._settle()
         if offset is None:
             raise ResourceError(
-                f"symmetric memory: {words_for_bytes(nbytes)} asked, but {words_for_bytes(self._heap.used_bytes)} of "
-                f"this rank's {words_for_bytes(self.nbytes)} are in use; free some tensors."
+                f"symmetric memory: {format_bytes(nbytes)} asked, but {format_bytes(self._heap.used_bytes)} of "
+                f"this rank's {format_bytes(self.nbytes)} are in use; free some tensors."
             )
         try:
             self._make_pages(offset, max(touched, 1))
@@ -255,7 +255,7 @@ class Arena:
         except OSError as error:
             fix = "free memory or allocate less" if self.directory is None else ENLARGE
             raise ResourceError(
-                f"symmetric memory: the kernel refused {words_for_bytes(nbytes)} ({error.strerror}); {fix}."
+                f"symmetric memory: the kernel refused {format_bytes(nbytes)} ({error.strerror}); {fix}."
             ) from error
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """The flight recorder's memory: a ring of a rank's last operations, and tables that say what its numbers mean.
 
 It lies in the rank's arena, right after the header, so that every peer that has mapped the arena can read it, also when
-its owner is stuck or dead. The C core writes the entries (``_core/flight.h``); names of groups and call sites are
-written here, once each::
+its owner is stuck or dead. The C core writes the entries (``_core/observe/flight.h``); names of groups and call sites
+are written here, once each::
 
     page 0     next (u64), capacity (u64), groups (u64: how many were ever named), sites (u64),
                forgotten (u64: operations up to this number are not shown any more)
@@ -31,7 +31,7 @@ __all__ = ["CAPACITY", "Flight", "FlightEntry", "Peek", "read_flight", "read_gro
 DEFAULT_CAPACITY = 2048
 ENTRY, NUMBER, GROUP, SITE = struct.Struct("<6Q3I4B"), struct.Struct("<Q"), 512, 128
 GROUPS, SITES = 256, 4096
-PATHS = 0x0F  # bits of an entry's path that say how its bytes went; those above say how the call was carried out
+PATHS = native.FLIGHT_PATHS  # bits of an entry's path that say how its bytes went; those above: how the call was made
 SIZES = ("SYMCOMM_FLIGHT_ENTRIES", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the first that is set
 
 
@@ -69,7 +69,7 @@ class FlightEntry:
     site: str
     group: dict[str, Any]
     status: int
-    path: int  # enum flight_path of _core/flight.h
+    path: int  # enum flight_path of _core/observe/flight.h
     way: int  # enum flight_way
     plan: int
     exact_site: bool

@@ -6,7 +6,7 @@ import bisect
 import mmap
 
 PAGE = 4096
-GRAIN = max(PAGE, mmap.PAGESIZE)  # no two allocations share a page: one may lose it (_core/isolate.h)
+GRAIN = max(PAGE, mmap.PAGESIZE)  # no two allocations share a page: one may lose it (_core/memory/isolate.h)
 
 
 class Heap:

@@ -10,13 +10,13 @@ from pathlib import Path
 from symcomm.errors import ResourceError
 from symcomm.memory.control_groups import PROC, folders
 
-__all__ = ["check_room", "physical_bytes", "words_for_bytes"]
+__all__ = ["check_room", "physical_bytes", "format_bytes"]
 
 UNLIMITED = 1 << 62  # version 1 says so by a number of about 2**63
 ENLARGE = "enlarge it (docker run --shm-size=8g, mount -o remount,size=8g), or let ranks share one network namespace"
 
 
-def words_for_bytes(n: int) -> str:
+def format_bytes(n: int) -> str:
     size = float(n)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -78,7 +78,7 @@ def _room_in(folder: Path, hierarchy: _Hierarchy, above: int, wanted: int) -> tu
     if limit - used < wanted:
         stat = _numbers(folder / "memory.stat")
         cached = stat.get(f"{hierarchy.cache}inactive_file", 0) + stat.get(f"{hierarchy.cache}active_file", 0) // 2
-    return limit - used + min(cached, used), f"{folder}/{hierarchy.limit} = {words_for_bytes(limit)}"
+    return limit - used + min(cached, used), f"{folder}/{hierarchy.limit} = {format_bytes(limit)}"
 
 
 def _cgroup_room(wanted: int = UNLIMITED) -> tuple[int, str] | None:
@@ -115,5 +115,5 @@ def check_room(nbytes: int, directory: str | None = None) -> None:
     elif "free space" in says:
         fix = ENLARGE
     raise ResourceError(
-        f"symmetric memory: {words_for_bytes(nbytes)} asked, {words_for_bytes(max(room, 0))} left ({says}); {fix}."
+        f"symmetric memory: {format_bytes(nbytes)} asked, {format_bytes(max(room, 0))} left ({says}); {fix}."
     )

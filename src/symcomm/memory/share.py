@@ -7,7 +7,7 @@ SYMCOMM_SHM_DIR (/dev/shm), opened by name and unlinked as soon as all have mapp
 reads each peer's nonce from the mapped memory: that, and nothing else, is what counts as being on the same host.
 
 Ranks that cannot share memory are refused with SeveralHostsError, which says who shares with whom: a group across hosts
-(symcomm.hosts) is made of one such group per host. SYMCOMM_HOST_ID makes ranks of one machine count as being on
+(symcomm.hierarchical) is made of one such group per host. SYMCOMM_HOST_ID makes ranks of one machine count as being on
 different hosts, to try that out.
 """
 
@@ -41,9 +41,10 @@ from symcomm.memory.arena import (
     peers_mapped,
 )
 
-__all__ = ["Exchange", "NotMade", "Patience", "SeveralHostsError", "connect", "named_directory", "pretend_host"]
+__all__ = ["Exchange", "GroupNotBuilt", "Deadline", "SeveralHostsError", "connect", "named_directory", "pretend_host"]
 
-# Everybody's bytes, in rank order. It may have a method check(), which raises once somebody cannot come any more.
+# An all-gather of bytes, in rank order: how ranks bootstrap a group. It may have a method check(), which raises once
+# some rank cannot arrive any more.
 Exchange = Callable[[bytes], list[bytes]]
 FDS_PER_MESSAGE = 200  # the kernel takes 253
 SLICE = 0.05  # seconds between two looks whether all others can still come
@@ -52,8 +53,8 @@ REASON_LOOKS = 20
 log = logging.getLogger("symcomm.memory")
 
 
-class NotMade(errors.PeerError):
-    """An exchange for a new group ended without one: nobody uses what was told in it."""
+class GroupNotBuilt(errors.PeerError):
+    """An exchange for a new group ended without one: nobody uses what was exchanged."""
 
 
 class SeveralHostsError(errors.ResourceError):
@@ -105,29 +106,29 @@ def connect(
     held = peers_mapped()  # what nobody holds is unmapped
     listener = _listen() if rank == 0 and world > 1 else None
     try:
-        card = {
+        info = {
             "nonce": arena.nonce.hex(), "nbytes": arena.nbytes, "boot": _boot_id(),
             "host": socket.gethostname(), "uid": os.getuid(), "net": _link("/proc/self/ns/net"), "path": arena.path,
             "named": arena.directory is not None, "host_id": _pretended_host(),
             "socket": listener.getsockname().hex() if listener else None, "extra": extra,
             "mapped": _short([peer.nonce for peer in held]),
         }  # fmt: skip
-        cards = [json.loads(item) for item in exchange(json.dumps(card).encode())]
-        _check_one_host(cards)
-        if not _all_mapped(cards):
-            if all(c["path"] for c in cards):  # a rank that has been in a group before has no name any more
-                unknown = [r for r, c in enumerate(cards) if peer_by_nonce(bytes.fromhex(c["nonce"])) is None]
-                held += _open_named(cards, unknown)
-                seen = [r for r, c in enumerate(cards) if peer_by_nonce(bytes.fromhex(c["nonce"])) is not None]
-                _check_all_mapped([json.loads(item) for item in exchange(json.dumps(seen).encode())], cards)
+        infos = [json.loads(item) for item in exchange(json.dumps(info).encode())]
+        _check_one_host(infos)
+        if not _all_mapped(infos):
+            if all(c["path"] for c in infos):  # a rank that has been in a group before has no name any more
+                unknown = [r for r, c in enumerate(infos) if peer_by_nonce(bytes.fromhex(c["nonce"])) is None]
+                held += _open_named(infos, unknown)
+                seen = [r for r, c in enumerate(infos) if peer_by_nonce(bytes.fromhex(c["nonce"])) is not None]
+                _check_all_mapped([json.loads(item) for item in exchange(json.dumps(seen).encode())], infos)
             else:
-                patience = Patience(timeout, getattr(exchange, "check", None))
-                held += _pass_descriptors(rank, arena, listener, cards, patience)
+                deadline = Deadline(timeout, getattr(exchange, "check", None))
+                held += _pass_descriptors(rank, arena, listener, infos, deadline)
             arena.unlink()  # all have it
     finally:
         if listener is not None:
             listener.close()
-    return _prove(cards), [c["extra"] for c in cards]
+    return _prove(infos), [c["extra"] for c in infos]
 
 
 SHORT = 8  # characters by which ranks tell arenas apart: 48 random bits
@@ -138,10 +139,10 @@ def _short(nonces: Sequence[bytes]) -> str:
     return "".join(base64.b64encode(nonce[:6]).decode() for nonce in nonces)
 
 
-def _all_mapped(cards: Sequence[dict[str, Any]]) -> bool:
+def _all_mapped(infos: Sequence[dict[str, Any]]) -> bool:
     """Whether every rank has mapped every arena; the same on all ranks."""
-    everyone = {_short([bytes.fromhex(card["nonce"])]) for card in cards}
-    mapped = ([card["mapped"][i : i + SHORT] for i in range(0, len(card["mapped"]), SHORT)] for card in cards)
+    everyone = {_short([bytes.fromhex(info["nonce"])]) for info in infos}
+    mapped = ([info["mapped"][i : i + SHORT] for i in range(0, len(info["mapped"]), SHORT)] for info in infos)
     return all(everyone.issubset(names) for names in mapped)
 
 
@@ -150,20 +151,20 @@ def _boot_id() -> str:
     return _read("/proc/sys/kernel/random/boot_id")
 
 
-def _check_one_host(cards: Sequence[dict[str, Any]]) -> None:
+def _check_one_host(infos: Sequence[dict[str, Any]]) -> None:
     """Refuse ranks that cannot share memory; what they say here is proved later, by what they have mapped."""
-    hosts = _alike([_host_key(card) for card in cards])
+    hosts = _alike([_host_key(info) for info in infos])
     for ranks in hosts:
-        first = cards[ranks[0]]
+        first = infos[ranks[0]]
         for r in ranks:
-            if cards[r]["uid"] != first["uid"]:
+            if infos[r]["uid"] != first["uid"]:
                 raise errors.ResourceError(
-                    f"rank {ranks[0]} runs as user id {first['uid']} and rank {r} as {cards[r]['uid']}; "
+                    f"rank {ranks[0]} runs as user id {first['uid']} and rank {r} as {infos[r]['uid']}; "
                     "start all ranks as one user."
                 )
     if len(hosts) == 1:
         return
-    first, other = cards[0], cards[r := hosts[1][0]]
+    first, other = infos[0], infos[r := hosts[1][0]]
     if other["boot"] == first["boot"] and other.get("host_id") == first.get("host_id"):
         raise SeveralHostsError(
             f"ranks 0 and {r} are in different network namespaces, so descriptors cannot be passed; "
@@ -177,10 +178,10 @@ def _check_one_host(cards: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def _host_key(card: dict[str, Any]) -> tuple[str, ...]:
+def _host_key(info: dict[str, Any]) -> tuple[str, ...]:
     """Equal for ranks that should be able to map each other's memory."""
-    named = card.get("named", bool(card["path"]))
-    return card.get("host_id", ""), card["boot"], "" if named else card["net"]
+    named = info.get("named", bool(info["path"]))
+    return info.get("host_id", ""), info["boot"], "" if named else info["net"]
 
 
 def _alike(keys: Sequence[Any]) -> list[list[int]]:
@@ -191,22 +192,22 @@ def _alike(keys: Sequence[Any]) -> list[list[int]]:
     return list(found.values())
 
 
-def _check_all_mapped(seen: Sequence[Sequence[int]], cards: Sequence[dict[str, Any]]) -> None:
+def _check_all_mapped(seen: Sequence[Sequence[int]], infos: Sequence[dict[str, Any]]) -> None:
     """``seen[r]``: the ranks whose named memory rank r could open. Who does not see everybody is on another host."""
     hosts = _alike([min(ranks) for ranks in seen])
     if len(hosts) > 1:
         r = hosts[1][0]
         raise SeveralHostsError(
-            f"rank 0's memory {cards[0]['path']} cannot be opened by rank {r}; "
+            f"rank 0's memory {infos[0]['path']} cannot be opened by rank {r}; "
             "let the containers share /dev/shm (--ipc=host) or run the ranks in one container.",
             hosts,
         )
 
 
-def _prove(cards: Sequence[dict[str, Any]]) -> list[Peer]:
+def _prove(infos: Sequence[dict[str, Any]]) -> list[Peer]:
     peers = []
-    for r, card in enumerate(cards):
-        peer = peer_by_nonce(bytes.fromhex(card["nonce"]))
+    for r, info in enumerate(infos):
+        peer = peer_by_nonce(bytes.fromhex(info["nonce"]))
         if peer is None:
             raise errors.InternalError(f"rank {r}'s memory was mapped but holds another nonce than it published.")
         peers.append(peer)
@@ -255,8 +256,8 @@ def _check_user(sock: socket.socket) -> None:
         )
 
 
-class Patience:
-    """How long to wait for others: until a deadline, or until ``check`` raises."""
+class Deadline:
+    """How long to wait for others: until a deadline passes, or ``check`` raises."""
 
     def __init__(self, seconds: float, check: Callable[[], None] | None):
         self.seconds = seconds
@@ -304,22 +305,22 @@ class Patience:
 
 
 def _pass_descriptors(
-    rank: int, arena: Arena, listener: socket.socket | None, cards: Sequence[dict[str, Any]], patience: Patience
+    rank: int, arena: Arena, listener: socket.socket | None, infos: Sequence[dict[str, Any]], deadline: Deadline
 ) -> list[Peer]:
     try:
         if rank == 0:
             assert listener is not None
-            with _DescriptorServer(listener, cards, arena) as server:
-                return server.serve(patience)
-        return _join(rank, arena, cards, patience)
+            with _DescriptorServer(listener, infos, arena) as server:
+                return server.serve(deadline)
+        return _join(rank, arena, infos, deadline)
     except (OSError, EOFError) as error:
         if isinstance(error, errors.SymcommError):
             raise
         if isinstance(error, OSError) and error.errno in SHORTAGES:
             raise _shortage(rank, error) from error
-        patience.await_reason()
+        deadline.await_reason()
         missing = getattr(error, "missing", [0] if rank else [])
-        raise errors.deadline("exchange of arenas", patience.seconds, missing=missing) from error
+        raise errors.deadline("exchange of arenas", deadline.seconds, missing=missing) from error
 
 
 def _shortage(rank: int, error: OSError) -> errors.ResourceError:
@@ -345,8 +346,8 @@ class _DescriptorServer:
     The socket's name is public. Connections of other users are closed at once. One of our own user has to name a rank
     and its nonce, and nobody waits for those that do not."""
 
-    def __init__(self, listener: socket.socket, cards: Sequence[dict[str, Any]], arena: Arena):
-        self._listener, self._cards = listener, cards
+    def __init__(self, listener: socket.socket, infos: Sequence[dict[str, Any]], arena: Arena):
+        self._listener, self._infos = listener, infos
         self._ranks: dict[int, socket.socket] = {}
         self._descriptors = {0: os.dup(arena.fd)}
         self._silent: dict[int, tuple[socket.socket, float]] = {}  # and until when each may be
@@ -367,10 +368,10 @@ class _DescriptorServer:
         for sock in [*self._ranks.values(), *(sock for sock, _ in self._silent.values())]:
             sock.close()
 
-    def serve(self, patience: Patience) -> list[Peer]:
-        while missing := [r for r in range(1, len(self._cards)) if r not in self._ranks]:
+    def serve(self, deadline: Deadline) -> list[Peer]:
+        while missing := [r for r in range(1, len(self._infos)) if r not in self._ranks]:
             try:
-                ready = patience.look(self._poll)
+                ready = deadline.look(self._poll)
             except TimeoutError:
                 raise _Missing(missing) from None
             for fd, _ in ready:
@@ -380,11 +381,11 @@ class _DescriptorServer:
                     self._greet(self._silent.pop(fd)[0])
             self._drop_late()
         for rank, sock in self._ranks.items():
-            self._send_all(rank, sock, patience.seconds)
-        peers = _map_unknown(self._cards, self._descriptors)
+            self._send_all(rank, sock, deadline.seconds)
+        peers = _map_unknown(self._infos, self._descriptors)
         for rank, sock in self._ranks.items():
             try:
-                _await_done(sock, patience)
+                _await_done(sock, deadline)
             except (OSError, EOFError):
                 raise _Missing([rank]) from None
         for sock in self._ranks.values():
@@ -413,8 +414,8 @@ class _DescriptorServer:
         except OSError:
             data, fds, flags = b"", [], 0
         rank, nonce = HELLO.unpack(data) if len(data) == HELLO.size else (0, b"")
-        expected = 0 < rank < len(self._cards) and rank not in self._ranks
-        is_rank = expected and nonce == bytes.fromhex(self._cards[rank]["nonce"])
+        expected = 0 < rank < len(self._infos) and rank not in self._ranks
+        is_rank = expected and nonce == bytes.fromhex(self._infos[rank]["nonce"])
         if is_rank and len(fds) == 1:
             self._ranks[rank], self._descriptors[rank] = sock, fds[0]
             return
@@ -427,7 +428,7 @@ class _DescriptorServer:
 
     def _drop_late(self) -> None:
         """Those that have been silent for too long; the oldest ones when there are too many."""
-        now, late = time.monotonic(), len(self._silent) - STRANGERS - len(self._cards)
+        now, late = time.monotonic(), len(self._silent) - STRANGERS - len(self._infos)
         for position, (fd, (sock, until)) in enumerate(list(self._silent.items())):
             if position < late or now > until:
                 del self._silent[fd]
@@ -443,8 +444,8 @@ class _DescriptorServer:
     def _send_all(self, rank: int, sock: socket.socket, seconds: float) -> None:
         sock.settimeout(seconds)
         try:
-            for start in range(0, len(self._cards), FDS_PER_MESSAGE):
-                some = range(start, min(start + FDS_PER_MESSAGE, len(self._cards)))
+            for start in range(0, len(self._infos), FDS_PER_MESSAGE):
+                some = range(start, min(start + FDS_PER_MESSAGE, len(self._infos)))
                 socket.send_fds(sock, [FIRST.pack(start)], [self._descriptors[r] for r in some])
         except OSError as error:
             if error.errno in SHORTAGES:
@@ -452,36 +453,36 @@ class _DescriptorServer:
             raise _Missing([rank]) from error
 
 
-def _join(rank: int, arena: Arena, cards: Sequence[dict[str, Any]], patience: Patience) -> list[Peer]:
-    with _connected(bytes.fromhex(cards[0]["socket"]), patience) as sock:
+def _join(rank: int, arena: Arena, infos: Sequence[dict[str, Any]], deadline: Deadline) -> list[Peer]:
+    with _connected(bytes.fromhex(infos[0]["socket"]), deadline) as sock:
         _check_user(sock)
-        socket.send_fds(sock, [HELLO.pack(rank, bytes.fromhex(cards[rank]["nonce"]))], [arena.fd])
+        socket.send_fds(sock, [HELLO.pack(rank, bytes.fromhex(infos[rank]["nonce"]))], [arena.fd])
         try:
-            peers = _receive_all(sock, cards, patience)
+            peers = _receive_all(sock, infos, deadline)
         except (OSError, errors.SymcommError) as error:
             if isinstance(error, OSError) and error.errno in SHORTAGES:
                 error = _shortage(rank, error)
             _apologize(sock, error)
             raise error from None
         sock.send(DONE)
-        _await_done(sock, patience)
+        _await_done(sock, deadline)
         return peers
 
 
-def _receive_all(sock: socket.socket, cards: Sequence[dict[str, Any]], patience: Patience) -> list[Peer]:
+def _receive_all(sock: socket.socket, infos: Sequence[dict[str, Any]], deadline: Deadline) -> list[Peer]:
     peers: list[Peer] = []
     received = 0
-    while received < len(cards):
-        patience.await_readable(sock)
+    while received < len(infos):
+        deadline.await_readable(sock)
         data, fds, flags, _ = socket.recv_fds(sock, MESSAGE_BYTES, FDS_PER_MESSAGE, socket.MSG_CMSG_CLOEXEC)
         try:
             _check_not_sorry(data)
             if data != FIRST.pack(received):
                 raise EOFError("rank 0 closed the connection")
             _check_received(flags)
-            if not 0 < len(fds) <= len(cards) - received:
+            if not 0 < len(fds) <= len(infos) - received:
                 raise EOFError("rank 0 did not send what it has to")
-            peers += _map_unknown(cards, dict(enumerate(fds, received)))
+            peers += _map_unknown(infos, dict(enumerate(fds, received)))
             received += len(fds)
         finally:
             for fd in fds:
@@ -489,8 +490,8 @@ def _receive_all(sock: socket.socket, cards: Sequence[dict[str, Any]], patience:
     return peers
 
 
-def _await_done(sock: socket.socket, patience: Patience) -> None:
-    patience.await_readable(sock)
+def _await_done(sock: socket.socket, deadline: Deadline) -> None:
+    deadline.await_readable(sock)
     data = sock.recv(MESSAGE_BYTES)
     _check_not_sorry(data)
     if data != DONE:
@@ -509,38 +510,38 @@ def _apologize(sock: socket.socket, error: BaseException | None) -> None:
             sock.send(SORRY + str(error).encode(errors="replace")[:REASON_BYTES])
 
 
-def _connected(name: bytes, patience: Patience) -> socket.socket:
+def _connected(name: bytes, deadline: Deadline) -> socket.socket:
     """A connection to rank 0. While others fill its queue the kernel does not let us wait, so we try again."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        sock.settimeout(patience.seconds)
+        sock.settimeout(deadline.seconds)
         while True:
             try:
                 sock.connect(name)
                 return sock
             except BlockingIOError:
-                patience.pause()
+                deadline.pause()
     except BaseException:
         sock.close()
         raise
 
 
-def _map_unknown(cards: Sequence[dict[str, Any]], descriptors: dict[int, int]) -> list[Peer]:
+def _map_unknown(infos: Sequence[dict[str, Any]], descriptors: dict[int, int]) -> list[Peer]:
     return [
-        add_peer(Peer.map(fd, cards[r]["nbytes"]))
+        add_peer(Peer.map(fd, infos[r]["nbytes"]))
         for r, fd in descriptors.items()
-        if peer_by_nonce(bytes.fromhex(cards[r]["nonce"])) is None
+        if peer_by_nonce(bytes.fromhex(infos[r]["nonce"])) is None
     ]
 
 
 # --- by name ---------------------------------------------------------------------------------------
 
 
-def _open_named(cards: Sequence[dict[str, Any]], unknown: Sequence[int]) -> list[Peer]:
+def _open_named(infos: Sequence[dict[str, Any]], unknown: Sequence[int]) -> list[Peer]:
     """The memory of those ranks of ``unknown`` whose files are to be found here."""
     peers = []
     for r in unknown:
-        path = cards[r]["path"]
+        path = infos[r]["path"]
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -555,7 +556,7 @@ def _open_named(cards: Sequence[dict[str, Any]], unknown: Sequence[int]) -> list
                 raise errors.ResourceError(
                     f"rank {r}'s memory {path} belongs to user id {owner}, and we are user id {os.getuid()}; refused."
                 )
-            peers.append(add_peer(Peer.map(fd, cards[r]["nbytes"])))
+            peers.append(add_peer(Peer.map(fd, infos[r]["nbytes"])))
         finally:
             os.close(fd)
     return peers

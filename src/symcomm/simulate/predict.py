@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from symcomm.errors import bad_argument
-from symcomm.hosts.layout import travels
+from symcomm.hierarchical.topology import fits_eager
 from symcomm.simulate import machine as machines
 from symcomm.simulate.engines import Engine, find_engine, model_seconds
 from symcomm.simulate.host import host_seconds
@@ -167,7 +167,7 @@ def estimate(collective: str, algorithm: str, nbytes: int, cluster: Cluster) -> 
 
 def travels_along(collective: str, nbytes: int, hosts: int, ranks_per_host: int) -> bool:
     """Whether a group of several hosts sends these bytes with the arrival of a host, without its engine."""
-    return hosts > 1 and travels(_said(collective, nbytes, hosts), hosts, collective in ("all_reduce", "broadcast"))
+    return hosts > 1 and fits_eager(_said(collective, nbytes, hosts), hosts, collective in ("all_reduce", "broadcast"))
 
 
 def _said(collective: str, nbytes: int, hosts: int) -> int:

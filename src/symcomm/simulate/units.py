@@ -6,7 +6,7 @@ import re
 
 from symcomm.errors import bad_argument
 
-__all__ = ["parse_bandwidth", "parse_bytes", "parse_seconds", "words_for_bytes", "words_for_time"]
+__all__ = ["parse_bandwidth", "parse_bytes", "parse_seconds", "format_bytes", "format_time"]
 
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -40,7 +40,7 @@ def parse_seconds(call: str, argument: str, text: str) -> float:
     return float(found[1]) * _TIMES[found[2]]
 
 
-def words_for_bytes(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     """1048576 -> "1 MiB"; what is no round number gets one decimal."""
     for factor, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if nbytes >= factor:
@@ -48,7 +48,7 @@ def words_for_bytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def words_for_time(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """Three digits and a unit: 1.13 us, 23.4 ms, 1.20 s."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= factor:

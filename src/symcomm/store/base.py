@@ -23,7 +23,7 @@ from symcomm.errors import (
     QueueEmptyError,
     StoreDeadlineError,
     bad_argument,
-    words_for_seconds,
+    format_seconds,
     wrong_type,
 )
 
@@ -219,7 +219,7 @@ class Store:
             if self.compare_set(lock, b"", token) == token:
                 break
         else:
-            raise StoreDeadlineError(f"{type(self).__name__}: {lock!r} was taken for {words_for_seconds(seconds)}.")
+            raise StoreDeadlineError(f"{type(self).__name__}: {lock!r} was taken for {format_seconds(seconds)}.")
         try:
             yield
         finally:
@@ -326,12 +326,12 @@ def keys_missing(store: Store, call: str, keys: Sequence[str], seconds: float) -
 
 def wait_late(call: str, keys: Sequence[str], seconds: float, why: str) -> StoreDeadlineError:
     theirs = f"wait timeout after {seconds * 1e3:.0f}ms, keys: {', '.join('/' + key for key in keys[:8])}"
-    return StoreDeadlineError(f"{call} timed out after {words_for_seconds(seconds)}: {why} ({theirs}).")
+    return StoreDeadlineError(f"{call} timed out after {format_seconds(seconds)}: {why} ({theirs}).")
 
 
 def barrier_late(call: str, key: str, seconds: float, why: str) -> StoreDeadlineError:
     theirs = f"barrier timeout after {seconds * 1e3:.0f}ms, key: {key}"
-    return StoreDeadlineError(f"{call} timed out after {words_for_seconds(seconds)}: {why} ({theirs}).")
+    return StoreDeadlineError(f"{call} timed out after {format_seconds(seconds)}: {why} ({theirs}).")
 
 
 def _marker(key: str, turn: int) -> str:

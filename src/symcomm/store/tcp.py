@@ -20,7 +20,7 @@ from symcomm.errors import (
     StoreConnectionError,
     StoreDeadlineError,
     bad_argument,
-    words_for_seconds,
+    format_seconds,
     wrong_type,
 )
 from symcomm.store import tcp_wire as wire
@@ -303,7 +303,7 @@ class TCPStore(Store):
     # --- the exchange ------------------------------------------------------------------------------
 
     def _call(self, call: str, command: int, keys: Any, body: Any, shape: str) -> Any:
-        """One frame (the command, its keys, what follows them), one answer; see store_client.c."""
+        """One frame (the command, its keys, what follows them), one answer; see _core/store/client.c."""
         with self._lock:
             if self._in_call:
                 return self._aside(lambda twin: twin._call(call, command, keys, body, shape))
@@ -357,7 +357,7 @@ class TCPStore(Store):
         where = f"{self._host}:{self._port}"
         if isinstance(error, native.StoreLate):
             return StoreDeadlineError(
-                f"the store at {where} did not answer {call}({named}) in {words_for_seconds(self._timeout_s)}."
+                f"the store at {where} did not answer {call}({named}) in {format_seconds(self._timeout_s)}."
             )
         if isinstance(error, native.StoreGone):
             cause = "its process ended, or it refused " + _REFUSALS.get(call, "the call")
@@ -412,7 +412,7 @@ class TCPStore(Store):
             if time.monotonic() >= end:
                 raise StoreDeadlineError(
                     f"TCPStore: {came} of {world_size} workers joined the store on port {self._port} "
-                    f"in {words_for_seconds(self._timeout_s)}; start the missing ranks with the same MASTER_ADDR and "
+                    f"in {format_seconds(self._timeout_s)}; start the missing ranks with the same MASTER_ADDR and "
                     f"MASTER_PORT, or lower WORLD_SIZE ({came}/{world_size} clients joined)."
                 )
             time.sleep(_JOIN_PAUSE)

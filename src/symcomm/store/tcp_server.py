@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from symcomm._core import native
-from symcomm.errors import ResourceError, StoreConnectionError, bad_argument, words_for_seconds
+from symcomm.errors import ResourceError, StoreConnectionError, bad_argument, format_seconds
 
 __all__ = ["Server", "StoreLimits", "start_server"]
 
@@ -193,7 +193,7 @@ def _addresses_in_time(host: str, seconds: float) -> list[str]:
             if left <= 0:
                 raise
             if not warned:
-                log.warning("%s Trying again for %s.", error, words_for_seconds(seconds))
+                log.warning("%s Trying again for %s.", error, format_seconds(seconds))
                 warned = True
             time.sleep(min(left, _NAME_PAUSE))
 

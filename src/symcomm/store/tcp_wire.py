@@ -23,7 +23,7 @@ from symcomm.errors import (
     StoreAuthError,
     StoreConnectionError,
     StoreUnreachableError,
-    words_for_seconds,
+    format_seconds,
 )
 
 __all__ = ["Connection", "Refused", "connect", "sign"]
@@ -44,7 +44,7 @@ class Refused(Exception):
 
 
 class Connection:
-    """A connected socket that has said hello. Calls are made on its ``fd`` (see store_client.c); not thread safe."""
+    """A connected socket that has said hello. Calls use its ``fd`` (see _core/store/client.c); not thread safe."""
 
     def __init__(self, sock: socket.socket):
         sock.settimeout(None)
@@ -179,7 +179,7 @@ def _cannot_connect(host: str, port: int, seconds: float | None, reason: str) ->
     if seconds is None:
         return StoreConnectionError(f"the store at {host}:{port} is gone: {reason}.")
     return StoreUnreachableError(
-        f"no store answered at {host}:{port} in {words_for_seconds(seconds)} (last try: {reason}). "
+        f"no store answered at {host}:{port} in {format_seconds(seconds)} (last try: {reason}). "
         "Check the address, that the process with is_master=True runs, and that no firewall is in between "
         f"(the client socket has timed out after {seconds * 1e3:.0f}ms while trying to connect to ({host}, {port}))."
     )

@@ -48,7 +48,7 @@ class Allocation:
         self.address = address
         self.nbytes = nbytes
         self.group_name: Any = None  # or the group itself, that rendezvous() uses unless told another
-        self.meetings: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by group, see handle.py
+        self.peer_memories: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # by group, see handle.py
 
     @property
     def offset(self) -> int:
@@ -182,7 +182,7 @@ def empty_strided_p2p(
 
 def _arena_of(group_name: Any) -> Arena:
     group = registry.find(group_name) if isinstance(group_name, str) else getattr(group_name, "core", group_name)
-    return current_arena() if group is None else group._arena
+    return current_arena() if group is None else group.arena
 
 
 _kept: weakref.WeakKeyDictionary[Arena, dict[int, Memory]] = weakref.WeakKeyDictionary()  # by alloc_id, for ever

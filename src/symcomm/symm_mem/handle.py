@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.errors import words_for_ranks
+from symcomm.errors import format_ranks
 from symcomm.group.failure import explain_peer
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import bytes_type
@@ -29,7 +29,7 @@ SLEEPERS = 64  # bytes behind a signal pad for the word that counts who sleeps o
 # --- rendezvous ----------------------------------------------------------------------------------------
 
 
-class Meeting:
+class PeerMemory:
     """Where every rank has the same piece of memory, and its signal pad. Lives as long as our own piece does."""
 
     def __init__(self, group: ProcessGroup, offset: int, nbytes: int):
@@ -40,19 +40,19 @@ class Meeting:
             )
         self.nbytes = nbytes
         self.pad_bytes = settings.get_signal_pad_size()
-        self._pad = group._arena.buffer(_pad_total(self.pad_bytes))
+        self._pad = group.arena.buffer(_pad_total(self.pad_bytes))
         ctypes.memset(self._pad, 0, len(self._pad))
-        pad_offset = ctypes.addressof(self._pad) - group._arena.base
-        card = {"offset": offset, "nbytes": nbytes, "pad": pad_offset, "pad_bytes": self.pad_bytes}
-        cards = [json.loads(item) for item in group.all_gather_bytes(json.dumps(card).encode())]
-        check_alike(group, "nbytes", "allocated", cards, "allocate the same size on every rank")
+        pad_offset = ctypes.addressof(self._pad) - group.arena.base
+        info = {"offset": offset, "nbytes": nbytes, "pad": pad_offset, "pad_bytes": self.pad_bytes}
+        infos = [json.loads(item) for item in group.all_gather_bytes(json.dumps(info).encode())]
+        check_alike(group, "nbytes", "allocated", infos, "allocate the same size on every rank")
         check_alike(
-            group, "pad_bytes", "asked for signal pads of", cards, "call set_signal_pad_size alike on every rank"
+            group, "pad_bytes", "asked for signal pads of", infos, "call set_signal_pad_size alike on every rank"
         )
-        bases = [peer.base for peer in group._peers]
-        self.buffers = [base + c["offset"] for base, c in zip(bases, cards, strict=True)]
-        self.pad_addresses = [base + c["pad"] for base, c in zip(bases, cards, strict=True)]
-        self.pads = native.make_pads(group._handle, tuple(self.pad_addresses), _pad_total(self.pad_bytes) - SLEEPERS)
+        bases = [peer.base for peer in group.peers]
+        self.buffers = [base + c["offset"] for base, c in zip(bases, infos, strict=True)]
+        self.pad_addresses = [base + c["pad"] for base, c in zip(bases, infos, strict=True)]
+        self.pads = native.make_pads(group.handle, tuple(self.pad_addresses), _pad_total(self.pad_bytes) - SLEEPERS)
         self.buffer_array = (ctypes.c_void_p * group.size)(*self.buffers)
         self.pad_array = (ctypes.c_void_p * group.size)(*self.pad_addresses)
 
@@ -61,13 +61,13 @@ def _pad_total(pad_bytes: int) -> int:
     return -(-pad_bytes // SLEEPERS) * SLEEPERS + SLEEPERS
 
 
-def check_alike(group: ProcessGroup, key: str, verb: str, cards: Sequence[dict[str, Any]], fix: str) -> None:
+def check_alike(group: ProcessGroup, key: str, verb: str, infos: Sequence[dict[str, Any]], fix: str) -> None:
     by_size: dict[int, list[int]] = {}
-    for rank, card in enumerate(cards):
-        by_size.setdefault(card[key], []).append(rank)
+    for rank, info in enumerate(infos):
+        by_size.setdefault(info[key], []).append(rank)
     if len(by_size) > 1:
         sides = "; ".join(
-            f"rank{'s' if len(ranks) > 1 else ''} {words_for_ranks(ranks)} {verb} {size} bytes"
+            f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} {verb} {size} bytes"
             for size, ranks in by_size.items()
         )
         raise errors.CollectiveMismatchError(f"rendezvous on group {group.name!r}: sizes differ: {sides}; {fix}.")
@@ -106,25 +106,25 @@ def rendezvous(tensor: torch.Tensor, group: Any = None) -> SymmetricMemory:
         raise errors.bad_argument("rendezvous", "tensor", what, "in symmetric memory", fix)
     allocation = memory.allocation
     chosen = find_group("rendezvous", allocation.group_name if group is None else group)
-    if allocation.arena is not chosen._arena:
+    if allocation.arena is not chosen.arena:
         raise errors.bad_argument(
             "rendezvous", "tensor", "memory of another rank", f"allocated by rank {chosen.rank} itself"
         )
-    meeting = allocation.meetings.get(chosen)
-    if meeting is None:
-        chosen._check_usable()
-        meeting = allocation.meetings[chosen] = Meeting(chosen, allocation.offset, allocation.nbytes)
-    return SymmetricMemory(chosen, memory, meeting, address - allocation.address)
+    peer_memory = allocation.peer_memories.get(chosen)
+    if peer_memory is None:
+        chosen.check_usable()
+        peer_memory = allocation.peer_memories[chosen] = PeerMemory(chosen, allocation.offset, allocation.nbytes)
+    return SymmetricMemory(chosen, memory, peer_memory, address - allocation.address)
 
 
 def find_meeting(tensor: torch.Tensor) -> SymmetricMemory | None:
     """The handle of the only group that the tensor's memory has met with; None for none or several."""
     memory = find_memory(tensor.untyped_storage().data_ptr())
-    if memory is None or len(memory.allocation.meetings) != 1:
+    if memory is None or len(memory.allocation.peer_memories) != 1:
         return None
-    [(group, meeting)] = memory.allocation.meetings.items()
+    [(group, peer_memory)] = memory.allocation.peer_memories.items()
     offset = tensor.untyped_storage().data_ptr() - memory.allocation.address
-    return SymmetricMemory(group, memory, meeting, offset)
+    return SymmetricMemory(group, memory, peer_memory, offset)
 
 
 class SymmetricMemory:
@@ -136,13 +136,13 @@ class SymmetricMemory:
     Raises: BadArgumentError; RankFailedError and DeadlineError from ``barrier``, ``put_signal`` and ``wait_signal``.
     """
 
-    def __init__(self, group: ProcessGroup, memory: Any, meeting: Any, offset: int):
+    def __init__(self, group: ProcessGroup, memory: Any, peer_memory: Any, offset: int):
         self.group = group
         self.rank = group.rank
         self.world_size = group.size
         self.offset = offset  # bytes from the start of the buffer to the tensor that was met with
         self._memory = memory
-        self._meeting = meeting
+        self._peer_memory = peer_memory
 
     def __repr__(self) -> str:
         return (
@@ -161,29 +161,29 @@ class SymmetricMemory:
     @property
     def buffer_ptrs(self) -> list[int]:
         """Where each rank's buffer is mapped in this process."""
-        return list(self._meeting.buffers)
+        return list(self._peer_memory.buffers)
 
     @property
     def buffer_size(self) -> int:
-        return self._meeting.nbytes
+        return self._peer_memory.nbytes
 
     @property
     def buffer_ptrs_dev(self) -> int:
         """Address of an array of the buffers' addresses, for kernels. On the CPU that is host memory too."""
-        return ctypes.addressof(self._meeting.buffer_array)
+        return ctypes.addressof(self._peer_memory.buffer_array)
 
     @property
     def signal_pad_ptrs(self) -> list[int]:
-        return list(self._meeting.pad_addresses)
+        return list(self._peer_memory.pad_addresses)
 
     @property
     def signal_pad_size(self) -> int:
-        return self._meeting.pad_bytes
+        return self._peer_memory.pad_bytes
 
     @property
     def signal_pad_ptrs_dev(self) -> int:
         """Address of an array of the signal pads' addresses, for kernels."""
-        return ctypes.addressof(self._meeting.pad_array)
+        return ctypes.addressof(self._peer_memory.pad_array)
 
     @property
     def multicast_ptr(self) -> int:
@@ -204,11 +204,11 @@ class SymmetricMemory:
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
         """A contiguous tensor over ``rank``'s buffer, from element ``storage_offset`` on."""
         start = _start_of("get_buffer", storage_offset, dtype)
-        return self._view("get_buffer", "rank", self._meeting.buffers, self.buffer_size, rank, sizes, dtype, start)
+        return self._view("get_buffer", "rank", self._peer_memory.buffers, self.buffer_size, rank, sizes, dtype, start)
 
     def get_remote_tensor(self, peer: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor over ``peer``'s counterpart of the tensor this handle was made from."""
-        buffers = self._meeting.buffers
+        buffers = self._peer_memory.buffers
         return self._view("get_remote_tensor", "peer", buffers, self.buffer_size, peer, sizes, dtype, self.offset)
 
     def get_signal_pad(
@@ -220,7 +220,7 @@ class SymmetricMemory:
         dtype = torch.uint32 if dtype is None else dtype
         start = _start_of("get_signal_pad", storage_offset, dtype)
         sizes = to_sizes("get_signal_pad", "sizes", sizes) or (self.signal_pad_size // dtype.itemsize,)
-        pads = self._meeting.pad_addresses
+        pads = self._peer_memory.pad_addresses
         return self._view("get_signal_pad", "rank", pads, self.signal_pad_size, rank, sizes, dtype, start)
 
     def _view(
@@ -261,8 +261,8 @@ class SymmetricMemory:
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Return once every rank has come to the barrier of this channel. timeout_ms 0: the group's timeout."""
         self._check_channel("barrier", channel)
-        self.group._check_usable()
-        status, culprit = native.signal_barrier(self._meeting.pads, channel, self._timeout_ns("barrier", timeout_ms))
+        self.group.check_usable()
+        status, culprit = native.signal_barrier(self._peer_memory.pads, channel, self.timeout_ns("barrier", timeout_ms))
         if status:
             raise self._explain(f"barrier(channel={channel})", status, culprit, timeout_ms)
 
@@ -277,8 +277,8 @@ class SymmetricMemory:
     def _signal(self, call: str, name: str, act: Callable[..., Any], peer: int, channel: int, timeout_ms: int) -> None:
         self._check_rank(call, name, peer)
         self._check_channel(call, channel)
-        self.group._check_usable()
-        status = act(self._meeting.pads, peer, channel, self._timeout_ns(call, timeout_ms))
+        self.group.check_usable()
+        status = act(self._peer_memory.pads, peer, channel, self.timeout_ns(call, timeout_ms))
         if status:
             raise self._explain(f"{call}({name}={peer}, channel={channel})", status, peer, timeout_ms)
 
@@ -297,10 +297,10 @@ class SymmetricMemory:
             fix = "make more with set_signal_pad_size before rendezvous"
             raise errors.bad_argument(call, "channel", channel, range_, fix)
 
-    def _timeout_ns(self, call: str, timeout_ms: int) -> int:
+    def timeout_ns(self, call: str, timeout_ms: int) -> int:
         if not hasattr(timeout_ms, "__index__") or timeout_ms < 0:
             raise errors.bad_argument(call, "timeout_ms", timeout_ms, "0 (the group's timeout) or more")
-        return timeout_ms * 1_000_000 or self.group._timeout_ns
+        return timeout_ms * 1_000_000 or self.group.timeout_ns
 
     def _explain(self, what: str, status: int, peer: int, timeout_ms: int) -> errors.SymcommError:
         return explain_peer(self.group, what, status, peer, timeout_ms / 1000 or self.group.timeout)

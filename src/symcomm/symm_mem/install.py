@@ -24,7 +24,7 @@ __all__ = ["get_elements", "install", "meet", "put_and_signal", "uninstall", "wo
 
 _lock = threading.Lock()
 _replaced: list[tuple[Any, str, Any]] = []  # owner, name, what was there before
-_operators = "symcomm.backend.symm_ops"  # above this layer, so it is loaded by name
+_operators = "symcomm.torch_backend.symm_ops"  # above this layer, so it is loaded by name
 
 
 def install() -> None:

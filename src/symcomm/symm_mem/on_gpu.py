@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
-from symcomm.gpu import devices
-from symcomm.gpu.driver import WAIT_EQUAL, driver
-from symcomm.gpu.group import DeviceGroup, device_group
-from symcomm.gpu.pool import Piece, Raw, find_block, opened, pool_of, storage_over
-from symcomm.gpu.watch import Outstanding
+from symcomm.cuda import devices
+from symcomm.cuda.driver import WAIT_EQUAL, driver
+from symcomm.cuda.group import CudaGroup, device_group
+from symcomm.cuda.pool import PoolBuffer, RawMemory, find_block, opened, pool_of, storage_over
+from symcomm.cuda.watchdog import Outstanding
 from symcomm.group.process_group import ProcessGroup
 from symcomm.memory.arena import current_arena
 from symcomm.symm_mem import settings
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 __all__ = ["GpuSymmetricMemory", "empty_strided", "find_piece", "fill_words", "rendezvous", "write_word"]
 
 
-class Allocation:
+class CudaAllocation:
     """What is known of a piece of memory, as on the CPU."""
 
     def __init__(self, device: int, nbytes: int):
         self.device = device
         self.nbytes = nbytes
         self.group_name: Any = None
-        self.meetings: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.peer_memories: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-_pieces: weakref.WeakValueDictionary[int, Piece] = weakref.WeakValueDictionary()  # by address
-_facts: weakref.WeakKeyDictionary[Piece, Allocation] = weakref.WeakKeyDictionary()
+_pieces: weakref.WeakValueDictionary[int, PoolBuffer] = weakref.WeakValueDictionary()  # by address
+_facts: weakref.WeakKeyDictionary[PoolBuffer, CudaAllocation] = weakref.WeakKeyDictionary()
 _Id = tuple[bytes, int, int]  # the rank's arena (ranks may be threads), device, alloc_id
-_kept: dict[_Id, Piece] = {}  # for ever
-_lent: weakref.WeakValueDictionary[_Id, Raw] = weakref.WeakValueDictionary()  # while a tensor lives
+_kept: dict[_Id, PoolBuffer] = {}  # for ever
+_lent: weakref.WeakValueDictionary[_Id, RawMemory] = weakref.WeakValueDictionary()  # while a tensor lives
 
 
 @contextlib.contextmanager
@@ -75,21 +75,21 @@ def empty_strided(
     else:
         key = (current_arena().nonce, index, alloc_id)
         piece = _persistent(key, nbytes)
-        source = _lent[key] = Raw(piece.address, piece.nbytes, piece)
+        source = _lent[key] = RawMemory(piece.address, piece.nbytes, piece)
     _facts[piece].group_name = group_name
     return torch.empty(0, dtype=dtype, device=torch.device("cuda", index)).set_(
         storage_over(source, index), 0, tuple(sizes), tuple(strides)
     )
 
 
-def _allocate(device: int, nbytes: int) -> Piece:
+def _allocate(device: int, nbytes: int) -> PoolBuffer:
     piece = pool_of(device).allocate(nbytes)
     _pieces[piece.address] = piece
-    _facts[piece] = Allocation(device, nbytes)
+    _facts[piece] = CudaAllocation(device, nbytes)
     return piece
 
 
-def _persistent(key: _Id, nbytes: int) -> Piece:
+def _persistent(key: _Id, nbytes: int) -> PoolBuffer:
     _, device, alloc_id = key
     if key in _lent:
         raise still_active(alloc_id)
@@ -101,7 +101,7 @@ def _persistent(key: _Id, nbytes: int) -> Piece:
     return _kept[key]
 
 
-def find_piece(tensor: torch.Tensor) -> Piece | None:
+def find_piece(tensor: torch.Tensor) -> PoolBuffer | None:
     """The symmetric memory that a CUDA tensor lies in, or None."""
     address = tensor.untyped_storage().data_ptr()
     piece = _pieces.get(address)
@@ -114,10 +114,10 @@ def find_piece(tensor: torch.Tensor) -> Piece | None:
 # --- rendezvous --------------------------------------------------------------------------------------------------
 
 
-class Meeting:
+class CudaPeerMemory:
     """Where every rank has the same piece of memory, and its signal pad."""
 
-    def __init__(self, gpu: DeviceGroup, piece: Piece, nbytes: int):
+    def __init__(self, gpu: CudaGroup, piece: PoolBuffer, nbytes: int):
         import torch
 
         self.gpu = gpu
@@ -127,18 +127,18 @@ class Meeting:
         place = torch.device("cuda", gpu.device)
         torch.as_tensor(self._pad, device=place).zero_()
         torch.cuda.current_stream(place).synchronize()  # nobody signals before it is clear
-        card = {
+        info = {
             "handle": piece.block.handle.hex(), "offset": piece.offset, "nbytes": nbytes,
             "pad_handle": self._pad.block.handle.hex(), "pad": self._pad.offset, "pad_bytes": self.pad_bytes,
         }  # fmt: skip
-        cards = [json.loads(item) for item in gpu.core.all_gather_bytes(json.dumps(card).encode())]
-        check_alike(gpu.core, "nbytes", "allocated", cards, "allocate the same size on every rank")
+        infos = [json.loads(item) for item in gpu.core.all_gather_bytes(json.dumps(info).encode())]
+        check_alike(gpu.core, "nbytes", "allocated", infos, "allocate the same size on every rank")
         fix = "call set_signal_pad_size alike on every rank"
-        check_alike(gpu.core, "pad_bytes", "asked for signal pads of", cards, fix)
+        check_alike(gpu.core, "pad_bytes", "asked for signal pads of", infos, fix)
         driver().enter(gpu.device)
-        self.buffers = [opened(bytes.fromhex(c["handle"]), f"rank {r}") + c["offset"] for r, c in enumerate(cards)]
+        self.buffers = [opened(bytes.fromhex(c["handle"]), f"rank {r}") + c["offset"] for r, c in enumerate(infos)]
         self.pad_addresses = [
-            opened(bytes.fromhex(c["pad_handle"]), f"rank {r}") + c["pad"] for r, c in enumerate(cards)
+            opened(bytes.fromhex(c["pad_handle"]), f"rank {r}") + c["pad"] for r, c in enumerate(infos)
         ]
         self.buffer_array = torch.tensor(self.buffers, dtype=torch.int64, device=place)
         self.pad_array = torch.tensor(self.pad_addresses, dtype=torch.int64, device=place)
@@ -153,20 +153,22 @@ def rendezvous(tensor: torch.Tensor, group: Any = None) -> GpuSymmetricMemory:
         raise errors.bad_argument("rendezvous", "tensor", what, "in symmetric memory", fix)
     facts = _facts[piece]
     chosen = find_group("rendezvous", facts.group_name if group is None else group)
-    meeting = facts.meetings.get(chosen)
-    if meeting is None:
-        chosen._check_usable()
-        meeting = facts.meetings[chosen] = Meeting(device_group(chosen, facts.device), piece, facts.nbytes)
+    peer_memory = facts.peer_memories.get(chosen)
+    if peer_memory is None:
+        chosen.check_usable()
+        peer_memory = facts.peer_memories[chosen] = CudaPeerMemory(
+            device_group(chosen, facts.device), piece, facts.nbytes
+        )
     offset = tensor.untyped_storage().data_ptr() - piece.address
-    return GpuSymmetricMemory(chosen, piece, meeting, offset)
+    return GpuSymmetricMemory(chosen, piece, peer_memory, offset)
 
 
 class GpuSymmetricMemory(SymmetricMemory):
     """The same piece of memory on every rank's GPU. Signals and barriers are in the order of the current stream."""
 
-    def __init__(self, group: ProcessGroup, piece: Piece, meeting: Any, offset: int):
-        super().__init__(group, piece, meeting, offset)
-        self._gpu: DeviceGroup = meeting.gpu
+    def __init__(self, group: ProcessGroup, piece: PoolBuffer, peer_memory: Any, offset: int):
+        super().__init__(group, piece, peer_memory, offset)
+        self._gpu: CudaGroup = peer_memory.gpu
 
     @property
     def device(self) -> torch.device:
@@ -177,15 +179,15 @@ class GpuSymmetricMemory(SymmetricMemory):
     @property
     def buffer_ptrs_dev(self) -> int:
         """Address, on the GPU, of an array of the buffers' addresses, for kernels."""
-        return self._meeting.buffer_array.data_ptr()
+        return self._peer_memory.buffer_array.data_ptr()
 
     @property
     def signal_pad_ptrs_dev(self) -> int:
         """Address, on the GPU, of an array of the signal pads' addresses, for kernels."""
-        return self._meeting.pad_array.data_ptr()
+        return self._peer_memory.pad_array.data_ptr()
 
     def _storage(self, address: int, nbytes: int) -> torch.UntypedStorage:
-        return storage_over(Raw(address, nbytes, self), self._gpu.device)
+        return storage_over(RawMemory(address, nbytes, self), self._gpu.device)
 
     # --- signals ------------------------------------------------------------------------------------------------
 
@@ -212,16 +214,16 @@ class GpuSymmetricMemory(SymmetricMemory):
 
     def _put(self, rank: int, channel: int) -> tuple[int, int, int]:
         """(address, the value to wait for, the value to write)"""
-        return self._meeting.pad_addresses[rank] + 4 * (channel * self.world_size + self.rank), 0, 1
+        return self._peer_memory.pad_addresses[rank] + 4 * (channel * self.world_size + self.rank), 0, 1
 
     def _take(self, rank: int, channel: int) -> tuple[int, int, int]:
-        return self._meeting.pad_addresses[self.rank] + 4 * (channel * self.world_size + rank), 1, 0
+        return self._peer_memory.pad_addresses[self.rank] + 4 * (channel * self.world_size + rank), 1, 0
 
     def _enqueue(self, what: str, steps: Sequence[tuple[int, int, int]], peers: list[int], timeout_ms: int) -> None:
         import torch
 
-        timeout = self._timeout_ns(what, timeout_ms) / 1e9
-        self._gpu.trouble.check_usable(what)
+        timeout = self.timeout_ns(what, timeout_ms) / 1e9
+        self._gpu.failures.check_usable(what)
         stream = torch.cuda.current_stream(self.device)
         with _using(self.device):
             for address, awaited, written in steps:
@@ -240,7 +242,7 @@ class GpuSymmetricMemory(SymmetricMemory):
                 rescue.synchronize()
 
         missing: Callable[[], list[int]] = lambda: [] if passed.query() else peers  # noqa: E731
-        self._gpu.trouble.watch.add(Outstanding(what, missing, release, time.monotonic(), timeout))
+        self._gpu.failures.watchdog.add(Outstanding(what, missing, release, time.monotonic(), timeout))
 
 
 # --- words -------------------------------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
-from symcomm.gpu.departure import Departure
-from symcomm.gpu.driver import driver
-from symcomm.gpu.group import DeviceGroup, device_group
-from symcomm.gpu.pool import Raw, hold, opened, pool_of, storage_over
-from symcomm.gpu.watch import Outstanding
-from symcomm.gpu.work import DeviceWork
+from symcomm.cuda.departure import Departure
+from symcomm.cuda.driver import driver
+from symcomm.cuda.group import CudaGroup, device_group
+from symcomm.cuda.pool import RawMemory, hold, opened, pool_of, storage_over
+from symcomm.cuda.watchdog import Outstanding
+from symcomm.cuda.work import CudaWork
 from symcomm.group.buffers import torch_dtypes
 from symcomm.group.failure import explain_peer
 from symcomm.group.segments import Segment, Shortcut
@@ -73,34 +73,34 @@ class CudaMemory:
         torch.as_tensor(self.words, device=tensor.device).zero_()
         torch.cuda.current_stream(tensor.device).synchronize()  # nobody signals before it is clear
         self._host = Segment(group, 0, 0, DType.UINT8)  # tells whether a rank is still there
-        self.card = {
+        self.info = {
             "device": "cuda", "shape": list(tensor.shape), "count": tensor.numel(),
             "dtype": torch_dtypes()[tensor.dtype], "handle": self._piece.block.handle.hex(),
             "offset": tensor.data_ptr() - self._piece.block.address if piece else self._piece.offset,
-            "words_handle": self.words.block.handle.hex(), "words": self.words.offset, "host": self._host.card,
+            "words_handle": self.words.block.handle.hex(), "words": self.words.offset, "host": self._host.info,
         }  # fmt: skip
-        self.cards: Sequence[dict[str, Any]] = []
+        self.infos: Sequence[dict[str, Any]] = []
         self._sent: Counter[int] = Counter()  # signals, by target
         self._awaited: Counter[int] = Counter()  # and by sender
         self._signalled: dict[int, tuple[Any, Any]] = {}  # by target: the last signal's stream, and its event
         self._puts: dict[int, Any] = {}  # by stream: the event of its last put
         self._sides: dict[int, Any] = {}  # by sender: the stream of asynchronous waits
 
-    def connect(self, cards: Sequence[dict[str, Any]]) -> None:
-        self.cards = cards
-        self._host.connect([card["host"] for card in cards])
-        self._gpu: DeviceGroup = device_group(self.group, self.device.index)
-        self._departure = self._gpu.trouble.departure
+    def connect(self, infos: Sequence[dict[str, Any]]) -> None:
+        self.infos = infos
+        self._host.connect([info["host"] for info in infos])
+        self._gpu: CudaGroup = device_group(self.group, self.device.index)
+        self._departure = self._gpu.failures.departure
         self._departure.windows += 1
-        self._gpu.trouble.watch.wake()
+        self._gpu.failures.watchdog.wake()
         self._part = weakref.finalize(self, _part, self._departure, (self._piece, self.words))
         self._part.atexit = False
         with self._using():
             self._addresses = [
-                opened(bytes.fromhex(c["handle"]), f"rank {r}") + c["offset"] for r, c in enumerate(cards)
+                opened(bytes.fromhex(c["handle"]), f"rank {r}") + c["offset"] for r, c in enumerate(infos)
             ]
             self._word_addresses = [
-                opened(bytes.fromhex(c["words_handle"]), f"rank {r}") + c["words"] for r, c in enumerate(cards)
+                opened(bytes.fromhex(c["words_handle"]), f"rank {r}") + c["words"] for r, c in enumerate(infos)
             ]
 
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
@@ -108,7 +108,7 @@ class CudaMemory:
 
     def check_usable(self, call: str) -> None:
         """Also raises what was found while the GPU waited, to the first who asks."""
-        self._gpu.trouble.check_usable(call)
+        self._gpu.failures.check_usable(call)
 
     def close(self) -> None:
         for event in self._puts.values():
@@ -166,12 +166,12 @@ class CudaMemory:
         """A tensor over a rank's memory, with its shape and dtype."""
         import torch
 
-        card = self.cards[rank]
-        dtype = DType(card["dtype"])
-        raw = Raw(self._addresses[rank], max(card["count"] * dtype.itemsize, 1), (self, keeps))
-        strides = torch._prims_common.make_contiguous_strides_for(card["shape"])
+        info = self.infos[rank]
+        dtype = DType(info["dtype"])
+        raw = RawMemory(self._addresses[rank], max(info["count"] * dtype.itemsize, 1), (self, keeps))
+        strides = torch._prims_common.make_contiguous_strides_for(info["shape"])
         whole = torch.empty(0, dtype=getattr(torch, dtype.label), device=self.device)
-        return whole.set_(storage_over(raw, self.device.index), 0, tuple(card["shape"]), strides)
+        return whole.set_(storage_over(raw, self.device.index), 0, tuple(info["shape"]), strides)
 
     # --- signals ----------------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class CudaMemory:
         self._departure.touch(event)
         return 0
 
-    def wait_signal(self, what: str, rank: int, async_op: bool, seconds: float) -> DeviceWork | None:
+    def wait_signal(self, what: str, rank: int, async_op: bool, seconds: float) -> CudaWork | None:
         """The current stream waits; with ``async_op`` one of our own does, and the work's ``wait()`` joins it."""
         import torch
 
@@ -216,11 +216,11 @@ class CudaMemory:
         def missing() -> list[int]:
             return [] if passed.query() else [rank]
 
-        self._gpu.trouble.watch.add(Outstanding(what, missing, release, time.monotonic(), seconds))
+        self._gpu.failures.watchdog.add(Outstanding(what, missing, release, time.monotonic(), seconds))
         if not async_op:
             return None
-        work = DeviceWork(self._gpu, what, [], self)
-        self._gpu.trouble.add(work)
+        work = CudaWork(self._gpu, what, [], self)
+        self._gpu.failures.add(work)
         work.queued(passed, stream)
         return work
 

@@ -19,8 +19,8 @@ from symcomm._core import native
 from symcomm.group.buffers import Buffer
 from symcomm.group.failure import Status
 from symcomm.group.segments import Shortcut
-from symcomm.hosts.frames import is_number, need
-from symcomm.hosts.session import Refused
+from symcomm.hierarchical.frames import is_number, need
+from symcomm.hierarchical.session import ProtocolViolation
 from symcomm.windows.memory import HostMemory, no_shortcut
 
 if TYPE_CHECKING:
@@ -37,21 +37,21 @@ SLICE = 0.05  # seconds between looks at who is gone
 
 
 class Arrivals:
-    """What came for one window of this rank; the control channel's thread writes it, with ``news`` held."""
+    """What came for one window of this rank; the control channel's thread writes it, with ``cond`` held."""
 
-    def __init__(self, tensor: torch.Tensor, news: threading.Condition):
+    def __init__(self, tensor: torch.Tensor, cond: threading.Condition):
         self._address = tensor.data_ptr()
         self._nbytes = tensor.numel() * tensor.element_size()
         self._memory: Any = tensor.untyped_storage()  # the thread may be writing there when the window goes
-        self._news = news
+        self._cond = cond
         self.messages: Counter[int] = Counter()  # frames of puts, and signals, by sender
         self.signals: Counter[int] = Counter()  # not taken yet, by sender
 
     def note(self, rank: int, header: dict[str, Any], payload: bytes | bytearray) -> None:
         start = need(header, "start", is_number) if "start" in header else None
         if (start or 0) + len(payload) > (0 if start is None else self._nbytes):
-            raise Refused(f"put {len(payload)} bytes at {start} into a window of {self._nbytes}")
-        with self._news:
+            raise ProtocolViolation(f"put {len(payload)} bytes at {start} into a window of {self._nbytes}")
+        with self._cond:
             if self._memory is None:
                 return
             self.messages[rank] += 1
@@ -59,11 +59,11 @@ class Arrivals:
                 native.poke(self._address + start, bytes(payload))
             else:
                 self.signals[rank] += 1
-            self._news.notify_all()
+            self._cond.notify_all()
 
     def close(self) -> None:
         """Nothing is written from here on."""
-        with self._news:
+        with self._cond:
             self._memory = None
 
 
@@ -93,21 +93,21 @@ def _inbox_of(group: Any) -> Inbox:
 
 
 class HostsMemory(HostMemory):
-    """One window's memory on all ranks of a HostsGroup."""
+    """One window's memory on all ranks of a HierarchicalGroup."""
 
     def __init__(self, group: Any, tensor: torch.Tensor, number: int):
         super().__init__(group, tensor)
         self._number = number
         self._sent: Counter[int] = Counter()  # messages, by target
-        self._arrivals = Arrivals(tensor, group.news)
+        self._arrivals = Arrivals(tensor, group.cond)
         _inbox_of(group).open(number, self._arrivals)  # before anybody can know of it
 
     def _local_group(self) -> Any:
         return self.group.local
 
-    def connect(self, cards: Sequence[dict[str, Any]]) -> None:
-        self.cards = cards
-        self._segment.connect([cards[r] for r in self.group.layout.here])
+    def connect(self, infos: Sequence[dict[str, Any]]) -> None:
+        self.infos = infos
+        self._segment.connect([infos[r] for r in self.group.layout.here])
 
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
         return no_shortcut, no_shortcut, no_shortcut  # where a rank is has to be looked at first
@@ -155,7 +155,7 @@ class HostsMemory(HostMemory):
 
     def _stopped(self, rank: int) -> int:
         """Why there is nothing to hope for from ``rank``, or OK."""
-        if self.group.trouble.verdict is not None:
+        if self.group.failures.verdict is not None:
             return Status.ABORTED
         return Status.DEAD if self.group.is_gone(rank) else Status.OK
 
@@ -166,12 +166,12 @@ class HostsMemory(HostMemory):
         seconds = self.group.timeout
         deadline = time.monotonic() + seconds
         for rank, counts in enumerate(told):
-            with self.group.news:
+            with self.group.cond:
                 while self._arrivals.messages[rank] < counts[self.group.rank]:
                     status = self._stopped(rank) or (Status.TIMEOUT if time.monotonic() >= deadline else 0)
                     if status:
                         raise self.explain("tensor_deregister", status, rank, seconds)
-                    self.group.news.wait(SLICE)
+                    self.group.cond.wait(SLICE)
 
     def end(self) -> None:
         self._arrivals.close()
@@ -189,25 +189,25 @@ class HostsMemory(HostMemory):
         if self.is_mapped(peer):
             return self._segment.wait_signal(self._here(peer), timeout_ns)
         deadline = time.monotonic() + timeout_ns / 1e9
-        with self.group.news:
+        with self.group.cond:
             while not self._arrivals.signals[peer]:
                 if status := self._stopped(peer):
                     return status
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return Status.TIMEOUT
-                self.group.news.wait(min(left, SLICE))
+                self.group.cond.wait(min(left, SLICE))
             self._arrivals.signals[peer] -= 1
             return Status.OK
 
     def explain(self, what: str, status: int, peer: int, seconds: float) -> errors.SymcommError:
         """A rank that is gone ends the group, as with every call across hosts; a deadline does not."""
-        text, pid = f"{what} on group {self.group.name!r}", self.group.cards[peer]["pid"]
+        text, pid = f"{what} on group {self.group.name!r}", self.group.peer_info[peer]["pid"]
         if status == Status.TIMEOUT:
             fix = f"Rank {peer} (pid {pid}) lives; look at what it does, or give a longer timeout."
             return errors.deadline(text, seconds, missing=[peer], fix=fix)
         if status in (Status.DEAD, Status.LEFT):
-            self.group.trouble.gone([peer])
+            self.group.failures.gone([peer])
         else:
-            self.group.trouble.await_news()
-        return self.group.fail(text, 0.0)
+            self.group.failures.await_verdict()
+        return self.group.fail_operation(text, 0.0)

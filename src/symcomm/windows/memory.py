@@ -52,16 +52,16 @@ class HostMemory:
         self._segment = Segment(local, tensor.data_ptr(), tensor.numel(), torch_dtypes()[tensor.dtype])
         self.words = self._segment.words
         self._last: dict[int, SignalWork] = {}  # by rank: the last asynchronous wait for its signals
-        self.card = {"device": "cpu", "shape": list(tensor.shape), **self._segment.card}
-        self.cards: Sequence[dict[str, Any]] = []
+        self.info = {"device": "cpu", "shape": list(tensor.shape), **self._segment.info}
+        self.infos: Sequence[dict[str, Any]] = []
 
     def _local_group(self) -> Any:
         """The ProcessGroup of this host."""
         return self.group
 
-    def connect(self, cards: Sequence[dict[str, Any]]) -> None:
-        self.cards = cards
-        self._segment.connect(cards)
+    def connect(self, infos: Sequence[dict[str, Any]]) -> None:
+        self.infos = infos
+        self._segment.connect(infos)
 
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
         """put, signal and wait_signal for arguments that need no look; the last one until a wait is asynchronous."""
@@ -93,13 +93,13 @@ class HostMemory:
         """A tensor over a rank's memory, with its shape and dtype; it holds ``keeps``."""
         import torch
 
-        card = self.cards[rank]
-        dtype = DType(card["dtype"])
-        part: Any = bytes_type(max(card["count"] * dtype.itemsize, 1)).from_address(self._address_of(rank))
+        info = self.infos[rank]
+        dtype = DType(info["dtype"])
+        part: Any = bytes_type(max(info["count"] * dtype.itemsize, 1)).from_address(self._address_of(rank))
         part.keeps = (self._segment, keeps)
-        strides = torch._prims_common.make_contiguous_strides_for(card["shape"])
+        strides = torch._prims_common.make_contiguous_strides_for(info["shape"])
         whole = torch.empty(0, dtype=getattr(torch, dtype.label), device="cpu")
-        return whole.set_(storage_over(part), 0, tuple(card["shape"]), strides)
+        return whole.set_(storage_over(part), 0, tuple(info["shape"]), strides)
 
     def _address_of(self, rank: int) -> int:
         return self._segment.address_of(rank)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
-from symcomm.errors import words_for_ranks
+from symcomm.errors import format_ranks
 from symcomm.group.buffers import torch_dtypes
 from symcomm.group.segments import Shortcut
 from symcomm.group.work import Timeout
@@ -58,7 +58,7 @@ class Window:
         self._short_wait: Shortcut = no_shortcut
 
     def __repr__(self) -> str:
-        state = "without a tensor" if self._memory is None else f"of {self._memory.card['count']} elements here"
+        state = "without a tensor" if self._memory is None else f"of {self._memory.info['count']} elements here"
         return f"<Window {self._number} {state}, rank {self.group.rank} of {self.group.size}>"
 
     # --- the tensor -------------------------------------------------------------------------------------------
@@ -79,12 +79,12 @@ class Window:
             memory = _memory_for(self.group, tensor, self._number)
         except Exception as error:  # told to the others, who would wait for us
             refusal = error
-        card = {"window": self._number, "refusal": str(refusal or ""), **(memory.card if memory else {})}
-        cards = [json.loads(item) for item in self.group.all_gather_bytes(json.dumps(card).encode())]
+        info = {"window": self._number, "refusal": str(refusal or ""), **(memory.info if memory else {})}
+        infos = [json.loads(item) for item in self.group.all_gather_bytes(json.dumps(info).encode())]
         if refusal is not None:
             raise refusal
-        _check_cards(self.group, cards)
-        memory.connect(cards)
+        _check_cards(self.group, infos)
+        memory.connect(infos)
         self._memory = memory
         self._short_put, self._short_signal, self._short_wait = memory.shortcuts()
         self._tensor = tensor.detach() if owning else None
@@ -150,7 +150,7 @@ class Window:
         return self._done
 
     def _put(self, memory: Any, tensor: Any, rank: int, offset: int, seconds: float) -> int:
-        source, target = memory.source(tensor), memory.cards[rank]
+        source, target = memory.source(tensor), memory.infos[rank]
         wanted = DType(target["dtype"])
         if source.dtype != wanted:
             allowed = f"of {wanted.label}, as rank {rank}'s tensor in this window"
@@ -246,18 +246,18 @@ def _memory_for(group: Any, tensor: Any, number: int) -> Any:
     return HostMemory(group, tensor)
 
 
-def _check_cards(group: Any, cards: Sequence[dict[str, Any]]) -> None:
+def _check_cards(group: Any, infos: Sequence[dict[str, Any]]) -> None:
     """Whether all ranks registered a tensor, with the same window, on the same kind of device."""
-    refused = [(r, card["refusal"]) for r, card in enumerate(cards) if card["refusal"]]
+    refused = [(r, info["refusal"]) for r, info in enumerate(infos) if info["refusal"]]
     if refused:
         rank, text = refused[0]
         raise errors.CallerError(f"tensor_register on group {group.name!r}: rank {rank} could not take part: {text}")
     for key, words in (("window", "windows (in the order they were made)"), ("device", "kinds of devices")):
         sides: dict[Any, list[int]] = {}
-        for rank, card in enumerate(cards):
-            sides.setdefault(card[key], []).append(rank)
+        for rank, info in enumerate(infos):
+            sides.setdefault(info[key], []).append(rank)
         if len(sides) > 1:
-            listed = "; ".join(f"rank {words_for_ranks(ranks)}: {value}" for value, ranks in sides.items())
+            listed = "; ".join(f"rank {format_ranks(ranks)}: {value}" for value, ranks in sides.items())
             raise errors.CollectiveMismatchError(
                 f"tensor_register on group {group.name!r}: the ranks mean different {words}: {listed}."
             )

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from symcomm import errors
 from symcomm.group.failure import Status
-from symcomm.group.messages import wait_in_thread
+from symcomm.group.p2p import wait_in_thread
 from symcomm.group.work import to_ns
 
 __all__ = ["DONE", "Counts", "SignalWork"]
@@ -86,12 +86,12 @@ class SignalWork:
             return False
         try:
             if not self._ended:
-                self._settle(self._counts.take(self._peer, int(left * 1e9) if left > 1e-9 else -1))
+                self.settle(self._counts.take(self._peer, int(left * 1e9) if left > 1e-9 else -1))
         finally:
             self._lock.release()
         return self._ended
 
-    def _settle(self, status: int) -> None:
+    def settle(self, status: int) -> None:
         took = time.monotonic() - self._started
         if status == Status.TIMEOUT and took < self._limit:
             return  # somebody waited for a shorter time

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symcomm.backend import versions
+from symcomm.torch_backend import versions
 
 __all__ = [
     "all_gather",

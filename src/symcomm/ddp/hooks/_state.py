@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from symcomm import errors
-from symcomm.backend.group import TorchGroup
 from symcomm.ddp.hooks._exchange import all_reduce_bytes, done, mean_in_place, nbytes_of, work_dtype
 from symcomm.ddp.hooks._residuals import Names, Residuals
 from symcomm.group import default
 from symcomm.group.process_group import ProcessGroup
+from symcomm.torch_backend.group import TorchGroup
 
 __all__ = ["HookState", "at_least", "callbacks_only_compute", "one_of"]
 

@@ -9,7 +9,7 @@ import resource
 import shutil
 from pathlib import Path
 
-from symcomm.memory.limits import _cgroup_room, _system_room, words_for_bytes
+from symcomm.memory.limits import _cgroup_room, _system_room, format_bytes
 from symcomm.observe.health import FAIL, OK, WARN, Finding
 
 __all__ = ["CHECKS"]
@@ -20,7 +20,7 @@ SHM_LITTLE = 1 << 30
 
 def free_memory() -> Finding:
     room, says = min([_system_room(), *filter(None, [_cgroup_room()])])
-    found = f"{words_for_bytes(room)} left ({says})"
+    found = f"{format_bytes(room)} left ({says})"
     if room >= LITTLE:
         return Finding("memory", OK, found)
     fix = "raise the container's limit (docker run --memory)" if "memory.max" in says else "free memory"
@@ -58,7 +58,7 @@ def shared_directory() -> Finding:
     except OSError as error:
         state = FAIL if named else WARN
         return Finding("shared memory", state, f"{path}: {error.strerror}", f"mount a tmpfs at {path}")
-    found = f"{path}: {words_for_bytes(room.free)} of {words_for_bytes(room.total)} free"
+    found = f"{path}: {format_bytes(room.free)} of {format_bytes(room.total)} free"
     if room.free >= SHM_LITTLE:
         return Finding("shared memory", OK, found)
     why = "arenas lie there (SYMCOMM_SHARE=named)" if named else "ours is elsewhere, but torch's DataLoader uses it"
@@ -86,10 +86,10 @@ def address_space() -> list[Finding]:
     ):
         soft, _ = resource.getrlimit(limit)
         if soft == resource.RLIM_INFINITY or soft >= least:
-            findings.append(Finding(name, OK, "unlimited" if soft == resource.RLIM_INFINITY else words_for_bytes(soft)))
+            findings.append(Finding(name, OK, "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)))
         else:
             state = WARN if limit == resource.RLIMIT_AS else OK
-            findings.append(Finding(name, state, f"limited to {words_for_bytes(soft)}", fix))
+            findings.append(Finding(name, state, f"limited to {format_bytes(soft)}", fix))
     return findings
 
 

@@ -70,7 +70,7 @@ def a_collective() -> list[Finding]:
 
 def _meet(group: Any) -> list[int]:
     """When this rank's operations began, as they were recorded."""
-    from symcomm.observe.records import operations_of
+    from symcomm.observe.recorder.records import operations_of
 
     for _ in range(3):
         group.barrier()
@@ -115,7 +115,7 @@ def entry_point() -> Finding:
     found = [e for e in importlib.metadata.entry_points(group="torch.backends") if e.name == "symcomm"]
     if found:
         return Finding("torch backend", OK, f"torch loads it by itself ({found[0].value})")
-    fix = "install the package (pip install symcomm), or call symcomm.backend.register.register() yourself"
+    fix = "install the package (pip install symcomm), or call symcomm.torch_backend.register.register() yourself"
     return Finding("torch backend", WARN, "torch does not find the backend by itself", fix)
 
 

@@ -6,7 +6,7 @@ What it shows comes from the layer around it: ``feed.py`` reads the ranks, ``ver
 file          what it holds
 ============  =====================================================================
 simulate.py   a feed of a job that does not exist, of any size
-model.py      what feeds tell, put together: meetings, states, lag, stragglers
+model.py      what feeds tell, put together: collectives, states, lag, stragglers
 snapshot.py   the model as JSON, only what is new
 page.py       the HTTP server, and its guards
 top.html      the page: one file, nothing loaded from elsewhere

@@ -1,8 +1,9 @@
-"""A running job as a page shows it: what feeds tell is put together here, rank by rank and collective by collective.
+"""A running job as a page shows it: the data of feeds is put together here, rank by rank and collective by collective.
 
-A *meeting* is one collective of a group, as all its ranks made it: when each came and when each was done. From meetings
-follow everything else: who waits for whom (lag, states, the verdict), who is late again and again (the heat map), and
-how fast data moved. All memory is bounded: meetings, heat columns and samples are kept for a while and then forgotten.
+A *collective instance* is one collective of a group, as all its ranks made it: when each arrived and when each was
+done. Everything else follows from these: who waits for whom (lag, states, the verdict), who is late again and again
+(the heat map), and how fast data moved. All memory is bounded: collectives, heat columns and samples are kept for a
+while and then forgotten.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from symcomm.observe.feed import Feed, GroupFacts, RankFacts, Sample
-from symcomm.observe.live import add_stacks, as_trace
-from symcomm.observe.records import Operation
-from symcomm.observe.stacks import ThreadStack
-from symcomm.observe.verdict import Verdict, judge
+from symcomm.observe.analysis.verdict import Verdict, judge
+from symcomm.observe.recorder.records import Operation
+from symcomm.observe.recorder.stacks import ThreadStack
+from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
+from symcomm.observe.top.live import add_stacks, as_trace
 
-__all__ = ["Live", "Meeting", "STATES"]
+__all__ = ["Live", "CollectiveInstance", "STATES"]
 
 STATES = ("idle", "computing", "communicating", "waiting", "late", "failed", "dead")
 IDLE, COMPUTING, COMMUNICATING, WAITING, LATE, FAILED, DEAD = range(len(STATES))
@@ -27,9 +28,9 @@ IDLE, COMPUTING, COMMUNICATING, WAITING, LATE, FAILED, DEAD = range(len(STATES))
 BIN_NS = 1_000_000_000  # width of a column of the heat map
 BINS = 60
 USUAL_SPREADS = 4.5  # median deviations (three standard deviations, if they were normal) that are nobody's fault
-RANK_OPERATIONS_KEPT = 400_000  # of all ranks together, in meetings
+RANK_OPERATIONS_KEPT = 400_000  # of all ranks together, in instances
 RECENT = 8  # operations of each rank that a verdict looks at, beside its last one in each group
-SAMPLES = 512  # meetings of one collective and size that percentiles are made of
+SAMPLES = 512  # instances of one collective and size that percentiles are made of
 WAIT_NS = 200_000_000  # whoever waits longer than this is shown as waiting
 STUCK_S = 5.0  # whoever waits longer than this is stuck
 STACKS_S = 5.0  # how long what a rank said about where it is may be repeated
@@ -45,7 +46,7 @@ def group_of(operation: Operation) -> GroupKey:
 
 
 @dataclass
-class Meeting:
+class CollectiveInstance:
     """One collective of all its ranks, or one message of one rank. Times by rank of the world."""
 
     ident: int
@@ -103,8 +104,8 @@ class Live:
         self.feed = feed
         self.version = 0
         self.sample = Sample(0, [], {})
-        self.running: dict[tuple[Any, ...], Meeting] = {}
-        self.over: deque[Meeting] = deque()
+        self.running: dict[tuple[Any, ...], CollectiveInstance] = {}
+        self.over: deque[CollectiveInstance] = deque()
         self.numbers: dict[tuple[str, int], Numbers] = {}
         self.heat: dict[int, dict[int, int]] = {}  # column -> rank -> nanoseconds behind the pack, at most
         self.late_total: dict[int, list[float]] = {}  # rank -> [times last, seconds others waited for it]
@@ -125,7 +126,7 @@ class Live:
         for rank, operations in self.sample.operations.items():
             for operation in operations:
                 self._add(rank, operation)
-        self._close_meetings()
+        self._close_instances()
         self._forget()
 
     # --- putting together -----------------------------------------------------------------------------------------
@@ -141,17 +142,17 @@ class Live:
         message = operation.is_message
         group = group_of(operation)
         key = (group, operation.seq, rank, operation.call) if message else (group, operation.seq)
-        meeting = self.running.get(key)
-        if meeting is None:
+        instance = self.running.get(key)
+        if instance is None:
             self._idents += 1
             size = 1 if message else self._size_of(operation)
-            meeting = self.running[key] = Meeting(self._idents, operation, size)
-        meeting.version = self.version
-        meeting.starts[rank] = operation.created_ns
+            instance = self.running[key] = CollectiveInstance(self._idents, operation, size)
+        instance.version = self.version
+        instance.starts[rank] = operation.created_ns
         if operation.finished_ns is not None:
-            meeting.ends[rank] = operation.finished_ns
+            instance.ends[rank] = operation.finished_ns
         if operation.state not in ("running", "completed"):
-            meeting.failure = operation.state
+            instance.failure = operation.state
             self.failed.add(rank)
         if not message:
             self.latest.setdefault(rank, {})[group] = operation
@@ -164,31 +165,31 @@ class Live:
         known = next((g.size for g in self.sample.groups if g.name == operation.group), 0)
         return known or len(self.sample.ranks)
 
-    def _close_meetings(self) -> None:
-        """Meetings that are over, and those of which we missed a part (a ring was overwritten before we read it)."""
-        for key, meeting in list(self.running.items()):
-            if not meeting.is_over or not (meeting.is_whole or self._everyone_passed(meeting)):
+    def _close_instances(self) -> None:
+        """Collectives that are over, and those of which we missed a part (a ring was overwritten before we read it)."""
+        for key, instance in list(self.running.items()):
+            if not instance.is_over or not (instance.is_whole or self._everyone_passed(instance)):
                 continue
             del self.running[key]
-            meeting.version = self.version
-            self.over.append(meeting)
-            self._kept += len(meeting.starts)
-            if meeting.is_whole and meeting.size > 1 and not meeting.failure:
-                self._count(meeting)
+            instance.version = self.version
+            self.over.append(instance)
+            self._kept += len(instance.starts)
+            if instance.is_whole and instance.size > 1 and not instance.failure:
+                self._count(instance)
 
-    def _everyone_passed(self, meeting: Meeting) -> bool:
-        reached = self.reached.get(group_of(meeting.first), {})
-        members = meeting.first.ranks or tuple(reached)
-        return all(reached.get(rank, -1) >= meeting.first.seq for rank in members)
+    def _everyone_passed(self, instance: CollectiveInstance) -> bool:
+        reached = self.reached.get(group_of(instance.first), {})
+        members = instance.first.ranks or tuple(reached)
+        return all(reached.get(rank, -1) >= instance.first.seq for rank in members)
 
-    def _count(self, meeting: Meeting) -> None:
-        starts = meeting.starts
+    def _count(self, instance: CollectiveInstance) -> None:
+        starts = instance.starts
         last, first = max(starts.values()), min(starts.values())
-        size = meeting.first.nbytes
+        size = instance.first.nbytes
         bucket = 1 << (size - 1).bit_length() if size > 1 else size
-        numbers = self.numbers.setdefault((meeting.first.call, bucket), Numbers(bucket))
+        numbers = self.numbers.setdefault((instance.first.call, bucket), Numbers(bucket))
         numbers.count += 1
-        numbers.moving.append(max(0, max(meeting.ends.values()) - last) / 1e9)
+        numbers.moving.append(max(0, max(instance.ends.values()) - last) / 1e9)
         numbers.waiting.append((last - first) / 1e9)
         middle, pack = end_of_pack(starts.values())
         column = self.heat.setdefault(last // BIN_NS, {})
@@ -220,15 +221,15 @@ class Live:
     def groups(self) -> list[GroupFacts]:
         return self.sample.groups
 
-    def absent(self, meeting: Meeting) -> list[int]:
-        """Ranks that have not come to a meeting, as far as we know."""
-        reached = self.reached.get(group_of(meeting.first), {})
-        members = meeting.first.ranks or tuple(fact.rank for fact in self.ranks)
-        seq = meeting.first.seq
-        return [rank for rank in members if rank not in meeting.starts and reached.get(rank, -1) < seq]
+    def absent(self, instance: CollectiveInstance) -> list[int]:
+        """Ranks that have not come to a collective, as far as we know."""
+        reached = self.reached.get(group_of(instance.first), {})
+        members = instance.first.ranks or tuple(fact.rank for fact in self.ranks)
+        seq = instance.first.seq
+        return [rank for rank in members if rank not in instance.starts and reached.get(rank, -1) < seq]
 
-    def waited_for(self) -> list[tuple[Meeting, list[int]]]:
-        """Running meetings that somebody has not come to, the longest wait first."""
+    def waited_for(self) -> list[tuple[CollectiveInstance, list[int]]]:
+        """Running collectives that somebody has not come to, the longest wait first."""
         found = [(m, self.absent(m)) for m in self.running.values() if m.size > 1 and not m.is_over]
         return sorted(((m, who) for m, who in found if who), key=lambda item: min(item[0].starts.values()))
 
@@ -237,10 +238,10 @@ class Live:
         now = self.sample.now_ns
         awaited: set[int] = set()
         waiting: set[int] = set()
-        for meeting, absent in self.waited_for():
-            if now - max(meeting.starts.values()) > WAIT_NS:
+        for instance, absent in self.waited_for():
+            if now - max(instance.starts.values()) > WAIT_NS:
                 awaited.update(absent)
-                waiting.update(rank for rank in meeting.starts if rank not in meeting.ends)
+                waiting.update(rank for rank in instance.starts if rank not in instance.ends)
         found = []
         for fact in self.ranks:
             operation = self.current.get(fact.rank)

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from symcomm import errors
-from symcomm.observe.acceptor import Acceptor
-from symcomm.observe.http_session import Head, HttpSession, load_h11
-from symcomm.observe.requests import Response
+from symcomm.observe.server.acceptor import ConnectionAcceptor
+from symcomm.observe.server.http_session import Head, HttpSession, load_h11
+from symcomm.observe.server.requests import Response
 from symcomm.observe.top.model import Live
 from symcomm.observe.top.snapshot import snapshot
 
 if TYPE_CHECKING:
-    from symcomm.observe.metrics import Meter
+    from symcomm.observe.top.metrics import Meter
 
 __all__ = ["PageServer"]
 
@@ -92,9 +92,9 @@ class PageServer:
         self.address = f"http://{shown}:{self.port}/"
         self.url = f"{self.address}#token={self.token}"
         self.refresh()
-        self._acceptor = Acceptor(listener, lambda _sock: _Connection(self), "symcomm top", None)
-        self._watcher = threading.Thread(target=self._watch, name="symcomm-page-feed", daemon=True)
-        self._watcher.start()
+        self._acceptor = ConnectionAcceptor(listener, lambda _sock: _Connection(self), "symcomm top", None)
+        self.watcher = threading.Thread(target=self._watch, name="symcomm-page-feed", daemon=True)
+        self.watcher.start()
 
     def refresh(self) -> None:
         with self.lock:
@@ -118,7 +118,7 @@ class PageServer:
     def close(self) -> None:
         self._stop.set()
         self._acceptor.shutdown()
-        self._watcher.join(10)
+        self.watcher.join(10)
         self.live.feed.close()
 
     def __enter__(self) -> PageServer:

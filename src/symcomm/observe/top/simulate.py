@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from symcomm import errors
-from symcomm.observe.feed import Feed, GroupFacts, RankFacts, Sample
-from symcomm.observe.records import Operation
-from symcomm.observe.stacks import Frame, ThreadStack
+from symcomm.observe.recorder.records import Operation
+from symcomm.observe.recorder.stacks import Frame, ThreadStack
+from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
 
 __all__ = ["SimulatedFeed"]
 
@@ -36,7 +36,7 @@ START_PID = 41_000
 
 
 @dataclass
-class _Plan:
+class _SimulatedCollective:
     """What every rank does in one collective, decided as soon as its step begins."""
 
     operations: list[Operation]  # by rank, finished (unless somebody never comes)
@@ -74,12 +74,12 @@ class SimulatedFeed(Feed):
         self._step = 0
         self._ended: list[int] = [0] * ranks
         self._told: dict[int, set[int]] = {}  # seq -> ranks whose operation was told as running
-        self._open: list[_Plan] = []
+        self._open: list[_SimulatedCollective] = []
         self._halted = False
 
     # --- the job ------------------------------------------------------------------------------------------------
 
-    def _plan_next(self) -> _Plan:
+    def _plan_next(self) -> _SimulatedCollective:
         """The next collective: each rank computes, comes, waits for the last, and moves data."""
         call, dtype, count, op, compute, moving = STEP[self._step]
         site = SITES[self._step]
@@ -104,7 +104,7 @@ class SimulatedFeed(Feed):
         self._seq += 1
         self._step = (self._step + 1) % len(STEP)
         self._next_ns = max(ends)
-        return _Plan(operations, missing)
+        return _SimulatedCollective(operations, missing)
 
     # --- the feed -----------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class SimulatedFeed(Feed):
                 groups.append(GroupFacts(name, len(half), half, "tensor parallel"))
         return Sample(now, ranks, told, groups)
 
-    def _tell(self, plan: _Plan, now: int, told: dict[int, list[Operation]]) -> bool:
+    def _tell(self, plan: _SimulatedCollective, now: int, told: dict[int, list[Operation]]) -> bool:
         """Tell what of a collective has happened by ``now``; True once there is nothing more to come."""
         seq = plan.operations[0].seq
         running = self._told.setdefault(seq, set())

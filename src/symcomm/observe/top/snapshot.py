@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from symcomm.errors import words_for_ranks
-from symcomm.observe.top.model import BIN_NS, BINS, STATES, WAIT_NS, Live, Meeting
+from symcomm.errors import format_ranks
+from symcomm.observe.top.model import BIN_NS, BINS, STATES, WAIT_NS, CollectiveInstance, Live
 
 __all__ = ["snapshot"]
 
-MEETINGS_SENT = 2_000  # in one reply; the newest
+INSTANCES_SENT = 2_000  # in one reply; the newest
 RANK_OPERATIONS_SENT = 60_000
 PULSE_NS = 10_000_000_000  # over which rates are measured
 MEMBERS_SENT = 80  # characters
 
 
 def snapshot(live: Live, since: int = 0) -> dict[str, Any]:
-    """Everything small, and the meetings and heat columns that changed after version ``since``."""
+    """Everything small, and the collectives and heat columns that changed after version ``since``."""
     if not 0 <= since <= live.version:
         since = 0  # of another run of the server: start afresh
-    meetings, skipped = _meetings(live, since)
+    instances, skipped = _instances(live, since)
     return {
         "version": live.version,
         "since": since,
@@ -29,13 +29,13 @@ def snapshot(live: Live, since: int = 0) -> dict[str, Any]:
         "ranks": _ranks(live),
         "verdict": _verdict(live),
         "pulse": _pulse(live),
-        "meetings": meetings,
+        "meetings": instances,
         "skipped": skipped,
         "heat": _heat(live, since),
         "numbers": [{"call": call, **row.row()} for (call, _), row in sorted(live.numbers.items())],
         "stragglers": live.stragglers(),
         "groups": [
-            {"name": g.name, "size": g.size, "about": g.description, "ranks": words_for_ranks(g.ranks)[:MEMBERS_SENT]}
+            {"name": g.name, "size": g.size, "about": g.description, "ranks": format_ranks(g.ranks)[:MEMBERS_SENT]}
             for g in live.groups
         ],
     }
@@ -71,22 +71,22 @@ def _pulse(live: Live) -> dict[str, float]:
     """Rates of the last seconds: operations, bytes, and the part of the ranks' time spent waiting for the last one."""
     begin = live.sample.now_ns - PULSE_NS
     count, nbytes, waited = 0, 0, 0
-    for meeting in reversed(live.over):
-        last = meeting.last_start
+    for instance in reversed(live.over):
+        last = instance.last_start
         if last < begin:
             break
         count += 1
-        nbytes += meeting.first.nbytes
-        waited += last * len(meeting.starts) - sum(meeting.starts.values())
-    for meeting, _ in live.waited_for():
-        for start in meeting.starts.values():
+        nbytes += instance.first.nbytes
+        waited += last * len(instance.starts) - sum(instance.starts.values())
+    for instance, _ in live.waited_for():
+        for start in instance.starts.values():
             waited += live.sample.now_ns - max(start, begin)
     seconds = PULSE_NS / 1e9
     share = waited / (PULSE_NS * max(1, len(live.ranks)))
     return {"operations": count / seconds, "bytes": nbytes / seconds, "waiting": min(1.0, share)}
 
 
-def _meetings(live: Live, since: int) -> tuple[list[list[Any]], int]:
+def _instances(live: Live, since: int) -> tuple[list[list[Any]], int]:
     """The newest that fit, oldest first, and how many did not. Those that still run are always there."""
     rows: list[list[Any]] = []
     operations = skipped = 0
@@ -94,26 +94,28 @@ def _meetings(live: Live, since: int) -> tuple[list[list[Any]], int]:
     running = {m.ident for m in live.running.values()}
     awaited = {m.ident for m, _ in live.waited_for() if live.sample.now_ns - m.last_start > WAIT_NS}
     changed = [m for m in live.running.values() if m.version > since or not m.is_over]
-    for meeting in reversed(live.over):
-        if meeting.version <= since:
+    for instance in reversed(live.over):
+        if instance.version <= since:
             break
-        changed.append(meeting)
-    for meeting in changed:
-        if len(rows) >= MEETINGS_SENT or (rows and operations + len(meeting.starts) > RANK_OPERATIONS_SENT):
+        changed.append(instance)
+    for instance in changed:
+        if len(rows) >= INSTANCES_SENT or (rows and operations + len(instance.starts) > RANK_OPERATIONS_SENT):
             skipped += 1
             continue
-        operations += len(meeting.starts)
-        late = live.absent(meeting) if meeting.ident in awaited else []
-        rows.append([*_row(meeting, place), meeting.ident in running, [place[rank] for rank in late if rank in place]])
+        operations += len(instance.starts)
+        late = live.absent(instance) if instance.ident in awaited else []
+        rows.append(
+            [*_row(instance, place), instance.ident in running, [place[rank] for rank in late if rank in place]]
+        )
     return rows[::-1], skipped
 
 
-def _row(meeting: Meeting, place: dict[int, int]) -> list[Any]:
-    call = meeting.first
-    ranks = sorted(rank for rank in meeting.starts if rank in place)
-    begin = min(meeting.starts.values())
+def _row(instance: CollectiveInstance, place: dict[int, int]) -> list[Any]:
+    call = instance.first
+    ranks = sorted(rank for rank in instance.starts if rank in place)
+    begin = min(instance.starts.values())
     return [
-        meeting.ident,
+        instance.ident,
         call.call,
         call.group,
         call.seq,
@@ -121,12 +123,12 @@ def _row(meeting: Meeting, place: dict[int, int]) -> list[Any]:
         call.nbytes,
         call.plan,
         call.site,
-        meeting.failure,
-        meeting.size,
+        instance.failure,
+        instance.size,
         begin / 1e6,
         [place[rank] for rank in ranks] if len(ranks) < len(place) else None,
-        [(meeting.starts[rank] - begin) // 1000 for rank in ranks],
-        [(meeting.ends[rank] - begin) // 1000 if rank in meeting.ends else -1 for rank in ranks],
+        [(instance.starts[rank] - begin) // 1000 for rank in ranks],
+        [(instance.ends[rank] - begin) // 1000 if rank in instance.ends else -1 for rank in ranks],
     ]
 
 

@@ -1,0 +1,191 @@
+#include "exec/async.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "module/module.h"
+#include "os/futex.h"
+#include "os/thread.h"
+#include "sync/backoff.h"
+#include "sync/sync.h"
+
+struct worker {
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    struct request *first, *last;
+    _Atomic int pending; /* queued or running */
+    uint64_t number;     /* of the last operation queued */
+    bool stopping, joined;
+    void (*on_exit)(void *); /* called by the thread itself at its end, once nobody else knows the group any more */
+    void *argument;
+};
+
+static struct request *take(struct worker *w) {
+    pthread_mutex_lock(&w->lock);
+    while (w->first == NULL && !w->stopping) pthread_cond_wait(&w->changed, &w->lock);
+    struct request *r = w->first;
+    if (r != NULL && (w->first = r->next) == NULL) w->last = NULL;
+    pthread_mutex_unlock(&w->lock);
+    return r;
+}
+
+static void *work(void *argument) {
+    struct group *g = argument;
+    struct worker *w = g->worker;
+    struct request *r;
+    while ((r = take(w)) != NULL) {
+        symcomm_awaited = &r->awaited;
+        r->status = g->left ? STATUS_LEFT : exec_run(g, r->plan, &r->buffers, r->timeout, r->from);
+        bool more = r->finished != NULL; /* which is part of it: blocking calls come after */
+        if (!more) atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
+        atomic_store_explicit(&r->done, 1, memory_order_release);
+        futex_wake(&r->done, INT32_MAX);
+        if (more) {
+            r->finished(r);
+            atomic_fetch_sub_explicit(&w->pending, 1, memory_order_release);
+        }
+        symcomm_awaited = NULL;
+        async_release(r);
+    }
+    if (w->on_exit) {
+        pthread_detach(w->thread);
+        w->joined = true;
+        w->on_exit(w->argument);
+    }
+    return NULL;
+}
+
+static struct worker *start(struct group *g) {
+    struct worker *w = calloc(1, sizeof *w);
+    if (w == NULL) return NULL;
+    pthread_mutex_init(&w->lock, NULL);
+    pthread_cond_init(&w->changed, NULL);
+    g->worker = w;
+    if (thread_start(&w->thread, "symcomm-async", THREAD_STACK_PYTHON, work, g) == 0) return w;
+    async_free(g);
+    return NULL;
+}
+
+int async_submit(struct group *g, struct request *r) {
+    struct worker *w = g->worker ? g->worker : start(g);
+    if (w == NULL) return -1;
+    r->from.created = symcomm_ticks(), r->from.way |= FLIGHT_QUEUED;
+    pthread_mutex_lock(&w->lock);
+    bool late = w->stopping; /* another thread leaves the group at this moment: nobody would take it */
+    if (!late) {
+        atomic_fetch_add_explicit(&r->references, 1, memory_order_relaxed);
+        bool idle = atomic_fetch_add_explicit(&w->pending, 1, memory_order_acquire) == 0;
+        r->number = w->number = idle ? g->seq + 1 : w->number + 1;
+        if (w->last) w->last->next = r;
+        else w->first = r;
+        w->last = r;
+        pthread_cond_signal(&w->changed);
+    }
+    pthread_mutex_unlock(&w->lock);
+    if (!late) return 0;
+    r->status = STATUS_LEFT;
+    atomic_store_explicit(&r->done, 1, memory_order_release);
+    if (r->finished) r->finished(r);
+    return 0;
+}
+
+bool async_idle(struct group *g) {
+    return g->worker == NULL || atomic_load_explicit(&g->worker->pending, memory_order_acquire) == 0;
+}
+
+/* False: the time is up, or a signal handler raised. */
+static bool sleep_until_done(struct request *r, int64_t deadline) {
+    while (!atomic_load_explicit(&r->done, memory_order_acquire)) {
+        int64_t left = deadline ? deadline - symcomm_now_ns() : 100000000;
+        if (left <= 0) return false;
+        long slept = futex_wait(&r->done, 0, left < 100000000 ? left : 100000000);
+        /* also when the time was up: a signal may have come just before we slept */
+        if (slept < 0 && errno != EAGAIN && symcomm_interrupted && symcomm_interrupted()) return false;
+    }
+    return true;
+}
+
+bool async_wait(struct request *r, int64_t timeout) {
+    /* Our core is free meanwhile, the worker may keep one. */
+    atomic_fetch_add_explicit(&r->awaited, 1, memory_order_relaxed);
+    bool done = sleep_until_done(r, timeout ? symcomm_now_ns() + timeout : 0);
+    atomic_fetch_sub_explicit(&r->awaited, 1, memory_order_relaxed);
+    return done;
+}
+
+void async_release(struct request *r) {
+    if (atomic_fetch_sub_explicit(&r->references, 1, memory_order_acq_rel) > 1) return;
+    free((void *)r->buffers.in);
+    free((void *)r->buffers.out);
+    free(r);
+}
+
+/* Once a thread was joined, another may go by its name. */
+bool async_inside(struct group *g) {
+    struct worker *w = g->worker;
+    return w != NULL && !w->joined && pthread_equal(w->thread, pthread_self());
+}
+
+void async_stop(struct group *g) {
+    struct worker *w = g->worker;
+    if (w == NULL || w->joined) return;
+    pthread_mutex_lock(&w->lock);
+    w->stopping = true;
+    pthread_cond_signal(&w->changed);
+    pthread_mutex_unlock(&w->lock);
+    if (async_inside(g)) return;
+    pthread_join(w->thread, NULL);
+    w->joined = true;
+}
+
+void async_free(struct group *g) {
+    struct worker *w = g->worker;
+    if (w == NULL) return;
+    pthread_mutex_destroy(&w->lock);
+    pthread_cond_destroy(&w->changed);
+    free(w);
+    g->worker = NULL;
+}
+
+void async_at_end(struct group *g, void (*on_exit)(void *), void *argument) {
+    g->worker->argument = argument;
+    g->worker->on_exit = on_exit;
+    async_stop(g);
+}
+
+static char **copy_addresses(char *const *addresses, int n) {
+    char **copy = malloc(sizeof(char *) * (size_t)(n + 1));
+    if (copy) memcpy(copy, addresses, sizeof(char *) * (size_t)n);
+    return copy;
+}
+
+struct request *async_request(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout,
+                              struct origin from) {
+    struct request *r = calloc(1, sizeof *r);
+    if (r == NULL) return NULL;
+    struct buffers own = {copy_addresses(b->in, b->n_in), copy_addresses(b->out, b->n_out), b->n_in, b->n_out};
+    *r = (struct request){.group = g, .plan = p, .buffers = own, .timeout = timeout, .from = from, .references = 1};
+    if (own.in && own.out) return r;
+    async_release(r);
+    return NULL;
+}
+
+int64_t async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout,
+                         struct origin from) {
+    struct request *r = async_request(g, p, b, timeout, from);
+    if (r == NULL) return STATUS_PLAN;
+    int64_t status = STATUS_PLAN;
+    if (async_submit(g, r) == 0) {
+        bool done = async_wait(r, 0);
+        if (!done) {
+            sync_fail(g, STATUS_ABORTED, g->rank); /* Ctrl-C; the buffers are the caller's, so wait for the worker */
+            symcomm_interrupted = NULL;
+            async_wait(r, 0);
+        }
+        status = done ? r->status : STATUS_INTERRUPTED;
+    }
+    async_release(r);
+    return status;
+}

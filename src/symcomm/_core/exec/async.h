@@ -1,0 +1,44 @@
+/* Operations that run while the caller goes on: one thread per group takes them in the order they were submitted. */
+#ifndef SYMCOMM_ASYNC_H
+#define SYMCOMM_ASYNC_H
+
+#include "exec/exec.h"
+
+struct request {
+    struct group *group;
+    const struct plan *plan;
+    struct buffers buffers;
+    int64_t timeout;
+    struct origin from;
+    int64_t status;                     /* of exec_run(), valid once done */
+    uint64_t number;                    /* of the operation in its group, counted as g->seq is */
+    _Atomic uint32_t done;              /* futex */
+    _Atomic int references;             /* the worker's and the owner's */
+    _Atomic int awaited;                /* threads that wait for it */
+    void (*finished)(struct request *); /* called by the worker after done, or NULL */
+    void *context;
+    struct request *next;
+};
+
+/* With one reference, the caller's, and copies of the buffers' addresses. NULL: no memory. */
+struct request *async_request(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout,
+                              struct origin from);
+/* Takes the caller's reference for the worker as well. 0, or -1 when no thread could be started. */
+int async_submit(struct group *g, struct request *r);
+/* A blocking call that has to wait its turn behind asynchronous ones, so that operations keep their order. */
+int64_t async_run_queued(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout,
+                         struct origin from);
+/* True when nothing is queued or running, so that a blocking call may run in the caller's thread. */
+bool async_idle(struct group *g);
+/* True when r is done; waits until then or for timeout ns (0: for ever). */
+bool async_wait(struct request *r, int64_t timeout);
+void async_release(struct request *r);
+/* Ends the thread after what is queued; the group must have failed or be idle. Called by that very thread (what it
+ * calls back may leave the group) it does not wait. Operations that come later are refused. */
+void async_stop(struct group *g);
+void async_free(struct group *g);
+/* Whether the caller is the group's own thread; and then: what that is to do at its end, when the group is gone. */
+bool async_inside(struct group *g);
+void async_at_end(struct group *g, void (*on_exit)(void *), void *argument);
+
+#endif

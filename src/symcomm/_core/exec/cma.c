@@ -1,0 +1,73 @@
+/* See exec/cma.h. */
+#include "exec/cma.h"
+
+#include <errno.h>
+#include <sys/random.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "memory/life.h"
+#include "module/module.h"
+#include "sync/sync.h"
+
+#define AT_ONCE (16 << 20) /* bytes read before the group is looked at again: some milliseconds */
+#define MAX_PROBED 256     /* buffers: two places of each make one system call of at most 1,024 */
+
+enum { UNKNOWN, READABLE, REFUSED };
+
+void cma_introduce(struct group *g) {
+    struct control *me = g->control[g->rank];
+    uint64_t token = 0;
+    if (getrandom(&token, sizeof token, GRND_NONBLOCK) != sizeof token) token = 0;
+    atomic_store(&me->token, token);
+    atomic_store(&me->token_address, (uint64_t)(uintptr_t)&me->token);
+}
+
+static ssize_t read_from(pid_t pid, void *dst, uint64_t address, size_t nbytes) {
+    struct iovec local = {dst, nbytes}, remote = {(void *)(uintptr_t)address, nbytes}; /* NOLINT: the peer's address */
+    return process_vm_readv(pid, &local, 1, &remote, 1, 0);
+}
+
+/* The thread that the kernel marks the rank's life with. Its number is nobody else's before that. */
+static pid_t owner_of(struct group *g, int rank) {
+    return (pid_t)(atomic_load_explicit(g->life[rank], memory_order_acquire) & FUTEX_TID_MASK);
+}
+
+bool cma_can_read(struct group *g, int rank) {
+    if (!g->own_process || rank == g->rank) return rank == g->rank;
+    struct control *peer = g->control[rank];
+    if (g->readable[rank] == UNKNOWN && atomic_load(&peer->state) == CONTROL_IN_USE) { /* it has introduced itself */
+        uint64_t token = 0, expected = atomic_load(&peer->token);
+        ssize_t got = read_from(owner_of(g, rank), &token, atomic_load(&peer->token_address), sizeof token);
+        /* Another token: a process of another pid namespace has that number here. */
+        g->readable[rank] = got == sizeof token && expected && token == expected ? READABLE : REFUSED;
+    }
+    return g->readable[rank] == READABLE;
+}
+
+bool cma_is_readable(char *const *buffers, int n, int64_t nbytes) {
+    struct iovec ends[2 * MAX_PROBED];
+    char bytes[2 * MAX_PROBED];
+    if (n < 1 || n > MAX_PROBED || nbytes < 1) return false;
+    for (int i = 0; i < n; i++) {
+        ends[2 * i] = (struct iovec){buffers[i], 1};
+        ends[2 * i + 1] = (struct iovec){buffers[i] + nbytes - 1, 1};
+    }
+    struct iovec local = {bytes, (size_t)(2 * n)};
+    return process_vm_readv(getpid(), &local, 1, ends, (unsigned long)(2 * n), 0) == 2 * n;
+}
+
+int cma_read(struct group *g, int rank, char *dst, uint64_t address, int64_t nbytes) {
+    for (int64_t done = 0; done < nbytes;) {
+        size_t n = (size_t)(nbytes - done < AT_ONCE ? nbytes - done : AT_ONCE);
+        ssize_t got = read_from(owner_of(g, rank), dst + done, address + (uint64_t)done, n);
+        int error = got < 0 ? errno : got == 0 ? EFAULT : 0;
+        /* If it is, who knows whose memory that was. */
+        int gone = error == ESRCH ? STATUS_DEAD : sync_marked_gone(g, rank);
+        if (gone) return sync_fail(g, gone, rank);
+        if (sync_is_void(g, g->seq)) return sync_aborted(g); /* the owner has it back */
+        if (error && error != EINTR) return sync_fail(g, STATUS_UNREADABLE, rank);
+        if (got > 0) done += got;
+    }
+    return STATUS_OK;
+}

@@ -1,0 +1,256 @@
+/* Blocking calls of a kind seen before: look at the tensors, find the plan, run it, all without Python. */
+#include "exec/dispatch_cache.h"
+
+#include <stdlib.h>
+
+#include "exec/async.h"
+#include "exec/exec.h"
+#include "group/group.h"
+#include "module/arguments.h"
+#include "module/gil.h"
+#include "module/module.h"
+#include "reduce/types.h"
+#include "torch/options.h"
+#include "torch/tensor.h"
+
+#define FIRST_SLOTS 16  /* a power of two, doubled when three quarters are full: most groups know a few calls */
+#define MOST_SLOTS 4096 /* full at that size, it starts anew */
+
+enum { CALL_ALL_TO_ALL_SINGLE = 5 }; /* of Kind in symcomm/group/calls.py: the one that cannot work in place */
+
+struct call_key { /* what a plan depends on */
+    int64_t call, detail, dtype, count, out_count, n_in, n_out;
+};
+
+struct call_tensors { /* the tensors of one call */
+    char *in[MAX_WORLD], *out[MAX_WORLD];
+    PyObject *input, *output; /* they, or tuples of them */
+};
+
+struct cached_plan {
+    struct call_key key;
+    const struct plan *plan;
+    PyObject *capsule; /* owns the plan */
+    uint32_t site;     /* of the first call of this kind, for the flight recorder */
+};
+
+struct dispatch_cache {
+    int used, size;
+    struct cached_plan *slots;
+};
+
+static uint64_t hash_of(const struct call_key *k) {
+    uint64_t h = (uint64_t)k->call * 0x9e3779b97f4a7c15u ^ (uint64_t)k->count;
+    h = (h ^ (uint64_t)k->detail << 8 ^ (uint64_t)k->dtype) * 0xff51afd7ed558ccdu;
+    h = (h ^ h >> 32 ^ (uint64_t)k->out_count ^ (uint64_t)(k->n_in << 12 ^ k->n_out) << 40) * 0xc4ceb9fe1a85ec53u;
+    return h ^ h >> 29;
+}
+
+static struct cached_plan *find(struct dispatch_cache *q, const struct call_key *k) {
+    for (uint64_t i = hash_of(k);; i++) {
+        struct cached_plan *slot = &q->slots[i & (uint64_t)(q->size - 1)];
+        if (slot->plan == NULL || memcmp(&slot->key, k, sizeof *k) == 0) return slot;
+    }
+}
+
+static void clear_cache(struct dispatch_cache *q) {
+    for (int i = 0; i < q->size; i++) {
+        PyObject *capsule = q->slots[i].capsule;
+        q->slots[i] = (struct cached_plan){0};
+        Py_XDECREF(capsule);
+    }
+    q->used = 0;
+}
+
+/* Makes room for one more. False: out of memory. */
+static bool make_room(struct dispatch_cache *q) {
+    if (q->used < q->size * 3 / 4) return true;
+    if (q->size == MOST_SLOTS) {
+        clear_cache(q);
+        return true;
+    }
+    struct dispatch_cache larger = {.used = q->used, .size = q->size ? q->size * 2 : FIRST_SLOTS};
+    larger.slots = calloc((size_t)larger.size, sizeof *larger.slots);
+    if (larger.slots == NULL) return false;
+    for (int i = 0; i < q->size; i++)
+        if (q->slots[i].plan) *find(&larger, &q->slots[i].key) = q->slots[i];
+    free(q->slots);
+    *q = larger;
+    return true;
+}
+
+void dispatch_cache_drop(struct group *g) {
+    if (g->dispatch_cache == NULL) return;
+    clear_cache(g->dispatch_cache);
+    free(g->dispatch_cache->slots);
+    free(g->dispatch_cache);
+    g->dispatch_cache = NULL;
+}
+
+/* Views one tensor, a tuple of tensors that are all alike, or None. How many, or -1: Python must look. */
+static int view_all(PyObject *object, char **addresses, int64_t *count, int64_t *dtype) {
+    if (object == Py_None) return 0;
+    bool listed = PyTuple_Check(object);
+    Py_ssize_t n = listed ? PyTuple_Size(object) : 1;
+    if (n < 1 || n > MAX_WORLD) return -1;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        struct tensor_view view;
+        if (!tensor_view(listed ? PyTuple_GetItem(object, i) : object, &view)) return -1;
+        if (i > 0 && view.count != *count) return -1;
+        if (*dtype >= 0 && view.dtype != *dtype) return -1;
+        addresses[i] = view.address, *count = view.count, *dtype = view.dtype;
+    }
+    return (int)n;
+}
+
+/* Whether an output lies on an input in a way that lets results overwrite what peers still read. In place is fine where
+ * the one is this rank's part of the other. symcomm.group.buffers.keep_apart() says the same, and makes a copy. */
+static bool overlaps(const struct group *g, const struct call_key *k, const struct call_tensors *t) {
+    int64_t item = k->dtype >= 0 ? symcomm_itemsize[k->dtype] : 0, in_bytes = k->count * item,
+            out_bytes = k->out_count * item;
+    for (int64_t i = 0; i < k->n_in; i++)
+        for (int64_t o = 0; o < k->n_out; o++) {
+            const char *in = t->in[i], *out = t->out[o];
+            if (in + in_bytes <= out || out + out_bytes <= in) continue;
+            bool listed = k->n_in > 1 || k->n_out > 1, mine = in == out && (i | o) == g->rank;
+            if (!listed) mine = in_bytes > out_bytes ? out == in + g->rank * out_bytes : in == out + g->rank * in_bytes;
+            if (!listed && in_bytes == out_bytes) mine = g->world == 1;
+            if (!mine) return true;
+        }
+    return false;
+}
+
+/* What a call uses, until it ends: of a list its tensors, since another thread may empty it meanwhile. */
+static PyObject *hold_tensors(PyObject *tensors) {
+    return PyList_Check(tensors) ? PyList_AsTuple(tensors) : Py_NewRef(tensors);
+}
+
+static void release_tensors(struct call_tensors *t) {
+    Py_XDECREF(t->input);
+    Py_XDECREF(t->output);
+}
+
+/* Fills the rest of a key of which call and detail are known, and the tensors. False: Python must look. To be released
+ * in any case. */
+static bool view_tensors(const struct group *g, PyObject *input, PyObject *output, struct call_key *k,
+                         struct call_tensors *t) {
+    t->output = NULL;
+    if ((t->input = hold_tensors(input)) == NULL || (t->output = hold_tensors(output)) == NULL) return false;
+    k->n_in = view_all(t->input, t->in, &k->count, &k->dtype);
+    if (k->n_in < 0) return false;
+    if (input == output && k->n_in == 1) {
+        t->out[0] = t->in[0], k->out_count = k->count, k->n_out = 1;
+        return k->call != CALL_ALL_TO_ALL_SINGLE || g->world == 1;
+    }
+    k->n_out = view_all(t->output, t->out, &k->out_count, &k->dtype);
+    return k->n_out >= 0 && !overlaps(g, k, t);
+}
+
+/* Fills key and tensors from (group, call, detail, input, output), as view_tensors() does. */
+static bool describe_call(const struct group *g, PyObject *const *args, struct call_key *k, struct call_tensors *t) {
+    t->input = t->output = NULL;
+    if (!PyLong_Check(args[1]) || !PyLong_Check(args[2])) return false;
+    *k = (struct call_key){.call = PyLong_AsLongLong(args[1]), .detail = PyLong_AsLongLong(args[2]), .dtype = -1};
+    if (k->detail == -1 && PyErr_Occurred()) { /* a root beyond 63 bits, which Python will refuse in words */
+        PyErr_Clear();
+        return false;
+    }
+    return view_tensors(g, args[3], args[4], k, t);
+}
+
+/* Inlined into both of its callers: a call, with all that it passes, took 10 ns of a barrier's 460. */
+static inline __attribute__((always_inline)) int64_t run_cached_plan(struct group *g, const struct call_key *k,
+                                                                     struct call_tensors *t, int64_t timeout) {
+    struct cached_plan *known = find(g->dispatch_cache, k);
+    if (known->plan == NULL) return -1;
+    PyObject *capsule = Py_NewRef(known->capsule); /* another thread may make the table forget it meanwhile */
+    const struct plan *plan = known->plan;
+    struct origin from = {.site = known->site};
+    struct buffers b = {t->in, t->out, (int)k->n_in, (int)k->n_out};
+    int64_t status;
+    bool idle = async_idle(g);
+    count_call(&g->collectives, false, !idle);
+    WITHOUT_GIL_UNLESS(idle && exec_is_short(g, plan), status = idle ? exec_run(g, plan, &b, timeout, from)
+                                                                     : async_run_queued(g, plan, &b, timeout, from));
+    Py_DECREF(capsule);
+    return status;
+}
+
+/* run_cached(group, call, detail, input, output, timeout_ns) -> 0, a failure's status, or -1: take the long way */
+static PyObject *run_cached(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    (void)self;
+    struct group *g = n_args == 6 ? to_group(args[0]) : NULL;
+    if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "run_cached takes 6 arguments");
+    if (g->dispatch_cache == NULL) return PyLong_FromLong(-1);
+    int64_t status = -1, timeout = PyLong_AsLongLong(args[5]);
+    struct call_key k;
+    struct call_tensors t;
+    if (describe_call(g, args, &k, &t)) status = run_cached_plan(g, &k, &t, timeout);
+    release_tensors(&t);
+    if (PyErr_Occurred()) return NULL;
+    return PyLong_FromLongLong(status);
+}
+
+/* run_cached_options(group, call, options, input, output, timeout_ns, run_async=False): run_cached(), with what torch's
+ * options object says. Where nothing was run it returns one of enum options. */
+static PyObject *run_cached_options(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    (void)self;
+    bool fits = n_args == 6 || n_args == 7;
+    struct group *g = fits ? to_group(args[0]) : NULL;
+    if (g == NULL) return fits ? NULL : PyErr_Format(PyExc_TypeError, "run_cached_options takes 6 or 7 arguments");
+    int64_t timeout = PyLong_AsLongLong(args[5]);
+    struct call_key k = {.call = PyLong_AsLongLong(args[1]), .dtype = -1};
+    if (PyErr_Occurred()) return NULL;
+    int64_t status = options_read(k.call, args[2], &k.detail);
+    if (status == OPTIONS_ASYNC && n_args == 7 && args[6] == Py_True) status = OPTIONS_FAST;
+    if (status != OPTIONS_FAST || g->dispatch_cache == NULL) return PyLong_FromLongLong(status ? status : OPTIONS_SLOW);
+    struct call_tensors t;
+    status = view_tensors(g, args[3], args[4], &k, &t) ? run_cached_plan(g, &k, &t, timeout) : OPTIONS_SLOW;
+    release_tensors(&t);
+    if (PyErr_Occurred()) return NULL;
+    return PyLong_FromLongLong(status);
+}
+
+/* cache_plan(group, call, detail, input, output, plan, site): run_cached() will know calls of this kind, if it can. */
+static PyObject *cache_plan(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    (void)self;
+    struct group *g = n_args == 7 ? to_group(args[0]) : NULL;
+    struct plan *plan = g ? PyCapsule_GetPointer(args[5], PLAN_CAPSULE) : NULL;
+    if (plan == NULL) return g || n_args == 7 ? NULL : PyErr_Format(PyExc_TypeError, "cache_plan takes 7 arguments");
+    struct call_key k;
+    struct call_tensors t;
+    bool known = describe_call(g, args, &k, &t);
+    release_tensors(&t);
+    if (!known) return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
+    if (g->dispatch_cache == NULL && (g->dispatch_cache = calloc(1, sizeof *g->dispatch_cache)) == NULL)
+        return PyErr_NoMemory();
+    if (!make_room(g->dispatch_cache)) {
+        if (g->dispatch_cache->size == 0) dispatch_cache_drop(g); /* run_cached() relies on slots to look at */
+        return PyErr_NoMemory();
+    }
+    struct cached_plan *slot = find(g->dispatch_cache, &k);
+    if (slot->plan == NULL) {
+        *slot = (struct cached_plan){k, plan, Py_NewRef(args[5]), (uint32_t)PyLong_AsUnsignedLong(args[6])};
+        g->dispatch_cache->used++;
+    }
+    Py_RETURN_TRUE;
+}
+
+static PyMethodDef methods[] = {
+    {"run_cached", (PyCFunction)(void (*)(void))run_cached, METH_FASTCALL,
+     "run_cached(group, call, detail, input, output, timeout_ns) -> status, or -1: take the long way"},
+    {"run_cached_options", (PyCFunction)(void (*)(void))run_cached_options, METH_FASTCALL,
+     "run_cached_options(group, call, options, input, output, timeout_ns, run_async=False) -> status, or below 0: nothing was run"},
+    {"cache_plan", (PyCFunction)(void (*)(void))cache_plan, METH_FASTCALL,
+     "cache_plan(group, call, detail, input, output, plan, site) -> whether run_cached() will know it"},
+    {NULL, NULL, 0, NULL},
+};
+
+static const struct constant constants[] = {
+    CONSTANT(CALL_ALL_TO_ALL_SINGLE),
+    {NULL, 0},
+};
+
+int symcomm_add_dispatch_cache(PyObject *module) {
+    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
+}

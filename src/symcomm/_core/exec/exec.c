@@ -1,0 +1,362 @@
+/* The plan executor: one call runs one rank's whole part in a collective. */
+#include "exec/exec.h"
+
+#include <unistd.h>
+
+#include "exec/cma.h"
+#include "group/group.h"
+#include "group/symmetric.h"
+#include "memory/isolate.h"
+#include "memory/life.h"
+#include "memory/nontemporal.h"
+#include "module/module.h"
+#include "reduce/reduce.h"
+#include "reduce/types.h"
+#include "sync/sync.h"
+
+#define BLOCK_BYTES 16384 /* what one source or destination moves before the next is touched: fits L1 with room */
+
+struct run {
+    struct group *g;
+    const struct plan *p;
+    const struct buffers *b;
+    struct deadline deadline;
+    bool nontemporal;   /* copies into outputs use non-temporal stores */
+    bool attached;      /* inputs that are not symmetric are read by cross-memory attach */
+    int64_t out_offset; /* of my output in my arena; -1: peers cannot write to it */
+    int half;
+};
+
+static char *peer_tensor(struct run *x, int rank, bool output) {
+    struct arrival *a = &x->g->control[rank]->arrival[x->half];
+    int64_t offset = atomic_load_explicit(output ? &a->out_offset : &a->in_offset, memory_order_relaxed);
+    return x->g->arena[rank] + offset;
+}
+
+static char *resolve(struct run *x, const struct plan_place *at, int64_t turn) {
+    int64_t position = at->offset + at->stride * (at->mod ? (turn + at->phase) % at->mod : turn);
+    switch (at->space) {
+    case SPACE_IN: return x->b->in[at->index] + position;
+    case SPACE_OUT: return x->b->out[at->index] + position;
+    case SPACE_STAGE: return x->g->stage[at->index] + x->half * x->g->stage_bytes + position;
+    case SPACE_PEER_IN: return peer_tensor(x, (int)at->index, false) + position;
+    default: return peer_tensor(x, (int)at->index, true) + position;
+    }
+}
+
+/* Whether copies to a place use non-temporal stores. What is staged is read again soon. */
+static bool is_nontemporal(const struct run *x, int64_t place) {
+    return x->nontemporal && x->p->places[place].space != SPACE_STAGE;
+}
+
+/* Where a rank that lends its tensors writes where they are: no rank stages anything then. */
+static _Atomic uint64_t *addresses_of(struct run *x, int rank) {
+    return (_Atomic uint64_t *)(void *)(x->g->stage[rank] + x->half * x->g->stage_bytes);
+}
+
+static bool is_remote(struct run *x, const struct plan_place *at) {
+    if (!x->attached || at->space != SPACE_PEER_IN) return false;
+    return atomic_load_explicit(&x->g->control[at->index]->arrival[x->half].in_offset, memory_order_relaxed) < 0;
+}
+
+static int remote_step(struct run *x, const struct plan_step *s, int64_t nbytes) {
+    const struct plan_place *at = &x->p->places[s->src];
+    int64_t piece = x->p->attach_bytes;
+    _Atomic uint64_t *first = &addresses_of(x, (int)at->index)[at->offset / piece];
+    uint64_t address = atomic_load_explicit(first, memory_order_relaxed) + (uint64_t)(at->offset % piece);
+    return cma_read(x->g, (int)at->index, resolve(x, &x->p->places[s->dst], 0), address, nbytes);
+}
+
+static void copy_step(struct run *x, const struct plan_step *s, int64_t turn, int64_t nbytes) {
+    const char *src = resolve(x, &x->p->places[s->src], turn);
+    int64_t block = s->n_dst == 1 ? nbytes : BLOCK_BYTES;
+    for (int64_t done = 0; done < nbytes; done += block) {
+        size_t n = (size_t)(nbytes - done < block ? nbytes - done : block);
+        for (int64_t d = s->dst; d < s->dst + s->n_dst; d++) {
+            char *dst = resolve(x, &x->p->places[d], turn);
+            if (dst != src) nt_copy(dst + done, src + done, n, is_nontemporal(x, d));
+        }
+    }
+}
+
+static void reduce_step(struct run *x, const struct plan_step *s, int64_t turn, int64_t nbytes) {
+    const void *src[MAX_WORLD];
+    char *dst[MAX_WORLD];
+    int dtype = (int)x->p->dtype, item = symcomm_itemsize[dtype];
+    for (int64_t i = 0; i < s->n_src; i++) src[i] = resolve(x, &x->p->places[s->src + i], turn);
+    for (int64_t i = 0; i < s->n_dst; i++) dst[i] = resolve(x, &x->p->places[s->dst + i], turn);
+    int64_t block = s->n_dst == 1 ? nbytes : BLOCK_BYTES;
+    for (int64_t done = 0; done < nbytes; done += block) {
+        int64_t n = nbytes - done < block ? nbytes - done : block;
+        symcomm_reduce(dtype, (int)x->p->redop, dst[0] + done, src, (int)s->n_src, (size_t)(n / item), 1.0);
+        for (int64_t d = 1; d < s->n_dst; d++) memcpy(dst[d] + done, dst[0] + done, (size_t)n);
+        for (int64_t i = 0; i < s->n_src; i++) src[i] = (const char *)src[i] + n;
+    }
+}
+
+static int wait_progress(struct run *x, int64_t who, int64_t value) {
+    struct condition c = {
+        .kind = who < 0 ? WAIT_PROGRESS_ALL : WAIT_PROGRESS_ONE,
+        .who = who < 0 ? 0 : (int)who,
+        .target = x->g->seq << PLAN_SIGNAL_BITS | (uint64_t)value,
+    };
+    return sync_wait(x->g, &c, &x->deadline);
+}
+
+static int run_step(struct run *x, const struct plan_step *s, int64_t turn, bool last) {
+    int64_t nbytes = last ? s->last : s->nbytes;
+    int64_t value = s->value + s->value_stride * turn;
+    switch (s->op) {
+    case OP_COPY:
+        if (is_remote(x, &x->p->places[s->src])) return remote_step(x, s, nbytes);
+        copy_step(x, s, turn, nbytes);
+        return STATUS_OK;
+    case OP_REDUCE: reduce_step(x, s, turn, nbytes); return STATUS_OK;
+    case OP_SIGNAL: sync_signal(x->g, x->g->seq << PLAN_SIGNAL_BITS | (uint64_t)value); return STATUS_OK;
+    default: return wait_progress(x, s->who, value);
+    }
+}
+
+static int run_part(struct run *x, int part) {
+    const struct plan_step *steps = x->p->steps[part];
+    for (int64_t i = 0; i < x->p->n_steps[part]; i++) {
+        const struct plan_step *s = &steps[i];
+        int64_t turns = s->op == OP_LOOP ? s->turns : 1, body = s->op == OP_LOOP ? s->body : 1;
+        const struct plan_step *first = s->op == OP_LOOP ? s + 1 : s;
+        for (int64_t turn = 0; turn < turns; turn++)
+            for (int64_t k = 0; k < body; k++) {
+                int status = run_step(x, first + k, turn, turn == turns - 1);
+                if (status) return status;
+            }
+        if (s->op == OP_LOOP) i += body;
+    }
+    return STATUS_OK;
+}
+
+/* Of the input: one tensor, or a list of tensors that lie one after another. */
+static int64_t input_offset(struct group *g, const struct plan *p, const struct buffers *b) {
+    if (b->n_in < 1 || (b->n_in > 1 && p->piece_bytes <= 0)) return -1;
+    for (int i = 1; i < b->n_in; i++)
+        if (b->in[i] != b->in[0] + i * p->piece_bytes) return -1;
+    return symmetric_offset(g, b->in[0], b->n_in > 1 ? b->n_in * p->piece_bytes : p->in_bytes);
+}
+
+static bool satisfies(int64_t needs, int64_t in_offset, int64_t out_offset) {
+    return !((needs & NEED_INPUT) && in_offset < 0) && !((needs & NEED_OUTPUT) && out_offset < 0);
+}
+
+static uint64_t signature_of(const struct plan *p) {
+    return (uint64_t)p->collective | (uint64_t)p->dtype << 8 | (uint64_t)p->redop << 16 | (uint64_t)p->root << 24;
+}
+
+static void arrive(struct run *x, int64_t in_offset, int64_t out_offset, bool attached) {
+    struct control *me = x->g->control[x->g->rank];
+    struct arrival *a = &me->arrival[x->half];
+    if ((x->g->seq & 0xffffffff) == 0) /* a signal of 2^40 operations ago would pass for one of today's */
+        atomic_store_explicit(&me->progress, x->g->seq << PLAN_SIGNAL_BITS, memory_order_relaxed);
+    atomic_store_explicit(&a->signature, signature_of(x->p), memory_order_relaxed);
+    atomic_store_explicit(&a->count, (uint64_t)x->p->count, memory_order_relaxed);
+    atomic_store_explicit(&a->in_offset, in_offset, memory_order_relaxed);
+    atomic_store_explicit(&a->out_offset, out_offset, memory_order_relaxed);
+    atomic_store_explicit(&a->attached, attached, memory_order_relaxed);
+    atomic_store_explicit(&a->seq, x->g->seq, memory_order_release);
+    sync_wake_peers(x->g);
+}
+
+/* Whether rank r, which has arrived at this operation, made another call. */
+static bool differs(struct run *x, int r) {
+    struct arrival *a = &x->g->control[r]->arrival[x->half];
+    return atomic_load_explicit(&a->signature, memory_order_relaxed) != signature_of(x->p) ||
+           atomic_load_explicit(&a->count, memory_order_relaxed) != (uint64_t)x->p->count;
+}
+
+/* The first rank that has arrived at this operation with another signature, or -1. */
+static int find_mismatch(struct run *x) {
+    for (int r = 0; r < x->g->world; r++) {
+        struct arrival *a = &x->g->control[r]->arrival[x->half];
+        if (atomic_load_explicit(&a->seq, memory_order_acquire) == x->g->seq && differs(x, r)) return r;
+    }
+    return -1;
+}
+
+static int compare_calls(void *context) {
+    struct run *x = context;
+    int other = find_mismatch(x);
+    return other >= 0 ? sync_fail(x->g, STATUS_MISMATCH, other) : STATUS_OK;
+}
+
+/* Waits for all arrivals. Two that differ end the wait, however long a third one takes. */
+static int await_arrivals(struct run *x) {
+    struct condition c = {.kind = WAIT_ARRIVED_ALL, .target = x->g->seq, .check = compare_calls, .context = x};
+    int status = sync_wait(x->g, &c, &x->deadline);
+    return status ? status : compare_calls(x);
+}
+
+/* direct: every rank's tensors lie where the direct plan needs them, or can be read there. skipped: some rank left its
+ * head out. */
+static void check_arrivals(struct run *x, bool *direct, bool *skipped) {
+    bool symmetric = x->p->has_direct, attached = x->p->attach_bytes > 0;
+    *skipped = false;
+    for (int r = 0; x->p->has_direct && r < x->g->world; r++) {
+        struct arrival *a = &x->g->control[r]->arrival[x->half];
+        int64_t needs = x->p->needs[r];
+        bool there = satisfies(needs, atomic_load_explicit(&a->in_offset, memory_order_relaxed),
+                               atomic_load_explicit(&a->out_offset, memory_order_relaxed));
+        bool lent = x->p->attach_bytes && atomic_load_explicit(&a->attached, memory_order_relaxed);
+        symmetric = symmetric && there;
+        attached = attached && lent;
+        if (needs && (there || lent)) *skipped = true;
+    }
+    *direct = symmetric || attached;
+    x->attached = attached && !symmetric;
+}
+
+static int run_body(struct run *x, bool skipped_head) {
+    bool direct, someone_skipped;
+    int status;
+    check_arrivals(x, &direct, &someone_skipped);
+    if (direct) {
+        flight_add_path(x->g->recording, x->attached ? FLIGHT_ATTACHED : FLIGHT_DIRECT);
+        /* Its owner has it back. */
+        if (x->p->writes_outputs && sync_is_void(x->g, x->g->seq)) return sync_aborted(x->g);
+        return run_part(x, PLAN_DIRECT);
+    }
+    if (someone_skipped) {
+        if (skipped_head && (status = run_part(x, PLAN_HEAD))) return status;
+        sync_signal(x->g, x->g->seq << PLAN_SIGNAL_BITS | PLAN_MIXED_SIGNAL);
+        if ((status = wait_progress(x, -1, PLAN_MIXED_SIGNAL))) return status;
+    }
+    return run_part(x, PLAN_STAGED);
+}
+
+/* Whether my part of an attached run is possible: I can read what I need, and peers what they need of me. */
+static bool attach(struct run *x, int64_t in_offset) {
+    struct group *g = x->g;
+    const struct plan *p = x->p;
+    if (!p->attach_bytes || !g->own_process) return false;
+    for (int r = 0; r < g->world; r++)
+        if ((p->needs[r] & NEED_INPUT) && !cma_can_read(g, r)) return false;
+    if (!(p->needs[g->rank] & NEED_INPUT) || in_offset >= 0) return true;
+    char *pieces[MAX_WORLD];
+    for (int i = 0; i < g->world; i++) pieces[i] = x->b->n_in > 1 ? x->b->in[i] : x->b->in[0] + i * p->attach_bytes;
+    if (!cma_is_readable(pieces, g->world, p->attach_bytes)) return false;
+    for (int i = 0; i < g->world; i++)
+        atomic_store_explicit(&addresses_of(x, g->rank)[i], (uint64_t)(uintptr_t)pieces[i], memory_order_relaxed);
+    return true;
+}
+
+static int run_whole(struct run *x) {
+    struct group *g = x->g;
+    const struct plan *p = x->p;
+    int status;
+    int64_t in_offset = input_offset(g, p, x->b);
+    if (x->b->n_out == 1) x->out_offset = symmetric_offset(g, x->b->out[0], p->out_bytes);
+    bool attached = attach(x, in_offset);
+    bool skip_head =
+        p->has_direct && p->needs[g->rank] && (attached || satisfies(p->needs[g->rank], in_offset, x->out_offset));
+    if (!skip_head && (status = run_part(x, PLAN_HEAD))) return status;
+    arrive(x, in_offset, x->out_offset, attached);
+    if ((status = await_arrivals(x))) return status;
+    return run_body(x, skip_head);
+}
+
+/* Whether some living rank may still write into outputs of the operation that has failed here. One that made another
+ * call finds that out before it would. */
+static bool is_written(struct run *x) {
+    for (int r = 0; r < x->g->world; r++) {
+        struct arrival *a = &x->g->control[r]->arrival[x->half];
+        if (r == x->g->rank || atomic_load(&a->seq) != x->g->seq || atomic_load(&a->left) == x->g->seq || differs(x, r))
+            continue;
+        if (!life_has_ended(x->g->life[r])) return true;
+    }
+    return false;
+}
+
+/* The operation has failed here: make that known, and return when my tensors are mine alone again. A peer that writes
+ * to one ends at its next wait, or finds that it must not begin. One that was stopped in the middle would go on
+ * whenever it wakes; it is left with the pages that it knows, and my tensor gets others. */
+static void abandon(struct run *x) {
+    sync_void(x->g);
+    if (!x->p->writes_outputs || x->out_offset < 0 || !is_written(x)) return;
+    if (symcomm_before_waiting) symcomm_before_waiting();
+    int64_t end = symcomm_now_ns() + (x->g->own_process ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
+    while (is_written(x) && symcomm_now_ns() < end) usleep(100);
+    if (x->g->own_process && is_written(x)) isolate(x->b->out[0], x->p->out_bytes);
+}
+
+static bool fits(const struct group *g, const struct plan *p, const struct buffers *b) {
+    return p->world == g->world && p->rank == g->rank &&
+           p->stage_bytes <= atomic_load_explicit(&g->reserved_bytes, memory_order_relaxed) && p->n_in <= b->n_in &&
+           p->n_out <= b->n_out;
+}
+
+static int run_locked(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout) {
+    if (!fits(g, p, b)) return STATUS_PLAN;
+    int status = sync_aborted(g);
+    bool late = status == STATUS_MISMATCH && atomic_load(&g->control[g->rank]->abort_seq) == g->seq + 1;
+    if (status && !late) return status;
+    g->seq++;
+    struct run x = {.g = g,
+                    .p = p,
+                    .b = b,
+                    .deadline = {.timeout = timeout},
+                    .out_offset = -1,
+                    .half = (int)(g->seq & 1),
+                    .nontemporal = nt_pays(p->copied_bytes * (uint64_t)g->world)};
+    if (late) {
+        atomic_store(&g->control[g->rank]->arrival[x.half].left, g->seq);
+        arrive(&x, -1, -1, false); /* so that everybody's error names this call too */
+        return status;
+    }
+    status = run_whole(&x);
+    if (status == STATUS_OK && sync_is_void(g, g->seq)) status = sync_aborted(g);
+    if (p->writes_outputs)
+        atomic_store_explicit(&g->control[g->rank]->arrival[x.half].left, g->seq, memory_order_release);
+    if (status != STATUS_OK) abandon(&x);
+    return status;
+}
+
+bool exec_is_short(const struct group *g, const struct plan *p) {
+    return g->own_process && p->count <= SHORT_BYTES / (int64_t)symcomm_itemsize[p->dtype];
+}
+
+/* With the group's lock held. */
+static struct flight_entry *record(struct group *g, const struct plan *p, uint64_t now, struct origin from,
+                                   uint64_t *number) {
+    struct flight_facts facts = {.seq = g->seq + 1,
+                                 .signature = signature_of(p),
+                                 .count = (uint64_t)p->count,
+                                 .created = from.created ? from.created : now,
+                                 .site = from.site,
+                                 .group = g->flight_group,
+                                 .path = FLIGHT_STAGED | from.way,
+                                 .plan = (uint8_t)p->algorithm,
+                                 .exact_site = from.exact_site};
+    return flight_begin(g->flight, &facts, number);
+}
+
+static _Thread_local char this_thread; /* its address names the thread */
+
+int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout, struct origin from) {
+    if (atomic_load_explicit(&g->holder, memory_order_relaxed) == &this_thread) return STATUS_NESTED;
+    symcomm_lock(&g->lock);
+    atomic_store_explicit(&g->holder, &this_thread, memory_order_relaxed);
+    int64_t seq = (int64_t)g->seq + 1; /* also when it is refused, and not counted */
+    uint64_t now = symcomm_ticks(), number = 0;
+    atomic_store_explicit(&g->started, now, memory_order_relaxed);
+    g->recording = record(g, p, now, from, &number);
+    int64_t status = run_locked(g, p, b, timeout);
+    flight_end(g->recording, number, (int)status);
+    g->recording = NULL;
+    atomic_store_explicit(&g->holder, NULL, memory_order_relaxed);
+    pthread_mutex_unlock(&g->lock);
+    if (atomic_load_explicit(&g->departs_late, memory_order_relaxed)) leave_late(g);
+    return status ? status | seq << 8 : 0;
+}
+
+bool exec_settle(struct group *g) {
+    if (atomic_load_explicit(&g->holder, memory_order_relaxed) == &this_thread) return false;
+    symcomm_lock(&g->lock);
+    pthread_mutex_unlock(&g->lock);
+    return true;
+}

@@ -1,0 +1,29 @@
+/* Runs plans. */
+#ifndef SYMCOMM_EXEC_H
+#define SYMCOMM_EXEC_H
+
+#include "exec/plan.h"
+#include "observe/flight.h"
+#include "sync/sync.h"
+
+#define SHORT_BYTES 4096 /* more than this is worth giving up the interpreter lock for */
+
+/* The caller's buffers; n_in/n_out entries as the plan asks. */
+struct buffers {
+    char *const *in;
+    char *const *out;
+    int n_in, n_out;
+};
+
+/* The next operation of the group, from head to end. Takes the group's lock. timeout in ns, 0: none.
+ * 0, or a status with the operation's number above its 8 bits. */
+int64_t exec_run(struct group *g, const struct plan *p, const struct buffers *b, int64_t timeout, struct origin from);
+
+/* Returns once no other thread is in an operation of the group; new ones are to be refused already. False: this thread
+ * is. */
+bool exec_settle(struct group *g);
+
+/* Whether it will be over in microseconds once all ranks have come, and none of them needs this thread to go on. */
+bool exec_is_short(const struct group *g, const struct plan *p);
+
+#endif

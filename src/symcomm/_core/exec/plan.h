@@ -1,0 +1,49 @@
+/* A plan as the executor runs it; written by symcomm/collectives/plan.py, checked once when loaded. */
+#ifndef SYMCOMM_PLAN_H
+#define SYMCOMM_PLAN_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum plan_op { OP_COPY, OP_REDUCE, OP_SIGNAL, OP_WAIT, OP_LOOP };
+enum plan_space { SPACE_IN, SPACE_OUT, SPACE_STAGE, SPACE_PEER_IN, SPACE_PEER_OUT, SPACE_COUNT };
+enum plan_need { NEED_INPUT = 1, NEED_OUTPUT = 2 };
+enum { PLAN_HEAD, PLAN_STAGED, PLAN_DIRECT, PLAN_PARTS };
+
+#define PLAN_SIGNAL_BITS 24 /* progress = seq << 24 | signal */
+#define PLAN_MIXED_SIGNAL 1 /* the extra synchronisation when some rank skipped its head */
+
+struct plan_step {
+    int64_t op, dst, n_dst, src, n_src, nbytes, last, value, value_stride, who, turns, body;
+};
+
+struct plan_place {
+    int64_t space, index, offset, stride, mod, phase;
+};
+
+struct plan {
+    int64_t world, rank, collective, dtype, redop, root, count;
+    int has_direct;
+    /* Ranks write into each other's outputs where all are symmetric; the same on all of them. */
+    int writes_outputs;
+    /* Of each piece that the direct part may read by cross-memory attach if inputs are not symmetric; 0: none. */
+    int64_t attach_bytes;
+    int64_t n_in, n_out;         /* buffers the caller must pass */
+    int64_t in_bytes, out_bytes; /* of the first of each */
+    /* Of each input of a list that is one tensor where they lie one after another; 0: never. */
+    int64_t piece_bytes;
+    int64_t algorithm;     /* a number in ALGORITHMS of plan.py, for the flight recorder */
+    uint64_t copied_bytes; /* into outputs by this rank, in the part where that is most; 0: it reduces */
+    int64_t stage_bytes;   /* how far the plan reaches into a staging half */
+    int64_t n_steps[PLAN_PARTS];
+    const struct plan_step *steps[PLAN_PARTS];
+    const struct plan_place *places;
+    const int64_t *needs; /* per rank */
+    int64_t *words;       /* owns the memory of everything above */
+};
+
+/* NULL with *why set when the words do not make a plan that can be run safely. */
+struct plan *plan_load(const void *bytes, size_t size, const char **why);
+void plan_free(struct plan *plan);
+
+#endif

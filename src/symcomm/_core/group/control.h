@@ -1,0 +1,62 @@
+/* What ranks of a group tell each other, in shared memory.
+ *
+ * Every rank has one control block per group, in its own arena, which all peers have mapped. Only the owner
+ * writes it, except for the doorbell, the `sleeping` word and the abort words, which are for others to write. */
+#ifndef SYMCOMM_CONTROL_H
+#define SYMCOMM_CONTROL_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#define CALL_BYTES 384 /* of a rank's words about its call */
+#define VOTE_BYTES 768 /* of its vote: two sets of MAX_WORLD ranks, and where its part of a new group lies */
+#define MAX_WORLD 1024 /* ranks of a group; also places in a step of a plan */
+
+struct arrival { /* one cache line: the flag and all that others must know */
+    _Atomic uint64_t seq;
+    _Atomic uint64_t signature; /* collective, dtype, operation, root */
+    _Atomic uint64_t count;
+    _Atomic int64_t in_offset; /* of my tensors in my arena; -1: not symmetric */
+    _Atomic int64_t out_offset;
+    _Atomic uint64_t left; /* seq, once the owner writes no more into peers' tensors; kept where plans do that */
+    /* 1: my tensors that the plan needs can be read, and I can read those that it needs of others. */
+    _Atomic uint64_t attached;
+    uint64_t pad;
+};
+
+/* A few words of one rank for all others, written by turns into two places: whoever dies while it writes leaves the
+ * words before. */
+struct record {
+    _Atomic uint32_t version; /* how often it was written; the last words are in place version % 2 */
+    _Atomic uint32_t length[2];
+};
+
+struct control {
+    struct arrival arrival[2];               /* by seq % 2: a fast rank may arrive again before a slow one has looked */
+    _Alignas(64) _Atomic uint64_t progress;  /* seq << PLAN_SIGNAL_BITS | signal */
+    _Alignas(64) _Atomic uint64_t announced; /* the operation that the owner is about to run in its caller's thread */
+    _Alignas(64) _Atomic uint32_t doorbell;  /* futex */
+    _Atomic uint32_t sleeping;               /* 1: the owner sleeps until the condition below holds */
+    _Atomic uint32_t wait_kind;
+    _Atomic int32_t wait_who;
+    _Atomic uint64_t wait_target;
+    _Alignas(64) _Atomic uint32_t p2p_doorbell; /* futex: a message, room for one, or an acknowledgement came */
+    _Atomic uint32_t p2p_sleepers;
+    /* Of a thread of the owner that sleeps for a message: 2 * (peer + 2) + is_send; 0: none. */
+    _Atomic int32_t p2p_awaits;
+    _Alignas(64) _Atomic uint32_t putting; /* threads of the owner that write into peers' windows */
+    _Alignas(64) _Atomic uint64_t abort;   /* 0, or packed cause: see sync_fail() */
+    _Atomic uint64_t abort_seq;
+    _Atomic uint64_t voided; /* ~ of the first operation that some rank left in failure: it only grows. 0: none */
+    _Alignas(64) _Atomic uint32_t state; /* enum control_state */
+    _Atomic uint8_t departed[MAX_WORLD]; /* written by others: rank r will not touch this block again */
+    _Atomic uint64_t agreed; /* rank 0's, for all to write: where the agreement of survivors stands (group/shrink.py) */
+    _Atomic uint64_t token, token_address; /* a random number and where the owner has it, see exec/cma.c */
+    struct record call, vote;
+    char call_text[2][CALL_BYTES]; /* what this rank was doing, once something went wrong */
+    char vote_text[2][VOTE_BYTES];
+};
+
+enum control_state { CONTROL_EMPTY, CONTROL_IN_USE, CONTROL_LEFT };
+
+#endif

@@ -1,0 +1,341 @@
+/* Groups as Python sees them: capsules, whose classes are in symcomm/group. */
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "exec/async.h"
+#include "exec/cma.h"
+#include "exec/dispatch_cache.h"
+#include "exec/exec.h"
+#include "memory/isolate.h"
+#include "memory/life.h"
+#include "module/arguments.h"
+#include "module/module.h"
+#include "observe/flight.h"
+#include "os/futex.h"
+#include "p2p/p2p.h"
+#include "sync/cores.h"
+#include "sync/sync.h"
+
+static void free_group(struct group *g) {
+    free(g->control);
+    free(g->stage);
+    free(g->arena);
+    free(g->own_copy);
+    free(g->readable);
+    free((void *)g->life);
+    async_free(g);
+    pthread_mutex_destroy(&g->lock);
+    free(g);
+}
+
+static void release_core(struct group *g) {
+    if (atomic_exchange(&g->needs_core, false)) atomic_fetch_add(&life_of(g->life[g->rank])->cpu.left, 1);
+}
+
+/* Nobody refers to the group any more. What still runs on it could wait for ever, so it is ended. */
+static void drop_now(struct group *g) {
+    Py_BEGIN_ALLOW_THREADS;
+    if (!async_idle(g)) sync_fail(g, STATUS_ABORTED, g->rank);
+    atomic_store(&g->control[g->rank]->state, CONTROL_LEFT);
+    release_core(g);
+    async_stop(g);
+    p2p_drop(g);
+    Py_END_ALLOW_THREADS;
+    dispatch_cache_drop(g);
+    PyObject *kept = g->kept;
+    free_group(g);
+    Py_XDECREF(kept); /* only now: the above used the memory this keeps mapped */
+}
+
+static void drop_at_end(void *group) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    drop_now(group);
+    PyGILState_Release(state);
+}
+
+static void drop_group(PyObject *capsule) {
+    struct group *g = to_group(capsule);
+    g->kept = PyCapsule_GetContext(capsule);
+    if (async_inside(g)) async_at_end(g, drop_at_end, g); /* the last who knew it was called back by its thread */
+    else drop_now(g);
+}
+
+static int fill(PyObject *tuple, int world, void **into) {
+    if (PyTuple_Size(tuple) != world) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "one address per rank");
+        return -1;
+    }
+    return to_addresses(tuple, (char **)into) == world ? 0 : -1;
+}
+
+static struct group *allocate_group(int rank, int world) {
+    struct group *g = calloc(1, sizeof *g);
+    if (g == NULL) return NULL;
+    size_t n = (size_t)world;
+    g->rank = rank, g->world = world;
+    pthread_mutex_init(&g->lock, NULL);
+    g->control = calloc(n, sizeof *g->control), g->stage = calloc(n, sizeof *g->stage);
+    g->arena = calloc(n, sizeof *g->arena), g->life = calloc(n, sizeof *g->life);
+    g->readable = calloc(n, 1);
+    if (g->control && g->stage && g->arena && g->life && g->readable) return g;
+    free_group(g);
+    return NULL;
+}
+
+static PyObject *make_group(PyObject *self, PyObject *args) {
+    (void)self;
+    int rank, world, own_process, spin;
+    PyObject *control, *stage, *arena, *life, *channels;
+    unsigned long long flight;
+    unsigned flight_group;
+    long long stage_bytes, arena_bytes, poll_ns, yield_ns;
+    unsigned long long seq;
+    if (!PyArg_ParseTuple(args, "iiO!O!LO!LO!O!KIpiLLK", &rank, &world, &PyTuple_Type, &control, &PyTuple_Type, &stage,
+                          &stage_bytes, &PyTuple_Type, &arena, &arena_bytes, &PyTuple_Type, &life, &PyTuple_Type,
+                          &channels, &flight, &flight_group, &own_process, &spin, &poll_ns, &yield_ns, &seq))
+        return NULL;
+    if (world < 1 || world > MAX_BUFFERS || rank < 0 || rank >= world)
+        return PyErr_Format(PyExc_ValueError, "rank %d of %d: a group has 1 to %d ranks", rank, world, MAX_BUFFERS);
+    struct group *g = allocate_group(rank, world);
+    if (g == NULL) return PyErr_NoMemory();
+    g->spin = spin, g->poll_ns = poll_ns, g->yield_ns = yield_ns;
+    atomic_init(&g->spin_now, spin);
+    g->own_process = own_process;
+    g->seq = seq;
+    g->flight = (struct flight *)(uintptr_t)flight, g->flight_group = flight_group;
+    g->stage_bytes = stage_bytes, g->arena_bytes = arena_bytes;
+    if (fill(control, world, (void **)g->control) < 0 || fill(stage, world, (void **)g->stage) < 0 ||
+        fill(arena, world, (void **)g->arena) < 0 || fill(life, world, (void **)g->life) < 0) {
+        free_group(g);
+        return NULL;
+    }
+    char *outgoing[MAX_BUFFERS];
+    if (fill(channels, world, (void **)outgoing) < 0 || p2p_open(g, outgoing) < 0) {
+        free_group(g);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    atomic_store(&g->control[rank]->progress, g->seq << PLAN_SIGNAL_BITS);
+    cma_introduce(g);
+    atomic_store(&g->control[rank]->state, CONTROL_IN_USE);
+    atomic_fetch_add(&life_of(g->life[rank])->cpu.joined, 1);
+    atomic_store(&g->needs_core, true);
+    return g->capsule = PyCapsule_New(g, GROUP_CAPSULE, drop_group);
+}
+
+static PyObject *group_keep(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule, *object;
+    if (!PyArg_ParseTuple(args, "OO", &capsule, &object) || to_group(capsule) == NULL) return NULL;
+    PyObject *before = PyCapsule_GetContext(capsule);
+    if (PyCapsule_SetContext(capsule, Py_NewRef(object)) < 0) return NULL;
+    Py_XDECREF(before);
+    Py_RETURN_NONE;
+}
+
+static bool has_come(const struct control *c, uint64_t number) {
+    return atomic_load_explicit(&c->announced, memory_order_relaxed) >= number ||
+           atomic_load_explicit(&c->arrival[number & 1].seq, memory_order_relaxed) >= number;
+}
+
+/* group_reserved(group, bytes): the pages of so much of each half of this rank's staging area exist. Plans that reach
+ * farther are refused: touching memory that the kernel has not got would be a signal, not an error. */
+static PyObject *group_reserved(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    long long bytes;
+    struct group *g;
+    if (!PyArg_ParseTuple(args, "OL", &capsule, &bytes) || (g = to_group(capsule)) == NULL) return NULL;
+    if (bytes > g->stage_bytes)
+        return PyErr_Format(PyExc_ValueError, "a staging half has %lld bytes", (long long)g->stage_bytes);
+    /* Callers have the interpreter lock. */
+    if (bytes > atomic_load(&g->reserved_bytes)) atomic_store(&g->reserved_bytes, bytes);
+    Py_RETURN_NONE;
+}
+
+static PyObject *group_abort(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct group *g = to_group(arg);
+    struct visit visit;
+    if (g == NULL) return NULL;
+    if (!visit_begin(&visit, g)) Py_RETURN_NONE; /* the others learn that it is left */
+    sync_fail(g, STATUS_ABORTED, g->rank);
+    visit_end(&visit);
+    Py_RETURN_NONE;
+}
+
+static PyObject *group_leave(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct group *g = to_group(arg);
+    if (g == NULL) return NULL;
+    if (g->left) Py_RETURN_NONE;
+    struct control *me = g->control[g->rank];
+    atomic_store(&g->leaving, true);
+    atomic_store(&me->state, CONTROL_LEFT);
+    release_core(g);
+    uint64_t none = 0, cause = STATUS_LEFT | (uint64_t)g->rank << 8 | (uint64_t)g->rank << 24;
+    atomic_compare_exchange_strong(&me->abort, &none, cause); /* ends and refuses operations here, and only here */
+    Py_BEGIN_ALLOW_THREADS;
+    async_stop(g);
+    p2p_close(g);
+    leave_group(g);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+/* group_detach(group) -> whether every rank has left or died, so that this rank's part may be used for other things. */
+static PyObject *group_detach(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct group *g = to_group(arg);
+    if (g == NULL) return NULL;
+    if (!g->left) leave_late(g); /* two calls that ended at once may have left it to each other */
+    if (!g->left) Py_RETURN_FALSE;
+    for (int r = 0; r < g->world && g->own_block; r++) {
+        bool dead = life_has_ended(g->life[r]);
+        if (!dead && !atomic_load_explicit(&g->own_block->departed[r], memory_order_acquire)) Py_RETURN_FALSE;
+    }
+    g->own_block = NULL;
+    Py_RETURN_TRUE;
+}
+
+static bool is_put_to(struct group *g) {
+    for (int r = 0; r < g->world; r++)
+        if (r != g->rank && atomic_load(&g->control[r]->putting) && sync_marked_gone(g, r) != STATUS_DEAD) return true;
+    return false;
+}
+
+/* group_reclaim(group, ((address, bytes), ...)): the group was aborted. Returns once these pieces of memory, which were
+ * windows of this rank, are its own again. A peer that was stopped in the middle of a put keeps pages that nobody looks
+ * at any more. */
+static PyObject *group_reclaim(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule, *pieces;
+    struct group *g;
+    if (!PyArg_ParseTuple(args, "OO!", &capsule, &PyTuple_Type, &pieces) || (g = to_group(capsule)) == NULL)
+        return NULL;
+    struct visit visit;
+    if (!visit_begin(&visit, g)) Py_RETURN_NONE;
+    bool busy;
+    Py_BEGIN_ALLOW_THREADS;
+    int64_t end = symcomm_now_ns() + (g->own_process ? SOON_ENOUGH_NS : LONG_ENOUGH_NS);
+    atomic_thread_fence(memory_order_seq_cst);
+    while ((busy = is_put_to(g)) && symcomm_now_ns() < end) usleep(100);
+    Py_END_ALLOW_THREADS;
+    visit_end(&visit);
+    for (Py_ssize_t i = 0; busy && g->own_process && i < PyTuple_Size(pieces); i++) {
+        unsigned long long address;
+        long long nbytes;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(pieces, i), "KL", &address, &nbytes)) return NULL;
+        if (nbytes > 0) isolate((char *)(uintptr_t)address, nbytes);
+    }
+    Py_RETURN_NONE;
+}
+
+/* group_announce(group, looks) -> whether all other ranks are at this operation too, or soon will be. Says so of this
+ * rank. The words only ever grow, and whoever wrote one runs its operation whatever it sees: one seen late costs only
+ * time. */
+static PyObject *group_announce(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    int looks;
+    struct group *g;
+    if (!PyArg_ParseTuple(args, "Oi", &capsule, &looks) || (g = to_group(capsule)) == NULL) return NULL;
+    struct visit visit;
+    if (!visit_begin(&visit, g)) Py_RETURN_FALSE;
+    uint64_t number = atomic_load(&g->seq) + 1;
+    atomic_store_explicit(&g->control[g->rank]->announced, number, memory_order_relaxed);
+    int here = 0; /* ranks below it are there */
+    for (int i = 0; i < looks && here < g->world; i++) {
+        while (here < g->world && (here == g->rank || has_come(g->control[here], number))) here++;
+        cpu_relax();
+    }
+    visit_end(&visit);
+    return PyBool_FromLong(here == g->world);
+}
+
+/* group_forked(group): in a forked child, which has the group's memory but is not the rank. From now on the group looks
+ * at a copy of its control block, which refuses every operation, and nothing it does reaches the other ranks. Threads
+ * did not come along, and locks may be held by one of them. */
+static PyObject *group_forked(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct group *g = to_group(arg);
+    if (g == NULL) return NULL;
+    struct control *copy = aligned_alloc(64, (sizeof *copy + 63) / 64 * 64);
+    if (copy == NULL) return PyErr_NoMemory();
+    memset(copy, 0, sizeof *copy);
+    atomic_store(&copy->state, CONTROL_LEFT);
+    atomic_store(&copy->abort, STATUS_LEFT | (uint64_t)g->rank << 8 | (uint64_t)g->rank << 24);
+    for (int r = 0; r < g->world; r++) g->control[r] = copy;
+    free(g->own_copy);
+    g->own_copy = copy, g->own_block = NULL;
+    g->forked = g->left = true;
+    atomic_store(&g->needs_core, false); /* it is the parent's */
+    atomic_store(&g->leaving, true);
+    atomic_store(&g->visitors, 0);
+    g->worker = NULL, g->flight = NULL, g->recording = NULL;
+    pthread_mutex_init(&g->lock, NULL);
+    atomic_store(&g->holder, NULL);
+    p2p_forked(g);
+    Py_RETURN_NONE;
+}
+
+/* group_fail(group, status, culprit) -> the status that counts. Every rank sees it before this returns. */
+static PyObject *group_fail(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    int status, culprit;
+    if (!PyArg_ParseTuple(args, "Oii", &capsule, &status, &culprit)) return NULL;
+    struct group *g = to_group(capsule);
+    return g ? PyLong_FromLong(sync_fail(g, status, culprit)) : NULL;
+}
+
+/* group_status(group) -> 0, or why it has failed. Whoever has read peers' memory asks after its last read. */
+static PyObject *group_status(PyObject *self, PyObject *capsule) {
+    (void)self;
+    struct group *g = to_group(capsule);
+    if (g == NULL) return NULL;
+    atomic_thread_fence(memory_order_seq_cst);
+    return PyLong_FromLong(sync_aborted(g));
+}
+
+static PyMethodDef methods[] = {
+    {"group_status", group_status, METH_O, "group_status(group) -> 0, or the status it failed with"},
+    {"group_fail", group_fail, METH_VARARGS, "group_fail(group, status, culprit) -> the status that counts"},
+    {"make_group", make_group, METH_VARARGS,
+     "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, flight, flight_group, own_process,"
+     " spin, poll_ns, yield_ns, operations so far) -> group"},
+    {"group_reserved", group_reserved, METH_VARARGS,
+     "group_reserved(group, bytes): so much of each staging half has pages."},
+    {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},
+    {"group_leave", group_leave, METH_O, "group_leave(group): this rank takes no further part."},
+    {"group_reclaim", group_reclaim, METH_VARARGS,
+     "group_reclaim(group, ((address, bytes), ...)): windows become this rank's own again."},
+    {"group_announce", group_announce, METH_VARARGS,
+     "group_announce(group, looks) -> whether all are about to run the same operation"},
+    {"group_detach", group_detach, METH_O,
+     "group_detach(group) -> whether all have left, and its memory may be given back"},
+    {"group_forked", group_forked, METH_O,
+     "group_forked(group): a forked child takes no part; it is refused everything."},
+    {"group_keep", group_keep, METH_VARARGS, "group_keep(group, object): hold on to it as long as the group exists."},
+    {NULL, NULL, 0, NULL},
+};
+
+static const struct constant constants[] = {
+    {"CONTROL_BYTES", sizeof(struct control)},
+    CONSTANT(STATUS_OK),
+    CONSTANT(STATUS_MISMATCH),
+    CONSTANT(STATUS_DEAD),
+    CONSTANT(STATUS_LEFT),
+    CONSTANT(STATUS_TIMEOUT),
+    CONSTANT(STATUS_ABORTED),
+    CONSTANT(STATUS_PLAN),
+    CONSTANT(STATUS_INTERRUPTED),
+    CONSTANT(STATUS_HALF_SENT),
+    CONSTANT(STATUS_NESTED),
+    CONSTANT(STATUS_UNREADABLE),
+    CONSTANT(STATUS_SIZE),
+    {NULL, 0},
+};
+
+int symcomm_add_group(PyObject *module) {
+    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
+}

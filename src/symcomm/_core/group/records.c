@@ -1,0 +1,111 @@
+/* Records that ranks of a group publish for each other, and the word by which survivors agree. */
+#include "group/group.h"
+#include "memory/shared_bytes.h"
+#include "module/arguments.h"
+
+enum record_kind { RECORD_CALL, RECORD_VOTE };
+
+/* A record of a rank, where its words lie and how long they may be. */
+struct place {
+    struct record *record;
+    char *text;
+    uint32_t room;
+};
+
+static struct place record_of(struct control *c, int kind) {
+    if (kind == RECORD_VOTE) return (struct place){&c->vote, c->vote_text[0], VOTE_BYTES};
+    return (struct place){&c->call, c->call_text[0], CALL_BYTES};
+}
+
+/* group_publish(group, kind, text). Words that are too long are refused: half of them would be worse than none. */
+static PyObject *group_publish(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    int kind;
+    const char *text;
+    Py_ssize_t n;
+    if (!PyArg_ParseTuple(args, "Oiy#", &capsule, &kind, &text, &n)) return NULL;
+    struct group *g = to_group(capsule);
+    if (g == NULL) return NULL;
+    struct visit visit;
+    if (!visit_begin(&visit, g)) Py_RETURN_NONE;
+    struct place mine = record_of(g->control[g->rank], kind);
+    if (n > (Py_ssize_t)mine.room) {
+        visit_end(&visit);
+        return PyErr_Format(PyExc_ValueError, "a record has %u bytes at most, not %zd", mine.room, n);
+    }
+    uint32_t next = atomic_load(&mine.record->version) + 1;
+    atomic_thread_fence(memory_order_seq_cst);
+    shared_store(mine.text + next % 2 * mine.room, text, (size_t)n);
+    atomic_store(&mine.record->length[next % 2], (uint32_t)n);
+    atomic_store(&mine.record->version, next);
+    visit_end(&visit);
+    Py_RETURN_NONE;
+}
+
+/* A rank's record as it was at one moment, or None. The next words go to the other place, so these stay as they are at
+ * least until the version changes. */
+static PyObject *read_record(struct place from) {
+    char copy[VOTE_BYTES];
+    for (int tries = 0; tries < 1000; tries++) {
+        uint32_t version = atomic_load(&from.record->version);
+        uint32_t n = atomic_load(&from.record->length[version % 2]);
+        if (version == 0 || n > from.room) break;
+        shared_load(copy, from.text + version % 2 * from.room, n);
+        atomic_thread_fence(memory_order_seq_cst);
+        if (atomic_load(&from.record->version) == version) return PyBytes_FromStringAndSize(copy, (Py_ssize_t)n);
+    }
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *group_records(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    int kind;
+    if (!PyArg_ParseTuple(args, "Oi", &capsule, &kind)) return NULL;
+    struct group *g = to_group(capsule);
+    PyObject *records = g ? PyList_New(0) : NULL;
+    for (int r = 0; records && r < g->world; r++) {
+        PyObject *one = read_record(record_of(g->control[r], kind));
+        if (one == NULL || PyList_Append(records, one) < 0) Py_CLEAR(records);
+        Py_XDECREF(one);
+    }
+    return records;
+}
+
+/* group_agree(group, before, after) -> what the ranks' common word was; it becomes `after` if that is `before`. It lies
+ * in rank 0's block, which stays mapped when that rank is gone. */
+static PyObject *group_agree(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    unsigned long long before, after;
+    if (!PyArg_ParseTuple(args, "OKK", &capsule, &before, &after)) return NULL;
+    struct group *g = to_group(capsule);
+    if (g == NULL) return NULL;
+    uint64_t found = before;
+    struct visit visit;
+    if (!visit_begin(&visit, g)) return PyErr_Format(PyExc_RuntimeError, "the group was left meanwhile");
+    atomic_compare_exchange_strong(&g->control[0]->agreed, &found, (uint64_t)after);
+    visit_end(&visit);
+    return PyLong_FromUnsignedLongLong(found);
+}
+
+static PyMethodDef methods[] = {
+    {"group_publish", group_publish, METH_VARARGS,
+     "group_publish(group, kind, text): show the others a record of this rank."},
+    {"group_records", group_records, METH_VARARGS,
+     "group_records(group, kind) -> what each rank has published, or None"},
+    {"group_agree", group_agree, METH_VARARGS, "group_agree(group, before, after) -> what the word of all ranks was"},
+    {NULL, NULL, 0, NULL},
+};
+
+static const struct constant constants[] = {
+    CONSTANT(CALL_BYTES),
+    CONSTANT(RECORD_CALL),
+    CONSTANT(RECORD_VOTE),
+    {NULL, 0},
+};
+
+int symcomm_add_records(PyObject *module) {
+    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
+}

@@ -1,0 +1,140 @@
+#include "memory/life.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "module/module.h"
+#include "os/futex.h"
+#include "os/thread.h"
+#include "sync/cores.h"
+
+struct watch {
+    struct robust_list_head head;
+    struct life *life;
+    _Atomic uint32_t stop;
+    _Atomic uint32_t started;
+    int error;
+    pthread_t thread;
+};
+
+/* The inode of this process's pid namespace; 0 when /proc is not there, or belongs to another one. */
+static uint64_t pid_namespace(void) {
+    static _Atomic uint64_t known;
+    static _Atomic int of_pid;
+    int pid = getpid();
+    if (atomic_load(&of_pid) == pid) return atomic_load(&known);
+    struct stat facts = {0};
+    char link[16] = {0};
+    bool ours = readlink("/proc/self", link, sizeof link - 1) > 0 && atoi(link) == pid &&
+                stat("/proc/self/ns/pid", &facts) == 0;
+    atomic_store(&known, ours ? facts.st_ino : 0);
+    atomic_store(&of_pid, pid);
+    return ours ? facts.st_ino : 0;
+}
+
+static bool status_says_dumping(uint32_t tid) {
+    char path[32], text[4096];
+    snprintf(path, sizeof path, "/proc/%u/status", tid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return false;
+    ssize_t n = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (n <= 0) return false;
+    text[n] = 0;
+    return strstr(text, "\nCoreDumping:\t1") != NULL;
+}
+
+#define LOOK_NS 20000000 /* of all ranks together, at one owner: a read takes about 20 us, and 100 ms are promised */
+
+/* A process that dumps core never runs again, but the kernel marks its word only after the dump, which takes seconds.
+ * Whoever finds out first sets the mark for everybody. */
+bool life_dumps_core(_Atomic uint32_t *word) {
+    struct life *life = life_of(word);
+    uint32_t seen = atomic_load_explicit(word, memory_order_acquire);
+    uint64_t owned = atomic_load_explicit(&life->pid_namespace, memory_order_relaxed);
+    if ((seen & FUTEX_TID_MASK) == 0 || owned == 0 || owned != pid_namespace()) return false;
+    int64_t now = symcomm_now_ns(), last = atomic_load_explicit(&life->looked, memory_order_relaxed);
+    if (now >= last && now - last < LOOK_NS) return false;
+    if (!atomic_compare_exchange_strong(&life->looked, &last, now) || !status_says_dumping(seen & FUTEX_TID_MASK))
+        return false;
+    return atomic_compare_exchange_strong(word, &seen, seen | LIFE_OWNER_DIED);
+}
+
+static void *hold_life(void *argument) {
+    struct watch *w = argument;
+    w->head.list.next = &w->life->entry;
+    w->head.futex_offset = (long)offsetof(struct life, word);
+    w->head.list_op_pending = NULL;
+    w->life->entry.next = &w->head.list;
+    atomic_store_explicit(&w->life->pid_namespace, pid_namespace(), memory_order_relaxed);
+    atomic_store(&w->life->word, (uint32_t)syscall(SYS_gettid));
+    w->error = syscall(SYS_set_robust_list, &w->head, sizeof w->head) ? errno : 0;
+    atomic_store(&w->started, 1);
+    futex_wake(&w->started, 1);
+    if (w->error) return NULL;
+    while (!atomic_load(&w->stop)) futex_wait(&w->stop, 0, 3600LL * 1000000000);
+    w->head.list.next = &w->head.list; /* ends in peace */
+    atomic_store(&w->life->word, 0);
+    return NULL;
+}
+
+static PyObject *life_start(PyObject *self, PyObject *arg) {
+    (void)self;
+    void *address = PyLong_AsVoidPtr(arg);
+    if (address == NULL && PyErr_Occurred()) return NULL;
+    struct watch *w = calloc(1, sizeof *w);
+    if (w == NULL) return PyErr_NoMemory();
+    w->life = address;
+    int error = thread_start(&w->thread, "symcomm-life", THREAD_STACK, hold_life, w);
+    if (error) {
+        free(w);
+        errno = error;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    while (!atomic_load(&w->started)) futex_wait(&w->started, 0, 10000000);
+    if (w->error) { /* nobody would notice our death */
+        pthread_join(w->thread, NULL);
+        errno = w->error;
+        free(w);
+        return PyErr_SetFromErrnoWithFilename(PyExc_OSError, "set_robust_list");
+    }
+    cores_publish(w->life);
+    return PyLong_FromVoidPtr(w);
+}
+
+static PyObject *life_stop(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct watch *w = PyLong_AsVoidPtr(arg);
+    if (w == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    atomic_store(&w->stop, 1);
+    futex_wake(&w->stop, 1);
+    Py_BEGIN_ALLOW_THREADS;
+    pthread_join(w->thread, NULL);
+    Py_END_ALLOW_THREADS;
+    free(w);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"life_start", life_start, METH_O,
+     "life_start(address): mark this process alive there until it ends or life_stop()."},
+    {"life_stop", life_stop, METH_O, "life_stop(handle): the word becomes 0 instead of 'owner died'."},
+    {NULL, NULL, 0, NULL},
+};
+
+static const struct constant constants[] = {
+    {"LIFE_WORD", offsetof(struct life, word)},
+    {"LIFE_WAITS", offsetof(struct life, cpu) + offsetof(struct cpu_usage, looked)},
+    CONSTANT(LIFE_OWNER_DIED),
+    {NULL, 0},
+};
+
+int symcomm_add_life(PyObject *module) {
+    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
+}

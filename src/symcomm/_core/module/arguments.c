@@ -1,0 +1,25 @@
+#include "module/arguments.h"
+
+static int to_address(PyObject *object, char **address) {
+    *address = PyLong_AsVoidPtr(object);
+    return *address == NULL && PyErr_Occurred() ? -1 : 0;
+}
+
+int to_addresses(PyObject *object, char **addresses) {
+    if (PyLong_Check(object)) return to_address(object, addresses) < 0 ? -1 : 1;
+    Py_ssize_t n = PyTuple_Size(object);
+    if (n < 0) return -1;
+    if (n > MAX_BUFFERS) {
+        PyErr_Format(PyExc_ValueError, "at most %d buffers", MAX_BUFFERS);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (to_address(PyTuple_GetItem(object, i), &addresses[i]) < 0) return -1;
+    return (int)n;
+}
+
+int expect_arguments(Py_ssize_t got, Py_ssize_t expected, const char *name) {
+    if (got == expected) return 0;
+    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, expected, got);
+    return -1;
+}

@@ -1,0 +1,57 @@
+#include "module/gil.h"
+
+#include "sync/sync.h"
+
+_Thread_local PyThreadState *gil_released;
+
+void gil_release(void) {
+    symcomm_before_waiting = NULL;
+    gil_released = PyEval_SaveThread();
+}
+
+static PyObject *call_site_callable; /* a callable: the number of the site that calls us */
+
+uint32_t gil_ask_call_site(void) {
+    symcomm_call_site = NULL; /* once is enough */
+    if (call_site_callable == NULL) return 0;
+    PyEval_RestoreThread(gil_released);
+    /* What it raises comes from a signal handler, and is for our caller. */
+    PyObject *site = PyObject_CallNoArgs(call_site_callable);
+    uint32_t number = site ? (uint32_t)PyLong_AsUnsignedLong(site) : 0;
+    Py_XDECREF(site);
+    symcomm_interrupted = gil_check_signals; /* a finalizer may have run an operation of its own */
+    gil_released = PyEval_SaveThread();
+    return number;
+}
+
+static PyObject *use_call_site_callback(PyObject *self, PyObject *callable) {
+    (void)self;
+    PyObject *before = call_site_callable;
+    call_site_callable = Py_NewRef(callable);
+    Py_XDECREF(before);
+    Py_RETURN_NONE;
+}
+
+int gil_check_signals(void) {
+    PyEval_RestoreThread(gil_released);
+    int raised = PyErr_Occurred() != NULL || PyErr_CheckSignals();
+    symcomm_interrupted = gil_check_signals; /* the handler may have run an operation of its own */
+    gil_released = PyEval_SaveThread();
+    return raised;
+}
+
+/* ticks_to_ns(ticks) -> nanoseconds since the epoch of CLOCK_MONOTONIC */
+static PyObject *ticks_to_ns(PyObject *self, PyObject *arg) {
+    (void)self;
+    uint64_t ticks = PyLong_AsUnsignedLongLong(arg);
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(symcomm_ticks_to_ns(ticks));
+}
+
+static PyMethodDef methods[] = {
+    {"use_call_site_callback", use_call_site_callback, METH_O,
+     "use_call_site_callback(callable): asked for a site's number when a call has to sleep."},
+    {"ticks_to_ns", ticks_to_ns, METH_O, "ticks_to_ns(ticks) -> nanoseconds of CLOCK_MONOTONIC"},
+    {NULL, NULL, 0, NULL},
+};
+
+int symcomm_add_gil(PyObject *module) { return PyModule_AddFunctions(module, methods); }

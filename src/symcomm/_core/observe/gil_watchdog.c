@@ -1,0 +1,260 @@
+/* Notices that Python's interpreter lock is not to be had, and says so: Python cannot, since saying needs the lock.
+ *
+ * A Python thread "beats" now and then, which needs the lock. A thread here, which never takes it, looks at the time of
+ * the last beat. If that is too long ago it writes one sentence to a descriptor and into memory that peers can read. */
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "module/module.h"
+#include "os/futex.h"
+#include "os/thread.h"
+
+enum { THREADS = 64, NAME = 28, LABEL = 160, NOTE = 1024 };
+
+struct thread {
+    int32_t tid;
+    char name[NAME];
+};
+
+/* Where peers read what is wrong: the text counts while its length is not 0. It is words, since a peer may read it just
+ * when it changes. */
+enum { WORDS = NOTE / 8 - 1, TEXT = WORDS * 8 };
+struct note {
+    _Atomic uint64_t length;
+    _Atomic uint64_t words[WORDS];
+};
+
+static void write_note(struct note *note, const char *text, size_t length) {
+    uint64_t words[WORDS] = {0};
+    memcpy(words, text, length < TEXT ? length : TEXT);
+    for (int i = 0; i < WORDS; i++) atomic_store_explicit(&note->words[i], words[i], memory_order_relaxed);
+    atomic_store_explicit(&note->length, length < TEXT ? length : TEXT, memory_order_release);
+}
+
+struct gil_watchdog {
+    _Atomic int64_t beat; /* when the lock was last had */
+    _Atomic uint32_t stop;
+    int64_t limit;
+    int fd;
+    struct note *note;
+    char label[LABEL];
+    pthread_t watcher;
+    pthread_mutex_t mutex; /* of what follows */
+    int count;
+    struct thread threads[THREADS]; /* Python's, the main one first */
+};
+
+static const char *name_of_call(long number) {
+    static const struct {
+        long number;
+        const char *name;
+    } known[] = {
+        {SYS_read, "read"},
+        {SYS_write, "write"},
+        {SYS_futex, "futex"},
+        {SYS_nanosleep, "nanosleep"},
+        {SYS_clock_nanosleep, "clock_nanosleep"},
+        {SYS_ppoll, "ppoll"},
+        {SYS_pselect6, "pselect6"},
+        {SYS_epoll_pwait, "epoll_pwait"},
+        {SYS_recvfrom, "recvfrom"},
+        {SYS_recvmsg, "recvmsg"},
+        {SYS_sendto, "sendto"},
+        {SYS_sendmsg, "sendmsg"},
+        {SYS_connect, "connect"},
+        {SYS_accept4, "accept4"},
+        {SYS_wait4, "wait4"},
+        {SYS_waitid, "waitid"},
+        {SYS_ioctl, "ioctl"},
+        {SYS_fsync, "fsync"},
+        {SYS_flock, "flock"},
+        {SYS_fcntl, "fcntl"},
+        {SYS_openat, "openat"},
+        {SYS_sched_yield, "sched_yield"},
+        {SYS_munmap, "munmap"},
+        {SYS_madvise, "madvise"},
+#ifdef SYS_poll
+        {SYS_poll, "poll"},
+        {SYS_select, "select"},
+        {SYS_epoll_wait, "epoll_wait"},
+        {SYS_open, "open"},
+#endif
+    };
+    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
+        if (known[i].number == number) return known[i].name;
+    return NULL;
+}
+
+/* What the kernel says a thread does: -1 it runs, -2 nothing is known, else the number of its system call. */
+static long doing_of(int32_t tid) {
+    char path[64], text[64];
+    snprintf(path, sizeof path, "/proc/self/task/%d/syscall", tid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return -2;
+    ssize_t n = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (n <= 0) return -2;
+    text[n] = 0;
+    return strncmp(text, "running", 7) == 0 ? -1 : strtol(text, NULL, 10);
+}
+
+/* The thread that most likely has the lock. Those that want it wait on a futex; so one that runs comes first, then the
+ * first that is in another system call. Returns its place, or -1 when all wait on futexes; *doing is what it does. */
+static int likely_holder(const struct gil_watchdog *w, long *doing) {
+    int best = -1;
+    for (int i = 0; i < w->count; i++) {
+        long does = doing_of(w->threads[i].tid);
+        if (does == -2 || does == SYS_futex) continue;
+        if (best >= 0 && does != -1) continue;
+        best = i;
+        *doing = does;
+        if (does == -1) break;
+    }
+    return best;
+}
+
+static int reason(struct gil_watchdog *w, char *text, size_t size) {
+    long doing = 0;
+    pthread_mutex_lock(&w->mutex);
+    int holder = likely_holder(w, &doing);
+    struct thread t = holder >= 0 ? w->threads[holder] : (struct thread){0};
+    pthread_mutex_unlock(&w->mutex);
+    if (holder < 0)
+        return snprintf(text, size,
+                        "every Python thread waits on a lock (futex), so native code has taken the "
+                        "interpreter lock into a wait of its own");
+    if (doing == -1)
+        return snprintf(text, size, "thread '%s' (%d) most likely holds it: it computes in native code", t.name, t.tid);
+    const char *call = name_of_call(doing);
+    return snprintf(text, size, "thread '%s' (%d) most likely holds it: it is in the system call %s%s(number %ld)",
+                    t.name, t.tid, call ? call : "", call ? " " : "", doing);
+}
+
+static void write_line(const struct gil_watchdog *w, const char *text, int length) {
+    ssize_t ignored = write(w->fd, text, (size_t)length);
+    (void)ignored;
+}
+
+static int clip(int length, size_t size) { return length < (int)size ? length : (int)size - 1; }
+
+static void report_stall(struct gil_watchdog *w, int64_t age) {
+    char why[256], text[TEXT];
+    reason(w, why, sizeof why);
+    int n = snprintf(text, sizeof text, "symcomm: %s: Python's interpreter lock was not to be had for %.1f s; %s.\n",
+                     w->label, (double)age / 1e9, why);
+    n = clip(n, sizeof text);
+    write_note(w->note, text, (size_t)n - 1);
+    write_line(w, text, n);
+}
+
+static void report_end(struct gil_watchdog *w, int64_t age) {
+    char text[LABEL + 128];
+    atomic_store_explicit(&w->note->length, 0, memory_order_release);
+    int n = snprintf(text, sizeof text, "symcomm: %s: the interpreter lock is back after %.1f s.\n", w->label,
+                     (double)age / 1e9);
+    write_line(w, text, clip(n, sizeof text));
+}
+
+static void *watch(void *argument) {
+    struct gil_watchdog *w = argument;
+    int64_t stalled_at = 0; /* the beat that was the last for too long */
+    while (!atomic_load(&w->stop)) {
+        futex_wait(&w->stop, 0, w->limit / 4);
+        int64_t beat = atomic_load(&w->beat), now = symcomm_now_ns();
+        if (stalled_at && beat != stalled_at) {
+            report_end(w, beat - stalled_at);
+            stalled_at = 0;
+        }
+        if (!stalled_at && now - beat > w->limit && !atomic_load(&w->stop)) {
+            stalled_at = beat;
+            report_stall(w, now - beat);
+        }
+    }
+    return NULL;
+}
+
+static PyObject *gil_watchdog_start(PyObject *self, PyObject *args) {
+    (void)self;
+    long long limit;
+    int fd;
+    unsigned long long note;
+    const char *label;
+    if (!PyArg_ParseTuple(args, "LiKs", &limit, &fd, &note, &label)) return NULL;
+    struct gil_watchdog *w = calloc(1, sizeof *w);
+    if (w == NULL) return PyErr_NoMemory();
+    w->limit = limit;
+    w->fd = fd;
+    w->note = (struct note *)(uintptr_t)note;
+    snprintf(w->label, sizeof w->label, "%s", label);
+    pthread_mutex_init(&w->mutex, NULL);
+    atomic_store(&w->beat, symcomm_now_ns());
+    int error = thread_start(&w->watcher, "symcomm-gil", THREAD_STACK, watch, w);
+    if (error) {
+        pthread_mutex_destroy(&w->mutex);
+        free(w);
+        errno = error;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    return PyLong_FromVoidPtr(w);
+}
+
+static PyObject *gil_watchdog_beat(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long handle;
+    const char *threads;
+    Py_ssize_t bytes;
+    if (!PyArg_ParseTuple(args, "Ky#", &handle, &threads, &bytes)) return NULL;
+    struct gil_watchdog *w = (struct gil_watchdog *)(uintptr_t)handle;
+    size_t count = (size_t)bytes / sizeof(struct thread);
+    pthread_mutex_lock(&w->mutex);
+    w->count = (int)(count < THREADS ? count : THREADS);
+    memcpy(w->threads, threads, (size_t)w->count * sizeof(struct thread));
+    for (int i = 0; i < w->count; i++) w->threads[i].name[NAME - 1] = 0;
+    pthread_mutex_unlock(&w->mutex);
+    atomic_store(&w->beat, symcomm_now_ns());
+    Py_RETURN_NONE;
+}
+
+static PyObject *gil_watchdog_stop(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct gil_watchdog *w = PyLong_AsVoidPtr(arg);
+    if (w == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    atomic_store(&w->stop, 1);
+    futex_wake(&w->stop, 1);
+    Py_BEGIN_ALLOW_THREADS;
+    pthread_join(w->watcher, NULL);
+    Py_END_ALLOW_THREADS;
+    pthread_mutex_destroy(&w->mutex);
+    atomic_store_explicit(&w->note->length, 0, memory_order_release);
+    free(w);
+    Py_RETURN_NONE;
+}
+
+static PyObject *gil_watchdog_read(PyObject *self, PyObject *arg) {
+    (void)self;
+    struct note *note = PyLong_AsVoidPtr(arg);
+    if (note == NULL) return PyErr_Occurred() ? NULL : PyBytes_FromStringAndSize(NULL, 0);
+    uint64_t words[WORDS];
+    uint64_t length = atomic_load_explicit(&note->length, memory_order_acquire);
+    for (int i = 0; i < WORDS; i++) words[i] = atomic_load_explicit(&note->words[i], memory_order_relaxed);
+    return PyBytes_FromStringAndSize((const char *)words, (Py_ssize_t)(length < TEXT ? length : TEXT));
+}
+
+static PyMethodDef functions[] = {
+    {"gil_watchdog_start", gil_watchdog_start, METH_VARARGS,
+     "gil_watchdog_start(limit_ns, fd, note, label) -> handle: report when gil_watchdog_beat() was not called for so long."},
+    {"gil_watchdog_beat", gil_watchdog_beat, METH_VARARGS,
+     "gil_watchdog_beat(handle, threads): the lock is to be had."},
+    {"gil_watchdog_stop", gil_watchdog_stop, METH_O, "gil_watchdog_stop(handle)"},
+    {"gil_watchdog_read", gil_watchdog_read, METH_O,
+     "gil_watchdog_read(note) -> bytes: what is wrong, empty when nothing is."},
+    {NULL, NULL, 0, NULL},
+};
+
+int symcomm_add_gil_watchdog(PyObject *module) { return PyModule_AddFunctions(module, functions); }

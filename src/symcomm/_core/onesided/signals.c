@@ -1,0 +1,271 @@
+/* Signal pads: words of symmetric memory by which ranks tell each other "done".
+ *
+ * A signal is a word that goes from 0 to 1 (put) and back (wait). Word `world * channel + source` of the destination's
+ * pad belongs to one pair of ranks on one channel, so nobody else touches it. A put waits until the signal before it
+ * was taken. Behind the words, at `pad_bytes`, lies one more that counts who sleeps on this pad: a put need not enter
+ * the kernel when nobody does. No wake-up can be lost: sleeper (count, fence, look again) against setter (set, fence,
+ * look at the count). Words that somebody writes by other means are seen within a slice.
+ *
+ * Windows (onesided/window.c) count: a signal adds one to the word, at once, and a wait takes one away. */
+#include "onesided/signals.h"
+
+#include <errno.h>
+
+#include "group/group.h"
+#include "module/arguments.h"
+#include "module/gil.h"
+#include "module/module.h"
+#include "os/futex.h"
+#include "sync/backoff.h"
+#include "sync/sync.h"
+
+#define SLICE_NS 10000000 /* how often a sleeper looks for dead peers: a tenth of the 100 ms we promise */
+
+struct signal {
+    _Atomic uint32_t *word;
+    _Atomic uint32_t *sleepers; /* of the pad the word lies in */
+    uint32_t from, to;          /* what the word must be, and what it becomes */
+    bool counted;               /* instead: the word must not be 0, and becomes one less */
+};
+
+static struct signal signal_at(char *pad, int64_t pad_bytes, int64_t slot, bool put) {
+    return (struct signal){
+        .word = (_Atomic uint32_t *)(void *)pad + slot,
+        .sleepers = (_Atomic uint32_t *)(void *)(pad + pad_bytes),
+        .from = put ? 0 : 1,
+        .to = put ? 1 : 0,
+    };
+}
+
+static bool is_ready(const struct signal *s, uint32_t word) { return s->counted ? word != 0 : word == s->from; }
+
+static bool flip(const struct signal *s) {
+    uint32_t expected = s->from;
+    if (s->counted) {
+        expected = atomic_load_explicit(s->word, memory_order_relaxed);
+        while (expected)
+            if (atomic_compare_exchange_weak_explicit(s->word, &expected, expected - 1, memory_order_acq_rel,
+                                                      memory_order_relaxed))
+                return true;
+        return false;
+    }
+    return atomic_compare_exchange_strong_explicit(s->word, &expected, s->to, memory_order_acq_rel,
+                                                   memory_order_relaxed);
+}
+
+/* Why a wait for `peer` cannot end well, or STATUS_OK. Interrupts are asked for after a signal, and every 16th time. */
+static int why_stop(struct group *g, int peer, int64_t deadline, bool ask) {
+    int status = sync_aborted(g);
+    if (status) return status;
+    if (peer != g->rank && (status = sync_gone(g, peer))) return status;
+    if (symcomm_now_ns() >= deadline) return STATUS_TIMEOUT;
+    return ask && symcomm_interrupted && symcomm_interrupted() ? STATUS_INTERRUPTED : STATUS_OK;
+}
+
+static int sleep_for(struct group *g, const struct signal *s, int peer, int64_t deadline) {
+    int status = STATUS_OK;
+    bool ask = false;
+    atomic_fetch_add(s->sleepers, 1);
+    for (unsigned turn = 1;; turn++) {
+        atomic_thread_fence(memory_order_seq_cst);
+        if (flip(s)) break;
+        if ((status = why_stop(g, peer, deadline, ask))) {
+            /* it may have done its part before it went */
+            if (flip(s)) status = STATUS_OK;
+            break;
+        }
+        uint32_t seen = atomic_load_explicit(s->word, memory_order_relaxed);
+        int64_t left = deadline - symcomm_now_ns();
+        if (is_ready(s, seen) || left <= 0) continue;
+        long failed = futex_wait(s->word, seen, left < SLICE_NS ? left : SLICE_NS);
+        ask = (failed && errno == EINTR) || turn % 16 == 0;
+    }
+    atomic_fetch_sub(s->sleepers, 1);
+    return status;
+}
+
+static void wake(const struct signal *s) {
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(s->sleepers, memory_order_relaxed)) futex_wake(s->word, INT32_MAX);
+}
+
+/* Flip the word when it is our turn, and wake whoever waits for that. */
+static int await_flip(struct group *g, const struct signal *s, int peer, int64_t deadline) {
+    int status = STATUS_OK;
+    bool done = false;
+    for (int i = 0, looks = spins_now(g); i < looks && !(done = flip(s)); i++) cpu_relax();
+    if (!done) {
+        struct backoff b;
+        backoff_begin(&b, g, deadline);
+        while (!(done = flip(s)) && !sync_aborted(g) && backoff_step(&b, peer, false)) {}
+        if (!done) status = sleep_for(g, s, peer, deadline);
+        backoff_end(&b, !done);
+    }
+    if (status == STATUS_OK && !s->counted) wake(s); /* whoever adds to a count does not wait for it to fall */
+    return status;
+}
+
+void counter_add(const struct counter *c) {
+    struct signal s = {.word = c->word, .sleepers = c->sleepers};
+    atomic_fetch_add_explicit(s.word, 1, memory_order_release);
+    wake(&s);
+}
+
+int counter_take(struct group *g, const struct counter *c, int peer, int64_t timeout) {
+    struct signal s = {.word = c->word, .sleepers = c->sleepers, .counted = true};
+    /* Ranks that are threads need the lock to signal us. */
+    int looks = timeout >= 0 && g->own_process ? spins_now(g) : 0;
+    bool done = flip(&s);
+    for (int i = 0; i < looks && !(done = done || flip(&s)); i++) cpu_relax();
+    if (done) return STATUS_OK;
+    if (timeout <= 0) {
+        int status = sync_aborted(g);
+        if (!status && peer != g->rank) status = sync_marked_gone(g, peer);
+        return flip(&s) ? STATUS_OK : status ? status : STATUS_TIMEOUT;
+    }
+    if (symcomm_before_waiting) symcomm_before_waiting();
+    return await_flip(g, &s, peer, symcomm_now_ns() + timeout);
+}
+
+struct pads {
+    struct group *group;
+    char **of; /* per rank */
+    int64_t bytes;
+};
+
+static int put(const struct pads *p, int peer, int64_t channel, int64_t deadline) {
+    struct signal s = signal_at(p->of[peer], p->bytes, p->group->world * channel + p->group->rank, true);
+    return await_flip(p->group, &s, peer, deadline);
+}
+
+static int take(const struct pads *p, int peer, int64_t channel, int64_t deadline) {
+    struct signal s = signal_at(p->of[p->group->rank], p->bytes, p->group->world * channel + peer, false);
+    return await_flip(p->group, &s, peer, deadline);
+}
+
+/* Signals every peer, then waits for every peer's signal. Starts with the next rank, so that not all use one pad at
+ * once. */
+static int barrier(const struct pads *p, int64_t channel, int64_t deadline, int *culprit) {
+    struct group *g = p->group;
+    for (int phase = 0; phase < 2; phase++)
+        for (int i = 1; i < g->world; i++) {
+            int peer = *culprit = (g->rank + i) % g->world;
+            int status = phase == 0 ? put(p, peer, channel, deadline) : take(p, peer, channel, deadline);
+            if (status != STATUS_OK) return status;
+        }
+    return STATUS_OK;
+}
+
+/* --- Python -------------------------------------------------------------------------------------------------- */
+
+static const char PADS[] = "symcomm.pads";
+
+static void drop_pads(PyObject *capsule) {
+    struct pads *p = PyCapsule_GetPointer(capsule, PADS);
+    Py_XDECREF((PyObject *)PyCapsule_GetContext(capsule));
+    PyMem_Free(p->of);
+    PyMem_Free(p);
+}
+
+static PyObject *make_pads(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *group, *addresses;
+    long long bytes;
+    if (!PyArg_ParseTuple(args, "OO!L", &group, &PyTuple_Type, &addresses, &bytes)) return NULL;
+    struct group *g = to_group(group);
+    if (g == NULL) return NULL;
+    if (PyTuple_Size(addresses) != g->world) return PyErr_Format(PyExc_ValueError, "one address per rank");
+    struct pads *p = PyMem_Calloc(1, sizeof *p);
+    char **of = PyMem_Calloc((size_t)g->world, sizeof *of);
+    PyObject *capsule = NULL;
+    if (p == NULL || of == NULL) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    *p = (struct pads){.group = g, .of = of, .bytes = bytes};
+    for (int r = 0; r < g->world; r++)
+        if ((of[r] = PyLong_AsVoidPtr(PyTuple_GetItem(addresses, r))) == NULL) {
+            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a signal pad cannot be at address 0");
+            goto failed;
+        }
+    capsule = PyCapsule_New(p, PADS, drop_pads);
+    if (capsule == NULL) goto failed;
+    PyCapsule_SetContext(capsule, Py_NewRef(group)); /* the pads use the group's memory */
+    return capsule;
+failed:
+    PyMem_Free(of);
+    PyMem_Free(p);
+    return NULL;
+}
+
+/* (pads, peer, channel, timeout_ns); ranges were checked by the caller. */
+static PyObject *signal_one(PyObject *const *args, Py_ssize_t n,
+                            int (*act)(const struct pads *, int, int64_t, int64_t)) {
+    if (n != 4) return PyErr_Format(PyExc_TypeError, "signals take 4 arguments, got %zd", n);
+    struct pads *p = PyCapsule_GetPointer(args[0], PADS);
+    int peer = (int)PyLong_AsLong(args[1]);
+    int64_t channel = PyLong_AsLongLong(args[2]), timeout = PyLong_AsLongLong(args[3]);
+    if (p == NULL || PyErr_Occurred()) return NULL;
+    int status;
+    struct visit visit;
+    if (!visit_begin(&visit, p->group)) return PyLong_FromLong(STATUS_LEFT);
+    WITHOUT_GIL(status = act(p, peer, channel, symcomm_now_ns() + timeout));
+    visit_end(&visit);
+    if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
+    return PyLong_FromLong(status);
+}
+
+static PyObject *signal_put(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    return signal_one(args, n, put);
+}
+
+static PyObject *signal_take(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    return signal_one(args, n, take);
+}
+
+static PyObject *signal_barrier(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    long long channel, timeout;
+    if (!PyArg_ParseTuple(args, "OLL", &capsule, &channel, &timeout)) return NULL;
+    struct pads *p = PyCapsule_GetPointer(capsule, PADS);
+    if (p == NULL) return NULL;
+    int culprit = p->group->rank, status;
+    struct visit visit;
+    if (!visit_begin(&visit, p->group)) return Py_BuildValue("ii", STATUS_LEFT, culprit);
+    WITHOUT_GIL(status = barrier(p, channel, symcomm_now_ns() + timeout, &culprit));
+    visit_end(&visit);
+    if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
+    return Py_BuildValue("ii", status, culprit);
+}
+
+/* All that was written before is visible to whoever sees the new words. */
+static PyObject *write_words(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long address;
+    unsigned int value;
+    Py_ssize_t count;
+    if (!PyArg_ParseTuple(args, "KIn", &address, &value, &count)) return NULL;
+    _Atomic uint32_t *words = (_Atomic uint32_t *)(uintptr_t)address;
+    Py_BEGIN_ALLOW_THREADS;
+    for (Py_ssize_t i = 0; i < count; i++) atomic_store_explicit(&words[i], value, memory_order_release);
+    if (count == 1) futex_wake(words, INT32_MAX);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"make_pads", make_pads, METH_VARARGS,
+     "make_pads(group, addresses, bytes) -> pads; a sleepers word follows each pad"},
+    {"signal_put", (PyCFunction)(void (*)(void))signal_put, METH_FASTCALL,
+     "signal_put(pads, peer, channel, timeout_ns) -> status"},
+    {"signal_take", (PyCFunction)(void (*)(void))signal_take, METH_FASTCALL,
+     "signal_take(pads, peer, channel, timeout_ns) -> status"},
+    {"signal_barrier", signal_barrier, METH_VARARGS, "signal_barrier(pads, channel, timeout_ns) -> (status, culprit)"},
+    {"write_words", write_words, METH_VARARGS, "write_words(address, value, count)"},
+    {NULL, NULL, 0, NULL},
+};
+
+int symcomm_add_signals(PyObject *module) { return PyModule_AddFunctions(module, methods); }

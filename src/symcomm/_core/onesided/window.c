@@ -1,0 +1,202 @@
+/* One-sided windows: a piece of every rank's memory that the others write to, and a count of signals for each pair.
+ *
+ * A put is one copy into the peer's memory. A signal after it has release order, the wait that takes it acquire order,
+ * so whoever took a signal sees all that its sender put before. */
+#include "group/group.h"
+#include "module/arguments.h"
+#include "module/gil.h"
+#include "module/module.h"
+#include "onesided/signals.h"
+#include "reduce/types.h"
+#include "sync/sync.h"
+#include "torch/tensor.h"
+
+#define LONG_COPY (64 << 10) /* bytes; shorter copies take less than twenty times what releasing the lock does */
+
+struct segment { /* of one rank */
+    char *address;
+    int64_t count; /* elements */
+    int dtype;
+    char *words; /* one for each sender, and behind them the sleepers' */
+};
+
+struct window {
+    struct group *group;
+    int64_t words_bytes;
+    struct segment segments[];
+};
+
+static const char WINDOW[] = "symcomm.window";
+
+static void drop_window(PyObject *capsule) {
+    Py_XDECREF((PyObject *)PyCapsule_GetContext(capsule));
+    PyMem_Free(PyCapsule_GetPointer(capsule, WINDOW));
+}
+
+/* make_window(group, ((address, count, dtype, words), ...), words_bytes) */
+static PyObject *make_window(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *group, *segments;
+    long long words_bytes;
+    if (!PyArg_ParseTuple(args, "OO!L", &group, &PyTuple_Type, &segments, &words_bytes)) return NULL;
+    struct group *g = to_group(group);
+    if (g == NULL) return NULL;
+    if (PyTuple_Size(segments) != g->world) return PyErr_Format(PyExc_ValueError, "one segment per rank");
+    struct window *w = PyMem_Calloc(1, sizeof *w + (size_t)g->world * sizeof w->segments[0]);
+    if (w == NULL) return PyErr_NoMemory();
+    w->group = g;
+    w->words_bytes = words_bytes;
+    for (int r = 0; r < g->world; r++) {
+        unsigned long long address, words;
+        long long count;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(segments, r), "KLiK", &address, &count, &w->segments[r].dtype, &words))
+            goto failed;
+        if (words == 0 || count < 0 || w->segments[r].dtype < 0 || w->segments[r].dtype >= DT_COUNT) {
+            PyErr_SetString(PyExc_ValueError, "not a segment of a window");
+            goto failed;
+        }
+        w->segments[r].address = (char *)(uintptr_t)address;
+        w->segments[r].count = count;
+        w->segments[r].words = (char *)(uintptr_t)words;
+    }
+    PyObject *capsule = PyCapsule_New(w, WINDOW, drop_window);
+    if (capsule == NULL) goto failed;
+    PyCapsule_SetContext(capsule, Py_NewRef(group));
+    return capsule;
+failed:
+    PyMem_Free(w);
+    return NULL;
+}
+
+static struct counter counter_of(const struct window *w, int owner, int sender) {
+    char *words = w->segments[owner].words;
+    return (struct counter){
+        .word = (_Atomic uint32_t *)(void *)words + sender,
+        .sleepers = (_Atomic uint32_t *)(void *)(words + w->words_bytes),
+    };
+}
+
+/* The group was aborted, or the peer is gone: why nothing can be given to it. */
+static int unreachable(struct group *g, int peer) {
+    int status = sync_aborted(g);
+    return status || peer == g->rank ? status : sync_marked_gone(g, peer);
+}
+
+/* A rank that leaves, or whose group fails, keeps its window's memory until nobody can be in here any more: a thread
+ * that was stopped may go on much later. What it wrote is lost then, as it learns by looking once more. */
+static int write_segment(struct window *w, int peer, int64_t start, const char *from, int64_t nbytes) {
+    struct visit visit;
+    if (!visit_begin(&visit, w->group)) return STATUS_ABORTED;
+    _Atomic uint32_t *putting = &w->group->control[w->group->rank]->putting;
+    atomic_fetch_add(putting, 1);
+    int status = unreachable(w->group, peer);
+    if (status == STATUS_OK && nbytes) {
+        memmove(w->segments[peer].address + start, from, (size_t)nbytes);
+        atomic_thread_fence(memory_order_seq_cst);
+        status = unreachable(w->group, peer);
+    }
+    atomic_fetch_sub(putting, 1);
+    visit_end(&visit);
+    return status;
+}
+
+static int send_signal(struct window *w, int peer) {
+    struct visit visit;
+    if (!visit_begin(&visit, w->group)) return STATUS_ABORTED;
+    int status = unreachable(w->group, peer);
+    struct counter c = counter_of(w, peer, w->group->rank);
+    if (status == STATUS_OK) counter_add(&c);
+    visit_end(&visit);
+    return status;
+}
+
+/* A rank, or -1. */
+static int rank_of(const struct window *w, PyObject *number) {
+    if (!PyLong_Check(number)) return -1;
+    long rank = PyLong_AsLong(number);
+    if (rank == -1 && PyErr_Occurred()) PyErr_Clear();
+    return rank >= 0 && rank < w->group->world ? (int)rank : -1;
+}
+
+/* window_put(window, tensor, peer, offset in elements) -> status; None: nothing was written, Python has to look. */
+static PyObject *window_put(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    if (n != 4) return PyErr_Format(PyExc_TypeError, "window_put takes 4 arguments, got %zd", n);
+    struct window *w = PyCapsule_GetPointer(args[0], WINDOW);
+    if (w == NULL) return NULL;
+    struct tensor_view view;
+    int peer = rank_of(w, args[2]);
+    if (peer < 0 || !PyLong_Check(args[3]) || !tensor_view(args[1], &view)) Py_RETURN_NONE;
+    int64_t offset = PyLong_AsLongLong(args[3]);
+    if (offset == -1 && PyErr_Occurred()) PyErr_Clear();
+    const struct segment *segment = &w->segments[peer];
+    if (view.dtype != segment->dtype || offset < 0 || view.count > segment->count ||
+        offset > segment->count - view.count)
+        Py_RETURN_NONE;
+    int64_t size = symcomm_itemsize[view.dtype], nbytes = view.count * size;
+    int status;
+    count_call(&w->group->puts, false, false);
+    WITHOUT_GIL_UNLESS(nbytes < LONG_COPY, status = write_segment(w, peer, offset * size, view.address, nbytes));
+    return PyLong_FromLong(status);
+}
+
+/* window_write(window, peer, offset, address, nbytes) -> status: bytes that Python has looked at. */
+static PyObject *window_write(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    int peer, status;
+    long long offset, nbytes;
+    unsigned long long address;
+    if (!PyArg_ParseTuple(args, "OiLKL", &capsule, &peer, &offset, &address, &nbytes)) return NULL;
+    struct window *w = PyCapsule_GetPointer(capsule, WINDOW);
+    if (w == NULL) return NULL;
+    if (peer < 0 || peer >= w->group->world || nbytes < 0 || offset < 0 ||
+        offset + nbytes > w->segments[peer].count * symcomm_itemsize[w->segments[peer].dtype])
+        return PyErr_Format(PyExc_ValueError, "not inside the window of rank %d", peer);
+    count_call(&w->group->puts, true, false);
+    WITHOUT_GIL(status = write_segment(w, peer, offset, (const char *)(uintptr_t)address, nbytes));
+    return PyLong_FromLong(status);
+}
+
+/* window_signal(window, peer) -> status; None: nothing was sent, Python has to look. */
+static PyObject *window_signal(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    struct window *w = n == 2 ? PyCapsule_GetPointer(args[0], WINDOW) : NULL;
+    if (w == NULL) return n == 2 ? NULL : PyErr_Format(PyExc_TypeError, "window_signal takes 2 arguments");
+    int peer = rank_of(w, args[1]);
+    if (peer < 0) Py_RETURN_NONE;
+    return PyLong_FromLong(send_signal(w, peer));
+}
+
+/* window_wait(window, peer, timeout_ns=0) -> status, None: Python has to look. counter_take() says what 0 means. */
+static PyObject *window_wait(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    struct window *w = n == 2 || n == 3 ? PyCapsule_GetPointer(args[0], WINDOW) : NULL;
+    if (w == NULL) return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "window_wait takes 2 or 3 arguments");
+    int peer = rank_of(w, args[1]), status;
+    int64_t timeout = n == 3 ? PyLong_AsLongLong(args[2]) : 0;
+    if (PyErr_Occurred()) return NULL;
+    struct visit visit;
+    if (peer < 0) Py_RETURN_NONE;
+    if (!visit_begin(&visit, w->group)) return PyLong_FromLong(STATUS_ABORTED);
+    struct counter c = counter_of(w, w->group->rank, peer);
+    WITHOUT_GIL_UNLESS(true, status = counter_take(w->group, &c, peer, timeout));
+    visit_end(&visit);
+    if (status == STATUS_INTERRUPTED && PyErr_Occurred()) return NULL;
+    return PyLong_FromLong(status);
+}
+
+static PyMethodDef methods[] = {
+    {"make_window", make_window, METH_VARARGS,
+     "make_window(group, ((address, count, dtype, words), ...), words_bytes) -> window"},
+    {"window_put", (PyCFunction)(void (*)(void))window_put, METH_FASTCALL,
+     "window_put(window, tensor, peer, offset) -> status, or None when Python must look"},
+    {"window_write", window_write, METH_VARARGS, "window_write(window, peer, offset, address, nbytes) -> status"},
+    {"window_signal", (PyCFunction)(void (*)(void))window_signal, METH_FASTCALL,
+     "window_signal(window, peer) -> status, or None when Python must look"},
+    {"window_wait", (PyCFunction)(void (*)(void))window_wait, METH_FASTCALL,
+     "window_wait(window, peer, timeout_ns=0) -> status, or None when Python must look"},
+    {NULL, NULL, 0, NULL},
+};
+
+int symcomm_add_window(PyObject *module) { return PyModule_AddFunctions(module, methods); }

@@ -1,0 +1,15 @@
+/* Threads of the core's own. They run no Python unless they say so, and take no signals: those are the interpreter's.
+ */
+#ifndef SYMCOMM_OS_THREAD_H
+#define SYMCOMM_OS_THREAD_H
+
+#include <pthread.h>
+#include <stddef.h>
+
+#define THREAD_STACK ((size_t)1 << 20)        /* of a thread that only runs the core */
+#define THREAD_STACK_PYTHON ((size_t)8 << 20) /* of one that calls back into Python: as much as Python's own have */
+
+/* name: at most 15 characters, for ps, top and debuggers. 0, or an errno: no thread was started. */
+int thread_start(pthread_t *thread, const char *name, size_t stack_bytes, void *(*run)(void *), void *argument);
+
+#endif

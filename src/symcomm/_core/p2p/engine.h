@@ -1,0 +1,62 @@
+/* The engine behind messages: p2p/progress.c matches them and moves bytes, p2p/p2p.c begins, waits and ends. */
+#ifndef SYMCOMM_P2P_ENGINE_H
+#define SYMCOMM_P2P_ENGINE_H
+
+#include "p2p/p2p.h"
+
+struct unexpected { /* a message that came before its receive, while a later one was wanted */
+    struct header header;
+    uint64_t moved;
+    char *bytes;
+    struct unexpected *next;
+};
+
+struct incoming {
+    struct channel *channel;
+    struct header header; /* of the message being read */
+    bool reading;         /* the header was taken, the bytes not all yet */
+    bool void_message;    /* it came to nothing */
+    bool coop;            /* the sender may write into the tensor of `into` */
+    uint64_t moved;
+    struct op *into;               /* or */
+    struct unexpected *unexpected; /* or neither: discard */
+    struct unexpected *unexpected_first, *unexpected_last;
+};
+
+struct outgoing {
+    struct channel *channel;
+    struct op *first, *last; /* sends not yet fully in the ring */
+    struct op *unacknowledged;
+    uint64_t tickets;
+    uint64_t emptied; /* as it was when we last needed to know: the receiver's line of memory is far away */
+};
+
+struct p2p {
+    struct group *group;
+    pthread_mutex_t lock;
+    struct incoming *in;
+    struct outgoing *out;
+    struct op *receives;    /* posted, in order */
+    uint64_t posted[2];     /* receives and sends so far */
+    _Atomic int background; /* unfinished operations that nobody may be waiting for */
+    pthread_t thread;       /* drives those */
+    pthread_cond_t needed;  /* there is one */
+    bool thread_runs;
+    bool closed; /* the channels belong to others: the rank has left, or this is a child's copy */
+    _Atomic bool closing;
+};
+
+/* All with the lock of struct p2p held. */
+void p2p_record(struct group *g, struct op *op);
+void p2p_finish(struct op *op, int status);
+/* Moves whatever can be moved; whether anything was. waits: the caller has time to help receivers. */
+bool p2p_progress(struct p2p *m, bool waits);
+/* Only between op and its peer, which is all that most messages need; of a caller that waits. */
+void p2p_progress_first(struct p2p *m, const struct op *op);
+/* The receive that peer's message is read into ends without it. On return the sender writes into its tensor no more. */
+void p2p_revoke_receive(struct p2p *m, int peer);
+/* A receive that finds its message among those set aside. */
+bool p2p_match_unexpected(struct p2p *m, struct op *op);
+void p2p_free_unexpected(struct unexpected *p);
+
+#endif

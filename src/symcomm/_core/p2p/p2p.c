@@ -1,0 +1,421 @@
+#include "p2p/p2p.h"
+
+#include <errno.h>
+#include <stdlib.h>
+
+#include "exec/async.h"
+#include "exec/exec.h"
+#include "group/group.h"
+#include "module/module.h"
+#include "os/futex.h"
+#include "os/thread.h"
+#include "p2p/engine.h"
+#include "sync/backoff.h"
+#include "sync/sync.h"
+
+#define SLICE_NS 10000000
+#define SPINS_A_DRIVE 8
+#define DEADLOCK_NS 1000000000 /* until it is worth a word: a thread that is about to send would have done so */
+
+/* --- waiting ---------------------------------------------------------------------------------------------------- */
+
+static void remove_op(struct op **list, struct op *op) {
+    for (; *list; list = &(*list)->next)
+        if (*list == op) {
+            *list = op->next;
+            op->next = NULL;
+            return;
+        }
+}
+
+/* Tells the receiver that symmetric messages from here on do not count. True: it had copied this one already. */
+static bool take_back(struct outgoing *o, uint64_t ticket) {
+    if (atomic_load(&o->channel->copied) >= ticket) return true;
+    atomic_store(&o->channel->withdrawn, 1);
+    atomic_thread_fence(memory_order_seq_cst); /* what the caller does with its tensor comes after */
+    return false;
+}
+
+/* The caller gives up on op, which ends in STATUS_OK if the receiver has it already. False when its bytes are half on
+ * the way, so that the channel cannot be used further. */
+static bool withdraw(struct op *op) {
+    struct p2p *m = op->p2p;
+    bool clean = true, received = false;
+    if (op->is_send) {
+        struct outgoing *o = &m->out[op->peer];
+        received = op->ticket && take_back(o, op->ticket);
+        clean = received || op->state == OP_POSTED;
+        remove_op(&o->first, op);
+        remove_op(&o->unacknowledged, op);
+        o->last = o->first;
+        while (o->last && o->last->next) o->last = o->last->next;
+    } else if (op->state == OP_POSTED) {
+        remove_op(&m->receives, op);
+    } else {
+        p2p_revoke_receive(m, op->peer);
+        m->in[op->peer].into = NULL; /* the rest of the message is discarded */
+        pthread_cond_signal(&m->needed);
+    }
+    p2p_finish(op, received ? STATUS_OK : STATUS_TIMEOUT);
+    return clean;
+}
+
+/* Whether whom op waits for is gone: STATUS_OK, or how, and who. */
+static int peer_gone(struct op *op, int *culprit) {
+    struct group *g = op->p2p->group;
+    int peer = op->peer;
+    bool all_gone = true;
+    *culprit = peer == ANY_SOURCE ? (g->rank + 1) % g->world : peer;
+    for (int r = 0; r < g->world; r++) {
+        if (peer != ANY_SOURCE && r != peer) continue;
+        int gone = r == g->rank ? STATUS_OK : sync_gone(g, r);
+        if (gone == STATUS_DEAD) *culprit = r;
+        if (gone == STATUS_DEAD || (gone == STATUS_LEFT && peer != ANY_SOURCE)) return gone;
+        all_gone &= gone != STATUS_OK;
+    }
+    return all_gone ? STATUS_LEFT : STATUS_OK;
+}
+
+/* Moves what can be moved until op is done; with the lock held. */
+static void progress(struct p2p *m, struct op *op) {
+    if (!m->closed && op->state != OP_DONE) p2p_progress_first(m, op);
+    while (!m->closed && op->state != OP_DONE && p2p_progress(m, true)) {}
+}
+
+static bool drive(struct op *op) {
+    struct p2p *m = op->p2p;
+    symcomm_lock(&m->lock);
+    progress(m, op);
+    bool done = op->state == OP_DONE;
+    pthread_mutex_unlock(&m->lock);
+    return done;
+}
+
+static bool sleep_slice(struct p2p *m, struct op *op, int64_t ns) {
+    struct control *me = m->group->control[m->group->rank];
+    uint32_t seen = atomic_load_explicit(&me->p2p_doorbell, memory_order_acquire);
+    atomic_fetch_add(&me->p2p_sleepers, 1);
+    atomic_thread_fence(memory_order_seq_cst);
+    bool signalled = false;
+    if (!drive(op)) signalled = futex_wait(&me->p2p_doorbell, seen, ns) < 0 && errno == EINTR;
+    atomic_fetch_sub(&me->p2p_sleepers, 1);
+    return signalled;
+}
+
+static int give_up(struct op *op, int status, bool withdraw_it) {
+    struct p2p *m = op->p2p;
+    pthread_mutex_lock(&m->lock);
+    bool done = op->state == OP_DONE, clean = true, withdrawn = !done && withdraw_it && !m->closed;
+    if (withdrawn) {
+        clean = withdraw(op);
+        done = op->status == STATUS_OK;
+        if (!done) flight_end(op->record, op->record_number, status);
+    }
+    pthread_mutex_unlock(&m->lock);
+    if (done) status = op->status;
+    if (!clean && status == STATUS_TIMEOUT) sync_fail(m->group, STATUS_HALF_SENT, op->peer);
+    if (!clean && status == STATUS_INTERRUPTED) sync_fail(m->group, STATUS_ABORTED, m->group->rank);
+    if (withdrawn) p2p_release(op); /* it stands in no queue any more */
+    return status;
+}
+
+/* Whether all whom op waits for have arrived at a collective that this rank has not called, so that they cannot go on
+ * without it, and no other thread of this rank runs one or has one queued. */
+static bool seems_deadlocked(const struct op *op) {
+    struct group *g = op->p2p->group;
+    uint64_t next = atomic_load(&g->seq) + 1;
+    if (g->world == 1 || op->peer == g->rank || atomic_load(&g->holder) || !async_idle(g)) return false;
+    for (int r = 0; r < g->world; r++) {
+        if (r == g->rank || (op->peer != ANY_SOURCE && r != op->peer)) continue;
+        if (atomic_load_explicit(&g->control[r]->arrival[next & 1].seq, memory_order_acquire) != next) return false;
+    }
+    return true;
+}
+
+void (*p2p_deadlock_hook)(const struct op *op);
+
+/* `since`: when it was first seen so; -1: told already. It is not known to last: a thread of either rank may end it. */
+static void report_deadlock(const struct op *op, int64_t *since) {
+    if (*since < 0 || p2p_deadlock_hook == NULL) return;
+    int64_t now = symcomm_now_ns();
+    if (!seems_deadlocked(op)) *since = 0;
+    else if (*since == 0) *since = now;
+    else if (now - *since >= DEADLOCK_NS) p2p_deadlock_hook(op), *since = -1;
+}
+
+static int sleep_in_slices(struct op *op, int64_t deadline, bool withdraw_it) {
+    struct p2p *m = op->p2p;
+    int64_t since = 0;
+    symcomm_note_call_site(op->record);
+    for (int slices = 1;; slices++) {
+        int64_t left = deadline - symcomm_now_ns();
+        if (left <= 0) return give_up(op, STATUS_TIMEOUT, withdraw_it);
+        bool signalled = sleep_slice(m, op, left < SLICE_NS ? left : SLICE_NS);
+        if (drive(op)) return op->status;
+        int culprit = 0, status = sync_aborted(m->group);
+        if (status == STATUS_OK && (status = peer_gone(op, &culprit)) != STATUS_OK) {
+            if (drive(op)) return op->status; /* it did its part before it went */
+            status = sync_fail(m->group, status, culprit);
+        }
+        if (status) return give_up(op, status, true);
+        if (slices % 16 == 0) signalled = true; /* one may have come just before we slept */
+        if (signalled && symcomm_interrupted && symcomm_interrupted()) return give_up(op, STATUS_INTERRUPTED, true);
+        report_deadlock(op, &since);
+    }
+}
+
+static int sleep_until_done(struct op *op, int64_t deadline, bool withdraw_it) {
+    _Atomic int32_t *awaits = &op->p2p->group->control[op->p2p->group->rank]->p2p_awaits;
+    int32_t mine = 2 * (op->peer + 2) + op->is_send, seen = mine;
+    atomic_store_explicit(awaits, mine, memory_order_release);
+    int status = sleep_in_slices(op, deadline, withdraw_it);
+    /* Unless another thread has come since. Whoever ended the group still wants to say what this rank waited for. */
+    if (status == STATUS_OK || sync_aborted(op->p2p->group) == STATUS_OK)
+        atomic_compare_exchange_strong(awaits, &seen, 0);
+    return status;
+}
+
+/* Whether something has come for a receive that waits for one peer; others have to be driven to know. */
+static bool may_move(const struct op *op) {
+    int peer = op->peer;
+    if (op->is_send || peer == ANY_SOURCE) return true;
+    const struct channel *c = op->p2p->in[peer].channel;
+    return atomic_load_explicit(&c->filled, memory_order_relaxed) !=
+           atomic_load_explicit(&c->emptied, memory_order_relaxed);
+}
+
+static int wait_for(struct op *op, int64_t timeout, bool withdraw_it) {
+    struct group *g = op->p2p->group;
+    if (drive(op)) return op->status;
+    if (timeout < 0) return STATUS_TIMEOUT;
+    /* Driving takes as long as some spins, and other messages need it only now and then. */
+    for (int i = 0, spins = spins_now(g); i < spins; i++) {
+        if ((i % SPINS_A_DRIVE == 0 || may_move(op)) && drive(op)) return op->status;
+        cpu_relax();
+    }
+    int64_t deadline = timeout ? symcomm_now_ns() + timeout : INT64_MAX;
+    if (symcomm_before_waiting) symcomm_before_waiting();
+    struct backoff b;
+    bool done;
+    backoff_begin(&b, g, deadline);
+    while (!(done = drive(op)) && !sync_aborted(g) && backoff_step(&b, op->peer, false)) {}
+    int status = done ? op->status : sleep_until_done(op, deadline, withdraw_it);
+    backoff_end(&b, !done);
+    return status;
+}
+
+static bool is_done(struct op *op) {
+    pthread_mutex_lock(&op->p2p->lock);
+    bool done = op->state == OP_DONE;
+    pthread_mutex_unlock(&op->p2p->lock);
+    return done;
+}
+
+int p2p_wait(struct op *op, int64_t timeout, bool withdraw_it) {
+    struct visit visit;
+    if (!visit_begin(&visit, op->p2p->group)) return is_done(op) ? op->status : STATUS_LEFT;
+    int status = wait_for(op, timeout, withdraw_it);
+    visit_end(&visit);
+    return status;
+}
+
+bool p2p_is_short(const struct group *g, uint64_t nbytes) {
+    return nbytes <= SHORT_BYTES && atomic_load_explicit(&g->p2p->background, memory_order_relaxed) == 0;
+}
+
+/* Whether something may have to be moved that nobody waits for; also the rest of a message that is only discarded. */
+static bool is_needed(const struct p2p *m) {
+    for (int r = 0; r < m->group->world; r++)
+        if (m->in[r].reading) return true;
+    return m->background > 0;
+}
+
+static void sleep_until_needed(struct p2p *m) {
+    pthread_mutex_lock(&m->lock);
+    while (!is_needed(m) && !atomic_load(&m->closing)) pthread_cond_wait(&m->needed, &m->lock);
+    pthread_mutex_unlock(&m->lock);
+}
+
+/* Drives operations that nobody waits for. Some time after the last of them it hears no bells any more: each would cost
+ * whoever sends a blocking message a call of the kernel, and wake this thread for nothing. */
+static void *background(void *argument) {
+    struct p2p *m = argument;
+    struct control *me = m->group->control[m->group->rank];
+    int64_t last = symcomm_now_ns(); /* when there was something to drive */
+    while (!atomic_load(&m->closing)) {
+        uint32_t seen = atomic_load_explicit(&me->p2p_doorbell, memory_order_acquire);
+        atomic_fetch_add(&me->p2p_sleepers, 1);
+        atomic_thread_fence(memory_order_seq_cst);
+        pthread_mutex_lock(&m->lock);
+        while (p2p_progress(m, false)) {}
+        bool needed = is_needed(m);
+        pthread_mutex_unlock(&m->lock);
+        int64_t now = symcomm_now_ns();
+        if (needed) last = now;
+        bool long_idle = now - last >= SLICE_NS;
+        if (!long_idle) futex_wait(&me->p2p_doorbell, seen, SLICE_NS);
+        atomic_fetch_sub(&me->p2p_sleepers, 1);
+        if (long_idle) sleep_until_needed(m), last = symcomm_now_ns();
+    }
+    return NULL;
+}
+
+static bool start_background(struct p2p *m) {
+    m->thread_runs = thread_start(&m->thread, "symcomm-p2p", THREAD_STACK, background, m) == 0;
+    return m->thread_runs;
+}
+
+/* --- life cycle ------------------------------------------------------------------------------------------------- */
+
+int p2p_open(struct group *g, char *const *channels) {
+    struct p2p *m = calloc(1, sizeof *m);
+    size_t n = (size_t)g->world;
+    if (m) m->in = calloc(n, sizeof *m->in), m->out = calloc(n, sizeof *m->out);
+    if (!m || !m->in || !m->out) {
+        if (m) free(m->in), free(m->out);
+        free(m);
+        return -1;
+    }
+    m->group = g;
+    pthread_mutex_init(&m->lock, NULL);
+    pthread_cond_init(&m->needed, NULL);
+    for (int r = 0; r < g->world; r++) {
+        m->out[r].channel = (struct channel *)channels[g->rank] + r;
+        m->in[r].channel = (struct channel *)channels[r] + g->rank;
+    }
+    g->p2p = m;
+    return 0;
+}
+
+void p2p_close(struct group *g) {
+    struct p2p *m = g->p2p;
+    if (m == NULL) return;
+    if (m->thread_runs) {
+        struct control *me = g->control[g->rank];
+        pthread_mutex_lock(&m->lock);
+        atomic_store(&m->closing, true);
+        pthread_cond_signal(&m->needed);
+        pthread_mutex_unlock(&m->lock);
+        atomic_fetch_add(&me->p2p_doorbell, 1);
+        futex_wake(&me->p2p_doorbell, INT32_MAX);
+        pthread_join(m->thread, NULL);
+        m->thread_runs = false;
+    }
+    pthread_mutex_lock(&m->lock);
+    for (int r = 0; r < g->world && !m->closed; r++) { /* whoever has them on their way may use its tensors again */
+        if (m->out[r].tickets) take_back(&m->out[r], m->out[r].tickets);
+        p2p_revoke_receive(m, r);
+    }
+    m->closed = true;
+    pthread_mutex_unlock(&m->lock);
+}
+
+void p2p_forked(struct group *g) {
+    if (g->p2p == NULL) return;
+    pthread_mutex_init(&g->p2p->lock, NULL);
+    pthread_cond_init(&g->p2p->needed, NULL);
+    g->p2p->closed = true, g->p2p->thread_runs = false;
+    g->p2p = NULL; /* operations that were on their way keep it */
+}
+
+/* False: the thread that would drive it cannot be started. done: nothing is left to be waited for. */
+static bool queue(struct p2p *m, struct op *op, bool *done) {
+    symcomm_lock(&m->lock);
+    if (op->background && !m->thread_runs && !start_background(m)) {
+        pthread_mutex_unlock(&m->lock);
+        return false;
+    }
+    p2p_record(m->group, op);
+    if (op->background) m->background++;
+    if (op->is_send) {
+        struct outgoing *o = &m->out[op->peer];
+        if (o->last) o->last->next = op;
+        else o->first = op;
+        o->last = op;
+    } else if (!p2p_match_unexpected(m, op)) {
+        struct op **at = &m->receives;
+        while (*at) at = &(*at)->next;
+        *at = op;
+    }
+    progress(m, op);
+    *done = op->state == OP_DONE;
+    if (op->background && !*done) pthread_cond_signal(&m->needed);
+    pthread_mutex_unlock(&m->lock);
+    return true;
+}
+
+/* An operation nobody has begun yet; NULL: no memory. */
+static struct op *make_op(struct group *g, const struct op *wanted) {
+    struct op *op = malloc(sizeof *op);
+    if (op == NULL) return NULL;
+    *op = *wanted;
+    op->p2p = g->p2p;
+    atomic_store(&op->references, 2); /* the caller's, and that of the queue it stands in */
+    return op;
+}
+
+static struct op *refuse(struct op *op, int status) {
+    atomic_store(&op->references, 1);
+    op->state = OP_DONE, op->status = status;
+    return op;
+}
+
+struct op *p2p_post(struct group *g, const struct op *wanted) {
+    struct visit visit;
+    struct op *op = make_op(g, wanted);
+    if (op == NULL) return NULL;
+    if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
+    bool done = false;
+    if (!queue(g->p2p, op, &done)) free(op), op = NULL, errno = EAGAIN;
+    visit_end(&visit);
+    return op;
+}
+
+struct op *p2p_exchange(struct group *g, const struct op *wanted, int64_t timeout, int *status) {
+    struct visit visit;
+    struct op *op = make_op(g, wanted);
+    *status = STATUS_LEFT;
+    if (op == NULL) return NULL;
+    if (!visit_begin(&visit, g)) return refuse(op, STATUS_LEFT);
+    bool done = false;
+    queue(g->p2p, op, &done);
+    *status = done ? op->status : wait_for(op, timeout, true);
+    visit_end(&visit);
+    return op;
+}
+
+void p2p_release(struct op *op) {
+    if (atomic_fetch_sub_explicit(&op->references, 1, memory_order_acq_rel) == 1) free(op);
+}
+
+static void release_all(struct op *op) {
+    for (struct op *next; op; op = next) {
+        next = op->next;
+        p2p_release(op);
+    }
+}
+
+static void p2p_free(struct p2p *m) {
+    release_all(m->receives);
+    for (int r = 0; r < m->group->world; r++) {
+        release_all(m->out[r].first);
+        release_all(m->out[r].unacknowledged);
+        if (m->in[r].reading && m->in[r].into) p2p_release(m->in[r].into);
+        if (m->in[r].reading) p2p_free_unexpected(m->in[r].unexpected);
+        for (struct unexpected *p = m->in[r].unexpected_first, *next; p; p = next) {
+            next = p->next;
+            p2p_free_unexpected(p);
+        }
+    }
+    pthread_cond_destroy(&m->needed);
+    pthread_mutex_destroy(&m->lock);
+    free(m->in);
+    free(m->out);
+    free(m);
+}
+
+void p2p_drop(struct group *g) {
+    p2p_close(g);
+    if (g->p2p) p2p_free(g->p2p);
+    g->p2p = NULL;
+}

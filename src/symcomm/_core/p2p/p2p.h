@@ -1,0 +1,78 @@
+/* Tagged messages between two ranks of a group.
+ *
+ * Every ordered pair of ranks has a channel in the sender's arena: a ring of bytes that the sender fills and the
+ * receiver empties. A message is a header and its bytes, streamed as room allows; a symmetric tensor sends only the
+ * header, and the receiver copies straight from it, with the sender's help where it is large (see
+ * p2p/cooperative_copy.h). A posted operation is a small state machine; whoever waits drives all of them. */
+#ifndef SYMCOMM_P2P_H
+#define SYMCOMM_P2P_H
+
+#include "p2p/cooperative_copy.h"
+#include "sync/sync.h"
+
+#define RING_BYTES (256 * 1024)
+#define ANY_SOURCE (-1)
+
+struct channel {
+    _Alignas(64) _Atomic uint64_t filled; /* bytes the sender has put in, ever */
+    /* 1: its symmetric messages that were not copied yet are not to be trusted. */
+    _Atomic uint64_t withdrawn;
+    _Alignas(64) _Atomic uint64_t emptied; /* bytes the receiver has taken out, ever */
+    _Alignas(64) _Atomic uint64_t copied;  /* symmetric messages the receiver has copied, ever */
+    struct coop_copy coop;                 /* of the one that it is at */
+    _Alignas(64) char ring[RING_BYTES];
+};
+
+struct header {
+    uint64_t nbytes;
+    int64_t tag;
+    int64_t offset; /* in the sender's arena, or -1: the bytes follow in the ring */
+    int64_t dtype;
+};
+
+enum op_state { OP_POSTED, OP_MOVING, OP_UNACKNOWLEDGED, OP_DONE };
+
+struct op {
+    struct p2p *p2p;
+    bool is_send;
+    _Atomic int peer; /* or ANY_SOURCE until matched */
+    int64_t tag, dtype;
+    char *buffer;
+    uint64_t nbytes, moved;
+    uint64_t ticket; /* symmetric send: done when this many were copied */
+    enum op_state state;
+    int status; /* STATUS_OK, or STATUS_SIZE with `got` and `got_dtype` */
+    uint64_t got;
+    int64_t got_dtype;
+    struct op *next;
+    _Atomic int references;
+    bool background; /* nobody may be waiting: the background thread drives it */
+    bool slow_path;  /* Python looked at the tensor */
+    uint32_t site;   /* of the call, for the flight recorder */
+    struct flight_entry *record;
+    uint64_t record_number;
+};
+
+/* Called once in a wait of a Python thread when op and whom it waits for seem to wait for each other. NULL: nobody
+ * listens. */
+extern void (*p2p_deadlock_hook)(const struct op *op);
+
+/* channels: per rank, where its outgoing channels start (world of them). 0, or -1: out of memory. */
+int p2p_open(struct group *g, char *const *channels);
+/* Ends the thread that drives unattended operations, and takes back what nobody has received. */
+void p2p_close(struct group *g);
+void p2p_drop(struct group *g);
+/* In a forked child: touch the channels no more. */
+void p2p_forked(struct group *g);
+/* NULL with errno set: no memory, or no thread to drive it (EAGAIN). */
+struct op *p2p_post(struct group *g, const struct op *wanted);
+/* Post and wait in one, of an operation that is not left to the background. NULL: no memory. */
+struct op *p2p_exchange(struct group *g, const struct op *wanted, int64_t timeout, int *status);
+/* Makes progress until op is done. timeout ns, 0: none; negative: only look. STATUS_TIMEOUT withdraws the op. */
+int p2p_wait(struct op *op, int64_t timeout, bool withdraw);
+/* Whether a message of so many bytes is over in microseconds once the peer takes part, with no others on their way. */
+bool p2p_is_short(const struct group *g, uint64_t nbytes);
+/* Whoever held on to op has no further use for it. */
+void p2p_release(struct op *op);
+
+#endif

@@ -1,0 +1,149 @@
+/* Messages as Python sees them; the classes are in symcomm/group/p2p.py. */
+#include <errno.h>
+#include <stddef.h>
+
+#include "group/group.h"
+#include "module/arguments.h"
+#include "module/gil.h"
+#include "module/module.h"
+#include "p2p/engine.h"
+#include "reduce/types.h"
+#include "sync/sync.h"
+#include "torch/tensor.h"
+
+static const char OP[] = "symcomm.op";
+
+static void drop_op(PyObject *capsule) {
+    PyObject *group = PyCapsule_GetContext(capsule);
+    p2p_release(PyCapsule_GetPointer(capsule, OP));
+    Py_DECREF(group);
+}
+
+/* p2p_post(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op */
+static PyObject *py_post(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    int is_send, peer, background;
+    long long tag, dtype, nbytes;
+    unsigned long long address;
+    unsigned site;
+    if (!PyArg_ParseTuple(args, "OpiLLKLpI", &capsule, &is_send, &peer, &tag, &dtype, &address, &nbytes, &background,
+                          &site))
+        return NULL;
+    struct group *g = to_group(capsule);
+    if (g == NULL) return NULL;
+    if (g->p2p == NULL || peer >= g->world || peer < (is_send ? 0 : ANY_SOURCE) || nbytes < 0)
+        return PyErr_Format(PyExc_ValueError, "no rank %d to exchange %lld bytes with", peer, nbytes);
+    struct op wanted = {.is_send = is_send,
+                        .peer = peer,
+                        .tag = tag,
+                        .dtype = dtype,
+                        .background = background,
+                        .slow_path = true,
+                        .site = site};
+    wanted.buffer = (char *)(uintptr_t)address, wanted.nbytes = (uint64_t)nbytes;
+    struct op *op;
+    count_call(&g->messages, true, background);
+    Py_BEGIN_ALLOW_THREADS;
+    op = p2p_post(g, &wanted);
+    Py_END_ALLOW_THREADS;
+    if (op == NULL) return errno == EAGAIN ? PyErr_SetFromErrno(PyExc_OSError) : PyErr_NoMemory();
+    PyObject *result = PyCapsule_New(op, OP, drop_op);
+    if (result) PyCapsule_SetContext(result, Py_NewRef(capsule));
+    return result;
+}
+
+static PyObject *outcome(struct op *op, int status) {
+    bool came = status == STATUS_OK || status == STATUS_SIZE; /* otherwise it may still be moving */
+    unsigned long long got = came ? op->got : 0;
+    return Py_BuildValue("iiKL", status, (int)op->peer, got, (long long)(came ? op->got_dtype : 0));
+}
+
+/* p2p_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype); timeout < 0 only looks. */
+static PyObject *py_wait(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule;
+    long long timeout;
+    int withdraw_it, status;
+    if (!PyArg_ParseTuple(args, "OLp", &capsule, &timeout, &withdraw_it)) return NULL;
+    struct op *op = PyCapsule_GetPointer(capsule, OP);
+    if (op == NULL) return NULL;
+    WITHOUT_GIL(status = p2p_wait(op, timeout, withdraw_it));
+    if (PyErr_Occurred()) return NULL;
+    return outcome(op, status);
+}
+
+/* p2p_exchange(group, is_send, peer, tag, tensor, timeout_ns): a blocking send or receive of a tensor the core can
+ * view. The peer's rank when all went well, an outcome like p2p_wait's when not, None when Python has to look. */
+static PyObject *py_exchange(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    (void)self;
+    struct group *g = n_args == 6 ? to_group(args[0]) : NULL;
+    if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "p2p_exchange takes 6 arguments");
+    struct tensor_view view;
+    if (g->p2p == NULL || !PyLong_Check(args[2]) || !PyLong_Check(args[3]) || !tensor_view(args[4], &view))
+        Py_RETURN_NONE;
+    struct op wanted = {.is_send = args[1] == Py_True, .tag = PyLong_AsLongLong(args[3]), .dtype = view.dtype};
+    long peer = PyLong_AsLong(args[2]);
+    int64_t timeout = PyLong_AsLongLong(args[5]);
+    if (PyErr_Occurred() || peer >= g->world || peer < (wanted.is_send ? 0 : ANY_SOURCE)) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    wanted.peer = (int)peer;
+    wanted.buffer = view.address;
+    wanted.nbytes = (uint64_t)view.count * symcomm_itemsize[view.dtype];
+    struct op *op;
+    int status;
+    count_call(&g->messages, false, false);
+    WITHOUT_GIL_UNLESS(g->own_process && p2p_is_short(g, wanted.nbytes),
+                       op = p2p_exchange(g, &wanted, timeout, &status));
+    if (op == NULL) return PyErr_NoMemory();
+    PyObject *result = NULL;
+    if (!PyErr_Occurred()) result = status == STATUS_OK ? PyLong_FromLong(op->peer) : outcome(op, status);
+    p2p_release(op);
+    return result;
+}
+
+static PyObject *deadlock_callable; /* a callable: says that two ranks seem to wait for each other */
+
+static void call_deadlock_hook(const struct op *op) {
+    if (deadlock_callable == NULL || gil_released == NULL) return;
+    PyEval_RestoreThread(gil_released);
+    PyObject *group = op->p2p->group->capsule;
+    PyObject *told =
+        PyObject_CallFunction(deadlock_callable, "OiiL", group, (int)op->is_send, (int)op->peer, (long long)op->tag);
+    Py_XDECREF(told); /* what it raised is for our caller, who asks for it as for a signal handler's */
+    symcomm_interrupted = gil_check_signals;
+    gil_released = PyEval_SaveThread();
+}
+
+static PyObject *use_deadlock_callback(PyObject *self, PyObject *callable) {
+    (void)self;
+    PyObject *before = deadlock_callable;
+    deadlock_callable = Py_NewRef(callable);
+    Py_XDECREF(before);
+    p2p_deadlock_hook = call_deadlock_hook;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"use_deadlock_callback", use_deadlock_callback, METH_O,
+     "use_deadlock_callback(callable): told (group, is_send, peer, tag) when two ranks seem to wait for each other."},
+    {"p2p_exchange", (PyCFunction)(void (*)(void))py_exchange, METH_FASTCALL,
+     "p2p_exchange(group, is_send, peer, tag, tensor, timeout_ns) -> peer, outcome or None"},
+    {"p2p_post", py_post, METH_VARARGS,
+     "p2p_post(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op"},
+    {"p2p_wait", py_wait, METH_VARARGS,
+     "p2p_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static const struct constant constants[] = {
+    {"CHANNEL_BYTES", sizeof(struct channel)},
+    {"CHANNEL_HEAD_BYTES", offsetof(struct channel, ring)},
+    {NULL, 0},
+};
+
+int symcomm_add_p2p(PyObject *module) {
+    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
+}

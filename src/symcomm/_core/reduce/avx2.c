@@ -1,0 +1,32 @@
+/* Kernels for x86-64 CPUs with AVX2 and F16C: Haswell, Zen and later. No FMA: nothing may be fused. */
+#include "reduce/target.h"
+
+#include "reduce/kernels.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+
+static int supported(void) {
+    unsigned eax, ebx, ecx, edx; /* GCC 10 and older cannot be asked for F16C by name */
+    return __builtin_cpu_supports("avx2") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+
+#define SYMCOMM_SET_AVX2 1
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#endif
+
+#include "reduce/kernel_set.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+const struct reduce_type *symcomm_kernels_avx2(void) { return supported() ? all_types : NULL; }
+#endif

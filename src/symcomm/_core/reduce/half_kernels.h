@@ -1,0 +1,98 @@
+/* Kernels of 16-bit floats, for which CPUs have instructions of their own more often than for others. */
+#ifndef SYMCOMM_HALVES_KERNELS_H
+#define SYMCOMM_HALVES_KERNELS_H
+
+#include "reduce/float_formats.h"
+#include "reduce/vectors.h"
+
+/* clang-format is off where it would take products of macro arguments for pointers, or spread out tables. */
+
+/* All operations on a type of floats. FORMAT rounds results, EXACT takes results that are elements of the sources;
+ * k, of type K, is the number of sources to `avg`, its inverse to `mean` and the factor to `premul_sum`. */
+/* clang-format off */
+#define FLOAT_KERNELS(T, FORMAT, EXACT, K, FEW)  \
+    ROUNDING_KERNELS(T, FORMAT, K, FEW)          \
+    ORDER_KERNELS(T, EXACT, FEW)
+#define ROUNDING_KERNELS(T, FORMAT, K, FEW)                            \
+    VECTOR_KERNEL(T##_sum, FORMAT, int, integer, FEW, x, a + b, a)     \
+    VECTOR_KERNEL(T##_mean, FORMAT, K, real, FEW, x, a + b, a * k)     \
+    VECTOR_KERNEL(T##_avg, FORMAT, K, real, FEW, x, a + b, a / k)      \
+    VECTOR_KERNEL(T##_product, FORMAT, int, integer, FEW, x, a * b, a) \
+    VECTOR_KERNEL(T##_premul_sum, FORMAT, K, real, FEW, x * k, a + b, a)
+#define ORDER_KERNELS(T, EXACT, FEW)                                                        \
+    VECTOR_KERNEL(T##_min, EXACT, int, integer, FEW, x, LESSER(a, b), a)  \
+    VECTOR_KERNEL(T##_max, EXACT, int, integer, FEW, x, GREATER(a, b), a)
+
+#define FLOAT_OPS(T)                                                                             \
+    {[RED_SUM] = {T##_sum, 1}, [RED_AVG] = {T##_avg, 1}, [RED_PRODUCT] = {T##_product, 1},       \
+     [RED_MIN] = {T##_min, 1}, [RED_MAX] = {T##_max, 1}, [RED_PREMUL_SUM] = {T##_premul_sum, 1}, \
+     [RED_MEAN] = {T##_mean, 1}}
+
+FLOAT_KERNELS(bfloat16, bfloat16, bfloat16_exact, float, FEW_PADDED)
+ROUNDING_KERNELS(float16, float16, float, FEW_PADDED)
+
+#define BFLOAT16_TYPE {"bfloat16", 2, 1, FLOAT_OPS(bfloat16)}
+/* clang-format on */
+
+#if !defined(SYMCOMM_SET_FP16)
+ORDER_KERNELS(float16, float16, FEW_PADDED)
+#define FLOAT16_TYPE {"float16", 2, 1, FLOAT_OPS(float16)}
+#else
+
+/* --- arithmetic on float16 itself, where the CPU has it ------------------------------------------------------ */
+
+/* One operation on two float16 has the same bits in float16 as in float32 rounded to float16: a result that is rounded
+ * twice is as good as rounded once when the first has at least twice the bits and two more (24 = 2 * 11 + 2). Three
+ * sources take two operations, and those are rounded but once, so they stay in float32. */
+typedef float16x8_t native_vector;
+typedef struct {
+    float16x8_t v0, v1, v2, v3;
+} native_quad;
+enum { native_size = 2, native_unit = 4 * VECTOR_BYTES };
+PLAIN_FORMAT(native)
+
+SYMCOMM_INLINE native_vector pick_native(halves mask, native_vector yes, native_vector no) {
+    return (native_vector)pick_ints((ints)mask, (ints)yes, (ints)no);
+}
+
+/* b where it comes first or is no number, else a. */
+SYMCOMM_INLINE native_vector native_order(uint16x8_t b_first, native_vector a, native_vector b) {
+    return pick_native((halves)vornq_u16(b_first, vceqq_f16(b, b)), b, a);
+}
+
+/* Halving a sum is exact: one that becomes subnormal was not rounded. A sum that overflows is taken of halves, which
+ * are exact, since both terms are large. */
+SYMCOMM_INLINE native_vector native_mean_of(native_vector a, native_vector b) {
+    const native_vector half = (native_vector)(halves){0x3800, 0x3800, 0x3800, 0x3800, 0x3800, 0x3800, 0x3800, 0x3800};
+    native_vector sum = a + b;
+    halves overflown = (halves)(((halves)sum & 0x7fff) >= 0x7c00);
+    return pick_native(overflown, a * half + b * half, sum * half);
+}
+
+/* clang-format off */
+VECTOR_KERNEL(native_sum, native, int, integer, FEW_PADDED, x, a + b, a)
+VECTOR_KERNEL(native_product, native, int, integer, FEW_PADDED, x, a * b, a)
+VECTOR_KERNEL(native_mean, native, int, integer, FEW_PADDED, x, native_mean_of(a, b), a)
+VECTOR_KERNEL(native_min, native, int, integer, FEW_PADDED, x, native_order(vcltq_f16(b, a), a, b), a)
+VECTOR_KERNEL(native_max, native, int, integer, FEW_PADDED, x, native_order(vcgtq_f16(b, a), a, b), a)
+/* clang-format on */
+
+#define TWO_NATIVE(OP)                                                                       \
+    static void float16_two_##OP(void *dst, const void *const *sources, int n, size_t count, \
+                                 struct reduce_scalar scalar) {                              \
+        (n == 2 ? native_##OP : float16_##OP)(dst, sources, n, count, scalar);               \
+    }
+TWO_NATIVE(sum)
+TWO_NATIVE(product)
+TWO_NATIVE(mean)
+
+/* clang-format off */
+#define FLOAT16_TYPE                                                                                         \
+    {"float16", 2, 1,                                                                                        \
+     {[RED_SUM] = {float16_two_sum, 1}, [RED_AVG] = {float16_avg, 1}, [RED_PRODUCT] = {float16_two_product, 1}, \
+      [RED_MIN] = {native_min, 1}, [RED_MAX] = {native_max, 1}, [RED_PREMUL_SUM] = {float16_premul_sum, 1},  \
+      [RED_MEAN] = {float16_two_mean, 1}}}
+/* clang-format on */
+#endif
+
+#endif

@@ -1,0 +1,42 @@
+/* Sets of reduction kernels: one function per element type and operation, for one instruction set. */
+#ifndef SYMCOMM_REDUCE_KERNELS_H
+#define SYMCOMM_REDUCE_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "reduce/types.h"
+
+/* The one number a kernel may need, as a real and as an integer; see the kernels for what it means to each. */
+struct reduce_scalar {
+    double real;
+    uint64_t integer;
+};
+
+typedef void reduce_kernel(void *dst, const void *const *sources, int n_sources, size_t count,
+                           struct reduce_scalar scalar);
+
+struct reduce_entry {
+    reduce_kernel *run; /* NULL: not defined for this type */
+    size_t parts;       /* how many of the kernel's elements make one of the type: a complex number is two floats */
+};
+
+/* AVG of floats over a power of two: multiplying by 1/n is then as exact as dividing, and far faster. */
+enum { RED_MEAN = RED_COUNT, RED_KERNELS };
+
+struct reduce_type {
+    const char *name; /* NULL: this set has nothing better than the one before it */
+    size_t itemsize;
+    int floating; /* real or complex floats, of any width */
+    struct reduce_entry ops[RED_KERNELS];
+};
+
+/* One table of DT_COUNT types per instruction set; NULL where this CPU cannot run it. */
+enum { REDUCE_SETS = 3 }; /* at most, on any architecture */
+const struct reduce_type *symcomm_kernels_baseline(void);
+const struct reduce_type *symcomm_kernels_avx2(void);
+const struct reduce_type *symcomm_kernels_avx512(void);
+const struct reduce_type *symcomm_kernels_fp16(void);
+const struct reduce_type *symcomm_kernels_bf16(void);
+
+#endif

@@ -1,0 +1,22 @@
+/* One pass over N sources, in the order given; the result goes to one destination.
+ *
+ * Pointers need no alignment. dst may be exactly one of the sources (same address), and may not overlap them
+ * otherwise. dtype and op are numbers of reduce/types.h; reduce/kernel_set.h says what each pair computes. */
+#ifndef SYMCOMM_REDUCE_H
+#define SYMCOMM_REDUCE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define SYMCOMM_MAX_SOURCES 1024
+
+/* dst[i] = sources[0][i] op sources[1][i] op ... for count elements; `factor` is PREMUL_SUM's, else ignored.
+ * Returns 0, or -1 when that pair is not defined (bitwise operations on floats, order of complex numbers)
+ * or n_sources is not from 1 to SYMCOMM_MAX_SOURCES. */
+int symcomm_reduce(int dtype, int op, void *dst, const void *const *sources, int n_sources, size_t count,
+                   double factor);
+
+/* 1 when symcomm_reduce would accept the pair. */
+int symcomm_reduce_defined(int dtype, int op);
+
+#endif

@@ -1,0 +1,20 @@
+/* Whether every rank of this host can have a core of its own, as far as this process can see. */
+#ifndef SYMCOMM_CORES_H
+#define SYMCOMM_CORES_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "memory/life.h"
+
+/* Tells the others on which cores the calling thread may run, and what its control groups grant. */
+void cores_publish(struct life *me);
+
+/* Whether there are as many usable cores as living ranks on this host, for `me` and for all, by what each said last;
+ * the caller says it anew first. own_thread: it is the rank's, whose cores count; not one that works for it. */
+bool cores_suffice(struct life *me, bool own_thread);
+
+/* Memory is about to be unmapped: the ranks whose lives lie there are not counted any more. */
+void cores_forget(const char *at, int64_t nbytes);
+
+#endif

@@ -1,0 +1,17 @@
+/* What torch's functions ask of a collective besides its tensors, read without a detour through Python. */
+#ifndef SYMCOMM_OPTIONS_H
+#define SYMCOMM_OPTIONS_H
+
+#include "module/module.h"
+
+enum options {
+    OPTIONS_FAST = 0,     /* nothing but the core needs to know of the call */
+    OPTIONS_SLOW = -1,    /* it has a time-out of its own, an operation with a factor, or the profiler looks on */
+    OPTIONS_UNKNOWN = -2, /* Python has to read them */
+    OPTIONS_ASYNC = -3,   /* the caller does not wait, otherwise as OPTIONS_FAST */
+};
+
+/* `detail` becomes what the dispatch cache knows the call by besides its tensors: root, operation, both or 0. */
+int options_read(int64_t call, PyObject *options, int64_t *detail);
+
+#endif

@@ -1,0 +1,202 @@
+/* Tensors as the DLPack exchange interface shows them: a function that torch gives away for this purpose. */
+#include "torch/tensor.h"
+
+#include "reduce/types.h"
+
+/* The parts of DLPack 1.x that we read. The layout is fixed by that standard. */
+struct dl_tensor {
+    void *data;
+    int32_t device_type, device_id;
+    int32_t ndim;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+};
+
+struct dl_exchange {
+    uint32_t major, minor;
+    void *previous;
+    void *allocate, *to_managed, *from_managed;
+    int (*view)(void *object, struct dl_tensor *out);
+    void *stream;
+};
+
+enum { DL_CPU = 1 };
+enum {
+    DL_INT,
+    DL_UINT,
+    DL_FLOAT,
+    DL_BFLOAT = 4,
+    DL_COMPLEX,
+    DL_BOOL,
+    DL_E4M3FN = 10,
+    DL_E4M3FNUZ,
+    DL_E5M2,
+    DL_E5M2FNUZ
+};
+
+#define MAX_TYPES 4
+static PyTypeObject *known[MAX_TYPES];
+static int (*exchange_view)(void *object, struct dl_tensor *out);
+
+/* DLPack does not say that a tensor stands for the negative or the conjugate of its memory, or for zeros that nobody
+ * has written, nor that its storage was given away. torch's C++ object does: the first three in its set of dispatch
+ * keys, the last by where in its storage the tensor begins. Where these two words lie was found by
+ * symcomm/group/torch_layout.py. */
+#define MAX_PLAIN 4
+static struct {
+    Py_ssize_t object_at;         /* of the pointer to the C++ object in the Python object; 0: not known */
+    Py_ssize_t keys_at, start_at; /* in the C++ object */
+    uint64_t plain[MAX_PLAIN];    /* keys of tensors that are what their memory holds; 0: no more of them */
+} layout;
+static PyObject *is_neg, *storage_offset; /* methods of the first type, asked where the layout is not known */
+
+static int dtype_of(const struct dl_tensor *t) {
+    if (t->lanes != 1) return -1;
+    if (t->code == DL_COMPLEX) return t->bits == 64 ? DT_COMPLEX64 : t->bits == 128 ? DT_COMPLEX128 : -1;
+    int size = t->bits == 8 ? 0 : t->bits == 16 ? 1 : t->bits == 32 ? 2 : t->bits == 64 ? 3 : -1;
+    if (size < 0) return -1;
+    static const int ints[] = {DT_INT8, DT_INT16, DT_INT32, DT_INT64};
+    static const int uints[] = {DT_UINT8, DT_UINT16, DT_UINT32, DT_UINT64};
+    static const int floats[] = {-1, DT_FLOAT16, DT_FLOAT32, DT_FLOAT64};
+    switch (t->code) {
+    case DL_INT: return ints[size];
+    case DL_UINT: return uints[size];
+    case DL_FLOAT: return floats[size];
+    case DL_BFLOAT: return size == 1 ? DT_BFLOAT16 : -1;
+    case DL_BOOL: return size == 0 ? DT_BOOL : -1;
+    case DL_E4M3FN: return DT_FLOAT8_E4M3FN;
+    case DL_E4M3FNUZ: return DT_FLOAT8_E4M3FNUZ;
+    case DL_E5M2: return DT_FLOAT8_E5M2;
+    case DL_E5M2FNUZ: return DT_FLOAT8_E5M2FNUZ;
+    default: return -1;
+    }
+}
+
+/* Elements of a contiguous tensor, or -1. */
+static int64_t contiguous_count(const struct dl_tensor *t) {
+    int64_t count = 1;
+    bool dense = true;
+    for (int32_t d = t->ndim - 1; d >= 0; d--) {
+        if (t->shape[d] != 1 && t->strides[d] != count) dense = false;
+        count *= t->shape[d];
+    }
+    return dense || count == 0 ? count : -1;
+}
+
+static const char *cpp_object(PyObject *tensor) { return *(const char **)(void *)((char *)tensor + layout.object_at); }
+
+static bool has_plain_keys(PyObject *tensor) {
+    uint64_t keys;
+    memcpy(&keys, cpp_object(tensor) + layout.keys_at, sizeof keys);
+    for (int i = 0; i < MAX_PLAIN && layout.plain[i]; i++)
+        if (layout.plain[i] == keys) return true;
+    return false;
+}
+
+static bool says_false(PyObject *method, PyObject *tensor) {
+    PyObject *answer = PyObject_CallFunctionObjArgs(method, tensor, NULL);
+    Py_XDECREF(answer);
+    PyErr_Clear();
+    return answer == Py_False;
+}
+
+/* Where in its storage a tensor begins, in elements; -1: it does not tell. */
+static int64_t start_of(PyObject *tensor) {
+    int64_t start = -1;
+    if (layout.object_at) {
+        memcpy(&start, cpp_object(tensor) + layout.start_at, sizeof start);
+        return start;
+    }
+    PyObject *answer = PyObject_CallFunctionObjArgs(storage_offset, tensor, NULL);
+    if (answer) start = PyLong_AsLongLong(answer);
+    Py_XDECREF(answer);
+    PyErr_Clear();
+    return start;
+}
+
+/* A storage without memory begins at 0, and the tensors in it behind that. */
+static bool has_memory(PyObject *tensor, const struct tensor_view *view) {
+    if (view->count == 0) return true;
+    int64_t start = start_of(tensor);
+    return start >= 0 && (uintptr_t)view->address != (uintptr_t)start * symcomm_itemsize[view->dtype];
+}
+
+int tensor_view(PyObject *tensor, struct tensor_view *view) {
+    PyTypeObject *type = Py_TYPE(tensor);
+    if (exchange_view == NULL || (type != known[0] && type != known[1] && type != known[2] && type != known[3]))
+        return 0;
+    if (layout.object_at && !has_plain_keys(tensor)) return 0;
+    struct dl_tensor t;
+    if (exchange_view(tensor, &t)) {
+        PyErr_Clear();
+        return 0;
+    }
+    view->dtype = dtype_of(&t);
+    view->count = contiguous_count(&t);
+    if (t.device_type != DL_CPU || view->dtype < 0 || view->count < 0) return 0;
+    if (!layout.object_at && (t.code == DL_COMPLEX || !says_false(is_neg, tensor))) return 0;
+    view->address = (char *)t.data + t.byte_offset;
+    return has_memory(tensor, view);
+}
+
+static int use_method(PyObject *types, const char *name, PyObject **method) {
+    PyObject *found = PyObject_GetAttrString(PyTuple_GetItem(types, 0), name), *before = *method;
+    if (found == NULL) return -1;
+    *method = found;
+    Py_XDECREF(before);
+    return 0;
+}
+
+static int use_layout(PyObject *found) {
+    layout.object_at = 0;
+    if (found == Py_None) return 0;
+    Py_ssize_t object_at, keys_at, start_at;
+    PyObject *plain;
+    if (!PyArg_ParseTuple(found, "nnnO!", &object_at, &keys_at, &start_at, &PyTuple_Type, &plain)) return -1;
+    for (Py_ssize_t i = 0; i < MAX_PLAIN; i++)
+        layout.plain[i] = i < PyTuple_Size(plain) ? PyLong_AsUnsignedLongLong(PyTuple_GetItem(plain, i)) : 0;
+    if (PyErr_Occurred()) return -1;
+    layout.keys_at = keys_at, layout.start_at = start_at, layout.object_at = object_at;
+    return 0;
+}
+
+/* use_tensors((type, ...), exchange capsule, layout or None): from now on, objects of exactly these types are viewed
+ * through it. */
+static PyObject *use_tensors(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *types, *capsule, *found;
+    if (!PyArg_ParseTuple(args, "O!OO", &PyTuple_Type, &types, &capsule, &found)) return NULL;
+    struct dl_exchange *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (api == NULL) return NULL;
+    if (api->major != 1 || api->view == NULL) Py_RETURN_FALSE;
+    Py_ssize_t n = PyTuple_Size(types);
+    if (n < 1 || n > MAX_TYPES) return PyErr_Format(PyExc_ValueError, "1 to %d types", MAX_TYPES);
+    if (use_method(types, "is_neg", &is_neg) < 0 || use_method(types, "storage_offset", &storage_offset) < 0)
+        return NULL;
+    if (use_layout(found) < 0) return NULL;
+    for (Py_ssize_t i = 0; i < MAX_TYPES; i++) { /* which live as long as the process */
+        known[i] = i < n ? (PyTypeObject *)Py_NewRef(PyTuple_GetItem(types, i)) : NULL;
+    }
+    exchange_view = api->view;
+    Py_RETURN_TRUE;
+}
+
+/* view_tensor(tensor) -> (address, count, dtype), or None */
+static PyObject *view_tensor(PyObject *self, PyObject *tensor) {
+    (void)self;
+    struct tensor_view v;
+    if (!tensor_view(tensor, &v)) Py_RETURN_NONE;
+    return Py_BuildValue("KLi", (unsigned long long)(uintptr_t)v.address, (long long)v.count, v.dtype);
+}
+
+static PyMethodDef methods[] = {
+    {"use_tensors", use_tensors, METH_VARARGS,
+     "use_tensors(types, exchange_api, layout) -> whether that version is understood"},
+    {"view_tensor", view_tensor, METH_O,
+     "view_tensor(tensor) -> (address, count, dtype), or None when Python must look"},
+    {NULL, NULL, 0, NULL},
+};
+
+int symcomm_add_tensor(PyObject *module) { return PyModule_AddFunctions(module, methods); }

@@ -1,0 +1,153 @@
+"""``symcomm bench compile``: what collectives cost in graphs that ``torch.compile`` has made.
+
+Four sides run the same graphs: without the collectives (the floor), on Gloo, on the symcomm backend with torch's own
+lowering (every collective is an eager call and a wait), and with ours. What a step takes above the floor is its
+communication.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from symcomm import errors
+from symcomm.bench import table as bench_table
+from symcomm.bench.compile_worker import GRAPHS
+from symcomm.bench.pictures import Bars, Panel
+from symcomm.bench.run import open_sides
+
+__all__ = ["SIDES", "Measurement", "Workload", "as_table", "note", "picture", "run_compile_bench", "to_json"]
+
+SIDES = {
+    "alone": "no communication",
+    "gloo": "gloo",
+    "eager": "symcomm, torch's lowering",
+    "symcomm": "symcomm, ours",
+}
+WORKER = "symcomm.bench.compile_worker"
+COMPILE_SECONDS = 300.0  # a first compilation, on a busy machine
+TOLERANCE = 1e-3  # rounding differs with the order of sums; a rank left out shows as 0.1 or more
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What to measure: ``rounds`` turns of every side, each of ``steps``."""
+
+    ranks: int = 2
+    rounds: int = 10
+    steps: int = 20
+    graphs: Sequence[str] = tuple(GRAPHS)
+    scale: int = 1  # divides the graphs' width: for tests
+
+    @property
+    def turns(self) -> int:
+        return len(self.graphs) * len(SIDES) * self.rounds
+
+
+@dataclass
+class Measurement:
+    """One graph on one side. ``turns`` are seconds of a step: the slowest rank's median, once for every turn."""
+
+    graph: str
+    side: str
+    nbytes: int
+    calls: int
+    error: float
+    turns: list[float] = field(default_factory=list)
+
+    def seconds(self, best: bool = False) -> float:
+        return min(self.turns) if best else statistics.median(self.turns)
+
+
+def run_compile_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
+    """Measure every graph on every side; ``tick`` is told after every turn."""
+    found: list[Measurement] = []
+    with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:
+        for graph in workload.graphs:
+            here = [_prepare(sides[name], name, graph, workload) for name in SIDES]
+            for number in range(workload.rounds):
+                for figures in here[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
+                    answers = sides[figures.side].ask(f"running {graph}", {"do": "time", "steps": workload.steps})
+                    figures.turns.append(max(statistics.median(answer["seconds"]) for answer in answers))
+                    tick(f"{graph}, {SIDES[figures.side]}")
+            found += here
+    return found
+
+
+def _prepare(side: Any, name: str, graph: str, workload: Workload) -> Measurement:
+    """Compile on one side; refuse to time what does not give the right values."""
+    what = f"compiling {graph}"
+    prepared = side.ask(what, {"do": "prepare", "graph": graph, "scale": workload.scale}, COMPILE_SECONDS)
+    error = 0.0
+    if name != "alone":
+        error = max(answer["apart"] for answer in side.ask(what, {"do": "check"}))
+        if not error <= TOLERANCE:  # not: NaN is refused too
+            raise errors.SymcommError(
+                f"symcomm bench: {graph} on {SIDES[name]} does not give what one process gives ({error:.2g} of its "
+                f"size apart, at most {TOLERANCE:g} is rounding); nothing was timed."
+            )
+    return Measurement(graph, name, prepared[0]["bytes"], prepared[0]["calls"], error)
+
+
+def communication(found: Sequence[Measurement], best: bool) -> dict[tuple[str, str], float]:
+    """(graph, side) -> seconds of a step above the floor: the median of what it was in each round."""
+    floors = {f.graph: f for f in found if f.side == "alone"}
+    above = {}
+    for figures in found:
+        floor = floors[figures.graph]
+        if figures is not floor:
+            differences = [turn - low for turn, low in zip(figures.turns, floor.turns, strict=True)]
+            fastest = figures.seconds(best) - floor.seconds(best)
+            above[figures.graph, figures.side] = fastest if best else statistics.median(differences)
+    return above
+
+
+def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
+    head = ["graph", "collectives", "KiB", "side", "us/step", "communication (us)", "gloo / this", "torch's / this"]
+    above = communication(found, best)
+    rows = []
+    for figures in found:
+        mine = above.get((figures.graph, figures.side))
+        row = [figures.graph, str(figures.calls), f"{figures.nbytes / 1024:.0f}", SIDES[figures.side]]
+        row.append(f"{figures.seconds(best) * 1e6:.0f}")
+        if mine is None:
+            row += ["-", "-", "-"]
+        else:
+            ratios = [above[figures.graph, other] / mine if mine > 0 else None for other in ("gloo", "eager")]
+            row += [f"{mine * 1e6:.0f}", *map(bench_table.times, ratios)]
+        rows.append(row)
+    return f"compiled graphs, {workload.ranks} ranks", head, rows
+
+
+def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
+    """What a step takes, and what of it is communication."""
+    steps: dict[str, dict[str, float]] = {}
+    above: dict[str, dict[str, float]] = {}
+    for f in found:
+        steps.setdefault(f.graph, {})[SIDES[f.side]] = f.seconds(best) * 1e6
+    for (graph, side), seconds in communication(found, best).items():
+        above.setdefault(graph, {})[SIDES[side]] = seconds * 1e6
+    return [Bars("a step", "microseconds", steps), Bars("of it communication", "microseconds", above)]
+
+
+def note(found: Sequence[Measurement]) -> str:
+    return f"results are at most {max(f.error for f in found):.1g} of their size from those of one process"
+
+
+def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
+    """Everything measured, in microseconds."""
+    above, fastest = communication(found, best=False), communication(found, best=True)
+    rows = []
+    for f in found:
+        row: dict[str, Any] = {
+            "graph": f.graph, "side": f.side, "bytes": f.nbytes, "collectives": f.calls, "error": f.error,
+            "step_us": f.seconds() * 1e6, "fastest_step_us": f.seconds(best=True) * 1e6,
+            "turns_us": [s * 1e6 for s in f.turns],
+        }  # fmt: skip
+        if f.side != "alone":
+            row["communication_us"] = above[f.graph, f.side] * 1e6
+            row["fastest_communication_us"] = fastest[f.graph, f.side] * 1e6
+        rows.append(row)
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}

@@ -1,0 +1,199 @@
+"""``symcomm bench ddp``: what data parallel training costs beyond each rank's own work.
+
+Four sides train the same model from the same parameters on the same batches: every rank alone (the floor), torch's
+DistributedDataParallel on Gloo, the same on the symcomm backend, and Symcomm's own. What a step takes above the floor
+is its communication. Every model has fresh processes, so that its memory is its own.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from symcomm import errors
+from symcomm.bench import table as bench_table
+from symcomm.bench.ddp_worker import MODELS
+from symcomm.bench.pictures import Bars, Panel
+from symcomm.bench.run import Side, open_sides
+
+__all__ = [
+    "SIDES",
+    "Measurement",
+    "Workload",
+    "as_table",
+    "disagreement",
+    "note",
+    "picture",
+    "run_ddp_bench",
+    "to_json",
+]
+
+SIDES = {
+    "alone": "no DDP",
+    "gloo": "torch DDP, gloo",
+    "symcomm": "torch DDP, symcomm",
+    "ours": "symcomm DDP",
+}
+WORKER = "symcomm.bench.ddp_worker"
+CHECK_STEPS = 4  # DDP regroups its buckets after the first
+# Rounding differs with the order in which gradients are added: 1e-5 is usual. A rank left out shows as 0.1 or more.
+TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What to measure: ``rounds`` turns of every side, each of ``steps``."""
+
+    ranks: int = 2
+    rounds: int = 10  # many and short: others' load comes and goes
+    steps: int = 4
+    models: Sequence[str] = tuple(MODELS)
+    scale: int = 1  # divides the models' width: for tests
+
+    @property
+    def turns(self) -> int:
+        return len(self.models) * len(SIDES) * self.rounds
+
+
+@dataclass
+class Measurement:
+    """One model on one side. ``turns`` are seconds of a step: the slowest rank's median, once for every turn."""
+
+    model: str
+    side: str
+    parameters: int
+    error: float  # how far its gradients are from those of one process with all batches, in units of their size
+    peak: int = 0  # bytes above what the process had before the model, of the rank that needs most
+    share: int = 0  # bytes above, at the end: what ranks have in common is divided among them
+    turns: list[float] = field(default_factory=list)
+
+    def seconds(self, best: bool = False) -> float:
+        return min(self.turns) if best else statistics.median(self.turns)
+
+
+def run_ddp_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
+    """Measure every model on every side; ``tick`` is told after every turn."""
+    return [figures for model in workload.models for figures in _measure(workload, model, tick)]
+
+
+def _measure(workload: Workload, model: str, tick: Callable[[str], None]) -> list[Measurement]:
+    what = f"training {model}"
+    with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:
+        found = _check(sides, model, workload, what)
+        for number in range(workload.rounds):
+            for figures in found[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
+                answers = sides[figures.side].ask(what, {"do": "time", "steps": workload.steps})
+                figures.turns.append(max(statistics.median(answer["seconds"]) for answer in answers))
+                tick(f"{model}, {SIDES[figures.side]}")
+        for figures in found:
+            answers = sides[figures.side].ask(what, {"do": "memory"})
+            figures.peak = max(answer["peak"] for answer in answers)
+            figures.share = max(answer["share"] for answer in answers)
+    return found
+
+
+# --- values ------------------------------------------------------------------------------------------------------
+
+
+def _check(sides: dict[str, Side], model: str, workload: Workload, what: str) -> list[Measurement]:
+    """Train a little on every side; refuse to time one that does not learn what the others do."""
+    found, reference = [], None
+    for name, side in sides.items():
+        prepared = side.ask(what, {"do": "prepare", "model": model, "scale": workload.scale})
+        answers = side.ask(what, {"do": "check", "steps": CHECK_STEPS})
+        reference = reference or answers
+        error = disagreement(reference, answers)
+        if not error <= TOLERANCE:  # not: NaN is refused too
+            raise errors.SymcommError(
+                f"symcomm bench: {model} on {SIDES[name]} does not train as one process with all batches does "
+                f"(gradients or losses are {error:.2g} of their size apart, at most {TOLERANCE:g} is rounding); "
+                "nothing was timed."
+            )
+        found.append(Measurement(model, name, prepared[0]["parameters"], error))
+    return found
+
+
+def disagreement(reference: list[dict[str, Any]], answers: list[dict[str, Any]]) -> float:
+    """The largest difference between two sides' losses and gradients, in units of their size.
+
+    Infinite when the ranks of a side ended with different parameters."""
+    if len({answer["parameters"] for answer in answers}) > 1:
+        return float("inf")
+    worst = 0.0
+    for right, got in zip(reference, answers, strict=True):
+        pairs = [(r, g, abs(r)) for r, g in zip(right["losses"], got["losses"], strict=True)]
+        largest = max(gradient["size"] for gradient in right["gradients"])
+        for r, g in zip(right["gradients"], got["gradients"], strict=True):
+            size = max(r["size"], 1e-6 * largest)  # a gradient that is only rounding has no size of its own
+            pairs += [(a, b, size) for a, b in zip(r["some"], g["some"], strict=True)]
+        differences = [abs(a - b) / size if size else abs(a - b) for a, b, size in pairs]
+        worst = max([worst, *(d if d == d else float("inf") for d in differences)])
+    return worst
+
+
+# --- words -------------------------------------------------------------------------------------------------------
+
+
+def communication(found: Sequence[Measurement], best: bool) -> dict[tuple[str, str], float]:
+    """(model, side) -> seconds of a step above the floor: the median of what it was in each round."""
+    floors = {f.model: f for f in found if f.side == "alone"}
+    above = {}
+    for figures in found:
+        floor = floors[figures.model]
+        differences = [turn - low for turn, low in zip(figures.turns, floor.turns, strict=True)]
+        if figures is not floor:
+            fastest = figures.seconds(best) - floor.seconds(best)
+            above[figures.model, figures.side] = fastest if best else statistics.median(differences)
+    return above
+
+
+def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
+    head = ["model", "parameters", "side", "ms/step", "communication (ms)", "share", "gloo / this"]
+    head += ["peak RSS (MiB)", "PSS (MiB)"]
+    above = communication(found, best)
+    rows = []
+    for figures in found:
+        seconds, mine = figures.seconds(best), above.get((figures.model, figures.side))
+        row = [figures.model, f"{figures.parameters / 1e6:.2f} M", SIDES[figures.side], f"{seconds * 1e3:.1f}"]
+        if mine is None:
+            row += ["-", "-", "-"]
+        else:
+            ratio = above[figures.model, "gloo"] / mine if mine > 0 else None
+            row += [f"{mine * 1e3:.1f}", f"{mine / seconds:.0%}", bench_table.times(ratio)]
+        rows.append([*row, f"{figures.peak / 2**20:.0f}", f"{figures.share / 2**20:.0f}"])
+    return f"data parallel training, {workload.ranks} ranks", head, rows
+
+
+def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
+    """What a step takes, and what of it is communication."""
+    steps: dict[str, dict[str, float]] = {}
+    above: dict[str, dict[str, float]] = {}
+    for f in found:
+        steps.setdefault(f.model, {})[SIDES[f.side]] = f.seconds(best) * 1e3
+    for (model, side), seconds in communication(found, best).items():
+        above.setdefault(model, {})[SIDES[side]] = seconds * 1e3
+    return [Bars("a step", "milliseconds", steps), Bars("of it communication", "milliseconds", above)]
+
+
+def note(found: Sequence[Measurement]) -> str:
+    return f"gradients are at most {max(f.error for f in found):.1g} of their size from those of one process"
+
+
+def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
+    """Everything measured: milliseconds, mebibytes."""
+    above, fastest = communication(found, best=False), communication(found, best=True)
+    rows = []
+    for f in found:
+        row: dict[str, Any] = {
+            "model": f.model, "side": f.side, "parameters": f.parameters, "error": f.error,
+            "step_ms": f.seconds() * 1e3, "fastest_step_ms": f.seconds(best=True) * 1e3,
+            "turns_ms": [s * 1e3 for s in f.turns], "peak_mib": f.peak / 2**20,
+            "pss_mib": f.share / 2**20,
+        }  # fmt: skip
+        if f.side != "alone":
+            row["communication_ms"] = above[f.model, f.side] * 1e3
+            row["fastest_communication_ms"] = fastest[f.model, f.side] * 1e3
+        rows.append(row)
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}

@@ -1,0 +1,169 @@
+"""``symcomm bench gpu``: all_reduce of ranks that share a GPU, ours beside Gloo's and torch's symmetric memory.
+
+All sides run in the same processes, in turns, so that they meet the same machine; once where the processes take turns
+on the GPU, and once where they use it at the same time (MPS). Times are per operation: "in a row" without waiting for
+the GPU in between, "one by one" with a wait for it after each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from symcomm import errors
+from symcomm.bench import table as bench_table
+from symcomm.bench.pictures import Curves, Panel
+from symcomm.cuda.devices import need_cuda
+from symcomm.launcher.mps import multi_process_service
+
+__all__ = ["QUICK", "SIDES", "Measurement", "Workload", "as_table", "note", "picture", "run_gpu_bench", "to_json"]
+
+SIDES = {"ordinary": "ordinary", "symmetric": "symmetric", "gloo": "gloo", "torch": "torch's symmetric memory"}
+TURNS, MPS = "in turns", "MPS"  # how processes share the GPU
+WORKER = "symcomm.bench.gpu_worker"
+QUICK = {"rounds": 2, "sizes": (4 << 10, 1 << 20, 64 << 20)}
+START_S, TURN_S = 60.0, 2.0  # deadlines: of starting, and of a turn of one side
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What to measure: ``rounds`` turns of every side at every size."""
+
+    ranks: int = 2
+    rounds: int = 5
+    sizes: Sequence[int] = (4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+
+    @property
+    def turns(self) -> int:
+        return 2 * len(self.sizes) * len(SIDES) * self.rounds
+
+
+@dataclass
+class Measurement:
+    """One size on one side. ``row`` and ``single``: seconds of an operation, once for every turn."""
+
+    sharing: str
+    nbytes: int
+    side: str
+    row: list[float] = field(default_factory=list)
+    single: list[float] = field(default_factory=list)
+
+    def seconds(self, best: bool = False) -> tuple[float, float]:
+        """(in a row, one by one)"""
+        pick: Callable[[list[float]], float] = min if best else statistics.median
+        return pick(self.row), pick(self.single)
+
+
+def run_gpu_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
+    """Measure both ways to share the GPU; without MPS on this machine, only the one that needs none."""
+    need_cuda("symcomm bench gpu")
+    found = _measure(workload, TURNS, {}, tick)
+    with contextlib.ExitStack() as stack:
+        try:
+            environment = stack.enter_context(multi_process_service())
+        except (errors.CallerError, errors.ResourceError) as error:
+            print(f"# with MPS: not measured. {error}", file=sys.stderr)
+            return found
+        return found + _measure(workload, MPS, environment, tick)
+
+
+def _measure(
+    workload: Workload, sharing: str, environment: Mapping[str, str], tick: Callable[[str], None]
+) -> list[Measurement]:
+    """Run the ranks; the first one writes a line for each turn of each side."""
+    found: dict[tuple[int, str], Measurement] = {}
+    seconds = START_S + TURN_S * workload.turns
+    with tempfile.TemporaryDirectory() as folder, _ranks(workload, environment, Path(folder), seconds) as first:
+        for line in first.stdout:
+            turn = json.loads(line)
+            nbytes, side = turn["nbytes"], turn["side"]
+            figures = found.setdefault((nbytes, side), Measurement(sharing, nbytes, side))
+            figures.row.append(turn["row"])
+            figures.single.append(turn["single"])
+            tick(f"{bench_table.short_size(nbytes)}, {SIDES[side]}")
+        if first.wait():
+            told = "\n".join(log.read_text()[-1000:] for log in sorted(Path(folder).glob("log*"))).strip()
+            raise errors.SymcommError(f"symcomm bench gpu: the ranks failed, or took more than {seconds:.0f} s: {told}")
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _ranks(workload: Workload, environment: Mapping[str, str], folder: Path, seconds: float) -> Iterator[Any]:
+    """Starts them, gives the first one, and ends all: when they are done with, or after ``seconds``."""
+    words = [sys.executable, "-m", WORKER, str(folder), json.dumps(asdict(workload))]
+    common = {"WORLD_SIZE": str(workload.ranks), "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    ranks: list[subprocess.Popen[Any]] = []
+
+    def end() -> None:
+        for rank in ranks:
+            rank.kill()
+
+    late = threading.Timer(seconds, end)
+    try:
+        for number in range(workload.ranks):
+            env = {**os.environ, **environment, **common, "RANK": str(number)}
+            out = subprocess.PIPE if number == 0 else subprocess.DEVNULL
+            with (folder / f"log{number}").open("w") as said:
+                ranks.append(subprocess.Popen(words, env=env, stdout=out, stderr=said, text=True))
+        late.start()
+        yield ranks[0]
+    finally:
+        late.cancel()
+        end()
+        for rank in ranks:
+            rank.wait()
+
+
+def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
+    """Microseconds in a row / one by one; ratios are of ordinary tensors."""
+    head = ["GPU shared", "size", *(f"{words} (us)" for words in SIDES.values()), "gloo / ours", "torch's / ours"]
+    cases: dict[tuple[str, int], dict[str, Measurement]] = {}
+    for figures in found:
+        cases.setdefault((figures.sharing, figures.nbytes), {})[figures.side] = figures
+    rows = []
+    for (sharing, nbytes), sides in cases.items():
+        times = {side: figures.seconds(best) for side, figures in sides.items()}
+        cells = ["{:.0f} / {:.0f}".format(*(s * 1e6 for s in times[side])) if side in times else "-" for side in SIDES]
+        for side in ("gloo", "torch"):
+            pairs = zip(times[side], times["ordinary"], strict=True) if side in times else ()
+            cells.append(" / ".join(bench_table.times(theirs / ours) for theirs, ours in pairs) or "-")
+        rows.append([sharing, bench_table.short_size(nbytes), *cells])
+    return f"all_reduce, float32 sum, {workload.ranks} ranks on one GPU: in a row / one by one", head, rows
+
+
+def note(found: Sequence[Measurement]) -> str:
+    sides = {figures.side for figures in found}
+    return "" if "torch" in sides else "torch's symmetric memory refused ranks that share a GPU"
+
+
+def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
+    panels: list[Panel] = []
+    for sharing in dict.fromkeys(f.sharing for f in found):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for f in found:
+            if f.sharing == sharing:
+                lines.setdefault(SIDES[f.side], []).append((f.nbytes, f.seconds(best)[0] * 1e6))
+        panels.append(Curves(f"GPU shared: {sharing}", "size", "microseconds in a row", lines, bench_table.short_size))
+    return panels
+
+
+def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
+    """Everything measured, in microseconds."""
+    rows = [
+        {
+            "sharing": f.sharing, "nbytes": f.nbytes, "side": f.side,
+            "row_us": [s * 1e6 for s in f.row], "single_us": [s * 1e6 for s in f.single],
+        }
+        for f in found
+    ]  # fmt: skip
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}

@@ -1,0 +1,99 @@
+"""One rank of ``symcomm bench gpu``: runs the whole plan on all sides; the first rank writes a line for each turn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+BUDGET_S = 0.05  # of a turn in a row
+MOST_CALLS = 100
+SINGLE_CALLS = 5
+
+
+def make_sides(count: int, gpu: Any, dist: Any) -> dict[str, Callable[[], Any]]:
+    """Name -> one all_reduce of ``count`` floats."""
+    import torch
+
+    from symcomm import symm_mem
+
+    plain, ours = torch.zeros(count, device="cuda"), symm_mem.zeros(count, device="cuda")
+    sides: dict[str, Callable[[], Any]] = {
+        "ordinary": lambda: gpu.all_reduce(plain),
+        "symmetric": lambda: gpu.all_reduce(ours),
+        "gloo": lambda: dist.all_reduce(plain),
+    }
+    with contextlib.suppress(Exception):  # where torch refuses several ranks on one GPU, the column stays empty
+        from torch.distributed import _symmetric_memory
+
+        theirs = _symmetric_memory.empty(count, device="cuda").zero_()
+        _symmetric_memory.rendezvous(theirs, dist.group.WORLD)
+        reduce = torch.ops.symm_mem.two_shot_all_reduce_
+        sides["torch"] = lambda: reduce(theirs, "sum", dist.group.WORLD.group_name)
+        sides["torch"]()
+        torch.cuda.synchronize()
+    return sides
+
+
+def check_values(gpu: Any, count: int) -> None:
+    """Refuse to time what is wrong."""
+    import torch
+
+    values = torch.full((count,), float(gpu.rank + 1), device="cuda")
+    gpu.all_reduce(values)
+    if not bool((values == gpu.size * (gpu.size + 1) / 2).all()):
+        raise SystemExit(f"all_reduce of {count} floats: wrong values")
+
+
+def time_turn(run: Callable[[], Any], core: Any) -> tuple[float, float]:
+    """(seconds each in a row, seconds each one by one)"""
+    import torch
+
+    def once(count: int, wait: bool) -> float:
+        core.barrier()
+        begun = time.perf_counter()
+        for _ in range(count):
+            run()
+            if wait:
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - begun) / count
+
+    mine = json.dumps(once(1, True)).encode()
+    first = max(map(json.loads, core.all_gather_bytes(mine)))  # all ranks make the same number of calls
+    return once(max(3, min(MOST_CALLS, int(BUDGET_S / first))), False), once(SINGLE_CALLS, True)
+
+
+def main() -> None:
+    folder, workload = sys.argv[1], json.loads(sys.argv[2])
+    import torch
+    import torch.distributed as dist
+
+    from symcomm.cuda.group import device_group
+    from symcomm.group.default import init
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(0)
+    core = init(f"file://{folder}/ours", rank, world, timeout=60)
+    dist.init_process_group("cpu:gloo,cuda:gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=world)
+    gpu = device_group(core, 0)
+    for nbytes in workload["sizes"]:
+        check_values(gpu, nbytes // 4)
+        sides = make_sides(nbytes // 4, gpu, dist)
+        everyone = [json.loads(names) for names in core.all_gather_bytes(json.dumps(list(sides)).encode())]
+        shared = [name for name in sides if all(name in names for names in everyone)]
+        for _ in range(workload["rounds"]):
+            for name in shared:
+                row, single = time_turn(sides[name], core)
+                if rank == 0:
+                    print(json.dumps({"nbytes": nbytes, "side": name, "row": row, "single": single}), flush=True)
+    core.barrier()
+    os._exit(0)  # nothing is left to do, and torch's own groups may take their time
+
+
+if __name__ == "__main__":
+    main()

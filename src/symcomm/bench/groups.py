@@ -1,0 +1,108 @@
+"""``symcomm bench groups``: what it takes to make a group, to keep it and to drop it, beside Gloo.
+
+Three sides, each with ranks of its own: ``dist.new_group`` and ``dist.destroy_process_group`` on Gloo and on symcomm,
+and ``group.new_group`` and ``destroy`` of our own API.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from symcomm.bench import table as bench_table
+from symcomm.bench.pictures import Bars, Panel
+from symcomm.bench.run import open_sides
+
+__all__ = ["SIDES", "Measurement", "Workload", "as_table", "note", "picture", "run_groups_bench", "to_json"]
+
+SIDES = {"gloo": "torch, gloo", "symcomm": "torch, symcomm", "ours": "symcomm"}
+WORKER = "symcomm.bench.groups_worker"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What to measure: ``rounds`` turns of every side, each of ``steps`` groups."""
+
+    ranks: int = 2
+    rounds: int = 10
+    steps: int = 20
+    held: int = 50  # groups at a time, for what one takes
+
+    @property
+    def turns(self) -> int:
+        return len(SIDES) * self.rounds
+
+
+@dataclass
+class Measurement:
+    """One side. ``made`` and ``dropped`` are seconds: the slowest rank's median, once for every turn."""
+
+    side: str
+    idle: float = 0.0  # bytes of a group that is made and not used, of the rank that needs most
+    left: float = 0.0  # bytes that are left of a group after it is gone
+    made: list[float] = field(default_factory=list)
+    dropped: list[float] = field(default_factory=list)
+
+    def seconds(self, best: bool = False) -> tuple[float, float]:
+        """To make a group, and to drop it."""
+        pick = min if best else statistics.median
+        return pick(self.made), pick(self.dropped)
+
+
+def run_groups_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
+    """Measure every side; ``tick`` is told after every turn."""
+    found = [Measurement(side) for side in SIDES]
+    what = "making groups"
+    with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:
+        for number in range(workload.rounds):
+            for figures in found[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
+                answers = sides[figures.side].ask(what, {"do": "time", "steps": workload.steps})
+                figures.made.append(max(statistics.median(answer["make"]) for answer in answers))
+                figures.dropped.append(max(statistics.median(answer["drop"]) for answer in answers))
+                tick(SIDES[figures.side])
+        for figures in found:
+            side = sides[figures.side]
+            figures.left = max(a["bytes"] for a in side.ask(what, {"do": "leave", "groups": 4 * workload.held}))
+            figures.idle = max(a["bytes"] for a in side.ask(what, {"do": "hold", "groups": workload.held}))
+    return found
+
+
+def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
+    head = ["side", "new_group (ms)", "gloo / this", "destroy (ms)", "idle group (KiB)", "left behind (KiB)"]
+    gloo = next(figures for figures in found if figures.side == "gloo").seconds(best)[0]
+    rows = []
+    for figures in found:
+        made, dropped = figures.seconds(best)
+        rows.append([
+            SIDES[figures.side], f"{made * 1e3:.2f}", bench_table.times(gloo / made), f"{dropped * 1e3:.2f}",
+            f"{figures.idle / 1024:.1f}", f"{figures.left / 1024:.2f}",
+        ])  # fmt: skip
+    return f"groups, {workload.ranks} ranks", head, rows
+
+
+def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
+    """What making and dropping take."""
+    groups: dict[str, dict[str, float]] = {"new_group": {}, "destroy": {}}
+    for figures in found:
+        for name, seconds in zip(groups, figures.seconds(best), strict=True):
+            groups[name][SIDES[figures.side]] = seconds * 1e3
+    return [Bars("a group", "milliseconds", groups)]
+
+
+def note(found: Sequence[Measurement]) -> str:
+    return "an idle group's memory, and what is left of it, is that of the rank that needs most"
+
+
+def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
+    """Everything measured: milliseconds, kibibytes."""
+    rows = [
+        {
+            "side": f.side, "make_ms": f.seconds()[0] * 1e3, "drop_ms": f.seconds()[1] * 1e3,
+            "fastest_make_ms": min(f.made) * 1e3, "turns_ms": [s * 1e3 for s in f.made],
+            "idle_kib": f.idle / 1024, "left_kib": f.left / 1024,
+        }
+        for f in found
+    ]  # fmt: skip
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}

@@ -1,0 +1,131 @@
+"""One rank of one side of `symcomm bench groups`, which makes and drops groups when the controller asks for it.
+
+=========  ======================================================================================================
+order      answer
+=========  ======================================================================================================
+time       {"make": [seconds of one new_group, ...], "drop": [seconds of its end, ...]}
+hold       {"bytes": what a group takes that is made and not used}
+leave      {"bytes": what is left of a group after it is gone}
+=========  ======================================================================================================
+
+Sides: "gloo" and "symcomm" through torch.distributed, on a TCPStore that rank 0 serves; "ours" through our own API.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from symcomm.bench.worker import GROUP_TIMEOUT, answer_orders, die_with
+
+__all__ = ["Side", "main", "make_side"]
+
+WARM_UP = 20  # groups that are not counted
+
+
+@dataclass
+class Side:
+    """How this side makes groups of all ranks, and drops them."""
+
+    make: Callable[[], Any]
+    drop: Callable[[Any], None]
+    barrier: Callable[[], Any]
+
+    def cycle(self) -> tuple[float, float]:
+        """Seconds of a group's making and of its end. Barriers, uncounted, keep ranks from waiting for each other."""
+        self.barrier()
+        start = time.perf_counter()
+        group = self.make()
+        made = time.perf_counter()
+        self.barrier()  # Gloo's ranks must not leave while others are still connecting
+        leaving = time.perf_counter()
+        self.drop(group)
+        del group  # Gloo ends its threads here
+        return made - start, time.perf_counter() - leaving
+
+    def time(self, steps: int) -> dict[str, list[float]]:
+        seconds = [self.cycle() for _ in range(WARM_UP + steps)][WARM_UP:]
+        return {"make": [made for made, _ in seconds], "drop": [dropped for _, dropped in seconds]}
+
+    def hold(self, groups: int) -> float:
+        before = own_bytes()
+        held = [self.make() for _ in range(groups)]
+        self.barrier()
+        taken = (own_bytes() - before) / groups
+        for group in held:
+            self.drop(group)
+        self.barrier()
+        return taken
+
+    def leave(self, groups: int) -> float:
+        for _ in range(WARM_UP):
+            self.cycle()
+        before = own_bytes()
+        for _ in range(groups):
+            self.cycle()
+        return (own_bytes() - before) / groups
+
+
+def own_bytes() -> int:
+    """Memory of this process: private pages, and those of memory files that it made, touched or not."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    private = next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+    shared = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder's own descriptor is closed by now
+            if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:"):
+                shared += os.stat(f"/proc/self/fd/{name}").st_blocks * 512
+    return private + shared
+
+
+def make_side(name: str, rank: int, world: int, store: str) -> Side:
+    if name == "ours":
+        import symcomm
+
+        group = symcomm.init(store=symcomm.FileStore(store, world), rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
+        return Side(lambda: group.new_group(range(world)), lambda child: child.destroy(), group.barrier)
+    import torch.distributed as dist
+
+    from symcomm.torch_backend.register import register
+
+    register()
+    lifetime = timedelta(seconds=GROUP_TIMEOUT)
+    address = dist.FileStore(store, world)
+    if rank == 0:
+        place = dist.TCPStore("127.0.0.1", 0, world, is_master=True, timeout=lifetime, wait_for_workers=False)
+        address.set("port", str(place.port))
+    else:
+        place = dist.TCPStore("127.0.0.1", int(address.get("port")), world, is_master=False, timeout=lifetime)
+    dist.init_process_group(name, store=place, rank=rank, world_size=world, timeout=lifetime)
+    return Side(dist.new_group, dist.destroy_process_group, dist.barrier)
+
+
+def main() -> None:
+    address, name, rank, world, store, _ = sys.argv[1:7]
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    die_with(connection)
+    side = make_side(name, int(rank), int(world), store)
+
+    def obey(order: dict[str, Any]) -> dict[str, Any]:
+        if order["do"] == "time":
+            return side.time(order["steps"])
+        if order["do"] == "hold":
+            return {"bytes": side.hold(order["groups"])}
+        if order["do"] == "leave":
+            return {"bytes": side.leave(order["groups"])}
+        raise ValueError(f"unknown order {order['do']!r}")
+
+    answer_orders(connection, int(rank), obey)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""One rank of ``symcomm bench hosts``: runs the whole plan on both sides; the first rank writes what was found."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from symcomm.bench.namespaces import carried
+from symcomm.bench.run import Case, make_cases
+from symcomm.bench.worker import Bench, GlooSide, SymcommSide
+
+__all__ = ["Ranks", "main", "measure"]
+
+TIMEOUT = 300.0
+SMALL, MORE_STEPS = 256 << 10, 5  # bytes, up to which a turn has so many times the steps: these take a moment
+
+
+class Ranks:
+    """All ranks of the run: what each has found, and what crosses the busiest host's link meanwhile."""
+
+    def __init__(self, group: Any):
+        self.group, self.idle = group, 0
+        self.idle = min(self.timed(lambda: None, 1)[1] for _ in range(3))  # what this class itself sends
+
+    def everybodys(self, value: Any) -> list[Any]:
+        return [json.loads(item) for item in self.group.all_gather_bytes(json.dumps(value).encode())]
+
+    def timed(self, call: Callable[[], Any], calls: int) -> tuple[float, int]:
+        """(seconds of a call, of the slowest rank; bytes of all calls, of the host that sent or received most)."""
+        self.group.barrier()
+        before, begun = carried(), time.perf_counter()
+        for _ in range(calls):
+            call()
+        seconds = max(self.everybodys((time.perf_counter() - begun) / calls))
+        after = carried()  # everybody is done: nothing is on its way any more
+        moved = max(max(pair) for pair in self.everybodys([b - a for a, b in zip(before, after, strict=True)]))
+        return seconds, max(0, moved - self.idle)
+
+
+def measure(case: Case, workload: dict[str, Any], sides: dict[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
+    """Values first, and one more call, so that all is warm; then the sides take turns."""
+    ready = {name: Bench(side, SimpleNamespace(**asdict(case), kind="ordinary")) for name, side in sides.items()}
+    rows: dict[str, dict[str, Any]] = {
+        name: {"collective": case.collective, "nbytes": case.nbytes, "side": name, "sent": math.inf, "turns": []}
+        for name in sides
+    }  # fmt: skip
+    for name, bench in ready.items():
+        if case.collective == "barrier":
+            _check_barrier(name, bench.call, ranks)
+        elif wrong := sum(ranks.everybodys(bench.check())):
+            raise SystemExit(f"{case.collective} of {case.nbytes} bytes on {name}: {wrong} elements are wrong")
+        bench.clear()
+        bench.call()
+    steps = workload["steps"] * (MORE_STEPS if case.nbytes <= SMALL else 1)
+    for number in range(workload["rounds"]):
+        for name in list(sides)[:: -1 if number % 2 else 1]:
+            seconds, moved = ranks.timed(ready[name].call, steps)
+            rows[name]["turns"].append(seconds)
+            rows[name]["sent"] = min(rows[name]["sent"], moved / steps)  # less what TCP had to send twice
+            if ranks.group.rank == 0:
+                print(f"{case.collective}, {case.nbytes} bytes, {name}", flush=True)
+    return list(rows.values())
+
+
+def _check_barrier(name: str, barrier: Callable[[], Any], ranks: Ranks) -> None:
+    """Nobody leaves before the last has come. The hosts are one machine, which has one clock."""
+    if ranks.group.rank == ranks.group.size - 1:
+        time.sleep(0.05)
+    came = time.monotonic()
+    barrier()
+    left = time.monotonic()
+    if min(ranks.everybodys(left)) < max(ranks.everybodys(came)):
+        raise SystemExit(f"barrier on {name}: a rank left before the last one came")
+
+
+def main() -> None:
+    workload, result = json.loads(sys.argv[1]), Path(sys.argv[2])
+    import torch.distributed as dist
+
+    import symcomm
+
+    group = symcomm.init(timeout=TIMEOUT)
+    meeting = f"tcp://{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1}"
+    dist.init_process_group(
+        "gloo", init_method=meeting, rank=group.rank, world_size=group.size, timeout=timedelta(seconds=TIMEOUT)
+    )
+    sides, ranks = {"ours": SymcommSide(group), "gloo": GlooSide()}, Ranks(group)
+    rows: list[dict[str, Any]] = []
+    for collective in workload["collectives"]:
+        for case in make_cases(collective, workload["sizes"], group.size, "float32", "sum", 0, one_place=True):
+            rows += measure(case, workload, sides, ranks)
+    if group.rank == 0:
+        result.write_text(json.dumps(rows))
+    group.barrier()
+    dist.destroy_process_group()
+    symcomm.destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Measures the reduction kernels of the C core, every element type and operation, beside memcpy.
+
+Bytes are counted as they move, every source read once and the result written once; a memcpy reads and writes. The two
+take turns, so that whoever else uses the machine hits both alike. Rows are printed as they are measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from symcomm._core import native
+from symcomm.bench import table as bench_table
+from symcomm.bench.pictures import Bars, Panel
+from symcomm.types import DType, RedOpType
+
+__all__ = ["GOAL", "QUICK", "Workload", "as_table", "note", "picture", "run_kernels_bench", "to_json"]
+
+GOAL = 0.8  # of what memcpy moves, where neither finds its data in a cache
+GOAL_DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+USUAL_CACHES = {1: 32 << 10, 2: 1 << 20, 3: 32 << 20}  # where the kernel does not say
+LARGEST = 256 << 20
+SHIFT = 4096 + 64  # buffers that all begin at the same place of a page share the cache's ways, and fight for them
+COPY = -1
+
+
+def cache_sizes(caches: Path = CACHES) -> dict[int, int]:
+    """Bytes of each level, of data."""
+    found = dict(USUAL_CACHES)
+    for index in caches.glob("index*"):
+        level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
+        if kind != "Instruction" and size.endswith("K"):
+            found[int(level)] = int(size[:-1]) << 10
+    return found
+
+
+def buffer_sizes(sources: int, caches: Path = CACHES) -> dict[str, int]:
+    """Bytes of one buffer, so that all of them together fit the level, half full; or are twice the last one."""
+    levels = cache_sizes(caches)
+    fitting = {f"L{level}": 1 << (levels[level] // 2 // (sources + 1)).bit_length() - 1 for level in (1, 2)}
+    return {**fitting, "memory": min(LARGEST, 1 << max(levels.values()).bit_length())}
+
+
+@dataclass(frozen=True)
+class Workload:
+    sources: int = 2
+    rounds: int = 7
+    seconds: float = 0.002  # of one repetition, at least
+    dtypes: Sequence[DType] = tuple(DType)
+    sizes: dict[str, int] = field(default_factory=lambda: buffer_sizes(2))
+
+    @property
+    def cases(self) -> list[tuple[DType, RedOpType]]:
+        return [(d, op) for d in self.dtypes for op in RedOpType if native.reduce_defined(d, op)]
+
+
+QUICK: dict[str, Any] = {
+    "rounds": 3,
+    "dtypes": (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64, DType.INT32, DType.UINT8),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One type and operation, or (None) memcpy: for each size GB/s, and the share of what memcpy moved meanwhile."""
+
+    dtype: DType | None
+    op: RedOpType | None
+    rates: dict[str, float]
+    shares: dict[str, float]
+
+
+class Buffers:
+    """Memory that is there, ``sources`` + 1 pieces of ``nbytes``, none at another's place in a page."""
+
+    def __init__(self, sources: int, nbytes: int):
+        self.nbytes = nbytes
+        self.maps = [mmap.mmap(-1, nbytes + (sources + 2) * SHIFT) for _ in range(sources + 1)]
+        places = [ctypes.addressof(ctypes.c_char.from_buffer(m)) + i * SHIFT for i, m in enumerate(self.maps)]
+        for place in places:
+            ctypes.memset(place, 0x40, nbytes)  # a number of every type, and no subnormal, which some CPUs are slow at
+        self.out, *self.sources = places
+
+    def time(self, dtype: DType | None, op: int, repeats: int) -> float:
+        """Seconds of one call."""
+        count = self.nbytes // (dtype.itemsize if dtype is not None else 1)
+        return native.time_reduce(dtype or 0, op, self.out, self.sources, count, repeats) / repeats
+
+    def repeats(self, dtype: DType | None, op: int, seconds: float) -> int:
+        """As many calls as take so long."""
+        return max(1, round(seconds / max(self.time(dtype, op, 1), 1e-9)))
+
+
+def _measure(workload: Workload, buffers: Buffers, dtype: DType | None, op: int) -> tuple[float, float]:
+    """(GB/s, share of memcpy's), medians of rounds; memcpy's turn comes right before ours."""
+    copies, calls = buffers.repeats(None, COPY, workload.seconds), buffers.repeats(dtype, op, workload.seconds)
+    moved = buffers.nbytes * (2 if op == COPY else workload.sources + 1) / 1e9
+    rates, shares = [], []
+    for _ in range(workload.rounds):
+        copied = 2 * buffers.nbytes / 1e9 / buffers.time(None, COPY, copies)
+        rates.append(moved / buffers.time(dtype, op, calls))
+        shares.append(rates[-1] / copied)
+    return statistics.median(rates), statistics.median(shares)
+
+
+def run_kernels_bench(workload: Workload, seen: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """Measure every case at every size; ``seen`` is handed each row when it is complete."""
+    buffers = {name: Buffers(workload.sources, nbytes) for name, nbytes in workload.sizes.items()}
+    rows = []
+    cases: list[tuple[DType | None, RedOpType | None]] = [(None, None), *workload.cases]
+    for dtype, op in cases:
+        found = {name: _measure(workload, own, dtype, COPY if op is None else op) for name, own in buffers.items()}
+        rates, shares = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
+        rows.append(Row(dtype, op, rates, shares))
+        seen(rows[-1])
+    return rows
+
+
+# --- words ---------------------------------------------------------------------------------------------------------
+
+
+def head(workload: Workload) -> list[str]:
+    columns = [(f"{name}: {bench_table.short_size(nbytes)}", "of memcpy") for name, nbytes in workload.sizes.items()]
+    return ["type", "operation", *(word for pair in columns for word in pair)]
+
+
+def missed(row: Row) -> bool:
+    return row.dtype in GOAL_DTYPES and row.shares.get("memory", 1) < GOAL
+
+
+def cells(row: Row) -> list[str]:
+    words = ["memcpy", "-"] if row.dtype is None or row.op is None else [row.dtype.label, row.op.name]
+    for name, rate in row.rates.items():
+        mark = bench_table.MISSED if name == "memory" and missed(row) else ""
+        words += [f"{rate:.1f}", "-" if row.dtype is None else f"{row.shares[name]:.0%}{mark}"]
+    return words
+
+
+def title(workload: Workload) -> str:
+    return f"GB/s moved by reductions of {workload.sources} sources, kernels: {native.reduce_sets()[1]}"
+
+
+def as_table(rows: Sequence[Row], workload: Workload, best: bool = False) -> bench_table.Table:
+    return title(workload), head(workload), [cells(row) for row in rows]
+
+
+def line(words: Sequence[str], workload: Workload, markdown: bool) -> str:
+    """A row whose width does not depend on those that follow."""
+    if markdown:
+        return f"| {' | '.join(words)} |"
+    widths = [max(len(word), 16 if i == 0 else 10) for i, word in enumerate(head(workload))]
+    return "  ".join(word.rjust(wide) for word, wide in zip(words, widths, strict=True))
+
+
+def opening(workload: Workload, markdown: bool) -> str:
+    """What comes before the first row."""
+    if markdown:
+        return bench_table.as_markdown((title(workload), head(workload), []))
+    return f"# {title(workload)}\n{line(head(workload), workload, markdown)}"
+
+
+def note(rows: Sequence[Row]) -> str:
+    said = "every source read once and the result written once; memcpy reads and writes; medians, in turns"
+    below = sum(missed(row) for row in rows)
+    return f"{said}; {bench_table.MISSED}: below {GOAL:.0%} of memcpy ({below})" if below else said
+
+
+def picture(rows: Sequence[Row], workload: Workload, best: bool = False) -> list[Panel]:
+    """A panel for each size: types, and bars for the operations that most people use."""
+    shown = (RedOpType.SUM, RedOpType.AVG, RedOpType.MAX)
+    panels: list[Panel] = []
+    for name, nbytes in workload.sizes.items():
+        groups: dict[str, dict[str, float]] = {}
+        for row in rows:
+            if row.dtype is None or row.op is None:
+                groups["memcpy"] = {"memcpy": row.rates[name]}
+            elif row.op in shown:
+                groups.setdefault(row.dtype.label, {})[row.op.name] = row.rates[name]
+        panels.append(Bars(f"{name}, {bench_table.short_size(nbytes)} each", "GB/s moved", groups))
+    return panels
+
+
+def to_json(rows: Sequence[Row], workload: Workload) -> dict[str, Any]:
+    """Everything measured: GB/s, and shares of memcpy's."""
+    made = [
+        {**asdict(row), "dtype": row.dtype and row.dtype.label, "op": None if row.op is None else row.op.name}
+        for row in rows
+    ]
+    told = {**asdict(workload), "dtypes": [d.label for d in workload.dtypes]}
+    return {"machine": bench_table.machine(), "kernels": native.reduce_sets()[1], "plan": told, "rows": made}

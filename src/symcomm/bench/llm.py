@@ -1,0 +1,237 @@
+"""``symcomm bench llm``: tokens a second of a language model that is split over ranks, on CPUs.
+
+The same decoder (symcomm/llama.py) runs eager and compiled: in one process with a thread on every core, and divided
+among ranks, which add up their parts twice a layer: on Gloo, on the symcomm backend, and by Symcomm's own call. A
+*section* is one mode (eager, compiled) with one number of ranks; its sides take turns, its rows come when it is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from symcomm import errors
+from symcomm.bench import table as bench_table
+from symcomm.bench.pictures import Bars, Panel
+from symcomm.bench.run import Side, open_sides
+
+__all__ = [
+    "HEAD",
+    "QUICK",
+    "SIDES",
+    "Measurement",
+    "Workload",
+    "Section",
+    "check",
+    "measure",
+    "note",
+    "picture",
+    "row_of",
+    "to_json",
+]
+
+SIDES = {
+    "one": "one process",
+    "gloo": "gloo",
+    "deepspeed": "deepspeed",
+    "symcomm": "symcomm",
+    "direct": "symcomm, own call",
+}
+EAGER_ONLY = ("deepspeed", "direct")  # compiled graphs make their own calls
+WORKER = "symcomm.bench.llm_worker"
+START_SECONDS = 60.0  # DeepSpeed builds its operator
+PREPARE_SECONDS = {"eager": 60.0, "compiled": 300.0}  # on a busy machine
+QUICK = {"layers": 2, "width": 256, "rounds": 3, "prompt": 32, "tokens": 16}
+HEAD = ["mode", "ranks", "side", "prefill (tokens/s)", "decode (tokens/s)", "all_reduce (ms/token)"]
+HEAD += ["decode / gloo's", "decode / one process's"]
+
+
+def has_deepspeed() -> bool:
+    """Whether it is installed; it is not loaded."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What to measure: ``rounds`` turns of every side, each a prompt to read and tokens to write for every text."""
+
+    worlds: Sequence[int] = (2, 4)
+    rounds: int = 7
+    layers: int = 8
+    width: int = 1024
+    batch: int = 1
+    prompt: int = 128
+    tokens: int = 32
+    modes: Sequence[str] = ("eager", "compiled")
+
+    @property
+    def config(self) -> dict[str, int]:
+        vocabulary, length = 8 * self.width, self.prompt + self.tokens
+        return {"layers": self.layers, "width": self.width, "vocabulary": vocabulary, "length": length} | {
+            "batch": self.batch
+        }
+
+    @property
+    def sections(self) -> list[Section]:
+        return [Section(mode, world) for mode in self.modes for world in self.worlds]
+
+
+@dataclass(frozen=True)
+class Section:
+    mode: str
+    ranks: int
+
+    @property
+    def sides(self) -> list[str]:
+        names = [name for name in SIDES if name != "deepspeed" or has_deepspeed()]
+        return [name for name in names if self.mode == "eager" or name not in EAGER_ONLY]
+
+
+@dataclass
+class Measurement:
+    """One side in one section. Seconds are the slowest rank's: of every prompt, and, turn by turn, of every token."""
+
+    mode: str
+    ranks: int
+    side: str
+    reason: str = ""  # why it cannot run here
+    prefill: list[list[float]] = field(default_factory=list)
+    decode: list[list[float]] = field(default_factory=list)
+    reducing: list[list[float]] = field(default_factory=list)  # of each token's, inside all_reduce
+
+    def seconds(self, what: str, best: bool = False) -> float:
+        """Of a turn's median token, the median of turns; or of the fastest token of all."""
+        turns = getattr(self, what)
+        return min(map(min, turns)) if best else statistics.median(map(statistics.median, turns))
+
+
+def check(workload: Workload) -> None:
+    """Refuse shapes that cannot be divided among the ranks."""
+    from symcomm.llama import Config
+
+    for option, value in (("--layers", workload.layers), ("--batch", workload.batch)):
+        if value < 1:
+            raise errors.bad_argument("symcomm bench", option, value, "1 or more")
+    if workload.width < 256 or workload.width % 256:
+        raise errors.bad_argument("symcomm bench", "--width", workload.width, "a multiple of 256")
+    heads = Config(**workload.config).kv_heads
+    for world in workload.worlds:
+        if heads % world:
+            raise errors.bad_argument("symcomm bench", "--ranks", world, f"a divisor of the model's {heads} key heads")
+
+
+def threads_of(ranks: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+@contextlib.contextmanager
+def _open(section: Section) -> Iterator[dict[str, Side]]:
+    others = [name for name in section.sides if name != "one"]
+    with open_sides(["one"], 1, False, WORKER) as one, open_sides(others, section.ranks, False, WORKER) as divided:
+        yield one | divided
+
+
+def measure(section: Section, workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
+    """Every side of a section, in turns; ``tick`` is told after every turn."""
+    what = f"{section.mode}, {section.ranks} ranks"
+    with _open(section) as sides:
+        found = [_start(section, side, what) for side in sides.values()]
+        able = [figures for figures in found if not figures.reason]
+        _prepare([sides[figures.side] for figures in able], section, workload, what)
+        for number in range(workload.rounds):
+            for figures in able[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
+                answers = sides[figures.side].ask(what, {"do": "time"})
+                for name in ("prefill", "decode", "reducing"):
+                    ranks = [answer[name] for answer in answers]
+                    getattr(figures, name).append([max(seconds) for seconds in zip(*ranks, strict=True)])
+                tick(f"{what}, {SIDES[figures.side]}")
+    return found
+
+
+def _start(section: Section, side: Side, what: str) -> Measurement:
+    answers = side.ask(f"starting, {what}", {"do": "start"}, START_SECONDS)
+    reason = next((answer["unsupported"] for answer in answers if "unsupported" in answer), "")
+    return Measurement(section.mode, side.world, side.name, reason)
+
+
+def _prepare(sides: Sequence[Side], section: Section, workload: Workload, what: str) -> None:
+    """Make the model on every side; refuse to time one that does not write what one process writes."""
+    expected = None
+    for side in sides:
+        order = {"do": "prepare", "config": workload.config, "prompt": workload.prompt, "tokens": workload.tokens}
+        order |= {"threads": threads_of(side.world), "compiled": section.mode == "compiled"}
+        side.ask(f"preparing, {what}", order, PREPARE_SECONDS[section.mode])
+        for answer in side.ask(what, {"do": "check"}):
+            expected = expected or answer["tokens"]
+            if answer["tokens"] != expected:
+                raise errors.SymcommError(
+                    f"symcomm bench: {SIDES[side.name]}, {what}, does not write the tokens that one process writes; "
+                    "nothing was timed."
+                )
+
+
+# --- words -------------------------------------------------------------------------------------------------------
+
+
+def speeds(figures: Measurement, workload: Workload, best: bool) -> tuple[float, float]:
+    """Tokens a second: read, and written."""
+    prefill, decode = figures.seconds("prefill", best), figures.seconds("decode", best)
+    return workload.batch * workload.prompt / prefill, workload.batch / decode
+
+
+def row_of(figures: Measurement, section: Sequence[Measurement], workload: Workload, best: bool = False) -> list[str]:
+    """``section``: all figures of the section; ratios are to those of the same."""
+    if figures.reason:
+        return [figures.mode, str(figures.ranks), SIDES[figures.side], *["-"] * 5]
+    prefill, decode = speeds(figures, workload, best)
+    reducing = figures.seconds("reducing", best)
+    row = [figures.mode, str(figures.ranks), SIDES[figures.side], f"{prefill:.0f}", f"{decode:.1f}"]
+    row.append(f"{reducing * 1e3:.2f}" if reducing and figures.side != "one" else "-")
+    for other in ("gloo", "one"):
+        base = next(speeds(f, workload, best)[1] for f in section if f.side == other)
+        row.append("-" if figures.side == other else bench_table.times(decode / base))
+    return row
+
+
+def note(workload: Workload) -> str:
+    threads = ", ".join(f"{threads_of(world)} in each of {world} ranks" for world in workload.worlds)
+    texts = "a text" if workload.batch == 1 else f"{workload.batch} texts"
+    return (
+        f"{workload.layers} layers, {workload.width} wide, float32; {texts} of {workload.prompt} tokens and "
+        f"{workload.tokens} more; threads: {threads_of(1)} in one process, {threads}"
+    )
+
+
+def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
+    panels: list[Panel] = []
+    for index, title in ((1, "decode"), (0, "prefill")):
+        groups: dict[str, dict[str, float]] = {}
+        for figures, ranks in _with_section(found):
+            name = f"{figures.mode}, {ranks} ranks"
+            if not figures.reason:
+                groups.setdefault(name, {})[SIDES[figures.side]] = speeds(figures, workload, best)[index]
+        panels.append(Bars(title, "tokens/s", groups))
+    return panels
+
+
+def _with_section(found: Sequence[Measurement]) -> Iterator[tuple[Measurement, int]]:
+    """Every side with its section's ranks; one process is a side of each section."""
+    for number, figures in enumerate(found):
+        ranks = next(f.ranks for f in found[number:] if f.side != "one")
+        yield figures, ranks
+
+
+def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
+    """Everything measured: tokens a second, and seconds of every turn."""
+    rows = []
+    for figures, ranks in _with_section(found):
+        row = asdict(figures) | {"section_ranks": ranks}
+        if not figures.reason:
+            row["prefill_per_s"], row["decode_per_s"] = speeds(figures, workload, best=False)
+        rows.append(row)
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}

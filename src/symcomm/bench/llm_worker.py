@@ -1,0 +1,151 @@
+"""One rank of one side of `symcomm bench llm`: its part of a model, which writes tokens when the controller asks.
+
+=========  ======================================================================================================
+order      answer
+=========  ======================================================================================================
+start      {}, or {"unsupported": why this side cannot run here}; the ranks meet
+prepare    {}; makes this rank's part of the model, compiles it if it is asked to, and writes once
+check      {"tokens": what it writes}
+time       {"prefill": [seconds], "decode": [seconds of each token], "reducing": [how many of those in all_reduce]}
+=========  ======================================================================================================
+
+Sides: "one" is one process with the whole model; "gloo" and "symcomm" call `dist.all_reduce`, "direct" calls the
+Symcomm group behind torch's, "deepspeed" DeepSpeed's `inference_all_reduce`.
+"""
+
+from __future__ import annotations
+
+import gc
+import glob
+import importlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from symcomm.bench.worker import GROUP_TIMEOUT, Unsupported, answer_orders, die_with
+
+__all__ = ["Run", "main", "make_reduce"]
+
+Reduce = Callable[[Any], Any]  # adds up a tensor over all ranks, in place
+
+
+def make_reduce(name: str, rank: int, world: int, store: str) -> Reduce:
+    if name == "one":
+        return lambda tensor: None
+    import torch.distributed as dist
+
+    from symcomm.torch_backend.register import register
+
+    register()
+    dist.init_process_group(
+        "gloo" if name in ("gloo", "deepspeed") else "symcomm", store=dist.FileStore(store, world), rank=rank,
+        world_size=world, timeout=timedelta(seconds=GROUP_TIMEOUT),
+    )  # fmt: skip
+    if name == "deepspeed":
+        return _deepspeed_reduce(rank, world)
+    group: Any = dist.group.WORLD
+    return group.core.all_reduce if name == "direct" else dist.all_reduce
+
+
+def _deepspeed_reduce(rank: int, world: int) -> Reduce:
+    """DeepSpeed's shared-memory operator, which it builds when it is first asked for."""
+    job = f"symcomm-bench-{os.getppid()}"  # a part of its buffers' names
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=str(world), MASTER_ADDR=job, MASTER_PORT=str(world))
+    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # where ninja is
+    import torch
+
+    deepspeed = importlib.import_module("deepspeed")
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, rank=rank, world_size=world)
+    if "inference_all_reduce_" not in dir(torch.ops.deepspeed):
+        raise Unsupported("its shared-memory operator could not be built")
+    reduce: Reduce = deepspeed.comm.inference_all_reduce
+    reduce(torch.zeros(1))
+    for buffer in glob.glob(f"/dev/shm/deepspeed_*_{job}_*_{rank}"):  # all have it mapped; nobody else removes it
+        os.unlink(buffer)
+    return reduce
+
+
+class Run:
+    """A model on one rank."""
+
+    def __init__(self, rank: int, world: int, reduce: Reduce, order: dict[str, Any]):
+        import torch
+
+        from symcomm.llama import Config, Llama, Parallel
+
+        compiled = order["compiled"]
+        self.reducing = 0.0
+
+        class Ranks(Parallel):
+            def all_reduce(ranks, x: Any) -> Any:
+                if compiled:  # a graph has no clock
+                    reduce(x)
+                    return x
+                begin = time.perf_counter()
+                reduce(x)
+                self.reducing += time.perf_counter() - begin
+                return x
+
+        Ranks.rank, Ranks.size = rank, world
+        torch.set_num_threads(order["threads"])
+        config = Config(**order["config"])
+        model = Llama(config, Ranks())
+        self.step: Any = torch.compile(model, dynamic=False) if compiled else model
+        draw = torch.Generator().manual_seed(1)
+        self.prompt = torch.randint(config.vocabulary, (config.batch, order["prompt"]), generator=draw)
+        self.places = torch.arange(config.length).split([order["prompt"], *[1] * order["tokens"]])
+        self.write()
+
+    def write(self) -> tuple[dict[str, list[float]], list[Any]]:
+        """Read the prompt, then write a token for each place: how long that took, and what was written."""
+        import torch
+
+        found: dict[str, list[float]] = {"prefill": [], "decode": [], "reducing": []}
+        written = [self.prompt]
+        with torch.inference_mode():
+            for place in self.places:
+                self.reducing, begin = 0.0, time.perf_counter()
+                written.append(self.step(written[-1].view(len(self.prompt), -1), place))
+                seconds = time.perf_counter() - begin
+                if len(written) == 2:
+                    found["prefill"] = [seconds]
+                else:
+                    found["decode"].append(seconds)
+                    found["reducing"].append(self.reducing)
+        return found, written[1:]
+
+
+def main() -> None:
+    address, name, rank, world, store, _ = sys.argv[1:7]  # not pinned: a rank may have several threads
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    die_with(connection)
+    reduce: list[Reduce] = []
+    current: list[Run] = []
+    gc.disable()
+
+    def obey(order: dict[str, Any]) -> dict[str, Any]:
+        if order["do"] == "start":
+            try:
+                reduce.append(make_reduce(name, int(rank), int(world), store))
+            except (ImportError, Unsupported) as reason:
+                return {"unsupported": str(reason)}
+            return {}
+        if order["do"] == "prepare":
+            current[:] = [Run(int(rank), int(world), reduce[0], order)]
+            return {}
+        if order["do"] == "check":
+            return {"tokens": [token.tolist() for token in current[0].write()[1]]}
+        if order["do"] == "time":
+            return current[0].write()[0]
+        raise ValueError(f"unknown order {order['do']!r}")
+
+    answer_orders(connection, int(rank), obey)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""``symcomm bench noise``: collectives beside neighbours that take the ranks' cores away now and then, beside MPI.
+
+A neighbour is a process bound to one of the cores that ranks use. It is awake for a burst, then sleeps, so that it is
+awake for a given part of the time. All sides take turns beside the same neighbours, and every call is timed: what
+counts is the median call, and the one that only one in a hundred exceeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from symcomm import errors
+from symcomm.bench import table as bench_table
+from symcomm.bench.peers import MPIS, is_set_up
+from symcomm.bench.pictures import Bars, Panel
+from symcomm.bench.run import Case, Side, make_cases, open_sides
+
+__all__ = [
+    "QUICK",
+    "Measurement",
+    "Neighbours",
+    "Workload",
+    "parse_neighbours",
+    "picture",
+    "run_noise_bench",
+    "to_json",
+]
+
+WORK = (
+    ("all_reduce", (8, 1 << 10, 64 << 10, 1 << 20)), ("all_gather", (64 << 10,)), ("broadcast", (1 << 10,)),
+    ("p2p", (8,)),
+)  # fmt: skip
+QUICK = {"rounds": 2, "seconds": 0.1}
+MOST_CALLS = 100_000  # of one turn
+# Awake from the beginning of each period, on one core, until the process that started it is gone.
+NEIGHBOUR = """
+import os, sys, time
+core, burst, period, start, parent = int(sys.argv[1]), *map(float, sys.argv[2:5]), int(sys.argv[5])
+os.sched_setaffinity(0, {core})
+now = time.monotonic
+begin = now() + start
+while os.getppid() == parent:
+    time.sleep(max(0.0, begin - now()))
+    end = now() + burst
+    while now() < end:
+        pass
+    begin = max(begin + period, now())
+"""
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """One on each core: awake for ``burst`` seconds at a time, ``duty`` of all the time; a duty of 0: nobody there."""
+
+    duty: float = 0.0
+    burst: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.duty:.0%} of {self.burst * 1e3:g} ms" if self.duty else "none"
+
+
+def parse_neighbours(text: str) -> tuple[Neighbours, ...]:
+    """``none,2:1,25:4`` -> nobody, then 2 % of the time in bursts of 1 ms, then 25 % in bursts of 4 ms."""
+    found = []
+    for word in text.split(","):
+        percent, _, ms = word.strip().partition(":")
+        if word.strip() == "none":
+            found.append(Neighbours())
+            continue
+        try:
+            kind = Neighbours(float(percent) / 100, float(ms) / 1e3)
+        except ValueError:
+            kind = Neighbours()
+        if not (0 < kind.duty < 1 and 0 < kind.burst <= 1):
+            what = "none, or PERCENT:MILLISECONDS such as 25:4, with commas between them"
+            raise errors.bad_argument("symcomm bench", "--neighbours", word, what)
+        found.append(kind)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What to measure: of every case ``rounds`` turns of every side, each of about ``seconds``."""
+
+    ranks: int = 2
+    neighbours: tuple[Neighbours, ...] = ()
+    peers: tuple[str, ...] = ()
+    rounds: int = 3
+    seconds: float = 0.3
+    pin: bool = True
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        return ("symcomm", *self.peers)
+
+    @property
+    def pinned(self) -> bool:
+        return self.pin and self.ranks <= len(os.sched_getaffinity(0))
+
+    @property
+    def cases(self) -> list[Case]:
+        make = functools.partial(make_cases, world=self.ranks, dtype="float32", op="sum", root=0, one_place=True)
+        return [case for name, sizes in WORK for case in make(name, sizes)]
+
+    @property
+    def turns(self) -> int:
+        return len(self.neighbours) * len(self.cases) * len(self.sides) * self.rounds
+
+    @property
+    def cores(self) -> list[int]:
+        """Those that the ranks use."""
+        cores = sorted(os.sched_getaffinity(0))
+        return cores[: self.ranks] if self.pinned else cores
+
+
+def peers_at_hand(text: str, parse: Callable[[str], list[str]]) -> tuple[str, ...]:
+    """The MPIs that ``--against`` names; without it, those that are set up."""
+    names = parse(text) if text else [name for name in MPIS if is_set_up(name)]
+    for name in names:
+        if name not in MPIS:
+            raise errors.bad_choice("symcomm bench", "--against", name, list(MPIS), "some")
+    return tuple(names)
+
+
+@dataclass
+class Measurement:
+    """Seconds of a call on every side: the median and the 99th percentile of the slowest rank, once for every turn."""
+
+    neighbours: Neighbours
+    case: Case
+    medians: dict[str, list[float]] = field(default_factory=dict)
+    tails: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, side: str, median: float, tail: float) -> None:
+        self.medians.setdefault(side, []).append(median)
+        self.tails.setdefault(side, []).append(tail)
+
+    def seconds(self, side: str) -> tuple[float, float]:
+        return statistics.median(self.medians[side]), statistics.median(self.tails[side])
+
+    def against(self, peers: Sequence[str]) -> tuple[float, float]:
+        """The best peer's median and tail divided by ours."""
+        ours, theirs = self.seconds("symcomm"), [self.seconds(peer) for peer in peers]
+        return min(t[0] for t in theirs) / ours[0], min(t[1] for t in theirs) / ours[1]
+
+
+@contextlib.contextmanager
+def live_beside(neighbours: Neighbours, cores: Sequence[int]) -> Iterator[None]:
+    """One neighbour on each core, no two of them in step."""
+    period = neighbours.burst / neighbours.duty if neighbours.duty else 0.0
+    there: list[subprocess.Popen[Any]] = []
+    try:
+        for place, core in enumerate(cores if neighbours.duty else ()):
+            words = (core, neighbours.burst, period, period * place / len(cores), os.getpid())
+            there.append(subprocess.Popen([sys.executable, "-I", "-S", "-c", NEIGHBOUR, *map(str, words)]))
+        yield
+    finally:
+        for process in there:
+            process.kill()
+            process.wait()
+
+
+def run_noise_bench(
+    workload: Workload,
+    tick: Callable[[str], None] = lambda what: None,
+    show: Callable[[Measurement], None] = lambda figures: None,
+) -> list[Measurement]:
+    """Measure every case beside every kind of neighbour; ``tick`` is told after every turn, ``show`` of every row."""
+    found = []
+    with open_sides(workload.sides, workload.ranks, workload.pinned) as sides:
+        for neighbours in workload.neighbours:
+            with live_beside(neighbours, workload.cores):
+                for case in workload.cases:
+                    found.append(_measure(sides, Measurement(neighbours, case), workload, tick))
+                    show(found[-1])
+    return found
+
+
+def _measure(
+    sides: dict[str, Side], figures: Measurement, workload: Workload, tick: Callable[[str], None]
+) -> Measurement:
+    what = f"{figures.case.collective} beside {figures.neighbours}"
+    calls = {}
+    for name, side in sides.items():
+        side.ask(what, {"do": "prepare", "case": 0, "spec": asdict(figures.case) | {"kind": "ordinary"}})
+        wrong = sum(answer["wrong"] for answer in side.ask(what, {"do": "check", "case": 0}))
+        if wrong:
+            raise errors.SymcommError(f"symcomm bench: {name}, {what}: {wrong} elements are wrong.")
+        calls[name] = _calibrate(side, what, workload.seconds)
+    for number in range(workload.rounds):
+        for name in list(sides)[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
+            answers = sides[name].ask(what, {"do": "sample", "case": 0, "calls": calls[name]}, workload.seconds)
+            figures.add(name, *(max(answer[key] for answer in answers) / 1e9 for key in ("median", "p99")))
+            tick(what)
+    for side in sides.values():
+        side.ask(what, {"do": "drop", "case": 0})
+    return figures
+
+
+def _calibrate(side: Side, what: str, seconds: float) -> int:
+    """How many calls fill a turn."""
+    calls = 20
+    while True:
+        took = max(answer["total"] for answer in side.ask(what, {"do": "sample", "case": 0, "calls": calls})) / 1e9
+        if took > seconds / 8 or calls >= MOST_CALLS:
+            return max(20, min(MOST_CALLS, round(calls * seconds / max(took, 1e-9))))
+        calls *= 8
+
+
+# --- what there is to see ----------------------------------------------------------------------------------------
+
+
+def head(workload: Workload) -> list[str]:
+    columns = [f"{name} {what} (us)" for name in ("ours", *workload.peers) for what in ("median", "p99")]
+    return ["neighbours", "collective", "size", *columns, *(["median vs MPI", "p99 vs MPI"] if workload.peers else [])]
+
+
+def row(figures: Measurement, workload: Workload) -> list[str]:
+    cells = [str(figures.neighbours), figures.case.collective, bench_table.short_size(figures.case.nbytes)]
+    cells += [bench_table.microseconds(seconds) for side in workload.sides for seconds in figures.seconds(side)]
+    if workload.peers:
+        cells += [bench_table.marked(ratio, bench_table.MPI_GOAL) for ratio in figures.against(workload.peers)]
+    return cells
+
+
+def picture(found: Sequence[Measurement], workload: Workload) -> list[Panel]:
+    """A panel for every kind of neighbour: all sides, median and tail of every case."""
+    panels: list[Panel] = []
+    for neighbours in workload.neighbours:
+        groups = {
+            f"{f.case.collective} {bench_table.short_size(f.case.nbytes)}": {
+                f"{'ours' if side == 'symcomm' else side}, {what}": f.seconds(side)[i] * 1e6
+                for side in workload.sides
+                for i, what in enumerate(("median", "p99"))
+            }
+            for f in found
+            if f.neighbours == neighbours
+        }
+        panels.append(Bars(f"neighbours: {neighbours}", "microseconds", groups))
+    return panels
+
+
+def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
+    """Everything measured; microseconds of one call."""
+    rows = [
+        {
+            "duty": f.neighbours.duty, "burst_ms": f.neighbours.burst * 1e3, "collective": f.case.collective,
+            "size": f.case.nbytes, "side": side,
+            "median_us": f.seconds(side)[0] * 1e6, "p99_us": f.seconds(side)[1] * 1e6,
+            "turns_median_us": [s * 1e6 for s in f.medians[side]], "turns_p99_us": [s * 1e6 for s in f.tails[side]],
+        }
+        for f in found
+        for side in workload.sides
+    ]  # fmt: skip
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "pinned": workload.pinned, "rows": rows}

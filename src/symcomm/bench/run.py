@@ -1,0 +1,318 @@
+"""Runs a benchmark: starts every side's ranks once, then measures them in turns.
+
+A *side* is a library with its ranks (symcomm, gloo, mpich, openmpi); a *series* is one column of results: ours with
+ordinary tensors, ours with symmetric ones, or a peer. All series of a case are measured one after the other, several
+rounds long, so that a noisy neighbour hits them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from symcomm import errors
+from symcomm.bench.peers import start_of
+from symcomm.errors import format_exit
+from symcomm.types import DType
+
+__all__ = ["OURS", "PLACES", "Case", "Effort", "Result", "make_cases", "measure", "open_sides"]
+
+OURS = ("ordinary", "symmetric")  # series of our own side; every other series is a side of that name
+# Which forms a collective has: in place, out of place. The first one is what a summary shows.
+PLACES = {
+    "all_reduce": (True, False), "reduce": (True, False), "broadcast": (True,), "all_gather": (False, True),
+    "reduce_scatter": (False, True), "gather": (False, True), "scatter": (False, True), "all_to_all": (False,),
+    "barrier": (True,), "p2p": (False,), "put": (False,), "put_signal": (False,),
+}  # fmt: skip
+ONE_PIECE = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "p2p",
+    "put",
+    "put_signal",
+)  # the others' sizes count one piece per rank
+WORKER = "symcomm.bench.worker"
+START_DEADLINE = 60.0
+ORDER_DEADLINE = 120.0  # for one order, on top of what the work itself is expected to take
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a collective on so many elements. ``count`` is per rank and piece, ``nbytes`` as nccl-tests counts."""
+
+    collective: str
+    nbytes: int
+    count: int
+    dtype: str
+    op: str
+    root: int
+    in_place: bool
+
+
+def make_cases(
+    collective: str, sizes: Sequence[int], world: int, dtype: str, op: str, root: int, one_place: bool
+) -> list[Case]:
+    """The rows of one collective: every size, in every form it has."""
+    if collective == "barrier":
+        return [Case("barrier", 0, 0, dtype, op, root, True)]
+    places = PLACES[collective][:1] if one_place else PLACES[collective]
+    pieces = 1 if collective in ONE_PIECE else world
+    item = DType[dtype.upper()].itemsize
+    counts = dict.fromkeys(max(1, nbytes // (item * pieces)) for nbytes in sizes)
+    return [Case(collective, n * item * pieces, n, dtype, op, root, place) for n in counts for place in places]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: ``rounds`` turns of every series, each of ``repetitions`` that last about ``seconds``."""
+
+    rounds: int = 3
+    repetitions: int = 3
+    seconds: float = 0.025
+    iterations: int = 0  # 0: as many as fill ``seconds``
+    warmup: int = 5
+    check: bool = True
+
+
+@dataclass
+class Result:
+    """What one series did in one case; ``seconds`` is None when it cannot do it, and ``reason`` says why."""
+
+    case: Case
+    series: str
+    seconds: float | None = None
+    fastest: float | None = None
+    wrong: int | None = None
+    iterations: int = 0
+    reason: str = ""
+    calls: int = 0  # timed calls of ours, of all ranks
+    long: int = 0  # those that took the long way, through Python
+
+
+# --- sides -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rank:
+    number: int
+    pid: int
+    connection: socket.socket
+    unread: bytes = b""
+
+
+class Side:
+    """The ranks of one library, alive for the whole run and asleep unless they have an order."""
+
+    def __init__(self, name: str, world: int, folder: Path, pinned: bool, worker: str, call: str, python: str):
+        self.name, self.world, self.call = name, world, call
+        self.ranks: list[Rank] = []
+        self.log = folder / f"{name}.log"
+        address = str(folder / f"{name}.socket")
+        start = start_of(name, world, address, str(folder / f"{name}.store"), pinned, worker, python)
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(address)
+        self.listener.listen(world)
+        self.processes: list[subprocess.Popen[Any]] = []
+        with self.log.open("wb") as log:
+            for command in start.commands:
+                process = subprocess.Popen(
+                    command, env=start.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+                self.processes.append(process)
+
+    def connect(self) -> None:
+        """Wait until every rank has said who it is."""
+        end = time.monotonic() + START_DEADLINE
+        self.listener.settimeout(0.1)
+        newcomers: list[socket.socket] = []
+        while len(newcomers) < self.world:
+            with contextlib.suppress(TimeoutError):
+                newcomers.append(self.listener.accept()[0])
+            self._check_started(end)
+        for connection in newcomers:
+            self.ranks.append(Rank(-1, 0, connection))
+        hellos = self._answers("starting", max(1.0, end - time.monotonic()))
+        for rank, hello in zip(self.ranks, hellos, strict=True):
+            rank.number, rank.pid = hello["rank"], hello["pid"]
+        self.ranks.sort(key=lambda rank: rank.number)
+
+    def _check_started(self, end: float) -> None:
+        gone = [p.returncode for p in self.processes if p.poll() is not None]
+        if gone:
+            raise self._lost(f"a process {format_exit(gone[0])} while starting")
+        if time.monotonic() > end:
+            raise errors.deadline(f"{self.call}: starting {self.world} ranks of {self.name}", START_DEADLINE)
+
+    def ask(self, what: str, order: dict[str, Any], seconds: float = 0.0) -> list[dict[str, Any]]:
+        """Give every rank the order; their answers, in rank order. ``what`` is for errors."""
+        line = json.dumps(order).encode() + b"\n"
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):  # a dead rank is noticed, and named, when its answer is read
+                rank.connection.sendall(line)
+        answers = self._answers(what, ORDER_DEADLINE + 5 * seconds)
+        for rank, answer in zip(self.ranks, answers, strict=True):
+            if "error" in answer:
+                raise errors.SymcommError(f"{self.call}: {self.name} rank {rank.number}, {what}: {answer['error']}")
+        return answers
+
+    def _answers(self, what: str, seconds: float) -> list[dict[str, Any]]:
+        end = time.monotonic() + seconds
+        got: dict[int, dict[str, Any]] = {}
+        with selectors.DefaultSelector() as selector:
+            for index, rank in enumerate(self.ranks):
+                selector.register(rank.connection, selectors.EVENT_READ, index)
+            while len(got) < len(self.ranks):
+                ready = selector.select(max(0.0, end - time.monotonic()))
+                if not ready:
+                    missing = [rank.number for i, rank in enumerate(self.ranks) if i not in got]
+                    raise errors.deadline(f"{self.call}: {self.name}, {what}", seconds, missing=missing)
+                for key, _ in ready:
+                    answer = self._read_line(self.ranks[key.data], what)
+                    if answer is not None:
+                        got[key.data] = answer
+                        selector.unregister(key.fileobj)
+        return [got[index] for index in range(len(self.ranks))]
+
+    def _read_line(self, rank: Rank, what: str) -> dict[str, Any] | None:
+        try:
+            data = rank.connection.recv(1 << 16)
+        except ConnectionError:
+            data = b""
+        if not data:
+            who = f"rank {rank.number} (pid {rank.pid})" if rank.pid else "a rank"
+            raise self._lost(f"{who} {self._how_it_ended(rank)} while {what}")
+        rank.unread += data
+        line, newline, rest = rank.unread.partition(b"\n")
+        if not newline:
+            return None
+        rank.unread = rest
+        return json.loads(line)
+
+    def _how_it_ended(self, rank: Rank) -> str:
+        """MPI ranks are children of their launcher, which alone knows more than that they went away."""
+        for process in self.processes:
+            if process.pid == rank.pid:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return format_exit(process.wait(5))
+        return "went away"
+
+    def _lost(self, what: str) -> errors.RankFailedError:
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        words = f" Its last line was: {lines[-1]}" if lines else ""
+        return errors.RankFailedError(f"{self.call}: {self.name}: {what}.{words}")
+
+    def close(self) -> None:
+        """End every process of the side. Ranks end when their connection does; what is left after that is killed."""
+        for rank in self.ranks:
+            rank.connection.close()
+        self.listener.close()
+        end = time.monotonic() + 3.0
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextlib.contextmanager
+def open_sides(
+    names: Sequence[str], world: int, pinned: bool = True, worker: str = WORKER, call: str = "symcomm bench",
+    pythons: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[dict[str, Side]]:  # fmt: skip
+    """Start the ranks of every side, running the module ``worker``; all are gone afterwards, whatever happened.
+
+    ``call`` is who failed, in the words of an error. ``pythons``: the interpreters of sides that do not run on ours."""
+    folder = Path(tempfile.mkdtemp(prefix="symcomm-bench-"))
+    sides: dict[str, Side] = {}
+    try:
+        for name in names:
+            sides[name] = Side(name, world, folder, pinned, worker, call, pythons.get(name, sys.executable))
+        for side in sides.values():
+            side.connect()
+        yield sides
+    finally:
+        for side in sides.values():
+            side.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- measuring ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Series:
+    """One column of one case while it is measured."""
+
+    side: Side
+    number: int  # the case's number on that side
+    result: Result
+    what: str
+    means: list[float] = field(default_factory=list)  # seconds of one call: the slowest rank's mean, per repetition
+
+    def ask(self, do: str, seconds: float = 0.0, **more: Any) -> list[dict[str, Any]]:
+        return self.side.ask(self.what, {"do": do, "case": self.number, **more}, seconds)
+
+    def time(self, iterations: int, repetitions: int, warmup: int, expect: float = 0.0) -> list[float]:
+        answers = self.ask("time", expect, iterations=iterations, repetitions=repetitions, warmup=warmup)
+        self.result.calls += sum(answer.get("calls", 0) for answer in answers)
+        self.result.long += sum(answer.get("long", 0) for answer in answers)
+        return [max(ns) / 1e9 for ns in zip(*(answer["ns"] for answer in answers), strict=True)]
+
+
+def measure(
+    sides: dict[str, Side], case: Case, series: Sequence[str], effort: Effort, tick: Callable[[], None] = lambda: None
+) -> list[Result]:
+    """Every series of one case: values first, then time, in turns. ``tick`` is called after every turn."""
+    columns = [_prepare(sides, case, name, number) for number, name in enumerate(series)]
+    able = [column for column in columns if not column.result.reason]
+    for column in able:
+        if effort.check:
+            column.result.wrong = sum(answer["wrong"] for answer in column.ask("check"))
+        column.result.iterations = effort.iterations or _calibrate(column, effort)
+    for _ in range(effort.rounds):
+        for column in able:
+            count = column.result.iterations
+            expected = effort.seconds * effort.repetitions
+            column.means += column.time(count, effort.repetitions, effort.warmup if count > 10 else 1, expected)
+            tick()
+    for column in columns:
+        column.ask("drop")
+        if column.means:
+            column.result.seconds = statistics.median(column.means)
+            column.result.fastest = min(column.means)
+    return [column.result for column in columns]
+
+
+def _prepare(sides: dict[str, Side], case: Case, series: str, number: int) -> _Series:
+    side = sides["symcomm" if series in OURS else series]
+    column = _Series(side, number, Result(case, series), f"{case.collective} of {case.nbytes} bytes")
+    answers = column.ask("prepare", spec=asdict(case) | {"kind": series if series in OURS else "ordinary"})
+    column.result.reason = next((a["unsupported"] for a in answers if "unsupported" in a), "")
+    return column
+
+
+def _calibrate(column: _Series, effort: Effort) -> int:
+    """How many calls make a repetition of the wanted length."""
+    iterations = 2
+    while True:
+        mean = min(column.time(iterations, 2, effort.warmup if iterations == 2 else 0))
+        if mean * iterations > effort.seconds / 8 or iterations >= 4096:
+            return max(2, min(20_000, round(effort.seconds / max(mean, 1e-9))))
+        iterations *= 8

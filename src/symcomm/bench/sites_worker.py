@@ -1,0 +1,156 @@
+"""One rank of ``symcomm bench sites``: trains with every method in turn; the first rank writes how each went."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from symcomm.bench.model import decoder, own_source
+from symcomm.bench.namespaces import carried
+
+__all__ = ["METHODS", "Training", "main"]
+
+WARM_UP = 20  # steps in which the learning rate rises
+CHECKED = 32  # texts on which every method is judged
+OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.5  # of DiLoCo; more momentum needs more meetings than a short run has
+METHODS = {
+    "plain": "plain DDP", "int8": "int8, error feedback", "power": "PowerSGD, rank 4", "topk": "top 2 %",
+    "diloco": "DiLoCo", "diloco-int8": "DiLoCo, int8",
+}  # fmt: skip
+
+
+def attach(method: str, model: Any, period: int) -> Any:
+    """Register the method's hook on a DistributedDataParallel; its outer optimizer, if it has one."""
+    import torch
+
+    from symcomm.ddp import hooks
+
+    module = model.module
+    if method == "int8":
+        model.register_comm_hook(
+            hooks.BlockwiseState(torch.int8, error_feedback=True, model=module), hooks.blockwise_hook
+        )
+    elif method == "power":
+        model.register_comm_hook(hooks.PowerSGDState(4, model=module), hooks.power_sgd_hook)
+    elif method == "topk":
+        model.register_comm_hook(hooks.TopKState(0.02, model=module), hooks.topk_hook)
+    elif method.startswith("diloco"):
+        dtype = torch.int8 if method == "diloco-int8" else None
+        outer = hooks.DiLoCoState(module.parameters(), period, lr=OUTER_RATE, momentum=OUTER_MOMENTUM, dtype=dtype)
+        model.register_comm_hook(outer, hooks.local_sgd_hook)
+        return outer
+    return None
+
+
+class Training:
+    """One method from the beginning: every one has the same first parameters and reads the same texts."""
+
+    def __init__(self, method: str, workload: dict[str, Any], data: Any, rank: int):
+        import torch
+
+        from symcomm.ddp import DistributedDataParallel
+
+        torch.manual_seed(0)
+        self.workload, self.data, self.done = workload, data, 0
+        self.module = decoder(workload["width"], workload["layers"], workload["context"])
+        self.model = DistributedDataParallel(self.module, forward_sync_buffers=False)  # they never change
+        self.outer = attach(method, self.model, workload["period"])
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=workload["rate"], betas=(0.9, 0.98))
+        self.draw = torch.Generator().manual_seed(1 + rank)
+        self.checked = self.texts(torch.Generator().manual_seed(0), CHECKED)
+
+    def texts(self, draw: Any, count: int) -> Any:
+        import torch
+
+        length = self.workload["context"] + 1
+        starts = torch.randint(len(self.data) - length, (count,), generator=draw)
+        return torch.stack([self.data[s : s + length] for s in starts.tolist()]).long()
+
+    def step(self) -> None:
+        self.done += 1
+        self.optimizer.param_groups[0]["lr"] = self.workload["rate"] * min(1.0, self.done / WARM_UP)
+        loss(self.model, self.texts(self.draw, self.workload["batch"])).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.outer is not None:
+            self.outer.step()
+
+    def check(self) -> float:
+        """The loss on texts that are the same for all methods."""
+        import torch
+
+        with torch.no_grad():
+            return float(loss(self.module, self.checked))
+
+
+def loss(model: Any, texts: Any) -> Any:
+    import torch
+
+    logits = model(texts[:, :-1])
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten())
+
+
+def train(method: str, workload: dict[str, Any], data: Any, rank: int) -> dict[str, Any]:
+    """Steps until the loss is at the target or the steps are used up. The clock stands still while it is checked.
+
+    That is every few steps; with an outer optimizer when the ranks have met, since their models differ in between.
+    """
+    import torch
+    import torch.distributed as dist
+
+    training = Training(method, workload, data, rank)
+    between = workload["period"] if training.outer is not None else workload["every"]
+    seconds, curve = 0.0, [(0, 0.0, training.check())]
+    before = carried()[0]
+    while training.done < workload["limit"]:
+        dist.barrier()
+        begun = time.perf_counter()
+        for _ in range(between):
+            training.step()
+        seconds += time.perf_counter() - begun
+        found = torch.tensor([training.check() if rank == 0 else 0.0])
+        dist.broadcast(found, 0)
+        curve.append((training.done, seconds, found.item()))
+        say(rank, f"{METHODS[method]}, loss {found.item():.2f}")
+        if not workload["target"] < found.item() < math.inf:
+            break
+    for _ in range(training.done, workload["limit"], between):
+        say(rank, f"{METHODS[method]}, done")  # checks that are not needed any more: the bar counts them
+    return {"method": method, "curve": curve, "sent": carried()[0] - before}
+
+
+def say(rank: int, line: str) -> None:
+    if rank == 0:
+        print(line, flush=True)
+
+
+def main() -> None:
+    workload, result = json.loads(sys.argv[1]), Path(sys.argv[2])
+    import torch
+    import torch.distributed as dist
+
+    from symcomm.torch_backend.register import register
+
+    register()
+    torch.set_num_threads(1)
+    dist.init_process_group("symcomm", timeout=timedelta(seconds=300))
+    rank = int(os.environ["RANK"])
+    data = torch.frombuffer(bytearray(own_source()), dtype=torch.uint8)
+    Training("plain", workload, data, rank).step()  # connections are made, memory is touched
+    rows = [train(method, workload, data, rank) for method in workload["methods"]]
+    if rank == 0:
+        result.write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # all is said; models and groups go with the process
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""Measures TCPStore, ours beside PyTorch's, in one run and in turns, so that noise hits both alike.
+
+Servers and clients are processes of their own, as in a job. Latencies are medians; a ratio above 1 means ours is
+faster.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from symcomm.bench import table as bench_table
+from symcomm.bench.pictures import Bars, Panel
+from symcomm.errors import ResourceError
+from symcomm.preflight import INSTALL_TORCH
+
+__all__ = ["QUICK", "SIDES", "Workload", "as_table", "note", "picture", "run_store_bench", "to_json"]
+
+SIDES = {"ours": "ours", "torch": "PyTorch"}
+
+_TIMEOUT = timedelta(seconds=60)
+_ROUNDS = 10  # turns that ours and PyTorch's take
+_DEADLINE = 300.0  # seconds for any one measurement
+_CONNECTING_PROCESSES = 4
+
+_EIGHT = [f"bench/m{i}" for i in range(8)]
+
+# name -> (what to do before, what to measure); s is the store, i counts
+_CALLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, int], Any]]] = {
+    "set": (lambda s: None, lambda s, i: s.set("bench/k", "v" * 16)),
+    "get": (lambda s: s.set("bench/k", "v" * 16), lambda s, i: s.get("bench/k")),
+    "add": (lambda s: None, lambda s, i: s.add("bench/n", 1)),
+    "check": (lambda s: s.set("bench/k", "v"), lambda s, i: s.check(["bench/k"])),
+    "compare_set": (lambda s: s.set("bench/c", "a"), lambda s, i: s.compare_set("bench/c", "a", "a")),
+    "wait": (lambda s: s.set("bench/k", "v"), lambda s, i: s.wait(["bench/k"])),
+    "multi_get (8 keys)": (
+        lambda s: s.multi_set(_EIGHT, ["v" * 16] * 8),
+        lambda s, i: s.multi_get(_EIGHT),
+    ),
+    "queue push + pop": (lambda s: None, lambda s, i: (s.queue_push("bench/q", "v"), s.queue_pop("bench/q"))),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What to measure: every call with each number of ``clients``, waking, and connecting so many at once."""
+
+    clients: Sequence[int] = (1, 8)
+    calls: int = 2000  # of each kind, by each client
+    connect: Sequence[int] = (100, 500)
+    sides: Sequence[str] = tuple(SIDES)
+
+    @property
+    def turns(self) -> int:
+        return len(self.sides) * (len(self.clients) * len(_CALLS) * _ROUNDS + 1 + len(self.connect)) + 1
+
+
+QUICK: dict[str, Any] = {"calls": 200, "connect": (20,)}
+Tick = Callable[[str], None]
+Row = dict[str, Any]  # what, clients; for each side its time in us and, where many call at once, calls per second
+
+
+def run_store_bench(workload: Workload, tick: Tick = lambda what: None) -> list[Row]:
+    """Measure every call, waking, and connecting on both sides; ``tick`` is told after every turn."""
+    for side in workload.sides:
+        _store_class(side)  # loaded before the processes are made, so that they start in a blink
+    rows: list[Row] = []
+    with _Servers(workload.sides, max([*workload.connect, *workload.clients, 1])) as ports:
+        for count in workload.clients:
+            rows += _measure_calls(ports, count, workload.calls, tick)
+        rows.append(_measure_waking(ports, workload.calls, tick))
+        rows += _measure_connecting(ports, workload.connect, tick)
+    return rows
+
+
+def _store_class(side: str) -> Any:
+    if side == "ours":
+        from symcomm.store.tcp import TCPStore
+
+        return TCPStore
+    import torch.distributed
+
+    return torch.distributed.TCPStore
+
+
+def _connect(side: str, port: int) -> Any:
+    return _store_class(side)("127.0.0.1", port, timeout=_TIMEOUT)
+
+
+# --- processes -------------------------------------------------------------------------------------------
+
+
+def _allow_files(count: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    if hard != resource.RLIM_INFINITY and hard < count:
+        raise ResourceError(f"{count} connections need as many file descriptors; the limit is {hard} (`ulimit -Hn`).")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+
+
+def _serve(side: str, pipe: Any) -> None:
+    store = _store_class(side)("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+    pipe.send(store.port)
+    pipe.poll(None)  # until the other end is closed
+
+
+class _Servers:
+    """One server process for each side; gives their ports."""
+
+    def __init__(self, sides: Sequence[str], connections: int):
+        _allow_files(connections + 200)
+        ctx: Any = mp.get_context("fork")
+        self._pipes, self._processes = [], []
+        self._ports = {}
+        for side in sides:
+            ours, theirs = ctx.Pipe()
+            process = ctx.Process(target=_serve, args=(side, theirs), daemon=True)
+            process.start()
+            if not ours.poll(_DEADLINE):
+                raise ResourceError(f"symcomm bench: the server of the {SIDES[side]} store did not start.")
+            self._ports[side] = ours.recv()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> dict[str, int]:
+        return self._ports
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+@dataclass(frozen=True)
+class _Client:
+    """One of several processes that measure together."""
+
+    rank: int
+    barrier: Any
+    pipe: Any
+
+    def meet(self) -> None:
+        self.barrier.wait(_DEADLINE)
+
+    def tell(self, what: str) -> None:
+        """A turn is done. One of us says so for all, and when nothing is being timed."""
+        if self.rank == 0:
+            self.pipe.send(("turn", what))
+
+    def run(self, work: Callable[..., Any], args: Sequence[Any]) -> None:
+        self.pipe.send(("result", work(self, *args)))
+
+
+def _in_processes(count: int, tick: Tick, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """``work(client, *args)`` in ``count`` processes at once; their results by rank."""
+    ctx: Any = mp.get_context("fork")
+    barrier = ctx.Barrier(count)
+    pipes = [ctx.Pipe(duplex=False) for _ in range(count)]
+    clients = [_Client(rank, barrier, send) for rank, (_, send) in enumerate(pipes)]
+    processes = [ctx.Process(target=client.run, args=(work, args), daemon=True) for client in clients]
+    for process in processes:
+        process.start()
+    results = []
+    try:
+        for rank, (receive, send) in enumerate(pipes):
+            send.close()
+            results.append(_result_of(rank, receive, tick))
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+    return results
+
+
+def _result_of(rank: int, pipe: Any, tick: Tick) -> Any:
+    while pipe.poll(_DEADLINE):
+        kind, value = pipe.recv()
+        if kind == "result":
+            return value
+        tick(value)
+    raise ResourceError(f"symcomm bench: client process {rank} of the store said nothing for {_DEADLINE:.0f} s.")
+
+
+# --- measurements ------------------------------------------------------------------------------------------
+
+
+def _time_calls(client: _Client, ports: dict[str, int], calls: int) -> dict[tuple[str, str], Any]:
+    """The median of each call (seconds), and when each of its rounds began and ended, by (call, side)."""
+    stores = {side: _connect(side, port) for side, port in ports.items()}
+    samples: dict[tuple[str, str], list[float]] = {}
+    spans: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    clock = time.perf_counter
+    format_clients = f"{client.barrier.parties} client{'s' * (client.barrier.parties > 1)}"
+    for name, (prepare, call) in _CALLS.items():
+        for turn in range(_ROUNDS):
+            for side in list(stores)[:: 1 if turn % 2 else -1]:
+                store = stores[side]
+                prepare(store)
+                for i in range(20):
+                    call(store, i)
+                client.meet()
+                own = samples.setdefault((name, side), [])
+                begin = clock()
+                for i in range(calls // _ROUNDS):
+                    start = clock()
+                    call(store, i)
+                    own.append(clock() - start)
+                store.num_keys()  # a set has no answer: this one comes after all of them were done
+                spans.setdefault((name, side), []).append((begin, clock()))
+                client.meet()
+                client.tell(f"{name}, {SIDES[side]}, {format_clients}")
+    return {key: (statistics.median(samples[key]), spans[key]) for key in samples}
+
+
+def _measure_calls(ports: dict[str, int], count: int, calls: int, tick: Tick) -> list[Row]:
+    results = _in_processes(count, tick, _time_calls, ports, calls)
+    rows = []
+    for name in _CALLS:
+        row: Row = {"what": name, "clients": count}
+        for side in ports:
+            medians = [result[name, side][0] for result in results]
+            rounds = zip(*(result[name, side][1] for result in results), strict=True)
+            elapsed = [max(end for _, end in spans) - min(begin for begin, _ in spans) for spans in rounds]
+            row[f"{side}_us"] = statistics.median(medians) * 1e6
+            row[f"{side}_per_s"] = count * (calls // _ROUNDS) / statistics.median(elapsed)
+        rows.append(row)
+    return rows
+
+
+def _ping_pong(client: _Client, ports: dict[str, int], calls: int) -> dict[str, float]:
+    """One sets what the other waits for, and back; the time for one way."""
+    medians = {}
+    me, other = client.rank, 1 - client.rank
+    for side, port in ports.items():
+        store = _connect(side, port)
+        samples = []
+        client.meet()
+        for i in range(calls // 2):
+            start = time.perf_counter()
+            if me == 1:
+                store.wait([f"ping/0/{i}"])
+            store.set(f"ping/{me}/{i}", "v")
+            if me == 0:
+                store.wait([f"ping/{other}/{i}"])
+            samples.append((time.perf_counter() - start) / 2)
+        client.meet()
+        client.tell(f"waking, {SIDES[side]}")
+        medians[side] = statistics.median(samples)
+    return medians
+
+
+def _measure_waking(ports: dict[str, int], calls: int, tick: Tick) -> Row:
+    result = _in_processes(2, tick, _ping_pong, ports, calls)[0]
+    return {"what": "set until a waiter goes on", "clients": 2, **{f"{side}_us": result[side] * 1e6 for side in ports}}
+
+
+def _connect_one_by_one(client: _Client, ports: dict[str, int], count: int) -> dict[str, float]:
+    samples: dict[str, list[float]] = {side: [] for side in ports}
+    for _ in range(count):
+        for side, port in ports.items():
+            start = time.perf_counter()
+            store = _connect(side, port)
+            samples[side].append(time.perf_counter() - start)
+            del store
+    client.tell("connecting")
+    return {side: statistics.median(own) for side, own in samples.items()}
+
+
+def _connect_some(client: _Client, side: str, port: int, count: int) -> tuple[float, float]:
+    _allow_files(count + 200)
+    client.meet()
+    begin = time.perf_counter()
+    stores = [_connect(side, port) for _ in range(count)]
+    end = time.perf_counter()
+    client.meet()  # nobody leaves before all are there
+    client.tell(f"connecting {count * client.barrier.parties} at once, {SIDES[side]}")
+    del stores
+    return begin, end
+
+
+def _measure_connecting(ports: dict[str, int], counts: Sequence[int], tick: Tick) -> list[Row]:
+    """One client after the other, and many at once. PyTorch's also asks for the names of addresses: where the
+    resolver is slow, some of its clients take seconds."""
+    single = _in_processes(1, tick, _connect_one_by_one, ports, 40)[0]
+    rows: list[Row] = [{"what": "connect", "clients": 1, **{f"{side}_us": single[side] * 1e6 for side in ports}}]
+    for count in counts:
+        row: Row = {"what": f"connect {count} at once", "clients": count}
+        processes = min(_CONNECTING_PROCESSES, count)
+        for side in ports:
+            spans = _in_processes(processes, tick, _connect_some, side, ports[side], count // processes)
+            row[f"{side}_us"] = (max(end for _, end in spans) - min(begin for begin, _ in spans)) * 1e6
+        rows.append(row)
+    return rows
+
+
+# --- words ---------------------------------------------------------------------------------------------------
+
+
+def as_table(rows: Sequence[Row], workload: Workload, best: bool = False) -> bench_table.Table:
+    head = ["call", "clients"]
+    for unit in ("us", "calls/s"):
+        head += [f"{SIDES[side]} ({unit})" for side in workload.sides] + ["ratio"] * (len(workload.sides) > 1)
+    title = "TCPStore, ours beside PyTorch's" if len(workload.sides) > 1 else "TCPStore"
+    return title, head, [_cells(row, workload.sides) for row in rows]
+
+
+def _cells(row: Row, sides: Sequence[str]) -> list[str]:
+    cells = [row["what"], str(row["clients"])]
+    times = [row[f"{side}_us"] for side in sides]
+    cells += [bench_table.microseconds(us / 1e6) for us in times]
+    if len(sides) > 1:
+        cells.append(bench_table.times(times[1] / times[0]))
+    rates = [row.get(f"{side}_per_s") for side in sides]
+    cells += ["-" if rate is None else f"{rate:,.0f}" for rate in rates]
+    if len(sides) > 1:
+        cells.append(bench_table.times(bench_table.ratio(rates[0], rates[1])))
+    return cells
+
+
+def picture(rows: Sequence[Row], workload: Workload, best: bool = False) -> list[Panel]:
+    """Times of calls, a panel for each number of clients; waking and connecting in one of their own."""
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        clients = f"{row['clients']} client{'s' * (row['clients'] > 1)}"
+        title = clients if row["what"] in _CALLS else "waking and connecting"
+        panels.setdefault(title, {})[row["what"]] = {SIDES[side]: row[f"{side}_us"] for side in workload.sides}
+    return [Bars(title, "microseconds", groups, logarithmic=True) for title, groups in panels.items()]
+
+
+def note(rows: Sequence[Row]) -> str:
+    if not any("torch_us" in row for row in rows):
+        return f"ours alone, since torch is not installed; `{INSTALL_TORCH}` to see PyTorch's beside it"
+    return "us: the median of all calls; calls/s: of all clients together; a ratio above 1: ours is faster"
+
+
+def to_json(rows: Sequence[Row], workload: Workload) -> dict[str, Any]:
+    """Everything measured: microseconds, calls per second."""
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": list(rows)}

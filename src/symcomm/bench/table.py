@@ -1,0 +1,283 @@
+"""Benchmark results as text, Markdown, JSON and pictures.
+
+Columns and bandwidths are those of nccl-tests: algbw is size / time; busbw is algbw times a factor that says how much
+of the data has to cross from one rank to another, so that it can be held against what the memory can do.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import symcomm
+from symcomm.bench.pictures import Bars, Curves, Panel
+from symcomm.bench.run import OURS, PLACES, Case, Result
+
+__all__ = [
+    "GrowingTable", "bandwidths", "case_head", "case_rows", "over_size", "pick", "picture", "short_size",
+    "summary_head", "summary_row", "to_json",
+]  # fmt: skip
+
+MPI_GOAL, GLOO_GOAL = 1.0, 3.0  # how many times faster than the best MPI, and than Gloo, we mean to be
+MISSED = "!"
+
+Table = tuple[str, list[str], list[list[str]]]  # title, column names, rows
+
+
+def bus_factor(collective: str, world: int) -> float:
+    """nccl-tests' factor between algbw and busbw."""
+    if collective == "all_reduce":
+        return 2 * (world - 1) / world
+    if collective in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"):
+        return (world - 1) / world
+    return 1.0
+
+
+def bandwidths(case: Case, seconds: float, world: int) -> tuple[float, float]:
+    """(algbw, busbw) in GB/s."""
+    algbw = case.nbytes / seconds / 1e9 if seconds else 0.0
+    return algbw, algbw * bus_factor(case.collective, world)
+
+
+def pick(result: Result | None, best: bool) -> float | None:
+    """The time to show: the median, or the fastest repetition."""
+    return None if result is None else result.fastest if best else result.seconds
+
+
+# --- words -------------------------------------------------------------------------------------------------------
+
+
+def microseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    us = seconds * 1e6
+    return f"{us:.2f}" if us < 100 else f"{us:.1f}" if us < 1000 else f"{us:.0f}"
+
+
+def times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
+
+
+def short_size(nbytes: int) -> str:
+    """1048576 -> "1 MiB"; what is no round number stays in bytes."""
+    for factor, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= factor and nbytes % factor == 0:
+            return f"{nbytes // factor} {unit}"
+    return f"{nbytes} B"
+
+
+def ratio(theirs: float | None, ours: float | None) -> float | None:
+    return theirs / ours if theirs and ours else None
+
+
+# --- tables ------------------------------------------------------------------------------------------------------
+
+
+def _by_case(results: Iterable[Result]) -> dict[Case, dict[str, Result]]:
+    found: dict[Case, dict[str, Result]] = {}
+    for result in results:
+        found.setdefault(result.case, {})[result.series] = result
+    return found
+
+
+def case_head(collective: str, kinds: Sequence[str], peers: Sequence[str]) -> list[str]:
+    """nccl-tests' columns, of the placements that the collective has, with the peers' times and ratios behind."""
+    head = ["size(B)", "count", "type", "redop", "root", "tensors"]
+    for place in _places(collective):
+        head += [f"{place}:time(us)", "algbw", "busbw", "#wrong"] if kinds else []
+        head += [word for peer in peers for word in ((f"{peer}(us)", "ratio") if kinds else (f"{peer}(us)",))]
+    return head
+
+
+def case_rows(
+    results: Sequence[Result], world: int, kinds: Sequence[str], peers: Sequence[str], best: bool
+) -> list[list[str]]:
+    """The lines of one size, one a kind of tensor; ``results`` are those of all its placements."""
+    found = _by_case(results)
+    return [_case_row(found, world, kind, peers, best) for kind in kinds or ("",)]
+
+
+def _places(collective: str) -> list[str]:
+    return [place for place in ("out", "in") if (place == "in") in PLACES[collective]]
+
+
+def _case_row(
+    found: dict[Case, dict[str, Result]], world: int, kind: str, peers: Sequence[str], best: bool
+) -> list[str]:
+    """One size: what both placements share, then out of place, then in place."""
+    case = next(iter(found))
+    row = [str(case.nbytes), str(case.count), *_labels(case), kind or "-"]
+    for place in _places(case.collective):
+        here = next((found[c] for c in found if c.in_place is (place == "in")), {})
+        ours = pick(here.get(kind), best)
+        row += _our_cells(here.get(kind), ours, world) if kind else []
+        for peer in peers:
+            theirs = pick(here.get(peer), best)
+            row += [microseconds(theirs), times(ratio(theirs, ours))] if kind else [microseconds(theirs)]
+    return row
+
+
+def _labels(case: Case) -> list[str]:
+    """type, redop, root, as nccl-tests words them."""
+    reducing = case.collective in ("all_reduce", "reduce", "reduce_scatter")
+    rooted = case.collective in ("broadcast", "reduce", "gather", "scatter")
+    dtype = "none" if case.collective == "barrier" else case.dtype
+    return [dtype, case.op if reducing else "none", str(case.root) if rooted else "-1"]
+
+
+def _our_cells(result: Result | None, seconds: float | None, world: int) -> list[str]:
+    if result is None or seconds is None:
+        return ["-", "-", "-", "-"]
+    algbw, busbw = bandwidths(result.case, seconds, world)
+    wrong = "N/A" if result.wrong is None else str(result.wrong)
+    return [microseconds(seconds), f"{algbw:.2f}", f"{busbw:.2f}", wrong]
+
+
+def summary_head(kinds: Sequence[str], peers: Sequence[str]) -> list[str]:
+    head = ["collective", "size", *[f"{kind} (us)" for kind in kinds], *[f"{peer} (us)" for peer in peers]]
+    for kind in kinds:
+        head += [f"{kind} vs MPI"] if any(peer != "gloo" for peer in peers) else []
+        head += [f"{kind} vs gloo"] if "gloo" in peers else []
+    return head
+
+
+def summary_row(results: Sequence[Result], kinds: Sequence[str], peers: Sequence[str], best: bool) -> list[str]:
+    """One collective and size, from all results of a case."""
+    case, found = results[0].case, {result.series: result for result in results}
+    seconds = {name: pick(found.get(name), best) for name in (*kinds, *peers)}
+    row = [case.collective, "" if case.collective == "barrier" else short_size(case.nbytes)]
+    for name in (*kinds, *peers):
+        wrong = found[name].wrong if name in found else None
+        row.append(microseconds(seconds[name]) + (f" WRONG:{wrong}" if wrong else ""))
+    mpis = [peer for peer in peers if peer != "gloo"]
+    best_mpi = min((s for name in mpis if (s := seconds[name]) is not None), default=None)
+    for kind in kinds:
+        row += [marked(ratio(best_mpi, seconds[kind]), MPI_GOAL)] if mpis else []
+        row += [marked(ratio(seconds["gloo"], seconds[kind]), GLOO_GOAL)] if "gloo" in peers else []
+    return row
+
+
+def marked(value: float | None, goal: float) -> str:
+    return times(value) + (MISSED if value is not None and value < goal else "")
+
+
+def as_text(table: Table) -> str:
+    title, head, rows = table
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = [f"# {title}", "# " + "  ".join(word.rjust(w) for word, w in zip(head, widths, strict=True))]
+    lines += ["  " + "  ".join(word.rjust(w) for word, w in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(lines)
+
+
+def as_markdown(table: Table) -> str:
+    title, head, rows = table
+    return "\n".join([*_markdown_head(title, head), *map(_markdown_row, rows)])
+
+
+def _markdown_head(title: str, head: Sequence[str]) -> list[str]:
+    return [f"**{title}**", "", _markdown_row(head), "|" + " ---: |" * len(head)]
+
+
+def _markdown_row(row: Sequence[str]) -> str:
+    return "| " + " | ".join(row) + " |"
+
+
+class GrowingTable:
+    """A table that is printed line by line, so that widths are given by what usually comes."""
+
+    WIDEST = MappingProxyType({"collective": 14, "size(B)": 10, "count": 10, "tensors": 9, "side": 20})
+
+    def __init__(self, title: str, head: Sequence[str], say: Callable[[str], None], *, markdown: bool):
+        self._say = say
+        self._markdown = markdown
+        self._widths = [max(len(word), self.WIDEST.get(word, 8)) for word in head]
+        lines = _markdown_head(title, head) if markdown else [f"# {title}", "# " + self._aligned(head)]
+        for line in lines:
+            say(line)
+
+    def add(self, row: Sequence[str]) -> None:
+        self._say(_markdown_row(row) if self._markdown else "  " + self._aligned(row))
+
+    def _aligned(self, row: Sequence[str]) -> str:
+        return "  ".join(word.rjust(width) for word, width in zip(row, self._widths, strict=True))
+
+
+def reasons(results: Iterable[Result]) -> list[str]:
+    """Why a dash is a dash, each reason once."""
+    return list(dict.fromkeys(f"{r.series}, {r.case.collective}: {r.reason}" for r in results if r.reason))
+
+
+def ways(results: Iterable[Result]) -> str:
+    """Which way our calls took; a warning where some were not left to the core, whose times those are not."""
+    counted = [r for r in results if r.calls]
+    slow = [r for r in counted if r.long]
+    if not counted:
+        return ""
+    total = sum(r.calls for r in counted)
+    if not slow:
+        return f"way: all {total:,} timed calls of ours took the short way"
+    where = ", ".join(dict.fromkeys(f"{r.case.collective} of {short_size(r.case.nbytes)}" for r in slow))
+    return f"WARNING: {sum(r.long for r in slow):,} of {total:,} timed calls took the long way through Python: {where}"
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "symcomm": symcomm.__version__,
+    }
+
+
+def to_json(results: Sequence[Result], world: int, pinned: bool) -> dict[str, Any]:
+    """Everything measured. Times are microseconds of one call, bandwidths GB/s."""
+    rows = []
+    for result in results:
+        case = result.case
+        dtype, op, root = _labels(case)
+        row: dict[str, Any] = {
+            "collective": case.collective, "series": result.series, "size": case.nbytes, "count": case.count,
+            "type": dtype, "redop": op, "root": int(root), "in_place": case.in_place,
+            "iterations": result.iterations, "wrong": result.wrong, "long_way": result.long,
+        }  # fmt: skip
+        if result.seconds is None or result.fastest is None:
+            row["unsupported"] = result.reason
+        else:
+            algbw, busbw = bandwidths(case, result.seconds, world)
+            row |= {"time_us": result.seconds * 1e6, "fastest_us": result.fastest * 1e6, "algbw": algbw, "busbw": busbw}
+        rows.append(row)
+    return {"machine": machine(), "ranks": world, "pinned": pinned, "rows": rows}
+
+
+# --- pictures ----------------------------------------------------------------------------------------------------
+
+
+def over_size(title: str, y: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> Panel:
+    """Measurement over sizes, both axes logarithmic; bars for what has no size, a barrier."""
+    if not any(nbytes for points in lines.values() for nbytes, _ in points):
+        return Bars(title, y, {"": {name: value for name, points in lines.items() for _, value in points}})
+    return Curves(title, "size", y, lines, tick=short_size)
+
+
+def picture(results: Sequence[Result], series: Sequence[str], best: bool) -> list[Panel]:
+    """Time over size, one panel per collective, of the form that a summary shows."""
+    panels = []
+    for collective in dict.fromkeys(result.case.collective for result in results):
+        mine = [result for result in results if result.case.collective == collective]
+        shown = mine[0].case.in_place
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for result in sorted(mine, key=lambda result: series.index(result.series)):
+            seconds = pick(result, best)
+            if seconds is not None and result.case.in_place is shown:
+                label = f"symcomm, {result.series} tensors" if result.series in OURS else result.series
+                lines.setdefault(label, []).append((result.case.nbytes, seconds * 1e6))
+        if lines:
+            panels.append(over_size(collective, "microseconds", lines))
+    return panels

@@ -1,0 +1,128 @@
+"""``symcomm bench torch``: what small calls of torch.distributed take, by each way that a call can go.
+
+Ways: a group of ours called directly; a group of ours that one of torch's hooks watches, where a call goes through C++
+and the Backend inside (torch 2.14 and newer); torch's own Gloo. Other environments, with another version of torch, can
+take part: all take turns in one run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from symcomm import errors
+from symcomm.bench import table as bench_table
+from symcomm.bench.pictures import Bars, Panel
+from symcomm.bench.run import Side, open_sides
+from symcomm.bench.torch_calls_worker import CALLS, WAYS
+
+__all__ = ["Measurement", "Workload", "as_table", "find_pythons", "note", "picture", "run_torch_bench", "to_json"]
+
+WORKER = "symcomm.bench.torch_calls_worker"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What to measure: ``rounds`` turns of every way in every environment, each of ``steps`` calls of every kind."""
+
+    ranks: int = 2
+    rounds: int = 15
+    steps: int = 300
+    pythons: Sequence[str] = (sys.executable,)
+
+    @property
+    def turns(self) -> int:
+        return len(self.pythons) * len(WAYS) * self.rounds
+
+    @property
+    def pinned(self) -> bool:
+        return self.ranks <= len(os.sched_getaffinity(0))
+
+
+@dataclass
+class Measurement:
+    """One way in one environment. ``turns``: call -> seconds of one, the slowest rank's, once for every turn."""
+
+    torch: str
+    way: str
+    turns: dict[str, list[float]] = field(default_factory=lambda: {call: [] for call in CALLS})
+    long: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CALLS, 0))  # calls that Python had to plan
+
+    def seconds(self, call: str, best: bool = False) -> float:
+        return min(self.turns[call]) if best else statistics.median(self.turns[call])
+
+
+def find_pythons(text: str) -> tuple[str, ...]:
+    """This interpreter, and those named with commas between them."""
+    found = [sys.executable]
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        path = shutil.which(name)
+        if path is None:
+            allowed = "Python interpreters of environments with torch, with commas between them"
+            raise errors.bad_argument("symcomm bench", "--python", name, allowed)
+        found.append(os.path.abspath(path))
+    return tuple(dict.fromkeys(found))
+
+
+def run_torch_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
+    """Measure every way in every environment; ``tick`` is told after every turn."""
+    names = {f"torch{i}": python for i, python in enumerate(workload.pythons)}
+    with open_sides(list(names), workload.ranks, workload.pinned, WORKER, pythons=names) as sides:
+        found = [(side, figures) for side in sides.values() for figures in _ways_of(side)]
+        for number in range(workload.rounds):
+            for side, figures in found[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
+                _measure(side, figures, workload.steps)
+                tick(f"torch {figures.torch}, {WAYS[figures.way]}")
+    return [figures for _, figures in found]
+
+
+def _ways_of(side: Side) -> list[Measurement]:
+    facts = side.ask("starting", {"do": "prepare"})[0]
+    return [Measurement(facts["torch"], way) for way in WAYS if way in facts["ways"]]
+
+
+def _measure(side: Side, figures: Measurement, steps: int) -> None:
+    for call in CALLS:
+        answers = side.ask(call, {"do": "time", "way": figures.way, "call": call, "steps": steps})
+        figures.turns[call].append(max(answer["seconds"] for answer in answers))
+        figures.long[call] += sum(answer["long"] for answer in answers)
+
+
+# --- words -------------------------------------------------------------------------------------------------------
+
+
+def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
+    head = ["torch", "way", *(f"{call} (us)" for call in CALLS)]
+    rows = [[f.torch, WAYS[f.way], *(bench_table.microseconds(f.seconds(call, best)) for call in CALLS)] for f in found]
+    return f"small calls of torch.distributed, {workload.ranks} ranks", head, rows
+
+
+def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
+    groups = {call: {f"{f.torch}, {WAYS[f.way]}": f.seconds(call, best) * 1e6 for f in found} for call in CALLS}
+    return [Bars("small calls of torch.distributed", "microseconds", groups, logarithmic=True)]
+
+
+def note(found: Sequence[Measurement]) -> str:
+    units = "us: one call of dist.*, of the slowest rank; asynchronous calls include their wait"
+    blocking = [(f, call) for f in found for call, what in CALLS.items() if not (what and what[1])]
+    slow = [f"{call} ({WAYS[f.way]}, torch {f.torch})" for f, call in blocking if f.long[call]]
+    if slow:
+        return f"{units}\n# WARNING: calls took the long way through Python: {', '.join(slow)}"
+    return f"{units}\n# way: all blocking calls of ours took the short way"
+
+
+def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
+    """Everything measured, in microseconds."""
+    rows = [
+        {
+            "torch": f.torch, "way": f.way, "call": call, "us": f.seconds(call) * 1e6,
+            "turns_us": [seconds * 1e6 for seconds in f.turns[call]], "long_way": f.long[call],
+        }
+        for f in found for call in CALLS
+    ]  # fmt: skip
+    return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}

@@ -1,0 +1,112 @@
+"""One rank of `symcomm bench torch`: small calls of torch.distributed, on a group for each way that a call can go.
+
+=========  ======================================================================================================
+order      answer
+=========  ======================================================================================================
+prepare    {"torch": its version, "ways": those that this torch has}
+time       {"seconds": of one call, "long": calls that took the long way through Python}
+=========  ======================================================================================================
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from symcomm.bench.worker import GROUP_TIMEOUT, answer_orders, die_with, pin
+
+__all__ = ["CALLS", "WAYS", "main"]
+
+WAYS = {"direct": "symcomm", "watched": "symcomm, watched by NanCheckHook", "gloo": "gloo"}
+# name -> (elements of float32, whether it is asynchronous); None: a barrier
+CALLS: dict[str, tuple[int, bool] | None] = {
+    "all_reduce 8 B": (2, False),
+    "all_reduce 1 KiB": (256, False),
+    "all_reduce 16 KiB": (4096, False),
+    "barrier": None,
+    "async 8 B": (2, True),
+}
+WARMUP = 20
+
+
+class Groups:
+    """The same ranks in one group for each way."""
+
+    def __init__(self, rank: int, world: int, store: str) -> None:
+        import torch.distributed as dist
+
+        from symcomm.torch_backend import versions
+        from symcomm.torch_backend.register import register
+
+        register()
+        lifetime = timedelta(seconds=GROUP_TIMEOUT)
+        dist.init_process_group("symcomm", init_method=f"file://{store}", rank=rank, world_size=world, timeout=lifetime)
+        self.by_way: dict[str, Any] = {"direct": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+        if versions.HAS_PYTHON_BACKENDS:
+            import torch._C._distributed_c10d as torch_c10d
+
+            self.by_way["watched"] = dist.new_group()
+            self._hook = vars(torch_c10d)["NanCheckHook"].attach(self.by_way["watched"])
+
+    def long_calls(self, way: str) -> int:
+        """How many calls Python has planned so far; 0 where a library does not tell."""
+        count = getattr(self.by_way[way], "call_stats", None)
+        return count()["collectives"]["long"] if count else 0
+
+    def call_of(self, way: str, call: str) -> Callable[[], Any]:
+        import torch
+        import torch.distributed as dist
+
+        group, what = self.by_way[way], CALLS[call]
+        if what is None:
+            return lambda: dist.barrier(group=group)
+        count, is_async = what
+        values = torch.zeros(count)
+        if is_async:
+            return lambda: dist.all_reduce(values, group=group, async_op=True).wait()
+        return lambda: dist.all_reduce(values, group=group)
+
+
+def seconds_of(call: Callable[[], Any], steps: int) -> float:
+    for _ in range(WARMUP):
+        call()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        call()
+    return (time.perf_counter() - begin) / steps
+
+
+def main() -> None:
+    address, _, rank, world, store, pinned = sys.argv[1:7]
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    die_with(connection)
+    import torch
+
+    if pinned == "pin":
+        pin(int(rank), int(world))
+    torch.set_num_threads(1)
+    groups = Groups(int(rank), int(world), store)
+    gc.disable()
+
+    def obey(order: dict[str, Any]) -> dict[str, Any]:
+        if order["do"] == "prepare":
+            return {"torch": torch.__version__, "ways": list(groups.by_way)}
+        if order["do"] == "time":
+            call = groups.call_of(order["way"], order["call"])
+            call()  # the first of its kind is planned
+            before = groups.long_calls(order["way"])
+            seconds = seconds_of(call, order["steps"])
+            return {"seconds": seconds, "long": groups.long_calls(order["way"]) - before}
+        raise ValueError(f"unknown order {order['do']!r}")
+
+    answer_orders(connection, int(rank), obey)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""When a rank no longer uses its peers' memory on a GPU, nor they its own.
+
+Shared memory is reused only then. This outlives the group, so it knows neither the group nor its errors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from symcomm._core import native
+from symcomm.cuda.tensor_views import torch_stream
+from symcomm.group.failure import Status
+
+__all__ = ["Departure"]
+
+
+def _has_passed(event: Any) -> bool:
+    """A GPU that is broken does nothing any more, and says so to whoever uses it."""
+    try:
+        return bool(event.query())
+    except RuntimeError:
+        return True
+
+
+class Departure:
+    """One rank's, of one group on one GPU."""
+
+    def __init__(self, handle: Any, rank: int, device: int):
+        self.handle, self._rank, self._device = handle, rank, device
+        self.flag_words: Any = None  # of the group's collectives, once it has some
+        self.last_stream: int | None = None  # of those
+        self.windows = 0  # into which peers may put at any time
+        self.has_left = False
+        self._lock = threading.Lock()
+        self._touching: list[Any] = []  # events of what reads or writes peers' memory
+
+    # --- this rank ----------------------------------------------------------------------------------------------
+
+    def touch(self, event: Any) -> None:
+        """Behind ``event`` a stream of this rank has done something with peers' memory."""
+        with self._lock:
+            self._touching = [e for e in self._touching if e is not event and not _has_passed(e)]
+            self._touching.append(event)
+
+    def is_touching(self) -> bool:
+        with self._lock:
+            self._touching = [e for e in self._touching if not _has_passed(e)]
+            return bool(self._touching)
+
+    def leave_when_done(self) -> None:
+        """Asked again and again once the group is over."""
+        if self.last_stream is not None:  # its last operation may be using peers' staging areas
+            import torch
+
+            with torch.cuda.device(self._device):
+                event = torch.cuda.Event()
+                event.record(torch_stream(self.last_stream, self._device))
+            self.last_stream = None
+            self.touch(event)
+        if not self.has_left and not self.is_touching():
+            self.leave()
+
+    def leave(self) -> None:
+        """Nothing of this rank uses peers' memory any more."""
+        self.has_left = True
+        if self.flag_words is not None:
+            self.flag_words.publish_left()
+
+    # --- its peers ----------------------------------------------------------------------------------------------
+
+    def dead(self) -> set[int]:
+        """Ranks whose processes have died, and with them all they had on a GPU."""
+        return {r["rank"] for r in native.group_report(self.handle)["ranks"] if r["gone"] == Status.DEAD}
+
+    def staying(self, ranks: Iterable[int]) -> list[int]:
+        """Those of ``ranks`` that may still use this rank's memory."""
+        dead = self.dead()
+        return [r for r in ranks if r not in dead and not self.flag_words.has_left(r)]
+
+    def is_left_alone(self) -> bool:
+        """Whether nobody uses anything of this rank's any more. Until the group is over, some may."""
+        if not native.group_status(self.handle):
+            return False
+        self.leave_when_done()
+        return not self.staying(r for r in range(self.flag_words.world) if r != self._rank)

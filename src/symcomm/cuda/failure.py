@@ -1,0 +1,258 @@
+"""Failures of work on a GPU: detected by the watchdog, raised to callers.
+
+A rank that fails first tells all others, through the words that hosts and kernels poll; only then do its streams go on,
+and only then does its caller learn of it. So a result read from a peer's memory is valid if nobody had failed by the
+time the GPU was done with it: that is checked then, not before (``found``).
+
+Peers may be using this rank's tensors when it fails. They are told to stop, and the error is raised once they have
+stopped, and the rank's own works have ended, or after LEAVE_S: see docs/explanation/failures.md for what that means.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.cuda.departure import Departure
+from symcomm.cuda.watchdog import Watchdog
+from symcomm.errors import format_ranks, format_seconds
+from symcomm.group.failure import Status, how_it_ended
+from symcomm.group.process_group import ProcessGroup
+
+__all__ = ["CudaFailures", "failures_of"]
+
+LEAVE_S = 2.0  # the longest that a caller's error waits for peers: a kernel of theirs that has begun takes milliseconds
+VERDICT_S = 10.0  # the longest that a caller waits for the watchdog, which looks every 10 ms
+
+
+def _has_passed(work: Any) -> bool:
+    try:
+        return work.has_passed()
+    except RuntimeError:  # the GPU is broken, as whoever asks the work is told
+        return False
+
+
+def _is_running(work: Any) -> bool:
+    try:
+        return work.is_queued() and not work.has_passed()
+    except RuntimeError:
+        return False
+
+
+class CudaFailures:
+    """The watchdog of one group's work on one GPU, and what it found."""
+
+    def __init__(self, core: ProcessGroup, device: int):
+        self._core = weakref.ref(core)
+        self.handle = core.handle
+        self._rank = core.rank
+        self.device = device
+        self.error: errors.SymcommError | None = None  # once callers may have it
+        self._verdict: errors.SymcommError | None = None
+        self._raised = False
+        self._settled = threading.Event()
+        self._lock = threading.Lock()
+        self.departure = Departure(core.handle, core.rank, device)
+        self.works: weakref.WeakSet[Any] = weakref.WeakSet()  # that fail along
+        self._users: list[int] = []  # ranks that may be using this rank's tensors
+        self._since: float | None = None  # when it failed
+        self._is_first = False  # to know of it on this rank
+        self._describe: Callable[[], errors.SymcommError] | None = None  # what went wrong, once somebody asks
+        self.watchdog = Watchdog(self)
+
+    # --- for callers ------------------------------------------------------------------------------------------
+
+    def found(self) -> errors.SymcommError | None:
+        """What went wrong so far, on any rank. None: whatever the GPU finished before the call is valid."""
+        if self.error is None and (self._verdict is not None or self._describe is not None or self._is_over()):
+            self.watchdog.wake()
+            if not self._settled.wait(VERDICT_S):  # whatever the reason, it is no success
+                return errors.GroupUnusableError(
+                    f"work on cuda:{self.device} on rank {self._rank}: the group has failed; what was under way holds "
+                    "no result. Destroy the group, or call group.shrink() to go on."
+                )
+        return self.error
+
+    def raise_if_failed(self) -> None:
+        """Raise what went wrong: in full the first time, as a reference to it later."""
+        error = self.found()
+        if error is None:
+            return
+        core = self._core()
+        if self._raised and core is not None and core.failure is not None:
+            raise core.unusable_error()
+        self._raised = True
+        raise error
+
+    def check_usable(self, call: str) -> None:
+        import torch
+
+        self.raise_if_failed()
+        core = self._core()
+        if core is not None and core.failure is not None:
+            core.check_usable()
+        if torch.cuda.is_current_stream_capturing():
+            raise errors.CallerError(
+                f"{call}: a CUDA graph is being captured; ranks meet on the host for every operation, so that a dead "
+                "rank is noticed. Call it outside of the graph."
+            )
+
+    def add(self, work: Any) -> None:
+        """A work that fails when the group does, unless it was valid before."""
+        with self._lock:
+            self.works.add(work)
+
+    # --- called by the watchdog -------------------------------------------------------------------------------
+
+    def gone(self) -> list[int]:
+        """Ranks that have died or left."""
+        return [r["rank"] for r in native.group_report(self.handle)["ranks"] if r["gone"]]
+
+    def is_busy(self) -> bool:
+        """Peers wait for us to leave if the group fails."""
+        return self.error is None and (self.departure.windows > 0 or self.departure.is_touching())
+
+    def has_failed(self) -> bool:
+        """Works that the GPU finished before the failure stay valid."""
+        with self._lock:
+            done = [work for work in self.works if _has_passed(work)]
+        if self._is_over():
+            return True
+        for work in done:
+            work.succeed()
+        with self._lock:
+            self.works.difference_update(done)
+        return False
+
+    def _is_over(self) -> bool:
+        status = native.group_status(self.handle)
+        if status != Status.LEFT:
+            return bool(status)
+        return native.group_report(self.handle)["culprit"] != self._rank  # otherwise this rank has left in peace
+
+    def fail(self, item: Any, ranks: list[int], died: bool) -> None:
+        """The watchdog found that ``ranks`` will not arrive."""
+        core = self._core()
+        if core is None:
+            return
+        status = native.group_report(self.handle)["ranks"][ranks[0]]["gone"] if died else Status.TIMEOUT
+        native.group_fail(self.handle, status, ranks[0])
+        self._stop()
+        self._describe = lambda: self._lost(core, item, ranks) if died else self._late(core, item, ranks)
+        self._is_first = True
+
+    def learn(self) -> None:
+        """The group failed on another rank, or in a call that is not the GPU's."""
+        self._stop()
+        if (core := self._core()) is not None:
+            self._describe = lambda: self._failed_elsewhere(core)
+
+    def _failed_elsewhere(self, core: ProcessGroup) -> errors.SymcommError:
+        report = native.group_report(self.handle)
+        origin, culprit = report["origin"], report["culprit"]
+        what = f"work on cuda:{self.device} of group {core.name!r}"
+        if core.failure is not None:
+            return core.failure
+        if report["status"] in (Status.DEAD, Status.LEFT):
+            return self._without(core, f"{what} failed on rank {core.rank}", [culprit], "")
+        if report["status"] == Status.TIMEOUT:
+            return errors.DeadlineError(
+                f"{what} failed on rank {core.rank}: rank {origin}'s deadline passed while it waited for rank {culprit}"
+                "; what was under way holds no result. Look at what that rank does, or give a longer timeout.",
+                [culprit],
+            )
+        return errors.GroupUnusableError(
+            f"{what} ended on rank {core.rank}, since the group failed on rank {origin}; what was under way holds "
+            "no result. Destroy the group, or call group.shrink() to go on."
+        )
+
+    def _stop(self) -> None:
+        """Before any wait is released: no kernel waits, or writes to peers, from now on, on any rank."""
+        sequence, flag_words = self.watchdog.sequence, self.departure.flag_words
+        if flag_words is not None:
+            self._users = sequence.users() if sequence is not None else []
+            if self.departure.windows:
+                self._users = [r for r in range(flag_words.world) if r != self._rank]
+            flag_words.stop_kernels()
+
+    def settle(self, now: float) -> bool:
+        """Tell peers once this rank no longer uses their memory, and callers once peers no longer use its own.
+
+        The failure is described here, after waits were released: how a process ended is known a moment after its death,
+        when under MPS its memory may be gone, which streams released too late would still read."""
+        if self._verdict is None and self._describe is not None:
+            self._verdict, self._describe = self._describe(), None
+        self._since = now if self._since is None else self._since
+        self.departure.leave_when_done()
+        in_use = self._is_in_use() or self._has_running_works()
+        if self.error is None and (not in_use or now - self._since >= LEAVE_S):
+            self._publish()
+        return self._settled.is_set() and self.departure.has_left
+
+    def _is_in_use(self) -> bool:
+        self._users = self.departure.staying(self._users) if self._users else []
+        return bool(self._users)
+
+    def _has_running_works(self) -> bool:
+        """Whether a stream of this rank's own, which no caller's is behind, may still write to tensors of works."""
+        with self._lock:
+            return any(_is_running(work) for work in self.works)
+
+    def _publish(self) -> None:
+        with self._lock:
+            works = list(self.works)
+        core, error = self._core(), self._verdict
+        if core is not None and error is not None:
+            for work in works:
+                work.fail(error)
+            self.error = error
+            if self._is_first:
+                core.fail(lambda: error)
+        self._settled.set()
+
+    # --- descriptions -----------------------------------------------------------------------------------------
+
+    def _what(self, core: ProcessGroup, item: Any) -> tuple[str, str]:
+        seconds = format_seconds(max(time.monotonic() - item.begun, 0.001))
+        return f"{item.what} on cuda:{self.device} of group {core.name!r}", f"on rank {core.rank} after {seconds}"
+
+    def _lost(self, core: ProcessGroup, item: Any, ranks: list[int]) -> errors.SymcommError:
+        what, where = self._what(core, item)
+        return self._without(core, f"{what} failed {where}", ranks, " while the GPU waited for it")
+
+    def _without(self, core: ProcessGroup, what: str, ranks: list[int], when: str) -> errors.SymcommError:
+        left = {r["rank"] for r in native.group_report(self.handle)["ranks"] if r["gone"] == Status.LEFT}
+        pids = {r: core.peers[r].pid for r in ranks}
+        who = "; ".join(
+            f"rank {r} (pid {pid}) {'left the group' if r in left else how_it_ended(pid)}" for r, pid in pids.items()
+        )
+        survivors = format_ranks(r for r in range(core.size) if r not in ranks)
+        return errors.RankFailedError(
+            f"{what}: {who}{when}; the tensors of this operation hold no result. "
+            f"Survivors: {survivors}. Call group.shrink() to go on without it.",
+            ranks,
+        )
+
+    def _late(self, core: ProcessGroup, item: Any, ranks: list[int]) -> errors.SymcommError:
+        what, where = self._what(core, item)
+        return errors.DeadlineError(
+            f"{what} timed out {where}: the GPU work of rank {format_ranks(ranks)} did not come so far. Look at "
+            "what those ranks run on their GPU, or give a longer timeout to the call.",
+            ranks,
+        )
+
+
+_known: weakref.WeakKeyDictionary[ProcessGroup, dict[int, CudaFailures]] = weakref.WeakKeyDictionary()
+
+
+def failures_of(core: ProcessGroup, device: int) -> CudaFailures:
+    """Shared by all that a group does on a GPU."""
+    made = _known.setdefault(core, {})
+    if device not in made:
+        made[device] = CudaFailures(core, device)
+    return made[device]

@@ -1,0 +1,178 @@
+"""An operation on the GPU that runs while the caller goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.group.work import to_ns
+
+__all__ = ["CudaWork"]
+
+POLL_S = 0.0005
+
+
+class CudaWork:
+    """What ``async_op=True`` returns. ``wait()`` makes the current stream wait for the result, not the host."""
+
+    def __init__(self, group: Any, call: str, result: Sequence[Any], keep: Any):
+        self._group = group
+        self._call = call
+        self.results = list(result)
+        self.kept = keep  # tensors and plans in use
+        self._started = time.monotonic()
+        self.seconds: float | None = None
+        self.request: Any = None
+        self._event: Any = None  # recorded once everything is in the stream
+        self._stream: Any = None
+        self._error: BaseException | None = None
+        self._is_valid = False
+        self._lock = threading.Lock()
+        self._queued = threading.Event()  # everything is in the stream, or it failed
+        self.callbacks: list[Callable[[], None]] = []
+
+    def settle(self, error: BaseException | None, event: Any = None, stream: Any = None) -> None:
+        """Runs once, when the operation has been put into its stream, or has failed before."""
+        with self._lock:
+            self._error, self._event, self._stream = error, event, stream
+            self._queued.set()
+            callbacks, self.callbacks = self.callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def queued(self, event: Any, stream: Any) -> None:
+        """All of it is in ``stream``; ``event`` comes behind it."""
+        self.settle(None, event, stream)
+
+    def when_queued(self, callback: Callable[[], None]) -> None:
+        """``callback()`` runs once the operation is in its stream, at once if it is."""
+        with self._lock:
+            if not self._queued.is_set():
+                self.callbacks.append(callback)
+                return
+        callback()
+
+    def await_queued(self, seconds: float | None) -> bool:
+        if self.request is not None and not self._queued.is_set():
+            native.request_wait(self.request, 0 if seconds is None else max(1, int(seconds * 1e9)))
+        return self._queued.wait(seconds)
+
+    # Peers' memory may be overwritten once one of them has failed. So a work is valid if the GPU was done with it and
+    # nobody had failed when that was checked afterwards.
+
+    def is_queued(self) -> bool:
+        """Whether it is in a stream."""
+        return self._event is not None
+
+    def has_passed(self) -> bool:
+        """Whether the GPU is done with it."""
+        return self._event is not None and self._event.query()
+
+    def succeed(self) -> None:
+        """Nobody had failed when it had passed."""
+        self._is_valid = True
+
+    def fail(self, error: BaseException) -> None:
+        """The group failed: what was not known to be right by then has no result."""
+        if self._error is None and not self._is_valid:
+            self._error = error
+
+    def _check_outcome(self) -> None:
+        """Called once it has passed."""
+        if not self._is_valid and self._error is None:
+            error = self._group.failures.found()
+            if error is None:
+                self.succeed()
+            else:
+                self.fail(error)
+
+    def _raise(self) -> None:
+        error = self._error
+        if error is not None:
+            raise error
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """The current stream waits for the result. With a ``timeout`` the host does, and raises when that passes."""
+        import torch
+
+        given = to_ns("wait", timeout) / 1e9 if timeout else None
+        end = None if given is None else time.monotonic() + given
+        if not self.await_queued(given):
+            raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", given or 0.0)
+        self._raise()
+        if not self._is_valid:
+            self._group.failures.raise_if_failed()
+        if end is not None:
+            while not self._event.query():
+                if time.monotonic() > end:
+                    raise errors.deadline(f"waiting for {self._call} on group {self._group.name!r}", given or 0.0)
+                time.sleep(POLL_S)
+            self._check_outcome()
+            self._raise()
+        torch.cuda.current_stream(self._group.device).wait_event(self._event)
+        self.kept = None
+        return True
+
+    def is_completed(self) -> bool:
+        if not self._queued.is_set():
+            return False
+        if self._error is not None or self._event is None or self._event.query():
+            if self._error is None and self._event is not None:
+                self._check_outcome()
+            if self.seconds is None:
+                self.seconds = time.monotonic() - self._started
+            return True
+        return False
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        self.is_completed()
+        return self._error
+
+    def synchronize(self) -> None:
+        """The host waits until the result is there."""
+        self.wait()
+        while not self.is_completed():
+            time.sleep(POLL_S)
+        self._raise()
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return list(self.results)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """``callback()`` runs in a thread of ours once the GPU has done it."""
+
+        def attend() -> None:
+            self.await_queued(None)
+            while not self.is_completed():
+                time.sleep(POLL_S)
+            callback()
+
+        if self.is_completed():
+            callback()
+        else:
+            threading.Thread(target=attend, name="symcomm-gpu-future", daemon=True).start()
+
+    def get_future(self) -> Any:
+        """A future of the output tensors, in the order of streams: whoever waits for it has their stream wait."""
+        import torch
+
+        future: Any = torch.futures.Future(devices=[torch.device("cuda", self._group.device)])
+
+        def complete() -> None:
+            if self._error is not None:
+                future.set_exception(self._error)
+                return
+            with torch.cuda.stream(self._stream):
+                future.set_result(list(self.results))
+
+        self.when_queued(complete)
+        return future

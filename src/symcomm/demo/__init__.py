@@ -1,0 +1,1 @@
+"""What ``symcomm demo`` trains and draws."""

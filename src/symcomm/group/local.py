@@ -1,0 +1,428 @@
+"""LocalGroup: ranks of one host that act together on symmetric memory.
+
+A request becomes a plan, from the cache or from ``collectives``, which the core runs."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import json
+import operator
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from symcomm import collectives, errors
+from symcomm._core import native
+from symcomm.collectives.plan import Plan
+from symcomm.collectives.select import Limits
+from symcomm.group import hooks, registry
+from symcomm.group.buffers import Buffer, keep_apart
+from symcomm.group.failure import Site, Status, call_site, check_living, explain
+from symcomm.group.inline_async import inline_polls
+from symcomm.group.process_group import ProcessGroup
+from symcomm.group.request import Request
+from symcomm.group.work import Timeout, Work, no_thread, to_ns
+from symcomm.memory.arena import Arena, Peer, current_arena
+from symcomm.memory.numa import current_node
+from symcomm.memory.share import Exchange, GroupNotBuilt, SeveralHostsError, connect
+
+__all__ = ["LocalGroup"]
+
+MOST_PLANS = 4096  # kept by a group; a program that needs more makes them anew
+
+# How often a waiting rank polls first (about 10 us). If it has a core of its own it then goes on spinning, for longer
+# than a peer is away whose core is taken for a time slice; with more ranks than cores it yields. Then it sleeps, which
+# costs two context switches (about 10 us). See _core/sync/backoff.h.
+SPIN_COUNT = 4000
+SPIN_NS = 5_000_000
+YIELD_NS = 100_000
+FIRST_STAGE = 16 << 10  # bytes of a staging half that the first call that stages anything reserves; then it doubles
+
+
+def _locate() -> int:
+    """Where the program calls us from, as the flight recorder of this rank knows it."""
+    return current_arena().flight.site(call_site())
+
+
+native.use_call_site_callback(_locate)
+_living: weakref.WeakSet[LocalGroup] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave_all() -> None:
+    """End the threads of asynchronous operations while there still is an interpreter that they may call."""
+    for group in list(_living):
+        if group.is_busy:
+            group.leave_now()
+
+
+def _after_fork_in_child() -> None:
+    """A forked child is not the rank: whatever it does with its copies of groups must not reach the others."""
+    for group in list(_living):
+        native.group_forked(group.handle)
+        group.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+# Groups left, whose part of the arena others may still look at, and whose windows they may still write to.
+_retired: deque[tuple[Any, Arena, int, dict[int, Any]]] = deque()
+_leavings = itertools.count(1)
+_last_leaving = 0
+
+
+def _retire(handle: Any, arena: Arena, offset: int, exposed: dict[int, Any]) -> None:
+    """Leave a group, and give its memory back once everybody has left it."""
+    global _last_leaving
+    native.group_leave(handle)
+    _retired.append((handle, arena, offset, exposed))
+    _last_leaving = next(_leavings)
+    free_retired()
+
+
+def free_retired() -> None:
+    """Free the memory of groups that all ranks have left. No lock: the garbage collector may call this within itself.
+
+    A thread that retires a group while we hold another did not find that one: then we look again."""
+    seen = 0
+    while seen != _last_leaving:
+        seen = _last_leaving
+        for _ in range(len(_retired)):
+            try:
+                handle, arena, offset, exposed = _retired.popleft()
+            except IndexError:  # another thread took it
+                break
+            if native.group_detach(handle):
+                arena.free(offset)
+            else:
+                _retired.append((handle, arena, offset, exposed))
+
+
+def retired_count() -> int:
+    """How many groups this process has left whose memory others may still look at."""
+    return len(_retired)
+
+
+def await_departures_from(handle: Any, seconds: float) -> None:
+    """Return once all ranks have left a group that this one has left, or when the time is over."""
+    end = time.monotonic() + seconds
+    while any(left is handle for left, *_ in list(_retired)) and time.monotonic() < end:
+        time.sleep(0.001)
+        free_retired()
+
+
+def leave_groups_of(arena: Arena) -> None:
+    """Leave all groups of one rank at once: it has failed."""
+    for group in [g for g in list(_living) if g.arena is arena]:
+        group.leave_now()
+
+
+def _layout(world: int, limits: Limits) -> tuple[int, int, int]:
+    """(offset of staging, offset of channels, total bytes) of a rank's part of a group."""
+    stage = -(-native.CONTROL_BYTES // 4096) * 4096
+    channels = stage + 2 * limits.stage_bytes
+    return stage, channels, channels + world * native.CHANNEL_BYTES
+
+
+class LocalGroup(ProcessGroup):
+    """Made by ``make_group`` where all ranks share memory."""
+
+    _spin_ns, _yield_ns = SPIN_NS, YIELD_NS
+    _operations = 0  # that count as done when a group is made; the same on all ranks
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        exchange: Exchange,
+        name: str = "world",
+        timeout: Timeout = None,
+        limits: Limits | None = None,
+        global_ranks: Sequence[int] | None = None,
+        peers: Sequence[Peer] | None = None,
+    ):
+        """``exchange``: everybody's bytes; all ranks make the group at once. ``peers``: the members' arenas, where all
+        members have mapped them already."""
+        super().__init__(rank, size, name, timeout, limits, global_ranks)
+        self._sweep_at = 16
+        self._build(exchange, peers, tune=limits is None)
+        registry.add(self)
+        hooks.made(self)
+
+    def _build(self, exchange: Exchange, peers: Sequence[Peer] | None, tune: bool) -> None:
+        free_retired()
+        stage, channels, total = _layout(self.size, self.plan_limits)
+        spares = self.arena.spares.setdefault((total, *self.global_ranks), [])
+        self._offset = spares.pop() if spares else self.arena.allocate_sparse(total, touched=stage)
+        self._stage, self._reserved = self._offset + stage, 0
+        if self.arena.must_reserve:
+            self._reserve_channels(channels, total)
+        native.poke(self.arena.base + self._offset, bytes(native.CONTROL_BYTES))
+        for r in range(self.size):  # only the counters of a channel need to start at zero
+            channel = self.arena.base + self._offset + channels + r * native.CHANNEL_BYTES
+            native.poke(channel, bytes(native.CHANNEL_HEAD_BYTES))
+        try:
+            everyone = self._exchange_facts(exchange, peers, total)
+        except (GroupNotBuilt, SeveralHostsError):
+            self.arena.free(self._offset)
+            raise
+        except BaseException:
+            # Some of these ranks may have the group now, and will write into our part that it failed. They are done
+            # with it before they meet us again.
+            spares.append(self._offset)
+            raise
+        all_cores = functools.reduce(operator.or_, (int(f["cores"], 16) for f in everyone))
+        if tune and self.size > all_cores.bit_count():
+            self.plan_limits = self.plan_limits.crowded()
+        self.plan_limits = self.plan_limits.on_nodes([f["node"] for f in everyone])
+        starts = [peer.base + f["offset"] for peer, f in zip(self.peers, everyone, strict=True)]
+        own_process = sum(p.pid == os.getpid() for p in self.peers) == 1
+        self._inline_polls = inline_polls(self.size, own_process)
+        self.handle = native.make_group(
+            self.rank, self.size,
+            tuple(starts),
+            tuple([s + stage for s in starts]), self.plan_limits.stage_bytes,
+            tuple([p.base for p in self.peers]), self.arena.nbytes,
+            tuple([p.life for p in self.peers]),
+            tuple([s + channels for s in starts]),
+            self.arena.flight.address, self.arena.flight.add_group(self.name, self.rank, self.global_ranks),
+            own_process, SPIN_COUNT, self._spin_ns, self._yield_ns, self._operations,
+        )  # fmt: skip
+        self._run_cached = functools.partial(native.run_cached, self.handle)
+        _living.add(self)
+        self._retire = weakref.finalize(self, _retire, self.handle, self.arena, self._offset, self.exposed)
+        self._retire.atexit = False  # the kernel takes it all
+        native.group_keep(self.handle, (self.arena, *self.peers))
+
+    def _reserve_channels(self, start: int, end: int) -> None:
+        try:
+            self.arena.reserve(self._offset + start, end - start)
+        except errors.ResourceError:
+            self.arena.free(self._offset)
+            raise
+
+    def _exchange_facts(self, exchange: Exchange, peers: Sequence[Peer] | None, total: int) -> list[dict[str, Any]]:
+        """Exchange where each rank's part of the group lies, mapping their arenas where ``peers`` are not given."""
+        cores = sum(1 << core for core in os.sched_getaffinity(0))
+        node = current_node()
+        self.arena.move_to(node)  # this rank may have been bound since
+        facts = {"offset": self._offset, "total": total, "cores": f"{cores:x}", "node": node}
+        if peers is not None:
+            everyone = [json.loads(item) for item in exchange(json.dumps(facts).encode())]
+            self.peers = list(peers)
+        else:
+            self.peers, everyone = connect(self.rank, self.size, exchange, facts, self.timeout_ns / 1e9)
+        if any(f["total"] != total for f in everyone):
+            raise errors.CollectiveMismatchError(
+                f"group {self.name!r}: ranks use different sizes or versions; make them all the same."
+            )
+        return everyone
+
+    def load_plan(self, plan: Plan) -> Any:
+        """``plan`` as the core runs it. The memory that it stages in is reserved here, so that running out of it is an
+        error at this line. A group that stages nothing has none."""
+        loaded = native.make_plan(plan.encode())
+        self._reserve_stage(native.plan_stage_bytes(loaded))
+        return loaded
+
+    def _reserve_stage(self, nbytes: int) -> None:
+        """Make the pages of ``nbytes`` of each half of this rank's staging area exist."""
+        if nbytes <= self._reserved:
+            return
+        half = self.plan_limits.stage_bytes
+        reach = min(half, max(FIRST_STAGE, 1 << (nbytes - 1).bit_length()))
+        for start in (0, half):
+            self.arena.reserve(self._stage + start, reach)
+        native.group_reserved(self.handle, reach)
+        self._reserved = max(self._reserved, reach)
+
+    peers: list[Peer]
+
+    # --- running ----------------------------------------------------------------------------------------------
+
+    def execute(self, request: Request, async_op: bool, timeout: Timeout) -> Work | None:
+        """Run what was asked for, here and now or, with ``async_op``, in the group's thread."""
+        op, plan = request.op, self._plan_of(request)
+        if request.key is not None and op.number >= 0:
+            native.cache_plan(self.handle, op.number, *request.key, plan, self.site_number(3))
+        return self._run(request.call, plan, request.inputs, request.outputs, request.result, async_op, timeout)
+
+    def _plan_of(self, request: Request) -> Any:
+        op = request.op
+        if op.plan == "barrier":
+            return self.cached_plan(_barrier)
+        args = [request.sizes, request.dtype]
+        if op.reduces:
+            args.append(request.redop)
+        if op.rooted:
+            args.append(request.root)
+        if op.listed is not None:
+            args.append(op.listed)
+        return self.cached_plan(getattr(collectives, op.plan), *args)
+
+    def cached_plan(self, build: Callable[..., Plan], *args: Any) -> Any:
+        """The loaded plan for these arguments; plans are kept for the life of the group."""
+        key = (build, args)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) > MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self.load_plan(build(self.rank, self.size, *args, limits=self.plan_limits))
+        return plan
+
+    def _run(
+        self, call: str, plan: Any, inputs: Sequence[Buffer], outputs: Sequence[Buffer], result: Sequence[Any],
+        async_op: bool, timeout: Timeout,
+    ) -> Work | None:  # fmt: skip
+        timeout_ns = self.timeout_ns if timeout is None else to_ns(call, timeout)
+        if inputs and outputs and inputs[0] is not outputs[0]:
+            inputs = keep_apart(inputs, outputs, self.rank, self.size)
+        if self.pending:
+            self._refresh_copies([b for b in (*outputs, *inputs) if b.original is not None])
+        ins = tuple([b.address for b in inputs])
+        outs = tuple([b.address for b in outputs])
+        if self._failure is not None:
+            self.check_usable()
+        if async_op:
+            return self._submit(call, plan, inputs, outputs, result, (ins, outs), timeout_ns)
+        started = time.monotonic()
+        status = native.run(self.handle, plan, ins, outs, timeout_ns, self.site_number(4))
+        if status:
+            raise self.fail_with_status(status, call, call_site(3), time.monotonic() - started, explain)
+        for buffer in outputs:
+            if buffer.target is not None:
+                buffer.finish()
+        return None
+
+    def _submit(
+        self, call: str, plan: Any, inputs: Sequence[Buffer], outputs: Sequence[Buffer], result: Sequence[Any],
+        addresses: tuple[Any, Any], timeout_ns: int,
+    ) -> Work:  # fmt: skip
+        site = call_site(4)
+        work = Work(self, call, site, outputs, result, (inputs, plan))
+        callback = work.copy_out_in_core if any(b.target is not None for b in outputs) else None
+        where = self.arena.flight.site(site)
+        self._keep(work)
+        try:
+            work.request = native.submit(self.handle, plan, *addresses, timeout_ns, where, callback)
+        except OSError as error:
+            self.pending.remove(work)
+            raise no_thread("asynchronous operations", error) from None
+        except BaseException:
+            native.group_abort(self.handle)  # an interrupt: nobody knows whether it was submitted
+            raise
+        return work
+
+    def _refresh_copies(self, copies: Sequence[Buffer]) -> None:
+        """A copy of a tensor must hold what operations before this one make of it."""
+        for copy in copies:
+            before = [w for w in list(self.pending) if any(copy.touches(out) for out in w.outputs)]
+            for work in before:
+                work.poll(0)
+            if before:
+                copy.refresh()
+
+    def site_number(self, depth: int) -> int:
+        """The caller's place, as the flight recorder knows it."""
+        return self.arena.flight.site(call_site(depth + 1))
+
+    def raise_failure(self, status: int, call: str) -> None:
+        """What the dispatch cache's run ended with: nothing to say, or why the operation failed."""
+        if status:
+            raise self.fail_with_status(status, call, call_site(2), None, explain)
+
+    def fail_with_status(
+        self, status: int, call: str, site: Site, seconds: float | None, explain: Callable[..., Any]
+    ) -> errors.SymcommError:
+        """The exception for an operation that the core ended with ``status``."""
+        if status & 0xFF == Status.NESTED:
+            return errors.nested(call, self.name)
+        return self.fail(lambda: explain(self, status, call, site, seconds))
+
+    def may_run_inline(self) -> bool:
+        """Whether an asynchronous call may run inline: nothing is queued before it, and all others have arrived."""
+        last = self.pending[-1:]
+        return (
+            self._inline_polls > 0
+            and self._failure is None
+            and (not last or last[0].settled)  # they end in order
+            and native.group_announce(self.handle, self._inline_polls)
+        )
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    @property
+    def sequence_number(self) -> int:
+        """How many collectives this rank has started on the group."""
+        return native.group_report(self.handle)["seq"]
+
+    def call_stats(self) -> dict[str, dict[str, int]]:
+        return native.group_ways(self.handle)
+
+    def wait_stats(self) -> dict[str, int]:
+        return dict(zip(("looked", "yielded", "slept"), native.group_waits(self.handle), strict=False))
+
+    def abort(self) -> None:
+        self.run_abort_hooks()
+        native.group_abort(self.handle)
+
+    def leave_now(self) -> None:
+        if self._failure is None:
+            self._failure = errors.GroupUnusableError(f"group {self.name!r} was destroyed.")
+        self._retire()
+        self.pending = []
+
+    def departures(self) -> Callable[[float], None]:
+        return functools.partial(await_departures_from, self.handle)
+
+    def reclaim_windows(self) -> None:
+        tensors = [tensor for tensor, _ in self.exposed.values() if tensor is not None and tensor.device.type == "cpu"]
+        native.group_reclaim(self.handle, tuple((t.data_ptr(), t.numel() * t.element_size()) for t in tensors))
+
+    def gone_ranks(self) -> list[int]:
+        return [r["rank"] for r in native.group_report(self.handle)["ranks"] if r["gone"]]
+
+    def watch(self, ranks: Collection[int], what: str) -> Callable[[], None]:
+        return functools.partial(check_living, self, ranks, what)
+
+    # --- groups from groups -----------------------------------------------------------------------------------
+
+    def _subgroup(self, choice: dict[int, tuple[int, int]], name: str, timeout: Timeout) -> ProcessGroup | None:
+        ranks, label = self._name_of_subgroup(choice, name)
+
+        # Everybody takes part in the exchange, since it runs on this group; a group keeps what its members said.
+        def exchange(item: bytes) -> list[bytes]:
+            everyone = self.all_gather_bytes(item, timeout)
+            return [everyone[r] for r in ranks]
+
+        if not ranks:
+            self.all_gather_bytes(b"", timeout)
+            return None
+        return self._of(ranks, exchange, label, self.timeout if timeout is None else timeout)
+
+    def of_members(self, ranks: Sequence[int], exchange: Exchange) -> LocalGroup:
+        """What is left of this group when only ``ranks`` go on."""
+        return self._of(ranks, exchange, f"{self.name}-shrunk", self.timeout)
+
+    def _of(self, ranks: Sequence[int], exchange: Exchange, name: str, timeout: Timeout) -> LocalGroup:
+        return LocalGroup(
+            ranks.index(self.rank), len(ranks), exchange, name, timeout, self.plan_limits,
+            [self.global_ranks[r] for r in ranks], [self.peers[r] for r in ranks],
+        )  # fmt: skip
+
+    def _shrink(self, seconds: float, exclude: Sequence[int], abort: bool, quorum: int | None) -> ProcessGroup:
+        from symcomm.group.shrink import shrink
+
+        return shrink(self, seconds, exclude, abort)
+
+    @property
+    def has_left(self) -> bool:
+        return not self._retire.alive
+
+
+def _barrier(rank: int, world: int, limits: Any) -> Plan:
+    return collectives.barrier(rank, world)

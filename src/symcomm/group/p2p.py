@@ -1,0 +1,280 @@
+"""Point-to-point calls of a process group."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.errors import format_seconds
+from symcomm.group.buffers import Buffer, read_buffer, write_buffer
+from symcomm.group.chains import Continuation, continued
+from symcomm.group.failure import Site, Status, call_site, explain
+from symcomm.group.standoff import ANY_SOURCE, format_message, format_standoff
+from symcomm.group.work import Timeout, no_thread, to_ns
+from symcomm.types import DType
+
+__all__ = ["ANY_SOURCE", "Message", "MessageCalls", "MessageWork", "wait_in_thread"]
+
+STATUS_SIZE = native.STATUS_SIZE
+
+
+@dataclass
+class Message:
+    """One entry of a batch: ``Message.send(tensor, peer, tag)`` or ``Message.receive(tensor, peer, tag)``.
+
+    Raises: nothing; ``batch`` checks what it is given."""
+
+    is_send: bool
+    tensor: Any
+    peer: int
+    tag: int = 0
+
+    @classmethod
+    def send(cls, tensor: Any, peer: int, tag: int = 0) -> Message:
+        return cls(True, tensor, peer, tag)
+
+    @classmethod
+    def receive(cls, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0) -> Message:
+        return cls(False, tensor, peer, tag)
+
+
+def wait_in_thread(work: Any, callback: Callable[[], None]) -> None:
+    """``callback()`` runs once ``work`` has ended, in a thread that waits for it; here if it has ended already."""
+    if work.is_completed():
+        callback()
+        return
+    later = continued(callback)
+
+    def attend() -> None:
+        with contextlib.suppress(BaseException):  # exception() tells it to whoever asks
+            work.wait()
+        later()
+
+    try:
+        threading.Thread(target=attend, name="symcomm-future", daemon=True).start()
+    except RuntimeError:
+        if isinstance(later, Continuation):
+            later.cancel()
+        raise
+
+
+class AnyMessageWork:
+    """What works of messages have in common, wherever the messages go."""
+
+    _message: Message
+    wait: Callable[..., bool]
+    is_completed: Callable[[], bool]
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return [self._message.tensor]
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """``callback()`` runs once the message has left or arrived, or has failed."""
+        wait_in_thread(self, callback)
+
+
+class MessageWork(AnyMessageWork):
+    """A send or receive on its way."""
+
+    def __init__(self, group: Any, message: Message, buffer: Buffer, site: Site):
+        self._group = group
+        self.op: Any = None  # until it is posted; for good if an interrupt came before we knew it
+        self._message = message
+        self._buffer = buffer
+        self._site = site
+        self._started = time.monotonic()
+        self.outcome: tuple[int, int, int, int] | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def _what(self) -> str:
+        return format_message(self._message.is_send, self._message.peer, self._message.tag)
+
+    def settle(self, outcome: tuple[int, int, int, int]) -> None:
+        self.outcome = outcome
+        status, peer, got, dtype = outcome
+        if status == STATUS_SIZE:
+            self._error = errors.BadArgumentError(
+                f"{self._what} on group {self._group.name!r}: rank {peer} sent {got} bytes of {DType(dtype).label}, "
+                f"the tensor here has {self._buffer.nbytes} of {self._buffer.dtype.label}; make size and dtype equal."
+            )
+        elif status:
+            seconds = time.monotonic() - self._started
+            self._error = self._group.fail_with_status(status, self._what, self._site, seconds, explain)
+        elif not self._message.is_send:
+            self._buffer.finish()
+
+    def wait(self, timeout: Timeout = None) -> bool:
+        """Block until the message has left (send) or is there (receive)."""
+        if self.outcome is None:
+            given = self._group.timeout_ns if not timeout else to_ns("wait", timeout)
+            self._conclude(native.p2p_wait(self.op, given, True), given)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _conclude(self, outcome: tuple[int, int, int, int], given_ns: int) -> None:
+        """The end of a wait of ``given_ns``. A time-out that left the message withdrawn does not harm the group."""
+        if outcome[0] != Status.TIMEOUT or native.group_report(self._group.handle)["status"]:
+            self.settle(outcome)
+            return
+        self.outcome = outcome
+        why = format_standoff(self._group, self._message.peer)
+        self._error = errors.DeadlineError(
+            f"{self._what} on group {self._group.name!r} timed out after {format_seconds(given_ns / 1e9)}: "
+            f"the other side did not come{f': {why}' if why else ''}. The group can still be used.",
+            [] if self._message.peer == ANY_SOURCE else [self._message.peer],
+        )
+
+    def is_completed(self) -> bool:
+        if self.outcome is None and self.op is None:
+            return False
+        if self.outcome is None:
+            outcome = native.p2p_wait(self.op, -1, False)
+            if outcome[0] == Status.TIMEOUT:
+                return False
+            self.settle(outcome)
+        return True
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        self.is_completed()
+        return self._error
+
+    @property
+    def source(self) -> int:
+        """The rank a receive's message came from."""
+        self.wait()
+        assert self.outcome is not None
+        return self.outcome[1]
+
+
+class MessageCalls:
+    """Mixed into ProcessGroup."""
+
+    rank: int
+    size: int
+    name: str
+    handle: native.Group
+    arena: Any
+    timeout_ns: int
+    _failure: Any
+    _in_flight: list[MessageWork]
+    _sweep_at: int
+    _keep_lock: threading.Lock
+    check_usable: Callable[[], None]
+
+    def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
+        """Returns once ``tensor`` may be changed again.
+
+        Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
+        if timeout is None and self._failure is None:  # of a plain torch tensor: one call of the core
+            outcome = native.p2p_exchange(self.handle, True, peer, tag, tensor, self.timeout_ns)
+            if type(outcome) is int:
+                return
+            self._raise_failure(outcome, Message.send(tensor, peer, tag), read_buffer)
+        self.check_usable()
+        if timeout is not None:
+            to_ns("send", timeout)  # a wrong one is refused before anything is on its way
+        self._post(Message.send(tensor, peer, tag), "send", False).wait(timeout)
+
+    def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
+        """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank.
+
+        Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
+        if timeout is None and self._failure is None:
+            outcome = native.p2p_exchange(self.handle, False, peer, tag, tensor, self.timeout_ns)
+            if type(outcome) is int:
+                return outcome
+            self._raise_failure(outcome, Message.receive(tensor, peer, tag), write_buffer)
+        self.check_usable()
+        if timeout is not None:
+            to_ns("recv", timeout)
+        work = self._post(Message.receive(tensor, peer, tag), "recv", False)
+        work.wait(timeout)
+        return work.source
+
+    def _raise_failure(self, outcome: tuple[Any, ...] | None, message: Message, view: Callable[..., Any]) -> None:
+        """Of a message that the core has tried; None: it cannot, and Python has to look at the tensor."""
+        if outcome is None:
+            return
+        buffer = view("send" if message.is_send else "recv", "tensor", message.tensor)
+        work = MessageWork(self, message, buffer, call_site(3))
+        work._conclude(outcome, self.timeout_ns)
+        work.wait()
+
+    def isend(self, tensor: Any, peer: int, tag: int = 0) -> MessageWork:
+        """Start a send; ``wait()`` before changing ``tensor``.
+
+        Raises: BadArgumentError, GroupUnusableError; ``wait()`` raises RankFailedError, DeadlineError."""
+        return self._post(Message.send(tensor, peer, tag), "isend", True)
+
+    def irecv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0) -> MessageWork:
+        """Start a receive; ``wait()`` before reading ``tensor``.
+
+        Raises: BadArgumentError, GroupUnusableError; ``wait()`` raises RankFailedError, DeadlineError."""
+        return self._post(Message.receive(tensor, peer, tag), "irecv", True)
+
+    def batch(self, messages: Sequence[Message]) -> list[MessageWork]:
+        """Start several sends and receives at once.
+
+        Raises: BadArgumentError, GroupUnusableError; ``wait()`` raises RankFailedError, DeadlineError."""
+        return [self._post(m, "batch", True) for m in messages]
+
+    def _check_message(self, call: str, message: Message) -> None:
+        if not isinstance(message, Message):
+            fix = "make them with Message.send and Message.receive"
+            raise errors.bad_argument(call, "messages", message, "a list of Message", fix)
+        lowest = 0 if message.is_send else ANY_SOURCE
+        if not isinstance(message.peer, int) or not lowest <= message.peer < self.size:
+            also = "" if message.is_send else ", or ANY_SOURCE (-1)"
+            refuse = errors.bad_argument if isinstance(message.peer, int) else errors.wrong_type
+            raise refuse(call, "peer", message.peer, f"a rank of this group, 0 to {self.size - 1}{also}")
+        if not isinstance(message.tag, int) or not -(1 << 63) <= message.tag < 1 << 63:
+            refuse = errors.bad_argument if isinstance(message.tag, int) else errors.wrong_type
+            raise refuse(call, "tag", message.tag, "a whole number of at most 64 bits")
+
+    def _post(self, message: Message, call: str, background: bool) -> MessageWork:
+        self.check_usable()
+        self._check_message(call, message)
+        buffer = (read_buffer if message.is_send else write_buffer)(call, "tensor", message.tensor)
+        site = call_site(3)
+        work = MessageWork(self, message, buffer, site)
+        if background:  # the core uses the tensor whether or not the caller keeps the work, or ever gets it
+            self._keep_message(work)
+        try:
+            work.op = native.p2p_post(
+                self.handle,
+                message.is_send,
+                message.peer,
+                message.tag,
+                buffer.dtype,
+                buffer.address,
+                buffer.nbytes,
+                background,
+                self.arena.flight.site(site),
+            )
+        except OSError as error:
+            self._in_flight.remove(work)
+            raise no_thread("messages that nobody waits for", error) from None
+        return work
+
+    def _keep_message(self, work: MessageWork) -> None:
+        self._in_flight.append(work)
+        if len(self._in_flight) < self._sweep_at or not self._keep_lock.acquire(blocking=False):
+            return  # or somebody looks already; it may be this very thread, which a signal handler interrupted
+        try:
+            before = list(self._in_flight)
+            self._in_flight[: len(before)] = [w for w in before if not w.is_completed()]
+            self._sweep_at = 2 * len(self._in_flight) + 16  # so that many in flight are not looked at for each new one
+        finally:
+            self._keep_lock.release()

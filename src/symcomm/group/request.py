@@ -1,0 +1,336 @@
+"""Requests: calls of a group, checked. What is wrong with the arguments of a call is said here, for all kinds of group.
+
+A group says how tensors are viewed: as bytes of the host's memory (buffers.py) or of a GPU's (cuda/tensor_views.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.ops import BY_NAME, Op
+from symcomm.types import DType, RedOpType, ReduceOp
+
+__all__ = ["Caller", "Request", "View", "Views", "to_redop"]
+
+
+class View(Protocol):
+    """Contiguous bytes of a tensor, or of a stand-in for one that is not contiguous."""
+
+    address: int
+    count: int
+    dtype: DType
+    owner: Any
+    target: Any
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def finish(self) -> None: ...
+
+
+class Views(NamedTuple):
+    """How a group looks at tensors."""
+
+    read: Callable[[str, str, Any], Any]
+    write: Callable[[str, str, Any], Any]
+    read_list: Callable[[str, str, Any, int], list[Any]]
+    write_list: Callable[[str, str, Any, int], list[Any]]
+
+
+class Caller(Protocol):
+    """What of a group the checks need."""
+
+    rank: int
+    size: int
+    views: Views
+
+
+class Request:
+    """One call: checked, and ready for a group to execute."""
+
+    __slots__ = ("call", "dtype", "inputs", "key", "op", "outputs", "redop", "result", "root", "sizes")
+
+    def __init__(
+        self,
+        op: Op,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        result: Sequence[Any] = (),
+        sizes: Any = 0,
+        dtype: DType = DType.UINT8,
+        redop: RedOpType = RedOpType.SUM,
+        root: int = 0,
+        key: tuple[Any, Any, Any] | None = None,
+        call: str = "",
+    ):
+        self.op = op
+        self.inputs = inputs  # views that are read
+        self.outputs = outputs  # views that are written
+        self.result = result  # the tensors that a Work hands out
+        self.sizes = sizes  # elements: of the tensor, or of each rank's piece, or of the pieces from each to each
+        self.dtype = dtype
+        self.redop = redop
+        self.root = root
+        self.key = key  # detail, input and output by which the dispatch cache finds the call again; None: not at all
+        self.call = call or op.name  # what errors name
+
+    def counts(self, size: int) -> Sequence[int]:
+        """Elements of every piece, flat; one where the tensor has no pieces."""
+        sizes = self.sizes
+        if self.op.plan == "all_to_all":
+            return [sizes] * size * size if isinstance(sizes, int) else [n for row in sizes for n in row]
+        return [sizes] if isinstance(sizes, int) else sizes
+
+
+def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
+    """(operation, factor) of our ReduceOp, torch's, or a name such as "sum"."""
+    if type(op) is RedOpType:
+        return op, None
+    if type(op) is ReduceOp:
+        return op.op, op.factor if op.op is RedOpType.PREMUL_SUM else None
+    try:
+        if isinstance(op, str):
+            return RedOpType[op.upper()], None
+        redop = RedOpType(int(getattr(op, "op", op)))
+        return redop, op.__getstate__()[1] if redop is RedOpType.PREMUL_SUM else None  # .factor is new in torch 2.13
+    except (KeyError, ValueError, TypeError) as error:
+        names = ", ".join(o.name for o in RedOpType)
+        refuse = errors.wrong_type if isinstance(error, TypeError) else errors.bad_argument
+        raise refuse(call, "op", op, f"one of {names}") from None
+
+
+# --- reductions ------------------------------------------------------------------------------------------------------
+
+
+def all_reduce(group: Caller, tensor: Any, op: Any) -> Request:
+    view = group.views.write("all_reduce", "tensor", tensor)
+    redop, source = _reduction(group, "all_reduce", op, view)
+    key = None if redop is RedOpType.PREMUL_SUM else (op, tensor, tensor)
+    return Request(BY_NAME["all_reduce"], [source], [view], [tensor], view.count, view.dtype, redop, key=key)
+
+
+def reduce(group: Caller, tensor: Any, root: int, op: Any) -> Request:
+    check_root(group, "reduce", root)
+    is_root = group.rank == root
+    view = (group.views.write if is_root else group.views.read)("reduce", "tensor", tensor)
+    redop, source = _reduction(group, "reduce", op, view)
+    key = None if redop is RedOpType.PREMUL_SUM else (rooted(root, op), tensor, tensor)
+    outputs = [view] if is_root else []
+    return Request(BY_NAME["reduce"], [source], outputs, [tensor], view.count, view.dtype, redop, root, key)
+
+
+def reduce_scatter_single(group: Caller, output: Any, input: Any, op: Any) -> Request:
+    call = "reduce_scatter_single"
+    source, out = group.views.read(call, "input", input), group.views.write(call, "output", output)
+    dtype = _same_dtype(call, [source, out])
+    _check_count(call, "input", source.count, out.count * group.size, f"{group.size} times output's")
+    redop, source = _reduction(group, call, op, source)
+    key = None if redop is RedOpType.PREMUL_SUM else (op, input, output)
+    sizes = (out.count,) * group.size
+    return Request(BY_NAME["reduce_scatter_single"], [source], [out], [output], sizes, dtype, redop, key=key)
+
+
+def reduce_scatter(group: Caller, output: Any, inputs: Any, op: Any) -> Request:
+    call = "reduce_scatter"
+    out, pieces = group.views.write(call, "output", output), group.views.read_list(call, "inputs", inputs, group.size)
+    dtype = _same_dtype(call, [out, *pieces])
+    _check_count(call, "output", out.count, pieces[group.rank].count, f"that of inputs[{group.rank}]")
+    reductions = [_reduction(group, call, op, piece) for piece in pieces]
+    redop, sources = reductions[0][0], [source for _, source in reductions]
+    key = None if redop is RedOpType.PREMUL_SUM else (op, inputs, output)
+    sizes = tuple([piece.count for piece in pieces])
+    return Request(BY_NAME["reduce_scatter"], sources, [out], [output], sizes, dtype, redop, key=key)
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+def broadcast(group: Caller, tensor: Any, root: int) -> Request:
+    check_root(group, "broadcast", root)
+    view = (group.views.read if group.rank == root else group.views.write)("broadcast", "tensor", tensor)
+    key = (root, tensor, tensor)
+    return Request(BY_NAME["broadcast"], [view], [view], [tensor], view.count, view.dtype, root=root, key=key)
+
+
+def all_gather_single(group: Caller, output: Any, input: Any) -> Request:
+    call = "all_gather_single"
+    source, out = group.views.read(call, "input", input), group.views.write(call, "output", output)
+    dtype = _same_dtype(call, [source, out])
+    _check_count(call, "output", out.count, source.count * group.size, f"{group.size} times input's")
+    sizes = (source.count,) * group.size
+    return Request(BY_NAME["all_gather_single"], [source], [out], [output], sizes, dtype, key=(0, input, output))
+
+
+def all_gather(group: Caller, outputs: Any, input: Any) -> Request:
+    call = "all_gather"
+    source, outs = group.views.read(call, "input", input), group.views.write_list(call, "outputs", outputs, group.size)
+    dtype = _same_dtype(call, [source, *outs])
+    _check_count(call, f"outputs[{group.rank}]", outs[group.rank].count, source.count, "input's")
+    sizes = tuple([out.count for out in outs])
+    return Request(BY_NAME["all_gather"], [source], outs, outputs, sizes, dtype, key=(0, input, outputs))
+
+
+def gather(group: Caller, outputs: Any, input: Any, root: int) -> Request:
+    call = "gather"
+    check_root(group, call, root)
+    source = group.views.read(call, "input", input)
+    outs = []
+    if group.rank == root:
+        outs = group.views.write_list(call, "outputs", outputs, group.size)
+    elif outputs:
+        raise _only_at_root(group, call, "outputs", "a list")
+    dtype = _same_dtype(call, [source, *outs])
+    for k, out in enumerate(outs):
+        _check_count(call, f"outputs[{k}]", out.count, source.count, "input's")
+    key = (root, input, or_none(outputs))
+    return Request(
+        BY_NAME["gather"], [source], outs, outputs or [], (source.count,) * group.size, dtype, root=root, key=key
+    )
+
+
+def gather_single(group: Caller, output: Any, input: Any, root: int) -> Request:
+    call = "gather_single"
+    check_root(group, call, root)
+    source = group.views.read(call, "input", input)
+    outs = []
+    if group.rank == root:
+        outs = [group.views.write(call, "output", output)]
+    elif output is not None:
+        raise _only_at_root(group, call, "output", "a tensor")
+    dtype, result = _same_dtype(call, [source, *outs]), [output] if outs else []
+    for out in outs:
+        _check_count(call, "output", out.count, source.count * group.size, f"{group.size} times input's")
+    sizes, key = (source.count,) * group.size, (root, input, output)
+    return Request(BY_NAME["gather_single"], [source], outs, result, sizes, dtype, root=root, key=key)
+
+
+def scatter(group: Caller, output: Any, inputs: Any, root: int) -> Request:
+    call = "scatter"
+    check_root(group, call, root)
+    out = group.views.write(call, "output", output)
+    sources = []
+    if group.rank == root:
+        sources = group.views.read_list(call, "inputs", inputs, group.size)
+    elif inputs:
+        raise _only_at_root(group, call, "inputs", "a list")
+    dtype = _same_dtype(call, [out, *sources])
+    for k, source in enumerate(sources):
+        _check_count(call, f"inputs[{k}]", source.count, out.count, "output's")
+    sizes, key = (out.count,) * group.size, (root, or_none(inputs), output)
+    return Request(BY_NAME["scatter"], sources, [out], [output], sizes, dtype, root=root, key=key)
+
+
+# --- all to all ------------------------------------------------------------------------------------------------------
+
+Agree = Callable[[str, Sequence[int], Sequence[int]], Any]  # (call, elements to each rank, from each) -> everybody's
+
+
+def all_to_all_single(
+    group: Caller, output: Any, input: Any, output_splits: Any, input_splits: Any, agree: Agree
+) -> Request:
+    call = "all_to_all_single"
+    source, out = group.views.read(call, "input", input), group.views.write(call, "output", output)
+    dtype = _same_dtype(call, [source, out])
+    sent = _split_counts(group, call, "input", input, source.count, input_splits)
+    got = _split_counts(group, call, "output", output, out.count, output_splits)
+    if output_splits or input_splits:
+        return Request(BY_NAME["all_to_all_single"], [source], [out], [output], agree(call, sent, got), dtype)
+    _check_count(call, "output", out.count, source.count, "input's")
+    return Request(BY_NAME["all_to_all_single"], [source], [out], [output], sent[0], dtype, key=(0, input, output))
+
+
+def all_to_all(group: Caller, outputs: Any, inputs: Any, agree: Agree) -> Request:
+    call = "all_to_all"
+    sources = group.views.read_list(call, "inputs", inputs, group.size)
+    outs = group.views.write_list(call, "outputs", outputs, group.size)
+    dtype = _same_dtype(call, [*sources, *outs])
+    matrix = agree(call, [s.count for s in sources], [o.count for o in outs])
+    return Request(BY_NAME["all_to_all"], sources, outs, outputs, matrix, dtype)
+
+
+def barrier() -> Request:
+    return Request(BY_NAME["barrier"], [], [], [], None, key=(0, None, None))
+
+
+def check_splits(call: str, everyone: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Everybody's elements to each rank, out of what each says it sends and then expects; all must agree."""
+    size = len(everyone)
+    for i in range(size):
+        for j in range(size):
+            if everyone[i][j] != everyone[j][size + i]:
+                raise errors.BadArgumentError(
+                    f"{call}: rank {i} sends {everyone[i][j]} elements to rank {j}, "
+                    f"which expects {everyone[j][size + i]}; make input and output splits agree."
+                )
+    return tuple(tuple(row[:size]) for row in everyone)
+
+
+# --- parts of these --------------------------------------------------------------------------------------------------
+
+
+def rooted(root: Any, op: Any) -> Any:
+    """Root and operation as one number, where both are numbers."""
+    return root << 8 | op if type(root) is int and type(op) is RedOpType else None
+
+
+def or_none(tensors: Any) -> Any:
+    """None for an empty list too: some callers pass one where they are not the root."""
+    return None if type(tensors) is list and not tensors else tensors
+
+
+def check_root(group: Caller, call: str, root: Any) -> None:
+    if not isinstance(root, int) or not 0 <= root < group.size:
+        refuse = errors.bad_argument if isinstance(root, int) else errors.wrong_type
+        raise refuse(call, "root", root, f"a rank of this group, 0 to {group.size - 1}")
+
+
+def _reduction(group: Caller, call: str, op: Any, view: Any) -> tuple[RedOpType, Any]:
+    """The operation and what to read: for PREMUL_SUM the input times its factor, in a stand-in."""
+    redop, factor = to_redop(call, op)
+    if not native.reduce_defined(view.dtype, redop):
+        raise errors.bad_argument(call, "op", redop.name, f"one that is defined for {view.dtype.label}")
+    if redop is not RedOpType.PREMUL_SUM:
+        return redop, view
+    if factor is None:
+        raise errors.bad_argument(call, "op", "PREMUL_SUM without a factor", "made by make_premul_sum(factor)")
+    scaled = view.owner * factor
+    if hasattr(scaled, "to"):
+        scaled = scaled.to(view.owner.dtype)
+    return redop, group.views.read(call, "tensor", scaled)
+
+
+def _same_dtype(call: str, views: Sequence[Any]) -> DType:
+    dtypes = {view.dtype for view in views}
+    if len(dtypes) > 1:
+        labels = ", ".join(sorted(d.label for d in dtypes))
+        raise errors.bad_argument(call, "tensors", f"dtypes {labels}", "all of one dtype", "convert them first")
+    return views[0].dtype
+
+
+def _split_counts(
+    group: Caller, call: str, name: str, tensor: Any, count: int, splits: Sequence[int] | None
+) -> list[int]:
+    rows = tensor.shape[0] if len(tensor.shape) else 1
+    if not splits:
+        if rows % group.size:
+            allowed = f"divisible by the group's {group.size} ranks"
+            raise errors.bad_argument(call, name, f"{rows} rows", allowed, f"give {name}_splits")
+        return [count // group.size] * group.size
+    if len(splits) != group.size or any(s < 0 for s in splits) or sum(splits) != rows:
+        allowed = f"{group.size} non-negative numbers that add up to {name}'s {rows} rows"
+        raise errors.bad_argument(call, f"{name}_splits", list(splits), allowed)
+    return [s * (count // rows if rows else 0) for s in splits]
+
+
+def _check_count(call: str, name: str, got: int, expected: int, like: str) -> None:
+    if got != expected:
+        raise errors.bad_argument(call, name, f"{got} elements", f"{expected} elements ({like})")
+
+
+def _only_at_root(group: Caller, call: str, name: str, what: str) -> errors.SymcommError:
+    return errors.bad_argument(
+        call, name, f"{what} on rank {group.rank}", "given on the root only", "pass None elsewhere"
+    )

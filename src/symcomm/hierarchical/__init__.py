@@ -1,0 +1,22 @@
+"""Groups whose ranks are on several hosts.
+
+topology.py     which ranks share a host, and which ranks of different hosts talk to each other
+group.py        HierarchicalGroup: how it is built, ends, splits and shrinks
+calls.py        its collectives: check the tensors, then run one of
+eager.py        small tensors: data travels with the arrival messages of the hosts' leaders
+pipelined.py    large tensors: symmetric memory on each host, the engine between hosts, in chunks
+operation.py    one collective in progress: its deadline, synchronization and steps
+p2p.py          point-to-point
+work.py         asynchronous operations
+scratch.py      scratch buffers for operations
+engines/base.py the transport between hosts, and the choice of one; torch_engine.py, mpi_engine.py beside it
+control_channel.py small control messages between ranks, and peer liveness
+listener.py     accepts connections to a control channel, until the peer has authenticated
+session.py      authentication handshake and frame MACs of a connection
+connection.py   a framed, authenticated connection; leader_links.py: the links between a group's leaders
+frames.py       the schema of control messages, checked field by field
+failure.py      one description of a failure, the same on every rank
+agreement.py    Paxos among ranks of several hosts: who survives, who is in a new group
+
+A HierarchicalGroup is a ProcessGroup on each host, an engine between them, and a control channel on every rank.
+"""

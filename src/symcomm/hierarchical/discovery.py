@@ -1,0 +1,53 @@
+"""What ranks of several hosts exchange when they build a group, and what follows from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from symcomm import errors
+from symcomm.memory.share import Exchange
+
+__all__ = ["SubsetExchange", "agree_on_engine", "boot_id", "network"]
+
+
+class SubsetExchange:
+    """An exchange among all ranks of which only some are of interest."""
+
+    def __init__(self, exchange: Exchange, ranks: Sequence[int]):
+        self._exchange, self._ranks = exchange, ranks
+        self.check = getattr(exchange, "check", None)
+        self.rounds = 0
+
+    def __call__(self, item: bytes) -> list[bytes]:
+        self.rounds += 1
+        everyone = self._exchange(item)
+        return [everyone[r] for r in self._ranks]
+
+
+def agree_on_engine(infos: Sequence[dict[str, Any]]) -> str:
+    wanted = {info["wanted"] for info in infos}
+    if len(wanted) > 1:
+        told = ", ".join(sorted(name or "none" for name in wanted))
+        raise errors.CollectiveMismatchError(
+            f"groups across hosts: ranks ask for different engines ({told}); ask alike."
+        )
+    [name] = wanted
+    if name:
+        return name
+    for name in infos[0]["engines"]:
+        if all(name in info["engines"] for info in infos):
+            return name
+    raise errors.ResourceError(
+        "the ranks are on several hosts, and no engine that crosses them is on all; install torch (Gloo) or mpi4py."
+    )
+
+
+def boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+def network() -> str:
+    return os.readlink("/proc/self/ns/net")

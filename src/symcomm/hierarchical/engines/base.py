@@ -1,0 +1,192 @@
+"""Engines: the transports between hosts.
+
+An engine moves bytes between ranks: batches of sends and receives that are started and waited for. Everything else
+(which bytes, in which order, combined how) is the same for all engines, so a new one is a hundred lines. Third parties
+add theirs by an entry point of the group ``symcomm.engines``, whose name is the engine's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from symcomm import errors
+
+__all__ = [
+    "Engine",
+    "Expected",
+    "Move",
+    "EngineContext",
+    "Transfer",
+    "available_engines",
+    "engine_class",
+    "wanted_engine",
+]
+
+# Built in, the best first. The modules are loaded when an engine is asked for.
+BUILT_IN = {
+    "gloo": ("symcomm.hierarchical.engines.torch_engine", "GlooEngine"),
+    "mpi": ("symcomm.hierarchical.engines.mpi_engine", "MpiEngine"),
+    "nccl": ("symcomm.hierarchical.engines.torch_engine", "NcclEngine"),
+}
+ENTRY_POINTS = "symcomm.engines"
+TAGS = 8
+
+
+class Move(NamedTuple):
+    """One message. Between two ranks, messages of one tag arrive in the order in which they were started; those of one
+    tag do not wait for those of another. All moves of a batch have the same tag, one of TAGS, and the same ``match``.
+
+    ``match``: both ends must have the same number here to match each other; up to 27 bits."""
+
+    is_send: bool
+    address: int
+    nbytes: int
+    peer: int
+    tag: int = 0
+    match: int = 0
+
+    def label(self, most: int) -> int:
+        """Tag and match as one number, for networks that know one. ``most``: the largest they take."""
+        return self.tag + TAGS * (self.match % (most // TAGS))
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    """What an engine is told when it is made. ``address``: where other hosts reach this rank. ``check``: raises once
+    some rank cannot arrive any more."""
+
+    rank: int
+    size: int
+    address: str
+    check: Callable[[], None] | None = None
+
+
+class Expected:
+    """Receives that belong to a later start, and what the engine has begun of them."""
+
+    def __init__(self, moves: Sequence[Move]):
+        self.moves = [m for m in moves if m.nbytes]
+        self.begun: list[Any] = []
+
+
+class Transfer:
+    """Moves in flight. ``then(transfer)`` is called once they have ended, in a thread of the engine's."""
+
+    def __init__(self, peers: Sequence[int] = (), then: Callable[[Transfer], None] | None = None):
+        self.peers = sorted(set(peers))
+        self.error: BaseException | None = None
+        self._then = then
+        self._ended = threading.Event()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Called by the engine, once."""
+        self.error = error
+        self._ended.set()
+        if self._then is not None:
+            self._then(self)
+
+    def wait(self, timeout: float) -> None:
+        """Return once it has completed; raise what went wrong, or DeadlineError."""
+        if not self._ended.wait(timeout):
+            raise errors.deadline("transfer between hosts", timeout, missing=self.peers)
+        if self.error is not None:
+            raise self.error
+
+
+class Engine(ABC):
+    """Connects ``context.size`` ranks. Built in two steps, between which the ranks exchange their ``endpoint``."""
+
+    name: str = ""
+    endpoint: dict[str, Any]
+    # Bytes of a host that travel with its arrival message, over TCP, instead of through the engine. Gloo, which uses
+    # TCP itself, wants more; for faster networks this is a guess.
+    eager_host_max = 32 << 10
+    has_tags = True  # False: messages find receives in the order in which both were started, whatever their tag
+
+    @staticmethod
+    @abstractmethod
+    def why_not() -> str:
+        """Why this engine cannot be used here, as the end of a sentence; empty when it can."""
+
+    @abstractmethod
+    def __init__(self, context: EngineContext):
+        """Get ready, and say in ``self.endpoint`` (of JSON's types) what the others need to know."""
+
+    @abstractmethod
+    def connect(self, endpoints: Sequence[dict[str, Any]], timeout: float) -> None:
+        """Called by all ranks at once with everybody's endpoint."""
+
+    @abstractmethod
+    def start(
+        self, moves: Sequence[Move], then: Callable[[Transfer], None] | None = None, expected: Expected | None = None
+    ) -> Transfer:
+        """Begin all ``moves``, which proceed at the same time, and return. May be called by several threads.
+
+        ``expected``: receives that are part of it, begun already or not."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End every transfer now, with an error; the engine is of no use afterwards. As far as the network allows, none
+        reads or writes its memory any more when this returns: callers have their tensors back then."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of connections and threads. Nothing is in flight any more."""
+
+    def expect(self, moves: Sequence[Move]) -> Expected:
+        """Receives that a later ``start`` will be given. An engine that can begin them now, while others start and end,
+        has its bytes half a round trip sooner."""
+        return Expected(moves)
+
+    # --- in terms of the above --------------------------------------------------------------------------------
+
+    def send(self, address: int, nbytes: int, peer: int, tag: int = 0, timeout: float = 1800.0) -> None:
+        self.start([Move(True, address, nbytes, peer, tag)]).wait(timeout)
+
+    def recv(self, address: int, nbytes: int, peer: int, tag: int = 0, timeout: float = 1800.0) -> None:
+        self.start([Move(False, address, nbytes, peer, tag)]).wait(timeout)
+
+
+# --- the choice ---------------------------------------------------------------------------------------------------
+
+
+def _entry_points() -> dict[str, Any]:
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The engine of that name: ours, or a third party's."""
+    if name in BUILT_IN:
+        module, symbol = BUILT_IN[name]
+        return getattr(importlib.import_module(module), symbol)
+    others = _entry_points()
+    if name not in others:
+        known = ", ".join([*BUILT_IN, *others])
+        raise errors.bad_argument(
+            "groups across hosts", "engine", name, f"one of {known}", "others come with their own package"
+        )
+    return others[name].load()
+
+
+def wanted_engine(given: str | None) -> str:
+    """The engine that the caller or SYMCOMM_ENGINE asks for, checked; empty when any will do."""
+    name = (given if given else os.environ.get("SYMCOMM_ENGINE", "")).lower()
+    if name and (reason := engine_class(name).why_not()):
+        raise errors.ResourceError(f"groups across hosts: engine {name} cannot be used: {reason}.")
+    return name
+
+
+def available_engines() -> list[str]:
+    """Engines for memory of the host that can be used here, the best first. NCCL takes part only when asked for."""
+    return [name for name in [*BUILT_IN, *_entry_points()] if name != "nccl" and not engine_class(name).why_not()]

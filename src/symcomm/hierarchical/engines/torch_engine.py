@@ -1,0 +1,321 @@
+"""Engines that torch brings along: Gloo for any network, NCCL through GPUs.
+
+Both are torch's own C++ process groups, used only to send and receive bytes. They rendezvous in a TCPStore that the
+first rank serves: ours, since torch's client resolves 127.0.0.1 by DNS, and hangs for seconds where that does not
+answer. A thread waits for transfers, since a wait cannot be cancelled: Gloo closes all connections when one of its own
+deadlines passes. So it is given none, except to abort everything.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib.util
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from symcomm import errors
+from symcomm.hierarchical.engines.base import Engine, EngineContext, Expected, Move, Transfer
+from symcomm.hierarchical.session import job_secret
+from symcomm.hierarchical.topology import EAGER_HOST_MAX
+from symcomm.memory.share import Deadline
+from symcomm.store import TCPStore
+
+__all__ = ["GlooEngine", "NcclEngine"]
+
+NEVER = timedelta(days=365)
+LARGEST_TAG = 1 << 30
+ABORT_TAG = (1 << 31) - 2
+
+
+def _bytes_at(address: int, nbytes: int) -> Any:
+    """Memory as a torch tensor. Whoever starts a transfer keeps the memory alive."""
+    import torch
+
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def _as_torch_store(store: TCPStore) -> Any:
+    """Our store as one of torch's. C++ keeps only its half alive: the caller must keep this one."""
+    import torch.distributed as dist
+
+    class TorchStore(dist.Store):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("set", "get", "add", "check", "wait", "compare_set", "delete_key", "multi_get", "multi_set"):
+                setattr(self, name, getattr(store, name))
+            self.deleteKey, self.getNumKeys = store.delete_key, store.num_keys  # the names that C++ calls
+            self.set_timeout = store.set_timeout
+
+    return TorchStore()
+
+
+_connected: set[_TorchEngine] = set()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread inside torch when the interpreter exits would crash the process."""
+    for engine in list(_connected):
+        if engine.pid == os.getpid():
+            engine.end_threads()
+
+
+class _TorchEngine(Engine):
+    def __init__(self, context: EngineContext):
+        self.context = context
+        self.pid = os.getpid()
+        self._served: TCPStore | None = None
+        self._store: Any = None
+        self._first: dict[str, Any] = {}  # the first rank's endpoint
+        self._group: Any = None
+        self._post = threading.RLock()  # messages of one pair are started in one order
+        self._waiting: dict[int, queue.SimpleQueue[tuple[list[Any], Transfer] | None]] = {}  # by tag
+        self._threads: list[threading.Thread] = []
+        self._under_way: set[Transfer] = set()
+        self.endpoint = {}
+        if context.rank == 0:
+            token = "" if job_secret() else secrets.token_hex(16)  # all ranks have the job's own
+            self._served = TCPStore(context.address, 0, is_master=True, token=token or None)
+            self.endpoint = {"address": context.address, "port": self._served.port, "token": token}
+
+    def connect(self, endpoints: Sequence[dict[str, Any]], timeout: float) -> None:
+        limit = timedelta(seconds=timeout)
+        self._first = endpoints[0]
+        store = self._served or self._open_store(limit)
+        store.set_timeout(limit)
+        self._store = _as_torch_store(store)
+        self._group = self._make_group(timeout)
+        _connected.add(self)
+
+    def _open_store(self, timeout: timedelta) -> TCPStore:
+        """The store that the first rank serves."""
+        first = self._first
+        return TCPStore(first["address"], first["port"], timeout=timeout, token=first["token"] or None, patient=False)
+
+    def _make_group(self, timeout: float) -> Any:
+        raise AssertionError("made by the engines below")
+
+    def start(
+        self, moves: Sequence[Move], then: Callable[[Transfer], None] | None = None, expected: Expected | None = None
+    ) -> Transfer:
+        moves, begun = [m for m in moves if m.nbytes], []
+        awaited = expected.moves if expected is not None else []
+        transfer = Transfer([m.peer for m in (*moves, *awaited)], then)
+        try:
+            with self._post:
+                if expected is not None and expected.begun:
+                    begun = expected.begun
+                else:
+                    moves += awaited
+                if self._group is None:
+                    raise RuntimeError(f"engine {self.name} was closed")
+                works = begun + self._begin(moves)
+                self._under_way.add(transfer)
+                self._waiter(next((m.tag for m in (*moves, *awaited)), 0)).put((works, transfer))
+        except RuntimeError as error:  # the peer is gone already
+            transfer.end(error)
+        return transfer
+
+    def _waiter(self, tag: int) -> queue.SimpleQueue[Any]:
+        """What the thread for transfers of one tag reads. Those of one tag end about in the order of their start."""
+        waiting = self._waiting.get(tag)
+        if waiting is None:
+            waiting = self._waiting[tag] = queue.SimpleQueue()
+            thread = threading.Thread(target=self._on_ready, args=(waiting,), name=f"symcomm-{self.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return waiting
+
+    def _begin(self, moves: Sequence[Move]) -> list[Any]:
+        """Works to wait for. Receives first: what arrives then has a place."""
+        works = []
+        for m in sorted(moves, key=lambda m: m.is_send):
+            act = self._group.send if m.is_send else self._group.recv
+            works.append(act([_bytes_at(m.address, m.nbytes)], m.peer, m.label(LARGEST_TAG)))
+        return works
+
+    def _on_ready(self, waiting: queue.SimpleQueue[Any]) -> None:
+        """A thread of the engine: waits for what is on its way, in the order in which it was started."""
+        while (item := waiting.get()) is not None:
+            works, transfer = item
+            error: BaseException | None = None
+            work = None
+            for work in works:
+                try:
+                    work.wait()
+                except RuntimeError as reason:
+                    error = error or reason
+            del item, works, work  # they must not be the last to go, in a thread that outlives the group
+            self._under_way.discard(transfer)
+            transfer.end(error)
+
+    def close(self) -> None:
+        with self._post:
+            for waiting in self._waiting.values():
+                waiting.put(None)
+            self._waiting = {}
+            over = not self._under_way
+        if over:  # their threads have nothing left to do; one that Python kills inside PyTorch ends the process
+            self._join_threads()
+            with self._post:
+                _connected.discard(self)
+                self._group = self._store = self._served = None
+
+    def _join_threads(self) -> None:
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2.0)
+
+    def end_threads(self) -> None:
+        """Called when the process ends."""
+        if self._under_way:
+            self.abort()
+        self.close()
+        self._join_threads()
+
+
+class GlooEngine(_TorchEngine):
+    name = "gloo"
+    eager_host_max = EAGER_HOST_MAX
+
+    @staticmethod
+    def why_not() -> str:
+        if importlib.util.find_spec("torch") is None:
+            return "it comes with torch, which is not installed"
+        import torch.distributed as dist
+
+        return "" if dist.is_available() and dist.is_gloo_available() else "this build of torch has no Gloo"
+
+    def _make_group(self, timeout: float) -> Any:
+        """In a thread, which is left behind where a peer dies meanwhile: Gloo would wait for that peer for ever."""
+        from torch._C._distributed_c10d import ProcessGroupGloo
+
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = NEVER
+        options._devices = [gloo.create_device(hostname=self.context.address)]
+        made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._store.set(f"connecting/{self.context.rank}", b"1")
+
+        def make() -> None:
+            try:
+                made.put(gloo(self._store, self.context.rank, self.context.size, options))
+            except Exception as error:
+                made.put(error)
+
+        threading.Thread(target=make, name="symcomm-connect", daemon=True).start()
+        try:
+            found = Deadline(timeout, self.context.check).get(made)
+        except queue.Empty:
+            what = f"connecting rank {self.context.rank} by Gloo"
+            raise errors.deadline(what, timeout, missing=self._absent()) from None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _absent(self) -> list[int]:
+        """Ranks that have not begun to connect. The first one serves the store that knows, and may be the one.
+        Gloo still waits in the connection that we have."""
+        try:
+            with contextlib.closing(self._open_store(timedelta(seconds=1))) as store:
+                return [r for r in range(self.context.size) if not store.check([f"connecting/{r}"])]
+        except RuntimeError:
+            return [0]
+
+    def expect(self, moves: Sequence[Move]) -> Expected:
+        expected = Expected(moves)
+        with self._post, contextlib.suppress(RuntimeError):  # the peer is gone, as start will find
+            if self._group is not None:
+                expected.begun = self._begin(expected.moves)
+        return expected
+
+    def abort(self) -> None:
+        """A wait whose time is over closes all connections, and so ends all waits, here and at the peers."""
+        group, size = self._group, self.context.size
+        if group is None or size == 1:
+            return
+        nothing = bytearray(1)
+        context = (ctypes.c_char * 1).from_buffer(nothing)
+        with contextlib.suppress(RuntimeError):
+            peer = (self.context.rank + 1) % size
+            group.recv([_bytes_at(ctypes.addressof(context), 1)], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
+
+
+class NcclEngine(_TorchEngine):
+    """For hosts whose fast network only NCCL knows: bytes pass through the memory of this rank's GPU."""
+
+    name = "nccl"
+    has_tags = False
+
+    @staticmethod
+    def why_not() -> str:
+        if importlib.util.find_spec("torch") is None:
+            return "it comes with torch, which is not installed"
+        import torch
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_nccl_available()):
+            return "this build of torch has no NCCL"
+        return "" if torch.cuda.is_available() else "this machine has no GPU"
+
+    def _make_group(self, timeout: float) -> Any:
+        import torch
+        import torch._C._distributed_c10d as torch_c10d
+        import torch.distributed as dist
+
+        nccl: Any = vars(torch_c10d)["ProcessGroupNCCL"]
+        options = nccl.Options()
+        options._timeout = NEVER
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self._device)
+        backend = nccl(self._store, self.context.rank, self.context.size, options)
+        whole = dist.ProcessGroup(self._store, self.context.rank, self.context.size)  # which knows batches
+        whole._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        whole._register_backend(self._device, dist.ProcessGroup.BackendType.NCCL, backend)
+        return whole
+
+    def _begin(self, moves: Sequence[Move]) -> list[Any]:
+        """One batch, so that sends and receives of a pair do not wait for each other."""
+        import torch
+
+        if not moves:
+            return []
+        with torch.cuda.stream(self._stream):
+            hosts = [_bytes_at(m.address, m.nbytes) for m in moves]
+            staged = [
+                host.to(self._device) if m.is_send else torch.empty(m.nbytes, dtype=torch.uint8, device=self._device)
+                for host, m in zip(hosts, moves, strict=True)
+            ]
+            self._group._start_coalescing(self._device)
+            for m, piece in zip(moves, staged, strict=True):
+                (self._group.send if m.is_send else self._group.recv)([piece], m.peer, m.tag)
+            work = self._group._end_coalescing(self._device)
+        pairs = [(h, s) for m, h, s in zip(moves, hosts, staged, strict=True) if not m.is_send]
+        return [_Fetch(work, pairs, staged, self._stream)]
+
+    def abort(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+
+
+class _Fetch:
+    """Waits for a batch of NCCL's and copies what came to the host."""
+
+    def __init__(self, work: Any, pairs: list[tuple[Any, Any]], staged: list[Any], stream: Any):
+        self._work, self._pairs, self._staged, self._stream = work, pairs, staged, stream
+
+    def wait(self) -> None:
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            self._work.wait()
+            for host, piece in self._pairs:
+                host.copy_(piece)
+        self._stream.synchronize()

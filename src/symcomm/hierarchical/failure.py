@@ -1,0 +1,235 @@
+"""Failures of a group across hosts, described the same on every rank.
+
+A rank that cannot go on asks all others what they are doing, describes the failure once, and broadcasts it; every rank
+raises the first description that reaches it. A rank that died is reported by its own host, where the kernel knows how
+it ended; a host that vanished, by the others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.errors import format_ranks, format_seconds
+from symcomm.group.failure import Status, how_it_ended
+from symcomm.hierarchical.session import ProtocolViolation
+
+__all__ = ["OperationStopped", "Failures"]
+
+SURVEY = 0.4  # seconds for all answers; a living rank answers within a few milliseconds
+REACH = 1.5  # seconds to connect to a rank; a lost packet is sent again after 1
+VERDICT_WAIT = 0.5  # seconds that a rank whose host was aborted waits for the reason
+
+
+class OperationStopped(Exception):
+    """An operation cannot go on; the group's ``failures`` knows why."""
+
+
+class Failures:
+    """The failures of one group. ``verdict`` is the failure that all ranks raise, once there is one."""
+
+    def __init__(self, group: Any):
+        self._ref = weakref.ref(group)  # must not keep the group alive
+        self.verdict: dict[str, Any] | None = None
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._survey = 0
+        self._lock = threading.RLock()
+
+    @property
+    def _group(self) -> Any:
+        return self._ref()
+
+    # --- surveys ----------------------------------------------------------------------------------------------
+
+    def survey(self) -> dict[int, dict[str, Any]]:
+        """What each rank is doing that answers; notices which cannot be reached."""
+        group = self._group
+        with self._lock:
+            self._survey += 1
+            number, self._answers = self._survey, {}
+        ask = {"kind": "ask", "survey": number}
+        with ThreadPoolExecutor(16, thread_name_prefix="symcomm-ask") as pool:
+            asked = [r for r in range(group.size) if r != group.rank and not group.is_gone(r)]
+            list(pool.map(lambda r: group.tell(r, ask, timeout=REACH), asked))
+        deadline = time.monotonic() + SURVEY
+        while time.monotonic() < deadline and any(r not in self._answers and not group.is_gone(r) for r in asked):
+            time.sleep(0.002)
+        return {group.rank: self._own_answer(), **self._answers}
+
+    def _own_answer(self) -> dict[str, Any]:
+        group = self._group
+        seq, call, site = group.doing
+        return {"seq": seq, "call": call, "site": site, "ended": self._ended_here()}
+
+    def _ended_here(self) -> dict[str, str]:
+        """How ranks of this host ended, by their number."""
+        group, ended = self._group, {}
+        for seen in native.group_report(group.local.handle)["ranks"]:
+            if seen["gone"] == Status.DEAD:
+                ended[str(group.layout.here[seen["rank"]])] = how_it_ended(group.local.peers[seen["rank"]].pid)
+            elif seen["gone"] == Status.LEFT:
+                ended[str(group.layout.here[seen["rank"]])] = "left the group"
+        return ended
+
+    def answer(self, rank: int, header: dict[str, Any]) -> None:
+        """Answer a survey, in a thread: finding out how a process ended takes too long for the channel's."""
+
+        group = self._group
+
+        def reply() -> None:
+            group.tell(rank, {"kind": "answer", "survey": header["survey"], **self._own_answer()}, timeout=REACH)
+
+        threading.Thread(target=reply, name="symcomm-answer", daemon=True).start()
+
+    def note_answer(self, rank: int, header: dict[str, Any]) -> None:
+        if header["survey"] == self._survey:
+            self._answers[rank] = header
+
+    # --- describing failures ----------------------------------------------------------------------------------
+
+    def gone(self, ranks: Collection[int]) -> None:
+        """``ranks``, and maybe others, died, left or cannot be reached."""
+        if self.verdict is not None:
+            return
+        group, answers = self._group, self.survey()
+        how: dict[int, str] = {}
+        for answer in answers.values():
+            how.update({int(rank): words for rank, words in answer["ended"].items()})
+        lost = {r for r in range(group.size) if group.is_gone(r)} | set(ranks)
+        lost |= {r for r, words in how.items() if words != "left the group"}
+        lost.discard(group.rank)
+        self._spread("gone", self._describe_lost(lost, how), sorted(lost))
+
+    def _describe_lost(self, lost: Collection[int], how: dict[int, str]) -> str:
+        group, parts = self._group, []
+        for h, ranks in enumerate(group.layout.hosts):
+            missing = [r for r in ranks if r in lost]
+            if len(missing) == len(ranks) > 0 and not any(r in how or r in group.left for r in missing):
+                noun = "rank" if len(missing) == 1 else "ranks"
+                name = group.peer_info[ranks[0]]["host"]
+                parts.append(f"host {h} ({name}) with {noun} {format_ranks(missing)} cannot be reached any more")
+                continue
+            for r in missing:
+                words = how.get(r) or ("left the group" if r in group.left else "is gone")
+                parts.append(f"rank {r} (pid {group.peer_info[r]['pid']}) {words}")
+        return "; ".join(parts)
+
+    def late(self, seq: int, seconds: float, whom: Collection[int]) -> None:
+        """A deadline passed while waiting for ``whom``."""
+        if self.verdict is not None:
+            return
+        group, answers = self._group, self.survey()
+        behind = [r for r, answer in answers.items() if answer["seq"] < seq]
+        silent = [r for r in range(group.size) if r not in answers]
+        missing = sorted({*behind, *silent})
+        if missing:
+            arrived = [r for r in range(group.size) if r not in missing]
+            last = [f"rank {r} was last seen {_last_seen(answers[r])}" for r in behind[:4]]
+            last += [f"rank {r} does not answer (stopped, or cut off?)" for r in silent[:4]]
+            story = f"did not come: {format_ranks(missing)}; arrived: {format_ranks(arrived)}; {'; '.join(last)}"
+        else:
+            missing = sorted(whom)
+            story = f"all arrived, but rank {format_ranks(missing)} did not go on (stopped, or a slow network?)"
+        self._spread("late", story, missing, seconds)
+
+    def mismatch(self) -> None:
+        """Ranks made different calls."""
+        if self.verdict is not None:
+            return
+        sides: dict[str, list[int]] = {}
+        answers, seq = self.survey(), self._group.doing[0]
+        for rank, answer in sorted(answers.items()):
+            side = f"{answer['call']} at {answer['site']}" if answer["seq"] >= seq else "nothing yet"
+            sides.setdefault(side, []).append(rank)
+        listed = "; ".join(
+            f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)} called {side}" for side, ranks in sides.items()
+        )
+        self._spread("mismatch", listed, sorted(answers))
+
+    def cut_off(self, ranks: Collection[int], reason: BaseException) -> None:
+        """The engine lost ``ranks`` though they live, or they sent what they should not."""
+        if self.verdict is not None:
+            return
+        first = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
+        by = "" if isinstance(reason, ProtocolViolation) else f"{self._group.engine_name}: "
+        story = f"the connection to rank {format_ranks(ranks)} broke ({by}{first})"
+        self._spread("gone", story, sorted(ranks))
+
+    def end(self) -> None:
+        """This rank leaves: its own waits end; peers are not told."""
+        with self._lock:
+            if self.verdict is None:
+                self.verdict = {"fault": "aborted", "story": "", "ranks": [], "origin": self._group.rank}
+        self._group.notify()
+
+    def abort(self) -> None:
+        self._spread("aborted", "", [self._group.rank])
+
+    # --- spreading the verdict --------------------------------------------------------------------------------
+
+    def _spread(self, kind: str, story: str, ranks: list[int], seconds: float = 0.0) -> None:
+        group = self._group
+        verdict = {
+            "kind": "fail", "fault": kind, "story": story, "ranks": ranks, "origin": group.rank, "seconds": seconds,
+        }  # fmt: skip
+        if not self.accept(verdict):
+            return
+        for rank in range(group.size):
+            if rank != group.rank and not group.is_gone(rank):
+                group.tell(rank, verdict, timeout=REACH)
+
+    def accept(self, verdict: dict[str, Any]) -> bool:
+        """Make this the verdict, unless there is one already (False). Ends all waits of this rank."""
+        with self._lock:
+            if self.verdict is not None:
+                return False
+            native.group_abort(self._group.local.handle)  # before a caller learns of it and reuses its tensors
+            self._group.stop_engine()
+            self.verdict = verdict
+        self._group.notify()
+        return True
+
+    def await_verdict(self) -> None:
+        """This host was aborted: the verdict is on its way, unless somebody just aborted the local group."""
+        deadline = time.monotonic() + VERDICT_WAIT
+        while self.verdict is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if self.verdict is None:
+            self.abort()
+
+    def error(self, what: str, seconds: float) -> errors.SymcommError:
+        """The verdict as this rank's exception. ``what``: the call, its number and its group."""
+        verdict: Any = self.verdict
+        group, story, ranks = self._group, verdict["story"], verdict["ranks"]
+        if verdict["fault"] == "gone":
+            left = [r for r in range(group.size) if r not in ranks]
+            return errors.RankFailedError(
+                f"{what} failed on rank {group.rank} after {format_seconds(seconds)}: {story}. "
+                f"Survivors: {format_ranks(left)}. Call group.shrink() to go on without it.",
+                ranks,
+            )
+        if verdict["fault"] == "late":
+            who = "" if verdict["origin"] == group.rank else f" (rank {verdict['origin']}'s deadline)"
+            return errors.DeadlineError(
+                f"{what} timed out on rank {group.rank} after {format_seconds(seconds)}{who}: {story}. "
+                "Look at what the missing ranks do, or give a longer timeout to the call.",
+                ranks,
+            )
+        if verdict["fault"] == "mismatch":
+            return errors.CollectiveMismatchError(
+                f"{what}: the ranks did not make the same call: {story}. Make every rank call the same collectives, "
+                "with the same dtype, count, operation and root, in the same order."
+            )
+        return errors.GroupUnusableError(
+            f"{what} was aborted by rank {verdict['origin']}; destroy the group, or call group.shrink() to go on."
+        )
+
+
+def _last_seen(answer: dict[str, Any]) -> str:
+    return f"after {answer['call']} #{answer['seq']}" if answer["seq"] else "before its first operation"

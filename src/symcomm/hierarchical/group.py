@@ -1,0 +1,566 @@
+"""HierarchicalGroup: a group whose ranks are on several hosts, with the methods of ProcessGroup."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from symcomm import errors
+from symcomm.collectives.plan import Plan
+from symcomm.collectives.select import Limits
+from symcomm.group import registry
+from symcomm.group.buffers import Buffer
+from symcomm.group.factory import make_group
+from symcomm.group.failure import Site, call_site, format_site
+from symcomm.group.local import LocalGroup
+from symcomm.group.process_group import ProcessGroup
+from symcomm.group.work import Timeout, Work, to_ns
+from symcomm.hierarchical.agreement import Agreement, Agreements
+from symcomm.hierarchical.connection import Frame, FramedConnection, ProtocolViolation
+from symcomm.hierarchical.control_channel import ControlChannel, Endpoint, channel_of, check_tokens, endpoint_in
+from symcomm.hierarchical.discovery import SubsetExchange, agree_on_engine, boot_id, network
+from symcomm.hierarchical.engines.base import (
+    Engine,
+    EngineContext,
+    Transfer,
+    available_engines,
+    engine_class,
+    wanted_engine,
+)
+from symcomm.hierarchical.execution import HierarchicalExecution
+from symcomm.hierarchical.failure import Failures, OperationStopped
+from symcomm.hierarchical.frames import MESSAGES, check
+from symcomm.hierarchical.leader_links import LeaderLinks
+from symcomm.hierarchical.operation import Operation, Signature
+from symcomm.hierarchical.p2p import HierarchicalMessages, MessageMatcher
+from symcomm.hierarchical.rounds import Rounds
+from symcomm.hierarchical.scratch import Scratch
+from symcomm.hierarchical.topology import Layout
+from symcomm.hierarchical.work import HierarchicalWork, Runner
+from symcomm.memory.share import Deadline, Exchange
+from symcomm.store.address import LOOPBACK, own_address
+
+__all__ = ["HierarchicalGroup"]
+
+LOCAL_ROUNDS = 3  # of the exchange, at most, to build a host's own group
+Handler = Callable[[int, dict[str, Any], "bytes | bytearray"], None]
+MOST_ARRIVALS = 10_000  # of other hosts at operations that this one has not reached; each is at most a few ahead
+ENGINE_GRACE = 1.0  # seconds for the control channel to learn who is gone, when the engine noticed first
+ENGINE_STOP = 5.0  # seconds for an engine to stop; Gloo takes milliseconds
+
+_living: weakref.WeakSet[HierarchicalGroup] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A forked child is not the rank: it has neither its threads nor its connections."""
+    for group in list(_living):
+        group._has_left = True
+        group.cond = threading.Condition()
+        group.leader_links.forget()
+        group.after_fork()
+        group._retire.detach()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _leave_all() -> None:
+    for group in list(_living):
+        group._say_goodbye()
+        group.failures.end()
+        if group._stopping is not None:
+            group._stopping.join(2.0)
+
+
+def _leave_first_at_exit() -> None:
+    """Before engines end, whose broken transfers would look like failures: the last handler registered runs first."""
+    atexit.unregister(_leave_all)
+    atexit.register(_leave_all)
+
+
+def _retire(
+    channel: ControlChannel, key: str, runner: Runner, engine: Engine, links: LeaderLinks, untold: list[str]
+) -> None:
+    channel.leave(key, untold)
+    links.close()
+    runner.stop()
+    engine.close()
+
+
+class _IntraHostGroup(LocalGroup):
+    """The ranks of one host. They mostly wait for the network, which takes longer than spinning pays for."""
+
+    _spin_ns = _yield_ns = 5_000
+
+
+class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGroup):
+    """Built by ``make_group`` when ranks turn out to be on several hosts.
+
+    ``hosts``: the ranks that share memory, host by host; ``exchange``: all-gathers bytes. Collective over all ranks."""
+
+    spans_hosts = True
+    _retire: weakref.finalize
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        exchange: Exchange,
+        hosts: Sequence[Sequence[int]],
+        name: str = "world",
+        timeout: Timeout = None,
+        limits: Limits | None = None,
+        global_ranks: Sequence[int] | None = None,
+        engine: str | None = None,
+    ):
+        super().__init__(rank, size, name, timeout, limits, global_ranks)
+        self.layout = Layout(hosts, rank)
+        self.cond = threading.Condition()  # notified whenever something changes that a thread may wait for
+        self.failures = Failures(self)
+        self.arrivals: dict[
+            tuple[int, int], tuple[list[int], bytes | bytearray]
+        ] = {}  # (sequence number, leader) -> signature, data
+        self.leader_links = _leader_links_of(self)
+        self.left: set[int] = set()
+        self.doing: tuple[int, str, str] = (0, "", "")  # sequence number, call and call site of the last operation
+        self._submitted = 0
+        self._turn = threading.RLock()
+        self._runner = Runner()
+        self.scratch = Scratch(self.arena)
+        self.matcher = MessageMatcher(self)
+        self.rounds, self.agreements = Rounds(self), Agreements(self)
+        self._handlers: dict[str, Handler] = {}  # of messages of the layers above, by kind
+        self._abandoned: list[Any] = []  # operations and tensors whose memory the engine may still write to
+        self._has_left = False
+        self._operating_thread = 0  # the thread that performs an operation
+        self._key = ""
+        self._rank_of: dict[
+            str, int
+        ] = {}  # by the name of its control channel, which may ask before bootstrap is complete
+        self._stopping: threading.Thread | None = None
+        self._bootstrap(exchange, engine)
+
+    def _bootstrap(self, exchange: Exchange, engine: str | None = None) -> None:
+        """Exchange control channels and engines, then build each host's own group, then connect the hosts."""
+        wanted, refusal = "", None
+        try:
+            wanted = wanted_engine(engine)
+        except errors.SymcommError as error:  # reported to the others, who would wait for us
+            refusal = error
+        key = f"{self.name}/{self.arena.nonce.hex()}/{self.arena.flight.address}/{time.monotonic_ns()}"
+        self.control = channel_of(self.arena, key, self)
+        try:
+            self._exchange_peer_info(exchange, key, wanted, refusal)
+            self._connect(exchange)
+        except BaseException:
+            self.control.leave(key)
+            self.control.leave(self._key)
+            raise
+        _living.add(self)
+        registry.add(self)
+        self._retire = weakref.finalize(
+            self, _retire, self.control, self._key, self._runner, self.engine, self.leader_links, self._untold
+        )
+        self._retire.atexit = False
+        _leave_first_at_exit()
+
+    def _exchange_peer_info(
+        self, exchange: Exchange, key: str, wanted: str, refusal: errors.SymcommError | None
+    ) -> None:
+        address, across = own_address(), None
+        remote, here = self.control.open_endpoint(address), self.control.open_endpoint(LOOPBACK)
+        info = {
+            "control": remote, "loopback": here.port, "has_token": self.control.has_token, "pid": os.getpid(),
+            "host": socket.gethostname(), "machine": [boot_id(), network()], "wanted": wanted,
+            "engines": [] if wanted else available_engines(), "refusal": str(refusal or ""), "key": key,
+        }  # fmt: skip
+        try:
+            self.peer_info = [json.loads(item) for item in exchange(json.dumps(info).encode())]
+            across = any(c["machine"] != self.peer_info[0]["machine"] for c in self.peer_info)
+        finally:
+            self.control.settle(address, needed=across is True)
+            self.control.settle(LOOPBACK, needed=across is False)
+        if any(c["refusal"] for c in self.peer_info):
+            rank, text = next((r, c["refusal"]) for r, c in enumerate(self.peer_info) if c["refusal"])
+            raise refusal or errors.ResourceError(f"rank {rank} cannot take part in group {self.name!r}: {text}")
+        check_tokens(self.peer_info)
+        self._key = self.peer_info[0]["key"]  # the first rank names the group for all
+        self._endpoints = [endpoint_in(c, bool(across)) for c in self.peer_info]
+        self._rank_of = {endpoint.nonce: r for r, endpoint in enumerate(self._endpoints)}
+        self._untold = [endpoint.nonce for r, endpoint in enumerate(self._endpoints) if r != self.rank]
+        self.control.join(self._key, self)
+        if self._key != key:
+            self.control.leave(key)
+
+    def _connect(self, exchange: Exchange) -> None:
+        self.local = self._make_local(exchange)
+        self.exposed = self.local.exposed  # which outlives the group while ranks of this host may write there
+        self._make_engine(exchange)
+        for host in self.layout.others:  # the peers that watch each other's liveness
+            for rank in self.layout.counterparts(host):
+                if rank > self.rank:
+                    self.tell(rank, {"kind": "hello"}, timeout=self.timeout)
+
+    def _make_local(self, exchange: Exchange) -> ProcessGroup:
+        """This host's own group. Hosts may need more or fewer rounds of the exchange, so all do the same number."""
+        here = self.layout.here
+        exchange_here = SubsetExchange(exchange, here)
+        local = _IntraHostGroup(
+            self.layout.local, len(here), exchange_here, f"{self.name}@{self.layout.host}", self.timeout,
+            self.plan_limits, [self.global_ranks[r] for r in here],
+        )  # fmt: skip
+        while exchange_here.rounds < LOCAL_ROUNDS:
+            exchange_here(b"")
+        self.handle, self.peers = local.handle, local.peers
+        return local
+
+    def _make_engine(self, exchange: Exchange) -> None:
+        self.engine_name = agree_on_engine(self.peer_info)
+        check = getattr(exchange, "check", None)
+        context = EngineContext(self.rank, self.size, self._endpoints[self.rank].address, check)
+        self.engine = engine_class(self.engine_name)(context)
+        self.layout.eager_host_max = self.engine.eager_host_max
+        endpoints = [json.loads(item) for item in exchange(json.dumps(self.engine.endpoint).encode())]
+        try:
+            self.engine.connect(endpoints, self.timeout)
+        except RuntimeError as error:  # also torch's
+            Deadline(self.timeout, check).await_reason()
+            if isinstance(error, errors.DeadlineError):
+                raise
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise errors.RankFailedError(
+                f"group {self.name!r}: {self.engine_name} could not connect rank {self.rank} to the others ({why}); "
+                "a rank that ended meanwhile, or a network that does not let them through."
+            ) from error
+
+    def __repr__(self) -> str:
+        hosts = len(self.layout.hosts)
+        return f"<HostsGroup {self.name!r}: rank {self.rank} of {self.size}, host {self.layout.host} of {hosts}>"
+
+    # --- running ----------------------------------------------------------------------------------------------
+
+    def first_plan(
+        self, signature: Signature, build: Callable[..., Plan] | None = None, args: tuple[Any, ...] = ()
+    ) -> Any:
+        """The first step of an operation on this host: compare signatures, and maybe run a collective as well."""
+        key = (signature, build, args)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) > 4096:
+                self._plans.clear()
+            s, rank, world = signature, self.layout.local, len(self.layout.here)
+            if build is None:
+                made = Plan(s.collective, rank, world, s.local_count(), s.dtype, s.redop, 0, "arrival")
+            else:
+                made = build(rank, world, *args, limits=self.local.plan_limits)
+                made = replace(made, collective=s.collective, count=s.local_count(is_whole=False))
+            plan = self._plans[key] = self.local.load_plan(made)
+        return plan
+
+    def _perform(
+        self, call: str, signature: Signature, body: Callable[[Operation], None], inputs: Sequence[Buffer],
+        outputs: Sequence[Buffer], result: Sequence[Any], async_op: bool, timeout: Timeout,
+    ) -> Work | None:  # fmt: skip
+        """Run an operation: right here, or in the group's thread if that is busy already."""
+        seconds = (self.timeout_ns if timeout is None else to_ns(call, timeout)) / 1e9
+        self.check_usable()
+        if self._operating_thread == threading.get_ident():
+            raise errors.nested(call, self.name)
+        site = call_site(3)
+        self._submitted += 1
+        queued = async_op or any(not work.is_completed() for work in list(self.pending))
+
+        def act() -> None:
+            with self._turn:
+                if queued:  # operations before this one may have changed what was copied
+                    for buffer in (*inputs, *outputs):
+                        buffer.refresh()
+                self._operating_thread = threading.get_ident()
+                try:
+                    self._operate(call, signature, body, seconds, site, (inputs, outputs))
+                finally:
+                    self._operating_thread = 0
+            for buffer in outputs:
+                buffer.finish()
+
+        if not queued:
+            act()
+            return None
+        work = HierarchicalWork(self, call, site, act, outputs, result)
+        work.kept = (inputs, outputs)
+        self._runner.submit(work)
+        self._keep(work)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _operate(
+        self, call: str, signature: Signature, body: Callable[[Operation], None], seconds: float, site: Site, on: Any
+    ) -> None:
+        """``on``: the buffers that ``body`` works on."""
+        self.check_usable()
+        begun = time.monotonic()
+        seq = self.doing[0] + 1
+        self.doing = (seq, signature.words(), format_site(site))
+        operation = Operation(self, signature, seq, seconds, self.arena.flight.site(site))
+        try:
+            body(operation)
+        except OperationStopped:
+            self._abandoned.append((operation, on))
+            self.await_engine()
+            raise self.fail_operation(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun) from None
+        except BaseException:  # interrupted, or a bug: this rank is out of step with the others
+            self._abandoned.append((operation, on))
+            self.failures.abort()
+            self.await_engine()
+            self.fail_operation(f"{call} #{seq} on group {self.name!r}", time.monotonic() - begun)
+            raise
+        operation.end()
+
+    def fail_operation(self, what: str, seconds: float) -> errors.SymcommError:
+        """This rank's exception for a failure that ``failures`` has recorded."""
+        return self.fail(lambda: self.failures.error(what, seconds))
+
+    @property
+    def _observed(self) -> ProcessGroup:
+        return self.local
+
+    def check_usable(self) -> None:
+        """The first call after a peer's failure raises its description; later ones refer to it."""
+        verdict = self.failures.verdict
+        if self._failure is None and verdict is not None and verdict["fault"] != "gone":
+            raise self.fail_operation(f"an operation on group {self.name!r}", 0.0)
+        if self._failure is not None:
+            raise self.unusable_error()
+
+    def on_transfer_error(self, transfer: Transfer) -> None:
+        """The engine failed: a rank is gone, as the control channel will notice as well, or for a reason of its own."""
+        deadline = time.monotonic() + ENGINE_GRACE
+        while self.failures.verdict is None and time.monotonic() < deadline:
+            gone = [r for r in transfer.peers if self.is_gone(r)]
+            if gone:
+                self.failures.gone(gone)
+                return
+            time.sleep(0.005)
+        assert transfer.error is not None
+        self.failures.cut_off(transfer.peers, transfer.error)
+
+    def stop_engine(self) -> None:
+        """Abort transfers, in another thread: this one may be the channel's, or the engine's. See await_engine."""
+        stopping = threading.Thread(target=self.engine.abort, name="symcomm-abort", daemon=True)
+        stopping.start()
+        self._stopping = stopping
+
+    def await_engine(self) -> None:
+        """After a failure, before the caller learns of it: the engine no longer touches the caller's tensors."""
+        if self._stopping is not None:
+            self._stopping.join(ENGINE_STOP)
+
+    # --- control channel --------------------------------------------------------------------------------------
+
+    def endpoint(self, rank: int) -> Endpoint:
+        return self._endpoints[rank]
+
+    def tell(self, rank: int, header: dict[str, Any], payload: bytes = b"", timeout: float = 10.0) -> bool:
+        """Send a control message to a rank; False when it cannot be reached."""
+        return self.control.send(self._endpoints[rank], {"group": self._key, **header}, payload, timeout)
+
+    def tell_known(self, rank: int, header: dict[str, Any]) -> bool:
+        """The same, only if connected: does not wait for a connection."""
+        return self.control.is_connected(self._endpoints[rank].nonce) and self.tell(rank, header)
+
+    def backlog(self, rank: int) -> int:
+        """Bytes queued for a rank."""
+        return self.control.backlog(self._endpoints[rank].nonce)
+
+    def on_control(self, kind: str, handler: Handler) -> None:
+        """``handler(rank, header, payload)`` gets the messages of that kind, in the control channel's thread."""
+        self._handlers[kind] = handler
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether a rank left, or its connection to us broke."""
+        return rank in self.left or self.control.is_lost(self._endpoints[rank].nonce)
+
+    def notify(self, _: Any = None) -> None:
+        """Something changed: wake all waiters."""
+        with self.cond:
+            self.cond.notify_all()
+        self.leader_links.wake()
+
+    def on_message(self, sender: str, header: dict[str, Any], payload: bytes | bytearray) -> None:
+        """Called by the control channel, in its thread."""
+        rank = self._rank_of.get(sender)
+        if rank is None:
+            return
+        kind = header.get("kind")
+        if isinstance(kind, str) and kind in self._handlers:
+            self._handlers[kind](rank, header, payload)
+            return
+        if not isinstance(kind, str) or kind not in MESSAGES:
+            raise ProtocolViolation("sent a message of no known kind")
+        check(kind, header, payload, self.size)
+        if kind == "envelope":
+            self.matcher.on_envelope(rank, header, payload)
+        elif kind == "clear_to_send":
+            self.matcher.on_clear_to_send(rank, header)
+        elif kind == "refused":
+            self.matcher.on_refused(rank, header)
+        elif kind == "sending":
+            self.matcher.on_sending(rank, header)
+        elif kind == "cancelled":
+            self.matcher.on_cancelled(rank, header)
+        elif kind == "ask":
+            self.failures.answer(rank, header)
+        elif kind == "answer":
+            self.failures.note_answer(rank, header)
+        elif kind == "fail":
+            self.failures.accept(header)
+        elif kind == "exchange":
+            self.rounds.note(rank, header)
+        elif kind == "agree":
+            self.agreements.note(rank, header)
+        elif kind == "bye":
+            self.left.add(rank)
+            self.notify()
+
+    def on_leader_link(self, sender: str, conn: FramedConnection) -> None:
+        if sender in self._rank_of:
+            self.leader_links.add(self._rank_of[sender], conn)
+        else:
+            conn.close()
+
+    def on_lost(self, nonce: str) -> None:
+        if nonce in self._rank_of:
+            self.notify()
+
+    # --- lifecycle --------------------------------------------------------------------------------------------
+
+    @property
+    def sequence_number(self) -> int:
+        return self._submitted
+
+    def call_stats(self) -> dict[str, dict[str, int]]:
+        return self.local.call_stats()
+
+    def wait_stats(self) -> dict[str, int]:
+        return self.local.wait_stats()
+
+    @property
+    def has_left(self) -> bool:
+        return self._has_left
+
+    def departures(self) -> Callable[[float], None]:
+        return self.local.departures()
+
+    def reclaim_windows(self) -> None:
+        self.local.reclaim_windows()
+
+    def abort(self) -> None:
+        self.run_abort_hooks()
+        self.failures.abort()
+
+    def leave_now(self) -> None:
+        if self._has_left:
+            return
+        if self._failure is None:
+            self._failure = errors.GroupUnusableError(f"group {self.name!r} was destroyed.")
+        self._say_goodbye()
+        self.failures.end()
+        self._retire()
+        self.local.leave_now()
+        self.pending = []
+
+    def _say_goodbye(self) -> None:
+        """Tell peers that we left, and did not die."""
+        if self._has_left:
+            return
+        self._has_left = True
+        watching = {r for host in self.layout.others for r in self.layout.counterparts(host)}
+        for nonce in self._untold:
+            if self.control.is_connected(nonce) or self._rank_of[nonce] in watching:
+                self.tell(self._rank_of[nonce], {"kind": "bye"}, timeout=1.0)
+        self._untold.clear()
+
+    # --- groups from groups -----------------------------------------------------------------------------------
+
+    def _subgroup(self, choice: dict[int, tuple[int, int]], name: str, timeout: Timeout) -> Any:
+        """Members of one host form a plain LocalGroup."""
+        self.check_usable()
+        ranks, label = self._name_of_subgroup(choice, name)
+        if not ranks:
+            return None
+        key = f"sub/{self._children}/{choice[self.rank][0]}"
+        exchange = self.rounds.exchange_among(
+            ranks, key, self.timeout if timeout is None else to_ns(key, timeout) / 1e9
+        )
+        return make_group(
+            ranks.index(self.rank), len(ranks), exchange, label, self.timeout if timeout is None else timeout,
+            self.plan_limits, [self.global_ranks[r] for r in ranks], self.engine_name,
+        )  # fmt: skip
+
+    def _shrink(self, seconds: float, exclude: Sequence[int], abort: bool, quorum: int | None) -> Any:
+        if abort:
+            self._abort_once()
+
+        def make(ranks: Sequence[int], exchange: Exchange) -> Any:
+            smaller = make_group(
+                ranks.index(self.rank), len(ranks), exchange, f"{self.name}-shrunk", seconds, self.plan_limits,
+                [self.global_ranks[r] for r in ranks], self.engine_name,
+            )  # fmt: skip
+            smaller.set_timeout(self.timeout)  # the short one was for building it
+            return smaller
+
+        smaller = Agreement(self, seconds, exclude, quorum).reach(make)
+        self._abort_once()  # for ranks that were left out, should they still use it
+        smaller.inherit(self)
+        return smaller
+
+    def _abort_once(self) -> None:
+        if self.failures.verdict is None:
+            self.failures.abort()
+
+    def gone_ranks(self) -> list[int]:
+        return sorted(self.rounds.gone())
+
+    def watch(self, ranks: Collection[int], what: str) -> Callable[[], None]:
+        """Ranks of other hosts are seen to end by a connection, which this makes."""
+        far, begun = [r for r in ranks if r not in self.layout.here], time.monotonic()
+        for rank in far:
+            if not self.tell_known(rank, {"kind": "hello"}):
+                self.tell(rank, {"kind": "hello"}, timeout=1.0)
+        return lambda: self.rounds.check_members(ranks, begun, what)
+
+    def _seen_leaving(self) -> set[int]:
+        counterparts = {r for host in self.layout.others for r in self.layout.counterparts(host)}
+        return (counterparts | set(self.layout.here)) - {self.rank}
+
+
+def _leader_links_of(group: HierarchicalGroup) -> LeaderLinks:
+    """Links between leaders; they do not keep the group alive."""
+    arrivals, ref = group.arrivals, weakref.ref(group)
+
+    def dial(rank: int) -> FramedConnection | None:
+        found = ref()
+        return found.control.dial(found._endpoints[rank], found._key) if found is not None else None
+
+    def on_frame(rank: int, frame: Frame) -> None:
+        header, payload = frame
+        check("arrival", header, payload, 0)
+        if len(arrivals) >= MOST_ARRIVALS or (header["seq"], rank) in arrivals:
+            raise ProtocolViolation(f"sent arrival {header['seq']} twice, or is far ahead")
+        arrivals[header["seq"], rank] = (header["signature"], payload)
+
+    def on_refused(rank: int, why: str) -> None:
+        if (found := ref()) is not None:
+            found.control.refusals.note(f"rank {rank}", why)
+
+    return LeaderLinks(group.rank, dial, on_frame, on_refused)

@@ -1,0 +1,284 @@
+"""One collective in progress: its deadline, its synchronization with the other ranks, and its steps."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from symcomm._core import native
+from symcomm.collectives.plan import Collective, Plan
+from symcomm.group.failure import REDUCING, ROOTED, Status
+from symcomm.hierarchical.engines.base import Expected, Move, Transfer
+from symcomm.hierarchical.failure import OperationStopped
+from symcomm.hierarchical.session import ProtocolViolation
+from symcomm.types import DType, RedOpType
+
+__all__ = ["Chunk", "Operation", "Signature"]
+
+IN_FLIGHT = 4  # chunks: two on the network, one that was just produced, one that is being consumed
+LATE_BYTES = 1.0  # seconds that data of a rank that ended may still be in flight
+NOTHING: Mapping[int, int] = {}
+HASHED = 1 << 62  # as in collectives/select.py: a count that encodes more than a number
+
+# Processes one chunk, and yields what it has to wait for: first None, once it has posted its receives.
+Chunk = Generator["Transfer | None", None, None]
+Pieces = Iterable[tuple[int, int, int]]  # (rank, address, bytes)
+
+
+class Signature(NamedTuple):
+    """What ranks compare. ``detail``: a hash of whatever else must match."""
+
+    collective: Collective
+    dtype: DType = DType.UINT8
+    redop: int = 0
+    root: int = 0
+    elements: int = 0
+    detail: int = 0
+
+    def words(self) -> str:
+        """``all_reduce(float32 x 1024, SUM)``"""
+        if self.collective is Collective.BARRIER:
+            return "barrier()"
+        parts = [f"{self.dtype.label} x {self.elements}"]
+        if self.collective in REDUCING:
+            parts.append(RedOpType(self.redop).name)
+        if self.collective in ROOTED:
+            parts.append(f"root {self.root}")
+        return f"{self.collective.label}({', '.join(parts)})"
+
+    def local_count(self, is_whole: bool = True) -> int:
+        """The count in the signature that ranks of one host compare, which cannot hold roots on other hosts.
+
+        ``is_whole``: it holds dtype and operation."""
+        if is_whole and not (self.root or self.detail):
+            return self.elements
+        return HASHED | (zlib.crc32(array("q", [*self]).tobytes()) & 0x3FFFFFFF) << 32 | self.elements & 0xFFFFFFFF
+
+
+class Operation:
+    """Made by HierarchicalGroup for each collective; raises OperationStopped when it cannot go on."""
+
+    def __init__(self, group: Any, signature: Signature, seq: int, timeout: float, site: int):
+        self._group = group
+        self.signature = signature
+        self._seq = seq
+        self._match = zlib.crc32(array("q", [seq, *signature]).tobytes()) >> 5  # tells its bytes from other operations'
+        self._seconds = timeout
+        self._deadline = time.monotonic() + timeout
+        self._site = site
+        self._borrowed: list[Any] = []
+        self.layout = group.layout
+
+    # --- synchronization --------------------------------------------------------------------------------------
+
+    def synchronize(
+        self, build: Callable[..., Plan] | None = None, ins: Sequence[int] = (), outs: Sequence[int] = (), *args: Any,
+        sends: Pieces = (), expected: Expected | None = None,
+    ) -> Transfer | None:  # fmt: skip
+        """Return once all ranks of all hosts have arrived with the same call; meanwhile, run a collective on this host.
+
+        ``sends`` start at once: only the same operation of the receiver can match them. Where the engine cannot tell
+        operations apart, they start once all ranks are known to make the same call."""
+        at_once = self._group.engine.has_tags
+        transfer = self.start(sends, expected) if at_once else None
+        self.arrive(build, ins, outs, *args)
+        if self.layout.is_leader:
+            self.exchange_arrivals({})
+        self.release()
+        return transfer if at_once else self.start(sends, expected)
+
+    def arrive(
+        self, build: Callable[..., Plan] | None = None, ins: Sequence[int] = (), outs: Sequence[int] = (), *args: Any
+    ) -> None:
+        """Wait until all ranks of this host have arrived with the same call; in the same step, run a collective."""
+        self._run(self._group.first_plan(self.signature, build, args), tuple(ins), tuple(outs))
+
+    def exchange_arrivals(
+        self, payloads: dict[int, bytes], expected: Mapping[int, int] = NOTHING
+    ) -> dict[int, bytes | bytearray]:
+        """Called by leaders only: tell the other hosts that this one has arrived, with eager data; returns theirs, of
+        which ``expected`` says the sizes (default: none)."""
+        self.send_arrivals(payloads)
+        return self.receive_arrivals(expected)
+
+    def send_arrivals(self, payloads: dict[int, bytes]) -> None:
+        header = {"seq": self._seq, "signature": self.signature}
+        for host in self.layout.others:
+            self._group.leader_links.send(self.layout.leader(host), header, payloads.get(host, b""))
+
+    def receive_arrivals(self, expected: Mapping[int, int] = NOTHING) -> dict[int, bytes | bytearray]:
+        """What the other hosts' leaders sent. What this one sent has left by then."""
+        group, links = self._group, self._group.leader_links
+        awaited = {self.layout.leader(h): h for h in self.layout.others}
+        self.wait_for(
+            lambda: [r for r in awaited if (self._seq, r) not in group.arrivals or links.has_backlog(r)],
+            LATE_BYTES,
+            list(awaited),
+        )
+        theirs = {host: group.arrivals.pop((self._seq, r)) for r, host in awaited.items()}
+        if any(signature != list(self.signature) for signature, _ in theirs.values()):
+            group.failures.mismatch()
+            raise OperationStopped
+        for rank, host in awaited.items():
+            if (got := len(theirs[host][1])) != (due := expected.get(host, 0)):
+                links.drop(rank, f"sent {got} bytes with an arrival that has {due}")
+                self._cut_off(rank)
+        return {host: payload for host, (_, payload) in theirs.items()}
+
+    def _cut_off(self, rank: int) -> None:
+        """Its link was closed for what arrived. We report it first: to the peer it looks as if we had gone."""
+        self._group.failures.cut_off([rank], ProtocolViolation(f"it {self._group.leader_links.refused[rank]}"))
+        raise OperationStopped
+
+    def release(self) -> None:
+        """Wait until this host's leader has received the arrivals of all others."""
+        if len(self.layout.here) > 1:
+            self._run(self._group.first_plan(self.signature), (), ())
+
+    def wait_for(
+        self, missing: Callable[[], Collection[int]], grace: float = 0.0, listen_to: Sequence[int] = ()
+    ) -> None:
+        """Wait until ``missing()`` is empty. Ranks in it that are gone, or the deadline, end the operation.
+
+        ``grace``: seconds that something of a rank that ended may still arrive. ``listen_to``: ranks whose links this
+        thread reads meanwhile; when one is closed, it may take a moment until its rank is known to be gone."""
+        group, gone_since = self._group, 0.0
+        whom: Collection[int] = ()
+        gone: list[int] = []
+
+        def left() -> float:
+            """Seconds until the next check, 0 when there is nothing left to wait for."""
+            nonlocal whom, gone, gone_since
+            if not (whom := missing()):
+                return 0.0
+            if group.failures.verdict is not None:
+                raise OperationStopped
+            if listen_to and (refused := next((r for r in whom if r in group.leader_links.refused), None)) is not None:
+                self._cut_off(refused)
+            now = time.monotonic()
+            over = [r for r in whom if listen_to and group.leader_links.is_closed(r)]
+            if gone := [r for r in whom if r in over or group.is_gone(r)]:
+                gone_since = gone_since or now
+                if now - gone_since >= grace or any(group.is_gone(r) for r in over):
+                    return 0.0
+            if now >= self._deadline:
+                return 0.0
+            return min(self._deadline - now, 0.05 if gone else 5.0)
+
+        if listen_to:
+            group.leader_links.listen(listen_to, left)
+        else:
+            with group.cond:
+                while seconds := left():
+                    group.cond.wait(seconds)
+        if not whom:
+            return
+        if gone:
+            group.failures.gone(gone)
+        else:
+            group.failures.late(self._seq, self._seconds, whom)
+        raise OperationStopped
+
+    # --- on this host -----------------------------------------------------------------------------------------
+
+    def local(self, build: Callable[..., Plan], ins: Sequence[int], outs: Sequence[int], *args: Any) -> None:
+        """Run a collective of this host's ranks on memory at these addresses. ``args``: arguments of its plan."""
+        self._run(self._group.local.cached_plan(build, *args), tuple(ins), tuple(outs))
+
+    def _run(self, plan: Any, ins: tuple[int, ...], outs: tuple[int, ...]) -> None:
+        group = self._group
+        left = max(1, int((self._deadline - time.monotonic()) * 1e9))
+        status = native.run(group.local.handle, plan, ins, outs, left, self._site) & 0xFF
+        if not status:
+            return
+        if status in (Status.DEAD, Status.LEFT):
+            report = native.group_report(group.local.handle)["ranks"]
+            group.failures.gone([self.layout.here[seen["rank"]] for seen in report if seen["gone"]])
+        elif status == Status.TIMEOUT:
+            group.failures.late(self._seq, self._seconds, [r for r in self.layout.here if r != self.layout.rank])
+        elif status == Status.MISMATCH:
+            group.failures.mismatch()
+        else:
+            group.failures.await_verdict()
+        raise OperationStopped
+
+    def combine(self, target: int, sources: Sequence[int], count: int, dtype: int, redop: int) -> None:
+        """Memory at ``sources``, in that order, into ``target``, which may be one of them."""
+        if count:
+            native.reduce(dtype, redop, target, list(sources), count, 0.0)
+
+    # --- between hosts ----------------------------------------------------------------------------------------
+
+    def expect(self, receives: Pieces) -> Expected | None:
+        """Post receives before ranks synchronize, so that no sender has to wait for that."""
+        moves = [Move(False, address, nbytes, rank, 0, self._match) for rank, address, nbytes in receives if nbytes]
+        return self._group.engine.expect(moves) if moves else None
+
+    def start(self, sends: Pieces, expected: Expected | None = None) -> Transfer | None:
+        """Start sends, together with receives posted by ``expect``. None: there is nothing to transfer."""
+        group = self._group
+        moves = [Move(True, address, nbytes, rank, 0, self._match) for rank, address, nbytes in sends if nbytes]
+        return group.engine.start(moves, group.notify, expected) if moves or expected is not None else None
+
+    def finish(self, transfer: Transfer | None) -> None:
+        """Wait for a transfer."""
+        if transfer is None:
+            return
+        self.wait_for(lambda: [] if transfer.ended else transfer.peers, LATE_BYTES)
+        if transfer.error is not None:
+            self._group.on_transfer_error(transfer)
+            raise OperationStopped
+
+    # --- memory -----------------------------------------------------------------------------------------------
+
+    def borrow(self, nbytes: int) -> int:
+        """Address of scratch memory that all ranks of the host can read, until ``give_back`` or the operation's end."""
+        piece = self._group.scratch.take(nbytes)
+        self._borrowed.append(piece)
+        return piece.address
+
+    def zeros(self, nbytes: int) -> int:
+        """Address of so many bytes of zeros, which nobody writes."""
+        return self._group.scratch.zeros(nbytes)
+
+    def give_back(self, address: int) -> None:
+        piece = next(p for p in self._borrowed if p.address == address)
+        self._borrowed.remove(piece)
+        self._group.scratch.give(piece)
+
+    def end(self) -> None:
+        """Give all memory back. After a failure it is kept instead, since the engine may still write there."""
+        for piece in self._borrowed:
+            self._group.scratch.give(piece)
+        self._borrowed = []
+
+    # --- chunks -----------------------------------------------------------------------------------------------
+
+    def pipeline(self, chunks: Iterable[Chunk]) -> None:
+        """Synchronize, then process several chunks round-robin: the network moves some while the host works on others.
+
+        All ranks keep the same order, whatever arrives first, since collectives on a host must match."""
+        under_way: deque[tuple[Chunk, Transfer | None]] = deque()
+        coming = iter(chunks)
+        for chunk in islice(coming, IN_FLIGHT):
+            under_way.append((chunk, next(chunk)))
+        self.synchronize()
+        while under_way:
+            chunk, transfer = under_way.popleft()
+            self.finish(transfer)
+            if not self._advance(chunk, under_way) and (further := next(coming, None)) is not None:
+                next(further)
+                self._advance(further, under_way)
+
+    @staticmethod
+    def _advance(chunk: Chunk, under_way: deque[tuple[Chunk, Transfer | None]]) -> bool:
+        """Process a chunk until it has to wait; False when it is done."""
+        for awaited in chunk:
+            under_way.append((chunk, awaited))
+            return True
+        return False

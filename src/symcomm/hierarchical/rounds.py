@@ -1,0 +1,121 @@
+"""All-gather of bytes among some ranks of a group across hosts, over control channels instead of a store.
+
+Used to build groups from groups, and to shrink a group.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from symcomm import errors
+from symcomm._core import native
+
+__all__ = ["Rounds"]
+
+SLICE = 0.05  # seconds between liveness checks
+
+
+class Rounds:
+    """What each rank of a group has published, by topic."""
+
+    def __init__(self, group: Any):
+        self._ref = weakref.ref(group)
+        self.rank, self.size, self.name = group.rank, group.size, group.name
+        self._published: dict[tuple[str, int], str] = {}
+
+    @property
+    def _group(self) -> Any:
+        return self._ref()
+
+    def note(self, rank: int, header: dict[str, Any]) -> None:
+        """Called in the control channel's thread."""
+        with self._group.cond:
+            self._published[header["topic"], rank] = header["item"]
+            self._group.cond.notify_all()
+
+    def gone(self) -> set[int]:
+        """Ranks that died or left: those of this host as the kernel reports it, others by their connection to us."""
+        group = self._group
+        report = native.group_report(group.local.handle)["ranks"]
+        here = {group.layout.here[seen["rank"]] for seen in report if seen["gone"]}
+        return here | {r for r in range(self.size) if r != self.rank and group.is_gone(r)}
+
+    def exchange_among(
+        self,
+        ranks: Sequence[int],
+        topic: str,
+        timeout: float,
+        check: Callable[[], None] | None = None,
+        late: Callable[[list[int]], BaseException] | None = None,
+    ) -> ControlExchange:
+        """An exchange among ``ranks``, all of which call it equally often. ``check`` raises once waiting is useless; by
+        default, when one of them is gone, or the group has failed. ``late(missing)``: what to raise at the deadline."""
+        begun, what = time.monotonic(), f"new group from group {self.name!r}"
+        return ControlExchange(
+            self, ranks, topic, timeout,
+            check or (lambda: self.check_members(ranks, begun, what)),
+            late or (lambda missing: errors.deadline(what, timeout, missing=missing)),
+        )  # fmt: skip
+
+    def publish(self, key: str, item: str, to: Sequence[int]) -> None:
+        with self._group.cond:
+            self._published[key, self.rank] = item
+        for rank in to:
+            if rank != self.rank:
+                self._group.tell(rank, {"kind": "exchange", "topic": key, "item": item}, timeout=1.0)
+
+    def await_missing(self, key: str, ranks: Sequence[int], seconds: float) -> list[int]:
+        """Those of ``ranks`` that have not published, when all have, or something changed, or the time is up."""
+        with self._group.cond:
+            if any((key, r) not in self._published for r in ranks):
+                self._group.cond.wait(seconds)
+            return [r for r in ranks if (key, r) not in self._published]
+
+    def take(self, key: str, ranks: Sequence[int]) -> list[str]:
+        with self._group.cond:
+            return [self._published.pop((key, r)) for r in ranks]
+
+    def check_members(self, ranks: Collection[int], begun: float, what: str) -> None:
+        """Raise if the group has failed, or one of ``ranks`` is gone: then it fails now."""
+        group = self._group
+        gone = sorted(self.gone().intersection(ranks))
+        if gone and group.failures.verdict is None:
+            group.failures.gone(gone)
+        if group.failures.verdict is not None:
+            raise group.fail_operation(what, time.monotonic() - begun)
+
+    def forget(self, prefix: str) -> None:
+        """Drop what was published on topics that are over."""
+        with self._group.cond:
+            for key in [key for key in self._published if key[0].startswith(prefix)]:
+                del self._published[key]
+
+
+class ControlExchange:
+    """An exchange (see memory/share.py) among some ranks."""
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        ranks: Sequence[int],
+        topic: str,
+        timeout: float,
+        check: Callable[[], None],
+        late: Callable[[list[int]], BaseException],
+    ):
+        self._rounds, self._ranks, self._topic, self._timeout = rounds, ranks, topic, timeout
+        self.check, self._late = check, late
+        self._turn = 0
+
+    def __call__(self, item: bytes) -> list[bytes]:
+        self._turn += 1
+        key, deadline = f"{self._topic}/{self._turn}", time.monotonic() + self._timeout
+        self._rounds.publish(key, item.decode("latin-1"), self._ranks)
+        while missing := self._rounds.await_missing(key, self._ranks, SLICE):
+            self.check()
+            if time.monotonic() > deadline:
+                raise self._late(missing)
+        return [text.encode("latin-1") for text in self._rounds.take(key, self._ranks)]

@@ -1,0 +1,85 @@
+"""Operations of a group across hosts that run while the caller goes on: one thread of the group runs them in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from symcomm.group.buffers import Buffer
+from symcomm.group.failure import Site
+from symcomm.group.work import Work
+
+__all__ = ["HierarchicalWork", "Runner"]
+
+
+class HierarchicalWork(Work):
+    """``act`` performs the operation; it is called once, in the group's thread."""
+
+    def __init__(
+        self, group: Any, call: str, site: Site, act: Callable[[], None], outputs: Sequence[Buffer],
+        result: Sequence[Any],
+    ):  # fmt: skip
+        super().__init__(group, call, site, outputs, result, None)
+        self._number: int = group.sequence_number
+        self._act: Callable[[], None] | None = act
+        self._ended = threading.Event()
+        self._failed_with: BaseException | None = None
+
+    @property
+    def sequence_number(self) -> int:
+        return self._number
+
+    def perform(self) -> None:
+        try:
+            assert self._act is not None
+            self._act()
+        except BaseException as error:
+            self._failed_with = error
+        self._act = None
+        self._copy_out(0)
+        self._ended.set()
+
+    def _copy_out(self, status: int) -> None:
+        """Outputs are finished by whoever performs the operation, so there is only the error to take over."""
+        with self._lock:
+            if not self.settled:
+                self._error = self._failed_with
+                self.outputs, self.settled, self._group = [], True, None
+                self.seconds = time.monotonic() - self._started
+
+    def _await(self) -> None:
+        self._ended.wait()
+
+    def poll(self, timeout_ns: int) -> bool:
+        if not self._ended.is_set() and (
+            timeout_ns < 0 or not self._ended.wait(timeout_ns / 1e9 if timeout_ns else None)
+        ):
+            return False
+        self.settle(0)
+        return True
+
+
+class Runner:
+    """The thread, started with the first asynchronous operation."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[HierarchicalWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: HierarchicalWork) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run, args=(self._works,), name="symcomm-hosts", daemon=True)
+            self._thread.start()
+        self._works.put(work)
+
+    def stop(self) -> None:
+        self._works.put(None)
+
+
+def _run(works: queue.SimpleQueue[Any]) -> None:
+    while (work := works.get()) is not None:
+        work.perform()
+        del work

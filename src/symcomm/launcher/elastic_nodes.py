@@ -1,0 +1,267 @@
+"""Elastic nodes (``--nnodes MIN:MAX``): which launchers are alive, and which node each starts.
+
+They rendezvous in the store at the endpoint. The launcher that serves it is the *first*: it alone decides, and when it
+is gone the job is over. Below ``nodes/`` the store has::
+
+    count     how many launchers have come; each takes the next number as its own
+    beat/I    counts up while launcher I lives
+    left/I    why launcher I went: DONE when its ranks ended well
+    again/R   why the ranks of round R have to start again (--restart all)
+    seats/R   who takes part in round R: {launcher: node rank}
+    late/I    the node rank of a launcher that joins a round under way (--restart failed)
+    end       why the job is over
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from symcomm.errors import DeadlineError, PeerError, StoreConnectionError, bad_argument, format_seconds
+from symcomm.launcher.job import CALL, Job
+from symcomm.launcher.launch import LOOK_S, Attempt, StopRequest, judge
+from symcomm.launcher.output import Output
+from symcomm.launcher.reaper import Reaper
+
+GONE_S = 10.0  # a launcher whose beat has not changed for so long is gone
+JOIN_S = 600.0  # to wait for MIN nodes, as torchrun does
+DONE = "done"
+OVER = "the job is over"
+STORE_GONE = "the launcher that keeps the store is gone"
+
+
+class NodeAssignment(NamedTuple):
+    """The node that a launcher starts in a round, together with the others or joining them."""
+
+    round: int
+    node_rank: int
+    nodes: int
+    late: bool
+
+
+class ElasticNodes:
+    """One launcher's view of the elastic job."""
+
+    def __init__(self, job: Job):
+        assert job.endpoint is not None and job.min_nodes is not None
+        self.job, self.least, self.most = job, job.min_nodes, job.nodes
+        self._store, self.is_first = _meet(*job.endpoint, job.given_token, job.admits_unauthenticated)
+        self.number = self._store.add("nodes/count", 1)
+        self.round = -1
+        self._beats = 0
+        self._looked = 0.0
+        # what only the first keeps
+        self._assignments: dict[int, int] = {}
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._failures = 0
+        self.beat()
+
+    # -- everybody's part
+
+    def beat(self) -> None:
+        self._beats += 1
+        self._store.set(f"nodes/beat/{self.number}", str(self._beats))
+
+    def look(self) -> str:
+        """Polled: why the ranks of this node have to end now, or ""."""
+        if time.monotonic() < self._looked + LOOK_S:
+            return ""
+        try:
+            self.beat()
+            if self.is_first:
+                self._decide()
+            if why := self._told("end"):
+                return why
+            if self.round >= 0 and self._told(f"seats/{self.round + 1}"):
+                return self._told(f"again/{self.round}") or "nodes came or went"
+        except (PeerError, DeadlineError):
+            return STORE_GONE
+        finally:
+            self._looked = time.monotonic()
+        return ""
+
+    def next_assignment(self, stop: StopRequest) -> NodeAssignment | str:
+        """Wait for an assignment in the next round, or return the reason why there is none any more."""
+        end = time.monotonic() + JOIN_S
+        while not stop.signum:
+            self.look()
+            if why := self._told("end"):
+                return why
+            if assignment := self._find_assignment():
+                self.round = assignment.round
+                return assignment
+            if time.monotonic() > end and self.round < 0 and not self._told("seats/0"):
+                return f"fewer than {self.least} nodes came within {format_seconds(JOIN_S)}"
+            time.sleep(LOOK_S / 4)
+        return "stopped"
+
+    def _find_assignment(self) -> NodeAssignment | None:
+        newest = self.round + 1
+        while self._told(f"seats/{newest + 1}"):
+            newest += 1
+        assignments = json.loads(self._told(f"seats/{newest}") or "{}")
+        if str(self.number) in assignments:
+            return NodeAssignment(newest, assignments[str(self.number)], len(assignments), late=False)
+        if late := self._told(f"late/{self.number}"):
+            return NodeAssignment(0, int(late), max(self.least, int(late) + 1), late=True)
+        return None
+
+    def ask_again(self, why: str) -> None:
+        self._store.set(f"nodes/again/{self.round}", why)
+
+    def leave(self, why: str) -> None:
+        with contextlib.suppress(PeerError, DeadlineError):  # then nobody is there to be told
+            self._store.set(f"nodes/left/{self.number}", why)
+
+    def linger(self, stop: StopRequest) -> None:
+        """The first stays as long as others need the store."""
+        if not self.is_first:
+            return
+        while not stop.signum and (self._alive() & self._assignments.keys()) - {self.number}:
+            self.look()
+            time.sleep(LOOK_S)
+        if not self._told("end"):
+            self._store.set("nodes/end", OVER)
+        time.sleep(2 * LOOK_S)  # for those that wait for a seat to read it
+
+    def _told(self, key: str) -> str:
+        key = f"nodes/{key}"
+        return bytes(self._store.get(key)).decode() if self._store.check([key]) else ""
+
+    # -- the first one's part
+
+    def _alive(self) -> set[int]:
+        """Launchers that have not left, and whose beat goes on."""
+        now, alive = time.monotonic(), set()
+        for number in range(1, self._store.add("nodes/count", 0) + 1):
+            if self._told(f"left/{number}"):
+                continue
+            beat = self._told(f"beat/{number}").encode()
+            if number not in self._seen or self._seen[number][0] != beat:
+                self._seen[number] = (beat, now)
+            if now - self._seen[number][1] < GONE_S:
+                alive.add(number)
+        return alive
+
+    def _decide(self) -> None:
+        alive = self._alive()
+        if any(self._told(f"left/{number}") == DONE for number in self._assignments):
+            return  # the others will be done soon, too
+        if not self._assignments:
+            if len(alive) >= self.least:
+                self._assign(0, alive)
+            return
+        playing = alive & self._assignments.keys()
+        if len(alive) < self.least:
+            allowed = f"--nnodes {self.least}:{self.most}"
+            words = f"{len(alive)} of {len(self._assignments)} nodes are left, less than {allowed} allows"
+            self._store.set("nodes/end", words)
+        elif self.job.restart == "failed":
+            self._assignments = {number: self._assignments[number] for number in playing}
+            self._let_in(sorted(alive - playing))
+        else:
+            self._restart_if_needed(alive, playing)
+
+    def _assign(self, round_: int, alive: set[int]) -> None:
+        kept = sorted(alive, key=lambda number: (self._assignments.get(number, self.most), number))[: self.most]
+        self._assignments = {number: place for place, number in enumerate(kept)}
+        self._store.set(f"nodes/seats/{round_}", json.dumps(self._assignments))
+
+    def _let_in(self, newcomers: list[int]) -> None:
+        for number in newcomers[: self.most - len(self._assignments)]:
+            place = next(p for p in range(self.most) if p not in self._assignments.values())
+            self._assignments[number] = place
+            self._store.set(f"nodes/late/{number}", str(place))
+
+    def _restart_if_needed(self, alive: set[int], playing: set[int]) -> None:
+        round_ = self.round
+        if self._told(f"seats/{round_ + 1}"):
+            return  # on its way
+        why = self._told(f"again/{round_}")
+        if why and self._failures == self.job.max_restarts:
+            self._store.set("nodes/end", f"{why}, and no restarts are left")
+        elif (
+            why
+            or len(playing) < len(self._assignments)
+            or (len(alive) > len(playing) and len(self._assignments) < self.most)
+        ):
+            self._failures += bool(why)
+            self._assign(round_ + 1, alive)
+
+
+def _meet(host: str, port: int, token: str, optional: bool) -> tuple[Any, bool]:
+    """The store at the endpoint, and whether it is ours: whoever can listen there first serves it."""
+    from symcomm.store.tcp import TCPStore
+
+    if _is_here(host):
+        with contextlib.suppress(StoreConnectionError):  # another launcher of this host was quicker
+            server = TCPStore(
+                host, port, is_master=True, wait_for_workers=False, token=token, token_is_optional=optional
+            )
+            return server, True
+    return TCPStore(host, port, token=token), False
+
+
+def _is_here(host: str) -> bool:
+    """Whether a name is one of this machine's."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise bad_argument(CALL, "--rdzv-endpoint", host, f"a name with an address ({error.strerror})") from None
+    for family, _, _, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.bind((address[0], 0))
+            return True
+    return False
+
+
+def launch_nodes(job: Job, output: Output) -> int:
+    """Like ``launch``, for this node of a job whose nodes may come and go."""
+    job.check()
+    stop = StopRequest()
+    with stop.listening():
+        reaper = Reaper(job.mark)
+        nodes: ElasticNodes | None = None
+        try:
+            nodes = ElasticNodes(job)
+            code = _run_rounds(job, nodes, output, reaper, stop)
+            nodes.linger(stop)
+        except (PeerError, DeadlineError) as error:
+            output.say([f"{STORE_GONE} ({error})"])
+            code = 1
+        finally:
+            reaper.dismiss()
+    return code
+
+
+def _run_rounds(job: Job, nodes: ElasticNodes, output: Output, reaper: Reaper, stop: StopRequest) -> int:
+    code = 1
+    while True:
+        assignment = nodes.next_assignment(stop)
+        if isinstance(assignment, str):
+            output.say([f"this node does not take part: {assignment}."])
+            nodes.leave(assignment)
+            return 128 + stop.signum if stop.signum else 0 if assignment == OVER else code
+        here = replace(job, node_rank=assignment.node_rank, nodes=max(assignment.nodes, assignment.node_rank + 1))
+        attempt = Attempt(here, assignment.round, output, reaper, stop, look=nodes.look, late=assignment.late)
+        stop.attempt = attempt
+        attempt.run()
+        stop.attempt = None
+        failed = attempt.first_failed is not None and not attempt.first_failed.stopping
+        if attempt.cut_short and not failed:
+            again = nodes._told(f"seats/{nodes.round + 1}") if attempt.cut_short != STORE_GONE else ""
+            output.say([f"ended the ranks of this node: {attempt.cut_short}."], bad=not again)
+            if again:
+                continue
+            nodes.leave(attempt.cut_short)
+            return 1
+        code = judge(attempt, stop.signum, output)
+        if code and not stop.signum and job.restart == "all":
+            nodes.ask_again(f"a rank of node {assignment.node_rank} failed")
+            continue
+        nodes.leave(f"its ranks failed (exit code {code})" if code else DONE)
+        return code

@@ -1,0 +1,458 @@
+"""Starts the ranks of a job on this node, watches them, and ends them all when one fails.
+
+One thread and one event loop: ranks' pipes and ranks' ends are both events. No rank is reaped before its attempt is
+over, so neither its pid nor its process group can be given to a stranger while we may still send signals to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from symcomm.errors import InternalError, ResourceError
+from symcomm.launcher import verdict
+from symcomm.launcher.job import CALL, LOCAL_ADDRESS, Job, reserve_port
+from symcomm.launcher.output import STDERR, STDOUT, Output
+from symcomm.launcher.reaper import KILL_DEADLINE_S, Reaper, find_processes, kill_processes, signal_processes
+from symcomm.memory import numa
+
+# After a rank failed, the others get this long to fail by themselves and print why (a lost peer breaks every wait
+# within milliseconds; a Python traceback and exit take about 0.1 s), before they get SIGTERM.
+SETTLE_S = 0.3
+IDLE_S = 1.0  # the loop turns at least this often
+LOOK_S = 0.2  # and this often where other launchers have a say
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # forwarded to process groups; the second one kills
+PASSING = (signal.SIGUSR1, signal.SIGUSR2)  # forwarded to the ranks only: their helpers would die of it
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Rank:
+    """A started rank."""
+
+    number: int
+    process: subprocess.Popen[Any]
+    started: float
+    ended: float | None = None
+    returncode: int | None = None
+    stopping: int = 0  # the last signal with which we tried to stop it
+    pidfd: int | None = None
+    replaced: bool = False  # another process has its place
+
+    def end(self, now: float) -> verdict.RankEnd:
+        seconds = (self.ended or now) - self.started
+        return verdict.RankEnd(self.number, self.process.pid, self.returncode, seconds, self.stopping)
+
+
+@dataclass
+class StopRequest:
+    """The signals that the launcher itself receives, from a terminal or a scheduler."""
+
+    signum: int = 0  # the first signal that asks the job to stop
+    attempt: Attempt | None = None
+    pid: int = field(default_factory=os.getpid)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handles signals meanwhile (in a main thread). Those that are ignored stay so: nohup, background jobs."""
+        before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for signum in (*STOPPING, *PASSING):
+                if signal.getsignal(signum) is not signal.SIG_IGN:
+                    before[signum] = signal.signal(signum, self._receive)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, signum: int, _frame: object) -> None:
+        # Acts at once and not in the loop, since the loop may be stuck writing to a terminal that nobody reads.
+        if os.getpid() != self.pid:
+            return  # a rank between fork and exec; the launcher got the same signal and will forward it
+        if signum in PASSING:
+            if self.attempt:
+                self.attempt.pass_on(signum)
+        elif self.signum:
+            # a shell that goes away says SIGHUP once more than the kernel did: that is nobody's second request
+            if self.attempt and signum != signal.SIGHUP:
+                self.attempt.kill()
+        else:
+            self.signum = signum
+            if self.attempt:
+                self.attempt.forward_stop(signum)
+
+
+class Attempt:
+    """All ranks of this node, started once."""
+
+    def __init__(
+        self,
+        job: Job,
+        number: int,
+        output: Output,
+        reaper: Reaper,
+        stop: StopRequest,
+        look: Callable[[], str] | None = None,
+        late: bool = False,
+    ):
+        """``look`` is asked again and again why the ranks have to end, or ""; ``late`` ranks join those that run."""
+        self.job = job
+        self.number = number
+        self.first_failed: Rank | None = None
+        self.ranks: list[Rank] = []
+        self._output = output
+        self._reaper = reaper
+        self._stop = stop
+        self._selector = selectors.DefaultSelector()
+        self._started = False
+        self._next_step: tuple[float, Callable[[], None]] | None = None  # when to get rougher, and how
+        self._killing = False
+        self._given_up = False
+        self.restarts = number  # so far: those of attempts before this one, and ranks replaced in this one
+        self._lost: list[Rank] = []  # failed, to be replaced at ...
+        self._replace_at = 0.0
+        self._look = look
+        self._late = late
+        self.cut_short = ""  # why somebody else ended the attempt
+        self._start_one: Callable[[int, int | None], None] = self._unstarted
+
+    # -- running ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Returns when every rank, and every process that a rank has left behind, is gone."""
+        host, port = self.job.endpoint or (LOCAL_ADDRESS, 0)
+        hosts_store = self.job.node_rank == 0 and self.job.min_nodes is None
+        holder = reserve_port(port) if hosts_store else None
+        store: Any = None
+        try:
+            port = holder.getsockname()[1] if holder else port
+            store = self._serve_store(host, port) if hosts_store and self.job.keeps_store else None
+            self._start(host, port)
+            while (self._live() or self._lost) and not self._given_up:
+                self._turn(IDLE_S)
+            self._end_leftovers()
+        finally:
+            self._started = False
+            kill_processes(self._groups(), self.job.mark)
+            self._drain()
+            for rank in self.ranks:
+                self._reaper.forget(rank.process.pid)
+                rank.process.poll()  # only now may the kernel give its pid to somebody else
+                if rank.pidfd is not None:
+                    os.close(rank.pidfd)
+            self._selector.close()
+            if store:
+                store.close()
+            if holder:
+                holder.close()
+
+    def ends(self) -> list[verdict.RankEnd]:
+        now = time.monotonic()
+        return [rank.end(now) for rank in self.ranks if not rank.replaced]
+
+    def _serve_store(self, host: str, port: int) -> Any:
+        """The ranks' store, in this process."""
+        from symcomm.store.tcp import TCPStore
+
+        token = self.job.environment(0, 0, host, port).get("SYMCOMM_TOKEN", "")
+        optional = self.job.admits_unauthenticated
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, token=token, token_is_optional=optional)
+
+    def _start(self, address: str, port: int) -> None:
+        libc, parent, here = ctypes.CDLL(None), os.getpid(), self.job.ranks_here
+
+        def start_one(local_rank: int, joins: int | None = None) -> None:
+            number = self.job.first_rank + local_rank
+            log_dir = self.job.log_directory(self.restarts)
+            self._output.begin(number, self.job.world_size - 1, self.job.tag, log_dir)
+            environment = self.job.environment(local_rank, self.restarts, address, port, joins)
+            cores = numa.cores_for(local_rank, here) if self.job.bind_numa else None
+            process = _spawn(self.job, environment, functools.partial(_prepare, libc, parent, cores))
+            self._reaper.watch(process.pid)
+            rank = Rank(number, process, time.monotonic())
+            self.ranks.append(rank)
+            self._watch(rank)
+
+        self._start_one = start_one
+        for local_rank in range(self.job.ranks_here):
+            if self._stop.signum:
+                break
+            start_one(local_rank, self.number if self._late else None)
+        self._started = True
+        if self._stop.signum:  # it came while we were starting
+            self.forward_stop(self._stop.signum)
+
+    @staticmethod
+    def _unstarted(local_rank: int, joins: int | None) -> None:
+        raise InternalError("a rank is to be replaced before any was started. Please report it.")
+
+    def _watch(self, rank: Rank) -> None:
+        for which, pipe in ((STDOUT, rank.process.stdout), (STDERR, rank.process.stderr)):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            self._selector.register(pipe, selectors.EVENT_READ, functools.partial(self._read, rank, which, pipe))
+        with contextlib.suppress(OSError):  # before Linux 5.3: every turn of the loop looks instead
+            rank.pidfd = os.pidfd_open(rank.process.pid)
+            self._selector.register(rank.pidfd, selectors.EVENT_READ, functools.partial(self._note_end, rank))
+
+    def _turn(self, timeout: float) -> None:
+        """Waits for something to happen, then handles it."""
+        now = time.monotonic()
+        if self._next_step:
+            timeout = min(timeout, max(0.0, self._next_step[0] - now))
+        if self._lost:
+            timeout = min(timeout, max(0.0, self._replace_at - now))
+        if self._look:
+            timeout = min(timeout, LOOK_S)
+        live = self._live()
+        if any(rank.pidfd is None for rank in live):
+            timeout = min(timeout, 0.05)
+        for key, _ in self._selector.select(timeout):
+            key.data()
+        for rank in live:
+            if rank.pidfd is None:
+                self._note_end(rank)
+        self._output.tick()
+        if self._output.broken and not self._stop.signum:
+            self._stop.signum = signal.SIGPIPE
+            self._terminate()
+        if self._next_step and time.monotonic() >= self._next_step[0]:
+            self._next_step[1]()
+        if self._lost and time.monotonic() >= self._replace_at:
+            self._replace_lost()
+        if self._look and not self.cut_short and (why := self._look()):
+            self.cut_short = why
+            self._lost = []
+            self._terminate()
+
+    def _live(self) -> list[Rank]:
+        return [rank for rank in self.ranks if rank.ended is None]
+
+    def _groups(self) -> set[int]:
+        return {rank.process.pid for rank in self.ranks}
+
+    def _read(self, rank: Rank, which: int, pipe: Any) -> bool:
+        """True when there was something. At the end of the stream its pipe is closed."""
+        try:
+            data = os.read(pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return False
+        if data:
+            self._output.feed(rank.number, which, data)
+        else:
+            self._selector.unregister(pipe)
+            pipe.close()
+            self._output.finish(rank.number, which)
+        return bool(data)
+
+    def _note_end(self, rank: Rank) -> None:
+        """Learns how a rank ended, without reaping it. The first failure starts the end of the others."""
+        how = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if how is None:
+            return
+        rank.ended = time.monotonic()
+        rank.returncode = how.si_status if how.si_code == os.CLD_EXITED else -how.si_status
+        if rank.pidfd is not None:
+            self._selector.unregister(rank.pidfd)
+        if rank.returncode == 0 or self.first_failed or (self.cut_short and rank.stopping):
+            return
+        if self.job.restart == "failed" and not self._stop.signum:
+            self._lost.append(rank)
+            self._replace_at = rank.ended + SETTLE_S
+        else:
+            self._fail(rank)
+
+    def _fail(self, rank: Rank) -> None:
+        """A failure that ends the attempt."""
+        assert rank.ended is not None
+        self.first_failed = rank
+        if self._stop.signum:  # it was asked to stop: SIGTERM now could break what the others save
+            self._next_step = self._next_step or (rank.ended + self.job.grace, self.kill)
+        else:
+            self._next_step = (rank.ended + SETTLE_S, self._terminate)
+
+    # -- replacing --------------------------------------------------------------------------------
+
+    def _replace_lost(self) -> None:
+        """Starts ranks in the place of those that failed, if any is left that they can join."""
+        lost, self._lost = self._lost, []
+        others = [rank for rank in self.ranks if rank not in lost and not rank.replaced]
+        left = self.job.max_restarts - self.restarts
+        if self._stop.signum or len(lost) > left or not any(r.ended is None or r.returncode == 0 for r in others):
+            self._fail(lost[0])
+            return
+        for rank in lost:
+            self.restarts += 1
+            words = verdict.failure_words(rank.end(0.0), [], self._output.tail(rank.number), self.job.grace)
+            again = f"  starting another rank {rank.number} that joins the others"
+            self._output.say([*words, f"{again} (restart {self.restarts} of {self.job.max_restarts})."], bad=False)
+            rank.replaced = True
+            self._end_streams(rank)
+            self._start_one(rank.number - self.job.first_rank, self.number)
+
+    def _end_streams(self, ended: Rank) -> None:
+        """Shows what is still in a rank's pipes, and lets go of them."""
+        for key in list(self._selector.get_map().values()):
+            if not isinstance(key.fileobj, int) and key.data.args[0] is ended:
+                self._empty(*key.data.args)
+
+    # -- ending -----------------------------------------------------------------------------------
+
+    def pass_on(self, signum: int) -> None:
+        for rank in self._live() if self._started else ():
+            _quietly(os.kill, rank.process.pid, signum)
+
+    def forward_stop(self, signum: int) -> None:
+        """A stop that came from outside: ranks may take their time over it."""
+        if self._started:
+            self._signal_groups(signum)
+
+    def _terminate(self) -> None:
+        self._signal_groups(signal.SIGTERM)
+        self._next_step = (time.monotonic() + self.job.grace, self.kill)
+
+    def kill(self) -> None:
+        """Ends everything now."""
+        self._killing = True
+        self._signal_groups(signal.SIGKILL)
+        self._next_step = (time.monotonic() + KILL_DEADLINE_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self._given_up = True
+
+    def _signal_groups(self, signum: int) -> None:
+        """Also the groups of ranks that have ended: their children may still run."""
+        for rank in self.ranks:
+            if rank.ended is None:
+                rank.stopping = signum
+            _quietly(os.killpg, rank.process.pid, signum)
+
+    def _end_leftovers(self) -> None:
+        """Processes that ranks have left behind get SIGTERM too, and what is left of the grace."""
+        left = find_processes(self._groups(), self.job.mark)
+        kill_is_due = self._next_step and self._next_step[1] == self.kill
+        end = self._next_step[0] if self._next_step and kill_is_due else time.monotonic() + self.job.grace
+        self._next_step = None
+        if left and not self._given_up:
+            signal_processes(left, signal.SIGTERM)
+        while left and time.monotonic() < end and not self._killing:
+            self._turn(0.02)
+            left = find_processes(self._groups(), self.job.mark)
+        if left and not self._given_up:
+            self._output.say([f"killed what ranks had left behind: {_names(left)}."], bad=False)
+
+    def _drain(self) -> None:
+        """Shows what is still in the pipes, when no process is left to write to them."""
+        for key in list(self._selector.get_map().values()):
+            if not isinstance(key.fileobj, int):
+                self._empty(*key.data.args)
+
+    def _empty(self, rank: Rank, which: int, pipe: Any) -> None:
+        while self._read(rank, which, pipe):
+            pass
+        if not pipe.closed:  # a process that we cannot end, or that the rank left behind, holds the other side
+            self._selector.unregister(pipe)
+            pipe.close()
+            self._output.finish(rank.number, which)
+
+
+def launch(job: Job, output: Output) -> int:
+    """Runs a job to its end, with its restarts; returns what the program should exit with."""
+    job.check()
+    stop = StopRequest()
+    with stop.listening():
+        reaper = Reaper(job.mark)
+        try:
+            restarts = 0
+            while True:
+                attempt = Attempt(job, restarts, output, reaper, stop)
+                stop.attempt = attempt
+                attempt.run()
+                stop.attempt = None
+                code = judge(attempt, stop.signum, output)
+                restarts = attempt.restarts + 1
+                if code == 0 or stop.signum or restarts > job.max_restarts:
+                    break
+                output.say([f"restarting all ranks (restart {restarts} of {job.max_restarts})."], bad=False)
+        finally:
+            reaper.dismiss()
+    return code
+
+
+def judge(attempt: Attempt, stopped_by: int, output: Output) -> int:
+    """The exit code of an attempt; says why when it did not end well."""
+    job, ends = attempt.job, attempt.ends()
+    first = attempt.first_failed
+    if stopped_by == signal.SIGPIPE:
+        output.broken = False  # the reader of one stream went away; the other may still be read
+    cut_short = stopped_by == signal.SIGPIPE or len(ends) < job.ranks_here or any(e.returncode is None for e in ends)
+    failed_before = first is not None and not first.stopping
+    if stopped_by and (first or cut_short) and not failed_before:
+        why = [f"  What ranks print could not be written: {output.failure}."] if output.failure else []
+        output.say([*verdict.stopped_words(stopped_by, ends, job.grace), *why])
+        return verdict.exit_code(first.end(0.0)) if first and not cut_short else 128 + stopped_by
+    if first is None:
+        return 0
+    log_dir = job.log_directory(attempt.number)
+    cause = verdict.find_cause(first.end(0.0), ends, output.tail, one_node=job.nodes == 1)
+    log = f"{log_dir / f'rank-{cause.rank}'}.out, .err" if log_dir else ""
+    others = [end for end in ends if end.rank != cause.rank]
+    words = verdict.failure_words(cause, others, output.tail(cause.rank), job.grace, log)
+    if folder := job.env.get("SYMCOMM_TRACE_DIR") or os.environ.get("SYMCOMM_TRACE_DIR"):
+        words += verdict.trace_words(folder, max(end.seconds for end in ends))
+    output.say(words)
+    return verdict.exit_code(cause)
+
+
+def _spawn(job: Job, env: dict[str, str], prepare: Callable[[], None]) -> subprocess.Popen[Any]:
+    try:
+        return subprocess.Popen(
+            job.command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=env,
+            start_new_session=True,  # a process group of its own, out of reach of the terminal's Ctrl-C
+            preexec_fn=prepare,
+            bufsize=0,
+        )
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise ResourceError(f"{CALL}: {job.command[0]} cannot be started ({why}).") from None
+
+
+def _prepare(libc: Any, parent: int, cores: set[int] | None) -> None:
+    """Runs in the new rank before its program. It keeps to its cores; the kernel kills it when the launcher dies."""
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # the launcher died before that
+        os._exit(1)
+
+
+def _quietly(send: Callable[[int, int], None], target: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        send(target, signum)
+
+
+def _names(pids: list[int]) -> str:
+    """``python (pid 17), sleep (pid 18)``"""
+    names = []
+    for pid in pids[:5]:
+        try:
+            with open(f"/proc/{pid}/comm") as file:
+                names.append(f"{file.read().strip()} (pid {pid})")
+        except OSError:
+            names.append(f"pid {pid}")
+    return ", ".join(names) + (f" and {len(pids) - 5} more" if len(pids) > 5 else "")

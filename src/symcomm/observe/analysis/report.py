@@ -1,0 +1,142 @@
+"""A trace in text and as data: the verdict, a table of where everybody is, who made others wait, and details."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from symcomm.errors import format_seconds
+from symcomm.observe.analysis.stragglers import stragglers
+from symcomm.observe.analysis.verdict import Verdict, judge
+from symcomm.observe.recorder.records import Operation
+from symcomm.observe.recorder.stacks import short_site, where
+from symcomm.observe.recorder.trace import RankTrace, Trace
+
+__all__ = ["PathCounts", "as_data", "as_text", "count_ways", "last_operations"]
+
+DETAIL_FRAMES = 12
+BARS = " ▁▂▃▄▅▆▇█"
+
+
+def last_operations(trace: Trace) -> list[tuple[str, int, Operation | None]]:
+    """(group, rank, its last operation there), for every rank of every group."""
+    found: dict[tuple[str, int], Operation] = {}
+    for rank, operations in trace.operations().items():
+        for op in operations:
+            found[op.group, rank] = op
+    members = {
+        (group["name"], rank)
+        for one in trace.ranks.values()
+        for group in one.groups
+        for rank in (group["ranks"] or [one.rank])
+    }
+    return [(group, rank, found.get((group, rank))) for group, rank in sorted(members | set(found))]
+
+
+@dataclass
+class PathCounts:
+    """How the recorded calls of a group were carried out, on all ranks together."""
+
+    group: str
+    short: int = 0  # the core did it all
+    long: int = 0  # Python looked at the tensors and found the plan
+    inline: int = 0  # in the thread that called
+    queued: int = 0  # in the group's own thread
+
+
+def count_ways(trace: Trace) -> list[PathCounts]:
+    found: dict[str, PathCounts] = {}
+    for operations in trace.operations().values():
+        for op in operations:
+            if op.way:  # which torch's own dumps do not tell
+                counts = found.setdefault(op.group, PathCounts(op.group)).__dict__
+                counts[op.way] += 1
+                counts[op.thread] += 1
+    return [ways for _, ways in sorted(found.items())]
+
+
+def as_data(trace: Trace) -> dict[str, Any]:
+    """Everything, for programs."""
+    verdict = judge(trace)
+    return {
+        "verdict": verdict.__dict__,
+        "problems": trace.problems,
+        "last": [
+            {"group": group, "rank": rank, "operation": op.to_dict() if op else None}
+            for group, rank, op in last_operations(trace)
+        ],
+        "ways": [ways.__dict__ for ways in count_ways(trace)],
+        "stragglers": [row.to_dict() for row in stragglers(trace)],
+        "ranks": {str(rank): one.to_dict() for rank, one in sorted(trace.ranks.items())},
+    }
+
+
+def as_text(trace: Trace, verdict: Verdict | None = None) -> str:
+    verdict = verdict or judge(trace)
+    parts = [verdict.sentence, "\n".join(f"note: {problem}" for problem in trace.problems), _table(trace)]
+    parts += [_ways(trace), _stragglers(trace), _details(trace, verdict)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
+    return "\n".join(lines)
+
+
+def _table(trace: Trace) -> str:
+    rows = []
+    for group, rank, op in last_operations(trace):
+        one = trace.ranks.get(rank)
+        place = where(one.stacks) if one else None
+        if op is None:
+            last, state, waited, site = "nothing recorded", "no dump" if one is None else "", "", ""
+        else:
+            last, state, site = f"{op} #{op.seq}", op.state, short_site(op.site)
+            waited = format_seconds(_waited(op, one)) if _waited(op, one) >= 0.001 else ""
+        rows.append([group, str(rank), last, state, waited, site, one.end if one and one.end else str(place or "")])
+    header = ["group", "rank", "last operation", "state", "waited", "called at", "rank is now"]
+    return columns(header, rows) if rows else ""
+
+
+def _waited(op: Operation, one: RankTrace | None) -> float:
+    if op.state == "completed" or one is None:
+        return op.waited_us / 1e6
+    return max(0.0, ((op.finished_ns or one.noted_ns) - op.created_ns) / 1e9)
+
+
+def _ways(trace: Trace) -> str:
+    rows = [[w.group, str(w.short), str(w.long), str(w.inline), str(w.queued)] for w in count_ways(trace)]
+    header = ["group", "short way", "through Python", "caller's thread", "group's thread"]
+    return "How the recorded calls were made:\n" + columns(header, rows) if rows else ""
+
+
+def _stragglers(trace: Trace) -> str:
+    rows = [row for row in stragglers(trace) if row.collectives]
+    if not any(row.caused_s for row in rows):
+        return ""
+    highest = max(max(row.over_time) for row in rows)
+    told = [
+        [
+            str(row.rank), f"{row.last} of {row.collectives}", format_seconds(row.late_s),
+            format_seconds(row.caused_s), format_seconds(row.waited_s),
+            "".join(BARS[round(part / highest * (len(BARS) - 1))] for part in row.over_time),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    header = ["rank", "came last", "late by", "others slept for it", "slept itself", "over time"]
+    return "Who makes the others wait:\n" + columns(header, told)
+
+
+def _details(trace: Trace, verdict: Verdict) -> str:
+    parts = []
+    for rank, one in sorted(trace.ranks.items()):
+        for text in one.errors:
+            parts.append(f"rank {rank} raised: {text}")
+    for rank in verdict.ranks:
+        for stack in trace.ranks[rank].stacks if rank in trace.ranks else []:
+            if stack.is_rank or (len(trace.ranks[rank].stacks) <= 4 and not stack.name.startswith("symcomm-")):
+                lines = [f"    {f.file}:{f.line} in {f.function}" for f in stack.frames[:DETAIL_FRAMES]]
+                parts.append("\n".join([f"rank {rank}, thread {stack.name}, innermost first:", *lines]))
+    return "\n".join(parts)

@@ -1,0 +1,66 @@
+"""Who makes the others wait, how much, and when."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from symcomm.observe.analysis.calls import Calls
+from symcomm.observe.analysis.clocks import offsets
+from symcomm.observe.recorder.records import Operation
+from symcomm.observe.recorder.trace import Trace
+
+__all__ = ["Straggler", "stragglers"]
+
+WINDOWS = 8  # parts of the recorded time, to tell a rank that is always late from one that was late once
+
+
+@dataclass
+class Straggler:
+    """One rank. It answers for the sleep of the others in those collectives to which it came last."""
+
+    rank: int
+    collectives: int = 0  # that it took part in, as far as all ranks recorded them
+    last: int = 0  # to how many of them it came last
+    late_s: float = 0.0  # how long after the one before it, all together
+    caused_s: float = 0.0  # sleep of all other ranks in those
+    waited_s: float = 0.0  # its own sleep
+    over_time: list[float] = field(default_factory=lambda: [0.0] * WINDOWS)  # caused_s, by part of the recorded time
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def stragglers(trace: Trace) -> list[Straggler]:
+    """A row per rank, whoever caused the most first."""
+    rows = {rank: Straggler(rank) for rank in sorted(trace.ranks)}
+    shift = offsets(trace)
+    complete = [ops for ops in _meetings(trace) if len(ops) > 1]
+    if not complete:
+        return list(rows.values())
+    came = {(r, id(op)): op.created_ns + shift[r] for ops in complete for r, op in ops.items()}
+    begin, end = min(came.values()), max(came.values())
+    for ops in complete:
+        order = sorted(ops, key=lambda r: came[r, id(ops[r])])
+        last, before = order[-1], order[-2]
+        arrival = came[last, id(ops[last])]
+        slept = sum(op.waited_us for r, op in ops.items() if r != last) / 1e6
+        row = rows[last]
+        row.last += 1
+        row.late_s += (arrival - came[before, id(ops[before])]) / 1e9
+        row.caused_s += slept
+        row.over_time[min(WINDOWS - 1, (arrival - begin) * WINDOWS // max(1, end - begin))] += slept
+        for rank, op in ops.items():
+            rows[rank].collectives += 1
+            rows[rank].waited_s += op.waited_us / 1e6
+    return sorted(rows.values(), key=lambda row: -row.caused_s)
+
+
+def _meetings(trace: Trace) -> list[dict[int, Operation]]:
+    """Collectives that all ranks of the group have recorded and completed, by rank."""
+    return [
+        ops
+        for group in Calls(trace).groups
+        for ops in group.by_seq.values()
+        if len(ops) == len(group.ranks) and all(op.state == "completed" for op in ops.values())
+    ]

@@ -1,0 +1,46 @@
+"""FlightRecorderHook: our recorder sees every operation without it; attached, a failure leaves a dump behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from symcomm.errors import bad_argument
+from symcomm.group.hook_classes import hooks_of
+from symcomm.observe.recorder.dump import note, prefix_from_environment, torchs_prefix, write
+
+__all__ = ["FlightRecorderHook"]
+
+
+class FlightRecorderHook:
+    """``attach(group)``: when the group is aborted or fails, this rank writes what it recorded, in PyTorch's format,
+    to the file that ``TORCH_FR_DUMP_TEMP_FILE`` names, or to PyTorch's place for it.
+
+    Raises: BadArgumentError from ``attach``."""
+
+    def __init__(self, core: Any):
+        self._core: Any = core
+        self._id = core.call_hooks.own_id()
+
+    @staticmethod
+    def attach(group: Any, global_ranks: Sequence[int] = ()) -> FlightRecorderHook:
+        core = hooks_of("FlightRecorderHook.attach", group)
+        ranks = list(global_ranks) or list(core.global_ranks)
+        if len(ranks) != core.size:
+            raise bad_argument("FlightRecorderHook.attach", "global_ranks", ranks, f"one rank for each of {core.size}")
+        rank, address = ranks[core.rank], core.flight_address
+
+        def dump() -> None:
+            if prefix_from_environment() is None:  # else the tracer writes, for dead peers too
+                write(note(rank, os.getpid(), address), torchs_prefix())
+
+        hook = FlightRecorderHook(core)
+        core.call_hooks.register("abort", hook._id, dump)
+        return hook
+
+    def remove(self) -> None:
+        """Write nothing any more. A second time does nothing."""
+        core, self._core = self._core, None
+        if core is not None:
+            core.call_hooks.unregister("abort", self._id)

@@ -1,0 +1,93 @@
+"""A hung interpreter lock, noticed and reported.
+
+Native code that keeps Python's interpreter lock (GIL) while it waits stops every thread of a rank, its server too. A
+thread of the C core (``_core/observe/gil_watchdog.c``), which needs no lock, then writes one sentence to stderr: which
+rank, for how long, which thread most likely holds the lock, and what the kernel says that this thread does. It also
+writes it into the first page of the rank's arena, where the servers of its peers find it (``GET /api/v1/peers``).
+Python's own ``faulthandler.dump_traceback_later``, which needs no lock either, adds the Python stacks; a program that
+uses that function for itself sets SYMCOMM_GIL_SECONDS=0, since there is only one such timer in a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from symcomm._core import native
+from symcomm.errors import bad_argument
+from symcomm.observe.recorder.records import on_this_host
+
+__all__ = ["seconds_from_environment", "stall_of", "watch"]
+
+DEFAULT_SECONDS = 30.0
+NOTE = 2048  # offset in an arena's first page, of 1024 bytes
+STDERR = 2
+OURS = ("symcomm-server", "symcomm-request", "symcomm-heartbeat")  # threads that never keep the lock
+_THREAD = struct.Struct("<i28s")
+
+
+def seconds_from_environment() -> float:
+    """SYMCOMM_GIL_SECONDS: how long the lock may be away before that is reported; 0: never."""
+    text = os.environ.get("SYMCOMM_GIL_SECONDS", "")
+    if not text:
+        return DEFAULT_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= 1e6:
+        raise bad_argument("server", "SYMCOMM_GIL_SECONDS", text, "a number of seconds, or 0 for never")
+    return seconds
+
+
+def stall_of(peer: Any) -> str | None:
+    """What is wrong with the interpreter lock of a rank, as its arena says; None: nothing."""
+    return native.gil_watchdog_read(peer.base + NOTE).decode(errors="replace") or None
+
+
+def watch(group: Any, seconds: float, fd: int = STDERR) -> Callable[[], None]:
+    """Watch the interpreter lock on behalf of ``group``'s rank. Call what is returned to stop."""
+    here, pid = on_this_host(group), os.getpid()
+    peer = here.peers[here.rank]
+    label = f"rank {group.global_ranks[group.rank]} (pid {pid})"
+    handle = native.gil_watchdog_start(int(seconds * 1e9), fd, peer.base + NOTE, label)
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.is_set():
+            native.gil_watchdog_beat(handle, _threads())
+            _arm_stacks(seconds * 1.5, fd)  # after the sentence, which comes within 1.25
+            done.wait(seconds / 4)
+
+    beater = threading.Thread(target=beat, name="symcomm-heartbeat", daemon=True)
+    beater.start()
+    keep = [peer]  # mapped while the core may write to it
+
+    def stop() -> None:
+        if not keep or os.getpid() != pid:  # a forked child has no such threads
+            return
+        done.set()
+        beater.join(5.0)
+        faulthandler.cancel_dump_traceback_later()
+        if not beater.is_alive():
+            native.gil_watchdog_stop(handle)
+            keep.clear()
+
+    return stop
+
+
+def _threads() -> bytes:
+    """The program's threads, the main one first."""
+    threads = [t for t in threading.enumerate() if t.native_id and t.name not in OURS]
+    threads.sort(key=lambda thread: thread is not threading.main_thread())
+    return b"".join(_THREAD.pack(t.native_id, t.name.encode()[:27]) for t in threads)
+
+
+def _arm_stacks(seconds: float, fd: int) -> None:
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # stderr may be closed
+        faulthandler.dump_traceback_later(seconds, file=fd)

@@ -1,0 +1,203 @@
+"""Writes a rank's dump when something fails; loaded when the environment asks for it (see dump.py).
+
+Whoever sees an operation fail writes at once. A thread looks after the others: for a rank that hangs in the program,
+and so does not see that its peers gave up on it, that thread writes, with the stacks that show where it hangs. Of a
+rank that died or is stopped somebody else writes what its memory says. The ranks that saw the failure wait a moment for
+the others' dumps before they raise, since a launcher ends everybody once the first has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+from symcomm._core import native
+from symcomm.group import hooks
+from symcomm.group.failure import Status, how_it_ended
+from symcomm.observe.recorder.dump import answer_name, ask_name, note, prefix_from_environment, write, write_to
+from symcomm.observe.recorder.processes import process_state
+from symcomm.observe.recorder.records import on_this_host
+from symcomm.observe.recorder.stacks import thread_stacks
+from symcomm.observe.recorder.trace import RankTrace
+
+__all__ = ["Tracer"]
+
+LOOK = 0.1  # seconds between two looks of the thread
+GRACE = 0.2  # that a rank gets to see a failure by itself, before the thread writes
+OTHERS = 2.0  # that a rank waits for the others' dumps
+
+
+class _Rank:
+    """A rank of this process; several where threads are ranks."""
+
+    def __init__(self, rank: int, arena: Any):
+        self.rank = rank
+        self.arena = arena
+        self.thread = threading.get_ident()
+        self.errors: list[str] = []
+        self.groups: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.suspicion: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()  # when first seen to fail
+        self.written: weakref.WeakSet[Any] = weakref.WeakSet()  # groups whose failure is in the dump
+
+
+class Tracer:
+    """All ranks of this process, and the thread that looks after them."""
+
+    def __init__(self, prefix: str):
+        self.prefix = prefix
+        self.started_wall_ns = time.time_ns()
+        self._pid = os.getpid()
+        self._ranks: dict[bytes, _Rank] = {}  # by the nonce of the arena
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+
+    def group_made(self, group: Any) -> None:
+        with self._lock:
+            mine = self._ranks.get(group.arena.nonce)
+            if mine is None:
+                mine = self._ranks[group.arena.nonce] = _Rank(group.global_ranks[group.rank], group.arena)
+            mine.groups.add(group)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._watch, name="symcomm-tracer", daemon=True)
+                self._thread.start()
+
+    def group_failed(self, group: Any, error: BaseException) -> None:
+        mine = self._ranks.get(group.arena.nonce)
+        if mine is None:
+            return
+        mine.errors.append(str(error))
+        self._write(mine, group)
+        self._await_others(mine, group)
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def _write(self, mine: _Rank, group: Any) -> None:
+        """This rank's dump, and those of peers that cannot write theirs any more."""
+        with self._lock:
+            mine.written.add(group)
+            trace = self._note(mine)
+            timeouts = {g.name: int(g.timeout * 1000) for g in mine.groups}
+            try:
+                write(trace, self.prefix, timeouts_ms=timeouts)
+                for peer in self._silent_peers(group):
+                    self._write_for(peer, mine)
+            except OSError as error:
+                print(f"symcomm: the dump of rank {mine.rank} could not be written: {error}", file=sys.stderr)
+
+    def _note(self, mine: _Rank) -> RankTrace:
+        address = mine.arena.flight.address
+        trace = note(mine.rank, self._pid, address, thread_stacks(mine.thread), self.started_wall_ns)
+        trace.errors = list(mine.errors)
+        return trace
+
+    def _silent_peers(self, group: Any) -> list[RankTrace]:
+        """What is known of ranks of ``group`` on this host that died, left or are stopped."""
+        group = on_this_host(group)
+        seen = native.group_report(group.handle)["ranks"]
+        found = []
+        for rank, peer in enumerate(group.peers):
+            gone = seen[rank]["gone"]
+            end = ""
+            if rank == group.rank:
+                continue
+            if gone == Status.DEAD:
+                end = how_it_ended(peer.pid)
+            elif gone == Status.LEFT:
+                end = "left"
+            elif process_state(peer.pid) in ("T", "t"):
+                end = "stopped"
+            if end:
+                trace = note(group.global_ranks[rank], peer.pid, peer.flight, (), self.started_wall_ns)
+                trace.end = end
+                found.append(trace)
+        return found
+
+    def _write_for(self, trace: RankTrace, mine: _Rank) -> None:
+        trace.noted_by = mine.rank
+        write(trace, self.prefix, replace=not self._is_fresh(trace.rank))
+
+    def _is_fresh(self, rank: int) -> bool:
+        """Whether there is a dump of ``rank`` that this run has written."""
+        try:
+            return os.stat(f"{self.prefix}{rank}").st_mtime_ns >= self.started_wall_ns - 1_000_000_000
+        except OSError:
+            return False
+
+    def _await_others(self, mine: _Rank, group: Any) -> None:
+        """Who does not write in time has no tracer, or is in native code that does not let Python run."""
+        group = on_this_host(group)
+        deadline = time.monotonic() + OTHERS
+        while time.monotonic() < deadline and not all(self._is_fresh(r) for r in group.global_ranks):
+            time.sleep(0.01)
+        for peer, rank in zip(group.peers, group.global_ranks, strict=True):
+            if not self._is_fresh(rank):
+                trace = note(rank, peer.pid, peer.flight, (), self.started_wall_ns)
+                trace.end = "silent"
+                with contextlib.suppress(OSError):
+                    self._write_for(trace, mine)
+
+    # --- the thread ------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while os.getpid() == self._pid:
+            time.sleep(LOOK)
+            with self._lock:
+                ranks = list(self._ranks.items())
+            for nonce, mine in ranks:
+                groups = [g for g in list(mine.groups) if not g.has_left]
+                if not groups and not list(mine.groups):
+                    with self._lock:  # the rank is over: let its memory go
+                        self._ranks.pop(nonce, None)
+                for group in groups:
+                    self._look_at(mine, group)
+            self._answer()
+
+    def _look_at(self, mine: _Rank, group: Any) -> None:
+        """Write when the group has failed and this rank did not notice by itself."""
+        if group in mine.written or not native.group_report(group.handle)["status"]:
+            return
+        first = mine.suspicion.setdefault(group, time.monotonic())
+        if time.monotonic() - first >= GRACE:
+            self._write(mine, group)
+
+    def _answer(self) -> None:
+        """Somebody who looks at the running job wants to know where this process is."""
+        folder = os.path.dirname(self.prefix) or "."
+        request = os.path.join(folder, ask_name(self._pid))
+        if not os.path.exists(request):
+            return
+        with contextlib.suppress(OSError), self._lock:
+            for mine in self._ranks.values():
+                write_to(os.path.join(folder, answer_name(self._pid, mine.rank)), self._note(mine))
+            os.unlink(request)
+
+
+_tracer: Tracer | None = None
+
+
+def _current() -> Tracer | None:
+    """This process's; a forked child gets its own."""
+    global _tracer
+    if _tracer is None or _tracer._pid != os.getpid():
+        prefix = prefix_from_environment()
+        _tracer = Tracer(prefix) if prefix is not None else None
+    return _tracer
+
+
+def _made(group: Any) -> None:
+    if (tracer := _current()) is not None:
+        tracer.group_made(group)
+
+
+def _failed(group: Any, error: BaseException) -> None:
+    if (tracer := _current()) is not None:
+        tracer.group_failed(group, error)
+
+
+hooks.on_group.append(_made)
+hooks.on_failure.append(_failed)

@@ -1,0 +1,1 @@
+"""The control plane: an HTTP server in each rank."""

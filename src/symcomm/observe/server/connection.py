@@ -1,0 +1,206 @@
+"""One client of a rank's server: what may be asked, how fast and by whom.
+
+HTTP itself is http_session.py's. This file says who is trusted, and refuses web pages that would use a browser on this
+host to reach us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import os
+import socket
+import struct
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from symcomm.errors import CallerError
+from symcomm.observe.server.handlers import get_handler, get_handler_names, routes
+from symcomm.observe.server.http_session import Head, HttpSession, Refusal
+from symcomm.observe.server.requests import Request, Response
+
+PARAMETERS = 100
+PAGE = '<h1>symcomm worker server</h1>\n<a href="/handler/">Handler names</a>\n'
+
+
+class Bucket:
+    """So many requests a second, and some more at once."""
+
+    def __init__(self, rate: float, burst: float):
+        self._rate, self._burst, self._level = rate, burst, burst
+        self._filled = time.monotonic()
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        with self._lock:
+            now = time.monotonic()
+            self._level = min(self._burst, self._level + (now - self._filled) * self._rate)
+            self._filled = now
+            if self._level < 1:
+                return False
+            self._level -= 1
+            return True
+
+
+def peer_uid(connection: socket.socket) -> int | None:
+    """The user at the other end of a Unix socket, as the kernel knows it."""
+    if connection.family != socket.AF_UNIX:
+        return None
+    pid_uid_gid = struct.Struct("3i")
+    return pid_uid_gid.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, pid_uid_gid.size))[1]
+
+
+def is_known_host(header: str, names: Iterable[str]) -> bool:
+    """Whether a Host header names us. A page that had its own name point here (DNS rebinding) comes with that name,
+    so numeric addresses are safe, and of names only our own."""
+    try:
+        host = urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return False
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return host == "localhost" or host in {name.lower() for name in names}
+
+
+def _is_public(method: str, path: str) -> bool:
+    if method == "POST" and path == "/handler/ping":
+        return True
+    known = routes().get((method, path))
+    return known is not None and known.public
+
+
+def _params(query: str, body: bytes, content_type: str) -> dict[str, str]:
+    """Of the query and of a form; the first of a name counts."""
+    pairs = parse_qsl(query, keep_blank_values=True, max_num_fields=PARAMETERS)
+    if body and content_type.partition(";")[0].strip().lower() == "application/x-www-form-urlencoded":
+        form = body.decode(errors="replace")
+        pairs += parse_qsl(form, keep_blank_values=True, max_num_fields=PARAMETERS)
+    return dict(reversed(pairs))
+
+
+def format_exception(error: BaseException) -> str:
+    """What failed and where, in the form that PyTorch's server answers with."""
+    frames = [f"  {f.filename}({f.lineno}): {f.name}\n" for f in reversed(traceback.extract_tb(error.__traceback__))]
+    ours = [frame for frame in frames if not frame.startswith(f"  {__file__}(")]
+    return f"{type(error).__name__}: {error}\n\nAt:\n{''.join(ours)}"
+
+
+class Connection(HttpSession):
+    """Serves one client until either side closes."""
+
+    fixed_headers = {
+        "Cache-Control": "no-store",
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
+    }
+
+    def __init__(self, sock: socket.socket, server: Any):  # a server.Server
+        super().__init__()
+        self._server = server
+        self._on_network = sock.family != socket.AF_UNIX
+        self._same_user = peer_uid(sock) == os.getuid()
+        self.trusted = self._same_user
+
+    # --- who asks, and may they --------------------------------------------------------------------
+
+    def respond(self, head: Head) -> Response:
+        try:
+            url = urlsplit(head.target)
+        except ValueError:
+            raise Refusal(400, "The address cannot be read.") from None
+        path = unquote(url.path, errors="replace")
+        has_token = self._has_token(head)
+        trusted = self._same_user or has_token
+        self._check(head, path, trusted)
+        self.trusted = trusted
+        self.check_body(head)
+        body = self.read_body()
+        try:
+            params = _params(url.query, body, head.headers.get("Content-Type", ""))
+        except ValueError as error:
+            raise Refusal(400, str(error)) from None
+        request = Request(
+            body, params, method=head.method, path=path, headers=head.headers, trusted=trusted, has_token=has_token,
+            rank=self._server.rank,
+        )  # fmt: skip
+        return self._answer(request)
+
+    def _has_token(self, head: Head) -> bool:
+        scheme, _, given = head.headers.get("Authorization", "").partition(" ")
+        given = given.strip()
+        matches = hmac.compare_digest(given.encode(errors="replace"), self._server.token.encode())
+        return scheme.lower() == "bearer" and bool(self._server.token) and matches
+
+    def _check(self, head: Head, path: str, trusted: bool) -> None:
+        """Refuse a request that may not be answered, before any of its body is read."""
+        host, origin = head.headers.get("Host"), head.headers.get("Origin")
+        if self._on_network and host is not None and not is_known_host(host, self._server.hosts):
+            raise Refusal(
+                421, "The Host header names another machine; use this one's address, or pass hosts= to start()."
+            )
+        if origin is not None and origin.partition("://")[2] != host:
+            raise Refusal(403, "Pages of other sites may not ask.")
+        bucket = self._server.trusted_bucket if trusted else self._server.stranger_bucket
+        if not bucket.take():
+            raise Refusal(429, "Too many requests; wait a second.")
+        if not trusted and not _is_public(head.method, path):
+            raise Refusal(
+                401, "The job's token is needed: send `Authorization: Bearer TOKEN` with what SYMCOMM_TOKEN holds."
+            )
+
+    # --- what is asked ---------------------------------------------------------------------------
+
+    @classmethod
+    def _answer(cls, request: Request) -> Response:
+        response = Response()
+        method = "GET" if request.method == "HEAD" else request.method
+        known = routes().get((method, request.path))
+        if known is not None:
+            cls._call_route(known.answer, request, response)
+        elif method == "GET" and request.path == "/":
+            response.set_content(PAGE, "text/html")
+        elif method == "GET" and request.path == "/handler/":
+            response.set_json(get_handler_names())
+        elif method == "POST" and request.path.startswith("/handler/"):
+            cls._call_handler(request.path.removeprefix("/handler/").removesuffix("/"), request, response)
+        else:
+            response.set_status(404)
+        return response
+
+    @staticmethod
+    def _call_handler(name: str, request: Request, response: Response) -> None:
+        if "/" in name:
+            response.set_status(404)
+            return
+        try:
+            handler = get_handler(name)
+        except ValueError as error:
+            response.set_content(f"Handler {name} not found: {error}", "text/plain")
+            response.set_status(404)
+            return
+        try:
+            handler(request, response)
+        except Exception as error:
+            response.set_content(f"Handler {name} failed: {format_exception(error)}", "text/plain")
+            response.set_status(500)
+
+    @staticmethod
+    def _call_route(answer: Any, request: Request, response: Response) -> None:
+        try:
+            value = answer(request)
+        except CallerError as error:
+            response.set_json({"error": str(error)}, 400)
+        except Exception as error:
+            response.set_json({"error": f"{type(error).__name__}: {error}"}, 500)
+        else:
+            if isinstance(value, Response):
+                response.__dict__.update(value.__dict__)
+            else:
+                response.set_json(value)

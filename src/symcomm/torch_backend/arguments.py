@@ -1,0 +1,92 @@
+"""What torch passes to a group -> what ours takes.
+
+Every collective can be called with an options object, or (by people who hold the group) with plain arguments.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import ReduceOp
+
+from symcomm import errors
+from symcomm.group.buffers import arrived
+from symcomm.torch_backend.overloads import check, has_options
+from symcomm.types import RedOpType
+from symcomm.types import ReduceOp as OwnReduceOp
+
+__all__ = ["is_async", "once_each", "one_list", "redop_of", "root_of", "seconds_of", "sort_out"]
+
+
+def sort_out(call: str, given: Mapping[str, Any], opts: Any = None, **plain: Any) -> tuple[Any, Any, Any, Any]:
+    """(options, root, operation, time-out) of a call, once it is known to be one that torch would take.
+
+    ``given``: what comes before the options, by parameter. ``opts`` may be the first of the plain arguments, in the
+    place of options, and each of those one that belongs behind it."""
+    if has_options(call, given, opts) and not any(value is not None for value in plain.values()):
+        return opts, None, None, None
+    check(call, {**given, **{name: value for name, value in {"opts": opts, **plain}.items() if value is not None}})
+    options = root = op = timeout = None
+    for item in (opts, *plain.values()):
+        if item is None:
+            continue
+        if isinstance(item, (timedelta, float)):
+            timeout = item
+        elif isinstance(item, (ReduceOp, OwnReduceOp)):
+            op = item
+        elif hasattr(type(item), "__index__"):
+            root = operator.index(item)
+        else:
+            options = item
+    return options, root, op, timeout
+
+
+def seconds_of(options: Any, timeout: Any = None) -> float | None:
+    """The call's own time-out in seconds; None when the group's applies (torch says so with -1 ms)."""
+    given = timeout if timeout is not None else getattr(options, "timeout", None)
+    if isinstance(given, timedelta):
+        given = given.total_seconds()
+    return given if given is not None and given > 0 else None
+
+
+_REDOPS = {hash(getattr(ReduceOp, op.name)): op for op in RedOpType if op is not RedOpType.PREMUL_SUM}
+
+
+def redop_of(options: Any, op: Any = None) -> Any:
+    """The reduce operation from ``options`` (which may itself be the operation), as ours; PREMUL_SUM as it is."""
+    if op is None:
+        op = getattr(options, "reduceOp", options)  # asking for its kind first would cost more than the operation
+        if op is None:
+            return RedOpType.SUM
+    return _REDOPS.get(hash(op), op)  # torch's operations hash as their kind; asking for that costs twice as much
+
+
+def root_of(options: Any, root: Any = None) -> int:
+    given = root if root is not None else getattr(options, "rootRank", options)
+    return 0 if given is None else int(given)
+
+
+def is_async(options: Any) -> bool:
+    """torch sets asyncOp to False when the caller waits at once; then the call may run in the caller's thread."""
+    return getattr(options, "asyncOp", True)
+
+
+def once_each(tensors: Any) -> list[Any]:
+    """A tensor that is in the list twice is reduced once, as if all were reduced in one step."""
+    seen: set[Any] = set()
+    places = [(arrived(t).data_ptr(), t.shape, t.stride()) if t.numel() else object() for t in tensors]
+    return [t for t, place in zip(tensors, places, strict=True) if not (place in seen or seen.add(place))]  # type: ignore[func-returns-value]
+
+
+def one_list(call: str, name: str, lists: Any) -> list[Any]:
+    """The list of tensors, one per rank, that torch wraps in a list of one; empty where a rank passes none."""
+    if lists is not None and not isinstance(lists, (list, tuple)):
+        raise errors.wrong_type(call, name, lists, "one list of tensors")
+    if lists and isinstance(lists[0], (list, tuple)):
+        if len(lists) != 1:
+            raise errors.bad_argument(call, name, f"{len(lists)} lists", "one list of tensors")
+        return list(lists[0])
+    return list(lists or [])

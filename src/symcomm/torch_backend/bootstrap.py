@@ -1,0 +1,58 @@
+"""How the ranks of one of torch's groups bootstrap ours, through the store that torch gives us."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from symcomm.group.factory import make_group
+from symcomm.group.process_group import ProcessGroup
+from symcomm.store.handshake import Exchange, handshake
+
+__all__ = ["join_group", "store_prefix_of"]
+
+
+def store_prefix_of(members: Sequence[int] | None) -> str:
+    """Ranks that are not in the same groups count them differently, so that torch may give two groups the same name,
+    and with it the same part of the store. Their members tell them apart."""
+    return "symcomm" if members is None else f"symcomm/{zlib.crc32(repr(list(members)).encode()):x}"
+
+
+def _watch(members: Sequence[int]) -> Callable[[], None] | None:
+    """Raises once one of these ranks of torch's default group is gone; None where that is not one of ours."""
+    default: Any = dist.group.WORLD if dist.is_initialized() else None
+    world = getattr(default, "core", None)
+    if world is None and default is not None:
+        with contextlib.suppress(RuntimeError):  # it has a backend for each kind of device, and none for this one
+            world = getattr(default._get_backend(torch.device("cpu")), "core", None)
+    if not isinstance(world, ProcessGroup) or not set(members) <= set(world.global_ranks):
+        return None
+    return world.watch([world.global_ranks.index(r) for r in members], "new_group()")
+
+
+def join_group(
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    name: str,
+    members: Sequence[int] | None,
+    check: Callable[[], None] | None,
+) -> Any:
+    """Our group of the ranks that torch makes one of. ``check``: raises once one of them cannot come any more."""
+
+    def build(exchange: Exchange) -> Any:
+        core = make_group(rank, size, exchange, name, timeout, None, members)
+        core.barrier()  # nobody reads the store any more, so its host may leave
+        return core
+
+    call = "merge_remote_group" if check is not None else "init_process_group" if members is None else "new_group"
+    if check is None and members is not None:
+        check = _watch(members)
+    return handshake(store, store_prefix_of(members), rank, size, timeout.total_seconds(), build, call, check=check)

@@ -1,0 +1,72 @@
+"""What TORCH_DISTRIBUTED_DEBUG=DETAIL adds: ranks compare their calls before they make them.
+
+Our collectives compare their signatures in any case, but with the data on its way: who finds a difference ends the
+group. Here the comparison comes first, on a group of its own, so that shapes are compared too, a rank that does not
+come is named at once, and the group stays usable. That costs two small collectives a call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from symcomm import errors
+from symcomm.errors import format_ranks
+from symcomm.torch_backend.work import op_type_of
+
+__all__ = ["DebugChecks"]
+
+# Calls in which ranks may give tensors of different shapes.
+_UNEVEN = {"all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"}
+
+
+class DebugChecks:
+    """The checks of one group."""
+
+    def __init__(self, group: Any):
+        self._checked = group.core
+        self._core = group.core.new_group(range(group.core.size), f"{group.core.name}/detail")
+        self._calls = 0
+
+    def close(self) -> None:
+        self._core.destroy()
+
+    def check(self, call: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Return once all ranks are about to make the same call; else raise, on all that came."""
+        self._calls += 1
+        self._barrier(call)
+        tensors = outputs if call == "scatter" else inputs  # what every rank has
+        mine = {
+            "operation": op_type_of(call).name,
+            "SequenceNumber": self._calls,
+            "shapes": [list(t.shape) for t in tensors],
+            "dtypes": [t.type().rpartition(".")[2].removesuffix("Tensor") for t in tensors],
+        }
+        everyone = [json.loads(item) for item in self._core.all_gather_bytes(json.dumps(mine).encode())]
+        compared = [key for key in mine if key != "shapes" or call not in _UNEVEN]
+        differ = [key for key in compared if any(one[key] != everyone[0][key] for one in everyone)]
+        if differ:
+            told = "; ".join(f"rank {rank}: {_describe(one)}" for rank, one in enumerate(everyone))
+            raise errors.CollectiveMismatchError(
+                f"{call} on group {self._checked.name!r}: Detected mismatch between collectives on ranks. {told}. "
+                f"Collectives differ in the following: {', '.join(differ)}. The group can still be used."
+            )
+
+    def _barrier(self, call: str) -> None:
+        """Wait for everybody, and name those that do not come."""
+        try:
+            self._core.monitored_barrier(self._checked.timeout, wait_all_ranks=True)
+        except (errors.DeadlineError, errors.PeerError) as error:
+            # Of several that are gone, the others may have ended because they found the first one gone.
+            missing = getattr(error, "missing", None) or getattr(error, "ranks", [])[:1]
+            if self._core.rank == 0:
+                who = f"Ranks {format_ranks(missing)} failed to pass monitoredBarrier"
+            else:
+                who = "Please check rank 0 logs for faulty rank"
+            raise errors.DeadlineError(f"{call} on group {self._checked.name!r}: {who}. {error}", missing) from error
+
+
+def _describe(call: dict[str, Any]) -> str:
+    tensors = ", ".join(f"{d} {s}" for d, s in zip(call["dtypes"], call["shapes"], strict=True))
+    return f"{call['operation']}({tensors or 'no tensors'}, on cpu, SequenceNumber {call['SequenceNumber']})"

@@ -1,0 +1,294 @@
+"""Tensors on other devices: handed to the engine that the group's device map names for them.
+
+CUDA tensors of a map that names us are ours: where ranks share GPUs they run on a CudaGroup, where every rank has a
+GPU of its own on NCCL, if torch has it. SYMCOMM_CUDA=symcomm or =nccl decides otherwise, on all ranks alike.
+
+torch takes a Python group for the whole of a map such as "cpu:symcomm,cuda:nccl" and makes nothing for the rest of it.
+So a group makes those engines itself, when the first such tensor comes: with its own store, ranks and time-out. The map
+is what torch wrote down for the group (``dist.get_backend_config``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._C._distributed_c10d as torch_c10d
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+from torch.distributed import distributed_c10d as c10d
+
+from symcomm import errors
+from symcomm.types import RedOpType
+
+if TYPE_CHECKING:
+    from symcomm.cuda.group import CudaGroup
+
+__all__ = ["Engines", "device_map"]
+
+
+def device_map(group: Any) -> dict[str, str]:
+    """Device type -> backend name, as torch has it for ``group``; empty where torch does not know the group."""
+    told = c10d._world.pg_backend_config.get(group)
+    return dict(pair.split(":") for pair in str(told).lower().split(",")) if told else {}
+
+
+class Engines:
+    """The engines of one group, by device type."""
+
+    def __init__(self, group: Any):
+        self._of = weakref.ref(group)  # which has this object, and should go when its last user lets go of it
+        self._in_making = ""  # the device type whose engine is being made
+        self._made: dict[str, Any] = {}
+        self._cuda = ""  # who carries CUDA tensors that are ours: "symcomm" or "nccl"
+
+    @property
+    def _group(self) -> Any:
+        return self._of()
+
+    def made(self) -> list[Any]:
+        return list(self._made.values())
+
+    def shutdown(self) -> None:
+        while self._made:
+            self._made.popitem()[1].shutdown()
+
+    def device_types(self) -> list[str]:
+        """Other device types that this group can serve in this build of torch.
+
+        Whoever makes an engine may ask the group for the engines of all its devices (torch's fake backend does since
+        2.15): the one that is being made is not among them."""
+        others = {d: name for d, name in self._group._devices().items() if d not in ("cpu", self._in_making)}
+        ours = ["cuda"] if others.get("cuda") == "symcomm" and torch.cuda.is_available() else []
+        return [d for d, name in others.items() if name != "symcomm" and dist.is_backend_available(name)] + ours
+
+    # --- CUDA tensors that are ours ---------------------------------------------------------------------------
+
+    def is_ours(self, device: torch.device) -> bool:
+        """Whether the group's map leaves tensors on ``device`` to us."""
+        return device.type == "cuda" and self._group._devices().get("cuda", "symcomm") == "symcomm"
+
+    def ours(self, device: torch.device) -> CudaGroup | None:
+        """The CudaGroup for tensors on ``device``; None where another engine carries them. All ranks ask alike."""
+        if not self.is_ours(device):
+            return None
+        from symcomm.cuda.group import device_group  # nobody needs it before the first such tensor
+
+        if not self._cuda:
+            self._cuda = self._choose(device)
+        return device_group(self._group.core, _index(device)) if self._cuda == "symcomm" else None
+
+    def _choose(self, device: torch.device) -> str:
+        core, wish = self._group.core, _wish()
+        if core.spans_hosts:  # NCCL finds its own way between hosts
+            return "nccl"
+        if wish or core.size == 1 or not dist.is_nccl_available():
+            return wish or "symcomm"
+        from symcomm.cuda import devices
+
+        card = json.dumps(devices.describe(_index(device)))
+        cards = [json.loads(item) for item in core.all_gather_bytes(card.encode())]
+        return "nccl" if len({(c["host"], c["gpu"]) for c in cards}) == core.size else "symcomm"
+
+    # --- engines ----------------------------------------------------------------------------------------------
+
+    def on(self, call: str, device: torch.device) -> Any:
+        """The group that carries tensors on ``device``."""
+        made = self._made.get(device.type)
+        if made is None:
+            name = self._group._devices().get(device.type, "symcomm")
+            if name == "symcomm" and self._cuda == "nccl" and device.type == "cuda":
+                name = "nccl"
+            if name == "symcomm":
+                raise _carried_by_nobody(call, device)
+            self._in_making = device.type
+            try:
+                made = self._made[device.type] = self._make(call, name, device.type)
+            finally:
+                self._in_making = ""
+        return made
+
+    def forward(self, call: str, args: tuple[Any, ...], options: Any, timeout: Any, device: torch.device) -> Any:
+        """One of our collectives, by the name of its method, on the engine for ``device``."""
+        return _FORWARD[call](self.on(call, device), options, timeout, *args)
+
+    def messages(self, device: torch.device) -> Any:
+        """What carries messages of tensors on ``device``, if it is ours; None for another engine. No rank but the two
+        ends of a message takes part, so that nothing can be agreed on here."""
+        if not self.is_ours(device):
+            return None
+        if not self._cuda and (self._group.core.spans_hosts or _wish() == "nccl"):
+            self._cuda = "nccl"
+        if self._cuda == "nccl":
+            return None
+        from symcomm.cuda.p2p import cuda_messages
+
+        return cuda_messages(self._group.core, _index(device))
+
+    def message(self, call: str, tensor: Any, args: tuple[Any, ...]) -> Any:
+        """send, recv, or recv from anybody, on another engine."""
+        engine = self.on(call, tensor.device)
+        if call == "recvAnySource":
+            return engine.recv_anysource([tensor], args[-1])
+        return getattr(engine, call)([tensor], *args)
+
+    def _make(self, call: str, name: str, device_type: str) -> Any:
+        group = self._group
+        # Groups that came from this one by a split share its store, but not its name.
+        store = dist.PrefixStore(f"{group.group_name}/{device_type}/", group.get_group_store())
+        maker = _MAKERS.get(name, _from_plugin)
+        if not dist.is_backend_available(name):
+            wanted = ",".join(f"{device}:{backend}" for device, backend in group._devices().items())
+            raise errors.CallerError(
+                f"{call}: this build of torch has no {name}, which the group's device map ({wanted}) names for "
+                f"{device_type} tensors; install a build that has it, or move the tensor with .cpu()."
+            )
+        engine, kind = maker(name, store, group)
+        if isinstance(engine, dist.ProcessGroup):
+            return engine
+        if kind != dist.ProcessGroup.BackendType.CUSTOM:
+            engine._set_sequence_number_for_group()
+        whole = dist.ProcessGroup(store, group.core.rank, group.core.size)
+        whole._set_default_backend(kind)
+        whole._register_backend(torch.device(device_type), kind, engine)
+        whole._set_group_name(f"{group.group_name}:{device_type}")
+        whole._set_group_desc(group.group_desc)
+        return whole
+
+
+def _carried_by_nobody(call: str, device: torch.device) -> errors.BadArgumentError:
+    engine = {"cuda": "nccl", "xpu": "xccl"}.get(device.type)
+    if device.type == "meta":
+        fix = "it has no values; make one on the CPU"
+    elif engine:
+        fix = f'move it with .cpu(), or name an engine for its device: "cpu:symcomm,{device.type}:{engine}"'
+    else:
+        fix = "move it with .cpu()"
+    allowed = "a CPU tensor" if device.type == "cuda" else "a CPU or CUDA tensor"
+    return errors.bad_argument(call, "tensor", f"a tensor on {device}", allowed, fix)
+
+
+def _wish() -> str:
+    """Who shall carry CUDA tensors, as the environment has it; empty: whoever can."""
+    wish = os.environ.get("SYMCOMM_CUDA", "")
+    if wish not in ("", "symcomm", "nccl"):
+        raise errors.bad_argument("CUDA tensors", "SYMCOMM_CUDA", wish, "'symcomm' or 'nccl', or not set")
+    return wish
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+# --- making them ------------------------------------------------------------------------------------------------------
+
+
+def _common(options: Any, group: Any) -> Any:
+    options._timeout = group.options._timeout
+    options.global_ranks_in_group = list(group.core.global_ranks)
+    options.group_name = group.group_name
+    return options
+
+
+def _gloo(name: str, store: Any, group: Any) -> tuple[Any, Any]:
+    gloo: Any = torch_c10d.ProcessGroupGloo
+    options = _common(gloo._Options(), group)
+    # Ranks come one by one, a message's two ends perhaps alone: a connection is made when it is first used.
+    options._devices = [gloo.create_default_device(lazy_init=True)]
+    return gloo(store, group.core.rank, group.core.size, options), dist.ProcessGroup.BackendType.GLOO
+
+
+def _nccl(name: str, store: Any, group: Any) -> tuple[Any, Any]:
+    nccl: Any = vars(torch_c10d)["ProcessGroupNCCL"]
+    given = group.options
+    options = _common(given if isinstance(given, nccl.Options) else nccl.Options(), group)
+    return nccl(store, group.core.rank, group.core.size, options), dist.ProcessGroup.BackendType.NCCL
+
+
+def _xccl(name: str, store: Any, group: Any) -> tuple[Any, Any]:
+    xccl: Any = vars(torch_c10d)["ProcessGroupXCCL"]
+    options = _common(xccl.Options(), group)
+    return xccl(store, group.core.rank, group.core.size, options), dist.ProcessGroup.BackendType.XCCL
+
+
+def _from_plugin(name: str, store: Any, group: Any) -> tuple[Any, Any]:
+    """A backend that registered itself with torch, as we do."""
+    plugin = dist.Backend._plugins.get(name.upper())
+    if plugin is None:
+        raise errors.CallerError(f'device map: {name} cannot be used beside symcomm; "cuda:nccl" or "cuda:gloo" can.')
+    rank, size, timeout = group.core.rank, group.core.size, group.options._timeout
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout), dist.ProcessGroup.BackendType.CUSTOM
+    told: Any = vars(torch_c10d)["_DistributedBackendOptions"]()
+    told.store, told.group_rank, told.group_size, told.timeout = store, rank, size, timeout
+    told.group_id = group.group_name
+    told.global_ranks_in_group = list(group.core.global_ranks)
+    return plugin.creator_fn(told, None), dist.ProcessGroup.BackendType.CUSTOM
+
+
+_MAKERS: dict[str, Callable[[str, Any, Any], tuple[Any, Any]]] = {"gloo": _gloo, "nccl": _nccl, "xccl": _xccl}
+
+
+# --- our calls in their words -----------------------------------------------------------------------------------------
+
+
+def _as(kind: Any, options: Any, timeout: Any, op: Any = None, root: int | None = None) -> Any:
+    """The caller's options, or new ones where the call was made with plain arguments."""
+    if not hasattr(options, "asyncOp"):
+        options = kind()
+        if op is not None:
+            options.reduceOp = getattr(dist.ReduceOp, op.name) if isinstance(op, RedOpType) else op
+        if root is not None:
+            options.rootRank = root
+    if timeout is not None:
+        options.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    return options
+
+
+def _gather_single(group: Any, options: Any, seconds: Any, output: Any, tensor: Any, root: int) -> Any:
+    """As a gather into parts of ``output``: not every engine has the call itself."""
+    places = [[part.view(tensor.shape) for part in output.view(-1).chunk(group.size())]] if output is not None else []
+    return group.gather(places, [tensor], _as(GatherOptions, options, seconds, root=root))
+
+
+_FORWARD: dict[str, Callable[..., Any]] = {
+    "all_reduce": lambda g, o, s, t, op: g.allreduce([t], _as(AllreduceOptions, o, s, op)),
+    "all_reduce_coalesced": lambda g, o, s, ts, op: g.allreduce_coalesced(ts, _as(AllreduceCoalescedOptions, o, s, op)),
+    "reduce": lambda g, o, s, t, root, op: g.reduce([t], _as(ReduceOptions, o, s, op, root)),
+    "reduce_scatter": lambda g, o, s, out, ins, op: g.reduce_scatter([out], [ins], _as(ReduceScatterOptions, o, s, op)),
+    "reduce_scatter_single": lambda g, o, s, out, t, op: g._reduce_scatter_base(
+        out, t, _as(ReduceScatterOptions, o, s, op)
+    ),
+    "reduce_scatter_coalesced": lambda g, o, s, outs, ins, op: g.reduce_scatter_tensor_coalesced(
+        outs, ins, _as(ReduceScatterOptions, o, s, op)
+    ),
+    "broadcast": lambda g, o, s, t, root: g.broadcast([t], _as(BroadcastOptions, o, s, root=root)),
+    "all_gather": lambda g, o, s, outs, t: g.allgather([outs], [t], _as(AllgatherOptions, o, s)),
+    "all_gather_single": lambda g, o, s, out, t: g._allgather_base(out, t, _as(AllgatherOptions, o, s)),
+    "all_gather_coalesced": lambda g, o, s, outs, ins: g.allgather_into_tensor_coalesced(
+        outs, ins, _as(AllgatherOptions, o, s)
+    ),
+    "all_gather_lists": lambda g, o, s, outs, ins: g.allgather_coalesced(outs, ins, _as(AllgatherOptions, o, s)),
+    "gather": lambda g, o, s, outs, t, root: g.gather([outs] if outs else [], [t], _as(GatherOptions, o, s, root=root)),
+    "gather_single": _gather_single,
+    "scatter": lambda g, o, s, t, ins, root: g.scatter([t], [ins] if ins else [], _as(ScatterOptions, o, s, root=root)),
+    "all_to_all": lambda g, o, s, outs, ins: g.alltoall(outs, ins, _as(AllToAllOptions, o, s)),
+    "all_to_all_single": lambda g, o, s, out, t, got, sent: g.alltoall_base(
+        out, t, got, sent, _as(AllToAllOptions, o, s)
+    ),
+}

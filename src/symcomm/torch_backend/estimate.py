@@ -1,0 +1,110 @@
+"""Collectives that are not run but estimated, by the cost model of symcomm.simulate: torch's ``_time_estimator``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from symcomm import errors
+from symcomm.group.call_names import HookOpName
+from symcomm.group.interception import Call
+from symcomm.group.process_group import ProcessGroup
+from symcomm.torch_backend.work import DoneWork
+
+__all__ = ["TimeEstimates"]
+
+# What a call is to the cost model, and the bytes that count: of its inputs or outputs, once or once for each rank.
+_MODELS = {
+    HookOpName.ALLREDUCE: ("all_reduce", "inputs", False),
+    HookOpName.ALLREDUCE_COALESCED: ("all_reduce", "inputs", False),
+    HookOpName.REDUCE: ("reduce", "inputs", False),
+    HookOpName.REDUCE_SCATTER: ("reduce_scatter", "inputs", False),
+    HookOpName.REDUCE_SCATTER_BASE: ("reduce_scatter", "inputs", False),
+    HookOpName.REDUCE_SCATTER_TENSOR_COALESCED: ("reduce_scatter", "inputs", False),
+    HookOpName.BROADCAST: ("broadcast", "inputs", False),
+    HookOpName.ALLGATHER: ("all_gather", "outputs", False),
+    HookOpName.ALLGATHER_BASE: ("all_gather", "outputs", False),
+    HookOpName.ALLGATHER_COALESCED: ("all_gather", "outputs", False),
+    HookOpName.ALLGATHER_INTO_TENSOR_COALESCED: ("all_gather", "outputs", False),
+    HookOpName.GATHER: ("gather", "inputs", True),
+    HookOpName.SCATTER: ("scatter", "outputs", True),
+    HookOpName.ALLTOALL: ("all_to_all", "inputs", False),
+    HookOpName.ALLTOALL_BASE: ("all_to_all", "inputs", False),
+    HookOpName.BARRIER: ("barrier", "inputs", False),
+    HookOpName.SEND: ("message", "inputs", False),
+    HookOpName.RECV: ("message", "outputs", False),
+}
+_COALESCED = (
+    HookOpName.ALLREDUCE_COALESCED,
+    HookOpName.ALLGATHER_INTO_TENSOR_COALESCED,
+    HookOpName.REDUCE_SCATTER_TENSOR_COALESCED,
+)
+# Between hosts the model knows four collectives; the others move about as much as one of them.
+_BETWEEN_HOSTS = {
+    "reduce": "reduce_scatter",
+    "gather": "all_gather",
+    "scatter": "broadcast",
+    "all_to_all": "all_gather",
+    "barrier": "broadcast",
+    "message": "broadcast",
+}
+
+
+class TimeEstimates:
+    """Mixed into TorchGroup."""
+
+    core: ProcessGroup
+    supports_time_estimate = True
+    _supports_time_estimate = True  # its name since torch 2.15
+    _estimated: float | None = None  # seconds so far, between start and end
+
+    def _start_time_estimate(self) -> None:
+        """From now on collectives return at once, and leave their tensors as they are."""
+        if self._estimated is not None:
+            raise errors.CallerError("_start_time_estimate: an estimate is under way; call _end_time_estimate first.")
+        self._estimated = 0.0
+        self.core.interception.add(self._estimate)
+
+    def _end_time_estimate(self) -> float:
+        """Microseconds that the collectives since ``_start_time_estimate`` would have taken."""
+        if self._estimated is None:
+            raise errors.CallerError("_end_time_estimate: no estimate is under way; call _start_time_estimate first.")
+        self.core.interception.remove(self._estimate)
+        seconds, self._estimated = self._estimated, None
+        return seconds * 1e6
+
+    def _estimate(self, call: Call, make: Callable[[], Any]) -> Any:
+        if call.name not in _MODELS:
+            return make()
+        elsewhere = next((t.device.type for t in (*call.inputs, *call.outputs) if not t.is_cpu), None)
+        if elsewhere is not None:
+            raise errors.CallerError(
+                f"{call.method}: times are estimated for tensors in host memory only, and this one is on {elsewhere}; "
+                "measure it instead."
+            )
+        assert self._estimated is not None
+        self._estimated += sum(_seconds(self.core, model, nbytes) for model, nbytes in _parts(call, self.core.size))
+        return DoneWork(call.outputs or call.inputs) if call.owner is self else None
+
+
+def _parts(call: Call, ranks: int) -> list[tuple[str, int]]:
+    """(what, bytes) of each operation that the call consists of."""
+    model, which, each = _MODELS[call.name]
+    sizes = [t.numel() * t.element_size() for t in getattr(call, which)]
+    if call.name in _COALESCED:
+        return [(model, size) for size in sizes]
+    return [(model, sum(sizes) * (ranks if each else 1))]
+
+
+def _seconds(core: Any, model: str, nbytes: int) -> float:
+    from symcomm.simulate.host import host_seconds  # which few need
+    from symcomm.simulate.machine import load
+    from symcomm.simulate.predict import COLLECTIVES, predict
+
+    if core.spans_hosts:
+        hosts = core.layout.hosts
+        name = model if model in COLLECTIVES else _BETWEEN_HOSTS[model]
+        return predict(name, max(nbytes, 1), len(hosts), max(map(len, hosts)))
+    if model == "message":
+        return host_seconds("broadcast", nbytes, 2, load())
+    return host_seconds(model, nbytes, core.size, load())

@@ -1,0 +1,62 @@
+"""What torch 2.14 and 2.15 ask of a backend, here on every version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch._C._distributed_c10d as torch_c10d
+
+from symcomm import errors
+from symcomm.group.process_group import ProcessGroup
+from symcomm.torch_backend.call_hooks import HookRegistration
+from symcomm.torch_backend.estimate import TimeEstimates
+
+__all__ = ["NewerTorch"]
+
+
+class NewerTorch(HookRegistration, TimeEstimates):
+    """Mixed into TorchGroup."""
+
+    core: ProcessGroup
+    split_group: Callable[..., Any]
+    getGroupName: Callable[[], str]
+    merge_check: Callable[[Any], Any]
+    _group_uid = ""
+
+    def split(self, store: Any, ranks: Sequence[int], opts: Any = None) -> Any:
+        """A group of some of our ranks, in this order; every rank calls it, those outside get None.
+
+        They meet through this group, so that ``store`` is not needed."""
+        timeout = getattr(opts, "_timeout", None)
+        return self.split_group(list(ranks), timeout, opts, getattr(opts, "group_name", None) or None)
+
+    def merge(self, store: Any, opts: Any, rank: int, size: int) -> Any:
+        """A group of the ``size`` ranks that meet in ``store``; the caller is number ``rank`` of them."""
+        if not isinstance(size, int) or not isinstance(rank, int) or not 0 <= rank < size:
+            raise errors.bad_argument("merge", "rank", rank, f"one of the {size} ranks that meet, 0 to {size} - 1")
+        timeout = getattr(opts, "_timeout", None) or timedelta(seconds=self.core.timeout)
+        name = getattr(opts, "group_name", None) or f"{self.getGroupName()}:merge"
+        make: Any = type(self)
+        return make(store, rank, size, timeout, name, list(range(size)), opts, check=self.merge_check(store))
+
+    def get_error(self) -> Any:
+        """What ended the group, if something has."""
+        kinds: Any = vars(torch_c10d)["ErrorType"]
+        failure = self.core.failure
+        if failure is None:
+            return kinds.SUCCESS
+        if isinstance(failure, errors.DeadlineError):
+            return kinds.TIMEOUT
+        return kinds.REMOTE_ERROR if isinstance(failure, errors.PeerError) else kinds.COMM_ERROR
+
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        """More time, until the first operation that is called from now on has ended. Compilers add what their cache has
+        saved, which may be nothing."""
+        if timeout > timedelta(0):
+            self.core.add_ephemeral_timeout(timeout)
+
+    def _set_group_uid(self, uid: str) -> None:
+        """Only kept: groups are told apart by their names."""
+        self._group_uid = str(uid)

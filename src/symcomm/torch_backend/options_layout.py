@@ -1,0 +1,98 @@
+"""What a call's options say, for the short way: whether it blocks, has a time-out of its own, which root and operation.
+
+torch makes an options object for each call. Three questions to it cost a microsecond, more than a small operation, so
+the core reads the answers from memory, at places that ``install`` finds (see group/torch_layout.py). Where it does not
+find them, ``read_options`` asks.
+"""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from typing import Any
+
+import torch._C._distributed_c10d as torch_c10d
+from torch._C._distributed_c10d import ReduceOp
+
+from symcomm._core import native
+from symcomm.group.request import rooted
+from symcomm.group.torch_layout import places_of, pointed_to
+from symcomm.ops import CACHED
+from symcomm.torch_backend import versions
+from symcomm.torch_backend.arguments import redop_of, root_of
+from symcomm.torch_backend.profile import is_profiling
+from symcomm.types import RedOpType
+
+__all__ = ["ASYNC", "LONG", "UNKNOWN", "install", "read_options"]
+
+LONG, UNKNOWN, ASYNC = native.OPTIONS_SLOW, native.OPTIONS_UNKNOWN, native.OPTIONS_ASYNC
+
+# asyncOp, timeout in ms (-1: not set), number of reduceOp, rootRank: no field behaves as another.
+_SAMPLES = (
+    (False, -1, 0, 0), (True, 77_777, 4, 3), (True, 5, 7, 900), (False, 123_456_789, 2, 65_537),
+    (True, -1, 3, 1), (False, 9, 1, 2), (False, -1, 6, 0), (True, 1, 5, 77),
+)  # fmt: skip
+
+
+@functools.cache
+def install() -> frozenset[int]:
+    """Once a process. The operations, by number, whose options the core can read from now on."""
+    classes = versions.present(torch_c10d, [op.options for op in CACHED.values()])
+    found = {}
+    for number, op in CACHED.items():
+        name = op.options
+        if name in classes and (places := _places(classes[name])) is not None:
+            found[number] = (number, classes[name], *places)
+    native.use_options(is_profiling, tuple(found.values()))
+    return frozenset(found)
+
+
+@functools.cache
+def _places(kind: Any) -> tuple[int, int, int, int, int] | None:
+    """(of the C++ object in the Python one; in the former: time-out, asyncOp, operation or -1, root or -1)"""
+    try:
+        samples = [(_make(kind, *facts), *facts) for facts in _SAMPLES]
+        first = samples[0][0]
+        at = object.__basicsize__  # a pointer to the C++ object is the first thing behind Python's own part
+        memory = [pointed_to(options, at) for options, *_ in samples]
+    except (OSError, AttributeError, RuntimeError, TypeError):
+        return None
+
+    def find(column: int, width: int, is_there: bool = True) -> list[int]:
+        if not is_there:
+            return [-1]
+        answers = [sample[column] % (1 << 8 * width) for sample in samples]
+        return places_of(zip(memory, answers, strict=True), width)
+
+    found = [find(2, 8), find(1, 1), find(3, 1, hasattr(first, "reduceOp")), find(4, 8, hasattr(first, "rootRank"))]
+    if any(len(places) != 1 for places in found):
+        return None
+    timeout, is_async, redop, root = (places[0] for places in found)
+    return at, timeout, is_async, redop, root
+
+
+def _make(kind: Any, is_async: bool, timeout_ms: int, op: int, root: int) -> Any:
+    options = kind()
+    options.asyncOp = is_async
+    if timeout_ms >= 0:
+        options.timeout = timedelta(milliseconds=timeout_ms)
+    if hasattr(options, "reduceOp"):
+        options.reduceOp = getattr(ReduceOp, RedOpType(op).name)
+    if hasattr(options, "rootRank"):
+        options.rootRank = root
+    return options
+
+
+def read_options(call: int, opts: Any) -> tuple[int, Any]:
+    """(0, LONG or ASYNC; what ``native.run_cached`` wants to know besides the tensors), asked of the object."""
+    if type(opts).__name__ != CACHED[call].options:
+        return LONG, None  # plain arguments instead of options; or something else, which is refused there
+    try:
+        if opts.timeout.days >= 0 or is_profiling():  # unset is -1 ms
+            return LONG, None
+        status = ASYNC if opts.asyncOp else 0
+    except AttributeError:  # plain arguments instead of options
+        return LONG, None
+    if hasattr(opts, "reduceOp") and hasattr(opts, "rootRank"):
+        return status, rooted(root_of(opts), redop_of(opts))
+    return status, redop_of(opts) if hasattr(opts, "reduceOp") else root_of(opts) if hasattr(opts, "rootRank") else 0

@@ -1,0 +1,130 @@
+"""Our stores in PyTorch's hands."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore as TorchPrefixStore
+from torch.distributed import Store as TorchStore
+
+from symcomm.errors import wrong_type
+from symcomm.group.torch_layout import places_of, pointed_to
+from symcomm.store import Store
+
+__all__ = ["KeptWhileInCpp", "as_torch_store", "take_back"]
+
+_AT = object.__basicsize__  # a pointer to the C++ half is the first thing behind Python's own part
+_kept: list[Any] = []  # nobody in Python holds these any more, but C++ does
+
+
+class KeptWhileInCpp(TorchStore):
+    """A store whose calls C++ can make. C++ keeps its own half only, and without the Python half nobody would answer:
+    one that only C++ still holds is kept here, until it lets go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        take_back()
+
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_ending() and _is_held(self):  # Python calls this once only, so that what is taken back goes
+            _kept.append(self)
+
+
+def take_back() -> None:
+    """Keep no store longer than C++ does."""
+    _kept[:] = [store for store in _kept if _is_held(store)]
+
+
+def _is_held(store: Any) -> bool:
+    """Whether somebody in C++ has a reference. Where that cannot be told, somebody may have."""
+    if _COUNT_AT is None:
+        return True
+    half = ctypes.c_void_p.from_address(id(store) + _AT).value
+    return half is not None and ctypes.c_uint32.from_address(half + _COUNT_AT).value > 1  # one is the Python half's
+
+
+def _count_at() -> int | None:
+    """Where the C++ half of a store counts its references (see group/torch_layout.py); None where it is not found."""
+    try:
+        samples: list[tuple[bytes, int]] = []
+        for count in (1, 2, 5, 3):
+            store = TorchStore()
+            holders = [TorchPrefixStore("", store) for _ in range(count - 1)]
+            samples.append((pointed_to(store, _AT), 1 + len(holders)))
+            del holders
+        found = places_of(samples, 4)
+    except (OSError, RuntimeError, TypeError):
+        return None
+    return found[0] if len(found) == 1 else None
+
+
+_COUNT_AT = _count_at()
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(Store, name))
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.store, name)(*args, **kwargs)
+
+    return call
+
+
+class _TorchStoreAdapter(KeptWhileInCpp):
+    """One of our stores as one of PyTorch's. C++ knows some calls by other names than Python does."""
+
+    def __init__(self, store: Any):
+        super().__init__()
+        self.store = store
+
+    set = _passed_on("set")
+    get = _passed_on("get")
+    add = _passed_on("add")
+    check = _passed_on("check")
+    wait = _passed_on("wait")
+    compare_set = _passed_on("compare_set")
+    delete_key = deleteKey = _passed_on("delete_key")
+    num_keys = getNumKeys = _passed_on("num_keys")
+    list_keys = _passed_on("list_keys")
+    append = _passed_on("append")
+    multi_get = _passed_on("multi_get")
+    multi_set = _passed_on("multi_set")
+    queue_push = _passed_on("queue_push")
+    queue_pop = _passed_on("queue_pop")
+    queue_len = _passed_on("queue_len")
+    barrier = _passed_on("barrier")
+    has_extended_api = _passed_on("has_extended_api")
+    set_timeout = _passed_on("set_timeout")
+
+    @property
+    def timeout(self) -> timedelta:
+        return self.store.timeout
+
+    def clone(self) -> _TorchStoreAdapter:
+        return as_torch_store(self.store.clone())
+
+    def __getattr__(self, name: str) -> Any:
+        """What only some stores have: ``host``, ``port``, ``path``, ``underlying_store``."""
+        if name == "store":  # not there yet
+            raise AttributeError(name)
+        return getattr(self.store, name)
+
+
+_adapters: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by the store's id
+
+
+def as_torch_store(store: Any) -> Any:
+    """``store`` as a ``torch.distributed.Store``; PyTorch's own, and those of symcomm.c10d, come back as they are."""
+    if isinstance(store, TorchStore):
+        return store
+    if not isinstance(store, Store):
+        raise wrong_type("as_torch_store", "store", store, "a Store")
+    known = _adapters.get(id(store))  # it holds the store, so that the id is not another's meanwhile
+    if known is None:
+        known = _adapters[id(store)] = _TorchStoreAdapter(store)
+    return known

@@ -1,0 +1,71 @@
+"""Every change that Symcomm makes to torch's behaviour, one file each. A file says what it changes, why, for which
+versions of torch, and how that is undone; its ``apply()`` returns the function that undoes it.
+
+when torch is imported (Symcomm is registered)
+    store_errors.py           our stores' exceptions are torch's, too
+    reduce_op_options.py      torch's options take our reduce operations
+    prefix_store.py           torch's PrefixStore takes our stores
+    init_process_group.py     waits for the previous group's end, and looks again for a store that is going away
+    destroy_process_group.py  lets go of stores that only the group's C++ half held
+    reducer_join.py           torch's Reducer keeps the work that counts joined ranks
+    monitored_barrier.py      asks our groups
+    pg_timeout.py             asks our groups
+    split_group.py            asks our groups
+    shrink_group.py           asks our groups
+    debug_wrapper.py          no wrapper around our groups with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    flight_recorder_hook.py   no hook of torch's recorder on our groups
+    dist2.py                  torch.distributed._dist2 makes our groups
+    replace_gloo.py           Gloo's name means Symcomm; only with SYMCOMM_REPLACE=gloo
+when the first group is made
+    functional_collectives.py operators that torch's C++ does not bring to Python groups
+    flight_recorder_dumps.py  torch's dumps show our operations
+    health_check_hook.py      torch's health check brings ours along
+    cpp_hooks.py              groups notice that a hook of C++ was attached
+    when_imported.py          the compiler's modules, once they are imported: make_fx.py, comm_debug_mode.py,
+                              dynamo_rules.py and our lowerings (symcomm.compile)
+
+method_swap.py, operators.py and patch.py are tools that these use. What ``symm_mem.install()`` and
+``compile.install()`` change is theirs to undo. This package is loaded while torch is being imported, so it imports only
+what it needs at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+
+from symcomm.torch_backend.torch_patches.patch import Undo
+
+__all__ = ["AT_FIRST_GROUP", "AT_IMPORT", "apply", "applied", "undo_all"]
+
+AT_IMPORT = (
+    "store_errors", "reduce_op_options", "prefix_store", "init_process_group", "destroy_process_group", "reducer_join",
+    "monitored_barrier", "pg_timeout", "split_group", "shrink_group", "debug_wrapper", "flight_recorder_hook", "dist2",
+)  # fmt: skip
+AT_FIRST_GROUP = (
+    "functional_collectives", "flight_recorder_dumps", "health_check_hook", "cpp_hooks", "when_imported",
+)  # fmt: skip
+
+_undo: dict[str, Undo] = {}
+_lock = threading.RLock()
+
+
+def apply(*names: str) -> None:
+    """Those of the named patches that are not applied yet."""
+    if all(name in _undo for name in names):
+        return
+    with _lock:
+        for name in names:
+            if name not in _undo:
+                _undo[name] = importlib.import_module(f"{__name__}.{name}").apply()
+
+
+def applied() -> list[str]:
+    return list(_undo)
+
+
+def undo_all() -> None:
+    """The last one first."""
+    with _lock:
+        while _undo:
+            _undo.popitem()[1]()

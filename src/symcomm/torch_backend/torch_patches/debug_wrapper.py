@@ -1,0 +1,24 @@
+"""What: groups of ours get no wrapper with TORCH_DISTRIBUTED_DEBUG=DETAIL; they check more themselves.
+Why: the wrapper makes a Gloo group beside each, and compares less than every call of ours does.
+Versions: all.
+Undo: the function is torch's again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from symcomm.torch_backend.torch_patches.patch import Undo, ask_ours_first
+
+__all__ = ["apply"]
+
+
+def apply() -> Undo:
+    return ask_ours_first("_create_process_group_wrapper", _wrapper)
+
+
+def _wrapper(wrapped_pg: Any, *_: Any, **__: Any) -> Any:
+    if not getattr(wrapped_pg, "is_symcomm", False):
+        return NotImplemented
+    wrapped_pg.enable_debug_checks()
+    return wrapped_pg

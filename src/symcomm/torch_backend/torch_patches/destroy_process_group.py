@@ -1,0 +1,31 @@
+"""What: ``destroy_process_group`` also lets go of our stores that torch was lent.
+Why: stores that only the group's C++ half held go with it.
+Versions: all.
+Undo: the function is torch's again.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+from symcomm.torch_backend.torch_patches.patch import Undo, replace_function
+
+__all__ = ["apply"]
+
+
+def apply() -> Undo:
+    known = c10d.destroy_process_group
+
+    @functools.wraps(known)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return known(*args, **kwargs)
+        finally:
+            if (stores := sys.modules.get("symcomm.torch_backend.stores")) is not None:
+                stores.take_back()
+
+    return replace_function("destroy_process_group", destroy_process_group)

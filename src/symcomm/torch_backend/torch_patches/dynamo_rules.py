@@ -1,0 +1,28 @@
+"""What: Dynamo leaves our own code alone.
+Why: when C++ calls a group (DDP does, in its forward), it would compile that as well.
+Versions: all.
+Undo: our folders are no longer among those that it skips.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from symcomm.torch_backend.torch_patches.patch import Undo
+
+__all__ = ["apply"]
+
+
+def apply(trace_rules: Any) -> Undo:
+    skipped = trace_rules.SKIP_DIRS
+    before = len(skipped)
+    for package in ("backend", "compile", "group", "symm_mem"):
+        trace_rules.add(f"symcomm.{package}")
+    added = skipped[before:]
+
+    def undo() -> None:
+        for folder in added:
+            skipped.remove(folder)
+        trace_rules._recompile_re()
+
+    return undo

@@ -1,0 +1,21 @@
+"""What: torch attaches no flight recorder to groups of ours. Who wants it attaches it.
+Why: our own recorder sees every call; torch's hook would send each of them through C++.
+Versions: since 2.14, which attaches it by itself.
+Undo: the function is torch's again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from symcomm.torch_backend.torch_patches.patch import Undo, ask_ours_first
+
+__all__ = ["apply"]
+
+
+def apply() -> Undo:
+    return ask_ours_first("_maybe_attach_flight_recorder", _recorder)
+
+
+def _recorder(pg: Any, *_: Any, **__: Any) -> Any:
+    return None if getattr(pg, "is_symcomm", False) else NotImplemented

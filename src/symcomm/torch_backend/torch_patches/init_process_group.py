@@ -1,0 +1,46 @@
+"""What: ``init_process_group`` waits until this process has left the previous group, and tries again when the store
+that it found goes away.
+Why: a rank that destroys a group and makes the next one before rank 0 does finds the server of the one that ends.
+Versions: all.
+Undo: the function is torch's again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import time
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from symcomm.torch_backend.torch_patches.patch import Undo, replace_function
+
+__all__ = ["apply"]
+
+
+def apply() -> Undo:
+    known = c10d.init_process_group
+
+    @functools.wraps(known)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        asked = inspect.signature(known).bind(*args, **kwargs).arguments
+        if (life := sys.modules.get("symcomm.torch_backend.lifecycle")) is not None:
+            life.await_previous_group()
+        end = time.monotonic() + (asked.get("timeout") or c10d.default_pg_timeout).total_seconds()
+        while True:
+            try:
+                return known(*args, **kwargs)
+            except dist.DistNetworkError:
+                if asked.get("store") is not None or not _is_ours(asked.get("backend")) or time.monotonic() > end:
+                    raise
+                c10d._world.group_count = 0  # the next attempt's group has the same name, and so the same keys
+
+    return replace_function("init_process_group", init_process_group)
+
+
+def _is_ours(backend: Any) -> bool:
+    """Whether init_process_group(backend) asks for us."""
+    return backend is not None and "symcomm" in str(dist.Backend(str(backend)))

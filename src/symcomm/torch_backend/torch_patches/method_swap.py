@@ -1,0 +1,89 @@
+"""Swaps methods of our groups while somebody is inside one of torch's dispatch modes.
+
+Calls cost nothing more at other times. Several modes may be entered and left in any order, by several threads: the
+methods are always the class's own, wrapped for each kind of mode that is entered somewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from symcomm.torch_backend.torch_patches.patch import Undo, all_of, replace
+
+__all__ = ["own", "wrap_inside"]
+
+# (the name, the class's own method, what is there now) -> what is there meanwhile, or None where that stays
+Wrapper = Callable[[str, Callable[..., Any], Callable[..., Any]], Callable[..., Any] | None]
+
+_lock = threading.RLock()
+_own: dict[tuple[type, str], Callable[..., Any]] = {}  # methods that are swapped now
+
+
+class _Layer:
+    """What one kind of mode does to a class's methods."""
+
+    def __init__(self, wrapper: Wrapper):
+        self.wrapper = wrapper
+        self.entered = 0  # by how many, in all threads
+
+
+_layers: dict[type, list[_Layer]] = {}
+
+
+def own(owner: type, name: str) -> Callable[..., Any]:
+    """The class's own method, also while methods are swapped."""
+    with _lock:
+        return _own.get((owner, name)) or getattr(owner, name)
+
+
+def wrap_inside(mode: Any, owner: type, wrapper: Wrapper) -> Undo:
+    """While somebody is inside ``mode``, the methods of ``owner`` are wrapped; later wrappers go around earlier."""
+    layer = _Layer(wrapper)
+    with _lock:
+        _layers.setdefault(owner, []).append(layer)
+    enter, leave = mode.__enter__, mode.__exit__
+
+    @functools.wraps(enter)
+    def entered(self: Any) -> Any:
+        inside = enter(self)
+        _count(owner, layer, +1)
+        return inside
+
+    @functools.wraps(leave)
+    def left(self: Any, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            _count(owner, layer, -1)
+
+    def forget() -> None:
+        with _lock:
+            _layers[owner].remove(layer)
+            _swap(owner)
+
+    return all_of(forget, replace(mode, "__enter__", entered), replace(mode, "__exit__", left))
+
+
+def _count(owner: type, layer: _Layer, change: int) -> None:
+    with _lock:
+        before, layer.entered = layer.entered, layer.entered + change
+        if bool(before) != bool(layer.entered):
+            _swap(owner)
+
+
+def _swap(owner: type) -> None:
+    for (whose, name), method in list(_own.items()):
+        if whose is owner:
+            setattr(owner, name, method)
+            del _own[owner, name]
+    for name, method in list(vars(owner).items()):
+        now = method
+        for layer in _layers[owner]:
+            if layer.entered and callable(method):
+                now = layer.wrapper(name, method, now) or now
+        if now is not method:
+            _own[owner, name] = method
+            setattr(owner, name, now)

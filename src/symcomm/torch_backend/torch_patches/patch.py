@@ -1,0 +1,84 @@
+"""What all patches use: replacing attributes, so that it can be undone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from symcomm.torch_backend import versions
+
+__all__ = ["Undo", "add_to_world", "all_of", "ask_ours_first", "our_group", "replace", "replace_function"]
+
+Undo = Callable[[], None]
+
+
+def replace(owner: Any, name: str, value: Any) -> Undo:
+    """Set an attribute. Undoing leaves what somebody else has put there since."""
+    is_own = name in vars(owner)  # and not a base class's
+    known = vars(owner).get(name)
+    setattr(owner, name, value)
+    placed = vars(owner)[name]
+
+    def undo() -> None:
+        if vars(owner).get(name) is not placed:
+            return
+        if is_own:
+            setattr(owner, name, known)
+        else:
+            delattr(owner, name)
+
+    return undo
+
+
+def replace_function(name: str, value: Any) -> Undo:
+    """A function of torch.distributed; private ones are in its inner module only."""
+    owners = [owner for owner in (c10d, dist) if name in vars(owner)]
+    return all_of(*(replace(owner, name, value) for owner in owners))
+
+
+def all_of(*undos: Undo) -> Undo:
+    def undo() -> None:
+        for each in reversed(undos):
+            each()
+
+    return undo
+
+
+def ask_ours_first(name: str, ours: Callable[..., Any]) -> Undo:
+    """Replace a function of torch.distributed, where this version has it, by ``ours``, which returns NotImplemented
+    for what is not its business."""
+    known = versions.present(c10d, [name]).get(name)
+    if known is None:
+        return all_of()
+
+    @functools.wraps(known)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        answer = ours(*args, **kwargs)
+        return known(*args, **kwargs) if answer is NotImplemented else answer
+
+    return replace_function(name, either)
+
+
+def our_group(group: Any) -> Any:
+    """``group``, or the default group, if it is ours and this rank is in it; else None."""
+    target = group if group is not None else c10d._get_default_group()
+    return target if getattr(target, "is_symcomm", False) else None
+
+
+def add_to_world(group: Any, backend: str, store: Any, desc: str, ranks: Sequence[int]) -> Any:
+    """Have torch know ``group``. ``ranks``: each member's global rank."""
+    name = group.group_name
+    group._set_group_desc(desc)
+    c10d._world.pg_map[group] = (backend, store)
+    c10d._world.pg_names[group] = name
+    c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(c10d.Backend(backend)))
+    c10d._world.pg_group_ranks[group] = {r: k for k, r in enumerate(ranks)}
+    c10d._world.pg_to_tag[group] = f"ptd:{name}"
+    for tag in ("", f"ptd:{name}"):
+        c10d._world.tags_to_pg.setdefault(tag, []).append(group)
+    c10d._register_process_group(name, group)
+    return group

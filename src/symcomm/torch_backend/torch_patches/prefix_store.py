@@ -1,0 +1,36 @@
+"""What: ``dist.PrefixStore(prefix, store)`` takes our stores.
+Why: whatever takes a store puts a prefix before its keys first.
+Versions: all.
+Undo: the constructor is C++'s again.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from symcomm.torch_backend.torch_patches.patch import Undo, replace
+
+__all__ = ["apply"]
+
+
+def apply() -> Undo:
+    known = dist.PrefixStore.__init__
+
+    @functools.wraps(known)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        known(self, *map(_as_torchs, args), **{name: _as_torchs(value) for name, value in kwargs.items()})
+
+    return replace(dist.PrefixStore, "__init__", make)
+
+
+def _as_torchs(value: Any) -> Any:
+    base = sys.modules.get("symcomm.store.base")  # loaded by whoever made a store of ours
+    if base is None or not isinstance(value, base.Store):
+        return value
+    from symcomm.torch_backend.stores import as_torch_store
+
+    return as_torch_store(value)
