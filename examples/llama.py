@@ -5,7 +5,7 @@
     symcomm run -n 2 examples/llama.py gloo --compile
 
 The model is symcomm.llama, 150 lines of PyTorch. `--check` compares the tokens with those of one rank that has the
-whole model. docs/inference.md explains it.
+whole model. docs/tutorials/inference.md explains it.
 """
 
 import argparse

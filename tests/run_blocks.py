@@ -1,11 +1,14 @@
 """``python -m tests.run_blocks FOLDER``: runs each Python file there by itself, in a process that torch is loaded in
-already, and says how those that fail ended, a zero byte after each."""
+already, and says how those that fail ended, a zero byte after each.
+
+What a comment after ``print(...)`` shows must be printed, with ``...`` for anything; comments in words are skipped."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import re
 import runpy
 import signal
 import sys
@@ -32,6 +35,9 @@ def run_alone(path: Path) -> str:
         except BaseException:
             status = 1
             said.write(traceback.format_exc())
+        if missing := [] if status else broken_promises(path.read_text(), said.getvalue()):
+            status = 1
+            said.write(f"\nthis was promised, and not printed: {missing}")
         os.write(writer, said.getvalue()[-3000:].encode())
         os._exit(status)
     os.close(writer)
@@ -39,6 +45,16 @@ def run_alone(path: Path) -> str:
         said = file.read().decode()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return f"{path.name} ended with {code}:\n{said}" if code else ""
+
+
+def broken_promises(code: str, printed: str) -> list[str]:
+    shown = re.findall(r"^ *print\(.*\) {2,}# (.+)$", code, flags=re.M)
+    shown = [text for text in shown if "..." in text or not text[0].isalpha()]  # else it says something in words
+
+    def as_pattern(text: str) -> str:
+        return ".*".join(re.escape(part.strip()) for part in text.split("..."))
+
+    return [text for text in shown if not re.search(as_pattern(text), printed, flags=re.S)]
 
 
 def main(folder: Path) -> int:

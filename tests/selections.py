@@ -40,10 +40,10 @@ MAIN_ONLY = (
     "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_graphs", "gpu_torch", "gpu_windows", "groups", "grow",
     "hosts_aftermath",
     "hosts_attack", "hosts_failures", "hosts_lines", "hosts_network", "hosts_strangers", "hosts_values",
-    "joint_copies", "layers", "leaving", "litmus", "model", "p2p", "ray", "reconfigure", "reconfigure_deaths",
-    "reduce_kernels", "reentrant", "sites", "soak_short", "spawn", "standoff", "stops", "store_kept_socket",
-    "stream", "top_browser", "top_feed", "trace_failures", "trace_live", "trace_timing", "trust", "waiting",
-    "workflow",
+    "integrations", "joint_copies", "layers", "leaving", "litmus", "model", "p2p", "ray", "reconfigure",
+    "reconfigure_deaths", "reduce_kernels", "reentrant", "site", "sites", "soak_short", "spawn", "standoff",
+    "stops", "store_kept_socket", "stream", "top_browser", "top_feed", "trace_failures", "trace_live",
+    "trace_timing", "trust", "waiting", "workflow",
 )  # fmt: skip
 
 # What takes longest, longest first: `make test` begins with it.

@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = {page: re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S) for page in PAGES}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT).with_suffix("")).replace("/", "-")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +25,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("blocks")
     for page, blocks in BLOCKS.items():
         for number, block in enumerate(blocks):
-            (folder / f"{page.stem}-{number}.py").write_text(block)
+            (folder / f"{name_of(page)}-{number}.py").write_text(block)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "tests.run_blocks", str(folder)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=450)
@@ -31,12 +35,12 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("page", [p for p in PAGES if BLOCKS[p]], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if BLOCKS[p]], ids=name_of)
 def test_python_blocks_run_alone(page: Path, failures: list[str]):
-    assert [text for text in failures if text.startswith(f"{page.stem}-")] == []
+    assert [text for text in failures if re.match(rf"{name_of(page)}-\d+\.py ", text)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"

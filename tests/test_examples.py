@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import signal
@@ -39,7 +40,7 @@ def losses(lines: list[str]) -> list[float]:
     return [float(line.split()[1]) for line in lines if line.startswith("loss ")]
 
 
-PROGRAMS = ["ddp", "fsdp2", "tensor_parallel", "zero", "checkpoint", "accelerate_train", "lightning_train"]
+PROGRAMS = ["ddp", "ddp_hook", "fsdp2", "tensor_parallel", "zero", "checkpoint", "accelerate_train", "lightning_train"]
 NEEDS = {"accelerate_train": "accelerate", "lightning_train": "lightning"}
 THERE = [name for name in PROGRAMS if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
 
@@ -86,6 +87,39 @@ def test_the_command_that_the_examples_name(trained: list[dict[str, list[float]]
 
 def test_first_steps():
     assert run_example("first_steps.py", ranks=4) == ["sums: [6.0, 10.0, 14.0] ranks: [0.0, 1.0, 2.0, 3.0]"]
+
+
+def test_custom_collective():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples/custom_collective.py")],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout.splitlines()[1::2] == ["rank 1: [1.0, 3.0, 5.0]", "rank 3: [6.0, 10.0, 14.0]"], done.stderr
+
+
+def test_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    nbclient = pytest.importorskip("nbclient", reason="notebooks are run by nbclient (pip install nbclient ipykernel)")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("matplotlib")
+    nbformat = importlib.import_module("nbformat")
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(ROOT / "examples/notebook.ipynb", 4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "kept without outputs"
+    client = nbclient.NotebookClient(notebook, timeout=90, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in outputs), "a plot"
+    (said,) = (output["text"] for output in outputs if "did not make the same call" in output.get("text", ""))
+    explained = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    for part in (
+        "ranks 0, 1, 3 called all_reduce(float32 x 1000, SUM)",
+        "rank 2 called all_reduce(float32 x 999, SUM)",
+    ):
+        assert part in said and part in explained
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,6 +1,6 @@
 """The models of the core's protocols: no reachable state is wrong, and each line that protects them is needed.
 
-`make prove` explores the larger ones too. What each stands for is in docs/model.md.
+`make prove` explores the larger ones too. What each stands for is in docs/explanation/model.md.
 """
 
 from __future__ import annotations
@@ -196,9 +196,9 @@ def test_own_words_are_no_steps():
 
 
 def test_the_page_names_functions_that_exist():
-    """docs/model.md says which model stands for which function of the core."""
+    """docs/explanation/model.md says which model stands for which function of the core."""
     source, missing = ROOT / "src" / "symcomm", []
-    named = re.findall(r"`([\w/]+\.(?:c|py)): (\w+)\(\)`", (ROOT / "docs" / "model.md").read_text())
+    named = re.findall(r"`([\w/]+\.(?:c|py)): (\w+)\(\)`", (ROOT / "docs/explanation/model.md").read_text())
     for file, function in named:
         path = source / "_core" / file if file.endswith(".c") else source / file
         if not path.exists() or not re.search(rf"\b{function}\(", path.read_text()):

@@ -452,7 +452,7 @@ def test_check_refuses_what_is_no_measurement(tmp_path):
 @pytest.mark.parametrize("spec", ["star", "fat-tree:4,oversubscription=3", "torus:3x4", "ring"])
 def test_simgrid_agrees(spec):
     """An independent simulator plays the same rounds; what it knows of max-min sharing is its own."""
-    pytest.importorskip("simgrid", reason="SimGrid is not installed: see docs/simulate.md")
+    pytest.importorskip("simgrid", reason="SimGrid is not installed: see docs/how-to/simulate.md")
     topology = parse_topology(spec, 12)
     ways = [r for way in ("ring", "halving", "direct") for r in reduce_scatter_rounds(way, 12, 1e8)]
     rounds = [*ways, *tree(12, 1e8, 4, up=True)]

@@ -718,9 +718,9 @@ def test_prefixes_nest(ours):
 
 
 def test_the_examples_in_the_docs_run():
-    text = (Path(__file__).parent.parent / "docs" / "stores.md").read_text()
+    text = (Path(__file__).parent.parent / "docs/how-to/stores.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) >= 5
     names: dict[str, Any] = {}
     for block in blocks:
-        exec(compile(block, "docs/stores.md", "exec"), names)
+        exec(compile(block, "docs/how-to/stores.md", "exec"), names)

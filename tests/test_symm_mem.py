@@ -701,7 +701,7 @@ def test_sharing_by_name(tmp_path):
 
 # --- the documentation -----------------------------------------------------------------------------------
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "symmetric-memory.md"
+DOCUMENT = Path(__file__).parent.parent / "docs/how-to/symmetric-memory.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
 
 

@@ -30,7 +30,7 @@ def test_what_is_installed_with_us_is_what_was_tested():
 
 
 def test_the_page_lists_every_version_that_was_tested():
-    page = (ROOT / "docs" / "compatibility.md").read_text()
+    page = (ROOT / "docs/reference/compatibility.md").read_text()
     assert re.findall(r"^\| (2\.\d+\.\d+)", page, re.MULTILINE) == list(TESTED)
 
 

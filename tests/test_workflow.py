@@ -24,11 +24,19 @@ def test_commands_are_targets_of_the_makefile():
 
 
 def test_versions_are_those_that_are_promised():
-    promised = (ROOT / "docs/compatibility.md").read_text()
+    promised = (ROOT / "docs/reference/compatibility.md").read_text()
     torches = WORKFLOW["jobs"]["torch"]["strategy"]["matrix"]["torch"]
     pythons = WORKFLOW["jobs"]["python"]["strategy"]["matrix"]["python"]
     assert torches and all(f"| {version} |" in promised for version in torches)
     assert pythons and all(version in promised for version in pythons)
+
+
+def test_the_package_says_which_pythons_it_was_tested_on():
+    package = (ROOT / "pyproject.toml").read_text()
+    tested = {*WORKFLOW["jobs"]["python"]["strategy"]["matrix"]["python"], "3.11"}
+    assert set(re.findall(r"Python :: (3\.\d+)\"", package)) == tested
+    page = (ROOT / "docs/reference/compatibility.md").read_text()
+    assert all(re.search(rf"\b{re.escape(version)}\b", page) for version in tested)
 
 
 def test_both_kinds_of_machines_are_tested():

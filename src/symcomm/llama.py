@@ -1,6 +1,6 @@
 """A decoder of Llama's shape with random weights, split over ranks.
 
-`examples/llama.py` is a program around it, and `symcomm bench llm` measures it. docs/inference.md explains it.
+`examples/llama.py` is a program around it, and `symcomm bench llm` measures it; see docs/tutorials/inference.md.
 """
 
 from __future__ import annotations

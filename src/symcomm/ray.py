@@ -44,6 +44,8 @@ def run(
     (STRICT_PACK: all on one). ``timeout`` is the group's. ``start_deadline`` is how many seconds Ray may take to find
     room and to start the ranks; ``deadline`` is how many they may then take. ``env`` is set in every rank. Without
     ``ray.init()``, the cluster at ``address`` is joined, or the one Ray finds, or a local one is started.
+
+    Raises: the first rank's error; BadArgumentError, RankFailedError, DeadlineError, ResourceError.
     """
     _check(n, strategy, num_cpus, num_gpus)
     ray = _load()

@@ -1,4 +1,4 @@
-"""The versions of torch that the tests have passed on (see docs/compatibility.md). Loads nothing."""
+"""The versions of torch that the tests have passed on (see docs/reference/compatibility.md). Loads nothing."""
 
 from __future__ import annotations
 

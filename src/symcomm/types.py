@@ -97,7 +97,9 @@ class _ReduceOpMeta(type):
 
 
 class ReduceOp(metaclass=_ReduceOpMeta):
-    """A reduce operation, with the factor that PREMUL_SUM carries (a number or a tensor)."""
+    """A reduce operation, with the factor that PREMUL_SUM carries (a number or a tensor).
+
+    Raises: WrongTypeError; CallerError for a factor of anything but PREMUL_SUM."""
 
     RedOpType = RedOpType
     SUM = RedOpType.SUM
@@ -195,5 +197,7 @@ def _same_factor(one: Any, other: Any) -> bool:
 
 
 def make_premul_sum(factor: Any) -> ReduceOp:
-    """SUM of the inputs, each multiplied by ``factor`` (a number, or a tensor that broadcasts) first."""
+    """SUM of the inputs, each multiplied by ``factor`` (a number, or a tensor that broadcasts) first.
+
+    Raises: nothing; a factor of another type fails in the collective."""
     return ReduceOp(RedOpType.PREMUL_SUM, factor=factor)

@@ -236,7 +236,7 @@ class BarrierOptions(_CallOptions):
 
 @with_half
 class ReconfigureOptions(Options):
-    """Who forms a group from now on; see docs/reconfigure.md."""
+    """Who forms a group from now on; see docs/how-to/reconfigure.md."""
 
     __slots__ = ()
     uuid = Option(0, integer)

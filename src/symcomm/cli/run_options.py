@@ -62,7 +62,7 @@ Env = Annotated[
 ]
 Server = Annotated[
     bool,
-    typer.Option("--server", help="Every rank serves what it does, to this user only; see docs/control-plane.md."),
+    typer.Option("--server", help="Every rank serves what it does to this user; see docs/reference/control-plane.md."),
 ]
 Insecure = Annotated[
     bool,

@@ -39,7 +39,7 @@ def simulate(
     sizes: Annotated[str, typer.Option("--bytes", metavar="SIZES", help="The tensor: 64K, 1G, or 1M,64M,1G.")] = "64M",
     topology: Annotated[
         str,
-        typer.Option("--topology", metavar="SPEC", help="star, ring, torus:8x8, fat-tree:32; see docs/simulate.md."),
+        typer.Option("--topology", metavar="SPEC", help="star, ring, torus:8x8, fat-tree:32: docs/how-to/simulate.md."),
     ] = "star",
     engine: Annotated[str, typer.Option("--engine", help=f"Who costs the network: {' or '.join(ENGINES)}.")] = "model",
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Tensors live in symmetric memory.")] = False,

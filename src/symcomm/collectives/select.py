@@ -86,7 +86,7 @@ class Limits:
     attach_ranks: int = 4
     nodes: tuple[int, ...] = ()  # each rank's NUMA node, -1 where it is not bound to one; () where all are on one
     # By node, where each has so many ranks, go all_reduce, all_gather and broadcast, and reduce_scatter, from so many
-    # bytes on. All three are simulated (docs/simulate.md), not yet measured.
+    # bytes on. All three are simulated (docs/how-to/simulate.md), not yet measured.
     node_ranks: int = 4
     node_bytes: int = 256 << 10
     node_scatter_bytes: int = 8 << 20

@@ -39,6 +39,8 @@ def explain(fn: Callable[..., Any], *args: Any, show: bool = True, **kwargs: Any
     """Compile ``fn``, call it once with these arguments, and print what became of each collective.
 
     A backward pass belongs to it if ``fn`` runs one. Every rank calls this; ``show=False`` prints nothing.
+
+    Raises: what ``fn`` and its compilation raise.
     """
     from torch._inductor import config
 

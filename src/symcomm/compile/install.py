@@ -21,11 +21,16 @@ _undo: list[Callable[[], None]] = []
 
 
 def is_installed() -> bool:
+    """Whether Inductor compiles collectives of our groups our way.
+
+    Raises: nothing."""
     return bool(_undo)
 
 
 def install() -> None:
-    """Compile collectives of our groups our way. Harmless when called twice; loads Inductor."""
+    """Compile collectives of our groups our way. Harmless when called twice; loads Inductor.
+
+    Raises: nothing."""
     importlib.import_module("torch._inductor.compile_fx")  # before the lock: who waits for it to load calls us too
     with _lock:
         if not _undo:
@@ -33,7 +38,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo install(). What is compiled already stays as it is."""
+    """Undo install(). What is compiled already stays as it is.
+
+    Raises: nothing."""
     with _lock:
         while _undo:
             _undo.pop()()

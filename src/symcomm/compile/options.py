@@ -43,6 +43,9 @@ _current: list[Options] = []  # the last one holds; the first is read from the e
 
 
 def current() -> Options:
+    """The options in force: those of ``SYMCOMM_COMPILE``, and of ``configure`` around the caller.
+
+    Raises: BadArgumentError for a bad ``SYMCOMM_COMPILE``."""
     if not _current:
         _current.append(_from_environment())
     return _current[-1]
@@ -50,7 +53,9 @@ def current() -> Options:
 
 @contextlib.contextmanager
 def configure(**changes: bool | None) -> Iterator[Options]:
-    """``with configure(bucket=False): ...``: what is compiled inside is compiled so. On every rank alike."""
+    """``with configure(bucket=False): ...``: what is compiled inside is compiled so. On every rank alike.
+
+    Raises: BadArgumentError."""
     known = [field.name for field in fields(Options)]
     for name, value in changes.items():
         if name not in known:

@@ -5,7 +5,7 @@ and only then does its caller learn of it. So a result read from a peer's memory
 time the GPU was done with it: that is checked then, not before (``found``).
 
 Peers may be using this rank's tensors when it fails. They are told to stop, and the error is raised once they have
-stopped, and the rank's own works have ended, or after LEAVE_S: see docs/failures.md for what that means.
+stopped, and the rank's own works have ended, or after LEAVE_S: see docs/explanation/failures.md for what that means.
 """
 
 from __future__ import annotations

@@ -43,6 +43,8 @@ def compute_bucket_assignment_by_size(
 
     With ``tensor_indices`` the tensors come in the order in which their gradients arrive, and buckets keep that order;
     without, buckets are sorted by the smallest index in them.
+
+    Raises: BadArgumentError.
     """
     _check(tensors, bucket_size, expect_sparse_gradient, tensor_indices, logger)
     done: list[tuple[list[int], int]] = []

@@ -50,7 +50,9 @@ class _Pack:
 
 @not_compiled
 def broadcast_coalesced(process_group: Any, tensors: Sequence[Any], buffer_size: int, src: int = 0) -> None:
-    """Everybody's ``tensors`` become those of rank ``src`` of the group; they travel in packs of ``buffer_size``."""
+    """Everybody's ``tensors`` become those of rank ``src`` of the group; they travel in packs of ``buffer_size``.
+
+    Raises: what a group's broadcast raises."""
     call = "_broadcast_coalesced"
     group_of(call, process_group)
     values.integer(f"{call}: buffer_size", buffer_size)

@@ -78,7 +78,9 @@ class Bucket:
 
 
 class GradBucket:
-    """What a communication hook is given: one bucket's flat buffer, and whose gradients are where in it."""
+    """What a communication hook is given: one bucket's flat buffer, and whose gradients are where in it.
+
+    Raises: nothing."""
 
     __slots__ = ("__weakref__", "_bucket", "_buffer", "_count", "_index")
 

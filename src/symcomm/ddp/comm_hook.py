@@ -38,6 +38,8 @@ class CommHook:
     """The interface; ``parse_hook_result`` takes what the future of ``run_hook`` holds.
 
     ``callbacks_only_compute``: no callback of the hook's futures starts a collective, so buckets need not take turns.
+
+    Raises: CallerError from a ``run_hook`` that a subclass does not define.
     """
 
     callbacks_only_compute = False
@@ -121,7 +123,9 @@ _BUILTIN = {BuiltinCommHookType.ALLREDUCE: AllReduceHook, BuiltinCommHookType.FP
 
 
 def register_comm_hook(reducer: Any, state: object, comm_hook: Any) -> None:
-    """Let ``comm_hook(state, bucket)`` reduce buckets; it may also be a CommHook, with ``state`` None."""
+    """Let ``comm_hook(state, bucket)`` reduce buckets; it may also be a CommHook, with ``state`` None.
+
+    Raises: WrongTypeError; CallerError for a second hook."""
     if not isinstance(comm_hook, CommHook):
         if not callable(comm_hook):
             raise wrong_type("_register_comm_hook", "comm_hook", comm_hook, "a function of a state and a bucket")
@@ -130,7 +134,9 @@ def register_comm_hook(reducer: Any, state: object, comm_hook: Any) -> None:
 
 
 def register_builtin_comm_hook(reducer: Any, comm_hook_type: Any) -> None:
-    """Let one of the built-in hooks reduce buckets."""
+    """Let one of the built-in hooks reduce buckets.
+
+    Raises: WrongTypeError; CallerError for a second hook."""
     reducer_of("_register_builtin_comm_hook", reducer)
     for kind, make in _BUILTIN.items():
         if kind == comm_hook_type:

@@ -42,7 +42,9 @@ _MOMENTS = {
 
 
 class DDPLoggingData:
-    """Words and numbers by key."""
+    """Words and numbers by key.
+
+    Raises: WrongTypeError for a map of anything else."""
 
     __slots__ = ("_ints_map", "_strs_map")
 
@@ -72,7 +74,9 @@ def _listed(items: Iterable[Any]) -> str:
 
 
 class Logger:
-    """Collects facts about a reducer; the reducer refers back to it only weakly."""
+    """Collects facts about a reducer; the reducer refers back to it only weakly.
+
+    Raises: WrongTypeError."""
 
     def __init__(self, reducer: Any):
         self._reducer = reducer_of("Logger", reducer)

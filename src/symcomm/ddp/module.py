@@ -45,6 +45,9 @@ class DistributedDataParallel(TorchDDP):
 
     One default differs: ``gradient_as_bucket_view=True``, since gradients that stay in their buckets save one copy of
     the model's size in time and memory. Pass False for gradients in memory of their own.
+
+    Raises: BadArgumentError; CollectiveMismatchError naming the first parameter that differs between ranks; CallerError
+    naming parameters without gradients; what a group's all_reduce raises.
     """
 
     def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any):

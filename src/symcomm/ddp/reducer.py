@@ -61,7 +61,9 @@ def _remove(handles: list[Any]) -> None:
 
 
 class Reducer(Filler):
-    """See the module's text. Arguments and methods are those of PyTorch's."""
+    """See the module's text. Arguments and methods are those of PyTorch's.
+
+    Raises: BadArgumentError, CallerError; what a group's all_reduce raises."""
 
     def __init__(
         self,

@@ -82,7 +82,9 @@ def verify_params(process_group: Any, params: Sequence[Any], names: Mapping[int,
 
 
 def verify_params_across_processes(process_group: Any, params: Sequence[Any], logger: Any = None) -> None:
-    """``verify_params`` for callers who know no names."""
+    """``verify_params`` for callers who know no names.
+
+    Raises: CollectiveMismatchError on every rank, naming the first parameter that differs; WrongTypeError."""
     call = "_verify_params_across_processes"
     group_of(call, process_group)
     values.tensors(f"{call}: params", params)

@@ -22,6 +22,8 @@ def parallel_apply(
     An input that is not a tuple or list is a single argument. A device that is not given is the first tensor's of the
     input. Grad mode, inference mode and autocast are those of the caller. When one fails, an exception of its type
     names it and carries its traceback.
+
+    Raises: BadArgumentError; what a module raises, with its replica and device.
     """
     count = len(modules)
     for name, given in (("inputs", inputs), ("kwargs", kwargs), ("devices", devices)):

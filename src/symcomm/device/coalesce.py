@@ -40,6 +40,8 @@ def broadcast_coalesced(tensors: Any, devices: Any, buffer_size: int = BUFFER_SI
 
     The first entry of ``devices`` that is the tensors' own device gets the tensors themselves; every other entry gets
     copies of its own, even when it is the same device again.
+
+    Raises: BadArgumentError.
     """
     call = "broadcast_coalesced"
     tensors = as_tensors(call, "tensors", tensors)
@@ -102,6 +104,8 @@ def reduce_add_coalesced(
 
     A column whose tensors are all sparse has a sparse sum, and a dense one if only some are. A single list that is
     already on ``destination`` is given back as it is.
+
+    Raises: BadArgumentError.
     """
     call = "reduce_add_coalesced"
     limit = _check_buffer_size(call, buffer_size)

@@ -45,6 +45,8 @@ def broadcast(tensor: torch.Tensor, devices: Any = None, *, out: Any = None) -> 
     """A copy of ``tensor`` on each of ``devices``, or in each tensor of ``out``.
 
     Where a device is the tensor's own, the result is the tensor itself.
+
+    Raises: BadArgumentError.
     """
     check_tensor("broadcast", "tensor", tensor)
     if (devices is None) == (out is None):
@@ -95,6 +97,8 @@ def scatter(
     devices when there is too little to share; of nothing, an empty one for each. A piece whose device is the tensor's
     own is a view of it. ``streams`` holds one stream or None per device; the copy then runs on it, after what the
     tensor's current stream has been given so far.
+
+    Raises: BadArgumentError.
     """
     check_tensor("scatter", "tensor", tensor)
     if tensor.layout is not torch.strided:
@@ -208,6 +212,8 @@ def gather(tensors: Any, dim: int = 0, destination: Any = None, *, out: torch.Te
 
     The result has the first tensor's dtype, and a memory format that all of them have. Tensors without dimensions
     become a vector, with a warning.
+
+    Raises: BadArgumentError.
     """
     tensors = as_tensors("gather", "tensors", tensors)
     if not tensors:

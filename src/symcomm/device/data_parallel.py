@@ -26,6 +26,8 @@ class DataParallel(nn.Module):
     time and joins their outputs on ``output_device`` (the first device unless given). A backward adds the copies'
     gradients up in the module's parameters. Devices may be GPUs, "cpu", and the same one several times; without
     ``device_ids`` all GPUs are used, and where there are none the module runs as it is.
+
+    Raises: BadArgumentError; what the module raises, with its replica and device.
     """
 
     def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0):
@@ -78,7 +80,9 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """One such forward, without a wrapper around the module."""
+    """One such forward, without a wrapper around the module.
+
+    Raises: BadArgumentError; what the module raises, with its replica and device."""
     _check_module("data_parallel", module)
     arguments = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     devices = _devices("data_parallel", device_ids)

@@ -19,7 +19,9 @@ from symcomm.device.devices import as_devices, as_tensors, check_tensor
 
 
 class Broadcast(Function):
-    """``Broadcast.apply(devices, *tensors)``: all tensors on the first device, then all on the second, and so on."""
+    """``Broadcast.apply(devices, *tensors)``: all tensors on the first device, then all on the second, and so on.
+
+    Raises: BadArgumentError."""
 
     @staticmethod
     def forward(ctx: Any, devices: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -62,7 +64,9 @@ class Broadcast(Function):
 
 
 class ReduceAddCoalesced(Function):
-    """``ReduceAddCoalesced.apply(destination, count, *tensors)``: the sums of ``count`` tensors from each device."""
+    """``ReduceAddCoalesced.apply(destination, count, *tensors)``: the sums of ``count`` tensors from each device.
+
+    Raises: BadArgumentError."""
 
     @staticmethod
     def forward(ctx: Any, destination: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -90,7 +94,9 @@ def _sums(destination: Any, count: int, tensors: Sequence[torch.Tensor]) -> tupl
 
 
 class Scatter(Function):
-    """``Scatter.apply(devices, chunk_sizes, dim, tensor)``: one piece per device; from the CPU on extra streams."""
+    """``Scatter.apply(devices, chunk_sizes, dim, tensor)``: one piece per device; from the CPU on extra streams.
+
+    Raises: BadArgumentError."""
 
     @staticmethod
     def forward(ctx: Any, devices: Any, chunk_sizes: Any, dim: int, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -109,7 +115,9 @@ class Scatter(Function):
 
 
 class Gather(Function):
-    """``Gather.apply(destination, dim, *tensors)``: the tensors one after the other along ``dim``."""
+    """``Gather.apply(destination, dim, *tensors)``: the tensors one after the other along ``dim``.
+
+    Raises: BadArgumentError."""
 
     @staticmethod
     def forward(ctx: Any, destination: Any, dim: int, *tensors: torch.Tensor) -> torch.Tensor:

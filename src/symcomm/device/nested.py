@@ -32,6 +32,8 @@ def scatter_nested(value: Any, devices: Any, dim: int = 0) -> list[Any]:
     """``value`` once per device, its tensors split along ``dim``, everything else shared.
 
     There are as many as the tensors give pieces: all of them the same number, or rows would be lost.
+
+    Raises: BadArgumentError.
     """
     targets = as_devices("scatter_nested", "devices", devices)
     _check_pieces("scatter_nested", _tensors_in(value, "value"), len(targets), dim)
@@ -93,7 +95,9 @@ def _like(template: dict[Any, Any], items: dict[Any, Any]) -> Any:
 def scatter_kwargs(
     inputs: Sequence[Any], kwargs: dict[str, Any] | None, devices: Any, dim: int = 0
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
-    """Positional and keyword arguments for each device; as many as both of them have pieces."""
+    """Positional and keyword arguments for each device; as many as both of them have pieces.
+
+    Raises: BadArgumentError."""
     targets = as_devices("scatter_kwargs", "devices", devices)
     tensors = chain(_tensors_in(inputs, "inputs"), _tensors_in(kwargs, "kwargs"))
     _check_pieces("scatter_kwargs", tensors, len(targets), dim)
@@ -115,6 +119,8 @@ def gather_nested(outputs: Iterable[Any], destination: Any, dim: int = 0) -> Any
     """One value from those of all devices: tensors joined along ``dim`` on ``destination``.
 
     The values must have one structure. What is not a tensor must be the same in all.
+
+    Raises: BadArgumentError.
     """
     if isinstance(outputs, torch.Tensor) or not isinstance(outputs, Iterable):
         raise errors.bad_argument("gather_nested", "outputs", type(outputs), "a list, one output for each device")

@@ -21,6 +21,8 @@ def replicate(module: nn.Module, devices: Any, detach: bool = False) -> list[nn.
     The copies' parameters are plain tensors, whose gradients are added up in the module's parameters; with ``detach``
     they are cut off, but for those that are the module's own. Buffers are copied, and shared where the memory is: what
     the first copy writes in place, stays.
+
+    Raises: BadArgumentError.
     """
     if not isinstance(module, nn.Module):
         raise errors.bad_argument("replicate", "module", type(module), "a torch.nn.Module")

@@ -42,6 +42,8 @@ class Session:
     ``admit_every``    newcomers are looked for before every so many steps
     ``on_change``      called with the session whenever ranks have come or gone, also at the start
     ``enter``          returns the group to begin with; unless given, what init() or, in a newcomer, join() returns
+
+    Raises: BadArgumentError, RankFailedError below ``min_size``, NoQuorumError, and what the step raises.
     """
 
     def __init__(

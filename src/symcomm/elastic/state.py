@@ -75,7 +75,9 @@ class RandomState:
 
 
 class Snapshot:
-    """The state of ``things`` at one moment. Taking it again reuses its memory."""
+    """The state of ``things`` at one moment. Taking it again reuses its memory.
+
+    Raises: RankFailedError, DeadlineError from ``send``."""
 
     def __init__(self, things: Mapping[str, Stateful]):
         self.things = things

@@ -45,6 +45,9 @@ def init(
 
     With ``enable_reconfigure`` nobody is waited for: the group is a ReconfigurableGroup, and has no members until its
     first ``reconfigure``.
+
+    Raises: RendezvousError, BadArgumentError, RankFailedError, DeadlineError, StoreConnectionError, StoreAuthError,
+    GroupUnusableError, ResourceError.
     """
     if _current() is not None:
         raise errors.GroupUnusableError("init: the default group exists already; call symcomm.destroy() first.")
@@ -126,15 +129,19 @@ def _init_anywhere(init_method: str, rank: int, world_size: int, seconds: float,
 
 
 def is_newcomer() -> bool:
-    """Whether the launcher started this process to join ranks that already run."""
+    """Whether the launcher started this process to join ranks that already run.
+
+    Raises: nothing."""
     return JOIN in os.environ
 
 
 def join(store: Any = None, name: str = "world", timeout: float | timedelta = 300.0) -> ProcessGroup:
     """Join ranks that already run: comes in when they call ``group.grow()``, and makes the default group.
 
-    Under ``symcomm run`` it takes no arguments; else ``store`` is the one that they met in. Raises GroupUnusableError
-    when they have ended the job, and DeadlineError when nobody let this process in for ``timeout`` seconds."""
+    Under ``symcomm run`` it takes no arguments; else ``store`` is the one that they met in.
+
+    Raises: GroupUnusableError when they have ended the job, DeadlineError when nobody let this process in for
+    ``timeout`` seconds, RendezvousError, StoreConnectionError."""
     from symcomm.group.grow import join_through
 
     if _current() is not None:
@@ -165,7 +172,9 @@ def _current() -> ProcessGroup | None:
 
 
 def default_group() -> ProcessGroup:
-    """The group that init() made."""
+    """The group that init() made.
+
+    Raises: GroupUnusableError before ``init()``."""
     group = _current()
     if group is None:
         raise errors.GroupUnusableError("no default group; call symcomm.init() first.")
@@ -173,11 +182,16 @@ def default_group() -> ProcessGroup:
 
 
 def is_initialized() -> bool:
+    """Whether ``init()`` or ``join()`` made a default group that has not been destroyed.
+
+    Raises: nothing."""
     return _current() is not None
 
 
 def destroy(group: ProcessGroup | None = None) -> None:
-    """Leave ``group``, or the default one."""
+    """Leave ``group``, or the default one.
+
+    Raises: GroupUnusableError where there is no group."""
     target = group or default_group()
     target.destroy()
     if target is _current():
@@ -185,10 +199,16 @@ def destroy(group: ProcessGroup | None = None) -> None:
 
 
 def rank(group: ProcessGroup | None = None) -> int:
+    """This rank's number in ``group``, or in the default group.
+
+    Raises: GroupUnusableError before ``init()``."""
     return (group or default_group()).rank
 
 
 def world_size(group: ProcessGroup | None = None) -> int:
+    """How many ranks ``group``, or the default group, has.
+
+    Raises: GroupUnusableError before ``init()``."""
     return (group or default_group()).size
 
 
@@ -199,7 +219,7 @@ def _on_default(name: str) -> Callable[..., Any]:
         return getattr(group or default_group(), name)(*args, **kwargs)
 
     call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"{method.__doc__} On ``group``, or the default one."
+    call.__doc__ = f"On ``group``, or the default one: {method.__doc__}"
     return call
 
 

@@ -47,7 +47,9 @@ class Collectives:
     # --- reductions -------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Any, op: Any = SUM, async_op: bool = False, timeout: Timeout = None) -> Any:
-        """Combine ``tensor`` over all ranks, in place."""
+        """Combine ``tensor`` over all ranks, in place.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
             status = self._run_cached(_ALL_REDUCE, op, tensor, tensor, self.timeout_ns)
             if status >= 0:
@@ -55,7 +57,9 @@ class Collectives:
         return self.execute(request.all_reduce(self, tensor, op), async_op, timeout)
 
     def reduce(self, tensor: Any, root: int = 0, op: Any = SUM, async_op: bool = False, timeout: Timeout = None) -> Any:
-        """Combine ``tensor`` over all ranks into ``root``'s; the others' stay as they are."""
+        """Combine ``tensor`` over all ranks into ``root``'s; the others' stay as they are.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
             status = self._run_cached(_REDUCE, rooted(root, op), tensor, tensor, self.timeout_ns)
             if status >= 0:
@@ -65,7 +69,9 @@ class Collectives:
     def reduce_scatter_single(
         self, output: Any, input: Any, op: Any = SUM, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
-        """``input`` is one piece per rank, one after the other; rank k gets the combination of all k-th pieces."""
+        """``input`` is one piece per rank, one after the other; rank k gets the combination of all k-th pieces.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
             status = self._run_cached(_REDUCE_SCATTER_SINGLE, op, input, output, self.timeout_ns)
             if status >= 0:
@@ -75,7 +81,9 @@ class Collectives:
     def reduce_scatter(
         self, output: Any, inputs: Sequence[Any], op: Any = SUM, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
-        """Like reduce_scatter_single, with a list of pieces; they may differ in size."""
+        """Like reduce_scatter_single, with a list of pieces; they may differ in size.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
             status = self._run_cached(_REDUCE_SCATTER, op, inputs, output, self.timeout_ns)
             if status >= 0:
@@ -85,7 +93,9 @@ class Collectives:
     # --- copies -----------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None) -> Any:
-        """Everybody's ``tensor`` becomes ``root``'s."""
+        """Everybody's ``tensor`` becomes ``root``'s.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
             status = self._run_cached(_BROADCAST, root, tensor, tensor, self.timeout_ns)
             if status >= 0:
@@ -93,7 +103,9 @@ class Collectives:
         return self.execute(request.broadcast(self, tensor, root), async_op, timeout)
 
     def all_gather_single(self, output: Any, input: Any, async_op: bool = False, timeout: Timeout = None) -> Any:
-        """``output`` becomes all ranks' ``input``, one after the other."""
+        """``output`` becomes all ranks' ``input``, one after the other.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
             status = self._run_cached(_ALL_GATHER_SINGLE, 0, input, output, self.timeout_ns)
             if status >= 0:
@@ -101,7 +113,9 @@ class Collectives:
         return self.execute(request.all_gather_single(self, output, input), async_op, timeout)
 
     def all_gather(self, outputs: Sequence[Any], input: Any, async_op: bool = False, timeout: Timeout = None) -> Any:
-        """``outputs[k]`` becomes rank k's ``input``; sizes may differ between ranks."""
+        """``outputs[k]`` becomes rank k's ``input``; sizes may differ between ranks.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
             status = self._run_cached(_ALL_GATHER, 0, input, outputs, self.timeout_ns)
             if status >= 0:
@@ -111,7 +125,9 @@ class Collectives:
     def gather(
         self, outputs: Sequence[Any] | None, input: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
-        """At ``root``, ``outputs[k]`` becomes rank k's ``input``; the others pass None."""
+        """At ``root``, ``outputs[k]`` becomes rank k's ``input``; the others pass None.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
             status = self._run_cached(_GATHER, root, input, or_none(outputs), self.timeout_ns)
             if status >= 0:
@@ -121,7 +137,9 @@ class Collectives:
     def gather_single(
         self, output: Any, input: Any, root: int = 0, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
-        """At ``root``, ``output`` becomes all ranks' ``input``, one after the other; the others pass None."""
+        """At ``root``, ``output`` becomes all ranks' ``input``, one after the other; the others pass None.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
             status = self._run_cached(_GATHER_SINGLE, root, input, output, self.timeout_ns)
             if status >= 0:
@@ -131,7 +149,9 @@ class Collectives:
     def scatter(
         self, output: Any, inputs: Sequence[Any] | None, root: int = 0, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
-        """Rank k's ``output`` becomes ``root``'s ``inputs[k]``; the others pass None."""
+        """Rank k's ``output`` becomes ``root``'s ``inputs[k]``; the others pass None.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
             status = self._run_cached(_SCATTER, root, or_none(inputs), output, self.timeout_ns)
             if status >= 0:
@@ -146,7 +166,9 @@ class Collectives:
     ) -> Any:  # fmt: skip
         """Piece k of ``input`` goes to rank k; ``output`` collects what came, in rank order.
 
-        Splits count rows of dimension 0, as in torch; without them the pieces are equal."""
+        Splits count rows of dimension 0, as in torch; without them the pieces are equal.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not output_splits and not input_splits and not async_op and timeout is None:
             status = self._run_cached(_ALL_TO_ALL_SINGLE, 0, input, output, self.timeout_ns)
             if status >= 0:
@@ -158,7 +180,9 @@ class Collectives:
     def all_to_all(
         self, outputs: Sequence[Any], inputs: Sequence[Any], async_op: bool = False, timeout: Timeout = None
     ) -> Any:
-        """``inputs[k]`` goes to rank k, ``outputs[k]`` comes from rank k; sizes may differ."""
+        """``inputs[k]`` goes to rank k, ``outputs[k]`` comes from rank k; sizes may differ.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         checked = request.all_to_all(self, outputs, inputs, partial(self._agree_on_splits, timeout))
         return self.execute(checked, async_op, timeout)
 
@@ -173,13 +197,17 @@ class Collectives:
     def all_reduce_coalesced(
         self, tensors: Sequence[Any], op: Any = SUM, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
-        """all_reduce of several tensors, of any dtypes."""
+        """all_reduce of several tensors, of any dtypes.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         return self._in_order([partial(self.all_reduce, t, op) for t in tensors], tensors, async_op, timeout)
 
     def all_gather_coalesced(
         self, outputs: Sequence[Any], inputs: Sequence[Any], async_op: bool = False, timeout: Timeout = None
     ) -> Any:
-        """all_gather_single of several pairs."""
+        """all_gather_single of several pairs.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         pairs = _pairs("all_gather_coalesced", outputs, inputs)
         return self._in_order([partial(self.all_gather_single, *pair) for pair in pairs], outputs, async_op, timeout)
 
@@ -194,7 +222,9 @@ class Collectives:
         self, outputs: Sequence[Any], inputs: Sequence[Any], op: Any = SUM, async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:  # fmt: skip
-        """reduce_scatter_single of several pairs."""
+        """reduce_scatter_single of several pairs.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         pairs = _pairs("reduce_scatter_coalesced", outputs, inputs)
         calls = [partial(self.reduce_scatter_single, *pair, op) for pair in pairs]
         return self._in_order(calls, outputs, async_op, timeout)
@@ -211,7 +241,9 @@ class Collectives:
     # --- the rest ---------------------------------------------------------------------------------------------
 
     def barrier(self, async_op: bool = False, timeout: Timeout = None) -> Any:
-        """Return once every rank has come."""
+        """Return once every rank has come.
+
+        Raises: CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         if not async_op and timeout is None:
             status = self._run_cached(_BARRIER, 0, None, None, self.timeout_ns)
             if status >= 0:

@@ -290,7 +290,9 @@ def join_queue_of(group: ProcessGroup) -> JoinQueue:
 
 
 def close(group: ProcessGroup, why: str = "the job is over; there is nothing to join") -> None:
-    """Tell newcomers, also those to come, that nobody will take them in."""
+    """Tell newcomers, also those to come, that nobody will take them in.
+
+    Raises: CallerError for a group without a store."""
     with contextlib.suppress(errors.PeerError, errors.DeadlineError):  # a store that is gone takes nobody in either
         join_queue_of(group).store.set("closed", why)
 

@@ -24,7 +24,9 @@ def hooks_of(call: str, group: Any) -> Any:
 
 class NanCheckHook:
     """A call whose input holds a NaN raises, before anything is sent. Only what others would receive is looked at:
-    inputs of floating-point and complex numbers, and a broadcast's tensor on its root."""
+    inputs of floating-point and complex numbers, and a broadcast's tensor on its root.
+
+    Raises: CallerError from the call that was given a NaN; BadArgumentError from ``attach``."""
 
     def __init__(self, core: Any):
         self._core: Any = core
@@ -80,7 +82,9 @@ def unhealthy_backends() -> list[str]:
 
 
 class HealthCheckHook:
-    """Once the group is aborted or fails, this process counts as unhealthy: see ``c10d_health_check``."""
+    """Once the group is aborted or fails, this process counts as unhealthy: see ``c10d_health_check``.
+
+    Raises: BadArgumentError from ``attach``."""
 
     @staticmethod
     def attach(group: Any) -> None:

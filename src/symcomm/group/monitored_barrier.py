@@ -23,7 +23,9 @@ class MonitoredBarrier(MessageCalls):
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose failure names the ranks that did not come, and leaves the group usable.
 
-        With ``wait_all_ranks`` all missing ranks are named, otherwise the first."""
+        With ``wait_all_ranks`` all missing ranks are named, otherwise the first.
+
+        Raises: RankFailedError, DeadlineError, GroupUnusableError."""
         self._barriers += 1
         tag = BARRIER_TAG - self._barriers
         seconds = (self.timeout_ns if timeout is None else to_ns("monitored_barrier", timeout)) / 1e9

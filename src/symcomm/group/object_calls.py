@@ -22,21 +22,29 @@ class ObjectCalls(Collectives):
     """Mixed into ProcessGroup."""
 
     def all_gather_object(self, obj: Any, timeout: Timeout = None) -> list[Any]:
-        """Everybody's object, in rank order."""
+        """Everybody's object, in rank order.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         return [pickle.loads(item) for item in self.all_gather_bytes(pickle.dumps(obj), timeout)]
 
     def broadcast_object(self, obj: Any = None, root: int = 0, timeout: Timeout = None) -> Any:
-        """The object of rank ``root``; what others give is not looked at."""
+        """The object of rank ``root``; what others give is not looked at.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         mine = pickle.dumps(obj) if self.rank == root else b""
         return pickle.loads(self._tell("broadcast_object", root, mine, timeout)[root])
 
     def gather_object(self, obj: Any, root: int = 0, timeout: Timeout = None) -> list[Any] | None:
-        """Everybody's object, in rank order, on rank ``root``; None elsewhere."""
+        """Everybody's object, in rank order, on rank ``root``; None elsewhere.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         told = self._tell("gather_object", root, pickle.dumps(obj), timeout)
         return [pickle.loads(item) for item in told] if self.rank == root else None
 
     def scatter_object(self, objs: Sequence[Any] | None = None, root: int = 0, timeout: Timeout = None) -> Any:
-        """This rank's object of those that ``root`` gives, one for each rank; others give None."""
+        """This rank's object of those that ``root`` gives, one for each rank; others give None.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError."""
         mine = b""
         if self.rank == root:
             if objs is None or len(objs) != self.size:

@@ -26,7 +26,9 @@ STATUS_SIZE = native.STATUS_SIZE
 
 @dataclass
 class Message:
-    """One entry of a batch: ``Message.send(tensor, peer, tag)`` or ``Message.receive(tensor, peer, tag)``."""
+    """One entry of a batch: ``Message.send(tensor, peer, tag)`` or ``Message.receive(tensor, peer, tag)``.
+
+    Raises: nothing; ``batch`` checks what it is given."""
 
     is_send: bool
     tensor: Any
@@ -172,7 +174,9 @@ class MessageCalls:
     check_usable: Callable[[], None]
 
     def send(self, tensor: Any, peer: int, tag: int = 0, timeout: Timeout = None) -> None:
-        """Returns once ``tensor`` may be changed again."""
+        """Returns once ``tensor`` may be changed again.
+
+        Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
         if timeout is None and self._failure is None:  # of a plain torch tensor: one call of the core
             outcome = native.p2p_exchange(self.handle, True, peer, tag, tensor, self.timeout_ns)
             if type(outcome) is int:
@@ -184,7 +188,9 @@ class MessageCalls:
         self._post(Message.send(tensor, peer, tag), "send", False).wait(timeout)
 
     def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
-        """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank."""
+        """Fill ``tensor`` from ``peer`` (or from whoever sends first); returns the sender's rank.
+
+        Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
         if timeout is None and self._failure is None:
             outcome = native.p2p_exchange(self.handle, False, peer, tag, tensor, self.timeout_ns)
             if type(outcome) is int:
@@ -207,15 +213,21 @@ class MessageCalls:
         work.wait()
 
     def isend(self, tensor: Any, peer: int, tag: int = 0) -> MessageWork:
-        """Start a send; ``wait()`` before changing ``tensor``."""
+        """Start a send; ``wait()`` before changing ``tensor``.
+
+        Raises: BadArgumentError, GroupUnusableError; ``wait()`` raises RankFailedError, DeadlineError."""
         return self._post(Message.send(tensor, peer, tag), "isend", True)
 
     def irecv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0) -> MessageWork:
-        """Start a receive; ``wait()`` before reading ``tensor``."""
+        """Start a receive; ``wait()`` before reading ``tensor``.
+
+        Raises: BadArgumentError, GroupUnusableError; ``wait()`` raises RankFailedError, DeadlineError."""
         return self._post(Message.receive(tensor, peer, tag), "irecv", True)
 
     def batch(self, messages: Sequence[Message]) -> list[MessageWork]:
-        """Start several sends and receives at once."""
+        """Start several sends and receives at once.
+
+        Raises: BadArgumentError, GroupUnusableError; ``wait()`` raises RankFailedError, DeadlineError."""
         return [self._post(m, "batch", True) for m in messages]
 
     def _check_message(self, call: str, message: Message) -> None:

@@ -39,7 +39,9 @@ WINDOWS = "symcomm.windows"  # a layer above: loaded by name when it is asked fo
 
 
 class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
-    """Made by ``symcomm.init()``, ``join()``, ``new_group()``, ``split()``, ``shrink()`` or ``grow()``."""
+    """Made by ``symcomm.init()``, ``join()``, ``new_group()``, ``split()``, ``shrink()`` or ``grow()``.
+
+    Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, ResourceError."""
 
     spans_hosts = False  # see symcomm.hierarchical
     handle: native.Group  # of the ranks of this host
@@ -115,7 +117,7 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         """How many collectives, messages and puts this rank has made on the group, and which way they took.
 
         ``short``: the core knew the call and did it all; ``long``: Python looked at the tensors and found the plan.
-        ``inline``: the calling thread ran it; ``queued``: the group's own did. See docs/process-group.md."""
+        ``inline``: the calling thread ran it; ``queued``: the group's own did. See docs/how-to/process-group.md."""
 
     @abstractmethod
     def wait_stats(self) -> dict[str, int]:
@@ -230,13 +232,19 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
     def new_window(self, tensor: Any = None) -> Any:
         """A window into every rank's tensor, for one-sided puts and signals. Every rank of the group calls it.
 
-        Without ``tensor``, every rank calls ``tensor_register`` of the window later. See docs/windows.md."""
+        Without ``tensor``, every rank calls ``tensor_register`` of the window later. See docs/how-to/windows.md.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError,
+        ResourceError."""
         return importlib.import_module(WINDOWS).new_window(self, tensor)
 
     # --- groups from groups -----------------------------------------------------------------------------------
 
     def new_group(self, ranks: Sequence[int], name: str = "", timeout: Timeout = None) -> ProcessGroup | None:
-        """A group of ``ranks`` of this one. Every rank of this group calls it; non-members get None."""
+        """A group of ``ranks`` of this one. Every rank of this group calls it; non-members get None.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError,
+        ResourceError."""
         chosen = list(ranks)
         if (
             not chosen
@@ -249,7 +257,10 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         return self._subgroup({r: (0, i) for i, r in enumerate(chosen)}, name, timeout)
 
     def split(self, color: int | None, key: int = 0, name: str = "", timeout: Timeout = None) -> ProcessGroup | None:
-        """Ranks with the same ``color`` form a group, ordered by ``key``, then rank. Color None: no group."""
+        """Ranks with the same ``color`` form a group, ordered by ``key``, then rank. Color None: no group.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError,
+        ResourceError."""
         answers = self.all_gather_bytes(json.dumps([color, key]).encode(), timeout)
         choice = {r: json.loads(a) for r, a in enumerate(answers)}
         return self._subgroup({r: (c, k) for r, (c, k) in choice.items() if c is not None}, name, timeout)

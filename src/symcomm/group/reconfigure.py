@@ -239,7 +239,9 @@ class Reconfiguration(Round):
 class ReconfigurableGroup:
     """What ``symcomm.init(enable_reconfigure=True)`` gives: a group without members until the first ``reconfigure``.
 
-    It then has all methods of a ProcessGroup, those of ``current``, which every ``reconfigure`` replaces."""
+    It then has all methods of a ProcessGroup, those of ``current``, which every ``reconfigure`` replaces.
+
+    Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
 
     def __init__(self, name: str = "world", timeout: Timeout = None, engine: str | None = None):
         self._label = name

@@ -52,7 +52,9 @@ def spawn(
 ) -> list[Any]:
     """Run ``fn(group, *args)`` on ``n`` ranks. ``timeout`` is the group's; ``deadline`` (seconds) ends the run.
 
-    ``hosts``: ranks of each host, as if they were on several, to try out what a job does there: ``hosts=[2, 2]``."""
+    ``hosts``: ranks of each host, as if they were on several, to try out what a job does there: ``hosts=[2, 2]``.
+
+    Raises: the first rank's error; BadArgumentError, DeadlineError, CallerError where a script would start itself."""
     if not isinstance(n, int) or n < 1:
         raise errors.bad_argument("spawn", "n", n, "a positive number of ranks")
     names = _hosts_of_ranks(n, hosts)

@@ -108,7 +108,9 @@ class Watcher:
 
 
 class Work:
-    """What ``async_op=True`` returns. ``wait()`` blocks until the operation is done and raises if it failed."""
+    """What ``async_op=True`` returns. ``wait()`` blocks until the operation is done and raises if it failed.
+
+    Raises: what the operation failed with; DeadlineError from ``wait(timeout)``."""
 
     def __init__(self, group: Any, call: str, site: Site, outputs: Sequence[Buffer], result: Sequence[Any], keep: Any):
         self._group = group  # until it has ended: a group keeps its works, and would keep itself

@@ -10,7 +10,7 @@ From then on every frame carries a MAC whose key comes from the secret and both 
 change, replay, drop or reflect a frame. Nothing is encrypted.
 
 The secret is the job's token (SYMCOMM_TOKEN) where there is one. Otherwise it is one that the callee made and the
-caller read from the store: as safe as the store is (docs/security.md).
+caller read from the store: as safe as the store is (docs/explanation/security.md).
 """
 
 from __future__ import annotations

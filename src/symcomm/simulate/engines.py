@@ -101,6 +101,6 @@ def find_engine(name: str) -> Engine:
     if name == "simgrid" and importlib.util.find_spec("simgrid") is None:
         raise BadArgumentError(
             "symcomm simulate: --engine simgrid needs SimGrid, which is not installed; install 'symcomm[simulate]' as "
-            "docs/simulate.md says, or use --engine model."
+            "docs/how-to/simulate.md says, or use --engine model."
         )
     return ENGINES[name]

@@ -104,7 +104,9 @@ def save(machine: Machine, path: Path | None = None) -> Path:
 
 
 def load(path: Path | None = None) -> Machine:
-    """The calibration of this machine, or DEFAULT when there is none. A file that was named must be there."""
+    """The calibration of this machine, or DEFAULT when there is none. A file that was named must be there.
+
+    Raises: BadArgumentError."""
     wanted = path or cache_file()
     if path is None and not wanted.exists():
         return DEFAULT

@@ -52,7 +52,9 @@ DIRECT_HOSTS = 256  # beyond, everybody to everybody is too many messages to sen
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal hosts, how they are wired, and who works out what rounds cost."""
+    """Equal hosts, how they are wired, and who works out what rounds cost.
+
+    Raises: BadArgumentError."""
 
     ranks_per_host: int
     topology: Topology
@@ -122,6 +124,8 @@ def predict(
 
     ``link``: what joins each host to one switch, or a topology, or the spec of one (``"star,bandwidth=1Gb/s"``).
     ``cores_per_host``: less than ranks_per_host where ranks share cores, as in hosts that are only emulated.
+
+    Raises: BadArgumentError.
     """
     topology = Topology("star", hosts, link) if isinstance(link, Link) else link
     if isinstance(topology, str):
@@ -134,7 +138,9 @@ def predict(
 
 
 def compare(collective: str, nbytes: int, cluster: Cluster) -> list[Estimate]:
-    """Every algorithm's estimate, in the order of ALGORITHMS; direct only for up to DIRECT_HOSTS hosts."""
+    """Every algorithm's estimate, in the order of ALGORITHMS; direct only for up to DIRECT_HOSTS hosts.
+
+    Raises: BadArgumentError."""
     _check(collective, nbytes)
     small = cluster.hosts <= DIRECT_HOSTS
     asked = [name for name in ALGORITHMS[collective] if small or name != "hierarchical direct"]

@@ -134,7 +134,9 @@ def _fat_tree(topology: Topology) -> Route:
 
 
 def parse_topology(spec: str, hosts: int) -> Topology:
-    """A spec, for a number of hosts; see the module's text."""
+    """A spec, for a number of hosts; see the module's text.
+
+    Raises: BadArgumentError."""
     if not isinstance(hosts, int) or hosts < 1:
         raise bad_argument(CALL, "hosts", hosts, "1 or more")
     head, *pairs = [part.strip() for part in spec.split(",")]

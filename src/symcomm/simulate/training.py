@@ -44,7 +44,9 @@ class Step:
 
 
 def ddp_step(model_bytes: int, compute: float, bucket_bytes: int, cluster: Cluster, algorithm: str = "") -> Step:
-    """``model_bytes``: all gradients. ``compute``: seconds of a step that communicates nothing."""
+    """``model_bytes``: all gradients. ``compute``: seconds of a step that communicates nothing.
+
+    Raises: BadArgumentError."""
     _check(model_bytes, compute, bucket_bytes)
     sizes = _cut(model_bytes, bucket_bytes)
     costs, name = _costs("all_reduce", sizes, cluster, algorithm)
@@ -58,7 +60,9 @@ def ddp_step(model_bytes: int, compute: float, bucket_bytes: int, cluster: Clust
 
 
 def fsdp_step(model_bytes: int, compute: float, unit_bytes: int, cluster: Cluster, algorithm: str = "") -> Step:
-    """``unit_bytes``: parameters that are gathered together, a layer or so."""
+    """``unit_bytes``: parameters that are gathered together, a layer or so.
+
+    Raises: BadArgumentError."""
     _check(model_bytes, compute, unit_bytes)
     sizes = _cut(model_bytes, unit_bytes)
     gathers, name = _costs("all_gather", sizes, cluster, algorithm)

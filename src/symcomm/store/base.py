@@ -44,7 +44,9 @@ class NotOfferedError(CallerError, NotImplementedError):
 
 
 class Store:
-    """A key-value store that several processes or threads share. See the module's text for how to subclass it."""
+    """A key-value store that several processes or threads share. See the module's text for how to subclass it.
+
+    Raises: WrongTypeError, StoreDeadlineError; NotImplementedError for a call that a subclass lacks."""
 
     _timeout = DEFAULT_TIMEOUT
 

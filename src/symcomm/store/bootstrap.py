@@ -61,6 +61,8 @@ def rendezvous(
     """Find out who we are and return a store that all ranks share.
 
     ``rank`` and ``world_size``, where given, win over the environment. ``timeout`` is also the store's.
+
+    Raises: RendezvousError, StoreConnectionError, StoreUnreachableError, StoreAuthError.
     """
     if environ is None:
         environ = surroundings()

@@ -17,7 +17,9 @@ __all__ = ["StoreCollectives"]
 
 
 class StoreCollectives:
-    """Collectives among ``world_size`` ranks that share ``store``, which may also be one of PyTorch's."""
+    """Collectives among ``world_size`` ranks that share ``store``, which may also be one of PyTorch's.
+
+    Raises: BadArgumentError, DeadlineError that names who did not come, CallerError for a key that was used before."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         if not isinstance(world_size, int) or world_size < 1:

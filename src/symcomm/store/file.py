@@ -336,6 +336,9 @@ class FileStore(TableStore):
 
     With ``world_size`` given, the file is removed when that many stores have been closed and none is left open.
     Start each job with a new name: what an earlier job left in the file is still there.
+
+    Raises: BadArgumentError, StoreDeadlineError, QueueEmptyError, StoreConnectionError for a damaged file,
+    ResourceError.
     """
 
     def __init__(self, file_name: str, world_size: int = -1) -> None:

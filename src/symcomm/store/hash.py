@@ -199,7 +199,9 @@ class TableStore(Store):
 
 
 class HashStore(TableStore):
-    """A store in this process' memory. Threads may share it; a setter wakes whoever waits."""
+    """A store in this process' memory. Threads may share it; a setter wakes whoever waits.
+
+    Raises: WrongTypeError, StoreDeadlineError, QueueEmptyError."""
 
     def __init__(self) -> None:
         self._table = Table()

@@ -17,6 +17,8 @@ class PrefixStore(Store):
     ``store`` may be any object with a store's methods, also one of PyTorch's; it is given values as bytes. The timeout
     is the inner store's.
     ``list_keys`` shows the keys under the prefix only; ``num_keys`` counts the whole inner store, as in PyTorch.
+
+    Raises: WrongTypeError, and what the inner store raises.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:

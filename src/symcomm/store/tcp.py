@@ -73,6 +73,9 @@ class TCPStore(Store):
     for a proof and give none, as PyTorch's cannot. ``bind`` says where a server listens, if not where ``host_name``
     points. ``limits`` is what a server grants a client. A client that is not ``patient`` raises at once where no server
     listens, instead of trying again until ``timeout``.
+
+    Raises: BadArgumentError, StoreDeadlineError, StoreConnectionError, StoreUnreachableError, StoreAuthError,
+    QueueEmptyError.
     """
 
     def __init__(

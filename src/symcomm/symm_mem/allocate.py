@@ -122,7 +122,9 @@ def _check_device(call: str, device: Any) -> torch.device:
 
 
 def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
-    """Like ``torch.empty``, in memory that peers can map: ``empty(2, 3)`` or ``empty((2, 3))``."""
+    """Like ``torch.empty``, in memory that peers can map: ``empty(2, 3)`` or ``empty((2, 3))``.
+
+    Raises: BadArgumentError, ResourceError."""
     import torch
 
     if len(size) == 1 and isinstance(size[0], Sequence):
@@ -133,7 +135,9 @@ def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None) -> t
 
 
 def zeros(*size: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
-    """Like ``torch.zeros``, in memory that peers can map."""
+    """Like ``torch.zeros``, in memory that peers can map.
+
+    Raises: BadArgumentError, ResourceError."""
     return empty(*size, dtype=dtype, device=device).zero_()
 
 
@@ -150,6 +154,8 @@ def empty_strided_p2p(
     The same ``alloc_id`` gives the same memory again, with the handles that were made for it, once the tensor it was
     given out as is gone. ``group_name`` is the group that ``rendezvous`` uses unless it is told another: a name, or a
     group of ours or torch.distributed's.
+
+    Raises: BadArgumentError, also while a tensor with that ``alloc_id`` is alive; ResourceError.
     """
     import torch
 
@@ -211,7 +217,9 @@ def other_size(alloc_id: int, nbytes: int, known: int) -> errors.BadArgumentErro
 
 
 def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in symmetric memory, by whichever way it came there."""
+    """Whether a tensor lies in symmetric memory, by whichever way it came there.
+
+    Raises: nothing."""
     import torch
 
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
@@ -230,6 +238,8 @@ def memory_stats() -> dict[str, int]:
 
     ``idle_bytes`` are kept for the next allocation; ``trim()`` returns them. A part of ``used_bytes`` may not be taken
     yet: groups reserve room for messages that exists once it is used.
+
+    Raises: nothing.
     """
     arena = current_arena()
     return {
@@ -242,5 +252,7 @@ def memory_stats() -> dict[str, int]:
 
 
 def trim() -> int:
-    """Return idle pages of this rank's arena to the system; says how many bytes that were."""
+    """Return idle pages of this rank's arena to the system; says how many bytes that were.
+
+    Raises: nothing."""
     return current_arena().trim()

@@ -20,7 +20,9 @@ _made: dict[tuple[bytes, str], ProcessGroup] = {}
 
 
 def set_group_info(group_name: str, rank: int, world_size: int, store: Any) -> None:
-    """Say who takes part in the group of that name; it is made when rendezvous() first needs it."""
+    """Say who takes part in the group of that name; it is made when rendezvous() first needs it.
+
+    Raises: BadArgumentError."""
     key = (current_arena().nonce, group_name)
     if key in _announced or registry.find(group_name) is not None:
         raise errors.bad_argument("set_group_info", "group_name", group_name, "a name that is not taken")
@@ -31,7 +33,9 @@ def set_group_info(group_name: str, rank: int, world_size: int, store: Any) -> N
 
 def of(group: Any = None) -> ProcessGroup:
     """The group of ours that ``group`` stands on: one that torch made with backend "symcomm", a name, or None for the
-    default group. Its calls cost a microsecond, where torch's functions take several before they come to it."""
+    default group. Its calls cost a microsecond, where torch's functions take several before they come to it.
+
+    Raises: BadArgumentError."""
     return find_group("of", group)
 
 

@@ -87,6 +87,8 @@ def rendezvous(tensor: torch.Tensor, group: Any = None) -> SymmetricMemory:
     ``group``: one of ours, one of torch.distributed's on our backend, the name of either, or None for the default
     group: ours, or else torch's. The ranks talk to each other the first time only; after that the same memory gives
     the same answer at once.
+
+    Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, ResourceError.
     """
     import torch
 
@@ -130,6 +132,8 @@ class SymmetricMemory:
 
     It keeps this rank's piece alive. Peers' pieces live as long as the peers keep theirs: like a collective, a handle
     is used while all ranks still have it.
+
+    Raises: BadArgumentError; RankFailedError and DeadlineError from ``barrier``, ``put_signal`` and ``wait_signal``.
     """
 
     def __init__(self, group: ProcessGroup, memory: Any, peer_memory: Any, offset: int):

@@ -28,7 +28,9 @@ _operators = "symcomm.torch_backend.symm_ops"  # above this layer, so it is load
 
 
 def install() -> None:
-    """Lead CPU tensors from torch's symmetric-memory functions and operators to ours. Harmless when called twice."""
+    """Lead CPU tensors from torch's symmetric-memory functions and operators to ours. Harmless when called twice.
+
+    Raises: ModuleNotFoundError without torch."""
     import torch.distributed._symmetric_memory as functions
     from torch._C._distributed_c10d import _SymmetricMemory as statics
 
@@ -43,7 +45,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo install()."""
+    """Undo install().
+
+    Raises: nothing."""
     with _lock:
         for owner, name, before in _replaced:
             setattr(owner, name, before)

@@ -24,7 +24,9 @@ _pad_bytes = DEFAULT_PAD_BYTES
 
 
 def get_backend(device: Any) -> str | None:
-    """``"symcomm"`` for the CPU and for GPUs that are there, None for devices whose memory we do not provide."""
+    """``"symcomm"`` for the CPU and for GPUs that are there, None for devices whose memory we do not provide.
+
+    Raises: nothing."""
     import torch
 
     kind = torch.device(device).type
@@ -32,7 +34,9 @@ def get_backend(device: Any) -> str | None:
 
 
 def set_backend(name: str) -> None:
-    """There is one backend; any other name is refused."""
+    """There is one backend; any other name is refused.
+
+    Raises: BadArgumentError."""
     if name != BACKEND:
         raise errors.bad_argument(
             "set_backend", "name", name, repr(BACKEND), "for CUDA backends use torch.distributed._symmetric_memory"
@@ -40,7 +44,9 @@ def set_backend(name: str) -> None:
 
 
 def has_multicast_support(device_type: Any, device_idx: int = 0) -> bool:
-    """No: we write to each rank by itself, also where hardware could write to all at once (NVLink SHARP)."""
+    """No: we write to each rank by itself, also where hardware could write to all at once (NVLink SHARP).
+
+    Raises: nothing."""
     return False
 
 
@@ -48,7 +54,9 @@ def get_mempool_allocator(device: Any) -> Any:
     """Always raises: torch has memory pools for CUDA and XPU only (``torch.cuda.MemPool``), which take an allocator of
     torch's own; what allocates CPU tensors cannot be redirected, so that no pool could use one of ours.
 
-    ``symm_mem.empty`` needs none, since it gives out freed memory again by itself, on the CPU and on GPUs."""
+    ``symm_mem.empty`` needs none, since it gives out freed memory again by itself, on the CPU and on GPUs.
+
+    Raises: BadArgumentError."""
     import torch
 
     if torch.device(device).type == "cuda":
@@ -59,12 +67,16 @@ def get_mempool_allocator(device: Any) -> Any:
 
 
 def get_signal_pad_size() -> int:
-    """Bytes of a signal pad that the next rendezvous() makes."""
+    """Bytes of a signal pad that the next rendezvous() makes.
+
+    Raises: nothing."""
     return _pad_bytes
 
 
 def set_signal_pad_size(size: int) -> None:
-    """For later rendezvous(), on all ranks alike: 4 bytes for each rank and channel."""
+    """For later rendezvous(), on all ranks alike: 4 bytes for each rank and channel.
+
+    Raises: BadArgumentError."""
     global _pad_bytes
     if not isinstance(size, int) or not 4 <= size <= MOST_PAD_BYTES or size % 4:
         raise errors.bad_argument("set_signal_pad_size", "size", size, f"a multiple of 4, 4 to {MOST_PAD_BYTES}")

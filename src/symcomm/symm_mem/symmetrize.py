@@ -31,6 +31,8 @@ def symmetrize(tensors: T, grads: bool | str = True, flat: bool = True) -> T:
     ``grads``: True moves the gradients that exist; "allocate" also makes those that are missing, filled with zeros
     (keep them with ``optimizer.zero_grad(set_to_none=False)``); False leaves gradients alone.
     ``flat``: one contiguous piece of memory for all, in order; False gives every storage a piece of its own.
+
+    Raises: BadArgumentError, ResourceError.
     """
     if grads not in (True, False, "allocate"):
         raise errors.bad_argument("symmetrize", "grads", grads, "True, False or 'allocate'")

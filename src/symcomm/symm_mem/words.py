@@ -38,7 +38,9 @@ def _check(call: str, tensor: Any, offset: int, val: int, count: int) -> None:
 
 
 def memset32(input: torch.Tensor, offset: int, val: int, count: int = 1) -> torch.Tensor:
-    """Set ``count`` words from word ``offset`` on to ``val``."""
+    """Set ``count`` words from word ``offset`` on to ``val``.
+
+    Raises: BadArgumentError."""
     _check("memset32", input, offset, val, count)
     if input.is_cuda:
         from symcomm.symm_mem import on_gpu
@@ -50,7 +52,9 @@ def memset32(input: torch.Tensor, offset: int, val: int, count: int = 1) -> torc
 
 
 def stream_write_value32(input: torch.Tensor, offset: int, val: int) -> torch.Tensor:
-    """Set one word. Whoever sees it there sees everything this thread wrote before."""
+    """Set one word. Whoever sees it there sees everything this thread wrote before.
+
+    Raises: BadArgumentError."""
     _check("stream_write_value32", input, offset, val, 1)
     if input.is_cuda:
         from symcomm.symm_mem import on_gpu

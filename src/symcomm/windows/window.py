@@ -28,7 +28,9 @@ _numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDiction
 
 
 def new_window(group: Any, tensor: torch.Tensor | None = None, kind: type[Window] | None = None) -> Window:
-    """See ``ProcessGroup.new_window``. ``kind``: a class of windows whose works are dressed for somebody else."""
+    """See ``ProcessGroup.new_window``. ``kind``: a class of windows whose works are dressed for somebody else.
+
+    Raises: what ``ProcessGroup.new_window`` raises."""
     group.check_usable()
     window = (kind or Window)(group)
     if tensor is not None:
@@ -40,7 +42,9 @@ class Window:
     """Made by ``group.new_window()``. One tensor of each rank can be written by all ranks of the group.
 
     Sizes, shapes and dtypes may differ between ranks. Deregister a window that is not needed any more: until then, or
-    until the group goes, its memory stays, since peers may write to it."""
+    until the group goes, its memory stays, since peers may write to it.
+
+    Raises: BadArgumentError, CallerError, CollectiveMismatchError, RankFailedError, DeadlineError."""
 
     _done: Any = DONE  # what the caller gets for what has ended
 

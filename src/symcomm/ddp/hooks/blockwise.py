@@ -90,6 +90,8 @@ class BlockwiseState(HookState):
 
     ``dtype``: torch.int8 or torch.float8_e4m3fn. ``block``: how many neighbours share a scale, at most; None: one scale
     for each rank's share of a bucket.
+
+    Raises: BadArgumentError.
     """
 
     def __init__(
@@ -114,5 +116,7 @@ class BlockwiseState(HookState):
 
 @callbacks_only_compute
 def blockwise_hook(state: BlockwiseState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in 8 bits: about a quarter of the bytes of float32."""
+    """Average a bucket in 8 bits: about a quarter of the bytes of float32.
+
+    Raises: what a group's collectives raise."""
     return state.average(bucket)

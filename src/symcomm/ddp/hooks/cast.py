@@ -17,6 +17,8 @@ class CastState(HookState):
 
     A float16 beyond 65504 becomes infinite, on all ranks; use it with a gradient scaler, as always with float16.
     ``error_feedback`` makes up for the rounding of each rank's gradient, not for that of their sum.
+
+    Raises: BadArgumentError.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, process_group: Any = None, **options: Any):
@@ -37,5 +39,7 @@ class CastState(HookState):
 
 @callbacks_only_compute
 def cast_hook(state: CastState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in 16 bits: half the bytes of float32."""
+    """Average a bucket in 16 bits: half the bytes of float32.
+
+    Raises: what a group's collectives raise."""
     return state.average(bucket)

@@ -35,6 +35,8 @@ class DiLoCoState(LocalSGDState):
     ``lr``, ``momentum``, ``nesterov``: of the outer steps. ``dtype``: what the differences are sent in: None (as the
     parameters), bfloat16, float16, int8 or float8_e4m3fn (these two with a scale for each ``block`` values).
     ``error_feedback``: what rounding leaves out of a difference is added to the next one.
+
+    Raises: BadArgumentError.
     """
 
     def __init__(

@@ -27,6 +27,8 @@ class LocalSGDState(HookState):
 
     ``parameters``: of the model; all ranks make the state, and begin with rank 0's. ``period``: steps between two
     averages. ``start``: steps with plain all-reduced gradients before the ranks part.
+
+    Raises: BadArgumentError.
     """
 
     def __init__(self, parameters: Iterable[Any], period: int = 8, process_group: Any = None, *, start: int = 0):
@@ -100,5 +102,7 @@ def write_back(parameters: list[Any], flat: torch.Tensor) -> None:
 
 @callbacks_only_compute
 def local_sgd_hook(state: LocalSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Leave a bucket as it is, except for the first ``state.start`` steps."""
+    """Leave a bucket as it is, except for the first ``state.start`` steps.
+
+    Raises: what a group's collectives raise."""
     return state.average(bucket)

@@ -39,6 +39,8 @@ class PowerSGDState(HookState):
     ``rank``: columns of the factors; more is closer and costs more. ``start``: iterations of plain all-reduce before
     the first compressed one. ``warm_start``: begin from the last Q rather than from a random one. ``seed``: of the
     random ones, the same on all ranks.
+
+    Raises: BadArgumentError.
     """
 
     def __init__(
@@ -143,5 +145,7 @@ def _like(parts: list[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
 
 @callbacks_only_compute
 def power_sgd_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket, its matrices as products of two thin factors."""
+    """Average a bucket, its matrices as products of two thin factors.
+
+    Raises: what a group's collectives raise."""
     return state.average(bucket)

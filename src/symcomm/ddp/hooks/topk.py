@@ -21,6 +21,8 @@ class TopKState(HookState):
 
     Everybody gets everybody's values, so the bytes grow with the ranks: about ``ratio * ranks`` of plain ones. Buckets
     that would not gain go by plain all-reduce. Without ``error_feedback`` small gradients never arrive.
+
+    Raises: BadArgumentError.
     """
 
     def __init__(
@@ -60,5 +62,7 @@ class TopKState(HookState):
 
 @callbacks_only_compute
 def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the largest values of a bucket; the rest waits in the residual."""
+    """Average the largest values of a bucket; the rest waits in the residual.
+
+    Raises: what a group's collectives raise."""
     return state.average(bucket)

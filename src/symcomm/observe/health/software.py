@@ -58,7 +58,7 @@ def a_collective() -> list[Finding]:
     try:
         times = [when for rank in spawn(_meet, 2, mode="threads", deadline=TRIAL_DEADLINE) for when in rank]
     except (errors.SymcommError, OSError) as error:
-        return [Finding("collective", FAIL, str(error), "see docs/failures.md, or report this")]
+        return [Finding("collective", FAIL, str(error), "see docs/explanation/failures.md, or report this")]
     ended = time.monotonic_ns()
     findings = [Finding("collective", OK, "two ranks met in shared memory")]
     off = max((max(begun - when, when - ended) for when in times), default=0)
@@ -141,7 +141,7 @@ def share_device(device: str) -> Finding:
     """Two ranks sum a tensor on it."""
     failure = run_two_ranks(device)
     if failure is not None:
-        fix = "containers: --ipc=host, and the same pid namespace for all ranks; else see docs/gpu.md"
+        fix = "containers: --ipc=host, and the same pid namespace for all ranks; else see docs/how-to/gpu.md"
         return Finding("gpu memory", FAIL, f"two ranks cannot share {device}: {failure}", fix)
     return Finding("gpu memory", OK, f"two ranks summed a tensor on {device}")
 

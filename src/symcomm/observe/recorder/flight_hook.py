@@ -15,7 +15,9 @@ __all__ = ["FlightRecorderHook"]
 
 class FlightRecorderHook:
     """``attach(group)``: when the group is aborted or fails, this rank writes what it recorded, in PyTorch's format,
-    to the file that ``TORCH_FR_DUMP_TEMP_FILE`` names, or to PyTorch's place for it."""
+    to the file that ``TORCH_FR_DUMP_TEMP_FILE`` names, or to PyTorch's place for it.
+
+    Raises: BadArgumentError from ``attach``."""
 
     def __init__(self, core: Any):
         self._core: Any = core
