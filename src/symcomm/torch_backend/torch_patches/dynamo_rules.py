@@ -16,7 +16,7 @@ __all__ = ["apply"]
 def apply(trace_rules: Any) -> Undo:
     skipped = trace_rules.SKIP_DIRS
     before = len(skipped)
-    for package in ("backend", "compile", "group", "symm_mem"):
+    for package in ("torch_backend", "compile", "group", "symm_mem"):
         trace_rules.add(f"symcomm.{package}")
     added = skipped[before:]
 
