@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from symcomm import errors
 from symcomm.group.buffers import arrived, torch_dtypes
 from symcomm.types import DType
 
-__all__ = ["TensorView", "check_same_dtype", "tensor_view", "tensor_view_list", "torch_stream"]
+__all__ = ["TensorView", "tensor_view", "tensor_view_list", "torch_stream"]
 
 
 class TensorView:
@@ -82,11 +81,3 @@ def tensor_view_list(
     if len(tensors) != length:
         raise errors.bad_argument(call, name, f"a list of {len(tensors)}", f"a list of {length} tensors, one per rank")
     return [tensor_view(call, f"{name}[{i}]", t, device, write) for i, t in enumerate(tensors)]
-
-
-def check_same_dtype(call: str, views: Sequence[TensorView]) -> DType:
-    dtypes = {p.dtype for p in views}
-    if len(dtypes) > 1:
-        labels = ", ".join(sorted(d.label for d in dtypes))
-        raise errors.bad_argument(call, "tensors", f"dtypes {labels}", "all of one dtype", "convert them first")
-    return views[0].dtype

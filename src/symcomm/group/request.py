@@ -13,26 +13,11 @@ from symcomm._core import native
 from symcomm.ops import BY_NAME, Op
 from symcomm.types import DType, RedOpType, ReduceOp
 
-__all__ = ["Caller", "Request", "View", "Views", "to_redop"]
-
-
-class View(Protocol):
-    """Contiguous bytes of a tensor, or of a stand-in for one that is not contiguous."""
-
-    address: int
-    count: int
-    dtype: DType
-    owner: Any
-    target: Any
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def finish(self) -> None: ...
+__all__ = ["Caller", "Request", "Views", "to_redop"]
 
 
 class Views(NamedTuple):
-    """How a group looks at tensors."""
+    """How a group looks at tensors: as contiguous bytes, with an address, a count and a dtype (Buffer, TensorView)."""
 
     read: Callable[[str, str, Any], Any]
     write: Callable[[str, str, Any], Any]

@@ -56,9 +56,6 @@ class Segment:
         """Where this process has mapped a rank's piece."""
         return self._addresses[rank]
 
-    def pid_of(self, rank: int) -> int:
-        return self._group.peers[rank].pid
-
     def shortcuts(self) -> tuple[Shortcut, Shortcut, Shortcut]:
         """put(tensor, rank, offset), signal(rank) and wait_signal(rank) with nothing but the core. The last one only
         takes what comes within microseconds."""
