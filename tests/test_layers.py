@@ -63,6 +63,33 @@ def test_imports_point_down(path: Path):
             assert LAYERS[layer_of(module)] <= LAYERS[layer], f"{path} ({layer}) imports {module}, which is above it"
 
 
+# Layers above that a file loads by name, when somebody asks for them.
+LOADED_BY_NAME = {
+    ("group", "hierarchical"),  # a group whose ranks turn out to be on several hosts
+    ("group", "observe"),  # the tracer, where the environment asks for it
+    ("group", "windows"),  # group.new_window()
+    ("symm_mem", "torch_backend"),  # torch.ops.symm_mem, once torch is loaded
+    ("torch_backend", "compile"),  # our lowerings, once Inductor is imported
+    ("observe", "cli"),  # `symcomm doctor` starts two ranks of a script
+}
+
+
+def test_layers_above_are_loaded_by_name_from_a_few_places_only():
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("symcomm."):
+                target = layer_of(node.value.partition(":")[0])
+                if LAYERS.get(target, -1) > LAYERS[own_layer(path)] and is_module(node.value.partition(":")[0]):
+                    found.add((own_layer(path), target))
+    assert found <= LOADED_BY_NAME
+
+
+def is_module(name: str) -> bool:
+    path = SRC.parent.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
 # What torch and namedtuples call by such names, though some of our classes have one of the same name.
 NOT_OURS = set(
     """
