@@ -486,3 +486,10 @@ def test_copies_move_by_move(world: int, via_host: bool):
         assert output[:] == [sum(r + me for r in range(world))] * counts[me]
 
     rig.run(rank_main)
+
+
+def test_sizes_of_pieces_do_not_look_like_a_gpus():
+    """A hash of uneven sizes once reached into the bit that tells calls on a GPU from those on the host."""
+    for first in range(1, 200):
+        assert not signature_count([first, 1000 - first]) & ON_DEVICE
+        assert elements_of(signature_count([first, 1000 - first])) == 1000

@@ -139,7 +139,7 @@ def signature_count(counts: Sequence[int], listed: bool = False) -> int:
     total = sum(counts)
     if len(set(counts)) <= 1:
         return total
-    return _HASHED | (zlib.crc32(array("q", [*counts, listed]).tobytes()) & 0x3FFFFFFF) << 32 | total & 0xFFFFFFFF
+    return _HASHED | (zlib.crc32(array("q", [*counts, listed]).tobytes()) & 0x1FFFFFFF) << 32 | total & 0xFFFFFFFF
 
 
 def elements_of(count: int) -> int:
