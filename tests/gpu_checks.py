@@ -14,9 +14,11 @@ import torch
 
 import symcomm
 from symcomm._core import native
+from symcomm.cuda import single_kernel
 from symcomm.errors import BadArgumentError
 from symcomm.group.buffers import torch_dtypes
 from symcomm.types import RedOpType
+from tests.gpu_ranks import join
 
 CHECKS: dict[str, Callable[[Any, Any], None]] = {}
 DTYPES = [
@@ -64,6 +66,11 @@ def close_or_same(got: torch.Tensor, expected: torch.Tensor, what: Any) -> None:
         same(got, expected, what)
 
 
+def one_shot_bytes(gpu: Any) -> int:
+    """Tensor x ranks: larger ones are combined in parts."""
+    return min(gpu.limits.one_shot_bytes, single_kernel.ONE_SHOT_BYTES)
+
+
 @check
 def all_reduce(gpu: Any, core: Any) -> None:
     wrong = []  # told at the end: all ranks make all calls
@@ -82,20 +89,20 @@ def all_reduce(gpu: Any, core: Any) -> None:
 
 @check
 def all_reduce_large_and_symmetric(gpu: Any, core: Any) -> None:
-    n = (gpu.limits.one_shot_bytes // core.size // 4) * 2 + 5  # two-shot
-    for symmetric in (False, True):
+    two_shot, beyond_the_stage = (one_shot_bytes(gpu) // core.size // 4) * 2 + 5, (gpu.limits.most_half // 4) + 7
+    for symmetric, n in itertools.product((False, True), (two_shot, beyond_the_stage)):
         mine = random_tensor(core, n, torch.float32)
         on_gpu = symcomm.symm_mem.empty(n, device="cuda") if symmetric else torch.empty(n, device="cuda")
         on_gpu.copy_(mine)
         core.all_reduce(mine)
         gpu.all_reduce(on_gpu)
-        same(on_gpu, mine, symmetric)
+        same(on_gpu, mine, (symmetric, n))
 
 
 @check
 def symmetric_parts(gpu: Any, core: Any) -> None:
     """A symmetric tensor at different offsets on different ranks, and one on only some ranks."""
-    n = gpu.limits.one_shot_bytes // 4 + 64
+    n = one_shot_bytes(gpu) // 4 + 64
     whole = symcomm.symm_mem.empty(n + 64 * core.size, device="cuda")
     part = whole[64 * core.rank : 64 * core.rank + n]
     for tensor in (part, part if core.rank == 0 else torch.empty(n, device="cuda")):
@@ -109,7 +116,7 @@ def symmetric_parts(gpu: Any, core: Any) -> None:
 @check
 def the_same_kind_again(gpu: Any, core: Any) -> None:
     """The short way of calls seen before, at addresses that are multiples of anything and that are not."""
-    for n, begin in itertools.product((1, 5, 1000, 4099, 500_000, 1_000_000), (0, 1)):
+    for n, begin in itertools.product((1, 5, 1000, 4099, 500_000, 1_000_000, 5_000_003), (0, 1)):
         wholes = [torch.zeros(n + 1, device="cuda") for _ in range(3)]
         mine = random_tensor(core, n, torch.float32)
         for whole in wholes:
@@ -119,6 +126,20 @@ def the_same_kind_again(gpu: Any, core: Any) -> None:
         for whole in wholes:
             same(whole[begin : begin + n], mine, (n, begin))
             assert whole[-1 - begin * n] == 0  # the element beside it
+
+
+@check
+def the_short_way_is_taken(gpu: Any, core: Any) -> None:
+    """By count, where ranks share the GPU through MPS: up to what is combined in place the core does it alone."""
+    if not isinstance(gpu.collectives, single_kernel.SingleKernelCollectives):
+        return
+    for tensor in (torch.ones(1000, device="cuda"), torch.nn.Parameter(torch.ones(1 << 20, device="cuda"))):
+        with torch.no_grad():
+            gpu.all_reduce(tensor)
+            before = core.call_stats()["collectives"]["short"]
+            for _ in range(5):
+                gpu.all_reduce(tensor)
+            assert core.call_stats()["collectives"]["short"] == before + 5
 
 
 @check
@@ -417,12 +438,8 @@ def symmetric_memory(gpu: Any, core: Any) -> None:
 
 
 def run_all(rank: int, world: int, store: str) -> dict[str, str]:
-    from symcomm.cuda.group import device_group
-    from symcomm.group.default import init
-
-    torch.cuda.set_device(0)
-    core = init(rank=rank, world_size=world, init_method=f"file://{store}", timeout=60)
-    gpu = device_group(core, 0)
+    gpu = join(rank, world, store, timeout=60)
+    core = gpu.core
     told = {}
     for name, function in CHECKS.items():
         try:

@@ -22,6 +22,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 LINGER = 60.0  # seconds at most
+START = "SYMCOMM_TESTS_START"  # how to start ranks where a call does not say
 # Whoever is the first to start a process this way decides for all of them what is loaded.
 mp.get_context("forkserver").set_forkserver_preload(["tests.preloaded"])
 
@@ -74,10 +75,11 @@ def run_ranks(
     *args: Any,
     deadline: float = 60.0,
     outcomes: bool = False,
-    start: str = "forkserver",
+    start: str | None = None,
     during: Callable[[list[mp.process.BaseProcess]], None] | None = None,
 ) -> list[Any]:
     """See the module's text. ``during(processes)`` runs in the test while the ranks run (to kill some, say)."""
+    start = start or os.environ.get(START, "forkserver")
     ctx: Any = mp.get_context(start)
     pipes = [ctx.Pipe() for _ in range(world)]
     environment = dict(os.environ) if start == "forkserver" else None

@@ -196,6 +196,23 @@ def store_word(address: int, value: int, /) -> None: ...
 def enqueue_host_reduce(
     function: int, stream: int, dtype: int, op: int, sources: tuple[int, ...], out: int, count: int, /
 ) -> int: ...
+def prepare_kernel(
+    launch: int, kernel: tuple[int, ...], places: tuple[int, ...], other_places: tuple[int, ...], /
+) -> Any: ...
+def run_prepared(
+    group: Any,
+    plan: Any,
+    timeout_ns: int,
+    site: int,
+    prepared: Any,
+    half: int,
+    stream: int,
+    address: int,
+    value: int,
+    /,
+) -> int: ...
+def view_gpu_tensor(tensor: Any, device: int, /) -> tuple[int, int, int] | None: ...
+def use_gpu_keys(keys: tuple[int, ...], /) -> None: ...
 def enqueue_collective(
     functions: tuple[int, ...],
     stream: int,

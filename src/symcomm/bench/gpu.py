@@ -125,8 +125,9 @@ def _ranks(workload: Workload, environment: Mapping[str, str], folder: Path, sec
 
 
 def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
-    """Microseconds in a row / one by one; ratios are of ordinary tensors."""
-    head = ["GPU shared", "size", *(f"{words} (us)" for words in SIDES.values()), "gloo / ours", "torch's / ours"]
+    """Microseconds in a row / one by one; Gloo's are compared with ordinary tensors, torch's with symmetric ones."""
+    head = ["GPU shared", "size", *(f"{words} (us)" for words in SIDES.values())]
+    head += ["gloo / ordinary", "torch's / symmetric"]
     cases: dict[tuple[str, int], dict[str, Measurement]] = {}
     for figures in found:
         cases.setdefault((figures.sharing, figures.nbytes), {})[figures.side] = figures
@@ -134,9 +135,9 @@ def as_table(found: Sequence[Measurement], workload: Workload, best: bool = Fals
     for (sharing, nbytes), sides in cases.items():
         times = {side: figures.seconds(best) for side, figures in sides.items()}
         cells = ["{:.0f} / {:.0f}".format(*(s * 1e6 for s in times[side])) if side in times else "-" for side in SIDES]
-        for side in ("gloo", "torch"):
-            pairs = zip(times[side], times["ordinary"], strict=True) if side in times else ()
-            cells.append(" / ".join(bench_table.times(theirs / ours) for theirs, ours in pairs) or "-")
+        for side, ours in (("gloo", "ordinary"), ("torch", "symmetric")):
+            pairs = zip(times[side], times[ours], strict=True) if side in times else ()
+            cells.append(" / ".join(bench_table.times(theirs / mine) for theirs, mine in pairs) or "-")
         rows.append([sharing, bench_table.short_size(nbytes), *cells])
     return f"all_reduce, float32 sum, {workload.ranks} ranks on one GPU: in a row / one by one", head, rows
 

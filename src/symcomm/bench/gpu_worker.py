@@ -12,7 +12,7 @@ from typing import Any
 
 BUDGET_S = 0.05  # of a turn in a row
 MOST_CALLS = 100
-SINGLE_CALLS = 5
+SINGLE_CALLS = 20
 
 
 def make_sides(count: int, gpu: Any, dist: Any) -> dict[str, Callable[[], Any]]:

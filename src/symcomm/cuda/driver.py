@@ -83,6 +83,7 @@ class Driver:
             setattr(self, "_" + name.partition("_")[0], function)
         used = (self._cuMemcpyAsync, self._cuStreamWriteValue32, self._cuStreamWaitValue32, self._cuLaunchKernel)
         self._addresses = tuple(_address_of(f) for f in used)
+        self.launch_address = self._addresses[3]
         self._host_function = _address_of(self._cuLaunchHostFunc)
         self._check("starting the driver", self._cuInit(0))
 
@@ -196,9 +197,11 @@ class Driver:
     ) -> None:
         """Copy (source, target, bytes), or nothing; write ``value`` to all of ``theirs`` and wait for it in all of
         ``mine``; then start a kernel (function, blocks, threads, count, packs) on ``places``, or nothing."""
-        result = native.enqueue_collective(
-            self._addresses, stream, copy, value & 0xFFFFFFFF, theirs, mine, kernel, places
+        self.check_turn(
+            native.enqueue_collective(self._addresses, stream, copy, value & 0xFFFFFFFF, theirs, mine, kernel, places)
         )
+
+    def check_turn(self, result: int) -> None:
         if result:
             self._check("meeting the other ranks on the GPU", result)
 

@@ -40,7 +40,7 @@ from symcomm.cuda.kernels import PACK
 from symcomm.cuda.p2p import cuda_messages
 from symcomm.cuda.pool import PoolBuffer, find_block, hold, opened, pool_of
 from symcomm.cuda.single_kernel import MOST_RANKS, SingleKernelCollectives, flags_bytes, most_blocks
-from symcomm.cuda.stream_collectives import StreamBarriers, StreamCollectives
+from symcomm.cuda.stream_collectives import PreparedAllReduce, StreamBarriers, StreamCollectives
 from symcomm.cuda.tensor_views import TensorView, torch_stream
 from symcomm.cuda.via_host import HALF_BYTES, STAGE_BYTES, ViaHostCollectives
 from symcomm.cuda.watchdog import CollectiveSequence
@@ -49,6 +49,7 @@ from symcomm.group.call_hooks import GROUP_CALLS
 from symcomm.group.failure import call_site, explain
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.request import Request
+from symcomm.group.torch_layout import gpu_keys
 from symcomm.group.work import Timeout, to_ns
 from symcomm.types import DType, RedOpType
 
@@ -67,8 +68,8 @@ class Limits:
 
 
 TIME_SLICED = Limits(one_shot_bytes=128 << 20, direct_bytes=128 << 20)  # a barrier costs 150 us: one, not two
-# One kernel: 54 us at 16 MiB, where barriers and a kernel take 59 to 80.
-SINGLE_KERNEL = Limits(one_shot_bytes=32 << 20, direct_reduce_bytes=4 << 20)
+# Single kernels choose by themselves. In place, 8 MiB take 30 us, 20 through the staging areas; 16 MiB 30 and 38.
+SINGLE_KERNEL = Limits(one_shot_bytes=1 << 62, direct_reduce_bytes=8 << 20)
 
 
 INFO = struct.Struct(
@@ -119,6 +120,7 @@ class CudaGroup(CudaExecution):
         self.views = device_views(device)
         self._stream_of, self._captures = torch._C._cuda_getCurrentRawStream, torch._C._cuda_isCurrentStreamCapturing
         self._device_here = torch._C._cuda_getDevice
+        native.use_gpu_keys(gpu_keys(torch, device))
         driver().enter(device)
         everyone = self._exchange_info(core, device)
         devices.check_reach(core, device, everyone)
@@ -162,7 +164,7 @@ class CudaGroup(CudaExecution):
         self._fast_paths: dict[Any, Any] = {}  # all_reduces seen before, see _run_fast_path()
         self._spare_infos: list[_MemoryInfos] = []
         self._places: dict[bytes, list[int] | None] = {}  # where symmetric tensors are, by what ranks' infos said
-        self._shown: dict[int, Any] = {}  # by stream: the event behind its last use of peers' tensors
+        self._shown: dict[int, Any] = {}  # by stream: (the event behind its last use of peers' tensors, the stream)
         _living.add(self)
         weakref.finalize(self, _hold_stages, self.failures.departure, self._stages).atexit = False
         core.before_leaving.append(self.finish)
@@ -331,49 +333,59 @@ class CudaGroup(CudaExecution):
             return
         if tensor.dtype.is_complex:  # they may be conjugated
             return
-        put = collectives.prepare(dtype, redop, signature.elements)
-        if put is None:
+        if may_be_direct:
+            run: PreparedAllReduce | None = self._prepare_large(collectives, dtype, redop, signature.elements)
+        else:
+            run = collectives.prepare(dtype, redop, signature.elements)
+        if run is None:
             return
         if len(self._fast_paths) > 1024:
             self._fast_paths.clear()
         plan, site = self._plan(signature, may_be_direct), self.core.site_number(2)  # of the first call of this kind
-        direct = functools.partial(collectives.reduce_in_place, dtype, redop) if may_be_direct else None
-        self._fast_paths[tensor.dtype, signature.elements, op] = (plan, put, direct, site)
+        self._fast_paths[signature.elements, int(dtype), op] = (run, plan, site)
+
+    def _prepare_large(
+        self, collectives: StreamCollectives, dtype: DType, redop: RedOpType, count: int
+    ) -> PreparedAllReduce:
+        """Of tensors that are combined in place where all ranks' are symmetric."""
+
+        def run(handle: Any, plan: Any, timeout_ns: int, site: int, stream: int, address: int) -> int:
+            infos = self._infos()
+            INFO.pack_into(infos.mine, 0, *self._block_of(address), NOTHING, 0)
+            status = native.run(handle, plan, infos.ins, infos.outs, timeout_ns, site)
+            if status:
+                return status
+            places = self._symmetric(infos)
+            self._spare_infos.append(infos)
+            if places is None:
+                collectives.reduce_small(dtype, redop, address, address, count, stream)
+            else:
+                collectives.reduce_in_place(dtype, redop, places, count, stream)
+                self._note_in_place_use(stream)
+            return 0
+
+        return run
 
     def _run_fast_path(self, tensor: Any, op: Any) -> bool:
-        """A blocking one-shot all_reduce of a kind seen before, with as little as possible around it; False: it has to
-        go the long way."""
-        try:
-            plan, put, direct, site = self._fast_paths[tensor.dtype, tensor.numel(), op]
-        except (KeyError, AttributeError, TypeError):
+        """A blocking all_reduce of a kind seen before, with as little as possible around it; False: it has to go the
+        long way."""
+        view = native.view_gpu_tensor(tensor, self.device)
+        if view is None:
             return False
-        core, stream, address = self.core, self._stream_of(self.device), tensor.data_ptr()
-        if (
-            not address or address % PACK or core.failure is not None or tensor.get_device() != self.device
-            or self._device_here() != self.device or not tensor.is_contiguous() or tensor.is_neg() or self._captures()
-        ):  # fmt: skip
+        address, count, dtype = view
+        try:
+            run, plan, site = self._fast_paths[count, dtype, op]
+        except (KeyError, TypeError):
+            return False
+        core, stream = self.core, self._stream_of(self.device)
+        if address % PACK or core.failure is not None or self._device_here() != self.device or self._captures():
             return False
         with self._lock:
             if stream != self._last or self._queued:
                 return False
-            infos: _MemoryInfos | None = None
-            ins: tuple[int, ...] = ()
-            outs: tuple[int, ...] = ()
-            if direct is not None:
-                infos = self._infos()
-                INFO.pack_into(infos.mine, 0, *self._block_of(address), NOTHING, 0)
-                ins, outs = infos.ins, infos.outs
-            status = native.run(core.handle, plan, ins, outs, core.timeout_ns, site)
+            status = run(core.handle, plan, core.timeout_ns, site, stream, address)
             if status:
                 raise self.fail_with_status(status, "all_reduce", call_site(1), None)
-            places = self._symmetric(infos) if infos is not None else None
-            if places is None:
-                put(stream, address)
-            else:
-                direct(places, tensor.numel(), stream)
-                self._note_in_place_use(stream)
-            if infos is not None:
-                self._spare_infos.append(infos)
             self._note("all_reduce", core.timeout_ns / 1e9)
         return True
 
@@ -506,10 +518,11 @@ class CudaGroup(CudaExecution):
         """Peers use this rank's tensors, and it theirs, until the stream comes past this point."""
         import torch
 
-        event = self._shown.get(stream)
-        if event is None:
-            event = self._shown[stream] = torch.cuda.Event()
-        event.record(torch_stream(stream, self.device))
+        try:
+            event, on = self._shown[stream]
+        except KeyError:
+            event, on = self._shown[stream] = torch.cuda.Event(), torch_stream(stream, self.device)
+        event.record(on)
         self._sequence.last_in_place = self.barriers.count
         self.failures.departure.touch(event)
 

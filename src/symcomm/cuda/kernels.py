@@ -15,11 +15,12 @@ import glob
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from symcomm import errors
 from symcomm.cuda.driver import driver
 from symcomm.cuda.pool import RawMemory
+from symcomm.cuda.single_kernel_source import SINGLE_KERNEL
 from symcomm.types import ITEMSIZE, DType, RedOpType
 
 __all__ = ["Combine", "combine", "source_of", "single_kernel_source_of"]
@@ -125,171 +126,6 @@ _LOOK = """
 """
 
 
-# A whole all_reduce; single_kernel.py tells how. Flags are 64 bits, so that they never come round.
-_SINGLE_KERNEL = """
-typedef unsigned long long u64;
-struct Turn {{
-    const T *src; T *dst; T *half[{sources}]; u64 *signals[{sources}]; const u64 *mine;
-    volatile unsigned *arrivals[{sources}];
-    volatile unsigned *stop; u64 *gate; unsigned *count; u64 rank, value;
-}};
-__device__ void signal(u64 *at, u64 value) {{
-    asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(at), "l"(value) : "memory");
-}}
-__device__ u64 load(const u64 *at) {{
-    u64 value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
-    return value;
-}}
-__device__ bool barrier_with_peers(const Turn &t, const u64 value) {{
-    __shared__ unsigned stopped;
-    if (threadIdx.x == 0) stopped = 0;
-    __syncthreads();
-    const unsigned peer = threadIdx.x;
-    const bool has_peer = peer < {sources} && peer != t.rank;
-    if (has_peer) signal(t.signals[peer] + blockIdx.x * {sources}, value);
-    __syncthreads();
-    if (peer == 0 && atomicAdd(t.count, 1) == gridDim.x - 1) {{
-        *t.count = 0;
-        __threadfence_system();
-        for (int q = 0; q < {sources}; q++) if (q != t.rank) *t.arrivals[q] = (unsigned)value;
-    }}
-    if (has_peer) {{
-        for (unsigned looks = 1; load(t.mine + blockIdx.x * {sources} + peer) < value; looks++)
-            if (looks % 1024 == 0 && *t.stop) {{ stopped = 1; break; }}
-    }}
-    __syncthreads();
-    return !stopped;
-}}
-
-/* Blocks that read the host's word take 2 us one after the other: the first reads it, and tells the others. */
-__device__ bool is_stopped(const Turn &t) {{
-    __shared__ unsigned stopped;
-    if (threadIdx.x == 0) {{
-        u64 seen = t.value << 1;
-        if (blockIdx.x == 0) signal(t.gate, seen | (*t.stop != 0));
-        while ((seen = load(t.gate)) >> 1 != t.value);
-        stopped = seen & 1;
-    }}
-    __syncthreads();
-    return stopped;
-}}
-__device__ Pack combined(const Pack *in) {{
-    Pack out;
-#pragma unroll
-    for (int k = 0; k < {per_pack}; k++) {{
-        A a = widened(in[0].item[k]);
-#pragma unroll
-        for (int s = 1; s < {sources}; s++) a = joined(a, widened(in[s].item[k]));
-        out.item[k] = finished(a);
-    }}
-    return out;
-}}
-__device__ T combined_at(const Turn &t, u64 at) {{
-    A a = widened(t.half[0][at]);
-    for (int s = 1; s < {sources}; s++) a = joined(a, widened(t.half[s][at]));
-    return finished(a);
-}}
-
-/* Several packs at a time: loads take long. */
-__device__ void copy_in(const Turn &t, const u64 n, const u64 aligned) {{
-    const u64 packs = n / {per_pack}, first = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    const u64 stride = (u64)gridDim.x * blockDim.x, last = packs * {per_pack} + first;
-    uint4 *const mine = (uint4 *)t.half[t.rank];
-    for (u64 i = first; i < packs; i += stride * {at_once}) {{
-        Pack in[{at_once}];
-#pragma unroll
-        for (int u = 0; u < {at_once}; u++) {{
-            const u64 at = i + u * stride;
-            if (at >= packs) continue;
-            if (aligned) in[u].whole = ((const uint4 *)t.src)[at];
-            else for (int k = 0; k < {per_pack}; k++) in[u].item[k] = t.src[at * {per_pack} + k];
-        }}
-#pragma unroll
-        for (int u = 0; u < {at_once}; u++) if (i + u * stride < packs) mine[i + u * stride] = in[u].whole;
-    }}
-    if (last < n) t.half[t.rank][last] = t.src[last];
-}}
-__device__ void combine_out(const Turn &t, const u64 n, const u64 aligned) {{
-    const u64 packs = n / {per_pack}, first = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    const u64 stride = (u64)gridDim.x * blockDim.x, last = packs * {per_pack} + first;
-    for (u64 i = first; i < packs; i += stride * {at_once}) {{
-        Pack in[{at_once}][{sources}];
-#pragma unroll
-        for (int u = 0; u < {at_once}; u++)
-            if (i + u * stride < packs)
-#pragma unroll
-                for (int s = 0; s < {sources}; s++) in[u][s].whole = ((const uint4 *)t.half[s])[i + u * stride];
-#pragma unroll
-        for (int u = 0; u < {at_once}; u++) {{
-            const u64 at = i + u * stride;
-            if (at >= packs) continue;
-            const Pack out = combined(in[u]);
-            if (aligned) ((uint4 *)t.dst)[at] = out.whole;
-            else for (int k = 0; k < {per_pack}; k++) t.dst[at * {per_pack} + k] = out.item[k];
-        }}
-    }}
-    if (last < n) t.dst[last] = combined_at(t, last);
-}}
-
-/* Copy into this rank's staging area, barrier, combine all of it. */
-extern "C" __global__ void __launch_bounds__({threads}) all_reduce(const Turn t, const u64 n, const u64 aligned) {{
-    copy_in(t, n, aligned);
-    if (!barrier_with_peers(t, t.value)) return; /* the memory of a rank that died is not there any more */
-    combine_out(t, n, aligned);
-}}
-
-/* The same in a CUDA graph, whose every replay has the same arguments: the number of the barrier is read in the GPU's
-   memory (gate[0]), and the last block to end counts on. A second barrier keeps the next replay's copy away from what
-   peers still read. */
-extern "C" __global__ void __launch_bounds__({threads}) all_reduce_captured(const Turn t, const u64 n,
-                                                                              const u64 aligned) {{
-    const u64 value = *(const volatile u64 *)t.gate + 1;
-    copy_in(t, n, aligned);
-    if (!barrier_with_peers(t, value)) return;
-    combine_out(t, n, aligned);
-    if (!barrier_with_peers(t, value + 1) || threadIdx.x) return;
-    unsigned *const ended = (unsigned *)(t.gate + 1);
-    __threadfence();
-    if (atomicAdd(ended, 1) == gridDim.x - 1) {{
-        *ended = 0;
-        *(volatile u64 *)t.gate = value + 1;
-    }}
-}}
-
-/* On symmetric tensors (half[]), in place: barrier, combine this rank's part and write it to all, barrier. Blocks wait
-   for those of the same number: a kernel ends when all of its blocks have seen that all of the others' have written. */
-extern "C" __global__ void __launch_bounds__({threads}) all_reduce_direct(const Turn t, const u64 n, const u64) {{
-    const u64 packs = n / {per_pack}, part = (packs + {sources} - 1) / {sources};
-    const u64 begin = min(t.rank * part, packs), end = min(begin + part, packs);
-    const u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x, stride = (u64)gridDim.x * blockDim.x;
-    const u64 last = packs * {per_pack} + first;
-    if (!barrier_with_peers(t, t.value) || is_stopped(t)) return;
-    for (u64 i = begin + first; i < end; i += stride * {at_once}) {{
-        Pack in[{at_once}][{sources}];
-#pragma unroll
-        for (int u = 0; u < {at_once}; u++)
-            if (i + u * stride < end)
-#pragma unroll
-                for (int s = 0; s < {sources}; s++) in[u][s].whole = ((const uint4 *)t.half[s])[i + u * stride];
-#pragma unroll
-        for (int u = 0; u < {at_once}; u++) {{
-            const u64 at = i + u * stride;
-            if (at >= end) continue;
-            const Pack out = combined(in[u]);
-#pragma unroll
-            for (int s = 0; s < {sources}; s++) ((uint4 *)t.half[s])[at] = out.whole;
-        }}
-    }}
-    if (t.rank == {sources} - 1 && last < n) {{
-        const T result = combined_at(t, last);
-        for (int s = 0; s < {sources}; s++) t.half[s][last] = result;
-    }}
-    barrier_with_peers(t, t.value + 1);
-}}
-"""
-
-
 def source_of(dtype: DType, redop: RedOpType, sources: int, targets: int) -> str | None:
     """The text of the kernel that combines, or None for what is left to torch."""
     stop, look = (_STOP, _LOOK) if targets > 1 else ("", "")
@@ -299,7 +135,7 @@ def source_of(dtype: DType, redop: RedOpType, sources: int, targets: int) -> str
 def single_kernel_source_of(dtype: DType, redop: RedOpType, world: int) -> str | None:
     """The text of the kernel that does a whole all_reduce, or None for what is left to others."""
     at_once = max(1, 8 // world)
-    return _filled(_TYPES + _SINGLE_KERNEL, dtype, redop, world, threads=SINGLE_KERNEL_THREADS, at_once=at_once)
+    return _filled(_TYPES + SINGLE_KERNEL, dtype, redop, world, threads=SINGLE_KERNEL_THREADS, at_once=at_once)
 
 
 def _filled(text: str, dtype: DType, redop: RedOpType, sources: int, **more: int | str) -> str | None:
@@ -426,8 +262,17 @@ def _function(device: int, dtype: DType, redop: RedOpType, sources: int, targets
     return driver().load(image, "combine")
 
 
+class SingleKernels(NamedTuple):
+    """Kernels that each are a whole all_reduce."""
+
+    one_shot: int
+    two_shot: int
+    direct: int  # on symmetric tensors
+    captured: int  # in a CUDA graph
+
+
 @functools.cache
-def _single_kernel_functions(device: int, dtype: DType, redop: RedOpType, world: int) -> tuple[int, int, int] | None:
+def _single_kernel_functions(device: int, dtype: DType, redop: RedOpType, world: int) -> SingleKernels | None:
     text = single_kernel_source_of(dtype, redop, world)
     if text is None:
         return None
@@ -438,10 +283,7 @@ def _single_kernel_functions(device: int, dtype: DType, redop: RedOpType, world:
             "reinstall torch's CUDA packages, or run without MPS."
         )
     driver().enter(device)
-    all_reduce, direct, captured = (
-        driver().load(image, name) for name in ("all_reduce", "all_reduce_direct", "all_reduce_captured")
-    )
-    return all_reduce, direct, captured
+    return SingleKernels(*(driver().load(image, f"all_reduce_{name}") for name in SingleKernels._fields))
 
 
 def supports_single_kernel(device: int) -> bool:
@@ -451,8 +293,8 @@ def supports_single_kernel(device: int) -> bool:
     return _compiler() is not None and torch.cuda.get_device_capability(device)[0] >= OLDEST_FOR_SINGLE_KERNEL
 
 
-def single_kernel(device: int, dtype: DType, redop: RedOpType, world: int) -> tuple[int, int, int] | None:
-    """The kernels of a whole all_reduce (staged, in place, in a CUDA graph), or None for what has none on any rank."""
+def single_kernel(device: int, dtype: DType, redop: RedOpType, world: int) -> SingleKernels | None:
+    """The kernels of a whole all_reduce, or None for what has none on any rank."""
     with _compiling:
         return _single_kernel_functions(device, dtype, redop, world)
 

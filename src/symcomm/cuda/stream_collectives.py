@@ -13,21 +13,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from symcomm._core import native
 from symcomm.cuda import kernels
 from symcomm.cuda.kernels import PACK
 from symcomm.cuda.pool import PoolBuffer, pool_of
 from symcomm.cuda.tensor_views import torch_stream
 from symcomm.types import DType, RedOpType
 
-__all__ = ["StreamBarriers", "StreamCollectives", "shard_of"]
+__all__ = ["PreparedAllReduce", "StreamBarriers", "StreamCollectives", "after_arrival", "shard_of"]
 
 GATE_BYTES = 8
+
+# (group, plan, timeout_ns, site, stream, address) -> status: the hosts meet, and the operation goes into the stream.
+PreparedAllReduce = Callable[[Any, Any, int, int, int, int], int]
 
 
 def shard_of(rank: int, world: int, count: int, per_pack: int) -> tuple[int, int]:
     """(first, past the last) element of the part that ``rank`` combines; parts begin at whole packs."""
     part = -(-count // (world * per_pack)) * per_pack
     return min(rank * part, count), min((rank + 1) * part, count)
+
+
+def after_arrival(put: Callable[[int, int], None]) -> PreparedAllReduce:
+    """``put`` takes the stream and the address."""
+
+    def run(handle: Any, plan: Any, timeout_ns: int, site: int, stream: int, address: int) -> int:
+        status = native.run(handle, plan, (), (), timeout_ns, site)
+        if not status:
+            put(stream, address)
+        return status
+
+    return run
 
 
 class StreamBarriers:
@@ -110,9 +126,9 @@ class StreamCollectives:
         self.half = half
         self._halves = [list(stage), [address + half for address in stage]]
 
-    def prepare(self, dtype: DType, redop: RedOpType, count: int) -> Callable[[int, int], None] | None:
-        """A function that enqueues all_reduces of this kind: called with a stream and the tensor's address, a multiple
-        of PACK. None where there is no faster path than the usual one."""
+    def prepare(self, dtype: DType, redop: RedOpType, count: int) -> PreparedAllReduce | None:
+        """Runs all_reduces of this kind, in place, of tensors whose address is a multiple of PACK. None where there is
+        no faster path than the usual one."""
         kernel = self.kernel(dtype, redop, self.world, 1)
         nbytes = count * dtype.itemsize
         if kernel is None or nbytes > self.half:
@@ -123,7 +139,7 @@ class StreamCollectives:
             halves = self.halves()
             self.barrier(stream, (address, halves[self.rank], nbytes), launch, (*halves, address))
 
-        return put
+        return after_arrival(put)
 
     def can_capture(self, dtype: DType, redop: RedOpType) -> bool:
         """Whether a CUDA graph may hold an all_reduce: barriers of streams have numbers that a replay would repeat."""

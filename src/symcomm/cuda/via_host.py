@@ -9,9 +9,9 @@ Staging areas are in the ranks' arenas. What kernels do elsewhere, the CPU does 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from symcomm.cuda.stream_collectives import StreamBarriers, StreamCollectives
+from symcomm.cuda.stream_collectives import PreparedAllReduce, StreamBarriers, StreamCollectives, after_arrival
 from symcomm.types import DType, RedOpType
 
 __all__ = ["HALF_BYTES", "STAGE_BYTES", "ViaHostCollectives"]
@@ -41,5 +41,7 @@ class ViaHostCollectives(StreamCollectives):
             for target in targets:
                 self.copy(target, self._combined, count * dtype.itemsize, stream)
 
-    def prepare(self, dtype: DType, redop: RedOpType, count: int) -> Callable[[int, int], None] | None:
-        return lambda stream, address: self.reduce_one_shot(dtype, redop, address, address, count, stream)
+    def prepare(self, dtype: DType, redop: RedOpType, count: int) -> PreparedAllReduce | None:
+        return after_arrival(
+            lambda stream, address: self.reduce_one_shot(dtype, redop, address, address, count, stream)
+        )

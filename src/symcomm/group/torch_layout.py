@@ -8,11 +8,12 @@ Python. The memory is read through the kernel, so that a wrong guess is an error
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-__all__ = ["places_of", "pointed_to", "read_memory", "tensor_layout"]
+__all__ = ["gpu_keys", "places_of", "pointed_to", "read_memory", "tensor_layout"]
 
 WORD = 8
 OBJECT_BYTES = 256  # of a C++ object to look at; torch's tensors have less than 200
@@ -62,12 +63,30 @@ def _samples(torch: Any) -> tuple[list[Any], list[Any]]:
     return plain, others
 
 
+def _without_modes(torch: Any) -> contextlib.ExitStack:
+    """Whatever the caller is in the middle of."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch._C.DisableTorchFunction())
+    stack.enter_context(_disable_current_modes())
+    return stack
+
+
+def gpu_keys(torch: Any, device: int) -> tuple[int, ...]:
+    """The dispatch keys of tensors on a GPU that are what their memory holds: ordinary ones and inference mode's."""
+    keys = []
+    with _without_modes(torch):
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                keys.append(torch._C._dispatch_keys(torch.empty(1, device=f"cuda:{device}")).raw_repr())
+    return tuple(keys)
+
+
 def tensor_layout(torch: Any) -> TensorLayout | None:
     """What ``native.use_tensors`` takes; None where this torch keeps these words in another way."""
     try:
-        from torch.utils._python_dispatch import _disable_current_modes
-
-        with torch._C.DisableTorchFunction(), _disable_current_modes():  # whatever the caller is in the middle of
+        with _without_modes(torch):
             return _find(torch)
     except (OSError, ImportError, AttributeError, RuntimeError, TypeError, ValueError):
         return None

@@ -36,6 +36,7 @@ int symcomm_add_p2p(PyObject *module);
 int symcomm_add_signals(PyObject *module);
 int symcomm_add_window(PyObject *module);
 int symcomm_add_stream_ops(PyObject *module);
+int symcomm_add_prepared(PyObject *module);
 int symcomm_add_store(PyObject *module);
 int symcomm_add_nontemporal(PyObject *module);
 int symcomm_add_gil_watchdog(PyObject *module);

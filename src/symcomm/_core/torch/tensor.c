@@ -22,7 +22,7 @@ struct dl_exchange {
     void *stream;
 };
 
-enum { DL_CPU = 1 };
+enum { DL_CPU = 1, DL_CUDA };
 enum {
     DL_INT,
     DL_UINT,
@@ -49,6 +49,7 @@ static struct {
     Py_ssize_t object_at;         /* of the pointer to the C++ object in the Python object; 0: not known */
     Py_ssize_t keys_at, start_at; /* in the C++ object */
     uint64_t plain[MAX_PLAIN];    /* keys of tensors that are what their memory holds; 0: no more of them */
+    uint64_t plain_on_gpu[MAX_PLAIN];
 } layout;
 static PyObject *is_neg, *storage_offset; /* methods of the first type, asked where the layout is not known */
 
@@ -87,11 +88,11 @@ static int64_t contiguous_count(const struct dl_tensor *t) {
 
 static const char *cpp_object(PyObject *tensor) { return *(const char **)(void *)((char *)tensor + layout.object_at); }
 
-static bool has_plain_keys(PyObject *tensor) {
+static bool has_keys(PyObject *tensor, const uint64_t *plain) {
     uint64_t keys;
     memcpy(&keys, cpp_object(tensor) + layout.keys_at, sizeof keys);
-    for (int i = 0; i < MAX_PLAIN && layout.plain[i]; i++)
-        if (layout.plain[i] == keys) return true;
+    for (int i = 0; i < MAX_PLAIN && plain[i]; i++)
+        if (plain[i] == keys) return true;
     return false;
 }
 
@@ -123,21 +124,27 @@ static bool has_memory(PyObject *tensor, const struct tensor_view *view) {
     return start >= 0 && (uintptr_t)view->address != (uintptr_t)start * symcomm_itemsize[view->dtype];
 }
 
-int tensor_view(PyObject *tensor, struct tensor_view *view) {
-    PyTypeObject *type = Py_TYPE(tensor);
-    if (exchange_view == NULL || (type != known[0] && type != known[1] && type != known[2] && type != known[3]))
-        return 0;
-    if (layout.object_at && !has_plain_keys(tensor)) return 0;
-    struct dl_tensor t;
-    if (exchange_view(tensor, &t)) {
+static inline bool is_known(PyTypeObject *type) {
+    return exchange_view && (type == known[0] || type == known[1] || type == known[2] || type == known[3]);
+}
+
+/* Fills `view` and `t`. False: it is not contiguous, of another dtype, or not there. */
+static inline bool look(PyObject *tensor, struct dl_tensor *t, struct tensor_view *view) {
+    if (exchange_view(tensor, t)) {
         PyErr_Clear();
-        return 0;
+        return false;
     }
-    view->dtype = dtype_of(&t);
-    view->count = contiguous_count(&t);
-    if (t.device_type != DL_CPU || view->dtype < 0 || view->count < 0) return 0;
+    view->dtype = dtype_of(t);
+    view->count = contiguous_count(t);
+    view->address = (char *)t->data + t->byte_offset;
+    return view->dtype >= 0 && view->count >= 0;
+}
+
+int tensor_view(PyObject *tensor, struct tensor_view *view) {
+    struct dl_tensor t;
+    if (!is_known(Py_TYPE(tensor)) || (layout.object_at && !has_keys(tensor, layout.plain))) return 0;
+    if (!look(tensor, &t, view) || t.device_type != DL_CPU) return 0;
     if (!layout.object_at && (t.code == DL_COMPLEX || !says_false(is_neg, tensor))) return 0;
-    view->address = (char *)t.data + t.byte_offset;
     return has_memory(tensor, view);
 }
 
@@ -149,15 +156,19 @@ static int use_method(PyObject *types, const char *name, PyObject **method) {
     return 0;
 }
 
+static int read_keys(PyObject *keys, uint64_t *into) {
+    for (Py_ssize_t i = 0; i < MAX_PLAIN; i++)
+        into[i] = i < PyTuple_Size(keys) ? PyLong_AsUnsignedLongLong(PyTuple_GetItem(keys, i)) : 0;
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 static int use_layout(PyObject *found) {
     layout.object_at = 0;
     if (found == Py_None) return 0;
     Py_ssize_t object_at, keys_at, start_at;
     PyObject *plain;
     if (!PyArg_ParseTuple(found, "nnnO!", &object_at, &keys_at, &start_at, &PyTuple_Type, &plain)) return -1;
-    for (Py_ssize_t i = 0; i < MAX_PLAIN; i++)
-        layout.plain[i] = i < PyTuple_Size(plain) ? PyLong_AsUnsignedLongLong(PyTuple_GetItem(plain, i)) : 0;
-    if (PyErr_Occurred()) return -1;
+    if (read_keys(plain, layout.plain) < 0) return -1;
     layout.keys_at = keys_at, layout.start_at = start_at, layout.object_at = object_at;
     return 0;
 }
@@ -191,11 +202,35 @@ static PyObject *view_tensor(PyObject *self, PyObject *tensor) {
     return Py_BuildValue("KLi", (unsigned long long)(uintptr_t)v.address, (long long)v.count, v.dtype);
 }
 
+/* view_gpu_tensor(tensor, device) -> (address, count, dtype), or None */
+static PyObject *view_gpu_tensor(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    (void)self;
+    if (n_args != 2) return PyErr_Format(PyExc_TypeError, "view_gpu_tensor takes 2 arguments");
+    struct tensor_view v;
+    struct dl_tensor t;
+    long device = PyLong_AsLong(args[1]);
+    if (device == -1 && PyErr_Occurred()) return NULL;
+    if (!is_known(Py_TYPE(args[0])) || !layout.object_at || !has_keys(args[0], layout.plain_on_gpu)) Py_RETURN_NONE;
+    if (!look(args[0], &t, &v) || t.device_type != DL_CUDA || t.device_id != device || !has_memory(args[0], &v))
+        Py_RETURN_NONE;
+    return Py_BuildValue("KLi", (unsigned long long)(uintptr_t)v.address, (long long)v.count, v.dtype);
+}
+
+/* use_gpu_keys((keys, ...)): of tensors on a GPU that are what their memory holds */
+static PyObject *use_gpu_keys(PyObject *self, PyObject *keys) {
+    (void)self;
+    if (!PyTuple_Check(keys)) return PyErr_Format(PyExc_TypeError, "use_gpu_keys takes a tuple");
+    return read_keys(keys, layout.plain_on_gpu) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
 static PyMethodDef methods[] = {
     {"use_tensors", use_tensors, METH_VARARGS,
      "use_tensors(types, exchange_api, layout) -> whether that version is understood"},
     {"view_tensor", view_tensor, METH_O,
      "view_tensor(tensor) -> (address, count, dtype), or None when Python must look"},
+    {"view_gpu_tensor", (PyCFunction)(void (*)(void))view_gpu_tensor, METH_FASTCALL,
+     "view_gpu_tensor(tensor, device) -> (address, count, dtype), or None when Python must look"},
+    {"use_gpu_keys", use_gpu_keys, METH_O, "use_gpu_keys(keys): of tensors on a GPU that are what their memory holds"},
     {NULL, NULL, 0, NULL},
 };
 

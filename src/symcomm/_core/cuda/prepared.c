@@ -1,0 +1,94 @@
+/* All_reduces of a kind seen before, in one call: the hosts arrive, and the kernel that does the rest is launched. */
+#include "exec/async.h"
+#include "exec/exec.h"
+#include "group/group.h"
+#include "module/arguments.h"
+#include "module/module.h"
+
+#define PREPARED_KERNEL "symcomm.prepared_kernel"
+#define MOST_PLACES 500 /* a kernel takes 4 KiB of arguments */
+
+/* cuLaunchKernel */
+typedef int (*launch_function)(uint64_t kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                               unsigned bz, unsigned shared, void *stream, void **arguments, void **extra);
+
+struct prepared_kernel {
+    launch_function launch;
+    uint64_t kernel[5]; /* function, blocks, threads, count, packs */
+    int n;
+    uint64_t places[]; /* n for each half of the staging area: source, target, ..., the barrier's number */
+};
+
+static void drop_prepared(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, PREPARED_KERNEL)); }
+
+static int read_numbers(PyObject *tuple, uint64_t *into, Py_ssize_t n) {
+    for (Py_ssize_t i = 0; i < n; i++) into[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(tuple, i));
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* prepare_kernel(launch, kernel, places of one half, of the other) -> prepared */
+static PyObject *prepare_kernel(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long launch;
+    PyObject *kernel, *places[2];
+    if (!PyArg_ParseTuple(args, "KO!O!O!", &launch, &PyTuple_Type, &kernel, &PyTuple_Type, &places[0], &PyTuple_Type,
+                          &places[1]))
+        return NULL;
+    Py_ssize_t n = PyTuple_Size(places[0]);
+    if (PyTuple_Size(kernel) != 5 || n < 3 || n > MOST_PLACES || PyTuple_Size(places[1]) != n)
+        return PyErr_Format(PyExc_ValueError, "prepare_kernel: numbers are missing, or too many");
+    struct prepared_kernel *p = malloc(sizeof *p + 2 * (size_t)n * sizeof p->places[0]);
+    if (p == NULL) return PyErr_NoMemory();
+    p->launch = (launch_function)(uintptr_t)launch, p->n = (int)n;
+    PyObject *capsule = NULL;
+    if (read_numbers(kernel, p->kernel, 5) == 0 && read_numbers(places[0], p->places, n) == 0 &&
+        read_numbers(places[1], p->places + n, n) == 0)
+        capsule = PyCapsule_New(p, PREPARED_KERNEL, drop_prepared);
+    if (capsule == NULL) free(p);
+    return capsule;
+}
+
+static int launch(const struct prepared_kernel *p, int half, uint64_t stream, uint64_t address, uint64_t value) {
+    uint64_t places[MOST_PLACES], count = p->kernel[3], packs = p->kernel[4];
+    memcpy(places, p->places + half * p->n, (size_t)p->n * sizeof places[0]);
+    places[0] = places[1] = address, places[p->n - 1] = value;
+    void *arguments[] = {places, &count, &packs};
+    return p->launch(p->kernel[0], (unsigned)p->kernel[1], 1, 1, (unsigned)p->kernel[2], 1, 1, 0,
+                     (void *)(uintptr_t)stream, arguments, NULL);
+}
+
+/* run_prepared(group, plan, timeout_ns, site, prepared, half, stream, address, value) -> 0, a failure's status, or the
+ * driver's result below 0. The tensor at `address` is combined in place; `value`: of the kernel's first barrier. */
+static PyObject *run_prepared(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    (void)self;
+    if (expect_arguments(n_args, 9, "run_prepared") < 0) return NULL;
+    struct group *g = to_group(args[0]);
+    struct plan *plan = g ? PyCapsule_GetPointer(args[1], PLAN_CAPSULE) : NULL;
+    struct prepared_kernel *p = plan ? PyCapsule_GetPointer(args[4], PREPARED_KERNEL) : NULL;
+    if (p == NULL) return NULL;
+    int64_t timeout = PyLong_AsLongLong(args[2]);
+    struct origin from = {.site = (uint32_t)PyLong_AsUnsignedLong(args[3])};
+    int half = PyLong_AsLong(args[5]) != 0;
+    uint64_t stream = PyLong_AsUnsignedLongLong(args[6]), address = PyLong_AsUnsignedLongLong(args[7]);
+    uint64_t value = PyLong_AsUnsignedLongLong(args[8]);
+    if (PyErr_Occurred()) return NULL;
+    struct buffers none = {NULL, NULL, 0, 0};
+    int64_t status;
+    bool idle = async_idle(g);
+    count_call(&g->collectives, false, !idle);
+    Py_BEGIN_ALLOW_THREADS; /* the driver makes a caller wait when a stream is full */
+    status = idle ? exec_run(g, plan, &none, timeout, from) : async_run_queued(g, plan, &none, timeout, from);
+    if (status == 0) status = -launch(p, half, stream, address, value);
+    Py_END_ALLOW_THREADS;
+    return PyLong_FromLongLong(status);
+}
+
+static PyMethodDef methods[] = {
+    {"prepare_kernel", prepare_kernel, METH_VARARGS,
+     "prepare_kernel(launch, kernel, places, other_places) -> prepared"},
+    {"run_prepared", (PyCFunction)(void (*)(void))run_prepared, METH_FASTCALL,
+     "run_prepared(group, plan, timeout_ns, site, prepared, half, stream, address, value) -> status"},
+    {NULL, NULL, 0, NULL},
+};
+
+int symcomm_add_prepared(PyObject *module) { return PyModule_AddFunctions(module, methods); }
