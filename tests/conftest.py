@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.selections import LONG
-from tests.side_by_side import SHARE, Share
+from tests.tools.selections import LONG
+from tests.tools.side_by_side import SHARE, Share
 
 LINES, WIDTH = 12, 400  # of a failure that is told again
 NOT_RUN = "not run here"  # a heading
@@ -46,7 +46,7 @@ def heed_signals() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     heed_signals()
-    if not all(Path(name).name.startswith("test_gpu_") for name in config.args):
+    if not all(Path(name).name.startswith(("test_gpu_", "cuda")) for name in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a forked rank cannot use a GPU that its parent has looked at
     _own_shared_memory()
     for name in ("OMPI", "PRTE"):  # containers run tests as root, which Open MPI refuses until it is told twice
@@ -86,8 +86,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``symcomm.spawn`` forks its ranks from this process, which has loaded torch. tests/test_spawn.py is about how it
-    starts fresh ones."""
+    """``symcomm.spawn`` forks its ranks from this process, which has loaded torch. tests/group/test_spawn.py is about
+    how it starts fresh ones."""
     module: Any = importlib.import_module("symcomm.group.spawn")
     rank_main = module._rank_main
 
@@ -148,7 +148,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_unconfigure() -> None:
     """PyTorch's table of handlers lets go of Python functions after the interpreter has ended, and crashes. Tests that
     compare with it have put some there, so this process ends before."""
-    if "tests.test_control_plane" in sys.modules:
+    if "tests.observe.test_control_plane" in sys.modules:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_status)
