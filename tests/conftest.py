@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 from tests.tools.selections import LONG
 from tests.tools.side_by_side import SHARE, Share
@@ -69,9 +70,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """Nothing is to be done for what another process runs."""
-    return None if _share is None or _share.claims(item.path.stem) else True
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Nothing is to be done for what another process runs. Which file comes next is not known yet when one ends, so
+    that all is torn down."""
+    if _share is None:
+        return None
+    if _share.claims(item.path.stem):
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        runtestprotocol(item, nextitem=nextitem if nextitem and nextitem.path == item.path else None)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

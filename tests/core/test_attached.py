@@ -29,9 +29,10 @@ from symcomm.group.local import LocalGroup
 from symcomm.group.process_group import ProcessGroup
 from symcomm.observe.recorder import records
 from symcomm.types import DType, RedOpType
-from tests.support.faults import Outcome, attempt, join_group, leftovers, readable, returned, run_group
+from tests.support.faults import attempt, join_group, leftovers, readable, run_group
 from tests.support.halted_calls import PATTERN
 from tests.support.page_gate import PAGE, Words, ordinary, stop
+from tests.support.ranks import Outcome, returned
 
 LENT = Limits(attach_bytes=1 << 14, attach_ranks=2)
 COUNT = 1 << 13  # elements of a piece: eight pages

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from symcomm.group.process_group import ProcessGroup
-from tests.support.faults import attempt, leftovers, returned, run_group
+from tests.support.faults import attempt, leftovers, run_group
 from tests.support.halted_calls import PATTERN, of_rank
 from tests.support.page_gate import PAGE, Gate, Words, stop, symmetric, until
+from tests.support.ranks import returned
 
 pytestmark = pytest.mark.unused_process  # ranks that other tests have left in it count as sharing the cores
 

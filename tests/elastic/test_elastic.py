@@ -21,8 +21,9 @@ from symcomm import elastic, errors
 from symcomm.elastic import state as states
 from symcomm.group import grow as growing
 from symcomm.store import FileStore
-from tests.support.elastic_ranks import ElasticRanks, die, returned
+from tests.support.elastic_ranks import ElasticRanks
 from tests.support.examples import ROOT, losses, run_example
+from tests.support.ranks import die, returned
 
 STEPS, BATCH, AT = 10, 24, 4
 WAIT = 20.0

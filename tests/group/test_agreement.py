@@ -30,7 +30,8 @@ from symcomm.group.process_group import ProcessGroup
 from symcomm.group.shrink import Attempt, AttemptWord, Record, Records, pack_ranks, unpack_ranks
 from symcomm.memory.share import GroupNotBuilt
 from symcomm.store import FileStore
-from tests.support.faults import Outcome, leftovers, process_state, run_group
+from tests.support.faults import leftovers, process_state, run_group
+from tests.support.ranks import Outcome
 
 WORLD = 4
 STEPS = 5  # of a rank that proposes: proposal, word, vote, decision, done

@@ -21,8 +21,9 @@ from symcomm import errors
 from symcomm._core import native
 from symcomm.group.failure import Status
 from symcomm.group.process_group import ProcessGroup
-from tests.support.faults import Outcome, delays, leftovers, mark_fault, run_group
+from tests.support.faults import delays, leftovers, mark_fault, run_group
 from tests.support.page_gate import Words
+from tests.support.ranks import Outcome
 
 PROMPT = 5.0  # seconds, far below every deadline here: 100 ms are promised, and a test machine may be busy
 

@@ -21,8 +21,9 @@ from symcomm.group.local import LocalGroup
 from symcomm.hierarchical.group import HierarchicalGroup
 from symcomm.store.handshake import _Attempt
 from symcomm.torch_backend.group import TorchGroup
-from tests.support.faults import Outcome, process_state, run_group
+from tests.support.faults import process_state, run_group
 from tests.support.host_ranks import run_on_hosts
+from tests.support.ranks import Outcome
 
 NOTICED = 8.0  # seconds, on a busy machine; the deadlines are far longer
 

@@ -19,7 +19,8 @@ from symcomm.group.local import LocalGroup
 from symcomm.memory import share
 from symcomm.memory.arena import Arena, use_arena
 from symcomm.store import HashStore
-from tests.support.elastic_ranks import ElasticRanks, die, returned
+from tests.support.elastic_ranks import ElasticRanks
+from tests.support.ranks import die, returned
 
 WAIT = 15.0
 

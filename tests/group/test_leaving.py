@@ -21,9 +21,10 @@ import torch
 from symcomm._core import native
 from symcomm.group import local
 from symcomm.group.process_group import ProcessGroup
-from tests.support.faults import attempt, leftovers, returned, run_group
+from tests.support.faults import attempt, leftovers, run_group
 from tests.support.halted_calls import PATTERN
 from tests.support.page_gate import Words, ordinary, symmetric, until
+from tests.support.ranks import returned
 
 N = 16_384  # elements: a message of so many is read where it lies, if that is symmetric
 PROMPT = 5.0  # seconds, far below the deadlines here

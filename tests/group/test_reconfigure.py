@@ -15,7 +15,7 @@ import symcomm
 from symcomm.group import registry
 from symcomm.group.handles import Handle
 from symcomm.group.reconfigure import ReconfigurableGroup
-from tests.support.elastic_ranks import returned
+from tests.support.ranks import returned
 from tests.support.reconfigure_ranks import WAIT, Party, expected, failure, run_parties
 
 

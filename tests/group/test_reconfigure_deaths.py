@@ -15,7 +15,7 @@ import torch
 from symcomm import errors
 from symcomm.group.reconfigure import Reconfiguration
 from symcomm.memory import share
-from tests.support.elastic_ranks import die, returned
+from tests.support.ranks import die, returned
 from tests.support.reconfigure_ranks import (
     STEPS,
     WAIT,

@@ -28,7 +28,7 @@ HERE = Path(__file__)
 def line_of(mark: str) -> str:
     """``tests/observe/test_trace_failures.py:12``: the line that ends with the comment ``mark``."""
     lines = HERE.read_text().splitlines()
-    return f"tests/{HERE.name}:{next(i for i, line in enumerate(lines, 1) if line.endswith('# ' + mark))}"
+    return f"tests/observe/{HERE.name}:{next(i for i, line in enumerate(lines, 1) if line.endswith('# ' + mark))}"
 
 
 @pytest.fixture

@@ -30,8 +30,9 @@ from tests.soak.ranks import Report
 from tests.soak.scenario import HARMLESS, STARVED, STOPPED_TIMEOUT, Scenario
 from tests.soak.stranger import Stranger
 from tests.support.elastic_ranks import ElasticRanks
-from tests.support.faults import Outcome, leftovers
+from tests.support.faults import leftovers
 from tests.support.page_gate import state_of, until
+from tests.support.ranks import Outcome
 
 LIMIT = 60.0  # seconds: a scenario that takes longer hangs
 PAUSE = 0.3  # seconds: for less than the deadline of any call
@@ -52,10 +53,10 @@ class SoakCrowd(ElasticRanks):
     def member(self, fn: Callable, rank: int, world: int, *args: Any) -> int:
         make = partial(LocalGroup, timeout=self.timeout)
         # Nobody else may hold the group: what it holds is looked for when it was left.
-        return self._fork(lambda: fn(lambda: join_ranks(self._store(), rank, world, 30.0, make), *args))
+        return self.start(lambda: fn(lambda: join_ranks(self._store(), rank, world, 30.0, make), *args))
 
     def newcomer(self, fn: Callable, *args: Any) -> int:
-        return self._fork(lambda: fn(self._store(), *args))
+        return self.start(lambda: fn(self._store(), *args))
 
 
 def disturb(plan: Scenario, forked: SoakCrowd) -> None:

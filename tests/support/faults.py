@@ -7,23 +7,15 @@ all have, so that nobody's end is mistaken for the fault. Afterwards nothing may
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-import pickle
 import select
-import shutil
-import signal
 import struct
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import torch
 
 from symcomm import errors
 from symcomm.collectives.select import Limits
@@ -31,21 +23,7 @@ from symcomm.group.default import join_ranks
 from symcomm.group.local import LocalGroup
 from symcomm.group.process_group import ProcessGroup
 from symcomm.store import FileStore
-
-
-@dataclass
-class Outcome:
-    """How one rank ended, and when (CLOCK_MONOTONIC, the same clock in all processes)."""
-
-    rank: int
-    kind: str  # "returned" | "raised" | "died" | "stuck"
-    value: Any = None
-    error: Any = None
-    text: str = ""
-    when: float = 0.0
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} {self.kind}: {self.text or self.value!r}"
+from tests.support.ranks import Crowd, Outcome
 
 
 def join_group(rank: int, world: int, folder: str, timeout: float, limits: Limits | None = None) -> ProcessGroup:
@@ -54,42 +32,12 @@ def join_group(rank: int, world: int, folder: str, timeout: float, limits: Limit
     return join_ranks(FileStore(os.path.join(folder, "store"), world), rank, world, 30.0, make, tidy=False)
 
 
-def _child(
-    fn: Callable, rank: int, world: int, folder: str, timeout: float, args: tuple, tell: int, hear: int, linger: bool,
-    join: Callable,
-) -> None:  # fmt: skip
-    torch.set_num_threads(1)  # a forked child has none of its parent's OpenMP threads
-    try:
-        group = join(rank, world, folder, timeout)
-        value = fn(group, *args)
-        outcome = Outcome(rank, "returned", value, when=time.monotonic())
-    except BaseException as error:
-        outcome = Outcome(rank, "raised", error=error, text=traceback.format_exc(), when=time.monotonic())
-    try:
-        payload = pickle.dumps(outcome)
-    except Exception:
-        payload = pickle.dumps(Outcome(rank, outcome.kind, repr(outcome.value), None, outcome.text, outcome.when))
-    os.write(tell, len(payload).to_bytes(8, "little"))
-    while payload:
-        payload = payload[os.write(tell, payload) :]
-    os.close(tell)
-    if linger:
-        readable([hear], 60)
-
-
 def readable(descriptors: Iterable[int], seconds: float) -> list[int]:
     """Those that can be read, or have ended, within that time; numbers may be beyond what select() knows."""
     poll = select.poll()
     for fd in descriptors:
         poll.register(fd, select.POLLIN)
     return [fd for fd, _ in poll.poll(seconds * 1000)]
-
-
-def _read(fd: int) -> Outcome | None:
-    data = b""
-    while piece := os.read(fd, 1 << 16):
-        data += piece
-    return pickle.loads(data[8:]) if len(data) >= 8 and len(data) == 8 + int.from_bytes(data[:8], "little") else None
 
 
 def run_group(
@@ -103,69 +51,23 @@ def run_group(
     join: Callable[..., Any] = join_group,
 ) -> list[Outcome]:
     """See the module's text. ``timeout`` is the group's; whoever runs at ``deadline`` is killed and called stuck."""
-    folder = tempfile.mkdtemp(prefix="symcomm-test-")
-    go_read, go_write = os.pipe()
-    readers, pids = [], []
-    for rank in range(world):
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                for fd in [go_write, reader, *readers]:
-                    os.close(fd)
-                _child(fn, rank, world, folder, timeout, args, writer, go_read, linger, join)
-            finally:
-                os._exit(0)
-        os.close(writer)
-        readers.append(reader)
-        pids.append(pid)
-    try:
-        return _collect(readers, pids, go_write, deadline, during)
-    except BaseException:  # the test was ended: nobody may be left, stopped or spinning
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        raise
-    finally:
-        os.close(go_read)
-        shutil.rmtree(folder, ignore_errors=True)
+    crowd = Crowd("fork", linger)
+    groups = []  # of each process, which leaves it no sooner than it ends
 
+    def run(rank: int) -> Any:
+        groups.append(join(rank, world, folder, timeout))
+        return fn(groups[0], *args)
 
-def _collect(
-    readers: list[int], pids: list[int], go: int, deadline: float, during: Callable[[list[int]], None] | None
-) -> list[Outcome]:
-    end = time.monotonic() + deadline
-    if during is not None:
-        during(pids)
-    outcomes: dict[int, Outcome | None] = {}
-    while len(outcomes) < len(pids) and (left := end - time.monotonic()) > 0:
-        waiting = {fd: r for r, fd in enumerate(readers) if r not in outcomes}
-        for fd in readable(waiting, left):
-            outcomes[waiting[fd]] = _read(fd)
-    os.close(go)
-    done = []
-    for rank, pid in enumerate(pids):
-        outcome = outcomes.get(rank)
-        if rank not in outcomes:
-            outcome = Outcome(rank, "stuck", text=f"still running after {deadline} s")
-            os.kill(pid, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        done.append(outcome or Outcome(rank, "died", status, text=f"status {status}"))
-        os.close(readers[rank])
-    return done
+    with tempfile.TemporaryDirectory(prefix="symcomm-test-", ignore_cleanup_errors=True) as folder:
+        for rank in range(world):
+            crowd.start(run, rank)
+        return crowd.outcomes(deadline, None if during is None else lambda: during(crowd.pids))
 
 
 def process_state(pid: int) -> str:
     """A letter, as the kernel shows it: T is stopped, Z dead and not collected."""
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
-
-
-def returned(outcomes: list[Outcome]) -> list[Any]:
-    """What every rank gave; all must have."""
-    assert all(o.kind == "returned" for o in outcomes), "\n".join(map(str, outcomes))
-    return [o.value for o in outcomes]
 
 
 def attempt(call: Callable[[], Any]) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 from symcomm.group.default import join_ranks
 from symcomm.group.factory import make_group
 from symcomm.store import FileStore
-from tests.support.faults import Outcome, run_group
+from tests.support.faults import run_group
+from tests.support.ranks import Outcome
 
 
 def _join(hosts: list[int], rank: int, world: int, folder: str, timeout: float) -> Any:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from symcomm import c10d
 from symcomm.torch_backend.register import register
-from tests.support.elastic_ranks import die
-from tests.support.ranks import run_ranks
+from tests.support.ranks import die, run_ranks
 
 HAS_RECONFIGURE = hasattr(dist, "_reconfigure")
 BACKENDS = ["symcomm", *(["gloo"] if HAS_RECONFIGURE else [])]
