@@ -249,7 +249,7 @@ def test_destroy_with_pending_works(world: int):
 # --- the end of the interpreter ------------------------------------------------------------------------------
 
 
-def run_script(code: str, seconds: float = 30) -> str:
+def run_script(code: str, seconds: float = 60) -> str:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=seconds, cwd=ROOT,
         env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PATH": "/usr/bin:/bin"},

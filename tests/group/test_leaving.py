@@ -351,7 +351,7 @@ class Interrupter:
         sys.settrace(None)
 
     def _call(self, frame: Any, event: str, arg: object) -> Any:
-        return self._line if os.sep + "group" + os.sep in frame.f_code.co_filename else None
+        return self._line if os.path.join("symcomm", "group", "") in frame.f_code.co_filename else None
 
     def _line(self, frame: Any, event: str, arg: object) -> Any:
         if self.started and event == "line" and not self.raised:
