@@ -48,30 +48,30 @@ docs: $(BUILT) ## the site, in build/site; a broken link or an undocumented name
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "build/site/index.html"
 
 test: $(BUILT) lint ## lint, types and all tests (about 20 minutes on 2 cores)
-	@$(BIN)/python -m tests.side_by_side -n $(TESTERS)
+	@$(BIN)/python -m tests.tools.side_by_side -n $(TESTERS)
 
 check: $(BUILT) lint ## lint, types and the tests that matter most for what changed (a minute and a half)
-	@$(BIN)/python -m tests.check -n $(TESTERS)
+	@$(BIN)/python -m tests.tools.check -n $(TESTERS)
 
 lint: $(BUILT) ## ruff (lint and format), clang-format and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(if $(CLANG_FORMAT),$(CLANG_FORMAT) --dry-run -Werror $(C_SRC) tests/litmus.c)
+	$(if $(CLANG_FORMAT),$(CLANG_FORMAT) --dry-run -Werror $(C_SRC) tests/core/litmus.c)
 	$(BIN)/mypy
 
 format: $(BUILT) ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(if $(CLANG_FORMAT),$(CLANG_FORMAT) -i $(C_SRC) tests/litmus.c)
+	$(if $(CLANG_FORMAT),$(CLANG_FORMAT) -i $(C_SRC) tests/core/litmus.c)
 
 test-gpu: $(BUILT) ## what needs a CUDA GPU (skipped by `make test` where there is none)
-	$(BIN)/python -m pytest -q tests/test_gpu_*.py
+	$(BIN)/python -m pytest -q tests/cuda
 
 test-torch: $(TORCH_ENV)/.ready ## the torch-facing tests on another torch: TORCH=2.12.1 (see docs/reference/compatibility.md)
 	@echo "== building the C core"
 	@SYMCOMM_WERROR=1 $(TORCH_ENV)/bin/python setup.py -q build_ext --inplace
 	@echo "== the torch-facing tests on torch $(TORCH), $$($(TORCH_ENV)/bin/python -V)"
-	PYTHONPATH=src $(TORCH_ENV)/bin/python -m tests.side_by_side -n $(TESTERS) --log build/torch-$(TORCH) torch
+	PYTHONPATH=src $(TORCH_ENV)/bin/python -m tests.tools.side_by_side -n $(TESTERS) --log build/torch-$(TORCH) torch
 
 $(TORCH_ENV)/.ready: pyproject.toml
 	@echo "== setting up $(TORCH_ENV) (first time only: some minutes, up to 6 GB)"
@@ -95,10 +95,10 @@ test-python: ## one wheel for every Python, tested without torch: PYTHON=python3
 	@echo "== the tests that need no torch on $$($(PYTHON_ENV)/bin/python -V), from a folder without the sources"
 	@rm -rf $(PYTHON_ENV)/checkout && mkdir $(PYTHON_ENV)/checkout
 	@cp -r tests examples docs pyproject.toml $(PYTHON_ENV)/checkout
-	cd $(PYTHON_ENV)/checkout && env -u PYTHONPATH $(PYTHON_ENV)/bin/python -m tests.side_by_side -n $(TESTERS) without-torch
+	cd $(PYTHON_ENV)/checkout && env -u PYTHONPATH $(PYTHON_ENV)/bin/python -m tests.tools.side_by_side -n $(TESTERS) without-torch
 
 wheels: $(WHEELS_ENV)/.ready ## this platform's wheel and the source distribution, in build/dist, checked and tried
-	@PATH="$(WHEELS_ENV)/bin:$$PATH" $(WHEELS_ENV)/bin/python -m tests.wheels build/dist
+	@PATH="$(WHEELS_ENV)/bin:$$PATH" $(WHEELS_ENV)/bin/python -m tests.tools.wheels build/dist
 
 $(WHEELS_ENV)/.ready:
 	@echo "== setting up $(WHEELS_ENV)"
@@ -117,20 +117,20 @@ conformance: $(BUILT) ## PyTorch's own DistributedTest on our backend, at 2, 3, 
 
 soak: $(BUILT) ## an hour of random faults: on one host, between hosts, of ranks that come and go; every result is checked
 	$(BIN)/python -m tests.soak --minutes 30
-	$(BIN)/python -m tests.hosts_soak 10
-	$(BIN)/python -m tests.elastic_soak 10
-	SYMCOMM_LIVES=100 $(BIN)/python -m pytest -q tests/test_group_life.py -k again_and_again
-	SYMCOMM_EVERY_STEP=1 $(BIN)/python -m pytest -q tests/test_agreement_hosts.py tests/test_stops.py
-	for what in arena control http store; do $(BIN)/python -m tests.fuzz_$$what --inputs 1000000 || exit 1; done
+	$(BIN)/python -m tests.soak.hosts 10
+	$(BIN)/python -m tests.soak.elastic 10
+	SYMCOMM_LIVES=100 $(BIN)/python -m pytest -q tests/group/test_group_life.py -k again_and_again
+	SYMCOMM_EVERY_STEP=1 $(BIN)/python -m pytest -q tests/hierarchical/test_agreement_hosts.py tests/group/test_stops.py
+	for what in arena control http store; do $(BIN)/python -m tests.fuzz.$$what --inputs 1000000 || exit 1; done
 
 prove: $(BUILT) ## every interleaving of the core's protocols, and what goes wrong without each line of them (two minutes)
 	$(BIN)/python -m tests.model
 
 analyze: $(BUILT) ## the C core under GCC's static analyzer
-	$(BIN)/python -m tests.analyze
+	$(BIN)/python -m tests.tools.analyze
 
 sanitize: $(BUILT) ## the C core under ASan, UBSan and TSan
-	$(BIN)/python tests/sanitize.py
+	$(BIN)/python -m tests.tools.sanitize
 
 clean: ## remove everything that was built
 	rm -rf $(VENV) build dist src/*.egg-info src/symcomm/_core/*.so .pytest_cache .mypy_cache .ruff_cache

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.runner import runtestprotocol
 
-from tests.selections import LONG
-from tests.side_by_side import SHARE, Share
+from tests.tools.selections import LONG
+from tests.tools.side_by_side import SHARE, Share
 
 LINES, WIDTH = 12, 400  # of a failure that is told again
 NOT_RUN = "not run here"  # a heading
@@ -46,7 +47,7 @@ def heed_signals() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     heed_signals()
-    if not all(Path(name).name.startswith("test_gpu_") for name in config.args):
+    if not all(Path(name).name.startswith(("test_gpu_", "cuda")) for name in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a forked rank cannot use a GPU that its parent has looked at
     _own_shared_memory()
     for name in ("OMPI", "PRTE"):  # containers run tests as root, which Open MPI refuses until it is told twice
@@ -69,9 +70,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """Nothing is to be done for what another process runs."""
-    return None if _share is None or _share.claims(item.path.stem) else True
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Nothing is to be done for what another process runs. Which file comes next is not known yet when one ends, so
+    that all is torn down."""
+    if _share is None:
+        return None
+    if _share.claims(item.path.stem):
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        runtestprotocol(item, nextitem=nextitem if nextitem and nextitem.path == item.path else None)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -86,8 +94,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``symcomm.spawn`` forks its ranks from this process, which has loaded torch. tests/test_spawn.py is about how it
-    starts fresh ones."""
+    """``symcomm.spawn`` forks its ranks from this process, which has loaded torch. tests/group/test_spawn.py is about
+    how it starts fresh ones."""
     module: Any = importlib.import_module("symcomm.group.spawn")
     rank_main = module._rank_main
 
@@ -148,7 +156,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_unconfigure() -> None:
     """PyTorch's table of handlers lets go of Python functions after the interpreter has ended, and crashes. Tests that
     compare with it have put some there, so this process ends before."""
-    if "tests.test_control_plane" in sys.modules:
+    if "tests.observe.test_control_plane" in sys.modules:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_status)

@@ -1,0 +1,610 @@
+"""`symcomm bench`: right values, complete figures, clear refusals, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+
+from symcomm import errors
+from symcomm.bench import compile as bench_compile
+from symcomm.bench import ddp as bench_ddp
+from symcomm.bench import ddp_worker as bench_ddp_worker
+from symcomm.bench import groups as bench_groups
+from symcomm.bench import hosts as bench_hosts
+from symcomm.bench import peers as bench_peers
+from symcomm.bench import run as bench_run
+from symcomm.bench import sites as bench_sites
+from symcomm.bench import store as bench_store
+from symcomm.bench import table as bench_table
+from symcomm.bench import torch_calls as bench_torch
+from symcomm.bench import worker as bench_worker
+from symcomm.bench.estimate import Estimate, in_words
+from symcomm.bench.run import Case, Effort, Result, measure, open_sides
+from symcomm.cli import bench
+from tests.support.bench_cli import cli, refused
+from tests.support.loaded import Loaded
+
+TINY = ["-n", "3", "-w", "1", "--rounds", "1"]
+SMALL = Effort(rounds=1, repetitions=1, iterations=3, warmup=1)
+
+
+@pytest.fixture(autouse=True)
+def loaded_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that load torch by themselves are those of benchmarks in processes of their own, below."""
+    monkeypatch.setattr(bench_run, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Loaded}))
+
+
+# --- figures -----------------------------------------------------------------------------------------------------
+
+
+def test_sizes():
+    assert bench.parse_size("-b", "8") == 8
+    assert bench.parse_size("-b", "64k") == 65536
+    assert bench.parse_size("-b", "2M") == 2 << 20
+    assert bench.sizes_between(8, 100, 2, 0) == [8, 16, 32, 64]
+    assert bench.sizes_between(8, 32, 2, 10) == [8, 18, 28]
+
+
+def test_the_example_in_the_help_ends_at_its_end():
+    low, high, factor = re.search(r"-b (\S+) -e (\S+) -f (\d+)", bench.bench.__doc__).groups()
+    end = bench.parse_size("-e", high)
+    assert bench.sizes_between(bench.parse_size("-b", low), end, int(factor), 0)[-1] == end
+
+
+def test_sizes_count_as_in_nccl_tests():
+    """Where every rank has a piece, the size is that of all pieces; a size too small still has one element."""
+    [case] = bench_run.make_cases("all_gather", [1024], 4, "float32", "sum", 0, one_place=True)
+    assert (case.nbytes, case.count) == (1024, 64)
+    [case] = bench_run.make_cases("all_reduce", [1024], 4, "float64", "sum", 0, one_place=True)
+    assert (case.nbytes, case.count) == (1024, 128)
+    [case] = bench_run.make_cases("reduce_scatter", [8], 4, "float32", "sum", 0, one_place=True)
+    assert (case.nbytes, case.count) == (16, 1)
+
+
+def test_calls_that_took_the_long_way_are_warned_of():
+    case = Case("all_reduce", 1024, 256, "float32", "sum", 0, True)
+    gloo, short = Result(case, "gloo", 1e-6, 1e-6, 0), Result(case, "ordinary", 1e-6, 1e-6, 0, calls=1200)
+    assert bench_table.ways([gloo]) == ""
+    assert bench_table.ways([gloo, short]) == "way: all 1,200 timed calls of ours took the short way"
+    slow = Result(case, "symmetric", 1e-5, 1e-5, 0, calls=100, long=40)
+    words = "WARNING: 40 of 1,300 timed calls took the long way through Python: all_reduce of 1 KiB"
+    assert bench_table.ways([gloo, short, slow]) == words
+    figures = bench_torch.Measurement("2.15.0", "direct")
+    assert "all blocking calls of ours took the short way" in bench_torch.note([figures])
+    figures.long["async 8 B"] = 7  # handed to the group's thread, which is what asynchronous calls are for
+    assert "WARNING" not in bench_torch.note([figures])
+    figures.long["barrier"] = 7
+    assert "WARNING: calls took the long way through Python: barrier (symcomm, torch 2.15" in bench_torch.note(
+        [figures]
+    )
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"),
+    [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75), ("gather", 0.75),
+     ("scatter", 0.75), ("broadcast", 1), ("reduce", 1), ("p2p", 1)],
+)  # fmt: skip
+def test_bus_bandwidth(collective: str, factor: float):
+    case = Case(collective, 4_000_000, 1_000_000, "float32", "sum", 0, True)
+    algbw, busbw = bench_table.bandwidths(case, 0.001, 4)
+    assert algbw == pytest.approx(4.0)
+    assert busbw == pytest.approx(4.0 * factor)
+
+
+def test_summary_marks_what_misses_its_goal():
+    case = Case("all_reduce", 8, 2, "float32", "sum", 0, True)
+    seconds = {"ordinary": 2e-6, "gloo": 5e-6, "mpich": 3e-6, "openmpi": 1e-6}
+    results = [Result(case, name, s, s, 0) for name, s in seconds.items()]
+    peers = ["gloo", "mpich", "openmpi"]
+    row = bench_table.summary_row(results, ["ordinary"], peers, best=False)
+    cells = dict(zip(bench_table.summary_head(["ordinary"], peers), row, strict=True))
+    assert cells["ordinary vs MPI"] == "0.50x!"
+    assert cells["ordinary vs gloo"] == "2.50x!"
+    assert cells["mpich (us)"] == "3.00"
+
+
+def test_the_time_that_is_left_is_learnt():
+    """A guess at first; then what cases of the same size took, and guesses as wrong as those before."""
+    cases = [Case(name, size, size, "float32", "sum", 0, True) for name in ("reduce", "gather") for size in (8, 4096)]
+    estimate = Estimate(cases, 2, Effort())
+    assert 0.4 * 4 < estimate.seconds_left() < 60
+    estimate.took(10.0)
+    left = estimate.seconds_left()  # 10 s for the other small one, and about as much for each large one
+    assert 29 < left < 40
+    estimate.took(20.0)
+    assert estimate.seconds_left() == 30.0
+    estimate.took(10.0)
+    estimate.took(20.0)
+    assert estimate.seconds_left() == 0.0
+    assert [in_words(seconds) for seconds in (0.2, 42, 200, 7200)] == ["1 s", "45 s", "3 min", "2.0 h"]
+
+
+def test_lines_come_as_they_are_measured(tmp_path: Path):
+    """The benchmark is stopped at its first line: the others are not in the pipe, and no file is written."""
+    path = tmp_path / "out.json"
+    command = [sys.executable, "-m", "symcomm", "bench", "all", "--quick", "-e", "8", "--json", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=False, bufsize=0) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert b"10 measurements of ordinary and symmetric, about " in process.stderr.readline()
+        seen = b""
+        while b"all_reduce       8 B" not in seen:
+            seen += (chunk := os.read(process.stdout.fileno(), 4096))
+            assert chunk
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            while select.select([process.stdout], [], [], 0)[0]:
+                seen += os.read(process.stdout.fileno(), 4096)
+            assert b"p2p" not in seen and not path.exists()
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    rows = [line.split()[0].decode() for line in (seen + rest).splitlines() if line.startswith(b"  ")]
+    assert rows == list(bench.COLLECTIVES)
+    check_rows(path, 2, {"ordinary", "symmetric"})
+
+
+@pytest.mark.parametrize("peers", [[], ["gloo"]])
+def test_lines_have_as_many_cells_as_their_heads(peers: list[str]):
+    """Whatever placements a collective has."""
+    question = bench.make_question(
+        bench.What("all", "float32", "sum", 0), [8, 1024], 2, ["ordinary", "symmetric"], ",".join(peers), SMALL,
+        pin=False, one_place=False,
+    )  # fmt: skip
+    lines: list[str] = []
+    report = bench.Report(question, lines.append, summary=False, markdown=True, best=False)
+    for case in question.cases:
+        report.add([Result(case, name, 2e-6, 1e-6, 0) for name in question.series])
+    tables = [block.splitlines() for block in "\n".join(lines).split("**") if block.startswith("\n")]
+    assert len(tables) == len(bench.COLLECTIVES)
+    for collective, (_, _, head, _, *rows) in zip(bench.COLLECTIVES, tables, strict=True):
+        rows = [row for row in rows if row]
+        assert len(rows) == 2 * (1 if collective == "barrier" else 2)
+        assert {row.count("|") for row in rows} == {head.count("|")}
+        assert ("in:time" in head, "out:time" in head) == (
+            True in bench_run.PLACES[collective], False in bench_run.PLACES[collective]
+        )  # fmt: skip
+
+
+def test_a_call_that_does_nothing_is_wrong_everywhere():
+    """The check can fail: without the call no rank that has a result has the right one."""
+
+    class Idle(bench_worker.MPISide):
+        def __init__(self, rank: int):
+            self.np, self.rank, self.world, self.barrier = np, rank, 3, lambda: None
+
+        def call(self, case, source, result):
+            return lambda: None
+
+        def window(self, count, dtype):
+            return None, self.empty(count, dtype, "ordinary")
+
+    results = {"barrier": 0, "reduce": 1, "gather": 1, "p2p": 2, "broadcast": 2, "put": 1, "put_signal": 2}
+    for collective, places in bench_run.PLACES.items():
+        for in_place in places:
+            case = {
+                "collective": collective,
+                "count": 7,
+                "dtype": "float32",
+                "op": "sum",
+                "root": 1,
+                "kind": "ordinary",
+            }
+            wrong = [bench_worker.Bench(Idle(r), SimpleNamespace(**case, in_place=in_place)).check() for r in range(3)]
+            has_result = results.get(collective, 3)
+            if collective == "scatter" and in_place:
+                has_result = 2  # the root's piece is where it belongs already
+            assert sum(w > 0 for w in wrong) == has_result, (collective, in_place, wrong)
+
+
+# --- real runs ---------------------------------------------------------------------------------------------------
+
+
+def check_rows(path: Path, ranks: int, series: set[str]) -> list[dict]:
+    found = json.loads(path.read_text())
+    assert found["ranks"] == ranks
+    assert found["machine"]["cores"] >= 1
+    assert not (found["pinned"] and ranks > found["machine"]["cores"])
+    for row in found["rows"]:
+        assert row["wrong"] == 0, row
+        assert row["time_us"] > 0 and row["fastest_us"] <= row["time_us"], row
+        assert row["algbw"] == pytest.approx(row["size"] / row["time_us"] / 1e3), row
+    assert {row["series"] for row in found["rows"]} == series
+    return found["rows"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "more"),
+    [
+        (2, 2, ["-b", "8", "-e", "4K", "-f", "512"]),
+        (3, 1, ["-b", "999", "-e", "1K", "-r", "2", "-d", "half", "-o", "max"]),
+    ],
+    ids=["two ranks", "three ranks"],
+)
+def test_every_collective(tmp_path: Path, ranks: int, sizes: int, more: list[str]):
+    path = tmp_path / "out.json"
+    code, output = cli("all", *more, *TINY, "--ranks", str(ranks), "--json", str(path))
+    assert code == 0, output
+    assert "# wrong elements: 0" in output
+    assert "timed calls of ours took the short way" in output and "WARNING" not in output
+    rows = check_rows(path, ranks, {"ordinary", "symmetric"})
+    assert not any(row["long_way"] for row in rows)
+    for collective in bench.COLLECTIVES:
+        places = bench_run.PLACES[collective]
+        mine = [row for row in rows if row["collective"] == collective]
+        assert {row["in_place"] for row in mine} == set(places)
+        assert len(mine) == 2 * len(places) * (1 if collective == "barrier" else sizes)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_windows(tmp_path: Path, ranks: int):
+    path = tmp_path / "out.json"
+    code, output = cli("window", "-b", "8", "-e", "4K", "-f", "512", *TINY, "--ranks", str(ranks), "--json", str(path))
+    assert code == 0, output
+    rows = check_rows(path, ranks, {"ordinary"})
+    assert "timed calls of ours took the short way" in output
+    assert [(row["collective"], row["size"]) for row in rows] == [
+        ("put", 8), ("put", 4096), ("put_signal", 8), ("put_signal", 4096)
+    ]  # fmt: skip
+
+
+def test_against_gloo_with_plot_and_markdown(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "out.json", tmp_path / "out.svg"
+    code, output = cli(
+        "all_gather", "--quick", "-e", "16K", *TINY, "--ordinary", "--against", "gloo", "--markdown", "--no-pin",
+        "--json", str(path), "--plot", str(picture),
+    )  # fmt: skip
+    assert code == 0, output
+    rows = check_rows(path, 2, {"ordinary", "gloo"})
+    assert [row["size"] for row in rows if row["series"] == "gloo"] == [8, 1024, 16384]
+    assert "| collective | size | ordinary (us) | gloo (us) | ordinary vs gloo |" in output
+    drawn = picture.read_text()
+    assert "<svg" in drawn and all(f"<!-- {words} -->" in drawn for words in ("8 B", "1 KiB", "16 KiB", "gloo"))
+
+
+@pytest.mark.parametrize("mpi", sorted(bench_peers.MPIS))
+def test_against_mpi(tmp_path: Path, mpi: str):
+    if not (bench_peers.peers_dir() / mpi / "bin" / bench_peers.MPIS[mpi]).exists():
+        pytest.skip(f"{mpi} is not set up; `{bench_peers.SETUP}` does it")
+    path = tmp_path / "out.json"
+    for what, names in bench.FAMILIES.items():
+        code, output = cli(what, "-b", "1K", "-e", "1K", *TINY, "--ordinary", "--against", mpi, "--json", str(path))
+        assert code == 0, output
+        rows = check_rows(path, 2, {"ordinary", mpi})
+        assert {row["collective"] for row in rows if row["series"] == mpi} == set(names)
+
+
+def test_what_a_peer_cannot_do_is_a_dash_with_its_reason(tmp_path: Path):
+    """Gloo has no average of integers."""
+    with open_sides(["gloo"], 2) as sides:
+        case = Case("all_reduce", 8, 2, "int32", "avg", 0, True)
+        [result] = measure(sides, case, ["gloo"], SMALL)
+    assert result.seconds is None and result.reason
+    assert bench_table.reasons([result]) == [f"gloo, all_reduce: {result.reason}"]
+
+
+def test_the_store_on_real_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Ours alone (PyTorch's asks a resolver, which may take seconds); progress is told as often as was promised."""
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def progress(turns: int) -> Iterator[Callable[[str], None]]:
+        yield told.append
+        assert len(told) == turns
+
+    monkeypatch.setattr(bench, "progress", progress)
+    few = {"clients": (1, 2), "calls": 20, "connect": (4,), "sides": ("ours",)}
+    monkeypatch.setattr(bench_store, "QUICK", few)
+    path = tmp_path / "store.json"
+    code, output = cli("store", "--quick", "--markdown", "--json", str(path))
+    assert code == 0, output
+    assert "| call | clients | ours (us) | ours (calls/s) |" in output
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["what"] for row in rows[-3:]] == ["set until a waiter goes on", "connect", "connect 4 at once"]
+    assert all(row["ours_us"] > 0 for row in rows)
+    assert {"set, ours, 1 client", "set, ours, 2 clients", "waking, ours", "connecting 4 at once, ours"} <= set(told)
+
+
+STORE_ROWS = [
+    {"what": "set", "clients": 8, "ours_us": 12.0, "torch_us": 30.0, "ours_per_s": 4e5, "torch_per_s": 1e5},
+    {"what": "connect", "clients": 1, "ours_us": 200.0, "torch_us": 500.0},
+]
+
+
+def test_the_store_beside_pytorchs():
+    assert bench_table.as_text(bench_store.as_table(STORE_ROWS, bench_store.Workload())).splitlines()[1:] == [
+        "#    call  clients  ours (us)  PyTorch (us)  ratio  ours (calls/s)  PyTorch (calls/s)  ratio",
+        "      set        8      12.00         30.00  2.50x         400,000            100,000  4.00x",
+        "  connect        1      200.0         500.0  2.50x               -                  -      -",
+    ]
+
+
+# --- pictures ----------------------------------------------------------------------------------------------------
+
+
+def test_every_benchmark_has_a_picture():
+    case = Case("all_gather", 1024, 2, "float32", "sum", 0, False)
+    results = [Result(case, name, 2e-6, 1e-6) for name in ("gloo", "ordinary")]
+    results.append(Result(Case("barrier", 0, 0, "float32", "sum", 0, True), "gloo", 5e-6, 5e-6))
+    [curves, bars] = bench_table.picture(results, ["ordinary", "gloo"], best=False)
+    assert curves.lines == {"symcomm, ordinary tensors": [(1024, 2.0)], "gloo": [(1024, 2.0)]}
+    assert bars.groups == {"": {"gloo": 5.0}}  # a barrier has no size
+    [calls, others] = bench_store.picture(STORE_ROWS, bench_store.Workload())
+    assert (calls.title, calls.groups) == ("8 clients", {"set": {"ours": 12.0, "PyTorch": 30.0}})
+    assert list(others.groups) == ["connect"]
+    workload = bench_hosts.Workload(ranks=2, hosts=2, mbits=1000, collectives=("all_reduce",))
+    found = [bench_hosts.Measurement("all_reduce", 1 << 20, side, 1.0, [0.01, 0.03]) for side in ("ours", "gloo")]
+    [curves] = bench_hosts.picture(found, workload, best=True)
+    assert curves.lines["symcomm"] == curves.lines["flat gloo"] == [(1 << 20, 10.0)]
+    assert curves.lines[bench_hosts.LINK] == [(1 << 20, pytest.approx((1 << 20) * 8 / 1e6))]
+    [curves] = bench_sites.picture([bench_sites.Measurement("plain", [(10, 2.0, 3.5)], 0)], bench_sites.Workload())
+    assert curves.lines["plain DDP"] == [(2.0, 3.5)] and curves.lines["target"] == [
+        (0.0, 2.4),
+        (2.0, 2.4),
+    ]
+    [steps, above] = bench_ddp.picture(fake_measurements(bench_ddp.Workload()), bench_ddp.Workload(), best=True)
+    assert steps.groups["linear"]["no DDP"] == 50.0 and above.groups["linear"]["symcomm DDP"] == pytest.approx(4.0)
+    workload = bench_compile.Workload()
+    found = [bench_compile.Measurement("mlp", side, 8, 4, 0.0, [s]) for side, s in (("alone", 1e-3), ("gloo", 3e-3))]
+    [steps, above] = bench_compile.picture(found, workload)
+    assert steps.groups["mlp"]["gloo"] == pytest.approx(3000) and above.groups["mlp"] == {"gloo": pytest.approx(2000)}
+
+
+# --- data parallel training --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ddp_on_every_side():
+    """A tiny model with buffers on real ranks; three, where the order of additions matters."""
+    ticks: list[str] = []
+    workload = bench_ddp.Workload(ranks=3, rounds=2, steps=1, models=("conv",), scale=16)
+    found = bench_ddp.run_ddp_bench(workload, ticks.append)
+    assert [(f.model, f.side) for f in found] == [("conv", side) for side in bench_ddp.SIDES]
+    assert len(ticks) == workload.turns == sum(len(f.turns) for f in found)
+    assert all(min(f.turns) > 0 and 0 <= f.error < bench_ddp.TOLERANCE and f.peak >= 0 for f in found)
+    convolutions, norms, heads = 9 * (3 * 2 + 2 * 4 + 4 * 8), 2 * (2 + 4 + 8), (128 + 1) * 16 + (16 + 1) * 10
+    assert {f.parameters for f in found} == {convolutions + norms + heads}
+
+
+def fake_measurements(workload: bench_ddp.Workload) -> list[bench_ddp.Measurement]:
+    """Three rounds; in the second everything is slow."""
+    turns = {
+        "alone": [0.050, 0.160, 0.055],
+        "gloo": [0.120, 0.22, 0.12],
+        "symcomm": [0.068] * 3,
+        "ours": [0.054, 0.167, 0.062],
+    }
+    return [bench_ddp.Measurement("linear", name, 12_600_000, 1e-7, 100 << 20, 50 << 20, turns[name]) for name in turns]
+
+
+def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked = []
+
+    def stand_in(workload: bench_ddp.Workload, tick: object) -> list[bench_ddp.Measurement]:
+        asked.append(workload)
+        return fake_measurements(workload)
+
+    monkeypatch.setattr(bench_ddp, "run_ddp_bench", stand_in)
+    path = tmp_path / "ddp.json"
+    picture = ["--plot", str(tmp_path / "ddp.svg")] if importlib.util.find_spec("matplotlib") else []
+    code, output = cli("ddp", "--ranks", "4", "--quick", "--markdown", "--json", str(path), *picture)
+    assert code == 0, output
+    assert asked == [bench_ddp.Workload(4, *bench.PROGRAMS["ddp"])]
+    assert "| linear | 12.60 M | no DDP | 55.0 | - | - | - | 100 | 50 |" in output
+    assert "| linear | 12.60 M | torch DDP, gloo | 120.0 | 65.0 | 54% | 1.00x | 100 | 50 |" in output
+    assert "| linear | 12.60 M | symcomm DDP | 62.0 | 7.0 | 11% | 9.29x | 100 | 50 |" in output
+    rows = {row["side"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["ours"]["communication_ms"] == pytest.approx(7) and "communication_ms" not in rows["alone"]
+    assert rows["ours"]["fastest_communication_ms"] == pytest.approx(4)
+    _, fastest = cli("ddp", "--best", "--rounds", "7", "-n", "5")
+    assert asked[1] == bench_ddp.Workload(2, 7, 5)
+    assert re.search(r"54\.0 +4\.0 +7%", fastest), fastest
+    assert "--rounds must be 1 or more" in refused("ddp", "--rounds", "0")
+    assert "2 or more for ddp" in refused("ddp", "--ranks", "1")
+    if picture:
+        assert (tmp_path / "ddp.svg").read_text().count("<!-- symcomm DDP -->") == 1  # one legend for both panels
+
+
+def test_groups_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked: list[bench_groups.Workload] = []
+    made = {"gloo": [2e-3, 4e-3, 9e-3], "symcomm": [1e-3, 2e-3, 3e-3], "ours": [5e-4] * 3}
+
+    def stand_in(workload: bench_groups.Workload, tick: object) -> list[bench_groups.Measurement]:
+        asked.append(workload)
+        return [bench_groups.Measurement(side, 14 << 10, 512, s, [1e-4] * 3) for side, s in made.items()]
+
+    monkeypatch.setattr(bench_groups, "run_groups_bench", stand_in)
+    path = tmp_path / "groups.json"
+    code, output = cli("groups", "--ranks", "4", "--quick", "--markdown", "--json", str(path))
+    assert code == 0 and asked == [bench_groups.Workload(4, *bench.PROGRAMS["groups"])], output
+    assert "| torch, gloo | 4.00 | 1.00x | 0.10 | 14.0 | 0.50 |" in output
+    assert "| torch, symcomm | 2.00 | 2.00x | 0.10 | 14.0 | 0.50 |" in output
+    rows = json.loads(path.read_text())["rows"]
+    assert (rows[1]["make_ms"], rows[1]["fastest_make_ms"]) == (pytest.approx(2), pytest.approx(1))
+    [bars] = bench_groups.picture(stand_in(asked[0], None), asked[0], best=True)
+    assert bars.groups["new_group"]["symcomm"] == pytest.approx(0.5)
+    assert "2 or more for groups" in refused("groups", "--ranks", "1")
+
+
+@pytest.mark.slow
+def test_groups_on_every_side():
+    ticks: list[str] = []
+    workload = bench_groups.Workload(ranks=2, rounds=1, steps=2, held=4)
+    found = {f.side: f for f in bench_groups.run_groups_bench(workload, ticks.append)}
+    assert list(found) == list(bench_groups.SIDES) and len(ticks) == workload.turns
+    assert all(min(f.made) > 0 and min(f.dropped) > 0 for f in found.values())
+    assert 0 < found["ours"].idle < 1 << 20
+
+
+def test_compile_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked: list[bench_compile.Workload] = []
+    turns = {"alone": 1e-3, "gloo": 3e-3, "eager": 1.5e-3, "symcomm": 1.25e-3}
+
+    def stand_in(workload: bench_compile.Workload, tick: object) -> list[bench_compile.Measurement]:
+        asked.append(workload)
+        return [bench_compile.Measurement("mlp", side, 1 << 20, 4, 1e-7, [s] * 3) for side, s in turns.items()]
+
+    monkeypatch.setattr(bench_compile, "run_compile_bench", stand_in)
+    path = tmp_path / "compile.json"
+    code, output = cli("compile", "--quick", "--markdown", "--json", str(path))
+    assert code == 0 and asked == [bench_compile.Workload(2, *bench.PROGRAMS["compile"])]
+    assert "| mlp | 4 | 1024 | symcomm, ours | 1250 | 250 | 8.00x | 2.00x |" in output
+    rows = json.loads(path.read_text())["rows"]
+    assert rows[3]["communication_us"] == pytest.approx(250) and "communication_us" not in rows[0]
+    assert "2, 4 or 8 for compile" in refused("compile", "--ranks", "3")
+
+
+def test_torch_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    asked: list[bench_torch.Workload] = []
+
+    def stand_in(workload: bench_torch.Workload, tick: object) -> list[bench_torch.Measurement]:
+        asked.append(workload)
+        calls = {call: [1e-6, 3e-6, 2e-6] for call in bench_torch.CALLS}
+        return [bench_torch.Measurement(version, "direct", calls) for version in ("2.13.0", "2.15.0")]
+
+    monkeypatch.setattr(bench_torch, "run_torch_bench", stand_in)
+    path = tmp_path / "torch.json"
+    other = tmp_path / "python"
+    other.symlink_to(sys.executable)
+    code, output = cli("torch", "--quick", "--markdown", "--python", str(other), "--json", str(path))
+    assert code == 0, output
+    assert asked == [bench_torch.Workload(2, *bench.PROGRAMS["torch"], pythons=(sys.executable, str(other)))]
+    assert "| 2.15.0 | symcomm | 2.00 | 2.00 | 2.00 | 2.00 | 2.00 |" in output
+    assert all(row["us"] == pytest.approx(2) for row in json.loads(path.read_text())["rows"])
+    assert "--python must be Python interpreters" in refused("torch", "--python", "/no/such/python")
+    assert "2 or more for torch" in refused("torch", "--ranks", "1")
+
+
+@pytest.mark.slow
+def test_every_way_through_torch_is_timed(tmp_path: Path):
+    """The same interpreter under another name is another environment, which finds our package and measures as well."""
+    pytest.importorskip("torch")
+    from symcomm.torch_backend import versions
+
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    other.chmod(0o755)
+    ticks: list[str] = []
+    found = bench_torch.run_torch_bench(bench_torch.Workload(2, 2, 3, (sys.executable, str(other))), ticks.append)
+    ways = [way for way in bench_torch.WAYS if way != "watched" or versions.HAS_PYTHON_BACKENDS]
+    assert [figures.way for figures in found] == ways * 2 and len(ticks) == 2 * len(found)
+    assert all(len(turns) == 2 and min(turns) > 0 for figures in found for turns in figures.turns.values())
+
+
+def test_compile_graphs_divide():
+    """Every rank's part, added up, is what one process gives: layers are linear in what is divided."""
+    torch = pytest.importorskip("torch")
+    from symcomm.bench.compile_worker import GRAPHS
+
+    for name, make in GRAPHS.items():
+        seen: list[list[object]] = []
+        for rank in range(2):
+            arguments, function = make(rank, 2, 16)
+            seen.append([])
+            function(lambda tensor, op, here=seen[-1]: here.append(tensor) or tensor, *arguments)
+        arguments, function = make(0, 1, 16)
+        whole: list[object] = []
+        function(lambda tensor, op, here=whole: here.append(tensor) or tensor, *arguments)
+        share = 2 if name == "ddp" else 1
+        torch.testing.assert_close((seen[0][0] + seen[1][0]) / share, whole[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", sorted(bench_ddp_worker.MODELS))
+def test_ranks_that_do_not_communicate_are_noticed(model: str):
+    """The check can fail: each rank on its own batches does not learn what one process with all of them does."""
+
+    def check(rank: int, communicates: bool) -> dict:
+        side = bench_ddp_worker.Side(rank, 2, communicates, lambda module: module, lambda: None)
+        return bench_ddp_worker.Training(side, model, 16).check(2)
+
+    reference = [check(rank, communicates=False) for rank in range(2)]
+    deaf = [check(rank, communicates=True) for rank in range(2)]
+    assert bench_ddp.disagreement(reference, reference) == 0
+    assert bench_ddp.disagreement(reference, deaf) == float("inf")
+    for answer in deaf:  # even if the parameters were the same on all ranks
+        answer["parameters"] = 0
+    assert bench_ddp.disagreement(reference, deaf) > 10 * bench_ddp.TOLERANCE
+
+
+# --- trouble -----------------------------------------------------------------------------------------------------
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    assert "one of all_reduce, all_gather" in refused("all_the_things")
+    assert refused("all_redcue").endswith(", got 'all_redcue'; did you mean all_reduce?\n")
+    assert "'8Q'" in refused("-b", "8Q")
+    assert "at most --maxbytes, 8" in refused("-b", "9", "-e", "8")
+    assert "2 or more" in refused("-f", "1")
+    assert "one of int8, uint8" in refused("-d", "float7")
+    assert "one of sum, prod" in refused("-o", "median")
+    assert "a rank, 0 to 1" in refused("-r", "2")
+    assert "store, kernels, groups, ddp" in refused("all_the_things")
+    assert "2 or more for p2p" in refused("p2p", "--ranks", "1")
+    assert "some of gloo, mpich, openmpi" in refused("--against", "nccl")
+    assert ".png or .svg" in refused("--plot", "figure.doc")
+    monkeypatch.setattr(bench, "run", None)  # refused before anything is measured
+    for mode in ("all_reduce", "store", "kernels", "ddp", "compile", "hosts", "sites"):
+        for option in ("--json", "--plot"):
+            words = refused(mode, option, str(tmp_path / "nodir" / "x.svg"))
+            assert words.startswith(f"symcomm bench: {option} must be a file in a folder that exists, got '"), words
+            assert f"; make {tmp_path / 'nodir'} first" in words
+    monkeypatch.setenv("SYMCOMM_PEERS_DIR", str(tmp_path))
+    assert "symcomm bench --setup-peers" in refused("--against", "mpich")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'symcomm[plot]'" in refused("--plot", "figure.svg")
+
+
+def test_a_dead_rank_is_named_and_all_others_end():
+    named = pytest.raises(
+        errors.RankFailedError, match=r"symcomm: rank 1 \(pid \d+\) died with SIGKILL while all_reduce"
+    )
+    with named, open_sides(["symcomm"], 2) as sides:
+        pids = [rank.pid for rank in sides["symcomm"].ranks]
+        os.kill(pids[1], signal.SIGKILL)
+        measure(sides, Case("all_reduce", 8, 2, "float32", "sum", 0, True), ["ordinary"], SMALL)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_side_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch):
+    broken = bench_peers.Start([[sys.executable, "-c", "raise SystemExit('no such library')"]], dict(os.environ))
+    monkeypatch.setattr(bench_run, "start_of", lambda *args: broken)
+    reason = pytest.raises(errors.RankFailedError, match=r"exited with code 1 while starting.*no such library")
+    with reason, open_sides(["gloo"], 1):
+        pass
+
+
+def test_interrupt_ends_every_process():
+    command = [sys.executable, "-m", "symcomm", "bench", "all_reduce", "-n", "3", "--rounds", "100000"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        end = time.monotonic() + 30
+        workers: list[psutil.Process] = []
+        while len(workers) < 2 and time.monotonic() < end:
+            workers = psutil.Process(process.pid).children(recursive=True)
+            time.sleep(0.1)
+        assert len(workers) == 2
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        _, alive = psutil.wait_procs(workers, timeout=10)
+        assert not alive
+    finally:
+        process.kill()
+        process.communicate()

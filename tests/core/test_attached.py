@@ -1,0 +1,285 @@
+"""Scatters whose root lends its tensors: ranks read them out of its memory by system call (``_core/exec/cma.c``).
+
+A page of rank 1's output that the kernel must ask the test for (userfaultfd) stops it in the very middle of its read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import platform
+import signal
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import symcomm
+from symcomm import errors
+from symcomm._core import native
+from symcomm.collectives import select
+from symcomm.collectives.select import Limits
+from symcomm.group.local import LocalGroup
+from symcomm.group.process_group import ProcessGroup
+from symcomm.observe.recorder import records
+from symcomm.types import DType, RedOpType
+from tests.support.faults import attempt, join_group, leftovers, readable, run_group
+from tests.support.halted_calls import PATTERN
+from tests.support.page_gate import PAGE, Words, ordinary, stop
+from tests.support.ranks import Outcome, returned
+
+LENT = Limits(attach_bytes=1 << 14, attach_ranks=2)
+COUNT = 1 << 13  # elements of a piece: eight pages
+WORLD = 3
+HIT, GAVE_UP = 0, 1  # words: rank 1 stands in its read; the root has its tensors back
+lent = partial(join_group, limits=LENT)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = leftovers()
+    yield
+    assert leftovers() == before == []
+
+
+def pieces(root: int, shift: float = 0.0) -> list[torch.Tensor]:
+    return [torch.arange(COUNT, dtype=torch.float32) + 1000 * root + 10_000 * rank + shift for rank in range(WORLD)]
+
+
+def last_plan(g: ProcessGroup) -> str:
+    return [op.plan for op in records.operations_of(g)[g.rank] if op.call == "scatter"][-1]
+
+
+def _refuse_reading() -> None:
+    """From now on the kernel answers process_vm_readv() of this process with EPERM."""
+    number = {"x86_64": 310, "aarch64": 270}[platform.machine()]
+    load, equal, answer = 0x20, 0x15, 0x06
+    steps = [(load, 0, 0, 0), (equal, 0, 1, number), (answer, 0, 0, 0x00050001), (answer, 0, 0, 0x7FFF0000)]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    filters = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(program))
+    assert _libc.prctl(38, 1, 0, 0, 0) == 0 and _libc.prctl(22, 2, filters) == 0  # NO_NEW_PRIVS, SECCOMP
+
+
+def _scatters(g: ProcessGroup, refused: int) -> tuple[int, str]:
+    if g.rank == refused:
+        _refuse_reading()
+    wrong = 0
+    for turn in range(20):
+        for root in range(WORLD):
+            out = torch.full((COUNT,), 0.5)
+            g.scatter(out, pieces(root, turn) if g.rank == root else None, root)
+            wrong += not torch.equal(out, pieces(root, turn)[g.rank])
+    return wrong, last_plan(g)
+
+
+@pytest.mark.parametrize(("refused", "plan"), [(-1, "attached"), (0, "streamed"), (2, "streamed")])
+def test_values_are_right_also_where_the_kernel_refuses_one_rank(refused, plan):
+    assert returned(run_group(_scatters, WORLD, refused, join=lent)) == [(0, plan)] * WORLD
+
+
+def _odd_inputs(g: ProcessGroup) -> list[str]:
+    """One tensor cut into pieces, pieces that are the same tensor, and a root whose output is its own piece."""
+    plans = []
+    whole = torch.cat(pieces(0))
+    for given in (list(whole.chunk(WORLD)), [pieces(0)[g.rank]] * WORLD, pieces(0)):
+        out = given[0] if g.rank == 0 and given[0].data_ptr() != whole.data_ptr() else torch.empty(COUNT)
+        g.scatter(out, given if g.rank == 0 else None, 0)
+        plans.append(last_plan(g))
+        assert torch.equal(out, pieces(0)[0 if len(plans) == 2 else g.rank])
+    return plans
+
+
+def test_pieces_may_lie_anywhere():
+    assert returned(run_group(_odd_inputs, WORLD, join=lent)) == [["attached"] * 3] * WORLD
+
+
+def test_ranks_that_are_threads_stage():
+    def ways(g: ProcessGroup) -> str:
+        v = LocalGroup(g.rank, g.size, g.all_gather_bytes, "threads", timeout=20, limits=LENT)
+        out = torch.empty(COUNT)
+        v.scatter(out, pieces(0) if g.rank == 0 else None, 0)
+        assert torch.equal(out, pieces(0)[g.rank])
+        return last_plan(v)
+
+    assert symcomm.spawn(ways, WORLD, mode="threads", timeout=20) == ["streamed"] * WORLD
+
+
+def needs_pager() -> None:
+    try:
+        os.close(Pager().fd)
+    except OSError as error:
+        pytest.skip(f"{error}; `make test` as root, or with vm.unprivileged_userfaultfd=1, runs it")
+
+
+class Pager:
+    """Memory with one page that its first reader or writer, also the kernel, gets when the test says so."""
+
+    REGISTER, ZERO, API = 0xC020AA00, 0xC020AA04, 0xC018AA3F
+
+    def __init__(self) -> None:
+        self.fd = _libc.syscall({"x86_64": 323, "aarch64": 282}[platform.machine()], os.O_CLOEXEC | os.O_NONBLOCK)
+        if self.fd < 0:
+            raise OSError(ctypes.get_errno(), "userfaultfd")
+        fcntl.ioctl(self.fd, self.API, struct.pack("QQQ", 0xAA, 0, 0))
+
+    def tensor(self) -> torch.Tensor:
+        memory = mmap.mmap(-1, 4 * COUNT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        tensor = torch.frombuffer(memory, dtype=torch.float32)
+        self.page = tensor.data_ptr() + 4 * PAGE
+        fcntl.ioctl(self.fd, self.REGISTER, struct.pack("QQQQ", self.page, PAGE, 1, 0))
+        return tensor
+
+    def await_hit(self) -> bool:
+        return bool(readable([self.fd], 10))
+
+    def give(self) -> None:
+        fcntl.ioctl(self.fd, self.ZERO, struct.pack("QQQq", self.page, PAGE, 0, 0))
+
+
+def _halted(g: ProcessGroup, words: Words, prepare: Callable[[], torch.Tensor]) -> tuple[str, bool]:
+    """Rank 1 stands in its read until the test lets it go on. The root overwrites its tensors after its call."""
+    given = [ordinary(COUNT) for _ in range(WORLD)]
+    for tensor, values in zip(given, pieces(0), strict=True):
+        tensor.copy_(values)
+    out = torch.full((COUNT,), 0.5) if g.rank != 1 else prepare()
+    g.barrier()
+    raised = attempt(lambda: g.scatter(out, given if g.rank == 0 else None, 0, timeout=4.0 if g.rank == 0 else 20.0))
+    if g.rank == 0:
+        for tensor in given:
+            tensor.fill_(PATTERN)
+        words[GAVE_UP] = 1
+    return raised, bool(torch.equal(out, pieces(0)[g.rank])) if g.rank else True
+
+
+def _run_halted(how: str) -> list[Outcome]:
+    words = Words()
+    hear, let_go = os.pipe()
+
+    def prepare() -> torch.Tensor:
+        """In rank 1: its main thread will stand in the read, another one serves the page."""
+        pager = Pager()
+        out = pager.tensor()
+
+        def serve() -> None:
+            words[HIT] = pager.await_hit()
+            os.read(hear, 1)
+            pager.give()
+
+        threading.Thread(target=serve, daemon=True).start()
+        return out
+
+    def during(pids: list[int]) -> None:
+        assert words.reach(HIT, 1, 20)
+        if how == "owner dies":
+            os.kill(pids[0], signal.SIGKILL)
+            os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOWAIT)
+        elif how == "reader dies":
+            os.kill(pids[1], signal.SIGKILL)
+        elif how == "reader stops":
+            stop(pids[1])
+            assert words.reach(GAVE_UP, 1, 20)
+            os.kill(pids[1], signal.SIGCONT)
+        else:
+            assert words.reach(GAVE_UP, 1, 20)
+        os.write(let_go, b".")
+
+    try:
+        return run_group(_halted, WORLD, words, prepare, join=lent, during=during)
+    finally:
+        os.close(hear)
+        os.close(let_go)
+
+
+def _unmapped(g: ProcessGroup, where: int) -> tuple[str, str]:
+    """A page of the root's piece for rank 1 (``where`` 0), or of rank 1's output, cannot be touched."""
+    given = [ordinary(COUNT) for _ in range(WORLD)]
+    out = ordinary(COUNT)
+    g.barrier()
+    if g.rank == where:
+        page = (given[1] if where == 0 else out).data_ptr() + 4 * PAGE
+        assert _libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), 0) == 0
+    try:
+        g.scatter(out, given if g.rank == 0 else None, 0)
+    except errors.SymcommError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_memory_that_is_not_there_is_an_error_on_all_ranks(where):
+    told = returned(run_group(_unmapped, WORLD, where, join=lent))
+    assert [name for name, _ in told[:2]] == ["GroupUnusableError"] * 2 and told[2][0] in ("", "GroupUnusableError")
+    assert all("rank 1 could not copy out of the tensor of rank 0" in words for _, words in told[:2]), told
+
+
+def has_it_or_raised(told: tuple[str, bool], error: str) -> bool:
+    """Of a rank that nobody stopped: it was done in time, or its read came too late."""
+    return told == ("", True) or told[0] == error
+
+
+@pytest.mark.parametrize("how", ["owner gives up", "reader stops"])
+def test_what_an_owner_overwrites_after_its_deadline_is_no_result(how):
+    needs_pager()
+    root, reader, other = returned(_run_halted(how))
+    assert root == ("DeadlineError", True)
+    assert reader == ("DeadlineError", False), "or it was not stopped in the middle"
+    assert has_it_or_raised(other, "DeadlineError")
+
+
+def test_a_reader_whose_owner_dies_raises():
+    needs_pager()
+    root, reader, other = _run_halted("owner dies")
+    assert (root.kind, reader.value[0]) == ("died", "RankFailedError")
+    assert has_it_or_raised(other.value, "RankFailedError")
+
+
+def test_a_reader_that_dies_is_named():
+    needs_pager()
+    root, reader, other = _run_halted("reader dies")
+    assert (reader.kind, root.value) == ("died", ("RankFailedError", True))
+    assert has_it_or_raised(other.value, "RankFailedError")
+
+
+def bytes_lent(world: int, counts: tuple[int, ...], limits: Limits) -> int:
+    """What ranks of a scatter read out of the root's memory; all must think the same."""
+    plans = [select.scatter(rank, world, counts, DType.FLOAT32, 0, True, limits) for rank in range(world)]
+    (size,) = {plan.attach_bytes for plan in plans}
+    return size
+
+
+def test_a_scatters_root_lends_large_even_pieces_to_many_ranks():
+    even = (1 << 18,) * 4
+    assert bytes_lent(4, even, Limits()) == 1 << 20
+    assert bytes_lent(4, (1 << 10,) * 4, Limits()) == 0
+    assert bytes_lent(3, even[:3], Limits()) == 0
+    assert bytes_lent(4, (*even[:3], 1 << 19), Limits()) == 0
+    assert bytes_lent(4, even, Limits().crowded()) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"attach_bytes": -8}, "only reads"),
+        ({"attach_bytes": 1 << 19}, "across pieces"),
+        ({"attach_bytes": 4}, "more than a piece"),
+        ({"direct": None}, "only reads"),
+        ({"staged": []}, "no room"),
+    ],
+)
+def test_the_core_refuses_to_read_what_nobody_lends(change, why):
+    plan = select.scatter(1, 4, (1 << 18,) * 4, DType.FLOAT32, 0)
+    with pytest.raises(ValueError, match=why):
+        native.make_plan(replace(plan, **change).encode())
+
+
+def test_the_core_reads_for_copies_alone():
+    plan = select.reduce_scatter(1, 4, (1 << 18,) * 4, DType.FLOAT32, RedOpType.SUM)
+    with pytest.raises(ValueError, match="more than a copy"):
+        native.make_plan(replace(plan, attach_bytes=1 << 20).encode())

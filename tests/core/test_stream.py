@@ -1,0 +1,39 @@
+"""Copies with non-temporal stores (`_core/memory/nontemporal.c`): the same bytes, whatever their size and address."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="values are compared with torch's")
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str) -> str:
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "SYMCOMM_STREAM_BYTES": "0", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("wrong", ["many", "-1", "12 MiB", "9" * 30])
+def test_a_threshold_that_is_no_number_is_refused(wrong: str):
+    environment = {**os.environ, "SYMCOMM_STREAM_BYTES": wrong, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", "import symcomm._core._native"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    words = f"ValueError: SYMCOMM_STREAM_BYTES must be a number of bytes such as 33554432, got '{wrong}'."
+    assert done.stderr.splitlines()[-1] == words
+
+
+@pytest.mark.parametrize("ranks", ["2", "3"])
+def test_every_collective_and_messages(ranks: str):
+    """Before it measures, a benchmark compares every element."""
+    sizes = ("-b", "12", "-e", "3M", "-f", "64")
+    said = run("-m", "symcomm", "bench", "all", *sizes, "--ranks", ranks, "--rounds", "1", "-n", "1", "-w", "1")
+    assert "# wrong elements: 0" in said
+    assert said.count("all_to_all") >= 1 and said.count("p2p") >= 1, said

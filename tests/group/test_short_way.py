@@ -1,0 +1,348 @@
+"""Which way calls take, by count: a call that the core can make alone is never left to Python unnoticed.
+
+The same through torch.distributed is in tests/torch_backend/checks/ways.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import symcomm
+from symcomm import errors
+from symcomm._core import native
+from symcomm.group import torch_layout
+from symcomm.group.buffers import torch_dtypes
+from symcomm.group.p2p import Message
+from symcomm.group.process_group import ProcessGroup
+from symcomm.ops import CACHED
+from symcomm.torch_backend import options_layout
+from tests.support.tensor_kinds import OF_THEIR_MEMORY, OTHERS, at_low_address, low_buffer
+
+WORLD = 2
+SHORT = {"short": 1, "long": 0, "inline": 1, "queued": 0}
+LONG = {"short": 0, "long": 1, "inline": 1, "queued": 0}
+QUEUED = {"short": 0, "long": 1, "inline": 0, "queued": 1}
+NEW = Callable[[float, int], torch.Tensor]
+
+
+def threads(fn: Callable, *args: Any) -> list:
+    return symcomm.spawn(fn, WORLD, args, mode="threads", timeout=20, deadline=60)
+
+
+def times(ways: dict[str, int], n: int) -> dict[str, int]:
+    return {name: n * count for name, count in ways.items()}
+
+
+def ways_of(g: ProcessGroup, call: Callable[[], Any], what: str = "collectives") -> dict[str, int]:
+    """What ``call`` adds to the group's counts."""
+    before = g.call_stats()[what]
+    call()
+    after = g.call_stats()[what]
+    return {name: after[name] - before[name] for name in after}
+
+
+# --- collectives: (call, the tensors that it changes, what they hold then) ------------------------------------------
+
+
+def _row(new: NEW, value: float, n: int) -> list[torch.Tensor]:
+    return [new(value, n) for _ in range(WORLD)]
+
+
+def _all_reduce(g, new, n):
+    x = new(g.rank + 1, n)
+    return lambda: g.all_reduce(x), [x], [3.0]
+
+
+def _maximum(g, new, n):
+    x = new(g.rank + 1, n)
+    return lambda: g.all_reduce(x, symcomm.ReduceOp.MAX), [x], [2.0]
+
+
+def _reduce(g, new, n):
+    x = new(g.rank + 1, n)
+    return lambda: g.reduce(x, 1), [x], [3.0 if g.rank == 1 else 1.0]
+
+
+def _broadcast(g, new, n):
+    x = new(g.rank + 1, n)
+    return lambda: g.broadcast(x, 1), [x], [2.0]
+
+
+def _reduce_scatter_single(g, new, n):
+    x, out = new(g.rank + 1, WORLD * n), new(0, n)
+    return lambda: g.reduce_scatter_single(out, x), [out], [3.0]
+
+
+def _reduce_scatter_in_place(g, new, n):
+    x = new(g.rank + 1, WORLD * n)
+    out = x.detach().view(-1)[g.rank * n : (g.rank + 1) * n]
+    return lambda: g.reduce_scatter_single(out, x), [out], [3.0]
+
+
+def _reduce_scatter(g, new, n):
+    row, out = _row(new, g.rank + 1, n), new(0, n)
+    return lambda: g.reduce_scatter(out, row), [out], [3.0]
+
+
+def _all_gather_single(g, new, n):
+    x, out = new(g.rank + 1, n), new(0, WORLD * n)
+    return lambda: g.all_gather_single(out, x), list(out.detach().view(-1).tensor_split(WORLD)), [1.0, 2.0]
+
+
+def _all_gather_in_place(g, new, n):
+    out = new(g.rank + 1, WORLD * n)
+    x = out.detach().view(-1)[g.rank * n : (g.rank + 1) * n]
+    return lambda: g.all_gather_single(out, x), list(out.detach().view(-1).tensor_split(WORLD)), [1.0, 2.0]
+
+
+def _all_gather(g, new, n):
+    x, row = new(g.rank + 1, n), _row(new, 0, n)
+    return lambda: g.all_gather(row, x), row, [1.0, 2.0]
+
+
+def _gather(g, new, n):
+    x, row = new(g.rank + 1, n), _row(new, 0, n) if g.rank == 1 else None
+    return lambda: g.gather(row, x, 1), row or [], [1.0, 2.0] if row else []
+
+
+def _gather_single(g, new, n):
+    x, out = new(g.rank + 1, n), new(0, WORLD * n) if g.rank == 1 else None
+    parts = [] if out is None else list(out.detach().view(-1).tensor_split(WORLD))
+    return lambda: g.gather_single(out, x, 1), parts, [1.0, 2.0] if parts else []
+
+
+def _scatter(g, new, n):
+    out, row = new(0, n), [new(k + 1, n) for k in range(WORLD)] if g.rank == 1 else None
+    return lambda: g.scatter(out, row, 1), [out], [g.rank + 1.0]
+
+
+def _all_to_all_single(g, new, n):
+    x, out = new(g.rank + 1, WORLD * n), new(0, WORLD * n)
+    parts = list(out.detach().view(-1).tensor_split(WORLD))
+    return lambda: g.all_to_all_single(out.detach().view(-1), x.detach().view(-1)), parts, [1.0, 2.0]
+
+
+CALLS = (
+    _all_reduce, _maximum, _reduce, _broadcast, _reduce_scatter_single, _reduce_scatter_in_place, _reduce_scatter,
+    _all_gather_single, _all_gather_in_place, _all_gather, _gather, _gather_single, _scatter, _all_to_all_single,
+)  # fmt: skip
+NO_ORDER = ("complex", "conjugate")  # no maximum
+NO_SLICES = ("negative", "negative at a low address", "imaginary part", "conjugate", "every second", "subclass")
+
+
+def _try(g: ProcessGroup, case: Callable, kind: str, make: Callable, n: int, expected: dict[str, int]) -> None:
+    def new(value: float, count: int) -> torch.Tensor:
+        return make(torch.full((count,), float(value)))
+
+    g.barrier()
+    case(g, new, n)[0]()  # the first of its kind is planned
+    call, tensors, values = case(g, new, n)
+    ways = ways_of(g, call)
+    assert ways == expected, f"{case.__name__} of {n} elements, {kind}: {ways}"
+    for tensor, value in zip(tensors, values, strict=True):
+        held = tensor.detach().clone().to(torch.complex64)
+        assert torch.equal(held, torch.full_like(held, value)), f"{case.__name__}, {kind}: {held}"
+
+
+def _short(g: ProcessGroup) -> None:
+    for kind, make in OF_THEIR_MEMORY.items():
+        for case in CALLS:
+            if case is _maximum and kind in NO_ORDER:
+                continue
+            for n in (0, 1, 5):
+                _try(g, case, kind, make, n, SHORT)
+
+
+def _long(g: ProcessGroup) -> None:
+    for kind, make in OTHERS.items():
+        for case in CALLS:
+            in_place = case in (_reduce_scatter_in_place, _all_gather_in_place, _all_to_all_single)
+            if (case is _maximum and kind in NO_ORDER) or (in_place and kind in NO_SLICES):
+                continue
+            for n in (2, 5):
+                _try(g, case, kind, make, n, LONG)
+
+
+def test_dense_tensors_of_every_kind_take_the_short_way_in_every_call():
+    threads(_short)
+
+
+def test_tensors_that_are_not_their_memory_go_through_python_and_keep_their_values():
+    threads(_long)
+
+
+def _without_layout(g: ProcessGroup) -> None:
+    _short_kinds = {k: v for k, v in OF_THEIR_MEMORY.items() if k != "complex"}  # a conjugate could not be told
+    for kind, make in _short_kinds.items():
+        _try(g, _all_gather_single, kind, make, 3, SHORT)
+    for kind, make in OTHERS.items():
+        _try(g, _all_gather_single, kind, make, 3, LONG)
+
+
+def test_where_torchs_memory_cannot_be_read_it_is_asked(monkeypatch: pytest.MonkeyPatch):
+    """The short way is kept: it only costs two questions more."""
+    api, kinds = torch.Tensor.__dlpack_c_exchange_api__, (torch.Tensor, torch.nn.Parameter)
+    layout = torch_layout.tensor_layout(torch)
+    monkeypatch.setattr(torch_layout, "MEMORY", "/proc/self/no-such-file")
+    assert torch_layout.tensor_layout(torch) is None
+    torch_dtypes()
+    native.use_tensors(kinds, api, None)
+    try:
+        threads(_without_layout)
+        _refuses_tensors_without_memory()
+    finally:
+        native.use_tensors(kinds, api, layout)
+
+
+def test_the_places_that_the_core_reads_are_found_in_this_torch():
+    """A torch that keeps them in another way costs speed, and shall be noticed here."""
+    layout = torch_layout.tensor_layout(torch)
+    assert layout is not None and len(layout[3]) == 2
+    with torch.inference_mode(), torch.device("meta"):
+        assert torch_layout.tensor_layout(torch) == layout, "whatever the program was in the middle of"
+    assert options_layout.install() == set(CACHED)
+
+
+def _refuses_tensors_without_memory() -> None:
+    """Also where the place that they would have had is somebody's memory."""
+    buffer = low_buffer(64)
+    address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+    freed = torch.empty(address + 64, dtype=torch.uint8)[address:]
+    freed.untyped_storage().resize_(0)
+    assert freed.data_ptr() == address and freed.numel() == 64
+    assert native.view_tensor(freed) is None
+    assert native.view_tensor(torch._efficientzerotensor(3)) is None
+    assert native.view_tensor(torch._efficientzerotensor(30)[20:]) is None
+
+    def refuse(group: ProcessGroup) -> None:
+        for tensor in (freed, torch._efficientzerotensor(30)[20:]):
+            with pytest.raises(errors.BadArgumentError, match="without memory"):
+                group.all_reduce(tensor)
+
+    symcomm.spawn(refuse, 1, mode="threads", timeout=20, deadline=60)
+    assert bytes(buffer) == bytes(64)
+
+
+def test_tensors_without_memory_are_told_apart_at_every_address():
+    _refuses_tensors_without_memory()
+
+
+# --- the other ways -------------------------------------------------------------------------------------------------
+
+
+def _counted(g: ProcessGroup) -> None:
+    a, b, row = torch.ones(3), torch.ones(5), [torch.ones(2) for _ in range(WORLD)]
+    for _ in range(2):
+        g.barrier()
+        g.all_reduce_coalesced([a, b])
+    assert ways_of(g, g.barrier) == SHORT
+    assert ways_of(g, lambda: g.all_reduce_coalesced([a, b])) == times(SHORT, 2)
+    assert ways_of(g, lambda: g.all_reduce(a, timeout=9.0)) == LONG
+    assert ways_of(g, lambda: g.all_reduce(np.ones(3, np.float32))) == LONG
+    assert ways_of(g, lambda: g.all_reduce(a, async_op=True).wait()) == QUEUED
+    # What each rank gives to each other is compared first, in a call of its own.
+    assert ways_of(g, lambda: g.all_to_all(row, [t.clone() for t in row])) == times(LONG, 2)
+    uneven = [torch.ones(1 + k) for k in range(WORLD)]
+    assert ways_of(g, lambda: g.all_gather(uneven, torch.ones(1 + g.rank))) == LONG
+
+
+def test_calls_that_python_plans_are_counted_as_such():
+    threads(_counted)
+
+
+def test_a_blocking_call_behind_an_asynchronous_one_is_queued():
+    groups: dict[int, ProcessGroup] = {}
+
+    def rank(g: ProcessGroup) -> list[float]:
+        groups[g.rank] = g
+        x, y = torch.ones(2), torch.ones(2)
+        g.all_reduce(y)
+        if g.rank == 1:  # comes when rank 0 waits in its blocking call
+            deadline = time.monotonic() + 20
+            while 0 not in groups or groups[0].call_stats()["collectives"]["queued"] < 2:
+                assert time.monotonic() < deadline, "rank 0 has queued nothing"
+                time.sleep(0.001)
+        else:
+            work = g.all_reduce(x, async_op=True)
+            ways = ways_of(g, lambda: g.all_reduce(y))
+            work.wait()
+            assert ways == {"short": 1, "long": 0, "inline": 0, "queued": 1}
+            return [*x.tolist(), *y.tolist()]
+        g.all_reduce(x)
+        g.all_reduce(y)
+        return [*x.tolist(), *y.tolist()]
+
+    assert threads(rank) == [[2.0, 2.0, 4.0, 4.0]] * WORLD
+
+
+def _messages(g: ProcessGroup) -> None:
+    peer = 1 - g.rank
+
+    def exchange(send: Any, receive: Any) -> None:
+        if g.rank == 0:
+            g.send(send, peer)
+            g.recv(receive, peer)
+        else:
+            g.recv(receive, peer)
+            g.send(send, peer)
+        assert receive.tolist() == [peer + 1.0] * len(receive)
+
+    for make in (torch.clone, at_low_address, lambda t: torch.nn.Parameter(t.clone())):
+        mine, got = make(torch.full((3,), g.rank + 1.0)), make(torch.zeros(3)).detach()
+        assert ways_of(g, lambda a=mine, b=got: exchange(a, b), "messages") == times(SHORT, 2)
+    mine, got = torch.full((3,), g.rank + 1.0), torch.zeros(3)
+    assert ways_of(g, lambda: exchange(torch._neg_view(-mine), got), "messages") == {
+        "short": 1, "long": 1, "inline": 2, "queued": 0
+    }  # fmt: skip
+
+    def batch() -> None:
+        for work in g.batch([Message.send(mine, peer), Message.receive(got, peer)]):
+            work.wait()
+
+    assert ways_of(g, batch, "messages") == times(QUEUED, 2)
+
+
+def test_messages_are_counted_by_their_way():
+    threads(_messages)
+
+
+def _puts(g: ProcessGroup) -> None:
+    window = g.new_window(torch.zeros(4))
+    peer = 1 - g.rank
+    assert ways_of(g, lambda: window.put(torch.ones(2), peer, 0), "puts") == SHORT
+    assert ways_of(g, lambda: window.put(torch._neg_view(-torch.ones(2)), peer, 2), "puts") == LONG
+    g.barrier()
+    assert window.map_remote_tensor(g.rank).tolist() == [1.0] * 4
+    g.barrier()
+
+
+def test_puts_are_counted_by_their_way():
+    threads(_puts)
+
+
+def _recorded(g: ProcessGroup) -> list[tuple[str, str, str]]:
+    from symcomm.observe.recorder.records import operations_at
+
+    x = torch.ones(2)
+    g.all_reduce(x)
+    start = len(operations_at(g.flight_address))
+    g.all_reduce(x)
+    g.all_reduce(x, timeout=9.0)
+    g.all_reduce(x, async_op=True).wait()
+    if g.rank == 0:
+        g.send(x, 1)
+    else:
+        g.recv(x, 0)
+    return [(op.call, op.way, op.thread) for op in operations_at(g.flight_address)[start:]]
+
+
+def test_the_flight_recorder_says_which_way_each_operation_took():
+    ways = [("short", "inline"), ("long", "inline"), ("long", "queued")]
+    collectives = [("all_reduce", *way) for way in ways]
+    assert threads(_recorded) == [[*collectives, (call, "short", "inline")] for call in ("send", "recv")]

@@ -1,0 +1,46 @@
+"""Every Python block of the documentation runs as it stands, alone; every link leads somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCKS = {page: re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S) for page in PAGES}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT).with_suffix("")).replace("/", "-")
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What went wrong in blocks, each of which begins with its page and number. All run in forks of one process."""
+    folder = tmp_path_factory.mktemp("blocks")
+    for page, blocks in BLOCKS.items():
+        for number, block in enumerate(blocks):
+            (folder / f"{name_of(page)}-{number}.py").write_text(block)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "tests.support.run_blocks", str(folder)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=450)
+    found = [text for text in done.stdout.split("\0") if text.strip()]
+    assert done.returncode == len(found), done.stderr
+    return found
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("page", [p for p in PAGES if BLOCKS[p]], ids=name_of)
+def test_python_blocks_run_alone(page: Path, failures: list[str]):
+    assert [text for text in failures if re.match(rf"{name_of(page)}-\d+\.py ", text)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"

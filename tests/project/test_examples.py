@@ -1,0 +1,105 @@
+"""Real programs train on our backend to the same losses, bit for bit, as on Gloo."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.examples import ENVIRONMENT, ROOT, losses, run_example
+from tests.support.in_turn import parts
+
+pytest.importorskip("torch", reason="the examples train torch models")
+
+
+PROGRAMS = ["ddp", "ddp_hook", "fsdp2", "tensor_parallel", "zero", "checkpoint", "accelerate_train", "lightning_train"]
+NEEDS = {"accelerate_train": "accelerate", "lightning_train": "lightning"}
+THERE = [name for name in PROGRAMS if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
+
+
+def train(backend: str, torchrun: bool) -> dict[str, list[float]]:
+    """Every example's losses, of ranks that one launcher has started."""
+    files = [str(ROOT / "examples" / f"{name}.py") for name in THERE]
+    lines = run_example("../tests/support/in_turn.py", *files, "--", backend, torchrun=torchrun, seconds=280)
+    return {name: losses(said) for name, (_, said) in zip(THERE, parts(lines, files), strict=True)}
+
+
+def train_on_gloo() -> dict[str, list[float]]:
+    """On a busy machine Gloo may deadlock (see ``torch_checks.leave``): once more then."""
+    try:
+        return train("gloo", True)
+    except AssertionError as error:
+        if f": -{signal.SIGALRM.value}\n" not in str(error):
+            raise
+    return train("gloo", True)
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, list[float]]]:
+    return [train("symcomm", False), train("symcomm", True), train_on_gloo()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # three trainings of each
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_same_losses_as_gloo(name: str, trained: list[dict[str, list[float]]]):
+    if name not in THERE:
+        pytest.skip(f"{NEEDS[name]} is not installed (pip install {NEEDS[name]})")
+    launched, torchrun, gloo = [each[name] for each in trained]
+    assert len(launched) >= 10 and launched == torchrun == gloo
+    assert launched[-1] < launched[0], "the training does not learn"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_command_that_the_examples_name(trained: list[dict[str, list[float]]]):
+    """Not in turn with others."""
+    assert losses(run_example("ddp.py", torchrun=True)) == trained[0]["ddp"]
+
+
+def test_first_steps():
+    assert run_example("first_steps.py", ranks=4) == ["sums: [6.0, 10.0, 14.0] ranks: [0.0, 1.0, 2.0, 3.0]"]
+
+
+def test_custom_collective():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples/custom_collective.py")],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout.splitlines()[1::2] == ["rank 1: [1.0, 3.0, 5.0]", "rank 3: [6.0, 10.0, 14.0]"], done.stderr
+
+
+def test_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    nbclient = pytest.importorskip("nbclient", reason="notebooks are run by nbclient (pip install nbclient ipykernel)")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("matplotlib")
+    nbformat = importlib.import_module("nbformat")
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(ROOT / "examples/notebook.ipynb", 4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "kept without outputs"
+    client = nbclient.NotebookClient(notebook, timeout=90, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in outputs), "a plot"
+    (said,) = (output["text"] for output in outputs if "did not make the same call" in output.get("text", ""))
+    explained = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    for part in (
+        "ranks 0, 1, 3 called all_reduce(float32 x 1000, SUM)",
+        "rank 2 called all_reduce(float32 x 999, SUM)",
+    ):
+        assert part in said and part in explained
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_window(ranks: int):
+    expected = {f"rank {rank}: the same as in one process: True" for rank in range(ranks)}
+    assert set(run_example("window.py", ranks=ranks)) == expected

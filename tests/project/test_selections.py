@@ -1,0 +1,83 @@
+"""How tests are run: lists for other versions of torch and Python are complete, a shell's settings change nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.conftest import what_was_not_run
+from tests.tools.check import choose, modules_of, names
+from tests.tools.selections import MAIN_ONLY, SELECTIONS, TESTS, TORCH, WITHOUT_TORCH
+
+
+def test_every_file_has_its_place():
+    found = Counter(path.stem.removeprefix("test_") for path in TESTS.rglob("test_*.py"))
+    assert [name for name, times in found.items() if times > 1] == [], "lists and logs name files without their folders"
+    there = set(found)
+    listed = {*TORCH, *WITHOUT_TORCH, *MAIN_ONLY}
+    assert there - listed == set(), "put these into a list in tests/tools/selections.py"
+    assert listed - there == set(), "these are gone"
+    assert not set(MAIN_ONLY) & {*TORCH, *WITHOUT_TORCH}
+
+
+def test_no_file_of_tests_imports_another():
+    """What two of them need is in tests/support."""
+    imports = re.compile(r"^ *(?:from|import) (tests\.(?:\w+\.)*test_\w+)", re.MULTILINE)
+    assert [(path.name, name) for path in TESTS.rglob("*.py") for name in imports.findall(path.read_text())] == []
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_no_file_is_listed_twice(name):
+    assert [file for file, times in Counter(SELECTIONS[name]).items() if times > 1] == []
+
+
+UNDER_NOHUP = """
+import signal, subprocess
+heeded = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1}
+for signum in heeded:
+    signal.signal(signum, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, heeded)
+from tests.conftest import heed_signals
+heed_signals()
+signal.raise_signal(signal.SIGHUP)  # a hang-up is still nothing to this process
+said = subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True, check=True).stdout
+fields = dict(line.split(":", 1) for line in said.splitlines())
+mask = int(fields["SigIgn"], 16) | int(fields["SigBlk"], 16)
+print([signum.name for signum in heeded if mask >> signum - 1 & 1])
+"""
+
+
+def test_programs_get_signals_that_a_shell_has_us_ignore():
+    command = [sys.executable, "-c", UNDER_NOHUP]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_what_was_not_run():
+    reasons = {"needs a CUDA GPU": 205, "torch has it since 2.15; this is 2.13.0": 24, "waits for ever": 4}
+    assert what_was_not_run(Counter(reasons)) == [
+        "  205  needs a CUDA GPU; `make test-gpu` where there is one runs it",
+        "   24  torch has it since 2.15; this is 2.13.0; `make test-torch TORCH=2.15.0` runs it",
+        "    4  waits for ever",
+    ]
+
+
+def test_what_is_checked_after_a_change():
+    assert modules_of(["src/symcomm/_core/sync/sync.c", "src/symcomm/store/__init__.py", "docs/a.md"]) == [
+        "symcomm._core",
+        "symcomm.store",
+    ]
+    assert names("from symcomm.store import lease, tcp\n", "symcomm.store.tcp")
+    assert not names("from symcomm.store import lease\nimport symcomm.store.tcp2", "symcomm.store.tcp")
+    chosen, left_out = choose(
+        ["src/symcomm/store/lease.py", "tests/bench/test_sites.py"], {"test_group_life": 100.0}, 120
+    )
+    assert {"test_layers", "test_sites"} <= set(chosen) and not set(chosen) & set(left_out)
+    everything = choose(["src/symcomm/_core/sync/sync.c"], {}, 1e6)[0]
+    assert set(choose(["src/symcomm/_core/sync/sync.c"], {}, 200)[0]) < set(everything)

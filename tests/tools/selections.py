@@ -1,0 +1,65 @@
+"""Which tests run where: on another torch (`make test-torch`), on another Python without torch (`make test-python`).
+
+``python -m tests.tools.selections torch`` prints the files of a selection. Every test file is in one of the three
+lists, or in both of the first two; `tests/project/test_selections.py` notices one that is in none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+
+# What depends on the version of torch: its groups, stores, operators, compiler, DDP, and the programs built on them.
+TORCH = (
+    "c10d_ddp", "c10d_engine", "c10d_enums", "c10d_groups", "c10d_handed_over", "c10d_names", "c10d_options",
+    "c10d_stores", "c10d_symmetric", "c10d_works", "c10d_wrapper", "c10d_wrong_types", "compile_checks",
+    "compile_options", "conformance_quick", "ddp_checks", "ddp_hook_order", "ddp_hooks", "ddp_hooks_local",
+    "default_group_name", "device_autograd",
+    "device_coalesced", "device_copies", "device_data_parallel", "device_nested", "doctor", "engines", "examples",
+    "gpu_trouble", "gpu_without", "group_creation", "group_life", "group_life_memory", "handshake", "hooks",
+    "hooks_torch", "hosts_torch", "inference", "profile_fields", "reconfigure_torch", "short_way", "store_collectives",
+    "store_contract", "store_model", "symm_mem", "symm_ops", "symmetrize", "tcp_store_interop", "torch_backend",
+    "torch_versions", "trace_dumps", "undo", "windows", "windows_failures",
+)  # fmt: skip
+
+# What runs where torch is not installed. Tests in these files that compare with torch are skipped there, and say so.
+WITHOUT_TORCH = (
+    "arena", "arena_shortages", "arena_strangers", "cli", "control_api", "control_attacks", "control_stacks", "doctor",
+    "errors", "launch_conventions", "launcher", "launcher_blame", "launcher_elastic", "launcher_token", "limits",
+    "metrics", "native_stub", "numa", "numpy_ranks", "objects", "observe_together", "plan_bugs", "plan_failures",
+    "plans", "rendezvous", "selections", "simulate", "store_collectives", "store_contract", "store_file",
+    "store_model", "tcp_store", "tcp_store_hostile", "top_model", "top_page", "top_servers", "trace_verdict",
+)  # fmt: skip
+
+# Torch tensors in calls that have been the same in all its versions, our own sources, or tools that few machines have.
+MAIN_ONLY = (
+    "agreement", "agreement_hosts", "async", "attached", "attack", "bench", "bench_kernels", "bench_noise",
+    "collectives", "control_plane", "death", "demo", "docs", "elastic", "failures", "flight", "fuzz",
+    "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_graphs", "gpu_torch", "gpu_windows", "groups", "grow",
+    "hosts_aftermath",
+    "hosts_attack", "hosts_failures", "hosts_lines", "hosts_network", "hosts_strangers", "hosts_values",
+    "integrations", "joint_copies", "layers", "leaving", "litmus", "model", "p2p", "ray", "reconfigure",
+    "reconfigure_deaths", "reduce_kernels", "reentrant", "site", "sites", "soak_short", "spawn", "standoff",
+    "stops", "store_kept_socket", "stream", "top_browser", "top_feed", "trace_failures", "trace_live",
+    "trace_timing", "trust", "waiting", "workflow",
+)  # fmt: skip
+
+# What takes longest, longest first: `make test` begins with it.
+LONG = (
+    "compile_checks", "examples", "docs", "torch_backend", "conformance_quick", "group_life", "simulate",
+    "plan_failures", "collectives", "hosts_network", "stops", "ddp_hooks", "launcher", "demo", "bench",
+)  # fmt: skip
+
+SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH}
+
+
+def files(names: Sequence[str]) -> list[str]:
+    found = {path.stem: path for path in TESTS.rglob("test_*.py")}
+    return [str(found[f"test_{name}"].relative_to(TESTS.parent)) for name in names]
+
+
+if __name__ == "__main__":
+    print(*files(SELECTIONS[sys.argv[1]]))

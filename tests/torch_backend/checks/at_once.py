@@ -1,0 +1,115 @@
+"""Small asynchronous calls, which end in the caller's thread when everybody else is there, and only then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.torch_backend.work import DoneWork
+from tests.torch_backend.checks import WORLD, check, equal, joined, refused
+
+
+def _number(group: Any, of: int) -> int:
+    """Of the last operation that a rank has come to."""
+    return native.group_report(group.core.handle)["ranks"][of]["seq"]
+
+
+def _after_the_other(group: Any, rank: int, call: Callable[[], Any]) -> Any:
+    """Rank 1 makes a call once rank 0 is in its own, which it leaves to the group's thread."""
+    if rank == 1:
+        mine, deadline = _number(group, 1), time.monotonic() + 20
+        while _number(group, 0) <= mine:
+            assert time.monotonic() < deadline, "rank 0 does not come"
+            time.sleep(0.0005)
+    return call()
+
+
+def _calls(rank: int) -> list[tuple[Callable[[], Any], Callable[[], list[Any]], list[float]]]:
+    """(an asynchronous call, where its result is, what that is)."""
+    mine = torch.tensor([rank + 1.0])
+    total, root, sent, one = mine.clone(), mine.clone(), mine.clone(), torch.zeros(1)
+    row, two, half = [torch.zeros(1) for _ in range(WORLD)], torch.zeros(WORLD), torch.zeros(1)
+    swapped, pair = torch.zeros(WORLD), torch.tensor([rank + 1.0, rank + 11.0])
+    pieces = [torch.tensor([r + 5.0]) for r in range(WORLD)]
+    at_root = rank == 0
+    return [
+        (lambda: dist.all_reduce(total, async_op=True), lambda: [total], [3.0]),
+        (lambda: dist.reduce(root, 0, async_op=True), lambda: [root] if at_root else [], [3.0] if at_root else []),
+        (lambda: dist.broadcast(sent, 1, async_op=True), lambda: [sent], [2.0]),
+        (lambda: dist.all_gather(row, mine, async_op=True), lambda: row, [1.0, 2.0]),
+        (lambda: dist.all_gather_into_tensor(two, mine, async_op=True), lambda: [two], [1.0, 2.0]),
+        (lambda: dist.reduce_scatter_tensor(half, pair, async_op=True), lambda: [half], [[3.0, 23.0][rank]]),
+        (
+            lambda: dist.all_to_all_single(swapped, pair, async_op=True),
+            lambda: [swapped],
+            [[1.0, 2.0], [11.0, 12.0]][rank],
+        ),
+        (lambda: dist.scatter(one, pieces if at_root else None, async_op=True), lambda: [one], [rank + 5.0]),
+        (
+            lambda: dist.gather(mine, row if at_root else None, async_op=True),
+            lambda: row if at_root else [],
+            [1.0, 2.0] if at_root else [],
+        ),
+    ]
+
+
+@check
+def small_calls_end_at_once(rank: int, path: str) -> None:
+    with joined(rank, path) as group:
+        for again in range(3):  # the first of a kind takes the long way
+            for call, result, expected in _calls(rank):
+                dist.barrier()
+                work = _after_the_other(group, rank, call)
+                assert not (again and rank) or isinstance(work, DoneWork), work
+                assert work.wait() and work.is_completed() and work.is_success() and work.exception() is None
+                assert work._get_duration() >= 0
+                work.get_future().wait()
+                if expected:
+                    equal(torch.cat(result()), expected)
+        large = torch.ones(1 << 16)
+        for _ in range(2):
+            dist.barrier()
+            work = _after_the_other(group, rank, lambda: dist.all_reduce(large, async_op=True))
+            assert not isinstance(work, DoneWork), "a large one may be waited for while others compute"
+            work.wait()
+
+
+@check
+def nobody_waits_in_the_call(rank: int, path: str) -> None:
+    """A call returns though the other rank comes only after a message that is sent behind it."""
+    with joined(rank, path):
+        for size in (1, 1 << 14) * 10:
+            tensor = torch.full((size,), rank + 1.0)
+            word = torch.zeros(1)
+            for first in range(WORLD):
+                if rank == first:
+                    work = dist.all_reduce(tensor, async_op=True)
+                    dist.send(word, 1 - rank)
+                    work.wait()
+                else:
+                    dist.recv(word, 1 - rank)
+                    dist.all_reduce(tensor, async_op=True).wait()
+            equal(tensor[:1], [6.0])
+            works = [dist.all_reduce(tensor, async_op=True) for _ in range(4)]
+            for work in works:
+                work.wait()
+            equal(tensor[-1:], [96.0])
+
+
+@check
+def failures_come_out_of_wait(rank: int, path: str) -> None:
+    with joined(rank, path) as group:
+        for size in (2, 3):  # so that both kinds are known
+            dist.all_reduce(torch.ones(size), async_op=True).wait()
+        tensor = torch.ones(2 + rank)
+        work = _after_the_other(group, rank, lambda: dist.all_reduce(tensor, async_op=True))
+        refused(work.wait, "the ranks did not make the same call")
+        assert isinstance(work.exception(), errors.CollectiveMismatchError) and not work.is_success()
+        refused(work.get_future().wait, "the ranks did not make the same call")
+        refused(work.result, "the ranks did not make the same call")
