@@ -21,7 +21,7 @@ from symcomm._core import native
 from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
-from symcomm.group.buffers import Buffer, keep_apart
+from symcomm.group.buffers import Buffer
 from symcomm.group.failure import Site, Status, call_site, check_living, explain
 from symcomm.group.inline_async import inline_polls
 from symcomm.group.process_group import ProcessGroup
@@ -249,6 +249,7 @@ class LocalGroup(ProcessGroup):
         op, plan = request.op, self._plan_of(request)
         if request.key is not None and op.number >= 0:
             native.cache_plan(self.handle, op.number, *request.key, plan, self.site_number(3))
+        request.keep_apart(self.rank, self.size)
         return self._run(request.call, plan, request.inputs, request.outputs, request.result, async_op, timeout)
 
     def _plan_of(self, request: Request) -> Any:
@@ -279,8 +280,6 @@ class LocalGroup(ProcessGroup):
         async_op: bool, timeout: Timeout,
     ) -> Work | None:  # fmt: skip
         timeout_ns = self.timeout_ns if timeout is None else to_ns(call, timeout)
-        if inputs and outputs and inputs[0] is not outputs[0]:
-            inputs = keep_apart(inputs, outputs, self.rank, self.size)
         if self.pending:
             self._refresh_copies([b for b in (*outputs, *inputs) if b.original is not None])
         ins = tuple([b.address for b in inputs])
