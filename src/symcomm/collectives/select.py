@@ -8,6 +8,7 @@ depends only on what ranks compare when they arrive, so the plans of all ranks f
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import zlib
@@ -127,6 +128,9 @@ def _cached(function: _Function) -> _Function:
 
 
 _HASHED = 1 << 62  # marks a count that carries a hash
+_hashed: dict[int, Sequence[int]] = {}  # what hashes of this process stand for, to name it in errors
+MOST_HASHED = 1024
+MOST_WORDS = 160  # characters of a list of sizes in an error
 ON_DEVICE = 1 << 61  # marks a count of elements in a GPU's memory: such a call must not meet one of host memory
 
 
@@ -136,15 +140,36 @@ def signature_count(counts: Sequence[int], listed: bool = False) -> int:
     ``listed``: the input is a list of tensors. One of different sizes has no direct form, so it must not meet one that
     has.
     """
-    total = sum(counts)
-    if len(set(counts)) <= 1:
-        return total
-    return _HASHED | (zlib.crc32(array("q", [*counts, listed]).tobytes()) & 0x1FFFFFFF) << 32 | total & 0xFFFFFFFF
+    total, code = sum(counts), hash_sizes(counts, listed)
+    return _HASHED | code << 32 | total & 0xFFFFFFFF if code else total
+
+
+def hash_sizes(sizes: Sequence[int], listed: bool = False) -> int:
+    """A number of 29 bits for sizes that differ, 0 where they are all the same."""
+    if len(set(sizes)) <= 1:
+        return 0
+    code = zlib.crc32(array("q", [*sizes, listed]).tobytes()) % 0x1FFFFFFF + 1
+    if len(_hashed) >= MOST_HASHED:
+        _hashed.clear()
+    _hashed[code] = sizes
+    return code
 
 
 def elements_of(count: int) -> int:
     """The total in a plan's ``count``, for people (modulo 2**32 where it carries a hash)."""
     return count & 0xFFFFFFFF if count & _HASHED else count & ~ON_DEVICE
+
+
+def sizes_in(count: int) -> str:
+    """A plan's ``count`` in words: the total, or the sizes of all pieces where this process has made their hash."""
+    return sizes_of_hash(count >> 32 & 0x1FFFFFFF if count & _HASHED else 0) or str(elements_of(count))
+
+
+def sizes_of_hash(code: int) -> str:
+    """``[5, 5, 4]``, or ``[5 (63 times), 4]``; empty where this process does not know them."""
+    runs = [(size, len(list(run))) for size, run in itertools.groupby(_hashed.get(code, ()))]
+    words = ", ".join(f"{size} ({n} times)" if n > 3 else ", ".join([str(size)] * n) for size, n in runs)
+    return words and f"[{words if len(words) <= MOST_WORDS else words[:MOST_WORDS] + '...'}]"
 
 
 def _offer_direct(plan: Plan, nbytes: int, limits: Limits, direct: Callable[..., Direct], *args: Any) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
-from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from symcomm.collectives.plan import Collective
+from symcomm.collectives.select import hash_sizes
 from symcomm.group.buffers import Buffer
 from symcomm.group.request import Request
 from symcomm.group.work import Timeout, Work
@@ -51,12 +50,7 @@ class HierarchicalExecution:
             return Signature(collective)
         counts = request.counts(self.size)
         redop = request.redop if op.reduces else 0
-        return Signature(collective, request.dtype, redop, request.root, sum(counts), _detail(counts))
-
-
-def _detail(numbers: Sequence[int]) -> int:
-    """Sizes of pieces as one number, 0 where they are all the same."""
-    return zlib.crc32(array("q", numbers).tobytes()) + 1 if len(set(numbers)) > 1 else 0
+        return Signature(collective, request.dtype, redop, request.root, sum(counts), hash_sizes(counts))
 
 
 def _pieces(views: Sequence[Buffer], counts: Sequence[int], listed: bool | None) -> list[int]:
