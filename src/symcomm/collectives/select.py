@@ -128,7 +128,7 @@ def _cached(function: _Function) -> _Function:
 
 
 _HASHED = 1 << 62  # marks a count that carries a hash
-_hashed: dict[int, Sequence[int]] = {}  # what hashes of this process stand for, to name it in errors
+_hashed: dict[int, Sequence[int] | str] = {}  # what hashes of this process stand for, to name it in errors
 MOST_HASHED = 1024
 MOST_WORDS = 160  # characters of a list of sizes in an error
 ON_DEVICE = 1 << 61  # marks a count of elements in a GPU's memory: such a call must not meet one of host memory
@@ -144,14 +144,21 @@ def signature_count(counts: Sequence[int], listed: bool = False) -> int:
     return _HASHED | code << 32 | total & 0xFFFFFFFF if code else total
 
 
+def custom_count(what: Sequence[object], total: int, told: str) -> int:
+    """The same for a plan of somebody's own. ``what``: all that ranks must agree on; ``told``: how errors say it."""
+    return _HASHED | _hash(repr(what).encode(), told) << 32 | total & 0xFFFFFFFF
+
+
 def hash_sizes(sizes: Sequence[int], listed: bool = False) -> int:
     """A number of 29 bits for sizes that differ, 0 where they are all the same."""
-    if len(set(sizes)) <= 1:
-        return 0
-    code = zlib.crc32(array("q", [*sizes, listed]).tobytes()) % 0x1FFFFFFF + 1
+    return _hash(array("q", [*sizes, listed]).tobytes(), sizes) if len(set(sizes)) > 1 else 0
+
+
+def _hash(what: bytes, told: Sequence[int] | str) -> int:
+    code = zlib.crc32(what) % 0x1FFFFFFF + 1
     if len(_hashed) >= MOST_HASHED:
         _hashed.clear()
-    _hashed[code] = sizes
+    _hashed[code] = told
     return code
 
 
@@ -167,7 +174,10 @@ def sizes_in(count: int) -> str:
 
 def sizes_of_hash(code: int) -> str:
     """``[5, 5, 4]``, or ``[5 (63 times), 4]``; empty where this process does not know them."""
-    runs = [(size, len(list(run))) for size, run in itertools.groupby(_hashed.get(code, ()))]
+    told = _hashed.get(code, "")
+    if isinstance(told, str):
+        return told
+    runs = [(size, len(list(run))) for size, run in itertools.groupby(told)]
     words = ", ".join(f"{size} ({n} times)" if n > 3 else ", ".join([str(size)] * n) for size, n in runs)
     return words and f"[{words if len(words) <= MOST_WORDS else words[:MOST_WORDS] + '...'}]"
 

@@ -85,13 +85,14 @@ REDUCING = {Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE}
 ROOTED = {Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER}
 
 
-def describe_call(signature: int, count: int) -> str:
-    """A published signature as a call: ``all_reduce(float32 x 1024, SUM)``."""
+def describe_call(signature: int, count: int, name: str = "custom") -> str:
+    """A published signature as a call: ``all_reduce(float32 x 1024, SUM)``. ``name``: that of a plan of one's own."""
     try:
         collective = Collective(signature & 0xFF)
     except ValueError:
         return f"operation {signature & 0xFF}"
     words = call_words(collective, signature >> 8 & 0xFF, signature >> 16 & 0xFF, signature >> 24, sizes_in(count))
+    words = name + words.removeprefix("custom") if collective is Collective.CUSTOM else words
     return words + (" on a GPU" if count & ON_DEVICE else "")
 
 
@@ -151,7 +152,7 @@ def explain(group: Any, status: int, call: str, at: Site, seconds: float | None)
     what = f"{call}{number} on group {group.name!r}"
     text = call
     if me["seq"] == seq:
-        text = with_sizes(call, me["signature"] & 0xFF) or describe_call(me["signature"], me["count"])
+        text = with_sizes(call, me["signature"] & 0xFF) or describe_call(me["signature"], me["count"], call)
     _publish(group, text, site, seq)
     if status == Status.MISMATCH:
         return _mismatch(group, what, report, text, site)

@@ -22,6 +22,7 @@ from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
 from symcomm.group.buffers import Buffer
+from symcomm.group.custom_plans import CustomCall
 from symcomm.group.failure import Site, Status, call_site, check_living, explain
 from symcomm.group.inline_async import inline_polls
 from symcomm.group.process_group import ProcessGroup
@@ -267,13 +268,25 @@ class LocalGroup(ProcessGroup):
 
     def cached_plan(self, build: Callable[..., Plan], *args: Any) -> Any:
         """The loaded plan for these arguments; plans are kept for the life of the group."""
-        key = (build, args)
+        make = functools.partial(build, self.rank, self.size, *args, limits=self.plan_limits)
+        return self._kept_plan((build, args), lambda: self.load_plan(make()))
+
+    def _kept_plan(self, key: Any, make: Callable[[], Any]) -> Any:
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) > MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self.load_plan(build(self.rank, self.size, *args, limits=self.plan_limits))
+            plan = self._plans[key] = make()
         return plan
+
+    def run_plan(
+        self, name: str, plan: Plan, inputs: Any = (), outputs: Any = (), async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:  # fmt: skip
+        own = CustomCall(self, name, plan, inputs, outputs)
+        checked, loaded = self._kept_plan(own.key, own.load)
+        own.check_tensors(checked)
+        return self._run(name, loaded, own.inputs, own.outputs, own.result, async_op, timeout)
 
     def _run(
         self, call: str, plan: Any, inputs: Sequence[Buffer], outputs: Sequence[Buffer], result: Sequence[Any],
@@ -289,7 +302,7 @@ class LocalGroup(ProcessGroup):
         if async_op:
             return self._submit(call, plan, inputs, outputs, result, (ins, outs), timeout_ns)
         started = time.monotonic()
-        status = native.run(self.handle, plan, ins, outs, timeout_ns, self.site_number(4))
+        status = native.run(self.handle, plan, ins, outs, timeout_ns, self.site_number(3))
         if status:
             raise self.fail_with_status(status, call, call_site(3), time.monotonic() - started, explain)
         for buffer in outputs:
