@@ -46,9 +46,7 @@ from symcomm.c10d.flight import (
     _reset_fr_trace,
 )
 from symcomm.c10d.group import ProcessGroup
-from symcomm.c10d.options import (
-    DEFAULT_TIMEOUT as _DEFAULT_PG_TIMEOUT,
-)
+from symcomm.c10d.options import DEFAULT_TIMEOUT as _DEFAULT_PG_TIMEOUT
 from symcomm.c10d.options import (
     AllgatherOptions,
     AllreduceCoalescedOptions,

@@ -24,33 +24,12 @@ from symcomm.torch_backend.values import duration, flag, integer, ranks, short, 
 from symcomm.types import RedOpType, ReduceOp
 
 __all__ = [
-    "DEFAULT_TIMEOUT",
-    "AllToAllOptions",
-    "AllgatherOptions",
-    "AllreduceCoalescedOptions",
-    "AllreduceOptions",
-    "BarrierOptions",
-    "BroadcastOptions",
-    "GatherOptions",
-    "Options",
-    "PutOptions",
-    "ReconfigureOptions",
-    "ReduceOptions",
-    "ReduceScatterOptions",
-    "ScatterOptions",
-    "SignalOptions",
-    "WaitSignalOptions",
-    "_DistributedBackendOptions",
-    "duration",
-    "flag",
-    "for_torch",
-    "integer",
-    "ranks",
-    "short",
-    "text",
-    "timeout_of",
+    "DEFAULT_TIMEOUT", "AllToAllOptions", "AllgatherOptions", "AllreduceCoalescedOptions", "AllreduceOptions",
+    "BarrierOptions", "BroadcastOptions", "GatherOptions", "Options", "PutOptions", "ReconfigureOptions",
+    "ReduceOptions", "ReduceScatterOptions", "ScatterOptions", "SignalOptions", "WaitSignalOptions",
+    "_DistributedBackendOptions", "duration", "flag", "for_torch", "integer", "ranks", "short", "text", "timeout_of",
     "with_half",
-]
+]  # fmt: skip
 
 NO_TIMEOUT = timedelta(milliseconds=-1)  # "the group's own"
 DEFAULT_TIMEOUT = timedelta(seconds=1800)

@@ -48,18 +48,9 @@ from symcomm.collectives.scatter import direct_scatter, streamed_scatter
 from symcomm.types import ITEMSIZE
 
 __all__ = [
-    "Limits",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "elements_of",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
+    "Limits", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "elements_of", "gather", "reduce",
+    "reduce_scatter", "scatter",
+]  # fmt: skip
 
 
 ANY_EXTRA = 1 << 40
@@ -332,13 +323,7 @@ def broadcast(rank: int, world: int, count: int, dtype: int, root: int, limits: 
 
 @_cached
 def gather(
-    rank: int,
-    world: int,
-    counts: tuple[int, ...],
-    dtype: int,
-    root: int,
-    listed: bool = True,
-    limits: Limits = DEFAULT,
+    rank: int, world: int, counts: tuple[int, ...], dtype: int, root: int, listed: bool = True, limits: Limits = DEFAULT
 ) -> Plan:
     """``counts[q]``: elements of rank q's input. With ``listed`` the root's output is one tensor per rank."""
     plan = Plan(Collective.GATHER, rank, world, signature_count(counts), dtype, root=root)
@@ -353,13 +338,7 @@ def gather(
 
 @_cached
 def scatter(
-    rank: int,
-    world: int,
-    counts: tuple[int, ...],
-    dtype: int,
-    root: int,
-    listed: bool = True,
-    limits: Limits = DEFAULT,
+    rank: int, world: int, counts: tuple[int, ...], dtype: int, root: int, listed: bool = True, limits: Limits = DEFAULT
 ) -> Plan:
     """``counts[q]``: elements of rank q's output. With ``listed`` the root's input is one tensor per rank."""
     plan = Plan(Collective.SCATTER, rank, world, signature_count(counts, listed), dtype, root=root)
