@@ -1,30 +1,31 @@
 """A collective of your own: an inclusive scan, in which rank k gets the sum of ranks 0 to k. Proved, then run.
 
-A plan is what one rank does: here it copies its tensor to where the others can read it, arrives, and adds up. Plans are
-internal (docs/explanation/plans.md), so their names may change between releases.
+A plan is what one rank does: here it copies its tensor to where the others can read it, arrives, and adds up
+(docs/explanation/plans.md).
 """
+
+import functools
 
 import torch
 
 import symcomm
 from symcomm.collectives import Collective, Plan, interpret
 from symcomm.collectives.plan import At, Copy, Reduce, Space
-from symcomm.group.buffers import write_buffer
 
 
+@functools.cache  # a group loads each plan once
 def scan_plan(rank: int, world: int, count: int, dtype: symcomm.DType) -> Plan:
     nbytes = count * dtype.itemsize
     mine, below = At(Space.IN), [At(Space.STAGE, r) for r in range(rank)]
-    plan = Plan(Collective.REDUCE, rank, world, count, dtype, root=world - 1, name="one-shot")
+    plan = Plan(Collective.CUSTOM, rank, world, count, dtype)
     plan.head = [Copy((At(Space.STAGE, rank),), mine, nbytes)]  # before I arrive
     plan.staged = [Reduce((At(Space.OUT),), (*below, mine), nbytes)]  # once all have arrived, in rank order
     return plan
 
 
 def scan(group: symcomm.ProcessGroup, tensor: torch.Tensor) -> None:
-    buffer = write_buffer("scan", "tensor", tensor)
-    plan = group.load_plan(scan_plan(group.rank, group.size, buffer.count, buffer.dtype))
-    group._run("scan", plan, [buffer], [buffer], [tensor], False, None)
+    plan = scan_plan(group.rank, group.size, tensor.numel(), symcomm.DType.FLOAT32)
+    group.run_plan("scan", plan, inputs=tensor, outputs=tensor)
 
 
 def prove(world: int, count: int) -> None:

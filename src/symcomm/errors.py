@@ -34,25 +34,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = [
-    "BadArgumentError",
-    "CallerError",
-    "CollectiveMismatchError",
-    "DeadlineError",
-    "GroupUnusableError",
-    "InternalError",
-    "NoQuorumError",
-    "PeerError",
-    "QueueEmptyError",
-    "RankFailedError",
-    "RendezvousError",
-    "ResourceError",
-    "StoreAuthError",
-    "StoreConnectionError",
-    "StoreDeadlineError",
-    "StoreUnreachableError",
-    "SymcommError",
-    "WrongTypeError",
-]
+    "BadArgumentError", "CallerError", "CollectiveMismatchError", "DeadlineError", "GroupUnusableError",
+    "InternalError", "NoQuorumError", "PeerError", "QueueEmptyError", "RankFailedError", "RendezvousError",
+    "ResourceError", "StoreAuthError", "StoreConnectionError", "StoreDeadlineError", "StoreUnreachableError",
+    "SymcommError", "WrongTypeError",
+]  # fmt: skip
 
 
 class SymcommError(RuntimeError):

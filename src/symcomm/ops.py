@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BY_NAME", "BY_TORCH_NAME", "CACHED", "OPS", "Op", "numbers_of"]
+__all__ = ["BY_NAME", "BY_TORCH_NAME", "CACHED", "OPERATORS", "OPS", "Op", "numbers_of"]
 
 
 class Op(NamedTuple):
@@ -56,7 +56,7 @@ _TORCH_LISTS = ("input_tensors", "output_tensors")
 
 OPS = (
     Op("all_reduce", "allreduce", "ALLREDUCE", *_IN_PLACE, plan="all_reduce", number=0, reduces=True),
-    Op("all_reduce_coalesced", "allreduce_coalesced", "ALLREDUCE_COALESCED", "tensors", "", "tensors"),
+    Op("all_reduce_coalesced", "allreduce_coalesced", "ALLREDUCE_COALESCED", "tensors", "", "tensors", reduces=True),
     Op("reduce", "reduce", "REDUCE", *_IN_PLACE, plan="reduce", number=1, rooted=True, reduces=True),
     Op(
         "reduce_scatter_single", "reduce_scatter_single", "_REDUCE_SCATTER_BASE", *_PAIR, "_reduce_scatter_base",
@@ -68,7 +68,7 @@ OPS = (
     ),
     Op(
         "reduce_scatter_coalesced", "reduce_scatter_single_coalesced", "REDUCE_SCATTER_TENSOR_COALESCED", *_PAIRS,
-        "reduce_scatter_tensor_coalesced",
+        "reduce_scatter_tensor_coalesced", reduces=True,
     ),
     Op("broadcast", "broadcast", "BROADCAST", *_IN_PLACE, plan="broadcast", number=3, rooted=True),
     Op(
@@ -108,6 +108,9 @@ OPS = (
 )  # fmt: skip
 BY_NAME = {op.name: op for op in OPS}
 BY_TORCH_NAME = {op.torch: op for op in OPS}
+# Of torch.ops.c10d, by the method of a group that calls it. Those left out have none that returns tensors.
+_NO_OPERATOR = ("gather_single", "send", "recv", "recv_anysource", "barrier")
+OPERATORS = {op.torch: f"{op.backend_name}_" for op in OPS if op.name not in _NO_OPERATOR}
 CACHED = {op.number: op for op in OPS if op.number >= 0}
 
 

@@ -260,6 +260,37 @@ def test_all_to_all(world: int):
     threads(_uneven, world)
 
 
+def _in_each_others_way(g: ProcessGroup) -> None:
+    """Outputs on inputs: pieces of other sizes are exchanged, or stand elsewhere in a list; a tensor moves by one."""
+    n, r, rng = g.size, g.rank, random.Random(7)
+    for count in (3, 5000):
+        matrix = [[rng.choice((0, 1, count)) for _ in range(n)] for _ in range(n)]
+        send = [torch.arange(float(sum(row))) + 10 * count * i for i, row in enumerate(matrix)]
+        wanted = torch.cat([each.split(row)[r] for each, row in zip(send, matrix, strict=True)])
+        small, large = sorted([len(wanted), len(send[r])])
+        memory = torch.zeros(large + r * small)
+        smaller, larger = memory[r * small :][:small], memory[:large]  # as in place as a gather's input is
+        source, out = (smaller, larger) if len(wanted) == large else (larger, smaller)
+        g.all_to_all_single(out, source.copy_(send[r]), [row[r] for row in matrix], matrix[r])
+        assert torch.equal(out, wanted), (count, matrix)
+        for turn in range(n):
+            inputs = [torch.full((count,), 10.0 * r + k) for k in range(n)]
+            outputs = [inputs[(k + turn) % n] for k in range(n)]
+            g.all_to_all(outputs, inputs)
+            assert [o[0].item() for o in outputs] == [10.0 * k + r for k in range(n)], (count, turn)
+    if n > 1:
+        return
+    for call in (g.all_gather_single, g.reduce_scatter_single, g.all_to_all_single) * 2:  # then from the cache
+        x = torch.arange(100_000.0)
+        call(x[1:], x[:-1])
+        assert torch.equal(x[1:], torch.arange(99_999.0)), call.__name__
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_outputs_that_lie_on_inputs(world: int):
+    threads(_in_each_others_way, world)
+
+
 def _coalesced(g: ProcessGroup) -> None:
     tensors = [torch.ones(3), torch.ones(5, dtype=torch.int64), torch.ones(0)]
     g.all_reduce_coalesced(tensors)

@@ -271,6 +271,9 @@ def all_to_all(gpu: Any, core: Any) -> None:
         core.all_to_all_single(expected, mine)
         gpu.all_to_all_single(got, mine.cuda())
         same(got, expected, n)
+        got.copy_(mine)
+        gpu.all_to_all_single(got, got)
+        same(got, expected, (n, "in place"))
     sent = [core.rank + k + 1 for k in range(core.size)]
     got_splits = [k + core.rank + 1 for k in range(core.size)]
     mine = random_tensor(core, sum(sent) * 2, torch.int64).view(-1, 2)

@@ -170,6 +170,55 @@ def test_messages_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch)
         engines.Engines(group).messages(device)
 
 
+# --- what other engines are asked -----------------------------------------------------------------------------------
+
+
+# Our method and its arguments -> torch's, and the root and operation of its options.
+def asked_of_others() -> list[tuple[Any, Any]]:
+    t, two = torch.ones(4), [torch.ones(2), torch.ones(2)]
+    most = RedOpType.MAX
+    return [
+        (("all_reduce", (t, most)), ("allreduce", ([t],), None, "MAX")),
+        (("all_reduce_coalesced", (two, RedOpType.MIN)), ("allreduce_coalesced", (two,), None, "MIN")),
+        (("reduce", (t, 1, RedOpType.SUM)), ("reduce", ([t],), 1, "SUM")),
+        (("reduce_scatter", (t, two, most)), ("reduce_scatter", ([t], [two]), None, "MAX")),
+        (("reduce_scatter_single", (t, t, most)), ("_reduce_scatter_base", (t, t), None, "MAX")),
+        (("reduce_scatter_coalesced", (two, two, most)), ("reduce_scatter_tensor_coalesced", (two, two), None, "MAX")),
+        (("broadcast", (t, 1)), ("broadcast", ([t],), 1, None)),
+        (("all_gather", (two, t)), ("allgather", ([two], [t]), None, None)),
+        (("all_gather_single", (t, t)), ("_allgather_base", (t, t), None, None)),
+        (("all_gather_coalesced", (two, two)), ("allgather_into_tensor_coalesced", (two, two), None, None)),
+        (("all_gather_lists", ([two, two], two)), ("allgather_coalesced", ([two, two], two), None, None)),
+        (("gather", (two, t, 1)), ("gather", ([two], [t]), 1, None)),
+        (("gather", (None, t, 0)), ("gather", ([], [t]), 0, None)),
+        (("gather_single", (t, two[0], 1)), ("gather", ([two], [two[0]]), 1, None)),
+        (("gather_single", (None, t, 0)), ("gather", ([], [t]), 0, None)),
+        (("scatter", (t, two, 1)), ("scatter", ([t], [two]), 1, None)),
+        (("scatter", (t, None, 0)), ("scatter", ([t], []), 0, None)),
+        (("all_to_all", (two, two)), ("alltoall", (two, two), None, None)),
+        (("all_to_all_single", (t, t, [1, 3], [2, 2])), ("alltoall_base", (t, t, [1, 3], [2, 2]), None, None)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "torchs"), [pytest.param(*item, id=item[0][0]) for item in asked_of_others()])
+def test_other_engines_are_asked_in_torchs_words(
+    call: tuple[str, tuple], torchs: tuple, monkeypatch: pytest.MonkeyPatch
+):
+    from torch.distributed import ReduceOp
+
+    from symcomm.torch_backend import engines
+
+    asked: list[Any] = []
+    engine = SimpleNamespace(size=lambda: 2, **{torchs[0]: lambda *args: asked.append(args)})
+    monkeypatch.setattr(engines.Engines, "on", lambda self, name, device: engine)
+    engines.Engines(StandIn()).forward(*call, None, 2.5, torch.device("cuda"))
+    [(*tensors, options)] = asked
+    _, wanted, root, op = torchs
+    torch.testing.assert_close(tensors, list(wanted))
+    assert getattr(options, "rootRank", None) == root and options.timeout.total_seconds() == 2.5
+    assert op is None or options.reduceOp == getattr(ReduceOp, op)
+
+
 # --- one call to the driver ---------------------------------------------------------------------------------------
 
 

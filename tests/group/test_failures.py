@@ -73,6 +73,20 @@ def extra_call(g: ProcessGroup, t: torch.Tensor) -> None:
     g.barrier()
 
 
+def different_pieces(g: ProcessGroup, t: torch.Tensor) -> None:
+    pieces = t[:10].split([2, 2, 3, 3] if g.rank == 1 else [2, 2, 5, 1])
+    g.all_gather(pieces, pieces[g.rank].clone())
+
+
+def different_inputs(g: ProcessGroup, t: torch.Tensor) -> None:
+    pieces = t[:80].split([20, 20, 19, 21] if g.rank == 1 else [20, 20, 20, 20])
+    g.reduce_scatter(pieces[g.rank].clone(), pieces)
+
+
+def splits_of_one(g: ProcessGroup, t: torch.Tensor) -> None:
+    g.all_to_all_single(t[:8].clone(), t[:8], *([[1, 3, 2, 2]] * 2 if g.rank == 1 else []))
+
+
 MISMATCHES = {
     different_collective: ("all_reduce(float32 x 5000, SUM)", "broadcast(float32 x 5000, root 0)"),
     different_dtype: ("all_reduce(float32 x 5000, SUM)", "all_reduce(float64 x 5000, SUM)"),
@@ -80,6 +94,9 @@ MISMATCHES = {
     different_op: ("all_reduce(float32 x 5000, SUM)", "all_reduce(float32 x 5000, MAX)"),
     different_root: ("broadcast(float32 x 5000, root 0)", "broadcast(float32 x 5000, root 1)"),
     extra_call: ("barrier()", "all_reduce(float32 x 5000, SUM)"),
+    different_pieces: ("all_gather(float32 x [2, 2, 5, 1])", "all_gather(float32 x [2, 2, 3, 3])"),
+    different_inputs: ("reduce_scatter(float32 x 80, SUM)", "reduce_scatter(float32 x [20, 20, 19, 21], SUM)"),
+    splits_of_one: ("all_to_all(float32 x 32)", "all_to_all_single with splits"),
 }
 
 

@@ -220,6 +220,9 @@ def odd_tensors(group):
     place = torch.zeros(group.size)
     place[group.rank] = group.rank
     group.all_gather_single(place, place[group.rank : group.rank + 1])  # in place
+    moved = torch.full((group.size, 2), float(group.rank))  # each sends two, and lays what comes over it
+    group.all_to_all_single(moved.view(-1), moved.view(-1), [2] * group.size, [2] * group.size)
+    assert moved.tolist() == [[float(r)] * 2 for r in range(group.size)]
     a, b = torch.ones(2), torch.ones(3, dtype=torch.int64)
     group.all_reduce_coalesced([a, b])
     return x, place, a, b
@@ -380,6 +383,19 @@ def test_different_calls(odd):
     for text in run(mismatched, [2, 1], odd):
         assert re.search(rf"{others} called all_reduce\(float32 x 4, SUM\) at", text), text
         assert f"rank {odd} called all_reduce(float32 x 3, SUM) at" in text
+
+
+def different_pieces(group):
+    pieces = torch.ones(6).split([2, 3, 1] if group.rank == 1 else [1, 3, 2])
+    with pytest.raises(errors.CollectiveMismatchError) as caught:
+        group.all_gather(pieces, pieces[group.rank].clone())
+    return str(caught.value)
+
+
+def test_different_sizes_are_told():
+    for text in run(different_pieces, [2, 1]):
+        assert "rank 1 called all_gather(float32 x [2, 3, 1]) at" in text, text
+        assert re.search(r"ranks? 0(, 2)? called all_gather\(float32 x \[1, 3, 2\]\) at", text), text
 
 
 def late(group):

@@ -12,15 +12,9 @@ from symcomm.errors import wrong_type
 from symcomm.torch_backend.kinds import Numbered
 
 __all__ = [
-    "BackendType",
-    "DebugLevel",
-    "ErrorType",
-    "OpType",
-    "WorkResult",
-    "get_debug_level",
-    "set_debug_level",
+    "BackendType", "DebugLevel", "ErrorType", "OpType", "WorkResult", "get_debug_level", "set_debug_level",
     "set_debug_level_from_env",
-]
+]  # fmt: skip
 
 
 class DebugLevel(Numbered):

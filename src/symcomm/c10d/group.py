@@ -19,7 +19,7 @@ import torch.distributed as dist
 from symcomm import errors
 from symcomm.c10d.backend import Backend
 from symcomm.c10d.enums import BackendType, OpType
-from symcomm.c10d.group_hooks import OwnHooks
+from symcomm.c10d.group_hooks import OwnHooks, of_default_backend
 from symcomm.c10d.options import DEFAULT_TIMEOUT, NO_TIMEOUT, for_torch, short, text
 from symcomm.c10d.stores import Store
 from symcomm.c10d.works import WorkInfo
@@ -201,17 +201,12 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
     def _end_coalescing(self, device_type: torch.device) -> Any:
         return self._get_backend(device_type)._end_coalescing()
 
-    @property
-    def supports_window(self) -> bool:
-        return bool(getattr(self._default_backend(), "supports_window", False))
+    supports_window = of_default_backend("supports_window")
+    supports_reconfigure = of_default_backend("supports_reconfigure")
 
     def new_window(self, tensor: Any = None) -> Any:
         """One-sided puts and signals, by the default backend. Every rank of the group calls it."""
         return self._default_backend().new_window(tensor)
-
-    @property
-    def supports_reconfigure(self) -> bool:
-        return bool(getattr(self._default_backend(), "supports_reconfigure", False))
 
     def get_reconfigure_handle(self) -> str:
         """Names this process to those that it may form a group with."""
@@ -373,13 +368,9 @@ class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
             raise errors.bad_argument("bound_device_id", "device", device, "one with an index, such as cuda:0")
         self._bound = device
 
-    @property
-    def use_pg_for_symm_mem_rendezvous(self) -> bool:
-        return getattr(self._default_backend(), "_used_for_symmetric_memory", False)
-
-    @use_pg_for_symm_mem_rendezvous.setter
-    def use_pg_for_symm_mem_rendezvous(self, value: bool) -> None:
-        self._default_backend().setUsePgForSymmMemRendezvous(bool(value))
+    use_pg_for_symm_mem_rendezvous = of_default_backend("_used_for_symmetric_memory").setter(
+        lambda self, value: self._default_backend().setUsePgForSymmMemRendezvous(bool(value))
+    )
 
 
 def _who(*args: Any, **named: Any) -> tuple[Any, int, int]:

@@ -9,7 +9,7 @@ from symcomm.group.call_hooks import CallHooks, PostHookArgs, PreHookArgs
 from symcomm.group.interception import Interception
 from symcomm.torch_backend.call_hooks import TorchCalls
 
-__all__ = ["OwnHooks"]
+__all__ = ["OwnHooks", "of_default_backend"]
 
 
 class _Calls(TorchCalls):
@@ -17,6 +17,11 @@ class _Calls(TorchCalls):
 
     def changed(self, owner: Any, is_intercepted: bool) -> None:
         """Nothing to do."""
+
+
+def of_default_backend(name: str) -> property:
+    """What the default backend says; False where it says nothing."""
+    return property(lambda self: bool(getattr(self._default_backend(), name, False)))
 
 
 class OwnHooks:
@@ -51,10 +56,5 @@ class OwnHooks:
     def unregister_abort_hook(self, hook_id: int) -> None:
         self._default_backend().unregister_abort_hook(hook_id)
 
-    @property
-    def supports_abort_hooks(self) -> bool:
-        return getattr(self._default_backend(), "supports_abort_hooks", False)
-
-    @property
-    def supports_completion_hooks(self) -> bool:
-        return getattr(self._default_backend(), "supports_completion_hooks", False)
+    supports_abort_hooks = of_default_backend("supports_abort_hooks")
+    supports_completion_hooks = of_default_backend("supports_completion_hooks")

@@ -24,33 +24,12 @@ from symcomm.torch_backend.values import duration, flag, integer, ranks, short, 
 from symcomm.types import RedOpType, ReduceOp
 
 __all__ = [
-    "DEFAULT_TIMEOUT",
-    "AllToAllOptions",
-    "AllgatherOptions",
-    "AllreduceCoalescedOptions",
-    "AllreduceOptions",
-    "BarrierOptions",
-    "BroadcastOptions",
-    "GatherOptions",
-    "Options",
-    "PutOptions",
-    "ReconfigureOptions",
-    "ReduceOptions",
-    "ReduceScatterOptions",
-    "ScatterOptions",
-    "SignalOptions",
-    "WaitSignalOptions",
-    "_DistributedBackendOptions",
-    "duration",
-    "flag",
-    "for_torch",
-    "integer",
-    "ranks",
-    "short",
-    "text",
-    "timeout_of",
+    "DEFAULT_TIMEOUT", "AllToAllOptions", "AllgatherOptions", "AllreduceCoalescedOptions", "AllreduceOptions",
+    "BarrierOptions", "BroadcastOptions", "GatherOptions", "Options", "PutOptions", "ReconfigureOptions",
+    "ReduceOptions", "ReduceScatterOptions", "ScatterOptions", "SignalOptions", "WaitSignalOptions",
+    "_DistributedBackendOptions", "duration", "flag", "for_torch", "integer", "ranks", "short", "text", "timeout_of",
     "with_half",
-]
+]  # fmt: skip
 
 NO_TIMEOUT = timedelta(milliseconds=-1)  # "the group's own"
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
@@ -172,66 +151,23 @@ class _CallOptions(Options):
     timeout = Option(NO_TIMEOUT, timeout_of)
 
 
-@with_half
-class AllreduceOptions(_CallOptions):
-    __slots__ = ()
-    reduceOp = Option(ReduceOp(RedOpType.SUM), _redop)
+def _for_call(name: str, **options: Option) -> Any:
+    return with_half(type(name, (_CallOptions,), {"__slots__": (), "__module__": __name__, **options}))
 
 
-@with_half
-class AllreduceCoalescedOptions(_CallOptions):
-    __slots__ = ()
-    reduceOp = Option(ReduceOp(RedOpType.SUM), _redop)
+_REDUCES = {"reduceOp": Option(ReduceOp(RedOpType.SUM), _redop)}
+_ROOT, _ROOT_TENSOR = {"rootRank": Option(0, integer)}, {"rootTensor": Option(0, integer)}
 
-
-@with_half
-class ReduceScatterOptions(_CallOptions):
-    __slots__ = ()
-    reduceOp = Option(ReduceOp(RedOpType.SUM), _redop)
-
-
-@with_half
-class ReduceOptions(_CallOptions):
-    __slots__ = ()
-    reduceOp = Option(ReduceOp(RedOpType.SUM), _redop)
-    rootRank = Option(0, integer)
-    rootTensor = Option(0, integer)
-
-
-@with_half
-class BroadcastOptions(_CallOptions):
-    __slots__ = ()
-    rootRank = Option(0, integer)
-    rootTensor = Option(0, integer)
-
-
-@with_half
-class AllgatherOptions(_CallOptions):
-    __slots__ = ()
-
-
-@with_half
-class GatherOptions(_CallOptions):
-    __slots__ = ()
-    rootRank = Option(0, integer)
-
-
-@with_half
-class ScatterOptions(_CallOptions):
-    __slots__ = ()
-    rootRank = Option(0, integer)
-
-
-@with_half
-class AllToAllOptions(_CallOptions):
-    __slots__ = ()
-
-
-@with_half
-class BarrierOptions(_CallOptions):
-    __slots__ = ()
-    device_ids = Option([], ranks)
-    device = Option(None, _device)
+AllreduceOptions = _for_call("AllreduceOptions", **_REDUCES)
+AllreduceCoalescedOptions = _for_call("AllreduceCoalescedOptions", **_REDUCES)
+ReduceScatterOptions = _for_call("ReduceScatterOptions", **_REDUCES)
+ReduceOptions = _for_call("ReduceOptions", **_REDUCES, **_ROOT, **_ROOT_TENSOR)
+BroadcastOptions = _for_call("BroadcastOptions", **_ROOT, **_ROOT_TENSOR)
+AllgatherOptions = _for_call("AllgatherOptions")
+GatherOptions = _for_call("GatherOptions", **_ROOT)
+ScatterOptions = _for_call("ScatterOptions", **_ROOT)
+AllToAllOptions = _for_call("AllToAllOptions")
+BarrierOptions = _for_call("BarrierOptions", device_ids=Option([], ranks), device=Option(None, _device))
 
 
 @with_half
@@ -251,21 +187,11 @@ class _WindowOptions(Options):
     hints = Option({}, hints)
 
 
-@with_half
-class PutOptions(_WindowOptions):
-    """For ``Window.put``, as the two below for its other calls. Before torch 2.15 there is none of torch's."""
-
-    __slots__ = ()
-
-
-@with_half
-class SignalOptions(_WindowOptions):
-    __slots__ = ()
-
-
-@with_half
-class WaitSignalOptions(_WindowOptions):
-    __slots__ = ()
+# For the calls of a Window. Before torch 2.15 there are none of torch's.
+PutOptions, SignalOptions, WaitSignalOptions = [
+    with_half(type(name, (_WindowOptions,), {"__slots__": (), "__module__": __name__}))
+    for name in ("PutOptions", "SignalOptions", "WaitSignalOptions")
+]
 
 
 def _group(name: str, value: Any) -> Any:

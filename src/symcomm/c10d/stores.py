@@ -25,18 +25,9 @@ from symcomm.torch_backend.stores import KeptWhileInCpp, as_torch_store
 from symcomm.torch_backend.torch_patches import store_errors
 
 __all__ = [
-    "FakeStore",
-    "FileStore",
-    "HashStore",
-    "PrefixStore",
-    "QueueEmptyError",
-    "Store",
-    "TCPStore",
-    "_ControlCollectives",
-    "_StoreCollectives",
-    "_test_python_store",
-    "as_torch_store",
-]
+    "FakeStore", "FileStore", "HashStore", "PrefixStore", "QueueEmptyError", "Store", "TCPStore", "_ControlCollectives",
+    "_StoreCollectives", "_test_python_store", "as_torch_store",
+]  # fmt: skip
 
 store_errors.apply()
 

@@ -25,17 +25,6 @@ from symcomm.collectives.select import (
 )
 
 __all__ = [
-    "Collective",
-    "Limits",
-    "Need",
-    "Plan",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
+    "Collective", "Limits", "Need", "Plan", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather",
+    "reduce", "reduce_scatter", "scatter",
+]  # fmt: skip

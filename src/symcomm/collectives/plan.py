@@ -56,7 +56,7 @@ class Collective(enum.IntEnum):
     GATHER = 6
     SCATTER = 7
     ALL_TO_ALL = 8
-    ALL_TO_ALL_SPLITS = 9  # the exchange of split sizes before an uneven all_to_all
+    CUSTOM = 9  # a plan of somebody's own, see ProcessGroup.run_plan
 
     @property
     def label(self) -> str:

@@ -8,6 +8,7 @@ depends only on what ranks compare when they arrive, so the plans of all ranks f
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import zlib
@@ -47,18 +48,9 @@ from symcomm.collectives.scatter import direct_scatter, streamed_scatter
 from symcomm.types import ITEMSIZE
 
 __all__ = [
-    "Limits",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "elements_of",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
+    "Limits", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "elements_of", "gather", "reduce",
+    "reduce_scatter", "scatter",
+]  # fmt: skip
 
 
 ANY_EXTRA = 1 << 40
@@ -127,6 +119,9 @@ def _cached(function: _Function) -> _Function:
 
 
 _HASHED = 1 << 62  # marks a count that carries a hash
+_hashed: dict[int, Sequence[int] | str] = {}  # what hashes of this process stand for, to name it in errors
+MOST_HASHED = 1024
+MOST_WORDS = 160  # characters of a list of sizes in an error
 ON_DEVICE = 1 << 61  # marks a count of elements in a GPU's memory: such a call must not meet one of host memory
 
 
@@ -136,15 +131,46 @@ def signature_count(counts: Sequence[int], listed: bool = False) -> int:
     ``listed``: the input is a list of tensors. One of different sizes has no direct form, so it must not meet one that
     has.
     """
-    total = sum(counts)
-    if len(set(counts)) <= 1:
-        return total
-    return _HASHED | (zlib.crc32(array("q", [*counts, listed]).tobytes()) & 0x1FFFFFFF) << 32 | total & 0xFFFFFFFF
+    total, code = sum(counts), hash_sizes(counts, listed)
+    return _HASHED | code << 32 | total & 0xFFFFFFFF if code else total
+
+
+def custom_count(what: Sequence[object], total: int, told: str) -> int:
+    """The same for a plan of somebody's own. ``what``: all that ranks must agree on; ``told``: how errors say it."""
+    return _HASHED | _hash(repr(what).encode(), told) << 32 | total & 0xFFFFFFFF
+
+
+def hash_sizes(sizes: Sequence[int], listed: bool = False) -> int:
+    """A number of 29 bits for sizes that differ, 0 where they are all the same."""
+    return _hash(array("q", [*sizes, listed]).tobytes(), sizes) if len(set(sizes)) > 1 else 0
+
+
+def _hash(what: bytes, told: Sequence[int] | str) -> int:
+    code = zlib.crc32(what) % 0x1FFFFFFF + 1
+    if len(_hashed) >= MOST_HASHED:
+        _hashed.clear()
+    _hashed[code] = told
+    return code
 
 
 def elements_of(count: int) -> int:
     """The total in a plan's ``count``, for people (modulo 2**32 where it carries a hash)."""
     return count & 0xFFFFFFFF if count & _HASHED else count & ~ON_DEVICE
+
+
+def sizes_in(count: int) -> str:
+    """A plan's ``count`` in words: the total, or the sizes of all pieces where this process has made their hash."""
+    return sizes_of_hash(count >> 32 & 0x1FFFFFFF if count & _HASHED else 0) or str(elements_of(count))
+
+
+def sizes_of_hash(code: int) -> str:
+    """``[5, 5, 4]``, or ``[5 (63 times), 4]``; empty where this process does not know them."""
+    told = _hashed.get(code, "")
+    if isinstance(told, str):
+        return told
+    runs = [(size, len(list(run))) for size, run in itertools.groupby(told)]
+    words = ", ".join(f"{size} ({n} times)" if n > 3 else ", ".join([str(size)] * n) for size, n in runs)
+    return words and f"[{words if len(words) <= MOST_WORDS else words[:MOST_WORDS] + '...'}]"
 
 
 def _offer_direct(plan: Plan, nbytes: int, limits: Limits, direct: Callable[..., Direct], *args: Any) -> None:
@@ -297,13 +323,7 @@ def broadcast(rank: int, world: int, count: int, dtype: int, root: int, limits: 
 
 @_cached
 def gather(
-    rank: int,
-    world: int,
-    counts: tuple[int, ...],
-    dtype: int,
-    root: int,
-    listed: bool = True,
-    limits: Limits = DEFAULT,
+    rank: int, world: int, counts: tuple[int, ...], dtype: int, root: int, listed: bool = True, limits: Limits = DEFAULT
 ) -> Plan:
     """``counts[q]``: elements of rank q's input. With ``listed`` the root's output is one tensor per rank."""
     plan = Plan(Collective.GATHER, rank, world, signature_count(counts), dtype, root=root)
@@ -318,13 +338,7 @@ def gather(
 
 @_cached
 def scatter(
-    rank: int,
-    world: int,
-    counts: tuple[int, ...],
-    dtype: int,
-    root: int,
-    listed: bool = True,
-    limits: Limits = DEFAULT,
+    rank: int, world: int, counts: tuple[int, ...], dtype: int, root: int, listed: bool = True, limits: Limits = DEFAULT
 ) -> Plan:
     """``counts[q]``: elements of rank q's output. With ``listed`` the root's input is one tensor per rank."""
     plan = Plan(Collective.SCATTER, rank, world, signature_count(counts, listed), dtype, root=root)

@@ -79,6 +79,7 @@ class CudaExecution(Collectives):
 
     def execute(self, request: Request, async_op: bool, timeout: Timeout) -> Any:
         """Meet the others, and put what was asked for into a stream."""
+        request.keep_apart(self.rank, self.size)
         op, signature = request.op, self._signature(request)
         if self._captures():
             return self._capture(request, signature, async_op, timeout)

@@ -27,6 +27,10 @@ class TensorView:
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
 
+    def copy(self) -> TensorView:
+        owner = self.owner.detach().clone()
+        return TensorView(owner.data_ptr(), self.count, self.dtype, owner)
+
     def finish(self) -> None:
         if self.target is not None:
             import torch

@@ -17,14 +17,9 @@ from symcomm.errors import wrong_type
 from symcomm.torch_backend.kinds import Numbered
 
 __all__ = [
-    "AllReduceHook",
-    "BuiltinCommHookType",
-    "CommHook",
-    "Fp16CompressHook",
-    "PythonHook",
-    "register_builtin_comm_hook",
+    "AllReduceHook", "BuiltinCommHookType", "CommHook", "Fp16CompressHook", "PythonHook", "register_builtin_comm_hook",
     "register_comm_hook",
-]
+]  # fmt: skip
 
 
 class BuiltinCommHookType(Numbered):

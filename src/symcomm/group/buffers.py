@@ -16,7 +16,7 @@ from symcomm._core import native
 from symcomm.group.torch_layout import tensor_layout
 from symcomm.types import DType
 
-__all__ = ["Buffer", "arrived", "keep_apart", "read_buffer", "read_list", "write_buffer", "write_list"]
+__all__ = ["Buffer", "arrived", "read_buffer", "read_list", "write_buffer", "write_list"]
 
 _NUMPY = {
     "|u1": DType.UINT8, "|i1": DType.INT8, "<u2": DType.UINT16, "<i2": DType.INT16, "<u4": DType.UINT32,
@@ -74,6 +74,12 @@ class Buffer:
     def touches(self, other: Buffer) -> bool:
         (a, b), (c, d) = self.extent(), other.extent()
         return a < d and c < b
+
+    def copy(self) -> Buffer:
+        memory = ctypes.create_string_buffer(self.nbytes)
+        copy = Buffer(ctypes.addressof(memory), self.count, self.dtype, memory, original=self)
+        copy.refresh()
+        return copy
 
     def refresh(self) -> None:
         """Copy once more: the original has changed since."""
@@ -214,32 +220,3 @@ def read_list(call: str, name: str, tensors: Any, length: int) -> list[Buffer]:
 
 def write_list(call: str, name: str, tensors: Any, length: int) -> list[Buffer]:
     return [write_buffer(call, f"{name}[{i}]", t) for i, t in enumerate(_as_list(call, name, tensors, length))]
-
-
-def keep_apart(inputs: Sequence[Buffer], outputs: Sequence[Buffer], rank: int, world: int) -> Sequence[Buffer]:
-    """The inputs; copies of those that an output lies on, since results could overwrite what peers still read.
-
-    In place is fine where the one is this rank's part of the other. native.run_cached() looks for the same."""
-    listed = len(inputs) > 1 or len(outputs) > 1
-
-    def in_the_way(i: int, source: Buffer, o: int, out: Buffer) -> bool:
-        if source.address + source.nbytes <= out.address or out.address + out.nbytes <= source.address:
-            return False
-        if listed:
-            return source.address != out.address or i | o != rank
-        small, large = sorted((source, out), key=lambda b: b.nbytes)
-        if small.nbytes == large.nbytes:
-            return world > 1
-        return small.address != large.address + rank * small.nbytes
-
-    return [
-        _copy(source) if any(in_the_way(i, source, o, out) for o, out in enumerate(outputs)) else source
-        for i, source in enumerate(inputs)
-    ]
-
-
-def _copy(buffer: Buffer) -> Buffer:
-    memory = ctypes.create_string_buffer(buffer.nbytes)
-    copy = Buffer(ctypes.addressof(memory), buffer.count, buffer.dtype, memory, original=buffer)
-    copy.refresh()
-    return copy

@@ -19,7 +19,7 @@ from typing import Any
 from symcomm import errors
 from symcomm._core import native
 from symcomm.collectives.plan import Collective
-from symcomm.collectives.select import ON_DEVICE, elements_of
+from symcomm.collectives.select import ON_DEVICE, sizes_in
 from symcomm.errors import format_exit, format_ranks, format_seconds
 from symcomm.types import DType, RedOpType
 
@@ -85,20 +85,32 @@ REDUCING = {Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.REDUCE}
 ROOTED = {Collective.BROADCAST, Collective.REDUCE, Collective.GATHER, Collective.SCATTER}
 
 
-def describe_call(signature: int, count: int) -> str:
-    """A published signature as a call: ``all_reduce(float32 x 1024, SUM)``."""
+def describe_call(signature: int, count: int, name: str = "custom") -> str:
+    """A published signature as a call: ``all_reduce(float32 x 1024, SUM)``. ``name``: that of a plan of one's own."""
     try:
         collective = Collective(signature & 0xFF)
     except ValueError:
         return f"operation {signature & 0xFF}"
+    words = call_words(collective, signature >> 8 & 0xFF, signature >> 16 & 0xFF, signature >> 24, sizes_in(count))
+    words = name + words.removeprefix("custom") if collective is Collective.CUSTOM else words
+    return words + (" on a GPU" if count & ON_DEVICE else "")
+
+
+def call_words(collective: Collective, dtype: int, redop: int, root: int, sizes: str) -> str:
     if collective is Collective.BARRIER:
         return "barrier()"
-    parts = [f"{DType(signature >> 8 & 0xFF).label} x {elements_of(count)}"]
+    parts = [f"{DType(dtype).label} x {sizes}"]
     if collective in REDUCING:
-        parts.append(RedOpType(signature >> 16 & 0xFF).name)
+        parts.append(RedOpType(redop).name)
     if collective in ROOTED:
-        parts.append(f"root {signature >> 24}")
-    return f"{collective.label}({', '.join(parts)})" + (" on a GPU" if count & ON_DEVICE else "")
+        parts.append(f"root {root}")
+    return f"{collective.label}({', '.join(parts)})"
+
+
+def with_sizes(call: str, collective: int) -> str:
+    """A call that gathers the sizes of everybody's pieces first and is at that; empty for any other."""
+    forms = {"all_to_all": "all_to_all with lists", "all_to_all_single": "all_to_all_single with splits"}
+    return forms.get(call, "") if collective == Collective.ALL_GATHER else ""
 
 
 def how_it_ended(pid: int) -> str:
@@ -138,7 +150,9 @@ def explain(group: Any, status: int, call: str, at: Site, seconds: float | None)
     me = report["ranks"][group.rank]
     number = "" if call.endswith(",") else f" #{seq}"  # messages ("send to rank 1, tag 0,") are not counted
     what = f"{call}{number} on group {group.name!r}"
-    text = describe_call(me["signature"], me["count"]) if me["seq"] == seq else call
+    text = call
+    if me["seq"] == seq:
+        text = with_sizes(call, me["signature"] & 0xFF) or describe_call(me["signature"], me["count"], call)
     _publish(group, text, site, seq)
     if status == Status.MISMATCH:
         return _mismatch(group, what, report, text, site)
@@ -236,7 +250,7 @@ def _mismatch(group: Any, what: str, report: dict[str, Any], text: str, site: st
     )
     return errors.CollectiveMismatchError(
         f"{what}: the ranks did not make the same call: {listed}. Make every rank call the same collectives, "
-        "with the same dtype, count, operation and root, in the same order."
+        "with the same dtype, sizes, operation and root, in the same order."
     )
 
 

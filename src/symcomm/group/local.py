@@ -21,7 +21,8 @@ from symcomm._core import native
 from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
 from symcomm.group import hooks, registry
-from symcomm.group.buffers import Buffer, keep_apart
+from symcomm.group.buffers import Buffer
+from symcomm.group.custom_plans import CustomCall
 from symcomm.group.failure import Site, Status, call_site, check_living, explain
 from symcomm.group.inline_async import inline_polls
 from symcomm.group.process_group import ProcessGroup
@@ -249,6 +250,7 @@ class LocalGroup(ProcessGroup):
         op, plan = request.op, self._plan_of(request)
         if request.key is not None and op.number >= 0:
             native.cache_plan(self.handle, op.number, *request.key, plan, self.site_number(3))
+        request.keep_apart(self.rank, self.size)
         return self._run(request.call, plan, request.inputs, request.outputs, request.result, async_op, timeout)
 
     def _plan_of(self, request: Request) -> Any:
@@ -266,21 +268,31 @@ class LocalGroup(ProcessGroup):
 
     def cached_plan(self, build: Callable[..., Plan], *args: Any) -> Any:
         """The loaded plan for these arguments; plans are kept for the life of the group."""
-        key = (build, args)
+        make = functools.partial(build, self.rank, self.size, *args, limits=self.plan_limits)
+        return self._kept_plan((build, args), lambda: self.load_plan(make()))
+
+    def _kept_plan(self, key: Any, make: Callable[[], Any]) -> Any:
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) > MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self.load_plan(build(self.rank, self.size, *args, limits=self.plan_limits))
+            plan = self._plans[key] = make()
         return plan
+
+    def run_plan(
+        self, name: str, plan: Plan, inputs: Any = (), outputs: Any = (), async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:  # fmt: skip
+        own = CustomCall(self, name, plan, inputs, outputs)
+        checked, loaded = self._kept_plan(own.key, own.load)
+        own.check_tensors(checked)
+        return self._run(name, loaded, own.inputs, own.outputs, own.result, async_op, timeout)
 
     def _run(
         self, call: str, plan: Any, inputs: Sequence[Buffer], outputs: Sequence[Buffer], result: Sequence[Any],
         async_op: bool, timeout: Timeout,
     ) -> Work | None:  # fmt: skip
         timeout_ns = self.timeout_ns if timeout is None else to_ns(call, timeout)
-        if inputs and outputs and inputs[0] is not outputs[0]:
-            inputs = keep_apart(inputs, outputs, self.rank, self.size)
         if self.pending:
             self._refresh_copies([b for b in (*outputs, *inputs) if b.original is not None])
         ins = tuple([b.address for b in inputs])
@@ -290,7 +302,7 @@ class LocalGroup(ProcessGroup):
         if async_op:
             return self._submit(call, plan, inputs, outputs, result, (ins, outs), timeout_ns)
         started = time.monotonic()
-        status = native.run(self.handle, plan, ins, outs, timeout_ns, self.site_number(4))
+        status = native.run(self.handle, plan, ins, outs, timeout_ns, self.site_number(3))
         if status:
             raise self.fail_with_status(status, call, call_site(3), time.monotonic() - started, explain)
         for buffer in outputs:

@@ -16,7 +16,7 @@ from symcomm.group.buffers import Buffer, read_buffer, write_buffer
 from symcomm.group.chains import Continuation, continued
 from symcomm.group.failure import Site, Status, call_site, explain
 from symcomm.group.standoff import ANY_SOURCE, format_message, format_standoff
-from symcomm.group.work import Timeout, no_thread, to_ns
+from symcomm.group.work import Outcome, Timeout, no_thread, to_ns
 from symcomm.types import DType
 
 __all__ = ["ANY_SOURCE", "Message", "MessageCalls", "MessageWork", "wait_in_thread"]
@@ -64,12 +64,11 @@ def wait_in_thread(work: Any, callback: Callable[[], None]) -> None:
         raise
 
 
-class AnyMessageWork:
+class AnyMessageWork(Outcome):
     """What works of messages have in common, wherever the messages go."""
 
     _message: Message
     wait: Callable[..., bool]
-    is_completed: Callable[[], bool]
 
     def result(self) -> list[Any]:
         self.wait()
@@ -142,13 +141,6 @@ class MessageWork(AnyMessageWork):
                 return False
             self.settle(outcome)
         return True
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        self.is_completed()
-        return self._error
 
     @property
     def source(self) -> int:

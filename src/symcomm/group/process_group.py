@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from symcomm import errors
 from symcomm._core import native
+from symcomm.collectives.plan import Plan
 from symcomm.collectives.select import Limits
 from symcomm.group import hooks
 from symcomm.group.ephemeral import EphemeralTimeouts
@@ -237,6 +238,26 @@ class ProcessGroup(EphemeralTimeouts, MonitoredBarrier, ObjectCalls):
         Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError,
         ResourceError."""
         return importlib.import_module(WINDOWS).new_window(self, tensor)
+
+    # --- plans of one's own -----------------------------------------------------------------------------------
+
+    def run_plan(
+        self, name: str, plan: Plan, inputs: Any = (), outputs: Any = (), async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:  # fmt: skip
+        """Run a plan of your own (docs/explanation/plans.md) as the next operation of the group, on every rank.
+
+        ``inputs`` and ``outputs`` are its ``Space.IN`` and ``Space.OUT``: a tensor each, or a list of tensors. They and
+        the plan are checked before anything happens; then ranks compare ``name``, the plan's count, dtype, operation,
+        root and needs, and with a direct part the sizes of their tensors. What its steps compute is not checked:
+        ``symcomm.collectives.interpret`` proves that. A plan is loaded once, so do not change it afterwards.
+
+        Raises: BadArgumentError, CollectiveMismatchError, RankFailedError, DeadlineError, GroupUnusableError,
+        ResourceError."""
+        raise errors.ResourceError(
+            f"{name}: the ranks of group {self.name!r} are on several hosts, and a plan works in memory that ranks "
+            "share; use a group of one host's ranks."
+        )
 
     # --- groups from groups -----------------------------------------------------------------------------------
 

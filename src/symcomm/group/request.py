@@ -69,6 +69,28 @@ class Request:
             return [sizes] * size * size if isinstance(sizes, int) else [n for row in sizes for n in row]
         return [sizes] if isinstance(sizes, int) else sizes
 
+    def keep_apart(self, rank: int, size: int) -> None:
+        """Copy inputs that an output lies on where results would overwrite what is still to be read.
+
+        In place is fine where the one is this rank's part of the other. native.run_cached() looks for the same."""
+        inputs, outputs, exchanges = self.inputs, self.outputs, self.op.plan == "all_to_all" and size > 1
+        if not inputs or not outputs or (inputs[0] is outputs[0] and not exchanges):
+            return
+
+        def in_the_way(i: int, source: Any, o: int, out: Any) -> bool:
+            if source.address + source.nbytes <= out.address or out.address + out.nbytes <= source.address:
+                return False
+            if len(inputs) > 1 or len(outputs) > 1:
+                is_mine = i == o == rank if exchanges else i | o == rank  # of one that is no list the index is 0
+                return source.address != out.address or not is_mine
+            small, large = sorted((source, out), key=lambda view: view.nbytes)
+            return exchanges or small.address != large.address + rank * small.nbytes
+
+        self.inputs = [
+            source.copy() if any(in_the_way(i, source, o, out) for o, out in enumerate(outputs)) else source
+            for i, source in enumerate(inputs)
+        ]
+
 
 def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
     """(operation, factor) of our ReduceOp, torch's, or a name such as "sum"."""

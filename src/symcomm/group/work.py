@@ -107,7 +107,21 @@ class Watcher:
                 self._called -= 1
 
 
-class Work:
+class Outcome:
+    """How a work that knows its error has ended."""
+
+    _error: BaseException | None
+    is_completed: Callable[[], bool]
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        self.is_completed()
+        return self._error
+
+
+class Work(Outcome):
     """What ``async_op=True`` returns. ``wait()`` blocks until the operation is done and raises if it failed.
 
     Raises: what the operation failed with; DeadlineError from ``wait(timeout)``."""
@@ -194,13 +208,6 @@ class Work:
 
     def is_completed(self) -> bool:
         return self.poll(-1)
-
-    def is_success(self) -> bool:
-        return self.poll(-1) and self._error is None
-
-    def exception(self) -> BaseException | None:
-        self.poll(-1)
-        return self._error
 
     def result(self) -> list[Any]:
         """The output tensors; waits for them."""

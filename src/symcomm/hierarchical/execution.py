@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
-from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from symcomm.collectives.plan import Collective
-from symcomm.group.buffers import Buffer, keep_apart
+from symcomm.collectives.select import hash_sizes
+from symcomm.group.buffers import Buffer
 from symcomm.group.request import Request
 from symcomm.group.work import Timeout, Work
 from symcomm.hierarchical import eager, pipelined
@@ -37,12 +36,12 @@ class HierarchicalExecution:
 
     def execute(self, request: Request, async_op: bool, timeout: Timeout) -> Work | None:
         """Run what was asked for, here and now, or in the group's thread where that has something to run already."""
-        inputs, outputs = request.inputs, request.outputs
-        if inputs and outputs and inputs[0] is not outputs[0]:
-            inputs = keep_apart(inputs, outputs, self.rank, self.size)
-        body = _BODIES[request.op.plan](self.layout, request, inputs)
-        signature = self._signature(request)
-        return self._perform(request.call, signature, body, inputs, outputs, request.result, async_op, timeout)
+        request.keep_apart(self.rank, self.size)
+        body = _BODIES[request.op.plan](self.layout, request)
+        return self._perform(
+            request.call, self._signature(request), body, request.inputs, request.outputs, request.result, async_op,
+            timeout,
+        )  # fmt: skip
 
     def _signature(self, request: Request) -> Signature:
         op = request.op
@@ -51,12 +50,7 @@ class HierarchicalExecution:
             return Signature(collective)
         counts = request.counts(self.size)
         redop = request.redop if op.reduces else 0
-        return Signature(collective, request.dtype, redop, request.root, sum(counts), _detail(counts))
-
-
-def _detail(numbers: Sequence[int]) -> int:
-    """Sizes of pieces as one number, 0 where they are all the same."""
-    return zlib.crc32(array("q", numbers).tobytes()) + 1 if len(set(numbers)) > 1 else 0
+        return Signature(collective, request.dtype, redop, request.root, sum(counts), hash_sizes(counts))
 
 
 def _pieces(views: Sequence[Buffer], counts: Sequence[int], listed: bool | None) -> list[int]:
@@ -69,69 +63,69 @@ def _pieces(views: Sequence[Buffer], counts: Sequence[int], listed: bool | None)
 # --- one for each family of collectives --------------------------------------------------------------------------
 
 
-def _all_reduce(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
-    [source], [out], levels = inputs, r.outputs, Levels.of(r.redop, r.dtype, layout)
+def _all_reduce(layout: Layout, r: Request) -> Body:
+    [source], [out], levels = r.inputs, r.outputs, Levels.of(r.redop, r.dtype, layout)
     act = eager.all_reduce if layout.fits_eager(out.nbytes, is_whole=True) else pipelined.all_reduce
     return lambda o: act(o, source.address, out.address, r.sizes, r.dtype, levels)
 
 
-def _reduce(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
-    [source], levels = inputs, Levels.of(r.redop, r.dtype, layout)
+def _reduce(layout: Layout, r: Request) -> Body:
+    [source], levels = r.inputs, Levels.of(r.redop, r.dtype, layout)
     target = r.outputs[0].address if r.outputs else source.address
     act = eager.reduce if layout.fits_eager(source.nbytes, is_whole=True) else pipelined.reduce
     return lambda o: act(o, source.address, target, r.sizes, r.dtype, levels, r.root)
 
 
-def _reduce_scatter(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
+def _reduce_scatter(layout: Layout, r: Request) -> Body:
     [out], levels = r.outputs, Levels.of(r.redop, r.dtype, layout)
-    addresses = _pieces(inputs, r.sizes, r.op.listed)
+    addresses = _pieces(r.inputs, r.sizes, r.op.listed)
     is_eager = layout.fits_eager(layout.largest_host_total(r.sizes) * r.dtype.itemsize)
     act = eager.reduce_scatter if is_eager else pipelined.reduce_scatter
     return lambda o: act(o, addresses, out.address, r.sizes, r.dtype, levels)
 
 
-def _broadcast(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
-    [view] = inputs
+def _broadcast(layout: Layout, r: Request) -> Body:
+    [view] = r.inputs
     act = eager.broadcast if layout.fits_eager(view.nbytes, is_whole=True) else pipelined.broadcast
     return lambda o: act(o, view.address, r.sizes, r.dtype, r.root)
 
 
-def _all_gather(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
-    [source] = inputs
+def _all_gather(layout: Layout, r: Request) -> Body:
+    [source] = r.inputs
     targets = _pieces(r.outputs, r.sizes, r.op.listed)
     is_eager = layout.fits_eager(layout.largest_host_total(r.sizes) * r.dtype.itemsize)
     act = eager.all_gather if is_eager else pipelined.all_gather
     return lambda o: act(o, source.address, targets, r.sizes, r.dtype)
 
 
-def _gather(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
-    [source] = inputs
+def _gather(layout: Layout, r: Request) -> Body:
+    [source] = r.inputs
     targets = _pieces(r.outputs, r.sizes, r.op.listed)
     act = eager.gather if layout.fits_eager(source.nbytes * layout.widest) else pipelined.gather
     return partial(act, source=source.address, targets=targets, nbytes=source.nbytes, root=r.root)
 
 
-def _scatter(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
-    [out], sources = r.outputs, [source.address for source in inputs]
+def _scatter(layout: Layout, r: Request) -> Body:
+    [out], sources = r.outputs, [source.address for source in r.inputs]
     act = eager.scatter if layout.fits_eager(out.nbytes * layout.widest) else pipelined.scatter
     return partial(act, sources=sources, target=out.address, nbytes=out.nbytes, root=r.root)
 
 
-def _all_to_all(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
+def _all_to_all(layout: Layout, r: Request) -> Body:
     rank, size, item = layout.rank, layout.size, r.dtype.itemsize
     matrix = [[r.sizes] * size] * size if isinstance(r.sizes, int) else r.sizes
     rows = [layout.largest_host_total(row) for row in matrix]
     act = eager.all_to_all if layout.fits_eager(layout.largest_host_total(rows) * item) else pipelined.all_to_all
-    sources = _pieces(inputs, matrix[rank], r.op.listed)
+    sources = _pieces(r.inputs, matrix[rank], r.op.listed)
     targets = _pieces(r.outputs, [row[rank] for row in matrix], r.op.listed)
     return partial(act, sources=sources, targets=targets, matrix=lambda i, j: matrix[i][j] * item)
 
 
-def _barrier(layout: Layout, r: Request, inputs: Sequence[Buffer]) -> Body:
+def _barrier(layout: Layout, r: Request) -> Body:
     return eager.barrier
 
 
-_BODIES: dict[str, Callable[[Layout, Request, Sequence[Buffer]], Body]] = {
+_BODIES: dict[str, Callable[[Layout, Request], Body]] = {
     "all_reduce": _all_reduce, "reduce": _reduce, "reduce_scatter": _reduce_scatter, "broadcast": _broadcast,
     "all_gather": _all_gather, "gather": _gather, "scatter": _scatter, "all_to_all": _all_to_all, "barrier": _barrier,
 }  # fmt: skip

@@ -224,7 +224,7 @@ class Failures:
         if verdict["fault"] == "mismatch":
             return errors.CollectiveMismatchError(
                 f"{what}: the ranks did not make the same call: {story}. Make every rank call the same collectives, "
-                "with the same dtype, count, operation and root, in the same order."
+                "with the same dtype, sizes, operation and root, in the same order."
             )
         return errors.GroupUnusableError(
             f"{what} was aborted by rank {verdict['origin']}; destroy the group, or call group.shrink() to go on."

@@ -19,7 +19,7 @@ from symcomm.collectives.select import Limits
 from symcomm.group import registry
 from symcomm.group.buffers import Buffer
 from symcomm.group.factory import make_group
-from symcomm.group.failure import Site, call_site, format_site
+from symcomm.group.failure import Site, call_site, format_site, with_sizes
 from symcomm.group.local import LocalGroup
 from symcomm.group.process_group import ProcessGroup
 from symcomm.group.work import Timeout, Work, to_ns
@@ -310,7 +310,8 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
         self.check_usable()
         begun = time.monotonic()
         seq = self.doing[0] + 1
-        self.doing = (seq, signature.words(), format_site(site))
+        words = with_sizes(call, signature.collective) or signature.words()
+        self.doing = (seq, words, format_site(site))
         operation = Operation(self, signature, seq, seconds, self.arena.flight.site(site))
         try:
             body(operation)

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from symcomm._core import native
 from symcomm.collectives.plan import Collective, Plan
-from symcomm.group.failure import REDUCING, ROOTED, Status
+from symcomm.collectives.select import sizes_of_hash
+from symcomm.group.failure import Status, call_words
 from symcomm.hierarchical.engines.base import Expected, Move, Transfer
 from symcomm.hierarchical.failure import OperationStopped
 from symcomm.hierarchical.session import ProtocolViolation
-from symcomm.types import DType, RedOpType
+from symcomm.types import DType
 
 __all__ = ["Chunk", "Operation", "Signature"]
 
@@ -31,7 +32,7 @@ Pieces = Iterable[tuple[int, int, int]]  # (rank, address, bytes)
 
 
 class Signature(NamedTuple):
-    """What ranks compare. ``detail``: a hash of whatever else must match."""
+    """What ranks compare. ``detail``: a hash of the sizes of pieces, where they differ."""
 
     collective: Collective
     dtype: DType = DType.UINT8
@@ -42,14 +43,8 @@ class Signature(NamedTuple):
 
     def words(self) -> str:
         """``all_reduce(float32 x 1024, SUM)``"""
-        if self.collective is Collective.BARRIER:
-            return "barrier()"
-        parts = [f"{self.dtype.label} x {self.elements}"]
-        if self.collective in REDUCING:
-            parts.append(RedOpType(self.redop).name)
-        if self.collective in ROOTED:
-            parts.append(f"root {self.root}")
-        return f"{self.collective.label}({', '.join(parts)})"
+        sizes = sizes_of_hash(self.detail) or str(self.elements)
+        return call_words(self.collective, self.dtype, self.redop, self.root, sizes)
 
     def local_count(self, is_whole: bool = True) -> int:
         """The count in the signature that ranks of one host compare, which cannot hold roots on other hosts.

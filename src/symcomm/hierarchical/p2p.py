@@ -66,10 +66,9 @@ class _Remote(AnyMessageWork):
         self.ended = False
         self.moving = False  # the engine has it
         self.moved = False  # and has carried it
-        self.is_real: bool | None = (
-            None  # a receive: whether the engine carries the message, or zeros for a cancelled one, once known
-        )
-        self.error: BaseException | None = None
+        # a receive: whether the engine carries the message, or zeros for a cancelled one, once known
+        self.is_real: bool | None = None
+        self._error: BaseException | None = None
         self.sender = message.peer
 
     @property
@@ -78,7 +77,7 @@ class _Remote(AnyMessageWork):
 
     def end(self, error: BaseException | None = None) -> None:
         """With the group's condition held."""
-        self.error, self.ended = error, True
+        self._error, self.ended = error, True
         self._group.cond.notify_all()
 
     def _awaited(self) -> list[int]:
@@ -90,8 +89,8 @@ class _Remote(AnyMessageWork):
         if not self._await(time.monotonic() + seconds, seconds):
             self._give_up(seconds)
         self.settle()
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
         return True
 
     def _await(self, deadline: float, seconds: float, while_moving: bool = False) -> bool:
@@ -138,7 +137,7 @@ class _Remote(AnyMessageWork):
                 )
 
     def settle(self) -> None:
-        if not self._message.is_send and self.error is None and self._buffer.target is not None:
+        if not self._message.is_send and self._error is None and self._buffer.target is not None:
             self._buffer.finish()
             self._buffer.target = None
 
@@ -148,13 +147,6 @@ class _Remote(AnyMessageWork):
         elif self._group.failures.verdict is not None:
             self._give_up(0.0)
         return self.ended
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.error is None
-
-    def exception(self) -> BaseException | None:
-        self.is_completed()
-        return self.error
 
     @property
     def source(self) -> int:
@@ -271,8 +263,8 @@ class _AnySource(_Remote):
             with self._group.cond:
                 self._group.cond.wait(SLICE)
         self.settle()
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
         return True
 
     def repost(self) -> None:

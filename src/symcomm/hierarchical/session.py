@@ -25,16 +25,9 @@ import struct
 from typing import Any
 
 __all__ = [
-    "MAC_SIZE",
-    "ConnectionClosed",
-    "Callee",
-    "Caller",
-    "ProtocolViolation",
-    "FrameSigner",
-    "Session",
-    "job_secret",
+    "MAC_SIZE", "ConnectionClosed", "Callee", "Caller", "ProtocolViolation", "FrameSigner", "Session", "job_secret",
     "parse",
-]
+]  # fmt: skip
 
 NONCE_SIZE = 32
 MAC_SIZE = 16

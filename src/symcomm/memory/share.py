@@ -31,15 +31,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from symcomm import errors
-from symcomm.memory.arena import (
-    Arena,
-    Peer,
-    add_peer,
-    current_arena,
-    named_directory,
-    peer_by_nonce,
-    peers_mapped,
-)
+from symcomm.memory.arena import Arena, Peer, add_peer, current_arena, named_directory, peer_by_nonce, peers_mapped
 
 __all__ = ["Exchange", "GroupNotBuilt", "Deadline", "SeveralHostsError", "connect", "named_directory", "pretend_host"]
 

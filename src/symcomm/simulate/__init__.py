@@ -21,18 +21,6 @@ from symcomm.simulate.topology import Link, Topology, parse_topology
 from symcomm.simulate.training import Step, ddp_step, fsdp_step
 
 __all__ = [
-    "ALGORITHMS",
-    "DEFAULT",
-    "Cluster",
-    "Estimate",
-    "Link",
-    "Machine",
-    "Step",
-    "Topology",
-    "compare",
-    "ddp_step",
-    "fsdp_step",
-    "load",
-    "parse_topology",
-    "predict",
-]
+    "ALGORITHMS", "DEFAULT", "Cluster", "Estimate", "Link", "Machine", "Step", "Topology", "compare", "ddp_step",
+    "fsdp_step", "load", "parse_topology", "predict",
+]  # fmt: skip

@@ -19,19 +19,9 @@ import math
 from dataclasses import dataclass
 
 __all__ = [
-    "Pairs",
-    "Round",
-    "all_gather_rounds",
-    "all_reduce_rounds",
-    "direct",
-    "direct_broadcast",
-    "halving",
-    "reduce_scatter_rounds",
-    "reversed_rounds",
-    "ring",
-    "told",
-    "tree",
-]
+    "Pairs", "Round", "all_gather_rounds", "all_reduce_rounds", "direct", "direct_broadcast", "halving",
+    "reduce_scatter_rounds", "reversed_rounds", "ring", "told", "tree",
+]  # fmt: skip
 
 Pairs = tuple[tuple[int, int], ...]
 # What each further message adds to one, as long as they are under way together: 4 hosts x 1 rank on 2 cores, 16 KiB,

@@ -28,15 +28,8 @@ if TYPE_CHECKING:
     from symcomm.store.tcp import TCPStore
 
 __all__ = [
-    "FileStore",
-    "HashStore",
-    "PrefixStore",
-    "QueueEmptyError",
-    "Store",
-    "StoreCollectives",
-    "TCPStore",
-    "rendezvous",
-]
+    "FileStore", "HashStore", "PrefixStore", "QueueEmptyError", "Store", "StoreCollectives", "TCPStore", "rendezvous",
+]  # fmt: skip
 
 _HOMES = {  # loaded on first use: most programs need one of them, and TCPStore comes with the C core
     "FileStore": "file",

@@ -108,10 +108,7 @@ def _overridden(me: Identity, given: Mapping[str, int]) -> Identity:
     source = "arguments" if len(given) == 2 else f"arguments and {me.source}"
     # The launcher's idea of this machine does not fit another rank or world size.
     me = me._replace(local_rank=None, local_world_size=None, source=source)
-    return me._replace(
-        rank=given.get("rank", me.rank),
-        world_size=given.get("world_size", me.world_size),
-    )
+    return me._replace(rank=given.get("rank", me.rank), world_size=given.get("world_size", me.world_size))
 
 
 def _check_ranks(me: Identity, environ: Mapping[str, str]) -> None:

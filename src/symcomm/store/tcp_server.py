@@ -50,11 +50,7 @@ class Server:
         os.set_blocking(writer, False)
         try:
             self._native = native.StoreServer(
-                [sock.detach() for sock in sockets],
-                token,
-                writer,
-                **vars(limits),
-                token_is_optional=token_is_optional,
+                [sock.detach() for sock in sockets], token, writer, **vars(limits), token_is_optional=token_is_optional
             )
         except OSError as error:
             os.close(reader)

@@ -18,13 +18,7 @@ import time
 from typing import Any
 
 from symcomm._core import native
-from symcomm.errors import (
-    ResourceError,
-    StoreAuthError,
-    StoreConnectionError,
-    StoreUnreachableError,
-    format_seconds,
-)
+from symcomm.errors import ResourceError, StoreAuthError, StoreConnectionError, StoreUnreachableError, format_seconds
 
 __all__ = ["Connection", "Refused", "connect", "sign"]
 

@@ -31,24 +31,7 @@ from symcomm.symm_mem.symmetrize import symmetrize
 from symcomm.symm_mem.words import memset32, stream_write_value32
 
 __all__ = [
-    "SymmetricMemory",
-    "empty",
-    "empty_strided_p2p",
-    "get_backend",
-    "get_mempool_allocator",
-    "get_signal_pad_size",
-    "has_multicast_support",
-    "install",
-    "is_symm_mem_tensor",
-    "memory_stats",
-    "memset32",
-    "rendezvous",
-    "set_backend",
-    "set_group_info",
-    "set_signal_pad_size",
-    "stream_write_value32",
-    "symmetrize",
-    "trim",
-    "uninstall",
-    "zeros",
-]
+    "SymmetricMemory", "empty", "empty_strided_p2p", "get_backend", "get_mempool_allocator", "get_signal_pad_size",
+    "has_multicast_support", "install", "is_symm_mem_tensor", "memory_stats", "memset32", "rendezvous", "set_backend",
+    "set_group_info", "set_signal_pad_size", "stream_write_value32", "symmetrize", "trim", "uninstall", "zeros",
+]  # fmt: skip

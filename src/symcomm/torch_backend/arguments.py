@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import ReduceOp
 
@@ -18,16 +18,37 @@ from symcomm.torch_backend.overloads import check, has_options
 from symcomm.types import RedOpType
 from symcomm.types import ReduceOp as OwnReduceOp
 
-__all__ = ["is_async", "once_each", "one_list", "redop_of", "root_of", "seconds_of", "sort_out"]
+__all__ = ["Given", "is_async", "once_each", "one_list", "redop_of", "root_of", "seconds_of", "sort_out"]
 
 
-def sort_out(call: str, given: Mapping[str, Any], opts: Any = None, **plain: Any) -> tuple[Any, Any, Any, Any]:
-    """(options, root, operation, time-out) of a call, once it is known to be one that torch would take.
+class Given(NamedTuple):
+    """What a call was given besides tensors: an options object, or plain arguments that go before it."""
+
+    options: Any = None
+    plain_root: Any = None
+    plain_op: Any = None
+    timeout: Any = None
+
+    @property
+    def root(self) -> int:
+        return root_of(self.options, self.plain_root)
+
+    @property
+    def redop(self) -> Any:
+        return redop_of(self.options, self.plain_op)
+
+    @property
+    def seconds(self) -> float | None:
+        return seconds_of(self.options, self.timeout)
+
+
+def sort_out(call: str, given: Mapping[str, Any], opts: Any = None, **plain: Any) -> Given:
+    """What a call was given, once it is known to be one that torch would take.
 
     ``given``: what comes before the options, by parameter. ``opts`` may be the first of the plain arguments, in the
     place of options, and each of those one that belongs behind it."""
     if has_options(call, given, opts) and not any(value is not None for value in plain.values()):
-        return opts, None, None, None
+        return Given(opts)
     check(call, {**given, **{name: value for name, value in {"opts": opts, **plain}.items() if value is not None}})
     options = root = op = timeout = None
     for item in (opts, *plain.values()):
@@ -41,7 +62,7 @@ def sort_out(call: str, given: Mapping[str, Any], opts: Any = None, **plain: Any
             root = operator.index(item)
         else:
             options = item
-    return options, root, op, timeout
+    return Given(options, root, op, timeout)
 
 
 def seconds_of(options: Any, timeout: Any = None) -> float | None:

@@ -13,27 +13,18 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._C._distributed_c10d as torch_c10d
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
 from torch.distributed import distributed_c10d as c10d
 
 from symcomm import errors
+from symcomm.ops import BY_NAME, Op
+from symcomm.torch_backend.overloads import options_of
 from symcomm.types import RedOpType
 
 if TYPE_CHECKING:
@@ -125,7 +116,17 @@ class Engines:
 
     def forward(self, call: str, args: tuple[Any, ...], options: Any, timeout: Any, device: torch.device) -> Any:
         """One of our collectives, by the name of its method, on the engine for ``device``."""
-        return _FORWARD[call](self.on(call, device), options, timeout, *args)
+        engine, op = self.on(call, device), BY_NAME[call]
+        if call == "gather_single":  # as a gather into parts of the output: not every engine has the call itself
+            output, tensor, root = args
+            parts = output.view(-1).chunk(engine.size()) if output is not None else ()
+            args, op = ([part.view(tensor.shape) for part in parts] or None, tensor, root), BY_NAME["gather"]
+        count = 2 if op.outputs else 1
+        tensors, rest = args[:count], args[count:]
+        if op.plan in _IN_LISTS and op.listed is not False:
+            tensors = tuple([] if each is None else [each] for each in tensors)
+        splits = rest if call == "all_to_all_single" else ()
+        return getattr(engine, op.backend_name)(*tensors, *splits, _as_torchs(op, options, timeout, rest))
 
     def messages(self, device: torch.device) -> Any:
         """What carries messages of tensors on ``device``, if it is ours; None for another engine. No rank but the two
@@ -247,48 +248,18 @@ _MAKERS: dict[str, Callable[[str, Any, Any], tuple[Any, Any]]] = {"gloo": _gloo,
 # --- our calls in their words -----------------------------------------------------------------------------------------
 
 
-def _as(kind: Any, options: Any, timeout: Any, op: Any = None, root: int | None = None) -> Any:
-    """The caller's options, or new ones where the call was made with plain arguments."""
+# Of these torch takes several tensors of a rank at once: one, or the list of one for each rank, is in a list.
+_IN_LISTS = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "scatter")
+
+
+def _as_torchs(op: Op, options: Any, timeout: Any, rest: Sequence[Any]) -> Any:
+    """The caller's options, or new ones where the call was made with plain arguments, of which ``rest`` come last."""
     if not hasattr(options, "asyncOp"):
-        options = kind()
-        if op is not None:
-            options.reduceOp = getattr(dist.ReduceOp, op.name) if isinstance(op, RedOpType) else op
-        if root is not None:
-            options.rootRank = root
+        options = getattr(torch_c10d, options_of(op.torch))()
+        if op.reduces:
+            options.reduceOp = getattr(dist.ReduceOp, rest[-1].name) if isinstance(rest[-1], RedOpType) else rest[-1]
+        if op.rooted:
+            options.rootRank = rest[0]
     if timeout is not None:
         options.timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     return options
-
-
-def _gather_single(group: Any, options: Any, seconds: Any, output: Any, tensor: Any, root: int) -> Any:
-    """As a gather into parts of ``output``: not every engine has the call itself."""
-    places = [[part.view(tensor.shape) for part in output.view(-1).chunk(group.size())]] if output is not None else []
-    return group.gather(places, [tensor], _as(GatherOptions, options, seconds, root=root))
-
-
-_FORWARD: dict[str, Callable[..., Any]] = {
-    "all_reduce": lambda g, o, s, t, op: g.allreduce([t], _as(AllreduceOptions, o, s, op)),
-    "all_reduce_coalesced": lambda g, o, s, ts, op: g.allreduce_coalesced(ts, _as(AllreduceCoalescedOptions, o, s, op)),
-    "reduce": lambda g, o, s, t, root, op: g.reduce([t], _as(ReduceOptions, o, s, op, root)),
-    "reduce_scatter": lambda g, o, s, out, ins, op: g.reduce_scatter([out], [ins], _as(ReduceScatterOptions, o, s, op)),
-    "reduce_scatter_single": lambda g, o, s, out, t, op: g._reduce_scatter_base(
-        out, t, _as(ReduceScatterOptions, o, s, op)
-    ),
-    "reduce_scatter_coalesced": lambda g, o, s, outs, ins, op: g.reduce_scatter_tensor_coalesced(
-        outs, ins, _as(ReduceScatterOptions, o, s, op)
-    ),
-    "broadcast": lambda g, o, s, t, root: g.broadcast([t], _as(BroadcastOptions, o, s, root=root)),
-    "all_gather": lambda g, o, s, outs, t: g.allgather([outs], [t], _as(AllgatherOptions, o, s)),
-    "all_gather_single": lambda g, o, s, out, t: g._allgather_base(out, t, _as(AllgatherOptions, o, s)),
-    "all_gather_coalesced": lambda g, o, s, outs, ins: g.allgather_into_tensor_coalesced(
-        outs, ins, _as(AllgatherOptions, o, s)
-    ),
-    "all_gather_lists": lambda g, o, s, outs, ins: g.allgather_coalesced(outs, ins, _as(AllgatherOptions, o, s)),
-    "gather": lambda g, o, s, outs, t, root: g.gather([outs] if outs else [], [t], _as(GatherOptions, o, s, root=root)),
-    "gather_single": _gather_single,
-    "scatter": lambda g, o, s, t, ins, root: g.scatter([t], [ins] if ins else [], _as(ScatterOptions, o, s, root=root)),
-    "all_to_all": lambda g, o, s, outs, ins: g.alltoall(outs, ins, _as(AllToAllOptions, o, s)),
-    "all_to_all_single": lambda g, o, s, out, t, got, sent: g.alltoall_base(
-        out, t, got, sent, _as(AllToAllOptions, o, s)
-    ),
-}

@@ -204,8 +204,7 @@ class Lifecycle:
     def getBackendName(self) -> str:
         return "symcomm"
 
-    def _get_backend_name(self) -> str:
-        return "symcomm"
+    _get_backend_name = getBackendName
 
     def known_as(self) -> str:
         """The name that torch made this group under."""
@@ -237,19 +236,8 @@ class Lifecycle:
     def setGroupDesc(self, desc: str) -> None:
         self._desc = values.text("_set_group_desc", desc)
 
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
-
-    def _set_group_name(self, name: str) -> None:
-        self.setGroupName(name)
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = values.text("_set_group_desc", desc)
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     def get_group_store(self) -> Any:
         return self._store
@@ -339,13 +327,9 @@ class Lifecycle:
         """Our symmetric memory always meets through the group; the wish is only remembered."""
         self._used_for_symmetric_memory = bool(value)
 
-    @property
-    def use_pg_for_symm_mem_rendezvous(self) -> bool:
-        return self._used_for_symmetric_memory
-
-    @use_pg_for_symm_mem_rendezvous.setter
-    def use_pg_for_symm_mem_rendezvous(self, value: bool) -> None:
-        self.setUsePgForSymmMemRendezvous(value)
+    use_pg_for_symm_mem_rendezvous = property(
+        lambda self: self._used_for_symmetric_memory, lambda self, value: self.setUsePgForSymmMemRendezvous(value)
+    )
 
     def _enable_collectives_timing(self) -> None:
         """Nothing to switch on: times are kept in any case."""

@@ -51,9 +51,7 @@ _PAIR, _LISTS = "output:tensor input:tensor", "outputs:list inputs:list"
 
 CALLS = {
     "allreduce": _forms(
-        "tensors:list opts:AllreduceOptions?",
-        f"tensors:list op:op? {_TIMEOUT}",
-        f"tensors:tensor op:op? {_TIMEOUT}",
+        "tensors:list opts:AllreduceOptions?", f"tensors:list op:op? {_TIMEOUT}", f"tensors:tensor op:op? {_TIMEOUT}"
     ),
     "allreduce_coalesced": _forms("tensors:list opts:AllreduceCoalescedOptions?"),
     "reduce": _forms("tensors:list opts:ReduceOptions?", f"tensors:tensor root:int op:op? {_TIMEOUT}"),

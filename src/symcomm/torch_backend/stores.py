@@ -82,25 +82,6 @@ class _TorchStoreAdapter(KeptWhileInCpp):
         super().__init__()
         self.store = store
 
-    set = _passed_on("set")
-    get = _passed_on("get")
-    add = _passed_on("add")
-    check = _passed_on("check")
-    wait = _passed_on("wait")
-    compare_set = _passed_on("compare_set")
-    delete_key = deleteKey = _passed_on("delete_key")
-    num_keys = getNumKeys = _passed_on("num_keys")
-    list_keys = _passed_on("list_keys")
-    append = _passed_on("append")
-    multi_get = _passed_on("multi_get")
-    multi_set = _passed_on("multi_set")
-    queue_push = _passed_on("queue_push")
-    queue_pop = _passed_on("queue_pop")
-    queue_len = _passed_on("queue_len")
-    barrier = _passed_on("barrier")
-    has_extended_api = _passed_on("has_extended_api")
-    set_timeout = _passed_on("set_timeout")
-
     @property
     def timeout(self) -> timedelta:
         return self.store.timeout
@@ -113,6 +94,15 @@ class _TorchStoreAdapter(KeptWhileInCpp):
         if name == "store":  # not there yet
             raise AttributeError(name)
         return getattr(self.store, name)
+
+
+for _name in (
+    "set", "get", "add", "check", "wait", "compare_set", "delete_key", "num_keys", "list_keys", "append", "multi_get",
+    "multi_set", "queue_push", "queue_pop", "queue_len", "barrier", "has_extended_api", "set_timeout",
+):  # fmt: skip
+    setattr(_TorchStoreAdapter, _name, _passed_on(_name))
+for _name, _in_cpp in (("delete_key", "deleteKey"), ("num_keys", "getNumKeys")):
+    setattr(_TorchStoreAdapter, _in_cpp, vars(_TorchStoreAdapter)[_name])
 
 
 _adapters: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by the store's id

@@ -16,20 +16,9 @@ from symcomm.errors import wrong_type
 from symcomm.types import RedOpType
 
 __all__ = [
-    "device",
-    "duration",
-    "flag",
-    "flags",
-    "integer",
-    "mapping",
-    "optional",
-    "ranks",
-    "short",
-    "tensor",
-    "tensors",
-    "text",
-    "timeout_of",
-]
+    "device", "duration", "flag", "flags", "integer", "mapping", "optional", "ranks", "short", "tensor", "tensors",
+    "text", "timeout_of",
+]  # fmt: skip
 
 
 def duration(name: str, value: Any) -> timedelta:

@@ -29,6 +29,7 @@ OpType: Any = vars(torch_c10d)["OpType"]  # which torch's own stubs do not list
 # Torch's word for our calls, and for the two that it knows by a name of its own.
 _OP_TYPES = {op.name: versions.op_type(op.op_type, "COALESCED") for op in OPS}
 _OP_TYPES |= {"all_gather_coalesced": OpType.ALLGATHER_COALESCED, "recvAnySource": OpType.RECVANYSOURCE}
+_OP_TYPES["coalesced"] = OpType.COALESCED
 _WANTS_STACKED = "quantization_hooks.py"
 
 
@@ -45,10 +46,6 @@ class WorkInfo:
     time_started: datetime
     time_finished: datetime
     active_duration: timedelta
-
-
-def _no_source() -> errors.CallerError:
-    return errors.CallerError("source_rank: only works of recv have a source.")
 
 
 def late(error: errors.SymcommError, limit: float, took: float) -> errors.SymcommError:
@@ -110,7 +107,36 @@ def _warning(name: str, method: Callable[[Any], Any], instead: str) -> Callable[
 
 
 @warns_of_old_calls
-class DoneWork(Work):
+class _OwnWork(Work):
+    """What works have in common, however they end."""
+
+    _call = ""
+    _tensors: list[Any]
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        raise errors.CallerError("source_rank: only works of recv have a source.")
+
+    _source_rank = source_rank
+
+    def _get_op_type(self) -> int:
+        return op_type_of(self._call).value
+
+    def result(self) -> list[Any]:
+        self.wait()
+        return self._tensors
+
+    def get_future_result(self) -> Any:
+        return self.get_future().then(lambda _: 0)
+
+
+@warns_of_old_calls
+class DoneWork(_OwnWork):
     """An operation that ended before its call returned."""
 
     def __init__(self, result: list[Any] | None = None, call: str = "", seconds: float = -1.0):
@@ -144,29 +170,11 @@ class DoneWork(Work):
     def exception(self) -> Any:
         return self._error
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
-
-    def source_rank(self) -> int:
-        raise _no_source()
-
-    _source_rank = source_rank
-
-    def _get_op_type(self) -> int:
-        return op_type_of(self._call).value
-
     def _get_duration(self) -> float:
         """Milliseconds."""
         if self._seconds < 0:
             raise errors.CallerError("_get_duration: times of this work were not taken.")
         return self._seconds * 1e3
-
-    def result(self) -> list[Any]:
-        self.wait()
-        return self._tensors
 
     def get_future(self) -> Any:
         if self._call == "all_gather" and sys._getframe(1).f_code.co_filename.endswith(_WANTS_STACKED):
@@ -201,7 +209,7 @@ class Received(DoneWork):
 
 
 @warns_of_old_calls
-class TorchWork(Work):
+class TorchWork(_OwnWork):
     """An operation on its way; ``inner`` is one of our works, ``limit`` the seconds it has."""
 
     def __init__(self, inner: Any, result: list[Any], call: str = "", limit: float = 0.0):
@@ -255,21 +263,10 @@ class TorchWork(Work):
     def exception(self) -> Any:
         return self.inner.exception()
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
-
     def source_rank(self) -> int:
-        if not self._call.startswith("recv"):
-            raise _no_source()
-        return self.inner.source
+        return self.inner.source if self._call.startswith("recv") else super()._source_rank()
 
     _source_rank = source_rank
-
-    def _get_op_type(self) -> int:
-        return op_type_of(self._call).value
 
     def _get_duration(self) -> float:
         """Milliseconds from the call to its end."""
@@ -277,10 +274,6 @@ class TorchWork(Work):
         if seconds is None:
             raise errors.CallerError("_get_duration: the operation has not ended, or its times are not taken.")
         return seconds * 1e3
-
-    def result(self) -> list[Any]:
-        self.wait()
-        return self._tensors
 
     def get_future(self) -> Any:
         if self._call == "all_gather" and sys._getframe(1).f_code.co_filename.endswith(_WANTS_STACKED):
@@ -306,9 +299,6 @@ class TorchWork(Work):
         """torch's quantization hooks take NCCL's form for granted: all outputs in one tensor. Others want a list."""
         return self.get_future().then(lambda future: [torch.stack(future.value())])
 
-    def get_future_result(self) -> Any:
-        return self.get_future().then(lambda _: 0)
-
     def _outcome(self, _: Any) -> list[Any]:
         error = self.inner.exception()
         if error is not None:
@@ -317,8 +307,10 @@ class TorchWork(Work):
 
 
 @warns_of_old_calls
-class AllOf(Work):
+class AllOf(_OwnWork):
     """Several works as one: what a coalescing manager gives."""
+
+    _call = "coalesced"
 
     def __init__(self, works: Sequence[Any]):
         super().__init__()
@@ -344,24 +336,6 @@ class AllOf(Work):
     def exception(self) -> Any:
         return next((e for work in self._works if (e := work.exception()) is not None), None)
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        self.wait()
-
-    def source_rank(self) -> int:
-        raise _no_source()
-
-    _source_rank = source_rank
-
-    def _get_op_type(self) -> int:
-        return OpType.COALESCED.value
-
-    def result(self) -> list[Any]:
-        self.wait()
-        return self._tensors
-
     def get_future(self) -> Any:
         def outcome(ended: Any) -> list[Any]:
             for future in ended.wait():
@@ -371,6 +345,3 @@ class AllOf(Work):
         return torch.futures.collect_all(work.get_future() for work in self._works).then(outcome)
 
     getFuture = get_future
-
-    def get_future_result(self) -> Any:
-        return self.get_future().then(lambda _: 0)

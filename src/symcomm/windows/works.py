@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from symcomm import errors
 from symcomm.group.failure import Status
 from symcomm.group.p2p import wait_in_thread
-from symcomm.group.work import to_ns
+from symcomm.group.work import Outcome, to_ns
 
 __all__ = ["DONE", "Counts", "SignalWork"]
 
@@ -53,7 +53,7 @@ class Counts(Protocol):
     def explain(self, what: str, status: int, peer: int, seconds: float) -> errors.SymcommError: ...
 
 
-class SignalWork:
+class SignalWork(Outcome):
     """A wait for one signal of a rank. Waits for the same rank end in the order in which they were started."""
 
     def __init__(self, counts: Counts, what: str, peer: int, seconds: float, before: SignalWork | None):
@@ -112,13 +112,6 @@ class SignalWork:
 
     def is_completed(self) -> bool:
         return self._advance(0)
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> BaseException | None:
-        self.is_completed()
-        return self._error
 
     def result(self) -> list[Any]:
         self.wait()

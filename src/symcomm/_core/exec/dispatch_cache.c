@@ -16,7 +16,7 @@
 #define FIRST_SLOTS 16  /* a power of two, doubled when three quarters are full: most groups know a few calls */
 #define MOST_SLOTS 4096 /* full at that size, it starts anew */
 
-enum { CALL_ALL_TO_ALL_SINGLE = 5 }; /* of Kind in symcomm/group/calls.py: the one that cannot work in place */
+enum { CALL_ALL_TO_ALL_SINGLE = 5 }; /* its number in symcomm/ops.py: the one that cannot work in place */
 
 struct call_key { /* what a plan depends on */
     int64_t call, detail, dtype, count, out_count, n_in, n_out;
@@ -104,7 +104,7 @@ static int view_all(PyObject *object, char **addresses, int64_t *count, int64_t 
 }
 
 /* Whether an output lies on an input in a way that lets results overwrite what peers still read. In place is fine where
- * the one is this rank's part of the other. symcomm.group.buffers.keep_apart() says the same, and makes a copy. */
+ * the one is this rank's part of the other. Request.keep_apart() of symcomm.group says the same, and makes a copy. */
 static bool overlaps(const struct group *g, const struct call_key *k, const struct call_tensors *t) {
     int64_t item = k->dtype >= 0 ? symcomm_itemsize[k->dtype] : 0, in_bytes = k->count * item,
             out_bytes = k->out_count * item;
@@ -114,7 +114,7 @@ static bool overlaps(const struct group *g, const struct call_key *k, const stru
             if (in + in_bytes <= out || out + out_bytes <= in) continue;
             bool listed = k->n_in > 1 || k->n_out > 1, mine = in == out && (i | o) == g->rank;
             if (!listed) mine = in_bytes > out_bytes ? out == in + g->rank * out_bytes : in == out + g->rank * in_bytes;
-            if (!listed && in_bytes == out_bytes) mine = g->world == 1;
+            if (k->call == CALL_ALL_TO_ALL_SINGLE && g->world > 1) mine = false;
             if (!mine) return true;
         }
     return false;

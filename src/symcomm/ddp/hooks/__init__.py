@@ -23,15 +23,6 @@ from symcomm.ddp.hooks.power_sgd import PowerSGDState, power_sgd_hook
 from symcomm.ddp.hooks.topk import TopKState, topk_hook
 
 __all__ = [
-    "BlockwiseState",
-    "CastState",
-    "DiLoCoState",
-    "LocalSGDState",
-    "PowerSGDState",
-    "TopKState",
-    "blockwise_hook",
-    "cast_hook",
-    "local_sgd_hook",
-    "power_sgd_hook",
-    "topk_hook",
-]
+    "BlockwiseState", "CastState", "DiLoCoState", "LocalSGDState", "PowerSGDState", "TopKState", "blockwise_hook",
+    "cast_hook", "local_sgd_hook", "power_sgd_hook", "topk_hook",
+]  # fmt: skip

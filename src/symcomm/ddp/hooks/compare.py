@@ -36,10 +36,7 @@ CHOICES: dict[str, tuple[Make, Any]] = {
     "PowerSGD, rank 2": (lambda m: hooks.PowerSGDState(2, start=10), hooks.power_sgd_hook),
     "PowerSGD, rank 4": (lambda m: hooks.PowerSGDState(4, start=10), hooks.power_sgd_hook),
     "local SGD, every 10": (lambda m: hooks.LocalSGDState(m.parameters(), 10), hooks.local_sgd_hook),
-    "DiLoCo, every 10": (
-        lambda m: hooks.DiLoCoState(m.parameters(), 10, lr=0.7, momentum=0.5),
-        hooks.local_sgd_hook,
-    ),
+    "DiLoCo, every 10": (lambda m: hooks.DiLoCoState(m.parameters(), 10, lr=0.7, momentum=0.5), hooks.local_sgd_hook),
     "DiLoCo, every 10, int8": (
         lambda m: hooks.DiLoCoState(m.parameters(), 10, lr=0.7, momentum=0.5, dtype=torch.int8),
         hooks.local_sgd_hook,

@@ -19,15 +19,8 @@ from typing import Any, NamedTuple
 from symcomm import errors
 
 __all__ = [
-    "Engine",
-    "Expected",
-    "Move",
-    "EngineContext",
-    "Transfer",
-    "available_engines",
-    "engine_class",
-    "wanted_engine",
-]
+    "Engine", "Expected", "Move", "EngineContext", "Transfer", "available_engines", "engine_class", "wanted_engine",
+]  # fmt: skip
 
 # Built in, the best first. The modules are loaded when an engine is asked for.
 BUILT_IN = {

@@ -54,12 +54,7 @@ def numa() -> Finding:
     nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
     if len(nodes) < 2:
         return Finding("numa", OK, "one node: all memory is equally near")
-    return Finding(
-        "numa",
-        OK,
-        f"{len(nodes)} nodes",
-        "bind each rank to one node's cores: symcomm run --bind-numa",
-    )
+    return Finding("numa", OK, f"{len(nodes)} nodes", "bind each rank to one node's cores: symcomm run --bind-numa")
 
 
 def clock() -> Finding:

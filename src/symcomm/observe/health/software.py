@@ -44,10 +44,7 @@ def core() -> list[Finding]:
     sets, chosen = native.reduce_sets()
     found = f"{chosen} (this CPU has {', '.join(sets)})"
     slow = Finding("kernels", WARN, found, "unset SYMCOMM_KERNELS: the results are the same, and come sooner")
-    return [
-        Finding("C core", OK, str(native.__file__)),
-        Finding("kernels", OK, found) if chosen == sets[-1] else slow,
-    ]
+    return [Finding("C core", OK, str(native.__file__)), Finding("kernels", OK, found) if chosen == sets[-1] else slow]
 
 
 def a_collective() -> list[Finding]:

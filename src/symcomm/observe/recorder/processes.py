@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "ancestors_of",
-    "command_of",
-    "environment_of",
-    "is_running",
-    "numbers_of",
-    "open_file",
-    "process_state",
-    "user_of",
-]
+    "ancestors_of", "command_of", "environment_of", "is_running", "numbers_of", "open_file", "process_state", "user_of",
+]  # fmt: skip
 
 
 def _stat(pid: int) -> list[str]:

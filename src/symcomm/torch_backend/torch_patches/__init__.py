@@ -24,7 +24,7 @@ when the first group is made
     when_imported.py          the compiler's modules, once they are imported: make_fx.py, comm_debug_mode.py,
                               dynamo_rules.py and our lowerings (symcomm.compile)
 
-method_swap.py, operators.py and patch.py are tools that these use. What ``symm_mem.install()`` and
+method_swap.py and patch.py are tools that these use. What ``symm_mem.install()`` and
 ``compile.install()`` change is theirs to undo. This package is loaded while torch is being imported, so it imports only
 what it needs at once.
 """

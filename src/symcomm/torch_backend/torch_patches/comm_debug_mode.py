@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from symcomm.ops import OPERATORS
 from symcomm.torch_backend.torch_patches import method_swap
-from symcomm.torch_backend.torch_patches.operators import OPERATORS
 from symcomm.torch_backend.torch_patches.patch import Undo
 
 __all__ = ["apply"]

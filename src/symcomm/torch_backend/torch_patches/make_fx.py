@@ -24,34 +24,16 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as c10d
 
+from symcomm.ops import BY_TORCH_NAME, OPERATORS, OPS
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.torch_patches import method_swap
-from symcomm.torch_backend.torch_patches.operators import OPERATORS
 from symcomm.torch_backend.torch_patches.patch import Undo, all_of
 from symcomm.torch_backend.work import done
 
 __all__ = ["apply"]
 
 # The methods that are traced, and the kind of their options
-_OPTIONS = {
-    "allreduce": c10d.AllreduceOptions,
-    "broadcast": c10d.BroadcastOptions,
-    "reduce": c10d.ReduceOptions,
-    "allgather": c10d.AllgatherOptions,
-    "all_gather_single": c10d.AllgatherOptions,
-    "reduce_scatter": c10d.ReduceScatterOptions,
-    "reduce_scatter_single": c10d.ReduceScatterOptions,
-    "gather": c10d.GatherOptions,
-    "scatter": c10d.ScatterOptions,
-    "alltoall": c10d.AllToAllOptions,
-    "all_to_all_single": c10d.AllToAllOptions,
-}
-# What a Backend of torch's calls these methods
-_OF_BACKENDS = {
-    "all_gather_single": "_allgather_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "all_to_all_single": "alltoall_base",
-}
+_OPTIONS = {op.torch: getattr(c10d, op.options) for op in OPS if op.plan and op.torch in OPERATORS}
 _lock = threading.Lock()
 _PREMUL_SUM = int(torch.distributed.ReduceOp.RedOpType.PREMUL_SUM)
 _libraries: list[Any] = []  # kernels live as long as it does
@@ -151,7 +133,7 @@ def _of_backend(group: Any, method: str, given: dict[str, Any]) -> Callable[...,
         backend = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # a group in Python, as ours is
         return None
-    return getattr(backend, _OF_BACKENDS.get(method, method), None)
+    return getattr(backend, BY_TORCH_NAME[method].backend_name, None)
 
 
 def _options(kind: Any, given: dict[str, Any], is_async: bool) -> Any:

@@ -1,0 +1,231 @@
+"""How calls of a TorchGroup run: by the core alone where they can, otherwise on one of our groups or another engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from symcomm import errors
+from symcomm._core import native
+from symcomm.group.failure import call_site, explain
+from symcomm.ops import BY_NAME, CACHED
+from symcomm.torch_backend import values, versions
+from symcomm.torch_backend.arguments import Given, is_async
+from symcomm.torch_backend.checks import single
+from symcomm.torch_backend.engines import Engines
+from symcomm.torch_backend.options_layout import ASYNC, UNKNOWN, read_options
+from symcomm.torch_backend.profile import Span, describe, is_profiling
+from symcomm.torch_backend.torch_patches.functional_collectives import register_work
+from symcomm.torch_backend.work import AllOf, DoneWork, TorchWork, WorkInfo, done, late, op_type_of
+
+if TYPE_CHECKING:
+    from symcomm.torch_backend.debug_checks import DebugChecks
+
+__all__ = ["Running"]
+
+# What torch calls operations that it does not tell from others.
+_TORCHS_NAMES = {"all_to_all_single": "all_to_all", "all_gather_lists": "all_gather_coalesced"}
+SMALL = 4096  # elements; what an operation of that size takes is about what handing it over takes
+
+
+def _is_small(tensors: Any) -> bool:
+    """Whether this is a small operation of the group itself: other engines carry tensors of other devices."""
+    if not isinstance(tensors, (list, tuple)):
+        return tensors is not None and tensors.is_cpu and tensors.numel() <= SMALL
+    return bool(tensors) and tensors[0].is_cpu and tensors[0].numel() * len(tensors) <= SMALL
+
+
+def _flat(tensors: Any) -> list[Any]:
+    """A call's tensors, which may be one, a list of lists, or none."""
+    if tensors is None:
+        return []
+    if not isinstance(tensors, (list, tuple)):
+        return [tensors]
+    return [t for each in tensors for t in each] if tensors and isinstance(tensors[0], (list, tuple)) else list(tensors)
+
+
+class Running:
+    """Mixed into TorchGroup, which has the operations."""
+
+    core: Any  # a ProcessGroup; takes_fast_path: a LocalGroup
+    takes_fast_path: bool
+    _name: str
+    _desc: str
+    _operations_before: int
+    _coalescing: list[Any] | None
+    _hook: Any
+    _debug_checks: DebugChecks | None
+    _engines: Engines
+    _intercepted: bool
+
+    def _call(self, name: str, given: Given, *args: Any, result: Sequence[Any] | None = None) -> Any:
+        """Run our collective of that name and dress its work for torch. Tensors of other devices go to their engine."""
+        op = BY_NAME[name]
+        result = list(result) if result is not None else _flat(args[0]) if args else []
+        inputs = _flat(args[1]) if op.inputs and op.outputs else result
+        group: Any = self.core
+        if (tensors := inputs or result) and not tensors[0].is_cpu:
+            device = tensors[0].device
+            group = self._engines.ours(device)
+            if group is None:
+                return self._engines.forward(name, args, given.options, given.timeout, device)
+        method, name = getattr(group, name), _TORCHS_NAMES.get(name, name)
+        if self._debug_checks is not None:
+            self._debug_checks.check(name, inputs, result)
+        if not is_profiling():
+            return self._run_as_torch_work(name, method, args, given, result)
+        splits = (args[3], args[2]) if name == "all_to_all" and len(args) == 4 else ((), ())
+        span = self._span(name, inputs, result, splits=splits, is_async=is_async(given.options))
+        try:
+            work = self._run_as_torch_work(name, method, args, given, result)
+        except BaseException:
+            span.close()
+            raise
+        return work.profiled(span)
+
+    def _run_as_torch_work(
+        self, name: str, method: Callable[..., Any], args: tuple[Any, ...], given: Given, result: list[Any]
+    ) -> Any:
+        asynchronous = is_async(given.options) or self._coalescing is not None
+        begun, seconds = time.monotonic(), given.seconds
+        limit = seconds or self.core.timeout
+        try:
+            inner = method(*args, async_op=asynchronous, timeout=seconds)
+        except (errors.DeadlineError, errors.RankFailedError) as error:
+            raise late(error, limit, time.monotonic() - begun) from error.__cause__
+        work: Any
+        if inner is None:
+            work = DoneWork(result, name, time.monotonic() - begun)
+        else:
+            work = TorchWork(inner, result, name, limit)
+            work.numbers_from = self._operations_before
+            if self._coalescing is not None:
+                self._coalescing.append(work)
+            elif versions.ACCEPTS_IN_FLIGHT_INPUTS():
+                register_work(work, result)
+        if self._hook is not None:
+            self._tell(work, time.monotonic() - begun)
+        return work
+
+    def _tell(self, work: Any, ago: float) -> None:
+        """Call the completion hook once the work has ended. ``ago``: seconds since it began."""
+        hook, seq, begun = self._hook, self.core.sequence_number, datetime.now() - timedelta(seconds=ago)
+
+        def ended() -> None:
+            end = datetime.now()
+            hook(WorkInfo(op_type_of(work._call), seq, begun, end, end - begun))
+
+        if isinstance(work, DoneWork):
+            ended()
+        else:
+            work.inner.add_done_callback(ended)
+
+    def _span(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any], **more: Any) -> Span:
+        """The profiler's event for one operation, with what torch's own backends tell about theirs."""
+        return Span(name, inputs, describe(self.core, (self._name, self._desc), inputs, outputs, **more))
+
+    def _fast_path(self, call: int, source: Any, target: Any, opts: Any) -> Any:
+        """Run a call of a kind seen before with nothing but the core; None: it has to go the long way.
+
+        That is for calls that block, and for small asynchronous ones that all ranks have come to already: those end
+        here and now, sooner than a thread could take them over."""
+        if not self.takes_fast_path:
+            return None
+        core = self.core
+        status = native.run_cached_options(core.handle, call, opts, source, target, core.timeout_ns)
+        if status == 0:
+            return done
+        detail = None
+        if status == UNKNOWN:
+            status, detail = read_options(call, opts)
+            if status == 0:
+                status = native.run_cached(core.handle, call, detail, source, target, core.timeout_ns)
+        if status == ASYNC:
+            small = _is_small(source if target is None else target)
+            return self._run_inline(call, detail, source, target, opts) if small and core.may_run_inline() else None
+        if status > 0:
+            try:
+                core.raise_failure(status, CACHED[call].name)
+            except errors.DeadlineError as error:
+                raise late(error, core.timeout, core.timeout) from None
+        return done if status == 0 else None
+
+    def _run_inline(self, call: int, detail: Any, source: Any, target: Any, opts: Any) -> Any:
+        """Run an asynchronous call here; None as above. Failures wait for whoever waits. ``detail`` is None where the
+        core reads ``opts``."""
+        core, begun = self.core, time.monotonic()
+        if detail is None:
+            status = native.run_cached_options(core.handle, call, opts, source, target, core.timeout_ns, True)
+        else:
+            status = native.run_cached(core.handle, call, detail, source, target, core.timeout_ns)
+        if status < 0:
+            return None
+        result = list(target) if isinstance(target, (list, tuple)) else [] if target is None else [target]
+        work = DoneWork(result, CACHED[call].name, time.monotonic() - begun)
+        if status:
+            error = core.fail_with_status(status, work._call, call_site(3), None, explain)
+            work.failed(late(error, core.timeout, time.monotonic() - begun))
+        return work
+
+    def _set_plain(self) -> None:
+        """Whether calls may take the short way."""
+        self.takes_fast_path = (
+            not self.core.spans_hosts and self._coalescing is None and self._hook is None and self._debug_checks is None
+        ) and not self._intercepted
+
+    def set_intercepted(self, is_intercepted: bool) -> None:
+        """Whether somebody is to see every call: those that C++ makes come in behind the methods that are watched."""
+        self._intercepted = is_intercepted
+        self._set_plain()
+
+    def enable_debug_checks(self) -> None:
+        """From now on ranks compare their calls before they make them. Every rank of the group calls this."""
+        from symcomm.torch_backend.debug_checks import DebugChecks
+
+        self._debug_checks = DebugChecks(self)
+        self._set_plain()
+
+    def _other_than_cpu(self, device: Any) -> Any:
+        """The engine for a device that is not the CPU."""
+        if device is None or values.device("device", device).type == "cpu" or self._engines.is_ours(device):
+            return None
+        return self._engines.on("_coalescing_manager", device)
+
+    def _message(self, name: str, start: Callable[..., Any], tensors: Any, *args: Any) -> Any:
+        if not isinstance(tensors, (list, tuple)) or not all(isinstance(t, torch.Tensor) for t in tensors):
+            raise errors.wrong_type(name, "tensors", tensors, "a list of one tensor")
+        tensor = single(name, tensors, "tensor list")
+        if not tensor.is_cpu:
+            messages = self._engines.messages(tensor.device)
+            if messages is None:
+                return self._engines.message(name, tensor, args)
+            start = getattr(messages, start.__name__)
+        ways = (self.core.rank, args[0]) if name == "send" else (args[0], self.core.rank)
+        span = self._span(name, [tensor], [tensor], message=ways, is_async=True) if is_profiling() else None
+        try:
+            work = TorchWork(start(tensor, *args), [tensor], name, self.core.timeout)
+        except BaseException:
+            if span is not None:
+                span.close()
+            raise
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work.profiled(span) if span is not None else work
+
+    def start_coalescing(self, device: Any = None) -> None:
+        if (other := self._other_than_cpu(device)) is not None:
+            other._start_coalescing(device)
+        else:
+            self._coalescing = []
+            self._set_plain()
+
+    def end_coalescing(self, device: Any = None) -> Any:
+        if (other := self._other_than_cpu(device)) is not None:
+            return other._end_coalescing(device)
+        works, self._coalescing = self._coalescing or [], None
+        self._set_plain()
+        return AllOf(works) if works else done
