@@ -174,24 +174,32 @@ class _CallOptions(Options):
 
 @with_half
 class AllreduceOptions(_CallOptions):
+    """Of ``allreduce``: the operation (SUM), whether to return at once, the timeout. Raises: WrongTypeError."""
+
     __slots__ = ()
     reduceOp = Option(ReduceOp(RedOpType.SUM), _redop)
 
 
 @with_half
 class AllreduceCoalescedOptions(_CallOptions):
+    """Of ``allreduce_coalesced``, as AllreduceOptions. Raises: WrongTypeError."""
+
     __slots__ = ()
     reduceOp = Option(ReduceOp(RedOpType.SUM), _redop)
 
 
 @with_half
 class ReduceScatterOptions(_CallOptions):
+    """Of ``reduce_scatter`` and its kin, as AllreduceOptions. Raises: WrongTypeError."""
+
     __slots__ = ()
     reduceOp = Option(ReduceOp(RedOpType.SUM), _redop)
 
 
 @with_half
 class ReduceOptions(_CallOptions):
+    """Of ``reduce``: as AllreduceOptions, and who receives the result (rank 0). Raises: WrongTypeError."""
+
     __slots__ = ()
     reduceOp = Option(ReduceOp(RedOpType.SUM), _redop)
     rootRank = Option(0, integer)
@@ -200,6 +208,8 @@ class ReduceOptions(_CallOptions):
 
 @with_half
 class BroadcastOptions(_CallOptions):
+    """Of ``broadcast``: whose tensor is sent (rank 0's). Raises: WrongTypeError."""
+
     __slots__ = ()
     rootRank = Option(0, integer)
     rootTensor = Option(0, integer)
@@ -207,28 +217,38 @@ class BroadcastOptions(_CallOptions):
 
 @with_half
 class AllgatherOptions(_CallOptions):
+    """Of ``allgather`` and its kin. Raises: WrongTypeError."""
+
     __slots__ = ()
 
 
 @with_half
 class GatherOptions(_CallOptions):
+    """Of ``gather``: who receives (rank 0). Raises: WrongTypeError."""
+
     __slots__ = ()
     rootRank = Option(0, integer)
 
 
 @with_half
 class ScatterOptions(_CallOptions):
+    """Of ``scatter``: who sends (rank 0). Raises: WrongTypeError."""
+
     __slots__ = ()
     rootRank = Option(0, integer)
 
 
 @with_half
 class AllToAllOptions(_CallOptions):
+    """Of ``alltoall`` and ``alltoall_base``. Raises: WrongTypeError."""
+
     __slots__ = ()
 
 
 @with_half
 class BarrierOptions(_CallOptions):
+    """Of ``barrier``; ``device_ids`` and ``device`` say whose stream waits, on GPUs. Raises: WrongTypeError."""
+
     __slots__ = ()
     device_ids = Option([], ranks)
     device = Option(None, _device)
@@ -236,7 +256,7 @@ class BarrierOptions(_CallOptions):
 
 @with_half
 class ReconfigureOptions(Options):
-    """Who forms a group from now on; see docs/how-to/reconfigure.md."""
+    """Who forms a group from now on; see docs/how-to/reconfigure.md. Raises: WrongTypeError."""
 
     __slots__ = ()
     uuid = Option(0, integer)
@@ -253,18 +273,22 @@ class _WindowOptions(Options):
 
 @with_half
 class PutOptions(_WindowOptions):
-    """For ``Window.put``, as the two below for its other calls. Before torch 2.15 there is none of torch's."""
+    """Of ``Window.put``: timeout and hints. Torch has it since 2.15. Raises: WrongTypeError."""
 
     __slots__ = ()
 
 
 @with_half
 class SignalOptions(_WindowOptions):
+    """Of ``Window.signal``, as PutOptions. Raises: WrongTypeError."""
+
     __slots__ = ()
 
 
 @with_half
 class WaitSignalOptions(_WindowOptions):
+    """Of ``Window.wait_signal``, as PutOptions. Raises: WrongTypeError."""
+
     __slots__ = ()
 
 
@@ -281,7 +305,7 @@ def _backend(name: str, value: Any) -> Any:
 
 
 class _DistributedBackendOptions(Options):
-    """What a backend's creator is given."""
+    """What the function that creates a backend is given. Raises: WrongTypeError."""
 
     __slots__ = ("_values",)
     store = Option(None, _store)

@@ -119,7 +119,9 @@ _adapters: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def as_torch_store(store: Any) -> Any:
-    """``store`` as a ``torch.distributed.Store``; PyTorch's own, and those of symcomm.c10d, come back as they are."""
+    """``store`` as a ``torch.distributed.Store``; PyTorch's own, and those of symcomm.c10d, come back as they are.
+
+    Raises: WrongTypeError."""
     if isinstance(store, TorchStore):
         return store
     if not isinstance(store, Store):

@@ -307,7 +307,8 @@ class WorkerServer(Server):
     """PyTorch's ``_WorkerServer(host_or_file, port=-1)``: a file's name, or with a port a host to listen on.
 
     As in PyTorch a host may be open to a network; unlike there, TCP clients need the job's token.
-    """
+
+    Raises: TypeError, BadArgumentError, CallerError, ResourceError when the address cannot be listened on."""
 
     def __init__(self, host_or_file: str, port: int = -1):
         if not isinstance(host_or_file, str) or not isinstance(port, int):
