@@ -66,6 +66,8 @@ def call_site(depth: int = 1) -> Site:
 
 def format_site(site: Site) -> str:
     name, line = site
+    if cell := errors.notebook_cells().get(name):
+        return f"{cell}:{line}"
     with contextlib.suppress(OSError):  # the working directory may be gone
         near = os.path.relpath(name)
         name = name if near.startswith("..") else near

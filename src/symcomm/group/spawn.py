@@ -161,7 +161,7 @@ def _first_cause(failures: list[tuple[float, int, BaseException]]) -> BaseExcept
 def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, str]:
     """The function for a fresh process, and the start method: notebooks need cloudpickle or fork."""
     try:
-        packed = pickle.dumps((fn, args))
+        packed = pickle.dumps((fn, args, {}))
         if getattr(fn, "__module__", "") != "__main__" or hasattr(__import__("__main__"), "__file__"):
             return packed, "spawn"
     except Exception:
@@ -169,7 +169,7 @@ def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, str]:
     with contextlib.suppress(ImportError):
         import cloudpickle
 
-        return cloudpickle.dumps((fn, args)), "spawn"
+        return cloudpickle.dumps((fn, args, errors.notebook_cells())), "spawn"
     return packed, "fork"
 
 
@@ -214,7 +214,8 @@ def _rank_main(
 ) -> None:
     _end_with_parent()
     if packed and fn is None:
-        fn, args = pickle.loads(packed)
+        fn, args, cells = pickle.loads(packed)
+        errors.inherited_cells.update(cells)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))
     if host:
         os.environ["SYMCOMM_HOST_ID"] = host
