@@ -34,9 +34,10 @@ setup: $(BUILT) ## make .venv with everything the other targets use
 
 $(STAMP): pyproject.toml constraints.txt
 	@mkdir -p build
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found: install it, or name another (make setup PYTHON=python3.12)"; exit 1; }
 	@echo "== making the environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "== installing PyTorch and tools into it (first time only: some minutes, 2 GB)"
+	@echo "== installing PyTorch and tools into it (first time only: some minutes, 2 to 6 GB)"
 	@$(call quietly,$(BIN)/python $(PIP) -c constraints.txt "setuptools>=68" wheel)
 	@$(call quietly,$(BIN)/python $(PIP) -c constraints.txt -e '.[$(EXTRAS)]')
 	@touch $@
