@@ -186,7 +186,7 @@ class HookCalls:
 
     @property
     def interception(self) -> Interception:
-        """The hooks of this group."""
+        """What intercepts the calls of this group."""
         made = vars(self).get("_interception")
         if made is None:
             fresh = Interception()

@@ -1,6 +1,6 @@
 """TorchGroup: a ``torch.distributed.ProcessGroup`` whose every operation runs on ours.
 
-torch calls some operations by several names, depending on its version and on who calls (Python, the C++ Reducer,
+torch calls some operations by several names, depending on its version and on the caller (Python, the C++ Reducer,
 functional collectives); the end of the class lists them.
 """
 
@@ -51,7 +51,7 @@ _REDUCE_SCATTER_SINGLE, _REDUCE_SCATTER = numbers_of("reduce_scatter_single", "r
 _ALL_GATHER_SINGLE, _ALL_GATHER = numbers_of("all_gather_single", "all_gather")
 _GATHER, _GATHER_SINGLE, _SCATTER = numbers_of("gather", "gather_single", "scatter")
 [_ALL_TO_ALL_SINGLE] = numbers_of("all_to_all_single")
-SMALL = 4096  # elements; what an operation of that size takes is about what handing it over takes
+SMALL = 4096  # elements; an operation of that size takes about as long as handing it to a thread
 
 
 def _is_small(tensors: Any) -> bool:
@@ -125,7 +125,7 @@ class TorchGroup(Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGroup):
         self, name: str, *args: Any, options: Any, timeout: Any = None, inputs: Sequence[Any] = (),
         result: Sequence[Any] = (), label: str = "",
     ) -> Any:  # fmt: skip
-        """Run our collective of that name and dress its work for torch, who may know it as ``label``. Tensors of other
+        """Run our collective of that name and wrap its work for torch, which may call it ``label``. Tensors of other
         devices go to their engine."""
         tensors = inputs or result
         group: Any = self.core
@@ -192,14 +192,14 @@ class TorchGroup(Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGroup):
             work.inner.add_done_callback(ended)
 
     def _span(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any], **more: Any) -> Span:
-        """The profiler's event for one operation, with what torch's own backends tell about theirs."""
+        """The profiler's event for one operation, with the fields that torch's own backends report."""
         return Span(name, inputs, describe(self.core, (self._name, self._desc), inputs, outputs, **more))
 
     def _fast_path(self, call: int, source: Any, target: Any, opts: Any) -> Any:
-        """Run a call of a kind seen before with nothing but the core; None: it has to go the long way.
+        """Run a call of a kind seen before in the core alone; None: it has to take the long path.
 
-        That is for calls that block, and for small asynchronous ones that all ranks have come to already: those end
-        here and now, sooner than a thread could take them over."""
+        This is for calls that block, and for small asynchronous ones that all ranks have already reached: running those
+        at once is faster than handing them to a thread."""
         if not self.takes_fast_path:
             return None
         core = self.core
@@ -222,7 +222,7 @@ class TorchGroup(Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGroup):
         return done if status == 0 else None
 
     def _run_inline(self, call: int, detail: Any, source: Any, target: Any, opts: Any) -> Any:
-        """Run an asynchronous call here; None as above. Failures wait for whoever waits. ``detail`` is None where the
+        """Run an asynchronous call here; None as above. ``wait()`` raises its failure. ``detail`` is None where the
         core reads ``opts``."""
         core, begun = self.core, time.monotonic()
         if detail is None:
@@ -239,18 +239,18 @@ class TorchGroup(Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGroup):
         return work
 
     def _set_plain(self) -> None:
-        """Whether calls may take the short way."""
+        """Whether calls may take the short path."""
         self.takes_fast_path = (
             not self.core.spans_hosts and self._coalescing is None and self._hook is None and self._debug_checks is None
         ) and not self._intercepted
 
     def set_intercepted(self, is_intercepted: bool) -> None:
-        """Whether somebody is to see every call: those that C++ makes come in behind the methods that are watched."""
+        """Whether every call must be visible: those that C++ makes bypass the methods that hooks see."""
         self._intercepted = is_intercepted
         self._set_plain()
 
     def enable_debug_checks(self) -> None:
-        """From now on ranks compare their calls before they make them. Every rank of the group calls this."""
+        """Have ranks compare their calls before they make them. Collective."""
         from symcomm.torch_backend.debug_checks import DebugChecks
 
         self._debug_checks = DebugChecks(self)
@@ -355,7 +355,7 @@ class TorchGroup(Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGroup):
         if len(tensors) > 1:
             return lists.all_gather(self.core, outputs, tensors, seconds_of(opts, timeout))
         tensor, places = tensors[0], outputs[0]
-        # dist.all_gather takes places of any size; who calls the group itself is held to what torch's groups take.
+        # dist.all_gather takes outputs of any size; direct calls of the group are held to what torch's groups take.
         checks.alike("all_gather", places, tensor, sizes=opts is None)
         return self._call("all_gather", places, tensor, options=opts, timeout=timeout, inputs=[tensor], result=places)
 
@@ -493,7 +493,7 @@ class TorchGroup(Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGroup):
         return self._call("barrier", options=opts, timeout=timeout)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Ours, with the words that scripts written for Gloo look for at the start of the message."""
+        """Ours, with messages that begin with the text that scripts written for Gloo look for."""
         values.flag("monitored_barrier: wait_all_ranks", wait_all_ranks)
         timeout = values.optional(values.duration, "monitored_barrier: timeout", timeout)
         if timeout is not None and timedelta(0) <= timeout < timedelta(milliseconds=1):

@@ -108,7 +108,7 @@ class Route:
 
 
 def route(method: str, path: str, *, public: bool = False) -> Callable[[Callable[[Request], Any]], Any]:
-    """Decorator: serve a function at ``path``. ``public``: also without the token, so it must tell nothing."""
+    """Decorator: serve a function at ``path``. ``public``: also without the token, so it must reveal nothing."""
     if method not in ("GET", "POST"):
         raise bad_argument("route", "method", method, "'GET' or 'POST'")
     if not path.startswith("/") or path.startswith("/handler/"):
@@ -206,7 +206,7 @@ def _wait_counter_values(request: Any, response: Any) -> None:
 
 
 class _Kept:
-    """A response that is only kept."""
+    """A response that keeps its content."""
 
     content: str | bytes = "{}"
 
