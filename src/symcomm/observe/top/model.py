@@ -222,14 +222,14 @@ class Live:
         return self.sample.groups
 
     def absent(self, instance: CollectiveInstance) -> list[int]:
-        """Ranks that have not come to a collective, as far as we know."""
+        """Ranks that have not arrived at a collective, as far as we know."""
         reached = self.reached.get(group_of(instance.first), {})
         members = instance.first.ranks or tuple(fact.rank for fact in self.ranks)
         seq = instance.first.seq
         return [rank for rank in members if rank not in instance.starts and reached.get(rank, -1) < seq]
 
     def waited_for(self) -> list[tuple[CollectiveInstance, list[int]]]:
-        """Running collectives that somebody has not come to, the longest wait first."""
+        """Running collectives from which ranks are missing, the longest wait first."""
         found = [(m, self.absent(m)) for m in self.running.values() if m.size > 1 and not m.is_over]
         return sorted(((m, who) for m, who in found if who), key=lambda item: min(item[0].starts.values()))
 

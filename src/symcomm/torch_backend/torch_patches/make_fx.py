@@ -1,7 +1,7 @@
 """What: ``dist.all_reduce`` and the like under ``make_fx`` become nodes of the graph, as with torch's own groups.
 Why: a Python group would just run them, and the graph would lack them.
 Versions: all.
-Undo: methods stay what they are while somebody traces; the operators' kernels are torch's again.
+Undo: methods are no longer swapped during tracing; the operators' kernels are torch's again.
 
 ::
 
@@ -9,7 +9,7 @@ Undo: methods stay what they are while somebody traces; the operators' kernels a
     while tracing   group.allreduce = ProcessGroup.allreduce, which calls torch.ops.c10d.allreduce_, which is traced
     the operator    at the end of it all, on real tensors: a kernel of ours, which calls the group's own method
 
-The methods are swapped only while somebody traces (see method_swap.py); the operators get kernels when the first call
+The methods are swapped only during tracing (see method_swap.py); the operators get kernels when the first call
 is traced, so other groups' calls cost nothing more in programs that never do this.
 """
 
