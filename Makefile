@@ -19,6 +19,10 @@ WHEELS_ENV    := $(abspath $(TORCH_ENVS))/wheels
 BUILD_PYTHON  ?= python3.11
 PIP           := -m pip install -q --disable-pip-version-check
 TESTERS       ?= 3
+EXTRAS        := dev,torch,plot,notebook,examples,docs
+# pip warns at length of what harms nobody: only a failure shows what it said.
+SETUP_LOG     := build/setup.log
+quietly        = $(1) >$(SETUP_LOG) 2>&1 || { cat $(SETUP_LOG); exit 1; }
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo docs test check test-torch test-python wheels clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize analyze clean
@@ -29,10 +33,13 @@ help: ## list the targets
 setup: $(BUILT) ## make .venv with everything the other targets use
 
 $(STAMP): pyproject.toml constraints.txt
-	@echo "== setting up $(VENV) (first time only, about a minute)"
+	@mkdir -p build
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) was not found: install it, or name another (make setup PYTHON=python3.12)"; exit 1; }
+	@echo "== making the environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "setuptools>=68" wheel
-	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,torch,plot,notebook,examples,docs]'
+	@echo "== installing PyTorch and tools into it (first time only: some minutes, 2 to 6 GB)"
+	@$(call quietly,$(BIN)/python $(PIP) -c constraints.txt "setuptools>=68" wheel)
+	@$(call quietly,$(BIN)/python $(PIP) -c constraints.txt -e '.[$(EXTRAS)]')
 	@touch $@
 
 $(BUILT): $(STAMP) setup.py $(C_SRC)
@@ -40,7 +47,7 @@ $(BUILT): $(STAMP) setup.py $(C_SRC)
 	@SYMCOMM_WERROR=1 $(BIN)/python setup.py -q build_ext --inplace
 	@touch $@
 
-demo: $(BUILT) ## a language model trained on two ranks, beside Gloo, and what failures say (two minutes)
+demo: $(BUILT) ## language models on two ranks, beside Gloo, and what failures say (three minutes)
 	@mkdir -p build
 	@$(BIN)/symcomm demo --picture build/demo.png
 

@@ -1,8 +1,8 @@
 """For the API reference: names that Python makes at run time, and links from errors to what they mean.
 
 ``symcomm`` and ``symcomm.ddp`` load names on first use, and ``symcomm.all_reduce(...)`` and its like are made from the
-methods of ProcessGroup: reading the sources alone finds neither. A line of a docstring that begins with ``Raises:``
-names errors, which become links.
+methods of ProcessGroup: reading the sources alone finds neither. What follows ``Raises:`` in a docstring names
+errors, which become links.
 """
 
 from __future__ import annotations
@@ -69,4 +69,4 @@ def link_errors(text: str) -> str:
 
         return re.sub(r"(?<![\[.])\b\w+Error\b", one, line[0])  # not what is a link already
 
-    return re.sub(r"^[ \t]*Raises\b.*(?:\n[ \t]*\S.*)*", link, text, flags=re.M)
+    return re.sub(r"\bRaises\b.*(?:\n[ \t]*\S.*)*", link, text)

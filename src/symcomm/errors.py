@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -128,6 +129,18 @@ class InternalError(SymcommError):
 
 
 # --- words ---------------------------------------------------------------------------------------
+
+
+def notebook_cells() -> dict[str, str]:
+    """The names under which a notebook compiled its cells, and how to show them: ``In [3]``. A spawned rank's are its
+    parent's, which hands them over in ``inherited_cells``."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    numbers = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    return {file: f"In [{number}]" for file, number in numbers.items()} or inherited_cells
+
+
+inherited_cells: dict[str, str] = {}
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

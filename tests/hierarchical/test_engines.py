@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from symcomm import errors
+from symcomm.hierarchical.discovery import network_advice
 from symcomm.hierarchical.engines import base as engines
 from symcomm.hierarchical.engines.base import Engine, available_engines, engine_class, wanted_engine
 from tests.hierarchical.engine_contract import CHECKS, RANKS, run_contract
@@ -146,3 +147,11 @@ def test_third_parties_add_one(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry] if group == "symcomm.engines" else [])
     assert engine_class("doves") is Doves and issubclass(Doves, Engine)
     assert wanted_engine("doves") == "doves" and "doves" in available_engines()
+
+
+def test_what_to_do_about_ranks_that_do_not_reach_each_other():
+    here, container, elsewhere = (
+        {"machine": machine} for machine in (["boot", "net:[1]"], ["boot", "net:[2]"], ["other", "net:[1]"])
+    )
+    assert "SYMCOMM_SHARE=named" in network_advice([here, container, elsewhere])
+    assert "SYMCOMM_ADDRESS" in network_advice([here, elsewhere])

@@ -301,6 +301,21 @@ def test_ranks_that_cannot_share_are_told_why(change, says):
         share._check_one_host([info, info | {"host": "there"} | change])
 
 
+def test_ranks_on_different_versions_are_refused():
+    def other(rank: int, item: bytes) -> bytes:
+        return json.dumps(json.loads(item) | ({"version": "9.8.7"} if rank == 1 else {})).encode()
+
+    def older(rank: int, item: bytes) -> bytes:
+        return json.dumps({k: v for k, v in json.loads(item).items() if rank or k != "version"}).encode()
+
+    for forge, words in (
+        (other, f"rank 0 runs Symcomm {symcomm.__version__} and rank 1 9.8.7; install one version for all ranks."),
+        (older, f"rank 0 runs Symcomm an older version and rank 1 {symcomm.__version__}; install one version"),
+    ):
+        for error in _meet(3, forge):
+            assert type(error) is errors.ResourceError and words in str(error)
+
+
 def _meet(world: int, forge) -> list:
     """connect() on threads; ``forge(rank, info)`` may change what a rank publishes."""
     barrier = threading.Barrier(world, timeout=20)

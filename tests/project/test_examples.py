@@ -99,6 +99,32 @@ def test_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         assert part in said and part in explained
 
 
+CELL = """\
+import numpy, symcomm
+def work(group):
+    group.all_reduce(numpy.ones(3 + group.rank))
+try:
+    symcomm.spawn(work, 2, mode=MODE, deadline=60)
+except symcomm.errors.CollectiveMismatchError as error:
+    print(error)
+"""
+
+
+def test_errors_name_cells_of_a_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Not the files under /tmp that they were compiled as; also where ranks are processes, which have no notebook."""
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    nbformat = importlib.import_module("nbformat")
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    cells = ["1", *(f"MODE = {mode!r}\n{CELL}" for mode in ("threads", "processes"))]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, timeout=90, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    for number, cell in enumerate(notebook.cells[1:], 2):
+        (output,) = cell.outputs
+        assert f"rank 0 called all_reduce(float64 x 3, SUM) at In [{number}]:4; rank 1" in output["text"], output
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_window(ranks: int):
     expected = {f"rank {rank}: the same as in one process: True" for rank in range(ranks)}

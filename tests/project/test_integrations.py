@@ -219,3 +219,22 @@ def test_containers_of_one_host_share_memory(namespaces: list[str], share: str, 
         for rank in range(2)
     ]
     assert [process.communicate(timeout=60)[0] for process in started] == ["one host 2.0\n"] * 2
+
+
+@can_unshare
+def test_containers_with_networks_of_their_own_are_told_how_to_share(tmp_path: Path):
+    """Without --ipc=host and SYMCOMM_SHARE=named they are several hosts, here without a way between them."""
+    (tmp_path / "rank.py").write_text(CONTAINER)
+    started = [
+        subprocess.Popen(
+            [*IN_NAMESPACES, sys.executable, str(tmp_path / "rank.py"), str(tmp_path), str(rank)],
+            env=ENVIRONMENT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in started:
+        last = process.communicate(timeout=60)[1].splitlines()[-1]
+        assert last.startswith("symcomm.errors.ResourceError: rank 0 is at 127.0.0.1, where the others cannot reach it")
+        assert last.endswith("with --ipc=host and SYMCOMM_SHARE=named on all ranks.")

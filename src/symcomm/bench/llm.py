@@ -85,10 +85,11 @@ class Workload:
 class Section:
     mode: str
     ranks: int
+    among: Sequence[str] = tuple(SIDES)
 
     @property
     def sides(self) -> list[str]:
-        names = [name for name in SIDES if name != "deepspeed" or has_deepspeed()]
+        names = [name for name in self.among if name != "deepspeed" or has_deepspeed()]
         return [name for name in names if self.mode == "eager" or name not in EAGER_ONLY]
 
 

@@ -54,7 +54,11 @@ class _AnyBackend(type):
 
 
 class Backend(metaclass=_AnyBackend):
-    """See the module's text. Subclasses call ``super().__init__(rank, size)``."""
+    """An engine that a ProcessGroup sends the operations of one kind of device to, to be subclassed in Python.
+
+    A subclass calls ``super().__init__(rank, size)`` and defines the operations it has, by either of their names.
+
+    Raises: CallerError for an operation that the subclass does not define."""
 
     Options: Any = BackendOptions
     is_symcomm = False

@@ -91,19 +91,21 @@ class BackendType(Numbered):
 
 
 def get_debug_level() -> DebugLevel:
-    """The level in force, for us and for PyTorch."""
+    """The level in force, for us and for PyTorch. Raises: nothing."""
     return DebugLevel(torch_c10d.get_debug_level().value)
 
 
 def set_debug_level(level: Any) -> None:
-    """Change the level, for us and for PyTorch."""
+    """Change the level, for us and for PyTorch. Raises: WrongTypeError."""
     if not isinstance(level, (DebugLevel, torch_c10d.DebugLevel)):
         raise wrong_type("set_debug_level", "level", level, "a DebugLevel")
     torch_c10d.set_debug_level(torch_c10d.DebugLevel(level.value))
 
 
 def set_debug_level_from_env() -> None:
-    """Take the level from ``TORCH_DISTRIBUTED_DEBUG``: OFF (or unset), INFO or DETAIL, in any case of letters."""
+    """Take the level from ``TORCH_DISTRIBUTED_DEBUG``: OFF (or unset), INFO or DETAIL, in any case of letters.
+
+    Raises: BadArgumentError for another word."""
     word = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
     names = ", ".join(DebugLevel.__members__)
     if word.upper() not in DebugLevel.__members__:

@@ -49,7 +49,11 @@ def _spread(tensor: Any, places: Sequence[Any]) -> None:
 
 
 class FakeProcessGroup(Backend):
-    """Made by ``FakeProcessGroup._create_internal(rank, world_size, options)``."""
+    """A backend whose collectives return at once; made by ``FakeProcessGroup._create_internal(rank, world_size)``.
+
+    What would come from others is this rank's own data, and a sum leaves the input as it is.
+
+    Raises: BadArgumentError for wrong arguments, CallerError for any collective once ``error_on_collective`` is set."""
 
     Options: Any = FakeOptions
 

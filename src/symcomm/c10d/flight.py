@@ -20,7 +20,9 @@ def _dump_fr_trace(
 ) -> bytes:
     """What this rank recorded, as a pickle. By default everything; ``onlyActive``: what has not ended.
 
-    PyTorch has a recorder for each ``backend``; there is one here, whichever engine ran the operation."""
+    PyTorch has a recorder for each ``backend``; there is one here, whichever engine ran the operation.
+
+    Raises: nothing."""
     return as_pickle(this_rank(includeCollectives, includeStackTraces, onlyActive))
 
 
@@ -31,35 +33,37 @@ def _dump_fr_trace_file(
     onlyActive: bool | None = None,
     backend: str = "symcomm",
 ) -> None:
-    """The same, into the file that ``TORCH_FR_DUMP_TEMP_FILE`` (or PyTorch's place) and ``rank`` name."""
+    """The same, into the file that ``TORCH_FR_DUMP_TEMP_FILE`` (or PyTorch's place) and ``rank`` name.
+
+    Raises: OSError when the file cannot be written."""
     write_for_torch(rank, _dump_fr_trace(includeCollectives, bool(includeStackTraces), onlyActive))
 
 
 def _dump_fr_trace_json(
     includeCollectives: bool | None = None, onlyActive: bool | None = None, backend: str = "symcomm"
 ) -> bytes:
-    """The same as JSON, without call sites."""
+    """The same as JSON, without call sites. Raises: nothing."""
     return as_json(this_rank(includeCollectives, False, onlyActive))
 
 
 def _dump_nccl_trace(
     includeCollectives: bool | None = None, includeStackTraces: bool | None = None, onlyActive: bool | None = None
 ) -> bytes:
-    """The older name of ``_dump_fr_trace``; there is one recorder, whichever engine ran the operation."""
+    """The older name of ``_dump_fr_trace``. Raises: nothing."""
     return _dump_fr_trace(includeCollectives, includeStackTraces, onlyActive)
 
 
 def _dump_nccl_trace_json(includeCollectives: bool | None = None, onlyActive: bool | None = None) -> bytes:
-    """The older name of ``_dump_fr_trace_json``."""
+    """The older name of ``_dump_fr_trace_json``. Raises: nothing."""
     return _dump_fr_trace_json(includeCollectives, onlyActive)
 
 
 def _reset_fr_recording_nccl() -> None:
-    """The older name of ``_reset_fr_trace``."""
+    """The older name of ``_reset_fr_trace``. Raises: nothing."""
     _reset_fr_trace()
 
 
 def _reset_fr_trace(backend: str = "symcomm") -> None:
-    """Forget what was recorded so far."""
+    """Forget what was recorded so far. Raises: nothing."""
     if has_arena():
         current_arena().flight.forget()

@@ -58,7 +58,11 @@ def device_of(args: Any) -> torch.device | None:
 
 
 class ProcessGroup(OwnHooks, dist.ProcessGroup, metaclass=_AnyGroup):
-    """``ProcessGroup(rank, size)`` or ``ProcessGroup(store, rank, size)``."""
+    """``ProcessGroup(rank, size)`` or ``ProcessGroup(store, rank, size)``: operations go to their device's backend.
+
+    With a store, Symcomm's engine serves a device that no backend was registered for.
+
+    Raises: WrongTypeError, CallerError where no backend can serve; its operations, what the backend's raise."""
 
     BackendType = BackendType
     UNDEFINED = BackendType.UNDEFINED

@@ -151,28 +151,34 @@ class _CallOptions(Options):
     timeout = Option(NO_TIMEOUT, timeout_of)
 
 
-def _for_call(name: str, **options: Option) -> Any:
-    return with_half(type(name, (_CallOptions,), {"__slots__": (), "__module__": __name__, **options}))
+def _options(name: str, about: str, options: dict[str, Option], base: type = _CallOptions) -> Any:
+    doc = f"Of {about}. Raises: WrongTypeError."
+    return with_half(type(name, (base,), {"__slots__": (), "__module__": __name__, "__doc__": doc, **options}))
 
 
 _REDUCES = {"reduceOp": Option(ReduceOp(RedOpType.SUM), _redop)}
 _ROOT, _ROOT_TENSOR = {"rootRank": Option(0, integer)}, {"rootTensor": Option(0, integer)}
+_BARRIER = {"device_ids": Option([], ranks), "device": Option(None, _device)}
+_LIKE = "as AllreduceOptions"
+_ALL_REDUCE = "``allreduce``: the operation (SUM), whether to return at once, the timeout"
+_REDUCE = f"``reduce``: {_LIKE}, and who receives the result (rank 0)"
+_STREAMS = "``barrier``; ``device_ids`` and ``device`` say whose stream waits, on GPUs"
 
-AllreduceOptions = _for_call("AllreduceOptions", **_REDUCES)
-AllreduceCoalescedOptions = _for_call("AllreduceCoalescedOptions", **_REDUCES)
-ReduceScatterOptions = _for_call("ReduceScatterOptions", **_REDUCES)
-ReduceOptions = _for_call("ReduceOptions", **_REDUCES, **_ROOT, **_ROOT_TENSOR)
-BroadcastOptions = _for_call("BroadcastOptions", **_ROOT, **_ROOT_TENSOR)
-AllgatherOptions = _for_call("AllgatherOptions")
-GatherOptions = _for_call("GatherOptions", **_ROOT)
-ScatterOptions = _for_call("ScatterOptions", **_ROOT)
-AllToAllOptions = _for_call("AllToAllOptions")
-BarrierOptions = _for_call("BarrierOptions", device_ids=Option([], ranks), device=Option(None, _device))
+AllreduceOptions = _options("AllreduceOptions", _ALL_REDUCE, _REDUCES)
+AllreduceCoalescedOptions = _options("AllreduceCoalescedOptions", f"``allreduce_coalesced``, {_LIKE}", _REDUCES)
+ReduceScatterOptions = _options("ReduceScatterOptions", f"``reduce_scatter`` and its kin, {_LIKE}", _REDUCES)
+ReduceOptions = _options("ReduceOptions", _REDUCE, _REDUCES | _ROOT | _ROOT_TENSOR)
+BroadcastOptions = _options("BroadcastOptions", "``broadcast``: whose tensor is sent (rank 0's)", _ROOT | _ROOT_TENSOR)
+AllgatherOptions = _options("AllgatherOptions", "``allgather`` and its kin", {})
+GatherOptions = _options("GatherOptions", "``gather``: who receives (rank 0)", _ROOT)
+ScatterOptions = _options("ScatterOptions", "``scatter``: who sends (rank 0)", _ROOT)
+AllToAllOptions = _options("AllToAllOptions", "``alltoall`` and ``alltoall_base``", {})
+BarrierOptions = _options("BarrierOptions", _STREAMS, _BARRIER)
 
 
 @with_half
 class ReconfigureOptions(Options):
-    """Who forms a group from now on; see docs/how-to/reconfigure.md."""
+    """Who forms a group from now on; see docs/how-to/reconfigure.md. Raises: WrongTypeError."""
 
     __slots__ = ()
     uuid = Option(0, integer)
@@ -187,11 +193,10 @@ class _WindowOptions(Options):
     hints = Option({}, hints)
 
 
-# For the calls of a Window. Before torch 2.15 there are none of torch's.
-PutOptions, SignalOptions, WaitSignalOptions = [
-    with_half(type(name, (_WindowOptions,), {"__slots__": (), "__module__": __name__}))
-    for name in ("PutOptions", "SignalOptions", "WaitSignalOptions")
-]
+# Torch has them since 2.15.
+PutOptions = _options("PutOptions", "``Window.put``: timeout and hints", {}, _WindowOptions)
+SignalOptions = _options("SignalOptions", "``Window.signal``, as PutOptions", {}, _WindowOptions)
+WaitSignalOptions = _options("WaitSignalOptions", "``Window.wait_signal``, as PutOptions", {}, _WindowOptions)
 
 
 def _group(name: str, value: Any) -> Any:
@@ -207,7 +212,7 @@ def _backend(name: str, value: Any) -> Any:
 
 
 class _DistributedBackendOptions(Options):
-    """What a backend's creator is given."""
+    """What the function that creates a backend is given. Raises: WrongTypeError."""
 
     __slots__ = ("_values",)
     store = Option(None, _store)

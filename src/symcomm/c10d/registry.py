@@ -21,7 +21,7 @@ SHARED = (
 
 
 def _is_process_group_registered(group_name: str) -> bool:
-    """Whether a group of that name is known. PyTorch has it since 2.15."""
+    """Whether a group of that name is known. PyTorch has it since 2.15. Raises: nothing."""
     try:
         torch_c10d._resolve_process_group(group_name)
     except RuntimeError:
@@ -33,11 +33,12 @@ _comm_profiling_name = ""
 
 
 def _get_comm_profiling_name() -> str:
-    """What ``_set_comm_profiling_name`` was last given. PyTorch has both since 2.12."""
+    """What ``_set_comm_profiling_name`` was last given. PyTorch has both since 2.12. Raises: nothing."""
     return _comm_profiling_name
 
 
 def _set_comm_profiling_name(name: str) -> None:
+    """Keep ``name`` for ``_get_comm_profiling_name``. Raises: nothing."""
     global _comm_profiling_name
     _comm_profiling_name = name
 

@@ -40,7 +40,9 @@ class _AnyStore(type(dist.Store)):  # type: ignore[misc]
 
 
 class Store(OwnStore, KeptWhileInCpp, metaclass=_AnyStore):
-    """What every store can do; a subclass defines what it offers, and calls ``super().__init__()``."""
+    """What every store can do; a subclass defines what it offers, and calls ``super().__init__()``.
+
+    Raises: CallerError, a NotImplementedError too, for a call that the subclass does not define."""
 
     def __init__(self) -> None:
         KeptWhileInCpp.__init__(self)
@@ -106,7 +108,9 @@ class TCPStore(OwnTCPStore, Store):
 
 
 class FakeStore(Store):
-    """Answers at once and keeps nothing, for fake groups: every key is there, and every value is empty."""
+    """Answers at once and keeps nothing, for fake groups: every key is there, and every value is empty.
+
+    Raises: CallerError, a NotImplementedError too, for ``append`` and the other calls that it lacks."""
 
     def set(self, key: str, value: Any) -> None:
         """Forgotten."""
@@ -155,7 +159,9 @@ def _test_python_store(store: Any) -> None:
     """Make the calls of a store that a subclass written in Python has to answer, and check what comes back.
 
     Values are bytes, which is what PyTorch's C++ gives such a store. Of the calls that PyTorch's test does not make,
-    only those that the class defines itself are made."""
+    only those that the class defines itself are made.
+
+    Raises: WrongTypeError, CallerError that names the call whose answer was wrong."""
     if not isinstance(store, Store):
         raise wrong_type("_test_python_store", "store", store, "a Store")
 
@@ -189,7 +195,7 @@ def _test_python_store(store: Any) -> None:
 
 
 class _ControlCollectives:
-    """What collectives that only set things up can do: see StoreCollectives for each."""
+    """Base class of ``_StoreCollectives``. Raises: TypeError, since only a subclass can be made."""
 
     def __init__(self, *_: Any):
         raise TypeError("_ControlCollectives cannot be made; use _StoreCollectives(store, rank, world_size).")
@@ -206,7 +212,9 @@ class _ControlCollectives:
 
 
 class _StoreCollectives(StoreCollectives, _ControlCollectives):
-    """Collectives among ``world_size`` ranks with nothing but a store, ours or PyTorch's."""
+    """Collectives among ``world_size`` ranks with nothing but a store, ours or PyTorch's.
+
+    Raises: what [StoreCollectives][symcomm.store.StoreCollectives] raises, and WrongTypeError."""
 
     def __init__(self, store: Any, rank: int, world_size: int):
         if not isinstance(store, Store):

@@ -42,7 +42,9 @@ class _Settings(type):
 
 
 class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
-    """The same piece of memory on every rank of a group, made by ``_SymmetricMemory.rendezvous``."""
+    """The same piece of memory on every rank of a group, made by ``_SymmetricMemory.rendezvous``.
+
+    Raises: TypeError when it is constructed; its calls, what those of [symcomm.symm_mem](symm-mem.md) raise."""
 
     offset: int
     rank: int
@@ -168,7 +170,9 @@ def _engine_of(group_name: str | None) -> Engine | str | None:
 
 
 class _DMAConnectivity:
-    """``matrix[i][j]``: how devices i and j are connected, in units of ``connection_type``."""
+    """``matrix[i][j]``: how devices i and j are connected, in units of ``connection_type``.
+
+    Raises: TypeError when it is constructed; call ``_detect_dma_connectivity``."""
 
     __slots__ = ("_found",)
     _found: tuple[Any, str, list[list[int]]]
@@ -192,7 +196,9 @@ class _DMAConnectivity:
 
 
 def _detect_dma_connectivity(device_type: Any, connection_type: str) -> Any:
-    """For the CPU ``"numa"`` (distances of memory nodes, 10 is near); for others what PyTorch can tell, as nvlink."""
+    """For the CPU ``"numa"`` (distances of memory nodes, 10 is near); for others what PyTorch can tell, as nvlink.
+
+    Raises: WrongTypeError, BadArgumentError for a connection type that the device has not."""
     if not isinstance(device_type, _DeviceType) or not isinstance(connection_type, str):
         got = (device_type, connection_type)
         raise wrong_type("_detect_dma_connectivity", "arguments", got, "a DeviceType and a str")

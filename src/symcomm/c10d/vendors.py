@@ -47,7 +47,8 @@ def _absent_group(name: str, vendor: str) -> type:
     def refuse(self: Any, *_: Any, **__: Any) -> None:
         raise _refusal(name, vendor)
 
-    return type(name, (), {"__init__": refuse, "__doc__": f"A backend of {vendor}; not in this build of PyTorch."})
+    text = f"A backend of {vendor}, not in this build of PyTorch. Raises: CallerError."
+    return type(name, (), {"__init__": refuse, "__doc__": text})
 
 
 def _absent_function(name: str, vendor: str) -> Any:
@@ -55,11 +56,12 @@ def _absent_function(name: str, vendor: str) -> Any:
         raise _refusal(name, vendor)
 
     refuse.__name__ = refuse.__qualname__ = name
-    refuse.__doc__ = f"A function of {vendor}; not in this build of PyTorch."
+    refuse.__doc__ = f"A function of {vendor}, not in this build of PyTorch. Raises: CallerError."
     return refuse
 
 
 def _is_nvshmem_available() -> bool:
+    """False, where PyTorch has no such function. Raises: nothing."""
     return False
 
 

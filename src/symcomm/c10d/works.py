@@ -30,7 +30,9 @@ class _AnyWork(type(torch_c10d.Work)):  # type: ignore[misc]
 
 @warns_of_old_calls
 class Work(torch_c10d.Work, metaclass=_AnyWork):
-    """An operation that somebody else completes, by ``_finish()``. Also the base of all works here."""
+    """An operation under way, which ``_finish()`` completes; the base of all works here.
+
+    Raises: DeadlineError from ``wait`` or what the operation failed with, CallerError for what this kind lacks."""
 
     _op_type = OpType.UNKNOWN
 
@@ -99,7 +101,7 @@ class Work(torch_c10d.Work, metaclass=_AnyWork):
 
 
 class FakeWork(Work):
-    """What the fake group returns: an operation that did nothing, and has ended."""
+    """What the fake group returns: an operation that did nothing, and has ended. Raises: as Work."""
 
     seq_id: int = -1
 
@@ -119,7 +121,9 @@ class FakeWork(Work):
 
 
 class PythonCallbackWork(Work):
-    """``wait(timeout)`` calls ``callback(timeout)``; when that returns something true, the work is done."""
+    """``wait(timeout)`` calls ``callback(timeout)``; when that returns something true, the work is done.
+
+    Raises: WrongTypeError, and from ``wait`` what ``callback`` raises."""
 
     def __init__(self, callback: Callable[[timedelta], Any]):
         if not callable(callback):
@@ -186,7 +190,7 @@ class _FutureWork(Work):
 
 
 def _create_work_from_future(future: Any) -> Work:
-    """A work that ends when ``future`` does, and fails when it does."""
+    """A work that ends when ``future`` does, and fails when it does. Raises: WrongTypeError."""
     if not isinstance(future, torch.futures.Future):
         raise wrong_type("_create_work_from_future", "future", future, "a torch.futures.Future")
     return _FutureWork(future)

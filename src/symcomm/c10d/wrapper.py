@@ -71,7 +71,9 @@ def _tensors(args: Any) -> list[Any]:
 
 
 class _ProcessGroupWrapper(Backend):
-    """``backend`` with checks; ``gloo_backend`` (any backend of the same ranks that has allgather) carries them."""
+    """``backend`` with checks; ``gloo_backend`` (any backend of the same ranks that has allgather) carries them.
+
+    Raises: WrongTypeError, CollectiveMismatchError that says what each rank called."""
 
     wrapped_pg: Any
 

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from symcomm.bench import llm
 from symcomm.bench.run import open_sides
 from symcomm.cli.refusals import refusals_in_words
 from symcomm.demo.plot import draw_picture, smooth, text_plot
@@ -23,7 +24,7 @@ from symcomm.errors import SymcommError, bad_argument
 from symcomm.preflight import check_output_file, need_torch
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-console = Console(highlight=False)
+console = Console(highlight=False, width=min(80, Console().width))
 RANKS = 4
 STEPS = 700  # about half a minute on each backend, on two slow cores
 COLORS = {"symcomm": "green", "gloo": "yellow"}
@@ -31,6 +32,8 @@ TRAINERS = 2  # ranks of each backend; one backend works at a time
 WORKER = "symcomm.demo.train"
 FASTER = 1.02  # a smaller difference is noise
 TURN = 10  # steps that a backend makes before it is the other's turn
+# About twenty seconds on two slow cores, most of them to start and to make the model.
+WRITING = llm.Workload(worlds=(TRAINERS,), rounds=3, layers=4, prompt=16, tokens=16, modes=("eager",))
 
 
 # --- what the ranks do (each function runs on every rank) ----------------------------------------------------------
@@ -79,19 +82,20 @@ def show_collective() -> None:
     from symcomm import spawn
 
     console.rule("[bold]1. Four ranks, one collective")
-    console.print(f"Starting {RANKS} processes. Each has its own numbers; all_reduce adds them up, element by element.")
+    console.print(f"{RANKS} processes with numbers of their own; all_reduce adds them up, element by element.")
     table = Table("rank", "before", "after all_reduce")
     for rank, (before, after) in enumerate(spawn(add_up, RANKS, deadline=120)):
         table.add_row(str(rank), str(before), str(after))
     console.print(table)
 
 
-def show_training(steps: int, picture: Path) -> None:
+def show_training(steps: int) -> dict[str, list[dict[str, Any]]]:
+    """Every step of both backends."""
     console.rule("[bold]2. Train a language model on two ranks, on Symcomm and on Gloo")
     console.print(
-        "A small transformer learns this package's own source, character by character: Symcomm with its own\n"
-        "DistributedDataParallel, Gloo with torch's, from the same seeds, on the same text. They take turns, so that\n"
-        "whatever else this machine does slows both alike. Starting two ranks of each ...\n"
+        "A small transformer learns this package's own source, character by character: Symcomm with its own "
+        "DistributedDataParallel, Gloo with torch's, from the same seeds, on the same text. They take turns, so that "
+        "whatever else runs on this machine slows both alike. Starting two ranks of each ...\n"
     )
     runs: dict[str, list[dict[str, Any]]] = {backend: [] for backend in COLORS}
     with open_sides(list(COLORS), TRAINERS, pinned=False, worker=WORKER, call="symcomm demo") as sides:
@@ -104,11 +108,9 @@ def show_training(steps: int, picture: Path) -> None:
         sample = sides["symcomm"].ask("writing", {"do": "sample"})[0]["sample"]
     say_differences(runs)
     console.print("\nWhat the model writes now, after `def `:")
-    console.print(Padding(Text(sample.rstrip(), style="dim"), (0, 2)))
-    if draw_picture(runs, picture):
-        console.print(f"\nBoth curves: {picture}\n")
-    else:
-        console.print("\nNo picture, since matplotlib is not installed: `pip install 'symcomm[plot]'`.\n", markup=False)
+    shown = "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in sample.rstrip())
+    console.print(Padding(Text(shown, style="dim", no_wrap=True, overflow="ellipsis"), (0, 2)))
+    return runs
 
 
 def training_view(runs: dict[str, list[dict[str, Any]]], steps: int) -> Group:
@@ -140,8 +142,12 @@ def say_differences(runs: dict[str, list[dict[str, Any]]]) -> None:
     ours, theirs = runs.values()
     apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True))
     same = "the same, bit for bit" if apart == 0 else f"at most {apart:.1g} apart"
-    speed = format_speed(ours[-1], theirs[-1], os.getloadavg()[0], len(os.sched_getaffinity(0)))
+    speed = format_speed(ours[-1], theirs[-1], *load_and_cores())
     console.print(f"\nThe losses of all {len(ours)} steps are {same}; {speed}")
+
+
+def load_and_cores() -> tuple[float, int]:
+    return os.getloadavg()[0], len(os.sched_getaffinity(0))
 
 
 def format_speed(ours: dict[str, Any], theirs: dict[str, Any], load: float, cores: int) -> str:
@@ -149,44 +155,72 @@ def format_speed(ours: dict[str, Any], theirs: dict[str, Any], load: float, core
     ratio = theirs["seconds"] / ours["seconds"]
     if ratio >= FASTER:
         return f"gloo took {ratio:.2f} times as long as symcomm."
-    words = f"symcomm took {ours['seconds']:.1f} s, gloo {theirs['seconds']:.1f} s: no faster in this run.\n"
+    words = f"symcomm took {ours['seconds']:.1f} s, gloo {theirs['seconds']:.1f} s: no faster in this run. "
     words += f"Communication was {ours['share']:.1%} of a step on symcomm and {theirs['share']:.1%} on gloo."
     if ours["share"] < theirs["share"]:
-        words += " Those are medians; the times are sums, in which all counts that others did here meanwhile."
-    if load > max(cores, TRAINERS) + 0.5:  # our own ranks are a load too
-        busy = f"This machine is busy (load {load:.1f} on {cores} cores)"
-        words += f"\n{busy}: run it again when nothing else works here."
-    return words
+        words += " Those are medians; the times are sums, which include what other programs took."
+    return words + format_load(load, cores)
+
+
+def format_load(load: float, cores: int) -> str:
+    if load <= max(cores, TRAINERS) + 0.5:  # our own ranks are a load too
+        return ""
+    return f" This machine is busy (load {load:.1f} on {cores} cores): run it again when it is idle."
 
 
 def show_failures() -> None:
     from symcomm import spawn
 
     console.rule("[bold]3. When a rank dies")
-    console.print("Rank 2 is killed (SIGKILL) while the others wait for it. What a survivor is told:")
-    console.print(f"  [red]{_survivors_word(spawn)}[/red]", soft_wrap=True)
+    console.print("Rank 2 is killed (SIGKILL) while the others wait for it. A survivor sees:")
+    show_error(_survivors_error(spawn))
     console.rule("[bold]4. When ranks disagree")
-    console.print("Rank 1 calls broadcast where the others call all_reduce. What everybody is told:")
-    console.print(f"  [red]{spawn(disagree, 3, mode='threads', deadline=60)[0]}[/red]", soft_wrap=True)
+    console.print("Rank 1 calls broadcast where the others call all_reduce. Every rank sees:")
+    show_error(spawn(disagree, 3, mode="threads", deadline=60)[0])
 
 
-def _survivors_word(spawn: Any) -> str:
-    """spawn() reports the dead rank itself; the survivors' words come through a file."""
+def show_error(words: str) -> None:
+    console.print(Padding(Text(words, style="red"), (0, 2)))
+
+
+def _survivors_error(spawn: Any) -> str:
+    """spawn() reports the dead rank itself; the survivors' errors come through files."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            spawn(_tell, RANKS, (folder,), deadline=120)
+            spawn(_write_error, RANKS, (folder,), deadline=120)
         except SymcommError:
             pass
         with open(os.path.join(folder, "0")) as file:
             return file.read()
 
 
-def _tell(group: Any, folder: str) -> None:
+def _write_error(group: Any, folder: str) -> None:
     words = die_in_the_middle(group)
     with open(os.path.join(folder, str(group.rank)), "w") as file:
         file.write(words)
+
+
+def show_writing() -> None:
+    console.rule("[bold]5. Split a language model over two ranks")
+    console.print(
+        f"A decoder ({WRITING.layers} layers, {WRITING.width} wide) writes a text: one process on all cores, then two "
+        "ranks with half of every layer each, which add up their parts twice a layer. Starting all three ..."
+    )
+    found = llm.measure(llm.Section("eager", TRAINERS, ("one", "gloo", "symcomm")), WRITING)
+    speeds = {figures.side: llm.speeds(figures, WRITING, best=False)[1] for figures in found}
+    for side, what in (("symcomm", "two ranks, symcomm"), ("gloo", "two ranks, gloo"), ("one", "one process")):
+        console.print(f"  {what:<19}{speeds[side]:6.0f} tokens/s", style=COLORS.get(side))
+    if speeds["symcomm"] < FASTER * max(speeds["gloo"], speeds["one"]):
+        console.print("Two ranks on symcomm were not the fastest in this run." + format_load(*load_and_cores()))
+
+
+def show_picture(runs: dict[str, list[dict[str, Any]]], picture: Path) -> None:
+    if draw_picture(runs, picture):
+        console.print(f"Picture of both trainings: {picture}", soft_wrap=True)
+    else:
+        console.print("No picture: matplotlib is not installed (`pip install 'symcomm[plot]'`).", markup=False)
 
 
 @app.command()
@@ -196,7 +230,7 @@ def demo(
         Path, typer.Option("--picture", metavar="FILE", help="Where to draw both losses: .png or .svg.")
     ] = Path("symcomm-demo.png"),
 ) -> None:
-    """Several ranks at work on this machine, explained as they go. Takes about two minutes.
+    """Several ranks at work on this machine, explained as they go. Takes about three minutes.
 
     \b
     Examples:
@@ -208,9 +242,11 @@ def demo(
         need_torch("symcomm demo")
         console.print("[bold]Symcomm[/bold]: PyTorch's communication layer on symmetric memory.\n")
         show_collective()
-        show_training(steps, picture)
+        runs = show_training(steps)
         show_failures()
+        show_writing()
         console.print("\nNext: `symcomm run -n 2 your_script.py`, `symcomm bench --help`, docs/.")
+        show_picture(runs, picture)
 
 
 def check_options(steps: int, picture: Path) -> None:

@@ -26,7 +26,7 @@ __all__ = ["GROUP_CALLS", "CallHooks", "HookCalls", "HookOpName", "PostHookArgs"
 
 @dataclass
 class PreHookArgs:
-    """What a pre-hook is told. Collectives in place have inputs only; ``root`` is the peer of a message, or -1."""
+    """What a pre-hook receives. In-place collectives have inputs only; ``root`` is the peer of a message, or -1."""
 
     name: HookOpName = HookOpName.UNKNOWN
     op_id: int = 0
@@ -38,7 +38,7 @@ class PreHookArgs:
 
 @dataclass
 class PostHookArgs:
-    """What a post-hook is told; ``op_id`` is that of the pre-hook. ``work`` is None where the call has ended."""
+    """What a post-hook receives; ``op_id`` is the pre-hook's. ``work`` is None if the call has already ended."""
 
     name: HookOpName = HookOpName.UNKNOWN
     op_id: int = 0
@@ -81,7 +81,7 @@ class CallHooks:
             self._install()
 
     def move_to(self, other: CallHooks) -> None:
-        """``other`` has these hooks from now on, and this has none."""
+        """Move all hooks to ``other``."""
         with self._lock:
             moved, self._hooks = self._hooks, {kind: {} for kind in self._hooks}
             self._install()
@@ -90,7 +90,7 @@ class CallHooks:
                 other.register(kind, hook_id, hook)
 
     def own_id(self) -> int:
-        """An id that no caller has taken: callers' are theirs to choose, ours are negative."""
+        """An id that no caller uses: callers choose theirs freely, ours are negative."""
         with self._lock:
             taken = set().union(*self._hooks.values())
             return next(hook_id for hook_id in self._own_ids if hook_id not in taken)
@@ -116,7 +116,7 @@ class CallHooks:
         return result
 
     def run_abort_hooks(self) -> None:
-        """Once in the life of the group. What a hook raises does not keep others from running."""
+        """Runs once in a group's life. A hook that raises does not keep the others from running."""
         with self._lock:
             if self._aborted:
                 return
@@ -171,7 +171,7 @@ class _GroupCalls:
         return arguments.get(spec.root, -1)
 
     def changed(self, owner: Any, is_intercepted: bool) -> None:
-        """Nothing to do: these objects have no way around their methods."""
+        """Nothing to do: all calls of these objects go through their methods."""
 
 
 GROUP_CALLS = _GroupCalls()
@@ -186,7 +186,7 @@ class HookCalls:
 
     @property
     def interception(self) -> Interception:
-        """Who sees the calls of this group."""
+        """What intercepts the calls of this group."""
         made = vars(self).get("_interception")
         if made is None:
             fresh = Interception()
@@ -200,13 +200,13 @@ class HookCalls:
         return vars(self).get("_call_hooks") or vars(self).setdefault("_call_hooks", CallHooks(self.interception))
 
     def take_over_hooks(self, older: HookCalls) -> None:
-        """This group takes the place of ``older``, for those who watch it, too."""
+        """This group replaces ``older``, and takes over its hooks."""
         hooks: CallHooks | None = vars(older).get("_call_hooks")
         if hooks is not None:
             hooks.move_to(self.call_hooks)
 
     def run_abort_hooks(self) -> None:
-        """The group is aborted here, or has failed."""
+        """This rank aborted the group, or learned that it has failed."""
         hooks: CallHooks | None = vars(self).get("_call_hooks")
         if hooks is not None:
             hooks.run_abort_hooks()

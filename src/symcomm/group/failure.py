@@ -1,8 +1,7 @@
-"""What went wrong with an operation, in words, the same on every rank.
+"""Turns a failed operation into an exception whose message is the same on every rank.
 
-The core only says which kind of failure it was and what every rank's control block shows. Here that becomes one of our
-exceptions. For a mismatch each rank publishes its own call and waits a moment for the others', so that every message
-names every side.
+The core reports the kind of failure and the state of every rank's control block. On a mismatch each rank publishes its
+own call and waits briefly for the others', so that every message names all calls.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from symcomm.types import DType, RedOpType
 
 __all__ = ["Site", "Status", "call_site", "check_living", "explain", "explain_peer"]
 
-RECORD_WAIT = 0.08  # the others are woken at once; 80 ms leaves room within the 100 ms we promise
-EXIT_WAIT = 0.08  # taking a process apart took 5 to 60 ms on a busy machine
+RECORD_WAIT = 0.08  # the others are woken at once; 80 ms stays within the 100 ms that we promise
+EXIT_WAIT = 0.08  # tearing down a process took 5 to 60 ms on a busy machine
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -46,12 +45,12 @@ class Status(enum.IntEnum):
     UNREADABLE = native.STATUS_UNREADABLE
 
 
-Site = tuple[str, int]  # file, line; worded only when something went wrong
+Site = tuple[str, int]  # file, line; formatted only on failure
 _is_inner: dict[str, bool] = {}  # by file
 
 
 def call_site(depth: int = 1) -> Site:
-    """Where the nearest caller is that is neither ours nor torch's."""
+    """The innermost frame that is neither ours nor torch's."""
     frame: Any = sys._getframe(depth)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -66,6 +65,8 @@ def call_site(depth: int = 1) -> Site:
 
 def format_site(site: Site) -> str:
     name, line = site
+    if cell := errors.notebook_cells().get(name):
+        return f"{cell}:{line}"
     with contextlib.suppress(OSError):  # the working directory may be gone
         near = os.path.relpath(name)
         name = name if near.startswith("..") else near
@@ -73,7 +74,7 @@ def format_site(site: Site) -> str:
 
 
 def _inner_folders() -> tuple[str, ...]:
-    """Folders whose code calls collectives on behalf of somebody else."""
+    """Folders whose code makes collective calls on behalf of its caller."""
     ours = tuple(
         PACKAGE + name + os.sep for name in ("group", "store", "hierarchical", "cuda", "torch_backend", "c10d", "ddp")
     )
@@ -114,8 +115,8 @@ def with_sizes(call: str, collective: int) -> str:
 
 
 def how_it_ended(pid: int) -> str:
-    """How a dead process ended, while its parent has not collected it yet. The kernel marks the life word first and
-    takes the process apart then, so its exit code may be a few milliseconds away."""
+    """How a dead process ended, while its parent has not reaped it yet. The kernel marks the life word before it tears
+    the process down, so the exit code may be a few milliseconds away."""
     deadline = time.monotonic() + EXIT_WAIT
     while True:
         try:
@@ -125,7 +126,7 @@ def how_it_ended(pid: int) -> str:
             return "died"
         if fields[0] in "ZX":
             return format_exit(os.waitstatus_to_exitcode(int(fields[-1])))
-        if dumps_core(pid):  # which may take long; the signal is known already
+        if dumps_core(pid):  # which may take long; the signal is already known
             return f"{format_exit(-(int(fields[-1]) & 0x7F))} (it still writes a core dump)"
         if time.monotonic() > deadline:
             return "died"
@@ -140,7 +141,7 @@ def dumps_core(pid: int) -> bool:
 
 
 def explain(group: Any, status: int, call: str, at: Site, seconds: float | None) -> errors.SymcommError:
-    """The exception for a failed operation of ``group`` (a ProcessGroup). ``seconds`` None: that of the last one."""
+    """The exception for a failed operation of ``group``. ``seconds``: how long it ran; None: ask the core."""
     site = format_site(at)
     report = native.group_report(group.handle)
     if seconds is None:
@@ -179,7 +180,7 @@ def explain(group: Any, status: int, call: str, at: Site, seconds: float | None)
 
 
 def explain_peer(group: Any, what: str, status: int, peer: int, seconds: float) -> errors.SymcommError:
-    """The exception for a wait for one rank's signal that failed. It does no harm to the group."""
+    """The exception for a failed wait for one rank's signal. The group stays usable."""
     text, pid = f"{what} on group {group.name!r}", group.peers[peer].pid
     if status in (Status.DEAD, Status.LEFT):
         how = how_it_ended(pid) if status == Status.DEAD else "left the group"
@@ -197,7 +198,7 @@ def explain_peer(group: Any, what: str, status: int, peer: int, seconds: float) 
 
 
 def check_living(group: Any, ranks: Collection[int], what: str) -> None:
-    """Raise if one of ``ranks``, which somebody waits for outside of the group's operations, died or left."""
+    """Raise if one of ``ranks`` died or left; for waits outside the group's operations."""
     report = native.group_report(group.handle)["ranks"]
     gone = {r["rank"]: r["gone"] for r in report if r["gone"] and r["rank"] in ranks and r["rank"] != group.rank}
     if not gone:
@@ -215,7 +216,7 @@ def check_living(group: Any, ranks: Collection[int], what: str) -> None:
 
 
 def _publish(group: Any, call: str, site: str, seq: int) -> None:
-    """Tell the others what this rank was doing. Of a long path the end says most."""
+    """Publish what this rank was doing. Of a long path, the end is kept."""
     while len(text := json.dumps({"call": call, "site": site, "seq": seq}).encode()) > native.CALL_BYTES:
         site = f"...{site[len(site) // 4 + 4 :]}"
     native.group_publish(group.handle, native.RECORD_CALL, text)
@@ -262,7 +263,7 @@ def _last_seen(seen: dict[str, Any], seq: int) -> str:
 
 
 def _awaits(seen: dict[str, Any]) -> str:
-    """What a rank that did not come does instead, if it sleeps for a message."""
+    """What a missing rank does instead, if it waits for a message."""
     if not seen["message"]:
         return ""
     peer, is_send = seen["message"] // 2 - 2, seen["message"] % 2
@@ -271,7 +272,7 @@ def _awaits(seen: dict[str, Any]) -> str:
 
 
 def _rank_gone(group: Any, what: str, report: dict[str, Any], seconds: float) -> errors.SymcommError:
-    first = report["culprit"]  # others may have left because of it: only who died is named beside it
+    first = report["culprit"]  # others may have left because of it: only dead ranks are named beside it
     gone = [first, *(r["rank"] for r in report["ranks"] if r["gone"] == Status.DEAD and r["rank"] != first)]
     parts = []
     for rank in gone:

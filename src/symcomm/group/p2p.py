@@ -52,7 +52,7 @@ def wait_in_thread(work: Any, callback: Callable[[], None]) -> None:
     later = continued(callback)
 
     def attend() -> None:
-        with contextlib.suppress(BaseException):  # exception() tells it to whoever asks
+        with contextlib.suppress(BaseException):  # exception() returns it
             work.wait()
         later()
 
@@ -80,11 +80,11 @@ class AnyMessageWork(Outcome):
 
 
 class MessageWork(AnyMessageWork):
-    """A send or receive on its way."""
+    """A send or receive in flight."""
 
     def __init__(self, group: Any, message: Message, buffer: Buffer, site: Site):
         self._group = group
-        self.op: Any = None  # until it is posted; for good if an interrupt came before we knew it
+        self.op: Any = None  # until it is posted; for good if an interrupt came first
         self._message = message
         self._buffer = buffer
         self._site = site
@@ -111,7 +111,7 @@ class MessageWork(AnyMessageWork):
             self._buffer.finish()
 
     def wait(self, timeout: Timeout = None) -> bool:
-        """Block until the message has left (send) or is there (receive)."""
+        """Block until the message has left (send) or arrived (receive)."""
         if self.outcome is None:
             given = self._group.timeout_ns if not timeout else to_ns("wait", timeout)
             self._conclude(native.p2p_wait(self.op, given, True), given)
@@ -120,7 +120,7 @@ class MessageWork(AnyMessageWork):
         return True
 
     def _conclude(self, outcome: tuple[int, int, int, int], given_ns: int) -> None:
-        """The end of a wait of ``given_ns``. A time-out that left the message withdrawn does not harm the group."""
+        """The end of a wait of ``given_ns``. After a time-out that withdrew the message the group stays usable."""
         if outcome[0] != Status.TIMEOUT or native.group_report(self._group.handle)["status"]:
             self.settle(outcome)
             return
@@ -169,14 +169,14 @@ class MessageCalls:
         """Returns once ``tensor`` may be changed again.
 
         Raises: BadArgumentError, RankFailedError, DeadlineError, GroupUnusableError."""
-        if timeout is None and self._failure is None:  # of a plain torch tensor: one call of the core
+        if timeout is None and self._failure is None:  # a plain torch tensor: one call of the core
             outcome = native.p2p_exchange(self.handle, True, peer, tag, tensor, self.timeout_ns)
             if type(outcome) is int:
                 return
             self._raise_failure(outcome, Message.send(tensor, peer, tag), read_buffer)
         self.check_usable()
         if timeout is not None:
-            to_ns("send", timeout)  # a wrong one is refused before anything is on its way
+            to_ns("send", timeout)  # a wrong one is refused before anything is sent
         self._post(Message.send(tensor, peer, tag), "send", False).wait(timeout)
 
     def recv(self, tensor: Any, peer: int = ANY_SOURCE, tag: int = 0, timeout: Timeout = None) -> int:
@@ -196,7 +196,7 @@ class MessageCalls:
         return work.source
 
     def _raise_failure(self, outcome: tuple[Any, ...] | None, message: Message, view: Callable[..., Any]) -> None:
-        """Of a message that the core has tried; None: it cannot, and Python has to look at the tensor."""
+        """The result of a message that the core tried; None: it could not, and Python has to look at the tensor."""
         if outcome is None:
             return
         buffer = view("send" if message.is_send else "recv", "tensor", message.tensor)
@@ -263,10 +263,10 @@ class MessageCalls:
     def _keep_message(self, work: MessageWork) -> None:
         self._in_flight.append(work)
         if len(self._in_flight) < self._sweep_at or not self._keep_lock.acquire(blocking=False):
-            return  # or somebody looks already; it may be this very thread, which a signal handler interrupted
+            return  # or somebody is already looking; perhaps this very thread, interrupted by a signal handler
         try:
             before = list(self._in_flight)
             self._in_flight[: len(before)] = [w for w in before if not w.is_completed()]
-            self._sweep_at = 2 * len(self._in_flight) + 16  # so that many in flight are not looked at for each new one
+            self._sweep_at = 2 * len(self._in_flight) + 16  # so that a new one does not cost a look at all in flight
         finally:
             self._keep_lock.release()

@@ -37,7 +37,7 @@ from symcomm.memory.share import pretend_host
 __all__ = ["spawn"]
 
 PR_SET_PDEATHSIG = 1
-GRACE = 5.0  # seconds that the other ranks get to end by themselves after one has failed
+GRACE = 5.0  # seconds for the other ranks to end by themselves after one has failed
 
 
 def spawn(
@@ -66,7 +66,7 @@ def spawn(
 
 
 def _hosts_of_ranks(n: int, hosts: Sequence[int] | None) -> list[str]:
-    """The host that each rank is to count as being on; empty names where they are where they are."""
+    """The host that each rank pretends to be on; empty names: where they really are."""
     if hosts is None:
         return [""] * n
     if any(not isinstance(k, int) or k < 1 for k in hosts) or sum(hosts) != n:
@@ -78,7 +78,7 @@ def _hosts_of_ranks(n: int, hosts: Sequence[int] | None) -> list[str]:
 
 
 class _ThreadExchange:
-    """Everybody's bytes, for ranks that are threads of one process."""
+    """An all-gather of bytes among threads of one process."""
 
     def __init__(self, n: int):
         self.barrier = threading.Barrier(n, timeout=60)
@@ -124,7 +124,7 @@ def _spawn_threads(
         finally:
             if group is not None:
                 group.destroy()
-                leave_groups_of(group.arena)  # those that fn made and forgot
+                leave_groups_of(group.arena)  # those that fn made and did not destroy
             set_default(None, of_thread=True)
             use_arena(None)
 
@@ -148,7 +148,7 @@ def _spawn_threads(
 
 
 def _first_cause(failures: list[tuple[float, int, BaseException]]) -> BaseException:
-    """The error that started it: not one that only reports that a peer failed, when there is another."""
+    """The root cause: an error that only reports a failed peer gives way to any other."""
     own = [f for f in failures if not isinstance(f[2], (errors.PeerError, threading.BrokenBarrierError))]
     _, rank, error = min(own or failures, key=lambda f: f[0])
     error.add_note(f"(raised on rank {rank})") if hasattr(error, "add_note") else None
@@ -161,7 +161,7 @@ def _first_cause(failures: list[tuple[float, int, BaseException]]) -> BaseExcept
 def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, str]:
     """The function for a fresh process, and the start method: notebooks need cloudpickle or fork."""
     try:
-        packed = pickle.dumps((fn, args))
+        packed = pickle.dumps((fn, args, {}))
         if getattr(fn, "__module__", "") != "__main__" or hasattr(__import__("__main__"), "__file__"):
             return packed, "spawn"
     except Exception:
@@ -169,12 +169,12 @@ def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, str]:
     with contextlib.suppress(ImportError):
         import cloudpickle
 
-        return cloudpickle.dumps((fn, args)), "spawn"
+        return cloudpickle.dumps((fn, args, errors.notebook_cells())), "spawn"
     return packed, "fork"
 
 
 class _SharedFile:
-    """A file without a name, so that nothing of it can be left behind. New processes get its descriptor."""
+    """A file without a name, so that it cannot be left behind. New processes get its descriptor."""
 
     def __init__(self, descriptor: int):
         self.descriptor = descriptor
@@ -202,7 +202,7 @@ def _received_file(duplicate: Any) -> _SharedFile:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this rank when the thread that called spawn() ends, which waits for it."""
+    """Have the kernel kill this rank when the thread that called spawn(), and waits for it, ends."""
     parent = multiprocessing.parent_process()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent is not None and os.getppid() != parent.pid:  # it was killed before that
@@ -214,7 +214,8 @@ def _rank_main(
 ) -> None:
     _end_with_parent()
     if packed and fn is None:
-        fn, args = pickle.loads(packed)
+        fn, args, cells = pickle.loads(packed)
+        errors.inherited_cells.update(cells)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))
     if host:
         os.environ["SYMCOMM_HOST_ID"] = host

@@ -20,7 +20,7 @@ from symcomm.group.failure import Site, explain
 __all__ = ["Timeout", "Watcher", "Work", "no_thread", "to_ns"]
 
 Timeout = float | timedelta | None
-LONGEST = 1 << 31  # seconds, 68 years: as good as for ever, and nanoseconds of it fit in 64 bits
+LONGEST = 1 << 31  # seconds, 68 years: practically for ever, and in nanoseconds it fits in 64 bits
 
 
 def to_ns(call: str, timeout: float | timedelta) -> int:
@@ -46,20 +46,20 @@ def _new_future() -> Any:
 
 
 class Watcher:
-    """Threads of a group that wait for works with callbacks, and call those.
+    """Threads of a group that wait for works and run their callbacks.
 
     One thread at a time is the leader and waits for the oldest work. Before it runs that work's callbacks it hands the
     lead on, since a callback may itself wait for a later work.
     """
 
-    IDLE = 1.0  # seconds a thread stays without work; a training step takes less, so threads are rarely started
+    IDLE = 1.0  # seconds an idle thread stays alive; a training step takes less, so threads are rarely started
 
     def __init__(self) -> None:
         self._works: deque[Work] = deque()
         self._change = threading.Condition()
-        self._led = False  # somebody waits for a work, or is on its way to do so
+        self._led = False  # a thread waits for a work, or is about to
         self._idle = 0
-        self._called = 0  # idle threads that were called to lead and have not woken up yet
+        self._called = 0  # idle threads that were notified to lead and have not woken up yet
 
     def watch(self, work: Work) -> None:
         with self._change:
@@ -85,14 +85,14 @@ class Watcher:
                 raise
 
     def _attend(self) -> None:
-        """Begins as the leader, and goes on as the leader each time it was called again."""
+        """Starts as the leader, and leads again each time it is notified."""
         while True:
             with self._change:
                 work = self._works.popleft()
             work._await()
             with self._change:
                 self._led = False
-                with contextlib.suppress(RuntimeError):  # no thread to be had: we lead again, after these callbacks
+                with contextlib.suppress(RuntimeError):  # no thread could be started: lead again, after these callbacks
                     self._find_leader()
             work.poll(0)
             with self._change:
@@ -102,7 +102,7 @@ class Watcher:
                 self._idle += 1
                 self._change.wait(self.IDLE)
                 self._idle -= 1
-                if not self._called:  # wait()'s own answer would miss a call at the very moment it gives up
+                if not self._called:  # wait()'s result would miss a notification at the moment it times out
                     return
                 self._called -= 1
 
@@ -127,7 +127,7 @@ class Work(Outcome):
     Raises: what the operation failed with; DeadlineError from ``wait(timeout)``."""
 
     def __init__(self, group: Any, call: str, site: Site, outputs: Sequence[Buffer], result: Sequence[Any], keep: Any):
-        self._group = group  # until it has ended: a group keeps its works, and would keep itself
+        self._group = group  # until it has ended: a group keeps its works, and would keep itself alive
         self._group_name = group.name
         self._call = call
         self._site = site
@@ -135,16 +135,16 @@ class Work(Outcome):
         self.results = list(result)
         self.kept = keep  # tensors the core still reads or writes
         self._started = time.monotonic()
-        self.seconds: float | None = None  # from the call to its end, once that is known
+        self.seconds: float | None = None  # from the call to its end, once known
         self.request: Any = None
-        self._lock = threading.RLock()  # a signal handler, or who is told of a failure, may ask while we hold it
+        self._lock = threading.RLock()  # a signal handler or a failure hook may ask while we hold it
         self.settled = False
         self._error: BaseException | None = None
         self.callbacks: list[Callable[[], None]] = []
 
     def _copy_out(self, status: int) -> None:
-        """Runs once, in whichever thread first learns that the operation has ended: the core's own, where outputs have
-        to be copied. That thread must not run callbacks, which may wait for operations that it is to run."""
+        """Runs once, in the thread that first learns that the operation has ended: the core's own, where outputs have
+        to be copied. That thread must not run callbacks, which may wait for operations that it has yet to run."""
         with self._lock:
             if self.settled:
                 return
@@ -159,8 +159,8 @@ class Work(Outcome):
             self.kept = self._group = None
 
     def copy_out_in_core(self, status: int) -> None:
-        """In the core's own thread. That never waits for a thread that copies already: a signal handler or a finalizer
-        may have interrupted it there with an operation that this very thread is to run."""
+        """Runs in the core's own thread, which never waits for a thread that is already copying: a signal handler or a
+        finalizer may have interrupted that one with an operation that this thread has yet to run."""
         if self._lock.acquire(blocking=False):
             try:
                 self._copy_out(status)
@@ -187,7 +187,7 @@ class Work(Outcome):
         if self.settled and not self.callbacks:
             return True
         if self.request is None:
-            return False  # about to be submitted, or an interrupt came before we knew its request
+            return False  # about to be submitted, or an interrupt came before its request was known
         status = native.request_wait(self.request, timeout_ns)
         if status is None:
             return False

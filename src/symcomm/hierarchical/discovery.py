@@ -9,7 +9,7 @@ from typing import Any
 from symcomm import errors
 from symcomm.memory.share import Exchange
 
-__all__ = ["SubsetExchange", "agree_on_engine", "boot_id", "network"]
+__all__ = ["SubsetExchange", "agree_on_engine", "boot_id", "check_addresses", "network", "network_advice"]
 
 
 class SubsetExchange:
@@ -42,6 +42,25 @@ def agree_on_engine(infos: Sequence[dict[str, Any]]) -> str:
     raise errors.ResourceError(
         "the ranks are on several hosts, and no engine that crosses them is on all; install torch (Gloo) or mpi4py."
     )
+
+
+def check_addresses(infos: Sequence[dict[str, Any]]) -> None:
+    """Refuse at once ranks that only their own machine, or container, can reach."""
+    for rank, info in enumerate(infos):
+        if (address := info["control"][1]).startswith("127."):
+            advice = network_advice(infos)
+            raise errors.ResourceError(f"rank {rank} is at {address}, where the others cannot reach it; {advice}.")
+
+
+def network_advice(infos: Sequence[dict[str, Any]]) -> str:
+    """What to do when ranks do not reach each other."""
+    machines = {tuple(info["machine"]) for info in infos}
+    if len({boot for boot, _ in machines}) < len(machines):
+        return (
+            "ranks of one machine are in different network namespaces: start their containers with --network=host, or "
+            "with --ipc=host and SYMCOMM_SHARE=named on all ranks"
+        )
+    return "let the network between the hosts through, or set SYMCOMM_ADDRESS to the interface that the others reach"
 
 
 def boot_id() -> str:

@@ -26,7 +26,14 @@ from symcomm.group.work import Timeout, Work, to_ns
 from symcomm.hierarchical.agreement import Agreement, Agreements
 from symcomm.hierarchical.connection import Frame, FramedConnection, ProtocolViolation
 from symcomm.hierarchical.control_channel import ControlChannel, Endpoint, channel_of, check_tokens, endpoint_in
-from symcomm.hierarchical.discovery import SubsetExchange, agree_on_engine, boot_id, network
+from symcomm.hierarchical.discovery import (
+    SubsetExchange,
+    agree_on_engine,
+    boot_id,
+    check_addresses,
+    network,
+    network_advice,
+)
 from symcomm.hierarchical.engines.base import (
     Engine,
     EngineContext,
@@ -192,6 +199,8 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             rank, text = next((r, c["refusal"]) for r, c in enumerate(self.peer_info) if c["refusal"])
             raise refusal or errors.ResourceError(f"rank {rank} cannot take part in group {self.name!r}: {text}")
         check_tokens(self.peer_info)
+        if across:
+            check_addresses(self.peer_info)
         self._key = self.peer_info[0]["key"]  # the first rank names the group for all
         self._endpoints = [endpoint_in(c, bool(across)) for c in self.peer_info]
         self._rank_of = {endpoint.nonce: r for r, endpoint in enumerate(self._endpoints)}
@@ -238,7 +247,7 @@ class HierarchicalGroup(HierarchicalExecution, HierarchicalMessages, ProcessGrou
             why = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise errors.RankFailedError(
                 f"group {self.name!r}: {self.engine_name} could not connect rank {self.rank} to the others ({why}); "
-                "a rank that ended meanwhile, or a network that does not let them through."
+                f"a rank ended meanwhile, or the network is in the way: {network_advice(self.peer_info)}."
             ) from error
 
     def __repr__(self) -> str:

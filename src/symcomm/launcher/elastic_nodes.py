@@ -3,9 +3,9 @@
 They rendezvous in the store at the endpoint. The launcher that serves it is the *first*: it alone decides, and when it
 is gone the job is over. Below ``nodes/`` the store has::
 
-    count     how many launchers have come; each takes the next number as its own
-    beat/I    counts up while launcher I lives
-    left/I    why launcher I went: DONE when its ranks ended well
+    count     how many launchers have joined; each takes the next number as its own
+    beat/I    launcher I's heartbeat: counts up while it lives
+    left/I    why launcher I left: DONE when its ranks succeeded
     again/R   why the ranks of round R have to start again (--restart all)
     seats/R   who takes part in round R: {launcher: node rank}
     late/I    the node rank of a launcher that joins a round under way (--restart failed)
@@ -27,7 +27,7 @@ from symcomm.launcher.launch import LOOK_S, Attempt, StopRequest, judge
 from symcomm.launcher.output import Output
 from symcomm.launcher.reaper import Reaper
 
-GONE_S = 10.0  # a launcher whose beat has not changed for so long is gone
+GONE_S = 10.0  # seconds without a heartbeat after which a launcher is gone
 JOIN_S = 600.0  # to wait for MIN nodes, as torchrun does
 DONE = "done"
 OVER = "the job is over"
@@ -85,7 +85,7 @@ class ElasticNodes:
         return ""
 
     def next_assignment(self, stop: StopRequest) -> NodeAssignment | str:
-        """Wait for an assignment in the next round, or return the reason why there is none any more."""
+        """Wait for an assignment in the next round, or return why there will be none."""
         end = time.monotonic() + JOIN_S
         while not stop.signum:
             self.look()
@@ -114,7 +114,7 @@ class ElasticNodes:
         self._store.set(f"nodes/again/{self.round}", why)
 
     def leave(self, why: str) -> None:
-        with contextlib.suppress(PeerError, DeadlineError):  # then nobody is there to be told
+        with contextlib.suppress(PeerError, DeadlineError):  # then nobody is left to tell
             self._store.set(f"nodes/left/{self.number}", why)
 
     def linger(self, stop: StopRequest) -> None:
@@ -126,7 +126,7 @@ class ElasticNodes:
             time.sleep(LOOK_S)
         if not self._told("end"):
             self._store.set("nodes/end", OVER)
-        time.sleep(2 * LOOK_S)  # for those that wait for a seat to read it
+        time.sleep(2 * LOOK_S)  # so that those that wait for a seat can read it
 
     def _told(self, key: str) -> str:
         key = f"nodes/{key}"
@@ -135,7 +135,7 @@ class ElasticNodes:
     # -- the first one's part
 
     def _alive(self) -> set[int]:
-        """Launchers that have not left, and whose beat goes on."""
+        """Launchers that have not left and whose heartbeat goes on."""
         now, alive = time.monotonic(), set()
         for number in range(1, self._store.add("nodes/count", 0) + 1):
             if self._told(f"left/{number}"):
@@ -150,7 +150,7 @@ class ElasticNodes:
     def _decide(self) -> None:
         alive = self._alive()
         if any(self._told(f"left/{number}") == DONE for number in self._assignments):
-            return  # the others will be done soon, too
+            return  # the others will soon be done too
         if not self._assignments:
             if len(alive) >= self.least:
                 self._assign(0, alive)
@@ -194,11 +194,11 @@ class ElasticNodes:
 
 
 def _meet(host: str, port: int, token: str, optional: bool) -> tuple[Any, bool]:
-    """The store at the endpoint, and whether it is ours: whoever can listen there first serves it."""
+    """The store at the endpoint, and whether it is ours: the first that can listen there serves it."""
     from symcomm.store.tcp import TCPStore
 
     if _is_here(host):
-        with contextlib.suppress(StoreConnectionError):  # another launcher of this host was quicker
+        with contextlib.suppress(StoreConnectionError):  # another launcher of this host was faster
             server = TCPStore(
                 host, port, is_master=True, wait_for_workers=False, token=token, token_is_optional=optional
             )
@@ -220,7 +220,7 @@ def _is_here(host: str) -> bool:
 
 
 def launch_nodes(job: Job, output: Output) -> int:
-    """Like ``launch``, for this node of a job whose nodes may come and go."""
+    """Like ``launch``, for one node of an elastic job."""
     job.check()
     stop = StopRequest()
     with stop.listening():

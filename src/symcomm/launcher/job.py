@@ -1,4 +1,4 @@
-"""What a launch is to start: the job, checked; its ranks' environment; the port where they meet."""
+"""What to launch: the job, validated; its ranks' environment; the port of their rendezvous."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Job:
     log_dir: Path | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     server: bool = False
-    insecure: bool = False  # strangers may reach the store
-    bind_numa: bool = False  # ranks to the cores of one NUMA node each
-    token: str = field(default_factory=secrets.token_urlsafe)  # the job's, where nobody gives one
+    insecure: bool = False  # other users or hosts may reach the store
+    bind_numa: bool = False  # bind each rank to the cores of one NUMA node
+    token: str = field(default_factory=secrets.token_urlsafe)  # the job's token, where none is given
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -64,7 +64,7 @@ class Job:
         return self.node_rank * self.ranks_here
 
     def check(self) -> None:
-        """Refuses what contradicts itself, before anything is started."""
+        """Refuses contradictory options before anything is started."""
         if not self.command:
             raise BadArgumentError(f"{CALL}: nothing to run; name a script: `symcomm run -n 2 script.py`.")
         if self.ranks_here < 1:
@@ -125,7 +125,7 @@ class Job:
             "MASTER_PORT": port,
             "TORCHELASTIC_RESTART_COUNT": attempt,
             "TORCHELASTIC_MAX_RESTARTS": self.max_restarts,
-            # must be the same on every node, and the nodes' launchers do not talk to each other
+            # must be the same on every node without communication between the launchers
             "TORCHELASTIC_RUN_ID": self.tag or (self.mark if self.is_alone else "none"),
             MARK: self.mark,
         }
@@ -133,7 +133,7 @@ class Job:
 
     @property
     def keeps_store(self) -> bool:
-        """Whether the launcher serves the ranks' store itself: ranks that come and go need one that stays."""
+        """Whether the launcher serves the ranks' store itself: elastic ranks need one that outlives them."""
         return self.restart == "failed" or self.min_nodes is not None
 
     @property
@@ -143,13 +143,13 @@ class Job:
 
     @property
     def admits_unauthenticated(self) -> bool:
-        """Whether a store that the launcher keeps also takes those who do not prove the token. PyTorch's clients
-        cannot, and programs that use them must run where nobody has asked for one."""
+        """Whether a store that the launcher serves accepts clients without the token. PyTorch's clients cannot prove
+        it, and programs that use them must run where the user set none."""
         return self.insecure or not self.given_token
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other launcher has a part in the job."""
+        """Whether this is the job's only launcher."""
         return self.nodes == 1 and self.min_nodes is None
 
     def environment(
@@ -162,7 +162,7 @@ class Job:
             "PYTHONUNBUFFERED": "1",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         }
-        if self.is_alone:  # otherwise it must come from outside: launchers do not talk before their ranks do
+        if self.is_alone:  # otherwise the user must set it: launchers do not communicate before their ranks do
             defaults["SYMCOMM_TOKEN"] = self.token
         inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
         if self.server:
@@ -213,7 +213,7 @@ def _bound(family: int, port: int) -> socket.socket:
 
 
 def _is_loopback(endpoint: tuple[str, int] | None) -> bool:
-    """Whether nobody outside this machine can connect there. A name may be anything, but for one."""
+    """Whether only this machine can connect there. Of names, only ``localhost`` is known to be."""
     host = endpoint[0] if endpoint else ""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
@@ -232,7 +232,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 class NodePlacement(NamedTuple):
-    """Which of the job's nodes this is, and where ranks meet."""
+    """Which of the job's nodes this is, and the rendezvous endpoint."""
 
     nodes: int
     node_rank: int
@@ -328,7 +328,7 @@ def build_command(
     no_python: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """The command line of every rank, once it is sure that it can start at all."""
+    """The command line of every rank; refuses one that could not start."""
     if module and no_python:
         raise BadArgumentError(f"{CALL}: -m and --no-python contradict each other; a module needs Python.")
     if module:

@@ -29,8 +29,8 @@ from symcomm.memory import numa
 # After a rank failed, the others get this long to fail by themselves and print why (a lost peer breaks every wait
 # within milliseconds; a Python traceback and exit take about 0.1 s), before they get SIGTERM.
 SETTLE_S = 0.3
-IDLE_S = 1.0  # the loop turns at least this often
-LOOK_S = 0.2  # and this often where other launchers have a say
+IDLE_S = 1.0  # the loop runs at least this often
+LOOK_S = 0.2  # and this often where other launchers take part
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # forwarded to process groups; the second one kills
 PASSING = (signal.SIGUSR1, signal.SIGUSR2)  # forwarded to the ranks only: their helpers would die of it
 PR_SET_PDEATHSIG = 1
@@ -45,9 +45,9 @@ class Rank:
     started: float
     ended: float | None = None
     returncode: int | None = None
-    stopping: int = 0  # the last signal with which we tried to stop it
+    stopping: int = 0  # the last signal that we sent to stop it
     pidfd: int | None = None
-    replaced: bool = False  # another process has its place
+    replaced: bool = False  # it was replaced by another process
 
     def end(self, now: float) -> verdict.RankEnd:
         seconds = (self.ended or now) - self.started
@@ -64,7 +64,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Handles signals meanwhile (in a main thread). Those that are ignored stay so: nohup, background jobs."""
+        """Handles signals while it is entered (in a main thread). Ignored ones stay ignored: nohup, background jobs."""
         before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for signum in (*STOPPING, *PASSING):
@@ -84,7 +84,7 @@ class StopRequest:
             if self.attempt:
                 self.attempt.pass_on(signum)
         elif self.signum:
-            # a shell that goes away says SIGHUP once more than the kernel did: that is nobody's second request
+            # a shell that exits sends SIGHUP in addition to the kernel's: that is not a second request
             if self.attempt and signum != signal.SIGHUP:
                 self.attempt.kill()
         else:
@@ -116,15 +116,15 @@ class Attempt:
         self._stop = stop
         self._selector = selectors.DefaultSelector()
         self._started = False
-        self._next_step: tuple[float, Callable[[], None]] | None = None  # when to get rougher, and how
+        self._next_step: tuple[float, Callable[[], None]] | None = None  # when to send a harsher signal, and how
         self._killing = False
         self._given_up = False
-        self.restarts = number  # so far: those of attempts before this one, and ranks replaced in this one
+        self.restarts = number  # restarts so far: earlier attempts, and ranks replaced in this one
         self._lost: list[Rank] = []  # failed, to be replaced at ...
         self._replace_at = 0.0
         self._look = look
         self._late = late
-        self.cut_short = ""  # why somebody else ended the attempt
+        self.cut_short = ""  # why another launcher ended the attempt
         self._start_one: Callable[[int, int | None], None] = self._unstarted
 
     # -- running ----------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class Attempt:
             self._drain()
             for rank in self.ranks:
                 self._reaper.forget(rank.process.pid)
-                rank.process.poll()  # only now may the kernel give its pid to somebody else
+                rank.process.poll()  # only now may the kernel reuse its pid
                 if rank.pidfd is not None:
                     os.close(rank.pidfd)
             self._selector.close()
@@ -202,12 +202,12 @@ class Attempt:
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
             self._selector.register(pipe, selectors.EVENT_READ, functools.partial(self._read, rank, which, pipe))
-        with contextlib.suppress(OSError):  # before Linux 5.3: every turn of the loop looks instead
+        with contextlib.suppress(OSError):  # before Linux 5.3: every iteration of the loop polls instead
             rank.pidfd = os.pidfd_open(rank.process.pid)
             self._selector.register(rank.pidfd, selectors.EVENT_READ, functools.partial(self._note_end, rank))
 
     def _turn(self, timeout: float) -> None:
-        """Waits for something to happen, then handles it."""
+        """Waits for events and handles them."""
         now = time.monotonic()
         if self._next_step:
             timeout = min(timeout, max(0.0, self._next_step[0] - now))
@@ -257,7 +257,7 @@ class Attempt:
         return bool(data)
 
     def _note_end(self, rank: Rank) -> None:
-        """Learns how a rank ended, without reaping it. The first failure starts the end of the others."""
+        """Reads how a rank ended, without reaping it. The first failure starts the shutdown of the others."""
         how = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if how is None:
             return
@@ -285,7 +285,7 @@ class Attempt:
     # -- replacing --------------------------------------------------------------------------------
 
     def _replace_lost(self) -> None:
-        """Starts ranks in the place of those that failed, if any is left that they can join."""
+        """Replaces ranks that failed, if any rank is left that the new ones can join."""
         lost, self._lost = self._lost, []
         others = [rank for rank in self.ranks if rank not in lost and not rank.replaced]
         left = self.job.max_restarts - self.restarts
@@ -302,7 +302,7 @@ class Attempt:
             self._start_one(rank.number - self.job.first_rank, self.number)
 
     def _end_streams(self, ended: Rank) -> None:
-        """Shows what is still in a rank's pipes, and lets go of them."""
+        """Drains a rank's pipes and closes them."""
         for key in list(self._selector.get_map().values()):
             if not isinstance(key.fileobj, int) and key.data.args[0] is ended:
                 self._empty(*key.data.args)
@@ -314,7 +314,7 @@ class Attempt:
             _quietly(os.kill, rank.process.pid, signum)
 
     def forward_stop(self, signum: int) -> None:
-        """A stop that came from outside: ranks may take their time over it."""
+        """A stop requested from outside: ranks get the full grace period."""
         if self._started:
             self._signal_groups(signum)
 
@@ -339,7 +339,7 @@ class Attempt:
             _quietly(os.killpg, rank.process.pid, signum)
 
     def _end_leftovers(self) -> None:
-        """Processes that ranks have left behind get SIGTERM too, and what is left of the grace."""
+        """Processes that ranks left behind get SIGTERM too, and the rest of the grace period."""
         left = find_processes(self._groups(), self.job.mark)
         kill_is_due = self._next_step and self._next_step[1] == self.kill
         end = self._next_step[0] if self._next_step and kill_is_due else time.monotonic() + self.job.grace
@@ -361,7 +361,7 @@ class Attempt:
     def _empty(self, rank: Rank, which: int, pipe: Any) -> None:
         while self._read(rank, which, pipe):
             pass
-        if not pipe.closed:  # a process that we cannot end, or that the rank left behind, holds the other side
+        if not pipe.closed:  # a process that we cannot end, or that the rank left behind, holds the other end
             self._selector.unregister(pipe)
             pipe.close()
             self._output.finish(rank.number, which)
@@ -391,11 +391,11 @@ def launch(job: Job, output: Output) -> int:
 
 
 def judge(attempt: Attempt, stopped_by: int, output: Output) -> int:
-    """The exit code of an attempt; says why when it did not end well."""
+    """The exit code of an attempt; prints the reason if it failed."""
     job, ends = attempt.job, attempt.ends()
     first = attempt.first_failed
     if stopped_by == signal.SIGPIPE:
-        output.broken = False  # the reader of one stream went away; the other may still be read
+        output.broken = False  # the reader of one stream is gone; the other may still be read
     cut_short = stopped_by == signal.SIGPIPE or len(ends) < job.ranks_here or any(e.returncode is None for e in ends)
     failed_before = first is not None and not first.stopping
     if stopped_by and (first or cut_short) and not failed_before:
@@ -433,7 +433,7 @@ def _spawn(job: Job, env: dict[str, str], prepare: Callable[[], None]) -> subpro
 
 
 def _prepare(libc: Any, parent: int, cores: set[int] | None) -> None:
-    """Runs in the new rank before its program. It keeps to its cores; the kernel kills it when the launcher dies."""
+    """Runs in the new rank before its program: binds it to its cores, and has it killed when the launcher dies."""
     if cores is not None:
         os.sched_setaffinity(0, cores)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -21,7 +21,7 @@ START_S, STOP_S = 20, 20
 def multi_process_service() -> Iterator[dict[str, str]]:
     """Starts the service in folders of its own, gives the variables by which ranks find it, and stops it at the end."""
     if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
-        yield {}  # there is one that somebody else looks after
+        yield {}  # somebody else runs one already
         return
     program = shutil.which(PROGRAM)
     if program is None:
@@ -60,6 +60,6 @@ def _start(program: str, environment: dict[str, str]) -> None:
 
 
 def _stop(program: str, environment: dict[str, str]) -> None:
-    """Ends the service with the job; one that does not answer goes when its last client has gone."""
+    """Stops the service with the job; one that does not answer exits after its last client."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run([program], env=environment, input="quit\n", capture_output=True, text=True, timeout=STOP_S)

@@ -42,13 +42,13 @@ class LineStream:
         shown = b"".join(map(self._line, lines))
         stripped = self._held.rstrip(b"\r")
         if (start := stripped.rfind(b"\r")) > 0:
-            self._held = self._held[start:]  # what was before it has been drawn over
+            self._held = self._held[start:]  # what came before it was overwritten
         if len(self._held) > MAX_LINE:
             shown, self._held = shown + self._line(self._held), b""
         return shown + self.tick(now)
 
     def tick(self, now: float) -> bytes:
-        """What to show because time went by: the latest state of a line that redraws itself."""
+        """What to show after some time: the latest state of a line that redraws itself."""
         if b"\r" not in self._held or now - self._redraw_at < REDRAW_S:
             return b""
         text = _visible(self._held)
@@ -98,8 +98,8 @@ class Output:
     def __init__(
         self, *, color: bool = False, prefix: bool = True, quiet: bool = False, out: int = STDOUT, err: int = STDERR
     ):
-        self.broken = False  # nobody reads what we write any more
-        self.failure = ""  # why not, if it is not that the reader went away
+        self.broken = False  # nobody reads our output any more
+        self.failure = ""  # the error, unless the reader is just gone
         self._color = color
         self._prefix = prefix
         self._quiet = quiet
@@ -160,7 +160,7 @@ class Output:
         try:
             if not self.broken:
                 _write_all(descriptor, data)
-        except OSError as error:  # the reader went away (`| head`), or the terminal did, or the disk is full
+        except OSError as error:  # the reader is gone (`| head`), or the terminal is, or the disk is full
             self.broken = True
             if error.errno != errno.EPIPE:
                 self.failure = str(error.strerror)

@@ -1,4 +1,4 @@
-"""Finds and kills the processes of a job, and does so even when the launcher can no longer do it itself.
+"""Finds and kills the processes of a job, even when the launcher can no longer do so.
 
 A process belongs to a job when it is in the process group of one of its ranks, or when the environment it was started
 with carries the job's mark. The first finds children that cleaned their environment, the second those that moved to a
@@ -19,7 +19,7 @@ import time
 from collections.abc import Collection
 
 MARK = "SYMCOMM_LAUNCH_ID"  # set in every rank's environment, different for every launcher
-KILL_DEADLINE_S = 10.0  # a process that survives SIGKILL this long sits in the kernel: nobody can end it
+KILL_DEADLINE_S = 10.0  # a process that survives SIGKILL this long is stuck in the kernel
 
 
 def find_processes(groups: Collection[int], mark: str) -> list[int]:
@@ -89,11 +89,11 @@ class Reaper:
         self._send(f"+{group}\n")
 
     def forget(self, group: int) -> None:
-        """Once a rank is reaped, its number may come back as somebody else's."""
+        """Once a rank is reaped, its number may be reused."""
         self._send(f"-{group}\n")
 
     def dismiss(self) -> None:
-        """The job is over: the reaper finds nothing to kill and goes home."""
+        """The job is over: the reaper finds nothing to kill and exits."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()

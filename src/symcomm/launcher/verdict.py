@@ -1,4 +1,4 @@
-"""How a rank ended, and the few lines that say what happened to a job."""
+"""How a rank ended, and the summary of what happened to a job."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RankEnd:
     pid: int
     returncode: int | None
     seconds: float  # how long it ran
-    after: int = 0  # the signal with which we had begun to stop it, 0 when it ended by itself
+    after: int = 0  # the signal that we sent to stop it; 0: it ended by itself
 
     @property
     def failed_by_itself(self) -> bool:
@@ -50,12 +50,12 @@ def exit_code(end: RankEnd) -> int:
 def find_cause(
     first: RankEnd, ends: Sequence[RankEnd], tail_of: Callable[[int], Sequence[str]], one_node: bool
 ) -> RankEnd:
-    """The failure behind the first end. A rank that left may still be on its way out when a rank that missed it ends:
-    so whoever ended with a RankFailedError gives way to the rank that it names, if that one failed by itself too."""
+    """The root cause. A rank that failed may still be exiting when a rank that missed it ends: so a rank that ended
+    with a RankFailedError gives way to the rank that it names, if that one failed by itself too."""
     failed = {end.pid: end for end in ends if end.failed_by_itself}
     cause, seen = first, {first.pid}
     while blamed := _find_blamed(tail_of(cause.rank), failed, one_node):
-        if blamed.pid in seen:  # they blame each other: nothing is better than the order of ends
+        if blamed.pid in seen:  # they blame each other: the order in which they ended is all there is
             return first
         seen.add(blamed.pid)
         cause = blamed
@@ -102,7 +102,7 @@ def trace_words(folder: str, seconds: float) -> list[str]:
 
     try:
         trace = load(folder)
-    except SymcommError:  # no dumps: whatever failed was not a collective
+    except SymcommError:  # no dumps: what failed was not a collective
         return []
     since = time.time_ns() - int((seconds + 1) * 1e9)
     if not any(one.started_wall_ns >= since for one in trace.ranks.values()):

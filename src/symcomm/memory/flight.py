@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from symcomm._core import native
-from symcomm.errors import bad_argument
+from symcomm.errors import bad_argument, notebook_cells
 from symcomm.memory.heap import PAGE
 
 __all__ = ["CAPACITY", "Flight", "FlightEntry", "Peek", "read_flight", "read_groups"]
@@ -120,7 +120,7 @@ class Flight:
             if self._sites == SITES - 1:
                 return 0
             number = self._sites = self._sites + 1
-            text = f"{site[0]}:{site[1]}".encode(errors="replace")[-(SITE - 1) :]
+            text = f"{notebook_cells().get(site[0], site[0])}:{site[1]}".encode(errors="replace")[-(SITE - 1) :]
             native.poke(_sites_at(self.address, self.capacity) + number * SITE, bytes([len(text)]) + text)
             native.poke(self.address + 24, struct.pack("<Q", number))
             self._site_numbers[site] = number

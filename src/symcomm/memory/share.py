@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from symcomm import errors
+from symcomm import __version__, errors
 from symcomm.memory.arena import Arena, Peer, add_peer, current_arena, named_directory, peer_by_nonce, peers_mapped
 
 __all__ = ["Exchange", "GroupNotBuilt", "Deadline", "SeveralHostsError", "connect", "named_directory", "pretend_host"]
@@ -103,9 +103,10 @@ def connect(
             "host": socket.gethostname(), "uid": os.getuid(), "net": _link("/proc/self/ns/net"), "path": arena.path,
             "named": arena.directory is not None, "host_id": _pretended_host(),
             "socket": listener.getsockname().hex() if listener else None, "extra": extra,
-            "mapped": _short([peer.nonce for peer in held]),
+            "mapped": _short([peer.nonce for peer in held]), "version": __version__,
         }  # fmt: skip
         infos = [json.loads(item) for item in exchange(json.dumps(info).encode())]
+        _check_versions(infos)
         _check_one_host(infos)
         if not _all_mapped(infos):
             if all(c["path"] for c in infos):  # a rank that has been in a group before has no name any more
@@ -141,6 +142,16 @@ def _all_mapped(infos: Sequence[dict[str, Any]]) -> bool:
 @functools.cache
 def _boot_id() -> str:
     return _read("/proc/sys/kernel/random/boot_id")
+
+
+def _check_versions(infos: Sequence[dict[str, Any]]) -> None:
+    """What ranks write into each other's memory may have changed between any two versions."""
+    versions = [info.get("version", "an older version") for info in infos]
+    other = next((r for r, version in enumerate(versions) if version != versions[0]), None)
+    if other is not None:
+        raise errors.ResourceError(
+            f"rank 0 runs Symcomm {versions[0]} and rank {other} {versions[other]}; install one version for all ranks."
+        )
 
 
 def _check_one_host(infos: Sequence[dict[str, Any]]) -> None:

@@ -1,8 +1,8 @@
-"""Seeing what ranks do. Nothing on the data path imports this.
+"""Observability: what ranks do and did. Nothing on the data path imports this.
 
 recorder/           what ranks did: records of operations, stacks, dumps, and traces read back from them
-analysis/           what a trace means: who is to blame, who is slow, when things happened
+analysis/           what a trace means: which rank is at fault, which is slow, when things happened
 server/             the control plane: an HTTP server in each rank; server_registry.py: where such servers are
 top/                a running job, live: ``symcomm top``, metrics
-health/             is a machine fit for ranks: ``symcomm doctor``
+health/             whether a machine is fit for ranks: ``symcomm doctor``
 """

@@ -37,7 +37,7 @@ def rank_from_environment() -> int | None:
 
 
 def job_name() -> str:
-    """A name that the ranks of a job share, and other jobs on this machine do not: its launcher's, or our own."""
+    """A name that is shared by the ranks of a job and unique on this machine: its launcher's, or our own."""
     names = (os.environ.get(name, "") for name in ("SYMCOMM_LAUNCH_ID", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
     parent = multiprocessing.parent_process()  # symcomm.spawn's, which is the same for all ranks
     name = next((name for name in names if name and name != "none"), f"pid{parent.pid if parent else os.getpid()}")
@@ -45,7 +45,7 @@ def job_name() -> str:
 
 
 def run_directory() -> str:
-    """The private directory, made when it is not there; refused when others could write to it."""
+    """The private directory, created if missing; refused if other users could write to it."""
     path = os.environ.get("SYMCOMM_RUN_DIR")
     if not path:
         runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -75,7 +75,7 @@ def _rank_words(rank: int | None) -> str:
 
 
 def remover_of(listener: socket.socket) -> Callable[[], None]:
-    """What removes the file of a Unix socket, if it still is the same one and this is the process that made it."""
+    """A function that removes a Unix socket's file, if it is still the same file and this process made it."""
     if listener.family != socket.AF_UNIX:
         return lambda: None
     path, pid = os.path.abspath(listener.getsockname()), os.getpid()
@@ -103,7 +103,7 @@ def facts_of(rank: Any) -> dict[str, Any]:
 
 
 def publish(server: Any) -> None:
-    """Write down where ``server`` is: in a file for this user, and in the store for everybody of the job."""
+    """Publish where ``server`` is: in a file for this user, and in the store for the job."""
     rank = server.rank.rank
     facts = {"address": server.address, **facts_of(server.rank)}
     path = os.path.join(run_directory(), f"{job_name()}-{_rank_words(rank)}.json")
@@ -118,7 +118,7 @@ def publish(server: Any) -> None:
 
     server.remove = remove
     if server.rank.store is not None and rank is not None:
-        with contextlib.suppress(Exception):  # the store may be gone: others then look on the host
+        with contextlib.suppress(Exception):  # the store may be gone: the file on this host remains
             root_of(server.rank.store).set(f"{PREFIX}{rank}", json.dumps(facts))
 
 
@@ -133,7 +133,7 @@ def _write_private(path: str, text: str) -> None:
 
 
 def on_this_host(job: str | None = None) -> list[dict[str, Any]]:
-    """The servers of this user's ranks on this machine, by job and rank. What dead processes left is removed."""
+    """The servers of this user's ranks on this machine, by job and rank. Files of dead processes are removed."""
     found = []
     directory = run_directory()
     for entry in os.scandir(directory):

@@ -1,6 +1,6 @@
-"""What torch passes to a group -> what ours takes.
+"""Converts what torch passes to a group into what ours takes.
 
-Every collective can be called with an options object, or (by people who hold the group) with plain arguments.
+Every collective can be called with an options object or, directly on the group, with plain arguments.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ _REDOPS = {hash(getattr(ReduceOp, op.name)): op for op in RedOpType if op is not
 def redop_of(options: Any, op: Any = None) -> Any:
     """The reduce operation from ``options`` (which may itself be the operation), as ours; PREMUL_SUM as it is."""
     if op is None:
-        op = getattr(options, "reduceOp", options)  # asking for its kind first would cost more than the operation
+        op = getattr(options, "reduceOp", options)  # checking its type first would cost more than the operation
         if op is None:
             return RedOpType.SUM
-    return _REDOPS.get(hash(op), op)  # torch's operations hash as their kind; asking for that costs twice as much
+    return _REDOPS.get(hash(op), op)  # torch's operations hash as their kind; reading the kind costs twice as much
 
 
 def root_of(options: Any, root: Any = None) -> int:
@@ -96,7 +96,7 @@ def is_async(options: Any) -> bool:
 
 
 def once_each(tensors: Any) -> list[Any]:
-    """A tensor that is in the list twice is reduced once, as if all were reduced in one step."""
+    """A tensor that is listed twice is reduced once, as if all were reduced in one step."""
     seen: set[Any] = set()
     places = [(arrived(t).data_ptr(), t.shape, t.stride()) if t.numel() else object() for t in tensors]
     return [t for t, place in zip(tensors, places, strict=True) if not (place in seen or seen.add(place))]  # type: ignore[func-returns-value]

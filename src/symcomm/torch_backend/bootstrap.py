@@ -1,4 +1,4 @@
-"""How the ranks of one of torch's groups bootstrap ours, through the store that torch gives us."""
+"""How the ranks of a torch group bootstrap ours, through the store that torch passes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["join_group", "store_prefix_of"]
 
 
 def store_prefix_of(members: Sequence[int] | None) -> str:
-    """Ranks that are not in the same groups count them differently, so that torch may give two groups the same name,
-    and with it the same part of the store. Their members tell them apart."""
+    """Ranks in different groups count groups differently, so torch may give two groups the same name, and with it the
+    same prefix of the store. Their members tell them apart."""
     return "symcomm" if members is None else f"symcomm/{zlib.crc32(repr(list(members)).encode()):x}"
 
 
@@ -49,7 +49,7 @@ def join_group(
 
     def build(exchange: Exchange) -> Any:
         core = make_group(rank, size, exchange, name, timeout, None, members)
-        core.barrier()  # nobody reads the store any more, so its host may leave
+        core.barrier()  # nobody reads the store any more, so the rank that serves it may exit
         return core
 
     call = "merge_remote_group" if check is not None else "init_process_group" if members is None else "new_group"

@@ -40,7 +40,7 @@ class TorchCalls:
 
     def root(self, arguments: Mapping[str, Any], spec: CallSpec) -> int:
         given = arguments.get(spec.root)
-        if not isinstance(given, int):  # the options have it, unless an overload put it in their place
+        if not isinstance(given, int):  # in the options, unless an overload passes it in their place
             given = root_of(arguments.get("opts"))
         return given
 
@@ -52,7 +52,7 @@ TORCH_CALLS = TorchCalls()
 
 
 def _named_by_torch(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``hook`` is told torch's name of an operation."""
+    """``hook`` receives torch's name of an operation."""
     if _TORCHS_NAMES is None or not callable(hook):
         return hook
 
@@ -63,7 +63,7 @@ def _named_by_torch(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class HookRegistration:
-    """Mixed into TorchGroup: the hooks are the core's, which see calls through either object once."""
+    """Mixed into TorchGroup: the hooks are the core's, so a call through either object is seen once."""
 
     core: ProcessGroup
     supports_abort_hooks = True

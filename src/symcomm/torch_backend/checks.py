@@ -1,4 +1,4 @@
-"""Checks of what people who hold a group pass to it.
+"""Checks of arguments passed directly to a group.
 
 Every message begins with the words that PyTorch's own backends use for the same mistake ("invalid root rank"), since
 scripts look for them; then it says what is allowed and what it got.
@@ -113,14 +113,14 @@ def _from_root(call: str, side: str, lists: Any, like: Any, root: Any, rank: int
 
 
 def scatter(outputs: Any, inputs: Any, root: Any, rank: int, size: int) -> tuple[Any, list[Any]]:
-    """(where this rank's piece goes, the pieces of the root)."""
+    """(this rank's output, the root's inputs)."""
     root_rank("scatter", root, size)
     tensor = single("scatter", outputs, "output tensor list")
     return tensor, _from_root("scatter", "input", inputs, tensor, root, rank, size)
 
 
 def gather(outputs: Any, inputs: Any, root: Any, rank: int, size: int) -> tuple[list[Any], Any]:
-    """(the root's places, what this rank gives)."""
+    """(the root's outputs, this rank's input)."""
     root_rank("gather", root, size)
     tensor = single("gather", inputs, "input tensor list")
     return _from_root("gather", "output", outputs, tensor, root, rank, size), tensor
@@ -134,7 +134,7 @@ def all_to_all(outputs: Sequence[Any], inputs: Sequence[Any], size: int) -> None
 
 
 def all_gather_lists(outputs: Any, inputs: Sequence[Any], size: int) -> list[list[Any]]:
-    """One list of places for each of this rank's tensors, each with as many places as all ranks give tensors."""
+    """One list of outputs for each of this rank's tensors, each as long as all ranks' inputs together."""
     call = "all_gather"
     non_empty(call, inputs, "input tensor list")
     lists = [list(x) for x in outputs] if outputs and isinstance(outputs[0], (list, tuple)) else [list(outputs)]
@@ -149,7 +149,7 @@ def all_gather_lists(outputs: Any, inputs: Sequence[Any], size: int) -> list[lis
 
 
 def all_gather_coalesced(outputs: Sequence[Any], inputs: Sequence[Any], size: int) -> None:
-    """``outputs[r]`` has a place for each of rank r's inputs."""
+    """``outputs[r]`` has an output for each of rank r's inputs."""
     call = "all_gather_coalesced"
     non_empty(call, inputs, "input tensor list")
     if len(outputs) != size:
@@ -169,7 +169,7 @@ def all_gather_coalesced(outputs: Sequence[Any], inputs: Sequence[Any], size: in
 
 
 def splits(output: Any, input: Any, output_splits: Sequence[int], input_splits: Sequence[int], size: int) -> None:
-    """Of all_to_all_single: rows for each rank, or none where all get the same."""
+    """The splits of all_to_all_single: rows for each rank; empty: equal parts."""
     call = "all_to_all_single"
     if not input.is_contiguous():
         raise _refuse(call, "Tensors must be contiguous", "input", "one that is not", "contiguous")
@@ -203,7 +203,7 @@ def split_group(ranks: Any, timeout: Any, opts: Any, group_name: Any, group_desc
 
 
 def merge_group(store: Any, size: Any, at_least: int, timeout: Any, group_name: Any, group_desc: Any) -> None:
-    """The same for merge_remote_group, by which a group does not become smaller."""
+    """The same for merge_remote_group, which never makes a group smaller."""
     call = "merge_remote_group"
     if not callable(getattr(store, "add", None)) or not callable(getattr(store, "wait", None)):
         raise errors.wrong_type(call, "store", store, "a Store")

@@ -1,8 +1,8 @@
 """The Backend that torch's C++ finds inside a TorchGroup, where Python classes can be one (torch 2.14 and newer).
 
-A call of a TorchGroup goes straight from Python to our core, a fraction of the way through C++ (BENCHMARKS.md has
-both). C++ itself needs a Backend: for a group's name, for hooks that are told of aborts, for operators that ask
-the group for one. So each TorchGroup carries one, which only hands calls back::
+A call of a TorchGroup goes straight from Python to our core, which takes a fraction of the time of the path through C++
+(BENCHMARKS.md has both). C++ itself needs a Backend: for a group's name, for abort hooks, for operators that ask the
+group for one. So each TorchGroup carries one, which only forwards calls::
 
     dist.all_reduce -> TorchGroup.allreduce -> core                                     the rule
     dist.all_reduce -> WatchedGroup -> C++: hooks, dispatcher -> CppBackend -> core   while torch's hooks watch
@@ -33,7 +33,7 @@ _CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
 
 
 class CppBackend(torch_c10d.Backend):
-    """Hands every call to the group that it is inside of, which it does not keep alive."""
+    """Forwards every call to the group that contains it, without keeping that group alive."""
 
     def __init__(self, group: TorchGroup):
         super().__init__(group.getRank(), group.getSize())
@@ -63,7 +63,7 @@ class CppBackend(torch_c10d.Backend):
         return self._of_group().end_coalescing()
 
 
-# The works that a call of this thread made: what C++ gives back for it can only wait, and knows no message's source.
+# Works made by a call of this thread: what C++ returns for them can only wait, and lacks a message's source.
 _made = threading.local()
 
 
@@ -80,7 +80,7 @@ def _handed_on(name: str) -> Callable[..., Any]:
     return call
 
 
-# Facts and calls that Backend has a say of its own about, so that __getattr__ is not asked.
+# Attributes and methods that Backend defines itself, so that __getattr__ is not called for them.
 FACTS = ("supports_splitting", "supports_coalescing", "supports_shrinking", "supports_window", "supports_reconfigure")
 CALLS = (
     "abort", "shutdown", "set_timeout", "_set_default_timeout", "get_error", "allocate_tensor", "supports_tensor_alloc",
@@ -125,7 +125,7 @@ def _through_cpp(name: str) -> Callable[..., Any]:
     theirs = getattr(dist.ProcessGroup, name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        works = _made.works = []  # kept no longer than the call: works hold tensors
+        works = _made.works = []  # not kept beyond the call: works hold tensors
         try:
             work = theirs(self, *args, **kwargs)
         finally:

@@ -1,8 +1,8 @@
 """What TORCH_DISTRIBUTED_DEBUG=DETAIL adds: ranks compare their calls before they make them.
 
-Our collectives compare their signatures in any case, but with the data on its way: who finds a difference ends the
-group. Here the comparison comes first, on a group of its own, so that shapes are compared too, a rank that does not
-come is named at once, and the group stays usable. That costs two small collectives a call.
+Our collectives always compare signatures, but with data already in flight: a difference ends the group. Here the
+comparison comes first, on a separate group, so that shapes are compared too, a missing rank is named at once, and the
+group stays usable. That costs two small collectives per call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from symcomm.torch_backend.work import op_type_of
 
 __all__ = ["DebugChecks"]
 
-# Calls in which ranks may give tensors of different shapes.
+# Calls in which ranks may pass tensors of different shapes.
 _UNEVEN = {"all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"}
 
 
@@ -33,10 +33,10 @@ class DebugChecks:
         self._core.destroy()
 
     def check(self, call: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Return once all ranks are about to make the same call; else raise, on all that came."""
+        """Return once all ranks are about to make the same call; else raise, on all ranks that arrived."""
         self._calls += 1
         self._barrier(call)
-        tensors = outputs if call == "scatter" else inputs  # what every rank has
+        tensors = outputs if call == "scatter" else inputs  # every rank's call
         mine = {
             "operation": op_type_of(call).name,
             "SequenceNumber": self._calls,
@@ -54,7 +54,7 @@ class DebugChecks:
             )
 
     def _barrier(self, call: str) -> None:
-        """Wait for everybody, and name those that do not come."""
+        """Wait for all ranks, and name those that do not arrive."""
         try:
             self._core.monitored_barrier(self._checked.timeout, wait_all_ranks=True)
         except (errors.DeadlineError, errors.PeerError) as error:

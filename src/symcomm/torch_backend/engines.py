@@ -4,8 +4,8 @@ CUDA tensors of a map that names us are ours: where ranks share GPUs they run on
 GPU of its own on NCCL, if torch has it. SYMCOMM_CUDA=symcomm or =nccl decides otherwise, on all ranks alike.
 
 torch takes a Python group for the whole of a map such as "cpu:symcomm,cuda:nccl" and makes nothing for the rest of it.
-So a group makes those engines itself, when the first such tensor comes: with its own store, ranks and time-out. The map
-is what torch wrote down for the group (``dist.get_backend_config``).
+So a group makes those engines itself, on the first such tensor, with its own store, ranks and time-out. The map is the
+one that torch recorded for the group (``dist.get_backend_config``).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Engines:
     """The engines of one group, by device type."""
 
     def __init__(self, group: Any):
-        self._of = weakref.ref(group)  # which has this object, and should go when its last user lets go of it
+        self._of = weakref.ref(group)  # weak, since the group owns this object
         self._in_making = ""  # the device type whose engine is being made
         self._made: dict[str, Any] = {}
-        self._cuda = ""  # who carries CUDA tensors that are ours: "symcomm" or "nccl"
+        self._cuda = ""  # what carries CUDA tensors that are ours: "symcomm" or "nccl"
 
     @property
     def _group(self) -> Any:
@@ -62,8 +62,8 @@ class Engines:
     def device_types(self) -> list[str]:
         """Other device types that this group can serve in this build of torch.
 
-        Whoever makes an engine may ask the group for the engines of all its devices (torch's fake backend does since
-        2.15): the one that is being made is not among them."""
+        While an engine is made, its constructor may ask the group for the engines of all devices (torch's fake backend
+        does since 2.15): the one that is being made is not among them."""
         others = {d: name for d, name in self._group._devices().items() if d not in ("cpu", self._in_making)}
         ours = ["cuda"] if others.get("cuda") == "symcomm" and torch.cuda.is_available() else []
         return [d for d, name in others.items() if name != "symcomm" and dist.is_backend_available(name)] + ours
@@ -78,7 +78,7 @@ class Engines:
         """The CudaGroup for tensors on ``device``; None where another engine carries them. All ranks ask alike."""
         if not self.is_ours(device):
             return None
-        from symcomm.cuda.group import device_group  # nobody needs it before the first such tensor
+        from symcomm.cuda.group import device_group  # not needed before the first such tensor
 
         if not self._cuda:
             self._cuda = self._choose(device)
@@ -86,7 +86,7 @@ class Engines:
 
     def _choose(self, device: torch.device) -> str:
         core, wish = self._group.core, _wish()
-        if core.spans_hosts:  # NCCL finds its own way between hosts
+        if core.spans_hosts:  # NCCL connects hosts itself
             return "nccl"
         if wish or core.size == 1 or not dist.is_nccl_available():
             return wish or "symcomm"
@@ -129,8 +129,8 @@ class Engines:
         return getattr(engine, op.backend_name)(*tensors, *splits, _as_torchs(op, options, timeout, rest))
 
     def messages(self, device: torch.device) -> Any:
-        """What carries messages of tensors on ``device``, if it is ours; None for another engine. No rank but the two
-        ends of a message takes part, so that nothing can be agreed on here."""
+        """What carries messages of tensors on ``device``, if it is ours; None for another engine. Only the two ends of
+        a message take part, so ranks cannot agree on anything here."""
         if not self.is_ours(device):
             return None
         if not self._cuda and (self._group.core.spans_hosts or _wish() == "nccl"):
@@ -142,7 +142,7 @@ class Engines:
         return cuda_messages(self._group.core, _index(device))
 
     def message(self, call: str, tensor: Any, args: tuple[Any, ...]) -> Any:
-        """send, recv, or recv from anybody, on another engine."""
+        """send, recv, or recv from any rank, on another engine."""
         engine = self.on(call, tensor.device)
         if call == "recvAnySource":
             return engine.recv_anysource([tensor], args[-1])
@@ -150,7 +150,7 @@ class Engines:
 
     def _make(self, call: str, name: str, device_type: str) -> Any:
         group = self._group
-        # Groups that came from this one by a split share its store, but not its name.
+        # Groups split from this one share its store, but not its name.
         store = dist.PrefixStore(f"{group.group_name}/{device_type}/", group.get_group_store())
         maker = _MAKERS.get(name, _from_plugin)
         if not dist.is_backend_available(name):
@@ -185,7 +185,7 @@ def _carried_by_nobody(call: str, device: torch.device) -> errors.BadArgumentErr
 
 
 def _wish() -> str:
-    """Who shall carry CUDA tensors, as the environment has it; empty: whoever can."""
+    """What SYMCOMM_CUDA asks to carry CUDA tensors; empty: whichever can."""
     wish = os.environ.get("SYMCOMM_CUDA", "")
     if wish not in ("", "symcomm", "nccl"):
         raise errors.bad_argument("CUDA tensors", "SYMCOMM_CUDA", wish, "'symcomm' or 'nccl', or not set")
@@ -209,7 +209,7 @@ def _common(options: Any, group: Any) -> Any:
 def _gloo(name: str, store: Any, group: Any) -> tuple[Any, Any]:
     gloo: Any = torch_c10d.ProcessGroupGloo
     options = _common(gloo._Options(), group)
-    # Ranks come one by one, a message's two ends perhaps alone: a connection is made when it is first used.
+    # Ranks get here one by one, perhaps only a message's two ends: connections are made on first use.
     options._devices = [gloo.create_default_device(lazy_init=True)]
     return gloo(store, group.core.rank, group.core.size, options), dist.ProcessGroup.BackendType.GLOO
 

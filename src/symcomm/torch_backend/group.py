@@ -1,6 +1,6 @@
 """TorchGroup: a ``torch.distributed.ProcessGroup`` whose every operation runs on ours.
 
-torch calls some operations by several names, depending on its version and on who calls (Python, the C++ Reducer,
+torch calls some operations by several names, depending on its version and on the caller (Python, the C++ Reducer,
 functional collectives); the end of the class lists them.
 """
 
@@ -278,7 +278,7 @@ class TorchGroup(Running, Reconfigurable, Lifecycle, NewerTorch, dist.ProcessGro
         return self._call("barrier", sort_out("barrier", {}, opts, timeout=timeout))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Ours, with the words that scripts written for Gloo look for at the start of the message."""
+        """Ours, with messages that begin with the text that scripts written for Gloo look for."""
         values.flag("monitored_barrier: wait_all_ranks", wait_all_ranks)
         timeout = values.optional(values.duration, "monitored_barrier: timeout", timeout)
         if timeout is not None and timedelta(0) <= timeout < timedelta(milliseconds=1):

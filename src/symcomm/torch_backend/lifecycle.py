@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 __all__ = ["Lifecycle", "await_previous_group"]
 
 
-LAG = 10.0  # seconds for the others to leave a group before this rank looks for them in the next one
-MERGE_FAILED = "symcomm/merge/failed"  # a key; whoever tries again takes another store
+LAG = 10.0  # seconds that the others get to leave a group before this rank makes the next one
+MERGE_FAILED = "symcomm/merge/failed"  # a key; another attempt uses another store
 _previous: list[Callable[[float], None]] = []  # waits until all ranks have left the last default group
 
 
 def await_previous_group() -> None:
-    """Wait until rank 0 has left the last default group, whose store's server would be mistaken for the next one's."""
+    """Wait until rank 0 has left the last default group: its store's server could be mistaken for the next one's."""
     while _previous:
         _previous.pop()(LAG)
 
@@ -43,7 +43,7 @@ def _check_merge(store: Any, watch: Callable[[], None] | None) -> None:
         if watch is not None:
             watch()
     except errors.RankFailedError as error:
-        with contextlib.suppress(RuntimeError, errors.SymcommError):  # it may have been the store's host
+        with contextlib.suppress(RuntimeError, errors.SymcommError):  # it may have served the store
             store.set(MERGE_FAILED, str(error))
         raise
     why = b""
@@ -82,7 +82,7 @@ class Lifecycle:
             engine.abort()
 
     def shutdown(self) -> None:
-        """Leave, and keep nothing: whoever still holds this object holds no store, memory or thread by it."""
+        """Leave, and release everything: an object that is still referenced keeps no store, memory or thread alive."""
         if self._debug_checks is not None:
             self._debug_checks.close()
         if self._meets_at_rank_0():
@@ -99,7 +99,7 @@ class Lifecycle:
         """Whether the ranks' store ends when rank 0 has destroyed this group."""
         return (
             self._is_default
-            and self._members is None  # those that come and go meet elsewhere
+            and self._members is None  # reconfigurable groups rendezvous elsewhere
             and self.core.is_usable
             and isinstance(root_of(self._store), dist.TCPStore)
             and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -117,7 +117,7 @@ class Lifecycle:
     # --- groups from this one ---------------------------------------------------------------------------------
 
     def _derived(self, core: ProcessGroup | None, name: str, desc: str, options: Any = None) -> Any:
-        """Our new group ``core`` as torch's, with this one's store and device map; None where we are no member."""
+        """Our new group ``core`` as torch's, with this one's store and device map; None on ranks outside it."""
         if core is None:
             return None
         lifetime = timedelta(seconds=core.timeout)
@@ -137,7 +137,7 @@ class Lifecycle:
         *_: Any,
         device_types: Any = None,
     ) -> Any:
-        """A group of some of our ranks; every rank of this group calls it, those outside get None."""
+        """A group of some of our ranks. Collective; ranks outside the new group get None."""
         checks.split_group(ranks, timeout, opts, group_name, group_desc)
         self._splits += 1
         name = group_name or f"{self._name}/split{self._splits}"
@@ -147,8 +147,7 @@ class Lifecycle:
     splitGroup = split_group
 
     def split_into(self, parts: Sequence[Sequence[int]], timeout: Any = None, options: Any = None) -> Any:
-        """One group for each list of our ranks, in the list's order; every rank of this group calls it. None where we
-        are in no list."""
+        """One group for each list of our ranks, in the list's order. Collective; None on ranks in no list."""
         self._splits += 1
         mine = next((k for k, part in enumerate(parts) if self.core.rank in part), None)
         name = f"{self._name}/split{self._splits}.{mine}"
@@ -159,7 +158,7 @@ class Lifecycle:
     def merge_remote_group(
         self, store: Any, size: int, timeout: Any = None, group_name: Any = None, group_desc: Any = None
     ) -> Any:
-        """One group of all ranks that meet in ``store``: ``size`` in all, numbered in the order in which they come."""
+        """One group of all ranks that meet in ``store``: ``size`` in all, numbered in order of arrival."""
         checks.merge_group(store, size, self.core.size, timeout, group_name, group_desc)
         lifetime = timeout or timedelta(seconds=self.core.timeout)
         group = self.merged(store, size, lifetime, group_name or f"{self._name}:merge", self.merge_check(store))
@@ -169,14 +168,14 @@ class Lifecycle:
     mergeRemoteGroup = merge_remote_group
 
     def merge_check(self, store: Any) -> Callable[[], None]:
-        """For a meeting in ``store`` to which all of this group's ranks go: raises once one of them is gone, and tells
-        the other groups, whose ranks watch their own. Survivors of a group that has failed meet whom they like."""
+        """For a rendezvous of all ranks of this group in ``store``: raises once one of them is gone, and notifies the
+        other groups, whose ranks watch their own. Survivors of a failed group are not checked."""
         watch = self.core.watch(range(self.core.size), "merge_remote_group()") if self.core.failure is None else None
         return partial(_check_merge, store, watch)
 
     @classmethod
     def merged(cls, store: Any, size: int, timeout: timedelta, name: str, check: Callable[[], None]) -> Any:
-        """A group of the first ``size`` ranks that come to ``store``."""
+        """A group of the first ``size`` ranks that arrive in ``store``."""
         place = int(store.add("mergeGroupRank", 1)) - 1
         if place >= size:
             raise errors.bad_argument("merge_remote_group", "size", size, f"at least {place + 1}, as many as came")
@@ -190,7 +189,7 @@ class Lifecycle:
         finish first. A group that has failed needs no flag."""
         abort = bool(shrink_flags) or not ranks_to_exclude
         if not abort and self.core.failure is None:
-            with contextlib.suppress(errors.SymcommError):  # a failure is what this is for
+            with contextlib.suppress(errors.SymcommError):  # which is why shrink was called
                 self._wait_for_pending_works()
         core = self.core.shrink(exclude=list(ranks_to_exclude), abort=abort)
         return self._derived(core, core.name, f"{self._desc}:shrunk", opts_override)
@@ -212,7 +211,7 @@ class Lifecycle:
         return "symcomm" if ":" in known else known
 
     def name(self) -> str:
-        """As torch has it: the name of its own backend that we stand in for, else "custom", as for all others."""
+        """As in torch: the name of the torch backend that we replace, else "custom"."""
         known = self.known_as()
         return "custom" if known == "symcomm" else known
 
@@ -266,7 +265,7 @@ class Lifecycle:
         return [torch.device(d) for d in ("cpu", *self._engines.device_types())]
 
     def create_device(self, hostname: str = "", interface: str = "", lazy_init: bool | None = None) -> None:
-        """Nothing to make: ranks share memory, not a network. Taken for scripts that prepare Gloo's."""
+        """Accepted and ignored, for scripts that create a Gloo device: ranks share memory, not a network."""
 
     create_default_device = create_device
 
@@ -283,7 +282,7 @@ class Lifecycle:
     supports_window = True
 
     def new_window(self, tensor: Any = None) -> Any:
-        """One-sided puts and signals; every rank calls it. Tensors of a device that another engine has go there."""
+        """One-sided puts and signals. Collective. Tensors on another engine's device go to that engine."""
         if tensor is not None and not tensor.is_cpu and not self._engines.is_ours(tensor.device):
             return self._engines.on("new_window", tensor.device).new_window(tensor)
         from symcomm.torch_backend.windows import new_torch_window
@@ -294,7 +293,7 @@ class Lifecycle:
         return {"symmetric_used_bytes": self.core.arena.used_bytes}
 
     def call_stats(self) -> dict[str, dict[str, int]]:
-        """Which way this rank's calls on CPU tensors took; see ``symcomm.ProcessGroup.call_stats``."""
+        """Which path this rank's calls on CPU tensors took; see ``symcomm.ProcessGroup.call_stats``."""
         return self.core.call_stats()
 
     def _wait_for_pending_works(self) -> None:
@@ -324,7 +323,7 @@ class Lifecycle:
         raise errors.CallerError("symcomm has no memory of a device to give back; there is nothing to resume.")
 
     def setUsePgForSymmMemRendezvous(self, value: bool) -> None:
-        """Our symmetric memory always meets through the group; the wish is only remembered."""
+        """Only stored: our symmetric memory always uses the group for its rendezvous."""
         self._used_for_symmetric_memory = bool(value)
 
     use_pg_for_symm_mem_rendezvous = property(
@@ -332,7 +331,7 @@ class Lifecycle:
     )
 
     def _enable_collectives_timing(self) -> None:
-        """Nothing to switch on: times are kept in any case."""
+        """Nothing to enable: times are always recorded."""
 
     def eager_connect_single_device(self, device: Any = None) -> None:
         """Nothing to do: ranks are connected once the group exists."""

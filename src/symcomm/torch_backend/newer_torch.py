@@ -26,9 +26,9 @@ class NewerTorch(HookRegistration, TimeEstimates):
     _group_uid = ""
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any = None) -> Any:
-        """A group of some of our ranks, in this order; every rank calls it, those outside get None.
+        """A group of some of our ranks, in this order. Collective; ranks outside it get None.
 
-        They meet through this group, so that ``store`` is not needed."""
+        The rendezvous uses this group, so ``store`` is not needed."""
         timeout = getattr(opts, "_timeout", None)
         return self.split_group(list(ranks), timeout, opts, getattr(opts, "group_name", None) or None)
 
@@ -52,11 +52,11 @@ class NewerTorch(HookRegistration, TimeEstimates):
         return kinds.REMOTE_ERROR if isinstance(failure, errors.PeerError) else kinds.COMM_ERROR
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
-        """More time, until the first operation that is called from now on has ended. Compilers add what their cache has
-        saved, which may be nothing."""
+        """Extend the time-out until the next operation has ended. Compilers add the time that a cache hit saved, which
+        may be zero."""
         if timeout > timedelta(0):
             self.core.add_ephemeral_timeout(timeout)
 
     def _set_group_uid(self, uid: str) -> None:
-        """Only kept: groups are told apart by their names."""
+        """Only stored: groups are identified by their names."""
         self._group_uid = str(uid)

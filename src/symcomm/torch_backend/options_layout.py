@@ -1,8 +1,8 @@
-"""What a call's options say, for the short way: whether it blocks, has a time-out of its own, which root and operation.
+"""Reads a call's options for the short path: whether it blocks, its time-out, root and operation.
 
-torch makes an options object for each call. Three questions to it cost a microsecond, more than a small operation, so
-the core reads the answers from memory, at places that ``install`` finds (see group/torch_layout.py). Where it does not
-find them, ``read_options`` asks.
+torch makes an options object for each call. Reading three attributes takes a microsecond, more than a small operation,
+so the core reads them from memory, at offsets that ``install`` finds (see group/torch_layout.py). Where it does not
+find them, ``read_options`` reads the attributes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _places(kind: Any) -> tuple[int, int, int, int, int] | None:
     try:
         samples = [(_make(kind, *facts), *facts) for facts in _SAMPLES]
         first = samples[0][0]
-        at = object.__basicsize__  # a pointer to the C++ object is the first thing behind Python's own part
+        at = object.__basicsize__  # a pointer to the C++ object follows Python's object header
         memory = [pointed_to(options, at) for options, *_ in samples]
     except (OSError, AttributeError, RuntimeError, TypeError):
         return None
@@ -84,7 +84,7 @@ def _make(kind: Any, is_async: bool, timeout_ms: int, op: int, root: int) -> Any
 
 
 def read_options(call: int, opts: Any) -> tuple[int, Any]:
-    """(0, LONG or ASYNC; what ``native.run_cached`` wants to know besides the tensors), asked of the object."""
+    """(0, LONG or ASYNC; what ``native.run_cached`` needs besides the tensors), read from the attributes."""
     if type(opts).__name__ != CACHED[call].options:
         return LONG, None  # plain arguments instead of options; or something else, which is refused there
     try:

@@ -202,7 +202,7 @@ def check(call: str, given: Mapping[str, Any], by_place: int | None = None) -> N
         if misfit is None:
             return
         misfits.append(misfit)
-    farthest = max(misfit.place for misfit in misfits)  # the form that was meant took what was before
+    farthest = max(misfit.place for misfit in misfits)  # the intended form accepted everything before this
     best = [m for m in misfits if m.place == farthest]
     wanted = dict.fromkeys((m.parameter.name, m.parameter.kind) for m in best if m.parameter is not None)
     if not wanted:

@@ -1,7 +1,7 @@
 """Messages that their callers wait for at once.
 
 ``dist.send`` and ``dist.recv`` call the same methods of a group as ``dist.isend`` and ``dist.irecv``, and wait for the
-work they get. Only who calls tells the two apart. A message that is waited for needs no thread but its caller's.
+work they get. Only the caller's frame tells the two apart. A message that is waited for needs no other thread.
 """
 
 from __future__ import annotations

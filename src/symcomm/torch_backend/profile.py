@@ -90,7 +90,7 @@ class Span:
         self._open = True
 
     def close(self) -> None:
-        """Harmless when called twice; on return the event is complete, whoever closed it."""
+        """Idempotent; on return the event is complete, whichever thread closed it."""
         with self._lock:
             if self._open:
                 self._open = False

@@ -1,4 +1,4 @@
-"""Members that come and go, as torch 2.15 asks of a backend; on older versions the same calls of the group work.
+"""Reconfigurable groups, with the methods that torch 2.15 expects of a backend; they work on older versions too.
 
 ``init_process_group("symcomm", enable_reconfigure=True)`` makes a group without members. ``reconfigure`` exchanges the
 core of a TorchGroup: the object stays, and with it what torch knows of the group.
@@ -33,8 +33,8 @@ def wants_reconfigure(options: Any, backend_options: Any) -> bool:
 
 
 class EmptyCore(HookCalls):
-    """The core of a group without members. It has the rank and size that torch was told, and hooks for those that come;
-    the rest is refused."""
+    """The core of a group without members. It has the rank and size that torch was given, and hooks for later; all else
+    is refused."""
 
     spans_hosts = is_usable = False
     sequence_number = 0
@@ -86,7 +86,7 @@ class Reconfigurable:
         return self._members
 
     def get_reconfigure_handle(self) -> str:
-        """Names this process to those that it may form a group with; the same as long as the group lives."""
+        """Identifies this process to others that may form a group with it; constant for the life of the group."""
         return self._membership().get_reconfigure_handle()
 
     def reconfigure(self, opts: Any) -> Any:
@@ -104,7 +104,7 @@ class Reconfigurable:
         self._first_store = None
 
     def _adopt(self, core: Any, uuid: int) -> None:
-        """Go on with another core."""
+        """Replace the core."""
         if isinstance(self.core, EmptyCore):
             core.take_over_hooks(self.core)
         self.core = core

@@ -1,7 +1,7 @@
-"""Tells torch that there is a backend named "symcomm".
+"""Registers the backend "symcomm" with torch.
 
-torch loads this through the ``torch.backends`` entry point while it is being imported, so nothing heavy happens here:
-the group's code is loaded when the first group is made.
+torch loads this through the ``torch.backends`` entry point while it is being imported, so it stays light: the group's
+code is loaded when the first group is made.
 
 ``SYMCOMM_REPLACE=gloo`` makes every request for Gloo give Symcomm instead, for scripts that name it.
 """
@@ -57,7 +57,7 @@ def autoload() -> None:
 
 
 def register() -> None:
-    """Make ``init_process_group("symcomm")`` work. Harmless when called twice."""
+    """Make ``init_process_group("symcomm")`` work. Idempotent."""
     import torch.distributed as dist
 
     from symcomm.torch_backend import torch_patches

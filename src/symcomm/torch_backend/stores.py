@@ -1,4 +1,4 @@
-"""Our stores in PyTorch's hands."""
+"""Our stores as PyTorch's."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from symcomm.store import Store
 
 __all__ = ["KeptWhileInCpp", "as_torch_store", "take_back"]
 
-_AT = object.__basicsize__  # a pointer to the C++ half is the first thing behind Python's own part
+_AT = object.__basicsize__  # a pointer to the C++ half follows Python's object header
 _kept: list[Any] = []  # nobody in Python holds these any more, but C++ does
 
 
 class KeptWhileInCpp(TorchStore):
-    """A store whose calls C++ can make. C++ keeps its own half only, and without the Python half nobody would answer:
-    one that only C++ still holds is kept here, until it lets go."""
+    """A store that C++ can call. C++ keeps only its own half alive, and calls need the Python half: a store that only
+    C++ still references is kept here until C++ releases it."""
 
     def __init__(self) -> None:
         super().__init__()
         take_back()
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_ending() and _is_held(self):  # Python calls this once only, so that what is taken back goes
+        if not is_ending() and _is_held(self):  # Python calls this only once for each store
             _kept.append(self)
 
 
@@ -42,7 +42,7 @@ def take_back() -> None:
 
 
 def _is_held(store: Any) -> bool:
-    """Whether somebody in C++ has a reference. Where that cannot be told, somebody may have."""
+    """Whether C++ holds a reference; True where that is unknown."""
     if _COUNT_AT is None:
         return True
     half = ctypes.c_void_p.from_address(id(store) + _AT).value
@@ -109,12 +109,14 @@ _adapters: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def as_torch_store(store: Any) -> Any:
-    """``store`` as a ``torch.distributed.Store``; PyTorch's own, and those of symcomm.c10d, come back as they are."""
+    """``store`` as a ``torch.distributed.Store``; PyTorch's own, and those of symcomm.c10d, come back as they are.
+
+    Raises: WrongTypeError."""
     if isinstance(store, TorchStore):
         return store
     if not isinstance(store, Store):
         raise wrong_type("as_torch_store", "store", store, "a Store")
-    known = _adapters.get(id(store))  # it holds the store, so that the id is not another's meanwhile
+    known = _adapters.get(id(store))  # the adapter keeps the store alive, so its id is not reused
     if known is None:
         known = _adapters[id(store)] = _TorchStoreAdapter(store)
     return known

@@ -137,7 +137,7 @@ def _wait_for(call: str, word: Tensor, value: int, group: ProcessGroup | None, w
     what = f"{call}: waiting for {value}"
     while word.item() != value:
         gone = group is not None and pause == MOST_PAUSE and _are_gone(group, writers)
-        if gone and word.item() != value:  # it may have been their last deed
+        if gone and word.item() != value:  # they may have written it just before they left
             raise errors.RankFailedError(f"{what} failed: rank {format_ranks(writers)} died or left.", writers)
         if time.monotonic() > end:
             raise errors.deadline(f"{what}, found {word.item()},", seconds)

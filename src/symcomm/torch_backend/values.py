@@ -1,6 +1,6 @@
-"""Values that C++ would take for an argument of a kind, and the refusal of others.
+"""Type checks of arguments, as strict as C++'s.
 
-Each function is given the argument's name, for the sentence, and the value; it returns what C++ would have made of it.
+Each function takes the argument's name, for the message, and the value; it returns what C++ would convert it to.
 """
 
 from __future__ import annotations

@@ -72,15 +72,15 @@ def method_of_group(group: Any, name: str, older: str) -> Callable[..., Any] | N
 
 
 def allocates_comm_buffers() -> bool:
-    """Whether Inductor's lines of allocation know comm buffers (since 2.12). Before, they had a line of their own, and
-    only values whose strides were not settled could become one."""
+    """Whether Inductor's allocation lines support comm buffers (since 2.12). Before, these had a separate line, and
+    only values without fixed strides could become one."""
     from torch._inductor.codegen.wrapper import AllocateLine
 
     return hasattr(AllocateLine, "_codegen_comm_buffer")
 
 
 def joins_what_is_awaited_twice() -> bool:
-    """Whether Inductor's bucketing can do with several waits for one collective; in 2.14 it raises."""
+    """Whether Inductor's bucketing supports several waits for one collective; in 2.14 it raises."""
     return release(torch.__version__) != (2, 14)
 
 
@@ -94,7 +94,7 @@ def dist2_factories() -> dict[str, Callable[..., Any]]:
 
 
 def arguments_unknown_to(function: Callable[..., Any], newer: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the arguments that newer versions take, with their defaults: those that this version's function does not."""
+    """Arguments, with defaults, that newer versions take and this version's function does not."""
     known = inspect.signature(function).parameters
     return {name: default for name, default in newer.items() if name not in known}
 
@@ -114,7 +114,7 @@ _warned: list[str] = []
 
 
 def warn_if_untested() -> None:
-    """Say once a process that nobody has tried this version of torch yet."""
+    """Warn once per process that this version of torch is untested."""
     if release(torch.__version__) > release(NEWEST) and not _warned:
         _warned.append(torch.__version__)
         warnings.warn(

@@ -1,7 +1,7 @@
-"""Works as torch wants them.
+"""Works as torch expects them.
 
-torch's C++ side is particular: ``wait`` must take a timeout, a future must hold a list of tensors and be completed by
-somebody else than its waiter, and an exception must come out of a ``then`` callback to survive the way through C++.
+torch's C++ is particular: ``wait`` must take a timeout, a future must hold a list of tensors and be completed by
+another thread than its waiter's, and an exception must be raised in a ``then`` callback to pass through C++.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def op_type_of(call: str) -> Any:
 
 @dataclass(frozen=True)
 class WorkInfo:
-    """What a completion hook is told about an operation."""
+    """What a completion hook receives about an operation."""
 
     op_type: Any
     seq: int
@@ -146,13 +146,13 @@ class DoneWork(_OwnWork):
         self._seconds = seconds
 
     _error: BaseException | None = None
-    timeout = timedelta(0)  # it needs no more time
+    timeout = timedelta(0)  # it has ended already
 
     def _get_sequence_number(self) -> int:
         raise errors.CallerError("_get_sequence_number: the operation ended within its call, which took no number.")
 
     def failed(self, error: BaseException) -> DoneWork:
-        """The operation ended with ``error``; who waits for it is told."""
+        """The operation ended with ``error``, which waiters get."""
         self._error = error
         return self
 
@@ -196,7 +196,7 @@ done = DoneWork()
 
 @warns_of_old_calls
 class Received(DoneWork):
-    """A receive from anybody that ended before its call returned."""
+    """A receive from any rank that ended before its call returned."""
 
     def __init__(self, source: int):
         super().__init__(call="recvAnySource")
@@ -210,7 +210,7 @@ class Received(DoneWork):
 
 @warns_of_old_calls
 class TorchWork(_OwnWork):
-    """An operation on its way; ``inner`` is one of our works, ``limit`` the seconds it has."""
+    """An operation in flight; ``inner`` is one of our works, ``limit`` its time-out in seconds."""
 
     def __init__(self, inner: Any, result: list[Any], call: str = "", limit: float = 0.0):
         super().__init__()
@@ -221,7 +221,7 @@ class TorchWork(_OwnWork):
         self._future: Any = None
         self._span: Any = None
 
-    numbers_from = 0  # the operations of the core's that torch did not ask for
+    numbers_from = 0  # operations of the core that torch did not request
 
     def _get_sequence_number(self) -> int:
         """As ``_get_sequence_number_for_group`` counts; messages are not counted."""

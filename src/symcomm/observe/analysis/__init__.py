@@ -1,1 +1,1 @@
-"""What a trace means: who is to blame, who is slow, when things happened."""
+"""What a trace means: which rank is at fault, which is slow, when things happened."""

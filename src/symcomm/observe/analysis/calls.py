@@ -1,4 +1,4 @@
-"""The collectives of all ranks side by side: put together once, and then asked by whoever judges or counts."""
+"""The collectives of all ranks side by side, assembled once for verdicts and statistics."""
 
 from __future__ import annotations
 

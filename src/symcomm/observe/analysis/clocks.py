@@ -14,9 +14,9 @@ __all__ = ["offsets"]
 def offsets(trace: Trace) -> dict[int, int]:
     """Nanoseconds to add to each rank's times, so that all are on the clock of the first rank's host.
 
-    A collective cannot end anywhere before all have come, so its last end on one host and on another lie closely
-    together; the median over all such pairs is how far the clocks are apart. Hosts without a common collective are
-    aligned by the clock that people set.
+    A collective cannot end anywhere before all ranks have arrived, so its last end on one host and on another are close
+    together; the median over all such pairs is the offset of the clocks. Hosts without a common collective are aligned
+    by the time of day.
     """
     if not trace.ranks:
         return {}
@@ -31,7 +31,7 @@ def offsets(trace: Trace) -> dict[int, int]:
 
 
 def _last_ends(trace: Trace) -> dict[str, dict[tuple[Any, ...], int]]:
-    """By host: when each collective ended there at last."""
+    """By host: when the last of its ranks completed each collective."""
     ends: dict[str, dict[tuple[Any, ...], int]] = {}
     for rank, operations in trace.operations().items():
         here = ends.setdefault(trace.ranks[rank].boot, {})

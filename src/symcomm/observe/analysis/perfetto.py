@@ -1,5 +1,5 @@
 """The ranks' operations as a trace that chrome://tracing and ui.perfetto.dev show: a process per rank, a track per
-group, and arrows from the rank that came last to those that waited for it."""
+group, and arrows from the rank that arrived last to those that waited for it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _slice(rank: int, track: int, op: Operation, shift: int, noted_ns: int) -> d
 
 
 def _arrows(operations: dict[int, list[Operation]], groups: list[str], shift: dict[int, int]) -> list[dict[str, Any]]:
-    """From the last to come to those that slept."""
+    """From the last to arrive to those that slept."""
     meetings: dict[tuple[str, tuple[int, ...], int], dict[int, Operation]] = {}
     for rank, ops in operations.items():
         for op in ops:

@@ -1,4 +1,4 @@
-"""A trace in text and as data: the verdict, a table of where everybody is, who made others wait, and details."""
+"""A trace as text and as data: the verdict, a table of where each rank is, stragglers, and details."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who makes the others wait, how much, and when."""
+"""Which ranks make the others wait, how long, and when."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ WINDOWS = 8  # parts of the recorded time, to tell a rank that is always late fr
 
 @dataclass
 class Straggler:
-    """One rank. It answers for the sleep of the others in those collectives to which it came last."""
+    """One rank. The others' sleep in collectives to which it arrived last is attributed to it."""
 
     rank: int
     collectives: int = 0  # that it took part in, as far as all ranks recorded them
-    last: int = 0  # to how many of them it came last
-    late_s: float = 0.0  # how long after the one before it, all together
+    last: int = 0  # how many of them it arrived at last
+    late_s: float = 0.0  # how long after the rank before it, in total
     caused_s: float = 0.0  # sleep of all other ranks in those
     waited_s: float = 0.0  # its own sleep
     over_time: list[float] = field(default_factory=lambda: [0.0] * WINDOWS)  # caused_s, by part of the recorded time
@@ -32,7 +32,7 @@ class Straggler:
 
 
 def stragglers(trace: Trace) -> list[Straggler]:
-    """A row per rank, whoever caused the most first."""
+    """A row per rank, the one that caused the most waiting first."""
     rows = {rank: Straggler(rank) for rank in sorted(trace.ranks)}
     shift = offsets(trace)
     complete = [ops for ops in _meetings(trace) if len(ops) > 1]

@@ -1,7 +1,7 @@
 """What went wrong with a job, in one sentence, from what all its ranks recorded.
 
-The order of suspicion: a rank that died, ranks that disagree, a rank that is stopped, a circle of ranks that wait for
-each other, and at last whoever the others wait for, found by following who waits for whom to somebody who does not.
+In order of suspicion: a rank that died, ranks that disagree, a rank that is stopped, a cycle of ranks that wait for
+each other, and finally the rank that the others wait for, found by following waits to a rank that does not wait itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from symcomm.observe.recorder.trace import RankTrace, Trace
 
 __all__ = ["Verdict", "judge"]
 
-PATIENCE = 1.0  # seconds for which an operation of a live job may wait before we speak of it
-CIRCLE_TOLD = 8  # ranks of a circle whose calls are named
+PATIENCE = 1.0  # seconds that an operation of a live job may wait before it is reported
+CIRCLE_TOLD = 8  # ranks of a cycle whose calls are named
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class Verdict:
 
     kind: str
     sentence: str
-    ranks: list[int] = field(default_factory=list)  # who is to blame
+    ranks: list[int] = field(default_factory=list)  # the ranks at fault
     group: str = ""
     seq: int = 0
-    since_ns: int = 0  # when the trouble began, as far as operations show it (CLOCK_MONOTONIC)
+    since_ns: int = 0  # when the failure began, as far as operations show it (CLOCK_MONOTONIC)
 
 
 @dataclass(frozen=True)
 class _Wait:
-    """An operation that did not end, and who did not come to it. All that wait in it share one."""
+    """An operation that did not end, and the ranks missing from it; shared by all ranks that wait in it."""
 
     op: Operation  # one of those that came
     here: dict[int, Operation]
@@ -48,7 +48,7 @@ class _Wait:
 
 
 def judge(trace: Trace, patience: float = PATIENCE) -> Verdict:
-    """The same words for a job that runs and for what it left behind. ``patience`` is for what still runs."""
+    """The verdict on a running job or on the dumps of one that ended. ``patience`` applies to running ones."""
     calls = Calls(trace)
     waits = _waits(trace, calls, patience)
     return (
@@ -65,7 +65,7 @@ def judge(trace: Trace, patience: float = PATIENCE) -> Verdict:
 
 
 def _waits(trace: Trace, calls: Calls, patience: float) -> dict[int, _Wait]:
-    """By rank, what it waits for: its last operation, where that did not end and somebody did not come."""
+    """By rank, what it waits for: its last operation, if that did not end and a rank is missing from it."""
     waits: dict[int, _Wait] = {}
     known: dict[tuple[int, int], _Wait] = {}  # by group and sequence number
     for rank in calls.operations:
@@ -84,7 +84,7 @@ def _waits(trace: Trace, calls: Calls, patience: float) -> dict[int, _Wait]:
 
 
 def _is_young(trace: Trace, rank: int, op: Operation, patience: float) -> bool:
-    """Whether it may well end by itself."""
+    """Whether it may still end by itself."""
     return trace.live and op.state == "running" and trace.ranks[rank].noted_ns - op.created_ns < patience * 1e9
 
 
@@ -169,7 +169,7 @@ def _last_group(one: RankTrace) -> str:
 
 
 def _noticed_mismatch(calls: Calls) -> Verdict | None:
-    """One that the ranks saw themselves. Whoever ended then, ended because of it."""
+    """A mismatch that the ranks found themselves. Ranks that ended after it ended because of it."""
     seen = any(op.state == "mismatch" for group in calls.groups for op in group.last.values())
     return _mismatch(calls) if seen else None
 
@@ -202,7 +202,7 @@ def _signature(op: Operation) -> tuple[Any, ...]:
 def _mismatch_words(
     group: str, seq: int, ranks: dict[int, Operation], sides: dict[str, list[int]]
 ) -> tuple[str, list[int]]:
-    """The sentence, and who is to blame: the fewer, if there are fewer."""
+    """The sentence, and the ranks at fault: the minority, if there is one."""
     if len(sides) == 1:  # differing lists of sizes show only in a hash that the ranks compared
         call = _call(next(iter(ranks.values())))
         return f"{_who(ranks)} called {call}{_sites(ranks.values())} with different lists of sizes.", sorted(ranks)
@@ -230,7 +230,7 @@ def _stopped(trace: Trace, calls: Calls, waits: dict[int, _Wait]) -> Verdict | N
 
 
 def _circle(waits: dict[int, _Wait]) -> Verdict | None:
-    """Ranks that wait for each other in different groups, each for one that waits itself."""
+    """A deadlock: ranks that wait for each other, in different groups, in a cycle."""
     ahead = {id(wait): next((r for r in wait.absent if r in waits), None) for wait in _distinct(waits)}
     seen: set[int] = set()
     for start in sorted(waits):
@@ -260,7 +260,7 @@ def _circle_words(ranks: list[int], waits: dict[int, _Wait]) -> Verdict:
 
 
 def _missing(trace: Trace, calls: Calls, waits: dict[int, _Wait]) -> Verdict | None:
-    """Whoever is waited for and does not wait itself; where there are several waits, the one that began first."""
+    """The rank that others wait for and that does not wait itself; of several waits, the one that began first."""
     roots = [w for w in _distinct(waits) if any(r not in waits for r in w.absent)]
     if not roots:
         return None
@@ -298,7 +298,7 @@ def _message(trace: Trace, calls: Calls, patience: float) -> Verdict | None:
 
 
 def _stuck(trace: Trace, calls: Calls, patience: float) -> Verdict | None:
-    """All came, and yet it did not end."""
+    """All ranks arrived, and yet it did not end."""
     for group in calls.groups:
         seq = max(group.by_seq)
         ranks = group.by_seq[seq]

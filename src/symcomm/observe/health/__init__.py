@@ -1,4 +1,4 @@
-"""What a machine must have for ranks to run well on it, checked one thing at a time (``symcomm doctor``).
+"""Checks whether ranks will run well on a machine (``symcomm doctor``).
 
 A check is a function without arguments that returns a ``Finding`` (or several), never raises for what it finds, and
 says what to change. ``memory.py`` checks memory, ``machine.py`` processors, clocks and limits, ``network.py`` names and
@@ -30,7 +30,7 @@ Check = Callable[[], "Finding | list[Finding]"]
 
 
 def run_checks(checks: Iterable[tuple[str, Check]]) -> list[Finding]:
-    """Every check's findings. One that breaks is a finding too: an odd machine is what a doctor is for."""
+    """Every check's findings. A check that raises is a finding too."""
     findings: list[Finding] = []
     for name, check in checks:
         begun = time.monotonic()

@@ -28,7 +28,7 @@ def free_memory() -> Finding:
 
 
 def memory_files() -> Finding:
-    """An arena is a memfd: it must be possible to make one, give it pages, and map it shared."""
+    """An arena is a memfd: creating one, allocating its pages and mapping it shared must work."""
     try:
         fd = os.memfd_create("symcomm-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -50,7 +50,7 @@ def memory_files() -> Finding:
 
 
 def shared_directory() -> Finding:
-    """/dev/shm only matters to torch's data loaders and to SYMCOMM_SHARE=named; its size is Docker's famous 64 MiB."""
+    """/dev/shm matters only to torch's data loaders and to SYMCOMM_SHARE=named; Docker's default is 64 MiB."""
     path = os.environ.get("SYMCOMM_SHM_DIR", "/dev/shm")
     named = os.environ.get("SYMCOMM_SHARE") == "named"
     try:
@@ -94,7 +94,7 @@ def address_space() -> list[Finding]:
 
 
 def ptrace_scope() -> Finding:
-    """Who may look into another process: py-spy, debuggers, and reading a peer's memory directly."""
+    """Whether processes may inspect each other: py-spy, debuggers, and reading a peer's memory directly."""
     try:
         scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
     except (OSError, ValueError):

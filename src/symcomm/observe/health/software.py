@@ -48,7 +48,7 @@ def core() -> list[Finding]:
 
 
 def a_collective() -> list[Finding]:
-    """Two ranks, as threads, meet: arenas, waits, and the counter that records take their times from."""
+    """Two ranks, as threads, make a group: arenas, waits, and the counter that timestamps records."""
     from symcomm.group.spawn import spawn
 
     begun = time.monotonic_ns()
@@ -85,7 +85,7 @@ def torch() -> list[Finding]:
 
 
 def judge_version(version: str) -> Finding:
-    """A release that nobody has tried may work: the next check tells."""
+    """An untested release may work: the next check finds out."""
     found = f"{version} (tested: {', '.join(TESTED)})"
     if not re.match(r"\d+\.\d+", version):
         return Finding("torch", WARN, found, f"its version cannot be read; pip install 'torch=={NEWEST}' if it fails")
@@ -117,7 +117,7 @@ def entry_point() -> Finding:
 
 
 def gpus() -> Finding | list[Finding]:
-    """As nvidia-smi tells, and whether two ranks can share the memory of one."""
+    """As nvidia-smi lists them, and whether two ranks can share the memory of one."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return Finding("gpus", OK, "none seen (no nvidia-smi)")
@@ -144,8 +144,8 @@ def share_device(device: str) -> Finding:
 
 
 def run_two_ranks(device: str) -> str | None:
-    """Why two ranks cannot sum a tensor there, or None. They are processes of their own, with a deadline: a broken
-    torch or driver may take them down, or keep them for ever."""
+    """Why two ranks cannot sum a tensor there, or None. They are separate processes with a deadline: a broken torch or
+    driver may crash them or hang."""
     command = [sys.executable, "-m", "symcomm", "run", "-n", "2", "-m", "symcomm.cli.doctor_ranks", device]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
         try:
@@ -175,7 +175,7 @@ def judge_gpus(lines: list[str]) -> Finding:
 
 
 def interpreter() -> Finding:
-    """A torch that was built for another interpreter is a common surprise."""
+    """A torch that was built for another interpreter is a common mistake."""
     inside = sys.prefix != sys.base_prefix
     return Finding("environment", OK, f"{sys.executable} ({'a virtual environment' if inside else 'the system'})")
 

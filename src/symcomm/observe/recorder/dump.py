@@ -1,4 +1,4 @@
-"""Dumps: one file per rank, in PyTorch's format, with all that we know beyond it under the key ``symcomm``."""
+"""Dumps: one file per rank, in PyTorch's format, with all that it has no field for under the key ``symcomm``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SWITCHES = ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 
 
 def prefix_from_environment() -> str | None:
-    """Where dumps go: this and the rank's number is a file's name. None: nobody asked for dumps."""
+    """The prefix of dump files, which the rank's number completes. None: no dumps were requested."""
     switch = next((os.environ[name] for name in SWITCHES if name in os.environ), "").lower()
     if folder := os.environ.get("SYMCOMM_TRACE_DIR"):
         return os.path.join(folder, FILE)
@@ -40,7 +40,7 @@ def prefix_from_environment() -> str | None:
 
 
 def torchs_prefix() -> str:
-    """Where torch writes dumps when nobody says where."""
+    """torch's default location of dumps."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.path.join(cache, "torch", "comm_lib_trace_rank_")
 
@@ -52,7 +52,7 @@ def boot_id() -> str:
 
 
 def ask_name(pid: int) -> str:
-    """A file of this name in the folder of dumps asks a process to tell where it is; it goes when that is done."""
+    """A file of this name in the folder of dumps asks a process for its stacks; it is removed with the answer."""
     return f".ask-{pid}.symcomm"
 
 
@@ -61,7 +61,7 @@ def answer_name(pid: int, rank: int) -> str:
 
 
 def note(rank: int, pid: int, flight: int, stacks: Sequence[ThreadStack] = (), started_wall_ns: int = 0) -> RankTrace:
-    """What the recorder at address ``flight`` (one's own or a peer's) says now."""
+    """A dump of the recorder at address ``flight``, this rank's or a peer's."""
     return RankTrace(
         rank=rank,
         pid=pid,
@@ -77,7 +77,7 @@ def note(rank: int, pid: int, flight: int, stacks: Sequence[ThreadStack] = (), s
 
 
 def this_rank(collectives: bool | None, stacks: bool | None, only_active: bool | None) -> dict[str, Any]:
-    """What this rank recorded, as PyTorch's functions tell it. None: as if nothing had been said."""
+    """What this rank recorded, with the arguments of PyTorch's functions. None: the default."""
     if not has_arena():
         return torch_dump([], {}, collectives=collectives is not False)
     place = current_arena().flight.address
@@ -105,7 +105,7 @@ def write(trace: RankTrace, prefix: str, *, timeouts_ms: Mapping[str, int] | Non
 
 
 def write_to(path: str, trace: RankTrace, timeouts_ms: Mapping[str, int] | None = None, replace: bool = True) -> str:
-    """Whoever reads finds a whole dump or none."""
+    """Atomically: a reader finds a whole dump or none."""
     groups = dict(enumerate(trace.groups, 1))
     dump = torch_dump(trace.operations, groups, timeouts_ms=timeouts_ms)
     data = as_pickle({**dump, "symcomm": trace.to_dict()})

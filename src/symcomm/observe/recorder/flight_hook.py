@@ -40,7 +40,7 @@ class FlightRecorderHook:
         return hook
 
     def remove(self) -> None:
-        """Write nothing any more. A second time does nothing."""
+        """Stop writing. Idempotent."""
         core, self._core = self._core, None
         if core is not None:
             core.call_hooks.unregister("abort", self._id)

@@ -1,4 +1,4 @@
-"""A hung interpreter lock, noticed and reported.
+"""Detects and reports a hung interpreter lock.
 
 Native code that keeps Python's interpreter lock (GIL) while it waits stops every thread of a rank, its server too. A
 thread of the C core (``_core/observe/gil_watchdog.c``), which needs no lock, then writes one sentence to stderr: which
@@ -27,12 +27,12 @@ __all__ = ["seconds_from_environment", "stall_of", "watch"]
 DEFAULT_SECONDS = 30.0
 NOTE = 2048  # offset in an arena's first page, of 1024 bytes
 STDERR = 2
-OURS = ("symcomm-server", "symcomm-request", "symcomm-heartbeat")  # threads that never keep the lock
+OURS = ("symcomm-server", "symcomm-request", "symcomm-heartbeat")  # threads that never hold the lock for long
 _THREAD = struct.Struct("<i28s")
 
 
 def seconds_from_environment() -> float:
-    """SYMCOMM_GIL_SECONDS: how long the lock may be away before that is reported; 0: never."""
+    """SYMCOMM_GIL_SECONDS: how long the lock may be held before that is reported; 0: never report."""
     text = os.environ.get("SYMCOMM_GIL_SECONDS", "")
     if not text:
         return DEFAULT_SECONDS
@@ -46,7 +46,7 @@ def seconds_from_environment() -> float:
 
 
 def stall_of(peer: Any) -> str | None:
-    """What is wrong with the interpreter lock of a rank, as its arena says; None: nothing."""
+    """The report about a rank's interpreter lock in its arena; None: there is none."""
     return native.gil_watchdog_read(peer.base + NOTE).decode(errors="replace") or None
 
 

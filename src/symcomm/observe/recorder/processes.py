@@ -1,4 +1,4 @@
-"""What the kernel says of a process, under ``/proc``. Of one that is gone, or is not ours to look at: nothing."""
+"""Facts about a process from ``/proc``; empty for one that is gone or that we may not inspect."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def _stat(pid: int) -> list[str]:
 
 
 def process_state(pid: int) -> str:
-    """The letter by which the kernel calls it: "T" is stopped, "Z" dead; "" when there is none."""
+    """The kernel's letter for its state: "T" is stopped, "Z" a zombie; "": there is no such process."""
     return next(iter(_stat(pid)), "")
 
 
 def is_running(pid: int) -> bool:
-    """False also for the dead whom their parent has not collected."""
+    """False for zombies too."""
     return process_state(pid) not in ("", "Z", "X")
 
 
@@ -51,12 +51,12 @@ def _status(pid: int, name: str) -> list[int]:
 
 
 def numbers_of(pid: int) -> list[int]:
-    """A process's number here, and in the containers that it is in."""
+    """A process's pid here, and in the namespaces of its containers."""
     return _status(pid, "NSpid") or [pid]
 
 
 def user_of(pid: int) -> int | None:
-    """Whose process it is. Not the owner of ``/proc/PID``: that is root for some processes of other users."""
+    """The user id of a process. Not the owner of ``/proc/PID``, which is root for some processes of other users."""
     return next(iter(_status(pid, "Uid")), None)
 
 
@@ -73,7 +73,7 @@ def open_file(path: str, **where: Any) -> int:
 
 
 def ancestors_of(pid: int) -> set[int]:
-    """The processes above ``pid``."""
+    """The ancestors of ``pid``."""
     found: set[int] = set()
     while pid > 1 and (fields := _stat(pid)):
         pid = int(fields[1])

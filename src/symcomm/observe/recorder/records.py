@@ -1,4 +1,4 @@
-"""Operations as people and tools read them, made from the flight recorders' raw entries."""
+"""Operations, decoded from the flight recorders' raw entries."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Operation:
     nbytes: int
     created_ns: int
     finished_ns: int | None
-    waited_us: int  # slept until all had come
+    waited_us: int  # time asleep until all ranks had arrived
     state: str  # "running", "completed", or what went wrong
     plan: str
     zero_copy: bool
     site: str  # "file:line", or "" when not known
     exact_site: bool  # False: where the first call of this kind was made
-    way: str = ""  # "short": the core did it all; "long": Python had to look at it; "": not known
+    way: str = ""  # "short": the core alone; "long": through Python; "": not known
     thread: str = ""  # "inline": the caller's; "queued": the group's own
 
     @property
@@ -70,8 +70,8 @@ class Operation:
 
 
 class GroupKeys:
-    """A small number for a group's name and ranks. To hash a long tuple for every call would be most of the work of
-    whoever looks at all calls; the calls of a rank share the tuple, or few do not. For calls that stay in memory."""
+    """A small number for a group's name and ranks: hashing a long tuple for every call would dominate an analysis of
+    all calls. Most calls of a rank share the tuple. Only for calls that stay in memory."""
 
     def __init__(self) -> None:
         self._by_identity: dict[tuple[str, int], int] = {}
@@ -102,7 +102,7 @@ def operations_of(group: Any) -> list[list[Operation]]:
 
 
 def as_operation(entry: FlightEntry) -> Operation:
-    """A raw entry in words."""
+    """A raw entry as an Operation."""
     message = entry.path == MESSAGE
     dtype = DType(entry.signature >> 8 & 0xFF)
     side = entry.signature >> 24 & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""Where every thread of this process is, in Python, and what of it a person wants to read."""
+"""The Python stacks of all threads of this process, and the frames worth showing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def thread_stacks(rank_thread: int | None = None) -> list[ThreadStack]:
 
 
 def short_path(file: str) -> str:
-    """Relative to where one is when it lies below, else only the file's name."""
+    """Relative to the working directory if below it, else only the file's name."""
     try:
         near = os.path.relpath(file)
     except (OSError, ValueError):  # the working directory may be gone

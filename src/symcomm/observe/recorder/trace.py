@@ -1,4 +1,4 @@
-"""What is known of a job: one record per rank, merged from dump files or from the ranks' memory."""
+"""A job's trace: one record per rank, merged from dump files or from the ranks' memory."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class RankTrace:
     host: str = ""
     boot: str = ""  # which boot of which host: ranks with the same one have the same clock
     noted_ns: int = 0  # when this was written, on CLOCK_MONOTONIC
-    noted_wall_ns: int = 0  # the same moment, on the clock that people set
+    noted_wall_ns: int = 0  # the same moment, as time of day
     started_wall_ns: int = 0  # when the rank began to trace
-    end: str = ""  # when others had to write this: "died with SIGKILL", "stopped", "left", or "silent": it did not
+    end: str = ""  # if another rank wrote this: "died with SIGKILL", "stopped", "left", or "silent" (it did not write)
     noted_by: int | None = None  # which rank wrote this, when it was another
     errors: list[str] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Trace:
 
 
 class _OnlyData(pickle.Unpickler):
-    """Dumps are plain data. A pickle that wants more could run anything, and a dump may come from anybody."""
+    """Dumps are plain data. Any other pickle could run code, and a dump may come from an untrusted source."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it wants {module}.{name}, but a dump holds nothing but plain data")

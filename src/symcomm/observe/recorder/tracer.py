@@ -1,9 +1,9 @@
 """Writes a rank's dump when something fails; loaded when the environment asks for it (see dump.py).
 
-Whoever sees an operation fail writes at once. A thread looks after the others: for a rank that hangs in the program,
-and so does not see that its peers gave up on it, that thread writes, with the stacks that show where it hangs. Of a
-rank that died or is stopped somebody else writes what its memory says. The ranks that saw the failure wait a moment for
-the others' dumps before they raise, since a launcher ends everybody once the first has ended.
+A rank that sees an operation fail writes at once. A thread covers the rest: for a rank that hangs in its program
+and so does not see that its peers gave up on it, that thread writes, with the stacks that show where it hangs. For a
+rank that died or is stopped a peer writes what its memory holds. The ranks that saw the failure wait a moment for the
+others' dumps before they raise, since a launcher ends all ranks once the first has ended.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from symcomm.observe.recorder.trace import RankTrace
 
 __all__ = ["Tracer"]
 
-LOOK = 0.1  # seconds between two looks of the thread
-GRACE = 0.2  # that a rank gets to see a failure by itself, before the thread writes
-OTHERS = 2.0  # that a rank waits for the others' dumps
+LOOK = 0.1  # seconds between two polls of the thread
+GRACE = 0.2  # seconds for a rank to see a failure by itself, before the thread writes
+OTHERS = 2.0  # seconds that a rank waits for the others' dumps
 
 
 class _Rank:
@@ -46,7 +46,7 @@ class _Rank:
 
 
 class Tracer:
-    """All ranks of this process, and the thread that looks after them."""
+    """All ranks of this process, and the thread that watches them."""
 
     def __init__(self, prefix: str):
         self.prefix = prefix
@@ -129,7 +129,7 @@ class Tracer:
             return False
 
     def _await_others(self, mine: _Rank, group: Any) -> None:
-        """Who does not write in time has no tracer, or is in native code that does not let Python run."""
+        """A rank that does not write in time has no tracer, or is in native code that holds the interpreter lock."""
         group = on_this_host(group)
         deadline = time.monotonic() + OTHERS
         while time.monotonic() < deadline and not all(self._is_fresh(r) for r in group.global_ranks):
@@ -151,14 +151,14 @@ class Tracer:
             for nonce, mine in ranks:
                 groups = [g for g in list(mine.groups) if not g.has_left]
                 if not groups and not list(mine.groups):
-                    with self._lock:  # the rank is over: let its memory go
+                    with self._lock:  # the rank has ended: release its memory
                         self._ranks.pop(nonce, None)
                 for group in groups:
                     self._look_at(mine, group)
             self._answer()
 
     def _look_at(self, mine: _Rank, group: Any) -> None:
-        """Write when the group has failed and this rank did not notice by itself."""
+        """Write if the group has failed and this rank did not notice by itself."""
         if group in mine.written or not native.group_report(group.handle)["status"]:
             return
         first = mine.suspicion.setdefault(group, time.monotonic())
@@ -166,7 +166,7 @@ class Tracer:
             self._write(mine, group)
 
     def _answer(self) -> None:
-        """Somebody who looks at the running job wants to know where this process is."""
+        """A viewer of the running job asked for this process's stacks."""
         folder = os.path.dirname(self.prefix) or "."
         request = os.path.join(folder, ask_name(self._pid))
         if not os.path.exists(request):

@@ -1,7 +1,7 @@
-"""Takes clients on a socket that listens: one thread waits for them, one serves each, and there are never too many.
+"""Accepts clients on a listening socket: one thread accepts, one serves each client, up to a limit.
 
-Strangers share a few places among them, so that they can neither use up the process's threads nor keep those out that
-we trust. Whatever happens on a connection ends that connection: it is closed, logged (``symcomm.server``) and counted
+Unauthenticated clients share a few slots, so that they can neither exhaust the process's threads nor keep trusted ones
+out. Whatever happens on a connection ends that connection: it is closed, logged (``symcomm.server``) and counted
 (``closed``), and nothing else notices.
 """
 
@@ -25,7 +25,7 @@ CONNECTIONS = 64
 STRANGERS = 16
 DRAIN_BYTES, DRAIN_SECONDS = 256 << 10, 0.5
 END_SECONDS = 5.0
-PAUSE = 0.2  # seconds until we look again whether there are descriptors
+PAUSE = 0.2  # seconds until we try again after running out of descriptors
 SAY_AGAIN = 60.0  # seconds between two warnings that there are none
 
 log = logging.getLogger("symcomm.server")
@@ -35,7 +35,7 @@ class Session(Protocol):
     """What serves one client."""
 
     trusted: bool
-    end: str  # why it ended, when not by the client's wish
+    end: str  # why it ended, unless the client closed it
 
     def serve(self, sock: socket.socket) -> None:
         """Until the client leaves; raises OSError when it is gone or too slow."""
@@ -52,7 +52,7 @@ class ConnectionAcceptor:
     """``open_session(sock)`` makes what serves a client, without waiting for anything. ``name`` is for the log."""
 
     def __init__(self, listener: socket.socket, open_session: Callable[[socket.socket], Session], name: str, tls: Any):
-        self.closed: Counter[str] = Counter()  # connections that we ended, by why
+        self.closed: Counter[str] = Counter()  # connections that we ended, by reason
         self.pauses = 0  # how often there were no descriptors
         self._say_again = 0.0
         self._listener, self._open_session, self._name, self._tls = listener, open_session, name, tls
@@ -96,7 +96,7 @@ class ConnectionAcceptor:
                 client.close()
 
     def _pause(self, error: OSError) -> None:
-        """There are no descriptors, most likely. Some other part of the program may close one: wait, and say so."""
+        """Probably out of descriptors. Another part of the program may close one: wait, and log it."""
         self.pauses += 1
         if time.monotonic() > self._say_again:
             fix = "; raise the limit on open files (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
@@ -111,7 +111,7 @@ class ConnectionAcceptor:
                 return
 
     def _admit(self, raw: socket.socket) -> None:
-        """Give a client a thread. When there are too many strangers, the one that has been here longest has to go."""
+        """Give a client a thread. When there are too many unauthenticated ones, the oldest is dropped."""
         client = _Client(raw, self._open_session(raw))
         pushed_out = None
         with self._lock:
@@ -156,7 +156,7 @@ class ConnectionAcceptor:
         except Exception as error:
             first = not self.closed["failed"]
             self._note("failed", repr(error))
-            if first:  # a mistake of ours; once is enough to find it
+            if first:  # a bug of ours; logged once
                 log.warning("symcomm: %s: a connection was closed after an error", self._name, exc_info=True)
         finally:
             self._forget(client)
@@ -169,7 +169,7 @@ class ConnectionAcceptor:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Hang up on everybody and close all sockets; once."""
+        """Close all connections and sockets; once."""
         with self._lock:
             self._ending = True
             clients = list(self._clients)
@@ -187,7 +187,7 @@ class ConnectionAcceptor:
             sock.close()
 
     def drop(self) -> None:
-        """In a forked child: close our copies, without a word to anybody."""
+        """In a forked child: close our copies of the sockets, silently."""
         self._lock = threading.Lock()
         self._ending = True
         self._close_sockets()
@@ -205,7 +205,7 @@ def _hang_up(client: socket.socket) -> None:
 
 
 def _drain(client: socket.socket) -> None:
-    """Take what is still coming before we close, or the kernel would throw our answer away with a reset."""
+    """Drain the input before closing, or the kernel would discard our answer with a reset."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(client, socket.SHUT_WR)
         end, left = time.monotonic() + DRAIN_SECONDS, DRAIN_BYTES

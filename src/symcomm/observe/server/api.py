@@ -1,4 +1,4 @@
-"""Our own routes, under /api/v1: what a rank is, does and holds, as JSON.
+"""Our own routes, under /api/v1: a rank's identity, operations and state, as JSON.
 
 Operations and stalls are read from the ranks' shared memory, so one rank's server also tells of peers that are stuck
 or dead and cannot answer themselves: ``?rank=R`` on operations, and ``/api/v1/peers``.
@@ -57,7 +57,7 @@ def rank(request: Request) -> dict[str, Any]:
 
 @route("GET", "/api/v1/server")
 def server(request: Request) -> dict[str, Any]:
-    """The server itself: how many clients it has, and how many connections it has ended, by why."""
+    """The server itself: how many clients it has, and how many connections it has ended, by reason."""
     acceptor = request.rank.acceptor
     return {"connections": acceptor.connections, "closed": dict(acceptor.closed), "pauses": acceptor.pauses}
 

@@ -1,4 +1,4 @@
-"""One client of a rank's server: what may be asked, how fast and by whom.
+"""One client of a rank's server: what it may request, and how often.
 
 HTTP itself is http_session.py's. This file says who is trusted, and refuses web pages that would use a browser on this
 host to reach us.
@@ -29,7 +29,7 @@ PAGE = '<h1>symcomm worker server</h1>\n<a href="/handler/">Handler names</a>\n'
 
 
 class Bucket:
-    """So many requests a second, and some more at once."""
+    """A rate limit: requests per second, with a burst."""
 
     def __init__(self, rate: float, burst: float):
         self._rate, self._burst, self._level = rate, burst, burst
@@ -56,8 +56,8 @@ def peer_uid(connection: socket.socket) -> int | None:
 
 
 def is_known_host(header: str, names: Iterable[str]) -> bool:
-    """Whether a Host header names us. A page that had its own name point here (DNS rebinding) comes with that name,
-    so numeric addresses are safe, and of names only our own."""
+    """Whether a Host header names us. A page that points its own name here (DNS rebinding) sends that name, so numeric
+    addresses are safe, and of names only our own."""
     try:
         host = urlsplit(f"//{header}").hostname or ""
     except ValueError:

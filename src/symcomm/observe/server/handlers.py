@@ -45,7 +45,9 @@ _lock = threading.Lock()
 
 
 def register_handler(name: str, handler: Handler) -> None:
-    """Serve ``handler(request, response)`` at ``POST /handler/NAME`` of every server of this process."""
+    """Serve ``handler(request, response)`` at ``POST /handler/NAME`` of every server of this process.
+
+    Raises: TypeError, ValueError for a name that is taken."""
     if not isinstance(name, str) or not callable(handler):
         given = (type(name).__name__, type(handler).__name__)
         raise TypeError(f"_register_handler: takes a name (str) and a function of request and response, got {given}.")
@@ -56,6 +58,7 @@ def register_handler(name: str, handler: Handler) -> None:
 
 
 def get_handler(name: str) -> Handler:
+    """The handler of that name, ours or PyTorch's. Raises: ValueError when there is none."""
     handler = _handlers.get(name) or _torchs_handler(name)
     if handler is None:
         raise ValueError(f"Failed to find handler {name}")
@@ -63,6 +66,7 @@ def get_handler(name: str) -> Handler:
 
 
 def get_handler_names() -> list[str]:
+    """Names of all handlers, ours and PyTorch's. Raises: nothing."""
     theirs = _torch()._get_handler_names() if _torch() else []
     return sorted({*_handlers, *theirs})
 
@@ -104,7 +108,7 @@ class Route:
 
 
 def route(method: str, path: str, *, public: bool = False) -> Callable[[Callable[[Request], Any]], Any]:
-    """Decorator: serve a function at ``path``. ``public``: also without the token, so it must tell nothing."""
+    """Decorator: serve a function at ``path``. ``public``: also without the token, so it must reveal nothing."""
     if method not in ("GET", "POST"):
         raise bad_argument("route", "method", method, "'GET' or 'POST'")
     if not path.startswith("/") or path.startswith("/handler/"):
@@ -202,7 +206,7 @@ def _wait_counter_values(request: Any, response: Any) -> None:
 
 
 class _Kept:
-    """A response that is only kept."""
+    """A response that keeps its content."""
 
     content: str | bytes = "{}"
 

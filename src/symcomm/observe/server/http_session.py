@@ -24,7 +24,7 @@ __all__ = ["Head", "Headers", "HttpSession", "Refusal", "load_h11"]
 HEAD_BYTES = 32 << 10  # request line and headers
 HEADERS = 100
 BODY_BYTES = 1 << 20
-PIECE = 4096  # bytes read at once while a head is not whole: what a client may send beyond HEAD_BYTES
+PIECE = 4096  # bytes read at once while a head is incomplete: what a client may send beyond HEAD_BYTES
 FIRST_SECONDS = 5.0  # for a whole request, from the moment we wait for it: the first one, and all of a stranger
 TRUSTED_SECONDS = 30.0  # the same, for a connection that was trusted before: a page that asks now and then
 WORDS = 200  # characters of what a client sent that it may get back
@@ -83,7 +83,7 @@ class HttpSession(abc.ABC):
 
     def __init__(self) -> None:
         self.trusted = False
-        self.end = ""  # why it ended, when not by the client's wish
+        self.end = ""  # why it ended, unless the client closed it
         self._h11 = load_h11()
         self._http = self._h11.Connection(self._h11.SERVER, max_incomplete_event_size=HEAD_BYTES)
         self._deadline = 0.0
@@ -181,7 +181,7 @@ class HttpSession(abc.ABC):
             self._http.receive_data(self._receive(piece))
 
     def _receive(self, piece: int) -> bytes:
-        """A client that drips bytes gains no time by it."""
+        """One deadline for the whole request, however slowly its bytes arrive."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError

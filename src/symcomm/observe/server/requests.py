@@ -17,7 +17,8 @@ class Request:
     ``trusted``: it comes from our own user, or holds the token; only then may it see what the program does.
     ``has_token``: it holds the token itself, which is asked for where secrets of the job may show.
     ``rank`` is the rank whose server was asked (see server.RankFacts), None when there is none.
-    """
+
+    Raises: UnicodeDecodeError from ``body()``, BadArgumentError from ``get_number()``."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Request:
 
 
 class Response:
-    """What goes back. Nothing set: an empty answer with status 200."""
+    """The answer; empty with status 200 until something is set. Raises: TypeError, BadArgumentError."""
 
     def __init__(self) -> None:
         self.status = 200

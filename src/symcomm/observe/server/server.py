@@ -1,8 +1,8 @@
-"""The control plane: a small HTTP server in every rank that wants one.
+"""The control plane: a small HTTP server in every rank that enables it.
 
 ``start()`` opens it on a Unix socket in a private directory, or on a loopback port; who may ask what is decided in
 connection.py, what is answered in handlers.py and api.py, where servers are found in server_registry.py.
-``WorkerServer`` is PyTorch's way to the same server.
+``WorkerServer`` is the same server under PyTorch's name.
 
 One thread waits for clients (asleep in the kernel, no polling), one serves each of them (acceptor.py), and none of them
 takes the interpreter lock while nobody asks. A forked child closes its copies of the sockets and serves nothing.
@@ -133,7 +133,7 @@ class Server:
             self.rank.stop_watching()
 
     def _drop(self) -> None:
-        """In a forked child: close our copies, without a word to anybody."""
+        """In a forked child: close our copies of the sockets, silently."""
         self._lock = threading.Lock()
         self._closed = True
         self._acceptor.drop()
@@ -307,7 +307,8 @@ class WorkerServer(Server):
     """PyTorch's ``_WorkerServer(host_or_file, port=-1)``: a file's name, or with a port a host to listen on.
 
     As in PyTorch a host may be open to a network; unlike there, TCP clients need the job's token.
-    """
+
+    Raises: TypeError, BadArgumentError, CallerError, ResourceError when the address cannot be listened on."""
 
     def __init__(self, host_or_file: str, port: int = -1):
         if not isinstance(host_or_file, str) or not isinstance(port, int):

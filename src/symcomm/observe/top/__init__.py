@@ -1,4 +1,4 @@
-"""The live page of a running job (``symcomm top``), for whom nothing in the job has to do anything.
+"""The live page of a running job (``symcomm top``), which needs no cooperation from the job.
 
 What it shows comes from the layer around it: ``feed.py`` reads the ranks, ``verdict.py`` judges, ``ask.py`` asks.
 

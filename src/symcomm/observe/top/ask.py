@@ -1,7 +1,7 @@
 """What is asked of a running job's processes on demand: where its ranks are in the program, and the store's keys.
 
 A rank that runs a server (``symcomm run --server``) is asked over HTTP; one that traces (``symcomm run --trace DIR``)
-finds a question in its folder of dumps, and answers there. Of others, py-spy and the kernel know a little.
+finds a question in its folder of dumps, and answers there. For others, py-spy and the kernel know a little.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from symcomm.observe.recorder.trace import parse_dump
 
 __all__ = ["ask_stacks", "kernel_stacks", "list_store", "request", "spied_stacks", "format_stacks"]
 
-ANSWER = 2.0  # seconds that ranks get to say where they are, all together
-LOOK = 0.02  # seconds between two looks for answers in files
+ANSWER = 2.0  # seconds for all ranks to report where they are
+LOOK = 0.02  # seconds between two polls for answers in files
 ANSWER_BYTES = 64 << 20  # that a rank's answer may have
 AT_ONCE = 64  # servers that are asked at the same time
 SPY_DEADLINE = 10.0
@@ -42,7 +42,7 @@ KEYS_SHOWN = 2000
 
 
 def ask_stacks(pids: Mapping[int, int], seconds: float = ANSWER) -> dict[int, list[ThreadStack]]:
-    """Stacks of ranks, given with their processes' ids. Of one that could have answered and did not: none, ``[]``."""
+    """Stacks of ranks, given with their pids. For one that could have answered and did not: ``[]``."""
     deadline = time.monotonic() + seconds
     servers = _servers_of(pids)
     folders = {rank: folder for rank, pid in pids.items() if rank not in servers and (folder := _folder_of(pid))}
@@ -67,7 +67,7 @@ def _servers_of(pids: Mapping[int, int]) -> dict[int, dict[str, Any]]:
 
 
 def _from_servers(servers: Mapping[int, dict[str, Any]], deadline: float) -> dict[int, list[ThreadStack]]:
-    """All are asked before the first answer is read, so that one that hangs keeps nobody waiting but us."""
+    """All are asked before the first answer is read, so that one that hangs does not delay the others."""
     asked: dict[int, http.client.HTTPConnection] = {}
     found = {}
     troubles = (OSError, ValueError, KeyError, TypeError, http.client.HTTPException)
@@ -159,7 +159,7 @@ class _Folder:
 
 
 def _from_folders(folders: Mapping[int, str], pids: Mapping[int, int], deadline: float) -> dict[int, list[ThreadStack]]:
-    """Ranks' tracers answer in files; nothing of it stays behind."""
+    """Ranks' tracers answer in files, which are removed."""
     found: dict[int, list[ThreadStack]] = {}
     asked: dict[int, _Folder] = {}
     with contextlib.ExitStack() as stack:
@@ -190,7 +190,7 @@ def format_stacks(stacks: list[ThreadStack]) -> str:
 
 
 def spied_stacks(pid: int) -> str | None:
-    """Python frames of a process that need not help: py-spy reads them, where it is installed and allowed to."""
+    """Python frames of a process, without its help: py-spy reads them, where it is installed and permitted."""
     spy = shutil.which("py-spy")
     if spy is None:
         return None
@@ -219,7 +219,7 @@ STATES = {"R": "running", "S": "sleeping", "D": "in the disk", "T": "stopped", "
 
 
 def list_store(pid: int | None) -> list[str]:
-    """Keys of the store that process ``pid`` was told to meet at; raises ResourceError where there is none."""
+    """Keys of the rendezvous store of process ``pid``; raises ResourceError where there is none."""
     env = environment_of(pid) if pid is not None else {}
     host, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT", "")
     if not host or not port.isdigit():

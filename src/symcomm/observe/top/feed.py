@@ -1,6 +1,6 @@
-"""Where a viewer's data comes from: the ranks of a job, as somebody outside of them sees them.
+"""Where a viewer's data comes from: the ranks of a job, observed from outside.
 
-A ``Feed`` is asked now and then (``poll``) and tells what is new. ``attach(pids)`` makes one that reads the flight
+A ``Feed`` is polled and returns what is new. ``attach(pids)`` makes one that reads the flight
 recorders of running processes: their arenas are memory files that any process of the same user can open, read-only,
 under ``/proc/PID/fd``. The ranks do not take part, so this also works while they are stuck, and a file that was opened
 keeps telling what a rank did before it died.
@@ -40,11 +40,11 @@ class RankFacts:
     rank: int  # of the world
     pid: int
     alive: bool
-    operations: int  # ever recorded
-    arena_bytes: int  # memory its arena really takes
+    operations: int  # recorded in total
+    arena_bytes: int  # memory that its arena occupies
     missed: int = 0  # operations that were overwritten before anybody read them
     stopped: bool = False  # by SIGSTOP or a debugger
-    waits: tuple[int, ...] = ()  # that took long and were over by looking, by yielding, by sleeping; empty: not known
+    waits: tuple[int, ...] = ()  # long waits that ended while spinning, yielding, sleeping; empty: not known
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def poll(self) -> Sample:
-        """What is new since the last call."""
+        """What has changed since the last call."""
 
     def find_stacks(self, ranks: Iterable[int]) -> dict[int, list[ThreadStack]]:
-        """Where ranks are in the program, of those that can be asked; ``[]``: one did not answer."""
+        """Stacks of the ranks that can be asked; ``[]``: one did not answer."""
         return {}
 
     def stacks(self, rank: int) -> str:
@@ -87,7 +87,7 @@ class Feed(abc.ABC):
         return []
 
     def close(self) -> None:  # noqa: B027 (most feeds hold nothing)
-        """Let go of everything that is held open."""
+        """Close everything that is open."""
 
 
 class _Recorder:
@@ -119,7 +119,7 @@ class _Recorder:
         if not self._capacity:
             return
         first = max(self._read or forgotten, self.total - min(self._capacity, READ_AT_ONCE), 0)
-        if self._read is not None:  # what was before the first look, nobody has missed
+        if self._read is not None:  # what came before the first poll does not count as lost
             self.missed += first - self._read
         for number in sorted(self._unsettled):
             if self.total - self._capacity < number <= first:
@@ -154,7 +154,7 @@ class _Recorder:
         return found
 
     def _entry(self, raw: bytes, again: bytes, at: int) -> FlightEntry | None:
-        """None where somebody wrote while we read."""
+        """None if the entry was written while we read it."""
         fields = ENTRY.unpack_from(again, at)
         if not fields[0] or fields[0] != ENTRY.unpack_from(raw, at)[0]:
             return None
@@ -268,7 +268,7 @@ def attach(pids: Iterable[int], title: str = "job", *, call: str = "attach") -> 
 
 class _OwnFeed(SharedMemoryFeed):
     def find_stacks(self, ranks: Iterable[int]) -> dict[int, list[ThreadStack]]:
-        return {}  # nobody asks himself where he is
+        return {}  # a process does not ask itself
 
 
 def attach_arena(fd: int, title: str = "rank") -> SharedMemoryFeed:

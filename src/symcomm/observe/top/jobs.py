@@ -21,12 +21,12 @@ from symcomm.observe.recorder.processes import ancestors_of, command_of, environ
 __all__ = ["JobFacts", "arenas_of", "choose_job", "choose_jobs", "find_jobs"]
 
 ARENA = re.compile(r"^/memfd:symcomm\b|/symcomm-[0-9a-f]{32}\b")
-SHOWN = 8  # jobs named in an error
+SHOWN = 8  # how many jobs an error names
 
 
 @dataclass
 class JobFacts:
-    """Processes that belong together. ``names`` are what a user may call the job."""
+    """The processes of one job. ``names``: what a user may call it."""
 
     command: str
     pids: list[int] = field(default_factory=list)
@@ -112,7 +112,7 @@ Ancestors = Callable[[int], set[int]]
 
 
 def choose_jobs(who: str, wanted: str | None, jobs: list[JobFacts], above: Ancestors = ancestors_of) -> list[JobFacts]:
-    """The jobs that a user means: by a pid (of a rank, or of what started the ranks), by a name, or all."""
+    """The jobs that match: a pid (of a rank, or of an ancestor of the ranks), a name, or all."""
     if not jobs:
         raise errors.ResourceError(
             f"{who}: no job found; ranks must run on this host, as this user, and have joined a group."
@@ -128,7 +128,7 @@ def choose_jobs(who: str, wanted: str | None, jobs: list[JobFacts], above: Ances
 
 
 def choose_job(who: str, wanted: str | None, jobs: list[JobFacts], above: Ancestors = ancestors_of) -> JobFacts:
-    """The same, where it must be one."""
+    """The same, where exactly one must match."""
     found = choose_jobs(who, wanted, jobs, above)
     if len(found) > 1:
         raise errors.BadArgumentError(f"{who}: there are {len(found)} jobs; name one by a pid: {_listed(found)}.")

@@ -45,7 +45,7 @@ def as_trace(sample: Sample, operations: Mapping[int, Iterable[Operation]]) -> T
 
 
 def _end(operations: list[Operation], a_death: bool) -> str:
-    """How to speak of a process that is gone: who ended since an operation failed is not what made it fail."""
+    """How to describe a process that is gone: one that ended after an operation failed did not cause the failure."""
     state = operations[-1].state if operations else "completed"
     if state == "running" or (state == "completed" and a_death):
         return "died"
@@ -57,7 +57,7 @@ def _group_facts(group: GroupFacts) -> dict[str, Any]:
 
 
 def look(job: JobFacts, call: str = "look") -> Trace:
-    """All that the ranks of a job have recorded, and where they are. ``call`` is who asks, for errors."""
+    """All that the ranks of a job have recorded, and their stacks. ``call``: the caller's name, for errors."""
     feed: Feed = attach(job.pids, job.title, call=call)
     try:
         time.sleep(CLOCK)
@@ -76,7 +76,7 @@ def look(job: JobFacts, call: str = "look") -> Trace:
 
 
 def add_stacks(trace: Trace, stacks: Mapping[int, list[ThreadStack]]) -> None:
-    """What ranks answered; whoever did not runs no Python, as nothing but that keeps it from answering."""
+    """The ranks' answers; one that did not answer is not running Python, the only thing that could keep it from it."""
     for rank, found in stacks.items():
         one = trace.ranks[rank]
         one.stacks, one.end = found, one.end or ("" if found else "silent")

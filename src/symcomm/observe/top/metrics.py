@@ -1,4 +1,4 @@
-"""Numbers for Prometheus, and spans for OpenTelemetry, made from what a feed tells.
+"""Metrics for Prometheus and spans for OpenTelemetry, made from a feed.
 
 Both libraries are optional: ``pip install 'symcomm[metrics]'``, ``'symcomm[otel]'``. A ``Meter`` or ``Spans`` is handed
 the model after each refresh (``add``); it counts operations that have ended, each once. `symcomm top` does so for a
@@ -139,7 +139,7 @@ class Meter:
             self._failures.labels(operation.call, operation.group, operation.state).inc()
 
     def render(self) -> tuple[str, bytes]:
-        """(content type, text), as a Prometheus server reads it."""
+        """(content type, text), in Prometheus's format."""
         return "text/plain; version=0.0.4; charset=utf-8", self._prometheus.generate_latest(self.registry)
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -182,7 +182,7 @@ _meters_lock = threading.Lock()
 
 @route("GET", "/api/v1/metrics")
 def metrics(request: Request) -> Response:
-    """This rank's numbers, as a Prometheus server reads them."""
+    """This rank's metrics, in Prometheus's text format."""
     group = request.rank.group
     if group is None:
         raise errors.CallerError("this server knows of no group; start it with group=, or by SYMCOMM_SERVER=1.")

@@ -1,9 +1,9 @@
-"""A running job as a page shows it: the data of feeds is put together here, rank by rank and collective by collective.
+"""A running job as the page shows it: data of feeds, assembled by rank and by collective.
 
 A *collective instance* is one collective of a group, as all its ranks made it: when each arrived and when each was
-done. Everything else follows from these: who waits for whom (lag, states, the verdict), who is late again and again
-(the heat map), and how fast data moved. All memory is bounded: collectives, heat columns and samples are kept for a
-while and then forgotten.
+done. Everything else follows from these: which rank waits for which (lag, states, the verdict), which is repeatedly
+late (the heat map), and how fast data moved. All memory is bounded: collectives, heat columns and samples are dropped
+after a while.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ USUAL_SPREADS = 4.5  # median deviations (three standard deviations, if they wer
 RANK_OPERATIONS_KEPT = 400_000  # of all ranks together, in instances
 RECENT = 8  # operations of each rank that a verdict looks at, beside its last one in each group
 SAMPLES = 512  # instances of one collective and size that percentiles are made of
-WAIT_NS = 200_000_000  # whoever waits longer than this is shown as waiting
-STUCK_S = 5.0  # whoever waits longer than this is stuck
-STACKS_S = 5.0  # how long what a rank said about where it is may be repeated
+WAIT_NS = 200_000_000  # a rank that waits longer than this is shown as waiting
+STUCK_S = 5.0  # a rank that waits longer than this is stuck
+STACKS_S = 5.0  # how long a rank's stacks may be shown before it is asked again
 BLAMED = 3  # ranks that are asked where they are
 
 
@@ -98,7 +98,7 @@ def percentile(ordered: list[float], part: float) -> float:
 
 
 class Live:
-    """Call ``refresh()`` now and then; everything else only reads."""
+    """Call ``refresh()`` periodically; everything else only reads."""
 
     def __init__(self, feed: Feed, stuck_after: float = STUCK_S):
         self.feed = feed
@@ -222,14 +222,14 @@ class Live:
         return self.sample.groups
 
     def absent(self, instance: CollectiveInstance) -> list[int]:
-        """Ranks that have not come to a collective, as far as we know."""
+        """Ranks that have not arrived at a collective, as far as we know."""
         reached = self.reached.get(group_of(instance.first), {})
         members = instance.first.ranks or tuple(fact.rank for fact in self.ranks)
         seq = instance.first.seq
         return [rank for rank in members if rank not in instance.starts and reached.get(rank, -1) < seq]
 
     def waited_for(self) -> list[tuple[CollectiveInstance, list[int]]]:
-        """Running collectives that somebody has not come to, the longest wait first."""
+        """Running collectives from which ranks are missing, the longest wait first."""
         found = [(m, self.absent(m)) for m in self.running.values() if m.size > 1 and not m.is_over]
         return sorted(((m, who) for m, who in found if who), key=lambda item: min(item[0].starts.values()))
 
@@ -289,7 +289,7 @@ class Live:
         return [known[number] for number in sorted(known)]
 
     def _ask(self, blamed: list[int]) -> dict[int, list[ThreadStack]]:
-        """Where those to blame are. They are not asked again at each refresh."""
+        """The stacks of the ranks at fault, which are not asked again at each refresh."""
         when, whom, _ = self._told
         if whom != blamed or self.sample.now_ns - when > STACKS_S * 1e9:
             alive = [fact.rank for fact in self.ranks if fact.rank in blamed and fact.alive and not fact.stopped]
@@ -303,7 +303,7 @@ class Live:
 
 
 def end_of_pack(starts: Iterable[int]) -> tuple[int, int]:
-    """When the middle rank came, and until when a rank counts as on time given how much the ranks usually differ.
+    """When the median rank arrived, and until when a rank counts as on time given the usual spread of the ranks.
 
     The spread is that of the earlier half, which stragglers do not reach."""
     ordered = sorted(starts)

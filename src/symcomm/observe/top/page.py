@@ -1,8 +1,8 @@
 """Serves the live page: one HTML file, the JSON it polls, stacks and store keys on demand, and metrics.
 
-What can be read here tells about a program from inside, so it is guarded like the ranks' own servers: it listens on the
-loopback address, every request but the (empty) page needs the token, a request must name us as its host (a web site
-that points a name of its own at 127.0.0.1 gets nothing), and there is nothing that changes anything.
+What is served reveals a program's internals, so it is guarded like the ranks' own servers: it listens on the loopback
+address, every request but the (empty) page needs the token, a request must name us as its host (a web site that points
+its own name at 127.0.0.1 gets nothing), and everything is read-only.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class PageServer:
                 self.problem = f"{type(error).__name__}: {error}"
 
     def attach_meter(self, meter: Meter) -> None:
-        """Let ``meter`` count what the feed tells from now on, and serve it under /metrics."""
+        """Have ``meter`` count operations from now on, and serve it under /metrics."""
         self.observers.append(meter.add)
         self.metrics = meter.render
 

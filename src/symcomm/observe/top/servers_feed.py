@@ -1,4 +1,4 @@
-"""A feed of ranks on any number of hosts: what their servers tell (``symcomm run --server``), asked all at once.
+"""A feed of ranks on any number of hosts, from their servers (``symcomm run --server``), asked concurrently.
 
 Hosts have clocks of their own. An answer carries the server's, which was read between our question and its arrival;
 the quickest answer so far says best how far the clocks are apart.
@@ -23,7 +23,7 @@ from symcomm.observe.top.feed import Feed, GroupFacts, RankFacts, Sample
 
 __all__ = ["ServersFeed", "attach_servers"]
 
-ANSWER = 2.0  # seconds that a server gets
+ANSWER = 2.0  # seconds for a server to answer
 AT_ONCE = 64  # servers asked at the same time
 AT_A_TIME = 5000  # operations in one answer
 MEMORY_S = 5.0  # how often a rank is asked for its memory
@@ -75,7 +75,7 @@ class _Server:
         took = time.monotonic_ns() - asked
         if took < self._quickest:
             self._quickest, self._offset = took, asked + took // 2 - answer["clock_ns"]
-        if self._since is not None:  # what was before the first look, nobody has missed
+        if self._since is not None:  # what came before the first poll does not count as lost
             self.missed += answer["lost"]
         self._since = answer["next"]
         found = []

@@ -1,6 +1,6 @@
-"""A job that does not exist: any number of ranks that train, with a straggler and a stuck rank if asked for.
+"""A simulated job: any number of ranks that train, optionally with a straggler and a stuck rank.
 
-It drives tests, the documentation's pictures, and anybody who wants to see the live page before having a cluster.
+For tests, the documentation's pictures, and trying the live page without a cluster.
 Steps follow a clock, the real one or a test's, so what a poll returns depends only on the seed and the times asked for.
 """
 
@@ -39,7 +39,7 @@ START_PID = 41_000
 class _SimulatedCollective:
     """What every rank does in one collective, decided as soon as its step begins."""
 
-    operations: list[Operation]  # by rank, finished (unless somebody never comes)
+    operations: list[Operation]  # by rank, finished (unless a rank never arrives)
     missing: set[int]
 
 

@@ -6,7 +6,7 @@ when torch is imported (Symcomm is registered)
     reduce_op_options.py      torch's options take our reduce operations
     prefix_store.py           torch's PrefixStore takes our stores
     init_process_group.py     waits for the previous group's end, and looks again for a store that is going away
-    destroy_process_group.py  lets go of stores that only the group's C++ half held
+    destroy_process_group.py  releases stores that only the group's C++ half held
     reducer_join.py           torch's Reducer keeps the work that counts joined ranks
     monitored_barrier.py      asks our groups
     pg_timeout.py             asks our groups
@@ -19,7 +19,7 @@ when torch is imported (Symcomm is registered)
 when the first group is made
     functional_collectives.py operators that torch's C++ does not bring to Python groups
     flight_recorder_dumps.py  torch's dumps show our operations
-    health_check_hook.py      torch's health check brings ours along
+    health_check_hook.py      torch's health check also attaches ours
     cpp_hooks.py              groups notice that a hook of C++ was attached
     when_imported.py          the compiler's modules, once they are imported: make_fx.py, comm_debug_mode.py,
                               dynamo_rules.py and our lowerings (symcomm.compile)
@@ -65,7 +65,7 @@ def applied() -> list[str]:
 
 
 def undo_all() -> None:
-    """The last one first."""
+    """In reverse order."""
     with _lock:
         while _undo:
             _undo.popitem()[1]()

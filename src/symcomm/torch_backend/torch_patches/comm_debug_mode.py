@@ -1,5 +1,4 @@
-"""What: while a ``CommDebugMode`` counts, every call of our groups shows itself to it as the operator that torch's
-own groups would call.
+"""What: a ``CommDebugMode`` counts every call of our groups as the operator that torch's own groups would call.
 Why: it counts torch's operators, which calls of our groups are not.
 Versions: all.
 Undo: methods stay what they are while one counts.
@@ -24,7 +23,7 @@ _TRACES = torch._C._TorchDispatchModeKey.PROXY  # what make_fx.py traces are ope
 
 
 class _Shown:
-    """What a mode is given for an operator; to call it is to make the group's call."""
+    """Passed to a mode as the operator; calling it makes the group's call."""
 
     def __init__(self, operator: Any, call: Callable[[], Any]):
         self._overloadpacket = operator

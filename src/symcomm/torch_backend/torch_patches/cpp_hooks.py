@@ -1,4 +1,4 @@
-"""What: a group of ours is a WatchedGroup (see inner.py) while torch's FlightRecorderHook or NanCheckHook is attached.
+"""What: our group is a WatchedGroup (cpp_backend.py) while torch's FlightRecorderHook or NanCheckHook is attached.
 Why: they are C++ objects, which see only what passes through C++.
 Versions: those that have them (2.15).
 Undo: ``attach`` and ``remove`` are C++'s again.

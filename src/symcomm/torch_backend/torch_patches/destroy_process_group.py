@@ -1,5 +1,5 @@
-"""What: ``destroy_process_group`` also lets go of our stores that torch was lent.
-Why: stores that only the group's C++ half held go with it.
+"""What: ``destroy_process_group`` also releases our stores that were passed to torch.
+Why: stores that only the group's C++ half held should be freed with it.
 Versions: all.
 Undo: the function is torch's again.
 """

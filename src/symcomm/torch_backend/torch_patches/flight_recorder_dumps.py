@@ -44,7 +44,7 @@ def _dump(theirs: Any, pickled: bool, by_backend: bool) -> Any:
     names = ["includeCollectives", *(["includeStackTraces"] if pickled else []), "onlyActive", "backend"]
 
     def dump(*args: Any, **kwargs: Any) -> bytes:
-        from symcomm.observe.recorder.dump import this_rank  # when somebody asks: ranks load no observer before
+        from symcomm.observe.recorder.dump import this_rank  # on demand: ranks load no observer before
         from symcomm.observe.recorder.torch_format import as_json, as_pickle
 
         read, write = (pickle.loads, as_pickle) if pickled else (json.loads, as_json)

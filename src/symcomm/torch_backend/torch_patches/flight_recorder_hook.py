@@ -1,4 +1,4 @@
-"""What: torch attaches no flight recorder to groups of ours. Who wants it attaches it.
+"""What: torch does not attach its flight recorder to groups of ours by itself; a program still can.
 Why: our own recorder sees every call; torch's hook would send each of them through C++.
 Versions: since 2.14, which attaches it by itself.
 Undo: the function is torch's again.

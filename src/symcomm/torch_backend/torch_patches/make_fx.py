@@ -1,7 +1,7 @@
 """What: ``dist.all_reduce`` and the like under ``make_fx`` become nodes of the graph, as with torch's own groups.
 Why: a Python group would just run them, and the graph would lack them.
 Versions: all.
-Undo: methods stay what they are while somebody traces; the operators' kernels are torch's again.
+Undo: methods are no longer swapped during tracing; the operators' kernels are torch's again.
 
 ::
 
@@ -9,7 +9,7 @@ Undo: methods stay what they are while somebody traces; the operators' kernels a
     while tracing   group.allreduce = ProcessGroup.allreduce, which calls torch.ops.c10d.allreduce_, which is traced
     the operator    at the end of it all, on real tensors: a kernel of ours, which calls the group's own method
 
-The methods are swapped only while somebody traces (see method_swap.py); the operators get kernels when the first call
+The methods are swapped only during tracing (see method_swap.py); the operators get kernels when the first call
 is traced, so other groups' calls cost nothing more in programs that never do this.
 """
 
@@ -40,7 +40,7 @@ _libraries: list[Any] = []  # kernels live as long as it does
 
 
 def apply(proxy_tensor: Any, group_class: type) -> Undo:
-    """Have this class of groups traced from now on. ``proxy_tensor`` is torch's module that traces."""
+    """Trace calls of this class of groups from now on. ``proxy_tensor`` is torch's tracing module."""
     operations = {method_swap.own(group_class, method) for method in _OPTIONS}
 
     def traced(name: str, own: Callable[..., Any], now: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -58,7 +58,7 @@ def _dispatched(method: str, own: Callable[..., Any], now: Callable[..., Any]) -
         theirs = _all_to_all_single
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch._C._len_torch_dispatch_stack():  # another thread's tracing is none of our business
+        if not torch._C._len_torch_dispatch_stack():  # another thread's tracing does not concern this call
             return now(self, *args, **kwargs)
         _add_kernels()
         return theirs(self, *args, **kwargs)
@@ -125,7 +125,7 @@ def _of_backend(group: Any, method: str, given: dict[str, Any]) -> Callable[...,
 
     That kernel itself runs with the interpreter's lock held when Python calls it. Gloo's thread may want that lock
     while it holds the one that the call needs."""
-    if "reduce_op" in given and given["reduce_op"].op() == _PREMUL_SUM:  # has a factor, which we are not told
+    if "reduce_op" in given and given["reduce_op"].op() == _PREMUL_SUM:  # has a factor, which is not passed to us
         return None
     if given.get("sparse_indices") is not None:
         return None

@@ -1,7 +1,7 @@
-"""Swaps methods of our groups while somebody is inside one of torch's dispatch modes.
+"""Swaps methods of our groups while one of torch's dispatch modes is active.
 
-Calls cost nothing more at other times. Several modes may be entered and left in any order, by several threads: the
-methods are always the class's own, wrapped for each kind of mode that is entered somewhere.
+At other times calls cost nothing extra. Several threads may enter and leave modes in any order: the methods are always
+the class's own, wrapped for each kind of mode that is active somewhere.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _own: dict[tuple[type, str], Callable[..., Any]] = {}  # methods that are swappe
 
 
 class _Layer:
-    """What one kind of mode does to a class's methods."""
+    """How one kind of mode wraps a class's methods."""
 
     def __init__(self, wrapper: Wrapper):
         self.wrapper = wrapper
-        self.entered = 0  # by how many, in all threads
+        self.entered = 0  # how often it is active, in all threads
 
 
 _layers: dict[type, list[_Layer]] = {}
@@ -40,7 +40,7 @@ def own(owner: type, name: str) -> Callable[..., Any]:
 
 
 def wrap_inside(mode: Any, owner: type, wrapper: Wrapper) -> Undo:
-    """While somebody is inside ``mode``, the methods of ``owner`` are wrapped; later wrappers go around earlier."""
+    """Wrap the methods of ``owner`` while ``mode`` is active; later wrappers go around earlier ones."""
     layer = _Layer(wrapper)
     with _lock:
         _layers.setdefault(owner, []).append(layer)

@@ -1,4 +1,4 @@
-"""What all patches use: replacing attributes, so that it can be undone."""
+"""What all patches use: replacing attributes in a way that can be undone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Undo = Callable[[], None]
 
 
 def replace(owner: Any, name: str, value: Any) -> Undo:
-    """Set an attribute. Undoing leaves what somebody else has put there since."""
+    """Set an attribute. Undoing keeps what others have set there since."""
     is_own = name in vars(owner)  # and not a base class's
     known = vars(owner).get(name)
     setattr(owner, name, value)
@@ -50,7 +50,7 @@ def all_of(*undos: Undo) -> Undo:
 
 def ask_ours_first(name: str, ours: Callable[..., Any]) -> Undo:
     """Replace a function of torch.distributed, where this version has it, by ``ours``, which returns NotImplemented
-    for what is not its business."""
+    for what it does not handle."""
     known = versions.present(c10d, [name]).get(name)
     if known is None:
         return all_of()
@@ -70,7 +70,7 @@ def our_group(group: Any) -> Any:
 
 
 def add_to_world(group: Any, backend: str, store: Any, desc: str, ranks: Sequence[int]) -> Any:
-    """Have torch know ``group``. ``ranks``: each member's global rank."""
+    """Register ``group`` with torch. ``ranks``: each member's global rank."""
     name = group.group_name
     group._set_group_desc(desc)
     c10d._world.pg_map[group] = (backend, store)

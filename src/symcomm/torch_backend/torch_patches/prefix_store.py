@@ -1,5 +1,5 @@
 """What: ``dist.PrefixStore(prefix, store)`` takes our stores.
-Why: whatever takes a store puts a prefix before its keys first.
+Why: all of torch's code that takes a store wraps it in a PrefixStore first.
 Versions: all.
 Undo: the constructor is C++'s again.
 """

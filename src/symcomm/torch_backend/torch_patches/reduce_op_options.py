@@ -19,11 +19,11 @@ __all__ = ["apply"]
 
 
 def apply() -> Undo:
-    """C++ makes an operation of a kind such as SUM, which is what most callers give. One that is made already saves
-    more than looking for it costs: about half of the time that setting it takes."""
+    """C++ converts a kind such as SUM, which most callers pass, into an operation. A cached one saves about half of the
+    time that setting it takes."""
     theirs: Any = dist.ReduceOp
     kinds = [kind for name, kind in theirs.RedOpType.__members__.items() if name != "PREMUL_SUM"]
-    made = {id(kind): theirs(kind) for kind in kinds}  # a kind is one object for ever, its class's attribute
+    made = {id(kind): theirs(kind) for kind in kinds}  # a kind is a single object, its class's attribute
     names = ("AllreduceOptions", "AllreduceCoalescedOptions", "ReduceOptions", "ReduceScatterOptions")
     classes = [getattr(_C, name) for name in names]
     return all_of(*(replace(each, "reduceOp", _taking_ours(each.reduceOp, made)) for each in classes))

@@ -127,7 +127,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Another loader, and then something more."""
+    """Wraps a loader, and runs a function after it."""
 
     def __init__(self, theirs: Any):
         self._theirs = theirs
