@@ -14,7 +14,6 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from symcomm import errors
@@ -502,10 +501,6 @@ class HierarchicalMessages(MessageCalls):
         work = self._post(Message.receive(tensor, peer, tag), "recv", True)
         work.wait(timeout)
         return work.source
-
-    def batch(self, messages: Sequence[Message]) -> list[Any]:
-        """Start several sends and receives at once."""
-        return [self._post(m, "batch", True) for m in messages]
 
     def _post(self, message: Message, call: str, background: bool, eager_max: int = EAGER_MAX_NONBLOCKING) -> Any:
         self.check_usable()
