@@ -25,9 +25,9 @@ Minbytes = Annotated[str, typer.Option("-b", "--minbytes", metavar="SIZE", help=
 Maxbytes = Annotated[str, typer.Option("-e", "--maxbytes", metavar="SIZE", help="Largest size.")]
 Factor = Annotated[int, typer.Option("-f", "--stepfactor", metavar="N", help="Each size is N times the last.")]
 Step = Annotated[str, typer.Option("-i", "--stepbytes", metavar="SIZE", help="Add this instead.")]
-Dtype = Annotated[str, typer.Option("-d", "--datatype", help="Element type, torch's name or NCCL's.")]
-Op = Annotated[str, typer.Option("-o", "--op", help="sum, prod, min, max or avg.")]
-Root = Annotated[int, typer.Option("-r", "--root", help="Root of broadcast, reduce, gather, scatter.")]
+Dtype = Annotated[str, typer.Option("-d", "--datatype", metavar="TYPE", help="Element type, torch's name or NCCL's.")]
+Op = Annotated[str, typer.Option("-o", "--op", metavar="OP", help="sum, prod, min, max or avg.")]
+Root = Annotated[int, typer.Option("-r", "--root", metavar="RANK", help="Root of broadcast, reduce, gather, scatter.")]
 Iters = Annotated[
     int,
     typer.Option(

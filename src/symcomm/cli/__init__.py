@@ -12,6 +12,6 @@ top.py         ``symcomm top``: the live page of a job; top_terminal.py draws th
 doctor.py      ``symcomm doctor``: is this machine fit, and what to change
 simulate.py    ``symcomm simulate``: what a collective would take on a cluster that is only described
 version.py     ``symcomm version``
-refusals.py    how commands refuse: one line and an exit code
+command.py     what they share: how help looks, how commands refuse
 =============  ===========================================================================
 """

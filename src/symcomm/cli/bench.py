@@ -24,7 +24,7 @@ from symcomm.bench.estimate import Estimate, in_words
 from symcomm.bench.options import COLLECTIVES, ONE_SIDED, OTHERS
 from symcomm.bench.peers import parse_peers, setup_peers
 from symcomm.bench.run import OURS, PLACES, Case, Effort, Result, make_cases, measure, open_sides
-from symcomm.cli.refusals import refusals_in_words
+from symcomm.cli.command import Command
 from symcomm.preflight import check_output_file, has_torch, need_torch
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -425,7 +425,7 @@ def bench_collective(
 # --- the command -------------------------------------------------------------------------------------------------
 
 
-@app.command(name="bench")
+@app.command(name="bench", cls=Command)
 def bench(
     collective: options.Collective = "all_reduce",
     minbytes: options.Minbytes = "8",
@@ -480,39 +480,38 @@ def bench(
     if ranks is None:
         ranks = 1 if collective == "sites" else 2
     wanted = Wanted(markdown, best, json_file, plot_file)
-    with refusals_in_words():
-        if json_file:
-            check_output_file("symcomm bench", "--json", json_file)
-        if plot_file:
-            pictures.check_picture("symcomm bench", "--plot", plot_file)
-        if setup:
-            setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
-        elif collective == "store":
-            bench_store(wanted, quick=quick)
-        elif collective == "llm":
-            _check_numbers(ranks, 0, iters, 0, rounds, "llm")
-            bench_llm(asked, rounds, wanted, quick=quick, layers=layers, width=width, batch=batch, tokens=iters)
-        elif collective == "gpu":
-            bench_gpu(ranks, rounds, wanted, quick=quick)
-        elif collective == "kernels":
-            bench_kernels(ranks, rounds, wanted, quick=quick)
-        elif collective == "noise":
-            bench_noise(ranks, rounds, neighbours, against, wanted, quick=quick, pin=pin)
-        elif collective == "sites":
-            bench_sites(ranks, wanted, quick=quick)
-        elif collective in PROGRAMS:
-            more: dict[str, Any] = {"collectives": pick_collectives(collectives)} if collective == "hosts" else {}
-            if collective == "torch":
-                more = {"pythons": _module_of("torch").find_pythons(python)}
-            bench_turns(collective, ranks, rounds, iters, wanted, quick=quick, **more)
-        else:
-            what = What(collective, NCCL_DTYPES.get(dtype, dtype), op, root)
-            sizes = pick_sizes(minbytes, maxbytes, factor, step, quick)
-            pace = QUICK if quick else Effort()
-            turns = pace.rounds if rounds is None else rounds
-            effort = Effort(turns, pace.repetitions, pace.seconds, iters, warmup, check != 0)
-            kinds = [kind for kind in OURS if ordinary == symmetric or ordinary == (kind == "ordinary")]
-            bench_collective(what, sizes, ranks, kinds, against, effort, wanted, pin=pin, quick=quick)
+    if json_file:
+        check_output_file("symcomm bench", "--json", json_file)
+    if plot_file:
+        pictures.check_picture("symcomm bench", "--plot", plot_file)
+    if setup:
+        setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
+    elif collective == "store":
+        bench_store(wanted, quick=quick)
+    elif collective == "llm":
+        _check_numbers(ranks, 0, iters, 0, rounds, "llm")
+        bench_llm(asked, rounds, wanted, quick=quick, layers=layers, width=width, batch=batch, tokens=iters)
+    elif collective == "gpu":
+        bench_gpu(ranks, rounds, wanted, quick=quick)
+    elif collective == "kernels":
+        bench_kernels(ranks, rounds, wanted, quick=quick)
+    elif collective == "noise":
+        bench_noise(ranks, rounds, neighbours, against, wanted, quick=quick, pin=pin)
+    elif collective == "sites":
+        bench_sites(ranks, wanted, quick=quick)
+    elif collective in PROGRAMS:
+        more: dict[str, Any] = {"collectives": pick_collectives(collectives)} if collective == "hosts" else {}
+        if collective == "torch":
+            more = {"pythons": _module_of("torch").find_pythons(python)}
+        bench_turns(collective, ranks, rounds, iters, wanted, quick=quick, **more)
+    else:
+        what = What(collective, NCCL_DTYPES.get(dtype, dtype), op, root)
+        sizes = pick_sizes(minbytes, maxbytes, factor, step, quick)
+        pace = QUICK if quick else Effort()
+        turns = pace.rounds if rounds is None else rounds
+        effort = Effort(turns, pace.repetitions, pace.seconds, iters, warmup, check != 0)
+        kinds = [kind for kind in OURS if ordinary == symmetric or ordinary == (kind == "ordinary")]
+        bench_collective(what, sizes, ranks, kinds, against, effort, wanted, pin=pin, quick=quick)
 
 
 def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from symcomm.bench.run import open_sides
-from symcomm.cli.refusals import refusals_in_words
+from symcomm.cli.command import Command
 from symcomm.demo.plot import draw_picture, smooth, text_plot
 from symcomm.errors import SymcommError, bad_argument
 from symcomm.preflight import check_output_file, need_torch
@@ -189,7 +189,7 @@ def _tell(group: Any, folder: str) -> None:
         file.write(words)
 
 
-@app.command()
+@app.command(name="demo", cls=Command)
 def demo(
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="Steps of training on each backend.")] = STEPS,
     picture: Annotated[
@@ -203,14 +203,13 @@ def demo(
       symcomm demo
       symcomm demo --steps 100 --picture losses.svg
     """
-    with refusals_in_words():
-        check_options(steps, picture)
-        need_torch("symcomm demo")
-        console.print("[bold]Symcomm[/bold]: PyTorch's communication layer on symmetric memory.\n")
-        show_collective()
-        show_training(steps, picture)
-        show_failures()
-        console.print("\nNext: `symcomm run -n 2 your_script.py`, `symcomm bench --help`, docs/.")
+    check_options(steps, picture)
+    need_torch("symcomm demo")
+    console.print("[bold]Symcomm[/bold]: PyTorch's communication layer on symmetric memory.\n")
+    show_collective()
+    show_training(steps, picture)
+    show_failures()
+    console.print("\nNext: `symcomm run -n 2 your_script.py`, `symcomm bench --help`, docs/.")
 
 
 def check_options(steps: int, picture: Path) -> None:

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from symcomm import __version__, errors
-from symcomm.cli.refusals import refusals_in_words
+from symcomm.cli.command import UsageError, one_sentence, reword
 
 # name -> (module, one line for the list). A module has an ``app``, a Typer of one command or of several.
 # One that is not installed is left out.
@@ -38,6 +38,16 @@ class LazyGroup(TyperGroup):
             return None
         return TyperCommand(cmd_name, short_help=LAZY_COMMANDS[cmd_name][1], rich_markup_mode=None)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        with one_sentence("symcomm"):
+            try:
+                return super().parse_args(ctx, args)
+            except UsageError as error:
+                if not given:
+                    raise  # which shows the help
+                raise reword(error, "symcomm", ctx, given) from None
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if not ctx.resilient_parsing and not args[0].startswith("-"):
             _check_command(args[0], self.list_commands(ctx))
@@ -51,7 +61,7 @@ class LazyGroup(TyperGroup):
 
 
 def _check_command(name: str, known: list[str]) -> None:
-    with refusals_in_words():
+    with one_sentence("symcomm"):
         if name.endswith(".py"):
             fix = f"a script is started with `symcomm run {name}`"
             raise errors.bad_argument("symcomm", "COMMAND", name, f"one of {', '.join(known)}", fix)

@@ -13,7 +13,7 @@ import typer
 
 from symcomm import errors
 from symcomm.bench.pictures import Curves, check_picture, draw
-from symcomm.cli.refusals import refusals_in_words
+from symcomm.cli.command import Command
 from symcomm.cli.simulate_check import draw_table, show_check
 from symcomm.simulate import machine as machines
 from symcomm.simulate.engines import ENGINES
@@ -28,7 +28,7 @@ STEPS = {"ddp": ddp_step, "fsdp": fsdp_step}
 SWEEP = [8 << k for k in range(12)]  # ranks of a plot: 8 to 16,384
 
 
-@app.command(name="simulate")
+@app.command(name="simulate", cls=Command)
 def simulate(
     what: Annotated[
         str,
@@ -41,7 +41,9 @@ def simulate(
         str,
         typer.Option("--topology", metavar="SPEC", help="star, ring, torus:8x8, fat-tree:32: docs/how-to/simulate.md."),
     ] = "star",
-    engine: Annotated[str, typer.Option("--engine", help=f"Who costs the network: {' or '.join(ENGINES)}.")] = "model",
+    engine: Annotated[
+        str, typer.Option("--engine", metavar="NAME", help=f"Who costs the network: {' or '.join(ENGINES)}.")
+    ] = "model",
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Tensors live in symmetric memory.")] = False,
     machine_file: Annotated[
         Path | None,
@@ -92,22 +94,21 @@ def simulate(
       symcomm simulate --calibrate
       symcomm simulate --check two.json --check four.json
     """
-    with refusals_in_words():
-        if what not in (*COLLECTIVES, *STEPS):
-            raise errors.bad_choice(CALL, "WHAT", what, (*COLLECTIVES, *STEPS))
-        if plot_file:
-            check_picture(CALL, "--plot", plot_file)
-        if calibrate:
-            measure_this_machine()
-        machine = _machine(machine_file, cores, memory, nodes)
-        if checked:
-            show_check(checked, machine, as_json)
-            return
-        cluster = Cluster(ranks, parse_topology(topology, hosts), machine, engine, symmetric)
-        if what in STEPS:
-            _simulate_step(what, cluster, model_bytes, compute / 1e3, bucket, as_json, plot_file)
-        else:
-            _simulate_collective(what, cluster, sizes, as_json, plot_file)
+    if what not in (*COLLECTIVES, *STEPS):
+        raise errors.bad_choice(CALL, "WHAT", what, (*COLLECTIVES, *STEPS))
+    if plot_file:
+        check_picture(CALL, "--plot", plot_file)
+    if calibrate:
+        measure_this_machine()
+    machine = _machine(machine_file, cores, memory, nodes)
+    if checked:
+        show_check(checked, machine, as_json)
+        return
+    cluster = Cluster(ranks, parse_topology(topology, hosts), machine, engine, symmetric)
+    if what in STEPS:
+        _simulate_step(what, cluster, model_bytes, compute / 1e3, bucket, as_json, plot_file)
+    else:
+        _simulate_collective(what, cluster, sizes, as_json, plot_file)
 
 
 def _simulate_step(
