@@ -26,7 +26,7 @@ TORCH = (
 
 # What runs where torch is not installed. Tests in these files that compare with torch are skipped there, and say so.
 WITHOUT_TORCH = (
-    "arena", "arena_shortages", "arena_strangers", "cli", "cli_usage",
+    "arena", "arena_shortages", "arena_strangers", "cli", "cli_completion", "cli_usage",
     "control_api", "control_attacks", "control_stacks", "doctor",
     "errors", "launch_conventions", "launcher", "launcher_blame", "launcher_elastic", "launcher_token", "limits",
     "metrics", "native_stub", "numa", "numpy_ranks", "objects", "observe_together", "plan_bugs", "plan_failures",

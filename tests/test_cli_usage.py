@@ -8,17 +8,18 @@ import shlex
 import pytest
 import typer
 
-from symcomm.bench.options import COLLECTIVES, OTHERS
 from symcomm.cli import main
+from symcomm.cli.bench_options import COLLECTIVES, OTHERS
 from symcomm.simulate.predict import COLLECTIVES as PREDICTED
 from tests.test_cli import symcomm
 
 USAGE = {
     "run": "[OPTIONS] SCRIPT [ARGS]...", "trace": "[OPTIONS] [DIR]", "demo": "[OPTIONS]", "bench": "[OPTIONS] [WHAT]",
-    "simulate": "[OPTIONS] [WHAT]", "top": "[OPTIONS] [JOB]", "doctor": "[OPTIONS]", "version": "[OPTIONS]",
+    "simulate": "[OPTIONS] [WHAT]", "top": "[OPTIONS] [JOB]",
+    "doctor": "[OPTIONS]", "completion": "[OPTIONS] [SHELL]", "version": "[OPTIONS]",
 }  # fmt: skip
 # Examples that take a second or so. The others are parsed, and their choices looked up.
-QUICK = r"symcomm (version|doctor|run -n [24] |trace dumps|simulate (all_reduce|ddp))"
+QUICK = r"symcomm (version|completion|doctor|run -n [24] |trace dumps|simulate (all_reduce|ddp))"
 
 
 def load(name: str) -> typer.core.TyperCommand:
@@ -34,7 +35,7 @@ def examples(name: str) -> list[str]:
 
 def commands_in(example: str) -> list[list[str]]:
     """The arguments of each ``symcomm`` that a line of shell runs."""
-    return [shlex.split(part.partition("symcomm ")[2]) for part in example.split(";")]
+    return [shlex.split(part.partition("symcomm ")[2].removesuffix(')"')) for part in example.split(";")]
 
 
 @pytest.mark.parametrize("name", main.LAZY_COMMANDS)
@@ -97,7 +98,7 @@ def test_examples_run(tmp_path, example):
     for arguments in commands_in(example):
         if "--plot" in arguments:
             pytest.importorskip("matplotlib")
-        result = symcomm(*arguments, cwd=tmp_path)
+        result = symcomm(*arguments, cwd=tmp_path, HOME=str(tmp_path), SHELL="/bin/bash")
         findings = arguments[0] == "doctor" and result.returncode == 1
         nothing_failed = arguments[0] == "trace" and "there are no dumps in dumps" in result.stderr
         assert result.returncode == 0 or findings or nothing_failed, result.stderr

@@ -17,21 +17,19 @@ from typing import Any
 import typer
 
 from symcomm import errors
-from symcomm.bench import options as options
 from symcomm.bench import pictures
 from symcomm.bench import table as bench_table
 from symcomm.bench.estimate import Estimate, in_words
-from symcomm.bench.options import COLLECTIVES, ONE_SIDED, OTHERS
 from symcomm.bench.peers import parse_peers, setup_peers
 from symcomm.bench.run import OURS, PLACES, Case, Effort, Result, make_cases, measure, open_sides
+from symcomm.cli import bench_options as options
+from symcomm.cli.bench_options import COLLECTIVES, DTYPES, ONE_SIDED, OPS, OTHERS
 from symcomm.cli.command import Command
 from symcomm.preflight import check_output_file, has_torch, need_torch
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
-DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
-OPS = ("sum", "prod", "min", "max", "avg")
 QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
 # Whole programs: turns of a quick run, steps of each
 PROGRAMS = {"ddp": (4, 2), "compile": (4, 10), "groups": (4, 10), "hosts": (3, 1), "torch": (3, 50)}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import typer
@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from symcomm import errors
 
-__all__ = ["Command", "one_sentence", "reword"]
+__all__ = ["Command", "choices", "one_sentence", "reword"]
 
 REFUSED, INTERRUPTED = 2, 130  # 1 is a finding: `trace` saw something wrong, `doctor` a machine that is not fit
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -59,6 +59,16 @@ def one_sentence(call: str) -> Iterator[None]:
         raise typer.Exit(REFUSED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+
+
+def choices(*names: str) -> Callable[[str], list[str]]:
+    """What a shell completes a value to; several with commas between them, where that is how they are given."""
+
+    def complete(incomplete: str) -> list[str]:
+        given, comma, last = incomplete.rpartition(",")
+        return [f"{given}{comma}{name}" for name in names if name.startswith(last)]
+
+    return complete
 
 
 def _label(param: Any, words: str) -> str:

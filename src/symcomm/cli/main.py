@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +23,7 @@ LAZY_COMMANDS = {
     "simulate": ("symcomm.cli.simulate", "What a collective would take on a cluster that is only described."),
     "top": ("symcomm.cli.top", "Watch a running job: a live page, or in the terminal."),
     "doctor": ("symcomm.cli.doctor", "Check this machine, and say what to change."),
+    "completion": ("symcomm.cli.completion", "Complete commands and options in your shell."),
     "version": ("symcomm.cli.version", "Say which Symcomm, Python, C core and torch this is."),
 }
 
@@ -71,6 +73,7 @@ def _check_command(name: str, known: list[str]) -> None:
 
 app = typer.Typer(
     cls=LazyGroup,
+    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -96,9 +99,11 @@ def symcomm(
     Examples:
       symcomm run -n 4 train.py --lr 0.1   start a script as four ranks
       symcomm run --help                   everything about a command
-      symcomm --install-completion         complete commands in your shell
+      symcomm completion --install         complete commands in your shell
     """
 
 
 def main() -> None:
+    if "_SYMCOMM_COMPLETE" in os.environ:
+        importlib.import_module("typer.completion").completion_init()
     app(prog_name="symcomm")

@@ -13,7 +13,7 @@ import typer
 
 from symcomm import errors
 from symcomm.bench.pictures import Curves, check_picture, draw
-from symcomm.cli.command import Command
+from symcomm.cli.command import Command, choices
 from symcomm.cli.simulate_check import draw_table, show_check
 from symcomm.simulate import machine as machines
 from symcomm.simulate.engines import ENGINES
@@ -32,7 +32,11 @@ SWEEP = [8 << k for k in range(12)]  # ranks of a plot: 8 to 16,384
 def simulate(
     what: Annotated[
         str,
-        typer.Argument(metavar="WHAT", help=f"One of {', '.join((*COLLECTIVES, *STEPS))}."),
+        typer.Argument(
+            metavar="WHAT",
+            help=f"One of {', '.join((*COLLECTIVES, *STEPS))}.",
+            autocompletion=choices(*COLLECTIVES, *STEPS),
+        ),
     ] = "all_reduce",
     hosts: Annotated[int, typer.Option("--hosts", metavar="N", help="Hosts of the cluster.")] = 16,
     ranks: Annotated[int, typer.Option("--ranks-per-host", metavar="N", help="Ranks on each.")] = 8,
@@ -42,7 +46,13 @@ def simulate(
         typer.Option("--topology", metavar="SPEC", help="star, ring, torus:8x8, fat-tree:32: docs/how-to/simulate.md."),
     ] = "star",
     engine: Annotated[
-        str, typer.Option("--engine", metavar="NAME", help=f"Who costs the network: {' or '.join(ENGINES)}.")
+        str,
+        typer.Option(
+            "--engine",
+            metavar="NAME",
+            help=f"Who costs the network: {' or '.join(ENGINES)}.",
+            autocompletion=choices(*ENGINES),
+        ),
     ] = "model",
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Tensors live in symmetric memory.")] = False,
     machine_file: Annotated[
