@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +18,7 @@ from symcomm.cli.command import Command, choices
 from symcomm.cli.simulate_check import draw_table, show_check
 from symcomm.simulate import machine as machines
 from symcomm.simulate.engines import ENGINES
-from symcomm.simulate.predict import COLLECTIVES, Cluster, Estimate, compare
+from symcomm.simulate.predict import COLLECTIVES, Cluster, Estimate, compare, why_left_out
 from symcomm.simulate.topology import Topology, parse_topology, resized
 from symcomm.simulate.training import Step, ddp_step, fsdp_step
 from symcomm.simulate.units import format_bytes, format_time, parse_bandwidth, parse_bytes
@@ -25,6 +26,7 @@ from symcomm.simulate.units import format_bytes, format_time, parse_bandwidth, p
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 CALL = "symcomm simulate"
 STEPS = {"ddp": ddp_step, "fsdp": fsdp_step}
+NOTHING: Mapping[str, str] = MappingProxyType({})
 SWEEP = [8 << k for k in range(12)]  # ranks of a plot: 8 to 16,384
 
 
@@ -134,9 +136,10 @@ def _simulate_step(
 def _simulate_collective(what: str, cluster: Cluster, sizes: str, as_json: bool, plot_file: Path | None) -> None:
     asked = [parse_bytes(CALL, "--bytes", text) for text in sizes.split(",")]
     found = [e for nbytes in asked for e in compare(what, nbytes, cluster)]
-    show(rows(found), cluster, as_json, [as_dict(e) for e in found])
+    show(rows(found), cluster, as_json, [as_dict(e) for e in found], why_left_out(what, cluster))
     if plot_file:
-        plot_collective(plot_file, [compare(what, asked[-1], c) for c in sweep(cluster)])
+        clusters = sweep(cluster)
+        plot_collective(plot_file, [compare(what, asked[-1], c) for c in clusters], why_left_out(what, clusters[-1]))
 
 
 def _machine(file: Path | None, cores: int, memory: str, nodes: int) -> machines.Machine:
@@ -221,11 +224,14 @@ def describe(topology: Topology) -> str:
     return f"{topology.kind}{shape}{thinner}, {speed}, {software}"
 
 
-def show(table: Table, cluster: Cluster, as_json: bool, found: list[dict[str, Any]]) -> None:
+def show(
+    table: Table, cluster: Cluster, as_json: bool, found: list[dict[str, Any]], left_out: Mapping[str, str] = NOTHING
+) -> None:
     if as_json:
         about = {
             "hosts": cluster.hosts, "ranks_per_host": cluster.ranks_per_host, "topology": describe(cluster.topology),
             "engine": cluster.engine, "machine": asdict(cluster.machine), "found": found,
+            "left_out": dict(left_out),
         }  # fmt: skip
         typer.echo(json.dumps(about, indent=1))
         return
@@ -236,17 +242,23 @@ def show(table: Table, cluster: Cluster, as_json: bool, found: list[dict[str, An
     console.print(f"{ranks}; {describe(cluster.topology)}; engine {cluster.engine}", style="dim", soft_wrap=True)
     console.print(f"hosts as {cluster.machine.name}\n", style="dim")
     draw_table(*table)
+    for algorithm, reason in left_out.items():
+        console.print(f"\n{algorithm} is left out: {reason}", style="dim", soft_wrap=True)
 
 
 # --- pictures ------------------------------------------------------------------------------------------------------
 
 
-def plot_collective(path: Path, found: list[list[Estimate]]) -> None:
+def plot_collective(path: Path, found: list[list[Estimate]], left_out: Mapping[str, str]) -> None:
+    """Over numbers of ranks; ``left_out`` names algorithms that are not estimated for the largest, and why."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for e in (e for each in found for e in each if e.seconds):
         curves.setdefault(e.algorithm, []).append((e.ranks, e.seconds * 1e3))
     title = f"{found[0][0].collective} of {format_bytes(found[0][0].nbytes)}"
-    draw(path, title, [Curves("", "ranks", "milliseconds", curves, tick="{:,}".format)])
+    ends = {name: reason for name, reason in left_out.items() if name in curves}
+    draw(path, title, [Curves("", "ranks", "milliseconds", curves, tick="{:,}".format, ends=ends)])
+    for name, reason in ends.items():
+        typer.echo(f"{path}: the line of {name} ends at {curves[name][-1][0]:,} ranks: {reason}.", err=True)
 
 
 def plot_steps(path: Path, steps: list[Step]) -> None:
