@@ -175,9 +175,10 @@ def _markdown_row(row: Sequence[str]) -> str:
 class GrowingTable:
     """A table that is printed line by line, so that widths are given by what usually comes, or by rows ``like`` it."""
 
-    WIDEST = MappingProxyType(
-        {"collective": 14, "size(B)": 10, "count": 10, "tensors": 9, "side": 20, "type": 10, "operation": 10}
-    )
+    WIDEST = MappingProxyType({
+        "call": 26, "collective": 14, "count": 10, "graph": 10, "method": 20, "model": 12, "operation": 10, "side": 20,
+        "size(B)": 10, "tensors": 9, "type": 10,
+    })  # fmt: skip
 
     def __init__(self, title: str, head: Sequence[str], say: Callable[[str], None], *, markdown: bool,
         like: Sequence[Sequence[str]] = (),

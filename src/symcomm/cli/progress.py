@@ -31,15 +31,17 @@ class Bar:
     def __call__(self, what: str) -> None:
         self._done += 1
         now = time.monotonic()
+        if self._done == 1:  # what came before it, starting ranks, does not come again
+            self._begun = now
         if self._bar is not None:
             self._bar.update(self._task, advance=1, description=what, refresh=True)
-        elif now - self._told > SECONDS_BETWEEN_LINES and self._done < self._turns:
+        elif now - self._told > SECONDS_BETWEEN_LINES and 1 < self._done < self._turns:
             self._told = now
             left = in_words(self._seconds_left())
             print(f"# {self._done} of {self._turns} turns ({what}), about {left} left", file=sys.stderr, flush=True)
 
     def _as_before(self) -> float:
-        return (time.monotonic() - self._begun) / self._done * (self._turns - self._done)
+        return (time.monotonic() - self._begun) / (self._done - 1) * (self._turns - self._done)
 
     def say(self, line: str) -> None:
         """A line on stdout, at once, above the bar."""
