@@ -25,7 +25,7 @@ SETUP_LOG     := build/setup.log
 quietly        = $(1) >$(SETUP_LOG) 2>&1 || { cat $(SETUP_LOG); exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test check test-torch test-python wheels clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize analyze clean
+.PHONY: help setup demo browser docs test check test-torch test-python wheels clean-torch clean-python test-gpu lint format bench conformance soak prove sanitize analyze clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 15
@@ -50,6 +50,9 @@ $(BUILT): $(STAMP) setup.py $(C_SRC)
 demo: $(BUILT) ## language models on two ranks, beside Gloo, and what failures say (three minutes)
 	@mkdir -p build
 	@$(BIN)/symcomm demo --picture build/demo.png
+
+browser: $(BUILT) ## a browser for the tests of the live page: playwright's own, or Debian's Chromium
+	$(BIN)/playwright install --with-deps chromium || apt-get install -y chromium
 
 docs: $(BUILT) ## the site, in build/site; a broken link or an undocumented name fails
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "build/site/index.html"

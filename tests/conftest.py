@@ -26,7 +26,9 @@ NOT_RUN = "not run here"  # a heading
 RUN_BY = {
     r"CUDA GPU|NCCL": "`make test-gpu` where there is one",
     r"(since|since torch|came with) 2\.15": "`make test-torch TORCH=2.15.0`",
-    r"Chromium|playwright": "`make test` once it is in /usr/bin, with `pip install playwright`",
+    r"^no browser": "`make browser`, then `make test`,",
+    r"^(axe-)?playwright": "`make setup`, then `make test`,",
+    r"^(zsh|fish) is not installed": "`make test` with it",
     r"cores": "`make test` where there are more",
 }
 _status = 0

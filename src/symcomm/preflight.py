@@ -21,7 +21,7 @@ def has_torch() -> bool:
 
 def need_torch(what: str) -> None:
     if not has_torch():
-        raise errors.ResourceError(f"{what} needs torch, which is not installed; run `{INSTALL_TORCH}`.")
+        raise errors.ResourceError(f"{what}: this needs torch, which is not installed; run `{INSTALL_TORCH}`.")
 
 
 def check_output_file(call: str, option: str, path: Path) -> None:

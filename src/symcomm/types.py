@@ -81,7 +81,7 @@ class RedOpType(enum.IntEnum, metaclass=_OfNumbers):
         """``ReduceOp.PREMUL_SUM(2.0)``: the operation with its factor."""
         if self is not RedOpType.PREMUL_SUM:
             raise errors.CallerError(f"ReduceOp.{self.name}: only PREMUL_SUM takes a factor.")
-        if isinstance(factor, str) or factor is None:
+        if not _is_factor(factor):
             raise errors.bad_argument("ReduceOp.PREMUL_SUM", "factor", factor, "a number or a tensor")
         return ReduceOp(self, factor=factor)
 
@@ -196,8 +196,15 @@ def _same_factor(one: Any, other: Any) -> bool:
     return bool(same.all()) if hasattr(same, "all") else bool(same)
 
 
+def _is_factor(factor: Any) -> bool:
+    """A number, or a tensor or array of any library."""
+    return isinstance(factor, int | float) or hasattr(factor, "shape")
+
+
 def make_premul_sum(factor: Any) -> ReduceOp:
     """SUM of the inputs, each multiplied by ``factor`` (a number, or a tensor that broadcasts) first.
 
-    Raises: nothing; a factor of another type fails in the collective."""
+    Raises: WrongTypeError."""
+    if not _is_factor(factor):
+        raise errors.wrong_type("make_premul_sum", "factor", factor, "a number or a tensor")
     return ReduceOp(RedOpType.PREMUL_SUM, factor=factor)

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +36,7 @@ from symcomm.bench import worker as bench_worker
 from symcomm.bench.estimate import Estimate, in_words
 from symcomm.bench.run import Case, Effort, Result, measure, open_sides
 from symcomm.cli import bench
+from symcomm.cli.progress import Bar
 from tests.support.bench_cli import cli, refused
 from tests.support.loaded import Loaded
 
@@ -303,9 +304,16 @@ def test_the_store_on_real_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """Ours alone (PyTorch's asks a resolver, which may take seconds); progress is told as often as was promised."""
     told: list[str] = []
 
+    class Told(Bar):
+        def __init__(self) -> None:
+            super().__init__(0)
+
+        def __call__(self, what: str) -> None:
+            told.append(what)
+
     @contextlib.contextmanager
-    def progress(turns: int) -> Iterator[Callable[[str], None]]:
-        yield told.append
+    def progress(turns: int) -> Iterator[Bar]:
+        yield Told()
         assert len(told) == turns
 
     monkeypatch.setattr(bench, "progress", progress)
@@ -328,10 +336,16 @@ STORE_ROWS = [
 
 
 def test_the_store_beside_pytorchs():
-    assert bench_table.as_text(bench_store.as_table(STORE_ROWS, bench_store.Workload())).splitlines()[1:] == [
-        "#    call  clients  ours (us)  PyTorch (us)  ratio  ours (calls/s)  PyTorch (calls/s)  ratio",
-        "      set        8      12.00         30.00  2.50x         400,000            100,000  4.00x",
-        "  connect        1      200.0         500.0  2.50x               -                  -      -",
+    title, head, rows = bench_store.as_table(STORE_ROWS, bench_store.Workload())
+    lines: list[str] = []
+    table = bench_table.GrowingTable(title, head, lines.append, markdown=False, like=rows)
+    for row in rows:
+        table.add(row)
+    assert len(set(map(len, lines[1:]))) == 1, "columns are below each other"
+    assert [re.split(r" {2,}", line.lstrip("# ")) for line in lines[1:]] == [
+        ["call", "clients", "ours (us)", "PyTorch (us)", "ratio", "ours (calls/s)", "PyTorch (calls/s)", "ratio"],
+        ["set", "8", "12.00", "30.00", "2.50x", "400,000", "100,000", "4.00x"],
+        ["connect", "1", "200.0", "500.0", "2.50x", "-", "-", "-"],
     ]
 
 
@@ -396,7 +410,7 @@ def fake_measurements(workload: bench_ddp.Workload) -> list[bench_ddp.Measuremen
 def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked = []
 
-    def stand_in(workload: bench_ddp.Workload, tick: object) -> list[bench_ddp.Measurement]:
+    def stand_in(workload: bench_ddp.Workload, *_: object) -> list[bench_ddp.Measurement]:
         asked.append(workload)
         return fake_measurements(workload)
 
@@ -456,7 +470,7 @@ def test_compile_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked: list[bench_compile.Workload] = []
     turns = {"alone": 1e-3, "gloo": 3e-3, "eager": 1.5e-3, "symcomm": 1.25e-3}
 
-    def stand_in(workload: bench_compile.Workload, tick: object) -> list[bench_compile.Measurement]:
+    def stand_in(workload: bench_compile.Workload, *_: object) -> list[bench_compile.Measurement]:
         asked.append(workload)
         return [bench_compile.Measurement("mlp", side, 1 << 20, 4, 1e-7, [s] * 3) for side, s in turns.items()]
 

@@ -24,7 +24,7 @@ from symcomm.bench import relay
 from symcomm.bench import sites as bench_sites
 from symcomm.bench.namespaces import SlowNetwork, why_no_slow_network
 from symcomm.bench.sites import Measurement, Workload
-from symcomm.cli import bench, refusals
+from symcomm.cli import bench, command
 
 ROOT = Path(__file__).parents[2]
 HOSTS = [bytes([10, 0, 0, number]) for number in (1, 2)]
@@ -198,7 +198,7 @@ def cli(*args: str) -> tuple[int, str]:
 def test_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked: list[Workload] = []
 
-    def stand_in(workload: Workload, tick: object) -> list[Measurement]:
+    def stand_in(workload: Workload, *_: object) -> list[Measurement]:
         asked.append(workload)
         return [
             Measurement("plain", [(0, 0.0, 5.0), (40, 20.0, 3.0), (80, 40.0, 2.1)], 320_000_000),
@@ -220,7 +220,7 @@ def test_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     code, output = cli("--quick", "--ranks", "2")
     assert code == 0 and asked[1] == Workload(2, **bench_sites.QUICK) and re.search(r"DiLoCo +10\.0 +4\.00x", output)
     code, output = cli("--ranks", "0")
-    assert code == refusals.BAD_USAGE and "1 or more for sites" in output
+    assert code == command.REFUSED and "1 or more for sites" in output
 
 
 def test_every_method_trains_across_sites():

@@ -90,8 +90,8 @@ def test_commands_that_need_torch_say_so(arguments):
         timeout=60,
     )
     words = " ".join(arguments if arguments != ["bench"] else ["bench", "all_reduce"])
-    sentence = f"symcomm {words} needs torch, which is not installed; run `pip install 'symcomm[torch]'`.\n"
-    assert (result.returncode, result.stdout, result.stderr) == (1, "", sentence)
+    sentence = f"symcomm {words}: this needs torch, which is not installed; run `pip install 'symcomm[torch]'`.\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", sentence)
 
 
 def test_version_says_what_a_bug_report_needs():

@@ -147,7 +147,7 @@ def test_bench_gpu_says_what_is_missing():
     from symcomm.cli import bench
 
     done = CliRunner().invoke(bench.app, ["gpu", "--quick"])
-    assert done.exit_code == 1 and "symcomm bench gpu: " in done.output and "use CPU tensors" in done.output
+    assert done.exit_code == 2 and "symcomm bench gpu: " in done.output and "use CPU tensors" in done.output
 
 
 # --- who carries messages ------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def test_every_collective_moves_what_it_must():
 
 def test_which_collectives(monkeypatch):
     asked = []
-    monkeypatch.setattr("symcomm.bench.hosts.run_hosts_bench", lambda workload, tick: asked.append(workload) or [])
+    monkeypatch.setattr("symcomm.bench.hosts.run_hosts_bench", lambda workload, *_: asked.append(workload) or [])
     for words in ([], ["--collectives", "all_gather, barrier"], ["--collectives", "all"]):
         out = CliRunner().invoke(bench.app, ["hosts", "--quick", *words])
         assert out.exit_code == 0 and "all values were right" in out.output

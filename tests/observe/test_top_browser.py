@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
@@ -10,23 +9,13 @@ import pytest
 from symcomm.observe.top.model import Live
 from symcomm.observe.top.page import PageServer
 from symcomm.observe.top.simulate import SimulatedFeed
-
-CHROMIUM = "/usr/bin/chromium"
-ARGUMENTS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-)  # fmt: skip
+from tests.support.browsers import any_browser
 
 
 @pytest.fixture(scope="module")
 def browser():
-    if not os.path.exists(CHROMIUM):
-        pytest.skip("Chromium is not installed")
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
-        yield chromium
-        chromium.close()
+    with any_browser() as found:
+        yield found
 
 
 @pytest.fixture
@@ -34,9 +23,9 @@ def visit(browser):
     """Opens the page of a simulated job; fails the test when the page complains about anything."""
     opened, complaints = [], []
 
-    def open_page(ranks: int, theme: str = "light", **options):
+    def open_page(ranks: int, theme: str = "light", width: int = 1280, **options):
         server = PageServer(Live(SimulatedFeed(ranks, **options)))
-        context = browser.new_context(color_scheme=theme, viewport={"width": 1280, "height": 800})
+        context = browser.new_context(color_scheme=theme, viewport={"width": width, "height": 800})
         context.set_default_timeout(30_000)
         opened.append((server, context))
         tab = context.new_page()
@@ -149,6 +138,80 @@ def test_a_stuck_rank(visit, tmp_path):
     tab.wait_for_selector("#keys:has-text('epoch')")
     picture = tab.screenshot(path=str(tmp_path / "stuck.png"), full_page=True)
     assert len(picture) > 20_000
+
+
+def test_commands_in_a_verdict_are_set_as_code(visit):
+    tab, _ = visit(2)
+    tab.click("#pause")
+    sentence = "rank 1 (pid 7) is stopped after barrier #1 (world); `kill -CONT 7` lets it go on."
+    tab.evaluate(
+        "(sentence) => showVerdict({ ...job.last, verdict: { kind: 'stopped', sentence, ranks: [1] } })", sentence
+    )
+    assert tab.inner_text("#banner p") == sentence.replace("`", "") and tab.inner_text("#banner code") == "kill -CONT 7"
+
+
+def test_speed_can_be_read_on_a_phone(visit):
+    """All figures are inside the window, each with its head, and none is cut off."""
+    tab, _ = visit(4, width=420)
+    tab.click("#pause")  # or rows are replaced while they are looked at
+    row = tab.locator("#numbers tr").first
+    assert row.locator("td").count() == 8
+    heads = [row.locator("td").nth(i).get_attribute("data-head") for i in range(8)]
+    assert heads == ["Collective", "Up to", "Times", "p50", "p90", "p99", "Waited before", "Bandwidth"]
+    for i in range(8):
+        box = row.locator("td").nth(i).bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 420, (heads[i], box)
+    cut = "[...document.querySelectorAll('#numbers td')].filter((td) => td.scrollWidth > td.clientWidth + 1).length"
+    assert tab.evaluate(cut) == 0 and tab.evaluate("document.documentElement.scrollWidth") <= 420
+
+
+def test_straggler_rows_of_two_ranks(visit):
+    tab, _ = visit(2, straggler=1)
+    tab.wait_for_selector("#worst tr:has-text(' of ')")
+    assert tab.inner_text("#h-waited") == "The other waited"
+    assert "rank 1" in tab.inner_text("#worst tr") and "the other waited" in tab.inner_text("#tiles")
+    even, _ = visit(2)
+    assert "nobody stands out" in even.inner_text("#tiles")
+    assert "Last did" in even.inner_text("#facts")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "theme", "width", "trouble"),
+    [(2, "light", 420, {}), (2, "dark", 1280, {}), (40, "light", 1280, {"stuck": 3}), (40, "dark", 420, {"stuck": 3})],
+)
+def test_axe_finds_nothing(visit, ranks, theme, width, trouble):
+    """Names for screen readers, contrast of colours, what keys can reach: the rules of axe-core, on all that can be
+    unfolded."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    tab, _ = visit(ranks, theme, width, straggler=1, **trouble, **({"stuck_after": -8} if trouble else {}))
+    if trouble:
+        tab.wait_for_selector("#banner:not([hidden])")
+    for button in ("#pause", "#asTable summary", "#load", "#stacks"):
+        tab.click(button)
+    tab.wait_for_selector("#stack:has-text('train.py')")
+    found = axe.Axe().run(tab).response["violations"]
+    said = [(rule["id"], node["target"], node["failureSummary"]) for rule in found for node in rule["nodes"]]
+    assert not said
+
+
+def test_every_control_is_reached_with_tab_and_seen_to_be(visit):
+    tab, _ = visit(4, stuck=2, stuck_after=-8)
+    tab.wait_for_selector("#banner:not([hidden])")
+    tab.keyboard.press(" ")
+    assert tab.inner_text("#pause") == "Resume"
+    reached = {}  # name -> how its outline is drawn
+    for _ in range(40):
+        tab.keyboard.press("Tab")
+        name, outline = tab.evaluate(
+            """() => { const e = document.activeElement, style = getComputedStyle(e);
+               return [e.id || e.getAttribute('aria-label') || e.textContent, style.outlineStyle]; }"""
+        )
+        if tab.evaluate("document.activeElement === document.body") or name in reached:
+            break
+        reached[name] = outline
+    controls = {"pause", "theme", "show", "follow", "timeline", "stacks", "load", "Speed", "Groups"}
+    assert controls <= set(reached) and any(name.startswith("rank 0") for name in reached), reached
+    assert not [name for name, outline in reached.items() if outline == "none"]
 
 
 def test_light_and_dark(visit):

@@ -47,10 +47,18 @@ def test_meetings_are_put_together(ranks):
 
 def test_a_straggler_is_seen():
     live, _ = simulated(32, straggler=5, seconds=20)
-    rank, times, seconds = live.stragglers()[0]
-    assert rank == 5 and times > 0.8 * len(live.over) and seconds > 0.1
+    worst = live.stragglers()[0]
+    assert worst.rank == 5 and worst.times > 0.8 * len(live.over) and worst.seconds > 0.1 and worst is live.straggler()
+    assert worst.times <= worst.of and 0 < worst.row()["usual"] < worst.seconds
     late = {rank: sum(column.get(rank, 0) for column in live.heat.values()) for rank in range(32)}
     assert max(late, key=lambda r: late[r]) == 5 and late[5] > 10 * sorted(late.values())[-2]
+
+
+def test_of_two_ranks_one_is_a_straggler_only_if_it_is_mostly_the_last():
+    slow, _ = simulated(2, straggler=1, seconds=20)
+    assert slow.straggler() is not None and slow.straggler().rank == 1
+    even, _ = simulated(2, seconds=20)
+    assert even.straggler() is None and {late.rank for late in even.stragglers()} == {0, 1}
 
 
 def test_the_pack_is_what_ranks_usually_differ_by():

@@ -160,7 +160,12 @@ def test_in_the_terminal():
 
 @pytest.mark.parametrize(
     ("width", "first", "kept"),
-    [(40, "rank", ["state", "does"]), (24, "rank", ["state"]), (10, "rank", []), (40, "collective", ["up to", "p50"])],
+    [
+        (40, "rank", ["state", "last did"]),
+        (24, "rank", ["state"]),
+        (10, "rank", []),
+        (40, "collective", ["up to", "p50"]),
+    ],
 )
 def test_a_narrow_terminal_keeps_what_matters(width: int, first: str, kept: list[str]):
     """Columns that remain are whole; the one that says whose row it is goes last."""

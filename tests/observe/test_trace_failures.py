@@ -83,7 +83,7 @@ def test_mismatch(dumps):
     assert [(row[1], row[2].partition("(")[0], "mismatch" in row) for row in rows] == [
         ("0", "all_reduce", True), ("1", "broadcast", True), ("2", "all_reduce", True),
     ]  # fmt: skip
-    assert "rank 1 raised: broadcast #2 on group 'world'" in text
+    assert "rank 1 raised: broadcast #2 (world)" in text
 
 
 def next_batch():

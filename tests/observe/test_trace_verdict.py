@@ -282,3 +282,10 @@ def test_every_trace_gets_a_sentence(block):
 def test_a_program_in_a_folder_of_our_name_is_not_ours():
     own = Frame("/home/me/symcomm/examples/train.py", 5, "step")
     assert where([ThreadStack("MainThread", True, (Frame(threading.__file__, 1, "wait"), own))]) == own
+
+
+def test_what_ranks_raised_names_groups_as_verdicts_do():
+    raised = ["all_reduce #2 on group 'world' failed on rank 0: rank 1 died.", "barrier #1 on group '7' timed out."]
+    trace = trace_of(([call(1)], {"errors": raised}), [call(1)])
+    assert judge(trace).sentence == "rank 0: all_reduce #2 (world) failed on rank 0: rank 1 died."
+    assert "rank 0 raised: barrier #1 (group 7) timed out." in as_text(trace) and "'" not in as_text(trace)

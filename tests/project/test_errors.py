@@ -7,6 +7,8 @@ import pickle
 import pytest
 
 from symcomm import errors
+from symcomm.errors import BadArgumentError
+from symcomm.types import ReduceOp, make_premul_sum
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,15 @@ def test_bad_argument_is_one_sentence():
 def test_a_bad_choice_names_the_nearest(got: str, end: str):
     error = errors.bad_choice("bench", "WHAT", got, ["all_reduce", "barrier"])
     assert str(error) == f"bench: WHAT must be one of all_reduce, barrier, got {got!r}{end}"
+
+
+@pytest.mark.parametrize("factor", ["x", None, [2.0], 1j])
+def test_a_factor_that_is_no_number_is_refused_where_it_is_given(factor):
+    for call, make in {"make_premul_sum": make_premul_sum, "ReduceOp.PREMUL_SUM": ReduceOp.PREMUL_SUM}.items():
+        with pytest.raises(BadArgumentError) as raised:
+            make(factor)
+        assert str(raised.value) == f"{call}: factor must be a number or a tensor, got {factor!r}."
+    assert make_premul_sum(2).factor == 2 and make_premul_sum(True).factor is True
 
 
 def test_deadline_names_who_is_missing():

@@ -152,7 +152,7 @@ def test_options_of_the_launcher_exist():
     said = subprocess.run(
         [sys.executable, "-m", "symcomm", "run", "--help"], capture_output=True, text=True, check=True
     )
-    known = set(re.findall(r"--[a-z-]+", said.stdout)) | {"--install-completion"}
+    known = set(re.findall(r"--[a-z-]+", said.stdout))
     for page, text in PAGES.items():
         for line in re.findall(r"\bsymcomm run ([^`\n#]*)", text):
             options = re.findall(r"(?<!\S)--[a-z-]+", line.partition(".py")[0])

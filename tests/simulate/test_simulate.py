@@ -559,6 +559,13 @@ def test_calibrate_measures_and_is_kept(tmp_path, monkeypatch, cores):
     assert [file.name for file in (tmp_path / "symcomm").iterdir()] == ["machine.json"]
 
 
+def test_a_machine_is_loaded_from_a_path_of_either_kind(tmp_path):
+    file = machines.save(PLAIN, str(tmp_path / "machine.json"))
+    assert machines.load(str(file)) == machines.load(file) == PLAIN
+    with pytest.raises(BadArgumentError, match=r"nowhere cannot be read .*; name a file that --calibrate wrote\.$"):
+        machines.load("/nowhere")
+
+
 def test_a_bad_machine_file_is_refused(tmp_path):
     file = tmp_path / "machine.json"
     with pytest.raises(BadArgumentError, match="cannot be read"):
@@ -613,6 +620,14 @@ def test_plot(tmp_path, monkeypatch):
     monkeypatch.setattr("symcomm.cli.simulate.SWEEP", [8, 64, 16384])
     out = ask("all_gather", "--bytes", "1M", "--topology", "torus:4x4", "--plot", str(tmp_path / "out.svg"))
     assert out.exit_code == 0, out.output
-    assert "<!-- 16,384 -->" in (tmp_path / "out.svg").read_text()
+    drawn = (tmp_path / "out.svg").read_text()
+    assert "<!-- 16,384 -->" in drawn and "estimated for up to" in drawn
+    reason = "every host to every other is estimated for up to 256 hosts"
+    assert f"the line of hierarchical direct ends at 64 ranks: {reason}." in out.output
+    assert "left out" not in out.output, "not at 16 hosts"
+    large = ask("all_gather", "--hosts", "512", "--bytes", "1M")
+    assert f"hierarchical direct is left out: {reason}" in large.output
+    found = json.loads(ask("all_gather", "--hosts", "512", "--bytes", "1M", "--json").output)
+    assert found["left_out"] == {"hierarchical direct": reason}
     out = ask("ddp", "--plot", str(tmp_path / "out.png"))
     assert out.exit_code == 0 and (tmp_path / "out.png").read_bytes()[1:4] == b"PNG"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typer.testing import CliRunner
 
-from symcomm.cli import bench, refusals
+from symcomm.cli import bench, command
 
 
 def cli(*args: str) -> tuple[int, str]:
@@ -14,6 +14,6 @@ def cli(*args: str) -> tuple[int, str]:
 
 def refused(*args: str) -> str:
     code, output = cli(*args)
-    assert code in (refusals.BAD_USAGE, refusals.FAILED), output
+    assert code == command.REFUSED, output
     assert output.count("\n") == 1, output
     return output

@@ -27,7 +27,8 @@ TORCH = (
 
 # What runs where torch is not installed. Tests in these files that compare with torch are skipped there, and say so.
 WITHOUT_TORCH = (
-    "arena", "arena_shortages", "arena_strangers", "cli", "control_api", "control_attacks", "control_stacks", "doctor",
+    "arena", "arena_shortages", "arena_strangers", "cli", "cli_completion", "cli_usage",
+    "control_api", "control_attacks", "control_stacks", "doctor",
     "errors", "launch_conventions", "launcher", "launcher_blame", "launcher_elastic", "launcher_token", "limits",
     "metrics", "native_stub", "numa", "numpy_ranks", "objects", "observe_together", "plan_bugs", "plan_failures",
     "plans", "rendezvous", "selections", "simulate", "store_collectives", "store_contract", "store_file",
@@ -37,6 +38,7 @@ WITHOUT_TORCH = (
 # Torch tensors in calls that have been the same in all its versions, our own sources, or tools that few machines have.
 MAIN_ONLY = (
     "agreement", "agreement_hosts", "async", "attached", "attack", "bench", "bench_kernels", "bench_noise",
+    "bench_progress",
     "collectives", "control_plane", "custom_plans", "death", "demo", "docs", "elastic", "failures", "flight", "fuzz",
     "gpu_collectives", "gpu_comm", "gpu_failures", "gpu_graphs", "gpu_torch", "gpu_windows", "groups", "grow",
     "hosts_aftermath",

@@ -61,8 +61,12 @@ class Measurement:
         return min(self.turns) if best else statistics.median(self.turns)
 
 
-def run_compile_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
-    """Measure every graph on every side; ``tick`` is told after every turn."""
+def run_compile_bench(
+    workload: Workload,
+    tick: Callable[[str], None] = lambda what: None,
+    seen: Callable[[list[Measurement]], None] = lambda found: None,
+) -> list[Measurement]:
+    """Measure every graph on every side; ``tick`` is told after every turn, ``seen`` what is known after a graph."""
     found: list[Measurement] = []
     with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:
         for graph in workload.graphs:
@@ -73,6 +77,7 @@ def run_compile_bench(workload: Workload, tick: Callable[[str], None] = lambda w
                     figures.turns.append(max(statistics.median(answer["seconds"]) for answer in answers))
                     tick(f"{graph}, {SIDES[figures.side]}")
             found += here
+            seen(found)
     return found
 
 

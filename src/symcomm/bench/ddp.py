@@ -73,9 +73,17 @@ class Measurement:
         return min(self.turns) if best else statistics.median(self.turns)
 
 
-def run_ddp_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
-    """Measure every model on every side; ``tick`` is told after every turn."""
-    return [figures for model in workload.models for figures in _measure(workload, model, tick)]
+def run_ddp_bench(
+    workload: Workload,
+    tick: Callable[[str], None] = lambda what: None,
+    seen: Callable[[list[Measurement]], None] = lambda found: None,
+) -> list[Measurement]:
+    """Measure every model on every side; ``tick`` is told after every turn, ``seen`` what is known after a model."""
+    found: list[Measurement] = []
+    for model in workload.models:
+        found += _measure(workload, model, tick)
+        seen(found)
+    return found
 
 
 def _measure(workload: Workload, model: str, tick: Callable[[str], None]) -> list[Measurement]:

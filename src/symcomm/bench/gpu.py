@@ -64,17 +64,25 @@ class Measurement:
         return pick(self.row), pick(self.single)
 
 
-def run_gpu_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
-    """Measure both ways to share the GPU; without MPS on this machine, only the one that needs none."""
+def run_gpu_bench(
+    workload: Workload,
+    tick: Callable[[str], None] = lambda what: None,
+    seen: Callable[[list[Measurement]], None] = lambda found: None,
+) -> list[Measurement]:
+    """Measure both ways to share the GPU; without MPS on this machine, only the one that needs none. ``seen`` is told
+    what is known after each."""
     need_cuda("symcomm bench gpu")
     found = _measure(workload, TURNS, {}, tick)
+    seen(found)
     with contextlib.ExitStack() as stack:
         try:
             environment = stack.enter_context(multi_process_service())
         except (errors.CallerError, errors.ResourceError) as error:
             print(f"# with MPS: not measured. {error}", file=sys.stderr)
             return found
-        return found + _measure(workload, MPS, environment, tick)
+        found += _measure(workload, MPS, environment, tick)
+        seen(found)
+        return found
 
 
 def _measure(

@@ -97,13 +97,23 @@ def _our_way(hosts: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def run_hosts_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
-    """Measure both sides at every size; ``tick`` is told after every turn."""
+def run_hosts_bench(
+    workload: Workload,
+    tick: Callable[[str], None] = lambda what: None,
+    seen: Callable[[list[Measurement]], None] = lambda found: None,
+) -> list[Measurement]:
+    """Measure both sides at every size; ``tick`` is told after every turn, ``seen`` what is known after every size."""
     if reason := why_no_namespaces():
         raise errors.ResourceError(f"symcomm bench: hosts needs network namespaces: {reason}.")
+    found: list[Measurement] = []
+
+    def show(rows: list[dict[str, Any]]) -> None:
+        found.extend(Measurement(**row) for row in rows)
+        seen(found)
+
     with Network(workload.hosts, workload.mbits) as network:
-        rows = network.run_ranks(workload.ranks, WORKER, workload, DEADLINE * len(workload.collectives), tick)
-    return [Measurement(**row) for row in rows]
+        network.run_ranks(workload.ranks, WORKER, workload, DEADLINE * len(workload.collectives), tick, show)
+    return found
 
 
 def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:

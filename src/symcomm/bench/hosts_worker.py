@@ -1,4 +1,4 @@
-"""One rank of ``symcomm bench hosts``: runs the whole plan on both sides; the first rank writes what was found."""
+"""One rank of ``symcomm bench hosts``: runs the whole plan on both sides; the first rank prints what was found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,7 +82,7 @@ def _check_barrier(name: str, barrier: Callable[[], Any], ranks: Ranks) -> None:
 
 
 def main() -> None:
-    workload, result = json.loads(sys.argv[1]), Path(sys.argv[2])
+    workload = json.loads(sys.argv[1])
     import torch.distributed as dist
 
     import symcomm
@@ -94,12 +93,11 @@ def main() -> None:
         "gloo", init_method=meeting, rank=group.rank, world_size=group.size, timeout=timedelta(seconds=TIMEOUT)
     )
     sides, ranks = {"ours": SymcommSide(group), "gloo": GlooSide()}, Ranks(group)
-    rows: list[dict[str, Any]] = []
     for collective in workload["collectives"]:
         for case in make_cases(collective, workload["sizes"], group.size, "float32", "sum", 0, one_place=True):
-            rows += measure(case, workload, sides, ranks)
-    if group.rank == 0:
-        result.write_text(json.dumps(rows))
+            rows = measure(case, workload, sides, ranks)
+            if group.rank == 0:
+                print(json.dumps(rows), flush=True)
     group.barrier()
     dist.destroy_process_group()
     symcomm.destroy()

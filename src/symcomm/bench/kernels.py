@@ -59,6 +59,10 @@ class Workload:
     def cases(self) -> list[tuple[DType, RedOpType]]:
         return [(d, op) for d in self.dtypes for op in RedOpType if native.reduce_defined(d, op)]
 
+    @property
+    def turns(self) -> int:
+        return 1 + len(self.cases)
+
 
 QUICK: dict[str, Any] = {
     "rounds": 3,
@@ -109,8 +113,12 @@ def _measure(workload: Workload, buffers: Buffers, dtype: DType | None, op: int)
     return statistics.median(rates), statistics.median(shares)
 
 
-def run_kernels_bench(workload: Workload, seen: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """Measure every case at every size; ``seen`` is handed each row when it is complete."""
+def run_kernels_bench(
+    workload: Workload,
+    seen: Callable[[Row], None] = lambda row: None,
+    tick: Callable[[str], None] = lambda what: None,
+) -> list[Row]:
+    """Measure every case at every size; ``seen`` is handed each row when it is complete, ``tick`` is told after it."""
     buffers = {name: Buffers(workload.sources, nbytes) for name, nbytes in workload.sizes.items()}
     rows = []
     cases: list[tuple[DType | None, RedOpType | None]] = [(None, None), *workload.cases]
@@ -119,6 +127,7 @@ def run_kernels_bench(workload: Workload, seen: Callable[[Row], None] = lambda r
         rates, shares = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
         rows.append(Row(dtype, op, rates, shares))
         seen(rows[-1])
+        tick(" ".join(cells(rows[-1])[:2]))
     return rows
 
 
@@ -148,21 +157,6 @@ def title(workload: Workload) -> str:
 
 def as_table(rows: Sequence[Row], workload: Workload, best: bool = False) -> bench_table.Table:
     return title(workload), head(workload), [cells(row) for row in rows]
-
-
-def line(words: Sequence[str], workload: Workload, markdown: bool) -> str:
-    """A row whose width does not depend on those that follow."""
-    if markdown:
-        return f"| {' | '.join(words)} |"
-    widths = [max(len(word), 16 if i == 0 else 10) for i, word in enumerate(head(workload))]
-    return "  ".join(word.rjust(wide) for word, wide in zip(words, widths, strict=True))
-
-
-def opening(workload: Workload, markdown: bool) -> str:
-    """What comes before the first row."""
-    if markdown:
-        return bench_table.as_markdown((title(workload), head(workload), []))
-    return f"# {title(workload)}\n{line(head(workload), workload, markdown)}"
 
 
 def note(rows: Sequence[Row]) -> str:

@@ -149,10 +149,12 @@ class _Hosts(abc.ABC):
         self._started.append(process)
         return process
 
-    def run_ranks(self, ranks: int, module: str, workload: Any, seconds: float, tick: Callable[[str], None]) -> Any:
-        """Run ``module`` as ``ranks`` ranks on each host, told the plan and a file for the first one's result, as JSON.
-
-        ``tick`` gets each line that the first one writes. Whoever still runs after ``seconds`` is killed."""
+    def run_ranks(
+        self, ranks: int, module: str, workload: Any, seconds: float, tick: Callable[[str], None],
+        seen: Callable[[list[dict[str, Any]]], None],
+    ) -> None:  # fmt: skip
+        """Run ``module`` as ``ranks`` ranks on each host, told the plan as JSON. Of the lines that the first one writes
+        ``seen`` gets lists of rows, and ``tick`` all others. Whoever still runs after ``seconds`` is killed."""
         world = ranks * len(self._names)
         common = {
             "WORLD_SIZE": str(world), "MASTER_ADDR": self.address(0), "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "net0",
@@ -160,8 +162,8 @@ class _Hosts(abc.ABC):
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
-            result, log = Path(folder) / "result", Path(folder) / "log"
-            words = [sys.executable, "-m", module, json.dumps(asdict(workload)), str(result)]
+            log = Path(folder) / "log"
+            words = [sys.executable, "-m", module, json.dumps(asdict(workload))]
             processes = []
             for rank in range(world):
                 out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
@@ -173,15 +175,17 @@ class _Hosts(abc.ABC):
             late.start()
             try:
                 for line in processes[0].stdout:
-                    tick(line.strip())
+                    if line.startswith("["):
+                        seen(json.loads(line))
+                    else:
+                        tick(line.strip())
                 code = processes[0].wait()
             finally:
                 late.cancel()
             if code == -signal.SIGKILL and time.monotonic() - begun >= seconds:
                 raise errors.deadline("symcomm bench: the ranks", seconds)
-            if code or not result.exists():
+            if code:
                 raise errors.SymcommError(f"symcomm bench: the ranks failed: {log.read_text()[-2000:]}")
-            return json.loads(result.read_text())
 
     def _kill(self) -> None:
         for process in self._started:

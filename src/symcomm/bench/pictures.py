@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ __all__ = ["Bars", "Curves", "Panel", "check_picture", "draw"]
 MOST_TICKS = 8  # labels below a panel that do not run into each other
 ACROSS = 3  # panels in a row
 CHARACTERS = 11  # of a heading in an inch
+REASON = 26  # characters in a line of why a curve ends
 PLAIN = "{x:,.10g}"  # 1,000 and 0.01, where matplotlib would write powers of ten
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines through points (x, y). With ``tick``, which words an x, the x axis doubles from tick to tick."""
+    """Lines through points (x, y). With ``tick``, which words an x, the x axis doubles from tick to tick. ``ends`` says
+    of lines that end before others why they do."""
 
     title: str
     x: str
@@ -30,6 +32,7 @@ class Curves:
     lines: Mapping[str, Sequence[tuple[float, float]]]
     tick: Callable[[int], str] | None = None
     logarithmic: bool = True
+    ends: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -38,6 +41,11 @@ class Curves:
     def draw(self, axis: Any, colors: Mapping[str, str]) -> None:
         for name, points in self.lines.items():
             axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name, color=colors[name])
+            if name in self.ends:
+                look = {"fontsize": 7, "color": colors[name], "va": "top", "ha": "left"}
+                look["bbox"] = {"color": "white", "alpha": 0.7, "pad": 1}
+                words = textwrap.fill(self.ends[name], REASON)
+                axis.annotate(words, points[-1], xytext=(5, -6), textcoords="offset points", **look)
         if self.tick:
             places = sorted({int(x) for points in self.lines.values() for x, _ in points})
             places = places[:: math.ceil(len(places) / MOST_TICKS)]

@@ -72,13 +72,24 @@ class Measurement:
         return self.curve[-1][2]
 
 
-def run_sites_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
-    """Train with every method; ``tick`` is told at every check of the loss."""
+def run_sites_bench(
+    workload: Workload,
+    tick: Callable[[str], None] = lambda what: None,
+    seen: Callable[[list[Measurement]], None] = lambda found: None,
+) -> list[Measurement]:
+    """Train with every method; ``tick`` is told at every check of the loss, ``seen`` what is known after
+    every method."""
     if reason := why_no_slow_network():
         raise errors.ResourceError(f"symcomm bench: sites needs network namespaces and TUN devices: {reason}.")
+    found: list[Measurement] = []
+
+    def show(rows: list[dict[str, Any]]) -> None:
+        found.extend(Measurement(**row) for row in rows)
+        seen(found)
+
     with SlowNetwork(workload.sites, workload.mbits, workload.round_trip_ms) as network:
-        rows = network.run_ranks(workload.ranks, WORKER, workload, DEADLINE * len(workload.methods), tick)
-    return [Measurement(**row) for row in rows]
+        network.run_ranks(workload.ranks, WORKER, workload, DEADLINE * len(workload.methods), tick, show)
+    return found
 
 
 def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:

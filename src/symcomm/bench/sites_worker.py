@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from symcomm.bench.model import decoder, own_source
@@ -131,7 +130,7 @@ def say(rank: int, line: str) -> None:
 
 
 def main() -> None:
-    workload, result = json.loads(sys.argv[1]), Path(sys.argv[2])
+    workload = json.loads(sys.argv[1])
     import torch
     import torch.distributed as dist
 
@@ -143,9 +142,8 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     data = torch.frombuffer(bytearray(own_source()), dtype=torch.uint8)
     Training("plain", workload, data, rank).step()  # connections are made, memory is touched
-    rows = [train(method, workload, data, rank) for method in workload["methods"]]
-    if rank == 0:
-        result.write_text(json.dumps(rows))
+    for method in workload["methods"]:
+        say(rank, json.dumps([train(method, workload, data, rank)]))
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

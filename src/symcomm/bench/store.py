@@ -66,16 +66,22 @@ Tick = Callable[[str], None]
 Row = dict[str, Any]  # what, clients; for each side its time in us and, where many call at once, calls per second
 
 
-def run_store_bench(workload: Workload, tick: Tick = lambda what: None) -> list[Row]:
-    """Measure every call, waking, and connecting on both sides; ``tick`` is told after every turn."""
+def run_store_bench(
+    workload: Workload, tick: Tick = lambda what: None, seen: Callable[[list[Row]], None] = lambda rows: None
+) -> list[Row]:
+    """Measure every call, waking, and connecting on both sides; ``tick`` is told after every turn, ``seen`` what is
+    known after each of those."""
     for side in workload.sides:
         _store_class(side)  # loaded before the processes are made, so that they start in a blink
     rows: list[Row] = []
     with _Servers(workload.sides, max([*workload.connect, *workload.clients, 1])) as ports:
         for count in workload.clients:
             rows += _measure_calls(ports, count, workload.calls, tick)
+            seen(rows)
         rows.append(_measure_waking(ports, workload.calls, tick))
+        seen(rows)
         rows += _measure_connecting(ports, workload.connect, tick)
+        seen(rows)
     return rows
 
 

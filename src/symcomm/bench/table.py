@@ -164,19 +164,6 @@ def marked(value: float | None, goal: float) -> str:
     return times(value) + (MISSED if value is not None and value < goal else "")
 
 
-def as_text(table: Table) -> str:
-    title, head, rows = table
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = [f"# {title}", "# " + "  ".join(word.rjust(w) for word, w in zip(head, widths, strict=True))]
-    lines += ["  " + "  ".join(word.rjust(w) for word, w in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(lines)
-
-
-def as_markdown(table: Table) -> str:
-    title, head, rows = table
-    return "\n".join([*_markdown_head(title, head), *map(_markdown_row, rows)])
-
-
 def _markdown_head(title: str, head: Sequence[str]) -> list[str]:
     return [f"**{title}**", "", _markdown_row(head), "|" + " ---: |" * len(head)]
 
@@ -186,14 +173,19 @@ def _markdown_row(row: Sequence[str]) -> str:
 
 
 class GrowingTable:
-    """A table that is printed line by line, so that widths are given by what usually comes."""
+    """A table that is printed line by line, so that widths are given by what usually comes, or by rows ``like`` it."""
 
-    WIDEST = MappingProxyType({"collective": 14, "size(B)": 10, "count": 10, "tensors": 9, "side": 20})
+    WIDEST = MappingProxyType({
+        "call": 26, "collective": 14, "count": 10, "graph": 10, "method": 20, "model": 12, "operation": 10, "side": 20,
+        "size(B)": 10, "tensors": 9, "type": 10,
+    })  # fmt: skip
 
-    def __init__(self, title: str, head: Sequence[str], say: Callable[[str], None], *, markdown: bool):
+    def __init__(self, title: str, head: Sequence[str], say: Callable[[str], None], *, markdown: bool,
+        like: Sequence[Sequence[str]] = (),
+    ):  # fmt: skip
         self._say = say
         self._markdown = markdown
-        self._widths = [max(len(word), self.WIDEST.get(word, 8)) for word in head]
+        self._widths = [max(self.WIDEST.get(words[0], 8), *map(len, words)) for words in zip(head, *like, strict=True)]
         lines = _markdown_head(title, head) if markdown else [f"# {title}", "# " + self._aligned(head)]
         for line in lines:
             say(line)

@@ -10,8 +10,9 @@ demo.py        ``symcomm demo`` (demo/)
 trace.py       ``symcomm trace`` (observe/)
 top.py         ``symcomm top``: the live page of a job; top_terminal.py draws the same here
 doctor.py      ``symcomm doctor``: is this machine fit, and what to change
+completion.py  ``symcomm completion``: for bash, zsh and fish
 simulate.py    ``symcomm simulate``: what a collective would take on a cluster that is only described
 version.py     ``symcomm version``
-refusals.py    how commands refuse: one line and an exit code
+command.py     what they share: how help looks, how commands refuse
 =============  ===========================================================================
 """

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,26 +16,25 @@ from typing import Any
 import typer
 
 from symcomm import errors
-from symcomm.bench import options as options
 from symcomm.bench import pictures
 from symcomm.bench import table as bench_table
 from symcomm.bench.estimate import Estimate, in_words
-from symcomm.bench.options import COLLECTIVES, ONE_SIDED, OTHERS
 from symcomm.bench.peers import parse_peers, setup_peers
 from symcomm.bench.run import OURS, PLACES, Case, Effort, Result, make_cases, measure, open_sides
-from symcomm.cli.refusals import refusals_in_words
+from symcomm.cli import bench_options as options
+from symcomm.cli.bench_options import COLLECTIVES, DTYPES, ONE_SIDED, OPS, OTHERS
+from symcomm.cli.command import Command
+from symcomm.cli.progress import progress
 from symcomm.preflight import check_output_file, has_torch, need_torch
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 NCCL_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
-DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
-OPS = ("sum", "prod", "min", "max", "avg")
 QUICK_SIZES = (8, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
 # Whole programs: turns of a quick run, steps of each
 PROGRAMS = {"ddp": (4, 2), "compile": (4, 10), "groups": (4, 10), "hosts": (3, 1), "torch": (3, 50)}
+BY_PARTS = ("ddp", "compile", "hosts", "sites", "store", "gpu")  # programs of which some rows are known before others
 FAMILIES = {"all": COLLECTIVES, "window": ONE_SIDED}
-SECONDS_BETWEEN_ESTIMATES = 10.0
 QUICK = Effort(rounds=3, repetitions=6, seconds=0.003)
 
 
@@ -138,44 +136,6 @@ def make_question(
 # --- running -----------------------------------------------------------------------------------------------------
 
 
-class Bar:
-    """A bar on stderr while that is a terminal. Calling it advances it by one turn and says what is next."""
-
-    def __init__(self, bar: Any = None, task: Any = None):
-        self._bar, self._task = bar, task
-
-    def __call__(self, what: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, advance=1, description=what, refresh=True)
-
-    def say(self, line: str) -> None:
-        """A line on stdout, at once, above the bar."""
-        if self._bar is not None:
-            self._bar.stop()
-        print(line, flush=True)
-        if self._bar is not None:
-            self._bar.start()
-
-
-@contextlib.contextmanager
-def progress(turns: int) -> Iterator[Bar]:
-    if not os.isatty(2):
-        yield Bar()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # Drawn at every turn, not by a thread, which would work while others are measured, and while processes are forked.
-    # Nor may it take stdout, which may be a file.
-    with Progress(
-        *columns, console=Console(stderr=True), transient=True, auto_refresh=False, redirect_stdout=False
-    ) as bar:
-        task = bar.add_task("starting", total=turns)
-        bar.refresh()
-        yield Bar(bar, task)
-
-
 class Report:
     """The tables of a question, a line as soon as its cases are measured."""
 
@@ -223,10 +183,9 @@ def run(question: Question, *, summary: bool, markdown: bool, best: bool) -> lis
     sides = [*(["symcomm"] if question.kinds else []), *question.peers]
     estimate = Estimate(question.cases, len(question.series), question.effort)
     tell_time(question, estimate)
-    with progress(turns) as bar, open_sides(sides, question.world, question.pinned) as opened:
+    with progress(turns, estimate.seconds_left) as bar, open_sides(sides, question.world, question.pinned) as opened:
         print_head(question, bar.say, best=best)
         report = Report(question, bar.say, summary=summary, markdown=markdown, best=best)
-        told = time.monotonic()
         for case in question.cases:
             advance = functools.partial(bar, f"{case.collective} {bench_table.short_size(case.nbytes)}")
             begun = time.monotonic()
@@ -234,9 +193,6 @@ def run(question: Question, *, summary: bool, markdown: bool, best: bool) -> lis
             estimate.took(time.monotonic() - begun)
             report.add(found)
             results += found
-            if time.monotonic() - told > SECONDS_BETWEEN_ESTIMATES and not os.isatty(2):  # the bar has its own
-                told = time.monotonic()
-                print(f"# about {in_words(estimate.seconds_left())} left", file=sys.stderr, flush=True)
     return results
 
 
@@ -274,22 +230,36 @@ def answer(question: Question, wanted: Wanted, *, summary: bool) -> None:
 
 
 def bench_program(name: str, workload: Any, wanted: Wanted, how: str = "") -> None:
-    """Measure with a module of its own, which says what there is to see; ``how`` the figures came about."""
+    """Measure with a module of its own, which says what there is to see; ``how`` the figures came about. Rows are
+    printed as soon as they are known; where all sides take turns to the end, that is then."""
     module = _module_of(name)
-    with progress(workload.turns) as tick:
-        found = getattr(module, f"run_{name}_bench")(workload, tick)
-    facts = bench_table.machine()
-    load = f"load {facts['load']:.1f} when done"
-    where = "pinned to" if getattr(workload, "pinned", False) else "free on"
-    print(f"# {where} {facts['cores']} cores, {facts['system']}, {load}{how and '; '}{how}\n")
-    table = module.as_table(found, workload, wanted.best)
-    print((bench_table.as_markdown if wanted.markdown else bench_table.as_text)(table))
+    table: bench_table.GrowingTable | None = None
+    shown = 0
+
+    with progress(workload.turns) as bar:
+
+        def show(found: Sequence[Any]) -> None:
+            nonlocal table, shown
+            title, head, rows = module.as_table(found, workload, wanted.best)
+            if table is None:
+                facts = bench_table.machine()
+                where = "pinned to" if getattr(workload, "pinned", False) else "free on"
+                bar.say(f"# {where} {facts['cores']} cores, {facts['system']}{how and '; '}{how}\n")
+                table = bench_table.GrowingTable(title, head, bar.say, markdown=wanted.markdown, like=rows)
+            for row in rows[shown:]:
+                table.add(row)
+            shown = len(rows)
+
+        found = getattr(module, f"run_{name}_bench")(workload, bar, *([show] if name in BY_PARTS else []))
+        show(found)
+    print(f"# load {bench_table.machine()['load']:.1f} when done")
     if note := module.note(found):
         print(f"# {note}")
     if wanted.json_file:
         wanted.json_file.write_text(json.dumps(module.to_json(found, workload), indent=1) + "\n")
     if wanted.plot_file:
-        pictures.draw(wanted.plot_file, table[0], module.picture(found, workload, wanted.best))
+        heading = module.as_table(found, workload, wanted.best)[0]
+        pictures.draw(wanted.plot_file, heading, module.picture(found, workload, wanted.best))
 
 
 def bench_turns(
@@ -339,9 +309,9 @@ def bench_noise(
     where = "pinned to" if workload.pinned else "free on"
     how = f"load {facts['load']:.1f} before; medians of {workload.rounds} turns of {workload.seconds:g} s"
     title = f"{workload.ranks} ranks, {where} {facts['cores']} cores, {facts['system']}, {how}"
-    table = bench_table.GrowingTable(title, module.head(workload), typer.echo, markdown=wanted.markdown)
-    with progress(workload.turns) as tick:
-        found = module.run_noise_bench(workload, tick, lambda figures: table.add(module.row(figures, workload)))
+    with progress(workload.turns) as bar:
+        table = bench_table.GrowingTable(title, module.head(workload), bar.say, markdown=wanted.markdown)
+        found = module.run_noise_bench(workload, bar, lambda figures: table.add(module.row(figures, workload)))
     if workload.peers:
         goal = f"{bench_table.MISSED} marks what is below {bench_table.MPI_GOAL:g}x"
         print(f"# ratios: the better MPI's time / our time; {goal}")
@@ -360,14 +330,14 @@ def bench_llm(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: b
     given = {name: value for name, value in shape.items() if value} | ({"rounds": rounds} if rounds else {})
     workload = module.Workload(**(module.QUICK if quick else {}) | given | ({"worlds": (ranks,)} if ranks else {}))
     module.check(workload)
-    table = bench_table.GrowingTable(module.note(workload), module.HEAD, typer.echo, markdown=wanted.markdown)
     found = []
-    for section in workload.sections:
-        with progress(len(section.sides) * workload.rounds) as tick:
-            here = module.measure(section, workload, tick)
-        for figures in here:
-            table.add(module.row_of(figures, here, workload, wanted.best))
-        found += here
+    with progress(sum(len(section.sides) * workload.rounds for section in workload.sections)) as bar:
+        table = bench_table.GrowingTable(module.note(workload), module.HEAD, bar.say, markdown=wanted.markdown)
+        for section in workload.sections:
+            here = module.measure(section, workload, bar)
+            for figures in here:
+                table.add(module.row_of(figures, here, workload, wanted.best))
+            found += here
     for reason in dict.fromkeys(f"{figures.side}: {figures.reason}" for figures in found if figures.reason):
         print(f"# -: {reason}")
     facts = bench_table.machine()
@@ -395,10 +365,11 @@ def bench_kernels(sources: int, rounds: int | None, wanted: Wanted, *, quick: bo
     workload = module.Workload(sources, sizes=module.buffer_sizes(sources), **more)
     facts = bench_table.machine()
     print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f}\n")
-    print(module.opening(workload, wanted.markdown), flush=True)
-    found = module.run_kernels_bench(
-        workload, lambda row: print(module.line(module.cells(row), workload, wanted.markdown), flush=True)
-    )
+    with progress(workload.turns) as bar:
+        table = bench_table.GrowingTable(
+            module.title(workload), module.head(workload), bar.say, markdown=wanted.markdown
+        )
+        found = module.run_kernels_bench(workload, lambda row: table.add(module.cells(row)), bar)
     print(f"# {module.note(found)}")
     if wanted.json_file:
         wanted.json_file.write_text(json.dumps(module.to_json(found, workload), indent=1) + "\n")
@@ -425,7 +396,7 @@ def bench_collective(
 # --- the command -------------------------------------------------------------------------------------------------
 
 
-@app.command(name="bench")
+@app.command(name="bench", cls=Command)
 def bench(
     collective: options.Collective = "all_reduce",
     minbytes: options.Minbytes = "8",
@@ -480,39 +451,38 @@ def bench(
     if ranks is None:
         ranks = 1 if collective == "sites" else 2
     wanted = Wanted(markdown, best, json_file, plot_file)
-    with refusals_in_words():
-        if json_file:
-            check_output_file("symcomm bench", "--json", json_file)
-        if plot_file:
-            pictures.check_picture("symcomm bench", "--plot", plot_file)
-        if setup:
-            setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
-        elif collective == "store":
-            bench_store(wanted, quick=quick)
-        elif collective == "llm":
-            _check_numbers(ranks, 0, iters, 0, rounds, "llm")
-            bench_llm(asked, rounds, wanted, quick=quick, layers=layers, width=width, batch=batch, tokens=iters)
-        elif collective == "gpu":
-            bench_gpu(ranks, rounds, wanted, quick=quick)
-        elif collective == "kernels":
-            bench_kernels(ranks, rounds, wanted, quick=quick)
-        elif collective == "noise":
-            bench_noise(ranks, rounds, neighbours, against, wanted, quick=quick, pin=pin)
-        elif collective == "sites":
-            bench_sites(ranks, wanted, quick=quick)
-        elif collective in PROGRAMS:
-            more: dict[str, Any] = {"collectives": pick_collectives(collectives)} if collective == "hosts" else {}
-            if collective == "torch":
-                more = {"pythons": _module_of("torch").find_pythons(python)}
-            bench_turns(collective, ranks, rounds, iters, wanted, quick=quick, **more)
-        else:
-            what = What(collective, NCCL_DTYPES.get(dtype, dtype), op, root)
-            sizes = pick_sizes(minbytes, maxbytes, factor, step, quick)
-            pace = QUICK if quick else Effort()
-            turns = pace.rounds if rounds is None else rounds
-            effort = Effort(turns, pace.repetitions, pace.seconds, iters, warmup, check != 0)
-            kinds = [kind for kind in OURS if ordinary == symmetric or ordinary == (kind == "ordinary")]
-            bench_collective(what, sizes, ranks, kinds, against, effort, wanted, pin=pin, quick=quick)
+    if json_file:
+        check_output_file("symcomm bench", "--json", json_file)
+    if plot_file:
+        pictures.check_picture("symcomm bench", "--plot", plot_file)
+    if setup:
+        setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
+    elif collective == "store":
+        bench_store(wanted, quick=quick)
+    elif collective == "llm":
+        _check_numbers(ranks, 0, iters, 0, rounds, "llm")
+        bench_llm(asked, rounds, wanted, quick=quick, layers=layers, width=width, batch=batch, tokens=iters)
+    elif collective == "gpu":
+        bench_gpu(ranks, rounds, wanted, quick=quick)
+    elif collective == "kernels":
+        bench_kernels(ranks, rounds, wanted, quick=quick)
+    elif collective == "noise":
+        bench_noise(ranks, rounds, neighbours, against, wanted, quick=quick, pin=pin)
+    elif collective == "sites":
+        bench_sites(ranks, wanted, quick=quick)
+    elif collective in PROGRAMS:
+        more: dict[str, Any] = {"collectives": pick_collectives(collectives)} if collective == "hosts" else {}
+        if collective == "torch":
+            more = {"pythons": _module_of("torch").find_pythons(python)}
+        bench_turns(collective, ranks, rounds, iters, wanted, quick=quick, **more)
+    else:
+        what = What(collective, NCCL_DTYPES.get(dtype, dtype), op, root)
+        sizes = pick_sizes(minbytes, maxbytes, factor, step, quick)
+        pace = QUICK if quick else Effort()
+        turns = pace.rounds if rounds is None else rounds
+        effort = Effort(turns, pace.repetitions, pace.seconds, iters, warmup, check != 0)
+        kinds = [kind for kind in OURS if ordinary == symmetric or ordinary == (kind == "ordinary")]
+        bench_collective(what, sizes, ranks, kinds, against, effort, wanted, pin=pin, quick=quick)
 
 
 def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:

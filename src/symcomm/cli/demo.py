@@ -18,7 +18,7 @@ from rich.text import Text
 
 from symcomm.bench import llm
 from symcomm.bench.run import open_sides
-from symcomm.cli.refusals import refusals_in_words
+from symcomm.cli.command import Command
 from symcomm.demo.plot import draw_picture, smooth, text_plot
 from symcomm.errors import SymcommError, bad_argument
 from symcomm.preflight import check_output_file, need_torch
@@ -223,7 +223,7 @@ def show_picture(runs: dict[str, list[dict[str, Any]]], picture: Path) -> None:
         console.print("No picture: matplotlib is not installed (`pip install 'symcomm[plot]'`).", markup=False)
 
 
-@app.command()
+@app.command(name="demo", cls=Command)
 def demo(
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="Steps of training on each backend.")] = STEPS,
     picture: Annotated[
@@ -237,16 +237,15 @@ def demo(
       symcomm demo
       symcomm demo --steps 100 --picture losses.svg
     """
-    with refusals_in_words():
-        check_options(steps, picture)
-        need_torch("symcomm demo")
-        console.print("[bold]Symcomm[/bold]: PyTorch's communication layer on symmetric memory.\n")
-        show_collective()
-        runs = show_training(steps)
-        show_failures()
-        show_writing()
-        console.print("\nNext: `symcomm run -n 2 your_script.py`, `symcomm bench --help`, docs/.")
-        show_picture(runs, picture)
+    check_options(steps, picture)
+    need_torch("symcomm demo")
+    console.print("[bold]Symcomm[/bold]: PyTorch's communication layer on symmetric memory.\n")
+    show_collective()
+    runs = show_training(steps)
+    show_failures()
+    show_writing()
+    console.print("\nNext: `symcomm run -n 2 your_script.py`, `symcomm bench --help`, docs/.")
+    show_picture(runs, picture)
 
 
 def check_options(steps: int, picture: Path) -> None:

@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from symcomm import errors
+from symcomm.cli.command import Command
 from symcomm.observe.health import FAIL, OK, WARN, Finding, run_checks
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-BAD_USAGE, UNFIT = 2, 1
+UNFIT = 1
 STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
 
 
@@ -28,7 +29,7 @@ def exit_code(findings: list[Finding], strict: bool) -> int:
     return UNFIT if FAIL in states or (strict and WARN in states) else 0
 
 
-@app.command(name="doctor")
+@app.command(name="doctor", cls=Command)
 def doctor(
     ranks: Annotated[
         int | None,
@@ -45,8 +46,7 @@ def doctor(
       symcomm doctor -n 64 --json
     """
     if ranks is not None and ranks < 1:
-        typer.echo(str(errors.bad_argument("symcomm doctor", "--ranks", ranks, "1 or more")), err=True)
-        raise typer.Exit(BAD_USAGE)
+        raise errors.bad_argument("symcomm doctor", "--ranks", ranks, "1 or more")
     findings = examine(ranks)
     code = exit_code(findings, strict)
     if as_json:

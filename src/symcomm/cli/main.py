@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from symcomm import __version__, errors
-from symcomm.cli.refusals import refusals_in_words
+from symcomm.cli.command import UsageError, one_sentence, reword
 
 # name -> (module, one line for the list). A module has an ``app``, a Typer of one command or of several.
 # One that is not installed is left out.
@@ -22,6 +23,7 @@ LAZY_COMMANDS = {
     "simulate": ("symcomm.cli.simulate", "What a collective would take on a cluster that is only described."),
     "top": ("symcomm.cli.top", "Watch a running job: a live page, or in the terminal."),
     "doctor": ("symcomm.cli.doctor", "Check this machine, and say what to change."),
+    "completion": ("symcomm.cli.completion", "Complete commands and options in your shell."),
     "version": ("symcomm.cli.version", "Say which Symcomm, Python, C core and torch this is."),
 }
 
@@ -38,6 +40,16 @@ class LazyGroup(TyperGroup):
             return None
         return TyperCommand(cmd_name, short_help=LAZY_COMMANDS[cmd_name][1], rich_markup_mode=None)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        with one_sentence("symcomm"):
+            try:
+                return super().parse_args(ctx, args)
+            except UsageError as error:
+                if not given:
+                    raise  # which shows the help
+                raise reword(error, "symcomm", ctx, given) from None
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if not ctx.resilient_parsing and not args[0].startswith("-"):
             _check_command(args[0], self.list_commands(ctx))
@@ -51,7 +63,7 @@ class LazyGroup(TyperGroup):
 
 
 def _check_command(name: str, known: list[str]) -> None:
-    with refusals_in_words():
+    with one_sentence("symcomm"):
         if name.endswith(".py"):
             fix = f"a script is started with `symcomm run {name}`"
             raise errors.bad_argument("symcomm", "COMMAND", name, f"one of {', '.join(known)}", fix)
@@ -61,6 +73,7 @@ def _check_command(name: str, known: list[str]) -> None:
 
 app = typer.Typer(
     cls=LazyGroup,
+    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -86,9 +99,11 @@ def symcomm(
     Examples:
       symcomm run -n 4 train.py --lr 0.1   start a script as four ranks
       symcomm run --help                   everything about a command
-      symcomm --install-completion         complete commands in your shell
+      symcomm completion --install         complete commands in your shell
     """
 
 
 def main() -> None:
+    if "_SYMCOMM_COMPLETE" in os.environ:
+        importlib.import_module("typer.completion").completion_init()
     app(prog_name="symcomm")

@@ -9,7 +9,7 @@ from dataclasses import replace
 import typer
 
 from symcomm.cli import run_options as options
-from symcomm.errors import SymcommError
+from symcomm.cli.command import Command
 from symcomm.launcher.elastic_nodes import launch_nodes
 from symcomm.launcher.job import (
     Job,
@@ -27,11 +27,10 @@ from symcomm.launcher.output import STDERR, STDOUT, Output, want_color
 from symcomm.preflight import check_output_folder
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-BAD_USAGE = 2
 
 
 # Everything from the script's name on belongs to the script, hence no interspersed options.
-@app.command(name="run", context_settings={"allow_interspersed_args": False})
+@app.command(name="run", cls=Command, context_settings={"allow_interspersed_args": False})
 def run(
     program: options.Program,
     args: options.Args = None,
@@ -69,37 +68,33 @@ def run(
       srun --ntasks-per-node=1 symcomm run -n 8 --nnodes auto train.py
       symcomm run -n 2 --no-python ./prog
     """
-    try:
-        meet = parse_endpoint(endpoint) if endpoint else None
-        least, most = parse_range(nnodes) if ":" in nnodes else (None, 0)
-        place = find_placement(nnodes, node_rank, meet) if least is None else NodePlacement(most, node_rank or 0, meet)
-        variables = parse_env(env or [])
-        if trace is not None:
-            check_output_folder("symcomm run", "--trace", trace)
-            variables = {**variables, "SYMCOMM_TRACE_DIR": str(trace.absolute())}
-        job = Job(
-            command=build_command(program, args or [], module=module, no_python=no_python, env=variables),
-            ranks_here=parse_count(count),
-            nodes=place.nodes,
-            min_nodes=least,
-            node_rank=place.node_rank,
-            endpoint=place.endpoint,
-            max_restarts=max_restarts,
-            restart=restart,
-            grace=grace,
-            tag=tag,
-            log_dir=log_dir,
-            env=variables,
-            server=server,
-            insecure=insecure,
-            bind_numa=bind_numa,
-        )
-        on_terminal = os.isatty(STDOUT) and os.isatty(STDERR)
-        output = Output(color=want_color(color, os.environ, on_terminal), prefix=prefix, quiet=quiet)
-        with multi_process_service() if mps else contextlib.nullcontext({}) as found:
-            start = launch if least is None else launch_nodes
-            code = start(replace(job, env={**variables, **found}), output)
-    except SymcommError as error:
-        typer.echo(str(error), err=True)
-        code = BAD_USAGE
+    meet = parse_endpoint(endpoint) if endpoint else None
+    least, most = parse_range(nnodes) if ":" in nnodes else (None, 0)
+    place = find_placement(nnodes, node_rank, meet) if least is None else NodePlacement(most, node_rank or 0, meet)
+    variables = parse_env(env or [])
+    if trace is not None:
+        check_output_folder("symcomm run", "--trace", trace)
+        variables = {**variables, "SYMCOMM_TRACE_DIR": str(trace.absolute())}
+    job = Job(
+        command=build_command(program, args or [], module=module, no_python=no_python, env=variables),
+        ranks_here=parse_count(count),
+        nodes=place.nodes,
+        min_nodes=least,
+        node_rank=place.node_rank,
+        endpoint=place.endpoint,
+        max_restarts=max_restarts,
+        restart=restart,
+        grace=grace,
+        tag=tag,
+        log_dir=log_dir,
+        env=variables,
+        server=server,
+        insecure=insecure,
+        bind_numa=bind_numa,
+    )
+    on_terminal = os.isatty(STDOUT) and os.isatty(STDERR)
+    output = Output(color=want_color(color, os.environ, on_terminal), prefix=prefix, quiet=quiet)
+    with multi_process_service() if mps else contextlib.nullcontext({}) as found:
+        start = launch if least is None else launch_nodes
+        code = start(replace(job, env={**variables, **found}), output)
     raise typer.Exit(code)

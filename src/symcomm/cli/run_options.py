@@ -7,13 +7,22 @@ from typing import Annotated
 
 import typer
 
+from symcomm.cli.command import choices
+
 Program = Annotated[str, typer.Argument(metavar="SCRIPT", help="What every rank runs.", show_default=False)]
 Args = Annotated[
     list[str] | None,
     typer.Argument(metavar="ARGS", help="Passed on to it as they are.", show_default=False),
 ]
 Count = Annotated[
-    str, typer.Option("-n", "--nproc-per-node", metavar="N", help="Ranks on this node: a number, auto, cpu or gpu.")
+    str,
+    typer.Option(
+        "-n",
+        "--nproc-per-node",
+        metavar="N",
+        help="Ranks on this node: a number, auto, cpu or gpu.",
+        autocompletion=choices("auto", "cpu", "gpu"),
+    ),
 ]
 Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")]
 NoPython = Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program that is not Python.")]
@@ -42,6 +51,7 @@ Restart = Annotated[
         "--restart",
         metavar="all|failed",
         help="What starts again: all ranks, or the failed one, to join the others.",
+        autocompletion=choices("all", "failed"),
     ),
 ]
 Grace = Annotated[

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 
 from symcomm import errors
 from symcomm.bench.pictures import Curves, check_picture, draw
-from symcomm.cli.refusals import refusals_in_words
+from symcomm.cli.command import Command, choices
 from symcomm.cli.simulate_check import draw_table, show_check
 from symcomm.simulate import machine as machines
 from symcomm.simulate.engines import ENGINES
-from symcomm.simulate.predict import COLLECTIVES, Cluster, Estimate, compare
+from symcomm.simulate.predict import COLLECTIVES, Cluster, Estimate, compare, why_left_out
 from symcomm.simulate.topology import Topology, parse_topology, resized
 from symcomm.simulate.training import Step, ddp_step, fsdp_step
 from symcomm.simulate.units import format_bytes, format_time, parse_bandwidth, parse_bytes
@@ -25,14 +26,19 @@ from symcomm.simulate.units import format_bytes, format_time, parse_bandwidth, p
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 CALL = "symcomm simulate"
 STEPS = {"ddp": ddp_step, "fsdp": fsdp_step}
+NOTHING: Mapping[str, str] = MappingProxyType({})
 SWEEP = [8 << k for k in range(12)]  # ranks of a plot: 8 to 16,384
 
 
-@app.command(name="simulate")
+@app.command(name="simulate", cls=Command)
 def simulate(
     what: Annotated[
         str,
-        typer.Argument(metavar="WHAT", help=f"One of {', '.join((*COLLECTIVES, *STEPS))}."),
+        typer.Argument(
+            metavar="WHAT",
+            help=f"One of {', '.join((*COLLECTIVES, *STEPS))}.",
+            autocompletion=choices(*COLLECTIVES, *STEPS),
+        ),
     ] = "all_reduce",
     hosts: Annotated[int, typer.Option("--hosts", metavar="N", help="Hosts of the cluster.")] = 16,
     ranks: Annotated[int, typer.Option("--ranks-per-host", metavar="N", help="Ranks on each.")] = 8,
@@ -41,7 +47,15 @@ def simulate(
         str,
         typer.Option("--topology", metavar="SPEC", help="star, ring, torus:8x8, fat-tree:32: docs/how-to/simulate.md."),
     ] = "star",
-    engine: Annotated[str, typer.Option("--engine", help=f"Who costs the network: {' or '.join(ENGINES)}.")] = "model",
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--engine",
+            metavar="NAME",
+            help=f"Who costs the network: {' or '.join(ENGINES)}.",
+            autocompletion=choices(*ENGINES),
+        ),
+    ] = "model",
     symmetric: Annotated[bool, typer.Option("--symmetric", help="Tensors live in symmetric memory.")] = False,
     machine_file: Annotated[
         Path | None,
@@ -92,22 +106,21 @@ def simulate(
       symcomm simulate --calibrate
       symcomm simulate --check two.json --check four.json
     """
-    with refusals_in_words():
-        if what not in (*COLLECTIVES, *STEPS):
-            raise errors.bad_choice(CALL, "WHAT", what, (*COLLECTIVES, *STEPS))
-        if plot_file:
-            check_picture(CALL, "--plot", plot_file)
-        if calibrate:
-            measure_this_machine()
-        machine = _machine(machine_file, cores, memory, nodes)
-        if checked:
-            show_check(checked, machine, as_json)
-            return
-        cluster = Cluster(ranks, parse_topology(topology, hosts), machine, engine, symmetric)
-        if what in STEPS:
-            _simulate_step(what, cluster, model_bytes, compute / 1e3, bucket, as_json, plot_file)
-        else:
-            _simulate_collective(what, cluster, sizes, as_json, plot_file)
+    if what not in (*COLLECTIVES, *STEPS):
+        raise errors.bad_choice(CALL, "WHAT", what, (*COLLECTIVES, *STEPS))
+    if plot_file:
+        check_picture(CALL, "--plot", plot_file)
+    if calibrate:
+        measure_this_machine()
+    machine = _machine(machine_file, cores, memory, nodes)
+    if checked:
+        show_check(checked, machine, as_json)
+        return
+    cluster = Cluster(ranks, parse_topology(topology, hosts), machine, engine, symmetric)
+    if what in STEPS:
+        _simulate_step(what, cluster, model_bytes, compute / 1e3, bucket, as_json, plot_file)
+    else:
+        _simulate_collective(what, cluster, sizes, as_json, plot_file)
 
 
 def _simulate_step(
@@ -123,9 +136,10 @@ def _simulate_step(
 def _simulate_collective(what: str, cluster: Cluster, sizes: str, as_json: bool, plot_file: Path | None) -> None:
     asked = [parse_bytes(CALL, "--bytes", text) for text in sizes.split(",")]
     found = [e for nbytes in asked for e in compare(what, nbytes, cluster)]
-    show(rows(found), cluster, as_json, [as_dict(e) for e in found])
+    show(rows(found), cluster, as_json, [as_dict(e) for e in found], why_left_out(what, cluster))
     if plot_file:
-        plot_collective(plot_file, [compare(what, asked[-1], c) for c in sweep(cluster)])
+        clusters = sweep(cluster)
+        plot_collective(plot_file, [compare(what, asked[-1], c) for c in clusters], why_left_out(what, clusters[-1]))
 
 
 def _machine(file: Path | None, cores: int, memory: str, nodes: int) -> machines.Machine:
@@ -210,11 +224,14 @@ def describe(topology: Topology) -> str:
     return f"{topology.kind}{shape}{thinner}, {speed}, {software}"
 
 
-def show(table: Table, cluster: Cluster, as_json: bool, found: list[dict[str, Any]]) -> None:
+def show(
+    table: Table, cluster: Cluster, as_json: bool, found: list[dict[str, Any]], left_out: Mapping[str, str] = NOTHING
+) -> None:
     if as_json:
         about = {
             "hosts": cluster.hosts, "ranks_per_host": cluster.ranks_per_host, "topology": describe(cluster.topology),
             "engine": cluster.engine, "machine": asdict(cluster.machine), "found": found,
+            "left_out": dict(left_out),
         }  # fmt: skip
         typer.echo(json.dumps(about, indent=1))
         return
@@ -225,17 +242,23 @@ def show(table: Table, cluster: Cluster, as_json: bool, found: list[dict[str, An
     console.print(f"{ranks}; {describe(cluster.topology)}; engine {cluster.engine}", style="dim", soft_wrap=True)
     console.print(f"hosts as {cluster.machine.name}\n", style="dim")
     draw_table(*table)
+    for algorithm, reason in left_out.items():
+        console.print(f"\n{algorithm} is left out: {reason}", style="dim", soft_wrap=True)
 
 
 # --- pictures ------------------------------------------------------------------------------------------------------
 
 
-def plot_collective(path: Path, found: list[list[Estimate]]) -> None:
+def plot_collective(path: Path, found: list[list[Estimate]], left_out: Mapping[str, str]) -> None:
+    """Over numbers of ranks; ``left_out`` names algorithms that are not estimated for the largest, and why."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for e in (e for each in found for e in each if e.seconds):
         curves.setdefault(e.algorithm, []).append((e.ranks, e.seconds * 1e3))
     title = f"{found[0][0].collective} of {format_bytes(found[0][0].nbytes)}"
-    draw(path, title, [Curves("", "ranks", "milliseconds", curves, tick="{:,}".format)])
+    ends = {name: reason for name, reason in left_out.items() if name in curves}
+    draw(path, title, [Curves("", "ranks", "milliseconds", curves, tick="{:,}".format, ends=ends)])
+    for name, reason in ends.items():
+        typer.echo(f"{path}: the line of {name} ends at {curves[name][-1][0]:,} ranks: {reason}.", err=True)
 
 
 def plot_steps(path: Path, steps: list[Step]) -> None:

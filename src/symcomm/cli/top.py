@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from symcomm import errors
-from symcomm.cli.refusals import refusals_in_words
+from symcomm.cli.command import Command
 from symcomm.observe.top.feed import Feed, attach
 from symcomm.observe.top.jobs import choose_job, find_jobs
 from symcomm.observe.top.model import Live
@@ -47,11 +47,11 @@ def make_feed(
     return attach(found.pids, found.title, call="symcomm top")
 
 
-@app.command(name="top")
+@app.command(name="top", cls=Command)
 def top(
     job: Annotated[
         str | None,
-        typer.Argument(metavar="[JOB]", help="A pid of the job (rank or launcher) or its --tag.", show_default=False),
+        typer.Argument(metavar="JOB", help="A pid of the job (rank or launcher) or its --tag.", show_default=False),
     ] = None,
     server: Annotated[
         str | None,
@@ -93,19 +93,18 @@ def top(
       SYMCOMM_TOKEN=... symcomm top --server http://10.0.0.7:7000
       symcomm top --simulate 1000 --straggler 7 --stuck 613
     """
-    with refusals_in_words():
-        if terminal and not once and not sys.stdout.isatty():
-            raise errors.BadArgumentError(
-                "symcomm top: --terminal draws on a terminal, and the output is none; add --once to print once."
-            )
-        live = Live(make_feed(job, server, simulate, straggler, stuck))
-        if terminal:
-            from symcomm.cli.top_terminal import show
+    if terminal and not once and not sys.stdout.isatty():
+        raise errors.BadArgumentError(
+            "symcomm top: --terminal draws on a terminal, and the output is none; add --once to print once."
+        )
+    live = Live(make_feed(job, server, simulate, straggler, stuck))
+    if terminal:
+        from symcomm.cli.top_terminal import show
 
-            if spans:
-                raise errors.bad_argument("symcomm top", "--spans", "--terminal", "the page", "leave out --terminal")
-            raise typer.Exit(show(live, once=once))
-        serve(live, host, port, textfile, spans)
+        if spans:
+            raise errors.bad_argument("symcomm top", "--spans", "--terminal", "the page", "leave out --terminal")
+        raise typer.Exit(show(live, once=once))
+    serve(live, host, port, textfile, spans)
 
 
 def serve(live: Live, host: str, port: int, textfile: Path | None, spans: bool) -> None:

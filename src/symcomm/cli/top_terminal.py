@@ -114,7 +114,7 @@ class Column:
 
 
 RANK_COLUMNS = (
-    Column("rank", 0, 4), Column("state", 1, 13), Column("lag", 4, 3), Column("does", 2, cut=12),
+    Column("rank", 0, 4), Column("state", 1, 13), Column("lag", 4, 3), Column("last did", 2, cut=12),
     Column("since", 3, 8), Column("at", 5), Column("pid", 6, 7),
 )  # fmt: skip
 NUMBER_COLUMNS = (
@@ -148,10 +148,11 @@ def _fitting(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], wi
 
 
 def _stragglers(live: Live) -> Text:
-    worst = [item for item in live.stragglers(3) if item[2] > 0]
+    worst = [late for late in live.stragglers(3) if late.seconds > 0]
     if not worst:
         return Text()
-    said = ", ".join(f"rank {rank} ({seconds(total)}, last {times} times)" for rank, times, total in worst)
+    told = [f"rank {late.rank} ({seconds(late.seconds)}, last {late.times} of {late.of} times)" for late in worst]
+    said = ", ".join(told) + ("" if live.straggler() else "; nobody stands out")
     dead = format_ranks(fact.rank for fact in live.ranks if not fact.alive)
     return Text(f"waited for most: {said}" + (f"; ended: {dead}" if dead != "none" else ""), style="dim")
 

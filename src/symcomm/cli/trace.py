@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from symcomm.errors import BadArgumentError, ResourceError, SymcommError
+from symcomm.cli.command import Command
+from symcomm.errors import BadArgumentError, ResourceError
 
 if TYPE_CHECKING:
     from symcomm.observe.recorder.trace import Trace
     from symcomm.observe.top.jobs import JobFacts
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-NOTHING_WRONG, SOMETHING_WRONG, BAD_USAGE = 0, 1, 2
+NOTHING_WRONG, SOMETHING_WRONG = 0, 1
 
 
-@app.command(name="trace")
+@app.command(name="trace", cls=Command)
 def trace(
     place: Annotated[
         str,
@@ -49,13 +50,9 @@ def trace(
     from symcomm.observe.analysis.report import as_data, as_text
     from symcomm.observe.analysis.verdict import judge
 
-    try:
-        traces = _find(place, live, job)
-        if chrome is not None:
-            _write_chrome(traces, chrome)
-    except SymcommError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(BAD_USAGE) from None
+    traces = _find(place, live, job)
+    if chrome is not None:
+        _write_chrome(traces, chrome)
     verdicts = [judge(one) for one in traces]
     if as_json:
         data = [as_data(one) for one in traces]

@@ -9,6 +9,7 @@ import sys
 import typer
 
 import symcomm
+from symcomm.cli.command import Command
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
@@ -31,7 +32,7 @@ def torch_line() -> str:
         return "not installed"
 
 
-@app.command(name="version")
+@app.command(name="version", cls=Command)
 def version() -> None:
     """Say which Symcomm, Python, C core and torch this is.
 

@@ -64,6 +64,7 @@ class Checked:
 
 def read(path: Path) -> Measured:
     """What ``symcomm bench hosts --json`` wrote. Its hosts share the cores of the machine that they were made on."""
+    fix = "write it with `symcomm bench hosts --json FILE`"
     try:
         found = json.loads(path.read_text())
         plan: dict[str, Any] = found["plan"]
@@ -72,9 +73,8 @@ def read(path: Path) -> Measured:
         }
         return Measured(str(path), plan["hosts"], plan["ranks"], found["machine"]["cores"] / plan["hosts"], seconds)
     except OSError as error:
-        raise BadArgumentError(f"symcomm simulate: --check: {path} cannot be read ({error.strerror}).") from None
+        raise BadArgumentError(f"symcomm simulate: --check: {path} cannot be read ({error.strerror}); {fix}.") from None
     except (ValueError, KeyError, TypeError) as error:
-        fix = "write it with `symcomm bench hosts --json FILE`"
         raise BadArgumentError(
             f"symcomm simulate: --check: {path} is no such measurement ({error!r}); {fix}."
         ) from None

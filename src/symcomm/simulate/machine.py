@@ -94,8 +94,8 @@ def cache_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "symcomm" / "machine.json"
 
 
-def save(machine: Machine, path: Path | None = None) -> Path:
-    path = path or cache_file()
+def save(machine: Machine, path: str | os.PathLike[str] | None = None) -> Path:
+    path = cache_file() if path is None else Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(f".{os.getpid()}")
     fresh.write_text(json.dumps(dataclasses.asdict(machine), indent=1) + "\n")
@@ -103,17 +103,17 @@ def save(machine: Machine, path: Path | None = None) -> Path:
     return path
 
 
-def load(path: Path | None = None) -> Machine:
+def load(path: str | os.PathLike[str] | None = None) -> Machine:
     """The calibration of this machine, or DEFAULT when there is none. A file that was named must be there.
 
     Raises: BadArgumentError."""
-    wanted = path or cache_file()
+    wanted = cache_file() if path is None else Path(path)
     if path is None and not wanted.exists():
         return DEFAULT
+    fix = "run `symcomm simulate --calibrate` to write one" if path is None else "name a file that --calibrate wrote"
     try:
         return Machine(**json.loads(wanted.read_text()))
     except OSError as error:
-        raise BadArgumentError(f"symcomm simulate: {wanted} cannot be read ({error.strerror}).") from None
+        raise BadArgumentError(f"symcomm simulate: {wanted} cannot be read ({error.strerror}); {fix}.") from None
     except (TypeError, ValueError) as error:
-        fix = "run `symcomm simulate --calibrate` to write it anew"
         raise BadArgumentError(f"symcomm simulate: {wanted} does not describe a machine ({error}); {fix}.") from None

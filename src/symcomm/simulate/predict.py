@@ -137,14 +137,20 @@ def predict(
     return estimate(collective, algorithm or "hierarchical direct", nbytes, cluster).seconds
 
 
+def why_left_out(collective: str, cluster: Cluster) -> dict[str, str]:
+    """The algorithms that ``compare`` does not estimate on a cluster of so many hosts, each with the reason."""
+    if cluster.hosts <= DIRECT_HOSTS or "hierarchical direct" not in ALGORITHMS[collective]:
+        return {}
+    return {"hierarchical direct": f"every host to every other is estimated for up to {DIRECT_HOSTS} hosts"}
+
+
 def compare(collective: str, nbytes: int, cluster: Cluster) -> list[Estimate]:
-    """Every algorithm's estimate, in the order of ALGORITHMS; direct only for up to DIRECT_HOSTS hosts.
+    """Every algorithm's estimate, in the order of ALGORITHMS, but for those that ``why_left_out`` names.
 
     Raises: BadArgumentError."""
     _check(collective, nbytes)
-    small = cluster.hosts <= DIRECT_HOSTS
-    asked = [name for name in ALGORITHMS[collective] if small or name != "hierarchical direct"]
-    return [estimate(collective, name, nbytes, cluster) for name in asked]
+    left_out = why_left_out(collective, cluster)
+    return [estimate(collective, name, nbytes, cluster) for name in ALGORITHMS[collective] if name not in left_out]
 
 
 def estimate(collective: str, algorithm: str, nbytes: int, cluster: Cluster) -> Estimate:

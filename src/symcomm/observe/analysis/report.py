@@ -8,7 +8,7 @@ from typing import Any
 
 from symcomm.errors import format_seconds
 from symcomm.observe.analysis.stragglers import stragglers
-from symcomm.observe.analysis.verdict import Verdict, judge
+from symcomm.observe.analysis.verdict import Verdict, judge, plain
 from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.stacks import short_site, where
 from symcomm.observe.recorder.trace import RankTrace, Trace
@@ -133,7 +133,7 @@ def _details(trace: Trace, verdict: Verdict) -> str:
     parts = []
     for rank, one in sorted(trace.ranks.items()):
         for text in one.errors:
-            parts.append(f"rank {rank} raised: {text}")
+            parts.append(f"rank {rank} raised: {plain(text)}")
     for rank in verdict.ranks:
         for stack in trace.ranks[rank].stacks if rank in trace.ranks else []:
             if stack.is_rank or (len(trace.ranks[rank].stacks) <= 4 and not stack.name.startswith("symcomm-")):

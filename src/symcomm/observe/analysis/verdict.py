@@ -6,6 +6,7 @@ each other, and finally the rank that the others wait for, found by following wa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from symcomm.observe.recorder.records import Operation
 from symcomm.observe.recorder.stacks import short_site, where
 from symcomm.observe.recorder.trace import RankTrace, Trace
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Verdict", "judge", "plain"]
 
 PATIENCE = 1.0  # seconds that an operation of a live job may wait before it is reported
 CIRCLE_TOLD = 8  # ranks of a cycle whose calls are named
@@ -108,6 +109,11 @@ def _sites(operations: Iterable[Operation]) -> str:
 def _group(name: str) -> str:
     """torch numbers its groups; a bare number would say nothing."""
     return f"group {name}" if name.isdigit() else name
+
+
+def plain(error: str) -> str:
+    """What a rank raised, with its group named as in our own sentences: all_reduce #2 (world)."""
+    return re.sub(r" on group '([^']*)'", lambda found: f" ({_group(found[1])})", error)
 
 
 def _call(op: Operation) -> str:
@@ -315,7 +321,7 @@ def _stuck(trace: Trace, calls: Calls, patience: float) -> Verdict | None:
 def _nothing(trace: Trace, calls: Calls) -> Verdict:
     errors = [(t.rank, text) for t in trace.ranks.values() for text in t.errors]
     if errors:
-        return Verdict("unknown", f"rank {errors[0][0]}: {errors[0][1]}", [errors[0][0]])
+        return Verdict("unknown", f"rank {errors[0][0]}: {plain(errors[0][1])}", [errors[0][0]])
     count = sum(len(group.by_seq) for group in calls.groups)
     if not trace.ranks or not count:
         return Verdict("unknown", f"nothing is recorded of {_who(trace.ranks) if trace.ranks else 'any rank'}.")

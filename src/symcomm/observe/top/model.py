@@ -31,6 +31,7 @@ USUAL_SPREADS = 4.5  # median deviations (three standard deviations, if they wer
 RANK_OPERATIONS_KEPT = 400_000  # of all ranks together, in instances
 RECENT = 8  # operations of each rank that a verdict looks at, beside its last one in each group
 SAMPLES = 512  # instances of one collective and size that percentiles are made of
+STANDS_OUT = 0.75  # of all waiting, that a rank of two or three must have caused; of more, twice an even share
 WAIT_NS = 200_000_000  # a rank that waits longer than this is shown as waiting
 STUCK_S = 5.0  # a rank that waits longer than this is stuck
 STACKS_S = 5.0  # how long a rank's stacks may be shown before it is asked again
@@ -93,6 +94,26 @@ class Numbers:
         }
 
 
+@dataclass
+class Lateness:
+    """How often a rank was the last to come, and how long the middle rank (of two: the other) waited for it then."""
+
+    rank: int
+    times: int = 0
+    of: int = 0  # collectives that it took part in
+    seconds: float = 0.0
+    each: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+
+    def add(self, seconds: float) -> None:
+        self.times += 1
+        self.seconds += seconds
+        self.each.append(seconds)
+
+    def row(self) -> dict[str, float]:
+        usual = statistics.median(self.each) if self.each else 0.0
+        return {"rank": self.rank, "times": self.times, "of": self.of, "seconds": self.seconds, "usual": usual}
+
+
 def percentile(ordered: list[float], part: float) -> float:
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
 
@@ -108,7 +129,7 @@ class Live:
         self.over: deque[CollectiveInstance] = deque()
         self.numbers: dict[tuple[str, int], Numbers] = {}
         self.heat: dict[int, dict[int, int]] = {}  # column -> rank -> nanoseconds behind the pack, at most
-        self.late_total: dict[int, list[float]] = {}  # rank -> [times last, seconds others waited for it]
+        self.late: dict[int, Lateness] = {}  # of each rank
         self.reached: dict[GroupKey, dict[int, int]] = {}  # group -> rank -> number of its last collective
         self.current: dict[int, Operation] = {}  # rank -> its last operation
         self.recent: dict[int, dict[int, Operation]] = {}  # rank -> its last operations by number
@@ -194,12 +215,13 @@ class Live:
         middle, pack = end_of_pack(starts.values())
         column = self.heat.setdefault(last // BIN_NS, {})
         for rank, start in starts.items():
+            if rank not in self.late:
+                self.late[rank] = Lateness(rank)
+            self.late[rank].of += 1
             if start - pack > column.get(rank, 0):
                 column[rank] = start - pack
         latest = max(starts, key=lambda rank: starts[rank])
-        total = self.late_total.setdefault(latest, [0, 0.0])
-        total[0] += 1
-        total[1] += (last - middle) / 1e9
+        self.late[latest].add((last - middle) / 1e9)
 
     def _forget(self) -> None:
         while self._kept > RANK_OPERATIONS_KEPT:
@@ -296,10 +318,15 @@ class Live:
             self._told = self.sample.now_ns, blamed, self.feed.find_stacks(alive)
         return self._told[2]
 
-    def stragglers(self, most: int = 5) -> list[tuple[int, int, float]]:
-        """(rank, how often it was the last, seconds that the middle rank waited for it), the worst first."""
-        worst = sorted(self.late_total.items(), key=lambda item: -item[1][1])[:most]
-        return [(rank, int(times), seconds) for rank, (times, seconds) in worst]
+    def stragglers(self, most: int = 5) -> list[Lateness]:
+        """Ranks that came last, the one that was waited for longest first."""
+        return sorted((late for late in self.late.values() if late.times), key=lambda late: -late.seconds)[:most]
+
+    def straggler(self) -> Lateness | None:
+        """Whoever stands out: somebody is always the last, and with two ranks each is about half of the time."""
+        worst = self.stragglers(1)
+        total = sum(late.seconds for late in self.late.values())
+        return worst[0] if worst and worst[0].seconds > total * min(STANDS_OUT, 2 / len(self.late)) else None
 
 
 def end_of_pack(starts: Iterable[int]) -> tuple[int, int]:

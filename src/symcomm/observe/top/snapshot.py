@@ -33,7 +33,8 @@ def snapshot(live: Live, since: int = 0) -> dict[str, Any]:
         "skipped": skipped,
         "heat": _heat(live, since),
         "numbers": [{"call": call, **row.row()} for (call, _), row in sorted(live.numbers.items())],
-        "stragglers": live.stragglers(),
+        "stragglers": [late.row() for late in live.stragglers()],
+        "straggler": worst.row() if (worst := live.straggler()) else None,
         "groups": [
             {"name": g.name, "size": g.size, "about": g.description, "ranks": format_ranks(g.ranks)[:MEMBERS_SENT]}
             for g in live.groups

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from symcomm.cli.command import choices
+
 COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
     "p2p",
@@ -14,20 +16,35 @@ COLLECTIVES = (
 ONE_SIDED = ("put", "put_signal")  # into windows: what ``window`` measures
 # Each in a file of its own.
 OTHERS = ("store", "kernels", "groups", "ddp", "compile", "gpu", "hosts", "noise", "sites", "torch", "llm")
+DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
+OPS = ("sum", "prod", "min", "max", "avg")
 
 Collective = Annotated[
     str,
     typer.Argument(
-        metavar="WHAT", help=f"One of {', '.join(COLLECTIVES)}, all, window, {', '.join(OTHERS)}.", show_default=True
+        metavar="WHAT",
+        help=f"One of {', '.join(COLLECTIVES)}, all, window, {', '.join(OTHERS)}.",
+        autocompletion=choices(*COLLECTIVES, "all", "window", *OTHERS),
     ),
 ]
 Minbytes = Annotated[str, typer.Option("-b", "--minbytes", metavar="SIZE", help="Smallest size.")]
 Maxbytes = Annotated[str, typer.Option("-e", "--maxbytes", metavar="SIZE", help="Largest size.")]
 Factor = Annotated[int, typer.Option("-f", "--stepfactor", metavar="N", help="Each size is N times the last.")]
 Step = Annotated[str, typer.Option("-i", "--stepbytes", metavar="SIZE", help="Add this instead.")]
-Dtype = Annotated[str, typer.Option("-d", "--datatype", help="Element type, torch's name or NCCL's.")]
-Op = Annotated[str, typer.Option("-o", "--op", help="sum, prod, min, max or avg.")]
-Root = Annotated[int, typer.Option("-r", "--root", help="Root of broadcast, reduce, gather, scatter.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "-d",
+        "--datatype",
+        metavar="TYPE",
+        help="Element type, torch's name or NCCL's.",
+        autocompletion=choices(*DTYPES),
+    ),
+]
+Op = Annotated[
+    str, typer.Option("-o", "--op", metavar="OP", help="sum, prod, min, max or avg.", autocompletion=choices(*OPS))
+]
+Root = Annotated[int, typer.Option("-r", "--root", metavar="RANK", help="Root of broadcast, reduce, gather, scatter.")]
 Iters = Annotated[
     int,
     typer.Option(
@@ -59,11 +76,20 @@ Ordinary = Annotated[bool, typer.Option("--ordinary", help="Only ordinary tensor
 Against = Annotated[
     str,
     typer.Option(
-        "--against", metavar="NAMES", help="Also measure gloo, mpich, openmpi (with commas); noise: the MPIs there."
+        "--against",
+        metavar="NAMES",
+        help="Also measure gloo, mpich, openmpi (with commas); noise: the MPIs there.",
+        autocompletion=choices("gloo", "mpich", "openmpi"),
     ),
 ]
 Collectives = Annotated[
-    str, typer.Option("--collectives", metavar="NAMES", help="hosts: which, with commas, or all but p2p: all.")
+    str,
+    typer.Option(
+        "--collectives",
+        metavar="NAMES",
+        help="hosts: which, with commas, or all but p2p: all.",
+        autocompletion=choices(*(name for name in COLLECTIVES if name != "p2p"), "all"),
+    ),
 ]
 Neighbours = Annotated[
     str,
