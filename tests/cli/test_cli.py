@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -18,20 +17,7 @@ from symcomm.cli import main
 from symcomm.errors import BadArgumentError
 from symcomm.launcher import job, verdict
 from symcomm.launcher.output import MAX_LINE, LineStream, want_color
-
-SRC = Path(__file__).parents[2] / "src"
-
-
-def symcomm(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "symcomm", *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(SRC), **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
+from tests.support.command import SRC, symcomm
 
 # --- the command ---------------------------------------------------------------------------------
 

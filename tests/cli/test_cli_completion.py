@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import readable
-from tests.test_cli import SRC, symcomm
+from tests.support.command import SRC, symcomm
+from tests.support.faults import readable
 
 MARK = "typed-to-the-end"
 # After a prompt: a unique beginning of a command, of an option, of a value; and what stands there after Tab.

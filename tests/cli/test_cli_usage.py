@@ -11,7 +11,7 @@ import typer
 from symcomm.cli import main
 from symcomm.cli.bench_options import COLLECTIVES, OTHERS
 from symcomm.simulate.predict import COLLECTIVES as PREDICTED
-from tests.test_cli import symcomm
+from tests.support.command import symcomm
 
 USAGE = {
     "run": "[OPTIONS] SCRIPT [ARGS]...", "trace": "[OPTIONS] [DIR]", "demo": "[OPTIONS]", "bench": "[OPTIONS] [WHAT]",
