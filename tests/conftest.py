@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not all(Path(name).name.startswith(("test_gpu_", "cuda")) for name in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a forked rank cannot use a GPU that its parent has looked at
     _own_shared_memory()
+    # Inductor asks the C++ compiler for each instruction set in each new cache, which takes it 11 s of CPU time.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     for name in ("OMPI", "PRTE"):  # containers run tests as root, which Open MPI refuses until it is told twice
         os.environ |= {f"{name}_ALLOW_RUN_AS_ROOT": "1", f"{name}_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 

@@ -10,7 +10,7 @@ import pytest
 
 from symcomm.torch_versions import release
 from tests.support.check_runner import run_checks
-from tests.support.programs import environment
+from tests.support.programs import environment, kernels_of
 
 ROOT = Path(__file__).parents[2]
 # Decorated functions, read from the text: this file needs no torch of its own.
@@ -54,10 +54,10 @@ DEADLINE = 1000  # of all together: 133 s of CPU time, 530 s on a busy machine; 
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def told() -> dict[str, list[str]]:
     """What every rank has to say about every check."""
-    cache = str(tmp_path_factory.mktemp("inductor"))
-    return run_checks("tests.compile.checks", CHECKS, environment(TORCHINDUCTOR_CACHE_DIR=cache), DEADLINE)
+    extra = {"TORCHINDUCTOR_CACHE_DIR": kernels_of("checks")}
+    return run_checks("tests.compile.checks", CHECKS, environment(**extra), DEADLINE)
 
 
 @pytest.mark.timeout(DEADLINE + 30)

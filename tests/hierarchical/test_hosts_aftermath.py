@@ -102,7 +102,7 @@ def _sender_gives_up(rank: int, world: int, path: str, way: str) -> tuple[str, f
 
 @pytest.mark.parametrize("way", ["collective", "message"])
 def test_what_a_sender_overwrites_after_its_deadline_is_no_result(tmp_path, way):
-    (gave_up, _), (said, wrong) = run_ranks(_sender_gives_up, 2, str(tmp_path / "store"), way, start="spawn")
+    (gave_up, _), (said, wrong) = run_ranks(_sender_gives_up, 2, str(tmp_path / "store"), way, linger=False)
     assert gave_up == "DeadlineError"
     assert said != "nothing" or wrong == 0, f"returned with {wrong:.0%} wrong elements"
 
@@ -143,7 +143,7 @@ def _receiver_gives_up(rank: int, world: int, path: str, way: str) -> tuple[str,
 
 @pytest.mark.parametrize("way", ["collective", "message"])
 def test_nothing_is_written_to_a_receivers_tensor_after_its_deadline(tmp_path, way):
-    _, (said, values) = run_ranks(_receiver_gives_up, 2, str(tmp_path / "store"), way, start="spawn")
+    _, (said, values) = run_ranks(_receiver_gives_up, 2, str(tmp_path / "store"), way, linger=False)
     assert said == "DeadlineError" and values == [5.0]
 
 

@@ -21,6 +21,7 @@ from symcomm.bench import llm_worker as bench_llm_worker
 from symcomm.llama import Config, Llama, Parallel, generate
 from tests.support.bench_cli import cli, refused
 from tests.support.examples import ENVIRONMENT, run_example
+from tests.support.programs import kernels_of
 
 CONFIG = Config(layers=2, width=512, vocabulary=512, length=24, batch=3)
 PROMPT = torch.arange(30).view(3, 10) * 17 % 512
@@ -91,9 +92,9 @@ def test_the_example_on_one_two_and_four_ranks():
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_example_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_example_compiled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(ENVIRONMENT, "ATEN_CPU_CAPABILITY", "default")  # scalar code compiles in a third of the time
-    monkeypatch.setitem(ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # where others find no such code
+    monkeypatch.setitem(ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR", kernels_of("llama"))
     shape = ("--layers", "1", "--tokens", "6")
     compiled = run_example("llama.py", "symcomm", "--compile", "--check", *shape, torchrun=True, seconds=280)
     assert tokens_of(compiled) == tokens_of(run_example("llama.py", "direct", *shape))

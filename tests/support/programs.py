@@ -19,6 +19,15 @@ def environment(**extra: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **extra}
 
 
+def kernels_of(name: str) -> str:
+    """A cache for Inductor that one test uses, run after run: kernels whose text is known are not compiled again, which
+    takes a second each. Graphs are: what is ours is in them."""
+    folder = ROOT / "build" / "inductor" / name
+    for graphs in ("fxgraph", "aotautograd"):
+        shutil.rmtree(folder / graphs, ignore_errors=True)
+    return str(folder)
+
+
 def run(*command: str, deadline: float = 60, **extra: str) -> str:
     """Standard output of a command that must succeed."""
     done = subprocess.run(

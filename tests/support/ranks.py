@@ -6,8 +6,8 @@ per rank instead. ``Crowd`` starts processes one by one. The processes are forke
 and done nothing else (loading it takes 2 s of CPU time). ``start="fork"`` makes copies of the test, whose functions
 need not be picklable, ``start="spawn"`` fresh interpreters.
 
-Processes stay until all have said how they ended, so that no end is taken for a fault; without ``linger`` each ends by
-itself.
+Processes stay until all have said how they ended, so that no end is taken for a fault. Without ``linger`` they end by
+themselves, as do those that ``run_ranks`` starts another way.
 """
 
 from __future__ import annotations
@@ -195,11 +195,12 @@ def run_ranks(
     deadline: float = 60.0,
     outcomes: bool = False,
     start: str | None = None,
+    linger: bool | None = None,
     during: Callable[[list[Any]], None] | None = None,
 ) -> list[Any]:
     """See the module's text. ``during(processes)`` runs in the test while the ranks run (to kill some, say)."""
     start = start or os.environ.get(START, "forkserver")
-    crowd = Crowd(start, linger=start == "forkserver")
+    crowd = Crowd(start, start == "forkserver" if linger is None else linger)
     for rank in range(world):
         crowd.start(fn, rank, world, *args)
     found = crowd.outcomes(deadline, None if during is None else lambda: during(crowd.processes))

@@ -51,8 +51,10 @@ MAIN_ONLY = (
 
 # What takes longest, longest first: `make test` begins with it.
 LONG = (
-    "compile_checks", "examples", "docs", "torch_backend", "conformance_quick", "group_life", "simulate",
-    "plan_failures", "collectives", "hosts_network", "stops", "ddp_hooks", "launcher", "demo", "bench",
+    "compile_checks", "inference", "examples", "docs", "collectives", "torch_backend", "group_life",
+    "conformance_quick", "plan_failures", "launcher", "plans", "compile_options", "store_contract", "trust",
+    "ddp_hooks", "reduce_kernels", "soak_short", "demo", "leaving", "hosts_network", "undo", "doctor", "spawn",
+    "elastic", "bench", "model", "simulate", "stops",
 )  # fmt: skip
 
 SELECTIONS = {"torch": TORCH, "without-torch": WITHOUT_TORCH}
