@@ -60,7 +60,8 @@ def _deepspeed_reduce(rank: int, world: int) -> Reduce:
 
     deepspeed = importlib.import_module("deepspeed")
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, rank=rank, world_size=world)
-    if not hasattr(torch.ops.deepspeed, "inference_all_reduce_"):
+    operators = torch.ops.deepspeed
+    if not hasattr(operators, "inference_all_reduce_"):
         raise Unsupported("its shared-memory operator could not be built")
     reduce: Reduce = deepspeed.comm.inference_all_reduce
     reduce(torch.zeros(1))
