@@ -6,6 +6,7 @@ What a comment after ``print(...)`` shows must be printed, with ``...`` for anyt
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -59,8 +60,8 @@ def broken_promises(code: str, printed: str) -> list[str]:
 
 def main(folder: Path) -> int:
     import torch
-    import torch.distributed
 
+    importlib.import_module("tests.support.preloaded")
     torch.set_num_threads(1)  # a fork has none of its parent's threads
     failed = [text for path in sorted(folder.glob("*.py")) if (text := run_alone(path))]
     print("\0".join(failed))
