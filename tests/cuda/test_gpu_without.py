@@ -19,13 +19,14 @@ import pytest
 
 from symcomm import errors
 from symcomm._core import native
-from symcomm.collectives.plan import Collective
+from symcomm.collectives.plan import Collective, Plan
 from symcomm.collectives.select import ON_DEVICE, elements_of, signature_count
 from symcomm.cuda.flag_words import is_behind
 from symcomm.cuda.kernels import single_kernel_source_of, source_of
 from symcomm.cuda.single_kernel import MOST_BLOCKS, most_blocks
 from symcomm.cuda.stream_collectives import StreamBarriers, StreamCollectives, shard_of
 from symcomm.cuda.via_host import STAGE_BYTES, ViaHostCollectives
+from symcomm.group.default import destroy, init
 from symcomm.group.failure import describe_call
 from symcomm.launcher.mps import multi_process_service
 from symcomm.types import DType, RedOpType
@@ -222,14 +223,16 @@ def test_other_engines_are_asked_in_torchs_words(
 # --- one call to the driver ---------------------------------------------------------------------------------------
 
 
+LAUNCHING = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_uint64, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)  # fmt: skip
+
+
 def test_a_turn_is_copy_write_wait_kernel():
     said: list[tuple[Any, ...]] = []
     word = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
     copying = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
-    launching = ctypes.CFUNCTYPE(
-        ctypes.c_int, ctypes.c_uint64, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p),
-        ctypes.c_void_p,
-    )  # fmt: skip
 
     def launch(kernel: int, gx: int, gy: int, gz: int, bx: int, *rest: Any) -> int:
         arguments = [ctypes.cast(rest[4][i], ctypes.POINTER(ctypes.c_uint64)) for i in range(3)]
@@ -240,7 +243,7 @@ def test_a_turn_is_copy_write_wait_kernel():
         copying(lambda target, source, n, stream: said.append(("copy", target, source, n, stream)) or 0),
         word(lambda stream, address, value, flags: said.append(("write", address, value)) or 0),
         word(lambda stream, address, value, flags: said.append(("wait", address, value)) or (7 if value == 9 else 0)),
-        launching(launch),
+        LAUNCHING(launch),
     )
     addresses = tuple(ctypes.cast(f, ctypes.c_void_p).value for f in functions)
     kernel = (77, 3, 256, 1000, 250)
@@ -256,6 +259,38 @@ def test_a_turn_is_copy_write_wait_kernel():
     assert [item[0] for item in said] == ["write", "wait"]
     with pytest.raises(ValueError, match="numbers are missing"):
         native.enqueue_collective(addresses, 5, (), 9, (11,), (), (), ())
+
+
+def test_a_prepared_kernel_starts_once_the_hosts_have_met(tmp_path: Path):
+    said: list[Any] = []
+
+    def launch(kernel: int, gx: int, gy: int, gz: int, bx: int, *rest: Any) -> int:
+        places, count, packs = (ctypes.cast(rest[4][i], ctypes.POINTER(ctypes.c_uint64)) for i in range(3))
+        said.append((kernel, gx, bx, rest[3], places[:4], count[0], packs[0]))
+        return 0 if places[3] < 100 else 700
+
+    function = LAUNCHING(launch)
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    prepared = native.prepare_kernel(address, (77, 3, 256, 1000, 250), (0, 0, 31, 0), (0, 0, 32, 0))
+    group = init(f"file://{tmp_path}/store", 0, 1)
+    plan = group.load_plan(Plan(Collective.ALL_REDUCE, 0, 1, 4 | ON_DEVICE, 0, 0, 0, "arrival"))
+    before = group.call_stats()["collectives"]
+    for half, value in ((1, 5), (0, 6)):
+        assert native.run_prepared(group.handle, plan, 10**9, 0, prepared, half, 9, 4096, value) == 0
+    assert said == [
+        (77, 3, 256, 9, [4096, 4096, 32, 5], 1000, 250),
+        (77, 3, 256, 9, [4096, 4096, 31, 6], 1000, 250),
+    ]
+    assert group.call_stats()["collectives"]["short"] == before["short"] + 2
+    assert native.run_prepared(group.handle, plan, 10**9, 0, prepared, 0, 9, 4096, 100) == -700  # the driver's
+    group.abort()
+    assert native.run_prepared(group.handle, plan, 10**9, 0, prepared, 0, 9, 4096, 7) > 0
+    assert len(said) == 3  # nothing is launched in a group that has failed
+    destroy()
+    for kernel, places in (((77, 3), (0, 0, 0)), ((1, 2, 3, 4, 5), (0, 0)), ((1, 2, 3, 4, 5), (0,) * 501)):
+        with pytest.raises(ValueError, match="numbers are missing, or too many"):
+            native.prepare_kernel(address, kernel, places, places)
 
 
 def test_the_host_combines_in_the_order_of_a_stream():

@@ -127,7 +127,7 @@ class Counted:
 
 
 def short_way(rank: int, world: int, path: str) -> Any:
-    from symcomm.torch_backend import group as module
+    from symcomm.torch_backend import running as module
 
     with joined(rank, world, path) as group:
         calls = calls_of(rank, group)

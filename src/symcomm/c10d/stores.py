@@ -42,7 +42,7 @@ class _AnyStore(type(dist.Store)):  # type: ignore[misc]
 class Store(OwnStore, KeptWhileInCpp, metaclass=_AnyStore):
     """What every store can do; a subclass defines what it offers, and calls ``super().__init__()``.
 
-    Raises: CallerError, a NotImplementedError too, for a call that the subclass does not define."""
+    Raises: CallerError (which is a NotImplementedError) for calls that the subclass does not define."""
 
     def __init__(self) -> None:
         KeptWhileInCpp.__init__(self)
@@ -110,7 +110,7 @@ class TCPStore(OwnTCPStore, Store):
 class FakeStore(Store):
     """Answers at once and keeps nothing, for fake groups: every key is there, and every value is empty.
 
-    Raises: CallerError, a NotImplementedError too, for ``append`` and the other calls that it lacks."""
+    Raises: CallerError (which is a NotImplementedError) for ``append`` and other calls that it does not have."""
 
     def set(self, key: str, value: Any) -> None:
         """Forgotten."""

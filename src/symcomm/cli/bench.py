@@ -96,6 +96,13 @@ class Wanted:
     json_file: Path | None
     plot_file: Path | None
 
+    def check_files(self) -> None:
+        """Refuse files that cannot be written before anything is measured."""
+        if self.json_file:
+            check_output_file("symcomm bench", "--json", self.json_file)
+        if self.plot_file:
+            pictures.check_picture("symcomm bench", "--plot", self.plot_file)
+
 
 @dataclass
 class Question:
@@ -451,10 +458,7 @@ def bench(
     if ranks is None:
         ranks = 1 if collective == "sites" else 2
     wanted = Wanted(markdown, best, json_file, plot_file)
-    if json_file:
-        check_output_file("symcomm bench", "--json", json_file)
-    if plot_file:
-        pictures.check_picture("symcomm bench", "--plot", plot_file)
+    wanted.check_files()
     if setup:
         setup_peers(lambda line: print(line, file=sys.stderr, flush=True))
     elif collective == "store":
@@ -478,11 +482,14 @@ def bench(
     else:
         what = What(collective, NCCL_DTYPES.get(dtype, dtype), op, root)
         sizes = pick_sizes(minbytes, maxbytes, factor, step, quick)
-        pace = QUICK if quick else Effort()
-        turns = pace.rounds if rounds is None else rounds
-        effort = Effort(turns, pace.repetitions, pace.seconds, iters, warmup, check != 0)
+        effort = _effort(rounds, iters, warmup, check != 0, quick)
         kinds = [kind for kind in OURS if ordinary == symmetric or ordinary == (kind == "ordinary")]
         bench_collective(what, sizes, ranks, kinds, against, effort, wanted, pin=pin, quick=quick)
+
+
+def _effort(rounds: int | None, iters: int, warmup: int, check: bool, quick: bool) -> Effort:
+    pace = QUICK if quick else Effort()
+    return Effort(pace.rounds if rounds is None else rounds, pace.repetitions, pace.seconds, iters, warmup, check)
 
 
 def _check_numbers(ranks: int, root: int, iters: int, warmup: int, rounds: int | None, collective: str) -> None:

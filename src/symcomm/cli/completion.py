@@ -13,7 +13,7 @@ from symcomm import errors
 from symcomm.cli.command import Command, choices
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-typers: Any = typer.completion  # which lists neither function as its own
+_typer: Any = typer.completion  # which does not export these functions
 SHELLS = ("bash", "zsh", "fish")
 VARIABLE = "_SYMCOMM_COMPLETE"  # set by a shell's script when it asks us what could come next
 
@@ -64,7 +64,7 @@ def completion(
         typer.echo(script_for(chosen))
         return
     try:
-        _, path = typers.install(shell=chosen, prog_name="symcomm", complete_var=VARIABLE)
+        _, path = _typer.install(shell=chosen, prog_name="symcomm", complete_var=VARIABLE)
         path.write_text(f"{script_for(chosen)}\n")
     except OSError as error:
         fix = f"print it with `symcomm completion {chosen}` and put it where your shell looks"
@@ -75,7 +75,7 @@ def completion(
 def script_for(shell: str) -> str:
     if shell == "zsh":
         return ZSH
-    return str(typers.get_completion_script(prog_name="symcomm", complete_var=VARIABLE, shell=shell))
+    return str(_typer.get_completion_script(prog_name="symcomm", complete_var=VARIABLE, shell=shell))
 
 
 def _find_shell() -> str:

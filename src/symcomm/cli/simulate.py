@@ -8,93 +8,47 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from symcomm import errors
 from symcomm.bench.pictures import Curves, check_picture, draw
-from symcomm.cli.command import Command, choices
+from symcomm.cli import simulate_options as options
+from symcomm.cli.command import Command
 from symcomm.cli.simulate_check import draw_table, show_check
 from symcomm.simulate import machine as machines
-from symcomm.simulate.engines import ENGINES
-from symcomm.simulate.predict import COLLECTIVES, Cluster, Estimate, compare, why_left_out
+from symcomm.simulate.predict import Cluster, Estimate, compare, why_left_out
 from symcomm.simulate.topology import Topology, parse_topology, resized
-from symcomm.simulate.training import Step, ddp_step, fsdp_step
+from symcomm.simulate.training import Step
 from symcomm.simulate.units import format_bytes, format_time, parse_bandwidth, parse_bytes
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 CALL = "symcomm simulate"
-STEPS = {"ddp": ddp_step, "fsdp": fsdp_step}
 NOTHING: Mapping[str, str] = MappingProxyType({})
 SWEEP = [8 << k for k in range(12)]  # ranks of a plot: 8 to 16,384
 
 
 @app.command(name="simulate", cls=Command)
 def simulate(
-    what: Annotated[
-        str,
-        typer.Argument(
-            metavar="WHAT",
-            help=f"One of {', '.join((*COLLECTIVES, *STEPS))}.",
-            autocompletion=choices(*COLLECTIVES, *STEPS),
-        ),
-    ] = "all_reduce",
-    hosts: Annotated[int, typer.Option("--hosts", metavar="N", help="Hosts of the cluster.")] = 16,
-    ranks: Annotated[int, typer.Option("--ranks-per-host", metavar="N", help="Ranks on each.")] = 8,
-    sizes: Annotated[str, typer.Option("--bytes", metavar="SIZES", help="The tensor: 64K, 1G, or 1M,64M,1G.")] = "64M",
-    topology: Annotated[
-        str,
-        typer.Option("--topology", metavar="SPEC", help="star, ring, torus:8x8, fat-tree:32: docs/how-to/simulate.md."),
-    ] = "star",
-    engine: Annotated[
-        str,
-        typer.Option(
-            "--engine",
-            metavar="NAME",
-            help=f"Who costs the network: {' or '.join(ENGINES)}.",
-            autocompletion=choices(*ENGINES),
-        ),
-    ] = "model",
-    symmetric: Annotated[bool, typer.Option("--symmetric", help="Tensors live in symmetric memory.")] = False,
-    machine_file: Annotated[
-        Path | None,
-        typer.Option("--machine", metavar="FILE", help="A host's numbers. [default: this machine's calibration]"),
-    ] = None,
-    cores: Annotated[
-        int, typer.Option("--cores", metavar="N", help="Cores of a host. [default: one a rank]", show_default=False)
-    ] = 0,
-    memory: Annotated[
-        str, typer.Option("--memory-bandwidth", metavar="RATE", help="Of a whole host: 200GB/s.", show_default=False)
-    ] = "",
-    nodes: Annotated[
-        int,
-        typer.Option("--numa-nodes", metavar="N", help="Parts of a host's memory. [default: 1]", show_default=False),
-    ] = 0,
-    model_bytes: Annotated[str, typer.Option("--model-bytes", metavar="SIZE", help="ddp, fsdp: the model.")] = "1G",
-    compute: Annotated[
-        float, typer.Option("--compute-ms", metavar="MS", help="ddp, fsdp: a step's computing.")
-    ] = 100.0,
-    bucket: Annotated[str, typer.Option("--bucket-bytes", metavar="SIZE", help="ddp: a bucket; fsdp: a unit.")] = "25M",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    plot_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot", metavar="FILE", help="Draw it over 8 to 16,384 ranks: .png or .svg.", show_default=False
-        ),
-    ] = None,
-    checked: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--check",
-            metavar="FILE",
-            help="Predict what `bench hosts --json` measured; several times.",
-            show_default=False,
-        ),
-    ] = None,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine first, and keep its numbers for later.")
-    ] = False,
+    what: options.What = "all_reduce",
+    hosts: options.Hosts = 16,
+    ranks: options.RanksPerHost = 8,
+    sizes: options.Sizes = "64M",
+    topology: options.TopologySpec = "star",
+    engine: options.EngineName = "model",
+    symmetric: options.Symmetric = False,
+    machine_file: options.MachineFile = None,
+    cores: options.Cores = 0,
+    memory: options.MemoryBandwidth = "",
+    nodes: options.NumaNodes = 0,
+    model_bytes: options.ModelBytes = "1G",
+    compute: options.ComputeMs = 100.0,
+    bucket: options.BucketBytes = "25M",
+    as_json: options.AsJson = False,
+    plot_file: options.PlotFile = None,
+    checked: options.Checked = None,
+    calibrate: options.Calibrate = False,
 ) -> None:
     """What a collective or a training step would take on a cluster that is only described.
 
@@ -106,8 +60,8 @@ def simulate(
       symcomm simulate --calibrate
       symcomm simulate --check two.json --check four.json
     """
-    if what not in (*COLLECTIVES, *STEPS):
-        raise errors.bad_choice(CALL, "WHAT", what, (*COLLECTIVES, *STEPS))
+    if what not in options.WHAT:
+        raise errors.bad_choice(CALL, "WHAT", what, options.WHAT)
     if plot_file:
         check_picture(CALL, "--plot", plot_file)
     if calibrate:
@@ -117,7 +71,7 @@ def simulate(
         show_check(checked, machine, as_json)
         return
     cluster = Cluster(ranks, parse_topology(topology, hosts), machine, engine, symmetric)
-    if what in STEPS:
+    if what in options.STEPS:
         _simulate_step(what, cluster, model_bytes, compute / 1e3, bucket, as_json, plot_file)
     else:
         _simulate_collective(what, cluster, sizes, as_json, plot_file)
@@ -127,10 +81,10 @@ def _simulate_step(
     what: str, cluster: Cluster, model_bytes: str, compute: float, bucket: str, as_json: bool, plot_file: Path | None
 ) -> None:
     model, piece = parse_bytes(CALL, "--model-bytes", model_bytes), parse_bytes(CALL, "--bucket-bytes", bucket)
-    steps = [STEPS[what](model, compute, piece, cluster)]
+    steps = [options.STEPS[what](model, compute, piece, cluster)]
     show(step_rows(steps), cluster, as_json, [as_dict(step) for step in steps])
     if plot_file:
-        plot_steps(plot_file, [STEPS[what](model, compute, piece, c) for c in sweep(cluster)])
+        plot_steps(plot_file, [options.STEPS[what](model, compute, piece, c) for c in sweep(cluster)])
 
 
 def _simulate_collective(what: str, cluster: Cluster, sizes: str, as_json: bool, plot_file: Path | None) -> None:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Running"]
 
-# What torch calls operations that it does not tell from others.
-_TORCHS_NAMES = {"all_to_all_single": "all_to_all", "all_gather_lists": "all_gather_coalesced"}
-SMALL = 4096  # elements; what an operation of that size takes is about what handing it over takes
+# Torch has one name for two operations of ours.
+_TORCH_NAMES = {"all_to_all_single": "all_to_all", "all_gather_lists": "all_gather_coalesced"}
+SMALL = 4096  # elements; an operation of that size takes about as long as handing it to a thread
 
 
 def _is_small(tensors: Any) -> bool:
@@ -63,7 +63,7 @@ class Running:
     _intercepted: bool
 
     def _call(self, name: str, given: Given, *args: Any, result: Sequence[Any] | None = None) -> Any:
-        """Run our collective of that name and dress its work for torch. Tensors of other devices go to their engine."""
+        """Run our collective of that name and wrap its work for torch. Tensors of other devices go to their engine."""
         op = BY_NAME[name]
         result = list(result) if result is not None else _flat(args[0]) if args else []
         inputs = _flat(args[1]) if op.inputs and op.outputs else result
@@ -73,7 +73,7 @@ class Running:
             group = self._engines.ours(device)
             if group is None:
                 return self._engines.forward(name, args, given.options, given.timeout, device)
-        method, name = getattr(group, name), _TORCHS_NAMES.get(name, name)
+        method, name = getattr(group, name), _TORCH_NAMES.get(name, name)
         if self._debug_checks is not None:
             self._debug_checks.check(name, inputs, result)
         if not is_profiling():
@@ -125,14 +125,14 @@ class Running:
             work.inner.add_done_callback(ended)
 
     def _span(self, name: str, inputs: Sequence[Any], outputs: Sequence[Any], **more: Any) -> Span:
-        """The profiler's event for one operation, with what torch's own backends tell about theirs."""
+        """The profiler's event for one operation, with the fields that torch's own backends report."""
         return Span(name, inputs, describe(self.core, (self._name, self._desc), inputs, outputs, **more))
 
     def _fast_path(self, call: int, source: Any, target: Any, opts: Any) -> Any:
-        """Run a call of a kind seen before with nothing but the core; None: it has to go the long way.
+        """Run a call of a kind seen before in the core alone; None: it has to take the long path.
 
-        That is for calls that block, and for small asynchronous ones that all ranks have come to already: those end
-        here and now, sooner than a thread could take them over."""
+        This is for calls that block, and for small asynchronous ones that all ranks have already reached: running those
+        at once is faster than handing them to a thread."""
         if not self.takes_fast_path:
             return None
         core = self.core
@@ -155,7 +155,7 @@ class Running:
         return done if status == 0 else None
 
     def _run_inline(self, call: int, detail: Any, source: Any, target: Any, opts: Any) -> Any:
-        """Run an asynchronous call here; None as above. Failures wait for whoever waits. ``detail`` is None where the
+        """Run an asynchronous call here; None as above. ``wait()`` raises its failure. ``detail`` is None where the
         core reads ``opts``."""
         core, begun = self.core, time.monotonic()
         if detail is None:
@@ -172,18 +172,18 @@ class Running:
         return work
 
     def _set_plain(self) -> None:
-        """Whether calls may take the short way."""
+        """Whether calls may take the short path."""
         self.takes_fast_path = (
             not self.core.spans_hosts and self._coalescing is None and self._hook is None and self._debug_checks is None
         ) and not self._intercepted
 
     def set_intercepted(self, is_intercepted: bool) -> None:
-        """Whether somebody is to see every call: those that C++ makes come in behind the methods that are watched."""
+        """Whether every call must be visible: those that C++ makes bypass the methods that hooks see."""
         self._intercepted = is_intercepted
         self._set_plain()
 
     def enable_debug_checks(self) -> None:
-        """From now on ranks compare their calls before they make them. Every rank of the group calls this."""
+        """Have ranks compare their calls before they make them. Collective."""
         from symcomm.torch_backend.debug_checks import DebugChecks
 
         self._debug_checks = DebugChecks(self)

@@ -1,4 +1,5 @@
 /* All_reduces of a kind seen before, in one call: the hosts arrive, and the kernel that does the rest is launched. */
+#include "cuda/driver.h"
 #include "exec/async.h"
 #include "exec/exec.h"
 #include "group/group.h"
@@ -6,25 +7,15 @@
 #include "module/module.h"
 
 #define PREPARED_KERNEL "symcomm.prepared_kernel"
-#define MOST_PLACES 500 /* a kernel takes 4 KiB of arguments */
-
-/* cuLaunchKernel */
-typedef int (*launch_function)(uint64_t kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
-                               unsigned bz, unsigned shared, void *stream, void **arguments, void **extra);
 
 struct prepared_kernel {
     launch_function launch;
-    uint64_t kernel[5]; /* function, blocks, threads, count, packs */
+    uint64_t kernel[KERNEL_NUMBERS];
     int n;
     uint64_t places[]; /* n for each half of the staging area: source, target, ..., the barrier's number */
 };
 
 static void drop_prepared(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, PREPARED_KERNEL)); }
-
-static int read_numbers(PyObject *tuple, uint64_t *into, Py_ssize_t n) {
-    for (Py_ssize_t i = 0; i < n; i++) into[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(tuple, i));
-    return PyErr_Occurred() ? -1 : 0;
-}
 
 /* prepare_kernel(launch, kernel, places of one half, of the other) -> prepared */
 static PyObject *prepare_kernel(PyObject *self, PyObject *args) {
@@ -34,27 +25,25 @@ static PyObject *prepare_kernel(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "KO!O!O!", &launch, &PyTuple_Type, &kernel, &PyTuple_Type, &places[0], &PyTuple_Type,
                           &places[1]))
         return NULL;
-    Py_ssize_t n = PyTuple_Size(places[0]);
-    if (PyTuple_Size(kernel) != 5 || n < 3 || n > MOST_PLACES || PyTuple_Size(places[1]) != n)
+    int n = (int)PyTuple_Size(places[0]);
+    if (PyTuple_Size(kernel) != KERNEL_NUMBERS || n < 3 || n > MAX_PLACES || PyTuple_Size(places[1]) != n)
         return PyErr_Format(PyExc_ValueError, "prepare_kernel: numbers are missing, or too many");
     struct prepared_kernel *p = malloc(sizeof *p + 2 * (size_t)n * sizeof p->places[0]);
     if (p == NULL) return PyErr_NoMemory();
-    p->launch = (launch_function)(uintptr_t)launch, p->n = (int)n;
+    p->launch = (launch_function)(uintptr_t)launch, p->n = n;
     PyObject *capsule = NULL;
-    if (read_numbers(kernel, p->kernel, 5) == 0 && read_numbers(places[0], p->places, n) == 0 &&
-        read_numbers(places[1], p->places + n, n) == 0)
+    if (read_numbers(kernel, p->kernel, KERNEL_NUMBERS) > 0 && read_numbers(places[0], p->places, n) > 0 &&
+        read_numbers(places[1], p->places + n, n) > 0)
         capsule = PyCapsule_New(p, PREPARED_KERNEL, drop_prepared);
     if (capsule == NULL) free(p);
     return capsule;
 }
 
 static int launch(const struct prepared_kernel *p, int half, uint64_t stream, uint64_t address, uint64_t value) {
-    uint64_t places[MOST_PLACES], count = p->kernel[3], packs = p->kernel[4];
+    uint64_t places[MAX_PLACES];
     memcpy(places, p->places + half * p->n, (size_t)p->n * sizeof places[0]);
     places[0] = places[1] = address, places[p->n - 1] = value;
-    void *arguments[] = {places, &count, &packs};
-    return p->launch(p->kernel[0], (unsigned)p->kernel[1], 1, 1, (unsigned)p->kernel[2], 1, 1, 0,
-                     (void *)(uintptr_t)stream, arguments, NULL);
+    return launch_kernel(p->launch, p->kernel, places, (void *)(uintptr_t)stream);
 }
 
 /* run_prepared(group, plan, timeout_ns, site, prepared, half, stream, address, value) -> 0, a failure's status, or the

@@ -3,6 +3,7 @@
  * The core knows nothing of CUDA: it is handed the addresses of driver functions by cuda/driver.py, which found them in
  * the driver's library. The interpreter lock is released meanwhile: the driver makes a caller wait when a stream is
  * full. */
+#include "cuda/driver.h"
 #include "group/group.h"
 #include "module/module.h"
 #include "reduce/reduce.h"
@@ -11,13 +12,8 @@
 typedef int (*copy_function)(uint64_t target, uint64_t source, size_t nbytes, void *stream);
 /* cuStream{Write,Wait}Value32 */
 typedef int (*word_function)(void *stream, uint64_t address, uint32_t value, unsigned flags);
-/* cuLaunchKernel */
-typedef int (*launch_function)(uint64_t kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
-                               unsigned bz, unsigned shared, void *stream, void **arguments, void **extra);
 /* cuLaunchHostFunc */
 typedef int (*host_function)(void *stream, void (*function)(void *), void *argument);
-
-#define MAX_PLACES 500 /* a kernel takes 4 KiB of arguments */
 
 struct stream_op {
     copy_function copy;
@@ -28,27 +24,9 @@ struct stream_op {
     uint32_t value;                  /* of the handshake */
     int peers;
     uint64_t theirs[MAX_WORLD], mine[MAX_WORLD];
-    uint64_t kernel[5]; /* after it: function, blocks, threads, count, packs */
+    uint64_t kernel[KERNEL_NUMBERS]; /* after it */
     uint64_t places[MAX_PLACES];
 };
-
-/* The numbers of a tuple; returns how many, or -1. */
-static int read_numbers(PyObject *tuple, uint64_t *into, int most) {
-    Py_ssize_t n = PyTuple_Size(tuple);
-    if (n < 0) return -1;
-    if (n > most) {
-        PyErr_SetString(PyExc_ValueError, "enqueue_collective: too many numbers");
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < n; i++) into[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(tuple, i));
-    return PyErr_Occurred() ? -1 : (int)n;
-}
-
-static int launch_kernel(struct stream_op *t) {
-    uint64_t function = t->kernel[0], blocks = t->kernel[1], threads = t->kernel[2];
-    void *arguments[] = {t->places, &t->kernel[3], &t->kernel[4]};
-    return t->launch(function, (unsigned)blocks, 1, 1, (unsigned)threads, 1, 1, 0, t->stream, arguments, NULL);
-}
 
 static int enqueue(struct stream_op *t) {
     int result = t->nbytes ? t->copy(t->target, t->source, t->nbytes, t->stream) : 0;
@@ -56,7 +34,8 @@ static int enqueue(struct stream_op *t) {
      * cyclically. */
     for (int i = 0; i < t->peers && result == 0; i++) result = t->write(t->stream, t->theirs[i], t->value, 0);
     for (int i = 0; i < t->peers && result == 0; i++) result = t->wait(t->stream, t->mine[i], t->value, 0);
-    return result == 0 && t->kernel[0] ? launch_kernel(t) : result;
+    if (result || !t->kernel[KERNEL_FUNCTION]) return result;
+    return launch_kernel(t->launch, t->kernel, t->places, t->stream);
 }
 
 /* enqueue_collective(functions, stream, copy, value, theirs, mine, kernel, places) -> the driver's result, 0 for
@@ -74,7 +53,7 @@ static PyObject *enqueue_collective(PyObject *self, PyObject *args) {
     memset(t.kernel, 0, sizeof t.kernel);
     t.peers = read_numbers(theirs, t.theirs, MAX_WORLD);
     if (read_numbers(functions, f, 4) != 4 || t.peers < 0 || read_numbers(mine, t.mine, MAX_WORLD) != t.peers ||
-        read_numbers(copy, c, 3) < 0 || read_numbers(kernel, t.kernel, 5) < 0 ||
+        read_numbers(copy, c, 3) < 0 || read_numbers(kernel, t.kernel, KERNEL_NUMBERS) < 0 ||
         read_numbers(places, t.places, MAX_PLACES) < 0) {
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "enqueue_collective: numbers are missing");
     }
