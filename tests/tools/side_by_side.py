@@ -87,10 +87,11 @@ def run(files: list[str], processes: int, logs: Path) -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as share:
         running = []
+        env = {**os.environ, SHARE: share}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile our sources, each for itself
         for i in range(processes):
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
             with open(logs / f"test-{i}.log", "w") as log:
-                env = {**os.environ, SHARE: share}
                 running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env))
         shown: set[str] = set()
         try:
