@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs as it stands, alone; every link leads somewhere."""
+"""Every Python block of the documentation runs alone, every link leads somewhere, every picture is described."""
 
 from __future__ import annotations
 
@@ -44,3 +44,9 @@ def test_python_blocks_run_alone(page: Path, failures: list[str]):
 def test_links_lead_somewhere(page: Path):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_pictures_are_shown_and_described():
+    shown = [found for page in PAGES for found in re.findall(r"!\[(.*?)\]\([^)]*images/([\w.-]+)\)", page.read_text())]
+    assert {name for _, name in shown} == {path.name for path in (ROOT / "docs/images").iterdir()}
+    assert all(len(text) > 30 for text, _ in shown)

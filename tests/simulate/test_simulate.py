@@ -621,7 +621,7 @@ def test_plot(tmp_path, monkeypatch):
     out = ask("all_gather", "--bytes", "1M", "--topology", "torus:4x4", "--plot", str(tmp_path / "out.svg"))
     assert out.exit_code == 0, out.output
     drawn = (tmp_path / "out.svg").read_text()
-    assert "<!-- 16,384 -->" in drawn and "estimated for up to" in drawn
+    assert "<!-- 16,384 -->" in drawn and "is estimated for" in drawn
     reason = "every host to every other is estimated for up to 256 hosts"
     assert f"the line of hierarchical direct ends at 64 ranks: {reason}." in out.output
     assert "left out" not in out.output, "not at 16 hosts"

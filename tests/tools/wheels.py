@@ -79,13 +79,13 @@ def check_names(wheel: Path) -> None:
 def check_source(source: Path) -> None:
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {
-        "CHANGELOG.md", "LICENSE", "Makefile", "mkdocs.yml", "constraints.txt", "docs/index.md", "docs/_site/links.py",
-        "examples/ddp.py", "examples/kubernetes/job.yaml", "tests/project/test_site.py", "tests/conftest.py",
-        "src/symcomm/_core/sync/sync.c", "src/symcomm/_core/sync/sync.h",
-    }  # fmt: skip
+    folders = (".ci", ".github", "docs", "examples", "tests", "src/symcomm")
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
+    built = (".so", ".o", ".pyc")
+    wanted = {str(path.relative_to(ROOT)) for path in files if path.suffix not in built}
+    wanted |= {"CHANGELOG.md", "LICENSE", "Makefile", "mkdocs.yml", "constraints.txt", "setup.py", ".clang-format"}
     assert wanted <= names, wanted - names
-    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+    assert not [name for name in names if name.endswith(built)]
 
 
 def try_out(wheel: Path) -> None:

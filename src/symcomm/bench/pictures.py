@@ -17,7 +17,7 @@ __all__ = ["Bars", "Curves", "Panel", "check_picture", "draw"]
 MOST_TICKS = 8  # labels below a panel that do not run into each other
 ACROSS = 3  # panels in a row
 CHARACTERS = 11  # of a heading in an inch
-REASON = 26  # characters in a line of why a curve ends
+REASON = 32  # characters in a line of why a curve ends
 PLAIN = "{x:,.10g}"  # 1,000 and 0.01, where matplotlib would write powers of ten
 
 
@@ -40,12 +40,8 @@ class Curves:
 
     def draw(self, axis: Any, colors: Mapping[str, str]) -> None:
         for name, points in self.lines.items():
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name, color=colors[name])
-            if name in self.ends:
-                look = {"fontsize": 7, "color": colors[name], "va": "top", "ha": "left"}
-                look["bbox"] = {"color": "white", "alpha": 0.7, "pad": 1}
-                words = textwrap.fill(self.ends[name], REASON)
-                axis.annotate(words, points[-1], xytext=(5, -6), textcoords="offset points", **look)
+            label = textwrap.fill(f"{name}: {self.ends[name]}", REASON) if name in self.ends else name
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label, color=colors[name])
         if self.tick:
             places = sorted({int(x) for points in self.lines.values() for x, _ in points})
             places = places[:: math.ceil(len(places) / MOST_TICKS)]
