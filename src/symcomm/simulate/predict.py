@@ -44,7 +44,7 @@ ALGORITHMS = {
 COLLECTIVES = tuple(ALGORITHMS)
 MOST_CHUNKS = 1 << 12  # of a tree
 CHUNK = 4 << 20  # bytes, of hierarchical collectives: fewer would not hide a network's latency
-# Ranks that share a core take turns, though most only wait for their host's speaker: messages and meetings take as many
+# Ranks that share a core take turns, though most only wait for their host's leader: messages and meetings take as many
 # times longer to the power of this. Two hosts of one core, 4 ranks beside 2: 1.4 times as long to meet, 1.6 to send.
 CROWDING = 0.7
 DIRECT_HOSTS = 256  # beyond, everybody to everybody is too many messages to send, and to simulate
@@ -223,8 +223,8 @@ def _arrival(cluster: Cluster) -> float:
 
 
 def _with_arrival(collective: str, nbytes: int, cluster: Cluster) -> Estimate:
-    """Few bytes: ranks hand them to their host's speaker, which tells the other hosts when it says that its own has
-    come; what that comes to is shared with the host."""
+    """Few bytes: ranks hand them to their host's leader, which sends them along with its arrival, and shares the
+    result with its host."""
     ranks, hosts = cluster.ranks_per_host, cluster.hosts
     own = _said(collective, nbytes, hosts)
     reduces = collective in ("all_reduce", "reduce_scatter")
