@@ -18,7 +18,7 @@ from rich.text import Text
 
 from symcomm.bench import llm
 from symcomm.bench.run import open_sides
-from symcomm.cli.command import Command
+from symcomm.cli.command import Command, option
 from symcomm.demo.plot import draw_picture, smooth, text_plot
 from symcomm.errors import SymcommError, bad_argument
 from symcomm.preflight import check_output_file, need_torch
@@ -225,10 +225,10 @@ def show_picture(runs: dict[str, list[dict[str, Any]]], picture: Path) -> None:
 
 @app.command(name="demo", cls=Command)
 def demo(
-    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Steps of training on each backend.")] = STEPS,
-    picture: Annotated[
-        Path, typer.Option("--picture", metavar="FILE", help="Where to draw both losses: .png or .svg.")
-    ] = Path("symcomm-demo.png"),
+    steps: Annotated[int, option("--steps", "N", "Steps of training on each backend.")] = STEPS,
+    picture: Annotated[Path, option("--picture", "FILE", "Where to draw both losses: .png or .svg.")] = Path(
+        "symcomm-demo.png"
+    ),
 ) -> None:
     """Several ranks at work on this machine, explained as they go. Takes about three minutes.
 
