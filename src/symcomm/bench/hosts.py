@@ -105,15 +105,10 @@ def run_hosts_bench(
     """Measure both sides at every size; ``tick`` is told after every turn, ``seen`` what is known after every size."""
     if reason := why_no_namespaces():
         raise errors.ResourceError(f"symcomm bench: hosts needs network namespaces: {reason}.")
-    found: list[Measurement] = []
-
-    def show(rows: list[dict[str, Any]]) -> None:
-        found.extend(Measurement(**row) for row in rows)
-        seen(found)
-
     with Network(workload.hosts, workload.mbits) as network:
-        network.run_ranks(workload.ranks, WORKER, workload, DEADLINE * len(workload.collectives), tick, show)
-    return found
+        return network.run_ranks(
+            workload.ranks, WORKER, workload, DEADLINE * len(workload.collectives), tick, Measurement, seen
+        )
 
 
 def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:

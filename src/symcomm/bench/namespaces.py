@@ -100,6 +100,7 @@ def _sweep() -> None:
 
 
 Made = TypeVar("Made", bound="_Hosts")
+Figures = TypeVar("Figures")
 
 
 class _Hosts(abc.ABC):
@@ -151,10 +152,12 @@ class _Hosts(abc.ABC):
 
     def run_ranks(
         self, ranks: int, module: str, workload: Any, seconds: float, tick: Callable[[str], None],
-        seen: Callable[[list[dict[str, Any]]], None],
-    ) -> None:  # fmt: skip
-        """Run ``module`` as ``ranks`` ranks on each host, told the plan as JSON. Of the lines that the first one writes
-        ``seen`` gets lists of rows, and ``tick`` all others. Whoever still runs after ``seconds`` is killed."""
+        kind: Callable[..., Figures], seen: Callable[[list[Figures]], None],
+    ) -> list[Figures]:  # fmt: skip
+        """Run ``module`` as ``ranks`` ranks on each host, told the plan as JSON; returns what they found. Of the lines
+        that the first one writes, lists of rows become figures of that ``kind``, and ``seen`` is told what is known so
+        far; ``tick`` gets all others. Whoever still runs after ``seconds`` is killed."""
+        found: list[Figures] = []
         world = ranks * len(self._names)
         common = {
             "WORLD_SIZE": str(world), "MASTER_ADDR": self.address(0), "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "net0",
@@ -176,7 +179,8 @@ class _Hosts(abc.ABC):
             try:
                 for line in processes[0].stdout:
                     if line.startswith("["):
-                        seen(json.loads(line))
+                        found += [kind(**row) for row in json.loads(line)]
+                        seen(found)
                     else:
                         tick(line.strip())
                 code = processes[0].wait()
@@ -186,6 +190,7 @@ class _Hosts(abc.ABC):
                 raise errors.deadline("symcomm bench: the ranks", seconds)
             if code:
                 raise errors.SymcommError(f"symcomm bench: the ranks failed: {log.read_text()[-2000:]}")
+        return found
 
     def _kill(self) -> None:
         for process in self._started:

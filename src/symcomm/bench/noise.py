@@ -231,7 +231,7 @@ def row(figures: Measurement, workload: Workload) -> list[str]:
     return cells
 
 
-def picture(found: Sequence[Measurement], workload: Workload) -> list[Panel]:
+def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
     """A panel for every kind of neighbour: all sides, median and tail of every case."""
     panels: list[Panel] = []
     for neighbours in workload.neighbours:

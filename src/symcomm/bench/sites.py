@@ -81,15 +81,10 @@ def run_sites_bench(
     every method."""
     if reason := why_no_slow_network():
         raise errors.ResourceError(f"symcomm bench: sites needs network namespaces and TUN devices: {reason}.")
-    found: list[Measurement] = []
-
-    def show(rows: list[dict[str, Any]]) -> None:
-        found.extend(Measurement(**row) for row in rows)
-        seen(found)
-
     with SlowNetwork(workload.sites, workload.mbits, workload.round_trip_ms) as network:
-        network.run_ranks(workload.ranks, WORKER, workload, DEADLINE * len(workload.methods), tick, show)
-    return found
+        return network.run_ranks(
+            workload.ranks, WORKER, workload, DEADLINE * len(workload.methods), tick, Measurement, seen
+        )
 
 
 def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
