@@ -84,8 +84,7 @@ static void *hold_life(void *argument) {
     return NULL;
 }
 
-static PyObject *life_start(PyObject *self, PyObject *arg) {
-    (void)self;
+static PyObject *life_start(PyObject *Py_UNUSED(self), PyObject *arg) {
     void *address = PyLong_AsVoidPtr(arg);
     if (address == NULL && PyErr_Occurred()) return NULL;
     struct watch *w = calloc(1, sizeof *w);
@@ -108,8 +107,7 @@ static PyObject *life_start(PyObject *self, PyObject *arg) {
     return PyLong_FromVoidPtr(w);
 }
 
-static PyObject *life_stop(PyObject *self, PyObject *arg) {
-    (void)self;
+static PyObject *life_stop(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct watch *w = PyLong_AsVoidPtr(arg);
     if (w == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     atomic_store(&w->stop, 1);
@@ -122,9 +120,8 @@ static PyObject *life_stop(PyObject *self, PyObject *arg) {
 }
 
 static PyMethodDef methods[] = {
-    {"life_start", life_start, METH_O,
-     "life_start(address): mark this process alive there until it ends or life_stop()."},
-    {"life_stop", life_stop, METH_O, "life_stop(handle): the word becomes 0 instead of 'owner died'."},
+    METHOD(life_start, METH_O, "(address): mark this process alive there until it ends or life_stop()."),
+    METHOD(life_stop, METH_O, "(handle): the word becomes 0 instead of 'owner died'."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -135,6 +132,4 @@ static const struct constant constants[] = {
     {NULL, 0},
 };
 
-int symcomm_add_life(PyObject *module) {
-    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
-}
+int symcomm_add_life(PyObject *module) { return symcomm_add_part(module, methods, constants); }

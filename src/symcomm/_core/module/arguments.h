@@ -13,6 +13,9 @@
 /* NULL with an exception set: it is something else. */
 static inline struct group *to_group(PyObject *capsule) { return PyCapsule_GetPointer(capsule, GROUP_CAPSULE); }
 
+/* The same for PyArg_ParseTuple()'s O&, into a struct group *. */
+int convert_group(PyObject *capsule, void *group);
+
 /* An int or a tuple of ints, of MAX_BUFFERS at most. Returns how many, or -1 with an exception set. */
 int to_addresses(PyObject *object, char **addresses);
 

@@ -179,8 +179,7 @@ static void *watch(void *argument) {
     return NULL;
 }
 
-static PyObject *gil_watchdog_start(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *gil_watchdog_start(PyObject *Py_UNUSED(self), PyObject *args) {
     long long limit;
     int fd;
     unsigned long long note;
@@ -204,8 +203,7 @@ static PyObject *gil_watchdog_start(PyObject *self, PyObject *args) {
     return PyLong_FromVoidPtr(w);
 }
 
-static PyObject *gil_watchdog_beat(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *gil_watchdog_beat(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long handle;
     const char *threads;
     Py_ssize_t bytes;
@@ -221,8 +219,7 @@ static PyObject *gil_watchdog_beat(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *gil_watchdog_stop(PyObject *self, PyObject *arg) {
-    (void)self;
+static PyObject *gil_watchdog_stop(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct gil_watchdog *w = PyLong_AsVoidPtr(arg);
     if (w == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     atomic_store(&w->stop, 1);
@@ -236,8 +233,7 @@ static PyObject *gil_watchdog_stop(PyObject *self, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
-static PyObject *gil_watchdog_read(PyObject *self, PyObject *arg) {
-    (void)self;
+static PyObject *gil_watchdog_read(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct note *note = PyLong_AsVoidPtr(arg);
     if (note == NULL) return PyErr_Occurred() ? NULL : PyBytes_FromStringAndSize(NULL, 0);
     uint64_t words[WORDS];
@@ -247,13 +243,11 @@ static PyObject *gil_watchdog_read(PyObject *self, PyObject *arg) {
 }
 
 static PyMethodDef functions[] = {
-    {"gil_watchdog_start", gil_watchdog_start, METH_VARARGS,
-     "gil_watchdog_start(limit_ns, fd, note, label) -> handle: report when gil_watchdog_beat() was not called for so long."},
-    {"gil_watchdog_beat", gil_watchdog_beat, METH_VARARGS,
-     "gil_watchdog_beat(handle, threads): the lock is to be had."},
-    {"gil_watchdog_stop", gil_watchdog_stop, METH_O, "gil_watchdog_stop(handle)"},
-    {"gil_watchdog_read", gil_watchdog_read, METH_O,
-     "gil_watchdog_read(note) -> bytes: what is wrong, empty when nothing is."},
+    METHOD(gil_watchdog_start, METH_VARARGS,
+           "(limit_ns, fd, note, label) -> handle: report when gil_watchdog_beat() was not called for so long."),
+    METHOD(gil_watchdog_beat, METH_VARARGS, "(handle, threads): the lock is to be had."),
+    METHOD(gil_watchdog_stop, METH_O, "(handle)"),
+    METHOD(gil_watchdog_read, METH_O, "(note) -> bytes: what is wrong, empty when nothing is."),
     {NULL, NULL, 0, NULL},
 };
 

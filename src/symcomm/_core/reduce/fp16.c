@@ -10,20 +10,9 @@
 static int supported(void) { return (getauxval(AT_HWCAP) & 1ul << 10) != 0; } /* HWCAP_ASIMDHP */
 
 #define SYMCOMM_SET_FP16 1
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("arch=armv8.2-a+fp16"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("arch=armv8.2-a+fp16")
-#endif
-
+TARGET_BEGIN("arch=armv8.2-a+fp16")
 #include "reduce/half_kernels.h"
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+TARGET_END
 
 static const struct reduce_type halves_types[DT_COUNT] = {
     [DT_FLOAT16] = FLOAT16_TYPE,

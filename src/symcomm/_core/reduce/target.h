@@ -12,4 +12,14 @@
 #pragma GCC optimize("O2", "tree-loop-vectorize", "vect-cost-model=dynamic", "fp-contract=off", "no-trapping-math")
 #endif
 
+/* The functions in between may use these instructions: a string, as compilers name them. */
+#define TARGET_PRAGMA(...) _Pragma(#__VA_ARGS__)
+#if defined(__clang__)
+#define TARGET_BEGIN(NAMES) TARGET_PRAGMA(clang attribute push(__attribute__((target(NAMES))), apply_to = function))
+#define TARGET_END TARGET_PRAGMA(clang attribute pop)
+#else
+#define TARGET_BEGIN(NAMES) TARGET_PRAGMA(GCC push_options) TARGET_PRAGMA(GCC target(NAMES))
+#define TARGET_END TARGET_PRAGMA(GCC pop_options)
+#endif
+
 #endif

@@ -168,8 +168,7 @@ bool cores_suffice(struct life *me, bool own_thread) {
 
 /* --- Python ------------------------------------------------------------------------------------------------------- */
 
-static PyObject *add_rank(PyObject *self, PyObject *word) {
-    (void)self;
+static PyObject *add_rank(PyObject *Py_UNUSED(self), PyObject *word) {
     void *address = PyLong_AsVoidPtr(word);
     if (address == NULL) return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "no life is at address 0");
     if (!count_rank(life_of(address))) return PyErr_NoMemory();
@@ -182,8 +181,7 @@ static void free_quotas(struct quota *list, int n) {
 }
 
 /* watch_quotas(((limit, period or None, stat, inode), ...)): the control groups of this process, by their files */
-static PyObject *watch_quotas(PyObject *self, PyObject *tuple) {
-    (void)self;
+static PyObject *watch_quotas(PyObject *Py_UNUSED(self), PyObject *tuple) {
     Py_ssize_t n = PyTuple_Size(tuple);
     if (n < 0) return NULL;
     struct quota *list = calloc((size_t)n + 1, sizeof *list);
@@ -214,9 +212,9 @@ static PyObject *watch_quotas(PyObject *self, PyObject *tuple) {
 }
 
 static PyMethodDef methods[] = {
-    {"add_rank", add_rank, METH_O, "add_rank(life): a rank of this host whose arena is mapped; unmap() ends that."},
-    {"watch_quotas", watch_quotas, METH_O,
-     "watch_quotas(((limit, period or None, stat, inode), ...)): files of this process's control groups."},
+    METHOD(add_rank, METH_O, "(life): a rank of this host whose arena is mapped; unmap() ends that."),
+    METHOD(watch_quotas, METH_O,
+           "(((limit, period or None, stat, inode), ...)): files of this process's control groups."),
     {NULL, NULL, 0, NULL},
 };
 
