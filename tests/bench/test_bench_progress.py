@@ -27,7 +27,7 @@ def test_rows_come_as_they_are_measured(monkeypatch: pytest.MonkeyPatch, capsys:
             for side in bench_ddp.SIDES
         ]
         for model in workload.models:
-            seen([f for f in found if workload.models.index(f.model) <= workload.models.index(model)])
+            seen([f for f in found if workload.models.index(f.program) <= workload.models.index(model)])
             shown.append(capsys.readouterr().out)
         return found
 
