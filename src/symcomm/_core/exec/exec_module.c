@@ -1,6 +1,4 @@
 /* Plans, operations and requests as Python sees them: capsules, whose classes are in symcomm/group. */
-#include <stdlib.h>
-
 #include "exec/async.h"
 #include "exec/exec.h"
 #include "group/group.h"

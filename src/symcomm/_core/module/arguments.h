@@ -1,6 +1,5 @@
 /* What functions that Python calls are given. */
-#ifndef SYMCOMM_ARGUMENTS_H
-#define SYMCOMM_ARGUMENTS_H
+#pragma once
 
 #include "group/group.h"
 #include "module/module.h"
@@ -21,5 +20,3 @@ int to_addresses(PyObject *object, char **addresses);
 
 /* 0, or -1 with an exception set. */
 int expect_arguments(Py_ssize_t got, Py_ssize_t expected, const char *name);
-
-#endif

@@ -1,6 +1,5 @@
 /* Shared by all files of the core. */
-#ifndef SYMCOMM_MODULE_H
-#define SYMCOMM_MODULE_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -35,5 +34,3 @@ int symcomm_add_part(PyObject *module, PyMethodDef *methods, const struct consta
 
 #define SYMCOMM_DECLARE(NAME) int symcomm_add_##NAME(PyObject *module);
 SYMCOMM_PARTS(SYMCOMM_DECLARE)
-
-#endif

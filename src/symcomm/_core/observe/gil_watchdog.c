@@ -50,46 +50,21 @@ struct gil_watchdog {
     struct thread threads[THREADS]; /* Python's, the main one first */
 };
 
+/* clang-format off */
 static const char *name_of_call(long number) {
-    static const struct {
-        long number;
-        const char *name;
-    } known[] = {
-        {SYS_read, "read"},
-        {SYS_write, "write"},
-        {SYS_futex, "futex"},
-        {SYS_nanosleep, "nanosleep"},
-        {SYS_clock_nanosleep, "clock_nanosleep"},
-        {SYS_ppoll, "ppoll"},
-        {SYS_pselect6, "pselect6"},
-        {SYS_epoll_pwait, "epoll_pwait"},
-        {SYS_recvfrom, "recvfrom"},
-        {SYS_recvmsg, "recvmsg"},
-        {SYS_sendto, "sendto"},
-        {SYS_sendmsg, "sendmsg"},
-        {SYS_connect, "connect"},
-        {SYS_accept4, "accept4"},
-        {SYS_wait4, "wait4"},
-        {SYS_waitid, "waitid"},
-        {SYS_ioctl, "ioctl"},
-        {SYS_fsync, "fsync"},
-        {SYS_flock, "flock"},
-        {SYS_fcntl, "fcntl"},
-        {SYS_openat, "openat"},
-        {SYS_sched_yield, "sched_yield"},
-        {SYS_munmap, "munmap"},
-        {SYS_madvise, "madvise"},
+#define CALL(NAME) case SYS_##NAME: return #NAME;
+    switch (number) {
+        CALL(read) CALL(write) CALL(futex) CALL(nanosleep) CALL(clock_nanosleep) CALL(ppoll) CALL(pselect6)
+        CALL(epoll_pwait) CALL(recvfrom) CALL(recvmsg) CALL(sendto) CALL(sendmsg) CALL(connect) CALL(accept4)
+        CALL(wait4) CALL(waitid) CALL(ioctl) CALL(fsync) CALL(flock) CALL(fcntl) CALL(openat) CALL(sched_yield)
+        CALL(munmap) CALL(madvise)
 #ifdef SYS_poll
-        {SYS_poll, "poll"},
-        {SYS_select, "select"},
-        {SYS_epoll_wait, "epoll_wait"},
-        {SYS_open, "open"},
+        CALL(poll) CALL(select) CALL(epoll_wait) CALL(open)
 #endif
-    };
-    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
-        if (known[i].number == number) return known[i].name;
-    return NULL;
+        default: return NULL;
+    }
 }
+/* clang-format on */
 
 /* What the kernel says a thread does: -1 it runs, -2 nothing is known, else the number of its system call. */
 static long doing_of(int32_t tid) {

@@ -17,11 +17,8 @@ static struct {
 static int n_sets, chosen;
 static const struct reduce_type *types; /* of the chosen set */
 
-static const char *const op_names[RED_COUNT] = {
-    [RED_SUM] = "SUM", [RED_AVG] = "AVG",   [RED_PRODUCT] = "PRODUCT",
-    [RED_MIN] = "MIN", [RED_MAX] = "MAX",   [RED_BAND] = "BAND",
-    [RED_BOR] = "BOR", [RED_BXOR] = "BXOR", [RED_PREMUL_SUM] = "PREMUL_SUM",
-};
+#define OP_NAME(NAME) #NAME,
+static const char *const op_names[RED_COUNT] = {SYMCOMM_REDOPS(OP_NAME)};
 
 static void add_set(const char *name, const struct reduce_type *own) {
     if (own == NULL) return;

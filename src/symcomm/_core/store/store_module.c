@@ -1,8 +1,6 @@
 /* Python's view of the store's server. */
 #include "module/module.h"
 
-#include <errno.h>
-
 #include "store/server.h"
 
 /* --- StoreServer ----------------------------------------------------------------------------------- */
