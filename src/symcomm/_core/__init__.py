@@ -4,7 +4,7 @@
 folder      what it holds
 ==========  ============================================================================================================
 module/     the Python module, a list of parts that each add their functions; arguments; the interpreter lock
-os/         clocks, futexes, threads
+os/         clocks, futexes, threads, small files
 memory/     shared mappings and bytes, the word by which the kernel tells that a rank died, pages taken back from a
             stopped peer, copies with non-temporal stores
 sync/       published progress, waits with deadlines, sleep and wake; what a wait does before it sleeps, and whether

@@ -138,11 +138,6 @@ class _Hosts(abc.ABC):
         self._made.append(name)
         _call("ip", "-n", name, "link", "set", "lo", "up")
 
-    def sent_bytes(self, host: int) -> int:
-        """Bytes that have left a host so far, as its network card counts them."""
-        text = _call("ip", "netns", "exec", self._names[host], "cat", "/sys/class/net/net0/statistics/tx_bytes")
-        return int(text)
-
     def start(self, host: int, words: Sequence[str], env: Mapping[str, str] | None = None, **more: Any) -> Any:
         """Run a command on a host; it is killed when the network is closed."""
         command = ["ip", "netns", "exec", self._names[host], *words]
@@ -238,15 +233,6 @@ class Network(_Hosts):
             if self.mbits:
                 _call("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{self.mbits}mbit",
                       "burst", BURST, "latency", QUEUE)  # fmt: skip
-
-    def set_link(self, host: int, up: bool) -> None:
-        """Pull a host's cable, or put it back."""
-        _call("ip", "-n", self._switch, "link", "set", f"port{host}", "up" if up else "down")
-
-    def deafen(self, host: int) -> None:
-        """From now on nothing reaches a host any more; what it sends still arrives."""
-        _call("tc", "-n", self._switch, "qdisc", "replace", "dev", f"port{host}", "root", "tbf", "rate", "8bit",
-              "burst", "1", "limit", "1")  # fmt: skip
 
 
 class SlowNetwork(_Hosts):

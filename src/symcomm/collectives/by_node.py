@@ -32,7 +32,7 @@ IN, OUT, STAGE, PEER_IN, PEER_OUT = Space.IN, Space.OUT, Space.STAGE, Space.PEER
 def by_node(plan: Plan, nbytes: int, limits: Limits, grid: Grid) -> None:
     """A slot of the staging area has room for a chunk and two slices: what is combined, and what is fetched."""
     room = limits.stage_bytes // NODE_SLOTS * grid.width // (grid.width + 2)
-    chunk = chunk_in(room, nbytes, limits, grid, (grid.width + 2) * LINE * NODE_SLOTS)
+    chunk = chunk_in(room, nbytes, limits, grid.width, (grid.width + 2) * NODE_SLOTS)
     rank = _Staged(plan.rank, grid, chunk)
     if rank.node == 0:
         plan.head = list(fixed(rank.put(min(nbytes, chunk)), 0))

@@ -25,7 +25,6 @@ from symcomm.collectives.all_gather import (
 )
 from symcomm.collectives.all_reduce import direct_all_reduce, one_shot, two_shot
 from symcomm.collectives.all_to_all import direct_all_to_all, streamed_all_to_all
-from symcomm.collectives.barrier import arrival
 from symcomm.collectives.broadcast import (
     broadcast_by_node,
     direct_broadcast,
@@ -37,7 +36,7 @@ from symcomm.collectives.chunks import LINE, SLOTS, Pieces
 from symcomm.collectives.gather import direct_gather, streamed_gather
 from symcomm.collectives.nodes import Grid, can_go_on, grid_of
 from symcomm.collectives.plan import At, Collective, Copy, Need, Plan, Reduce, Space, Step
-from symcomm.collectives.reduce import direct_reduce, one_shot_reduce, two_shot_reduce
+from symcomm.collectives.reduce import direct_reduce
 from symcomm.collectives.reduce_scatter import (
     direct_reduce_scatter,
     direct_reduce_scatter_by_node,
@@ -250,9 +249,9 @@ def reduce(rank: int, world: int, count: int, dtype: int, redop: int, root: int,
     if world == 1:
         return _alone(plan, nbytes, combine=True)
     small = _is_one_shot(plan, nbytes, limits, "root_extra")
-    choice = one_shot_reduce if small or world == 2 else two_shot_reduce  # 2 ranks, 16 MiB: 1.69 ms, 1.95 two-shot
+    choice = one_shot if small or world == 2 else two_shot  # 2 ranks, 16 MiB: 1.69 ms, 1.95 two-shot
     plan.why += f", {world} ranks"
-    choice(plan, nbytes, limits)
+    choice(plan, nbytes, limits, root)
     _offer_direct(plan, nbytes, limits, direct_reduce, nbytes)
     return plan
 
@@ -382,4 +381,5 @@ def all_to_all(
 
 @_cached
 def barrier(rank: int, world: int) -> Plan:
-    return arrival(rank, world)
+    """Nobody goes on before everybody is here. That is what arriving does, so the plan has no steps."""
+    return Plan(Collective.BARRIER, rank, world, 0, name="arrival", why="arriving is the whole barrier")

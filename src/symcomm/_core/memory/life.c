@@ -1,7 +1,6 @@
 #include "memory/life.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,6 +10,7 @@
 
 #include "module/module.h"
 #include "os/futex.h"
+#include "os/text.h"
 #include "os/thread.h"
 #include "sync/cores.h"
 
@@ -41,13 +41,7 @@ static uint64_t pid_namespace(void) {
 static bool status_says_dumping(uint32_t tid) {
     char path[32], text[4096];
     snprintf(path, sizeof path, "/proc/%u/status", tid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return false;
-    ssize_t n = read(fd, text, sizeof text - 1);
-    close(fd);
-    if (n <= 0) return false;
-    text[n] = 0;
-    return strstr(text, "\nCoreDumping:\t1") != NULL;
+    return read_text(path, text, sizeof text) && strstr(text, "\nCoreDumping:\t1") != NULL;
 }
 
 #define LOOK_NS 20000000 /* of all ranks together, at one owner: a read takes about 20 us, and 100 ms are promised */

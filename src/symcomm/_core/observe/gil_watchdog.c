@@ -3,7 +3,6 @@
  * A Python thread "beats" now and then, which needs the lock. A thread here, which never takes it, looks at the time of
  * the last beat. If that is too long ago it writes one sentence to a descriptor and into memory that peers can read. */
 #include <errno.h>
-#include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -13,6 +12,7 @@
 
 #include "module/module.h"
 #include "os/futex.h"
+#include "os/text.h"
 #include "os/thread.h"
 
 enum { THREADS = 64, NAME = 28, LABEL = 160, NOTE = 1024 };
@@ -70,12 +70,7 @@ static const char *name_of_call(long number) {
 static long doing_of(int32_t tid) {
     char path[64], text[64];
     snprintf(path, sizeof path, "/proc/self/task/%d/syscall", tid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return -2;
-    ssize_t n = read(fd, text, sizeof text - 1);
-    close(fd);
-    if (n <= 0) return -2;
-    text[n] = 0;
+    if (!read_text(path, text, sizeof text)) return -2;
     return strncmp(text, "running", 7) == 0 ? -1 : strtol(text, NULL, 10);
 }
 

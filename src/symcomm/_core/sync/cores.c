@@ -4,14 +4,13 @@
  * it, and whoever wonders looks at what all have said. */
 #include "sync/cores.h"
 
-#include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
-#include <unistd.h>
 
 #include "memory/life.h"
 #include "module/module.h"
+#include "os/text.h"
 
 #define WORDS (MOST_CORES / 64)
 
@@ -60,15 +59,6 @@ struct quota { /* of one control group; files are named once, and read again and
 static struct quota *quotas;
 static int n_quotas;
 static long throttled; /* how often the tightest one had been used up when we last looked */
-
-static bool read_text(const char *path, char *text, size_t size) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return false;
-    ssize_t n = read(fd, text, size - 1);
-    close(fd);
-    text[n > 0 ? n : 0] = 0;
-    return n > 0;
-}
 
 /* Thousandths of a core; 0: no limit. */
 static uint64_t granted(const struct quota *q) {
