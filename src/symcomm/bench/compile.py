@@ -7,7 +7,7 @@ communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from symcomm.bench import steps
 from symcomm.bench import table as bench_table
 from symcomm.bench.compile_worker import GRAPHS
 from symcomm.bench.pictures import Panel
-from symcomm.bench.run import open_sides
+from symcomm.bench.run import Seen, Tick, open_sides, quiet
 
 __all__ = ["SIDES", "Measurement", "Workload", "as_table", "note", "picture", "run_compile_bench", "to_json"]
 
@@ -54,11 +54,7 @@ class Measurement(steps.Measurement):
     calls: int = 0
 
 
-def run_compile_bench(
-    workload: Workload,
-    tick: Callable[[str], None] = lambda what: None,
-    seen: Callable[[list[Measurement]], None] = lambda found: None,
-) -> list[Measurement]:
+def run_compile_bench(workload: Workload, tick: Tick = quiet, seen: Seen = quiet) -> list[Measurement]:
     """Measure every graph on every side; ``tick`` is told after every turn, ``seen`` what is known after a graph."""
     found: list[Measurement] = []
     with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:

@@ -7,7 +7,7 @@ is its communication. Every model has fresh processes, so that its memory is its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from symcomm.bench import steps
 from symcomm.bench import table as bench_table
 from symcomm.bench.ddp_worker import MODELS
 from symcomm.bench.pictures import Panel
-from symcomm.bench.run import Side, open_sides
+from symcomm.bench.run import Seen, Side, Tick, open_sides, quiet
 
 __all__ = [
     "SIDES",
@@ -66,11 +66,7 @@ class Measurement(steps.Measurement):
     share: int = 0  # bytes above, at the end: what ranks have in common is divided among them
 
 
-def run_ddp_bench(
-    workload: Workload,
-    tick: Callable[[str], None] = lambda what: None,
-    seen: Callable[[list[Measurement]], None] = lambda found: None,
-) -> list[Measurement]:
+def run_ddp_bench(workload: Workload, tick: Tick = quiet, seen: Seen = quiet) -> list[Measurement]:
     """Measure every model on every side; ``tick`` is told after every turn, ``seen`` what is known after a model."""
     found: list[Measurement] = []
     for model in workload.models:
@@ -79,7 +75,7 @@ def run_ddp_bench(
     return found
 
 
-def _measure(workload: Workload, model: str, tick: Callable[[str], None]) -> list[Measurement]:
+def _measure(workload: Workload, model: str, tick: Tick) -> list[Measurement]:
     what = f"training {model}"
     with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:
         found = _check(sides, model, workload, what)

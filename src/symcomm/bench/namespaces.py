@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 
 from symcomm import errors
 from symcomm.bench.relay import TUN
+from symcomm.bench.run import Tick
 
 __all__ = ["Network", "SlowNetwork", "carried", "why_no_namespaces", "why_no_slow_network"]
 
@@ -146,7 +147,7 @@ class _Hosts(abc.ABC):
         return process
 
     def run_ranks(
-        self, ranks: int, module: str, workload: Any, seconds: float, tick: Callable[[str], None],
+        self, ranks: int, module: str, workload: Any, seconds: float, tick: Tick,
         kind: Callable[..., Figures], seen: Callable[[list[Figures]], None],
     ) -> list[Figures]:  # fmt: skip
         """Run ``module`` as ``ranks`` ranks on each host, told the plan as JSON; returns what they found. Of the lines

@@ -7,7 +7,7 @@ steps: the same first parameters, the same texts, until the loss on the same tex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from symcomm import errors
 from symcomm.bench import table as bench_table
 from symcomm.bench.namespaces import SlowNetwork, why_no_slow_network
 from symcomm.bench.pictures import Curves, Panel
+from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.bench.sites_worker import METHODS
 
 __all__ = ["QUICK", "Measurement", "Workload", "as_table", "note", "picture", "run_sites_bench", "to_json"]
@@ -72,11 +73,7 @@ class Measurement:
         return self.curve[-1][2]
 
 
-def run_sites_bench(
-    workload: Workload,
-    tick: Callable[[str], None] = lambda what: None,
-    seen: Callable[[list[Measurement]], None] = lambda found: None,
-) -> list[Measurement]:
+def run_sites_bench(workload: Workload, tick: Tick = quiet, seen: Seen = quiet) -> list[Measurement]:
     """Train with every method; ``tick`` is told at every check of the loss, ``seen`` what is known after
     every method."""
     if reason := why_no_slow_network():

@@ -6,12 +6,12 @@ One side, "alone", does not communicate: it is the floor. What a step takes abov
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from symcomm.bench.pictures import Bars, Panel
-from symcomm.bench.run import Side
+from symcomm.bench.run import Side, Tick
 
 __all__ = ["Measurement", "as_json", "communication", "picture", "take_turns"]
 
@@ -33,7 +33,7 @@ class Measurement:
 
 def take_turns(
     sides: Mapping[str, Side], found: Sequence[Measurement], workload: Any, what: str, names: Mapping[str, str],
-    tick: Callable[[str], None],
+    tick: Tick,
 ) -> None:  # fmt: skip
     """``tick`` is told of every turn."""
     for number in range(workload.rounds):

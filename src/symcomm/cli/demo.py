@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -188,18 +189,13 @@ def _survivors_error(spawn: Any) -> str:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        try:
+        with contextlib.suppress(SymcommError):
             spawn(_write_error, RANKS, (folder,), deadline=120)
-        except SymcommError:
-            pass
-        with open(os.path.join(folder, "0")) as file:
-            return file.read()
+        return Path(folder, "0").read_text()
 
 
 def _write_error(group: Any, folder: str) -> None:
-    words = die_in_the_middle(group)
-    with open(os.path.join(folder, str(group.rank)), "w") as file:
-        file.write(words)
+    Path(folder, str(group.rank)).write_text(die_in_the_middle(group))
 
 
 def show_writing() -> None:

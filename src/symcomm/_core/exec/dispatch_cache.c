@@ -176,7 +176,6 @@ static inline __attribute__((always_inline)) int64_t run_cached_plan(struct grou
     return status;
 }
 
-/* run_cached(group, call, detail, input, output, timeout_ns) -> 0, a failure's status, or -1: take the long way */
 static PyObject *run_cached(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
     struct group *g = n_args == 6 ? to_group(args[0]) : NULL;
     if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "run_cached takes 6 arguments");

@@ -46,7 +46,6 @@ static bool read_call(struct call *c, PyObject *const *args) {
     return c->buffers.n_in >= 0 && c->buffers.n_out >= 0 && !PyErr_Occurred();
 }
 
-/* run(group, plan, inputs, outputs, timeout_ns, site) -> status */
 static PyObject *run(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
     struct call c;
     if (expect_arguments(n_args, 6, "run") < 0 || !read_call(&c, args)) return NULL;
@@ -71,7 +70,6 @@ static void call_back(struct request *r) {
 
 static void drop_request(PyObject *capsule) { async_release(PyCapsule_GetPointer(capsule, REQUEST)); }
 
-/* submit(group, plan, inputs, outputs, timeout_ns, site, callback or None) -> request */
 static PyObject *submit(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
     struct call c;
     if (expect_arguments(n_args, 7, "submit") < 0 || !read_call(&c, args)) return NULL;
@@ -104,7 +102,6 @@ static PyObject *request_wait(PyObject *Py_UNUSED(self), PyObject *args) {
     return done ? PyLong_FromLongLong(r->status) : Py_NewRef(Py_None);
 }
 
-/* request_number(request) -> which operation of its group it is */
 static PyObject *request_number(PyObject *Py_UNUSED(self), PyObject *capsule) {
     struct request *r = PyCapsule_GetPointer(capsule, REQUEST);
     return r ? PyLong_FromUnsignedLongLong(r->number) : NULL;

@@ -39,7 +39,6 @@ int gil_check_signals(void) {
     return raised;
 }
 
-/* ticks_to_ns(ticks) -> nanoseconds since the epoch of CLOCK_MONOTONIC */
 static PyObject *ticks_to_ns(PyObject *Py_UNUSED(self), PyObject *arg) {
     uint64_t ticks = PyLong_AsUnsignedLongLong(arg);
     return PyErr_Occurred() ? NULL : PyLong_FromLongLong(symcomm_ticks_to_ns(ticks));

@@ -50,7 +50,6 @@ static PyObject *as_dict(const struct ways *w) {
                          n[0][0] + n[1][0], "queued", n[0][1] + n[1][1]);
 }
 
-/* group_ways(group) -> how many calls of each kind took which way */
 static PyObject *group_ways(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct group *g = to_group(arg);
     if (g == NULL) return NULL;

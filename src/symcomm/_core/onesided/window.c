@@ -33,7 +33,6 @@ static void drop_window(PyObject *capsule) {
     PyMem_Free(PyCapsule_GetPointer(capsule, WINDOW));
 }
 
-/* make_window(group, ((address, count, dtype, words), ...), words_bytes) */
 static PyObject *make_window(PyObject *Py_UNUSED(self), PyObject *args) {
     PyObject *segments;
     struct group *g;
@@ -154,7 +153,6 @@ static PyObject *window_write(PyObject *Py_UNUSED(self), PyObject *args) {
     return PyLong_FromLong(status);
 }
 
-/* window_signal(window, peer) -> status; None: nothing was sent, Python has to look. */
 static PyObject *window_signal(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n) {
     struct window *w = n == 2 ? PyCapsule_GetPointer(args[0], WINDOW) : NULL;
     if (w == NULL) return n == 2 ? NULL : PyErr_Format(PyExc_TypeError, "window_signal takes 2 arguments");

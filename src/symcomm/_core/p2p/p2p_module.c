@@ -19,7 +19,6 @@ static void drop_op(PyObject *capsule) {
     Py_DECREF(group);
 }
 
-/* p2p_post(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op */
 static PyObject *py_post(PyObject *Py_UNUSED(self), PyObject *args) {
     struct group *g;
     int is_send, peer, background;

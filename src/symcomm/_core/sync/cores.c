@@ -170,7 +170,6 @@ static void free_quotas(struct quota *list, int n) {
     free(list);
 }
 
-/* watch_quotas(((limit, period or None, stat, inode), ...)): the control groups of this process, by their files */
 static PyObject *watch_quotas(PyObject *Py_UNUSED(self), PyObject *tuple) {
     Py_ssize_t n = PyTuple_Size(tuple);
     if (n < 0) return NULL;

@@ -193,14 +193,12 @@ static PyObject *use_tensors(PyObject *Py_UNUSED(self), PyObject *args) {
     Py_RETURN_TRUE;
 }
 
-/* view_tensor(tensor) -> (address, count, dtype), or None */
 static PyObject *view_tensor(PyObject *Py_UNUSED(self), PyObject *tensor) {
     struct tensor_view v;
     if (!tensor_view(tensor, &v)) Py_RETURN_NONE;
     return Py_BuildValue("KLi", (unsigned long long)(uintptr_t)v.address, (long long)v.count, v.dtype);
 }
 
-/* view_gpu_tensor(tensor, device) -> (address, count, dtype), or None */
 static PyObject *view_gpu_tensor(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
     if (n_args != 2) return PyErr_Format(PyExc_TypeError, "view_gpu_tensor takes 2 arguments");
     struct tensor_view v;
@@ -213,7 +211,6 @@ static PyObject *view_gpu_tensor(PyObject *Py_UNUSED(self), PyObject *const *arg
     return Py_BuildValue("KLi", (unsigned long long)(uintptr_t)v.address, (long long)v.count, v.dtype);
 }
 
-/* use_gpu_keys((keys, ...)): of tensors on a GPU that are what their memory holds */
 static PyObject *use_gpu_keys(PyObject *Py_UNUSED(self), PyObject *keys) {
     if (!PyTuple_Check(keys)) return PyErr_Format(PyExc_TypeError, "use_gpu_keys takes a tuple");
     return read_keys(keys, layout.plain_on_gpu) < 0 ? NULL : Py_NewRef(Py_None);
