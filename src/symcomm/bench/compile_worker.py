@@ -1,12 +1,9 @@
 """One rank of one side of `symcomm bench compile`: a compiled graph, run step by step when the controller asks for it.
 
-=========  ======================================================================================================
 order      answer
-=========  ======================================================================================================
 prepare    {"bytes": that one step communicates, "calls": collectives in it}; compiles the graph
 check      {"apart": how far the result is from that of one process, in units of its size}
 time       {"seconds": [one step, ...]}
-=========  ======================================================================================================
 
 Sides: "alone" leaves the collectives out; "gloo" and "eager" compile them as torch does, on that backend and on ours;
 "symcomm" compiles them our way, on our backend.

@@ -1,13 +1,10 @@
 """One rank of one side of `symcomm bench ddp`: a model, trained step by step when the controller asks for it.
 
-=========  ======================================================================================================
 order      answer
-=========  ======================================================================================================
 prepare    {"parameters": how many numbers the model has}
 check      {"losses": of the first steps, "gradients": samples, by parameter, "parameters": a checksum}
 time       {"seconds": [one step, ...]}
 memory     {"peak": bytes it had at most, "share": bytes it has, where memory of k processes counts 1/k in each}
-=========  ======================================================================================================
 
 Sides: "alone" does not communicate at all; "gloo" and "symcomm" are torch's DistributedDataParallel on that backend;
 "ours" is symcomm.ddp's on the symcomm backend.
@@ -210,9 +207,6 @@ def reset_peak() -> int:
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # else: the process's whole life
         file.write("5")
     return memory("VmRSS:")
-
-
-# --- orders ------------------------------------------------------------------------------------------------------
 
 
 class Orders:

@@ -1,12 +1,9 @@
 """One rank of one side of `symcomm bench groups`, which makes and drops groups when the controller asks for it.
 
-=========  ======================================================================================================
 order      answer
-=========  ======================================================================================================
 time       {"make": [seconds of one new_group, ...], "drop": [seconds of its end, ...]}
 hold       {"bytes": what a group takes that is made and not used}
 leave      {"bytes": what is left of a group after it is gone}
-=========  ======================================================================================================
 
 Sides: "gloo" and "symcomm" through torch.distributed, on a TCPStore that rank 0 serves; "ours" through our own API.
 """

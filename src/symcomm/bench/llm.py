@@ -71,10 +71,8 @@ class Workload:
 
     @property
     def config(self) -> dict[str, int]:
-        vocabulary, length = 8 * self.width, self.prompt + self.tokens
-        return {"layers": self.layers, "width": self.width, "vocabulary": vocabulary, "length": length} | {
-            "batch": self.batch
-        }
+        facts = {name: getattr(self, name) for name in ("layers", "width", "batch")}
+        return facts | {"vocabulary": 8 * self.width, "length": self.prompt + self.tokens}
 
     @property
     def sections(self) -> list[Section]:

@@ -1,13 +1,10 @@
 """One rank of one side of `symcomm bench llm`: its part of a model, which writes tokens when the controller asks.
 
-=========  ======================================================================================================
 order      answer
-=========  ======================================================================================================
 start      {}, or {"unsupported": why this side cannot run here}; the ranks meet
 prepare    {}; makes this rank's part of the model, compiles it if it is asked to, and writes once
 check      {"tokens": what it writes}
 time       {"prefill": [seconds], "decode": [seconds of each token], "reducing": [how many of those in all_reduce]}
-=========  ======================================================================================================
 
 Sides: "one" is one process with the whole model; "gloo" and "symcomm" call `dist.all_reduce`, "direct" calls the
 Symcomm group behind torch's, "deepspeed" DeepSpeed's `inference_all_reduce`.

@@ -1,11 +1,8 @@
 """One rank of `symcomm bench torch`: small calls of torch.distributed, on a group for each way that a call can go.
 
-=========  ======================================================================================================
 order      answer
-=========  ======================================================================================================
 prepare    {"torch": its version, "ways": those that this torch has}
 time       {"seconds": of one call, "long": calls that took the long way through Python}
-=========  ======================================================================================================
 """
 
 from __future__ import annotations

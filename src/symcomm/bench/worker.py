@@ -3,16 +3,13 @@
 It imports nothing of Symcomm unless it plays Symcomm. Orders come as JSON lines over a Unix socket, so a rank that has
 nothing to do sleeps in the kernel and takes no core from the side that is being measured.
 
-==========  =================================================================================
 order       answer
-==========  =================================================================================
 prepare     {} once the tensors exist and the call was made once; or {"unsupported": reason}
 check       {"wrong": elements of this rank's result that are not what they must be}
 time        {"ns": [mean time of one call, for each repetition], "long": calls of ours that Python had to plan,
             "calls": all of ours}
 sample      {"median", "p99", "total"}: nanoseconds of one call, and of all of them
 drop        {} once the tensors are gone
-==========  =================================================================================
 """
 
 from __future__ import annotations

@@ -11,14 +11,10 @@ The input may be the rank's own piece of the output: that copy is then onto itse
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, finish, fixed, later, pipeline, ring, stage, stream
+from symcomm.collectives.limits import Limits
 from symcomm.collectives.nodes import NODE_SLOTS, Grid, lane_bytes, wait_for
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Need, Plan, Signal, Space, Step
-
-if TYPE_CHECKING:
-    from symcomm.collectives.select import Limits
 
 IN, OUT, STAGE, PEER_IN, PEER_OUT = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN, Space.PEER_OUT
 

@@ -10,14 +10,10 @@ a part of the output is written only after the chunk it lies in was staged. ``re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from symcomm.collectives.chunks import Simple, Sizes, copy, finish, fixed, later, pipeline, ring, shard, stage, stream
+from symcomm.collectives.limits import Limits
 from symcomm.collectives.nodes import chunk_in
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Reduce, Signal, Space, Step, Wait
-
-if TYPE_CHECKING:
-    from symcomm.collectives.select import Limits
 
 IN, OUT, STAGE, PEER_IN, PEER_OUT = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN, Space.PEER_OUT
 TWO_SHOT_SLOTS = 2

@@ -15,14 +15,10 @@ With W ranks on two nodes a two-shot all_reduce moves W times the tensor between
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from symcomm.collectives.chunks import LINE, Simple, Sizes, copy, finish, fixed, later, pipeline, shard, up
+from symcomm.collectives.chunks import Simple, Sizes, copy, finish, fixed, later, pipeline, shard, up
+from symcomm.collectives.limits import LINE, Limits
 from symcomm.collectives.nodes import NODE_SLOTS, Grid, chunk_in, wait_for
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Need, Plan, Reduce, Signal, Space, Step, Wait
-
-if TYPE_CHECKING:
-    from symcomm.collectives.select import Limits
 
 __all__ = ["by_node", "direct_by_node"]
 

@@ -13,14 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from symcomm.collectives.chunks import LINE, too_small, up
+from symcomm.collectives.chunks import too_small, up
+from symcomm.collectives.limits import LINE, Limits
 from symcomm.collectives.plan import FIRST_SIGNAL, Wait
 from symcomm.types import DType, RedOpType
-
-if TYPE_CHECKING:
-    from symcomm.collectives.select import Limits
 
 __all__ = ["NODE_SLOTS", "Grid", "can_go_on", "chunk_in", "grid_of", "lane_bytes", "wait_for"]
 

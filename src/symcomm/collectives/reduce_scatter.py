@@ -12,14 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, finish, fixed, later, pipeline, ring, stage, stream
+from symcomm.collectives.limits import Limits
 from symcomm.collectives.nodes import NODE_SLOTS, Grid, lane_bytes, wait_for
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Reduce, Signal, Space, Step
-
-if TYPE_CHECKING:
-    from symcomm.collectives.select import Limits
 
 IN, OUT, STAGE, PEER_IN = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN
 
