@@ -14,11 +14,6 @@ TARGET_BEGIN("arch=armv8.2-a+fp16")
 #include "reduce/half_kernels.h"
 TARGET_END
 
-static const struct reduce_type halves_types[DT_COUNT] = {
-    [DT_FLOAT16] = FLOAT16_TYPE,
-    [DT_BFLOAT16] = BFLOAT16_TYPE,
-};
-
 const struct reduce_type *symcomm_kernels_fp16(void) { return supported() ? halves_types : NULL; }
 #elif defined(__aarch64__)
 const struct reduce_type *symcomm_kernels_fp16(void) { return NULL; }

@@ -92,4 +92,9 @@ TWO_NATIVE(mean)
       [RED_MIN] = {native_min, 1}, [RED_MAX] = {native_max, 1}, [RED_PREMUL_SUM] = {float16_premul_sum, 1},  \
       [RED_MEAN] = {float16_two_mean, 1}}}
 /* clang-format on */
+
+static const struct reduce_type halves_types[DT_COUNT] = {
+    [DT_FLOAT16] = FLOAT16_TYPE,
+    [DT_BFLOAT16] = BFLOAT16_TYPE,
+};
 #endif
