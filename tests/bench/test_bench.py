@@ -279,6 +279,14 @@ def test_against_gloo_with_plot_and_markdown(tmp_path: Path):
     assert "<svg" in drawn and all(f"<!-- {words} -->" in drawn for words in ("8 B", "1 KiB", "16 KiB", "gloo"))
 
 
+def test_what_an_mpi_starts_is_a_file_that_stands_alone():
+    """Its Python does not have our package."""
+    start = bench_peers.start_of("mpich", 2, "address", "store", False, "symcomm.bench.worker")
+    [file] = [word for word in start.commands[0] if word.endswith(".py")]
+    told = [sys.executable, "-I", "-S", "-c", f"import runpy; runpy.run_path({file!r})"]
+    subprocess.run(told, check=True, timeout=60)
+
+
 @pytest.mark.parametrize("mpi", sorted(bench_peers.MPIS))
 def test_against_mpi(tmp_path: Path, mpi: str):
     if not (bench_peers.peers_dir() / mpi / "bin" / bench_peers.MPIS[mpi]).exists():
@@ -375,7 +383,7 @@ def test_every_benchmark_has_a_picture():
     [steps, above] = bench_ddp.picture(fake_measurements(bench_ddp.Workload()), bench_ddp.Workload(), best=True)
     assert steps.groups["linear"]["no DDP"] == 50.0 and above.groups["linear"]["symcomm DDP"] == pytest.approx(4.0)
     workload = bench_compile.Workload()
-    found = [bench_compile.Measurement("mlp", side, 8, 4, 0.0, [s]) for side, s in (("alone", 1e-3), ("gloo", 3e-3))]
+    found = [bench_compile.Measurement("mlp", side, 0.0, [s], 8, 4) for side, s in (("alone", 1e-3), ("gloo", 3e-3))]
     [steps, above] = bench_compile.picture(found, workload)
     assert steps.groups["mlp"]["gloo"] == pytest.approx(3000) and above.groups["mlp"] == {"gloo": pytest.approx(2000)}
 
@@ -389,7 +397,7 @@ def test_ddp_on_every_side():
     ticks: list[str] = []
     workload = bench_ddp.Workload(ranks=3, rounds=2, steps=1, models=("conv",), scale=16)
     found = bench_ddp.run_ddp_bench(workload, ticks.append)
-    assert [(f.model, f.side) for f in found] == [("conv", side) for side in bench_ddp.SIDES]
+    assert [(f.program, f.side) for f in found] == [("conv", side) for side in bench_ddp.SIDES]
     assert len(ticks) == workload.turns == sum(len(f.turns) for f in found)
     assert all(min(f.turns) > 0 and 0 <= f.error < bench_ddp.TOLERANCE and f.peak >= 0 for f in found)
     convolutions, norms, heads = 9 * (3 * 2 + 2 * 4 + 4 * 8), 2 * (2 + 4 + 8), (128 + 1) * 16 + (16 + 1) * 10
@@ -404,7 +412,7 @@ def fake_measurements(workload: bench_ddp.Workload) -> list[bench_ddp.Measuremen
         "symcomm": [0.068] * 3,
         "ours": [0.054, 0.167, 0.062],
     }
-    return [bench_ddp.Measurement("linear", name, 12_600_000, 1e-7, 100 << 20, 50 << 20, turns[name]) for name in turns]
+    return [bench_ddp.Measurement("linear", name, 1e-7, turns[name], 12_600_000, 100 << 20, 50 << 20) for name in turns]
 
 
 def test_ddp_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -472,7 +480,7 @@ def test_compile_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     def stand_in(workload: bench_compile.Workload, *_: object) -> list[bench_compile.Measurement]:
         asked.append(workload)
-        return [bench_compile.Measurement("mlp", side, 1 << 20, 4, 1e-7, [s] * 3) for side, s in turns.items()]
+        return [bench_compile.Measurement("mlp", side, 1e-7, [s] * 3, 1 << 20, 4) for side, s in turns.items()]
 
     monkeypatch.setattr(bench_compile, "run_compile_bench", stand_in)
     path = tmp_path / "compile.json"

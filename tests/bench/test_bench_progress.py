@@ -22,12 +22,12 @@ def test_rows_come_as_they_are_measured(monkeypatch: pytest.MonkeyPatch, capsys:
 
     def stand_in(workload: bench_ddp.Workload, tick: object, seen: Callable[[list], None]) -> list:
         found = [
-            bench_ddp.Measurement(model, side, 1000, 0.0, turns=[0.1 * n for n in (1, 2, 3)])
+            bench_ddp.Measurement(model, side, 0.0, parameters=1000, turns=[0.1 * n for n in (1, 2, 3)])
             for model in workload.models
             for side in bench_ddp.SIDES
         ]
         for model in workload.models:
-            seen([f for f in found if workload.models.index(f.model) <= workload.models.index(model)])
+            seen([f for f in found if workload.models.index(f.program) <= workload.models.index(model)])
             shown.append(capsys.readouterr().out)
         return found
 

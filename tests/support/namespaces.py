@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,15 +11,29 @@ import pytest
 
 from symcomm.bench.namespaces import Network, why_no_namespaces
 
-__all__ = ["network"]
+__all__ = ["FaultyNetwork", "network"]
 
 _why_not = functools.cache(why_no_namespaces)
 
 
+class FaultyNetwork(Network):
+    def set_link(self, host: int, up: bool) -> None:
+        """Pull a host's cable, or put it back."""
+        self._at_switch("ip", "link", "set", f"port{host}", "up" if up else "down")
+
+    def deafen(self, host: int) -> None:
+        """From now on nothing reaches a host any more; what it sends still arrives."""
+        limit = ("tbf", "rate", "8bit", "burst", "1", "limit", "1")
+        self._at_switch("tc", "qdisc", "replace", "dev", f"port{host}", "root", *limit)
+
+    def _at_switch(self, tool: str, *words: str) -> None:
+        subprocess.run([tool, "-n", self._switch, *words], check=True, capture_output=True, timeout=20)
+
+
 @contextmanager
-def network(hosts: int, mbits: int = 0) -> Iterator[Network]:
+def network(hosts: int, mbits: int = 0) -> Iterator[FaultyNetwork]:
     """The network; whatever happens, it is gone afterwards, and so is every process that was started on it."""
     if reason := _why_not():
         pytest.skip(f"several hosts: {reason}")
-    with Network(hosts, mbits) as made:
+    with FaultyNetwork(hosts, mbits) as made:
         yield made

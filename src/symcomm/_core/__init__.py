@@ -1,10 +1,7 @@
 """The C core: what must not wait for the interpreter.
 
-==========  ============================================================================================================
-folder      what it holds
-==========  ============================================================================================================
 module/     the Python module, a list of parts that each add their functions; arguments; the interpreter lock
-os/         clocks, futexes, threads
+os/         clocks, futexes, threads, small files
 memory/     shared mappings and bytes, the word by which the kernel tells that a rank died, pages taken back from a
             stopped peer, copies with non-temporal stores
 sync/       published progress, waits with deadlines, sleep and wake; what a wait does before it sleeps, and whether
@@ -20,7 +17,6 @@ torch/      torch's tensors and options objects, read without Python; many small
 cuda/       what a collective asks of a CUDA stream, in one call
 store/      the TCPStore: server (event loop, protocol, table, token) and client
 observe/    the flight recorder, reports about a group, and the watchdog of the interpreter lock
-==========  ============================================================================================================
 
 C files include each other by their path from here.
 """

@@ -7,16 +7,16 @@ communication.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from symcomm import errors
+from symcomm.bench import steps
 from symcomm.bench import table as bench_table
 from symcomm.bench.compile_worker import GRAPHS
-from symcomm.bench.pictures import Bars, Panel
-from symcomm.bench.run import open_sides
+from symcomm.bench.pictures import Panel
+from symcomm.bench.run import Seen, Tick, open_sides, quiet
 
 __all__ = ["SIDES", "Measurement", "Workload", "as_table", "note", "picture", "run_compile_bench", "to_json"]
 
@@ -47,35 +47,20 @@ class Workload:
 
 
 @dataclass
-class Measurement:
-    """One graph on one side. ``turns`` are seconds of a step: the slowest rank's median, once for every turn."""
+class Measurement(steps.Measurement):
+    """One graph on one side."""
 
-    graph: str
-    side: str
-    nbytes: int
-    calls: int
-    error: float
-    turns: list[float] = field(default_factory=list)
-
-    def seconds(self, best: bool = False) -> float:
-        return min(self.turns) if best else statistics.median(self.turns)
+    nbytes: int = 0
+    calls: int = 0
 
 
-def run_compile_bench(
-    workload: Workload,
-    tick: Callable[[str], None] = lambda what: None,
-    seen: Callable[[list[Measurement]], None] = lambda found: None,
-) -> list[Measurement]:
+def run_compile_bench(workload: Workload, tick: Tick = quiet, seen: Seen = quiet) -> list[Measurement]:
     """Measure every graph on every side; ``tick`` is told after every turn, ``seen`` what is known after a graph."""
     found: list[Measurement] = []
     with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:
         for graph in workload.graphs:
             here = [_prepare(sides[name], name, graph, workload) for name in SIDES]
-            for number in range(workload.rounds):
-                for figures in here[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
-                    answers = sides[figures.side].ask(f"running {graph}", {"do": "time", "steps": workload.steps})
-                    figures.turns.append(max(statistics.median(answer["seconds"]) for answer in answers))
-                    tick(f"{graph}, {SIDES[figures.side]}")
+            steps.take_turns(sides, here, workload, f"running {graph}", SIDES, tick)
             found += here
             seen(found)
     return found
@@ -93,48 +78,28 @@ def _prepare(side: Any, name: str, graph: str, workload: Workload) -> Measuremen
                 f"symcomm bench: {graph} on {SIDES[name]} does not give what one process gives ({error:.2g} of its "
                 f"size apart, at most {TOLERANCE:g} is rounding); nothing was timed."
             )
-    return Measurement(graph, name, prepared[0]["bytes"], prepared[0]["calls"], error)
-
-
-def communication(found: Sequence[Measurement], best: bool) -> dict[tuple[str, str], float]:
-    """(graph, side) -> seconds of a step above the floor: the median of what it was in each round."""
-    floors = {f.graph: f for f in found if f.side == "alone"}
-    above = {}
-    for figures in found:
-        floor = floors[figures.graph]
-        if figures is not floor:
-            differences = [turn - low for turn, low in zip(figures.turns, floor.turns, strict=True)]
-            fastest = figures.seconds(best) - floor.seconds(best)
-            above[figures.graph, figures.side] = fastest if best else statistics.median(differences)
-    return above
+    return Measurement(graph, name, error, nbytes=prepared[0]["bytes"], calls=prepared[0]["calls"])
 
 
 def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
     head = ["graph", "collectives", "KiB", "side", "us/step", "communication (us)", "gloo / this", "torch's / this"]
-    above = communication(found, best)
+    above = steps.communication(found, best)
     rows = []
     for figures in found:
-        mine = above.get((figures.graph, figures.side))
-        row = [figures.graph, str(figures.calls), f"{figures.nbytes / 1024:.0f}", SIDES[figures.side]]
+        mine = above.get((figures.program, figures.side))
+        row = [figures.program, str(figures.calls), f"{figures.nbytes / 1024:.0f}", SIDES[figures.side]]
         row.append(f"{figures.seconds(best) * 1e6:.0f}")
         if mine is None:
             row += ["-", "-", "-"]
         else:
-            ratios = [above[figures.graph, other] / mine if mine > 0 else None for other in ("gloo", "eager")]
+            ratios = [above[figures.program, other] / mine if mine > 0 else None for other in ("gloo", "eager")]
             row += [f"{mine * 1e6:.0f}", *map(bench_table.times, ratios)]
         rows.append(row)
     return f"compiled graphs, {workload.ranks} ranks", head, rows
 
 
 def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
-    """What a step takes, and what of it is communication."""
-    steps: dict[str, dict[str, float]] = {}
-    above: dict[str, dict[str, float]] = {}
-    for f in found:
-        steps.setdefault(f.graph, {})[SIDES[f.side]] = f.seconds(best) * 1e6
-    for (graph, side), seconds in communication(found, best).items():
-        above.setdefault(graph, {})[SIDES[side]] = seconds * 1e6
-    return [Bars("a step", "microseconds", steps), Bars("of it communication", "microseconds", above)]
+    return steps.picture(found, SIDES, "us", best)
 
 
 def note(found: Sequence[Measurement]) -> str:
@@ -143,16 +108,7 @@ def note(found: Sequence[Measurement]) -> str:
 
 def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
     """Everything measured, in microseconds."""
-    above, fastest = communication(found, best=False), communication(found, best=True)
-    rows = []
-    for f in found:
-        row: dict[str, Any] = {
-            "graph": f.graph, "side": f.side, "bytes": f.nbytes, "collectives": f.calls, "error": f.error,
-            "step_us": f.seconds() * 1e6, "fastest_step_us": f.seconds(best=True) * 1e6,
-            "turns_us": [s * 1e6 for s in f.turns],
-        }  # fmt: skip
-        if f.side != "alone":
-            row["communication_us"] = above[f.graph, f.side] * 1e6
-            row["fastest_communication_us"] = fastest[f.graph, f.side] * 1e6
-        rows.append(row)
+    rows = [
+        {"graph": f.program, "bytes": f.nbytes, "collectives": f.calls, **steps.as_json(f, found, "us")} for f in found
+    ]
     return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}

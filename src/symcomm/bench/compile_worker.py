@@ -1,12 +1,9 @@
 """One rank of one side of `symcomm bench compile`: a compiled graph, run step by step when the controller asks for it.
 
-=========  ======================================================================================================
 order      answer
-=========  ======================================================================================================
 prepare    {"bytes": that one step communicates, "calls": collectives in it}; compiles the graph
 check      {"apart": how far the result is from that of one process, in units of its size}
 time       {"seconds": [one step, ...]}
-=========  ======================================================================================================
 
 Sides: "alone" leaves the collectives out; "gloo" and "eager" compile them as torch does, on that backend and on ours;
 "symcomm" compiles them our way, on our backend.
@@ -14,17 +11,15 @@ Sides: "alone" leaves the collectives out; "gloo" and "eager" compile them as to
 
 from __future__ import annotations
 
-import socket
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
-from symcomm.bench.worker import GROUP_TIMEOUT, answer_orders, die_with
+from symcomm.bench.torch_worker import join, time_steps
+from symcomm.bench.worker import serve
 
-__all__ = ["GRAPHS", "Run", "main", "make_side"]
+__all__ = ["GRAPHS", "Run", "make_side"]
 
 Reduce = Callable[[Any, str], Any]  # (tensor, operation) -> the same on all ranks
 LAYERS, WIDTH, TOKENS, HEADS = 4, 512, 64, 8
@@ -111,29 +106,23 @@ class Side:
     ours: bool = True  # whether graphs are lowered our way
 
 
-def make_side(name: str, rank: int, world: int, store: str) -> Side:
+def make_side(args: SimpleNamespace) -> Side:
     import torch
 
+    rank, world = args.rank, args.world
     torch.set_num_threads(1)
-    if name == "alone":
+    if args.name == "alone":
         return Side(rank, world, lambda tensor, _: tensor, lambda: None)
-    import torch.distributed as dist
     import torch.distributed._functional_collectives as functional
 
-    from symcomm.torch_backend.register import register
-
-    register()
-    dist.init_process_group(
-        "gloo" if name == "gloo" else "symcomm", store=dist.FileStore(store, world), rank=rank, world_size=world,
-        timeout=timedelta(seconds=GROUP_TIMEOUT),
-    )  # fmt: skip
+    dist = join("gloo" if args.name == "gloo" else "symcomm", args)
 
     def reduce(tensor: Any, op: str) -> Any:
-        if op == "avg" and name == "gloo":  # which has no average
+        if op == "avg" and args.name == "gloo":  # which has no average
             return functional.all_reduce(tensor / world, "sum", "0")
         return functional.all_reduce(tensor, op, "0")
 
-    return Side(rank, world, reduce, dist.barrier, name != "eager")
+    return Side(rank, world, reduce, dist.barrier, args.name != "eager")
 
 
 class Run:
@@ -178,38 +167,21 @@ class Run:
             worst = max(worst, float((one - other).abs().max() / other.abs().max()))
         return worst
 
-    def time(self, steps: int) -> list[float]:
-        """Seconds of each step, after one that is not counted."""
-        self.side.barrier()
-        self.step()
-        seconds = []
-        for _ in range(steps):
-            start = time.perf_counter()
-            self.step()
-            seconds.append(time.perf_counter() - start)
-        return seconds
 
+class Orders:
+    def __init__(self, args: SimpleNamespace):
+        self.side, self.rank = make_side(args), args.rank
 
-def main() -> None:
-    address, name, rank, world, store, _ = sys.argv[1:7]
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(address)
-    die_with(connection)
-    side = make_side(name, int(rank), int(world), store)
-    current: list[Run] = []
+    def prepare(self, graph: str, scale: int) -> dict[str, int]:
+        self.run = Run(self.side, graph, scale)
+        return {"bytes": sum(self.run.moved), "calls": len(self.run.moved)}
 
-    def obey(order: dict[str, Any]) -> dict[str, Any]:
-        if order["do"] == "prepare":
-            current[:] = [Run(side, order["graph"], order["scale"])]
-            return {"bytes": sum(current[0].moved), "calls": len(current[0].moved)}
-        if order["do"] == "check":
-            return {"apart": current[0].apart()}
-        if order["do"] == "time":
-            return {"seconds": current[0].time(order["steps"])}
-        raise ValueError(f"unknown order {order['do']!r}")
+    def check(self) -> dict[str, float]:
+        return {"apart": self.run.apart()}
 
-    answer_orders(connection, side.rank, obey)
+    def time(self, steps: int) -> dict[str, list[float]]:
+        return time_steps(self.side.barrier, self.run.step, steps)
 
 
 if __name__ == "__main__":
-    main()
+    serve(Orders)

@@ -7,16 +7,16 @@ is its communication. Every model has fresh processes, so that its memory is its
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from symcomm import errors
+from symcomm.bench import steps
 from symcomm.bench import table as bench_table
 from symcomm.bench.ddp_worker import MODELS
-from symcomm.bench.pictures import Bars, Panel
-from symcomm.bench.run import Side, open_sides
+from symcomm.bench.pictures import Panel
+from symcomm.bench.run import Seen, Side, Tick, open_sides, quiet
 
 __all__ = [
     "SIDES",
@@ -58,26 +58,15 @@ class Workload:
 
 
 @dataclass
-class Measurement:
-    """One model on one side. ``turns`` are seconds of a step: the slowest rank's median, once for every turn."""
+class Measurement(steps.Measurement):
+    """One model on one side. Its error is that of its gradients and losses."""
 
-    model: str
-    side: str
-    parameters: int
-    error: float  # how far its gradients are from those of one process with all batches, in units of their size
+    parameters: int = 0
     peak: int = 0  # bytes above what the process had before the model, of the rank that needs most
     share: int = 0  # bytes above, at the end: what ranks have in common is divided among them
-    turns: list[float] = field(default_factory=list)
-
-    def seconds(self, best: bool = False) -> float:
-        return min(self.turns) if best else statistics.median(self.turns)
 
 
-def run_ddp_bench(
-    workload: Workload,
-    tick: Callable[[str], None] = lambda what: None,
-    seen: Callable[[list[Measurement]], None] = lambda found: None,
-) -> list[Measurement]:
+def run_ddp_bench(workload: Workload, tick: Tick = quiet, seen: Seen = quiet) -> list[Measurement]:
     """Measure every model on every side; ``tick`` is told after every turn, ``seen`` what is known after a model."""
     found: list[Measurement] = []
     for model in workload.models:
@@ -86,15 +75,11 @@ def run_ddp_bench(
     return found
 
 
-def _measure(workload: Workload, model: str, tick: Callable[[str], None]) -> list[Measurement]:
+def _measure(workload: Workload, model: str, tick: Tick) -> list[Measurement]:
     what = f"training {model}"
     with open_sides(list(SIDES), workload.ranks, pinned=False, worker=WORKER) as sides:
         found = _check(sides, model, workload, what)
-        for number in range(workload.rounds):
-            for figures in found[:: -1 if number % 2 else 1]:  # back and forth: a load that grows hits all alike
-                answers = sides[figures.side].ask(what, {"do": "time", "steps": workload.steps})
-                figures.turns.append(max(statistics.median(answer["seconds"]) for answer in answers))
-                tick(f"{model}, {SIDES[figures.side]}")
+        steps.take_turns(sides, found, workload, what, SIDES, tick)
         for figures in found:
             answers = sides[figures.side].ask(what, {"do": "memory"})
             figures.peak = max(answer["peak"] for answer in answers)
@@ -119,7 +104,7 @@ def _check(sides: dict[str, Side], model: str, workload: Workload, what: str) ->
                 f"(gradients or losses are {error:.2g} of their size apart, at most {TOLERANCE:g} is rounding); "
                 "nothing was timed."
             )
-        found.append(Measurement(model, name, prepared[0]["parameters"], error))
+        found.append(Measurement(model, name, error, parameters=prepared[0]["parameters"]))
     return found
 
 
@@ -144,45 +129,25 @@ def disagreement(reference: list[dict[str, Any]], answers: list[dict[str, Any]])
 # --- words -------------------------------------------------------------------------------------------------------
 
 
-def communication(found: Sequence[Measurement], best: bool) -> dict[tuple[str, str], float]:
-    """(model, side) -> seconds of a step above the floor: the median of what it was in each round."""
-    floors = {f.model: f for f in found if f.side == "alone"}
-    above = {}
-    for figures in found:
-        floor = floors[figures.model]
-        differences = [turn - low for turn, low in zip(figures.turns, floor.turns, strict=True)]
-        if figures is not floor:
-            fastest = figures.seconds(best) - floor.seconds(best)
-            above[figures.model, figures.side] = fastest if best else statistics.median(differences)
-    return above
-
-
 def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:
     head = ["model", "parameters", "side", "ms/step", "communication (ms)", "share", "gloo / this"]
     head += ["peak RSS (MiB)", "PSS (MiB)"]
-    above = communication(found, best)
+    above = steps.communication(found, best)
     rows = []
     for figures in found:
-        seconds, mine = figures.seconds(best), above.get((figures.model, figures.side))
-        row = [figures.model, f"{figures.parameters / 1e6:.2f} M", SIDES[figures.side], f"{seconds * 1e3:.1f}"]
+        seconds, mine = figures.seconds(best), above.get((figures.program, figures.side))
+        row = [figures.program, f"{figures.parameters / 1e6:.2f} M", SIDES[figures.side], f"{seconds * 1e3:.1f}"]
         if mine is None:
             row += ["-", "-", "-"]
         else:
-            ratio = above[figures.model, "gloo"] / mine if mine > 0 else None
+            ratio = above[figures.program, "gloo"] / mine if mine > 0 else None
             row += [f"{mine * 1e3:.1f}", f"{mine / seconds:.0%}", bench_table.times(ratio)]
         rows.append([*row, f"{figures.peak / 2**20:.0f}", f"{figures.share / 2**20:.0f}"])
     return f"data parallel training, {workload.ranks} ranks", head, rows
 
 
 def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
-    """What a step takes, and what of it is communication."""
-    steps: dict[str, dict[str, float]] = {}
-    above: dict[str, dict[str, float]] = {}
-    for f in found:
-        steps.setdefault(f.model, {})[SIDES[f.side]] = f.seconds(best) * 1e3
-    for (model, side), seconds in communication(found, best).items():
-        above.setdefault(model, {})[SIDES[side]] = seconds * 1e3
-    return [Bars("a step", "milliseconds", steps), Bars("of it communication", "milliseconds", above)]
+    return steps.picture(found, SIDES, "ms", best)
 
 
 def note(found: Sequence[Measurement]) -> str:
@@ -191,17 +156,11 @@ def note(found: Sequence[Measurement]) -> str:
 
 def to_json(found: Sequence[Measurement], workload: Workload) -> dict[str, Any]:
     """Everything measured: milliseconds, mebibytes."""
-    above, fastest = communication(found, best=False), communication(found, best=True)
-    rows = []
-    for f in found:
-        row: dict[str, Any] = {
-            "model": f.model, "side": f.side, "parameters": f.parameters, "error": f.error,
-            "step_ms": f.seconds() * 1e3, "fastest_step_ms": f.seconds(best=True) * 1e3,
-            "turns_ms": [s * 1e3 for s in f.turns], "peak_mib": f.peak / 2**20,
-            "pss_mib": f.share / 2**20,
-        }  # fmt: skip
-        if f.side != "alone":
-            row["communication_ms"] = above[f.model, f.side] * 1e3
-            row["fastest_communication_ms"] = fastest[f.model, f.side] * 1e3
-        rows.append(row)
+    rows = [
+        {
+            "model": f.program, "parameters": f.parameters, "peak_mib": f.peak / 2**20, "pss_mib": f.share / 2**20,
+            **steps.as_json(f, found, "ms"),
+        }
+        for f in found
+    ]  # fmt: skip
     return {"machine": bench_table.machine(), "plan": asdict(workload), "rows": rows}

@@ -1,13 +1,10 @@
 """One rank of one side of `symcomm bench ddp`: a model, trained step by step when the controller asks for it.
 
-=========  ======================================================================================================
 order      answer
-=========  ======================================================================================================
 prepare    {"parameters": how many numbers the model has}
 check      {"losses": of the first steps, "gradients": samples, by parameter, "parameters": a checksum}
 time       {"seconds": [one step, ...]}
 memory     {"peak": bytes it had at most, "share": bytes it has, where memory of k processes counts 1/k in each}
-=========  ======================================================================================================
 
 Sides: "alone" does not communicate at all; "gloo" and "symcomm" are torch's DistributedDataParallel on that backend;
 "ours" is symcomm.ddp's on the symcomm backend.
@@ -16,22 +13,21 @@ Sides: "alone" does not communicate at all; "gloo" and "symcomm" are torch's Dis
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import math
-import socket
-import sys
-import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 from symcomm.bench.model import SYMBOLS, decoder
-from symcomm.bench.worker import GROUP_TIMEOUT, answer_orders, die_with
+from symcomm.bench.torch_worker import data_parallel, join, time_steps
+from symcomm.bench.worker import serve
 
-__all__ = ["MODELS", "Training", "main", "make_side"]
+__all__ = ["MODELS", "Training", "make_side"]
 
 BATCHES = 4  # prepared ones, used in turns
 CONTEXT = 64  # characters the transformer sees at once
@@ -103,35 +99,14 @@ class Side:
     barrier: Callable[[], Any]
 
 
-def make_side(name: str, rank: int, world: int, store: str) -> Side:
+def make_side(args: SimpleNamespace) -> Side:
     import torch
 
     torch.set_num_threads(1)
-    if name == "alone":
-        return Side(rank, world, False, lambda module: module, lambda: None)
-    import torch.distributed as dist
-
-    from symcomm.torch_backend.register import register
-
-    register()
-    dist.init_process_group(
-        "gloo" if name == "gloo" else "symcomm", store=dist.FileStore(store, world), rank=rank, world_size=world,
-        timeout=timedelta(seconds=GROUP_TIMEOUT),
-    )  # fmt: skip
-    return Side(rank, world, True, our_ddp if name == "ours" else torch_ddp, dist.barrier)
-
-
-def torch_ddp(module: Any) -> Any:
-    """With gradients in the buckets, as ours has them: torch's faster way."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    return DistributedDataParallel(module, gradient_as_bucket_view=True)
-
-
-def our_ddp(module: Any) -> Any:
-    from symcomm.ddp import DistributedDataParallel
-
-    return DistributedDataParallel(module)
+    if args.name == "alone":
+        return Side(args.rank, args.world, False, lambda module: module, lambda: None)
+    dist = join("gloo" if args.name == "gloo" else "symcomm", args)
+    return Side(args.rank, args.world, True, functools.partial(data_parallel, args.name == "ours"), dist.barrier)
 
 
 # --- training ----------------------------------------------------------------------------------------------------
@@ -194,18 +169,6 @@ class Training:
             crc = zlib.crc32(parameter.detach().numpy().tobytes(), crc)
         return {"losses": losses, "gradients": [describe(p.grad) for p in self.parameters], "parameters": crc}
 
-    def time(self, steps: int) -> list[float]:
-        """Seconds of each step, after one that is not counted."""
-        gc.collect()
-        self.side.barrier()
-        self.step()
-        seconds = []
-        for _ in range(steps):
-            start = time.perf_counter()
-            self.step()
-            seconds.append(time.perf_counter() - start)
-        return seconds
-
     def memory(self) -> dict[str, int]:
         """What the model and its training need, above what the process had before."""
         return {"peak": memory("VmHWM:") - self.before, "share": memory("Pss:") - self.share_before}
@@ -246,31 +209,25 @@ def reset_peak() -> int:
     return memory("VmRSS:")
 
 
-# --- the loop ----------------------------------------------------------------------------------------------------
+class Orders:
+    """Ranks are never pinned: training jobs are not."""
 
+    def __init__(self, args: SimpleNamespace):
+        self.side, self.rank = make_side(args), args.rank
 
-def main() -> None:
-    address, name, rank, world, store, _ = sys.argv[1:7]  # ranks are never pinned: training jobs are not
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(address)
-    die_with(connection)
-    side = make_side(name, int(rank), int(world), store)
-    current: list[Training] = []
+    def prepare(self, model: str, scale: int) -> dict[str, int]:
+        self.training = Training(self.side, model, scale)
+        return {"parameters": sum(p.numel() for p in self.training.parameters)}
 
-    def obey(order: dict[str, Any]) -> dict[str, Any]:
-        if order["do"] == "prepare":
-            current[:] = [Training(side, order["model"], order["scale"])]
-            return {"parameters": sum(p.numel() for p in current[0].parameters)}
-        if order["do"] == "check":
-            return current[0].check(order["steps"])
-        if order["do"] == "time":
-            return {"seconds": current[0].time(order["steps"])}
-        if order["do"] == "memory":
-            return current[0].memory()
-        raise ValueError(f"unknown order {order['do']!r}")
+    def check(self, steps: int) -> dict[str, Any]:
+        return self.training.check(steps)
 
-    answer_orders(connection, side.rank, obey)
+    def time(self, steps: int) -> dict[str, list[float]]:
+        return time_steps(self.side.barrier, self.training.step, steps)
+
+    def memory(self) -> dict[str, int]:
+        return self.training.memory()
 
 
 if __name__ == "__main__":
-    main()
+    serve(Orders)

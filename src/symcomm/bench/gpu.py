@@ -23,6 +23,7 @@ from typing import Any
 from symcomm import errors
 from symcomm.bench import table as bench_table
 from symcomm.bench.pictures import Curves, Panel
+from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.cuda.devices import need_cuda
 from symcomm.launcher.mps import multi_process_service
 
@@ -64,11 +65,7 @@ class Measurement:
         return pick(self.row), pick(self.single)
 
 
-def run_gpu_bench(
-    workload: Workload,
-    tick: Callable[[str], None] = lambda what: None,
-    seen: Callable[[list[Measurement]], None] = lambda found: None,
-) -> list[Measurement]:
+def run_gpu_bench(workload: Workload, tick: Tick = quiet, seen: Seen = quiet) -> list[Measurement]:
     """Measure both ways to share the GPU; without MPS on this machine, only the one that needs none. ``seen`` is told
     what is known after each."""
     need_cuda("symcomm bench gpu")
@@ -85,9 +82,7 @@ def run_gpu_bench(
         return found
 
 
-def _measure(
-    workload: Workload, sharing: str, environment: Mapping[str, str], tick: Callable[[str], None]
-) -> list[Measurement]:
+def _measure(workload: Workload, sharing: str, environment: Mapping[str, str], tick: Tick) -> list[Measurement]:
     """Run the ranks; the first one writes a line for each turn of each side."""
     found: dict[tuple[int, str], Measurement] = {}
     seconds = START_S + TURN_S * workload.turns

@@ -7,13 +7,13 @@ and ``group.new_group`` and ``destroy`` of our own API.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from symcomm.bench import table as bench_table
 from symcomm.bench.pictures import Bars, Panel
-from symcomm.bench.run import open_sides
+from symcomm.bench.run import Tick, open_sides, quiet
 
 __all__ = ["SIDES", "Measurement", "Workload", "as_table", "note", "picture", "run_groups_bench", "to_json"]
 
@@ -51,7 +51,7 @@ class Measurement:
         return pick(self.made), pick(self.dropped)
 
 
-def run_groups_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
+def run_groups_bench(workload: Workload, tick: Tick = quiet) -> list[Measurement]:
     """Measure every side; ``tick`` is told after every turn."""
     found = [Measurement(side) for side in SIDES]
     what = "making groups"

@@ -1,12 +1,9 @@
 """One rank of one side of `symcomm bench groups`, which makes and drops groups when the controller asks for it.
 
-=========  ======================================================================================================
 order      answer
-=========  ======================================================================================================
 time       {"make": [seconds of one new_group, ...], "drop": [seconds of its end, ...]}
 hold       {"bytes": what a group takes that is made and not used}
 leave      {"bytes": what is left of a group after it is gone}
-=========  ======================================================================================================
 
 Sides: "gloo" and "symcomm" through torch.distributed, on a TCPStore that rank 0 serves; "ours" through our own API.
 """
@@ -15,18 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from symcomm.bench.worker import GROUP_TIMEOUT, answer_orders, die_with
+from symcomm.bench.torch_worker import join
+from symcomm.bench.worker import GROUP_TIMEOUT, serve
 
-__all__ = ["Side", "main", "make_side"]
+__all__ = ["Side", "make_side"]
 
 WARM_UP = 20  # groups that are not counted
 
@@ -35,6 +32,7 @@ WARM_UP = 20  # groups that are not counted
 class Side:
     """How this side makes groups of all ranks, and drops them."""
 
+    rank: int
     make: Callable[[], Any]
     drop: Callable[[Any], None]
     barrier: Callable[[], Any]
@@ -55,7 +53,7 @@ class Side:
         seconds = [self.cycle() for _ in range(WARM_UP + steps)][WARM_UP:]
         return {"make": [made for made, _ in seconds], "drop": [dropped for _, dropped in seconds]}
 
-    def hold(self, groups: int) -> float:
+    def hold(self, groups: int) -> dict[str, float]:
         before = own_bytes()
         held = [self.make() for _ in range(groups)]
         self.barrier()
@@ -63,15 +61,15 @@ class Side:
         for group in held:
             self.drop(group)
         self.barrier()
-        return taken
+        return {"bytes": taken}
 
-    def leave(self, groups: int) -> float:
+    def leave(self, groups: int) -> dict[str, float]:
         for _ in range(WARM_UP):
             self.cycle()
         before = own_bytes()
         for _ in range(groups):
             self.cycle()
-        return (own_bytes() - before) / groups
+        return {"bytes": (own_bytes() - before) / groups}
 
 
 def own_bytes() -> int:
@@ -86,46 +84,27 @@ def own_bytes() -> int:
     return private + shared
 
 
-def make_side(name: str, rank: int, world: int, store: str) -> Side:
-    if name == "ours":
+def make_side(args: SimpleNamespace) -> Side:
+    rank, world = args.rank, args.world
+    if args.name == "ours":
         import symcomm
 
-        group = symcomm.init(store=symcomm.FileStore(store, world), rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
-        return Side(lambda: group.new_group(range(world)), lambda child: child.destroy(), group.barrier)
+        group = symcomm.init(
+            store=symcomm.FileStore(args.store, world), rank=rank, world_size=world, timeout=GROUP_TIMEOUT
+        )
+        return Side(rank, lambda: group.new_group(range(world)), lambda child: child.destroy(), group.barrier)
     import torch.distributed as dist
 
-    from symcomm.torch_backend.register import register
-
-    register()
     lifetime = timedelta(seconds=GROUP_TIMEOUT)
-    address = dist.FileStore(store, world)
+    address = dist.FileStore(args.store, world)
     if rank == 0:
         place = dist.TCPStore("127.0.0.1", 0, world, is_master=True, timeout=lifetime, wait_for_workers=False)
         address.set("port", str(place.port))
     else:
         place = dist.TCPStore("127.0.0.1", int(address.get("port")), world, is_master=False, timeout=lifetime)
-    dist.init_process_group(name, store=place, rank=rank, world_size=world, timeout=lifetime)
-    return Side(dist.new_group, dist.destroy_process_group, dist.barrier)
-
-
-def main() -> None:
-    address, name, rank, world, store, _ = sys.argv[1:7]
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(address)
-    die_with(connection)
-    side = make_side(name, int(rank), int(world), store)
-
-    def obey(order: dict[str, Any]) -> dict[str, Any]:
-        if order["do"] == "time":
-            return side.time(order["steps"])
-        if order["do"] == "hold":
-            return {"bytes": side.hold(order["groups"])}
-        if order["do"] == "leave":
-            return {"bytes": side.leave(order["groups"])}
-        raise ValueError(f"unknown order {order['do']!r}")
-
-    answer_orders(connection, int(rank), obey)
+    join(args.name, args, place)
+    return Side(rank, dist.new_group, dist.destroy_process_group, dist.barrier)
 
 
 if __name__ == "__main__":
-    main()
+    serve(make_side)

@@ -8,7 +8,7 @@ ratio to be expected where the network is what limits; what it did move is read 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from symcomm import errors
 from symcomm.bench import table as bench_table
 from symcomm.bench.namespaces import Network, why_no_namespaces
 from symcomm.bench.pictures import Panel
+from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.hierarchical.topology import fits_eager
 
 __all__ = ["Measurement", "Workload", "as_table", "expected_bytes", "note", "picture", "run_hosts_bench", "to_json"]
@@ -97,23 +98,14 @@ def _our_way(hosts: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def run_hosts_bench(
-    workload: Workload,
-    tick: Callable[[str], None] = lambda what: None,
-    seen: Callable[[list[Measurement]], None] = lambda found: None,
-) -> list[Measurement]:
+def run_hosts_bench(workload: Workload, tick: Tick = quiet, seen: Seen = quiet) -> list[Measurement]:
     """Measure both sides at every size; ``tick`` is told after every turn, ``seen`` what is known after every size."""
     if reason := why_no_namespaces():
         raise errors.ResourceError(f"symcomm bench: hosts needs network namespaces: {reason}.")
-    found: list[Measurement] = []
-
-    def show(rows: list[dict[str, Any]]) -> None:
-        found.extend(Measurement(**row) for row in rows)
-        seen(found)
-
     with Network(workload.hosts, workload.mbits) as network:
-        network.run_ranks(workload.ranks, WORKER, workload, DEADLINE * len(workload.collectives), tick, show)
-    return found
+        return network.run_ranks(
+            workload.ranks, WORKER, workload, DEADLINE * len(workload.collectives), tick, Measurement, seen
+        )
 
 
 def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:

@@ -17,6 +17,7 @@ from typing import Any
 from symcomm._core import native
 from symcomm.bench import table as bench_table
 from symcomm.bench.pictures import Bars, Panel
+from symcomm.bench.run import Tick, quiet
 from symcomm.types import DType, RedOpType
 
 __all__ = ["GOAL", "QUICK", "Workload", "as_table", "note", "picture", "run_kernels_bench", "to_json"]
@@ -115,8 +116,8 @@ def _measure(workload: Workload, buffers: Buffers, dtype: DType | None, op: int)
 
 def run_kernels_bench(
     workload: Workload,
-    seen: Callable[[Row], None] = lambda row: None,
-    tick: Callable[[str], None] = lambda what: None,
+    seen: Callable[[Row], None] = quiet,
+    tick: Tick = quiet,
 ) -> list[Row]:
     """Measure every case at every size; ``seen`` is handed each row when it is complete, ``tick`` is told after it."""
     buffers = {name: Buffers(workload.sources, nbytes) for name, nbytes in workload.sizes.items()}

@@ -11,14 +11,14 @@ import contextlib
 import importlib.util
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
 from symcomm.bench.pictures import Bars, Panel
-from symcomm.bench.run import Side, open_sides
+from symcomm.bench.run import Side, Tick, open_sides, quiet
 
 __all__ = [
     "HEAD",
@@ -71,10 +71,8 @@ class Workload:
 
     @property
     def config(self) -> dict[str, int]:
-        vocabulary, length = 8 * self.width, self.prompt + self.tokens
-        return {"layers": self.layers, "width": self.width, "vocabulary": vocabulary, "length": length} | {
-            "batch": self.batch
-        }
+        facts = {name: getattr(self, name) for name in ("layers", "width", "batch")}
+        return facts | {"vocabulary": 8 * self.width, "length": self.prompt + self.tokens}
 
     @property
     def sections(self) -> list[Section]:
@@ -137,7 +135,7 @@ def _open(section: Section) -> Iterator[dict[str, Side]]:
         yield one | divided
 
 
-def measure(section: Section, workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
+def measure(section: Section, workload: Workload, tick: Tick = quiet) -> list[Measurement]:
     """Every side of a section, in turns; ``tick`` is told after every turn."""
     what = f"{section.mode}, {section.ranks} ranks"
     with _open(section) as sides:

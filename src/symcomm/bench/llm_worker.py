@@ -1,13 +1,10 @@
 """One rank of one side of `symcomm bench llm`: its part of a model, which writes tokens when the controller asks.
 
-=========  ======================================================================================================
 order      answer
-=========  ======================================================================================================
 start      {}, or {"unsupported": why this side cannot run here}; the ranks meet
 prepare    {}; makes this rank's part of the model, compiles it if it is asked to, and writes once
 check      {"tokens": what it writes}
 time       {"prefill": [seconds], "decode": [seconds of each token], "reducing": [how many of those in all_reduce]}
-=========  ======================================================================================================
 
 Sides: "one" is one process with the whole model; "gloo" and "symcomm" call `dist.all_reduce`, "direct" calls the
 Symcomm group behind torch's, "deepspeed" DeepSpeed's `inference_all_reduce`.
@@ -19,36 +16,27 @@ import gc
 import glob
 import importlib
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
-from symcomm.bench.worker import GROUP_TIMEOUT, Unsupported, answer_orders, die_with
+from symcomm.bench.torch_worker import join
+from symcomm.bench.worker import Unsupported, serve
 
-__all__ = ["Run", "main", "make_reduce"]
+__all__ = ["Run", "make_reduce"]
 
 Reduce = Callable[[Any], Any]  # adds up a tensor over all ranks, in place
 
 
-def make_reduce(name: str, rank: int, world: int, store: str) -> Reduce:
-    if name == "one":
+def make_reduce(args: SimpleNamespace) -> Reduce:
+    if args.name == "one":
         return lambda tensor: None
-    import torch.distributed as dist
-
-    from symcomm.torch_backend.register import register
-
-    register()
-    dist.init_process_group(
-        "gloo" if name in ("gloo", "deepspeed") else "symcomm", store=dist.FileStore(store, world), rank=rank,
-        world_size=world, timeout=timedelta(seconds=GROUP_TIMEOUT),
-    )  # fmt: skip
-    if name == "deepspeed":
-        return _deepspeed_reduce(rank, world)
-    group: Any = dist.group.WORLD
-    return group.core.all_reduce if name == "direct" else dist.all_reduce
+    dist = join("gloo" if args.name in ("gloo", "deepspeed") else "symcomm", args)
+    if args.name == "deepspeed":
+        return _deepspeed_reduce(args.rank, args.world)
+    return dist.group.WORLD.core.all_reduce if args.name == "direct" else dist.all_reduce
 
 
 def _deepspeed_reduce(rank: int, world: int) -> Reduce:
@@ -120,33 +108,30 @@ class Run:
         return found, written[1:]
 
 
-def main() -> None:
-    address, name, rank, world, store, _ = sys.argv[1:7]  # not pinned: a rank may have several threads
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(address)
-    die_with(connection)
-    reduce: list[Reduce] = []
-    current: list[Run] = []
-    gc.disable()
+class Orders:
+    """Ranks are not pinned: each may have several threads."""
 
-    def obey(order: dict[str, Any]) -> dict[str, Any]:
-        if order["do"] == "start":
-            try:
-                reduce.append(make_reduce(name, int(rank), int(world), store))
-            except (ImportError, Unsupported) as reason:
-                return {"unsupported": str(reason)}
-            return {}
-        if order["do"] == "prepare":
-            current[:] = [Run(int(rank), int(world), reduce[0], order)]
-            return {}
-        if order["do"] == "check":
-            return {"tokens": [token.tolist() for token in current[0].write()[1]]}
-        if order["do"] == "time":
-            return current[0].write()[0]
-        raise ValueError(f"unknown order {order['do']!r}")
+    def __init__(self, args: SimpleNamespace):
+        self.args, self.rank = args, args.rank
+        gc.disable()
 
-    answer_orders(connection, int(rank), obey)
+    def start(self) -> dict[str, str]:
+        try:
+            self.reduce = make_reduce(self.args)
+        except (ImportError, Unsupported) as reason:
+            return {"unsupported": str(reason)}
+        return {}
+
+    def prepare(self, **order: Any) -> dict[str, Any]:
+        self.run = Run(self.rank, self.args.world, self.reduce, order)
+        return {}
+
+    def check(self) -> dict[str, Any]:
+        return {"tokens": [token.tolist() for token in self.run.write()[1]]}
+
+    def time(self) -> dict[str, list[float]]:
+        return self.run.write()[0]
 
 
 if __name__ == "__main__":
-    main()
+    serve(Orders)

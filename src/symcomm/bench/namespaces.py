@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 
 from symcomm import errors
 from symcomm.bench.relay import TUN
+from symcomm.bench.run import Tick
 
 __all__ = ["Network", "SlowNetwork", "carried", "why_no_namespaces", "why_no_slow_network"]
 
@@ -100,6 +101,7 @@ def _sweep() -> None:
 
 
 Made = TypeVar("Made", bound="_Hosts")
+Figures = TypeVar("Figures")
 
 
 class _Hosts(abc.ABC):
@@ -137,11 +139,6 @@ class _Hosts(abc.ABC):
         self._made.append(name)
         _call("ip", "-n", name, "link", "set", "lo", "up")
 
-    def sent_bytes(self, host: int) -> int:
-        """Bytes that have left a host so far, as its network card counts them."""
-        text = _call("ip", "netns", "exec", self._names[host], "cat", "/sys/class/net/net0/statistics/tx_bytes")
-        return int(text)
-
     def start(self, host: int, words: Sequence[str], env: Mapping[str, str] | None = None, **more: Any) -> Any:
         """Run a command on a host; it is killed when the network is closed."""
         command = ["ip", "netns", "exec", self._names[host], *words]
@@ -150,11 +147,13 @@ class _Hosts(abc.ABC):
         return process
 
     def run_ranks(
-        self, ranks: int, module: str, workload: Any, seconds: float, tick: Callable[[str], None],
-        seen: Callable[[list[dict[str, Any]]], None],
-    ) -> None:  # fmt: skip
-        """Run ``module`` as ``ranks`` ranks on each host, told the plan as JSON. Of the lines that the first one writes
-        ``seen`` gets lists of rows, and ``tick`` all others. Whoever still runs after ``seconds`` is killed."""
+        self, ranks: int, module: str, workload: Any, seconds: float, tick: Tick,
+        kind: Callable[..., Figures], seen: Callable[[list[Figures]], None],
+    ) -> list[Figures]:  # fmt: skip
+        """Run ``module`` as ``ranks`` ranks on each host, told the plan as JSON; returns what they found. Of the lines
+        that the first one writes, lists of rows become figures of that ``kind``, and ``seen`` is told what is known so
+        far; ``tick`` gets all others. Whoever still runs after ``seconds`` is killed."""
+        found: list[Figures] = []
         world = ranks * len(self._names)
         common = {
             "WORLD_SIZE": str(world), "MASTER_ADDR": self.address(0), "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "net0",
@@ -176,7 +175,8 @@ class _Hosts(abc.ABC):
             try:
                 for line in processes[0].stdout:
                     if line.startswith("["):
-                        seen(json.loads(line))
+                        found += [kind(**row) for row in json.loads(line)]
+                        seen(found)
                     else:
                         tick(line.strip())
                 code = processes[0].wait()
@@ -186,6 +186,7 @@ class _Hosts(abc.ABC):
                 raise errors.deadline("symcomm bench: the ranks", seconds)
             if code:
                 raise errors.SymcommError(f"symcomm bench: the ranks failed: {log.read_text()[-2000:]}")
+        return found
 
     def _kill(self) -> None:
         for process in self._started:
@@ -233,15 +234,6 @@ class Network(_Hosts):
             if self.mbits:
                 _call("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{self.mbits}mbit",
                       "burst", BURST, "latency", QUEUE)  # fmt: skip
-
-    def set_link(self, host: int, up: bool) -> None:
-        """Pull a host's cable, or put it back."""
-        _call("ip", "-n", self._switch, "link", "set", f"port{host}", "up" if up else "down")
-
-    def deafen(self, host: int) -> None:
-        """From now on nothing reaches a host any more; what it sends still arrives."""
-        _call("tc", "-n", self._switch, "qdisc", "replace", "dev", f"port{host}", "root", "tbf", "rate", "8bit",
-              "burst", "1", "limit", "1")  # fmt: skip
 
 
 class SlowNetwork(_Hosts):

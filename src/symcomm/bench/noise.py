@@ -21,7 +21,7 @@ from symcomm import errors
 from symcomm.bench import table as bench_table
 from symcomm.bench.peers import MPIS, is_set_up
 from symcomm.bench.pictures import Bars, Panel
-from symcomm.bench.run import Case, Side, make_cases, open_sides
+from symcomm.bench.run import Case, Side, Tick, make_cases, open_sides, quiet
 
 __all__ = [
     "QUICK",
@@ -170,8 +170,8 @@ def live_beside(neighbours: Neighbours, cores: Sequence[int]) -> Iterator[None]:
 
 def run_noise_bench(
     workload: Workload,
-    tick: Callable[[str], None] = lambda what: None,
-    show: Callable[[Measurement], None] = lambda figures: None,
+    tick: Tick = quiet,
+    show: Callable[[Measurement], None] = quiet,
 ) -> list[Measurement]:
     """Measure every case beside every kind of neighbour; ``tick`` is told after every turn, ``show`` of every row."""
     found = []
@@ -184,9 +184,7 @@ def run_noise_bench(
     return found
 
 
-def _measure(
-    sides: dict[str, Side], figures: Measurement, workload: Workload, tick: Callable[[str], None]
-) -> Measurement:
+def _measure(sides: dict[str, Side], figures: Measurement, workload: Workload, tick: Tick) -> Measurement:
     what = f"{figures.case.collective} beside {figures.neighbours}"
     calls = {}
     for name, side in sides.items():
@@ -231,7 +229,7 @@ def row(figures: Measurement, workload: Workload) -> list[str]:
     return cells
 
 
-def picture(found: Sequence[Measurement], workload: Workload) -> list[Panel]:
+def picture(found: Sequence[Measurement], workload: Workload, best: bool = False) -> list[Panel]:
     """A panel for every kind of neighbour: all sides, median and tail of every case."""
     panels: list[Panel] = []
     for neighbours in workload.neighbours:

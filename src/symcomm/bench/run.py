@@ -30,7 +30,10 @@ from symcomm.bench.peers import start_of
 from symcomm.errors import format_exit
 from symcomm.types import DType
 
-__all__ = ["OURS", "PLACES", "Case", "Effort", "Result", "make_cases", "measure", "open_sides"]
+__all__ = ["OURS", "PLACES", "Case", "Effort", "Result", "Seen", "Tick", "make_cases", "measure", "open_sides", "quiet"]
+
+Tick = Callable[[str], None]  # told of every turn: what it was
+Seen = Callable[[list[Any]], None]  # told what is known after every part
 
 OURS = ("ordinary", "symmetric")  # series of our own side; every other series is a side of that name
 # Which forms a collective has: in place, out of place. The first one is what a summary shows.
@@ -39,17 +42,15 @@ PLACES = {
     "reduce_scatter": (False, True), "gather": (False, True), "scatter": (False, True), "all_to_all": (False,),
     "barrier": (True,), "p2p": (False,), "put": (False,), "put_signal": (False,),
 }  # fmt: skip
-ONE_PIECE = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "p2p",
-    "put",
-    "put_signal",
-)  # the others' sizes count one piece per rank
+# The others' sizes count one piece per rank.
+ONE_PIECE = ("all_reduce", "reduce", "broadcast", "p2p", "put", "put_signal")
 WORKER = "symcomm.bench.worker"
 START_DEADLINE = 60.0
 ORDER_DEADLINE = 120.0  # for one order, on top of what the work itself is expected to take
+
+
+def quiet(_: Any) -> None:
+    """For who need not be told."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ steps: the same first parameters, the same texts, until the loss on the same tex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from symcomm import errors
 from symcomm.bench import table as bench_table
 from symcomm.bench.namespaces import SlowNetwork, why_no_slow_network
 from symcomm.bench.pictures import Curves, Panel
+from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.bench.sites_worker import METHODS
 
 __all__ = ["QUICK", "Measurement", "Workload", "as_table", "note", "picture", "run_sites_bench", "to_json"]
@@ -72,24 +73,15 @@ class Measurement:
         return self.curve[-1][2]
 
 
-def run_sites_bench(
-    workload: Workload,
-    tick: Callable[[str], None] = lambda what: None,
-    seen: Callable[[list[Measurement]], None] = lambda found: None,
-) -> list[Measurement]:
+def run_sites_bench(workload: Workload, tick: Tick = quiet, seen: Seen = quiet) -> list[Measurement]:
     """Train with every method; ``tick`` is told at every check of the loss, ``seen`` what is known after
     every method."""
     if reason := why_no_slow_network():
         raise errors.ResourceError(f"symcomm bench: sites needs network namespaces and TUN devices: {reason}.")
-    found: list[Measurement] = []
-
-    def show(rows: list[dict[str, Any]]) -> None:
-        found.extend(Measurement(**row) for row in rows)
-        seen(found)
-
     with SlowNetwork(workload.sites, workload.mbits, workload.round_trip_ms) as network:
-        network.run_ranks(workload.ranks, WORKER, workload, DEADLINE * len(workload.methods), tick, show)
-    return found
+        return network.run_ranks(
+            workload.ranks, WORKER, workload, DEADLINE * len(workload.methods), tick, Measurement, seen
+        )
 
 
 def as_table(found: Sequence[Measurement], workload: Workload, best: bool = False) -> bench_table.Table:

@@ -6,17 +6,19 @@ faster.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 from symcomm.bench import table as bench_table
 from symcomm.bench.pictures import Bars, Panel
+from symcomm.bench.run import Seen, Tick, quiet
 from symcomm.errors import ResourceError
 from symcomm.preflight import INSTALL_TORCH
 
@@ -62,19 +64,16 @@ class Workload:
 
 
 QUICK: dict[str, Any] = {"calls": 200, "connect": (20,)}
-Tick = Callable[[str], None]
 Row = dict[str, Any]  # what, clients; for each side its time in us and, where many call at once, calls per second
 
 
-def run_store_bench(
-    workload: Workload, tick: Tick = lambda what: None, seen: Callable[[list[Row]], None] = lambda rows: None
-) -> list[Row]:
+def run_store_bench(workload: Workload, tick: Tick = quiet, seen: Seen = quiet) -> list[Row]:
     """Measure every call, waking, and connecting on both sides; ``tick`` is told after every turn, ``seen`` what is
     known after each of those."""
     for side in workload.sides:
         _store_class(side)  # loaded before the processes are made, so that they start in a blink
     rows: list[Row] = []
-    with _Servers(workload.sides, max([*workload.connect, *workload.clients, 1])) as ports:
+    with _servers(workload.sides, max([*workload.connect, *workload.clients, 1])) as ports:
         for count in workload.clients:
             rows += _measure_calls(ports, count, workload.calls, tick)
             seen(rows)
@@ -117,29 +116,24 @@ def _serve(side: str, pipe: Any) -> None:
     pipe.poll(None)  # until the other end is closed
 
 
-class _Servers:
+@contextlib.contextmanager
+def _servers(sides: Sequence[str], connections: int) -> Iterator[dict[str, int]]:
     """One server process for each side; gives their ports."""
-
-    def __init__(self, sides: Sequence[str], connections: int):
-        _allow_files(connections + 200)
-        ctx: Any = mp.get_context("fork")
-        self._pipes, self._processes = [], []
-        self._ports = {}
+    _allow_files(connections + 200)
+    ctx: Any = mp.get_context("fork")
+    ports, running = {}, []
+    try:
         for side in sides:
             ours, theirs = ctx.Pipe()
             process = ctx.Process(target=_serve, args=(side, theirs), daemon=True)
             process.start()
+            running.append((process, ours))
             if not ours.poll(_DEADLINE):
                 raise ResourceError(f"symcomm bench: the server of the {SIDES[side]} store did not start.")
-            self._ports[side] = ours.recv()
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    def __enter__(self) -> dict[str, int]:
-        return self._ports
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
+            ports[side] = ours.recv()
+        yield ports
+    finally:
+        for process, _ in running:
             process.kill()
             process.join()
 

@@ -164,10 +164,6 @@ def marked(value: float | None, goal: float) -> str:
     return times(value) + (MISSED if value is not None and value < goal else "")
 
 
-def _markdown_head(title: str, head: Sequence[str]) -> list[str]:
-    return [f"**{title}**", "", _markdown_row(head), "|" + " ---: |" * len(head)]
-
-
 def _markdown_row(row: Sequence[str]) -> str:
     return "| " + " | ".join(row) + " |"
 
@@ -186,7 +182,8 @@ class GrowingTable:
         self._say = say
         self._markdown = markdown
         self._widths = [max(self.WIDEST.get(words[0], 8), *map(len, words)) for words in zip(head, *like, strict=True)]
-        lines = _markdown_head(title, head) if markdown else [f"# {title}", "# " + self._aligned(head)]
+        ruled = [f"**{title}**", "", _markdown_row(head), "|" + " ---: |" * len(head)]
+        lines = ruled if markdown else [f"# {title}", "# " + self._aligned(head)]
         for line in lines:
             say(line)
 

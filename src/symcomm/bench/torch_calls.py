@@ -11,14 +11,14 @@ import os
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from symcomm import errors
 from symcomm.bench import table as bench_table
 from symcomm.bench.pictures import Bars, Panel
-from symcomm.bench.run import Side, open_sides
+from symcomm.bench.run import Side, Tick, open_sides, quiet
 from symcomm.bench.torch_calls_worker import CALLS, WAYS
 
 __all__ = ["Measurement", "Workload", "as_table", "find_pythons", "note", "picture", "run_torch_bench", "to_json"]
@@ -69,7 +69,7 @@ def find_pythons(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def run_torch_bench(workload: Workload, tick: Callable[[str], None] = lambda what: None) -> list[Measurement]:
+def run_torch_bench(workload: Workload, tick: Tick = quiet) -> list[Measurement]:
     """Measure every way in every environment; ``tick`` is told after every turn."""
     names = {f"torch{i}": python for i, python in enumerate(workload.pythons)}
     with open_sides(list(names), workload.ranks, workload.pinned, WORKER, pythons=names) as sides:

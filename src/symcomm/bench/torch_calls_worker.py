@@ -1,26 +1,22 @@
 """One rank of `symcomm bench torch`: small calls of torch.distributed, on a group for each way that a call can go.
 
-=========  ======================================================================================================
 order      answer
-=========  ======================================================================================================
 prepare    {"torch": its version, "ways": those that this torch has}
 time       {"seconds": of one call, "long": calls that took the long way through Python}
-=========  ======================================================================================================
 """
 
 from __future__ import annotations
 
 import gc
-import socket
-import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
-from symcomm.bench.worker import GROUP_TIMEOUT, answer_orders, die_with, pin
+from symcomm.bench.torch_worker import join
+from symcomm.bench.worker import pin, serve
 
-__all__ = ["CALLS", "WAYS", "main"]
+__all__ = ["CALLS", "WAYS"]
 
 WAYS = {"direct": "symcomm", "watched": "symcomm, watched by NanCheckHook", "gloo": "gloo"}
 # name -> (elements of float32, whether it is asynchronous); None: a barrier
@@ -37,21 +33,34 @@ WARMUP = 20
 class Groups:
     """The same ranks in one group for each way."""
 
-    def __init__(self, rank: int, world: int, store: str) -> None:
-        import torch.distributed as dist
+    def __init__(self, args: SimpleNamespace) -> None:
+        import torch
 
         from symcomm.torch_backend import versions
-        from symcomm.torch_backend.register import register
 
-        register()
-        lifetime = timedelta(seconds=GROUP_TIMEOUT)
-        dist.init_process_group("symcomm", init_method=f"file://{store}", rank=rank, world_size=world, timeout=lifetime)
+        self.rank = args.rank
+        if args.pinned:
+            pin(args.rank, args.world)
+        torch.set_num_threads(1)
+        gc.disable()
+        dist = join("symcomm", args)
         self.by_way: dict[str, Any] = {"direct": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
         if versions.HAS_PYTHON_BACKENDS:
             import torch._C._distributed_c10d as torch_c10d
 
             self.by_way["watched"] = dist.new_group()
             self._hook = vars(torch_c10d)["NanCheckHook"].attach(self.by_way["watched"])
+
+    def prepare(self) -> dict[str, Any]:
+        import torch
+
+        return {"torch": torch.__version__, "ways": list(self.by_way)}
+
+    def time(self, way: str, call: str, steps: int) -> dict[str, float]:
+        run = self.call_of(way, call)
+        run()  # the first of its kind is planned
+        before = self.long_calls(way)
+        return {"seconds": seconds_of(run, steps), "long": self.long_calls(way) - before}
 
     def long_calls(self, way: str) -> int:
         """How many calls Python has planned so far; 0 where a library does not tell."""
@@ -81,32 +90,5 @@ def seconds_of(call: Callable[[], Any], steps: int) -> float:
     return (time.perf_counter() - begin) / steps
 
 
-def main() -> None:
-    address, _, rank, world, store, pinned = sys.argv[1:7]
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(address)
-    die_with(connection)
-    import torch
-
-    if pinned == "pin":
-        pin(int(rank), int(world))
-    torch.set_num_threads(1)
-    groups = Groups(int(rank), int(world), store)
-    gc.disable()
-
-    def obey(order: dict[str, Any]) -> dict[str, Any]:
-        if order["do"] == "prepare":
-            return {"torch": torch.__version__, "ways": list(groups.by_way)}
-        if order["do"] == "time":
-            call = groups.call_of(order["way"], order["call"])
-            call()  # the first of its kind is planned
-            before = groups.long_calls(order["way"])
-            seconds = seconds_of(call, order["steps"])
-            return {"seconds": seconds, "long": groups.long_calls(order["way"]) - before}
-        raise ValueError(f"unknown order {order['do']!r}")
-
-    answer_orders(connection, int(rank), obey)
-
-
 if __name__ == "__main__":
-    main()
+    serve(Groups)

@@ -3,21 +3,17 @@
 It imports nothing of Symcomm unless it plays Symcomm. Orders come as JSON lines over a Unix socket, so a rank that has
 nothing to do sleeps in the kernel and takes no core from the side that is being measured.
 
-==========  =================================================================================
 order       answer
-==========  =================================================================================
 prepare     {} once the tensors exist and the call was made once; or {"unsupported": reason}
 check       {"wrong": elements of this rank's result that are not what they must be}
 time        {"ns": [mean time of one call, for each repetition], "long": calls of ours that Python had to plan,
             "calls": all of ours}
 sample      {"median", "p99", "total"}: nanoseconds of one call, and of all of them
 drop        {} once the tensors are gone
-==========  =================================================================================
 """
 
 from __future__ import annotations
 
-import abc
 import functools
 import gc
 import itertools
@@ -100,18 +96,20 @@ def expected(np: Any, rank: int, case: SimpleNamespace) -> Any:
 # --- the sides ---------------------------------------------------------------------------------------------------
 
 
-class TorchSide(abc.ABC):
+class TorchSide:
     """What Symcomm and Gloo share: torch tensors, and collectives of which some only work in place."""
 
-    rank: int
-    world: int
-    barrier: Callable[..., Any]
+    reduce_scatter: str  # what the library calls it
+    all_gather: str
+    pieces_first: bool  # whether its gather takes the root's list before the input
 
-    def __init__(self) -> None:
+    def __init__(self, library: Any, ops: Any, rank: int, world: int) -> None:
         import torch
 
         self.torch = torch
         torch.set_num_threads(1)
+        self.library, self.ops, self.rank, self.world = library, ops, rank, world
+        self.barrier: Callable[..., Any] = library.barrier
 
     def empty(self, count: int, dtype: str, kind: str) -> Any:
         return self.torch.empty(count, dtype=getattr(self.torch, dtype))
@@ -151,9 +149,23 @@ class TorchSide(abc.ABC):
         """The calls on ``case.window``."""
         raise Unsupported("it has no windows")
 
-    @abc.abstractmethod
     def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list[Any] | None) -> Callable[..., Any]:
         """The library's call with all its arguments."""
+        library, root, make = self.library, case.root, functools.partial
+        op = getattr(self.ops, TORCH_OPS[case.op])
+        gathered = (pieces, source) if self.pieces_first else (source, pieces)
+        calls: dict[str, Callable[..., Any]] = {
+            "all_reduce": make(library.all_reduce, result, op),
+            "reduce": make(library.reduce, result, root, op),
+            "reduce_scatter": make(getattr(library, self.reduce_scatter), result, source, op),
+            "broadcast": make(library.broadcast, result, root),
+            "all_gather": make(getattr(library, self.all_gather), result, source),
+            "gather": make(library.gather, *gathered, root),
+            "scatter": make(library.scatter, result, pieces, root),
+            "all_to_all": make(library.all_to_all_single, result, source),
+            "p2p": ping_pong(self.rank, make(library.send, source), make(library.recv, result)),
+        }
+        return calls[case.collective]
 
 
 def after_copy(copy: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,13 +182,13 @@ TORCH_OPS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg":
 
 
 class SymcommSide(TorchSide):
+    reduce_scatter, all_gather, pieces_first = "reduce_scatter_single", "all_gather_single", True
+
     def __init__(self, group: Any):
-        super().__init__()
         import symcomm
 
-        self.group, self.ops = group, symcomm.ReduceOp
-        self.rank, self.world = group.rank, group.size
-        self.barrier = group.barrier
+        super().__init__(group, symcomm.ReduceOp, group.rank, group.size)
+        self.group = group
 
     @classmethod
     def joined(cls, args: SimpleNamespace) -> SymcommSide:
@@ -213,33 +225,16 @@ class SymcommSide(TorchSide):
 
         return ping_pong(self.rank, send, window.wait_signal)
 
-    def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list[Any] | None) -> Callable[..., Any]:
-        group, root, make = self.group, case.root, functools.partial
-        op = getattr(self.ops, TORCH_OPS[case.op])
-        calls: dict[str, Callable[..., Any]] = {
-            "all_reduce": make(group.all_reduce, result, op),
-            "reduce": make(group.reduce, result, root, op),
-            "reduce_scatter": make(group.reduce_scatter_single, result, source, op),
-            "broadcast": make(group.broadcast, result, root),
-            "all_gather": make(group.all_gather_single, result, source),
-            "gather": make(group.gather, pieces, source, root),
-            "scatter": make(group.scatter, result, pieces, root),
-            "all_to_all": make(group.all_to_all_single, result, source),
-            "p2p": ping_pong(self.rank, make(group.send, source), make(group.recv, result)),
-        }
-        return calls[case.collective]
-
 
 class GlooSide(TorchSide):
     """torch.distributed's default group, whoever made it."""
 
+    reduce_scatter, all_gather, pieces_first = "reduce_scatter_tensor", "all_gather_into_tensor", False
+
     def __init__(self) -> None:
-        super().__init__()
         import torch.distributed as dist
 
-        self.dist = dist
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.barrier = dist.barrier
+        super().__init__(dist, dist.ReduceOp, dist.get_rank(), dist.get_world_size())
 
     @classmethod
     def joined(cls, args: SimpleNamespace) -> GlooSide:
@@ -250,22 +245,6 @@ class GlooSide(TorchSide):
         store, seconds = dist.FileStore(args.store, args.world), timedelta(seconds=GROUP_TIMEOUT)
         dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.world, timeout=seconds)
         return cls()
-
-    def bind(self, case: SimpleNamespace, source: Any, result: Any, pieces: list[Any] | None) -> Callable[..., Any]:
-        dist, root, make = self.dist, case.root, functools.partial
-        op = getattr(dist.ReduceOp, TORCH_OPS[case.op])
-        calls: dict[str, Callable[..., Any]] = {
-            "all_reduce": make(dist.all_reduce, result, op),
-            "reduce": make(dist.reduce, result, root, op),
-            "reduce_scatter": make(dist.reduce_scatter_tensor, result, source, op),
-            "broadcast": make(dist.broadcast, result, root),
-            "all_gather": make(dist.all_gather_into_tensor, result, source),
-            "gather": make(dist.gather, source, pieces, root),
-            "scatter": make(dist.scatter, result, pieces, root),
-            "all_to_all": make(dist.all_to_all_single, result, source),
-            "p2p": ping_pong(self.rank, make(dist.send, source), make(dist.recv, result)),
-        }
-        return calls[case.collective]
 
 
 class MPISide:
@@ -532,33 +511,46 @@ def die_with(connection: socket.socket) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def obey(side: Any, cases: dict[int, Bench], order: dict[str, Any]) -> dict[str, Any]:
-    what, number = order["do"], order.get("case", -1)
-    if what == "prepare":
+class Orders:
+    """What the controller can ask of a rank: the table at the top."""
+
+    def __init__(self, args: SimpleNamespace):
+        self.side = SIDES[args.name](args)
+        self.rank: int = self.side.rank
+        self.cases: dict[int, Bench] = {}
+        if args.pinned:
+            pin(self.side.rank, self.side.world)
+        gc.freeze()  # what is loaded by now stays: collecting after each case need not look at it
+        gc.disable()
+
+    def prepare(self, case: int, spec: dict[str, Any]) -> dict[str, Any]:
         try:
-            bench = Bench(side, SimpleNamespace(**order["spec"]))
-            side.barrier()
+            bench = Bench(self.side, SimpleNamespace(**spec))
+            self.side.barrier()
             bench.call()
         except Unsupported as reason:
             return {"unsupported": str(reason)}
         except (RuntimeError, NotImplementedError, ValueError) as error:
             return {"unsupported": str(error).splitlines()[0] if str(error) else type(error).__name__}
-        cases[number] = bench
+        self.cases[case] = bench
         return {}
-    if what == "check":
-        return {"wrong": cases[number].check()}
-    if what == "time":
-        before = side.ways()
-        means = cases[number].time(order["iterations"], order["repetitions"], order["warmup"])
-        return {"ns": means} | {name: count - before[name] for name, count in side.ways().items()}
-    if what == "sample":
-        return cases[number].sample(order["calls"])
-    if what == "drop":
-        if number in cases:
-            cases.pop(number).close()
+
+    def check(self, case: int) -> dict[str, Any]:
+        return {"wrong": self.cases[case].check()}
+
+    def time(self, case: int, iterations: int, repetitions: int, warmup: int) -> dict[str, Any]:
+        before = self.side.ways()
+        means = self.cases[case].time(iterations, repetitions, warmup)
+        return {"ns": means} | {name: count - before[name] for name, count in self.side.ways().items()}
+
+    def sample(self, case: int, calls: int) -> dict[str, Any]:
+        return self.cases[case].sample(calls)
+
+    def drop(self, case: int) -> dict[str, Any]:
+        if case in self.cases:
+            self.cases.pop(case).close()
         gc.collect()
         return {}
-    raise ValueError(f"unknown order {what!r}")
 
 
 def pin(rank: int, world: int) -> None:
@@ -568,14 +560,21 @@ def pin(rank: int, world: int) -> None:
         os.sched_setaffinity(0, {cores[rank]})
 
 
-def answer_orders(connection: socket.socket, rank: int, obey: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Say who we are, then do as told until the controller hangs up."""
+def serve(make: Callable[[SimpleNamespace], Any]) -> None:
+    """Be a rank: ``make`` what has a method for each order, say who we are, then do as told until the controller hangs
+    up. What is made is told the side's name, its rank, the world, a file to meet in, and whether to be pinned."""
+    address, name, rank, world, store, pinned = sys.argv[1:7]
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    die_with(connection)
+    orders = make(SimpleNamespace(name=name, rank=int(rank), world=int(world), store=store, pinned=pinned == "pin"))
     with connection, connection.makefile("rw") as stream:
-        stream.write(json.dumps({"rank": rank, "pid": os.getpid()}) + "\n")
+        stream.write(json.dumps({"rank": orders.rank, "pid": os.getpid()}) + "\n")
         stream.flush()
         for line in stream:
+            order = json.loads(line)
             try:
-                answer = obey(json.loads(line))
+                answer = getattr(orders, order.pop("do"))(**order)
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
             stream.write(json.dumps(answer) + "\n")
@@ -583,18 +582,5 @@ def answer_orders(connection: socket.socket, rank: int, obey: Callable[[dict[str
     os._exit(0)  # peers may be gone already: nothing to finalize together
 
 
-def main() -> None:
-    address, name, rank, world, store, pinned = sys.argv[1:7]
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(address)
-    die_with(connection)
-    side = SIDES[name](SimpleNamespace(rank=int(rank), world=int(world), store=store))
-    if pinned == "pin":
-        pin(side.rank, side.world)
-    gc.freeze()  # what is loaded by now stays: collecting after each case need not look at it
-    gc.disable()
-    answer_orders(connection, side.rank, functools.partial(obey, side, {}))
-
-
 if __name__ == "__main__":
-    main()
+    serve(Orders)

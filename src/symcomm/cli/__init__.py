@@ -1,8 +1,5 @@
 """The ``symcomm`` command: options in, words and exit codes out. What commands do is in the packages below.
 
-=============  ===========================================================================
-file           what it holds
-=============  ===========================================================================
 main.py        the command itself, and the table of its subcommands
 run.py         ``symcomm run`` (launcher/)
 bench.py       ``symcomm bench`` (bench/)
@@ -14,5 +11,4 @@ completion.py  ``symcomm completion``: for bash, zsh and fish
 simulate.py    ``symcomm simulate``: what a collective would take on a cluster that is only described
 version.py     ``symcomm version``
 command.py     what they share: how help looks, how commands refuse
-=============  ===========================================================================
 """

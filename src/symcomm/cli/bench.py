@@ -103,6 +103,13 @@ class Wanted:
         if self.plot_file:
             pictures.check_picture("symcomm bench", "--plot", self.plot_file)
 
+    def write(self, module: Any, found: Sequence[Any], workload: Any, heading: str) -> None:
+        """The files that are asked for, of what a module has measured."""
+        if self.json_file:
+            self.json_file.write_text(json.dumps(module.to_json(found, workload), indent=1) + "\n")
+        if self.plot_file:
+            pictures.draw(self.plot_file, heading, module.picture(found, workload, self.best))
+
 
 @dataclass
 class Question:
@@ -262,11 +269,7 @@ def bench_program(name: str, workload: Any, wanted: Wanted, how: str = "") -> No
     print(f"# load {bench_table.machine()['load']:.1f} when done")
     if note := module.note(found):
         print(f"# {note}")
-    if wanted.json_file:
-        wanted.json_file.write_text(json.dumps(module.to_json(found, workload), indent=1) + "\n")
-    if wanted.plot_file:
-        heading = module.as_table(found, workload, wanted.best)[0]
-        pictures.draw(wanted.plot_file, heading, module.picture(found, workload, wanted.best))
+    wanted.write(module, found, workload, module.as_table(found, workload, wanted.best)[0])
 
 
 def bench_turns(
@@ -285,21 +288,12 @@ def bench_turns(
     bench_program(name, workload, wanted, how)
 
 
-def bench_sites(ranks: int, wanted: Wanted, *, quick: bool) -> None:
-    """Training across a slow link, method after method."""
-    _check_numbers(ranks, 0, 0, 0, None, "sites")
-    need_torch("symcomm bench sites")
-    module = _module_of("sites")
-    bench_program("sites", module.Workload(ranks, **(module.QUICK if quick else {})), wanted)
-
-
-def bench_gpu(ranks: int, rounds: int | None, wanted: Wanted, *, quick: bool) -> None:
-    """Ranks that share a GPU."""
-    _check_numbers(ranks, 0, 0, 0, rounds, "gpu")
-    need_torch("symcomm bench gpu")
-    module = _module_of("gpu")
-    more = {"rounds": rounds} if rounds else {}
-    bench_program("gpu", module.Workload(ranks, **(module.QUICK if quick else {}) | more), wanted)
+def bench_by_parts(name: str, ranks: int, rounds: int | None, wanted: Wanted, *, quick: bool) -> None:
+    """Training across a slow link, method after method; or ranks that share a GPU."""
+    _check_numbers(ranks, 0, 0, 0, rounds, name)
+    need_torch(f"symcomm bench {name}")
+    module = _module_of(name)
+    bench_program(name, module.Workload(ranks, **_pace(module, rounds, quick)), wanted)
 
 
 def bench_noise(
@@ -310,8 +304,7 @@ def bench_noise(
     module = _module_of("noise")
     kinds, peers = module.parse_neighbours(neighbours), module.peers_at_hand(against, parse_peers)
     need_torch("symcomm bench noise")
-    pace = (module.QUICK if quick else {}) | ({"rounds": rounds} if rounds else {})
-    workload = module.Workload(ranks, kinds, peers, pin=pin, **pace)
+    workload = module.Workload(ranks, kinds, peers, pin=pin, **_pace(module, rounds, quick))
     facts = bench_table.machine()
     where = "pinned to" if workload.pinned else "free on"
     how = f"load {facts['load']:.1f} before; medians of {workload.rounds} turns of {workload.seconds:g} s"
@@ -322,20 +315,15 @@ def bench_noise(
     if workload.peers:
         goal = f"{bench_table.MISSED} marks what is below {bench_table.MPI_GOAL:g}x"
         print(f"# ratios: the better MPI's time / our time; {goal}")
-    if wanted.json_file:
-        wanted.json_file.write_text(json.dumps(module.to_json(found, workload), indent=1) + "\n")
-    if wanted.plot_file:
-        pictures.draw(
-            wanted.plot_file, "beside neighbours: time of one call, lower is better", module.picture(found, workload)
-        )
+    wanted.write(module, found, workload, "beside neighbours: time of one call, lower is better")
 
 
 def bench_llm(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: bool, **shape: int) -> None:
     """A language model on CPUs. Rows are printed section by section: ways to run, numbers of ranks."""
     need_torch("symcomm bench llm")
     module = _module_of("llm")
-    given = {name: value for name, value in shape.items() if value} | ({"rounds": rounds} if rounds else {})
-    workload = module.Workload(**(module.QUICK if quick else {}) | given | ({"worlds": (ranks,)} if ranks else {}))
+    given = {name: value for name, value in shape.items() if value} | ({"worlds": (ranks,)} if ranks else {})
+    workload = module.Workload(**_pace(module, rounds, quick) | given)
     module.check(workload)
     found = []
     with progress(sum(len(section.sides) * workload.rounds for section in workload.sections)) as bar:
@@ -351,25 +339,21 @@ def bench_llm(ranks: int | None, rounds: int | None, wanted: Wanted, *, quick: b
     what = "fastest prompt and token" if wanted.best else f"median of {workload.rounds} turns"
     print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f} when done; {what}")
     print("# all sides wrote the same tokens")
-    if wanted.json_file:
-        wanted.json_file.write_text(json.dumps(module.to_json(found, workload), indent=1) + "\n")
-    if wanted.plot_file:
-        pictures.draw(wanted.plot_file, module.note(workload), module.picture(found, workload, wanted.best))
+    wanted.write(module, found, workload, module.note(workload))
 
 
 def bench_store(wanted: Wanted, *, quick: bool) -> None:
     """Beside PyTorch's, where that is installed."""
     module = _module_of("store")
     sides = {"sides": tuple(module.SIDES) if has_torch() else ("ours",)}
-    bench_program("store", module.Workload(**sides | (module.QUICK if quick else {})), wanted)
+    bench_program("store", module.Workload(**sides | _pace(module, None, quick)), wanted)
 
 
 def bench_kernels(sources: int, rounds: int | None, wanted: Wanted, *, quick: bool) -> None:
     """The reductions of the C core; a row is printed when it is measured."""
     _check_numbers(sources, 0, 0, 0, rounds, "kernels")
     module = _module_of("kernels")
-    more = (module.QUICK if quick else {}) | ({"rounds": rounds} if rounds else {})
-    workload = module.Workload(sources, sizes=module.buffer_sizes(sources), **more)
+    workload = module.Workload(sources, sizes=module.buffer_sizes(sources), **_pace(module, rounds, quick))
     facts = bench_table.machine()
     print(f"# free on {facts['cores']} cores, {facts['system']}, load {facts['load']:.1f}\n")
     with progress(workload.turns) as bar:
@@ -378,14 +362,16 @@ def bench_kernels(sources: int, rounds: int | None, wanted: Wanted, *, quick: bo
         )
         found = module.run_kernels_bench(workload, lambda row: table.add(module.cells(row)), bar)
     print(f"# {module.note(found)}")
-    if wanted.json_file:
-        wanted.json_file.write_text(json.dumps(module.to_json(found, workload), indent=1) + "\n")
-    if wanted.plot_file:
-        pictures.draw(wanted.plot_file, module.title(workload), module.picture(found, workload))
+    wanted.write(module, found, workload, module.title(workload))
 
 
 def _module_of(name: str) -> Any:
     return importlib.import_module(f"symcomm.bench.{'torch_calls' if name == 'torch' else name}")
+
+
+def _pace(module: Any, rounds: int | None, quick: bool) -> dict[str, Any]:
+    """What of a workload ``--quick`` and ``--rounds`` change."""
+    return (module.QUICK if quick else {}) | ({"rounds": rounds} if rounds else {})
 
 
 def bench_collective(
@@ -466,14 +452,12 @@ def bench(
     elif collective == "llm":
         _check_numbers(ranks, 0, iters, 0, rounds, "llm")
         bench_llm(asked, rounds, wanted, quick=quick, layers=layers, width=width, batch=batch, tokens=iters)
-    elif collective == "gpu":
-        bench_gpu(ranks, rounds, wanted, quick=quick)
+    elif collective in ("gpu", "sites"):
+        bench_by_parts(collective, ranks, rounds if collective == "gpu" else None, wanted, quick=quick)
     elif collective == "kernels":
         bench_kernels(ranks, rounds, wanted, quick=quick)
     elif collective == "noise":
         bench_noise(ranks, rounds, neighbours, against, wanted, quick=quick, pin=pin)
-    elif collective == "sites":
-        bench_sites(ranks, wanted, quick=quick)
     elif collective in PROGRAMS:
         more: dict[str, Any] = {"collectives": pick_collectives(collectives)} if collective == "hosts" else {}
         if collective == "torch":

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from symcomm import errors
 
-__all__ = ["Command", "choices", "one_sentence", "reword"]
+__all__ = ["Command", "argument", "choices", "flag", "one_sentence", "option", "reword"]
 
 REFUSED, INTERRUPTED = 2, 130  # 1 is a finding: `trace` saw something wrong, `doctor` a machine that is not fit
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -69,6 +69,25 @@ def choices(*names: str) -> Callable[[str], list[str]]:
         return [f"{given}{comma}{name}" for name in names if name.startswith(last)]
 
     return complete
+
+
+def argument(metavar: str, words: str, *values: str) -> Any:
+    """A positional argument: its name, its help, and what a shell completes it to."""
+    return typer.Argument(metavar=metavar, help=words, **_shown(words, values))
+
+
+def option(names: str, metavar: str, words: str, *values: str) -> Any:
+    """An option that takes a value, likewise."""
+    return typer.Option(*names.split(), metavar=metavar, help=words, **_shown(words, values))
+
+
+def flag(names: str, words: str) -> Any:
+    return typer.Option(*names.split(), help=words, **_shown(words))
+
+
+def _shown(words: str, values: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A default is shown unless the help words it."""
+    return {"show_default": "[default:" not in words, "autocompletion": choices(*values) if values else None}
 
 
 def _label(param: Any, words: str) -> str:

@@ -10,7 +10,7 @@ import typer
 import typer.completion
 
 from symcomm import errors
-from symcomm.cli.command import Command, choices
+from symcomm.cli.command import Command, argument, flag
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 _typer: Any = typer.completion  # which does not export these functions
@@ -39,15 +39,9 @@ fi"""
 @app.command(name="completion", cls=Command)
 def completion(
     shell: Annotated[
-        str,
-        typer.Argument(
-            metavar="SHELL",
-            help=f"One of {', '.join(SHELLS)}. [default: the one you are in]",
-            show_default=False,
-            autocompletion=choices(*SHELLS),
-        ),
+        str, argument("SHELL", f"One of {', '.join(SHELLS)}. [default: the one you are in]", *SHELLS)
     ] = "",
-    install: Annotated[bool, typer.Option("--install", help="Install it for this user, and say where.")] = False,
+    install: Annotated[bool, flag("--install", "Install it for this user, and say where.")] = False,
 ) -> None:
     """Print the script by which a shell completes commands, options and their values; or install it.
 

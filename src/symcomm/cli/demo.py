@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -18,7 +19,7 @@ from rich.text import Text
 
 from symcomm.bench import llm
 from symcomm.bench.run import open_sides
-from symcomm.cli.command import Command
+from symcomm.cli.command import Command, option
 from symcomm.demo.plot import draw_picture, smooth, text_plot
 from symcomm.errors import SymcommError, bad_argument
 from symcomm.preflight import check_output_file, need_torch
@@ -188,18 +189,13 @@ def _survivors_error(spawn: Any) -> str:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        try:
+        with contextlib.suppress(SymcommError):
             spawn(_write_error, RANKS, (folder,), deadline=120)
-        except SymcommError:
-            pass
-        with open(os.path.join(folder, "0")) as file:
-            return file.read()
+        return Path(folder, "0").read_text()
 
 
 def _write_error(group: Any, folder: str) -> None:
-    words = die_in_the_middle(group)
-    with open(os.path.join(folder, str(group.rank)), "w") as file:
-        file.write(words)
+    Path(folder, str(group.rank)).write_text(die_in_the_middle(group))
 
 
 def show_writing() -> None:
@@ -225,10 +221,10 @@ def show_picture(runs: dict[str, list[dict[str, Any]]], picture: Path) -> None:
 
 @app.command(name="demo", cls=Command)
 def demo(
-    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Steps of training on each backend.")] = STEPS,
-    picture: Annotated[
-        Path, typer.Option("--picture", metavar="FILE", help="Where to draw both losses: .png or .svg.")
-    ] = Path("symcomm-demo.png"),
+    steps: Annotated[int, option("--steps", "N", "Steps of training on each backend.")] = STEPS,
+    picture: Annotated[Path, option("--picture", "FILE", "Where to draw both losses: .png or .svg.")] = Path(
+        "symcomm-demo.png"
+    ),
 ) -> None:
     """Several ranks at work on this machine, explained as they go. Takes about three minutes.
 

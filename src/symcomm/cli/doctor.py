@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from symcomm import errors
-from symcomm.cli.command import Command
+from symcomm.cli.command import Command, flag, option
 from symcomm.observe.health import FAIL, OK, WARN, Finding, run_checks
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
@@ -31,12 +31,9 @@ def exit_code(findings: list[Finding], strict: bool) -> int:
 
 @app.command(name="doctor", cls=Command)
 def doctor(
-    ranks: Annotated[
-        int | None,
-        typer.Option("-n", "--ranks", metavar="N", help="Ranks to run here. [default: one a core]", show_default=False),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 on warnings too.")] = False,
+    ranks: Annotated[int | None, option("-n --ranks", "N", "Ranks to run here. [default: one a core]")] = None,
+    as_json: Annotated[bool, flag("--json", "Print JSON.")] = False,
+    strict: Annotated[bool, flag("--strict", "Exit with 1 on warnings too.")] = False,
 ) -> None:
     """Check this machine, and say what to change. Exits with 1 when something fails.
 

@@ -10,17 +10,8 @@ import typer
 
 from symcomm.cli import run_options as options
 from symcomm.cli.command import Command
+from symcomm.launcher import job as jobs
 from symcomm.launcher.elastic_nodes import launch_nodes
-from symcomm.launcher.job import (
-    Job,
-    NodePlacement,
-    build_command,
-    find_placement,
-    parse_count,
-    parse_endpoint,
-    parse_env,
-    parse_range,
-)
 from symcomm.launcher.launch import launch
 from symcomm.launcher.mps import multi_process_service
 from symcomm.launcher.output import STDERR, STDOUT, Output, want_color
@@ -68,16 +59,20 @@ def run(
       srun --ntasks-per-node=1 symcomm run -n 8 --nnodes auto train.py
       symcomm run -n 2 --no-python ./prog
     """
-    meet = parse_endpoint(endpoint) if endpoint else None
-    least, most = parse_range(nnodes) if ":" in nnodes else (None, 0)
-    place = find_placement(nnodes, node_rank, meet) if least is None else NodePlacement(most, node_rank or 0, meet)
-    variables = parse_env(env or [])
+    meet = jobs.parse_endpoint(endpoint) if endpoint else None
+    least, most = jobs.parse_range(nnodes) if ":" in nnodes else (None, 0)
+    place = (
+        jobs.find_placement(nnodes, node_rank, meet)
+        if least is None
+        else jobs.NodePlacement(most, node_rank or 0, meet)
+    )
+    variables = jobs.parse_env(env or [])
     if trace is not None:
         check_output_folder("symcomm run", "--trace", trace)
         variables = {**variables, "SYMCOMM_TRACE_DIR": str(trace.absolute())}
-    job = Job(
-        command=build_command(program, args or [], module=module, no_python=no_python, env=variables),
-        ranks_here=parse_count(count),
+    job = jobs.Job(
+        command=jobs.build_command(program, args or [], module=module, no_python=no_python, env=variables),
+        ranks_here=jobs.parse_count(count),
         nodes=place.nodes,
         min_nodes=least,
         node_rank=place.node_rank,

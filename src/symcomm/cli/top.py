@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from symcomm import errors
-from symcomm.cli.command import Command
+from symcomm.cli.command import Command, argument, flag, option
 from symcomm.observe.top.feed import Feed, attach
 from symcomm.observe.top.jobs import choose_job, find_jobs
 from symcomm.observe.top.model import Live
@@ -40,49 +40,31 @@ def make_feed(
         if job is not None:
             raise errors.bad_argument("symcomm top", "JOB", job, "left out with --simulate")
         return SimulatedFeed(simulate, straggler=straggler, stuck=stuck)
-    for option, value in (("--straggler", straggler), ("--stuck", stuck)):
+    for name, value in (("--straggler", straggler), ("--stuck", stuck)):
         if value is not None:
-            raise errors.bad_argument("symcomm top", option, value, "left out without --simulate")
+            raise errors.bad_argument("symcomm top", name, value, "left out without --simulate")
     found = choose_job("symcomm top", job, find_jobs())
     return attach(found.pids, found.title, call="symcomm top")
 
 
 @app.command(name="top", cls=Command)
 def top(
-    job: Annotated[
-        str | None,
-        typer.Argument(metavar="JOB", help="A pid of the job (rank or launcher) or its --tag.", show_default=False),
-    ] = None,
+    job: Annotated[str | None, argument("JOB", "A pid of the job (rank or launcher) or its --tag.")] = None,
     server: Annotated[
         str | None,
-        typer.Option(
-            "--server",
-            metavar="ADDRESS",
-            show_default=False,
-            help="A job on any hosts, by any of its ranks' servers; SYMCOMM_TOKEN is the job's.",
-        ),
+        option("--server", "ADDRESS", "A job on any hosts, by any of its ranks' servers; SYMCOMM_TOKEN is the job's."),
     ] = None,
-    port: Annotated[int, typer.Option("--port", metavar="N", help="Port of the page; 0: any free one.")] = 0,
-    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1",
-    terminal: Annotated[bool, typer.Option("--terminal", "-t", help="Draw in the terminal, serve no page.")] = False,
-    once: Annotated[bool, typer.Option("--once", help="With --terminal: print once and exit.")] = False,
-    textfile: Annotated[
-        Path | None,
-        typer.Option("--metrics-file", metavar="FILE", help="Also write Prometheus metrics there.", show_default=False),
-    ] = None,
+    port: Annotated[int, option("--port", "N", "Port of the page; 0: any free one.")] = 0,
+    host: Annotated[str, option("--host", "ADDRESS", "Where to listen.")] = "127.0.0.1",
+    terminal: Annotated[bool, flag("--terminal -t", "Draw in the terminal, serve no page.")] = False,
+    once: Annotated[bool, flag("--once", "With --terminal: print once and exit.")] = False,
+    textfile: Annotated[Path | None, option("--metrics-file", "FILE", "Also write Prometheus metrics there.")] = None,
     spans: Annotated[
-        bool, typer.Option("--spans", help="Also send OpenTelemetry spans, to where OTEL_EXPORTER_OTLP_ENDPOINT says.")
+        bool, flag("--spans", "Also send OpenTelemetry spans, to where OTEL_EXPORTER_OTLP_ENDPOINT says.")
     ] = False,
-    simulate: Annotated[
-        int | None, typer.Option("--simulate", metavar="N", help="Show a made-up job of N ranks.", show_default=False)
-    ] = None,
-    straggler: Annotated[
-        int | None, typer.Option("--straggler", metavar="RANK", help="Of the made-up job: slow.", show_default=False)
-    ] = None,
-    stuck: Annotated[
-        int | None,
-        typer.Option("--stuck", metavar="RANK", help="Of the made-up job: stops for good.", show_default=False),
-    ] = None,
+    simulate: Annotated[int | None, option("--simulate", "N", "Show a made-up job of N ranks.")] = None,
+    straggler: Annotated[int | None, option("--straggler", "RANK", "Of the made-up job: slow.")] = None,
+    stuck: Annotated[int | None, option("--stuck", "RANK", "Of the made-up job: stops for good.")] = None,
 ) -> None:
     """Watch a running job: ranks, timeline, stragglers, speed, and what is stuck.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from symcomm.cli.command import Command
+from symcomm.cli.command import Command, argument, flag, option
 from symcomm.errors import BadArgumentError, ResourceError
 
 if TYPE_CHECKING:
@@ -21,19 +21,14 @@ NOTHING_WRONG, SOMETHING_WRONG = 0, 1
 
 @app.command(name="trace", cls=Command)
 def trace(
-    place: Annotated[
-        str,
-        typer.Argument(metavar="DIR", help="Folder with the ranks' dumps, or what their names begin with."),
-    ] = "",
-    live: Annotated[bool, typer.Option("--live", help="Look at this user's running jobs instead.")] = False,
+    place: Annotated[str, argument("DIR", "Folder with the ranks' dumps, or what their names begin with.")] = "",
+    live: Annotated[bool, flag("--live", "Look at this user's running jobs instead.")] = False,
     job: Annotated[
-        str | None,
-        typer.Option("--job", "--pid", metavar="JOB", help="With --live: a pid (rank or launcher) or its --tag."),
+        str | None, option("--job --pid", "JOB", "With --live: a pid (rank or launcher) or its --tag.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+    as_json: Annotated[bool, flag("--json", "Everything, for programs.")] = False,
     chrome: Annotated[
-        Path | None,
-        typer.Option("--chrome", metavar="FILE", help="Also write a trace for ui.perfetto.dev or chrome://tracing."),
+        Path | None, option("--chrome", "FILE", "Also write a trace for ui.perfetto.dev or chrome://tracing.")
     ] = None,
 ) -> None:
     """Say what went wrong with a job, in one sentence; then who is where, and who makes the others wait.

@@ -1,6 +1,7 @@
 """Collectives as plans: pure functions that say what each rank copies, combines and waits for.
 
     plan.py       the vocabulary: spaces, steps, plans, and how they are encoded for the C core
+    limits.py     where one algorithm takes over from another
     chunks.py     cutting tensors into pieces and chunks, and turns into loops
     all_reduce.py, reduce_scatter.py, ...   one file per family, one function per algorithm
     nodes.py      machines of several NUMA nodes; by_node.py is all_reduce there, the others are with their families

@@ -11,29 +11,10 @@ The input may be the rank's own piece of the output: that copy is then onto itse
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from symcomm.collectives.chunks import (
-    LINE,
-    Pieces,
-    Simple,
-    Sizes,
-    copy,
-    finish,
-    fixed,
-    later,
-    pipeline,
-    ring,
-    stage,
-    stream,
-    too_small,
-    up,
-)
-from symcomm.collectives.nodes import NODE_SLOTS, Grid, wait_for
+from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, finish, fixed, later, pipeline, ring, stage, stream
+from symcomm.collectives.limits import Limits
+from symcomm.collectives.nodes import NODE_SLOTS, Grid, lane_bytes, wait_for
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Need, Plan, Signal, Space, Step
-
-if TYPE_CHECKING:
-    from symcomm.collectives.select import Limits
 
 IN, OUT, STAGE, PEER_IN, PEER_OUT = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN, Space.PEER_OUT
 
@@ -75,11 +56,7 @@ def all_gather_by_node(plan: Plan, pieces: Pieces, limits: Limits, grid: Grid) -
     of a chunk, and of one for each other node.
     """
     me, nbytes = plan.rank, pieces.sizes[0]
-    room = limits.stage_bytes // NODE_SLOTS // grid.nodes // LINE * LINE
-    if not room:
-        raise too_small(limits.stage_bytes, NODE_SLOTS * grid.nodes * LINE)
-    most = max(min(limits.chunk_bytes, room) // LINE, 1) * LINE
-    chunk = up(-(-nbytes // -(-nbytes // most)), LINE)
+    chunk = lane_bytes(nbytes, limits, grid.nodes, limits.chunk_bytes)
     beside, column = grid.beside(me), grid.column(me)
 
     def staged(rank: int, lane: int = 0) -> At:

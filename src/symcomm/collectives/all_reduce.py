@@ -10,28 +10,10 @@ a part of the output is written only after the chunk it lies in was staged. ``re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from symcomm.collectives.chunks import (
-    LINE,
-    Simple,
-    Sizes,
-    copy,
-    finish,
-    fixed,
-    later,
-    pipeline,
-    ring,
-    shard,
-    stage,
-    stream,
-    too_small,
-    up,
-)  # fmt: skip
+from symcomm.collectives.chunks import Simple, Sizes, copy, finish, fixed, later, pipeline, ring, shard, stage, stream
+from symcomm.collectives.limits import Limits
+from symcomm.collectives.nodes import chunk_in
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Reduce, Signal, Space, Step, Wait
-
-if TYPE_CHECKING:
-    from symcomm.collectives.select import Limits
 
 IN, OUT, STAGE, PEER_IN, PEER_OUT = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN, Space.PEER_OUT
 TWO_SHOT_SLOTS = 2
@@ -64,12 +46,7 @@ def two_shot(plan: Plan, nbytes: int, limits: Limits, root: int | None = None) -
     """
     me, world = plan.rank, plan.world
     room = limits.stage_bytes * world // (world + 1) // TWO_SHOT_SLOTS  # a slot is a chunk and one shard of a chunk
-    lines = LINE * world  # so that shards start at cache lines
-    most = max(min(limits.chunk_bytes, room) // lines, 1) * lines
-    if most > room:
-        raise too_small(limits.stage_bytes, (lines + LINE) * TWO_SHOT_SLOTS)
-    turns = -(-nbytes // most)
-    chunk = up(-(-nbytes // turns), lines)
+    chunk = chunk_in(room, nbytes, limits, world, (world + 1) * TWO_SHOT_SLOTS)
     collecting = root in (None, me)
 
     def staged(rank: int, start: int) -> At:

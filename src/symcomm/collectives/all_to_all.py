@@ -8,13 +8,9 @@ direct     every rank copies its pieces out of its peers' symmetric inputs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, finish, ring, stage, stream
+from symcomm.collectives.limits import Limits
 from symcomm.collectives.plan import ALL, At, Need, Plan, Space, Step
-
-if TYPE_CHECKING:
-    from symcomm.collectives.select import Limits
 
 IN, OUT, PEER_IN = Space.IN, Space.OUT, Space.PEER_IN
 Matrix = tuple[tuple[int, ...], ...]

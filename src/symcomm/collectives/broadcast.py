@@ -11,14 +11,10 @@ The root's tensor is read and never written.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from symcomm.collectives.chunks import LINE, Simple, Sizes, copy, fixed, later, pipeline, shard, stage, stream
+from symcomm.collectives.chunks import Simple, Sizes, copy, fixed, later, pipeline, shard, stage, stream
+from symcomm.collectives.limits import Limits
 from symcomm.collectives.nodes import NODE_SLOTS, Grid, chunk_in, wait_for
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Need, Plan, Signal, Space, Step, Wait
-
-if TYPE_CHECKING:
-    from symcomm.collectives.select import Limits
 
 IN, OUT, STAGE, PEER_IN, PEER_OUT = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN, Space.PEER_OUT
 
@@ -54,7 +50,7 @@ def broadcast_by_node(plan: Plan, nbytes: int, limits: Limits, grid: Grid) -> No
     So two slots each.
     """
     me, root = plan.rank, plan.root
-    chunk = chunk_in(limits.stage_bytes // NODE_SLOTS, nbytes, limits, grid, grid.width * LINE * NODE_SLOTS)
+    chunk = chunk_in(limits.stage_bytes // NODE_SLOTS, nbytes, limits, grid.width, grid.width * NODE_SLOTS)
     near = grid.of(me)[0] == grid.of(root)[0]
 
     def staged(start: int) -> At:

@@ -15,14 +15,10 @@ With W ranks on two nodes a two-shot all_reduce moves W times the tensor between
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from symcomm.collectives.chunks import LINE, Simple, Sizes, copy, finish, fixed, later, pipeline, shard, up
+from symcomm.collectives.chunks import Simple, Sizes, copy, finish, fixed, later, pipeline, shard, up
+from symcomm.collectives.limits import LINE, Limits
 from symcomm.collectives.nodes import NODE_SLOTS, Grid, chunk_in, wait_for
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Need, Plan, Reduce, Signal, Space, Step, Wait
-
-if TYPE_CHECKING:
-    from symcomm.collectives.select import Limits
 
 __all__ = ["by_node", "direct_by_node"]
 
@@ -32,7 +28,7 @@ IN, OUT, STAGE, PEER_IN, PEER_OUT = Space.IN, Space.OUT, Space.STAGE, Space.PEER
 def by_node(plan: Plan, nbytes: int, limits: Limits, grid: Grid) -> None:
     """A slot of the staging area has room for a chunk and two slices: what is combined, and what is fetched."""
     room = limits.stage_bytes // NODE_SLOTS * grid.width // (grid.width + 2)
-    chunk = chunk_in(room, nbytes, limits, grid, (grid.width + 2) * LINE * NODE_SLOTS)
+    chunk = chunk_in(room, nbytes, limits, grid.width, (grid.width + 2) * NODE_SLOTS)
     rank = _Staged(plan.rank, grid, chunk)
     if rank.node == 0:
         plan.head = list(fixed(rank.put(min(nbytes, chunk)), 0))

@@ -14,17 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
+from symcomm.collectives.limits import LINE, SLOTS, Limits
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Copy, Loop, Plan, Reduce, Signal, Space, Step, Wait
 from symcomm.errors import bad_argument
 from symcomm.types import ITEMSIZE
-
-if TYPE_CHECKING:
-    from symcomm.collectives.select import Limits
-
-LINE = 64  # shards and slots start at cache lines; every element size divides it
-SLOTS = 3  # of a stream, see below
 
 Simple = Copy | Reduce | Signal | Wait
 Sizes = Sequence[int]

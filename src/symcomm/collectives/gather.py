@@ -6,13 +6,9 @@ direct     the root copies out of its peers' symmetric inputs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, ring, stage, stream
+from symcomm.collectives.limits import Limits
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Signal, Space, Step, Wait
-
-if TYPE_CHECKING:
-    from symcomm.collectives.select import Limits
 
 IN, OUT, PEER_IN = Space.IN, Space.OUT, Space.PEER_IN
 

@@ -338,6 +338,8 @@ class _Machine:
         self.clock[rank, rank] += 1
 
     def wait(self, rank: int, seq: int, who: int, value: int) -> Iterator[_Wait | None]:
+        import numpy as np
+
         peers = [r for r in range(self.world) if r != rank] if who == ALL else [who]
         target = seq * MAX_SIGNALS + value
         yield _Wait([(peer, target) for peer in peers])
@@ -345,7 +347,7 @@ class _Machine:
             # what the signal promises, not what the peer happens to have done since
             progress, clocks = self.history[peer]
             promised = clocks[bisect_left(progress, target)]
-            self.clock[rank] = _later(self.clock[rank], promised)
+            self.clock[rank] = np.maximum(self.clock[rank], promised)
 
     def ready(self, rank: int, wait: _Wait | None) -> bool:
         return wait is None or all(self.history[p][0] and self.history[p][0][-1] >= t for p, t in wait.wants)
@@ -360,12 +362,6 @@ class _Machine:
                     where = f"rank {rank} ({self.where(rank)}) waits for rank {peer}"
                     lines.append(f"{where}: operation {want[0]} signal {want[1]}, it is at {come[0]} signal {come[1]}")
         return DeadlockError("no rank can move: " + "; ".join(lines))
-
-
-def _later(one: Any, other: Any) -> Any:
-    import numpy as np
-
-    return np.maximum(one, other)
 
 
 # --- schedules -----------------------------------------------------------------------------------

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from symcomm.collectives.chunks import LINE, too_small, up
+from symcomm.collectives.chunks import too_small, up
+from symcomm.collectives.limits import LINE, Limits
 from symcomm.collectives.plan import FIRST_SIGNAL, Wait
 from symcomm.types import DType, RedOpType
 
-if TYPE_CHECKING:
-    from symcomm.collectives.select import Limits
-
-__all__ = ["NODE_SLOTS", "Grid", "can_go_on", "chunk_in", "grid_of", "wait_for"]
+__all__ = ["NODE_SLOTS", "Grid", "can_go_on", "chunk_in", "grid_of", "lane_bytes", "wait_for"]
 
 NODE_SLOTS = 2
 _STORABLE = frozenset({DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128, *range(DType.FLOAT16)})
@@ -66,14 +63,23 @@ def grid_of(nodes: Sequence[int], least: int) -> Grid | None:
     return Grid(count, width) if width >= max(least, 2) and all(len(block) == 1 for block in blocks) else None
 
 
-def chunk_in(room: int, nbytes: int, limits: Limits, grid: Grid, needed: int) -> int:
-    """Bytes of a chunk, of which ``room`` fit, whose slices start at cache lines. ``needed``: bytes of a staging area
-    for the smallest one."""
-    lines = LINE * grid.width
-    most = max(min(limits.chunk_bytes, room) // lines, 1) * lines
+def chunk_in(room: int, nbytes: int, limits: Limits, width: int, lines: int) -> int:
+    """Bytes of a chunk, of which ``room`` fit, whose ``width`` slices start at cache lines. ``lines``: those of a
+    staging area for the smallest one."""
+    least = LINE * width
+    most = max(min(limits.chunk_bytes, room) // least, 1) * least
     if most > room:
-        raise too_small(limits.stage_bytes, needed)
-    return up(-(-nbytes // -(-nbytes // most)), lines)
+        raise too_small(limits.stage_bytes, lines * LINE)
+    return up(-(-nbytes // -(-nbytes // most)), least)
+
+
+def lane_bytes(nbytes: int, limits: Limits, lanes: int, most: int) -> int:
+    """Bytes of a chunk of at most ``most``, ``lanes`` of which a slot has room for."""
+    room = limits.stage_bytes // NODE_SLOTS // lanes // LINE * LINE
+    if not room:
+        raise too_small(limits.stage_bytes, NODE_SLOTS * lanes * LINE)
+    most = max(min(most, room) // LINE, 1) * LINE
+    return up(-(-nbytes // -(-nbytes // most)), LINE)
 
 
 def wait_for(ranks: Sequence[int]) -> list[Wait]:

@@ -9,21 +9,8 @@ They are all_reduce's, with one collector. Only the root's output may be the sam
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from symcomm.collectives.all_reduce import direct_two_shot, one_shot, two_shot
+from symcomm.collectives.all_reduce import direct_two_shot
 from symcomm.collectives.plan import Need, Plan, Step
-
-if TYPE_CHECKING:
-    from symcomm.collectives.select import Limits
-
-
-def one_shot_reduce(plan: Plan, nbytes: int, limits: Limits) -> None:
-    one_shot(plan, nbytes, limits, plan.root)
-
-
-def two_shot_reduce(plan: Plan, nbytes: int, limits: Limits) -> None:
-    two_shot(plan, nbytes, limits, plan.root)
 
 
 def direct_reduce(plan: Plan, nbytes: int) -> tuple[list[Step], list[Need]]:

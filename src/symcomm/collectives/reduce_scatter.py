@@ -12,29 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from symcomm.collectives.chunks import (
-    LINE,
-    Pieces,
-    Simple,
-    Sizes,
-    copy,
-    finish,
-    fixed,
-    later,
-    pipeline,
-    ring,
-    stage,
-    stream,
-    too_small,
-    up,
-)
-from symcomm.collectives.nodes import NODE_SLOTS, Grid, wait_for
+from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, finish, fixed, later, pipeline, ring, stage, stream
+from symcomm.collectives.limits import Limits
+from symcomm.collectives.nodes import NODE_SLOTS, Grid, lane_bytes, wait_for
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Reduce, Signal, Space, Step
-
-if TYPE_CHECKING:
-    from symcomm.collectives.select import Limits
 
 IN, OUT, STAGE, PEER_IN = Space.IN, Space.OUT, Space.STAGE, Space.PEER_IN
 
@@ -121,19 +103,10 @@ class _ByNode:
         return pipeline([nbytes] * 2, [self.chunk] * 2, self.turns(nbytes), self.turn, delays)
 
 
-def _lane_bytes(nbytes: int, limits: Limits, grid: Grid, lanes: int) -> int:
-    """Bytes of a chunk, ``lanes`` of which a slot has room for."""
-    room = limits.stage_bytes // NODE_SLOTS // lanes // LINE * LINE
-    if not room:
-        raise too_small(limits.stage_bytes, NODE_SLOTS * lanes * LINE)
-    most = max(min(limits.chunk_bytes // grid.width, room) // LINE, 1) * LINE
-    return up(-(-nbytes // -(-nbytes // most)), LINE)
-
-
 def reduce_scatter_by_node(plan: Plan, pieces: Pieces, limits: Limits, grid: Grid) -> None:
     """All pieces have one size."""
     me, world, nbytes = plan.rank, plan.world, pieces.sizes[0]
-    chunk = _lane_bytes(nbytes, limits, grid, world + grid.nodes)
+    chunk = lane_bytes(nbytes, limits, world + grid.nodes, limits.chunk_bytes // grid.width)
     place = grid.of(me)[1]
 
     def of_input(piece: int) -> At:
@@ -159,7 +132,7 @@ def direct_reduce_scatter_by_node(
 ) -> tuple[list[Step], list[Need]]:
     """Of a rank's pieces that of its own place are read by itself alone, so its output may be one of them."""
     me, nbytes = plan.rank, pieces.sizes[0]
-    chunk = _lane_bytes(nbytes, limits, grid, grid.nodes)
+    chunk = lane_bytes(nbytes, limits, grid.nodes, limits.chunk_bytes // grid.width)
 
     def read(rank: int, piece: int) -> At:
         return At(PEER_IN, rank, pieces.starts[piece], chunk)

@@ -6,13 +6,9 @@ direct     everybody copies its piece out of the root's symmetric tensor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from symcomm.collectives.chunks import Pieces, Simple, Sizes, copy, ring, stage, stream
+from symcomm.collectives.limits import Limits
 from symcomm.collectives.plan import ALL, FIRST_SIGNAL, At, Need, Plan, Signal, Space, Step, Wait
-
-if TYPE_CHECKING:
-    from symcomm.collectives.select import Limits
 
 IN, OUT, PEER_IN = Space.IN, Space.OUT, Space.PEER_IN
 

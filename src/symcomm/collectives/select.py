@@ -14,7 +14,6 @@ import sys
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from symcomm.collectives.all_gather import (
@@ -25,7 +24,6 @@ from symcomm.collectives.all_gather import (
 )
 from symcomm.collectives.all_reduce import direct_all_reduce, one_shot, two_shot
 from symcomm.collectives.all_to_all import direct_all_to_all, streamed_all_to_all
-from symcomm.collectives.barrier import arrival
 from symcomm.collectives.broadcast import (
     broadcast_by_node,
     direct_broadcast,
@@ -33,11 +31,12 @@ from symcomm.collectives.broadcast import (
     streamed_broadcast,
 )
 from symcomm.collectives.by_node import by_node, direct_by_node
-from symcomm.collectives.chunks import LINE, SLOTS, Pieces
+from symcomm.collectives.chunks import Pieces
 from symcomm.collectives.gather import direct_gather, streamed_gather
+from symcomm.collectives.limits import Limits
 from symcomm.collectives.nodes import Grid, can_go_on, grid_of
 from symcomm.collectives.plan import At, Collective, Copy, Need, Plan, Reduce, Space, Step
-from symcomm.collectives.reduce import direct_reduce, one_shot_reduce, two_shot_reduce
+from symcomm.collectives.reduce import direct_reduce
 from symcomm.collectives.reduce_scatter import (
     direct_reduce_scatter,
     direct_reduce_scatter_by_node,
@@ -51,50 +50,6 @@ __all__ = [
     "Limits", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "elements_of", "gather", "reduce",
     "reduce_scatter", "scatter",
 ]  # fmt: skip
-
-
-ANY_EXTRA = 1 << 40
-NO_RANKS = 1 << 20  # more than a group has
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Where one algorithm takes over from another. All ranks of a group must use the same.
-
-    Measured means: float32 sum, two ranks on two Neoverse N1 cores, best of many, shared machine.
-    """
-
-    stage_bytes: int = 2 << 20  # one half of a rank's staging area
-    chunk_bytes: int = 256 << 10  # what one turn moves per rank; measured: 128 to 512 KiB alike, 64 KiB 6 % slower
-    one_shot_bytes: int = 32 << 10  # all_reduce, reduce: up to here one-shot; measured: at 64 KiB both take 23 us
-    # ... and while a rank reads at most so much more than it would by two-shot; measured on 16 x86-64 cores: all_reduce
-    # is as fast either way at 4 KiB with 4 ranks, 1 KiB with 8; reduce, where the root alone reads, at 16 KiB with 8.
-    one_shot_extra: int = 8 << 10
-    root_extra: int = 96 << 10
-    direct_bytes: int = 4 << 10  # from here on symmetric tensors take part without copies; measured: 0.8, 1.3 us there
-    two_rank_variant: str = "two_shot"  # all_reduce of more, 2 ranks; or "one_shot"; measured at 1 MiB: 8.1, 5.8 GB/s
-    # a scatter's root lends its pieces from so many bytes and ranks on: read by system call, see _core/exec/cma.h
-    attach_bytes: int = 256 << 10
-    attach_ranks: int = 4
-    nodes: tuple[int, ...] = ()  # each rank's NUMA node, -1 where it is not bound to one; () where all are on one
-    # By node, where each has so many ranks, go all_reduce, all_gather and broadcast, and reduce_scatter, from so many
-    # bytes on. All three are simulated (docs/how-to/simulate.md), not yet measured.
-    node_ranks: int = 4
-    node_bytes: int = 256 << 10
-    node_scatter_bytes: int = 8 << 20
-
-    def on_nodes(self, nodes: Sequence[int]) -> Limits:
-        """For ranks on these nodes. Where all are on one, that is as good as not knowing."""
-        return replace(self, nodes=tuple(nodes) if len(set(nodes)) > 1 else ())
-
-    def crowded(self) -> Limits:
-        """For more ranks than cores, where a turn costs several switches between processes: the largest chunks that
-        three slots have room for, and one-shot whatever a rank has to read for it. Measured, 4 ranks on 2 cores: 16 MiB
-        all_gather 11 ms to 6, all_reduce 15 to 12."""
-        chunk_bytes = max(self.chunk_bytes, self.stage_bytes // SLOTS // LINE * LINE)
-        one_shot = replace(self, one_shot_extra=ANY_EXTRA, root_extra=ANY_EXTRA)
-        return replace(one_shot, chunk_bytes=chunk_bytes, attach_ranks=NO_RANKS)
-
 
 DEFAULT = Limits()
 _DEBUG = "plan" in os.environ.get("SYMCOMM_DEBUG", "").split(",")
@@ -250,9 +205,9 @@ def reduce(rank: int, world: int, count: int, dtype: int, redop: int, root: int,
     if world == 1:
         return _alone(plan, nbytes, combine=True)
     small = _is_one_shot(plan, nbytes, limits, "root_extra")
-    choice = one_shot_reduce if small or world == 2 else two_shot_reduce  # 2 ranks, 16 MiB: 1.69 ms, 1.95 two-shot
+    choice = one_shot if small or world == 2 else two_shot  # 2 ranks, 16 MiB: 1.69 ms, 1.95 two-shot
     plan.why += f", {world} ranks"
-    choice(plan, nbytes, limits)
+    choice(plan, nbytes, limits, root)
     _offer_direct(plan, nbytes, limits, direct_reduce, nbytes)
     return plan
 
@@ -382,4 +337,5 @@ def all_to_all(
 
 @_cached
 def barrier(rank: int, world: int) -> Plan:
-    return arrival(rank, world)
+    """Nobody goes on before everybody is here. That is what arriving does, so the plan has no steps."""
+    return Plan(Collective.BARRIER, rank, world, 0, name="arrival", why="arriving is the whole barrier")

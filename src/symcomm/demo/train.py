@@ -6,18 +6,17 @@ few steps at a time, so that the two take turns; in between a rank sleeps.
 
 from __future__ import annotations
 
-import socket
 import statistics
-import sys
 import time
 from dataclasses import dataclass, field
-from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
-from symcomm.bench.model import decoder, own_source, sample
-from symcomm.bench.worker import GROUP_TIMEOUT, answer_orders, die_with
+from symcomm.bench import model as language
+from symcomm.bench.torch_worker import data_parallel, join
+from symcomm.bench.worker import serve
 
-__all__ = ["Clock", "Training", "main"]
+__all__ = ["Clock", "Training"]
 
 WIDTH, LAYERS, CONTEXT = 128, 2, 64
 BATCH = 2  # texts for each rank and step
@@ -44,27 +43,21 @@ class Clock:
 class Training:
     """A model and its training on one rank. Every backend begins with the same parameters and reads the same text."""
 
-    def __init__(self, backend: str, rank: int, world: int, store: str):
+    def __init__(self, args: SimpleNamespace):
         import torch
-        import torch.distributed as dist
 
-        from symcomm.torch_backend.register import register
-
-        register()
         torch.set_num_threads(1)
-        dist.init_process_group(
-            backend, store=dist.FileStore(store, world), rank=rank, world_size=world,
-            timeout=timedelta(seconds=GROUP_TIMEOUT),
-        )  # fmt: skip
+        dist = join(args.name, args)
         torch.manual_seed(0)
-        self.rank, self.world, self.barrier = rank, world, dist.barrier
-        self.module = decoder(WIDTH, LAYERS, CONTEXT)
-        self.model = data_parallel(backend, self.module)
+        self.rank, self.world, self.barrier = args.rank, args.world, dist.barrier
+        self.module = language.decoder(WIDTH, LAYERS, CONTEXT)
+        self.model = data_parallel(args.name == "symcomm", self.module)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=RATE, betas=(0.9, 0.98))
-        self.data = torch.frombuffer(bytearray(own_source()), dtype=torch.uint8)
+        self.data = torch.frombuffer(bytearray(language.own_source()), dtype=torch.uint8)
         self.draw = torch.Generator().manual_seed(1 + self.rank)  # every rank reads other places, the same on each side
         self.clock = Clock()
         self.done = 0
+        self.warm_up()
 
     def backward(self) -> float:
         """Forward and backward on texts from random places; the gradients are the mean of all ranks'."""
@@ -108,7 +101,7 @@ class Training:
         self.probe()
         self.clock = Clock()
 
-    def train(self, count: int, steps: int) -> list[dict[str, Any]]:
+    def train(self, count: int, steps: int) -> dict[str, Any]:
         """The next ``count`` of all ``steps``; how each went."""
         self.barrier()
         lines = []
@@ -119,34 +112,11 @@ class Training:
             tokens = self.done * BATCH * CONTEXT * self.world
             lines.append({"step": self.done, "loss": loss, "seconds": sum(self.clock.steps), "tokens": tokens})
         self.probe()
-        return [line | {"share": self.clock.share()} for line in lines]
+        return {"lines": [line | {"share": self.clock.share()} for line in lines]}
 
-
-def data_parallel(backend: str, module: Any) -> Any:
-    if backend == "symcomm":
-        from symcomm.ddp import DistributedDataParallel
-
-        return DistributedDataParallel(module)
-    from torch.nn import parallel
-
-    return parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
-
-
-def main() -> None:
-    address, backend, rank, world, store, _ = sys.argv[1:7]
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(address)
-    die_with(connection)
-    training = Training(backend, int(rank), int(world), store)
-    training.warm_up()
-
-    def obey(order: dict[str, Any]) -> dict[str, Any]:
-        if order["do"] == "train":
-            return {"lines": training.train(order["count"], order["steps"])}
-        return {"sample": sample(training.module, "def ", 300)}
-
-    answer_orders(connection, training.rank, obey)
+    def sample(self) -> dict[str, str]:
+        return {"sample": language.sample(self.module, "def ", 300)}
 
 
 if __name__ == "__main__":
-    main()
+    serve(Training)

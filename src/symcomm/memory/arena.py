@@ -53,9 +53,8 @@ RANKS_PLANNED_FOR = 64
 HUGE = 2 << 20
 NAME = "symcomm-"  # named arenas begin so
 SWEEP_AGE = 60  # seconds: a younger file may not be locked by its owner yet
-ASK_BYTES = (
-    1 << 20
-)  # small allocations ask how much memory is left once per so many: asking takes 0.14 ms, the rest 0.02
+# Small allocations ask how much memory is left once per so many: asking takes 0.14 ms, the rest 0.02.
+ASK_BYTES = 1 << 20
 KEEP_BYTES = 256 << 20  # freed pages kept for the next allocation before they go back to the kernel
 
 

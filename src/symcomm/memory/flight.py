@@ -26,7 +26,7 @@ from symcomm._core import native
 from symcomm.errors import bad_argument, notebook_cells
 from symcomm.memory.heap import PAGE
 
-__all__ = ["CAPACITY", "Flight", "FlightEntry", "Peek", "read_flight", "read_groups"]
+__all__ = ["CAPACITY", "Flight", "FlightEntry", "Peek", "read_flight", "read_groups", "read_site"]
 
 DEFAULT_CAPACITY = 2048
 ENTRY, NUMBER, GROUP, SITE = struct.Struct("<6Q3I4B"), struct.Struct("<Q"), 512, 128
@@ -148,7 +148,8 @@ def read_groups(address: int, peek: Peek = native.peek) -> dict[int, dict[str, A
     return groups
 
 
-def _read_site(address: int, capacity: int, number: int, peek: Peek) -> str:
+def read_site(address: int, capacity: int, number: int, peek: Peek) -> str:
+    """The file and line that a number of entries stands for."""
     raw = peek(_sites_at(address, capacity) + number * SITE, SITE)
     return raw[1 : 1 + raw[0]].decode(errors="replace")
 
@@ -165,7 +166,7 @@ def read_flight(address: int, peek: Peek = native.peek) -> list[FlightEntry]:
         if number <= forgotten:
             continue
         if site not in sites:
-            sites[site] = _read_site(address, capacity, site, peek)
+            sites[site] = read_site(address, capacity, site, peek)
         entries.append(FlightEntry.of(fields, sites[site], groups.get(group, {})))
     return sorted(entries, key=lambda e: e.number)
 

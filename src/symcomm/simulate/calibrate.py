@@ -10,6 +10,7 @@ barrier, the rates of a cache and of memory from all_gather.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import platform
 import time
@@ -103,13 +104,9 @@ def fit(machine: Machine, measured: dict[tuple[str, int], float]) -> Machine:
     meet = measured["barrier", 0]
     machine = dataclasses.replace(machine, meet=meet, call=max(0.0, measured[CALL] - meet))
     for collective, nbytes, name in CASES:
-        walk = _walk(collective, nbytes)
+        walk = functools.partial(host_seconds, collective, nbytes, 2)
         machine = _solve(machine, name, walk, measured[collective, nbytes])
     return machine
-
-
-def _walk(collective: str, nbytes: int) -> Callable[[Machine], float]:
-    return lambda machine: host_seconds(collective, nbytes, 2, machine)
 
 
 def _solve(machine: Machine, name: str, walk: Callable[[Machine], float], seconds: float) -> Machine:

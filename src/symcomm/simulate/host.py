@@ -57,7 +57,8 @@ def plans_for(collective: str, nbytes: int, ranks: int, nodes: Sequence[int] = (
 
 def plans_seconds(plans: Sequence[Plan], nbytes: int, machine: Machine, symmetric: bool = False) -> float:
     """Play all ranks' plans; what a long loop's remaining turns take follows from those that were played."""
-    longest = [loop.turns for loop in _loops(plans[0], symmetric) if loop.turns > SETTLED]
+    loops = (step for step in _body(plans[0], symmetric) if isinstance(step, Loop))
+    longest = [loop.turns for loop in loops if loop.turns > SETTLED]
     whole = _Host(plans, nbytes, machine, symmetric, SETTLED).play()
     if not longest:
         return whole
@@ -68,10 +69,6 @@ def plans_seconds(plans: Sequence[Plan], nbytes: int, machine: Machine, symmetri
 
 def _body(plan: Plan, symmetric: bool) -> list[Step]:
     return plan.direct if symmetric and plan.direct is not None else plan.staged
-
-
-def _loops(plan: Plan, symmetric: bool) -> Iterator[Loop]:
-    return (step for step in _body(plan, symmetric) if isinstance(step, Loop))
 
 
 @dataclass

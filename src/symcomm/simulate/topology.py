@@ -142,17 +142,9 @@ def parse_topology(spec: str, hosts: int) -> Topology:
     head, *pairs = [part.strip() for part in spec.split(",")]
     kind, _, text = head.partition(":")
     given = _read_pairs(spec, pairs)
-    usual = Link()
-    link = Link(
-        parse_bandwidth(CALL, "bandwidth", given.pop("bandwidth")) if "bandwidth" in given else usual.bandwidth,
-        parse_seconds(CALL, "latency", given.pop("latency")) if "latency" in given else usual.latency,
-        parse_seconds(CALL, "message", given.pop("message")) if "message" in given else usual.message,
-        parse_seconds(CALL, "arrival", given.pop("arrival")) if "arrival" in given else usual.arrival,
-    )
-    if kind == "fat-tree":
-        thinner = _number(given.pop("oversubscription", "1"))
-    else:
-        thinner = 1.0
+    parsers = {name: parse_bandwidth if name == "bandwidth" else parse_seconds for name in Link._fields}
+    link = Link(**{name: parse(CALL, name, given.pop(name)) for name, parse in parsers.items() if name in given})
+    thinner = _number(given.pop("oversubscription", "1")) if kind == "fat-tree" else 1.0
     if given:
         allowed = "bandwidth, latency, message, arrival" + (", oversubscription" if kind == "fat-tree" else "")
         raise bad_argument(CALL, "topology", spec, f"{kind} with some of {allowed}", f"{next(iter(given))!r} is none")
@@ -188,15 +180,11 @@ def _shape(spec: str, kind: str, text: str, hosts: int) -> tuple[int, ...]:
         raise bad_argument(CALL, "topology", spec, KINDS, "a shape is numbers with x between them")
     shape = tuple(map(int, sizes))
     if kind == "torus" and math.prod(shape) != hosts:
-        fix = f"choose sizes whose product is {hosts}, such as torus:{_near_square(hosts)}"
+        fix = f"choose sizes whose product is {hosts}, such as torus:{'x'.join(map(str, near_cube(hosts, 2)))}"
         raise bad_argument(CALL, "topology", spec, f"a torus of {hosts} hosts", fix)
     if kind == "fat-tree" and not 1 <= len(shape) <= 2:
         raise bad_argument(CALL, "topology", spec, "fat-tree:HOSTS_PER_LEAF or fat-tree:HOSTS_PER_LEAFxLEAVES_PER_POD")
     return shape
-
-
-def _near_square(hosts: int) -> str:
-    return "x".join(map(str, near_cube(hosts, 2)))
 
 
 def near_cube(hosts: int, dimensions: int) -> tuple[int, ...]:

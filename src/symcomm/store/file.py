@@ -27,16 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from symcomm.errors import (
-    CallerError,
-    ResourceError,
-    StoreConnectionError,
-    StoreDeadlineError,
-    SymcommError,
-    bad_argument,
-    deadline,
-    wrong_type,
-)
+from symcomm import errors
 from symcomm.store.base import poll_until
 from symcomm.store.hash import Result, Table, TableStore
 
@@ -147,7 +138,7 @@ class Log:
         try:
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise bad_argument(
+            raise errors.bad_argument(
                 "FileStore", "file_name", self.path, f"a file we can read and write ({error.strerror})"
             ) from None
         self.pid = os.getpid()
@@ -177,7 +168,7 @@ class Log:
         if getattr(_thread, "holds", ""):
             _leaving.append((self, world_size))
             return
-        with contextlib.suppress(OSError, SymcommError):
+        with contextlib.suppress(OSError, errors.SymcommError):
             if os.getpid() == self.owner and os.fstat(self.fd).st_nlink > 0:
                 with self.locked(5.0):
                     self.edit(lambda table: table.change("close", ""))
@@ -193,14 +184,16 @@ class Log:
         if getattr(_thread, "holds", "") == self.path:
             raise self._nested()
         if not self.threads.acquire(timeout=seconds):
-            raise deadline(f"FileStore: waiting for another thread at {self.path}", seconds, kind=StoreDeadlineError)
+            raise errors.deadline(
+                f"FileStore: waiting for another thread at {self.path}", seconds, kind=errors.StoreDeadlineError
+            )
         if self.busy:  # by this very thread
             self.threads.release()
             raise self._nested()
         try:
             self.busy = True
             yield
-        except SymcommError:
+        except errors.SymcommError:
             raise
         except BaseException:
             self._start_over()  # an interrupt may have come between a change and our note of it
@@ -209,8 +202,8 @@ class Log:
             self.busy = False
             self.threads.release()
 
-    def _nested(self) -> CallerError:
-        return CallerError(
+    def _nested(self) -> errors.CallerError:
+        return errors.CallerError(
             "FileStore: called by a signal handler (or a finalizer) while its thread is in another call on "
             f"{self.path}. Set a flag there and make the call later."
         )
@@ -239,14 +232,16 @@ class Log:
                 return fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= end:
-                    raise deadline(
+                    raise errors.deadline(
                         f"FileStore: locking {self.path}",
                         seconds,
                         fix="Another process holds it; is one stopped?",
-                        kind=StoreDeadlineError,
+                        kind=errors.StoreDeadlineError,
                     ) from None
             except OSError as error:
-                raise ResourceError(f"FileStore: this file system cannot lock {self.path}: {error.strerror}.") from None
+                raise errors.ResourceError(
+                    f"FileStore: this file system cannot lock {self.path}: {error.strerror}."
+                ) from None
             time.sleep(pause * random.random())  # at random, so that many writers take turns
             pause = min(pause * 2, 0.005)
 
@@ -269,7 +264,7 @@ class Log:
         """With the lock held: read what is new, and cut off what a killed writer left behind."""
         what_follows = self._read()
         if what_follows == "damaged":
-            raise StoreConnectionError(
+            raise errors.StoreConnectionError(
                 f"FileStore: {self.path} is damaged at byte {self.offset}; remove it and start the job again."
             )
         if what_follows == "torn":
@@ -296,7 +291,7 @@ class Log:
         data = self._bytes(size - self.offset)
         if self.offset == 0:
             if not data.startswith(MAGIC[: len(data)]):
-                raise bad_argument(
+                raise errors.bad_argument(
                     "FileStore", "file_name", self.path, "a new file, or one that a FileStore made", "use another name"
                 )
             if len(data) < len(MAGIC):
@@ -324,7 +319,7 @@ class Log:
         except OSError as error:
             os.ftruncate(self.fd, self.offset)
             self._start_over()  # the table has changes that the file has not
-            raise ResourceError(f"FileStore: could not write to {self.path}: {error.strerror}.") from None
+            raise errors.ResourceError(f"FileStore: could not write to {self.path}: {error.strerror}.") from None
         self.offset += len(data)
 
 
@@ -343,9 +338,9 @@ class FileStore(TableStore):
 
     def __init__(self, file_name: str, world_size: int = -1) -> None:
         if not isinstance(file_name, str | os.PathLike) or not os.fspath(file_name):
-            raise wrong_type("FileStore", "file_name", file_name, "a path")
+            raise errors.wrong_type("FileStore", "file_name", file_name, "a path")
         if not isinstance(world_size, int):
-            raise wrong_type("FileStore", "world_size", world_size, "an int")
+            raise errors.wrong_type("FileStore", "world_size", world_size, "an int")
         self._path = os.fspath(file_name)
         self._world_size = world_size
         self._log = Log(os.path.abspath(self._path))

@@ -14,15 +14,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from symcomm import errors
 from symcomm._core import native
-from symcomm.errors import (
-    BadArgumentError,
-    StoreConnectionError,
-    StoreDeadlineError,
-    bad_argument,
-    format_seconds,
-    wrong_type,
-)
 from symcomm.store import tcp_wire as wire
 from symcomm.store.base import (
     DEFAULT_TIMEOUT,
@@ -122,7 +115,7 @@ class TCPStore(Store):
                     multi_tenant=multi_tenant,
                     seconds=self._timeout_s,
                 )
-            except StoreConnectionError:
+            except errors.StoreConnectionError:
                 if not _agent_serves(port):
                     raise
         self._port = self._server.port if self._server else port
@@ -147,7 +140,7 @@ class TCPStore(Store):
             try:
                 if value := self._call("get", wire.GET, key, None, "v"):
                     return value
-            except StoreConnectionError as error:
+            except errors.StoreConnectionError as error:
                 self._blame_old_server(error)
         self._wait("get", [key], self._timeout_s)
         return self._call("get", wire.GET, key, None, "v")
@@ -159,7 +152,7 @@ class TCPStore(Store):
                 values = self._call("multi_get", wire.MULTI_GET, names, None, "m")
                 if all(values):
                     return values
-            except StoreConnectionError as error:
+            except errors.StoreConnectionError as error:
                 self._blame_old_server(error)
         self._wait("multi_get", names, self._timeout_s)
         return self._call("multi_get", wire.MULTI_GET, names, None, "m")
@@ -172,7 +165,7 @@ class TCPStore(Store):
     def add(self, key: str, amount: int) -> int:
         try:
             return self._call("add", wire.ADD, key, to_amount("TCPStore.add", amount), "8")
-        except StoreConnectionError as error:
+        except errors.StoreConnectionError as error:
             self._blame_value(key, error)
             raise
 
@@ -210,7 +203,7 @@ class TCPStore(Store):
         server lets everybody through from the second use on.
         """
         if not isinstance(world_size, int) or world_size < 1:
-            raise bad_argument("TCPStore.barrier", "world_size", world_size, "a positive int")
+            raise errors.bad_argument("TCPStore.barrier", "world_size", world_size, "a positive int")
         seconds = self._timeout_s if timeout is None else to_seconds(timeout, "TCPStore.barrier")
         if not self._wait_call("barrier", wire.BARRIER, key, world_size, seconds):
             raise barrier_late(f"TCPStore.barrier({key!r})", key, seconds, f"fewer than {world_size} came")
@@ -356,18 +349,20 @@ class TCPStore(Store):
         named = "" if keys is _NO_KEYS else ", ".join(map(repr, keys[:4] if isinstance(keys, list) else [keys]))
         where = f"{self._host}:{self._port}"
         if isinstance(error, native.StoreLate):
-            return StoreDeadlineError(
-                f"the store at {where} did not answer {call}({named}) in {format_seconds(self._timeout_s)}."
+            return errors.StoreDeadlineError(
+                f"the store at {where} did not answer {call}({named}) in {errors.format_seconds(self._timeout_s)}."
             )
         if isinstance(error, native.StoreGone):
             cause = "its process ended, or it refused " + _REFUSALS.get(call, "the call")
             if self._unanswered:
                 cause += f" or the {self._unanswered} before it"
-            return StoreConnectionError(
+            return errors.StoreConnectionError(
                 f"the store at {where} closed the connection during {call}({named}); {cause} (its log says why)."
             )
         if isinstance(error, native.StoreBroken):
-            return StoreConnectionError(f"the connection to the store at {where} broke in {call}({named}): {error}.")
+            return errors.StoreConnectionError(
+                f"the connection to the store at {where} broke in {call}({named}): {error}."
+            )
         return error
 
     def _reconnect(self) -> Connection:
@@ -379,13 +374,13 @@ class TCPStore(Store):
         if connection is not None:
             connection.close()
 
-    def _blame_old_server(self, error: StoreConnectionError) -> None:
+    def _blame_old_server(self, error: errors.StoreConnectionError) -> None:
         """PyTorch's server without libuv ends a connection that asks for an absent key; if this is one, wait first
         from now on. Anything else that ends a connection is an error."""
         absent = f"symcomm/absent/{os.urandom(8).hex()}"
         try:
             connection = wire.connect(self._connect_host, self._port, self._timeout_s, self._token, patient=False)
-        except StoreConnectionError:
+        except errors.StoreConnectionError:
             raise error from None
         try:
             native.store_call(connection.fd, wire.GET, absent, None, "v", self._timeout_s)
@@ -396,11 +391,11 @@ class TCPStore(Store):
             connection.close()
         raise error
 
-    def _blame_value(self, key: str, error: StoreConnectionError) -> None:
+    def _blame_value(self, key: str, error: errors.StoreConnectionError) -> None:
         """A server can only hang up on somebody who adds to what is not a number; a look at the value tells."""
         try:
             value = self._call("get", wire.GET, key, None, "v")
-        except StoreConnectionError:
+        except errors.StoreConnectionError:
             raise error from None
         add_to("TCPStore.add", key, value, 0)
 
@@ -410,10 +405,10 @@ class TCPStore(Store):
         end = time.monotonic() + self._timeout_s
         while self._server is not None and came < world_size:
             if time.monotonic() >= end:
-                raise StoreDeadlineError(
+                raise errors.StoreDeadlineError(
                     f"TCPStore: {came} of {world_size} workers joined the store on port {self._port} "
-                    f"in {format_seconds(self._timeout_s)}; start the missing ranks with the same MASTER_ADDR and "
-                    f"MASTER_PORT, or lower WORLD_SIZE ({came}/{world_size} clients joined)."
+                    f"in {errors.format_seconds(self._timeout_s)}; start the missing ranks with the same MASTER_ADDR "
+                    f"and MASTER_PORT, or lower WORLD_SIZE ({came}/{world_size} clients joined)."
                 )
             time.sleep(_JOIN_PAUSE)
             came = self._count_workers(0)
@@ -443,11 +438,11 @@ def _bad_argument(call: str, keys: Any, error: Exception) -> Exception:
         for key in keys if isinstance(keys, list) else [] if keys is _NO_KEYS else [keys]:
             to_key(f"TCPStore.{call}", key).encode()
     except UnicodeError:
-        return bad_argument(f"TCPStore.{call}", "key", key, "text that UTF-8 can hold")
-    except BadArgumentError as known:
+        return errors.bad_argument(f"TCPStore.{call}", "key", key, "text that UTF-8 can hold")
+    except errors.BadArgumentError as known:
         return known
     if isinstance(error, UnicodeEncodeError):
-        return bad_argument(f"TCPStore.{call}", "value", error.object, "text that UTF-8 can hold", "pass bytes")
+        return errors.bad_argument(f"TCPStore.{call}", "value", error.object, "text that UTF-8 can hold", "pass bytes")
     return error
 
 
@@ -457,11 +452,13 @@ def _client(host: str, port: int, timeout: timedelta, use_libuv: bool, token: by
 
 def _check_arguments(host_name: object, port: object, world_size: object) -> None:
     if not isinstance(host_name, str):
-        raise wrong_type("TCPStore", "host_name", host_name, "a str: a host name or an address")
+        raise errors.wrong_type("TCPStore", "host_name", host_name, "a str: a host name or an address")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
-        raise bad_argument("TCPStore", "port", port, "an int from 0 to 65535")
+        raise errors.bad_argument("TCPStore", "port", port, "an int from 0 to 65535")
     if world_size is not None and (not isinstance(world_size, int) or world_size == 0):
-        raise bad_argument("TCPStore", "world_size", world_size, "a positive int, or None (or negative) for any number")
+        raise errors.bad_argument(
+            "TCPStore", "world_size", world_size, "a positive int, or None (or negative) for any number"
+        )
 
 
 def _agent_serves(port: int) -> bool:

@@ -1,6 +1,5 @@
 /* The driver's functions that the core calls, and how it is given numbers for them. */
-#ifndef SYMCOMM_CUDA_DRIVER_H
-#define SYMCOMM_CUDA_DRIVER_H
+#pragma once
 
 #include "module/module.h"
 
@@ -32,5 +31,3 @@ static inline int read_numbers(PyObject *tuple, uint64_t *into, int most) {
     for (Py_ssize_t i = 0; i < n; i++) into[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(tuple, i));
     return PyErr_Occurred() ? -1 : (int)n;
 }
-
-#endif

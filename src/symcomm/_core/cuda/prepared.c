@@ -18,8 +18,7 @@ struct prepared_kernel {
 static void drop_prepared(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, PREPARED_KERNEL)); }
 
 /* prepare_kernel(launch, kernel, places of one half, of the other) -> prepared */
-static PyObject *prepare_kernel(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *prepare_kernel(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long launch;
     PyObject *kernel, *places[2];
     if (!PyArg_ParseTuple(args, "KO!O!O!", &launch, &PyTuple_Type, &kernel, &PyTuple_Type, &places[0], &PyTuple_Type,
@@ -48,8 +47,7 @@ static int launch(const struct prepared_kernel *p, int half, uint64_t stream, ui
 
 /* run_prepared(group, plan, timeout_ns, site, prepared, half, stream, address, value) -> 0, a failure's status, or the
  * driver's result below 0. The tensor at `address` is combined in place; `value`: of the kernel's first barrier. */
-static PyObject *run_prepared(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
-    (void)self;
+static PyObject *run_prepared(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
     if (expect_arguments(n_args, 9, "run_prepared") < 0) return NULL;
     struct group *g = to_group(args[0]);
     struct plan *plan = g ? PyCapsule_GetPointer(args[1], PLAN_CAPSULE) : NULL;
@@ -73,10 +71,9 @@ static PyObject *run_prepared(PyObject *self, PyObject *const *args, Py_ssize_t 
 }
 
 static PyMethodDef methods[] = {
-    {"prepare_kernel", prepare_kernel, METH_VARARGS,
-     "prepare_kernel(launch, kernel, places, other_places) -> prepared"},
-    {"run_prepared", (PyCFunction)(void (*)(void))run_prepared, METH_FASTCALL,
-     "run_prepared(group, plan, timeout_ns, site, prepared, half, stream, address, value) -> status"},
+    METHOD(prepare_kernel, METH_VARARGS, "(launch, kernel, places, other_places) -> prepared"),
+    METHOD(run_prepared, METH_FASTCALL,
+           "(group, plan, timeout_ns, site, prepared, half, stream, address, value) -> status"),
     {NULL, NULL, 0, NULL},
 };
 

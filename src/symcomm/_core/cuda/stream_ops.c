@@ -42,8 +42,7 @@ static int enqueue(struct stream_op *t) {
  * success. functions: addresses of copy, write, wait, launch. copy: (source, target, bytes), or () for none. The stream
  * then tells every address in `theirs` that it has come to `value`, and waits until all in `mine` say so. kernel:
  * (function, blocks, threads, count, packs) to start then on `places`, or () for none. */
-static PyObject *enqueue_collective(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *enqueue_collective(PyObject *Py_UNUSED(self), PyObject *args) {
     struct stream_op t; /* large, so it is not cleared: every field that is read is set below */
     unsigned long long stream, value;
     PyObject *functions, *copy, *theirs, *mine, *kernel, *places;
@@ -86,8 +85,7 @@ static void reduce_on_host(void *argument) {
 /* enqueue_host_reduce(function, stream, dtype, op, sources, out, count) -> the driver's result, 0 for success.
  * The host combines `count` elements of host memory at every address in `sources` into `out`, in the order of the
  * stream. */
-static PyObject *enqueue_host_reduce(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *enqueue_host_reduce(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long function, stream, out, count;
     int dtype, op;
     PyObject *sources;
@@ -116,8 +114,7 @@ static PyObject *enqueue_host_reduce(PyObject *self, PyObject *args) {
 
 /* store_word(address, value): a GPU, or another host's thread, that sees it sees everything written before it, and
  * nothing that comes later is seen before it. */
-static PyObject *store_word(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *store_word(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address, value;
     if (!PyArg_ParseTuple(args, "KK", &address, &value)) return NULL;
     atomic_store((_Atomic uint32_t *)(uintptr_t)address, (uint32_t)value);
@@ -126,12 +123,11 @@ static PyObject *store_word(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"store_word", store_word, METH_VARARGS,
-     "store_word(address, value): 32 bits, in order with what comes before and after"},
-    {"enqueue_host_reduce", enqueue_host_reduce, METH_VARARGS,
-     "enqueue_host_reduce(function, stream, dtype, op, sources, out, count) -> the driver's result"},
-    {"enqueue_collective", enqueue_collective, METH_VARARGS,
-     "enqueue_collective(functions, stream, copy, value, theirs, mine, kernel, places) -> the driver's result"},
+    METHOD(store_word, METH_VARARGS, "(address, value): 32 bits, in order with what comes before and after"),
+    METHOD(enqueue_host_reduce, METH_VARARGS,
+           "(function, stream, dtype, op, sources, out, count) -> the driver's result"),
+    METHOD(enqueue_collective, METH_VARARGS,
+           "(functions, stream, copy, value, theirs, mine, kernel, places) -> the driver's result"),
     {NULL, NULL, 0, NULL},
 };
 

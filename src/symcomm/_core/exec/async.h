@@ -1,6 +1,5 @@
 /* Operations that run while the caller goes on: one thread per group takes them in the order they were submitted. */
-#ifndef SYMCOMM_ASYNC_H
-#define SYMCOMM_ASYNC_H
+#pragma once
 
 #include "exec/exec.h"
 
@@ -40,5 +39,3 @@ void async_free(struct group *g);
 /* Whether the caller is the group's own thread; and then: what that is to do at its end, when the group is gone. */
 bool async_inside(struct group *g);
 void async_at_end(struct group *g, void (*on_exit)(void *), void *argument);
-
-#endif

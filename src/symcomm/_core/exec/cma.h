@@ -1,7 +1,6 @@
 /* Cross-memory attach: one process reads another's memory by system call, which is one copy where staging takes two.
  * Slower than a copy through shared memory, so it pays where one rank would stage for many. */
-#ifndef SYMCOMM_CMA_H
-#define SYMCOMM_CMA_H
+#pragma once
 
 #include "sync/sync.h"
 
@@ -16,5 +15,3 @@ bool cma_is_readable(char *const *buffers, int n, int64_t nbytes);
 
 /* From an address in that rank's memory. What is read is only right if the operation is not void afterwards. */
 int cma_read(struct group *g, int rank, char *dst, uint64_t address, int64_t nbytes);
-
-#endif

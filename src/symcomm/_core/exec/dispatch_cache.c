@@ -176,9 +176,7 @@ static inline __attribute__((always_inline)) int64_t run_cached_plan(struct grou
     return status;
 }
 
-/* run_cached(group, call, detail, input, output, timeout_ns) -> 0, a failure's status, or -1: take the long way */
-static PyObject *run_cached(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
-    (void)self;
+static PyObject *run_cached(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
     struct group *g = n_args == 6 ? to_group(args[0]) : NULL;
     if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "run_cached takes 6 arguments");
     if (g->dispatch_cache == NULL) return PyLong_FromLong(-1);
@@ -193,8 +191,7 @@ static PyObject *run_cached(PyObject *self, PyObject *const *args, Py_ssize_t n_
 
 /* run_cached_options(group, call, options, input, output, timeout_ns, run_async=False): run_cached(), with what torch's
  * options object says. Where nothing was run it returns one of enum options. */
-static PyObject *run_cached_options(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
-    (void)self;
+static PyObject *run_cached_options(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
     bool fits = n_args == 6 || n_args == 7;
     struct group *g = fits ? to_group(args[0]) : NULL;
     if (g == NULL) return fits ? NULL : PyErr_Format(PyExc_TypeError, "run_cached_options takes 6 or 7 arguments");
@@ -212,8 +209,7 @@ static PyObject *run_cached_options(PyObject *self, PyObject *const *args, Py_ss
 }
 
 /* cache_plan(group, call, detail, input, output, plan, site): run_cached() will know calls of this kind, if it can. */
-static PyObject *cache_plan(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
-    (void)self;
+static PyObject *cache_plan(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
     struct group *g = n_args == 7 ? to_group(args[0]) : NULL;
     struct plan *plan = g ? PyCapsule_GetPointer(args[5], PLAN_CAPSULE) : NULL;
     if (plan == NULL) return g || n_args == 7 ? NULL : PyErr_Format(PyExc_TypeError, "cache_plan takes 7 arguments");
@@ -237,12 +233,12 @@ static PyObject *cache_plan(PyObject *self, PyObject *const *args, Py_ssize_t n_
 }
 
 static PyMethodDef methods[] = {
-    {"run_cached", (PyCFunction)(void (*)(void))run_cached, METH_FASTCALL,
-     "run_cached(group, call, detail, input, output, timeout_ns) -> status, or -1: take the long way"},
-    {"run_cached_options", (PyCFunction)(void (*)(void))run_cached_options, METH_FASTCALL,
-     "run_cached_options(group, call, options, input, output, timeout_ns, run_async=False) -> status, or below 0: nothing was run"},
-    {"cache_plan", (PyCFunction)(void (*)(void))cache_plan, METH_FASTCALL,
-     "cache_plan(group, call, detail, input, output, plan, site) -> whether run_cached() will know it"},
+    METHOD(run_cached, METH_FASTCALL,
+           "(group, call, detail, input, output, timeout_ns) -> status, or -1: take the long way"),
+    METHOD(run_cached_options, METH_FASTCALL,
+           "(group, call, options, input, output, timeout_ns, run_async=False) -> status, or below 0: nothing was run"),
+    METHOD(cache_plan, METH_FASTCALL,
+           "(group, call, detail, input, output, plan, site) -> whether run_cached() will know it"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -251,6 +247,4 @@ static const struct constant constants[] = {
     {NULL, 0},
 };
 
-int symcomm_add_dispatch_cache(PyObject *module) {
-    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
-}
+int symcomm_add_dispatch_cache(PyObject *module) { return symcomm_add_part(module, methods, constants); }

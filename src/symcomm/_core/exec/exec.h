@@ -1,6 +1,5 @@
 /* Runs plans. */
-#ifndef SYMCOMM_EXEC_H
-#define SYMCOMM_EXEC_H
+#pragma once
 
 #include "exec/plan.h"
 #include "observe/flight.h"
@@ -25,5 +24,3 @@ bool exec_settle(struct group *g);
 
 /* Whether it will be over in microseconds once all ranks have come, and none of them needs this thread to go on. */
 bool exec_is_short(const struct group *g, const struct plan *p);
-
-#endif

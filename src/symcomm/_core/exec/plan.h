@@ -1,6 +1,5 @@
 /* A plan as the executor runs it; written by symcomm/collectives/plan.py, checked once when loaded. */
-#ifndef SYMCOMM_PLAN_H
-#define SYMCOMM_PLAN_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -45,5 +44,3 @@ struct plan {
 /* NULL with *why set when the words do not make a plan that can be run safely. */
 struct plan *plan_load(const void *bytes, size_t size, const char **why);
 void plan_free(struct plan *plan);
-
-#endif

@@ -2,8 +2,7 @@
  *
  * Every rank has one control block per group, in its own arena, which all peers have mapped. Only the owner
  * writes it, except for the doorbell, the `sleeping` word and the abort words, which are for others to write. */
-#ifndef SYMCOMM_CONTROL_H
-#define SYMCOMM_CONTROL_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdint.h>
@@ -58,5 +57,3 @@ struct control {
 };
 
 enum control_state { CONTROL_EMPTY, CONTROL_IN_USE, CONTROL_LEFT };
-
-#endif

@@ -82,8 +82,7 @@ static struct group *allocate_group(int rank, int world) {
     return NULL;
 }
 
-static PyObject *make_group(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *make_group(PyObject *Py_UNUSED(self), PyObject *args) {
     int rank, world, own_process, spin;
     PyObject *control, *stage, *arena, *life, *channels;
     unsigned long long flight;
@@ -122,8 +121,7 @@ static PyObject *make_group(PyObject *self, PyObject *args) {
     return g->capsule = PyCapsule_New(g, GROUP_CAPSULE, drop_group);
 }
 
-static PyObject *group_keep(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *group_keep(PyObject *Py_UNUSED(self), PyObject *args) {
     PyObject *capsule, *object;
     if (!PyArg_ParseTuple(args, "OO", &capsule, &object) || to_group(capsule) == NULL) return NULL;
     PyObject *before = PyCapsule_GetContext(capsule);
@@ -139,12 +137,10 @@ static bool has_come(const struct control *c, uint64_t number) {
 
 /* group_reserved(group, bytes): the pages of so much of each half of this rank's staging area exist. Plans that reach
  * farther are refused: touching memory that the kernel has not got would be a signal, not an error. */
-static PyObject *group_reserved(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *capsule;
+static PyObject *group_reserved(PyObject *Py_UNUSED(self), PyObject *args) {
     long long bytes;
     struct group *g;
-    if (!PyArg_ParseTuple(args, "OL", &capsule, &bytes) || (g = to_group(capsule)) == NULL) return NULL;
+    if (!PyArg_ParseTuple(args, "O&L", convert_group, &g, &bytes)) return NULL;
     if (bytes > g->stage_bytes)
         return PyErr_Format(PyExc_ValueError, "a staging half has %lld bytes", (long long)g->stage_bytes);
     /* Callers have the interpreter lock. */
@@ -152,8 +148,7 @@ static PyObject *group_reserved(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *group_abort(PyObject *self, PyObject *arg) {
-    (void)self;
+static PyObject *group_abort(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct group *g = to_group(arg);
     struct visit visit;
     if (g == NULL) return NULL;
@@ -163,8 +158,7 @@ static PyObject *group_abort(PyObject *self, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
-static PyObject *group_leave(PyObject *self, PyObject *arg) {
-    (void)self;
+static PyObject *group_leave(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct group *g = to_group(arg);
     if (g == NULL) return NULL;
     if (g->left) Py_RETURN_NONE;
@@ -183,8 +177,7 @@ static PyObject *group_leave(PyObject *self, PyObject *arg) {
 }
 
 /* group_detach(group) -> whether every rank has left or died, so that this rank's part may be used for other things. */
-static PyObject *group_detach(PyObject *self, PyObject *arg) {
-    (void)self;
+static PyObject *group_detach(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct group *g = to_group(arg);
     if (g == NULL) return NULL;
     if (!g->left) leave_late(g); /* two calls that ended at once may have left it to each other */
@@ -206,12 +199,10 @@ static bool is_put_to(struct group *g) {
 /* group_reclaim(group, ((address, bytes), ...)): the group was aborted. Returns once these pieces of memory, which were
  * windows of this rank, are its own again. A peer that was stopped in the middle of a put keeps pages that nobody looks
  * at any more. */
-static PyObject *group_reclaim(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *capsule, *pieces;
+static PyObject *group_reclaim(PyObject *Py_UNUSED(self), PyObject *args) {
+    PyObject *pieces;
     struct group *g;
-    if (!PyArg_ParseTuple(args, "OO!", &capsule, &PyTuple_Type, &pieces) || (g = to_group(capsule)) == NULL)
-        return NULL;
+    if (!PyArg_ParseTuple(args, "O&O!", convert_group, &g, &PyTuple_Type, &pieces)) return NULL;
     struct visit visit;
     if (!visit_begin(&visit, g)) Py_RETURN_NONE;
     bool busy;
@@ -233,12 +224,10 @@ static PyObject *group_reclaim(PyObject *self, PyObject *args) {
 /* group_announce(group, looks) -> whether all other ranks are at this operation too, or soon will be. Says so of this
  * rank. The words only ever grow, and whoever wrote one runs its operation whatever it sees: one seen late costs only
  * time. */
-static PyObject *group_announce(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *capsule;
+static PyObject *group_announce(PyObject *Py_UNUSED(self), PyObject *args) {
     int looks;
     struct group *g;
-    if (!PyArg_ParseTuple(args, "Oi", &capsule, &looks) || (g = to_group(capsule)) == NULL) return NULL;
+    if (!PyArg_ParseTuple(args, "O&i", convert_group, &g, &looks)) return NULL;
     struct visit visit;
     if (!visit_begin(&visit, g)) Py_RETURN_FALSE;
     uint64_t number = atomic_load(&g->seq) + 1;
@@ -255,8 +244,7 @@ static PyObject *group_announce(PyObject *self, PyObject *args) {
 /* group_forked(group): in a forked child, which has the group's memory but is not the rank. From now on the group looks
  * at a copy of its control block, which refuses every operation, and nothing it does reaches the other ranks. Threads
  * did not come along, and locks may be held by one of them. */
-static PyObject *group_forked(PyObject *self, PyObject *arg) {
-    (void)self;
+static PyObject *group_forked(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct group *g = to_group(arg);
     if (g == NULL) return NULL;
     struct control *copy = aligned_alloc(64, (sizeof *copy + 63) / 64 * 64);
@@ -279,18 +267,15 @@ static PyObject *group_forked(PyObject *self, PyObject *arg) {
 }
 
 /* group_fail(group, status, culprit) -> the status that counts. Every rank sees it before this returns. */
-static PyObject *group_fail(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *capsule;
+static PyObject *group_fail(PyObject *Py_UNUSED(self), PyObject *args) {
     int status, culprit;
-    if (!PyArg_ParseTuple(args, "Oii", &capsule, &status, &culprit)) return NULL;
-    struct group *g = to_group(capsule);
-    return g ? PyLong_FromLong(sync_fail(g, status, culprit)) : NULL;
+    struct group *g;
+    if (!PyArg_ParseTuple(args, "O&ii", convert_group, &g, &status, &culprit)) return NULL;
+    return PyLong_FromLong(sync_fail(g, status, culprit));
 }
 
 /* group_status(group) -> 0, or why it has failed. Whoever has read peers' memory asks after its last read. */
-static PyObject *group_status(PyObject *self, PyObject *capsule) {
-    (void)self;
+static PyObject *group_status(PyObject *Py_UNUSED(self), PyObject *capsule) {
     struct group *g = to_group(capsule);
     if (g == NULL) return NULL;
     atomic_thread_fence(memory_order_seq_cst);
@@ -298,24 +283,20 @@ static PyObject *group_status(PyObject *self, PyObject *capsule) {
 }
 
 static PyMethodDef methods[] = {
-    {"group_status", group_status, METH_O, "group_status(group) -> 0, or the status it failed with"},
-    {"group_fail", group_fail, METH_VARARGS, "group_fail(group, status, culprit) -> the status that counts"},
-    {"make_group", make_group, METH_VARARGS,
-     "make_group(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, flight, flight_group, own_process,"
-     " spin, poll_ns, yield_ns, operations so far) -> group"},
-    {"group_reserved", group_reserved, METH_VARARGS,
-     "group_reserved(group, bytes): so much of each staging half has pages."},
-    {"group_abort", group_abort, METH_O, "group_abort(group): every rank's pending and later operations fail."},
-    {"group_leave", group_leave, METH_O, "group_leave(group): this rank takes no further part."},
-    {"group_reclaim", group_reclaim, METH_VARARGS,
-     "group_reclaim(group, ((address, bytes), ...)): windows become this rank's own again."},
-    {"group_announce", group_announce, METH_VARARGS,
-     "group_announce(group, looks) -> whether all are about to run the same operation"},
-    {"group_detach", group_detach, METH_O,
-     "group_detach(group) -> whether all have left, and its memory may be given back"},
-    {"group_forked", group_forked, METH_O,
-     "group_forked(group): a forked child takes no part; it is refused everything."},
-    {"group_keep", group_keep, METH_VARARGS, "group_keep(group, object): hold on to it as long as the group exists."},
+    METHOD(group_status, METH_O, "(group) -> 0, or the status it failed with"),
+    METHOD(group_fail, METH_VARARGS, "(group, status, culprit) -> the status that counts"),
+    METHOD(
+        make_group, METH_VARARGS,
+        "(rank, world, controls, stages, stage_bytes, arenas, arena_bytes, lives, channels, flight, flight_group, own_process,"
+        " spin, poll_ns, yield_ns, operations so far) -> group"),
+    METHOD(group_reserved, METH_VARARGS, "(group, bytes): so much of each staging half has pages."),
+    METHOD(group_abort, METH_O, "(group): every rank's pending and later operations fail."),
+    METHOD(group_leave, METH_O, "(group): this rank takes no further part."),
+    METHOD(group_reclaim, METH_VARARGS, "(group, ((address, bytes), ...)): windows become this rank's own again."),
+    METHOD(group_announce, METH_VARARGS, "(group, looks) -> whether all are about to run the same operation"),
+    METHOD(group_detach, METH_O, "(group) -> whether all have left, and its memory may be given back"),
+    METHOD(group_forked, METH_O, "(group): a forked child takes no part; it is refused everything."),
+    METHOD(group_keep, METH_VARARGS, "(group, object): hold on to it as long as the group exists."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -336,6 +317,4 @@ static const struct constant constants[] = {
     {NULL, 0},
 };
 
-int symcomm_add_group(PyObject *module) {
-    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
-}
+int symcomm_add_group(PyObject *module) { return symcomm_add_part(module, methods, constants); }

@@ -1,6 +1,5 @@
 /* A group as one rank's process has it, and how a call uses it while another thread may leave it. */
-#ifndef SYMCOMM_GROUP_H
-#define SYMCOMM_GROUP_H
+#pragma once
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -91,5 +90,3 @@ static inline void count_call(struct ways *w, bool slow_path, bool is_queued) {
     _Atomic uint64_t *n = &w->taken[slow_path][is_queued];
     atomic_store_explicit(n, atomic_load_explicit(n, memory_order_relaxed) + 1, memory_order_relaxed);
 }
-
-#endif

@@ -18,15 +18,12 @@ static struct place record_of(struct control *c, int kind) {
 }
 
 /* group_publish(group, kind, text). Words that are too long are refused: half of them would be worse than none. */
-static PyObject *group_publish(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *capsule;
+static PyObject *group_publish(PyObject *Py_UNUSED(self), PyObject *args) {
+    struct group *g;
     int kind;
     const char *text;
     Py_ssize_t n;
-    if (!PyArg_ParseTuple(args, "Oiy#", &capsule, &kind, &text, &n)) return NULL;
-    struct group *g = to_group(capsule);
-    if (g == NULL) return NULL;
+    if (!PyArg_ParseTuple(args, "O&iy#", convert_group, &g, &kind, &text, &n)) return NULL;
     struct visit visit;
     if (!visit_begin(&visit, g)) Py_RETURN_NONE;
     struct place mine = record_of(g->control[g->rank], kind);
@@ -58,13 +55,11 @@ static PyObject *read_record(struct place from) {
     return Py_NewRef(Py_None);
 }
 
-static PyObject *group_records(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *capsule;
+static PyObject *group_records(PyObject *Py_UNUSED(self), PyObject *args) {
+    struct group *g;
     int kind;
-    if (!PyArg_ParseTuple(args, "Oi", &capsule, &kind)) return NULL;
-    struct group *g = to_group(capsule);
-    PyObject *records = g ? PyList_New(0) : NULL;
+    if (!PyArg_ParseTuple(args, "O&i", convert_group, &g, &kind)) return NULL;
+    PyObject *records = PyList_New(0);
     for (int r = 0; records && r < g->world; r++) {
         PyObject *one = read_record(record_of(g->control[r], kind));
         if (one == NULL || PyList_Append(records, one) < 0) Py_CLEAR(records);
@@ -75,13 +70,10 @@ static PyObject *group_records(PyObject *self, PyObject *args) {
 
 /* group_agree(group, before, after) -> what the ranks' common word was; it becomes `after` if that is `before`. It lies
  * in rank 0's block, which stays mapped when that rank is gone. */
-static PyObject *group_agree(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *capsule;
+static PyObject *group_agree(PyObject *Py_UNUSED(self), PyObject *args) {
+    struct group *g;
     unsigned long long before, after;
-    if (!PyArg_ParseTuple(args, "OKK", &capsule, &before, &after)) return NULL;
-    struct group *g = to_group(capsule);
-    if (g == NULL) return NULL;
+    if (!PyArg_ParseTuple(args, "O&KK", convert_group, &g, &before, &after)) return NULL;
     uint64_t found = before;
     struct visit visit;
     if (!visit_begin(&visit, g)) return PyErr_Format(PyExc_RuntimeError, "the group was left meanwhile");
@@ -91,11 +83,9 @@ static PyObject *group_agree(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"group_publish", group_publish, METH_VARARGS,
-     "group_publish(group, kind, text): show the others a record of this rank."},
-    {"group_records", group_records, METH_VARARGS,
-     "group_records(group, kind) -> what each rank has published, or None"},
-    {"group_agree", group_agree, METH_VARARGS, "group_agree(group, before, after) -> what the word of all ranks was"},
+    METHOD(group_publish, METH_VARARGS, "(group, kind, text): show the others a record of this rank."),
+    METHOD(group_records, METH_VARARGS, "(group, kind) -> what each rank has published, or None"),
+    METHOD(group_agree, METH_VARARGS, "(group, before, after) -> what the word of all ranks was"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -106,6 +96,4 @@ static const struct constant constants[] = {
     {NULL, 0},
 };
 
-int symcomm_add_records(PyObject *module) {
-    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
-}
+int symcomm_add_records(PyObject *module) { return symcomm_add_part(module, methods, constants); }

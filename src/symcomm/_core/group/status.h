@@ -1,6 +1,5 @@
 /* How an operation, a message or a wait ended; Python has the same numbers as constants of the module. */
-#ifndef SYMCOMM_STATUS_H
-#define SYMCOMM_STATUS_H
+#pragma once
 
 enum status {
     STATUS_OK = 0,
@@ -16,5 +15,3 @@ enum status {
     STATUS_UNREADABLE = 10, /* origin could not read culprit's tensor */
     STATUS_SIZE = 32,       /* of a message: it has another length or dtype than the receive */
 };
-
-#endif

@@ -1,6 +1,5 @@
 /* Whether peers can reach a buffer where it is. */
-#ifndef SYMCOMM_SYMMETRIC_H
-#define SYMCOMM_SYMMETRIC_H
+#pragma once
 
 #include "group/group.h"
 #include "memory/isolate.h"
@@ -11,5 +10,3 @@ static inline int64_t symmetric_offset(const struct group *g, const char *buffer
     bool inside = at >= start && at - start < (uintptr_t)g->arena_bytes;
     return inside && !is_isolated(buffer, nbytes) ? (int64_t)(at - start) : -1;
 }
-
-#endif

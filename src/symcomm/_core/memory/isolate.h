@@ -1,6 +1,5 @@
 /* Parts of this rank's arena that a stopped peer may still write to, taken out of what is shared. */
-#ifndef SYMCOMM_ISOLATE_H
-#define SYMCOMM_ISOLATE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -18,5 +17,3 @@ bool isolate(char *at, int64_t nbytes);
 bool is_isolated(const char *at, int64_t nbytes);
 /* The addresses are used for something else. */
 void isolate_forget(const char *at, int64_t nbytes);
-
-#endif

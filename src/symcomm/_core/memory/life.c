@@ -1,7 +1,6 @@
 #include "memory/life.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,6 +10,7 @@
 
 #include "module/module.h"
 #include "os/futex.h"
+#include "os/text.h"
 #include "os/thread.h"
 #include "sync/cores.h"
 
@@ -41,13 +41,7 @@ static uint64_t pid_namespace(void) {
 static bool status_says_dumping(uint32_t tid) {
     char path[32], text[4096];
     snprintf(path, sizeof path, "/proc/%u/status", tid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return false;
-    ssize_t n = read(fd, text, sizeof text - 1);
-    close(fd);
-    if (n <= 0) return false;
-    text[n] = 0;
-    return strstr(text, "\nCoreDumping:\t1") != NULL;
+    return read_text(path, text, sizeof text) && strstr(text, "\nCoreDumping:\t1") != NULL;
 }
 
 #define LOOK_NS 20000000 /* of all ranks together, at one owner: a read takes about 20 us, and 100 ms are promised */
@@ -84,8 +78,7 @@ static void *hold_life(void *argument) {
     return NULL;
 }
 
-static PyObject *life_start(PyObject *self, PyObject *arg) {
-    (void)self;
+static PyObject *life_start(PyObject *Py_UNUSED(self), PyObject *arg) {
     void *address = PyLong_AsVoidPtr(arg);
     if (address == NULL && PyErr_Occurred()) return NULL;
     struct watch *w = calloc(1, sizeof *w);
@@ -108,8 +101,7 @@ static PyObject *life_start(PyObject *self, PyObject *arg) {
     return PyLong_FromVoidPtr(w);
 }
 
-static PyObject *life_stop(PyObject *self, PyObject *arg) {
-    (void)self;
+static PyObject *life_stop(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct watch *w = PyLong_AsVoidPtr(arg);
     if (w == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     atomic_store(&w->stop, 1);
@@ -122,9 +114,8 @@ static PyObject *life_stop(PyObject *self, PyObject *arg) {
 }
 
 static PyMethodDef methods[] = {
-    {"life_start", life_start, METH_O,
-     "life_start(address): mark this process alive there until it ends or life_stop()."},
-    {"life_stop", life_stop, METH_O, "life_stop(handle): the word becomes 0 instead of 'owner died'."},
+    METHOD(life_start, METH_O, "(address): mark this process alive there until it ends or life_stop()."),
+    METHOD(life_stop, METH_O, "(handle): the word becomes 0 instead of 'owner died'."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -135,6 +126,4 @@ static const struct constant constants[] = {
     {NULL, 0},
 };
 
-int symcomm_add_life(PyObject *module) {
-    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
-}
+int symcomm_add_life(PyObject *module) { return symcomm_add_part(module, methods, constants); }

@@ -1,7 +1,6 @@
 /* What lies at a fixed place of every arena: the word by which the kernel itself tells the others that a rank died, and
  * what the rank says about the cores that it uses. */
-#ifndef SYMCOMM_LIFE_H
-#define SYMCOMM_LIFE_H
+#pragma once
 
 #include <linux/futex.h>
 #include <stdatomic.h>
@@ -45,5 +44,3 @@ static inline bool life_has_ended(_Atomic uint32_t *word) {
 
 /* Whether the owner of a life that is not marked dumps core; asks the kernel now and then. */
 bool life_dumps_core(_Atomic uint32_t *word);
-
-#endif

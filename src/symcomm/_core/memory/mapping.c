@@ -10,8 +10,7 @@
 #include "module/module.h"
 #include "sync/cores.h"
 
-static PyObject *map_shared(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *map_shared(PyObject *Py_UNUSED(self), PyObject *args) {
     int fd;
     long long bytes;
     if (!PyArg_ParseTuple(args, "iL", &fd, &bytes)) return NULL;
@@ -21,8 +20,7 @@ static PyObject *map_shared(PyObject *self, PyObject *args) {
     return PyLong_FromVoidPtr(at);
 }
 
-static PyObject *unmap(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *unmap(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
     long long bytes;
     if (!PyArg_ParseTuple(args, "KL", &address, &bytes)) return NULL;
@@ -32,8 +30,7 @@ static PyObject *unmap(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *advise_huge(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *advise_huge(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
     long long bytes;
     if (!PyArg_ParseTuple(args, "KL", &address, &bytes)) return NULL;
@@ -44,8 +41,7 @@ static PyObject *advise_huge(PyObject *self, PyObject *args) {
 #define MPOL_PREFERRED 1 /* linux/mempolicy.h */
 
 /* New pages of a shared mapping come from one NUMA node while that has some, whoever touches them first. */
-static PyObject *prefer_node(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *prefer_node(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
     long long bytes;
     int node;
@@ -60,8 +56,7 @@ static PyObject *prefer_node(PyObject *self, PyObject *args) {
 
 /* Make sure that pages exist (create != 0), so that running out of memory is an error here and not a signal later;
  * or give them back to the kernel. */
-static PyObject *set_pages(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *set_pages(PyObject *Py_UNUSED(self), PyObject *args) {
     int fd, create, failed;
     long long offset, bytes;
     if (!PyArg_ParseTuple(args, "iLLp", &fd, &offset, &bytes, &create)) return NULL;
@@ -73,16 +68,14 @@ static PyObject *set_pages(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *py_is_isolated(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *py_is_isolated(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
     long long bytes;
     if (!PyArg_ParseTuple(args, "KL", &address, &bytes)) return NULL;
     return PyBool_FromLong(is_isolated((const char *)(uintptr_t)address, bytes));
 }
 
-static PyObject *peek(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *peek(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
     Py_ssize_t bytes;
     if (!PyArg_ParseTuple(args, "Kn", &address, &bytes)) return NULL;
@@ -91,8 +84,7 @@ static PyObject *peek(PyObject *self, PyObject *args) {
     return copy;
 }
 
-static PyObject *poke(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *poke(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
     const char *data;
     Py_ssize_t bytes;
@@ -102,16 +94,15 @@ static PyObject *poke(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"map_shared", map_shared, METH_VARARGS, "map_shared(fd, bytes) -> address"},
-    {"unmap", unmap, METH_VARARGS, "unmap(address, bytes)"},
-    {"advise_huge", advise_huge, METH_VARARGS, "advise_huge(address, bytes) -> whether the kernel took the advice"},
-    {"prefer_node", prefer_node, METH_VARARGS,
-     "prefer_node(address, bytes, node) -> whether new pages will come from there"},
-    {"set_pages", set_pages, METH_VARARGS, "set_pages(fd, offset, bytes, create)"},
-    {"is_isolated", py_is_isolated, METH_VARARGS,
-     "is_isolated(address, bytes) -> whether a stopped peer's writes were shut out there"},
-    {"peek", peek, METH_VARARGS, "peek(address, bytes) -> bytes"},
-    {"poke", poke, METH_VARARGS, "poke(address, bytes)"},
+    METHOD(map_shared, METH_VARARGS, "(fd, bytes) -> address"),
+    METHOD(unmap, METH_VARARGS, "(address, bytes)"),
+    METHOD(advise_huge, METH_VARARGS, "(address, bytes) -> whether the kernel took the advice"),
+    METHOD(prefer_node, METH_VARARGS, "(address, bytes, node) -> whether new pages will come from there"),
+    METHOD(set_pages, METH_VARARGS, "(fd, offset, bytes, create)"),
+    METHOD_AS(is_isolated, py_is_isolated, METH_VARARGS,
+              "(address, bytes) -> whether a stopped peer's writes were shut out there"),
+    METHOD(peek, METH_VARARGS, "(address, bytes) -> bytes"),
+    METHOD(poke, METH_VARARGS, "(address, bytes)"),
     {NULL, NULL, 0, NULL},
 };
 

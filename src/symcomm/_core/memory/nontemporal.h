@@ -1,8 +1,7 @@
 /* Copies too large for the caches use non-temporal stores, where the CPU has them: an ordinary store first reads the
  * line that it replaces, a third of what a copy moves. Reductions use ordinary ones: with 16 ranks and 64 MiB,
  * non-temporal stores of their results took 1.1 to 1.9 times as long. */
-#ifndef SYMCOMM_NONTEMPORAL_H
-#define SYMCOMM_NONTEMPORAL_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -13,5 +12,3 @@ bool nt_pays(uint64_t nbytes);
 
 /* memcpy(), with non-temporal stores if `nontemporal`; they are visible before any store that follows. */
 void nt_copy(void *dst, const void *src, size_t n, bool nontemporal);
-
-#endif

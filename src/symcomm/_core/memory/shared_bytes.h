@@ -1,6 +1,5 @@
 /* Bytes that another process may change or read meanwhile: every aligned word of them is moved whole, in any order. */
-#ifndef SYMCOMM_SHARED_BYTES_H
-#define SYMCOMM_SHARED_BYTES_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stddef.h>
@@ -39,5 +38,3 @@ static inline void shared_store(void *to, const void *from, size_t n) {
         }
     }
 }
-
-#endif

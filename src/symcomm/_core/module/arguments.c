@@ -1,5 +1,7 @@
 #include "module/arguments.h"
 
+int convert_group(PyObject *capsule, void *group) { return (*(struct group **)group = to_group(capsule)) != NULL; }
+
 static int to_address(PyObject *object, char **address) {
     *address = PyLong_AsVoidPtr(object);
     return *address == NULL && PyErr_Occurred() ? -1 : 0;

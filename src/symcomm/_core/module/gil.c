@@ -24,8 +24,7 @@ uint32_t gil_ask_call_site(void) {
     return number;
 }
 
-static PyObject *use_call_site_callback(PyObject *self, PyObject *callable) {
-    (void)self;
+static PyObject *use_call_site_callback(PyObject *Py_UNUSED(self), PyObject *callable) {
     PyObject *before = call_site_callable;
     call_site_callable = Py_NewRef(callable);
     Py_XDECREF(before);
@@ -40,17 +39,14 @@ int gil_check_signals(void) {
     return raised;
 }
 
-/* ticks_to_ns(ticks) -> nanoseconds since the epoch of CLOCK_MONOTONIC */
-static PyObject *ticks_to_ns(PyObject *self, PyObject *arg) {
-    (void)self;
+static PyObject *ticks_to_ns(PyObject *Py_UNUSED(self), PyObject *arg) {
     uint64_t ticks = PyLong_AsUnsignedLongLong(arg);
     return PyErr_Occurred() ? NULL : PyLong_FromLongLong(symcomm_ticks_to_ns(ticks));
 }
 
 static PyMethodDef methods[] = {
-    {"use_call_site_callback", use_call_site_callback, METH_O,
-     "use_call_site_callback(callable): asked for a site's number when a call has to sleep."},
-    {"ticks_to_ns", ticks_to_ns, METH_O, "ticks_to_ns(ticks) -> nanoseconds of CLOCK_MONOTONIC"},
+    METHOD(use_call_site_callback, METH_O, "(callable): asked for a site's number when a call has to sleep."),
+    METHOD(ticks_to_ns, METH_O, "(ticks) -> nanoseconds of CLOCK_MONOTONIC"),
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,6 +1,5 @@
 /* Giving up the interpreter lock around what may wait, and asking Python something meanwhile. */
-#ifndef SYMCOMM_GIL_H
-#define SYMCOMM_GIL_H
+#pragma once
 
 #include "module/module.h"
 #include "sync/sync.h"
@@ -26,5 +25,3 @@ uint32_t gil_ask_call_site(void);
         symcomm_interrupted = NULL;                           \
     } while (0)
 #define WITHOUT_GIL(statement) WITHOUT_GIL_UNLESS(false, statement)
-
-#endif

@@ -1,6 +1,5 @@
 /* Shared by all files of the core. */
-#ifndef SYMCOMM_MODULE_H
-#define SYMCOMM_MODULE_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -10,35 +9,28 @@
 
 #include "os/clock.h"
 
-/* Numbers that Python shares: NULL ends the list. Returns 0, or -1 with an exception set. */
+/* A row of a table of functions. Its help begins with its name; WORDS go on with the arguments. */
+#define METHOD_AS(NAME, FUNCTION, FLAGS, WORDS) {#NAME, (PyCFunction)(void (*)(void))FUNCTION, FLAGS, #NAME WORDS}
+#define METHOD(NAME, FLAGS, WORDS) METHOD_AS(NAME, NAME, FLAGS, WORDS)
+
+/* Numbers that Python shares: NULL ends the list. */
 struct constant {
     const char *name;
     long value;
 };
 #define CONSTANT(NAME) {#NAME, NAME}
-int symcomm_add_constants(PyObject *module, const struct constant *list);
 
-/* Each part adds its functions and types to the module; returns 0, or -1 with an exception set. */
-int symcomm_add_reduce(PyObject *module);
-int symcomm_add_pack(PyObject *module);
-int symcomm_add_mapping(PyObject *module);
-int symcomm_add_life(PyObject *module);
-int symcomm_add_tensor(PyObject *module);
-int symcomm_add_cores(PyObject *module);
-int symcomm_add_gil(PyObject *module);
-int symcomm_add_group(PyObject *module);
-int symcomm_add_records(PyObject *module);
-int symcomm_add_exec(PyObject *module);
-int symcomm_add_report(PyObject *module);
-int symcomm_add_dispatch_cache(PyObject *module);
-int symcomm_add_options(PyObject *module);
-int symcomm_add_p2p(PyObject *module);
-int symcomm_add_signals(PyObject *module);
-int symcomm_add_window(PyObject *module);
-int symcomm_add_stream_ops(PyObject *module);
-int symcomm_add_prepared(PyObject *module);
-int symcomm_add_store(PyObject *module);
-int symcomm_add_nontemporal(PyObject *module);
-int symcomm_add_gil_watchdog(PyObject *module);
+/* What a part has: returns 0, or -1 with an exception set. */
+int symcomm_add_part(PyObject *module, PyMethodDef *methods, const struct constant *constants);
 
-#endif
+/* The parts of the module, in the order in which they are added; symcomm_add_NAME() adds one, each in a file of its
+ * own. Returns 0, or -1 with an exception set. */
+/* clang-format off */
+#define SYMCOMM_PARTS(PART)                                                                                          \
+    PART(reduce) PART(nontemporal) PART(pack) PART(mapping) PART(life) PART(tensor) PART(cores) PART(gil) PART(group) \
+    PART(records) PART(exec) PART(report) PART(dispatch_cache) PART(options) PART(p2p) PART(signals) PART(window)    \
+    PART(stream_ops) PART(prepared) PART(store) PART(gil_watchdog)
+/* clang-format on */
+
+#define SYMCOMM_DECLARE(NAME) int symcomm_add_##NAME(PyObject *module);
+SYMCOMM_PARTS(SYMCOMM_DECLARE)

@@ -1,7 +1,6 @@
 /* The flight recorder: a ring of a rank's last operations, in its arena, so that others can read it even when the rank
  * is stuck or dead. symcomm/memory/flight.py lays it out and reads it. */
-#ifndef SYMCOMM_FLIGHT_H
-#define SYMCOMM_FLIGHT_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdint.h>
@@ -94,5 +93,3 @@ static inline void flight_end(struct flight_entry *e, uint64_t number, int statu
     atomic_store_explicit(&e->status, (uint8_t)status, memory_order_relaxed);
     atomic_store_explicit(&e->finished, symcomm_ticks(), memory_order_release);
 }
-
-#endif

@@ -3,7 +3,6 @@
  * A Python thread "beats" now and then, which needs the lock. A thread here, which never takes it, looks at the time of
  * the last beat. If that is too long ago it writes one sentence to a descriptor and into memory that peers can read. */
 #include <errno.h>
-#include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -13,6 +12,7 @@
 
 #include "module/module.h"
 #include "os/futex.h"
+#include "os/text.h"
 #include "os/thread.h"
 
 enum { THREADS = 64, NAME = 28, LABEL = 160, NOTE = 1024 };
@@ -50,57 +50,27 @@ struct gil_watchdog {
     struct thread threads[THREADS]; /* Python's, the main one first */
 };
 
+/* clang-format off */
 static const char *name_of_call(long number) {
-    static const struct {
-        long number;
-        const char *name;
-    } known[] = {
-        {SYS_read, "read"},
-        {SYS_write, "write"},
-        {SYS_futex, "futex"},
-        {SYS_nanosleep, "nanosleep"},
-        {SYS_clock_nanosleep, "clock_nanosleep"},
-        {SYS_ppoll, "ppoll"},
-        {SYS_pselect6, "pselect6"},
-        {SYS_epoll_pwait, "epoll_pwait"},
-        {SYS_recvfrom, "recvfrom"},
-        {SYS_recvmsg, "recvmsg"},
-        {SYS_sendto, "sendto"},
-        {SYS_sendmsg, "sendmsg"},
-        {SYS_connect, "connect"},
-        {SYS_accept4, "accept4"},
-        {SYS_wait4, "wait4"},
-        {SYS_waitid, "waitid"},
-        {SYS_ioctl, "ioctl"},
-        {SYS_fsync, "fsync"},
-        {SYS_flock, "flock"},
-        {SYS_fcntl, "fcntl"},
-        {SYS_openat, "openat"},
-        {SYS_sched_yield, "sched_yield"},
-        {SYS_munmap, "munmap"},
-        {SYS_madvise, "madvise"},
+#define CALL(NAME) case SYS_##NAME: return #NAME;
+    switch (number) {
+        CALL(read) CALL(write) CALL(futex) CALL(nanosleep) CALL(clock_nanosleep) CALL(ppoll) CALL(pselect6)
+        CALL(epoll_pwait) CALL(recvfrom) CALL(recvmsg) CALL(sendto) CALL(sendmsg) CALL(connect) CALL(accept4)
+        CALL(wait4) CALL(waitid) CALL(ioctl) CALL(fsync) CALL(flock) CALL(fcntl) CALL(openat) CALL(sched_yield)
+        CALL(munmap) CALL(madvise)
 #ifdef SYS_poll
-        {SYS_poll, "poll"},
-        {SYS_select, "select"},
-        {SYS_epoll_wait, "epoll_wait"},
-        {SYS_open, "open"},
+        CALL(poll) CALL(select) CALL(epoll_wait) CALL(open)
 #endif
-    };
-    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
-        if (known[i].number == number) return known[i].name;
-    return NULL;
+        default: return NULL;
+    }
 }
+/* clang-format on */
 
 /* What the kernel says a thread does: -1 it runs, -2 nothing is known, else the number of its system call. */
 static long doing_of(int32_t tid) {
     char path[64], text[64];
     snprintf(path, sizeof path, "/proc/self/task/%d/syscall", tid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return -2;
-    ssize_t n = read(fd, text, sizeof text - 1);
-    close(fd);
-    if (n <= 0) return -2;
-    text[n] = 0;
+    if (!read_text(path, text, sizeof text)) return -2;
     return strncmp(text, "running", 7) == 0 ? -1 : strtol(text, NULL, 10);
 }
 
@@ -179,8 +149,7 @@ static void *watch(void *argument) {
     return NULL;
 }
 
-static PyObject *gil_watchdog_start(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *gil_watchdog_start(PyObject *Py_UNUSED(self), PyObject *args) {
     long long limit;
     int fd;
     unsigned long long note;
@@ -204,8 +173,7 @@ static PyObject *gil_watchdog_start(PyObject *self, PyObject *args) {
     return PyLong_FromVoidPtr(w);
 }
 
-static PyObject *gil_watchdog_beat(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *gil_watchdog_beat(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long handle;
     const char *threads;
     Py_ssize_t bytes;
@@ -221,8 +189,7 @@ static PyObject *gil_watchdog_beat(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *gil_watchdog_stop(PyObject *self, PyObject *arg) {
-    (void)self;
+static PyObject *gil_watchdog_stop(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct gil_watchdog *w = PyLong_AsVoidPtr(arg);
     if (w == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
     atomic_store(&w->stop, 1);
@@ -236,8 +203,7 @@ static PyObject *gil_watchdog_stop(PyObject *self, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
-static PyObject *gil_watchdog_read(PyObject *self, PyObject *arg) {
-    (void)self;
+static PyObject *gil_watchdog_read(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct note *note = PyLong_AsVoidPtr(arg);
     if (note == NULL) return PyErr_Occurred() ? NULL : PyBytes_FromStringAndSize(NULL, 0);
     uint64_t words[WORDS];
@@ -247,13 +213,11 @@ static PyObject *gil_watchdog_read(PyObject *self, PyObject *arg) {
 }
 
 static PyMethodDef functions[] = {
-    {"gil_watchdog_start", gil_watchdog_start, METH_VARARGS,
-     "gil_watchdog_start(limit_ns, fd, note, label) -> handle: report when gil_watchdog_beat() was not called for so long."},
-    {"gil_watchdog_beat", gil_watchdog_beat, METH_VARARGS,
-     "gil_watchdog_beat(handle, threads): the lock is to be had."},
-    {"gil_watchdog_stop", gil_watchdog_stop, METH_O, "gil_watchdog_stop(handle)"},
-    {"gil_watchdog_read", gil_watchdog_read, METH_O,
-     "gil_watchdog_read(note) -> bytes: what is wrong, empty when nothing is."},
+    METHOD(gil_watchdog_start, METH_VARARGS,
+           "(limit_ns, fd, note, label) -> handle: report when gil_watchdog_beat() was not called for so long."),
+    METHOD(gil_watchdog_beat, METH_VARARGS, "(handle, threads): the lock is to be had."),
+    METHOD(gil_watchdog_stop, METH_O, "(handle)"),
+    METHOD(gil_watchdog_read, METH_O, "(note) -> bytes: what is wrong, empty when nothing is."),
     {NULL, NULL, 0, NULL},
 };
 

@@ -15,8 +15,7 @@ static PyObject *rank_report(struct group *g, int r) {
         (int)atomic_load(&c->p2p_awaits));
 }
 
-static PyObject *group_report(PyObject *self, PyObject *arg) {
-    (void)self;
+static PyObject *group_report(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct group *g = to_group(arg);
     if (g == NULL) return NULL;
     PyObject *ranks = PyList_New(0);
@@ -36,8 +35,7 @@ static PyObject *group_report(PyObject *self, PyObject *arg) {
 }
 
 /* group_waits(group) -> (looked, yielded, slept, first looks at present): see struct wait_counts */
-static PyObject *group_waits(PyObject *self, PyObject *arg) {
-    (void)self;
+static PyObject *group_waits(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct group *g = to_group(arg);
     if (g == NULL) return NULL;
     const struct wait_counts *w = &g->waits;
@@ -52,9 +50,7 @@ static PyObject *as_dict(const struct ways *w) {
                          n[0][0] + n[1][0], "queued", n[0][1] + n[1][1]);
 }
 
-/* group_ways(group) -> how many calls of each kind took which way */
-static PyObject *group_ways(PyObject *self, PyObject *arg) {
-    (void)self;
+static PyObject *group_ways(PyObject *Py_UNUSED(self), PyObject *arg) {
     struct group *g = to_group(arg);
     if (g == NULL) return NULL;
     return Py_BuildValue("{s:N,s:N,s:N}", "collectives", as_dict(&g->collectives), "messages", as_dict(&g->messages),
@@ -62,10 +58,11 @@ static PyObject *group_ways(PyObject *self, PyObject *arg) {
 }
 
 static PyMethodDef methods[] = {
-    {"group_report", group_report, METH_O, "group_report(group) -> what this rank can see of all ranks"},
-    {"group_ways", group_ways, METH_O, "group_ways(group) -> how many collectives, messages and puts took which way"},
-    {"group_waits", group_waits, METH_O,
-     "group_waits(group) -> how many of its long waits were over by looking, yielding, sleeping; and how often it looks first"},
+    METHOD(group_report, METH_O, "(group) -> what this rank can see of all ranks"),
+    METHOD(group_ways, METH_O, "(group) -> how many collectives, messages and puts took which way"),
+    METHOD(
+        group_waits, METH_O,
+        "(group) -> how many of its long waits were over by looking, yielding, sleeping; and how often it looks first"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -79,6 +76,4 @@ static const struct constant constants[] = {
     {NULL, 0},
 };
 
-int symcomm_add_report(PyObject *module) {
-    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
-}
+int symcomm_add_report(PyObject *module) { return symcomm_add_part(module, methods, constants); }

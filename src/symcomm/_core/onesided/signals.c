@@ -129,8 +129,8 @@ int counter_take(struct group *g, const struct counter *c, int peer, int64_t tim
 
 struct pads {
     struct group *group;
-    char **of; /* per rank */
     int64_t bytes;
+    char *of[]; /* per rank */
 };
 
 static int put(const struct pads *p, int peer, int64_t channel, int64_t deadline) {
@@ -161,41 +161,26 @@ static int barrier(const struct pads *p, int64_t channel, int64_t deadline, int 
 static const char PADS[] = "symcomm.pads";
 
 static void drop_pads(PyObject *capsule) {
-    struct pads *p = PyCapsule_GetPointer(capsule, PADS);
     Py_XDECREF((PyObject *)PyCapsule_GetContext(capsule));
-    PyMem_Free(p->of);
-    PyMem_Free(p);
+    PyMem_Free(PyCapsule_GetPointer(capsule, PADS));
 }
 
-static PyObject *make_pads(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *group, *addresses;
+static PyObject *make_pads(PyObject *Py_UNUSED(self), PyObject *args) {
+    PyObject *addresses;
+    struct group *g;
     long long bytes;
-    if (!PyArg_ParseTuple(args, "OO!L", &group, &PyTuple_Type, &addresses, &bytes)) return NULL;
-    struct group *g = to_group(group);
-    if (g == NULL) return NULL;
+    if (!PyArg_ParseTuple(args, "O&O!L", convert_group, &g, &PyTuple_Type, &addresses, &bytes)) return NULL;
     if (PyTuple_Size(addresses) != g->world) return PyErr_Format(PyExc_ValueError, "one address per rank");
-    struct pads *p = PyMem_Calloc(1, sizeof *p);
-    char **of = PyMem_Calloc((size_t)g->world, sizeof *of);
-    PyObject *capsule = NULL;
-    if (p == NULL || of == NULL) {
-        PyErr_NoMemory();
-        goto failed;
-    }
-    *p = (struct pads){.group = g, .of = of, .bytes = bytes};
-    for (int r = 0; r < g->world; r++)
-        if ((of[r] = PyLong_AsVoidPtr(PyTuple_GetItem(addresses, r))) == NULL) {
-            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a signal pad cannot be at address 0");
-            goto failed;
-        }
-    capsule = PyCapsule_New(p, PADS, drop_pads);
-    if (capsule == NULL) goto failed;
-    PyCapsule_SetContext(capsule, Py_NewRef(group)); /* the pads use the group's memory */
+    struct pads *p = PyMem_Calloc(1, sizeof *p + (size_t)g->world * sizeof p->of[0]);
+    if (p == NULL) return PyErr_NoMemory();
+    p->group = g, p->bytes = bytes;
+    bool good = to_addresses(addresses, p->of) == g->world;
+    for (int r = 0; good && r < g->world; r++) good = p->of[r] != NULL;
+    if (!good && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a signal pad cannot be at address 0");
+    PyObject *capsule = good ? PyCapsule_New(p, PADS, drop_pads) : NULL;
+    if (capsule) PyCapsule_SetContext(capsule, Py_NewRef(g->capsule)); /* the pads use the group's memory */
+    else PyMem_Free(p);
     return capsule;
-failed:
-    PyMem_Free(of);
-    PyMem_Free(p);
-    return NULL;
 }
 
 /* (pads, peer, channel, timeout_ns); ranges were checked by the caller. */
@@ -215,18 +200,15 @@ static PyObject *signal_one(PyObject *const *args, Py_ssize_t n,
     return PyLong_FromLong(status);
 }
 
-static PyObject *signal_put(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    (void)self;
+static PyObject *signal_put(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n) {
     return signal_one(args, n, put);
 }
 
-static PyObject *signal_take(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    (void)self;
+static PyObject *signal_take(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n) {
     return signal_one(args, n, take);
 }
 
-static PyObject *signal_barrier(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *signal_barrier(PyObject *Py_UNUSED(self), PyObject *args) {
     PyObject *capsule;
     long long channel, timeout;
     if (!PyArg_ParseTuple(args, "OLL", &capsule, &channel, &timeout)) return NULL;
@@ -242,8 +224,7 @@ static PyObject *signal_barrier(PyObject *self, PyObject *args) {
 }
 
 /* All that was written before is visible to whoever sees the new words. */
-static PyObject *write_words(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *write_words(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
     unsigned int value;
     Py_ssize_t count;
@@ -257,14 +238,11 @@ static PyObject *write_words(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"make_pads", make_pads, METH_VARARGS,
-     "make_pads(group, addresses, bytes) -> pads; a sleepers word follows each pad"},
-    {"signal_put", (PyCFunction)(void (*)(void))signal_put, METH_FASTCALL,
-     "signal_put(pads, peer, channel, timeout_ns) -> status"},
-    {"signal_take", (PyCFunction)(void (*)(void))signal_take, METH_FASTCALL,
-     "signal_take(pads, peer, channel, timeout_ns) -> status"},
-    {"signal_barrier", signal_barrier, METH_VARARGS, "signal_barrier(pads, channel, timeout_ns) -> (status, culprit)"},
-    {"write_words", write_words, METH_VARARGS, "write_words(address, value, count)"},
+    METHOD(make_pads, METH_VARARGS, "(group, addresses, bytes) -> pads; a sleepers word follows each pad"),
+    METHOD(signal_put, METH_FASTCALL, "(pads, peer, channel, timeout_ns) -> status"),
+    METHOD(signal_take, METH_FASTCALL, "(pads, peer, channel, timeout_ns) -> status"),
+    METHOD(signal_barrier, METH_VARARGS, "(pads, channel, timeout_ns) -> (status, culprit)"),
+    METHOD(write_words, METH_VARARGS, "(address, value, count)"),
     {NULL, NULL, 0, NULL},
 };
 

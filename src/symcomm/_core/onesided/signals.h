@@ -1,6 +1,5 @@
 /* Counted signals between two ranks: words of shared memory that one rank counts up and another counts down. */
-#ifndef SYMCOMM_SIGNALS_H
-#define SYMCOMM_SIGNALS_H
+#pragma once
 
 #include "sync/sync.h"
 
@@ -15,5 +14,3 @@ void counter_add(const struct counter *c);
 /* Take one of `peer`'s signals. Without a timeout it looks for some microseconds, with a negative one it looks once,
  * and gives the interpreter lock up in neither case: STATUS_TIMEOUT means that there is none. */
 int counter_take(struct group *g, const struct counter *c, int peer, int64_t timeout);
-
-#endif

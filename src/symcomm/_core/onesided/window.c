@@ -33,14 +33,11 @@ static void drop_window(PyObject *capsule) {
     PyMem_Free(PyCapsule_GetPointer(capsule, WINDOW));
 }
 
-/* make_window(group, ((address, count, dtype, words), ...), words_bytes) */
-static PyObject *make_window(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *group, *segments;
+static PyObject *make_window(PyObject *Py_UNUSED(self), PyObject *args) {
+    PyObject *segments;
+    struct group *g;
     long long words_bytes;
-    if (!PyArg_ParseTuple(args, "OO!L", &group, &PyTuple_Type, &segments, &words_bytes)) return NULL;
-    struct group *g = to_group(group);
-    if (g == NULL) return NULL;
+    if (!PyArg_ParseTuple(args, "O&O!L", convert_group, &g, &PyTuple_Type, &segments, &words_bytes)) return NULL;
     if (PyTuple_Size(segments) != g->world) return PyErr_Format(PyExc_ValueError, "one segment per rank");
     struct window *w = PyMem_Calloc(1, sizeof *w + (size_t)g->world * sizeof w->segments[0]);
     if (w == NULL) return PyErr_NoMemory();
@@ -61,7 +58,7 @@ static PyObject *make_window(PyObject *self, PyObject *args) {
     }
     PyObject *capsule = PyCapsule_New(w, WINDOW, drop_window);
     if (capsule == NULL) goto failed;
-    PyCapsule_SetContext(capsule, Py_NewRef(group));
+    PyCapsule_SetContext(capsule, Py_NewRef(g->capsule));
     return capsule;
 failed:
     PyMem_Free(w);
@@ -119,8 +116,7 @@ static int rank_of(const struct window *w, PyObject *number) {
 }
 
 /* window_put(window, tensor, peer, offset in elements) -> status; None: nothing was written, Python has to look. */
-static PyObject *window_put(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    (void)self;
+static PyObject *window_put(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n) {
     if (n != 4) return PyErr_Format(PyExc_TypeError, "window_put takes 4 arguments, got %zd", n);
     struct window *w = PyCapsule_GetPointer(args[0], WINDOW);
     if (w == NULL) return NULL;
@@ -141,8 +137,7 @@ static PyObject *window_put(PyObject *self, PyObject *const *args, Py_ssize_t n)
 }
 
 /* window_write(window, peer, offset, address, nbytes) -> status: bytes that Python has looked at. */
-static PyObject *window_write(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *window_write(PyObject *Py_UNUSED(self), PyObject *args) {
     PyObject *capsule;
     int peer, status;
     long long offset, nbytes;
@@ -158,9 +153,7 @@ static PyObject *window_write(PyObject *self, PyObject *args) {
     return PyLong_FromLong(status);
 }
 
-/* window_signal(window, peer) -> status; None: nothing was sent, Python has to look. */
-static PyObject *window_signal(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    (void)self;
+static PyObject *window_signal(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n) {
     struct window *w = n == 2 ? PyCapsule_GetPointer(args[0], WINDOW) : NULL;
     if (w == NULL) return n == 2 ? NULL : PyErr_Format(PyExc_TypeError, "window_signal takes 2 arguments");
     int peer = rank_of(w, args[1]);
@@ -169,8 +162,7 @@ static PyObject *window_signal(PyObject *self, PyObject *const *args, Py_ssize_t
 }
 
 /* window_wait(window, peer, timeout_ns=0) -> status, None: Python has to look. counter_take() says what 0 means. */
-static PyObject *window_wait(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    (void)self;
+static PyObject *window_wait(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n) {
     struct window *w = n == 2 || n == 3 ? PyCapsule_GetPointer(args[0], WINDOW) : NULL;
     if (w == NULL) return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "window_wait takes 2 or 3 arguments");
     int peer = rank_of(w, args[1]), status;
@@ -187,15 +179,11 @@ static PyObject *window_wait(PyObject *self, PyObject *const *args, Py_ssize_t n
 }
 
 static PyMethodDef methods[] = {
-    {"make_window", make_window, METH_VARARGS,
-     "make_window(group, ((address, count, dtype, words), ...), words_bytes) -> window"},
-    {"window_put", (PyCFunction)(void (*)(void))window_put, METH_FASTCALL,
-     "window_put(window, tensor, peer, offset) -> status, or None when Python must look"},
-    {"window_write", window_write, METH_VARARGS, "window_write(window, peer, offset, address, nbytes) -> status"},
-    {"window_signal", (PyCFunction)(void (*)(void))window_signal, METH_FASTCALL,
-     "window_signal(window, peer) -> status, or None when Python must look"},
-    {"window_wait", (PyCFunction)(void (*)(void))window_wait, METH_FASTCALL,
-     "window_wait(window, peer, timeout_ns=0) -> status, or None when Python must look"},
+    METHOD(make_window, METH_VARARGS, "(group, ((address, count, dtype, words), ...), words_bytes) -> window"),
+    METHOD(window_put, METH_FASTCALL, "(window, tensor, peer, offset) -> status, or None when Python must look"),
+    METHOD(window_write, METH_VARARGS, "(window, peer, offset, address, nbytes) -> status"),
+    METHOD(window_signal, METH_FASTCALL, "(window, peer) -> status, or None when Python must look"),
+    METHOD(window_wait, METH_FASTCALL, "(window, peer, timeout_ns=0) -> status, or None when Python must look"),
     {NULL, NULL, 0, NULL},
 };
 

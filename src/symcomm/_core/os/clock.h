@@ -1,6 +1,5 @@
 /* Time: nanoseconds of CLOCK_MONOTONIC, and the processor's own counter, which costs a tenth of that to read. */
-#ifndef SYMCOMM_CLOCK_H
-#define SYMCOMM_CLOCK_H
+#pragma once
 
 #include <stdint.h>
 #include <time.h>
@@ -29,5 +28,3 @@ void symcomm_start_clock(void);
 /* On CLOCK_MONOTONIC. */
 int64_t symcomm_ticks_to_ns(uint64_t ticks);
 double symcomm_seconds_since(uint64_t ticks);
-
-#endif

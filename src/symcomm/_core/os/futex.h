@@ -1,6 +1,5 @@
 /* Sleeping on a word of memory, which other processes may have mapped too, and pausing between looks at one. */
-#ifndef SYMCOMM_OS_FUTEX_H
-#define SYMCOMM_OS_FUTEX_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdint.h>
@@ -17,5 +16,3 @@ static inline void cpu_relax(void) {
     __asm__ __volatile__("yield");
 #endif
 }
-
-#endif

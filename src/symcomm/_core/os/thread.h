@@ -1,7 +1,6 @@
 /* Threads of the core's own. They run no Python unless they say so, and take no signals: those are the interpreter's.
  */
-#ifndef SYMCOMM_OS_THREAD_H
-#define SYMCOMM_OS_THREAD_H
+#pragma once
 
 #include <pthread.h>
 #include <stddef.h>
@@ -11,5 +10,3 @@
 
 /* name: at most 15 characters, for ps, top and debuggers. 0, or an errno: no thread was started. */
 int thread_start(pthread_t *thread, const char *name, size_t stack_bytes, void *(*run)(void *), void *argument);
-
-#endif

@@ -5,8 +5,7 @@
  * The sender writes into memory of the receiver's caller, who has it back when its call has ended. So pieces are
  * claimed before they are copied. When the receiver has copied its share all are claimed, and the sender begins no
  * other: all that may be left is the piece it is at. */
-#ifndef SYMCOMM_COOPERATIVE_COPY_H
-#define SYMCOMM_COOPERATIVE_COPY_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -34,5 +33,3 @@ bool coop_is_written(struct coop_copy *j, uint64_t number);
 
 /* Copies the sender's share into the receiver's arena, if the receiver is at this message. Whether there was any. */
 bool coop_push(struct coop_copy *j, uint64_t number, char *arena, const char *from, uint64_t nbytes);
-
-#endif

@@ -1,6 +1,5 @@
 /* The engine behind messages: p2p/progress.c matches them and moves bytes, p2p/p2p.c begins, waits and ends. */
-#ifndef SYMCOMM_P2P_ENGINE_H
-#define SYMCOMM_P2P_ENGINE_H
+#pragma once
 
 #include "p2p/p2p.h"
 
@@ -58,5 +57,3 @@ void p2p_revoke_receive(struct p2p *m, int peer);
 /* A receive that finds its message among those set aside. */
 bool p2p_match_unexpected(struct p2p *m, struct op *op);
 void p2p_free_unexpected(struct unexpected *p);
-
-#endif

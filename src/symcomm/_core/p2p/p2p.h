@@ -4,8 +4,7 @@
  * receiver empties. A message is a header and its bytes, streamed as room allows; a symmetric tensor sends only the
  * header, and the receiver copies straight from it, with the sender's help where it is large (see
  * p2p/cooperative_copy.h). A posted operation is a small state machine; whoever waits drives all of them. */
-#ifndef SYMCOMM_P2P_H
-#define SYMCOMM_P2P_H
+#pragma once
 
 #include "p2p/cooperative_copy.h"
 #include "sync/sync.h"
@@ -74,5 +73,3 @@ int p2p_wait(struct op *op, int64_t timeout, bool withdraw);
 bool p2p_is_short(const struct group *g, uint64_t nbytes);
 /* Whoever held on to op has no further use for it. */
 void p2p_release(struct op *op);
-
-#endif

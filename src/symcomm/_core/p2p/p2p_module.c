@@ -19,19 +19,15 @@ static void drop_op(PyObject *capsule) {
     Py_DECREF(group);
 }
 
-/* p2p_post(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op */
-static PyObject *py_post(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *capsule;
+static PyObject *py_post(PyObject *Py_UNUSED(self), PyObject *args) {
+    struct group *g;
     int is_send, peer, background;
     long long tag, dtype, nbytes;
     unsigned long long address;
     unsigned site;
-    if (!PyArg_ParseTuple(args, "OpiLLKLpI", &capsule, &is_send, &peer, &tag, &dtype, &address, &nbytes, &background,
-                          &site))
+    if (!PyArg_ParseTuple(args, "O&piLLKLpI", convert_group, &g, &is_send, &peer, &tag, &dtype, &address, &nbytes,
+                          &background, &site))
         return NULL;
-    struct group *g = to_group(capsule);
-    if (g == NULL) return NULL;
     if (g->p2p == NULL || peer >= g->world || peer < (is_send ? 0 : ANY_SOURCE) || nbytes < 0)
         return PyErr_Format(PyExc_ValueError, "no rank %d to exchange %lld bytes with", peer, nbytes);
     struct op wanted = {.is_send = is_send,
@@ -49,7 +45,7 @@ static PyObject *py_post(PyObject *self, PyObject *args) {
     Py_END_ALLOW_THREADS;
     if (op == NULL) return errno == EAGAIN ? PyErr_SetFromErrno(PyExc_OSError) : PyErr_NoMemory();
     PyObject *result = PyCapsule_New(op, OP, drop_op);
-    if (result) PyCapsule_SetContext(result, Py_NewRef(capsule));
+    if (result) PyCapsule_SetContext(result, Py_NewRef(g->capsule));
     return result;
 }
 
@@ -60,8 +56,7 @@ static PyObject *outcome(struct op *op, int status) {
 }
 
 /* p2p_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype); timeout < 0 only looks. */
-static PyObject *py_wait(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *py_wait(PyObject *Py_UNUSED(self), PyObject *args) {
     PyObject *capsule;
     long long timeout;
     int withdraw_it, status;
@@ -75,8 +70,7 @@ static PyObject *py_wait(PyObject *self, PyObject *args) {
 
 /* p2p_exchange(group, is_send, peer, tag, tensor, timeout_ns): a blocking send or receive of a tensor the core can
  * view. The peer's rank when all went well, an outcome like p2p_wait's when not, None when Python has to look. */
-static PyObject *py_exchange(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
-    (void)self;
+static PyObject *py_exchange(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
     struct group *g = n_args == 6 ? to_group(args[0]) : NULL;
     if (g == NULL) return n_args == 6 ? NULL : PyErr_Format(PyExc_TypeError, "p2p_exchange takes 6 arguments");
     struct tensor_view view;
@@ -117,8 +111,7 @@ static void call_deadlock_hook(const struct op *op) {
     gil_released = PyEval_SaveThread();
 }
 
-static PyObject *use_deadlock_callback(PyObject *self, PyObject *callable) {
-    (void)self;
+static PyObject *use_deadlock_callback(PyObject *Py_UNUSED(self), PyObject *callable) {
     PyObject *before = deadlock_callable;
     deadlock_callable = Py_NewRef(callable);
     Py_XDECREF(before);
@@ -127,14 +120,14 @@ static PyObject *use_deadlock_callback(PyObject *self, PyObject *callable) {
 }
 
 static PyMethodDef methods[] = {
-    {"use_deadlock_callback", use_deadlock_callback, METH_O,
-     "use_deadlock_callback(callable): told (group, is_send, peer, tag) when two ranks seem to wait for each other."},
-    {"p2p_exchange", (PyCFunction)(void (*)(void))py_exchange, METH_FASTCALL,
-     "p2p_exchange(group, is_send, peer, tag, tensor, timeout_ns) -> peer, outcome or None"},
-    {"p2p_post", py_post, METH_VARARGS,
-     "p2p_post(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op"},
-    {"p2p_wait", py_wait, METH_VARARGS,
-     "p2p_wait(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype)"},
+    METHOD(use_deadlock_callback, METH_O,
+           "(callable): told (group, is_send, peer, tag) when two ranks seem to wait for each other."),
+    METHOD_AS(p2p_exchange, py_exchange, METH_FASTCALL,
+              "(group, is_send, peer, tag, tensor, timeout_ns) -> peer, outcome or None"),
+    METHOD_AS(p2p_post, py_post, METH_VARARGS,
+              "(group, is_send, peer, tag, dtype, address, nbytes, background, site) -> op"),
+    METHOD_AS(p2p_wait, py_wait, METH_VARARGS,
+              "(op, timeout_ns, withdraw) -> (status, peer, bytes that came, their dtype)"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -144,6 +137,4 @@ static const struct constant constants[] = {
     {NULL, 0},
 };
 
-int symcomm_add_p2p(PyObject *module) {
-    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
-}
+int symcomm_add_p2p(PyObject *module) { return symcomm_add_part(module, methods, constants); }

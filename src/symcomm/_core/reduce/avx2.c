@@ -13,20 +13,9 @@ static int supported(void) {
 }
 
 #define SYMCOMM_SET_AVX2 1
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c")
-#endif
-
+TARGET_BEGIN("avx2,f16c")
 #include "reduce/kernel_set.h"
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+TARGET_END
 
 const struct reduce_type *symcomm_kernels_avx2(void) { return supported() ? all_types : NULL; }
 #endif

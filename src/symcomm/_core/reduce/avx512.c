@@ -13,20 +13,9 @@ static int supported(void) {
 }
 
 #define SYMCOMM_SET_AVX512 1
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,f16c")
-#endif
-
+TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,f16c")
 #include "reduce/kernel_set.h"
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+TARGET_END
 
 const struct reduce_type *symcomm_kernels_avx512(void) { return supported() ? all_types : NULL; }
 #endif

@@ -19,25 +19,9 @@ static int supported(void) {
 
 #define SYMCOMM_SET_FP16 1
 #define SYMCOMM_SET_BF16 1
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("arch=armv8.2-a+fp16+bf16"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("arch=armv8.2-a+fp16+bf16")
-#endif
-
+TARGET_BEGIN("arch=armv8.2-a+fp16+bf16")
 #include "reduce/half_kernels.h"
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-
-static const struct reduce_type halves_types[DT_COUNT] = {
-    [DT_FLOAT16] = FLOAT16_TYPE,
-    [DT_BFLOAT16] = BFLOAT16_TYPE,
-};
+TARGET_END
 
 const struct reduce_type *symcomm_kernels_bf16(void) { return supported() ? halves_types : NULL; }
 #elif defined(__aarch64__)

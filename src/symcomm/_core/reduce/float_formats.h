@@ -2,8 +2,7 @@
  *
  * Every encoder rounds to nearest, ties to even, and agrees with torch's `.to(dtype)` on all values; the payload
  * of a NaN is not specified. Rounding to nearest must be the CPU's mode, as it is unless somebody changed it. */
-#ifndef SYMCOMM_FLOAT_FORMATS_H
-#define SYMCOMM_FLOAT_FORMATS_H
+#pragma once
 
 #include "reduce/vectors.h"
 
@@ -199,5 +198,3 @@ FLOAT8_FORMAT(float8_e4m3fn)
 FLOAT8_FORMAT(float8_e5m2)
 FLOAT8_FORMAT(float8_e4m3fnuz)
 FLOAT8_FORMAT(float8_e5m2fnuz)
-
-#endif

@@ -1,6 +1,5 @@
 /* Kernels of 16-bit floats, for which CPUs have instructions of their own more often than for others. */
-#ifndef SYMCOMM_HALVES_KERNELS_H
-#define SYMCOMM_HALVES_KERNELS_H
+#pragma once
 
 #include "reduce/float_formats.h"
 #include "reduce/vectors.h"
@@ -93,6 +92,9 @@ TWO_NATIVE(mean)
       [RED_MIN] = {native_min, 1}, [RED_MAX] = {native_max, 1}, [RED_PREMUL_SUM] = {float16_premul_sum, 1},  \
       [RED_MEAN] = {float16_two_mean, 1}}}
 /* clang-format on */
-#endif
 
+static const struct reduce_type halves_types[DT_COUNT] = {
+    [DT_FLOAT16] = FLOAT16_TYPE,
+    [DT_BFLOAT16] = BFLOAT16_TYPE,
+};
 #endif

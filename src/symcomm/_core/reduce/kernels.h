@@ -1,6 +1,5 @@
 /* Sets of reduction kernels: one function per element type and operation, for one instruction set. */
-#ifndef SYMCOMM_REDUCE_KERNELS_H
-#define SYMCOMM_REDUCE_KERNELS_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -38,5 +37,3 @@ const struct reduce_type *symcomm_kernels_avx2(void);
 const struct reduce_type *symcomm_kernels_avx512(void);
 const struct reduce_type *symcomm_kernels_fp16(void);
 const struct reduce_type *symcomm_kernels_bf16(void);
-
-#endif

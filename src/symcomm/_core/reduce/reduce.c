@@ -17,11 +17,8 @@ static struct {
 static int n_sets, chosen;
 static const struct reduce_type *types; /* of the chosen set */
 
-static const char *const op_names[RED_COUNT] = {
-    [RED_SUM] = "SUM", [RED_AVG] = "AVG",   [RED_PRODUCT] = "PRODUCT",
-    [RED_MIN] = "MIN", [RED_MAX] = "MAX",   [RED_BAND] = "BAND",
-    [RED_BOR] = "BOR", [RED_BXOR] = "BXOR", [RED_PREMUL_SUM] = "PREMUL_SUM",
-};
+#define OP_NAME(NAME) #NAME,
+static const char *const op_names[RED_COUNT] = {SYMCOMM_REDOPS(OP_NAME)};
 
 static void add_set(const char *name, const struct reduce_type *own) {
     if (own == NULL) return;
@@ -134,8 +131,7 @@ static int read_sources(PyObject *sequence, const void **sources) {
     return (int)n;
 }
 
-static PyObject *py_reduce(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *py_reduce(PyObject *Py_UNUSED(self), PyObject *args) {
     int dtype, op;
     PyObject *dst_address, *addresses;
     Py_ssize_t count;
@@ -155,8 +151,7 @@ static PyObject *py_reduce(PyObject *self, PyObject *args) {
 }
 
 /* Calls as short as a microsecond are timed in a row, here, where nothing else is between them. */
-static PyObject *py_time_reduce(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *py_time_reduce(PyObject *Py_UNUSED(self), PyObject *args) {
     int dtype, op;
     unsigned long long dst;
     PyObject *addresses;
@@ -181,15 +176,13 @@ static PyObject *py_time_reduce(PyObject *self, PyObject *args) {
     return PyFloat_FromDouble((double)(end.tv_sec - begin.tv_sec) + (double)(end.tv_nsec - begin.tv_nsec) * 1e-9);
 }
 
-static PyObject *py_reduce_defined(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *py_reduce_defined(PyObject *Py_UNUSED(self), PyObject *args) {
     int dtype, op;
     if (!PyArg_ParseTuple(args, "ii:reduce_defined", &dtype, &op)) return NULL;
     return PyBool_FromLong(symcomm_reduce_defined(dtype, op));
 }
 
-static PyObject *py_reduce_tables(PyObject *self, PyObject *args) {
-    (void)self, (void)args;
+static PyObject *py_reduce_tables(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
     PyObject *dtypes = PyTuple_New(DT_COUNT), *ops = PyTuple_New(RED_COUNT);
     if (dtypes == NULL || ops == NULL) goto failed;
     for (int i = 0; i < DT_COUNT; i++) {
@@ -208,8 +201,7 @@ failed:
     return NULL;
 }
 
-static PyObject *py_reduce_sets(PyObject *self, PyObject *args) {
-    (void)self, (void)args;
+static PyObject *py_reduce_sets(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(args)) {
     PyObject *names = PyTuple_New(n_sets);
     for (int i = 0; names != NULL && i < n_sets; i++) {
         PyObject *name = PyUnicode_FromString(sets[i].name);
@@ -229,8 +221,7 @@ static int choose_or_raise(const char *name, const char *whose) {
     return -1;
 }
 
-static PyObject *py_use_reduce_set(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *py_use_reduce_set(PyObject *Py_UNUSED(self), PyObject *args) {
     const char *name;
     if (!PyArg_ParseTuple(args, "s:use_reduce_set", &name)) return NULL;
     if (choose_or_raise(name, "use_reduce_set") < 0) return NULL;
@@ -238,20 +229,22 @@ static PyObject *py_use_reduce_set(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef functions[] = {
-    {"reduce", py_reduce, METH_VARARGS,
-     "reduce(dtype, op, dst, sources, count, factor=1.0): combine `count` elements of each source, in order, into dst.\n"
-     "dst and sources are addresses; dst may be one of the sources. Releases the interpreter lock."},
-    {"time_reduce", py_time_reduce, METH_VARARGS,
-     "time_reduce(dtype, op, dst, sources, count, repeats): the seconds that so many calls of reduce() take, one after\n"
-     "the other; or, where op is -1, so many copies of `count` bytes of the first source. Releases the interpreter lock."},
-    {"reduce_defined", py_reduce_defined, METH_VARARGS,
-     "reduce_defined(dtype, op): whether that pair of numbers is one that reduce() accepts."},
+    METHOD_AS(
+        reduce, py_reduce, METH_VARARGS,
+        "(dtype, op, dst, sources, count, factor=1.0): combine `count` elements of each source, in order, into dst.\n"
+        "dst and sources are addresses; dst may be one of the sources. Releases the interpreter lock."),
+    METHOD_AS(
+        time_reduce, py_time_reduce, METH_VARARGS,
+        "(dtype, op, dst, sources, count, repeats): the seconds that so many calls of reduce() take, one after\n"
+        "the other; or, where op is -1, so many copies of `count` bytes of the first source. Releases the interpreter lock."),
+    METHOD_AS(reduce_defined, py_reduce_defined, METH_VARARGS,
+              "(dtype, op): whether that pair of numbers is one that reduce() accepts."),
     {"reduce_tables", py_reduce_tables, METH_NOARGS,
      "((name, itemsize) of every dtype, name of every operation), each at the index that is its number."},
     {"reduce_sets", py_reduce_sets, METH_NOARGS,
      "((name of every set of kernels that this CPU can run, the best one last), name of the one in use)."},
-    {"use_reduce_set", py_use_reduce_set, METH_VARARGS,
-     "use_reduce_set(name): use these kernels from now on, in the whole process. All give the same bits."},
+    METHOD_AS(use_reduce_set, py_use_reduce_set, METH_VARARGS,
+              "(name): use these kernels from now on, in the whole process. All give the same bits."),
     {NULL, NULL, 0, NULL},
 };
 

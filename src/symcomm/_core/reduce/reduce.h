@@ -2,8 +2,7 @@
  *
  * Pointers need no alignment. dst may be exactly one of the sources (same address), and may not overlap them
  * otherwise. dtype and op are numbers of reduce/types.h; reduce/kernel_set.h says what each pair computes. */
-#ifndef SYMCOMM_REDUCE_H
-#define SYMCOMM_REDUCE_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -18,5 +17,3 @@ int symcomm_reduce(int dtype, int op, void *dst, const void *const *sources, int
 
 /* 1 when symcomm_reduce would accept the pair. */
 int symcomm_reduce_defined(int dtype, int op);
-
-#endif

@@ -2,8 +2,7 @@
  *
  * Included by one file per instruction set, which defines SYMCOMM_SET_AVX512, _AVX2, _FP16 or _BF16 where it is not the
  * baseline. The vector extensions of GCC and Clang do the arithmetic; intrinsics do what those cannot say. */
-#ifndef SYMCOMM_REDUCE_VECTORS_H
-#define SYMCOMM_REDUCE_VECTORS_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -295,5 +294,3 @@ SYMCOMM_INLINE void copy_few(char *to, const char *from, size_t bytes) {
         else NAME##_passes(out, s, n, end, k);                                                                         \
         if (rest) memcpy(out + last, last_unit, T##_unit);                                                             \
     }
-
-#endif

@@ -404,10 +404,10 @@ static PyObject *store_exchange(PyObject *Py_UNUSED(module), PyObject *const *ar
 }
 
 static PyMethodDef functions[] = {
-    {"store_call", (PyCFunction)(void (*)(void))store_call, METH_FASTCALL,
-     "store_call(fd, command, keys, body, shape, seconds): one call of a store's client, and its answer."},
-    {"store_exchange", (PyCFunction)(void (*)(void))store_exchange, METH_FASTCALL,
-     "store_exchange(fd, frame, shape, count, seconds): the same for bytes that are a frame already."},
+    METHOD(store_call, METH_FASTCALL,
+           "(fd, command, keys, body, shape, seconds): one call of a store's client, and its answer."),
+    METHOD(store_exchange, METH_FASTCALL,
+           "(fd, frame, shape, count, seconds): the same for bytes that are a frame already."),
     {NULL, NULL, 0, NULL},
 };
 

@@ -217,9 +217,13 @@ static struct slice value_of(const struct entry *entry) {
     return entry != NULL && entry->present ? (struct slice){entry->value, entry->value_size} : (struct slice){NULL, 0};
 }
 
-static void refuse_full(struct server *server, struct conn *conn) {
+/* Whether there was memory for what was `done` with an entry (NULL: not even for that); refuses the client if not. */
+static bool had_room(struct server *server, struct conn *conn, struct entry *entry, bool done) {
+    if (done) return true;
+    if (entry != NULL) table_release(&server->table, entry);
     conn_refuse(server, conn, "asked for more memory than the store may use (%llu bytes)",
                 (unsigned long long)server->limits.memory);
+    return false;
 }
 
 /* --- hello, ping and the token --------------------------------------------------------------------- */
@@ -338,13 +342,9 @@ static void settle_grants(struct server *server, struct conn *conn) { end_waits(
 void protocol_forget(struct server *server, struct conn *conn) { end_waits(server, conn, false); }
 
 static bool wait_for(struct server *server, struct conn *conn, struct entry *entry) {
-    if (entry == NULL || waiter_add(&server->table, entry, conn, &conn->waits) == NULL) {
-        if (entry != NULL) table_release(&server->table, entry);
-        refuse_full(server, conn);
-        return false;
-    }
-    conn->awaited++;
-    return true;
+    bool waits = entry != NULL && waiter_add(&server->table, entry, conn, &conn->waits) != NULL;
+    conn->awaited += waits;
+    return had_room(server, conn, entry, waits);
 }
 
 static bool refuse_second_wait(struct server *server, struct conn *conn) {
@@ -378,11 +378,7 @@ static void do_barrier(struct server *server, struct conn *conn, const uint8_t *
         conn_refuse(server, conn, "called barrier on a key whose value is not a number");
         return;
     }
-    if (entry == NULL || !entry_set_number(&server->table, entry, ++count)) {
-        if (entry != NULL) table_release(&server->table, entry);
-        refuse_full(server, conn);
-        return;
-    }
+    if (!had_room(server, conn, entry, entry && entry_set_number(&server->table, entry, ++count))) return;
     if (entry->barrier_passed >= count) entry->barrier_passed = 0; /* somebody reset the key */
     if (count - entry->barrier_passed >= world) {
         entry->barrier_passed = count;
@@ -397,11 +393,7 @@ static void do_barrier(struct server *server, struct conn *conn, const uint8_t *
 
 static bool store_value(struct server *server, struct conn *conn, struct slice key, struct slice value) {
     struct entry *entry = table_obtain(&server->table, key);
-    if (entry == NULL || !entry_set(&server->table, entry, value)) {
-        if (entry != NULL) table_release(&server->table, entry);
-        refuse_full(server, conn);
-        return false;
-    }
+    if (!had_room(server, conn, entry, entry && entry_set(&server->table, entry, value))) return false;
     wake_all(server, entry);
     return true;
 }
@@ -461,11 +453,7 @@ static void do_add(struct server *server, struct conn *conn, const uint8_t *fiel
         return;
     }
     sum = (int64_t)((uint64_t)sum + amount);
-    if (entry == NULL || !entry_set_number(&server->table, entry, sum)) {
-        if (entry != NULL) table_release(&server->table, entry);
-        refuse_full(server, conn);
-        return;
-    }
+    if (!had_room(server, conn, entry, entry && entry_set_number(&server->table, entry, sum))) return;
     send_i64(server, conn, sum);
     wake_all(server, entry);
 }
@@ -478,11 +466,7 @@ static void do_append(struct server *server, struct conn *conn, const uint8_t *f
                     (unsigned long long)server->limits.value);
         return;
     }
-    if (entry == NULL || !entry_append(&server->table, entry, more)) {
-        if (entry != NULL) table_release(&server->table, entry);
-        refuse_full(server, conn);
-        return;
-    }
+    if (!had_room(server, conn, entry, entry && entry_append(&server->table, entry, more))) return;
     wake_all(server, entry);
 }
 
@@ -523,12 +507,7 @@ static void do_list_keys(struct server *server, struct conn *conn, const uint8_t
 static void do_push(struct server *server, struct conn *conn, const uint8_t *fields) {
     struct slice key = take_bytes(&fields), value = take_bytes(&fields);
     struct entry *entry = table_obtain(&server->table, key);
-    if (entry == NULL || !entry_push(&server->table, entry, value)) {
-        if (entry != NULL) table_release(&server->table, entry);
-        refuse_full(server, conn);
-        return;
-    }
-    wake_for_items(server, entry);
+    if (had_room(server, conn, entry, entry && entry_push(&server->table, entry, value))) wake_for_items(server, entry);
 }
 
 static void do_pop(struct server *server, struct conn *conn, const uint8_t *fields) {

@@ -7,8 +7,7 @@
  *   client.c        the other end: one function that makes a client's calls
  *
  * A client that breaks the protocol or a limit is closed, with a reason in `reports`; no other client notices. */
-#ifndef SYMCOMM_STORE_SERVER_H
-#define SYMCOMM_STORE_SERVER_H
+#pragma once
 
 #include <netinet/in.h>
 #include <pthread.h>
@@ -116,5 +115,3 @@ size_t protocol_consume(struct server *server, struct conn *conn, const uint8_t 
 /* The client is gone. */
 void protocol_forget(struct server *server, struct conn *conn);
 void protocol_describe_partial(const struct conn *conn, char *text, size_t size);
-
-#endif

@@ -1,6 +1,5 @@
 /* SHA-256 and HMAC-SHA-256 (FIPS 180-4, RFC 2104), for the store's job token. */
-#ifndef SYMCOMM_SHA256_H
-#define SYMCOMM_SHA256_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -13,5 +12,3 @@ void hmac_sha256(const void *key, size_t key_size, const void *message, size_t m
 
 /* Compares in a time that does not depend on where the first difference is. */
 bool sha256_same(const uint8_t a[SHA256_SIZE], const uint8_t b[SHA256_SIZE]);
-
-#endif

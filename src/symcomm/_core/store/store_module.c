@@ -1,8 +1,6 @@
 /* Python's view of the store's server. */
 #include "module/module.h"
 
-#include <errno.h>
-
 #include "store/server.h"
 
 /* --- StoreServer ----------------------------------------------------------------------------------- */
@@ -148,7 +146,7 @@ static PyObject *store_hmac(PyObject *Py_UNUSED(module), PyObject *args) {
 }
 
 static PyMethodDef functions[] = {
-    {"store_hmac", store_hmac, METH_VARARGS, "store_hmac(key, message): HMAC-SHA-256, as the server signs."},
+    METHOD(store_hmac, METH_VARARGS, "(key, message): HMAC-SHA-256, as the server signs."),
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,6 +1,5 @@
 /* What the store's server knows: values, queues and who waits for which key. No sockets here. */
-#ifndef SYMCOMM_STORE_TABLE_H
-#define SYMCOMM_STORE_TABLE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -89,5 +88,3 @@ void item_free(struct table *table, struct item *item);
 struct waiter *waiter_add(struct table *table, struct entry *entry, struct conn *conn, struct waiter **waits);
 void waiter_unlink(struct waiter *waiter); /* out of its entry's list; a granted one is in none */
 void waiter_free(struct table *table, struct waiter *waiter, struct waiter **waits);
-
-#endif

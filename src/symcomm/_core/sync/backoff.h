@@ -10,8 +10,7 @@
  *     } while (backoff_step(&b, the rank that is missing, false));
  *     sleep, then backoff_end(&b, true)
  */
-#ifndef SYMCOMM_BACKOFF_H
-#define SYMCOMM_BACKOFF_H
+#pragma once
 
 #include "sync/sync.h"
 
@@ -43,5 +42,3 @@ void backoff_end(struct backoff *b, bool slept);
 /* Of a thread that runs operations for others: how many wait for it. NULL in all other threads. While nobody waits,
  * their own work needs the core. */
 extern _Thread_local const _Atomic int *symcomm_awaited;
-
-#endif

@@ -4,14 +4,13 @@
  * it, and whoever wonders looks at what all have said. */
 #include "sync/cores.h"
 
-#include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
-#include <unistd.h>
 
 #include "memory/life.h"
 #include "module/module.h"
+#include "os/text.h"
 
 #define WORDS (MOST_CORES / 64)
 
@@ -60,15 +59,6 @@ struct quota { /* of one control group; files are named once, and read again and
 static struct quota *quotas;
 static int n_quotas;
 static long throttled; /* how often the tightest one had been used up when we last looked */
-
-static bool read_text(const char *path, char *text, size_t size) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return false;
-    ssize_t n = read(fd, text, size - 1);
-    close(fd);
-    text[n > 0 ? n : 0] = 0;
-    return n > 0;
-}
 
 /* Thousandths of a core; 0: no limit. */
 static uint64_t granted(const struct quota *q) {
@@ -168,8 +158,7 @@ bool cores_suffice(struct life *me, bool own_thread) {
 
 /* --- Python ------------------------------------------------------------------------------------------------------- */
 
-static PyObject *add_rank(PyObject *self, PyObject *word) {
-    (void)self;
+static PyObject *add_rank(PyObject *Py_UNUSED(self), PyObject *word) {
     void *address = PyLong_AsVoidPtr(word);
     if (address == NULL) return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "no life is at address 0");
     if (!count_rank(life_of(address))) return PyErr_NoMemory();
@@ -181,9 +170,7 @@ static void free_quotas(struct quota *list, int n) {
     free(list);
 }
 
-/* watch_quotas(((limit, period or None, stat, inode), ...)): the control groups of this process, by their files */
-static PyObject *watch_quotas(PyObject *self, PyObject *tuple) {
-    (void)self;
+static PyObject *watch_quotas(PyObject *Py_UNUSED(self), PyObject *tuple) {
     Py_ssize_t n = PyTuple_Size(tuple);
     if (n < 0) return NULL;
     struct quota *list = calloc((size_t)n + 1, sizeof *list);
@@ -214,9 +201,9 @@ static PyObject *watch_quotas(PyObject *self, PyObject *tuple) {
 }
 
 static PyMethodDef methods[] = {
-    {"add_rank", add_rank, METH_O, "add_rank(life): a rank of this host whose arena is mapped; unmap() ends that."},
-    {"watch_quotas", watch_quotas, METH_O,
-     "watch_quotas(((limit, period or None, stat, inode), ...)): files of this process's control groups."},
+    METHOD(add_rank, METH_O, "(life): a rank of this host whose arena is mapped; unmap() ends that."),
+    METHOD(watch_quotas, METH_O,
+           "(((limit, period or None, stat, inode), ...)): files of this process's control groups."),
     {NULL, NULL, 0, NULL},
 };
 

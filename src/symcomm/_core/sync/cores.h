@@ -1,6 +1,5 @@
 /* Whether every rank of this host can have a core of its own, as far as this process can see. */
-#ifndef SYMCOMM_CORES_H
-#define SYMCOMM_CORES_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -16,5 +15,3 @@ bool cores_suffice(struct life *me, bool own_thread);
 
 /* Memory is about to be unmapped: the ranks whose lives lie there are not counted any more. */
 void cores_forget(const char *at, int64_t nbytes);
-
-#endif

@@ -1,6 +1,5 @@
 /* How ranks of a group wait for each other, and end each other's waits when something fails. */
-#ifndef SYMCOMM_SYNC_H
-#define SYMCOMM_SYNC_H
+#pragma once
 
 #include <pthread.h>
 #include <stdbool.h>
@@ -59,5 +58,3 @@ int sync_marked_gone(struct group *g, int rank); /* the same as far as memory te
 void sync_void(struct group *g);
 /* Whether some rank has left operation `seq` in failure; what was read before is as it was if none has. */
 bool sync_is_void(struct group *g, uint64_t seq);
-
-#endif

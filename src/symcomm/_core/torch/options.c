@@ -40,8 +40,7 @@ int options_read(int64_t call, PyObject *options, int64_t *detail) {
 }
 
 /* use_options(is_profiling, ((call, type, object_at, timeout_at, async_at, redop_at, root_at), ...)) */
-static PyObject *use_options(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *use_options(PyObject *Py_UNUSED(self), PyObject *args) {
     PyObject *callable, *found;
     if (!PyArg_ParseTuple(args, "OO!", &callable, &PyTuple_Type, &found)) return NULL;
     PyObject *before = is_profiling;
@@ -62,8 +61,7 @@ static PyObject *use_options(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"use_options", use_options, METH_VARARGS,
-     "use_options(is_profiling, layouts): run_cached_options() reads options of these types."},
+    METHOD(use_options, METH_VARARGS, "(is_profiling, layouts): run_cached_options() reads options of these types."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -74,6 +72,4 @@ static const struct constant constants[] = {
     {NULL, 0},
 };
 
-int symcomm_add_options(PyObject *module) {
-    return PyModule_AddFunctions(module, methods) < 0 ? -1 : symcomm_add_constants(module, constants);
-}
+int symcomm_add_options(PyObject *module) { return symcomm_add_part(module, methods, constants); }

@@ -1,6 +1,5 @@
 /* What torch's functions ask of a collective besides its tensors, read without a detour through Python. */
-#ifndef SYMCOMM_OPTIONS_H
-#define SYMCOMM_OPTIONS_H
+#pragma once
 
 #include "module/module.h"
 
@@ -13,5 +12,3 @@ enum options {
 
 /* `detail` becomes what the dispatch cache knows the call by besides its tensors: root, operation, both or 0. */
 int options_read(int64_t call, PyObject *options, int64_t *detail);
-
-#endif

@@ -14,8 +14,7 @@ static struct tensor_view *new_views(Py_ssize_t count) {
     return views;
 }
 
-static PyObject *py_pack(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *py_pack(PyObject *Py_UNUSED(self), PyObject *args) {
     unsigned long long address;
     PyObject *tensors;
     if (!PyArg_ParseTuple(args, "KO!:pack", &address, &PyList_Type, &tensors)) return NULL;
@@ -75,8 +74,7 @@ static int check_lists(PyObject *lists, Py_ssize_t n_lists, Py_ssize_t n) {
     return 0;
 }
 
-static PyObject *py_add_many(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *py_add_many(PyObject *Py_UNUSED(self), PyObject *args) {
     PyObject *results, *lists;
     long long most;
     if (!PyArg_ParseTuple(args, "O!O!L:add_many", &PyList_Type, &results, &PyList_Type, &lists, &most)) return NULL;
@@ -103,13 +101,15 @@ static PyObject *py_add_many(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef functions[] = {
-    {"pack", py_pack, METH_VARARGS,
-     "pack(address, tensors) -> bool: copy the elements of a list of tensors, one after the other, to `address`.\n"
-     "False, and nothing happened, when one of them is not a contiguous tensor of the CPU. The interpreter lock is free."},
-    {"add_many", py_add_many, METH_VARARGS,
-     "add_many(results, lists, most) -> list: results[i] becomes lists[0][i] + lists[1][i] + ... in that order.\n"
-     "Returns the indices left out: longer than `most`, or not contiguous tensors of the CPU of one type and length.\n"
-     "The interpreter lock is free while it adds."},
+    METHOD_AS(
+        pack, py_pack, METH_VARARGS,
+        "(address, tensors) -> bool: copy the elements of a list of tensors, one after the other, to `address`.\n"
+        "False, and nothing happened, when one of them is not a contiguous tensor of the CPU. The interpreter lock is free."),
+    METHOD_AS(
+        add_many, py_add_many, METH_VARARGS,
+        "(results, lists, most) -> list: results[i] becomes lists[0][i] + lists[1][i] + ... in that order.\n"
+        "Returns the indices left out: longer than `most`, or not contiguous tensors of the CPU of one type and length.\n"
+        "The interpreter lock is free while it adds."),
     {NULL, NULL, 0, NULL},
 };
 

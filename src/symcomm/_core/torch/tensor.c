@@ -175,8 +175,7 @@ static int use_layout(PyObject *found) {
 
 /* use_tensors((type, ...), exchange capsule, layout or None): from now on, objects of exactly these types are viewed
  * through it. */
-static PyObject *use_tensors(PyObject *self, PyObject *args) {
-    (void)self;
+static PyObject *use_tensors(PyObject *Py_UNUSED(self), PyObject *args) {
     PyObject *types, *capsule, *found;
     if (!PyArg_ParseTuple(args, "O!OO", &PyTuple_Type, &types, &capsule, &found)) return NULL;
     struct dl_exchange *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
@@ -194,17 +193,13 @@ static PyObject *use_tensors(PyObject *self, PyObject *args) {
     Py_RETURN_TRUE;
 }
 
-/* view_tensor(tensor) -> (address, count, dtype), or None */
-static PyObject *view_tensor(PyObject *self, PyObject *tensor) {
-    (void)self;
+static PyObject *view_tensor(PyObject *Py_UNUSED(self), PyObject *tensor) {
     struct tensor_view v;
     if (!tensor_view(tensor, &v)) Py_RETURN_NONE;
     return Py_BuildValue("KLi", (unsigned long long)(uintptr_t)v.address, (long long)v.count, v.dtype);
 }
 
-/* view_gpu_tensor(tensor, device) -> (address, count, dtype), or None */
-static PyObject *view_gpu_tensor(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
-    (void)self;
+static PyObject *view_gpu_tensor(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
     if (n_args != 2) return PyErr_Format(PyExc_TypeError, "view_gpu_tensor takes 2 arguments");
     struct tensor_view v;
     struct dl_tensor t;
@@ -216,21 +211,17 @@ static PyObject *view_gpu_tensor(PyObject *self, PyObject *const *args, Py_ssize
     return Py_BuildValue("KLi", (unsigned long long)(uintptr_t)v.address, (long long)v.count, v.dtype);
 }
 
-/* use_gpu_keys((keys, ...)): of tensors on a GPU that are what their memory holds */
-static PyObject *use_gpu_keys(PyObject *self, PyObject *keys) {
-    (void)self;
+static PyObject *use_gpu_keys(PyObject *Py_UNUSED(self), PyObject *keys) {
     if (!PyTuple_Check(keys)) return PyErr_Format(PyExc_TypeError, "use_gpu_keys takes a tuple");
     return read_keys(keys, layout.plain_on_gpu) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyMethodDef methods[] = {
-    {"use_tensors", use_tensors, METH_VARARGS,
-     "use_tensors(types, exchange_api, layout) -> whether that version is understood"},
-    {"view_tensor", view_tensor, METH_O,
-     "view_tensor(tensor) -> (address, count, dtype), or None when Python must look"},
-    {"view_gpu_tensor", (PyCFunction)(void (*)(void))view_gpu_tensor, METH_FASTCALL,
-     "view_gpu_tensor(tensor, device) -> (address, count, dtype), or None when Python must look"},
-    {"use_gpu_keys", use_gpu_keys, METH_O, "use_gpu_keys(keys): of tensors on a GPU that are what their memory holds"},
+    METHOD(use_tensors, METH_VARARGS, "(types, exchange_api, layout) -> whether that version is understood"),
+    METHOD(view_tensor, METH_O, "(tensor) -> (address, count, dtype), or None when Python must look"),
+    METHOD(view_gpu_tensor, METH_FASTCALL,
+           "(tensor, device) -> (address, count, dtype), or None when Python must look"),
+    METHOD(use_gpu_keys, METH_O, "(keys): of tensors on a GPU that are what their memory holds"),
     {NULL, NULL, 0, NULL},
 };
 

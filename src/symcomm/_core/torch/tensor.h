@@ -1,6 +1,5 @@
 /* What the core needs to know of a Python tensor, without a detour through Python. */
-#ifndef SYMCOMM_TENSOR_H
-#define SYMCOMM_TENSOR_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -15,5 +14,3 @@ struct tensor_view {
 /* True when `tensor` is of one of the known types, dense, contiguous, on the CPU, and is what its memory holds.
  * Otherwise (never with an exception set) Python has to look at it. */
 int tensor_view(PyObject *tensor, struct tensor_view *view);
-
-#endif

@@ -131,9 +131,13 @@ def routes() -> dict[tuple[str, str], Route]:
 # --- those that PyTorch has ----------------------------------------------------------------------
 
 
+def _reply(response: Any, content: str | bytes, kind: str, status: int = 200) -> None:
+    response.set_content(content, kind)
+    response.set_status(status)
+
+
 def _ping(_request: Any, response: Any) -> None:
-    response.set_content("pong", "text/plain")
-    response.set_status(200)
+    _reply(response, "pong", "text/plain")
 
 
 def _dump_traceback(_request: Any, response: Any) -> None:
@@ -141,8 +145,7 @@ def _dump_traceback(_request: Any, response: Any) -> None:
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        response.set_content(file.read(), "text/plain")
-    response.set_status(200)
+        _reply(response, file.read(), "text/plain")
 
 
 def _flag(request: Any, name: str, default: bool) -> bool:
@@ -165,22 +168,19 @@ def _flight_dump(request: Any, stacks: bool) -> dict[str, Any]:
 
 
 def _fr_trace_json(request: Any, response: Any) -> None:
-    response.set_content(as_json(_flight_dump(request, False)), "application/json")
-    response.set_status(200)
+    _reply(response, as_json(_flight_dump(request, False)), "application/json")
 
 
 def _fr_trace_pickle(request: Any, response: Any) -> None:
     dump = _flight_dump(request, _flag(request, "includestacktraces", True))
-    response.set_content(as_pickle(dump), "application/octet-stream")
-    response.set_status(200)
+    _reply(response, as_pickle(dump), "application/octet-stream")
 
 
 def _pyspy_dump(request: Any, response: Any) -> None:
     """What py-spy says of this process; with the parameters ``native``, ``subprocesses`` and ``nonblocking``."""
     program = shutil.which("py-spy")
     if program is None:
-        response.set_content("py-spy was not found; `pip install py-spy`, or ask dump_traceback.", "text/plain")
-        response.set_status(500)
+        _reply(response, "py-spy was not found; `pip install py-spy`, or ask dump_traceback.", "text/plain", 500)
         return
     options = [f"--{name}" for name in ("native", "subprocesses", "nonblocking") if request.get_param(name)]
     try:
@@ -191,8 +191,7 @@ def _pyspy_dump(request: Any, response: Any) -> None:
         content, status = done.stdout, 200 if done.returncode == 0 else 500
     except subprocess.TimeoutExpired:
         content, status = f"py-spy did not end within {PY_SPY_SECONDS} s.".encode(), 500
-    response.set_content(content, "text/plain")
-    response.set_status(status)
+    _reply(response, content, "text/plain", status)
 
 
 def _wait_counter_values(request: Any, response: Any) -> None:
@@ -201,8 +200,7 @@ def _wait_counter_values(request: Any, response: Any) -> None:
         if theirs := _torchs_handler("wait_counter_values"):
             theirs(request, response)
             return
-    response.set_content("{}", "application/json")
-    response.set_status(200)
+    _reply(response, "{}", "application/json")
 
 
 class _Kept:
@@ -224,8 +222,7 @@ def _c10d_health_check(request: Any, response: Any) -> None:
         theirs(request, kept)
         unhealthy |= set(json.loads(kept.content).get("unhealthy_backends", ()))
     told = {"healthy": not unhealthy, "unhealthy_backends": sorted(unhealthy)}
-    response.set_content(json.dumps(told, separators=(",", ":")), "application/json")
-    response.set_status(200)
+    _reply(response, json.dumps(told, separators=(",", ":")), "application/json")
 
 
 for _name, _handler in {

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import json
 import os
 import struct
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 from symcomm import errors
 from symcomm.memory.arena import read_waits
-from symcomm.memory.flight import ENTRY, GROUP, GROUPS, SITE, SITES, FlightEntry
+from symcomm.memory.flight import ENTRY, SITES, FlightEntry, read_groups, read_site
 from symcomm.memory.heap import PAGE
 from symcomm.observe.recorder.processes import is_running, open_file, process_state
 from symcomm.observe.recorder.records import Operation, as_operation
@@ -138,7 +137,8 @@ class _Recorder:
     def decode(self) -> list[Operation]:
         """Operations that began or ended since the last time, in their order."""
         if self._named > len(self._groups):
-            self._read_groups(self._named)
+            for number, facts in read_groups(0, self.bytes_at).items():
+                self._groups[number] = {**facts, "ranks": tuple(facts["ranks"])}  # one, which operations share
         found = []
         self._unsettled = set()
         for first, raw, again in self._pieces:
@@ -162,19 +162,8 @@ class _Recorder:
 
     def _site(self, number: int) -> str:
         if number not in self._sites and number < SITES:
-            place = PAGE + self._capacity * ENTRY.size + GROUPS * GROUP + number * SITE
-            raw = self.bytes_at(place, SITE)
-            self._sites[number] = raw[1 : 1 + raw[0]].decode(errors="replace")
+            self._sites[number] = read_site(0, self._capacity, number, self.bytes_at)
         return self._sites.get(number, "")
-
-    def _read_groups(self, named: int) -> None:
-        for place in range(min(named, GROUPS)):
-            raw = self.bytes_at(PAGE + self._capacity * ENTRY.size + place * GROUP, GROUP)
-            number, length = struct.unpack_from("<II", raw)
-            with contextlib.suppress(ValueError):  # being written
-                if number:
-                    facts = json.loads(raw[8 : 8 + length])
-                    self._groups[number] = {**facts, "ranks": tuple(facts["ranks"])}  # one, which operations share
 
     @property
     def world_rank(self) -> int | None:

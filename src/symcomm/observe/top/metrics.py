@@ -7,6 +7,7 @@ whole job; a rank's server for that rank alone, whenever somebody asks for ``/ap
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -65,33 +66,28 @@ class Meter:
     def __init__(self) -> None:
         self._prometheus = prometheus = _library("prometheus_client", "metrics")
         self.registry = registry = prometheus.CollectorRegistry()
-        Counter, Gauge, Histogram = prometheus.Counter, prometheus.Gauge, prometheus.Histogram
-        kind = ("collective", "group")
-        self._operations = Counter("symcomm_operations", "Operations that ended.", kind, registry=registry)
-        self._bytes = Counter("symcomm_bytes", "Bytes of their tensors.", kind, registry=registry)
-        self._waited = Counter("symcomm_waited_seconds", "Slept until all had come.", kind, registry=registry)
-        self._calls = Counter(
-            "symcomm_calls", "Operations that ended, by the way they took.", (*kind, "way", "thread"), registry=registry
+        Counter, Gauge, Histogram = (
+            functools.partial(kind, registry=registry)
+            for kind in (prometheus.Counter, prometheus.Gauge, prometheus.Histogram)
         )
-        self._failures = Counter("symcomm_failures", "Operations that failed.", (*kind, "state"), registry=registry)
+        kind, rank = ("collective", "group"), ("rank",)
+        self._operations = Counter("symcomm_operations", "Operations that ended.", kind)
+        self._bytes = Counter("symcomm_bytes", "Bytes of their tensors.", kind)
+        self._waited = Counter("symcomm_waited_seconds", "Slept until all had come.", kind)
+        ways = (*kind, "way", "thread")
+        self._calls = Counter("symcomm_calls", "Operations that ended, by the way they took.", ways)
+        self._failures = Counter("symcomm_failures", "Operations that failed.", (*kind, "state"))
         self._latency = Histogram(
-            "symcomm_latency_seconds", "From the call to its end, on each rank.", kind, buckets=BUCKETS,
-            registry=registry,
-        )  # fmt: skip
-        self._recorded = Counter(
-            "symcomm_recorded_operations", "Operations the rank has begun, seen or not.", ("rank",), registry=registry
+            "symcomm_latency_seconds", "From the call to its end, on each rank.", kind, buckets=BUCKETS
         )
-        self._missed = Counter(
-            "symcomm_missed_operations", "Too many at once to be counted one by one.", ("rank",), registry=registry
-        )
-        self._waits = Counter(
-            "symcomm_waits", "Waits of more than 10 us: looked on, yielded the core, or slept.", ("rank", "ended"),
-            registry=registry,
-        )  # fmt: skip
-        self.arena = Gauge("symcomm_arena_bytes", "Memory the rank's arena takes.", ("rank",), registry=registry)
-        self._up = Gauge("symcomm_rank_up", "1 while the rank's process runs.", ("rank",), registry=registry)
-        self._lag = Gauge("symcomm_rank_lag", "Collectives behind the first rank.", ("rank",), registry=registry)
-        self._stuck = Gauge("symcomm_stuck", "1 while something is stuck.", registry=registry)
+        self._recorded = Counter("symcomm_recorded_operations", "Operations the rank has begun, seen or not.", rank)
+        self._missed = Counter("symcomm_missed_operations", "Too many at once to be counted one by one.", rank)
+        waits = "Waits of more than 10 us: looked on, yielded the core, or slept."
+        self._waits = Counter("symcomm_waits", waits, (*rank, "ended"))
+        self.arena = Gauge("symcomm_arena_bytes", "Memory the rank's arena takes.", rank)
+        self._up = Gauge("symcomm_rank_up", "1 while the rank's process runs.", rank)
+        self._lag = Gauge("symcomm_rank_lag", "Collectives behind the first rank.", rank)
+        self._stuck = Gauge("symcomm_stuck", "1 while something is stuck.")
         self._before: dict[int, tuple[int, int]] = {}
         self._waits_before: dict[int, tuple[int, ...]] = {}
         self._kinds = _Children(

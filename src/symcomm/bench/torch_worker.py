@@ -1,0 +1,52 @@
+"""What workers share that run programs of torch: how their ranks meet, how a model is wrapped, how steps are timed."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+from symcomm.bench.worker import GROUP_TIMEOUT
+
+__all__ = ["data_parallel", "join", "time_steps"]
+
+
+def join(backend: str, args: SimpleNamespace, store: Any = None) -> Any:
+    """torch.distributed with its default group, whose ranks have met in ``store``, or in their file."""
+    import torch.distributed as dist
+
+    from symcomm.torch_backend.register import register
+
+    register()
+    dist.init_process_group(
+        backend, store=store or dist.FileStore(args.store, args.world), rank=args.rank, world_size=args.world,
+        timeout=timedelta(seconds=GROUP_TIMEOUT),
+    )  # fmt: skip
+    return dist
+
+
+def data_parallel(ours: bool, module: Any) -> Any:
+    """Symcomm's, or torch's with gradients in the buckets, as ours has them: torch's faster way."""
+    if ours:
+        from symcomm.ddp import DistributedDataParallel
+
+        return DistributedDataParallel(module)
+    from torch.nn import parallel
+
+    return parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+
+
+def time_steps(barrier: Callable[[], Any], step: Callable[[], Any], steps: int) -> dict[str, list[float]]:
+    """Seconds of each step, after one that is not counted."""
+    gc.collect()
+    barrier()
+    step()
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": seconds}

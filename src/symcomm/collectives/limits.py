@@ -1,0 +1,52 @@
+"""Limits: the sizes at which one algorithm takes over from another, and how much of a tensor moves at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+__all__ = ["LINE", "SLOTS", "Limits"]
+
+LINE = 64  # shards and slots start at cache lines; every element size divides it
+SLOTS = 3  # of a stream, see chunks.py
+ANY_EXTRA = 1 << 40
+NO_RANKS = 1 << 20  # more than a group has
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where one algorithm takes over from another. All ranks of a group must use the same.
+
+    Measured means: float32 sum, two ranks on two Neoverse N1 cores, best of many, shared machine.
+    """
+
+    stage_bytes: int = 2 << 20  # one half of a rank's staging area
+    chunk_bytes: int = 256 << 10  # what one turn moves per rank; measured: 128 to 512 KiB alike, 64 KiB 6 % slower
+    one_shot_bytes: int = 32 << 10  # all_reduce, reduce: up to here one-shot; measured: at 64 KiB both take 23 us
+    # ... and while a rank reads at most so much more than it would by two-shot; measured on 16 x86-64 cores: all_reduce
+    # is as fast either way at 4 KiB with 4 ranks, 1 KiB with 8; reduce, where the root alone reads, at 16 KiB with 8.
+    one_shot_extra: int = 8 << 10
+    root_extra: int = 96 << 10
+    direct_bytes: int = 4 << 10  # from here on symmetric tensors take part without copies; measured: 0.8, 1.3 us there
+    two_rank_variant: str = "two_shot"  # all_reduce of more, 2 ranks; or "one_shot"; measured at 1 MiB: 8.1, 5.8 GB/s
+    # a scatter's root lends its pieces from so many bytes and ranks on: read by system call, see _core/exec/cma.h
+    attach_bytes: int = 256 << 10
+    attach_ranks: int = 4
+    nodes: tuple[int, ...] = ()  # each rank's NUMA node, -1 where it is not bound to one; () where all are on one
+    # By node, where each has so many ranks, go all_reduce, all_gather and broadcast, and reduce_scatter, from so many
+    # bytes on. All three are simulated (docs/how-to/simulate.md), not yet measured.
+    node_ranks: int = 4
+    node_bytes: int = 256 << 10
+    node_scatter_bytes: int = 8 << 20
+
+    def on_nodes(self, nodes: Sequence[int]) -> Limits:
+        """For ranks on these nodes. Where all are on one, that is as good as not knowing."""
+        return replace(self, nodes=tuple(nodes) if len(set(nodes)) > 1 else ())
+
+    def crowded(self) -> Limits:
+        """For more ranks than cores, where a turn costs several switches between processes: the largest chunks that
+        three slots have room for, and one-shot whatever a rank has to read for it. Measured, 4 ranks on 2 cores: 16 MiB
+        all_gather 11 ms to 6, all_reduce 15 to 12."""
+        chunk_bytes = max(self.chunk_bytes, self.stage_bytes // SLOTS // LINE * LINE)
+        one_shot = replace(self, one_shot_extra=ANY_EXTRA, root_extra=ANY_EXTRA)
+        return replace(one_shot, chunk_bytes=chunk_bytes, attach_ranks=NO_RANKS)
