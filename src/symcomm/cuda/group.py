@@ -72,9 +72,7 @@ TIME_SLICED = Limits(one_shot_bytes=128 << 20, direct_bytes=128 << 20)  # a barr
 SINGLE_KERNEL = Limits(one_shot_bytes=1 << 62, direct_reduce_bytes=8 << 20)
 
 
-INFO = struct.Struct(
-    f"<{HANDLE_BYTES}sq{HANDLE_BYTES}sq"
-)  # a tensor's block and place, and those of a new staging area
+INFO = struct.Struct(f"<{HANDLE_BYTES}sq{HANDLE_BYTES}sq")  # a tensor's block and place; a new staging area's
 INFO_BYTES = INFO.size
 NOTHING = bytes(HANDLE_BYTES)  # a handle of zeros: the tensor is not symmetric, or there is no new staging area
 
@@ -151,7 +149,6 @@ class CudaGroup(CudaExecution):
         self._small_half = HALF_BYTES if self.time_sliced else -1
         self._lock = threading.RLock()
         self._stages: list[PoolBuffer] = []
-        self._plans: dict[Any, Any] = {}
         self._last: int | None = None  # the stream of the last operation
         self._queued = 0  # operations whose hosts have not synchronized yet
         self.pending: deque[CudaWork] = deque()
@@ -230,17 +227,15 @@ class CudaGroup(CudaExecution):
 
     def _plan(self, signature: CudaSignature, with_infos: bool) -> Any:
         """The hosts' part: arrive with the signature; with memory infos, gather them."""
-        key = (signature, with_infos)
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) > 4096:
-                self._plans.clear()
+
+        def make() -> Any:
             s = signature
-            made = Plan(s.collective, self.rank, self.size, s.elements | ON_DEVICE, s.dtype, s.redop, s.root, "arrival")
+            plan = Plan(s.collective, self.rank, self.size, s.elements | ON_DEVICE, s.dtype, s.redop, s.root, "arrival")
             if with_infos and self.size > 1:
-                streamed_all_gather(made, Pieces((INFO_BYTES,) * self.size, False), self.core.plan_limits)
-            plan = self._plans[key] = self.core.load_plan(made)
-        return plan
+                streamed_all_gather(plan, Pieces((INFO_BYTES,) * self.size, False), self.core.plan_limits)
+            return self.core.load_plan(plan)
+
+        return self.core.kept_plan((signature, with_infos), make)
 
     @devices.on_its_device
     def _perform(
