@@ -63,8 +63,8 @@ class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
         alloc_id: int | None = None,
     ) -> torch.Tensor:
         """A tensor in memory that peers can map. The same ``alloc_id`` gives the same memory again."""
-        make: Any = symm_mem.empty_strided_p2p if _device("empty_strided_p2p", device) else _theirs.empty_strided_p2p
-        return make(tuple(size), tuple(stride), dtype, device, group_name, alloc_id)
+        memory = symm_mem if _device("empty_strided_p2p", device) else _theirs
+        return memory.empty_strided_p2p(tuple(size), tuple(stride), dtype, device, group_name, alloc_id)
 
     @staticmethod
     def rendezvous(tensor: torch.Tensor, group_name: str | None = None) -> Any:
@@ -78,21 +78,16 @@ class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
 
     @staticmethod
     def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
-        if _on_cpu("is_symm_mem_tensor", tensor):
-            return symm_mem.is_symm_mem_tensor(tensor)
-        return _theirs.is_symm_mem_tensor(tensor)
+        return (symm_mem if _on_cpu("is_symm_mem_tensor", tensor) else _theirs).is_symm_mem_tensor(tensor)
 
     @staticmethod
     def memset32(input: torch.Tensor, offset: int, val: int, count: int = 1) -> torch.Tensor:
-        call: Any = symm_mem.memset32 if _on_cpu("memset32", input) else _theirs.memset32
-        return call(input, offset, val, count)
+        return (symm_mem if _on_cpu("memset32", input) else _theirs).memset32(input, offset, val, count)
 
     @staticmethod
     def stream_write_value32(input: torch.Tensor, offset: int, val: int) -> torch.Tensor:
-        call: Any = (
-            symm_mem.stream_write_value32 if _on_cpu("stream_write_value32", input) else _theirs.stream_write_value32
-        )
-        return call(input, offset, val)
+        memory = symm_mem if _on_cpu("stream_write_value32", input) else _theirs
+        return memory.stream_write_value32(input, offset, val)
 
     @staticmethod
     def set_group_info(group_name: str, rank: int, world_size: int, store: Any) -> None:
@@ -113,31 +108,18 @@ class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
 
     @staticmethod
     def get_backend(device: torch.device) -> str | None:
-        return symm_mem.get_backend(device) if _device("get_backend", device) else _theirs.get_backend(device)
+        return (symm_mem if _device("get_backend", device) else _theirs).get_backend(device)
 
     @staticmethod
     def get_mempool_allocator(device: torch.device) -> Any:
-        if _device("get_mempool_allocator", device):
-            return symm_mem.get_mempool_allocator(device)
-        return _theirs.get_mempool_allocator(device)
+        return (symm_mem if _device("get_mempool_allocator", device) else _theirs).get_mempool_allocator(device)
 
     @staticmethod
     def has_multicast_support(device_type: Any, device_idx: int) -> bool:  # type: ignore[override]
         if not isinstance(device_type, _DeviceType):
             raise wrong_type("has_multicast_support", "device_type", device_type, "a DeviceType")
-        if device_type == _DeviceType.CPU:
-            return symm_mem.has_multicast_support(device_type, device_idx)
-        return _theirs.has_multicast_support(device_type, device_idx)
-
-    def get_peer_cft_handle(self, peer: int) -> tuple[int, int]:
-        raise _of_nccl("get_peer_cft_handle")
-
-    def get_multimem_cft_handle(self) -> tuple[int, int]:
-        raise _of_nccl("get_multimem_cft_handle")
-
-
-def _of_nccl(call: str) -> errors.CallerError:
-    return errors.CallerError(f"{call}: such endpoints are NCCL's, for its kernels; get_buffer gives the memory.")
+        memory = symm_mem if device_type == _DeviceType.CPU else _theirs
+        return memory.has_multicast_support(device_type, device_idx)
 
 
 def _on_cpu(call: str, tensor: Any) -> bool:

@@ -14,7 +14,7 @@ from symcomm import errors
 from symcomm.ddp.arguments import reducer_of
 from symcomm.ddp.bucket import GradBucket
 from symcomm.errors import wrong_type
-from symcomm.torch_backend.kinds import Numbered
+from symcomm.types import Numbered
 
 __all__ = [
     "AllReduceHook", "BuiltinCommHookType", "CommHook", "Fp16CompressHook", "PythonHook", "register_builtin_comm_hook",
