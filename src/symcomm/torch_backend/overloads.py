@@ -8,7 +8,7 @@ by their *slot*, the name of the parameter in TorchGroup's method of that name. 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -149,13 +149,13 @@ def _tensor_kinds(call: str) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def has_options(call: str, given: Mapping[str, Any], opts: Any) -> bool:
+def has_options(call: str, given: Sequence[Any], opts: Any) -> bool:
     """Whether the call is one with options, as torch's functions make it: ``check`` takes it, and takes longer.
 
     A tensor that is not in a list is taken as well: the core does not look whether it was."""
     if type(opts).__name__ != options_of(call):
         return False
-    values = zip(_tensor_kinds(call), given.values(), strict=True)
+    values = zip(_tensor_kinds(call), given, strict=True)
     return all(any(_is(kind, value) for kind in kinds) for kinds, value in values)
 
 
