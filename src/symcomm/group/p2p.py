@@ -14,6 +14,7 @@ from symcomm._core import native
 from symcomm.errors import format_seconds
 from symcomm.group.buffers import Buffer, read_buffer, write_buffer
 from symcomm.group.chains import Continuation, continued
+from symcomm.group.facade import Collectives
 from symcomm.group.failure import Site, Status, call_site, explain
 from symcomm.group.standoff import ANY_SOURCE, format_message, format_standoff
 from symcomm.group.work import Outcome, Timeout, no_thread, to_ns
@@ -75,7 +76,7 @@ class AnyMessageWork(Outcome):
     def what(self) -> str:
         return format_message(self._message.is_send, self._message.peer, self._message.tag)
 
-    def _misfit(self, sender: int, nbytes: int, dtype: int, buffer: Buffer) -> errors.BadArgumentError:
+    def misfit(self, sender: int, nbytes: int, dtype: int, buffer: Buffer) -> errors.BadArgumentError:
         return errors.BadArgumentError(
             f"{self.what} on group {self._group.name!r}: rank {sender} sent {nbytes} bytes of {DType(dtype).label}, "
             f"the tensor here has {buffer.nbytes} of {buffer.dtype.label}; make size and dtype equal."
@@ -115,7 +116,7 @@ class MessageWork(AnyMessageWork):
         self.outcome = outcome
         status, peer, got, dtype = outcome
         if status == STATUS_SIZE:
-            self._error = self._misfit(peer, got, dtype, self._buffer)
+            self._error = self.misfit(peer, got, dtype, self._buffer)
         elif status:
             seconds = time.monotonic() - self._started
             self._error = self._group.fail_with_status(status, self.what, self._site, seconds, explain)
@@ -158,15 +159,11 @@ class MessageWork(AnyMessageWork):
         return self.outcome[1]
 
 
-class MessageCalls:
+class MessageCalls(Collectives):
     """Mixed into ProcessGroup."""
 
-    rank: int
-    size: int
-    name: str
     handle: native.Group
     arena: Any
-    timeout_ns: int
     _failure: Any
     _in_flight: list[MessageWork]
     _sweep_at: int

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, Protocol
 
 from symcomm import errors
 from symcomm._core import native
+from symcomm.collectives.chunks import starts_of
 from symcomm.ops import BY_NAME, Op
 from symcomm.types import DType, RedOpType, ReduceOp
 
-__all__ = ["Caller", "Request", "Views", "to_redop"]
+__all__ = ["Caller", "Request", "Views", "addresses_of", "to_redop"]
 
 
 class Views(NamedTuple):
@@ -90,6 +91,13 @@ class Request:
             source.copy() if any(in_the_way(i, source, o, out) for o, out in enumerate(outputs)) else source
             for i, source in enumerate(inputs)
         ]
+
+
+def addresses_of(views: Sequence[Any], counts: Sequence[int], listed: bool | None) -> list[int]:
+    """Where a rank's pieces lie: a list of tensors, or one after the other in one."""
+    if listed or not views:
+        return [view.address for view in views]
+    return [views[0].address + start * views[0].dtype.itemsize for start in starts_of(counts)]
 
 
 def to_redop(call: str, op: Any) -> tuple[RedOpType, Any]:
@@ -184,29 +192,19 @@ def gather(group: Caller, outputs: Any, input: Any, root: int) -> Request:
     call = "gather"
     check_root(group, call, root)
     source = group.views.read(call, "input", input)
-    outs = []
-    if group.rank == root:
-        outs = group.views.write_list(call, "outputs", outputs, group.size)
-    elif outputs:
-        raise _only_at_root(group, call, "outputs", "a list")
+    outs = _at_root(group, call, root, "outputs", outputs, group.views.write_list, group.size)
     dtype = _same_dtype(call, [source, *outs])
     for k, out in enumerate(outs):
         _check_count(call, f"outputs[{k}]", out.count, source.count, "input's")
-    key = (root, input, or_none(outputs))
-    return Request(
-        BY_NAME["gather"], [source], outs, outputs or [], (source.count,) * group.size, dtype, root=root, key=key
-    )
+    sizes, key = (source.count,) * group.size, (root, input, or_none(outputs))
+    return Request(BY_NAME["gather"], [source], outs, outputs or [], sizes, dtype, root=root, key=key)
 
 
 def gather_single(group: Caller, output: Any, input: Any, root: int) -> Request:
     call = "gather_single"
     check_root(group, call, root)
     source = group.views.read(call, "input", input)
-    outs = []
-    if group.rank == root:
-        outs = [group.views.write(call, "output", output)]
-    elif output is not None:
-        raise _only_at_root(group, call, "output", "a tensor")
+    outs = _at_root(group, call, root, "output", output, group.views.write)
     dtype, result = _same_dtype(call, [source, *outs]), [output] if outs else []
     for out in outs:
         _check_count(call, "output", out.count, source.count * group.size, f"{group.size} times input's")
@@ -218,11 +216,7 @@ def scatter(group: Caller, output: Any, inputs: Any, root: int) -> Request:
     call = "scatter"
     check_root(group, call, root)
     out = group.views.write(call, "output", output)
-    sources = []
-    if group.rank == root:
-        sources = group.views.read_list(call, "inputs", inputs, group.size)
-    elif inputs:
-        raise _only_at_root(group, call, "inputs", "a list")
+    sources = _at_root(group, call, root, "inputs", inputs, group.views.read_list, group.size)
     dtype = _same_dtype(call, [out, *sources])
     for k, source in enumerate(sources):
         _check_count(call, f"inputs[{k}]", source.count, out.count, "output's")
@@ -337,7 +331,14 @@ def _check_count(call: str, name: str, got: int, expected: int, like: str) -> No
         raise errors.bad_argument(call, name, f"{got} elements", f"{expected} elements ({like})")
 
 
-def _only_at_root(group: Caller, call: str, name: str, what: str) -> errors.SymcommError:
-    return errors.bad_argument(
-        call, name, f"{what} on rank {group.rank}", "given on the root only", "pass None elsewhere"
-    )
+def _at_root(
+    group: Caller, call: str, root: int, name: str, given: Any, view: Callable[..., Any], *length: int
+) -> list[Any]:
+    """The views of what only the root gives, a list or a tensor; none elsewhere."""
+    if group.rank == root:
+        views = view(call, name, given, *length)
+        return views if length else [views]
+    if given is not None and not (length and not given):
+        what = f"{'a list' if length else 'a tensor'} on rank {group.rank}"
+        raise errors.bad_argument(call, name, what, "given on the root only", "pass None elsewhere")
+    return []

@@ -364,7 +364,7 @@ class MessageMatcher:
         work.sender = envelope.sender
         buffer = work._buffer
         if envelope.nbytes != buffer.nbytes or envelope.dtype != buffer.dtype:
-            work.end(work._misfit(envelope.sender, envelope.nbytes, envelope.dtype, buffer))
+            work.end(work.misfit(envelope.sender, envelope.nbytes, envelope.dtype, buffer))
             self.group.tell(envelope.sender, {"kind": "refused", "number": envelope.number})
         elif envelope.payload is not None:
             if envelope.payload:

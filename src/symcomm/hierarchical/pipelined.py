@@ -16,9 +16,9 @@ Values are combined on each host in the order of its ranks, then in the order of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 
 from symcomm import collectives
+from symcomm.collectives.chunks import starts_of
 from symcomm.hierarchical.engines.base import Transfer
 from symcomm.hierarchical.levels import Levels
 from symcomm.hierarchical.operation import Chunk, Operation
@@ -40,10 +40,6 @@ def chunks_of(count: int, dtype: DType, parts: int = 1) -> Iterator[tuple[int, i
     size = max(1, CHUNK // (dtype.itemsize * parts))
     for start in range(0, count, size):
         yield start, min(size, count - start)
-
-
-def starts_of(sizes: Sequence[int]) -> list[int]:
-    return [0, *accumulate(sizes)][:-1]
 
 
 # --- through lanes ------------------------------------------------------------------------------------------------
