@@ -38,7 +38,7 @@ from symcomm.cuda.failure import failures_of
 from symcomm.cuda.flag_words import FlagWords, flag_words_bytes, register_with_gpu
 from symcomm.cuda.kernels import PACK
 from symcomm.cuda.p2p import cuda_messages
-from symcomm.cuda.pool import PoolBuffer, find_block, hold, opened, pool_of
+from symcomm.cuda.pool import PoolBuffer, find_block, hold, opened, opened_pieces, pool_of
 from symcomm.cuda.single_kernel import MOST_RANKS, SingleKernelCollectives, flags_bytes, most_blocks
 from symcomm.cuda.stream_collectives import PreparedAllReduce, StreamBarriers, StreamCollectives
 from symcomm.cuda.tensor_views import TensorView, torch_stream
@@ -205,10 +205,7 @@ class CudaGroup(CudaExecution):
         torch.cuda.synchronize(self.device)
         units = torch.cuda.get_device_properties(self.device).multi_processor_count
         everyone = self._all_gather_info({"handle": piece.block.handle.hex(), "offset": piece.offset, "units": units})
-        flags = [
-            piece.address if r == self.rank else self._open(r, bytes.fromhex(c["handle"])) + c["offset"]
-            for r, c in enumerate(everyone)
-        ]
+        flags = opened_pieces(everyone)
         blocks = most_blocks(min(c["units"] for c in everyone), self.size)
         return SingleKernelCollectives(self.rank, self.size, self.device, self.barriers, flags, blocks, piece)
 
