@@ -64,13 +64,8 @@ class AllReduceHook(CommHook):
         return self.process_group.allreduce([buffer]).get_future()
 
 
-class Fp16CompressHook(CommHook):
+class Fp16CompressHook(AllReduceHook):
     """The average over all ranks, sent as 16-bit floats."""
-
-    callbacks_only_compute = True
-
-    def __init__(self, process_group: Any):
-        self.process_group = process_group
 
     def run_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         buffer = bucket.buffer()
