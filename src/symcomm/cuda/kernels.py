@@ -346,9 +346,7 @@ def _total(redop: RedOpType, parts: Sequence[Any], kind: Any) -> Any:
         )
     flip = 0
     if redop in (RedOpType.MIN, RedOpType.MAX) and kind is not parts[0].dtype:
-        flip = -(
-            1 << (8 * kind.itemsize - 1)
-        )  # unsigned numbers as signed ones: order is kept with the top bit flipped
+        flip = -(1 << (8 * kind.itemsize - 1))  # unsigned numbers as signed ones: this bit flipped keeps their order
     wide = torch.float32 if kind.is_floating_point and kind.itemsize <= 2 else parts[0].dtype
     terms = [part.to(wide) ^ flip if flip else part.to(wide) for part in parts]
     total = functools.reduce(joins[redop], terms)
