@@ -11,11 +11,6 @@ from symcomm import errors
 from symcomm.errors import wrong_type
 from symcomm.types import Numbered
 
-__all__ = [
-    "BackendType", "DebugLevel", "ErrorType", "OpType", "WorkResult", "get_debug_level", "set_debug_level",
-    "set_debug_level_from_env",
-]  # fmt: skip
-
 
 class DebugLevel(Numbered):
     """How much checking and logging ``TORCH_DISTRIBUTED_DEBUG`` asks for."""

@@ -32,8 +32,6 @@ from symcomm.torch_backend.group import TorchGroup
 from symcomm.torch_backend.lifecycle import GroupFacts
 from symcomm.torch_backend.overloads import fit, positional
 
-__all__ = ["ProcessGroup"]
-
 _CPU = torch.device("cpu")
 
 # The same operations by the names that PyTorch 2.10 to 2.12 use.

@@ -9,8 +9,6 @@ from symcomm.group.call_hooks import CallHooks, HookMethods
 from symcomm.group.interception import Interception
 from symcomm.torch_backend.call_hooks import TorchCalls
 
-__all__ = ["OwnHooks", "of_default_backend"]
-
 
 class _Calls(TorchCalls):
     """The same methods as our engine's; there is no way around them."""

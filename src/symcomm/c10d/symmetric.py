@@ -18,8 +18,6 @@ from symcomm.store import Store as OwnStore
 from symcomm.symm_mem.handle import SymmetricMemory
 from symcomm.torch_backend.group import TorchGroup
 
-__all__ = ["_DMAConnectivity", "_SymmetricMemory", "_detect_dma_connectivity"]
-
 _theirs: Any = torch_c10d._SymmetricMemory
 _DeviceType: Any = torch._C._autograd.DeviceType
 _NODES = Path("/sys/devices/system/node")

@@ -20,8 +20,6 @@ from symcomm.c10d.options import for_torch
 from symcomm.errors import wrong_type
 from symcomm.group.interception import flat
 
-__all__ = ["_ProcessGroupWrapper"]
-
 _WORDS_BYTES = 512  # of a call's description; longer ones end in a digest of the whole
 
 # What must agree among ranks, by place and by name: not what only the root has, nor what may differ.

@@ -14,8 +14,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["install", "is_installed", "uninstall"]
-
 _lock = threading.Lock()
 _undo: list[Callable[[], None]] = []
 

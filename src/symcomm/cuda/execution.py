@@ -15,8 +15,6 @@ from symcomm.group.work import Timeout
 from symcomm.ops import numbers_of
 from symcomm.types import RedOpType
 
-__all__ = ["CudaExecution", "Move", "CudaSignature"]
-
 [_ALL_REDUCE] = numbers_of("all_reduce")
 
 

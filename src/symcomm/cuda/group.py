@@ -53,8 +53,6 @@ from symcomm.group.torch_layout import gpu_keys
 from symcomm.group.work import Timeout, to_ns
 from symcomm.types import DType, RedOpType
 
-__all__ = ["CudaGroup", "DeviceGroup", "Limits", "device_group"]
-
 
 @dataclass(frozen=True)
 class Limits:

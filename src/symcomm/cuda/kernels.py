@@ -23,8 +23,6 @@ from symcomm.cuda.pool import RawMemory
 from symcomm.cuda.single_kernel_source import SINGLE_KERNEL
 from symcomm.types import ITEMSIZE, DType, RedOpType
 
-__all__ = ["Combine", "combine", "source_of", "single_kernel_source_of"]
-
 THREADS = 256
 SINGLE_KERNEL_THREADS = 512
 OLDEST_FOR_SINGLE_KERNEL = 7  # compute capability, for acquire and release

@@ -34,8 +34,6 @@ from symcomm.group.work import Timeout, to_ns
 from symcomm.memory.heap import PAGE
 from symcomm.types import DType
 
-__all__ = ["CudaMessages", "CudaReceive", "CudaSend", "cuda_messages"]
-
 SLOTS = 1024  # messages in flight from one rank
 WORDS = 8  # of 64 bits in an envelope, before the handle
 MARK = 0x53594D47  # tells an envelope from a message of host memory

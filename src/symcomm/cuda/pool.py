@@ -23,8 +23,6 @@ from symcomm.memory.heap import Heap
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Block", "PoolBuffer", "Pool", "hold", "opened", "opened_pieces", "pool_of"]
-
 BLOCK_BYTES = 32 << 20  # of blocks that small pieces share
 ALIGN = 512  # bytes: as torch's own allocations
 

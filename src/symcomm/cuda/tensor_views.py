@@ -7,8 +7,6 @@ from typing import Any
 from symcomm import errors
 from symcomm.group.buffers import Buffer, arrived, as_list, dense_view
 
-__all__ = ["TensorView", "tensor_view", "tensor_view_list", "torch_stream"]
-
 
 class TensorView(Buffer):
     """Contiguous elements in a GPU's memory. ``finish()`` copies a result back where that is needed."""

@@ -17,8 +17,6 @@ from typing import Any, Protocol
 from symcomm import errors
 from symcomm.cuda.driver import driver
 
-__all__ = ["FailureHandler", "CollectiveSequence", "Outstanding", "Watchdog"]
-
 POLL_S = 0.01
 IDLE_S = 1.0  # without anything outstanding the thread ends
 

@@ -14,8 +14,6 @@ from symcomm._core import native
 from symcomm.cuda.failure import CudaFailures
 from symcomm.group.work import Outcome, to_ns
 
-__all__ = ["CudaWork", "StreamWork"]
-
 POLL_S = 0.0005
 
 

@@ -16,11 +16,6 @@ from symcomm.ddp.bucket import GradBucket
 from symcomm.errors import wrong_type
 from symcomm.types import Numbered
 
-__all__ = [
-    "AllReduceHook", "BuiltinCommHookType", "CommHook", "Fp16CompressHook", "PythonHook", "register_builtin_comm_hook",
-    "register_comm_hook",
-]  # fmt: skip
-
 
 class BuiltinCommHookType(Numbered):
     """Hooks that come with the reducer."""

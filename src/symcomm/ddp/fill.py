@@ -17,8 +17,6 @@ from symcomm.ddp.bucket import Bucket, is_alias
 from symcomm.ddp.comm_hook import CommHook
 from symcomm.ddp.timeline import now
 
-__all__ = ["Filler"]
-
 
 def _divide(tensor: Any, divisor: int) -> None:
     """In place. By a power of two, multiplying gives the same bits in less than half the time."""

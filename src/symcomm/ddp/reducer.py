@@ -34,8 +34,6 @@ from symcomm.ddp.timeline import ALWAYS_SAMPLED, Clock, IterationTimes, measure,
 from symcomm.ddp.unused import marked_twice, search_unused, unfinished
 from symcomm.torch_backend import values
 
-__all__ = ["Reducer"]
-
 log = logging.getLogger(__name__)
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first reduction starts early
 BUCKET_BYTES = 25 << 20

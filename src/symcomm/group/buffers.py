@@ -16,8 +16,6 @@ from symcomm._core import native
 from symcomm.group.torch_layout import tensor_layout
 from symcomm.types import DType
 
-__all__ = ["Buffer", "arrived", "as_list", "dense_view", "read_buffer", "read_list", "write_buffer", "write_list"]
-
 _NUMPY = {
     "|u1": DType.UINT8, "|i1": DType.INT8, "<u2": DType.UINT16, "<i2": DType.INT16, "<u4": DType.UINT32,
     "<i4": DType.INT32, "<u8": DType.UINT64, "<i8": DType.INT64,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from symcomm.types import Numbered
 
-__all__ = ["HookOpName"]
-
 
 class HookOpName(Numbered):
     """The kinds of calls."""

@@ -20,8 +20,6 @@ from symcomm.group.work import Timeout
 from symcomm.ops import BY_NAME, numbers_of
 from symcomm.types import DType, RedOpType
 
-__all__ = ["HOST_VIEWS", "Collectives"]
-
 HOST_VIEWS = Views(read_buffer, write_buffer, read_list, write_list)
 SUM = RedOpType.SUM
 _ALL_REDUCE, _REDUCE, _BROADCAST, _BARRIER = numbers_of("all_reduce", "reduce", "broadcast", "barrier")

@@ -22,8 +22,6 @@ from symcomm.collectives.select import ON_DEVICE, sizes_in
 from symcomm.errors import format_exit, format_ranks, format_seconds
 from symcomm.types import DType, RedOpType
 
-__all__ = ["Site", "Status", "call_site", "check_living", "explain", "explain_peer"]
-
 RECORD_WAIT = 0.08  # the others are woken at once; 80 ms stays within the 100 ms that we promise
 EXIT_WAIT = 0.08  # tearing down a process took 5 to 60 ms on a busy machine
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -19,8 +19,6 @@ from symcomm import errors
 from symcomm.store.address import own_address
 from symcomm.store.tcp import TCPStore
 
-__all__ = ["HandleServer", "Handle", "handle_server", "members_of"]
-
 KIND, VERSION = "symcomm-handle", "1"
 
 

@@ -17,8 +17,6 @@ from typing import Any, Protocol
 
 from symcomm.group.call_names import HookOpName
 
-__all__ = ["Call", "CallTable", "Interception", "Layer", "CallSpec", "flat"]
-
 
 @dataclass(frozen=True)
 class CallSpec:

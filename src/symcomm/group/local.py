@@ -32,9 +32,6 @@ from symcomm.memory.arena import Arena, Peer, current_arena
 from symcomm.memory.numa import current_node
 from symcomm.memory.share import Exchange, GroupNotBuilt, SeveralHostsError, connect
 
-__all__ = ["LocalGroup"]
-
-
 # How often a waiting rank polls first (about 10 us). If it has a core of its own it then goes on spinning, for longer
 # than a peer is away whose core is taken for a time slice; with more ranks than cores it yields. Then it sleeps, which
 # costs two context switches (about 10 us). See _core/sync/backoff.h.

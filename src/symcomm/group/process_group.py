@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from symcomm.group.grow import JoinQueue
     from symcomm.store.lease import Lease
 
-__all__ = ["DEFAULT_TIMEOUT", "ProcessGroup"]
-
 DEFAULT_TIMEOUT = 1800.0  # seconds, as in PyTorch
 MOST_PLANS = 4096  # kept by a group; a program that needs more makes them anew
 LEAVE_WAIT = 5.0  # seconds for the others to leave before the rank that serves their store does

@@ -14,8 +14,6 @@ from symcomm.collectives.chunks import starts_of
 from symcomm.ops import BY_NAME, Op
 from symcomm.types import DType, RedOpType, ReduceOp
 
-__all__ = ["Caller", "Request", "Views", "addresses_of", "to_redop"]
-
 
 class Views(NamedTuple):
     """How a group looks at tensors: as contiguous bytes, with an address, a count and a dtype (Buffer, TensorView)."""

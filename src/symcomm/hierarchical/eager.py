@@ -18,10 +18,6 @@ from symcomm.hierarchical.operation import Operation
 from symcomm.hierarchical.topology import LEADER
 from symcomm.types import DType
 
-__all__ = [
-    "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "scatter",
-]  # fmt: skip
-
 Data = bytes | bytearray
 
 

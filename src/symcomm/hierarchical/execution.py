@@ -16,8 +16,6 @@ from symcomm.hierarchical.levels import Levels
 from symcomm.hierarchical.operation import Operation, Signature
 from symcomm.hierarchical.topology import Layout
 
-__all__ = ["HierarchicalExecution"]
-
 Body = Callable[[Operation], None]
 
 

@@ -20,8 +20,6 @@ from symcomm.errors import format_ranks
 from symcomm.group.failure import Status, aborted, different_calls, how_it_ended, list_calls, too_late, without
 from symcomm.hierarchical.session import ProtocolViolation
 
-__all__ = ["OperationStopped", "Failures"]
-
 SURVEY = 0.4  # seconds for all answers; a living rank answers within a few milliseconds
 REACH = 1.5  # seconds to connect to a rank; a lost packet is sent again after 1
 VERDICT_WAIT = 0.5  # seconds that a rank whose host was aborted waits for the reason

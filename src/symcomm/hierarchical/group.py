@@ -56,8 +56,6 @@ from symcomm.hierarchical.work import HierarchicalWork, Runner
 from symcomm.memory.share import Deadline, Exchange
 from symcomm.store.address import LOOPBACK, own_address
 
-__all__ = ["HierarchicalGroup"]
-
 LOCAL_ROUNDS = 3  # of the exchange, at most, to build a host's own group
 Handler = Callable[[int, dict[str, Any], "bytes | bytearray"], None]
 MOST_ARRIVALS = 10_000  # of other hosts at operations that this one has not reached; each is at most a few ahead

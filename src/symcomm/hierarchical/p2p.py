@@ -28,8 +28,6 @@ from symcomm.hierarchical.operation import LATE_BYTES
 from symcomm.hierarchical.session import ProtocolViolation
 from symcomm.types import DType
 
-__all__ = ["HierarchicalMessages", "MessageMatcher"]
-
 EAGER_MAX_NONBLOCKING = 4096  # bytes that travel with the envelope
 BACKLOG = 1 << 20  # bytes of envelopes that may be queued for a slow receiver
 TAG = 1  # of the engine's; collectives use 0

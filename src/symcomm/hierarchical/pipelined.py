@@ -25,10 +25,6 @@ from symcomm.hierarchical.operation import Chunk, Operation
 from symcomm.hierarchical.topology import Layout, split_evenly
 from symcomm.types import DType
 
-__all__ = [
-    "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter",
-]  # fmt: skip
-
 # Bytes of a tensor that are worked on at a time. One run each at 1 Gbit/s, 2 x 2 ranks, 2 loaded cores, 3 to 6 chunks
 # under way: 1 MiB made 54 % of the link's speed from 32 MiB, 2 MiB 67 %, 4 MiB 74 and 77 %, 8 MiB 79 %; from 8 MiB, 4
 # MiB was best.

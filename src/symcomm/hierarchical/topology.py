@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["EAGER_HOST_MAX", "LEADER", "Layout", "split_evenly", "fits_eager"]
-
 LEADER = (
     0  # of a host's ranks: the one that talks to the other hosts. The same for every call, so that mismatches are found
 )

@@ -29,8 +29,6 @@ from symcomm.symm_mem.handle import SymmetricMemory, check_alike
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GpuSymmetricMemory", "empty_strided", "find_piece", "fill_words", "rendezvous", "using", "write_word"]
-
 
 class CudaAllocation:
     """What is known of a piece of memory, as on the CPU."""

@@ -18,8 +18,6 @@ from symcomm.torch_backend.overloads import check, has_options, slots_of
 from symcomm.types import RedOpType
 from symcomm.types import ReduceOp as OwnReduceOp
 
-__all__ = ["Given", "is_async", "once_each", "one_list", "redop_of", "root_of", "seconds_of", "sort_out"]
-
 
 class Given(NamedTuple):
     """What a call was given besides tensors: an options object, or plain arguments that go before it."""

@@ -13,8 +13,6 @@ from symcomm.ops import OPS, Op
 from symcomm.torch_backend import versions
 from symcomm.torch_backend.arguments import is_async, root_of
 
-__all__ = ["TORCH_CALLS", "HookRegistration", "TorchCalls"]
-
 _TORCHS_NAMES: Any = versions.hook_classes().get("HookOpName")
 
 

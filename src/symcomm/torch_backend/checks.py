@@ -14,11 +14,6 @@ import torch
 from symcomm import errors
 from symcomm.torch_backend import values
 
-__all__ = [
-    "alike", "all_gather_coalesced", "all_gather_lists", "all_reduce_coalesced", "gather", "merge_group", "non_empty",
-    "root_rank", "root_tensor", "scatter", "single", "split_group", "splits",
-]  # fmt: skip
-
 
 def _refuse(call: str, words: str, argument: str, got: object, allowed: str) -> errors.BadArgumentError:
     return errors.bad_argument(f"{call}: {words}", argument, got, allowed)

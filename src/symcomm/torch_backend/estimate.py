@@ -12,8 +12,6 @@ from symcomm.group.process_group import ProcessGroup
 from symcomm.ops import OPS, Op
 from symcomm.torch_backend.work import DoneWork
 
-__all__ = ["TimeEstimates"]
-
 
 def _model(op: Op) -> tuple[str, str, bool]:
     """What a call is to the cost model, and the bytes that count: of its inputs or outputs, once or for each rank."""

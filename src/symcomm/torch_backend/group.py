@@ -34,8 +34,6 @@ from symcomm.torch_backend.work import DoneWork
 if TYPE_CHECKING:
     from symcomm.torch_backend.debug_checks import DebugChecks
 
-__all__ = ["TorchGroup"]
-
 Options: Any = Backend.Options
 install()
 _ALL_REDUCE, _REDUCE, _BROADCAST, _BARRIER = numbers_of("all_reduce", "reduce", "broadcast", "barrier")

@@ -22,9 +22,6 @@ from symcomm.torch_backend.engines import device_map
 from symcomm.torch_backend.reconfigure import Reconfigurable
 from symcomm.torch_backend.work import WorkInfo
 
-__all__ = ["GroupFacts", "Lifecycle", "await_previous_group"]
-
-
 LAG = 10.0  # seconds that the others get to leave a group before this rank makes the next one
 MERGE_FAILED = "symcomm/merge/failed"  # a key; another attempt uses another store
 _previous: list[Callable[[float], None]] = []  # waits until all ranks have left the last default group

@@ -13,8 +13,6 @@ from symcomm.torch_backend.call_hooks import HookRegistration
 from symcomm.torch_backend.estimate import TimeEstimates
 from symcomm.torch_backend.lifecycle import Lifecycle
 
-__all__ = ["NewerTorch"]
-
 
 class NewerTorch(HookRegistration, TimeEstimates, Lifecycle):
     """Mixed into TorchGroup."""

@@ -18,8 +18,6 @@ from torch._C._distributed_c10d import ReduceOp
 from symcomm.errors import WrongTypeError, wrong_type
 from symcomm.types import ReduceOp as OwnReduceOp
 
-__all__ = ["CALLS", "check", "fit", "has_options", "options_of", "positional", "slots_of"]
-
 _PLAIN = ("opts", "root", "op", "timeout")
 # Singular names that a call's tensors have in some of its forms; those it writes to or has once, then those it reads.
 FIRST = ("tensors", "tensor", "output_tensors", "output_tensor", "outputs", "output", "outputTensor", "output_lists")

@@ -23,8 +23,6 @@ from symcomm.torch_backend.work import DoneWork
 if TYPE_CHECKING:
     from symcomm.group.reconfigure import ReconfigurableGroup
 
-__all__ = ["EmptyCore", "Reconfigurable", "wants_reconfigure"]
-
 
 def wants_reconfigure(options: Any, backend_options: Any) -> bool:
     """Whether a new group is to start without members. torch's own options say so since 2.15."""

@@ -25,8 +25,6 @@ from symcomm.torch_backend.work import AllOf, DoneWork, TorchWork, WorkInfo, don
 if TYPE_CHECKING:
     from symcomm.torch_backend.debug_checks import DebugChecks
 
-__all__ = ["Running"]
-
 # Torch has one name for two operations of ours.
 _TORCH_NAMES = {"all_to_all_single": "all_to_all", "all_gather_lists": "all_gather_coalesced"}
 SMALL = 4096  # elements; an operation of that size takes about as long as handing it to a thread

@@ -15,8 +15,6 @@ import torch
 from symcomm.symm_mem.handle import SymmetricMemory
 from symcomm.symm_mem.install import get_elements, meet, put_and_signal
 
-__all__ = ["BOXED", "replace"]
-
 
 def _barrier(symm: SymmetricMemory) -> None:
     symm.barrier()

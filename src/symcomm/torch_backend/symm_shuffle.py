@@ -13,11 +13,6 @@ from symcomm.group.process_group import ProcessGroup
 from symcomm.symm_mem.groups import find_group
 from symcomm.torch_backend.symm_reduce import check_dim, check_divisible, check_like, gathered
 
-__all__ = [
-    "all_to_all_vdev", "all_to_all_vdev_2d", "all_to_all_vdev_2d_offset", "nccl_all_to_all_nd", "nvshmem_all_to_all",
-    "nvshmem_broadcast",
-]  # fmt: skip
-
 
 def nvshmem_all_to_all(input: Tensor, out: Tensor, group_name: str) -> Tensor:
     find_group("nvshmem_all_to_all", group_name).all_to_all_single(out, input)

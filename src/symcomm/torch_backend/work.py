@@ -22,8 +22,6 @@ from symcomm import errors
 from symcomm.ops import OPS
 from symcomm.torch_backend import versions
 
-__all__ = ["AllOf", "DoneWork", "Received", "TorchWork", "WorkInfo", "done", "late", "op_type_of", "warns_of_old_calls"]
-
 WorkClass = TypeVar("WorkClass", bound=type)
 OpType: Any = vars(torch_c10d)["OpType"]  # which torch's own stubs do not list
 # Torch's word for our calls, and for the two that it knows by a name of its own.

@@ -28,8 +28,6 @@ from symcomm.windows.memory import AnyMemory
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CudaMemory"]
-
 WORD = 4  # bytes
 
 

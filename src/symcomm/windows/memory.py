@@ -20,8 +20,6 @@ from symcomm.windows.works import SignalWork
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AnyMemory", "HostMemory", "no_shortcut"]
-
 
 def no_shortcut(*_: Any) -> int | None:
     """Arguments always need a look."""
