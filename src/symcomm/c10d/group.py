@@ -59,26 +59,18 @@ class ProcessGroup(OwnHooks, GroupFacts, dist.ProcessGroup, metaclass=_AnyGroup)
 
     BackendType = BackendType
 
-    __hash__ = object.__hash__
-
     def __init__(self, *args: Any, **named: Any):
         store, rank, size = _who(*args, **named)
         super().__init__(rank, size)
         self._rank, self._size, self._store = rank, size, store
-        self._name = ""
-        self._desc = ""
         self._timeout = DEFAULT_TIMEOUT
         self._backends: dict[str, Any] = {}  # device type -> backend
         self._kinds: dict[BackendType, Any] = {}  # kind -> backend
         self._default = BackendType.UNDEFINED
-        self._hook: Callable[[WorkInfo], Any] | None = None
         self._started = 0
         self._bound: torch.device | None = None
         # PyTorch's C++ backends are called through a group of its own, which knows how.
         self._theirs = dist.ProcessGroup(rank, size)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
     # --- backends ---------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
@@ -31,9 +31,6 @@ from symcomm.torch_backend.p2p import exchange
 from symcomm.torch_backend.sparse import all_reduce_sparse
 from symcomm.torch_backend.work import DoneWork
 
-if TYPE_CHECKING:
-    from symcomm.torch_backend.debug_checks import DebugChecks
-
 Options: Any = Backend.Options
 install()
 _ALL_REDUCE, _REDUCE, _BROADCAST, _BARRIER = numbers_of("all_reduce", "reduce", "broadcast", "barrier")
@@ -51,6 +48,7 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
     """What ``init_process_group("symcomm")`` and ``new_group()`` give."""
 
     is_symcomm = True
+    watchers = 0  # torch's hooks, see torch_patches/cpp_hooks.py
 
     def __init__(
         self,
@@ -69,7 +67,6 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
         raises once a rank that others wait for cannot come, where ``global_ranks`` do not say who they are."""
         super().__init__(rank, size)
         self._store = store
-        self._global_ranks = global_ranks
         self.options = options if options is not None else Options("symcomm", timeout)
         self._is_default = bool(label)
         if core is None:
@@ -78,28 +75,15 @@ class TorchGroup(NewerTorch, dist.ProcessGroup):
         self._operations_before = core.sequence_number
         self.core = core
         self._name, self._label = name, label
-        self._desc = ""
-        self._coalescing: list[Any] | None = None
-        self._splits = 0
-        self._hook: Any = None
-        self._debug_checks: DebugChecks | None = None
         self.takes_fast_path = not core.spans_hosts
-        self._used_for_symmetric_memory = False
         self._engines = Engines(self)
-        self._map: dict[str, str] = {}
-        self._intercepted = False
+        self._map = {}
         core.interception.add_facade(self, TORCH_CALLS)
         torch_patches.apply(*torch_patches.AT_FIRST_GROUP)
-        self.watchers = 0  # of torch's hooks, see torch_patches/cpp_hooks.py
         if versions.HAS_PYTHON_BACKENDS:
             from symcomm.torch_backend.cpp_backend import install_cpp_backend
 
             install_cpp_backend(self, ["cpu", *self._engines.device_types()])
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
     # --- reductions -------------------------------------------------------------------------------------------
 

@@ -51,10 +51,14 @@ def _check_merge(store: Any, watch: Callable[[], None] | None) -> None:
 class GroupFacts:
     """Mixed into groups that torch asks for their name and store, and for a hook that is told of what has ended."""
 
-    _name: str
-    _desc: str
     _store: Any
-    _hook: Any
+    _name = _desc = ""
+    _hook: Any = None
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
     def getGroupName(self) -> str:
         return self._name
@@ -95,10 +99,10 @@ class Lifecycle(GroupFacts, Reconfigurable):
 
     options: Any
     _label: str
-    _splits: int
     _map: dict[str, str]
-    _used_for_symmetric_memory: bool
     _is_default: bool
+    _splits = 0
+    _used_for_symmetric_memory = False
 
     # --- life -------------------------------------------------------------------------------------------------
 

@@ -54,11 +54,11 @@ class Running:
     _name: str
     _desc: str
     _operations_before: int
-    _coalescing: list[Any] | None
-    _hook: Any
-    _debug_checks: DebugChecks | None
     _engines: Engines
-    _intercepted: bool
+    _coalescing: list[Any] | None = None  # works since start_coalescing()
+    _hook: Any = None
+    _debug_checks: DebugChecks | None = None
+    _intercepted = False
 
     def _call(self, name: str, given: Given, *args: Any, result: Sequence[Any] | None = None) -> Any:
         """Run our collective of that name and wrap its work for torch. Tensors of other devices go to their engine."""
