@@ -10,6 +10,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from symcomm.group.request import to_redop
 from symcomm.store import Store
 from symcomm.torch_backend.reduce_ops import redop_for_torch
 from symcomm.torch_backend.stores import as_torch_store
-from symcomm.torch_backend.values import duration, flag, integer, ranks, short, text, timeout_of
+from symcomm.torch_backend.values import duration, flag, integer, optional, ranks, short, text, timeout_of
 from symcomm.types import RedOpType, ReduceOp, make_premul_sum
 
 __all__ = [
@@ -119,10 +120,6 @@ def _handles(name: str, value: Any) -> Any:
     return set(checked) if isinstance(value, (set, frozenset)) else checked
 
 
-def _timeout_or_none(name: str, value: Any) -> timedelta | None:
-    return None if value is None else timeout_of(name, value)
-
-
 def _redop(name: str, value: Any) -> ReduceOp:
     if not isinstance(value, (ReduceOp, torch_c10d.ReduceOp)):
         raise wrong_type(name, "value", value, "a ReduceOp")
@@ -192,7 +189,7 @@ class ReconfigureOptions(Options):
     __slots__ = ()
     uuid = Option(0, integer)
     handles = Option(set(), _handles)
-    timeout = Option(None, _timeout_or_none)
+    timeout = Option(None, partial(optional, timeout_of))
     hints = Option({}, hints)
 
 

@@ -318,7 +318,7 @@ class Reducer(Filler):
         """Reduce the next buckets, as far as they are full."""
         while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
             bucket = self.buckets[self._next]
-            if not self._may_skip(bucket):
+            if not (self._skips_unused and all(index in self.unused for index in bucket.indices)):
                 self._launch(bucket)
             self._next += 1
         if self._next == len(self.buckets):
@@ -326,9 +326,6 @@ class Reducer(Filler):
                 self._order.call(self.process_group, self._reduce_used)
             if not self._finalized_by_caller:
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-
-    def _may_skip(self, bucket: Bucket) -> bool:
-        return self._skips_unused and all(index in self.unused for index in bucket.indices)
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.launched = now()
