@@ -10,13 +10,10 @@ import torch
 import torch._C._distributed_c10d as torch_c10d
 
 from symcomm import errors, symm_mem
-from symcomm.c10d.group import ProcessGroup
 from symcomm.c10d.stores import Store
 from symcomm.errors import wrong_type
-from symcomm.group.process_group import ProcessGroup as Engine
 from symcomm.store import Store as OwnStore
 from symcomm.symm_mem.handle import SymmetricMemory
-from symcomm.torch_backend.group import TorchGroup
 
 _theirs: Any = torch_c10d._SymmetricMemory
 _DeviceType: Any = torch._C._autograd.DeviceType
@@ -68,7 +65,7 @@ class _SymmetricMemory(SymmetricMemory, metaclass=_Settings):
     def rendezvous(tensor: torch.Tensor, group_name: str | None = None) -> Any:
         """Every rank of the group calls it with its tensor. The group's name may be one of ours or of PyTorch's."""
         if _on_cpu("rendezvous", tensor):
-            handle = symm_mem.rendezvous(tensor, _engine_of(group_name))
+            handle = symm_mem.rendezvous(tensor, group_name)
             memory = object.__new__(_SymmetricMemory)
             memory.__dict__.update(handle.__dict__)
             return memory
@@ -131,19 +128,6 @@ def _device(call: str, device: Any) -> bool:
     if not isinstance(device, torch.device):
         raise wrong_type(call, "device", device, "a torch.device", "write torch.device(...)")
     return device.type == "cpu"
-
-
-def _engine_of(group_name: str | None) -> Engine | str | None:
-    """Our engine behind a group that PyTorch knows by this name; else the name, which may be one of ours."""
-    if group_name is None:
-        return None
-    try:
-        group = torch_c10d._resolve_process_group(group_name)
-    except RuntimeError:
-        return group_name
-    if type(group) is ProcessGroup:
-        group = group._get_backend(torch.device("cpu"))
-    return group.core if isinstance(group, TorchGroup) else group_name
 
 
 # --- who can reach whose memory -----------------------------------------------------------------------------------
